@@ -1,0 +1,219 @@
+"""The configuration: one frozen, validated value, built once and passed down.
+
+It is built from the command line (`from_options`), or for `sglang.Engine` users, who have no
+argument parser, from the environment variable `IMPRESS_CONFIG` (`from_environment`), which
+`enable_for_engine` sets after validating. No other module reads the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from impress_sglang.errors import ConfigError
+
+CONFIG_VARIABLE = "IMPRESS_CONFIG"
+POLICIES = ("impress", "as", "recompute")
+DEFAULT_SSD_DIR = "~/.cache/impress-sglang/kv"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """How one field of the configuration looks on the command line."""
+
+    field: str
+    flag: str
+    parse: Callable[[str], Any]
+    help: str
+    choices: tuple[str, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImpressConfig:
+    """All options of the extension; see `OPTIONS` for what each one means and its unit.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    ssd_dir: str = DEFAULT_SSD_DIR
+    ssd_gb: float = 32.0
+    min_free_gb: float = 2.0
+    retention: float = 0.25
+    probe_heads: int = 3
+    alpha: float = 0.6
+    chunk_tokens: int = 64
+    min_prefix_tokens: int = 256
+    policy: str = "impress"
+    io_threads: int = 8
+    store_approximate: bool = True
+
+    def __post_init__(self) -> None:
+        for option in OPTIONS:
+            _require_type(option, getattr(self, option.field))
+        _require(0.0 < self.retention <= 1.0, "retention", self.retention, "0 < r <= 1")
+        _require(self.probe_heads >= 1, "probe_heads", self.probe_heads, "at least 1")
+        _require(0.0 < self.alpha <= 1.0, "alpha", self.alpha, "0 < alpha <= 1")
+        _require(
+            8 <= self.chunk_tokens <= 4096 and self.chunk_tokens % 8 == 0,
+            "chunk_tokens",
+            self.chunk_tokens,
+            "a multiple of 8 between 8 and 4096",
+        )
+        _require(self.min_prefix_tokens >= 1, "min_prefix_tokens", self.min_prefix_tokens, ">= 1")
+        _require(self.ssd_gb > 0, "ssd_gb", self.ssd_gb, "more than 0")
+        _require(self.min_free_gb >= 0, "min_free_gb", self.min_free_gb, "0 or more")
+        _require(1 <= self.io_threads <= 256, "io_threads", self.io_threads, "1 to 256")
+        _require(self.policy in POLICIES, "policy", self.policy, f"one of {', '.join(POLICIES)}")
+        _require(bool(self.ssd_dir.strip()), "ssd_dir", self.ssd_dir, "a directory")
+
+    @property
+    def ssd_path(self) -> Path:
+        """Directory of the SSD store, with `~` resolved."""
+        return Path(self.ssd_dir).expanduser()
+
+    @property
+    def ssd_bytes(self) -> int:
+        """Quota of the SSD store in bytes (1 GB = 10^9 bytes)."""
+        return int(self.ssd_gb * 1e9)
+
+    @property
+    def min_free_bytes(self) -> int:
+        """Free space that the store leaves on its file system, in bytes."""
+        return int(self.min_free_gb * 1e9)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> ImpressConfig:
+        """Build from a mapping of field names; unknown names are an error.
+
+        Raises:
+            ConfigError: an unknown field or a wrong value.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ConfigError(
+                f"unknown IMPRESS option {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+            )
+        return cls(**options)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> ImpressConfig | None:
+        """The configuration in `IMPRESS_CONFIG` (a JSON object), or None when it is not set.
+
+        Raises:
+            ConfigError: the variable is not a JSON object, or holds a wrong value.
+        """
+        text = environ.get(CONFIG_VARIABLE, "").strip()
+        if not text:
+            return None
+        try:
+            options = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{CONFIG_VARIABLE} is not valid JSON: {error}") from error
+        if not isinstance(options, dict):
+            raise ConfigError(f"{CONFIG_VARIABLE} must be a JSON object, got {text!r}")
+        return cls.from_options(options)
+
+    def to_json(self) -> str:
+        """The configuration as `from_environment` reads it."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def enable_for_engine(**options: Any) -> ImpressConfig:
+    """Turn IMPRESS on for every `sglang.Engine` that this process starts from now on.
+
+    Example: `enable_for_engine(ssd_dir="/nvme/kv"); sglang.Engine(model_path=...)`.
+    The options are the fields of `ImpressConfig`. Remove `IMPRESS_CONFIG` from the environment
+    to turn it off again.
+
+    Raises:
+        ConfigError: an unknown option or a wrong value.
+    """
+    config = ImpressConfig.from_options(options)
+    os.environ[CONFIG_VARIABLE] = config.to_json()
+    return config
+
+
+def _parse_switch(text: str) -> bool:
+    values = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
+    try:
+        return values[text.lower()]
+    except KeyError:
+        raise ValueError(f"expected on or off, got {text!r}") from None
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("ssd_dir", "--impress-ssd-dir", str, "Directory of the SSD store."),
+    Option("ssd_gb", "--impress-ssd-gb", float, "Quota of the SSD store, in GB (10^9 bytes)."),
+    Option(
+        "min_free_gb",
+        "--impress-min-free-gb",
+        float,
+        "Free space to leave on the file system of the SSD store, in GB.",
+    ),
+    Option(
+        "retention",
+        "--impress-retention",
+        float,
+        "Share of a stored prefix that each layer uses (1.0 = all of it, exact).",
+    ),
+    Option(
+        "probe_heads",
+        "--impress-probe-heads",
+        int,
+        "Number of probe heads of a multi-head model (a GQA model probes "
+        "max(1, round(N * kv_heads / 32)) KV heads).",
+    ),
+    Option(
+        "alpha",
+        "--impress-alpha",
+        float,
+        "Exponent of the similarity threshold t = j**alpha; larger means fewer layers fall back.",
+    ),
+    Option(
+        "chunk_tokens",
+        "--impress-chunk-tokens",
+        int,
+        "Tokens of a chunk, the unit of storing and reading.",
+    ),
+    Option(
+        "min_prefix_tokens",
+        "--impress-min-prefix-tokens",
+        int,
+        "Shortest prefix, in tokens, that is stored, and shortest part that is loaded.",
+    ),
+    Option(
+        "policy",
+        "--impress-policy",
+        str,
+        "impress: load the important part; as: load the whole prefix (AttentionStore-like); "
+        "recompute: no store.",
+        POLICIES,
+    ),
+    Option("io_threads", "--impress-io-threads", int, "Reads of the SSD store in flight."),
+    Option(
+        "store_approximate",
+        "--impress-store-approximate",
+        _parse_switch,
+        "on: also store KVs that were computed after a partly loaded prefix "
+        "(marked, never used where an exact prefix is promised); off: do not.",
+    ),
+)
+
+
+def _require(condition: bool, field: str, value: object, expected: str) -> None:
+    if not condition:
+        flag = next(option.flag for option in OPTIONS if option.field == field)
+        raise ConfigError(f"{flag} must be {expected}, got {value!r}")
+
+
+def _require_type(option: Option, value: object) -> None:
+    expected = {str: (str,), float: (float, int), int: (int,)}.get(option.parse, (bool,))
+    is_bool = isinstance(value, bool)
+    if not isinstance(value, expected) or (is_bool and bool not in expected):
+        raise ConfigError(f"{option.flag} has a value of the wrong type: {value!r}")

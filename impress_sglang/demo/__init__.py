@@ -1,0 +1,1 @@
+"""Small real model for demonstrations and tests without a model hub."""

@@ -1,0 +1,41 @@
+"""Exceptions that a caller or the environment can cause.
+
+    ImpressError
+    ├── ConfigError          an option has a wrong value, or options do not fit together
+    ├── UnsupportedError     the model, SGLang version or another feature cannot be combined with us
+    └── StoreError
+        ├── StoreInUseError  another process serves from the same SSD directory
+        └── ChunkUnreadable  a chunk is missing, short or fails its checksum: a miss, never an answer
+
+A shortage that is expected (quota, free space, write queue full) is a value, not an exception.
+"""
+
+from __future__ import annotations
+
+
+class ImpressError(Exception):
+    """Base of all exceptions of this package."""
+
+
+class ConfigError(ImpressError, ValueError):
+    """An option has a value that cannot work; the message names the option and what to do."""
+
+
+class UnsupportedError(ImpressError):
+    """This model, SGLang version or SGLang option cannot be served with IMPRESS."""
+
+
+class StoreError(ImpressError):
+    """The SSD store cannot do what was asked."""
+
+
+class StoreInUseError(StoreError):
+    """Another process holds the lock of this store."""
+
+
+class ChunkUnreadable(StoreError):
+    """Bytes of a segment are missing, short or do not match their checksum."""
+
+    def __init__(self, segment_id: str, detail: str) -> None:
+        super().__init__(f"segment {segment_id}: {detail}")
+        self.segment_id = segment_id

@@ -1,0 +1,1 @@
+"""Prefix KV management (PKM): which prefixes are stored, found again, and given up."""

@@ -1,0 +1,340 @@
+"""The tree of stored prefixes: which segments hold the KVs of a token sequence.
+
+A radix tree per namespace (SGLang's `extra_key` and `cache_salt`). A node is a run of tokens inside
+one segment; splitting a node moves no data, both halves refer to the same segment. Exact and
+approximate KVs of the same tokens are different children, so that they are never mixed unseen.
+
+Invariants (`check_integrity`):
+  * a node's tokens are `segment.tokens[start : start + len]`, and its parent ends where it begins;
+  * the nodes of a segment form one path; `dependents` counts the segments that hang below it;
+  * below an approximate node everything is approximate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from impress_sglang.storage.segment import SegmentInfo, Tokens
+
+_ChildKey = tuple[int, bool]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class StoredSegment:
+    """A segment in the tree.
+
+    `ready` is False until its file is published; `dependents` counts segments attached below it;
+    `last_access` is a logical time.
+    """
+
+    info: SegmentInfo
+    file_bytes: int
+    ready: bool = True
+    dependents: int = 0
+    last_access: int = 0
+    hits: int = 0
+    parent: StoredSegment | None = None
+
+    @property
+    def segment_id(self) -> str:
+        """Name of the segment."""
+        return self.info.segment_id
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Node:
+    """Tokens [start, start + len(tokens)) of a segment, below `parent`."""
+
+    tokens: Tokens
+    segment: StoredSegment | None
+    start: int
+    parent: _Node | None
+    children: dict[_ChildKey, _Node] = dataclasses.field(default_factory=dict)
+
+    @property
+    def approximate(self) -> bool:
+        return self.segment is not None and self.segment.info.approximate
+
+    @property
+    def key(self) -> _ChildKey:
+        return int(self.tokens[0]), self.approximate
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredSpan:
+    """Tokens [start, stop) of a segment."""
+
+    segment: StoredSegment
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredMatch:
+    """The longest stored prefix of a token sequence: spans in order, from token 0."""
+
+    spans: tuple[StoredSpan, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the match."""
+        return sum(map(len, self.spans))
+
+    @property
+    def approximate(self) -> bool:
+        """Whether part of it was computed after a partly loaded prefix."""
+        return any(span.segment.info.approximate for span in self.spans)
+
+    def slice(self, start: int, stop: int) -> tuple[StoredSpan, ...]:
+        """The spans of the tokens [start, stop)."""
+        parts, first = [], 0
+        for span in self.spans:
+            low, high = max(start - first, 0), min(stop - first, len(span))
+            if low < high:
+                parts.append(StoredSpan(span.segment, span.start + low, span.start + high))
+            first += len(span)
+        return tuple(parts)
+
+
+class StoredTree:
+    """Finds and keeps stored prefixes; not thread-safe, one thread owns it."""
+
+    def __init__(self, first_time: int = 1) -> None:
+        """An empty tree whose logical time starts at `first_time`."""
+        self._roots: dict[str, _Node] = {}
+        self._tails: dict[str, _Node] = {}
+        self._segments: dict[str, StoredSegment] = {}
+        self._clock = itertools.count(first_time)
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def __contains__(self, segment_id: str) -> bool:
+        return segment_id in self._segments
+
+    def get(self, segment_id: str) -> StoredSegment | None:
+        """The segment of that name."""
+        return self._segments.get(segment_id)
+
+    def segments(self) -> Iterator[StoredSegment]:
+        """All segments, ready or not."""
+        return iter(self._segments.values())
+
+    def match(
+        self,
+        namespace: str,
+        tokens: Tokens,
+        *,
+        allow_approximate: bool,
+        include_pending: bool = False,
+    ) -> StoredMatch:
+        """The longest stored prefix of `tokens`. O(len(tokens)); changes nothing.
+
+        Where exact and approximate children begin with the same token, the exact one is followed.
+        """
+        spans: list[StoredSpan] = []
+        for node, length in self._walk(namespace, tokens, allow_approximate):
+            segment = node.segment
+            assert segment is not None
+            if not (segment.ready or include_pending):
+                break
+            if spans and spans[-1].segment is segment:
+                spans[-1] = StoredSpan(segment, spans[-1].start, node.start + length)
+            else:
+                spans.append(StoredSpan(segment, node.start, node.start + length))
+        return StoredMatch(tuple(spans))
+
+    def touch(self, match: StoredMatch) -> None:
+        """Count an access to every segment of a match."""
+        now = next(self._clock)
+        for span in match.spans:
+            span.segment.last_access = now
+            span.segment.hits += 1
+
+    def insert(self, segment: StoredSegment, prefix: Tokens) -> bool:
+        """Attach a segment after the tokens `prefix`; False if that prefix is not in the tree.
+
+        A segment whose first token is already a child there is refused as well: the caller matches
+        first and stores only what is new.
+        """
+        info = segment.info
+        parent = self._node_at(info.namespace, prefix, info.approximate)
+        if parent is None:
+            return False
+        return self._attach(segment, parent)
+
+    def remove(self, segment: StoredSegment) -> None:
+        """Take a segment out; it must have no dependents."""
+        assert segment.dependents == 0
+        node: _Node | None = self._tails.pop(segment.segment_id)
+        while node is not None and node.segment is segment:
+            assert not node.children
+            parent = node.parent
+            assert parent is not None
+            del parent.children[node.key]
+            node = parent
+        if segment.parent is not None:
+            segment.parent.dependents -= 1
+        del self._segments[segment.segment_id]
+
+    def remove_subtree(self, segment: StoredSegment) -> list[StoredSegment]:
+        """Take out a segment and all that hang below it; returns them, deepest first."""
+        below = [s for s in list(self._segments.values()) if s.parent is segment]
+        removed = [gone for child in below for gone in self.remove_subtree(child)]
+        self.remove(segment)
+        return [*removed, segment]
+
+    def check_integrity(self) -> None:
+        """Recompute every invariant from the nodes.
+
+        Raises:
+            AssertionError: the tree is damaged, which is a bug.
+        """
+        covered: dict[str, int] = {}
+        parents: dict[str, StoredSegment | None] = {}
+        for namespace, root in self._roots.items():
+            for node in _descendants(root):
+                self._check_node(namespace, node, covered, parents)
+        assert covered == {s.segment_id: s.info.num_tokens for s in self._segments.values()}
+        for segment in self._segments.values():
+            assert segment.parent is parents[segment.segment_id]
+            below = [s for s in self._segments.values() if s.parent is segment]
+            assert segment.dependents == len(below)
+            assert not segment.info.approximate or all(s.info.approximate for s in below)
+
+    def _check_node(
+        self,
+        namespace: str,
+        node: _Node,
+        covered: dict[str, int],
+        parents: dict[str, StoredSegment | None],
+    ) -> None:
+        segment, parent = node.segment, node.parent
+        assert segment is not None and parent is not None
+        assert self._segments[segment.segment_id] is segment
+        assert segment.info.namespace == namespace
+        stop = node.start + len(node.tokens)
+        assert len(node.tokens) > 0
+        assert np.array_equal(node.tokens, segment.info.tokens[node.start : stop])
+        assert parent.children[node.key] is node
+        if parent.segment is segment:
+            assert parent.start + len(parent.tokens) == node.start
+        else:
+            assert node.start == 0
+            parents[segment.segment_id] = parent.segment
+        covered[segment.segment_id] = covered.get(segment.segment_id, 0) + len(node.tokens)
+        if stop == segment.info.num_tokens:
+            assert self._tails[segment.segment_id] is node
+
+    def _attach(self, segment: StoredSegment, parent: _Node) -> bool:
+        info = segment.info
+        node = _Node(info.tokens, segment, 0, parent)
+        if node.key in parent.children or segment.segment_id in self._segments:
+            return False
+        parent.children[node.key] = node
+        self._segments[segment.segment_id] = segment
+        self._tails[segment.segment_id] = node
+        segment.parent = parent.segment
+        segment.last_access = segment.last_access or next(self._clock)
+        if parent.segment is not None:
+            parent.segment.dependents += 1
+        return True
+
+    def _walk(
+        self, namespace: str, tokens: Tokens, allow_approximate: bool
+    ) -> Iterator[tuple[_Node, int]]:
+        """Nodes along `tokens`, each with the number of its tokens that match."""
+        node = self._roots.get(namespace)
+        position = 0
+        while node is not None and position < len(tokens):
+            child = _child_for(node, int(tokens[position]), allow_approximate)
+            if child is None:
+                return
+            length = common_prefix_len(child.tokens, tokens[position:])
+            yield child, length
+            if length < len(child.tokens):
+                return
+            node, position = child, position + length
+
+    def _node_at(self, namespace: str, prefix: Tokens, approximate: bool) -> _Node | None:
+        """The node that ends exactly after `prefix`, splitting one if need be."""
+        node = self._roots.setdefault(namespace, _Node(np.empty(0, np.int32), None, 0, None))
+        found = 0
+        for child, length in self._walk(namespace, prefix, allow_approximate=approximate):
+            node = self._split(child, length) if length < len(child.tokens) else child
+            found += length
+        return node if found == len(prefix) else None
+
+    def _split(self, node: _Node, length: int) -> _Node:
+        """Cut a node after `length` tokens; returns the upper half."""
+        assert node.parent is not None
+        upper = _Node(node.tokens[:length], node.segment, node.start, node.parent)
+        node.parent.children[node.key] = upper
+        node.tokens, node.start, node.parent = node.tokens[length:], node.start + length, upper
+        upper.children[node.key] = node
+        return upper
+
+
+def common_prefix_len(left: Tokens, right: Tokens) -> int:
+    """How many leading tokens two sequences share."""
+    length = min(len(left), len(right))
+    different = left[:length] != right[:length]
+    return int(different.argmax()) if different.any() else length
+
+
+def prefix_digest(namespace: str, tokens: Tokens) -> str:
+    """Digest of a namespace and the tokens of a prefix: names a place in the tree across restarts."""
+    state = hashlib.blake2b(namespace.encode(), digest_size=16)
+    state.update(b"\0")
+    state.update(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
+    return state.hexdigest()
+
+
+def restore_segments(tree: StoredTree, segments: Iterable[StoredSegment]) -> list[StoredSegment]:
+    """Put the segments of an earlier process back into an empty tree.
+
+    A segment knows only the digest of the tokens before it; their text is that of the segments it
+    hangs below. Returns the segments whose place was not found: a segment above them is gone.
+    """
+    ordered = sorted(segments, key=lambda segment: segment.info.prefix_len)
+    wanted_lens: dict[str, set[int]] = {}
+    for segment in ordered:
+        wanted_lens.setdefault(segment.info.namespace, set()).add(segment.info.prefix_len)
+    empty = np.empty(0, np.int32)
+    places = {(name, prefix_digest(name, empty)): empty for name in wanted_lens}
+    lost = []
+    for segment in ordered:
+        info = segment.info
+        prefix = places.get((info.namespace, info.prefix_digest))
+        if prefix is None or not tree.insert(segment, prefix):
+            lost.append(segment)
+            continue
+        path = np.concatenate([prefix, info.tokens])
+        for length in wanted_lens[info.namespace]:
+            if len(prefix) < length <= len(path):
+                digest = prefix_digest(info.namespace, path[:length])
+                places[info.namespace, digest] = path[:length]
+    return lost
+
+
+def _child_for(node: _Node, token: int, allow_approximate: bool) -> _Node | None:
+    child = node.children.get((token, False))
+    if child is None and allow_approximate:
+        child = node.children.get((token, True))
+    return child
+
+
+def _descendants(root: _Node) -> Iterator[_Node]:
+    stack = list(root.children.values())
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children.values())

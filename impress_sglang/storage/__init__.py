@@ -1,0 +1,1 @@
+"""The SSD tier: segment files, their index, reads and writes."""

@@ -1,0 +1,92 @@
+"""Aligned memory and unbuffered file access, without any policy.
+
+O_DIRECT keeps the page cache out of the way where the file system has it (ext4, xfs); where it
+has not (tmpfs, some network file systems) the same calls go through the page cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from impress_sglang.storage.layout import BLOCK_BYTES, round_up
+
+
+class AlignedBuffer:
+    """Reusable memory that starts at a page boundary, as O_DIRECT wants; grows on demand.
+
+    `view` hands out the same bytes again at each call: one user at a time.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, BLOCK_BYTES)
+
+    def view(self, num_bytes: int) -> memoryview:
+        """The first `num_bytes` of the buffer; earlier views stay valid but share its bytes."""
+        if num_bytes > len(self._memory):
+            self._memory = mmap.mmap(-1, round_up(max(num_bytes, 2 * len(self._memory)), 1 << 20))
+        return memoryview(self._memory)[:num_bytes]
+
+
+def supports_direct_io(directory: Path) -> bool:
+    """Whether files in `directory` can be opened with O_DIRECT."""
+    probe = directory / f".direct-{os.getpid()}"
+    try:
+        descriptor = os.open(probe, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
+    except OSError:
+        return False
+    else:
+        os.close(descriptor)
+        return True
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            probe.unlink()
+
+
+def read_exactly(descriptor: int, offset: int, target: memoryview) -> None:
+    """Fill `target` from a file.
+
+    Raises:
+        EOFError: the file ends before `target` is full.
+        OSError: the read failed.
+    """
+    done = 0
+    while done < len(target):
+        count = os.preadv(descriptor, [target[done:]], offset + done)
+        if count == 0:
+            raise EOFError(f"expected {len(target)} bytes at {offset}, file ends after {done}")
+        done += count
+
+
+def write_exactly(descriptor: int, offset: int, source: memoryview) -> None:
+    """Write all of `source` to a file.
+
+    Raises:
+        OSError: the write failed, for example because the file system is full.
+    """
+    done = 0
+    while done < len(source):
+        done += os.pwritev(descriptor, [source[done:]], offset + done)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames and removals in `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def open_for_writing(path: Path, *, direct: bool) -> Iterator[int]:
+    """A descriptor of a new file; the caller renames the file when it is complete."""
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if direct else 0)
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""From storage to attention: what to read for a layer, and reading it."""

