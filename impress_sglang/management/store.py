@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import logging
 import os
+import sqlite3
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,6 +42,7 @@ class StoreOutcome(enum.Enum):
 
     ACCEPTED = "accepted"
     KNOWN = "known"
+    UNREACHABLE = "unreachable"
     NO_SPACE = "no_space"
 
 
@@ -91,6 +93,11 @@ class PrefixStore:
         self.stats = StoreStats()
         self.tree, self._used_bytes = self._recover()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether accepted writes have not been taken in yet."""
+        return bool(self._writes)
+
     def match(self, namespace: str, tokens: Tokens, *, allow_approximate: bool) -> StoredMatch:
         """The longest published prefix of `tokens`."""
         self.poll()
@@ -126,6 +133,7 @@ class PrefixStore:
         read_layers: Callable[[int], LayerReader],
         on_done: Callable[[], None],
         *,
+        available_from: int = 0,
         approximate: bool,
         min_tokens: int,
     ) -> StoreOutcome:
@@ -137,6 +145,7 @@ class PrefixStore:
             read_layers: given the number of leading tokens that are stored already, returns the
                 reader of the KVs of the others. It is only called if the offer is accepted.
             on_done: called by `poll` when the KVs are no longer needed, written or not.
+            available_from: KVs of earlier tokens cannot be had from the reader; they must be stored.
             approximate: the new KVs were computed after a partly loaded prefix.
             min_tokens: a shorter rest is not worth a file.
         """
@@ -146,6 +155,8 @@ class PrefixStore:
         start = known.num_tokens
         if len(tokens) - start < min_tokens:
             return StoreOutcome.KNOWN
+        if start < available_from:
+            return StoreOutcome.UNREACHABLE
         info = self._describe(namespace, tokens, start, approximate)
         segment = StoredSegment(info, info.layout().file_bytes, ready=False)
         if not self._make_room(segment.file_bytes, known):
@@ -316,8 +327,12 @@ class PrefixStore:
         path = segment_path(self._directory, segment.segment_id)
 
         def delete() -> None:
-            path.unlink(missing_ok=True)
-            self._catalog.remove(segment.segment_id)
+            try:
+                path.unlink(missing_ok=True)
+                self._catalog.remove(segment.segment_id)
+            except (OSError, sqlite3.Error) as error:
+                # The next start compares files and index again.
+                logger.warning("segment %s could not be removed: %s", segment.segment_id, error)
 
         self._worker.submit(delete)
 

@@ -1,0 +1,64 @@
+"""The SGLang versions and names that the integration relies on, checked at start.
+
+SGLang swallows exceptions of a plugin, so a name that moved would not be seen until a request gives
+a wrong answer. `check_sglang` names what is missing before anything is served.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pkgutil
+
+from impress_sglang.errors import UnsupportedError
+
+SUPPORTED_SGLANG = ("0.5.23",)
+
+HOOKED_NAMES = (
+    "sglang.srt.server_args.ServerArgs.add_cli_args",
+    "sglang.srt.server_args.ServerArgs.from_cli_args",
+    "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+    "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+    "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._accumulate_request_meta_info",
+    "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+)
+
+RELIED_ON = (
+    "sglang.srt.arg_groups.overrides.declare_resolution",
+    "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook",
+    "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
+    "sglang.srt.layers.rotary_embedding.base._is_cpu",
+    "sglang.srt.mem_cache.radix_cache.RadixCache._insert_cache",
+    "sglang.srt.mem_cache.radix_cache.RadixCache.path_device_indices",
+    "sglang.srt.mem_cache.registry.register_radix_cache_backend",
+)
+
+
+def sglang_version() -> str:
+    """Version of the installed SGLang."""
+    return importlib.metadata.version("sglang")
+
+
+def check_sglang() -> None:
+    """Refuse a SGLang that this package was not tested with.
+
+    Raises:
+        UnsupportedError: the version is not supported, or a name is missing.
+    """
+    version = sglang_version()
+    if version not in SUPPORTED_SGLANG:
+        raise UnsupportedError(
+            f"impress-sglang supports SGLang {', '.join(SUPPORTED_SGLANG)}, but {version} is "
+            f"installed; run: pip install sglang=={SUPPORTED_SGLANG[-1]}"
+        )
+    missing = [name for name in RELIED_ON if not _exists(name)]
+    if missing:
+        raise UnsupportedError(f"this build of SGLang {version} lacks {', '.join(missing)}")
+
+
+def _exists(name: str) -> bool:
+    module, _, attribute = name.rpartition(".")
+    try:
+        return hasattr(pkgutil.resolve_name(module), attribute)
+    except (ImportError, AttributeError):
+        return False

@@ -1,0 +1,70 @@
+"""Builds the tree cache in the scheduler process and connects it to the attention backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.importance.identify import probe_kv_heads
+from impress_sglang.integration.attention import ImpressTorchNativeBackend
+from impress_sglang.integration.radix_cache import ImpressRadixCache
+from impress_sglang.integration.runtime import ServingRuntime
+from impress_sglang.management.identity import model_identity, weights_digest
+from impress_sglang.storage.layout import KVShape
+
+# Parameters of a Hugging Face configuration that name a model or its training, not its KVs.
+_NOT_ARCHITECTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "use_cache"})
+
+
+def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
+    """The tree cache for SGLang's `TreeCacheBuildContext`.
+
+    Raises:
+        UnsupportedError: the attention backend is not ours, so that sink rows would be read wrong.
+        ConfigError: the SSD directory cannot be written.
+        StoreInUseError: another server uses it for the same model.
+    """
+    runner = context.tp_worker.model_runner
+    backend = runner.attn_backend
+    if not isinstance(backend, ImpressTorchNativeBackend):
+        raise UnsupportedError(
+            f"the attention hook of IMPRESS is not in place ({type(backend).__name__} is active), "
+            "so prefixes would be read wrong; check that no other plugin replaces "
+            "attn_backend_wrapper, and that SGLANG_PLUGINS includes impress"
+        )
+    shape = kv_shape(runner, config)
+
+    def identify() -> str:
+        return model_identity(
+            weights=weights_digest(runner.model.named_parameters()),
+            architecture=_architecture(runner.model_config.hf_text_config),
+            shape=shape,
+            tp_rank=context.tp_rank,
+            tp_size=context.tp_size,
+        )
+
+    runtime = ServingRuntime(config, shape, identify())
+    backend.connect(runtime)
+    return ImpressRadixCache(context.params, runtime, identify, runner.forward_stream)
+
+
+def kv_shape(runner: Any, config: ImpressConfig) -> KVShape:
+    """Shape of the KVs in the pool of a model runner."""
+    pool = runner.token_to_kv_pool
+    num_query_heads = runner.model_config.num_attention_heads
+    return KVShape(
+        num_layers=pool.layer_num,
+        num_query_heads=num_query_heads,
+        num_kv_heads=pool.head_num,
+        key_dim=pool.head_dim,
+        value_dim=pool.v_head_dim,
+        dtype=pool.dtype,
+        probe_kv_heads=probe_kv_heads(num_query_heads, pool.head_num, config.probe_heads),
+    )
+
+
+def _architecture(hf_config: Any) -> dict[str, object]:
+    return {
+        key: value for key, value in hf_config.to_dict().items() if key not in _NOT_ARCHITECTURE
+    }

@@ -1,0 +1,73 @@
+"""The command line: an argument group, and the way from parsed arguments to `ImpressConfig`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from impress_sglang.config import OPTIONS, ImpressConfig
+from impress_sglang.errors import ConfigError
+
+# ServerArgs drops unknown arguments; underscore attributes survive its pickling to child processes.
+CONFIG_ATTRIBUTE = "_impress_config"
+FROM_CLI_ATTRIBUTE = "_impress_from_cli"
+_DEST_PREFIX = "impress_"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the `--enable-impress` group to SGLang's parser."""
+    defaults = ImpressConfig()
+    group = parser.add_argument_group("IMPRESS: importance-informed prefix storage")
+    group.add_argument(
+        "--enable-impress",
+        action="store_true",
+        help="Keep prefixes on SSD and load only their important part.",
+    )
+    for option in OPTIONS:
+        default = getattr(defaults, option.field)
+        shown = {True: "on", False: "off"}.get(default, default)
+        group.add_argument(
+            option.flag,
+            dest=_DEST_PREFIX + option.field,
+            type=option.parse,
+            choices=option.choices,
+            default=None,
+            help=f"{option.help} Default: {shown}.",
+        )
+
+
+def config_from_arguments(args: argparse.Namespace) -> ImpressConfig | None:
+    """The configuration that was asked for on the command line, or None.
+
+    Raises:
+        ConfigError: a wrong value, or an option without `--enable-impress`.
+    """
+    given: dict[str, Any] = {
+        option.field: value
+        for option in OPTIONS
+        if (value := getattr(args, _DEST_PREFIX + option.field, None)) is not None
+    }
+    if not getattr(args, "enable_impress", False):
+        if given:
+            flags = [option.flag for option in OPTIONS if option.field in given]
+            raise ConfigError(f"{', '.join(flags)} needs --enable-impress")
+        return None
+    return ImpressConfig.from_options(given)
+
+
+def config_of(server_args: Any) -> ImpressConfig | None:
+    """The configuration that travels with SGLang's server arguments, or None if we are off.
+
+    The environment counts where no command line was parsed (`sglang.Engine`), once: what it says is
+    kept with the arguments, which child processes get.
+
+    Raises:
+        ConfigError: the environment holds a wrong value.
+    """
+    config = getattr(server_args, CONFIG_ATTRIBUTE, None)
+    if config is None:
+        config = ImpressConfig.from_environment()
+        if config is not None:
+            setattr(server_args, CONFIG_ATTRIBUTE, config)
+    assert config is None or isinstance(config, ImpressConfig)
+    return config

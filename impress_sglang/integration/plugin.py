@@ -1,0 +1,199 @@
+"""Entry point of SGLang's plugin group `sglang.srt.plugins`: registers, and does nothing else.
+
+SGLang calls `activate` in each of its processes and swallows exceptions, so nothing here may be what
+keeps an answer right: the tree factory checks that the attention backend is ours, and refuses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import ImpressError, UnsupportedError
+from impress_sglang.integration.compat import check_sglang
+from impress_sglang.integration.flags import (
+    CONFIG_ATTRIBUTE,
+    FROM_CLI_ATTRIBUTE,
+    add_flags,
+    config_from_arguments,
+    config_of,
+)
+
+BACKEND_NAME = "impress"
+_T = TypeVar("_T")
+
+
+def activate() -> None:
+    """Register flags, hooks and the tree cache; called by SGLang in every process."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    hooks = (
+        ("srt.server_args.ServerArgs.add_cli_args", _after_add_cli_args, HookType.AFTER),
+        ("srt.server_args.ServerArgs.from_cli_args", _after_from_cli_args, HookType.AFTER),
+        (
+            "srt.layers.attention.attention_registry.attn_backend_wrapper",
+            _after_backend_wrapper,
+            HookType.AFTER,
+        ),
+        ("srt.model_executor.model_runner.ModelRunner.load_model", _before_load, HookType.BEFORE),
+        ("srt.managers.scheduler.Scheduler.get_internal_state", _after_state, HookType.AFTER),
+        (
+            "srt.managers.tokenizer_manager.TokenizerManager._accumulate_request_meta_info",
+            _around_meta_info,
+            HookType.AROUND,
+        ),
+        (
+            "srt.entrypoints.http_server._setup_and_run_http_server",
+            _before_http_server,
+            HookType.BEFORE,
+        ),
+    )
+    for target, hook, kind in hooks:
+        HookRegistry.register(f"sglang.{target}", hook, kind)
+    register_resolution_hook("handle_attention_backend_compatibility")(_resolve_attention)
+    register_resolution_hook("handle_cache_compatibility")(_resolve_cache)
+    register_radix_cache_backend(BACKEND_NAME, _make_tree_cache)
+
+
+def _after_add_cli_args(result: Any, parser: argparse.ArgumentParser) -> None:
+    add_flags(parser)
+
+
+def _after_from_cli_args(server_args: Any, *arguments: Any) -> Any:
+    args = arguments[-1]
+
+    def configure() -> ImpressConfig | None:
+        config = config_from_arguments(args)
+        if config is not None:
+            check_sglang()
+            _require_writable(config)
+        return config
+
+    config = _or_exit(configure)
+    if config is not None:
+        setattr(server_args, CONFIG_ATTRIBUTE, config)
+        setattr(server_args, FROM_CLI_ATTRIBUTE, True)
+    return server_args
+
+
+def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Choose torch_native on a CPU if nothing was asked for, then check what came out."""
+    if config_of(server_args) is None:
+        previous(server_args)
+        return
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
+
+    from impress_sglang.integration.guards import check_attention
+
+    view = resolved_view(server_args)
+    chosen = (view.attention_backend, view.prefill_attention_backend, view.decode_attention_backend)
+    if view.device == "cpu" and chosen == (None, None, None):
+        declare_resolution(server_args, BACKEND_NAME, attention_backend="torch_native")
+    previous(server_args)
+    view = resolved_view(server_args)
+    prefill = view.prefill_attention_backend or view.attention_backend
+    decode = view.decode_attention_backend or view.attention_backend
+    _or_exit_if_cli(server_args, lambda: check_attention(prefill, decode))
+
+
+def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Check the options and the model, then choose our tree cache."""
+    if config_of(server_args) is None:
+        previous(server_args)
+        return
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
+
+    def check() -> None:
+        from impress_sglang.integration.guards import check_model, check_options
+
+        config = config_of(server_args)
+        assert config is not None
+        check_sglang()
+        _require_writable(config)
+        check_options(resolved_view(server_args))
+        check_model(_model_config(server_args))
+
+    _or_exit_if_cli(server_args, check)
+    previous(server_args)
+    declare_resolution(server_args, BACKEND_NAME, radix_cache_backend=BACKEND_NAME)
+
+
+def _before_load(runner: Any, *_: Any, **__: Any) -> None:
+    """Let a CPU server run without an AMX build of sgl_kernel.
+
+    Only this switch of SGLang's rotary embedding is needed; the one for all of SGLang
+    (SGLANG_USE_CPU_ENGINE) wants kernels that the package on PyPI does not have.
+    """
+    if config_of(runner.server_args) is not None and runner.device == "cpu":
+        from sglang.srt.layers.rotary_embedding import base
+
+        base._is_cpu = True
+
+
+def _after_backend_wrapper(backend: Any, runner: Any, *_: Any, **__: Any) -> Any:
+    if config_of(runner.server_args) is not None:
+        from impress_sglang.integration.attention import adopt_backend
+
+        adopt_backend(backend, runner)
+    return backend
+
+
+def _make_tree_cache(context: Any) -> Any:
+    from impress_sglang.integration.factory import make_tree_cache
+
+    config = config_of(context.server_args)
+    if config is None:
+        raise UnsupportedError("--radix-cache-backend impress needs --enable-impress")
+    return make_tree_cache(context, config)
+
+
+def _after_state(result: Any, *arguments: Any, **keywords: Any) -> Any:
+    from impress_sglang.integration.reporting import add_totals
+
+    return add_totals(result, *arguments, **keywords)
+
+
+def _around_meta_info(original: Callable[..., None], *arguments: Any) -> None:
+    from impress_sglang.integration.reporting import keep_report_as_object
+
+    keep_report_as_object(original, *arguments)
+
+
+def _before_http_server(server_args: Any, *_: Any, **__: Any) -> None:
+    if config_of(server_args) is not None:
+        from impress_sglang.integration.reporting import add_stats_route
+
+        add_stats_route()
+
+
+def _model_config(server_args: Any) -> Any:
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    return model_config_of(server_args)
+
+
+def _require_writable(config: ImpressConfig) -> None:
+    from impress_sglang.storage.directory import require_writable
+
+    require_writable(config.ssd_path)
+
+
+def _or_exit_if_cli(server_args: Any, action: Callable[[], None]) -> None:
+    """Run a check; on the command line a refusal is one sentence and exit status 2."""
+    if getattr(server_args, FROM_CLI_ATTRIBUTE, False):
+        _or_exit(action)
+    else:
+        action()
+
+
+def _or_exit(action: Callable[[], _T]) -> _T:
+    try:
+        return action()
+    except ImpressError as error:
+        print(f"sglang: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,368 @@
+"""The tree cache: SGLang's radix cache for what is resident, our store for what has left it.
+
+Stages: match, admit, write back. A request whose stored prefix is longer than its resident one is
+admitted as a sink row (docs/design.md). Only the scheduler's thread calls this class.
+
+Slots that SGLang's tree does not know are counted as protected, so that SGLang's own accounting
+(available + evictable + protected + uncached == total) holds at every step:
+  * private: the k slots of a live sink row;
+  * held: slots of approximate KVs that a write still reads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestHandle,
+    EvictParams,
+    EvictResult,
+    InitLoadBackParams,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from torch import Tensor
+
+from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.integration.pool import PoolLayerReader
+from impress_sglang.integration.request import PrefixRequest, new_report
+from impress_sglang.integration.runtime import ServingRuntime
+from impress_sglang.management.store import StoreOutcome
+from impress_sglang.management.tree import StoredMatch
+from impress_sglang.storage.segment import Tokens
+
+logger = logging.getLogger(__name__)
+
+REPORT_KEY = "impress"
+
+
+class _Offer:
+    """A stored prefix that `match_prefix` promised: tokens [resident, stop) of `match`, k of them."""
+
+    __slots__ = ("k", "match", "resident_len", "token_ids")
+
+    def __init__(self, match: StoredMatch, resident_len: int, k: int, token_ids: Tokens) -> None:
+        self.match = match
+        self.resident_len = resident_len
+        self.k = k
+        self.token_ids = token_ids
+
+    @property
+    def stop(self) -> int:
+        return self.match.num_tokens
+
+
+class ImpressRadixCache(RadixCache):
+    """SGLang's `RadixCache` that finds evicted prefixes again on SSD."""
+
+    def __init__(
+        self,
+        params: CacheInitParams,
+        runtime: ServingRuntime,
+        identify: Callable[[], str],
+        forward_stream: Any,
+    ) -> None:
+        """`identify` names the model's weights; it is asked again after each flush."""
+        self._runtime = runtime
+        self._identify = identify
+        self._forward_stream = forward_stream
+        self._offers: dict[str, _Offer] = {}
+        self._declined: set[str] = set()
+        self._private_tokens = 0
+        self._held_tokens = 0
+        self._writing_tokens = 0
+        self._started = False
+        super().__init__(params)
+        self._started = True
+
+    def reset(self) -> None:
+        """SGLang's flush: what is resident goes, what is stored stays.
+
+        SGLang flushes when it is idle, and after it has replaced weights.
+        """
+        if self._started:
+            # Accepted writes read slots that are about to be given away.
+            self._runtime.store.drain()
+            identity = self._identify()
+            if identity != self._runtime.identity:
+                self._runtime.reopen(identity)
+        assert not self._runtime.live and not self._private_tokens and not self._held_tokens
+        self._offers.clear()
+        self._declined.clear()
+        super().reset()
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The resident prefix, extended by a stored one where that is longer."""
+        resident = super().match_prefix(params)
+        req = params.req
+        if req is None or self.disable:
+            return resident
+        report = new_report(self._runtime.policy.name, resident.device_prefix_len)
+        req.customized_info = {REPORT_KEY: [report]}
+        offer = self._find_stored(params.key, resident.device_prefix_len, req.rid)
+        if offer is None:
+            self._offers.pop(req.rid, None)
+            return resident
+        self._offers[req.rid] = offer
+        return resident._replace(
+            device_prefix_len=offer.stop - offer.k, host_hit_length=offer.k
+        )
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any] | None:
+        """Admit a sink row: allocate its k slots and open its source.
+
+        None sends the request back to the queue; it is then matched without a stored prefix.
+        """
+        req = params.req
+        assert req is not None
+        offer = self._offers.pop(req.rid)
+        assert offer.k == params.host_hit_length
+        request = self._open_request(req, offer)
+        if request is None:
+            self._declined.add(req.rid)
+            return None
+        self._runtime.live[req.rid] = request
+        self._private_tokens += request.k
+        req.storage_hit_start = request.resident_len
+        req.storage_hit_length = request.num_tokens
+        return request.k, req.last_node
+
+    def prefix_device_indices(self, req: Any) -> Tensor:
+        """The row of a request's prefix: zeros, resident slots, private slots."""
+        request = self._runtime.live.get(req.rid)
+        if request is None:
+            return super().prefix_device_indices(req)
+        zeros = request.slots.new_zeros(request.start)
+        return torch.cat([zeros, request.resident_slots, request.slots])
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Insert what is exact into SGLang's tree, and offer what is new to the store."""
+        request = self._runtime.live.get(req.rid)
+        assert request is None or request.layers_loaded == self._runtime.shape.num_layers
+        if request is None or request.adopted:
+            super().checkpoint(req, up_to=up_to, **kwargs)
+            self._offer_exact(req, up_to)
+        elif request.k == request.num_tokens and not request.approximate:
+            self._adopt(req, request)
+            super().checkpoint(req, up_to=up_to, **kwargs)
+            self._offer_exact(req, up_to)
+        elif req.finished():
+            self._offer_approximate(req, request, up_to)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        """Give back what a request held; every end of a request comes through here."""
+        super().on_release(req, checkpointed=checkpointed)
+        self._forget(req.rid)
+        request = self._runtime.live.pop(req.rid, None)
+        if request is not None:
+            self._runtime.release_source(request)
+            request.publish()
+            if not request.adopted:
+                self._private_tokens -= request.k
+                self.token_to_kv_pool_allocator.free(request.slots)
+        reports = (req.customized_info or {}).get(REPORT_KEY)
+        if req.finished() and reports:
+            self._runtime.totals.add(reports[0])
+
+    def release_aborted_request(self, handle: CacheRequestHandle) -> None:
+        """A request that was never admitted is gone."""
+        super().release_aborted_request(handle)
+        if handle.rid not in self._runtime.live:
+            self._forget(handle.rid)
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """SGLang's eviction, after finished writes have let go of their slots.
+
+        Only when nothing else is left to evict does it wait for writes.
+        """
+        store = self._runtime.store
+        store.poll()
+        result = super().evict(params)
+        missing = params.num_tokens - result.num_tokens_evicted
+        if missing <= 0 or not store.is_writing:
+            return result
+        store.drain()
+        more = super().evict(EvictParams(num_tokens=missing))
+        return EvictResult(num_tokens_evicted=result.num_tokens_evicted + more.num_tokens_evicted)
+
+    def flush_pending_backups(self) -> None:
+        """SGLang's tick after each batch."""
+        self._runtime.store.poll()
+
+    def protected_size(self) -> int:
+        """Tokens that cannot be evicted: SGLang's, and the slots only we know."""
+        return int(super().protected_size()) + self._private_tokens + self._held_tokens
+
+    def summary(self) -> dict[str, Any]:
+        """What `GET /impress/stats` shows."""
+        return {
+            **self._runtime.summary(),
+            "device_pool": {
+                "tokens": self.token_to_kv_pool_allocator.size,
+                "private_tokens": self._private_tokens,
+                "held_tokens": self._held_tokens,
+                "writing_tokens": self._writing_tokens,
+            },
+        }
+
+    def check_integrity(self) -> None:
+        """Compare our counters with the requests, and check the store.
+
+        Raises:
+            AssertionError: they differ, which is a bug.
+        """
+        live = self._runtime.live.values()
+        assert self._private_tokens == sum(r.k for r in live if not r.adopted)
+        assert self._held_tokens <= self._writing_tokens
+        self._runtime.store.check_integrity()
+
+    def _find_stored(self, key: RadixKey, resident_len: int, rid: str) -> _Offer | None:
+        policy = self._runtime.policy
+        if rid in self._declined or not policy.stores:
+            return None
+        tokens = _as_tokens(key.raw_token_ids())
+        match = self._runtime.store.match(
+            _namespace(key), tokens, allow_approximate=not policy.exact
+        )
+        num_tokens = match.num_tokens - resident_len
+        if num_tokens < self._runtime.config.min_prefix_tokens:
+            return None
+        k = policy.tokens_to_load(num_tokens)
+        return _Offer(match, resident_len, k, tokens[: match.num_tokens]) if k else None
+
+    def _open_request(self, req: Any, offer: _Offer) -> PrefixRequest | None:
+        try:
+            source = self._runtime.store.open_source(offer.match, offer.resident_len, offer.stop)
+        except ChunkUnreadable as error:
+            logger.warning("request %s does without its stored prefix: %s", req.rid, error)
+            self._runtime.store.drop(error.segment_id)
+            return None
+        slots = self._allocate(offer.k)
+        if slots is None:
+            self._runtime.store.close_source(source)
+            return None
+        resident_slots = self.path_device_indices(req.last_node)[: offer.resident_len]
+        num_tokens = offer.stop - offer.resident_len
+        approximate = offer.k < num_tokens or offer.match.approximate
+        report = req.customized_info[REPORT_KEY][0]
+        report.update(
+            path="ssd",
+            prefix_tokens=offer.stop,
+            used_tokens=offer.resident_len + offer.k,
+            stored_tokens=num_tokens,
+            loaded_tokens=offer.k,
+            approximate=approximate,
+        )
+        return PrefixRequest(
+            rid=req.rid,
+            token_ids=torch.from_numpy(offer.token_ids.astype(np.int64)),
+            resident_slots=resident_slots,
+            slots=slots.to(torch.int64),
+            num_tokens=num_tokens,
+            approximate=approximate,
+            source=source,
+            report=report,
+        )
+
+    def _allocate(self, num_tokens: int) -> Tensor | None:
+        allocator = self.token_to_kv_pool_allocator
+        missing = num_tokens - allocator.available_size()
+        if missing > 0:
+            self.evict(EvictParams(num_tokens=missing))
+        slots: Tensor | None = allocator.alloc(num_tokens)
+        return slots
+
+    def _adopt(self, req: Any, request: PrefixRequest) -> None:
+        """Hand the slots of a whole, exact prefix to SGLang's tree, like computed ones."""
+        req.kv.cache_protected_len = request.resident_len
+        self._private_tokens -= request.k
+        request.adopted = True
+
+    def _offer_exact(self, req: Any, up_to: int) -> None:
+        """Offer a computed prefix; its slots are resident, and locked while a write reads them."""
+        if up_to < len(req.origin_input_ids) or not self._wants(up_to):
+            return
+        node = req.last_node
+        slots = self.path_device_indices(node)
+
+        def on_done() -> None:
+            self.dec_lock_ref(node)
+            self._writing_tokens -= up_to
+
+        outcome = self._offer_to_store(req, slots, 0, on_done, approximate=False)
+        if outcome is StoreOutcome.ACCEPTED:
+            self.inc_lock_ref(node)
+            self._writing_tokens += up_to
+
+    def _offer_approximate(self, req: Any, request: PrefixRequest, up_to: int) -> None:
+        """Offer what was computed after a partly loaded prefix; its slots are held for the write."""
+        first = request.prefix_len
+        if not self._runtime.config.store_approximate or not self._wants(up_to):
+            return
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        slots = row[first:up_to].to(torch.int64, copy=True)
+
+        def on_done() -> None:
+            self._held_tokens -= len(slots)
+            self._writing_tokens -= len(slots)
+            self.token_to_kv_pool_allocator.free(slots)
+
+        outcome = self._offer_to_store(req, slots, first, on_done, approximate=True)
+        if outcome is StoreOutcome.ACCEPTED:
+            # SGLang frees [cache_protected_len, up_to) next: these slots are ours now.
+            req.kv.cache_protected_len = up_to
+            self._held_tokens += len(slots)
+            self._writing_tokens += len(slots)
+
+    def _wants(self, num_tokens: int) -> bool:
+        """Whether a prefix is long enough, and the pool can spare its slots for a while.
+
+        Writes hold at most half of the pool, or a single long prefix.
+        """
+        runtime = self._runtime
+        if not runtime.policy.stores or num_tokens < runtime.config.min_prefix_tokens:
+            return False
+        spare = self.token_to_kv_pool_allocator.size // 2 - self._writing_tokens
+        return self._writing_tokens == 0 or num_tokens <= spare
+
+    def _offer_to_store(
+        self,
+        req: Any,
+        slots: Tensor,
+        first: int,
+        on_done: Callable[[], None],
+        *,
+        approximate: bool,
+    ) -> StoreOutcome:
+        """Offer the tokens of a request, whose KVs from token `first` on are in `slots`."""
+        pool = self.token_to_kv_pool_allocator.get_kvcache()
+        tokens = _as_tokens(req.full_untruncated_fill_ids[: first + len(slots)])
+        key = RadixKey(req.full_untruncated_fill_ids[:1], req.extra_key, cache_salt=req.cache_salt)
+        return self._runtime.store.offer(
+            _namespace(key),
+            tokens,
+            lambda start: PoolLayerReader(pool, slots[start - first :], self._forward_stream),
+            on_done,
+            available_from=first,
+            approximate=approximate,
+            min_tokens=self._runtime.config.chunk_tokens,
+        )
+
+    def _forget(self, rid: str) -> None:
+        self._offers.pop(rid, None)
+        self._declined.discard(rid)
+
+
+def _namespace(key: RadixKey) -> str:
+    return json.dumps([key.extra_key, key.cache_salt])
+
+
+def _as_tokens(token_ids: Any) -> Tokens:
+    return np.array(token_ids, dtype=np.int32)

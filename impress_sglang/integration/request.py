@@ -1,0 +1,96 @@
+"""One request's stored prefix while it is served, and what the user is told of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from impress_sglang.transfer.loader import LoadStats
+from impress_sglang.transfer.source import MemorySource, SegmentSource
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class PrefixRequest:
+    """A request that runs with `k` tokens of a stored prefix of `m` tokens (a sink row).
+
+    The row is `start` zeros, the resident slots, `k` private slots, the slots of new tokens:
+
+        |<- start = m - k ->|<- resident ->|<- k ->|<- new ... ->|
+
+    Invariants: the k slots are private (counted as protected by the tree) until `adopted`; layers
+    below `layers_loaded` are in them.
+    """
+
+    rid: str
+    token_ids: Tensor  # int64 [resident + m], CPU: the whole prefix, for a recompute
+    resident_slots: Tensor  # int64 [resident]
+    slots: Tensor  # int64 [k]
+    num_tokens: int
+    approximate: bool  # the stored KVs, or our selection of them, are not the full prefix
+    source: SegmentSource | MemorySource | None
+    report: dict[str, object]
+    stats: LoadStats = dataclasses.field(default_factory=LoadStats)
+    layers_loaded: int = 0
+    attention_ms: float = 0.0
+    ssd_bytes: int = 0
+    recomputed: bool = False
+    adopted: bool = False
+
+    @property
+    def k(self) -> int:
+        """Tokens of the stored prefix that each layer uses."""
+        return len(self.slots)
+
+    @property
+    def start(self) -> int:
+        """First entry of the row that attention sees."""
+        return self.num_tokens - self.k
+
+    @property
+    def resident_len(self) -> int:
+        """Tokens of the prefix that are in the device pool."""
+        return len(self.resident_slots)
+
+    @property
+    def prefix_len(self) -> int:
+        """Tokens of the prompt that are not computed: resident and stored."""
+        return self.resident_len + self.num_tokens
+
+    def publish(self) -> None:
+        """Write what is known by now into the report that goes out with the first token."""
+        self.report.update(
+            layers_by_probe=self.stats.layers_by_probe,
+            layers_by_fallback=self.stats.layers_by_fallback,
+            layers_whole=self.stats.layers_whole,
+            ssd_bytes=self.ssd_bytes,
+            probe_ms=round(self.stats.probe_ms, 3),
+            load_ms=round(self.stats.load_ms, 3),
+            attention_ms=round(self.attention_ms, 3),
+            recomputed=self.recomputed,
+        )
+
+
+def new_report(policy: str, resident_len: int) -> dict[str, object]:
+    """The `meta_info["impress"]` of a request before any stored prefix is used.
+
+    `path` is computed, device or ssd; lengths are in tokens, times in milliseconds.
+    """
+    return {
+        "policy": policy,
+        "path": "device" if resident_len else "computed",
+        "prefix_tokens": resident_len,
+        "used_tokens": resident_len,
+        "resident_tokens": resident_len,
+        "stored_tokens": 0,
+        "loaded_tokens": 0,
+        "approximate": False,
+        "layers_by_probe": 0,
+        "layers_by_fallback": 0,
+        "layers_whole": 0,
+        "ssd_bytes": 0,
+        "probe_ms": 0.0,
+        "load_ms": 0.0,
+        "attention_ms": 0.0,
+        "recomputed": False,
+    }

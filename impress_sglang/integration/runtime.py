@@ -1,0 +1,125 @@
+"""What the tree cache and the attention backend share in a scheduler process.
+
+It owns the store and the requests that have a stored prefix, and holds no algorithm: matching is
+the store's, selection the rule's, reading the loader's. The tree cache adds and removes requests;
+the backend loads their layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.importance.identify import PaperRule
+from impress_sglang.integration.request import PrefixRequest
+from impress_sglang.management.policies import make_policy
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.transfer.loader import LayerInputs, LoadedLayer, PrefixLoader
+from impress_sglang.transfer.source import SegmentSource
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class RequestTotals:
+    """Counters over all requests since start; lengths in tokens, times in milliseconds."""
+
+    requests: int = 0
+    requests_ssd: int = 0
+    requests_device: int = 0
+    requests_computed: int = 0
+    requests_recomputed: int = 0
+    prefix_tokens: int = 0
+    used_tokens: int = 0
+    ssd_bytes: int = 0
+    layers_by_probe: int = 0
+    layers_by_fallback: int = 0
+    layers_whole: int = 0
+    probe_ms: float = 0.0
+    load_ms: float = 0.0
+    attention_ms: float = 0.0
+
+    def add(self, report: dict[str, Any]) -> None:
+        """Count a finished request by its report."""
+        self.requests += 1
+        path = f"requests_{report['path']}"
+        setattr(self, path, getattr(self, path) + 1)
+        self.requests_recomputed += bool(report["recomputed"])
+        for field in dataclasses.fields(self):
+            if not field.name.startswith("requests"):
+                setattr(self, field.name, getattr(self, field.name) + report[field.name])
+
+
+class ServingRuntime:
+    """Store, policy, loader and live requests of one scheduler."""
+
+    def __init__(self, config: ImpressConfig, shape: KVShape, identity: str) -> None:
+        """Open the store.
+
+        Raises:
+            ConfigError: the SSD directory cannot be written.
+            StoreInUseError: another server uses it for the same model.
+        """
+        self.config = config
+        self.shape = shape
+        self.identity = identity
+        self.policy = make_policy(config)
+        self.totals = RequestTotals()
+        self.live: dict[str, PrefixRequest] = {}
+        self.store = PrefixStore(config, identity, shape)
+        self._loader = PrefixLoader(shape, PaperRule(config.alpha))
+
+    def reopen(self, identity: str) -> None:
+        """Serve another identity: the model's weights were replaced."""
+        logger.info("model weights have changed: prefixes of the old weights are set aside")
+        self.store.close()
+        self.identity = identity
+        self.store = PrefixStore(self.config, identity, self.shape)
+
+    def load_layer(self, layer: int, request: PrefixRequest, inputs: LayerInputs) -> LoadedLayer:
+        """The KVs that a layer uses of a request's stored prefix.
+
+        Raises:
+            ChunkUnreadable: a chunk is missing, short or corrupt.
+        """
+        assert request.source is not None
+        return self._loader.load(layer, request.source, inputs, request.k, request.stats)
+
+    def finish_layer(self, request: PrefixRequest) -> None:
+        """Count a layer that is in its slots; after the last one the source is given back."""
+        request.layers_loaded += 1
+        if request.layers_loaded == self.shape.num_layers:
+            self.release_source(request)
+            request.publish()
+
+    def release_source(self, request: PrefixRequest) -> None:
+        """Give a request's source back to the store."""
+        if isinstance(request.source, SegmentSource):
+            request.ssd_bytes += request.source.bytes_read
+            self.store.close_source(request.source)
+        request.source = None
+
+    def discard_source(self, request: PrefixRequest, error: ChunkUnreadable) -> None:
+        """A chunk was unreadable: forget the segment, and note that the prefix is computed."""
+        logger.warning("stored prefix of request %s is computed again: %s", request.rid, error)
+        self.release_source(request)
+        self.store.drop(error.segment_id)
+        request.recomputed = True
+
+    def summary(self) -> dict[str, Any]:
+        """What `GET /impress/stats` shows."""
+        totals = dataclasses.asdict(self.totals)
+        rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in totals.items()}
+        return {
+            "config": dataclasses.asdict(self.config),
+            "identity": self.identity,
+            "probe_kv_heads": list(self.shape.probe_kv_heads),
+            "kv_heads": self.shape.num_kv_heads,
+            "requests_live": len(self.live),
+            "totals": rounded,
+            "store": self.store.summary(),
+        }
