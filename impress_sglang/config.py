@@ -53,8 +53,8 @@ class ImpressConfig:
     store_approximate: bool = True
 
     def __post_init__(self) -> None:
-        for option in OPTIONS:
-            _require_type(option, getattr(self, option.field))
+        for field in dataclasses.fields(self):
+            _require_type(field.name, str(field.type), getattr(self, field.name))
         _require(0.0 < self.retention <= 1.0, "retention", self.retention, "0 < r <= 1")
         _require(self.probe_heads >= 1, "probe_heads", self.probe_heads, "at least 1")
         _require(0.0 < self.alpha <= 1.0, "alpha", self.alpha, "0 < alpha <= 1")
@@ -206,14 +206,19 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 
+_ACCEPTED_TYPES = {"str": {str}, "float": {float, int}, "int": {int}, "bool": {bool}}
+
+
+def _flag(field: str) -> str:
+    return next(option.flag for option in OPTIONS if option.field == field)
+
+
 def _require(condition: bool, field: str, value: object, expected: str) -> None:
     if not condition:
-        flag = next(option.flag for option in OPTIONS if option.field == field)
-        raise ConfigError(f"{flag} must be {expected}, got {value!r}")
+        raise ConfigError(f"{_flag(field)} must be {expected}, got {value!r}")
 
 
-def _require_type(option: Option, value: object) -> None:
-    expected = {str: (str,), float: (float, int), int: (int,)}.get(option.parse, (bool,))
-    is_bool = isinstance(value, bool)
-    if not isinstance(value, expected) or (is_bool and bool not in expected):
-        raise ConfigError(f"{option.flag} has a value of the wrong type: {value!r}")
+def _require_type(field: str, annotation: str, value: object) -> None:
+    # type() and not isinstance(): True is an int to isinstance.
+    if type(value) not in _ACCEPTED_TYPES[annotation]:
+        raise ConfigError(f"{_flag(field)} has a value of the wrong type: {value!r}")

@@ -1,7 +1,7 @@
 """The attention backend: loads a request's prefix layer by layer, and starts its row at the offset.
 
-SGLang's own backend object is kept; `adopt_backend` changes its class, so that its attributes, graph
-flags and identity checks stay what they are. Decode needs nothing but the start of each row.
+SGLang's own backend object is kept; `adopt_backend` changes its class, so that its attributes,
+graph flags and identity checks stay what they are. Decode needs nothing but the start of each row.
 """
 
 from __future__ import annotations
@@ -163,9 +163,7 @@ class ImpressTorchNativeBackend(TorchNativeAttnBackend):
         requests = {row.index: row.request for row in self._rows}
         first = 0
         for index, (row, kv_len, new_len) in enumerate(
-            zip(
-                req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), strict=True
-            )
+            zip(req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), strict=True)
         ):
             began = time.perf_counter()
             slots = req_to_token[row, starts[index] : kv_len]

@@ -1,7 +1,7 @@
 """Entry point of SGLang's plugin group `sglang.srt.plugins`: registers, and does nothing else.
 
-SGLang calls `activate` in each of its processes and swallows exceptions, so nothing here may be what
-keeps an answer right: the tree factory checks that the attention backend is ours, and refuses.
+SGLang calls `activate` in each of its processes and swallows exceptions, so nothing here may be
+what keeps an answer right: the tree factory checks that the attention backend is ours, and refuses.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ REPORT_KEY = "impress"
 
 
 class _Offer:
-    """A stored prefix that `match_prefix` promised: tokens [resident, stop) of `match`, k of them."""
+    """What `match_prefix` promised: k of the tokens [resident_len, stop) of a stored prefix."""
 
     __slots__ = ("k", "match", "resident_len", "token_ids")
 
@@ -111,9 +111,7 @@ class ImpressRadixCache(RadixCache):
             self._offers.pop(req.rid, None)
             return resident
         self._offers[req.rid] = offer
-        return resident._replace(
-            device_prefix_len=offer.stop - offer.k, host_hit_length=offer.k
-        )
+        return resident._replace(device_prefix_len=offer.stop - offer.k, host_hit_length=offer.k)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any] | None:
         """Admit a sink row: allocate its k slots and open its source.
@@ -302,7 +300,7 @@ class ImpressRadixCache(RadixCache):
             self._writing_tokens += up_to
 
     def _offer_approximate(self, req: Any, request: PrefixRequest, up_to: int) -> None:
-        """Offer what was computed after a partly loaded prefix; its slots are held for the write."""
+        """Offer what was computed after a partly loaded prefix, holding its slots for the write."""
         first = request.prefix_len
         if not self._runtime.config.store_approximate or not self._wants(up_to):
             return

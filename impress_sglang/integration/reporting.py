@@ -20,7 +20,11 @@ def add_totals(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 def keep_report_as_object(
-    original: Callable[..., None], meta_info: dict[str, Any], state: Any, key: str, values: list[Any]
+    original: Callable[..., None],
+    meta_info: dict[str, Any],
+    state: Any,
+    key: str,
+    values: list[Any],
 ) -> None:
     """Around `TokenizerManager._accumulate_request_meta_info`: one object, not one per token.
 

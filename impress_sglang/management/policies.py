@@ -23,9 +23,20 @@ class Policy(Protocol):
     * `stores` says whether computed prefixes are written to SSD.
     """
 
-    name: str
-    stores: bool
-    exact: bool
+    @property
+    def name(self) -> str:
+        """Value of `--impress-policy`."""
+        ...
+
+    @property
+    def stores(self) -> bool:
+        """Whether computed prefixes are written."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether a loaded prefix is always whole."""
+        ...
 
     def tokens_to_load(self, num_tokens: int) -> int:
         """How many tokens of a stored prefix of `num_tokens` tokens each layer uses."""

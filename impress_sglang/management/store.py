@@ -145,7 +145,7 @@ class PrefixStore:
             read_layers: given the number of leading tokens that are stored already, returns the
                 reader of the KVs of the others. It is only called if the offer is accepted.
             on_done: called by `poll` when the KVs are no longer needed, written or not.
-            available_from: KVs of earlier tokens cannot be had from the reader; they must be stored.
+            available_from: the reader has no KVs of earlier tokens; those must be stored.
             approximate: the new KVs were computed after a partly loaded prefix.
             min_tokens: a shorter rest is not worth a file.
         """
@@ -278,7 +278,9 @@ class PrefixStore:
         self._delete(segment)
         if error is not None:
             self.stats.segments_failed += 1
-            logger.warning("a prefix of %d tokens could not be stored: %s", segment.info.num_tokens, error)
+            logger.warning(
+                "a prefix of %d tokens could not be stored: %s", segment.info.num_tokens, error
+            )
         if alive:
             self.tree.remove_subtree(segment)
 

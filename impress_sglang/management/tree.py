@@ -291,7 +291,7 @@ def common_prefix_len(left: Tokens, right: Tokens) -> int:
 
 
 def prefix_digest(namespace: str, tokens: Tokens) -> str:
-    """Digest of a namespace and the tokens of a prefix: names a place in the tree across restarts."""
+    """Digest of a namespace and a prefix: names a place in the tree across restarts."""
     state = hashlib.blake2b(namespace.encode(), digest_size=16)
     state.update(b"\0")
     state.update(np.ascontiguousarray(tokens, dtype="<i4").tobytes())

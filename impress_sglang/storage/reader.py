@@ -71,9 +71,7 @@ class ChunkRun:
             stop = min(first + step, self.stop)
             start = (first - self.first) * stride
             end = start + layout.run_bytes(self.stream, first, stop)
-            yield dataclasses.replace(
-                self, first=first, stop=stop, target=self.target[start:end]
-            )
+            yield dataclasses.replace(self, first=first, stop=stop, target=self.target[start:end])
 
 
 class ChunkReader:

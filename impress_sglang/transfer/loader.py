@@ -20,7 +20,6 @@ from impress_sglang.storage.layout import KVShape, Stream
 from impress_sglang.transfer.source import PrefixSource, Want
 
 
-
 @dataclasses.dataclass(slots=True)
 class LoadStats:
     """What loading one request's prefix took; times in milliseconds of wall clock."""

@@ -108,11 +108,18 @@ class SegmentSource:
     def read(self, layer: int, wants: Sequence[Want]) -> list[Tensor]:
         """See `PrefixSource.read`; neighbouring chunks are one read."""
         plans = [self._plan(want) for want in wants]
-        memory = [self._staging.view(want.stream, _staged_bytes(p)) for want, p in zip(wants, plans)]
-        runs = [run for p, target in zip(plans, memory) for run in _chunk_runs(layer, p, target)]
+        memory = [
+            self._staging.view(want.stream, _staged_bytes(p))
+            for want, p in zip(wants, plans, strict=True)
+        ]
+        runs = [
+            run
+            for p, target in zip(plans, memory, strict=True)
+            for run in _chunk_runs(layer, p, target)
+        ]
         self.bytes_read += self._reader.read(runs)
         self.chunks_read += sum(len(part.chunks) for plan in plans for part in plan)
-        return [self._rows(plan, target) for plan, target in zip(plans, memory)]
+        return [self._rows(plan, target) for plan, target in zip(plans, memory, strict=True)]
 
     def _plan(self, want: Want) -> list[_SpanRead]:
         reads, first = [], 0
@@ -214,4 +221,4 @@ def _neighbours(chunks: Tensor) -> list[tuple[int, int, int]]:
     starts = [0, *breaks.tolist()]
     stops = [*starts[1:], len(chunks)]
     numbers = chunks.tolist()
-    return [(numbers[a], numbers[b - 1] + 1, a) for a, b in zip(starts, stops)]
+    return [(numbers[a], numbers[b - 1] + 1, a) for a, b in zip(starts, stops, strict=True)]
