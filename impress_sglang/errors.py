@@ -2,7 +2,7 @@
 
     ImpressError
     ├── ConfigError          an option has a wrong value, or options do not fit together
-    ├── UnsupportedError     model, SGLang version or another feature cannot be combined with us
+    ├── UnsupportedError     model, SGLang version or another feature does not fit us
     └── StoreError
         ├── StoreInUseError  another process serves from the same SSD directory
         └── ChunkUnreadable  a chunk is missing, short or fails its checksum: a miss, never an answer

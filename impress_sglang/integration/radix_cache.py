@@ -202,6 +202,7 @@ class ImpressRadixCache(RadixCache):
         """What `GET /impress/stats` shows."""
         return {
             **self._runtime.summary(),
+            "integrity": self._integrity(),
             "device_pool": {
                 "tokens": self.token_to_kv_pool_allocator.size,
                 "private_tokens": self._private_tokens,
@@ -209,6 +210,14 @@ class ImpressRadixCache(RadixCache):
                 "writing_tokens": self._writing_tokens,
             },
         }
+
+    def _integrity(self) -> str:
+        try:
+            self.check_integrity()
+        except AssertionError:
+            logger.exception("the integrity check of IMPRESS failed")
+            return "failed"
+        return "ok"
 
     def check_integrity(self) -> None:
         """Compare our counters with the requests, and check the store.

@@ -1,9 +1,9 @@
 """Computes a prefix again, inside a forward pass, when its stored chunks cannot be read.
 
 The request was admitted with a prefix of m tokens, and other requests of the batch are under way,
-so it can neither be turned away nor sent back. The model is run over the prefix in blocks; attention
-keeps the keys and values of those tokens in memory instead of the pool, and they become the
-request's source. The answer is what an intact store would have given.
+so it can neither be turned away nor sent back. The model is run over the prefix in blocks;
+attention keeps the keys and values of those tokens in memory instead of the pool, and they become
+the request's source. The answer is what an intact store would have given.
 """
 
 from __future__ import annotations

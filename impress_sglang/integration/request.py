@@ -6,6 +6,7 @@ import dataclasses
 
 from torch import Tensor
 
+from impress_sglang.storage.layout import Stream
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.source import MemorySource, SegmentSource
 
@@ -34,6 +35,9 @@ class PrefixRequest:
     layers_loaded: int = 0
     attention_ms: float = 0.0
     ssd_bytes: int = 0
+    ssd_chunks: dict[Stream, int] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(Stream, 0)
+    )
     recomputed: bool = False
     adopted: bool = False
 
@@ -64,6 +68,7 @@ class PrefixRequest:
             layers_by_fallback=self.stats.layers_by_fallback,
             layers_whole=self.stats.layers_whole,
             ssd_bytes=self.ssd_bytes,
+            ssd_chunks=_by_name(self.ssd_chunks),
             probe_ms=round(self.stats.probe_ms, 3),
             load_ms=round(self.stats.load_ms, 3),
             attention_ms=round(self.attention_ms, 3),
@@ -89,8 +94,13 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
         "layers_by_fallback": 0,
         "layers_whole": 0,
         "ssd_bytes": 0,
+        "ssd_chunks": _by_name(dict.fromkeys(Stream, 0)),
         "probe_ms": 0.0,
         "load_ms": 0.0,
         "attention_ms": 0.0,
         "recomputed": False,
     }
+
+
+def _by_name(chunks: dict[Stream, int]) -> dict[str, int]:
+    return {stream.name.lower(): count for stream, count in chunks.items()}

@@ -100,6 +100,8 @@ class ServingRuntime:
         """Give a request's source back to the store."""
         if isinstance(request.source, SegmentSource):
             request.ssd_bytes += request.source.bytes_read
+            for stream, count in request.source.chunks_read.items():
+                request.ssd_chunks[stream] += count
             self.store.close_source(request.source)
         request.source = None
 

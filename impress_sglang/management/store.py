@@ -123,7 +123,7 @@ class PrefixStore:
     def close_source(self, source: SegmentSource) -> None:
         """Count what a source has read, and let its segments be removed again."""
         self.stats.bytes_read += source.bytes_read
-        self.stats.chunks_read += source.chunks_read
+        self.stats.chunks_read += sum(source.chunks_read.values())
         self._unpin(source.segment_ids)
 
     def offer(

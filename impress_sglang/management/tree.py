@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -203,12 +204,14 @@ class StoredTree:
         for namespace, root in self._roots.items():
             for node in _descendants(root):
                 self._check_node(namespace, node, covered, parents)
-        assert covered == {s.segment_id: s.info.num_tokens for s in self._segments.values()}
-        for segment in self._segments.values():
-            assert segment.parent is parents[segment.segment_id]
-            below = [s for s in self._segments.values() if s.parent is segment]
-            assert segment.dependents == len(below)
-            assert not segment.info.approximate or all(s.info.approximate for s in below)
+        segments = list(self._segments.values())
+        assert covered == {s.segment_id: s.info.num_tokens for s in segments}
+        dependents = Counter(s.parent.segment_id for s in segments if s.parent is not None)
+        for segment in segments:
+            above = segment.parent
+            assert above is parents[segment.segment_id]
+            assert segment.dependents == dependents[segment.segment_id]
+            assert above is None or segment.info.approximate or not above.info.approximate
 
     def _check_node(
         self,

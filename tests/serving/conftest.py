@@ -1,0 +1,47 @@
+"""Servers that tests share: each is started once, and only one beside the stock server at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serving.harness import Server, running
+from tests.serving.tiny_models import make_model
+
+TINY_FLAGS = ("--dtype=float32", "--skip-tokenizer-init", "--max-running-requests=16")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.serving)
+
+
+@pytest.fixture(scope="session")
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Logs, models and stores of this test session."""
+    return tmp_path_factory.mktemp("serving")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(workdir: Path) -> Path:
+    return make_model("llama", workdir / "llama")
+
+
+@pytest.fixture(scope="session")
+def stock(workdir: Path, tiny_llama: Path) -> Iterator[Server]:
+    """Stock SGLang with rectangular attention; the reference of every equality."""
+    with running(
+        tiny_llama,
+        workdir / "stock.log",
+        *TINY_FLAGS,
+        "--max-total-tokens=60000",
+        module="tests.serving.stock_server",
+    ) as server:
+        yield server
+
+
+def impress_flags(store: Path, *flags: str) -> tuple[str, ...]:
+    return (*TINY_FLAGS, "--enable-impress", f"--impress-ssd-dir={store}", *flags)

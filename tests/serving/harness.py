@@ -1,0 +1,160 @@
+"""Starts real servers for tests, talks to them, and ends just what it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import requests
+
+START_TIMEOUT_S = 240
+REQUEST_TIMEOUT_S = 600
+
+CPU_FLAGS = (
+    "--device=cpu",
+    "--attention-backend=torch_native",
+    "--host=127.0.0.1",
+    "--random-seed=1",
+    "--log-level=info",
+)
+
+
+class Server:
+    """A running server and its HTTP interface."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process = process
+        self.port = port
+        self.log = log
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def post(self, path: str, **body: Any) -> requests.Response:
+        return requests.post(self.url + path, json=body, timeout=REQUEST_TIMEOUT_S)
+
+    def generate(
+        self, input_ids: Sequence[int], max_new_tokens: int = 8, **fields: Any
+    ) -> dict[str, Any]:
+        """Greedy generation of exactly `max_new_tokens` tokens."""
+        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+        sampling |= fields.pop("sampling_params", {})
+        response = self.post(
+            "/generate", input_ids=list(input_ids), sampling_params=sampling, **fields
+        )
+        response.raise_for_status()
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def generate_together(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 8, **fields: Any
+    ) -> list[dict[str, Any]]:
+        """Several requests at the same time."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(
+                pool.map(lambda ids: self.generate(ids, max_new_tokens, **fields), prompts)
+            )
+
+    def flush(self) -> None:
+        """Empty the device pool; what is being written to SSD is waited for."""
+        deadline = time.monotonic() + 60
+        while not self.post("/flush_cache").ok:
+            # SGLang refuses while a request is under way.
+            assert time.monotonic() < deadline, "flush_cache kept failing"
+            time.sleep(0.2)
+
+    def stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = requests.get(self.url + "/impress/stats", timeout=60).json()
+        return stats
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def assert_quiet(self) -> None:
+        """No memory leak report, no exception, and still alive."""
+        text = self.log_text()
+        for word in ("Traceback (most recent call last)", "memory leak", "pool leak", "AssertionErr"):
+            assert word not in text, tail(text)
+        assert self.process.poll() is None, tail(text)
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """End the server's process group and wait for it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, how)
+        try:
+            return self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            return self.process.wait(60)
+
+
+def tail(text: str, lines: int = 40) -> str:
+    return "\n".join(line[:400] for line in text.splitlines()[-lines:])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launch(
+    model: Path,
+    log: Path,
+    *flags: str,
+    module: str = "sglang.launch_server",
+    env: dict[str, str] | None = None,
+) -> Server:
+    """Start a server without waiting for it."""
+    port = free_port()
+    command = [sys.executable, "-m", module, f"--model-path={model}", f"--port={port}"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "2",
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        **(env or {}),
+    }
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *CPU_FLAGS, *flags],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=Path(__file__).parents[2],
+            start_new_session=True,
+        )
+    return Server(process, port, log)
+
+
+def wait_until_ready(server: Server) -> Server:
+    """Wait for the server's health check; its last words if it dies."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        assert server.process.poll() is None, tail(server.log_text())
+        with contextlib.suppress(requests.RequestException):
+            if requests.get(server.url + "/health", timeout=5).ok:
+                return server
+        time.sleep(0.3)
+    server.stop(signal.SIGKILL)
+    raise AssertionError(f"server did not start:\n{tail(server.log_text())}")
+
+
+@contextlib.contextmanager
+def running(*arguments: Any, **keywords: Any) -> Iterator[Server]:
+    """A server for the time of a `with` block."""
+    server = launch(*arguments, **keywords)
+    try:
+        yield wait_until_ready(server)
+    finally:
+        server.stop()

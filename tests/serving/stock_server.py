@@ -1,0 +1,46 @@
+"""Stock SGLang on a CPU, with the rectangular attention that all compared servers share.
+
+Its radix cache, scheduler and models are SGLang's own; IMPRESS is installed but not enabled. The
+module level code runs in the main process and again in each spawned child, before plugins are
+loaded there.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+
+def _use_rectangular_attention(backend: Any, runner: Any, *_: Any) -> Any:
+    from impress_sglang.integration.attention import adopt_backend
+
+    adopt_backend(backend, runner)
+    return backend
+
+
+def _use_native_rope(*_: Any, **__: Any) -> None:
+    from sglang.srt.layers.rotary_embedding import base
+
+    base._is_cpu = True
+
+
+HookRegistry.register(
+    "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+    _use_rectangular_attention,
+    HookType.AFTER,
+)
+HookRegistry.register(
+    "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+    _use_native_rope,
+    HookType.BEFORE,
+)
+
+if __name__ == "__main__":
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    launch_server(prepare_server_args(sys.argv[1:]))

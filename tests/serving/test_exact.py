@@ -1,0 +1,257 @@
+"""Retention 1.0: whatever way a prefix comes back, the answer is stock SGLang's."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serving.compare import assert_same, paths, report
+from tests.serving.conftest import impress_flags
+from tests.serving.harness import Server, running
+from tests.serving.tiny_models import random_tokens
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=["overlap", "cramped"])
+def exact(
+    request: pytest.FixtureRequest, workdir: Path, tiny_llama: Path
+) -> Iterator[Server]:
+    """A roomy server with the overlap schedule, and one where everything is tight.
+
+    Cramped: small pool, no overlap schedule, prefill in small chunks, and requests that are taken
+    out and put back all the time.
+    """
+    name = request.param
+    flags = {
+        "overlap": ("--max-total-tokens=60000",),
+        "cramped": (
+            "--max-total-tokens=9000",
+            "--disable-overlap-schedule",
+            "--chunked-prefill-size=512",
+        ),
+    }[name]
+    env = {"SGLANG_TEST_RETRACT": "1"} if name == "cramped" else {}
+    store = workdir / f"store-{name}"
+    with running(
+        tiny_llama,
+        workdir / f"exact-{name}.log",
+        *impress_flags(store, "--impress-retention=1.0", "--impress-min-prefix-tokens=64", *flags),
+        env=env,
+    ) as server:
+        yield server
+        server.assert_quiet()
+
+
+@pytest.fixture(autouse=True)
+def _stays_whole(exact: Server) -> Iterator[None]:
+    yield
+    stats = exact.stats()
+    assert stats["integrity"] == "ok"
+    assert stats["requests_live"] == 0
+    assert stats["device_pool"]["private_tokens"] == 0
+    assert stats["store"]["segments_failed"] == 0
+
+
+def test_twenty_prompts_computed_from_ssd_and_resident(stock: Server, exact: Server) -> None:
+    """500 to 4,000 tokens, 32 new tokens each, in batches of five."""
+    lengths = [500 + 3500 * i // 19 for i in range(20)]
+    prompts = [random_tokens(length, seed=length) for length in lengths]
+    random.Random(0).shuffle(prompts)
+    for start in range(0, len(prompts), 5):
+        batch = prompts[start : start + 5]
+        expected = stock.generate_together(batch, 32, return_logprob=True)
+        assert_same(expected, exact.generate_together(batch, 32, return_logprob=True), TOLERANCE)
+        exact.flush()
+        from_ssd = exact.generate_together(batch, 32, return_logprob=True)
+        assert_same(expected, from_ssd, TOLERANCE)
+        assert paths(from_ssd) == ["ssd"] * 5
+        for answer, prompt in zip(from_ssd, batch, strict=True):
+            assert answer["meta_info"]["cached_tokens"] == len(prompt) - 1
+        resident = exact.generate_together(batch, 32, return_logprob=True)
+        assert_same(expected, resident, TOLERANCE)
+
+
+def test_batch_of_stored_new_and_twice_the_same(stock: Server, exact: Server) -> None:
+    stored = random_tokens(700, seed=1)
+    exact.generate(stored, 1)
+    exact.flush()
+    batch = [
+        [*stored, *random_tokens(40, seed=2)],
+        [*stored, *random_tokens(90, seed=3)],
+        [*stored, *random_tokens(90, seed=3)],
+        random_tokens(300, seed=4),
+        random_tokens(30, seed=5),
+    ]
+    expected = stock.generate_together(batch, 16, return_logprob=True)
+    assert_same(expected, exact.generate_together(batch, 16, return_logprob=True), TOLERANCE)
+
+
+def test_resident_and_stored_part_together(stock: Server, exact: Server) -> None:
+    """A prefix whose beginning is resident and whose rest is only on SSD."""
+    whole = random_tokens(1500, seed=11)
+    exact.generate(whole, 1)
+    exact.flush()
+    exact.generate([*whole[:600], *random_tokens(10, seed=12)], 1)
+    prompt = [*whole, *random_tokens(50, seed=13)]
+    expected = stock.generate(prompt, 16, return_logprob=True)
+    actual = exact.generate(prompt, 16, return_logprob=True)
+    assert_same([expected], [actual], TOLERANCE)
+    assert actual["meta_info"]["cached_tokens"] == 1500
+
+
+def test_split_prefixes(stock: Server, exact: Server) -> None:
+    """Prompts that leave a stored prefix at different places, and grow from there."""
+    trunk = random_tokens(900, seed=21)
+    branches = [[*trunk[:cut], *random_tokens(200, seed=cut)] for cut in (900, 650, 333, 64)]
+    for branch in branches:
+        exact.generate(branch, 1)
+    exact.flush()
+    prompts = [[*branch, *random_tokens(20, seed=99)] for branch in branches]
+    expected = stock.generate_together(prompts, 8, return_logprob=True)
+    actual = exact.generate_together(prompts, 8, return_logprob=True)
+    assert_same(expected, actual, TOLERANCE)
+    assert paths(actual) == ["ssd"] * 4
+    assert [a["meta_info"]["cached_tokens"] for a in actual] == [len(b) for b in branches]
+
+
+def test_long_new_part_after_a_stored_prefix(stock: Server, exact: Server) -> None:
+    """New tokens that need several chunks of prefill."""
+    stored = random_tokens(400, seed=31)
+    exact.generate(stored, 1)
+    exact.flush()
+    prompt = [*stored, *random_tokens(3000, seed=32)]
+    expected = stock.generate(prompt, 8, return_logprob=True)
+    actual = exact.generate(prompt, 8, return_logprob=True)
+    assert_same([expected], [actual], TOLERANCE)
+    assert report(actual)["stored_tokens"] == 400
+
+
+def test_complete_match_and_one_token(stock: Server, exact: Server) -> None:
+    prompt = random_tokens(500, seed=41)
+    expected = stock.generate(prompt, 1, return_logprob=True)
+    exact.generate(prompt, 1)
+    exact.flush()
+    for _ in range(2):
+        assert_same([expected], [exact.generate(prompt, 1, return_logprob=True)], TOLERANCE)
+
+
+def test_extra_key_and_cache_salt_are_kept_apart(exact: Server) -> None:
+    prompt = random_tokens(400, seed=51)
+    exact.generate(prompt, 1, extra_key="alice")
+    exact.generate(prompt, 1, cache_salt="pepper")
+    exact.flush()
+    assert paths([exact.generate(prompt, 1)]) == ["computed"]
+    exact.flush()
+    assert paths([exact.generate(prompt, 1, extra_key="bob")]) == ["computed"]
+    assert paths([exact.generate(prompt, 1, extra_key="alice")]) == ["ssd"]
+    assert paths([exact.generate(prompt, 1, cache_salt="pepper")]) == ["ssd"]
+    assert paths([exact.generate(prompt, 1, extra_key="alice", cache_salt="pepper")]) == [
+        "computed"
+    ]
+
+
+def test_logprobs_that_start_inside_the_prefix(stock: Server, exact: Server) -> None:
+    prompt = random_tokens(600, seed=61)
+    exact.generate(prompt, 1)
+    exact.flush()
+    fields = {"return_logprob": True, "logprob_start_len": 350}
+    expected = stock.generate(prompt, 4, **fields)
+    actual = exact.generate(prompt, 4, **fields)
+    assert_same([expected], [actual], TOLERANCE)
+    assert report(actual)["stored_tokens"] == 350
+    left = expected["meta_info"]["input_token_logprobs"]
+    right = actual["meta_info"]["input_token_logprobs"]
+    assert len(left) == len(right) == 250
+    assert max(abs(a[0] - b[0]) for a, b in zip(left[1:], right[1:], strict=True)) <= TOLERANCE
+
+
+def test_output_tokens_are_stored_for_the_next_turn(stock: Server, exact: Server) -> None:
+    prompt = random_tokens(300, seed=71)
+    first = exact.generate(prompt, 150)
+    exact.flush()
+    turn = [*prompt, *first["output_ids"], *random_tokens(30, seed=72)]
+    expected = stock.generate(turn, 8, return_logprob=True)
+    actual = exact.generate(turn, 8, return_logprob=True)
+    assert_same([expected], [actual], TOLERANCE)
+    assert report(actual)["stored_tokens"] >= 300 + 149
+
+
+def test_aborts_in_every_phase(exact: Server) -> None:
+    """Requests are given up while they wait, load, prefill and decode; nothing leaks."""
+    stored = random_tokens(1200, seed=81)
+    exact.generate(stored, 1)
+    exact.flush()
+    prompts = [[*stored, *random_tokens(600, seed=82 + i)] for i in range(8)]
+
+    def ask(index: int) -> None:
+        exact.post(
+            "/generate",
+            input_ids=prompts[index],
+            rid=f"abort-{index}",
+            sampling_params={"max_new_tokens": 400, "ignore_eos": True},
+        )
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+    for index, thread in enumerate(threads):
+        thread.start()
+        if index % 2:
+            time.sleep(0.05 * index)
+            exact.post("/abort_request", rid=f"abort-{index}")
+    for index in range(0, 8, 2):
+        time.sleep(0.1)
+        exact.post("/abort_request", rid=f"abort-{index}")
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    exact.flush()
+    exact.assert_quiet()
+
+
+def test_more_requests_than_the_pool_holds(stock: Server, exact: Server) -> None:
+    """A pool under pressure evicts, sends back and loads again, and every answer is right."""
+    stored = [random_tokens(1000, seed=200 + i) for i in range(4)]
+    for prompt in stored:
+        exact.generate(prompt, 1)
+    exact.flush()
+    prompts = [[*stored[i % 4], *random_tokens(60, seed=300 + i)] for i in range(16)]
+    expected = stock.generate_together(prompts, 24, return_logprob=True)
+    actual = exact.generate_together(prompts, 24, return_logprob=True)
+    assert_same(expected, actual, TOLERANCE)
+
+
+def test_flipped_byte_is_a_logged_miss_and_the_right_answer(
+    stock: Server, exact: Server, workdir: Path
+) -> None:
+    prompt = random_tokens(800, seed=91)
+    exact.generate(prompt, 1)
+    exact.flush()
+    directory = Path(exact.stats()["store"]["directory"])
+    newest = max(directory.glob("segments/*/*.kv"), key=lambda path: path.stat().st_mtime)
+    content = bytearray(newest.read_bytes())
+    content[len(content) * 2 // 3] ^= 0x10
+    newest.write_bytes(content)
+    question = [*prompt, *random_tokens(25, seed=92)]
+    expected = stock.generate(question, 16, return_logprob=True)
+    actual = exact.generate(question, 16, return_logprob=True)
+    assert_same([expected], [actual], TOLERANCE)
+    assert report(actual)["recomputed"] is True
+    assert "fails its checksum" in exact.log_text()
+    assert not newest.exists()
+    exact.flush()
+    assert_same([expected], [exact.generate(question, 16, return_logprob=True)], TOLERANCE)
+
+
+def test_removed_segment_is_a_miss(stock: Server, exact: Server) -> None:
+    prompt = random_tokens(700, seed=95)
+    exact.generate(prompt, 1)
+    exact.flush()
+    directory = Path(exact.stats()["store"]["directory"])
+    max(directory.glob("segments/*/*.kv"), key=lambda path: path.stat().st_mtime).unlink()
+    expected = stock.generate(prompt, 8, return_logprob=True)
+    assert_same([expected], [exact.generate(prompt, 8, return_logprob=True)], TOLERANCE)

@@ -1,0 +1,78 @@
+"""Architectures and dtypes beside Llama in float32: a prefix from SSD changes no answer."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from tests.serving.compare import Answer, assert_same, paths
+from tests.serving.harness import Server, launch, wait_until_ready
+from tests.serving.tiny_models import make_model, random_tokens
+
+PROMPTS = [random_tokens(length, seed=length) for length in (500, 1100, 2300, 4000)]
+_FLAGS = ("--skip-tokenizer-init", "--max-total-tokens=20000", "--max-running-requests=8")
+
+
+@pytest.mark.parametrize("family", ["opt", "qwen2", "qwen3"])
+def test_family_in_float32(family: str, workdir: Path) -> None:
+    cold, cached, stored = _answers(family, "float32", workdir)
+    assert_same(cold, stored, 1e-4)
+    assert_same(cached, stored, 1e-4)
+
+
+def test_bfloat16_is_as_close_as_stock_is_to_itself(workdir: Path) -> None:
+    """Stock SGLang answers differently cold and cached in bfloat16; we are no further away."""
+    cold, cached, stored = _answers("llama", "bfloat16", workdir)
+    ours = [_distance(a, b) for a, b in zip(cached, stored, strict=True)]
+    theirs = [_distance(a, b) for a, b in zip(cached, cold, strict=True)]
+    assert sum(ours) <= sum(theirs)
+
+
+def _answers(
+    family: str, dtype: str, workdir: Path
+) -> tuple[list[Answer], list[Answer], list[Answer]]:
+    """Answers of stock cold, stock cached, and ours from SSD."""
+    model = make_model(family, workdir / f"{family}-{dtype}")
+    flags = (*_FLAGS, f"--dtype={dtype}")
+    with contextlib.ExitStack() as stack:
+        stock = launch(
+            model, workdir / f"stock-{family}.log", *flags, module="tests.serving.stock_server"
+        )
+        stack.callback(stock.stop)
+        ours = launch(
+            model,
+            workdir / f"impress-{family}-{dtype}.log",
+            *flags,
+            "--enable-impress",
+            f"--impress-ssd-dir={workdir / f'store-{family}-{dtype}'}",
+            "--impress-retention=1.0",
+        )
+        stack.callback(ours.stop)
+        wait_until_ready(stock)
+        wait_until_ready(ours)
+        cold, cached = (_ask(stock) for _ in range(2))
+        _ask(ours)
+        ours.flush()
+        stored = _ask(ours)
+        assert paths(stored) == ["ssd"] * len(PROMPTS)
+        stock.assert_quiet()
+        ours.assert_quiet()
+        return cold, cached, stored
+
+
+def _ask(server: Server) -> list[Answer]:
+    return [server.generate(prompt, 16, return_logprob=True) for prompt in PROMPTS]
+
+
+def _distance(left: Answer, right: Answer) -> float:
+    """Tokens that differ, and the log-probability difference of those before the first one."""
+    pairs = list(zip(left["output_ids"], right["output_ids"], strict=True))
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    logprobs = zip(
+        left["meta_info"]["output_token_logprobs"][:same],
+        right["meta_info"]["output_token_logprobs"][:same],
+        strict=True,
+    )
+    return len(pairs) - same + max((abs(a[0] - b[0]) for a, b in logprobs), default=0.0)

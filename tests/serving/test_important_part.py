@@ -1,0 +1,138 @@
+"""Retention 0.25: what is read, what is reported, and that SGLang's accounting stays quiet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serving.compare import paths, report
+from tests.serving.conftest import impress_flags
+from tests.serving.harness import Server, running
+from tests.serving.tiny_models import random_tokens
+
+
+@pytest.fixture(scope="module")
+def impress(workdir: Path, tiny_llama: Path) -> Iterator[Server]:
+    with running(
+        tiny_llama,
+        workdir / "impress.log",
+        *impress_flags(
+            workdir / "store-impress", "--impress-min-prefix-tokens=64", "--max-total-tokens=9000"
+        ),
+        "--chunked-prefill-size=512",
+    ) as server:
+        yield server
+        server.assert_quiet()
+
+
+@pytest.fixture(autouse=True)
+def _stays_whole(impress: Server) -> Iterator[None]:
+    yield
+    impress.flush()
+    stats = impress.stats()
+    assert stats["integrity"] == "ok"
+    assert stats["device_pool"]["private_tokens"] == stats["device_pool"]["held_tokens"] == 0
+
+
+def store_prefix(server: Server, length: int, seed: int) -> list[int]:
+    prefix = random_tokens(length, seed)
+    server.generate(prefix, 1)
+    server.flush()
+    return prefix
+
+
+def test_report_of_a_stored_prefix(impress: Server) -> None:
+    prefix = store_prefix(impress, 1001, seed=1)
+    answer = impress.generate([*prefix, *random_tokens(20, seed=2)], 4)
+    said = report(answer)
+    assert said["path"] == "ssd"
+    assert said["prefix_tokens"] == said["stored_tokens"] == 1001
+    assert said["used_tokens"] == said["loaded_tokens"] == 251
+    assert said["approximate"] is True
+    assert said["layers_by_probe"] + said["layers_by_fallback"] == 3
+    assert said["probe_ms"] > 0 and said["load_ms"] > 0 and said["attention_ms"] > 0
+    assert answer["meta_info"]["cached_tokens"] == 1001
+    assert answer["meta_info"]["prompt_tokens"] == 1021
+
+
+def test_report_in_a_stream_and_totals(impress: Server) -> None:
+    prefix = store_prefix(impress, 400, seed=5)
+    before = impress.stats()["totals"]
+    response = impress.post(
+        "/generate",
+        input_ids=[*prefix, 5, 6, 7],
+        sampling_params={"temperature": 0, "max_new_tokens": 5, "ignore_eos": True},
+        stream=True,
+    )
+    events = [line for line in response.text.splitlines() if line.startswith("data: {")]
+    assert len(events) == 5
+    assert all('"impress": {"policy": "impress", "path": "ssd"' in event for event in events) or all(
+        '"path":"ssd"' in event for event in events
+    )
+    after = impress.stats()["totals"]
+    assert after["requests_ssd"] == before["requests_ssd"] + 1
+    assert after["used_tokens"] == before["used_tokens"] + 100
+    assert after["prefix_tokens"] == before["prefix_tokens"] + 400
+
+
+def test_approximate_turns_are_stored_and_marked(impress: Server) -> None:
+    """A dialogue: the second turn is computed after a partly loaded prefix, the third uses it."""
+    first = store_prefix(impress, 500, seed=11)
+    second = [*first, *random_tokens(200, seed=12)]
+    assert report(impress.generate(second, 1))["stored_tokens"] == 500
+    impress.flush()
+    third = impress.generate([*second, *random_tokens(30, seed=13)], 1)
+    assert report(third)["stored_tokens"] == 700
+    assert report(third)["approximate"] is True
+
+
+def test_approximate_prefix_never_becomes_resident(impress: Server) -> None:
+    """What was computed after a part of a prefix must not be taken for exact KVs later."""
+    prefix = store_prefix(impress, 600, seed=21)
+    question = [*prefix, *random_tokens(40, seed=22)]
+    assert paths([impress.generate(question, 40) for _ in range(3)]) == ["ssd"] * 3
+
+
+def test_batch_with_chunks_resident_stored_and_new(impress: Server) -> None:
+    stored = store_prefix(impress, 900, seed=31)
+    resident = random_tokens(700, seed=32)
+    impress.generate(resident, 1)
+    batch = [
+        [*stored, *random_tokens(1200, seed=33)],
+        [*stored, *random_tokens(30, seed=34)],
+        [*stored, *random_tokens(30, seed=34)],
+        [*resident, *random_tokens(40, seed=35)],
+        random_tokens(200, seed=36),
+    ]
+    answers = impress.generate_together(batch, 12)
+    assert paths(answers) == ["ssd", "ssd", "ssd", "device", "computed"]
+    assert answers[1]["output_ids"] == answers[2]["output_ids"]
+
+
+def test_same_request_gives_the_same_answer(impress: Server) -> None:
+    prefix = store_prefix(impress, 800, seed=41)
+    question = [*prefix, *random_tokens(50, seed=42)]
+    answers = [impress.generate(question, 16)["output_ids"] for _ in range(3)]
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_short_prefixes_are_not_stored(impress: Server) -> None:
+    prompt = random_tokens(50, seed=51)
+    impress.generate(prompt, 1)
+    impress.flush()
+    assert paths([impress.generate(prompt, 1)]) == ["computed"]
+
+
+def test_prefix_longer_than_the_pool(impress: Server) -> None:
+    """Turns that add up to more than the pool holds are served with the tokens that matter."""
+    turns = random_tokens(8000, seed=61)
+    impress.generate(turns, 1)
+    impress.flush()
+    longer = [*turns, *random_tokens(900, seed=62)]
+    impress.generate(longer, 1)
+    impress.flush()
+    answer = impress.generate([*longer[:-1], *random_tokens(30, seed=63)], 8)
+    assert report(answer)["stored_tokens"] == 8899
+    assert report(answer)["used_tokens"] == -(-8899 // 4)

@@ -1,0 +1,106 @@
+"""What survives: a restart, a kill -9 in the middle of a write, other flags, new weights."""
+
+from __future__ import annotations
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.serving.compare import assert_same, paths, report
+from tests.serving.conftest import impress_flags
+from tests.serving.harness import launch, running, wait_until_ready
+from tests.serving.tiny_models import make_model, random_tokens
+
+# 24 KB of KV per token, so that writing a prefix takes long enough to be interrupted.
+WIDE = {
+    "hidden_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "initializer_range": 0.06,
+}
+
+
+@pytest.fixture(scope="module")
+def wide(workdir: Path) -> Path:
+    return make_model("llama", workdir / "wide", **WIDE)
+
+
+def test_kill_during_a_write_then_restart(workdir: Path, wide: Path) -> None:
+    """The finished prefix is found again, the unfinished one is lost, and answers are right.
+
+    The second server has a pool that is smaller than the stored prefix.
+    """
+    store = workdir / "store-killed"
+    flags = impress_flags(store, "--impress-min-prefix-tokens=64")
+    finished, unfinished = random_tokens(2500, seed=1), random_tokens(4000, seed=2)
+    question = [*finished, *random_tokens(20, seed=3)]
+    server = launch(wide, workdir / "killed.log", *flags, "--max-total-tokens=12000")
+    try:
+        wait_until_ready(server)
+        server.generate(finished, 1)
+        server.flush()
+        expected = server.generate(question, 8, return_logprob=True)
+        assert paths([expected]) == ["ssd"]
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(server.post, "/generate", input_ids=unfinished)
+            _wait_for_temporary_file(store)
+            server.stop(signal.SIGKILL)
+    finally:
+        server.stop(signal.SIGKILL)
+    assert list(store.glob("*/segments/*/*.tmp")), "the kill came after the write"
+    with running(
+        wide, workdir / "restarted.log", *flags, "--max-total-tokens=2000"
+    ) as server:
+        assert not list(store.glob("*/segments/*/*.tmp"))
+        again = server.generate(question, 8, return_logprob=True)
+        assert_same([expected], [again], 1e-4)
+        assert report(again)["stored_tokens"] == 2500
+        stats = server.stats()
+        assert stats["integrity"] == "ok"
+        assert stats["store"]["segments"] <= 2
+        server.assert_quiet()
+
+
+def test_whole_prefix_policy_other_flags_and_new_weights(workdir: Path, tiny_llama: Path) -> None:
+    """`as` reads each byte once; the next server has another chunk size, then other weights."""
+    store = workdir / "store-as"
+    prompt = random_tokens(1000, seed=11)
+    question = [*prompt, *random_tokens(10, seed=12)]
+    base = impress_flags(store, "--impress-min-prefix-tokens=64", "--max-total-tokens=8000")
+    with running(tiny_llama, workdir / "as.log", *base, "--impress-policy=as") as server:
+        server.generate(prompt, 1)
+        server.flush()
+        (segment,) = store.glob("*/segments/*/*.kv")
+        answer = server.generate(question, 4)
+        said = report(answer)
+        assert said["path"] == "ssd" and said["layers_whole"] == 3
+        assert said["used_tokens"] == 1000 and said["approximate"] is False
+        header = segment.stat().st_size - said["ssd_bytes"]
+        assert 0 < header < 64 * 1024, "an `as` hit reads each byte of the chunks once"
+        assert paths([server.generate(question, 1)]) == ["device"]
+        server.assert_quiet()
+    other = make_model("llama", workdir / "other", initializer_range=0.1)
+    with running(
+        tiny_llama, workdir / "chunks.log", *base, "--impress-chunk-tokens=16"
+    ) as server:
+        assert paths([server.generate(question, 1)]) == ["ssd"]
+        fresh = random_tokens(300, seed=13)
+        server.generate(fresh, 1)
+        server.flush()
+        assert paths([server.generate([*fresh, 7, 8], 1)]) == ["ssd"]
+        changed = server.post("/update_weights_from_disk", model_path=str(other))
+        assert changed.ok and changed.json()["success"]
+        assert paths([server.generate(question, 1)]) == ["computed"]
+        server.assert_quiet()
+
+
+def _wait_for_temporary_file(store: Path) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if list(store.glob("*/segments/*/*.tmp")):
+            return
+    raise AssertionError("no write was under way")
