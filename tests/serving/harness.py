@@ -25,6 +25,8 @@ CPU_FLAGS = (
     "--host=127.0.0.1",
     "--random-seed=1",
     "--log-level=info",
+    # Without it an idle server keeps a core busy.
+    "--sleep-on-idle",
 )
 
 

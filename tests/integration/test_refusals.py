@@ -1,0 +1,275 @@
+"""What cannot be served is refused at start, in one sentence, with a non-zero exit status.
+
+The checks run in this process, as `python -m sglang.launch_server` runs them before it starts any
+other process; one case goes through the real command.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.integration import compat, guards
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins() -> None:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return write_config(tmp_path, LLAMA)
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
+    path = folder / config["model_type"]
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def resolve(model: Path, *flags: str) -> Any:
+    """Parse and resolve a command line as the launcher does."""
+    from sglang.srt.server_args import prepare_server_args
+
+    base = [f"--model-path={model}", "--device=cpu", "--skip-tokenizer-init", "--dtype=float32"]
+    server_args = prepare_server_args([*base, *flags])
+    server_args.resolve_once()
+    return server_args
+
+
+def refusal(capsys: pytest.CaptureFixture[str], model: Path, *flags: str) -> str:
+    """The sentence that a refused command line prints."""
+    store = model.parent / "store"
+    with pytest.raises(SystemExit) as error:
+        resolve(model, "--enable-impress", f"--impress-ssd-dir={store}", *flags)
+    assert error.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "error: " in last
+    return last
+
+
+def test_accepted(llama: Path, tmp_path: Path) -> None:
+    """The control: without a reason to refuse, the options resolve to our tree and attention."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    args = resolve(llama, "--enable-impress", f"--impress-ssd-dir={tmp_path / 'kv'}")
+    view = resolved_view(args)
+    assert view.radix_cache_backend == "impress"
+    assert view.attention_backend == "torch_native"
+
+
+def test_without_the_flag_nothing_changes(llama: Path) -> None:
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    view = resolved_view(resolve(llama, "--attention-backend=torch_native"))
+    assert view.radix_cache_backend is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--disable-radix-cache"], "--disable-radix-cache"),
+        (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
+        (["--enable-lmcache"], "--enable-lmcache"),
+        (["--enable-flexkv"], "--enable-flexkv"),
+        (["--page-size=16"], "page size 1"),
+        (["--pp-size=2"], "pipeline parallelism"),
+        (["--tp-size=2"], "tensor parallelism"),
+        (["--tp-size=2", "--dp-size=2", "--enable-dp-attention"], "parallelism"),
+        (["--dp-size=2"], "data parallelism"),
+        (["--kv-cache-dtype=fp8_e5m2"], "--kv-cache-dtype auto"),
+        (["--attention-backend=triton"], "triton"),
+        (["--attention-backend=flashinfer"], "flashinfer"),
+        (["--attention-backend=torch_native", "--decode-attention-backend=triton"], "triton"),
+        (["--radix-cache-backend=flexkv"], "--radix-cache-backend"),
+    ],
+)
+def test_sglang_options(
+    capsys: pytest.CaptureFixture[str], llama: Path, flags: list[str], word: str
+) -> None:
+    assert word in refusal(capsys, llama, *flags)
+
+
+@pytest.mark.parametrize(
+    ("flag", "word"),
+    [
+        ("--impress-retention=0", "--impress-retention must be"),
+        ("--impress-retention=1.5", "--impress-retention must be"),
+        ("--impress-retention=much", "--impress-retention"),
+        ("--impress-probe-heads=0", "--impress-probe-heads must be"),
+        ("--impress-alpha=0", "--impress-alpha must be"),
+        ("--impress-chunk-tokens=7", "--impress-chunk-tokens must be"),
+        ("--impress-min-prefix-tokens=0", "--impress-min-prefix-tokens must be"),
+        ("--impress-ssd-gb=0", "--impress-ssd-gb must be"),
+        ("--impress-policy=magic", "--impress-policy"),
+        ("--impress-ssd-dir=/proc/nowhere", "cannot be written"),
+    ],
+)
+def test_our_options(
+    capsys: pytest.CaptureFixture[str], llama: Path, flag: str, word: str
+) -> None:
+    assert word in refusal(capsys, llama, flag)
+
+
+def test_options_without_the_switch(capsys: pytest.CaptureFixture[str], llama: Path) -> None:
+    with pytest.raises(SystemExit) as error:
+        resolve(llama, "--impress-retention=0.5")
+    assert error.value.code == 2
+    assert "--impress-retention needs --enable-impress" in capsys.readouterr().err
+
+
+SLIDING = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+GEMMA = {
+    **LLAMA,
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "head_dim": 16,
+    "sliding_window": 64,
+    "query_pre_attn_scalar": 16,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+MLA = {
+    **LLAMA,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+HYBRID = {
+    **LLAMA,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({**SLIDING, "sliding_window": 64}, "sliding-window"),
+        (GEMMA, "sliding-window"),
+        (MLA, "MLA"),
+        (HYBRID, "hybrid"),
+    ],
+    ids=["mistral", "gemma2", "deepseek", "qwen3-next"],
+)
+def test_models(tmp_path: Path, config: dict[str, Any], word: str) -> None:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    model_config = ModelConfig(str(write_config(tmp_path, config)))
+    with pytest.raises(UnsupportedError, match=word):
+        guards.check_model(model_config)
+
+
+def test_model_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = write_config(tmp_path, {**SLIDING, "sliding_window": 64})
+    assert "sliding-window" in refusal(capsys, model)
+
+
+def test_speculative_decoding() -> None:
+    """SGLang itself refuses most of these on a CPU, before it asks us."""
+    assert any("speculative" in sentence for _, sentence in guards.OPTION_CHECKS)
+
+
+def test_unsupported_sglang(
+    capsys: pytest.CaptureFixture[str], llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "sglang_version", lambda: "0.4.0")
+    assert "pip install sglang==0.5.23" in refusal(capsys, llama)
+
+
+def test_missing_name_in_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "RELIED_ON", ("sglang.srt.server_args.no_such_name",))
+    with pytest.raises(UnsupportedError, match="no_such_name"):
+        compat.check_sglang()
+
+
+def test_all_hooked_names_exist() -> None:
+    """A hook on a name that is gone would only be logged."""
+    assert [name for name in compat.HOOKED_NAMES if not compat._exists(name)] == []
+
+
+def test_attention_hook_not_in_place(tmp_path: Path) -> None:
+    """The tree factory never serves sink rows with a backend that is not ours."""
+    from types import SimpleNamespace
+
+    from impress_sglang.config import ImpressConfig
+    from impress_sglang.integration.factory import make_tree_cache
+
+    runner = SimpleNamespace(attn_backend=object())
+    context = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
+    with pytest.raises(UnsupportedError, match="attention hook of IMPRESS is not in place"):
+        make_tree_cache(context, ImpressConfig(ssd_dir=str(tmp_path)))
+
+
+def test_real_command(llama: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sglang.launch_server", f"--model-path={llama}"]
+    flags = ["--device=cpu", "--enable-impress", f"--impress-ssd-dir={tmp_path}", "--page-size=16"]
+    result = subprocess.run(
+        [*command, *flags], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode != 0
+    assert "IMPRESS supports page size 1 only: use --page-size 1" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("IMPRESS_CONFIG", raising=False)
+    yield
+
+
+def test_engine_configuration_comes_from_the_environment(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sglang.Engine` has no command line: a refusal is an exception there, not an exit."""
+    from sglang.srt.server_args import ServerArgs
+
+    from impress_sglang.integration.flags import config_of
+
+    options = {"ssd_dir": str(tmp_path / "kv"), "retention": 0.5}
+    monkeypatch.setenv("IMPRESS_CONFIG", json.dumps(options))
+    args = ServerArgs(model_path=str(llama), device="cpu", skip_tokenizer_init=True)
+    args.resolve_once()
+    config = config_of(args)
+    assert config is not None and config.retention == 0.5
+    refused = ServerArgs(model_path=str(llama), device="cpu", page_size=16)
+    with pytest.raises(UnsupportedError, match="page size 1"):
+        refused.resolve_once()

@@ -1,0 +1,158 @@
+"""Shapes, KVs and segment files for the tests of the core, and sizes by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from impress_sglang.storage.direct_io import AlignedBuffer
+from impress_sglang.storage.layout import KVShape, Stream
+from impress_sglang.storage.segment import SegmentInfo, Tokens
+from impress_sglang.storage.writer import LayerReader, write_segment
+
+IDENTITY = "0123456789abcdef0123456789abcdef"
+DISK_BLOCK = 4096
+
+
+def make_shape(
+    *,
+    layers: int = 2,
+    query_heads: int = 4,
+    kv_heads: int = 2,
+    key_dim: int = 8,
+    value_dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    probe: Sequence[int] = (0,),
+) -> KVShape:
+    return KVShape(layers, query_heads, kv_heads, key_dim, value_dim, dtype, tuple(probe))
+
+
+def as_tokens(tokens: Sequence[int]) -> Tokens:
+    return np.asarray(tokens, dtype=np.int32)
+
+
+def make_info(
+    shape: KVShape,
+    tokens: Sequence[int],
+    *,
+    chunk_tokens: int = 8,
+    segment_id: str = "ab12",
+    approximate: bool = False,
+    namespace: str = "",
+    prefix_len: int = 0,
+    prefix_digest: str = "d0",
+) -> SegmentInfo:
+    return SegmentInfo(
+        segment_id=segment_id,
+        identity=IDENTITY,
+        namespace=namespace,
+        prefix_digest=prefix_digest,
+        prefix_len=prefix_len,
+        tokens=as_tokens(tokens),
+        approximate=approximate,
+        shape=shape,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def random_kvs(shape: KVShape, num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Keys [L, m, G, Dk] and values [L, m, G, Dv]."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (shape.num_layers, num_tokens, shape.num_kv_heads)
+    keys = torch.randn(*size, shape.key_dim, generator=generator)
+    values = torch.randn(*size, shape.value_dim, generator=generator)
+    return keys.to(shape.dtype), values.to(shape.dtype)
+
+
+def write_kvs(
+    directory: Path, info: SegmentInfo, keys: Tensor, values: Tensor, *, direct: bool = False
+) -> Path:
+    path = directory / f"{info.segment_id}.kv"
+    write_segment(path, info, lambda i: (keys[i], values[i]), AlignedBuffer(), direct=direct)
+    return path
+
+
+def heads_of(shape: KVShape, stream: Stream) -> list[int]:
+    """KV heads of a stream, by its definition."""
+    everything = list(range(shape.num_kv_heads))
+    return {
+        Stream.PROBE_KEYS: [h for h in everything if h in shape.probe_kv_heads],
+        Stream.OTHER_KEYS: [h for h in everything if h not in shape.probe_kv_heads],
+        Stream.VALUES: everything,
+    }[stream]
+
+
+def token_bytes(shape: KVShape, stream: Stream) -> int:
+    dim = shape.value_dim if stream is Stream.VALUES else shape.key_dim
+    return len(heads_of(shape, stream)) * dim * torch.empty(0, dtype=shape.dtype).element_size()
+
+
+def chunk_disk_bytes(
+    shape: KVShape, stream: Stream, chunk_tokens: int, num_tokens: int, chunk: int
+) -> int:
+    """Bytes of one chunk on disk: its rows, padded to whole disk blocks."""
+    rows = min(chunk_tokens, num_tokens - chunk * chunk_tokens)
+    blocks, rest = divmod(rows * token_bytes(shape, stream), DISK_BLOCK)
+    return (blocks + bool(rest)) * DISK_BLOCK
+
+
+def rows_of(
+    shape: KVShape, keys: Tensor, values: Tensor, layer: int, stream: Stream, tokens: Tensor
+) -> Tensor:
+    """Rows of a stream as any source must give them."""
+    whole = values[layer] if stream is Stream.VALUES else keys[layer]
+    return whole[tokens][:, heads_of(shape, stream)]
+
+
+def flip_byte(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        value = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([value ^ 0xFF]))
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceKVs:
+    """KVs as a model has them: the row of a token depends on all tokens up to it.
+
+    The namespace and whether the KVs are approximate count as well, so that a row of another
+    sequence, namespace or kind is never equal by chance.
+    """
+
+    shape: KVShape
+    namespace: str
+    tokens: tuple[int, ...]
+    approximate: bool = False
+
+    def keys(self, layer: int) -> Tensor:
+        """[m, G, Dk]"""
+        return self._rows(2 * layer, self.shape.key_dim)
+
+    def values(self, layer: int) -> Tensor:
+        """[m, G, Dv]"""
+        return self._rows(2 * layer + 1, self.shape.value_dim)
+
+    def read_from(self, start: int) -> LayerReader:
+        """A layer reader for the tokens from `start` on."""
+        return lambda layer: (self.keys(layer)[start:], self.values(layer)[start:])
+
+    def _rows(self, kind: int, dim: int) -> Tensor:
+        state = zlib.crc32(f"{self.namespace}|{self.approximate}|{kind}".encode())
+        states = []
+        for token in self.tokens:
+            state = (state * 1_000_003 + token + 1) % ((1 << 61) - 1)
+            states.append(state)
+        width = self.shape.num_kv_heads * dim
+        columns = np.arange(1, width + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = np.array(states, np.uint64)[:, None] * (columns[None, :] | np.uint64(1))
+        # Whole numbers up to 250 are the same in every floating-point type.
+        numbers = ((mixed >> np.uint64(32)) % np.uint64(251)).astype(np.float32)
+        rows = torch.from_numpy(numbers).view(len(self.tokens), self.shape.num_kv_heads, dim)
+        return rows.to(self.shape.dtype)

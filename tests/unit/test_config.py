@@ -1,0 +1,262 @@
+"""The configuration: defaults, ranges, and the two ways to build it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impress_sglang.config import (
+    CONFIG_VARIABLE,
+    OPTIONS,
+    POLICIES,
+    ImpressConfig,
+    enable_for_engine,
+)
+from impress_sglang.errors import ConfigError, ImpressError
+
+FIELDS = {field.name for field in dataclasses.fields(ImpressConfig)}
+FLAG_OF = {option.field: option.flag for option in OPTIONS}
+
+WRONG_VALUES: list[tuple[str, Any]] = [
+    ("retention", 0.0),
+    ("retention", -0.25),
+    ("retention", 1.0001),
+    ("retention", float("nan")),
+    ("probe_heads", 0),
+    ("probe_heads", -3),
+    ("alpha", 0.0),
+    ("alpha", 1.5),
+    ("alpha", float("nan")),
+    ("chunk_tokens", 0),
+    ("chunk_tokens", 7),
+    ("chunk_tokens", 12),
+    ("chunk_tokens", 4104),
+    ("min_prefix_tokens", 0),
+    ("ssd_gb", 0.0),
+    ("ssd_gb", -1.0),
+    ("ssd_gb", float("nan")),
+    ("ssd_gb", float("inf")),
+    ("min_free_gb", -0.001),
+    ("min_free_gb", float("nan")),
+    ("min_free_gb", float("inf")),
+    ("io_threads", 0),
+    ("io_threads", 257),
+    ("policy", "lru"),
+    ("policy", ""),
+    ("ssd_dir", ""),
+    ("ssd_dir", "   "),
+]
+
+WRONG_TYPES: list[tuple[str, Any]] = [
+    ("retention", "0.5"),
+    ("retention", None),
+    ("retention", True),
+    ("probe_heads", 3.0),
+    ("probe_heads", True),
+    ("chunk_tokens", "64"),
+    ("ssd_dir", Path("kv")),
+    ("ssd_dir", None),
+    ("policy", 1),
+    ("store_approximate", 1),
+    ("store_approximate", "on"),
+]
+
+EDGE_VALUES: list[tuple[str, Any]] = [
+    ("retention", 1),
+    ("retention", 1e-6),
+    ("alpha", 1.0),
+    ("probe_heads", 1),
+    ("chunk_tokens", 8),
+    ("chunk_tokens", 4096),
+    ("min_prefix_tokens", 1),
+    ("min_free_gb", 0),
+    ("io_threads", 1),
+    ("io_threads", 256),
+    *[("policy", policy) for policy in POLICIES],
+]
+
+
+def test_defaults_are_the_papers_and_are_valid() -> None:
+    config = ImpressConfig()
+
+    assert (config.retention, config.probe_heads, config.alpha) == (0.25, 3, 0.6)
+    assert config.chunk_tokens == 64
+    assert config.policy == "impress"
+    assert config.ssd_gb > 0 and config.min_free_gb > 0, "quota and floor are on by default"
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG_VALUES)
+def test_value_out_of_range_is_refused_and_the_message_names_the_flag(
+    field: str, value: object
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ImpressConfig(**{field: value})
+
+    assert FLAG_OF[field] in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG_TYPES)
+def test_value_of_a_wrong_type_is_refused_and_the_message_names_the_flag(
+    field: str, value: object
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ImpressConfig(**{field: value})
+
+    assert FLAG_OF[field] in str(caught.value)
+
+
+@pytest.mark.parametrize(("field", "value"), EDGE_VALUES)
+def test_value_at_the_edge_of_its_range_is_taken(field: str, value: object) -> None:
+    assert getattr(ImpressConfig(**{field: value}), field) == value
+
+
+def test_every_field_with_a_range_has_a_wrong_value_in_this_test() -> None:
+    assert {field for field, _ in WRONG_VALUES} == FIELDS - {"store_approximate"}
+
+
+def test_config_error_is_a_value_error_and_one_of_ours() -> None:
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(ConfigError, ImpressError)
+
+
+def test_config_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ImpressConfig().retention = 1.0  # type: ignore[misc]
+
+
+def test_every_option_has_a_field_and_every_field_an_option() -> None:
+    assert sorted(option.field for option in OPTIONS) == sorted(FIELDS)
+
+
+def test_flags_are_the_field_names() -> None:
+    for option in OPTIONS:
+        assert option.flag == "--impress-" + option.field.replace("_", "-")
+        assert option.help.endswith(".")
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
+def test_default_written_on_a_command_line_is_parsed_back(option: Any) -> None:
+    default = getattr(ImpressConfig(), option.field)
+
+    assert option.parse(str(default)) == default
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("on", True), ("TRUE", True), ("1", True), ("off", False), ("0", False)]
+)
+def test_switch_is_parsed(text: str, value: bool) -> None:
+    parse = next(option.parse for option in OPTIONS if option.field == "store_approximate")
+
+    assert parse(text) is value
+
+
+def test_switch_refuses_other_words() -> None:
+    parse = next(option.parse for option in OPTIONS if option.field == "store_approximate")
+
+    with pytest.raises(ValueError, match="maybe"):
+        parse("maybe")
+
+
+def test_sizes_are_decimal_gigabytes() -> None:
+    config = ImpressConfig(ssd_gb=1.5, min_free_gb=0.25)
+
+    assert config.ssd_bytes == 1_500_000_000
+    assert config.min_free_bytes == 250_000_000
+
+
+def test_home_directory_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+
+    assert ImpressConfig(ssd_dir="~/kv").ssd_path == Path("/home/somebody/kv")
+    assert ImpressConfig(ssd_dir="/nvme/kv").ssd_path == Path("/nvme/kv")
+
+
+def test_from_options_takes_some_fields_and_keeps_the_other_defaults() -> None:
+    config = ImpressConfig.from_options({"retention": 0.5, "io_threads": 2})
+
+    assert config == dataclasses.replace(ImpressConfig(), retention=0.5, io_threads=2)
+
+
+def test_from_options_names_unknown_fields_and_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"nonsense.*retention") as caught:
+        ImpressConfig.from_options({"retention": 0.5, "nonsense": 1, "also_wrong": 2})
+
+    assert "also_wrong" in str(caught.value)
+
+
+@pytest.mark.parametrize("environ", [{}, {CONFIG_VARIABLE: ""}, {CONFIG_VARIABLE: "  \n"}])
+def test_unset_variable_means_no_configuration(environ: dict[str, str]) -> None:
+    assert ImpressConfig.from_environment(environ) is None
+
+
+def test_empty_object_means_all_defaults() -> None:
+    assert ImpressConfig.from_environment({CONFIG_VARIABLE: "{}"}) == ImpressConfig()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "retention=0.5", "[]", '"impress"', "1", "null", '{"nonsense": 1}', '{"retention": 2}'],
+)
+def test_bad_variable_is_a_config_error(text: str) -> None:
+    with pytest.raises(ConfigError):
+        ImpressConfig.from_environment({CONFIG_VARIABLE: text})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "1"])
+def test_message_about_a_bad_variable_names_it(text: str) -> None:
+    with pytest.raises(ConfigError, match=CONFIG_VARIABLE):
+        ImpressConfig.from_environment({CONFIG_VARIABLE: text})
+
+
+CONFIGS = st.builds(
+    ImpressConfig,
+    ssd_dir=st.text(min_size=1).filter(str.strip),
+    ssd_gb=st.floats(0.001, 1e6),
+    min_free_gb=st.floats(0, 1e3),
+    retention=st.floats(0, 1, exclude_min=True),
+    probe_heads=st.integers(1, 128),
+    alpha=st.floats(0, 1, exclude_min=True),
+    chunk_tokens=st.integers(1, 512).map(lambda n: 8 * n),
+    min_prefix_tokens=st.integers(1, 1 << 20),
+    policy=st.sampled_from(POLICIES),
+    io_threads=st.integers(1, 256),
+    store_approximate=st.booleans(),
+)
+
+
+@given(CONFIGS)
+def test_json_gives_the_same_configuration_back(config: ImpressConfig) -> None:
+    assert isinstance(json.loads(config.to_json()), dict)
+    assert ImpressConfig.from_environment({CONFIG_VARIABLE: config.to_json()}) == config
+
+
+def test_enable_for_engine_sets_the_variable_that_children_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Set through monkeypatch first, so that it is removed again after the test.
+    monkeypatch.setenv(CONFIG_VARIABLE, "")
+
+    config = enable_for_engine(ssd_dir="/nvme/kv", retention=0.5)
+
+    assert config.retention == 0.5
+    assert json.loads(os.environ[CONFIG_VARIABLE])["ssd_dir"] == "/nvme/kv"
+    assert ImpressConfig.from_environment() == config
+
+
+def test_enable_for_engine_leaves_the_variable_alone_when_a_value_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(CONFIG_VARIABLE, "{}")
+
+    with pytest.raises(ConfigError):
+        enable_for_engine(retention=7.0)
+
+    assert os.environ[CONFIG_VARIABLE] == "{}"

@@ -1,0 +1,191 @@
+"""What a stored KV belongs to: any change of the model gives another name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impress_sglang.management import identity
+from impress_sglang.management.identity import model_identity, weights_digest
+from tests.unit.kv_factory import make_shape
+
+Named = dict[str, Tensor]
+
+
+def weights(dtype: torch.dtype = torch.bfloat16) -> Named:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "embed.weight": torch.randn(11, 6, generator=generator).to(dtype),
+        "layers.0.norm": torch.randn(7, generator=generator).to(dtype),
+        "scale": torch.tensor(2.0, dtype=dtype),
+        "empty": torch.empty(0, 3, dtype=dtype),
+    }
+
+
+def digest(named: Named) -> str:
+    return weights_digest(named.items())
+
+
+@pytest.fixture(params=["cpu", "accelerator"])
+def fingerprint(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to reduce a tensor; the one for accelerators also runs on a CPU."""
+    if request.param == "accelerator":
+        monkeypatch.setattr(
+            identity,
+            "_fingerprint",
+            lambda tensor: identity._device_fingerprint(
+                tensor.detach().contiguous().view(-1).view(torch.uint8)
+            ),
+        )
+    return str(request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_digest_is_stable(fingerprint: str, dtype: torch.dtype) -> None:
+    """The same weights, in another order, in other memory, as a view."""
+    named = weights(dtype)
+    copies = {name: tensor.clone() for name, tensor in reversed(named.items())}
+    views = {name: torch.stack([tensor, tensor], -1)[..., 0] for name, tensor in named.items()}
+
+    assert len(digest(named)) == 32
+    assert digest(copies) == digest(named)
+    assert digest(views) == digest(named)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_digest_changes_with_any_single_element(fingerprint: str, dtype: torch.dtype) -> None:
+    named = weights(dtype)
+    seen = {digest(named)}
+    count = 1
+    for name, tensor in named.items():
+        for position in range(tensor.numel()):
+            changed = tensor.clone()
+            changed.view(-1)[position] += 1
+            seen.add(digest({**named, name: changed}))
+            count += 1
+
+    assert len(seen) == count
+
+
+def test_digest_changes_with_the_last_bit_and_the_sign_of_zero(fingerprint: str) -> None:
+    tensor = torch.zeros(9)
+    last_bit, sign = tensor.clone(), tensor.clone()
+    last_bit[8] = torch.finfo(torch.float32).tiny
+    sign[8] = -0.0
+
+    assert len({digest({"w": t}) for t in (tensor, last_bit, sign)}) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: {**w, "embed.weight": w["embed.weight"].view(6, 11)},
+        lambda w: {**w, "embed.weight": w["embed.weight"].view(torch.float16)},
+        lambda w: {**w, "embed.weight": w["embed.weight"].flip(0)},
+        lambda w: {**w, "embed.weight": w["embed.weight"].t()},
+        lambda w: {("embeds.weight" if n == "embed.weight" else n): t for n, t in w.items()},
+        lambda w: {n: t for n, t in w.items() if n != "empty"},
+        lambda w: {**w, "more": torch.zeros(1)},
+        lambda w: {**w, "scale": w["scale"].view(1)},
+        lambda w: {
+            **w,
+            "layers.0.norm": torch.cat([w["layers.0.norm"], torch.zeros(1).bfloat16()]),
+        },
+    ],
+    ids=["shape", "dtype", "order", "transposed", "name", "missing", "added", "rank", "zero-added"],
+)
+def test_digest_changes_with(fingerprint: str, change: Callable[[Named], Named]) -> None:
+    named = weights()
+
+    assert digest(change(named)) != digest(named)
+
+
+def test_digest_changes_when_two_tensors_change_places(fingerprint: str) -> None:
+    a, b = torch.arange(8.0), torch.arange(8.0) + 1
+
+    assert digest({"a": a, "b": b}) != digest({"a": b, "b": a})
+
+
+@given(st.permutations(list(range(12))))
+def test_digest_on_an_accelerator_changes_with_the_order_of_elements(order: list[int]) -> None:
+    raw = torch.arange(12, dtype=torch.int32)
+    shuffled = raw[order]
+
+    same = identity._device_fingerprint(shuffled.view(torch.uint8)) == identity._device_fingerprint(
+        raw.view(torch.uint8)
+    )
+
+    assert same == (order == sorted(order))
+
+
+def test_digest_on_an_accelerator_spans_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors larger than one block: every block counts, and so does their order."""
+    monkeypatch.setattr(identity, "_BLOCK_ELEMENTS", 4)
+    raw = torch.randint(0, 2**31 - 1, (13,), dtype=torch.int32)
+    prints = {identity._device_fingerprint(raw.view(torch.uint8))}
+    for position in range(13):
+        changed = raw.clone()
+        changed[position] ^= 1
+        prints.add(identity._device_fingerprint(changed.view(torch.uint8)))
+    swapped = torch.cat([raw[4:8], raw[:4], raw[8:]])
+    prints.add(identity._device_fingerprint(swapped.view(torch.uint8)))
+
+    assert len(prints) == 15
+
+
+def test_digest_of_a_weight_that_is_a_slice_of_another(fingerprint: str) -> None:
+    """Fused weights: a slice of 16-bit elements may begin at an odd place of its storage."""
+    flat = torch.arange(32, dtype=torch.bfloat16)
+
+    assert digest({"w": flat[1:9]}) == digest({"w": flat[1:9].clone()})
+
+
+BASE = {
+    "weights": "w" * 32,
+    "architecture": {"rope_theta": 10000.0, "rope_scaling": None, "head_dim": 64},
+    "shape": make_shape(),
+    "tp_rank": 0,
+    "tp_size": 1,
+}
+
+
+def test_identity_is_a_stable_file_name() -> None:
+    name = model_identity(**BASE)
+    turned = dict(reversed(BASE["architecture"].items()))
+
+    assert len(name) == 32
+    assert set(name) <= set("0123456789abcdef")
+    assert model_identity(**{**BASE, "architecture": turned}) == name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": "v" * 32},
+        {"architecture": {**BASE["architecture"], "rope_theta": 500000.0}},
+        {"architecture": {**BASE["architecture"], "rope_scaling": {"factor": 2.0}}},
+        {"architecture": {**BASE["architecture"], "norm_eps": 1e-5}},
+        {"architecture": {"rope_theta": 10000.0, "head_dim": 64}},
+        {"architecture": {**BASE["architecture"], "head_dim": "64"}},
+        {"shape": dataclasses.replace(make_shape(), num_layers=3)},
+        {"shape": dataclasses.replace(make_shape(), dtype=torch.bfloat16)},
+        {"shape": dataclasses.replace(make_shape(), probe_kv_heads=(1,))},
+        {"tp_size": 2},
+        {"tp_rank": 1, "tp_size": 2},
+    ],
+    ids=str,
+)
+def test_identity_changes_with(change: dict[str, object]) -> None:
+    assert model_identity(**{**BASE, **change}) != model_identity(**BASE)
+
+
+def test_ranks_of_one_model_have_their_own_identities() -> None:
+    names = {model_identity(**{**BASE, "tp_rank": r, "tp_size": 4}) for r in range(4)}
+
+    assert len(names) == 4

@@ -1,0 +1,145 @@
+"""Imports go one way, and only the integration package knows SGLang."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import impress_sglang
+
+PACKAGE = Path(impress_sglang.__file__).parent
+MODULES = {
+    ".".join(("impress_sglang", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    ): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+# A unit is a package or a module right below impress_sglang. It may import itself and units of a
+# lower level; units of one level do not know each other.
+LEVELS = {
+    "errors": 0,
+    "config": 1,
+    "attention": 2,
+    "importance": 2,
+    "storage": 2,
+    "triton": 2,
+    "transfer": 3,
+    "management": 4,
+    "integration": 5,
+}
+EXCEPTIONS = {
+    "": {"errors", "config"},  # the package itself: its public names
+    "demo": {"errors"},
+}
+
+
+def unit_of(module: str) -> str:
+    return module.removeprefix("impress_sglang").lstrip(".").split(".")[0]
+
+
+def imports_of(module: str) -> Iterator[str]:
+    """Full names that a module imports anywhere, also inside functions and by a string."""
+    path = MODULES[module]
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *(node.module or "").split(".")]).rstrip(".")
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in ("import_module", "__import__", "find_spec"):
+                yield str(node.args[0].value)
+
+
+def own_module(name: str) -> str | None:
+    """The module of this project that an imported name stands in."""
+    while name:
+        if name in MODULES:
+            return name
+        name = name.rpartition(".")[0]
+    return None
+
+
+def own_imports(module: str) -> set[str]:
+    found = {own_module(name) for name in imports_of(module)}
+    return {name for name in found if name is not None and name != module}
+
+
+def test_the_reader_of_imports_finds_them() -> None:
+    """Guards the tests below: an `imports_of` that finds nothing would let them all pass."""
+    assert len(MODULES) > 20
+    assert "impress_sglang.storage.layout" in own_imports("impress_sglang.storage.segment")
+    assert any(
+        name.split(".")[0] == "sglang"
+        for module in MODULES
+        if unit_of(module) == "integration"
+        for name in imports_of(module)
+    )
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if unit_of(m) != "integration"])
+def test_no_module_outside_integration_imports_sglang(module: str) -> None:
+    assert [name for name in imports_of(module) if name.split(".")[0] == "sglang"] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_module_imports_only_from_below(module: str) -> None:
+    unit = unit_of(module)
+    assert unit in LEVELS or unit in EXCEPTIONS, f"give the new unit {unit!r} a level in this test"
+    if unit in EXCEPTIONS:
+        allowed = EXCEPTIONS[unit] | {unit}
+    else:
+        allowed = {unit} | {lower for lower in LEVELS if LEVELS[lower] < LEVELS[unit]}
+
+    assert {unit_of(name) for name in own_imports(module)} <= allowed
+
+
+def test_there_is_no_import_cycle() -> None:
+    graph = {module: own_imports(module) for module in MODULES}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in done:
+            for name in sorted(graph[module]):
+                visit(name, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+IMPORT_ALL = """
+import importlib, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "sglang":
+            raise ImportError("sglang must not be imported: " + name)
+
+sys.meta_path.insert(0, Blocker())
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+assert not any(name.split(".")[0] == "sglang" for name in sys.modules)
+print("imported", len(sys.argv) - 1)
+"""
+
+
+def test_every_core_module_can_be_imported_without_sglang() -> None:
+    core = [module for module in MODULES if unit_of(module) != "integration"]
+
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, *core], capture_output=True, text=True, timeout=120
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["imported", str(len(core))]

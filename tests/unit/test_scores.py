@@ -1,0 +1,151 @@
+"""Column sums of attention weights, against a dense softmax in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from impress_sglang.importance import scores as scores_module
+from impress_sglang.importance.scores import column_sums
+
+
+def dense_column_sums(
+    queries: Tensor, prefix: Tensor, resident: Tensor, new: Tensor, scaling: float
+) -> np.ndarray:
+    """One query and one head at a time, as the definition says."""
+    q, p, c, x = (t.double().numpy() for t in (queries, prefix, resident, new))
+    num_new, num_heads, _ = q.shape
+    group = num_heads // p.shape[1]
+    total = np.zeros((num_heads, len(p)))
+    for head in range(num_heads):
+        key_head = head // group
+        for i in range(num_new):
+            seen = np.concatenate([c[:, key_head], p[:, key_head], x[: i + 1, key_head]])
+            logits = seen @ q[i, head] * scaling
+            weights = np.exp(logits - logits.max())
+            weights /= weights.sum()
+            total[head] += weights[len(c) : len(c) + len(p)]
+    return total
+
+
+def inputs(
+    n: int, m: int, c: int, heads: int, key_heads: int, dim: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(rows: int, count: int) -> Tensor:
+        return (2 * torch.randn(rows, count, dim, generator=generator)).to(dtype)
+
+    return make(n, heads), make(m, key_heads), make(c, key_heads), make(n, key_heads)
+
+
+SIZES = [
+    # n, m, c
+    (1, 1, 0),
+    (1, 17, 0),
+    (5, 13, 0),
+    (7, 64, 3),
+    (33, 50, 21),
+    (2, 200, 1),
+    (40, 3, 0),
+]
+HEADS = [(1, 1), (4, 4), (6, 2), (4, 1), (8, 4)]
+
+
+@pytest.mark.parametrize(("n", "m", "c"), SIZES)
+@pytest.mark.parametrize(("heads", "key_heads"), HEADS)
+def test_equals_the_dense_reference(n: int, m: int, c: int, heads: int, key_heads: int) -> None:
+    tensors = inputs(n, m, c, heads, key_heads, 16, torch.float32)
+
+    found = column_sums(*tensors, scaling=0.25)
+
+    assert found.shape == (heads, m)
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(
+        found.numpy(), dense_column_sums(*tensors, 0.25), rtol=2e-5, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 16, 17])
+@pytest.mark.parametrize("c", [0, 9])
+def test_blocks_of_queries_do_not_change_the_sums(
+    monkeypatch: pytest.MonkeyPatch, block: int, c: int
+) -> None:
+    """More new tokens than one block: causality must hold across the cuts."""
+    tensors = inputs(17, 21, c, 4, 2, 16, torch.float32)
+    monkeypatch.setattr(scores_module, "QUERY_BLOCK", block)
+
+    found = column_sums(*tensors, scaling=0.25)
+
+    np.testing.assert_allclose(
+        found.numpy(), dense_column_sums(*tensors, 0.25), rtol=2e-5, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_inputs_lose_nothing_more(dtype: torch.dtype) -> None:
+    """The sums are taken in float32, so only the rounding of the inputs counts."""
+    tensors = inputs(12, 40, 5, 6, 2, 32, dtype)
+
+    found = column_sums(*tensors, scaling=32**-0.5)
+
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(
+        found.numpy(), dense_column_sums(*tensors, 32**-0.5), rtol=2e-5, atol=1e-7
+    )
+
+
+def test_large_logits_do_not_overflow() -> None:
+    queries, prefix, resident, new = inputs(4, 10, 2, 2, 2, 16, torch.float32)
+
+    found = column_sums(100 * queries, 100 * prefix, 100 * resident, 100 * new, 0.25)
+
+    assert torch.isfinite(found).all()
+    np.testing.assert_allclose(
+        found.numpy(),
+        dense_column_sums(100 * queries, 100 * prefix, 100 * resident, 100 * new, 0.25),
+        rtol=1e-2,
+        atol=1e-6,
+    )
+
+
+def test_inputs_may_be_slices_of_a_pool() -> None:
+    """Rows and heads that are views with strides, as a device pool gives them."""
+    queries, prefix, resident, new = inputs(6, 20, 4, 8, 4, 16, torch.float32)
+    picked = [0, 1, 4, 5]
+    keys = [0, 2]
+
+    found = column_sums(queries[:, picked], prefix[:, ::2], resident[:, ::2], new[:, keys], 0.25)
+
+    expected = dense_column_sums(
+        queries[:, picked].clone(),
+        prefix[:, keys].clone(),
+        resident[:, keys].clone(),
+        new[:, keys].clone(),
+        0.25,
+    )
+    np.testing.assert_allclose(found.numpy(), expected, rtol=2e-5, atol=1e-7)
+
+
+def test_inputs_are_not_changed() -> None:
+    tensors = inputs(5, 9, 2, 4, 2, 8, torch.float32)
+    before = [tensor.clone() for tensor in tensors]
+
+    column_sums(*tensors, scaling=0.5)
+
+    for tensor, copy in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+def test_the_token_that_every_query_looks_at_gets_all_the_weight() -> None:
+    queries = torch.zeros(3, 2, 4)
+    queries[..., 0] = 100.0
+    prefix = torch.zeros(5, 1, 4)
+    prefix[3, 0, 0] = 1.0
+    new = torch.zeros(3, 1, 4)
+
+    found = column_sums(queries, prefix, torch.zeros(0, 1, 4), new, scaling=1.0)
+
+    assert torch.allclose(found, torch.tensor([0.0, 0.0, 0.0, 3.0, 0.0]).expand(2, 5))

@@ -1,0 +1,364 @@
+"""The segment file: a header that cannot be misread, and writing that leaves all or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import random
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.storage.direct_io import (
+    AlignedBuffer,
+    read_exactly,
+    supports_direct_io,
+    write_exactly,
+)
+from impress_sglang.storage.layout import Stream
+from impress_sglang.storage.segment import SegmentInfo, checksum, encode_header, read_header
+from impress_sglang.storage.writer import write_segment
+from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
+
+SMALL = make_info(make_shape(), range(20), segment_id="ab12")
+
+
+def some_checksums(info: SegmentInfo) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 2**63, info.layout().num_checksums, np.uint64)
+
+
+def header_file(directory: Path, info: SegmentInfo) -> Path:
+    path = directory / f"{info.segment_id}.kv"
+    path.write_bytes(encode_header(info, some_checksums(info)))
+    return path
+
+
+def same_info(left: SegmentInfo, right: SegmentInfo) -> bool:
+    fields = [f.name for f in dataclasses.fields(SegmentInfo) if f.name != "tokens"]
+    return np.array_equal(left.tokens, right.tokens) and all(
+        getattr(left, name) == getattr(right, name) for name in fields
+    )
+
+
+@given(data=st.data())
+def test_header_is_read_back(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    shape = make_shape(
+        layers=data.draw(st.integers(1, 3)),
+        query_heads=8,
+        kv_heads=4,
+        key_dim=data.draw(st.sampled_from([8, 64])),
+        value_dim=data.draw(st.sampled_from([8, 32])),
+        dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        probe=sorted(data.draw(st.sets(st.integers(0, 3), min_size=1))),
+    )
+    info = make_info(
+        shape,
+        data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=300)),
+        chunk_tokens=data.draw(st.sampled_from([8, 64])),
+        approximate=data.draw(st.booleans()),
+        namespace=data.draw(st.text(max_size=50)),
+        prefix_len=data.draw(st.integers(0, 10**6)),
+        prefix_digest=data.draw(st.text("0123456789abcdef", min_size=32, max_size=32)),
+    )
+
+    found, checksums = read_header(header_file(tmp_path_factory.getbasetemp(), info))
+
+    assert same_info(found, info)
+    assert np.array_equal(checksums, some_checksums(info))
+
+
+def test_header_is_padded_to_its_size_in_the_layout() -> None:
+    for count in (1, 20, 900, 1100, 5000):
+        info = make_info(make_shape(), range(count))
+
+        header = encode_header(info, some_checksums(info))
+
+        assert len(header) == info.layout().header_bytes
+        assert len(header) % 4096 == 0
+
+
+def test_a_flipped_byte_anywhere_in_the_header_is_unreadable(tmp_path: Path) -> None:
+    """The preamble, the text, the tokens, the checksums; and some of the padding."""
+    path = header_file(tmp_path, SMALL)
+    good = path.read_bytes()
+    content = len(good.rstrip(b"\0"))
+    assert 200 < content < 1500
+    for position in [*range(content), *range(content, len(good), 50), len(good) - 1]:
+        bad = bytearray(good)
+        bad[position] ^= 0xFF
+        path.write_bytes(bad)
+        with pytest.raises(ChunkUnreadable) as caught:
+            read_header(path)
+        assert caught.value.segment_id == "ab12"
+
+
+@given(position=st.integers(0, 31), bit=st.integers(0, 7))
+def test_a_flipped_bit_in_the_preamble_is_unreadable(
+    tmp_path_factory: pytest.TempPathFactory, position: int, bit: int
+) -> None:
+    """Sizes that are off by one bit, too: the reader must not run after them."""
+    path = header_file(tmp_path_factory.getbasetemp(), SMALL)
+    bad = bytearray(path.read_bytes())
+    bad[position] ^= 1 << bit
+    path.write_bytes(bad)
+
+    with pytest.raises(ChunkUnreadable):
+        read_header(path)
+
+
+@given(size=st.integers(0, 4095))
+def test_a_cut_off_header_is_unreadable(
+    tmp_path_factory: pytest.TempPathFactory, size: int
+) -> None:
+    path = header_file(tmp_path_factory.getbasetemp(), SMALL)
+    path.write_bytes(path.read_bytes()[:size])
+
+    with pytest.raises(ChunkUnreadable):
+        read_header(path)
+
+
+@given(junk=st.binary(max_size=200))
+def test_any_other_file_is_unreadable(
+    tmp_path_factory: pytest.TempPathFactory, junk: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "ab12.kv"
+    path.write_bytes(junk)
+
+    with pytest.raises(ChunkUnreadable):
+        read_header(path)
+
+
+def resealed(header: bytes, body: bytes) -> bytes:
+    """A header with another body, and the checksum that belongs to it."""
+    magic, size, text_size, _ = struct.unpack_from("<8sQQQ", header)
+    digest = xxhash.xxh3_64_intdigest(struct.pack("<QQ", size, text_size) + body)
+    return struct.pack("<8sQQQ", magic, size, text_size, digest) + body
+
+
+def test_another_format_version_is_unreadable_and_says_so(tmp_path: Path) -> None:
+    path = header_file(tmp_path, SMALL)
+    header = path.read_bytes()
+    body = header[32:].replace(b'"version": 1', b'"version": 2')
+    assert body != header[32:]
+    path.write_bytes(resealed(header, body))
+
+    with pytest.raises(ChunkUnreadable, match="version 2"):
+        read_header(path)
+
+
+def test_resealing_an_unchanged_body_gives_the_same_header(tmp_path: Path) -> None:
+    """Guards the test above: its seal is the right one, so only the version is wrong."""
+    header = header_file(tmp_path, SMALL).read_bytes()
+
+    assert resealed(header, header[32:]) == header
+
+
+@pytest.mark.parametrize("magic", [b"IMPRSEG\x02", b"\x00" * 8])
+def test_another_magic_is_unreadable(tmp_path: Path, magic: bytes) -> None:
+    path = header_file(tmp_path, SMALL)
+    path.write_bytes(magic + path.read_bytes()[8:])
+
+    with pytest.raises(ChunkUnreadable, match="format"):
+        read_header(path)
+
+
+def test_a_missing_file_and_a_directory_are_unreadable(tmp_path: Path) -> None:
+    (tmp_path / "dir.kv").mkdir()
+
+    for name in ("missing", "dir"):
+        with pytest.raises(ChunkUnreadable) as caught:
+            read_header(tmp_path / f"{name}.kv")
+        assert caught.value.segment_id == name
+        assert name in str(caught.value)
+
+
+def test_a_file_of_holes_is_unreadable(tmp_path: Path) -> None:
+    """What a segment looks like before its header is written."""
+    path = tmp_path / "ab12.kv"
+    path.write_bytes(bytes(SMALL.layout().file_bytes))
+
+    with pytest.raises(ChunkUnreadable):
+        read_header(path)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 8, 20])
+@pytest.mark.parametrize("probe", [(0,), (0, 1)])
+def test_written_file_has_the_size_of_its_layout_and_a_valid_header(
+    tmp_path: Path, num_tokens: int, probe: tuple[int, ...], direct: bool
+) -> None:
+    if direct and not supports_direct_io(tmp_path):
+        pytest.skip("this file system has no O_DIRECT")
+    shape = make_shape(probe=probe)
+    info = make_info(shape, range(num_tokens))
+
+    path = write_kvs(tmp_path, info, *random_kvs(shape, num_tokens, seed=1), direct=direct)
+
+    assert path.stat().st_size == info.layout().file_bytes
+    assert same_info(read_header(path)[0], info)
+    assert [file.name for file in tmp_path.iterdir()] == ["ab12.kv"], "no temporary file is left"
+
+
+def test_bytes_of_a_chunk_are_its_rows_head_by_head(tmp_path: Path) -> None:
+    """The format itself, without our reader: raw bytes at the offsets of the layout."""
+    shape = make_shape(kv_heads=4, query_heads=8, probe=(1, 3), value_dim=16)
+    info = make_info(shape, range(20))
+    keys, values = random_kvs(shape, 20, seed=2)
+
+    data = write_kvs(tmp_path, info, keys, values).read_bytes()
+
+    layout = info.layout()
+    table = read_header(tmp_path / "ab12.kv")[1]
+    for stream, whole, heads in (
+        (Stream.PROBE_KEYS, keys, [1, 3]),
+        (Stream.OTHER_KEYS, keys, [0, 2]),
+        (Stream.VALUES, values, [0, 1, 2, 3]),
+    ):
+        for layer, chunk in ((0, 0), (1, 1), (1, 2)):
+            rows = whole[layer][8 * chunk : 8 * chunk + 8][:, heads]
+            expected = rows.contiguous().numpy().tobytes()
+            start = layout.stream_offset(layer, stream) + chunk * layout.chunk_stride(stream)
+            stop = start + layout.run_bytes(stream, chunk, chunk + 1)
+
+            assert data[start : start + len(expected)] == expected
+            assert not any(data[start + len(expected) : stop]), "padding is zero"
+            assert table[layout.checksum_index(layer, stream, chunk)] == checksum(expected)
+
+
+def test_old_bytes_of_the_write_buffer_are_not_written(tmp_path: Path) -> None:
+    """The buffer is reused: what an earlier, longer segment left there must not reach a file."""
+    shape = make_shape()
+    info = make_info(shape, range(20))
+    keys, values = random_kvs(shape, 20, seed=3)
+    buffer = AlignedBuffer()
+    buffer.view(1 << 20)[:] = b"\xff" * (1 << 20)
+    path = tmp_path / "dirty" / "ab12.kv"
+
+    write_segment(path, info, lambda i: (keys[i], values[i]), buffer, direct=False)
+
+    (tmp_path / "clean").mkdir()
+    assert path.read_bytes() == write_kvs(tmp_path / "clean", info, keys, values).read_bytes()
+
+
+@pytest.mark.parametrize("failing_layer", [0, 1, 2])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "gone"), RuntimeError("no stream")])
+def test_failure_in_the_middle_leaves_nothing_behind(
+    tmp_path: Path, failing_layer: int, error: Exception
+) -> None:
+    shape = make_shape(layers=3)
+    info = make_info(shape, range(20))
+    keys, values = random_kvs(shape, 20, seed=4)
+
+    def read_layer(layer: int) -> tuple[Tensor, Tensor]:
+        if layer == failing_layer:
+            raise error
+        return keys[layer], values[layer]
+
+    with pytest.raises(type(error)):
+        write_segment(tmp_path / "ab12.kv", info, read_layer, AlignedBuffer(), direct=False)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename", "pwritev"])
+def test_refusal_of_the_file_system_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    shape = make_shape()
+    info = make_info(shape, range(20))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(f"os.{call}", refuse)
+    with pytest.raises(OSError, match="No space"):
+        write_kvs(tmp_path, info, *random_kvs(shape, 20, seed=5))
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_has_the_final_name_before_all_is_written_and_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = make_shape()
+    info = make_info(shape, range(20))
+    events: list[str] = []
+    target = tmp_path / "ab12.kv"
+
+    def spy(name: str) -> None:
+        original = getattr(os, name)
+
+        def call(*args: object) -> object:
+            events.append(f"{name} {'after' if target.exists() else 'before'}")
+            return original(*args)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("pwritev", "fsync", "rename"):
+        spy(name)
+    write_kvs(tmp_path, info, *random_kvs(shape, 20, seed=6))
+
+    # Two layers and the header; then the file, its name, and the directory.
+    assert events == ["pwritev before"] * 3 + ["fsync before", "rename before", "fsync after"]
+
+
+def test_flipped_padding_of_the_file_does_not_hurt_the_header(tmp_path: Path) -> None:
+    shape = make_shape()
+    info = make_info(shape, range(20))
+    path = write_kvs(tmp_path, info, *random_kvs(shape, 20, seed=7))
+    flip_byte(path, path.stat().st_size - 1)
+
+    assert same_info(read_header(path)[0], info)
+
+
+def test_aligned_buffer_grows_and_starts_at_a_page() -> None:
+    buffer = AlignedBuffer()
+    for size in (1, 4096, 5000, 3 << 20, 10):
+        view = buffer.view(size)
+        view[-1:] = b"x"
+
+        address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+        assert len(view) == size
+        assert address % 4096 == 0
+
+
+def test_an_earlier_view_outlives_a_growing_buffer() -> None:
+    buffer = AlignedBuffer()
+    early = buffer.view(4)
+    early[:] = b"kept"
+
+    buffer.view(5 << 20)[:4] = b"other"[:4]
+
+    assert bytes(early) == b"kept"
+
+
+def test_read_and_write_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the system reads and writes only a part at a time, as it may."""
+    read, write = os.preadv, os.pwritev
+    pick = random.Random(1)
+    monkeypatch.setattr(
+        "os.preadv", lambda fd, views, at: read(fd, [views[0][: pick.randint(1, 9)]], at)
+    )
+    monkeypatch.setattr(
+        "os.pwritev", lambda fd, views, at: write(fd, [views[0][: pick.randint(1, 9)]], at)
+    )
+    data = bytes(range(200))
+    descriptor = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    try:
+        write_exactly(descriptor, 50, memoryview(data))
+        target = bytearray(200)
+        read_exactly(descriptor, 50, memoryview(target))
+        assert target == data
+        with pytest.raises(EOFError):
+            read_exactly(descriptor, 51, memoryview(target))
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,277 @@
+"""From scores to tokens: k, the threshold, similarity, the vote, the fallback, the paper's rule."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impress_sglang.importance.identify import PaperRule, probe_kv_heads
+from impress_sglang.importance.selection import (
+    mean_jaccard,
+    per_head_tokens,
+    retained_tokens,
+    similarity_threshold,
+    top_tokens,
+    vote,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "retention", "k"),
+    [
+        (1, 0.25, 1),
+        (4, 0.25, 1),
+        (5, 0.25, 2),
+        (1000, 0.25, 250),
+        (1001, 0.25, 251),
+        (10, 1.0, 10),
+        (10, 1e-9, 1),
+        (30, 0.1, 3),  # 0.1 * 30 is a little more than 3 in binary
+        (70, 0.1, 7),
+        (100, 0.07, 7),
+        (3, 1 / 3, 1),
+        (10**6, 0.3, 300_000),
+    ],
+)
+def test_retained_tokens(num_tokens: int, retention: float, k: int) -> None:
+    assert retained_tokens(num_tokens, retention) == k
+
+
+@given(st.integers(1, 100_000), st.integers(1, 1000))
+def test_retained_tokens_is_the_exact_ceiling_of_a_decimal_share(
+    num_tokens: int, thousandths: int
+) -> None:
+    exact = math.ceil(num_tokens * Fraction(thousandths, 1000))
+
+    assert retained_tokens(num_tokens, thousandths / 1000) == exact
+
+
+@given(st.integers(1, 5000), st.floats(0, 1, exclude_min=True))
+def test_retained_tokens_stays_between_one_and_all(num_tokens: int, retention: float) -> None:
+    assert 1 <= retained_tokens(num_tokens, retention) <= num_tokens
+
+
+@pytest.mark.parametrize(
+    ("k", "num_tokens", "alpha", "threshold"),
+    [
+        (100, 100, 0.6, 1.0),
+        (50, 100, 1.0, 1 / 3),
+        (25, 100, 1.0, 1 / 7),
+        (25, 100, 0.5, 7**-0.5),
+        (25, 100, 0.6, 0.31113),
+    ],
+)
+def test_similarity_threshold(k: int, num_tokens: int, alpha: float, threshold: float) -> None:
+    assert similarity_threshold(k, num_tokens, alpha) == pytest.approx(threshold, abs=1e-5)
+
+
+def test_threshold_at_alpha_one_is_the_similarity_of_random_sets() -> None:
+    generator = torch.Generator().manual_seed(1)
+    sets = torch.stack([torch.randperm(4000, generator=generator)[:1000] for _ in range(20)])
+
+    assert mean_jaccard(sets, 4000) == pytest.approx(
+        similarity_threshold(1000, 4000, 1.0), abs=0.01
+    )
+
+
+@st.composite
+def index_sets(draw: st.DrawFn) -> tuple[Tensor, int]:
+    num_tokens = draw(st.integers(1, 40))
+    k = draw(st.integers(1, num_tokens))
+    one = st.lists(st.integers(0, num_tokens - 1), min_size=k, max_size=k, unique=True)
+    return torch.tensor(draw(st.lists(one, min_size=1, max_size=6))), num_tokens
+
+
+@given(index_sets())
+def test_mean_jaccard_equals_that_of_python_sets(case: tuple[Tensor, int]) -> None:
+    token_sets, num_tokens = case
+    sets = [set(row) for row in token_sets.tolist()]
+    pairs = [len(a & b) / len(a | b) for a, b in itertools.combinations(sets, 2)]
+    expected = sum(pairs) / len(pairs) if pairs else 1.0
+
+    assert mean_jaccard(token_sets, num_tokens) == pytest.approx(expected, abs=1e-6)
+
+
+# Multiples of 1/8 below 2**20: sums are exact, and ties do occur.
+SCORES = st.integers(0, 40).map(lambda n: n / 8)
+
+
+@st.composite
+def score_tables(draw: st.DrawFn, multiple_of: int = 1) -> tuple[Tensor, int]:
+    """Scores [H, m] and a k."""
+    num_tokens = draw(st.integers(1, 30))
+    num_heads = multiple_of * draw(st.integers(1, 5))
+    row = st.lists(SCORES, min_size=num_tokens, max_size=num_tokens)
+    table = draw(st.lists(row, min_size=num_heads, max_size=num_heads))
+    return torch.tensor(table), draw(st.integers(1, num_tokens))
+
+
+@given(score_tables())
+def test_top_tokens_are_the_highest_of_each_row(case: tuple[Tensor, int]) -> None:
+    scores, k = case
+
+    found = top_tokens(scores, k)
+
+    for row, picked in zip(scores.tolist(), found.tolist(), strict=True):
+        assert len(set(picked)) == k
+        assert sorted((row[i] for i in picked), reverse=True) == sorted(row, reverse=True)[:k]
+
+
+@given(score_tables())
+def test_vote_prefers_votes_then_summed_score(case: tuple[Tensor, int]) -> None:
+    """A token outside has no more votes, or as many and no higher sum, than any inside."""
+    scores, k = case
+    sets = top_tokens(scores, k)
+
+    found = vote(scores, sets, k).tolist()
+
+    assert len(found) == k
+    assert found == sorted(set(found))
+    votes = [sum(token in row for row in sets.tolist()) for token in range(scores.shape[1])]
+    sums = scores.sum(0).tolist()
+    rank = [(votes[token], sums[token]) for token in range(scores.shape[1])]
+    outside = set(range(scores.shape[1])) - set(found)
+    assert all(rank[out] <= rank[kept] for out in outside for kept in found)
+
+
+def test_vote_takes_a_vote_over_any_score() -> None:
+    """Token 0 has a huge score in one head; 1 and 2 are chosen by two heads each."""
+    scores = torch.tensor([[1e6, 2.0, 1.0, 0.0], [0.0, 2.0, 3.0, 0.1], [0.0, 0.1, 3.0, 2.0]])
+    sets = torch.tensor([[0, 1], [1, 2], [2, 3]])
+
+    assert vote(scores, sets, 2).tolist() == [1, 2]
+
+
+def test_vote_breaks_ties_by_the_sum_over_heads() -> None:
+    scores = torch.tensor([[0.0, 5.0, 1.0, 3.0], [0.0, 1.0, 4.0, 3.5]])
+    sets = torch.tensor([[1], [2]])
+
+    assert vote(scores, sets, 1).tolist() == [1]  # 6.0 over 5.0; 3 has 6.5 but no vote
+    assert vote(scores, torch.tensor([[1, 3], [2, 3]]), 1).tolist() == [3]
+
+
+def test_vote_breaks_small_ties_among_large_sums() -> None:
+    """Two tokens whose sums differ by one millionth of the total."""
+    scores = torch.full((1, 1000), 1000.0, dtype=torch.float64)
+    scores[0, 7] += 1.0
+    everyone = torch.arange(1000)[None]
+
+    assert vote(scores, everyone, 1).tolist() == [7]
+
+
+def test_vote_when_all_scores_are_zero_still_gives_k_tokens() -> None:
+    scores = torch.zeros(3, 10)
+
+    found = vote(scores, top_tokens(scores, 4), 4)
+
+    assert len(set(found.tolist())) == 4
+
+
+@given(score_tables(multiple_of=3))
+def test_per_head_tokens_are_the_best_by_the_sum_of_their_query_heads(
+    case: tuple[Tensor, int],
+) -> None:
+    scores, k = case
+
+    found = per_head_tokens(scores, 3, k)
+
+    assert found.shape == (len(scores) // 3, k)
+    for head, picked in enumerate(found.tolist()):
+        sums = scores[3 * head : 3 * head + 3].double().sum(0).numpy()
+        assert picked == sorted(set(picked))
+        assert np.array_equal(np.sort(sums[picked]), np.sort(sums)[-k:])
+
+
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "probe_heads", "expected"),
+    [
+        (32, 32, 3, (0, 1, 2)),  # multi-head: as in the paper
+        (2, 2, 3, (0, 1)),
+        (40, 40, 5, (0, 1, 2, 3, 4)),
+        (9, 3, 3, (0,)),  # SmolLM2-135M
+        (32, 8, 3, (0,)),  # Llama-3-8B
+        (64, 16, 3, (0, 1)),
+        (64, 32, 3, (0, 1, 2)),
+        (32, 8, 32, tuple(range(8))),
+        (32, 4, 1000, (0, 1, 2, 3)),
+        (8, 1, 3, (0,)),  # multi-query
+        (1, 1, 3, (0,)),
+    ],
+)
+def test_probe_kv_heads(
+    query_heads: int, kv_heads: int, probe_heads: int, expected: tuple[int, ...]
+) -> None:
+    assert probe_kv_heads(query_heads, kv_heads, probe_heads) == expected
+
+
+def heads_that_like(*sets: list[int], num_tokens: int = 20) -> Tensor:
+    scores = torch.full((len(sets), num_tokens), 0.01)
+    for row, liked in zip(scores, sets, strict=True):
+        row[liked] = torch.arange(len(liked), 0, -1, dtype=torch.float32)
+    return scores
+
+
+def test_rule_gives_agreeing_heads_their_common_set() -> None:
+    scores = heads_that_like([3, 7, 11, 2, 5], [7, 3, 2, 5, 11], [3, 7, 11, 5, 19])
+
+    verdict = PaperRule(alpha=0.6).judge(scores, 5)
+
+    assert verdict.tokens is not None
+    assert verdict.tokens.tolist() == [2, 3, 5, 7, 11]
+    assert verdict.tokens.dtype == torch.int64
+    # Pairs: equal, 4 of 6, 4 of 6.
+    assert verdict.similarity == pytest.approx((1 + 4 / 6 + 4 / 6) / 3)
+    assert verdict.threshold == pytest.approx((1 / 7) ** 0.6)
+
+
+def test_rule_sends_disagreeing_heads_to_the_fallback() -> None:
+    scores = heads_that_like([0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14])
+
+    verdict = PaperRule(alpha=0.6).judge(scores, 5)
+
+    assert verdict.tokens is None
+    assert verdict.similarity == 0.0
+
+
+def test_rule_is_stricter_with_a_smaller_alpha() -> None:
+    scores = heads_that_like([0, 1, 2, 3, 4], [0, 1, 2, 8, 9])  # Jaccard 3/7
+
+    assert PaperRule(alpha=1.0).judge(scores, 5).tokens is not None
+    assert PaperRule(alpha=0.1).judge(scores, 5).tokens is None
+
+
+def test_a_single_probe_head_speaks_for_all() -> None:
+    scores = heads_that_like([3, 7, 11, 2, 5])
+
+    verdict = PaperRule(alpha=0.01).judge(scores, 5)
+
+    assert verdict.tokens is not None
+    assert verdict.tokens.tolist() == [2, 3, 5, 7, 11]
+
+
+def test_rule_is_pure() -> None:
+    scores = torch.rand(3, 50)
+    before = scores.clone()
+    rule = PaperRule(alpha=0.9)
+
+    first, second = rule.judge(scores, 12), rule.judge(scores, 12)
+
+    assert torch.equal(scores, before)
+    assert first.similarity == second.similarity
+    assert (first.tokens is None) == (second.tokens is None)
+
+
+def test_rule_falls_back_to_each_heads_own_tokens() -> None:
+    scores = heads_that_like([1, 2], [3, 4], [5, 6], [5, 7])
+
+    found = PaperRule(alpha=0.6).fall_back(scores, 2, 2)
+
+    assert found.tolist() == [[1, 3], [5, 6]]
