@@ -206,7 +206,12 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 
-_ACCEPTED_TYPES: dict[str, set[type]] = {"str": {str}, "float": {float, int}, "int": {int}, "bool": {bool}}
+_ACCEPTED_TYPES: dict[str, set[type]] = {
+    "str": {str},
+    "float": {float, int},
+    "int": {int},
+    "bool": {bool},
+}
 
 
 def _flag(field: str) -> str:

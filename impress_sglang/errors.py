@@ -5,7 +5,7 @@
     ├── UnsupportedError     model, SGLang version or another feature does not fit us
     └── StoreError
         ├── StoreInUseError  another process serves from the same SSD directory
-        └── ChunkUnreadable  a chunk is missing, short or fails its checksum: a miss, never an answer
+        └── ChunkUnreadable  a chunk is missing, short or corrupt: a miss, never an answer
 
 A shortage that is expected (quota, free space, write queue full) is a value, not an exception.
 """

@@ -1,4 +1,4 @@
-"""Prints a short digest of the project's dependencies, which names an environment that fits them."""
+"""Prints a short digest of the project's dependencies, to name an environment that fits them."""
 
 import hashlib
 import json

@@ -139,12 +139,10 @@ def _run(checks: tuple[_Check, ...], subject: Any) -> None:
 
 
 def _has_linear_layers(model_config: Any) -> bool:
-    config = model_config.hf_text_config
-    layer_types = getattr(config, "layer_types", None) or ()
-    others = [kind for kind in layer_types if "attention" not in kind or "linear" in kind]
-    return bool(others) or any(
-        hasattr(config, name) for name in ("mamba_d_state", "ssm_state_size", "linear_attn_config")
-    )
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    layer_types = getattr(model_config.hf_text_config, "layer_types", None) or ()
+    return mambaish_config(model_config) is not None or any("linear" in t for t in layer_types)
 
 
 def _sliding_window(model_config: Any) -> bool:

@@ -129,9 +129,7 @@ def test_sglang_options(
         ("--impress-ssd-dir=/proc/nowhere", "cannot be written"),
     ],
 )
-def test_our_options(
-    capsys: pytest.CaptureFixture[str], llama: Path, flag: str, word: str
-) -> None:
+def test_our_options(capsys: pytest.CaptureFixture[str], llama: Path, flag: str, word: str) -> None:
     assert word in refusal(capsys, llama, flag)
 
 

@@ -1,4 +1,4 @@
-"""Servers that tests share: each is started once, and only one beside the stock server at a time."""
+"""Servers that tests share: each is started once, one at a time beside the stock server."""
 
 from __future__ import annotations
 

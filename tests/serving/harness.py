@@ -37,6 +37,8 @@ class Server:
         self.process = process
         self.port = port
         self.log = log
+        # Whether requests run without being taken out and put back.
+        self.is_calm = True
 
     @property
     def url(self) -> str:
@@ -63,9 +65,7 @@ class Server:
     ) -> list[dict[str, Any]]:
         """Several requests at the same time."""
         with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(
-                pool.map(lambda ids: self.generate(ids, max_new_tokens, **fields), prompts)
-            )
+            return list(pool.map(lambda ids: self.generate(ids, max_new_tokens, **fields), prompts))
 
     def flush(self) -> None:
         """Empty the device pool; what is being written to SSD is waited for."""
@@ -85,7 +85,12 @@ class Server:
     def assert_quiet(self) -> None:
         """No memory leak report, no exception, and still alive."""
         text = self.log_text()
-        for word in ("Traceback (most recent call last)", "memory leak", "pool leak", "AssertionErr"):
+        for word in (
+            "Traceback (most recent call last)",
+            "memory leak",
+            "pool leak",
+            "AssertionErr",
+        ):
             assert word not in text, tail(text)
         assert self.process.poll() is None, tail(text)
 

@@ -68,9 +68,9 @@ def test_report_in_a_stream_and_totals(impress: Server) -> None:
     )
     events = [line for line in response.text.splitlines() if line.startswith("data: {")]
     assert len(events) == 5
-    assert all('"impress": {"policy": "impress", "path": "ssd"' in event for event in events) or all(
-        '"path":"ssd"' in event for event in events
-    )
+    assert all(
+        '"impress": {"policy": "impress", "path": "ssd"' in event for event in events
+    ) or all('"path":"ssd"' in event for event in events)
     after = impress.stats()["totals"]
     assert after["requests_ssd"] == before["requests_ssd"] + 1
     assert after["used_tokens"] == before["used_tokens"] + 100

@@ -52,9 +52,7 @@ def test_kill_during_a_write_then_restart(workdir: Path, wide: Path) -> None:
     finally:
         server.stop(signal.SIGKILL)
     assert list(store.glob("*/segments/*/*.tmp")), "the kill came after the write"
-    with running(
-        wide, workdir / "restarted.log", *flags, "--max-total-tokens=2000"
-    ) as server:
+    with running(wide, workdir / "restarted.log", *flags, "--max-total-tokens=2000") as server:
         assert not list(store.glob("*/segments/*/*.tmp"))
         again = server.generate(question, 8, return_logprob=True)
         assert_same([expected], [again], 1e-4)
@@ -84,9 +82,7 @@ def test_whole_prefix_policy_other_flags_and_new_weights(workdir: Path, tiny_lla
         assert paths([server.generate(question, 1)]) == ["device"]
         server.assert_quiet()
     other = make_model("llama", workdir / "other", initializer_range=0.1)
-    with running(
-        tiny_llama, workdir / "chunks.log", *base, "--impress-chunk-tokens=16"
-    ) as server:
+    with running(tiny_llama, workdir / "chunks.log", *base, "--impress-chunk-tokens=16") as server:
         assert paths([server.generate(question, 1)]) == ["ssd"]
         fresh = random_tokens(300, seed=13)
         server.generate(fresh, 1)

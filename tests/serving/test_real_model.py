@@ -1,0 +1,157 @@
+"""SmolLM2 through the interfaces that people use, and the bytes that really leave the SSD."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from impress_sglang.demo.model import model_path
+from impress_sglang.importance.selection import retained_tokens
+from impress_sglang.storage.layout import Stream
+from impress_sglang.storage.segment import read_header
+from tests.serving.compare import report
+from tests.serving.harness import Server, running
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE_TIMEOUT_S = 300
+
+
+@pytest.fixture(scope="module")
+def smollm() -> Path:
+    return model_path()
+
+
+@pytest.fixture(scope="module")
+def server(smollm: Path, workdir: Path) -> Iterator[Server]:
+    with running(
+        smollm,
+        workdir / "smollm.log",
+        "--dtype=float32",
+        "--max-total-tokens=12000",
+        "--enable-impress",
+        f"--impress-ssd-dir={workdir / 'store-smollm'}",
+    ) as running_server:
+        yield running_server
+        running_server.assert_quiet()
+
+
+def test_bytes_of_a_three_thousand_token_prefix(server: Server, workdir: Path) -> None:
+    """Probe keys + chunks touched, by our count, by arithmetic, and by the kernel's count."""
+    prefix = [3 + (i * 7919) % 40000 for i in range(3000)]
+    server.generate(prefix, 1)
+    server.flush()
+    before = _bytes_read_by(server)
+    said = report(server.generate([*prefix, *range(1000, 1064)], 1))
+    from_device = _bytes_read_by(server) - before
+    assert said["loaded_tokens"] == retained_tokens(3000, 0.25) == 750
+    assert said["layers_by_probe"] + said["layers_by_fallback"] == 30
+    path = max(workdir.glob("store-smollm/*/segments/*/*.kv"), key=lambda p: p.stat().st_mtime)
+    layout = read_header(path)[0].layout()
+    assert layout.num_tokens == 3000
+    analytic = sum(
+        count * layout.chunk_stride(Stream[name.upper()])
+        for name, count in said["ssd_chunks"].items()
+    )
+    assert said["ssd_chunks"]["probe_keys"] == 30 * layout.num_chunks
+    assert said["ssd_bytes"] == pytest.approx(analytic, rel=0.02)
+    if server.stats()["store"]["direct_io"]:
+        header = layout.header_bytes
+        assert from_device == pytest.approx(said["ssd_bytes"], rel=0.02, abs=2 * header)
+
+
+def test_answers_with_a_quarter_of_the_prefix_make_sense(server: Server) -> None:
+    """The fact that is asked for stands in the prefix, which is loaded in part."""
+    facts = [f"Rule {n}: the colour of team {n} is {c}." for n, c in enumerate(_COLOURS * 12)]
+    text = "Read the handbook.\n" + "\n".join(facts)
+    question = "\nQuestion: What is the colour of team 3?\nAnswer: The colour of team 3 is"
+    sampling = {"temperature": 0, "max_new_tokens": 4}
+    body = {"text": text + question, "sampling_params": sampling}
+    computed = server.post("/generate", **body).json()
+    server.flush()
+    stored = server.post("/generate", **body).json()
+    assert report(stored)["path"] == "ssd"
+    assert report(stored)["used_tokens"] < report(stored)["prefix_tokens"] / 3
+    assert computed["text"].split()[0].strip(".") == stored["text"].split()[0].strip(".") == "black"
+
+
+@pytest.mark.parametrize("example", ["frontend_language.py", "openai_client.py"])
+def test_example(server: Server, example: str) -> None:
+    _run_example(example, "--url", server.url)
+    server.assert_quiet()
+
+
+def test_offline_engine_example(smollm: Path, workdir: Path) -> None:
+    """`sglang.Engine` has no command line; the example starts its own."""
+    _run_example(
+        "offline_engine.py",
+        f"--model-path={smollm}",
+        f"--ssd-dir={workdir / 'store-engine'}",
+        "--device=cpu",
+        "--dtype=float32",
+    )
+
+
+def test_generated_shared_prefix_benchmark(server: Server, smollm: Path, workdir: Path) -> None:
+    """The command that the README shows, at a small size."""
+    result = _run(
+        "-m",
+        "sglang.bench_serving",
+        "--backend=sglang",
+        "--host=127.0.0.1",
+        f"--port={server.port}",
+        f"--model={smollm}",
+        f"--tokenizer={smollm}",
+        "--dataset-name=generated-shared-prefix",
+        "--gsp-num-groups=1",
+        "--gsp-prompts-per-group=3",
+        "--gsp-system-prompt-len=400",
+        "--gsp-question-len=20",
+        "--gsp-output-len=4",
+        "--gsp-range-ratio=0.9",
+        "--max-concurrency=1",
+        f"--output-file={workdir / 'bench.jsonl'}",
+    )
+    assert "Serving Benchmark Result" in result.stdout
+    assert "Successful requests:                     3" in result.stdout
+
+
+_COLOURS = ["red", "green", "blue", "black", "white", "brown", "pink", "grey", "orange", "purple"]
+
+
+def _bytes_read_by(server: Server) -> int:
+    """Bytes that the processes of a server read from block devices."""
+    pids = subprocess.run(
+        ["ps", "-o", "pid=", "-g", str(server.process.pid)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    total = 0
+    for pid in pids:
+        fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+        total += int(fields["read_bytes"])
+    return total
+
+
+def _run_example(name: str, *arguments: str) -> None:
+    result = _run(str(ROOT / "examples" / name), *arguments)
+    assert result.stdout.strip(), "an example prints answers"
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=EXAMPLE_TIMEOUT_S,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"},
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    return result
