@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from impress_sglang.config import ImpressConfig
@@ -12,6 +13,8 @@ from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.runtime import ServingRuntime
 from impress_sglang.management.identity import model_identity, weights_digest
 from impress_sglang.storage.layout import KVShape
+
+logger = logging.getLogger(__name__)
 
 # Parameters of a Hugging Face configuration that name a model or its training, not its KVs.
 _NOT_ARCHITECTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "use_cache"})
@@ -34,6 +37,12 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
             "attn_backend_wrapper, and that SGLANG_PLUGINS includes impress"
         )
     shape = kv_shape(runner, config)
+    if not shape.other_kv_heads:
+        logger.warning(
+            "this model has %d KV heads and all of them are probe heads: IMPRESS reads all keys of "
+            "a stored prefix, and saves values only",
+            shape.num_kv_heads,
+        )
 
     def identify() -> str:
         return model_identity(

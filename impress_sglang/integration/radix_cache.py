@@ -175,6 +175,11 @@ class ImpressRadixCache(RadixCache):
         if handle.rid not in self._runtime.live:
             self._forget(handle.rid)
 
+    def release_host_resources(self) -> None:
+        """A graceful end: finish writes, and keep what the next start should know."""
+        super().release_host_resources()
+        self._runtime.close()
+
     def evict(self, params: EvictParams) -> EvictResult:
         """SGLang's eviction, after finished writes have let go of their slots.
 

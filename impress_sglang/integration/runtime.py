@@ -80,6 +80,10 @@ class ServingRuntime:
         self.identity = identity
         self.store = PrefixStore(self.config, identity, self.shape)
 
+    def close(self) -> None:
+        """Finish writes and close the store; nothing is served after that."""
+        self.store.close()
+
     def load_layer(self, layer: int, request: PrefixRequest, inputs: LayerInputs) -> LoadedLayer:
         """The KVs that a layer uses of a request's stored prefix.
 

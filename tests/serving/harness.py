@@ -95,14 +95,18 @@ class Server:
         assert self.process.poll() is None, tail(text)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
-        """End the server's process group and wait for it."""
+        """End the server and all that it started, and wait for it.
+
+        A polite signal goes to the main process, which ends its children itself.
+        """
+        group = self.process.pid
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, how)
-        try:
-            return self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            return self.process.wait(60)
+            (os.killpg if how == signal.SIGKILL else os.kill)(group, how)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        return self.process.wait(30)
 
 
 def tail(text: str, lines: int = 40) -> str:
