@@ -64,7 +64,7 @@ def _compare(
 ) -> dict[str, Any]:
     flags = (f"--dtype={args.dtype}", "--max-total-tokens=30000", "--max-running-requests=8")
     began = time.time()
-    with running(model, folder / "stock.log", *flags, module="tests.serving.stock_server") as stock:
+    with running(model, folder / "stock.log", *flags, zygote=None, stock=True) as stock:
         cold, cached = [], []
         for batch in _batches(prompts, args.batch):
             cold += _ask(stock, batch, args.new)
@@ -75,7 +75,7 @@ def _compare(
         f"--impress-ssd-dir={folder / 'kv'}",
         "--impress-retention=1.0",
     )
-    with running(model, folder / "impress.log", *ours) as server:
+    with running(model, folder / "impress.log", *ours, zygote=None) as server:
         stored = []
         for batch in _batches(prompts, args.batch):
             _ask(server, batch, 1)

@@ -64,6 +64,7 @@ def _measure(args: argparse.Namespace, model: Path, folder: Path) -> list[dict[s
             "--enable-impress",
             f"--impress-ssd-dir={folder / 'kv'}",
             f"--impress-policy={policy}",
+            zygote=None,
         ) as server:
             server.generate(questions[-1], 1)
             if policy == "impress":

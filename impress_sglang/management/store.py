@@ -90,6 +90,7 @@ class PrefixStore:
         self._writes: collections.deque[_Write] = collections.deque()
         self._pins: dict[str, tuple[OpenSegment, int]] = {}
         self._catalog = Catalog(self._directory)
+        self._closed = False
         self.stats = StoreStats()
         self.tree, self._used_bytes = self._recover()
 
@@ -214,7 +215,10 @@ class PrefixStore:
         assert all(count > 0 for _, count in self._pins.values())
 
     def close(self) -> None:
-        """Finish writes, keep access times, close files and release the lock."""
+        """Finish writes, keep access times, close files and release the lock; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         self.drain()
         accesses = [(s.segment_id, s.last_access, s.hits) for s in self.tree.segments()]
         self._worker.submit(self._catalog.record_accesses, accesses).result()

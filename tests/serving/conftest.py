@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.harness import Server, running
+from tests.serving.harness import Server, Zygote, running
 from tests.serving.tiny_models import make_model
 
 TINY_FLAGS = ("--dtype=float32", "--skip-tokenizer-init", "--max-running-requests=16")
@@ -26,19 +26,28 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Forks servers, so that SGLang is imported once and not three times for each."""
+    process = Zygote()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
 def tiny_llama(workdir: Path) -> Path:
     return make_model("llama", workdir / "llama")
 
 
 @pytest.fixture(scope="session")
-def stock(workdir: Path, tiny_llama: Path) -> Iterator[Server]:
+def stock(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
     """Stock SGLang with rectangular attention; the reference of every equality."""
     with running(
         tiny_llama,
         workdir / "stock.log",
         *TINY_FLAGS,
         "--max-total-tokens=60000",
-        module="tests.serving.stock_server",
+        zygote=zygote,
+        stock=True,
     ) as server:
         yield server
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -12,10 +13,11 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import requests
 
+ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 240
 REQUEST_TIMEOUT_S = 600
 
@@ -30,10 +32,77 @@ CPU_FLAGS = (
 )
 
 
+class Process(Protocol):
+    """A server's main process, which leads its own process group."""
+
+    pid: int
+
+    def alive(self) -> bool: ...
+
+
+class LaunchedProcess:
+    """A child of this process."""
+
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
+        self.pid = child.pid
+
+    def alive(self) -> bool:
+        return self._child.poll() is None
+
+
+class ForkedProcess:
+    """A child of the zygote, which reaps it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def alive(self) -> bool:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+class Zygote:
+    """The process that forks servers; see `tests.serving.zygote`."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.serving.zygote"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+            env=server_environment(),
+        )
+        assert self._answer() == "ready"
+
+    def fork(self, argv: Sequence[str], log: Path, *, stock: bool) -> ForkedProcess:
+        assert self._process.stdin is not None
+        order = {"argv": list(argv), "log": str(log), "stock": stock}
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return ForkedProcess(int(self._answer()))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().strip()
+        assert line, "the zygote has ended"
+        return line
+
+
 class Server:
     """A running server and its HTTP interface."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(self, process: Process, port: int, log: Path) -> None:
         self.process = process
         self.port = port
         self.log = log
@@ -92,9 +161,9 @@ class Server:
             "AssertionErr",
         ):
             assert word not in text, tail(text)
-        assert self.process.poll() is None, tail(text)
+        assert self.process.alive(), tail(text)
 
-    def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         """End the server and all that it started, and wait for it.
 
         A polite signal goes to the main process, which ends its children itself.
@@ -102,11 +171,16 @@ class Server:
         group = self.process.pid
         with contextlib.suppress(ProcessLookupError):
             (os.killpg if how == signal.SIGKILL else os.kill)(group, how)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(30)
+        self._wait(30)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-        return self.process.wait(30)
+        assert self._wait(30), "a killed server does not end"
+
+    def _wait(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.process.alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return not self.process.alive()
 
 
 def tail(text: str, lines: int = 40) -> str:
@@ -119,52 +193,71 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def launch(
-    model: Path,
-    log: Path,
-    *flags: str,
-    module: str = "sglang.launch_server",
-    env: dict[str, str] | None = None,
-) -> Server:
-    """Start a server without waiting for it."""
-    port = free_port()
-    command = [sys.executable, "-m", module, f"--model-path={model}", f"--port={port}"]
-    environment = {
+def server_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    """What servers under test see: no network, and SGLang's strict memory checks."""
+    return {
         **os.environ,
         "OMP_NUM_THREADS": "2",
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-        **(env or {}),
+        **(extra or {}),
     }
+
+
+def launch(
+    model: Path,
+    log: Path,
+    *flags: str,
+    zygote: Zygote | None,
+    stock: bool = False,
+    env: dict[str, str] | None = None,
+) -> Server:
+    """Start a server without waiting for it: forked, or by the real command if there is no zygote.
+
+    `env` needs the real command, for SGLang reads much of it while it is imported.
+    """
+    port = free_port()
+    argv = [f"--model-path={model}", f"--port={port}", *CPU_FLAGS, *flags]
+    if zygote is not None:
+        assert env is None
+        return Server(zygote.fork(argv, log, stock=stock), port, log)
+    module = "tests.serving.stock_server" if stock else "sglang.launch_server"
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *CPU_FLAGS, *flags],
+        child = subprocess.Popen(
+            [sys.executable, "-m", module, *argv],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment,
-            cwd=Path(__file__).parents[2],
+            env=server_environment(env),
+            cwd=ROOT,
             start_new_session=True,
         )
-    return Server(process, port, log)
+    return Server(LaunchedProcess(child), port, log)
 
 
 def wait_until_ready(server: Server) -> Server:
     """Wait for the server's health check; its last words if it dies."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        assert server.process.poll() is None, tail(server.log_text())
+        assert server.process.alive(), tail(server.log_text())
         with contextlib.suppress(requests.RequestException):
             if requests.get(server.url + "/health", timeout=5).ok:
                 return server
-        time.sleep(0.3)
+        time.sleep(0.2)
     server.stop(signal.SIGKILL)
     raise AssertionError(f"server did not start:\n{tail(server.log_text())}")
 
 
 @contextlib.contextmanager
-def running(*arguments: Any, **keywords: Any) -> Iterator[Server]:
+def running(
+    model: Path,
+    log: Path,
+    *flags: str,
+    zygote: Zygote | None,
+    stock: bool = False,
+    env: dict[str, str] | None = None,
+) -> Iterator[Server]:
     """A server for the time of a `with` block."""
-    server = launch(*arguments, **keywords)
+    server = launch(model, log, *flags, zygote=zygote, stock=stock, env=env)
     try:
         yield wait_until_ready(server)
     finally:

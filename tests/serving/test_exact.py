@@ -12,14 +12,16 @@ import pytest
 
 from tests.serving.compare import Answer, assert_same, paths, report
 from tests.serving.conftest import impress_flags
-from tests.serving.harness import Server, running
+from tests.serving.harness import Server, Zygote, running
 from tests.serving.tiny_models import random_tokens
 
 TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module", params=["overlap", "cramped"])
-def exact(request: pytest.FixtureRequest, workdir: Path, tiny_llama: Path) -> Iterator[Server]:
+def exact(
+    request: pytest.FixtureRequest, workdir: Path, tiny_llama: Path, zygote: Zygote
+) -> Iterator[Server]:
     """A roomy server with the overlap schedule, and one where everything is tight.
 
     Cramped: small pool, no overlap schedule, prefill in small chunks, and requests that are taken
@@ -35,13 +37,14 @@ def exact(request: pytest.FixtureRequest, workdir: Path, tiny_llama: Path) -> It
         ),
     }[name]
     retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
-    env = retract if name == "cramped" else {}
+    # SGLang reads these variables while it is imported, so the cramped server starts for real.
+    start = {"zygote": None, "env": retract} if name == "cramped" else {"zygote": zygote}
     store = workdir / f"store-{name}"
     with running(
         tiny_llama,
         workdir / f"exact-{name}.log",
         *impress_flags(store, "--impress-retention=1.0", "--impress-min-prefix-tokens=64", *flags),
-        env=env,
+        **start,
     ) as server:
         server.is_calm = name == "overlap"
         yield server

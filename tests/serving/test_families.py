@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.serving.compare import Answer, assert_same, paths
-from tests.serving.harness import Server, launch, wait_until_ready
+from tests.serving.harness import Server, Zygote, launch, wait_until_ready
 from tests.serving.tiny_models import make_model, random_tokens
 
 PROMPTS = [random_tokens(length, seed=length) for length in (500, 1100, 2300, 4000)]
@@ -16,30 +16,29 @@ _FLAGS = ("--skip-tokenizer-init", "--max-total-tokens=20000", "--max-running-re
 
 
 @pytest.mark.parametrize("family", ["opt", "qwen2", "qwen3"])
-def test_family_in_float32(family: str, workdir: Path) -> None:
-    cold, cached, stored = _answers(family, "float32", workdir)
+def test_family_in_float32(family: str, workdir: Path, zygote: Zygote) -> None:
+    cold, cached, stored = _answers(family, "float32", workdir, zygote)
     assert_same(cold, stored, 1e-4)
     assert_same(cached, stored, 1e-4)
 
 
-def test_bfloat16_is_as_close_as_stock_is_to_itself(workdir: Path) -> None:
+def test_bfloat16_is_as_close_as_stock_is_to_itself(workdir: Path, zygote: Zygote) -> None:
     """Stock SGLang answers differently cold and cached in bfloat16; we are no further away."""
-    cold, cached, stored = _answers("llama", "bfloat16", workdir)
+    cold, cached, stored = _answers("llama", "bfloat16", workdir, zygote)
     ours = [_distance(a, b) for a, b in zip(cached, stored, strict=True)]
     theirs = [_distance(a, b) for a, b in zip(cached, cold, strict=True)]
+    assert 0 < sum(theirs), "bfloat16 shows no difference here, so it cannot show ours"
     assert sum(ours) <= sum(theirs)
 
 
 def _answers(
-    family: str, dtype: str, workdir: Path
+    family: str, dtype: str, workdir: Path, zygote: Zygote
 ) -> tuple[list[Answer], list[Answer], list[Answer]]:
     """Answers of stock cold, stock cached, and ours from SSD."""
     model = make_model(family, workdir / f"{family}-{dtype}")
     flags = (*_FLAGS, f"--dtype={dtype}")
     with contextlib.ExitStack() as stack:
-        stock = launch(
-            model, workdir / f"stock-{family}.log", *flags, module="tests.serving.stock_server"
-        )
+        stock = launch(model, workdir / f"stock-{family}.log", *flags, zygote=zygote, stock=True)
         stack.callback(stock.stop)
         ours = launch(
             model,
@@ -48,6 +47,7 @@ def _answers(
             "--enable-impress",
             f"--impress-ssd-dir={workdir / f'store-{family}-{dtype}'}",
             "--impress-retention=1.0",
+            zygote=zygote,
         )
         stack.callback(ours.stop)
         wait_until_ready(stock)

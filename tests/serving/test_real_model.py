@@ -28,6 +28,7 @@ def smollm() -> Path:
 
 @pytest.fixture(scope="module")
 def server(smollm: Path, workdir: Path) -> Iterator[Server]:
+    """Started by the command that users type."""
     with running(
         smollm,
         workdir / "smollm.log",
@@ -35,6 +36,7 @@ def server(smollm: Path, workdir: Path) -> Iterator[Server]:
         "--max-total-tokens=12000",
         "--enable-impress",
         f"--impress-ssd-dir={workdir / 'store-smollm'}",
+        zygote=None,
     ) as running_server:
         yield running_server
         running_server.assert_quiet()

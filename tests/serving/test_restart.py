@@ -11,7 +11,7 @@ import pytest
 
 from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import impress_flags
-from tests.serving.harness import launch, running, wait_until_ready
+from tests.serving.harness import Zygote, launch, running, wait_until_ready
 from tests.serving.tiny_models import make_model, random_tokens
 
 # 24 KB of KV per token, so that writing a prefix takes long enough to be interrupted.
@@ -29,16 +29,16 @@ def wide(workdir: Path) -> Path:
     return make_model("llama", workdir / "wide", **WIDE)
 
 
-def test_kill_during_a_write_then_restart(workdir: Path, wide: Path) -> None:
+def test_kill_during_a_write_then_restart(workdir: Path, wide: Path, zygote: Zygote) -> None:
     """The finished prefix is found again, the unfinished one is lost, and answers are right.
 
-    The second server has a pool that is smaller than the stored prefix.
+    The second server has a pool that hardly holds the prompt.
     """
     store = workdir / "store-killed"
     flags = impress_flags(store, "--impress-min-prefix-tokens=64")
     finished, unfinished = random_tokens(2500, seed=1), random_tokens(4000, seed=2)
     question = [*finished, *random_tokens(20, seed=3)]
-    server = launch(wide, workdir / "killed.log", *flags, "--max-total-tokens=12000")
+    server = launch(wide, workdir / "killed.log", *flags, "--max-total-tokens=12000", zygote=zygote)
     try:
         wait_until_ready(server)
         server.generate(finished, 1)
@@ -52,7 +52,9 @@ def test_kill_during_a_write_then_restart(workdir: Path, wide: Path) -> None:
     finally:
         server.stop(signal.SIGKILL)
     assert list(store.glob("*/segments/*/*.tmp")), "the kill came after the write"
-    with running(wide, workdir / "restarted.log", *flags, "--max-total-tokens=2000") as server:
+    with running(
+        wide, workdir / "restarted.log", *flags, "--max-total-tokens=2600", zygote=zygote
+    ) as server:
         assert not list(store.glob("*/segments/*/*.tmp"))
         again = server.generate(question, 8, return_logprob=True)
         assert_same([expected], [again], 1e-4)
@@ -63,13 +65,17 @@ def test_kill_during_a_write_then_restart(workdir: Path, wide: Path) -> None:
         server.assert_quiet()
 
 
-def test_whole_prefix_policy_other_flags_and_new_weights(workdir: Path, tiny_llama: Path) -> None:
+def test_whole_prefix_policy_other_flags_and_new_weights(
+    workdir: Path, tiny_llama: Path, zygote: Zygote
+) -> None:
     """`as` reads each byte once; the next server has another chunk size, then other weights."""
     store = workdir / "store-as"
     prompt = random_tokens(1000, seed=11)
     question = [*prompt, *random_tokens(10, seed=12)]
     base = impress_flags(store, "--impress-min-prefix-tokens=64", "--max-total-tokens=8000")
-    with running(tiny_llama, workdir / "as.log", *base, "--impress-policy=as") as server:
+    with running(
+        tiny_llama, workdir / "as.log", *base, "--impress-policy=as", zygote=zygote
+    ) as server:
         server.generate(prompt, 1)
         server.flush()
         (segment,) = store.glob("*/segments/*/*.kv")
@@ -82,7 +88,9 @@ def test_whole_prefix_policy_other_flags_and_new_weights(workdir: Path, tiny_lla
         assert paths([server.generate(question, 1)]) == ["device"]
         server.assert_quiet()
     other = make_model("llama", workdir / "other", initializer_range=0.1)
-    with running(tiny_llama, workdir / "chunks.log", *base, "--impress-chunk-tokens=16") as server:
+    with running(
+        tiny_llama, workdir / "chunks.log", *base, "--impress-chunk-tokens=16", zygote=zygote
+    ) as server:
         assert paths([server.generate(question, 1)]) == ["ssd"]
         fresh = random_tokens(300, seed=13)
         server.generate(fresh, 1)
