@@ -120,7 +120,7 @@ class _Scenario:
         try:
             with _step(self._console, f"Starting server {number} (policy {policy})"):
                 server.wait_ready()
-                server.generate(WARM_UP, NEW_TOKENS)
+                server.generate(WARM_UP, max_new_tokens=4)
             yield server
         finally:
             with _step(self._console, f"Stopping server {number}"):

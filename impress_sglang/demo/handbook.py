@@ -7,7 +7,7 @@ parameters confuses similar ones. The inventory before them is only there for it
 from __future__ import annotations
 
 TITLE = "Handbook of the Northwind Lantern Company"
-INVENTORY_ITEMS = 40
+INVENTORY_ITEMS = 46
 
 _MATERIALS = ("copper", "silver", "brass", "glass", "pewter", "iron", "tin")
 _PLACES = ("attic", "cellar", "hall", "stable", "loft")

@@ -98,8 +98,8 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 def make_table(rows: Sequence[Row]) -> Table:
     """The table for the terminal."""
     table = Table(
-        title="Time to first token (TTFT), by where the KVs of the shared prefix come from",
-        caption="Compare times: a model of 135M parameters often errs, with the whole prefix too.",
+        title="Time to first token, by where the shared prefix comes from",
+        caption="Compare times: a 135M model often errs, also with the whole prefix.",
         box=box.SIMPLE,
     )
     table.add_column("path", no_wrap=True)

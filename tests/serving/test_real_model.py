@@ -66,24 +66,28 @@ def test_bytes_of_a_three_thousand_token_prefix(server: Server, workdir: Path) -
         assert from_device == pytest.approx(said["ssd_bytes"], rel=0.02, abs=2 * header)
 
 
-def test_answers_with_a_quarter_of_the_prefix_make_sense(server: Server) -> None:
-    """The fact that is asked for stands in the prefix, which is loaded in part."""
-    facts = [f"Rule {n}: the colour of team {n} is {c}." for n, c in enumerate(_COLOURS * 12)]
-    text = "Read the handbook.\n" + "\n".join(facts)
-    question = "\nQuestion: What is the colour of team 3?\nAnswer: The colour of team 3 is"
-    sampling = {"temperature": 0, "max_new_tokens": 4}
-    body = {"text": text + question, "sampling_params": sampling}
+def test_answer_with_a_quarter_of_the_prefix_makes_sense(server: Server) -> None:
+    """A pattern that the whole prefix repeats is still continued when a part of it is loaded."""
+    pattern = " ".join(_COLOURS)
+    text = ". ".join([pattern] * 80) + ". " + " ".join(_COLOURS[:3])
+    body = {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 3}}
     computed = server.post("/generate", **body).json()
     server.flush()
     stored = server.post("/generate", **body).json()
     assert report(stored)["path"] == "ssd"
     assert report(stored)["used_tokens"] < report(stored)["prefix_tokens"] / 3
-    assert computed["text"].split()[0].strip(".") == stored["text"].split()[0].strip(".") == "black"
+    following = " ".join(_COLOURS[3:5])
+    assert computed["text"].strip().startswith(following)
+    assert stored["text"].strip().startswith(following)
 
 
-@pytest.mark.parametrize("example", ["frontend_language.py", "openai_client.py"])
-def test_example(server: Server, example: str) -> None:
-    _run_example(example, "--url", server.url)
+def test_frontend_language_example(server: Server) -> None:
+    _run_example("frontend_language.py", f"--url={server.url}")
+    server.assert_quiet()
+
+
+def test_openai_client_example(server: Server) -> None:
+    _run_example("openai_client.py", f"--base-url={server.url}/v1")
     server.assert_quiet()
 
 

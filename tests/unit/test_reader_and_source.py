@@ -203,7 +203,7 @@ def poison(staging: Staging) -> None:
         staging.view(stream, 1 << 20)[:] = b"\xff" * (1 << 20)
 
 
-# ------------------------------------------------------------------ the contract of `PrefixSource`
+# ---- the contract of `PrefixSource`
 
 
 def test_gives_all_tokens_of_every_stream(case: Case) -> None:
@@ -227,9 +227,9 @@ def test_gives_each_stream_alone(case: Case, stream: Stream) -> None:
     assert torch.equal(rows, case.expected(1, stream, torch.arange(case.num_tokens)))
 
 
-@pytest.mark.parametrize("share", [0.05, 0.3, 0.9])
+@pytest.mark.parametrize("share", [0.1, 0.7])
 def test_gives_random_tokens_of_every_stream(case: Case, share: float) -> None:
-    for seed in range(3):
+    for seed in range(2):
         wants = [
             Want(stream, random_tokens(case, max(1, int(share * case.num_tokens)), seed + stream))
             for stream in Stream
@@ -310,7 +310,7 @@ def test_rows_stay_valid_while_other_streams_are_read(case: Case) -> None:
     assert torch.equal(other, case.expected(0, Stream.OTHER_KEYS, everything))
 
 
-# --------------------------------------------------------------------------- reads from segments
+# ---- reads from segments
 
 
 @pytest.fixture
@@ -382,7 +382,7 @@ def test_source_names_its_segments_in_order(several: Case) -> None:
     assert several.source.segment_ids == [f"segment{n}" for n in range(5)]
 
 
-# ------------------------------------------------------------------------------- damage on the SSD
+# ---- damage on the SSD
 
 
 def all_chunks(shape: KVShape, part: Part, path: Path) -> Iterator[tuple[int, Stream, int, int]]:
@@ -509,7 +509,7 @@ def test_a_short_or_missing_file_is_unreadable(tmp_path: Path, damage: str, dire
     assert caught.value.segment_id == "c0ffee"
 
 
-@pytest.mark.parametrize("size", [1, 4096, 4097, 30_000])
+@pytest.mark.parametrize("size", [1, 4096, 4097, 20_000])
 def test_a_file_that_shrinks_while_it_is_open_is_unreadable(several: Case, size: int) -> None:
     path = several.paths[3]
     os.truncate(path, path.stat().st_size - size)

@@ -1,0 +1,196 @@
+"""Writes segments in processes that are killed, and says what the store holds afterwards.
+
+    python -m tests.unit.crash_writer DIRECTORY ROUND...
+
+A round is the name of a crash point, or a number of milliseconds after which the writer is killed.
+Prints one JSON object per round. Every process is forked from this one, which never uses the store
+itself, so that PyTorch is imported once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.storage.catalog import Catalog
+from impress_sglang.storage.layout import Stream
+from impress_sglang.transfer.source import Want
+from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, make_shape
+
+SHAPE = make_shape()
+FAMILIES = 3
+STEP = 12  # tokens by which a prefix of a family grows
+LONGEST = 40 * STEP
+
+
+def sequence(family: int, length: int) -> tuple[int, ...]:
+    return tuple(1000 * family + position % 97 for position in range(length))
+
+
+def open_store(directory: Path) -> PrefixStore:
+    config = ImpressConfig(
+        ssd_dir=str(directory), ssd_gb=1.0, min_free_gb=0.0, chunk_tokens=8, io_threads=2
+    )
+    return PrefixStore(config, IDENTITY, SHAPE)
+
+
+def write_forever(directory: Path, progress: Path) -> None:
+    """Grow the prefixes of all families in turn, and note each one that is written."""
+    store = open_store(directory)
+    progress.write_text("0 0\n")
+    for length in range(STEP, LONGEST, STEP):
+        for family in range(FAMILIES):
+            kvs = SequenceKVs(SHAPE, "", sequence(family, length))
+            tokens = as_tokens(kvs.tokens)
+            outcome = store.offer(
+                "", tokens, kvs.read_from, lambda: None, approximate=False, min_tokens=1
+            )
+            if outcome is StoreOutcome.ACCEPTED:
+                store.drain()
+            with progress.open("a") as file:
+                file.write(f"{family} {length}\n")
+    raise AssertionError("the writer was not killed")
+
+
+def drop_something(directory: Path, progress: Path) -> None:
+    """Remove the last segment of the first family."""
+    store = open_store(directory)
+    match = store.match("", as_tokens(sequence(0, LONGEST)), allow_approximate=False)
+    store.drop(match.spans[-1].segment.segment_id)
+    store.close()
+    raise AssertionError("the writer was not killed")
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at(owner: Any, name: str, call_number: int, *, after: bool = False) -> None:
+    """Kill this process at the n-th call of a function, before or after it."""
+    original, calls = getattr(owner, name), 0
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call_number and not after:
+            kill_self()
+        result = original(*args, **kwargs)
+        if calls == call_number:
+            kill_self()
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+# Two layers and a header are three writes of a segment; file and directory are two syncs.
+CRASH_POINTS: dict[str, Callable[[], None]] = {
+    "first write of a file": lambda: kill_at(os, "pwritev", 4),
+    "between layers": lambda: kill_at(os, "pwritev", 5),
+    "before the header": lambda: kill_at(os, "pwritev", 6),
+    "before the sync": lambda: kill_at(os, "fsync", 3),
+    "before the rename": lambda: kill_at(os, "rename", 2),
+    "after the rename": lambda: kill_at(os, "rename", 2, after=True),
+    "before the index": lambda: kill_at(Catalog, "add", 2),
+    "after the index": lambda: kill_at(Catalog, "add", 2, after=True),
+    "drop: before the index": lambda: kill_at(Catalog, "remove", 1),
+    "drop: after the index": lambda: kill_at(Catalog, "remove", 1, after=True),
+}
+
+
+def verify(directory: Path) -> dict[str, Any]:
+    """Open the store, and compare every row in it with what was offered."""
+    leftovers = len(list(directory.rglob("*.tmp")))
+    store = open_store(directory)
+    store.check_integrity()
+    lengths, covered = [], 0
+    for family in range(FAMILIES):
+        tokens = sequence(family, LONGEST)
+        match = store.match("", as_tokens(tokens), allow_approximate=False)
+        lengths.append(match.num_tokens)
+        covered += len(match.spans)
+        if match.num_tokens:
+            kvs = SequenceKVs(SHAPE, "", tokens[: match.num_tokens])
+            source = store.open_source(match, 0, match.num_tokens)
+            for layer in range(SHAPE.num_layers):
+                probe, other, values = source.read(layer, [Want(stream) for stream in Stream])
+                assert torch.equal(torch.cat([probe, other], 1), kvs.keys(layer))
+                assert torch.equal(values, kvs.values(layer))
+            store.close_source(source)
+    assert covered == len(store.tree), "a segment that no sequence reaches"
+    files = sorted(path.stem for path in directory.rglob("*.kv"))
+    assert files == sorted(segment.segment_id for segment in store.tree.segments())
+    store.close()
+    return {
+        "lengths": lengths,
+        "leftovers_before": leftovers,
+        "leftovers_after": len(list(directory.rglob("*.tmp"))),
+    }
+
+
+def in_child(function: Callable[[], Any], kill_when: Callable[[], None] | None = None) -> Any:
+    """Run a function in a forked process; its result, or the signal that ended it."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        try:
+            answer = {"result": function()}
+        except BaseException:
+            answer = {"error": traceback.format_exc()}
+        os.write(writing, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(writing)
+    if kill_when is not None:
+        kill_when()
+        os.kill(child, signal.SIGKILL)
+    with os.fdopen(reading, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return {"signal": os.WTERMSIG(status)}
+    return json.loads(answer)
+
+
+def run_round(directory: Path, name: str) -> dict[str, Any]:
+    progress = directory.with_name("progress")
+    progress.unlink(missing_ok=True)
+
+    def writer() -> None:
+        if name in CRASH_POINTS:
+            CRASH_POINTS[name]()
+        (drop_something if name.startswith("drop") else write_forever)(directory, progress)
+
+    def wait() -> None:
+        while not progress.exists():
+            time.sleep(0.001)
+        time.sleep(int(name) / 1000)
+
+    end = in_child(writer, None if name in CRASH_POINTS else wait)
+    lines = progress.read_text().splitlines() if progress.exists() else []
+    complete = [line.split() for line in lines if len(line.split()) == 2]
+    written = [
+        max((int(n) for f, n in complete if int(f) == i), default=0) for i in range(FAMILIES)
+    ]
+    return {"round": name, "end": end, "written": written, **in_child(lambda: verify(directory))}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    directory = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        print(json.dumps(run_round(directory, name)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

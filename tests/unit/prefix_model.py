@@ -1,0 +1,97 @@
+"""A plain model of stored prefixes: which segment holds each position of each stored sequence.
+
+There is no tree in it: a position is a namespace and, for each token up to it, whether its KVs are
+approximate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+# (token, approximate) of every token up to a position
+Path = tuple[tuple[int, bool], ...]
+Position = tuple[str, Path]
+
+
+@dataclasses.dataclass
+class Known:
+    """A segment: it holds the tokens of `own`, after those of `above`."""
+
+    name: str
+    namespace: str
+    above: Path
+    own: Path
+    ready: bool
+
+    @property
+    def path(self) -> Path:
+        return self.above + self.own
+
+    def positions(self) -> Iterator[Position]:
+        for count in range(len(self.above) + 1, len(self.path) + 1):
+            yield self.namespace, self.path[:count]
+
+
+class PrefixModel:
+    """Segments, and the owner of every stored position."""
+
+    def __init__(self) -> None:
+        self.segments: dict[str, Known] = {}
+        self.owner: dict[Position, Known] = {}
+
+    def follow(self, namespace: str, tokens: Sequence[int], approximate: bool) -> Path:
+        """The longest stored path along `tokens`; exact KVs are preferred at every step."""
+        path: Path = ()
+        for token in tokens:
+            steps = [(token, False), (token, True)] if approximate else [(token, False)]
+            known = [s for s in steps if (namespace, (*path, s)) in self.owner]
+            if not known:
+                break
+            path = (*path, known[0])
+        return path
+
+    def ready_part(self, namespace: str, path: Path) -> Path:
+        """A stored path up to the first position that is not ready."""
+        for count in range(1, len(path) + 1):
+            if not self.owner[namespace, path[:count]].ready:
+                return path[: count - 1]
+        return path
+
+    def spans(self, namespace: str, path: Path) -> list[tuple[str, int, int]]:
+        """The segments along a stored path, as (name, start, stop)."""
+        spans: list[tuple[str, int, int]] = []
+        for count in range(1, len(path) + 1):
+            name = self.owner[namespace, path[:count]].name
+            if spans and spans[-1][0] == name:
+                spans[-1] = (name, spans[-1][1], spans[-1][2] + 1)
+            else:
+                spans.append((name, 0, 1))
+        return spans
+
+    def place_for(
+        self, namespace: str, prefix: Sequence[int], first: int, approximate: bool
+    ) -> Path | None:
+        """Where a segment that begins with `first` may hang; None if it must be refused."""
+        path = self.follow(namespace, prefix, approximate)
+        taken = (namespace, (*path, (first, approximate))) in self.owner
+        return None if len(path) < len(prefix) or taken else path
+
+    def add(self, known: Known) -> None:
+        self.segments[known.name] = known
+        self.owner.update(dict.fromkeys(known.positions(), known))
+
+    def remove(self, name: str) -> None:
+        for position in self.segments.pop(name).positions():
+            del self.owner[position]
+
+    def children(self, known: Known) -> list[Known]:
+        own = set(known.positions())
+        return [k for k in self.segments.values() if (k.namespace, k.above) in own]
+
+    def below(self, known: Known) -> list[Known]:
+        """All that build on a segment, directly or not."""
+        return [k for c in self.children(known) for k in (c, *self.below(c))]
+
+    def below_name(self, name: str) -> list[Known]:
+        return self.below(self.segments[name])

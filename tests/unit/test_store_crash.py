@@ -1,0 +1,96 @@
+"""A writer that is killed at any moment leaves a store with complete, right segments only."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests
+
+POINTS = (
+    "first write of a file",
+    "between layers",
+    "before the header",
+    "before the sync",
+    "before the rename",
+    "after the rename",
+    "before the index",
+    "after the index",
+    "drop: before the index",
+    "drop: after the index",
+)
+RANDOM_KILLS = 5
+UNFINISHED = POINTS[:5]  # a temporary file is left
+STEP = 12
+
+
+@pytest.fixture(scope="module")
+def rounds(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """One directory, killed again and again; what each new process found in it."""
+    directory = tmp_path_factory.mktemp("crash") / "store"
+    pick = random.Random(4)
+    kills = [str(pick.randint(10, 150)) for _ in range(RANDOM_KILLS)]
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.unit.crash_writer", str(directory), *POINTS, *kills],
+        cwd=Path(tests.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_every_writer_was_killed(rounds: list[dict[str, Any]]) -> None:
+    assert len(rounds) == len(POINTS) + RANDOM_KILLS
+    assert [r["end"] for r in rounds] == [{"signal": signal.SIGKILL}] * len(rounds)
+
+
+def test_every_row_found_afterwards_is_right(rounds: list[dict[str, Any]]) -> None:
+    for r in rounds:
+        assert "error" not in r, r["error"]
+
+
+def test_segments_are_found_whole_or_not_at_all(rounds: list[dict[str, Any]]) -> None:
+    for r in rounds:
+        assert all(length % STEP == 0 for length in r["result"]["lengths"]), r
+
+
+def test_what_was_reported_as_written_is_found(rounds: list[dict[str, Any]]) -> None:
+    for r in rounds:
+        for written, found in zip(r["written"], r["result"]["lengths"], strict=True):
+            assert found >= written, r
+
+
+def test_only_a_drop_makes_the_store_smaller(rounds: list[dict[str, Any]]) -> None:
+    before = [0, 0, 0]
+    for r in rounds:
+        lengths = r["result"]["lengths"]
+        if r["round"].startswith("drop"):
+            assert lengths == [before[0] - STEP, *before[1:]], r
+        else:
+            assert all(new >= old for new, old in zip(lengths, before, strict=True)), r
+        before = lengths
+    assert sum(before) > 3 * STEP, "something was written at all"
+
+
+def test_temporary_files_of_killed_writers_are_removed(rounds: list[dict[str, Any]]) -> None:
+    for r in rounds:
+        assert r["result"]["leftovers_after"] == 0, r
+        if r["round"] in UNFINISHED:
+            assert r["result"]["leftovers_before"] == 1, "the crash point was not where it says"
+
+
+def test_a_file_that_was_renamed_counts_as_written(rounds: list[dict[str, Any]]) -> None:
+    """The index has no row of it; the file itself tells what it is."""
+    found = {r["round"]: sum(r["result"]["lengths"]) for r in rounds}
+
+    assert found["before the rename"] + STEP == found["after the rename"] - STEP
+    assert found["after the rename"] + 2 * STEP == found["before the index"]

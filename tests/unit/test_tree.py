@@ -1,0 +1,439 @@
+"""The tree of stored prefixes, one scenario at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impress_sglang.management.tree import (
+    StoredMatch,
+    StoredSegment,
+    StoredTree,
+    common_prefix_len,
+    prefix_digest,
+    restore_segments,
+)
+from tests.unit.kv_factory import as_tokens, make_info, make_shape
+
+SHAPE = make_shape()
+P = (1, 2, 3, 4, 5, 6)  # a prompt that others share
+
+
+def segment(
+    name: str,
+    tokens: Sequence[int],
+    prefix: Sequence[int] = (),
+    *,
+    namespace: str = "",
+    approximate: bool = False,
+    ready: bool = True,
+    last_access: int = 0,
+) -> StoredSegment:
+    info = make_info(
+        SHAPE,
+        tokens,
+        segment_id=name,
+        namespace=namespace,
+        approximate=approximate,
+        prefix_len=len(prefix),
+        prefix_digest=prefix_digest(namespace, as_tokens(prefix)),
+    )
+    return StoredSegment(info, info.layout().file_bytes, ready=ready, last_access=last_access)
+
+
+Put = Callable[..., StoredSegment]
+
+
+@pytest.fixture
+def tree() -> StoredTree:
+    return StoredTree()
+
+
+@pytest.fixture
+def put(tree: StoredTree) -> Put:
+    """Insert a segment after a prefix that is in the tree, and check the tree."""
+
+    def put(name: str, tokens: Sequence[int], prefix: Sequence[int] = (), **fields: object):
+        new = segment(name, tokens, prefix, **fields)  # type: ignore[arg-type]
+        assert tree.insert(new, as_tokens(prefix))
+        tree.check_integrity()
+        return new
+
+    return put
+
+
+def found(
+    tree: StoredTree,
+    tokens: Sequence[int],
+    *,
+    namespace: str = "",
+    approximate: bool = False,
+    pending: bool = False,
+) -> list[tuple[str, int, int]]:
+    """A match as (segment, start, stop)."""
+    match = tree.match(
+        namespace, as_tokens(tokens), allow_approximate=approximate, include_pending=pending
+    )
+    return spans_of(match)
+
+
+def spans_of(match: StoredMatch) -> list[tuple[str, int, int]]:
+    return [(span.segment.segment_id, span.start, span.stop) for span in match.spans]
+
+
+def test_an_empty_tree_knows_nothing(tree: StoredTree) -> None:
+    assert found(tree, P) == []
+    assert len(tree) == 0
+    tree.check_integrity()
+
+
+def test_a_match_ends_where_the_tokens_differ(tree: StoredTree, put: Put) -> None:
+    put("a", P)
+
+    assert found(tree, P) == [("a", 0, 6)]
+    assert found(tree, [*P, 7, 8]) == [("a", 0, 6)]
+    assert found(tree, P[:4]) == [("a", 0, 4)]
+    assert found(tree, [1, 2, 9, 4]) == [("a", 0, 2)]
+    assert found(tree, [9]) == []
+    assert found(tree, []) == []
+
+
+def test_an_extension_is_a_second_segment(tree: StoredTree, put: Put) -> None:
+    first = put("a", P)
+    second = put("b", [7, 8], P)
+
+    assert found(tree, [*P, 7, 8, 9]) == [("a", 0, 6), ("b", 0, 2)]
+    assert second.parent is first
+    assert first.dependents == 1
+
+
+def test_two_branches_share_the_part_before_them(tree: StoredTree, put: Put) -> None:
+    first = put("a", P)
+    put("b", [40, 50], P[:3])
+    put("c", [60], P[:5])
+
+    assert found(tree, P) == [("a", 0, 6)], "one span, however often the node was split"
+    assert found(tree, [1, 2, 3, 40, 50]) == [("a", 0, 3), ("b", 0, 2)]
+    assert found(tree, [1, 2, 3, 4, 5, 60]) == [("a", 0, 5), ("c", 0, 1)]
+    assert first.dependents == 2
+
+
+def test_a_split_below_a_split_keeps_the_ranges(tree: StoredTree, put: Put) -> None:
+    put("a", range(10))
+    put("b", range(100, 110), range(7))
+    put("c", range(200, 205), [*range(7), *range(100, 104)])
+    put("d", range(300, 302), range(3))
+
+    assert found(tree, [*range(7), *range(100, 104), *range(200, 205)]) == [
+        ("a", 0, 7),
+        ("b", 0, 4),
+        ("c", 0, 5),
+    ]
+    assert found(tree, [*range(7), *range(100, 110)]) == [("a", 0, 7), ("b", 0, 10)]
+    assert found(tree, [0, 1, 2, 300]) == [("a", 0, 3), ("d", 0, 1)]
+
+
+def test_a_matched_part_can_be_cut_out(tree: StoredTree, put: Put) -> None:
+    put("a", P)
+    put("b", [40, 50], P[:3])
+    match = tree.match("", as_tokens([1, 2, 3, 40, 50]), allow_approximate=False)
+
+    def cut(start: int, stop: int) -> list[tuple[str, int, int]]:
+        return spans_of(StoredMatch(match.slice(start, stop)))
+
+    assert match.num_tokens == 5
+    assert cut(0, 5) == [("a", 0, 3), ("b", 0, 2)]
+    assert cut(2, 4) == [("a", 2, 3), ("b", 0, 1)]
+    assert cut(3, 5) == [("b", 0, 2)]
+    assert cut(4, 5) == [("b", 1, 2)]
+    assert cut(0, 3) == [("a", 0, 3)]
+    assert cut(2, 2) == []
+
+
+def test_namespaces_do_not_see_each_other(tree: StoredTree, put: Put) -> None:
+    put("a", P, namespace="tenant-1")
+    put("b", P, namespace="tenant-2")
+
+    assert found(tree, P, namespace="tenant-1") == [("a", 0, 6)]
+    assert found(tree, P, namespace="tenant-2") == [("b", 0, 6)]
+    assert found(tree, P, namespace="") == []
+
+
+def test_approximate_segments_are_seen_only_where_they_are_allowed(
+    tree: StoredTree, put: Put
+) -> None:
+    put("a", P)
+    put("b", [7, 8], P, approximate=True)
+
+    tokens = [*P, 7, 8]
+    assert found(tree, tokens) == [("a", 0, 6)]
+    assert found(tree, tokens, approximate=True) == [("a", 0, 6), ("b", 0, 2)]
+    assert not tree.match("", as_tokens(tokens), allow_approximate=False).approximate
+    assert tree.match("", as_tokens(tokens), allow_approximate=True).approximate
+
+
+def test_exact_and_approximate_kvs_of_the_same_tokens_live_side_by_side(
+    tree: StoredTree, put: Put
+) -> None:
+    put("a", P)
+    put("b", [7, 8], P, approximate=True)
+    put("c", [7, 8], P)
+
+    assert found(tree, [*P, 7, 8]) == [("a", 0, 6), ("c", 0, 2)]
+    assert found(tree, [*P, 7, 8], approximate=True) == [("a", 0, 6), ("c", 0, 2)], "exact first"
+
+
+def test_pending_segments_are_invisible_until_they_are_ready(tree: StoredTree, put: Put) -> None:
+    put("a", P)
+    late = put("b", [7, 8], P, ready=False)
+    put("c", [9], [*P, 7, 8])
+
+    tokens = [*P, 7, 8, 9]
+    assert found(tree, tokens) == [("a", 0, 6)], "nor what hangs below them"
+    assert found(tree, tokens, pending=True) == [("a", 0, 6), ("b", 0, 2), ("c", 0, 1)]
+    late.ready = True
+    assert found(tree, tokens) == [("a", 0, 6), ("b", 0, 2), ("c", 0, 1)]
+
+
+def test_matching_changes_nothing(tree: StoredTree, put: Put) -> None:
+    first = put("a", P)
+    before = (first.last_access, first.hits)
+
+    found(tree, [1, 2, 9])
+    found(tree, P, namespace="new")
+
+    assert (first.last_access, first.hits) == before
+    assert found(tree, P) == [("a", 0, 6)]
+
+
+def test_touching_a_match_makes_its_segments_the_latest(tree: StoredTree, put: Put) -> None:
+    first, second, third = put("a", P), put("b", [7], P), put("c", [8], P)
+
+    tree.touch(tree.match("", as_tokens([*P, 7]), allow_approximate=False))
+
+    assert first.last_access == second.last_access > third.last_access
+    assert (first.hits, second.hits, third.hits) == (1, 1, 0)
+
+
+def test_new_segments_are_later_than_all_before(put: Put) -> None:
+    times = [put(name, [number], ()).last_access for number, name in enumerate("abc")]
+
+    assert times == sorted(set(times))
+
+
+def test_time_starts_where_it_is_told(put: Put) -> None:
+    tree = StoredTree(first_time=100)
+    new, old = segment("a", P), segment("b", [9], last_access=7)
+    tree.insert(new, as_tokens([]))
+    tree.insert(old, as_tokens([]))
+
+    assert new.last_access >= 100
+    assert old.last_access == 7, "kept from before the restart"
+
+
+def test_a_second_segment_for_the_same_place_is_refused(tree: StoredTree, put: Put) -> None:
+    put("a", P)
+
+    assert not tree.insert(segment("b", [1, 9]), as_tokens([]))
+    assert not tree.insert(segment("c", [4, 9], P[:3]), as_tokens(P[:3]))
+    assert not tree.insert(segment("a", [9]), as_tokens([])), "the name is taken"
+    tree.check_integrity()
+    assert len(tree) == 1
+    assert found(tree, P) == [("a", 0, 6)]
+
+
+@pytest.mark.parametrize(
+    "prefix", [[9], [1, 9], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 9], [2, 3], [1, 3]]
+)
+def test_a_segment_after_an_unknown_prefix_is_refused(
+    tree: StoredTree, put: Put, prefix: list[int]
+) -> None:
+    put("a", P)
+
+    assert not tree.insert(segment("b", [50], prefix), as_tokens(prefix))
+    tree.check_integrity()
+    assert found(tree, P) == [("a", 0, 6)]
+    assert found(tree, [*P, 50]) == [("a", 0, 6)]
+
+
+def test_a_prefix_that_leaves_a_node_midway_is_not_found_below_its_end(
+    tree: StoredTree, put: Put
+) -> None:
+    """`a` is 1 2 7 and `b` follows it with 3 4: the prefix 1 2 3 4 is not in the tree.
+
+    Were it taken for known, KVs computed after 1 2 3 4 would be served after 1 2 7 3 4.
+    """
+    put("a", [1, 2, 7])
+    put("b", [3, 4], [1, 2, 7])
+
+    assert not tree.insert(segment("c", [5, 6], [1, 2, 3, 4]), as_tokens([1, 2, 3, 4]))
+    assert found(tree, [1, 2, 7, 3, 4, 5, 6]) == [("a", 0, 3), ("b", 0, 2)]
+
+
+def test_exact_segments_do_not_hang_below_approximate_ones(tree: StoredTree, put: Put) -> None:
+    put("a", P)
+    put("b", [7, 8], P, approximate=True)
+
+    assert not tree.insert(segment("c", [9], [*P, 7, 8]), as_tokens([*P, 7, 8]))
+    put("d", [9], [*P, 7, 8], approximate=True)
+
+
+def test_removing_a_leaf_leaves_the_rest(tree: StoredTree, put: Put) -> None:
+    first = put("a", P)
+    second = put("b", [40, 50], P[:3])
+
+    tree.remove(second)
+
+    tree.check_integrity()
+    assert "b" not in tree and tree.get("b") is None
+    assert first.dependents == 0
+    assert found(tree, [1, 2, 3, 40]) == [("a", 0, 3)]
+    assert found(tree, P) == [("a", 0, 6)]
+    tree.remove(first)
+    tree.check_integrity()
+    assert found(tree, P) == []
+    put("c", P)
+
+
+def test_a_segment_with_dependents_cannot_be_removed_alone(tree: StoredTree, put: Put) -> None:
+    first = put("a", P)
+    put("b", [7], P)
+
+    with pytest.raises(AssertionError):
+        tree.remove(first)
+
+
+def test_removing_a_subtree_takes_all_that_builds_on_it(tree: StoredTree, put: Put) -> None:
+    put("a", P)
+    b = put("b", [40, 50], P[:3])
+    c = put("c", [60], [*P[:3], 40])
+    d = put("d", [70], [*P[:3], 40, 50])
+    e = put("e", [80], [*P[:3], 40, 60])
+    put("f", [90], P)
+
+    removed = tree.remove_subtree(b)
+
+    tree.check_integrity()
+    assert set(map(id, removed)) == set(map(id, (b, c, d, e)))
+    assert removed[-1] is b and removed.index(e) < removed.index(c), "deepest first"
+    assert sorted(s.segment_id for s in tree.segments()) == ["a", "f"]
+
+
+def test_digest_of_a_prefix_depends_on_namespace_and_every_token() -> None:
+    prefixes = [(), (0,), (0, 0), (1,), (256,), (1, 2), (2, 1)]
+    names = ["", "a", "a\0", "\0"]
+    digests = {prefix_digest(n, as_tokens(p)) for n, p in itertools.product(names, prefixes)}
+
+    assert len(digests) == len(names) * len(prefixes)
+    assert prefix_digest("a", as_tokens([1, 2])) == prefix_digest("a", np.array([1, 2], np.int64))
+
+
+@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
+def test_common_prefix_len(left: list[int], right: list[int]) -> None:
+    length = common_prefix_len(as_tokens(left), as_tokens(right))
+
+    assert left[:length] == right[:length]
+    assert length == min(len(left), len(right)) or left[length] != right[length]
+
+
+# ---- after a restart
+
+
+def family() -> list[StoredSegment]:
+    return [
+        segment("a", P),
+        segment("b", [40, 50], P[:3]),
+        segment("c", [60], [*P[:3], 40]),
+        segment("d", [7, 8], P, approximate=True),
+        segment("e", [9], [*P, 7, 8], approximate=True),
+        segment("f", P, namespace="other"),
+        segment("g", [7], P, namespace="other"),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_segments_are_restored_from_any_order(tree: StoredTree, seed: int) -> None:
+    segments = family()
+    np.random.default_rng(seed).shuffle(segments)  # type: ignore[arg-type]
+
+    lost = restore_segments(tree, segments)
+
+    assert lost == []
+    tree.check_integrity()
+    assert found(tree, [*P[:3], 40, 60]) == [("a", 0, 3), ("b", 0, 1), ("c", 0, 1)]
+    assert found(tree, [*P, 7, 8, 9], approximate=True) == [("a", 0, 6), ("d", 0, 2), ("e", 0, 1)]
+    assert found(tree, [*P, 7, 8, 9]) == [("a", 0, 6)]
+    assert found(tree, [*P, 7], namespace="other") == [("f", 0, 6), ("g", 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [
+        ("a", {"b", "c", "d", "e"}),
+        ("b", {"c"}),
+        ("d", {"e"}),
+        ("f", {"g"}),
+        ("c", set()),
+    ],
+)
+def test_segments_above_which_one_is_gone_are_lost(
+    tree: StoredTree, missing: str, expected: set[str]
+) -> None:
+    lost = restore_segments(tree, [s for s in family() if s.segment_id != missing])
+
+    assert {s.segment_id for s in lost} == expected
+    assert {s.segment_id for s in tree.segments()} == set("abcdefg") - expected - {missing}
+    tree.check_integrity()
+
+
+def test_two_segments_for_the_same_place_are_not_both_restored(tree: StoredTree) -> None:
+    lost = restore_segments(tree, [segment("a", P), segment("b", [1, 2, 9])])
+
+    assert [s.segment_id for s in lost] == ["b"]
+    tree.check_integrity()
+
+
+def test_a_restored_segment_is_never_hung_below_other_tokens(tree: StoredTree) -> None:
+    """Approximate 1 2 3 4 came first, then exact 1 2 7 and 3 4 after that.
+
+    `d` was computed after 1 2 3 4. After a restart it may be lost, for the exact branch hides its
+    parent, but it must not turn up after 1 2 7 3 4.
+    """
+    restore_segments(
+        tree,
+        [
+            segment("a", [1, 2, 3, 4], approximate=True),
+            segment("b", [1, 2, 7]),
+            segment("c", [3, 4], [1, 2, 7]),
+            segment("d", [5, 6], [1, 2, 3, 4], approximate=True),
+        ],
+    )
+
+    match = found(tree, [1, 2, 7, 3, 4, 5, 6], approximate=True)
+    assert match == [("b", 0, 3), ("c", 0, 2)]
+
+
+DAMAGE: dict[str, Callable[[StoredSegment, StoredSegment], None]] = {
+    "a wrong count": lambda a, b: setattr(a, "dependents", 2),
+    "a wrong parent": lambda a, b: setattr(b, "parent", None),
+    "another namespace": lambda a, b: object.__setattr__(a.info, "namespace", "other"),
+    "exact below approximate": lambda a, b: object.__setattr__(a.info, "approximate", True),
+    "other tokens": lambda a, b: object.__setattr__(a.info, "tokens", as_tokens(range(6))),
+    "more tokens": lambda a, b: object.__setattr__(a.info, "tokens", as_tokens([*P, 1])),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_tree_is_noticed(tree: StoredTree, put: Put, damage: str) -> None:
+    first = put("a", P)
+    second = put("b", [7], P)
+
+    DAMAGE[damage](first, second)
+
+    with pytest.raises(AssertionError):
+        tree.check_integrity()

@@ -1,0 +1,203 @@
+"""The tree of stored prefixes against a plain model, over random histories."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from impress_sglang.management.tree import (
+    StoredSegment,
+    StoredTree,
+    prefix_digest,
+    restore_segments,
+)
+from tests.unit.kv_factory import as_tokens, make_info, make_shape
+from tests.unit.prefix_model import Known, Path, PrefixModel
+
+SHAPE = make_shape()
+Tokens = tuple[int, ...]
+# Few tokens and short sequences, so that histories branch and meet often.
+SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
+NAMESPACES = st.sampled_from(["", "other"])
+
+
+class TreeMachine(RuleBasedStateMachine):
+    @initialize()
+    def start(self) -> None:
+        self.tree = StoredTree()
+        self.model = PrefixModel()
+        self.segments: dict[str, StoredSegment] = {}
+        self.count = 0
+
+    def new_segment(
+        self, namespace: str, prefix: Tokens, tokens: Tokens, approximate: bool, ready: bool
+    ) -> StoredSegment:
+        self.count += 1
+        info = make_info(
+            SHAPE,
+            tokens,
+            segment_id=f"s{self.count}",
+            namespace=namespace,
+            approximate=approximate,
+            prefix_len=len(prefix),
+            prefix_digest=prefix_digest(namespace, as_tokens(prefix)),
+        )
+        return StoredSegment(info, info.layout().file_bytes, ready=ready)
+
+    def add_to_model(self, segment: StoredSegment, above: Path) -> None:
+        info = segment.info
+        own = tuple((token, info.approximate) for token in info.tokens.tolist())
+        self.segments[segment.segment_id] = segment
+        self.model.add(Known(segment.segment_id, info.namespace, above, own, segment.ready))
+
+    def pick(self, data: st.DataObject) -> Known:
+        return self.model.segments[data.draw(st.sampled_from(sorted(self.model.segments)))]
+
+    @rule(namespace=NAMESPACES, tokens=SEQUENCES, approximate=st.booleans(), ready=st.booleans())
+    def store_what_is_new(
+        self, namespace: str, tokens: Tokens, approximate: bool, ready: bool
+    ) -> None:
+        """As the store does it: match first, then insert the rest."""
+        match = self.tree.match(
+            namespace, as_tokens(tokens), allow_approximate=approximate, include_pending=True
+        )
+        path = self.model.follow(namespace, tokens, approximate)
+        assert match.num_tokens == len(path)
+        assume(len(path) < len(tokens))
+        prefix, rest = tokens[: len(path)], tokens[len(path) :]
+        segment = self.new_segment(namespace, prefix, rest, approximate, ready)
+
+        assert self.tree.insert(segment, as_tokens(prefix))
+        self.add_to_model(segment, path)
+
+    @precondition(lambda self: self.model.segments)
+    @rule(data=st.data(), tokens=SEQUENCES, approximate=st.booleans())
+    def insert_after_a_prefix_with_a_hole(
+        self, data: st.DataObject, tokens: Tokens, approximate: bool
+    ) -> None:
+        """The prefix is a stored path that lacks the last tokens of one of its segments."""
+        known = self.pick(data)
+        spans = self.model.spans(known.namespace, known.path)
+        number = data.draw(st.integers(0, len(spans) - 1))
+        stop = sum(b - a for _, a, b in spans[: number + 1])
+        hole = data.draw(st.integers(1, spans[number][2] - spans[number][1]))
+        prefix = tuple(token for token, _ in known.path[: stop - hole] + known.path[stop:])
+        segment = self.new_segment(known.namespace, prefix, tokens, approximate, ready=True)
+        above = self.model.place_for(known.namespace, prefix, tokens[0], approximate)
+
+        assert self.tree.insert(segment, as_tokens(prefix)) == (above is not None)
+        if above is not None:
+            self.add_to_model(segment, above)
+
+    @precondition(lambda self: self.model.segments)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        known = self.pick(data)
+        self.segments[known.name].ready = known.ready = True
+
+    @precondition(lambda self: self.model.segments)
+    @rule(data=st.data())
+    def remove_a_leaf(self, data: st.DataObject) -> None:
+        leaves = [k.name for k in self.model.segments.values() if not self.model.children(k)]
+        name = data.draw(st.sampled_from(sorted(leaves)))
+
+        self.tree.remove(self.segments[name])
+        self.model.remove(name)
+
+    @precondition(lambda self: self.model.segments)
+    @rule(data=st.data())
+    def remove_a_subtree(self, data: st.DataObject) -> None:
+        known = self.pick(data)
+        gone = [known, *self.model.below(known)]
+
+        removed = self.tree.remove_subtree(self.segments[known.name])
+
+        order = [s.segment_id for s in removed]
+        assert sorted(order) == sorted(k.name for k in gone)
+        for parent in gone:
+            for child in self.model.children(parent):
+                assert order.index(child.name) < order.index(parent.name), "deepest first"
+        for k in gone:
+            self.model.remove(k.name)
+
+    @rule(namespace=NAMESPACES, tokens=SEQUENCES, approximate=st.booleans(), pending=st.booleans())
+    def match(self, namespace: str, tokens: Tokens, approximate: bool, pending: bool) -> None:
+        path = self.model.follow(namespace, tokens, approximate)
+        if not pending:
+            path = self.model.ready_part(namespace, path)
+
+        found = self.tree.match(
+            namespace, as_tokens(tokens), allow_approximate=approximate, include_pending=pending
+        )
+
+        spans = [(s.segment.segment_id, s.start, s.stop) for s in found.spans]
+        assert spans == self.model.spans(namespace, path)
+
+    @precondition(lambda self: self.model.segments)
+    @rule(data=st.data(), lose=st.booleans())
+    def restart(self, data: st.DataObject, lose: bool) -> None:
+        """All segments, in any order, into a new tree; at times one file is gone."""
+        names = data.draw(st.permutations(sorted(self.model.segments)))[int(lose) :]
+        again = [
+            dataclasses.replace(self.segments[name], ready=True, dependents=0, parent=None)
+            for name in names
+        ]
+        old, self.model, self.tree = self.model, PrefixModel(), StoredTree()
+        expected_lost = []
+        for segment in sorted(again, key=lambda s: s.info.prefix_len):
+            prefix = [token for token, _ in old.segments[segment.segment_id].above]
+            info = segment.info
+            above = self.model.place_for(
+                info.namespace, prefix, int(info.tokens[0]), info.approximate
+            )
+            if above is None:
+                expected_lost.append(segment.segment_id)
+            else:
+                self.add_to_model(segment, above)
+
+        lost = restore_segments(self.tree, again)
+
+        assert sorted(s.segment_id for s in lost) == sorted(expected_lost)
+
+    @invariant()
+    def integrity(self) -> None:
+        self.tree.check_integrity()
+        assert len(self.tree) == len(self.model.segments)
+        assert {s.segment_id for s in self.tree.segments()} == set(self.model.segments)
+
+    @invariant()
+    def every_segment_stands_after_its_own_prefix(self) -> None:
+        """The digest in a segment is that of the tokens it is found after."""
+        for known in self.model.segments.values():
+            tokens = as_tokens([token for token, _ in known.above])
+            info = self.segments[known.name].info
+            assert info.prefix_len == len(tokens)
+            assert info.prefix_digest == prefix_digest(info.namespace, tokens)
+
+
+TestTree = TreeMachine.TestCase
+# Steps are cheap here, and the histories that matter are long ones.
+TestTree.settings = settings(max_examples=2 * settings.default.max_examples)
+
+
+def test_the_model_alone() -> None:
+    """Guards the machines: the model finds what it holds, without our tree."""
+    model = PrefixModel()
+    exact, approximate = ((0, False), (1, False)), ((2, True),)
+    model.add(Known("a", "", (), exact, True))
+    model.add(Known("b", "", exact, approximate, False))
+
+    assert model.follow("", (0, 1, 2), approximate=False) == exact
+    assert model.follow("", (0, 1, 2), approximate=True) == exact + approximate
+    assert model.spans("", exact + approximate) == [("a", 0, 2), ("b", 0, 1)]
+    assert model.ready_part("", exact + approximate) == exact
+    assert model.place_for("", (0,), 5, False) == ((0, False),)
+    assert model.place_for("", (0,), 1, False) is None
+    assert model.place_for("", (1,), 1, False) is None
+    assert [k.name for k in model.below(model.segments["a"])] == ["b"]
+    with pytest.raises(KeyError):
+        model.spans("other", exact)
