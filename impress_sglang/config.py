@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -65,8 +66,13 @@ class ImpressConfig:
             "a multiple of 8 between 8 and 4096",
         )
         _require(self.min_prefix_tokens >= 1, "min_prefix_tokens", self.min_prefix_tokens, ">= 1")
-        _require(self.ssd_gb > 0, "ssd_gb", self.ssd_gb, "more than 0")
-        _require(self.min_free_gb >= 0, "min_free_gb", self.min_free_gb, "0 or more")
+        _require(0 < self.ssd_gb < math.inf, "ssd_gb", self.ssd_gb, "more than 0 and finite")
+        _require(
+            0 <= self.min_free_gb < math.inf,
+            "min_free_gb",
+            self.min_free_gb,
+            "0 or more and finite",
+        )
         _require(1 <= self.io_threads <= 256, "io_threads", self.io_threads, "1 to 256")
         _require(self.policy in POLICIES, "policy", self.policy, f"one of {', '.join(POLICIES)}")
         _require(bool(self.ssd_dir.strip()), "ssd_dir", self.ssd_dir, "a directory")

@@ -116,15 +116,16 @@ class _Scenario:
     def _server(self, number: str, policy: str) -> Iterator[Server]:
         options = ["--impress-ssd-dir", str(self._ssd_dir), "--impress-policy", policy]
         options += ["--impress-retention", str(RETENTION)]
-        server = Server(self._model, options, self._port or free_port(), self._log)
+        server = Server(self._model, options, free_port(self._port), self._log)
         try:
             with _step(self._console, f"Starting server {number} (policy {policy})"):
                 server.wait_ready()
                 server.generate(WARM_UP, max_new_tokens=4)
             yield server
-        finally:
             with _step(self._console, f"Stopping server {number}"):
                 server.stop()
+        finally:
+            server.kill()
 
     def _ask(self, server: Server, case: Case) -> Row:
         with _step(self._console, f"Request: {case.path}"):
@@ -141,7 +142,8 @@ def _step(console: Console, text: str) -> Iterator[None]:
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         progress.add_task(text, total=None)
         yield
-    console.print(f"[green]✓[/green] {text} [dim]{time.monotonic() - began:.1f} s[/dim]")
+    seconds = time.monotonic() - began
+    console.print(f"[green]✓[/green] {text} [dim]{seconds:.1f} s[/dim]", highlight=False)
 
 
 @contextmanager

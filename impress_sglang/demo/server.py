@@ -22,6 +22,7 @@ from impress_sglang.demo.report import DemoFailed
 
 START_SECONDS = 300
 STOP_SECONDS = 20
+CLEAN_UP_SECONDS = 5
 REQUEST_SECONDS = 180
 LOG_LINES_SHOWN = 15
 
@@ -36,7 +37,7 @@ class Answer:
 
 
 class Server:
-    """A CPU server that is starting or running; `stop` must be called in the end."""
+    """A CPU server that is starting or running; `kill` must be called in the end."""
 
     def __init__(self, model: Path, options: Sequence[str], port: int, log: Path) -> None:
         """Start it; `log` is appended to."""
@@ -106,15 +107,31 @@ class Server:
             raise DemoFailed(f"the flush failed: {error}{self._log_end()}") from error
 
     def stop(self) -> None:
-        """Ask the server to end, then kill what is left of its process group."""
+        """Let the server finish what it does, and end."""
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
+
+    def kill(self) -> None:
+        """End the server at once, and everything that it started."""
+        self._process.kill()
+        self._process.wait()
+        deadline = time.monotonic() + CLEAN_UP_SECONDS
         try:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_SECONDS)
+            # Workers end; Python's resource tracker stays to remove their shared memory.
+            self._signal_group(signal.SIGTERM)
+            while self._signal_group(0) and time.monotonic() < deadline:
+                time.sleep(0.05)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: int) -> bool:
+        """Send a signal; False if nothing is left of the server's process group."""
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
 
     def _is_ready(self) -> bool:
         try:
@@ -128,12 +145,21 @@ class Server:
         return f"; the end of {self._log}:\n{end}"
 
 
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nothing uses right now."""
+def free_port(port: int = 0) -> int:
+    """The given TCP port of 127.0.0.1, or any, if nothing uses it right now.
+
+    Raises:
+        DemoFailed: the port is in use.
+    """
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        # As servers do: connections of the last server that linger do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise DemoFailed(f"port {port} cannot be used: {error.strerror}") from error
+        found: int = probe.getsockname()[1]
+        return found
 
 
 def _command(model: Path, options: Sequence[str], port: int) -> list[str]:

@@ -68,7 +68,8 @@ def _device_fingerprint(raw: Tensor) -> int:
     """Position-weighted sum of 32-bit words in wrapping 64-bit arithmetic."""
     if raw.numel() % 4:
         raw = torch.nn.functional.pad(raw, (0, 4 - raw.numel() % 4))
-    words = raw.view(torch.int32)
+    # A slice of 16-bit weights may begin where no 32-bit word does.
+    words = (raw.clone() if raw.storage_offset() % 4 else raw).view(torch.int32)
     total = 0
     for start in range(0, words.numel(), _BLOCK_ELEMENTS):
         block = words[start : start + _BLOCK_ELEMENTS].to(torch.int64)

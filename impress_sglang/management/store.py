@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.management.tree import (
     StoredMatch,
     StoredSegment,
@@ -114,7 +115,7 @@ class PrefixStore:
         opened: list[SourceSpan] = []
         try:
             for span in match.slice(start, stop):
-                segment = self._pin(span.segment.segment_id)
+                segment = self._pin(span.segment)
                 opened.append(SourceSpan(segment, span.start, span.stop))
         except BaseException:
             self._unpin(span.segment.segment_id for span in opened)
@@ -291,6 +292,8 @@ class PrefixStore:
     def _make_room(self, num_bytes: int, keep: StoredMatch) -> bool:
         """Evict until `num_bytes` more fit under the quota and above the free-space floor."""
         needed = self._missing_bytes(num_bytes)
+        if needed > self._others.used_bytes + self._evictable_bytes(keep):
+            return False
         while needed > 0:
             freed = self._others.remove_oldest() or self._evict_one(keep)
             if not freed:
@@ -306,21 +309,27 @@ class PrefixStore:
 
     def _evict_one(self, keep: StoredMatch) -> int:
         """Evict the least recently used segment that nothing builds on or reads."""
-        kept = {span.segment.segment_id for span in keep.spans}
-        candidates = [
-            segment
-            for segment in self.tree.segments()
-            if segment.ready
-            and not segment.dependents
-            and segment.segment_id not in self._pins
-            and segment.segment_id not in kept
-        ]
+        candidates = [s for s in self._replaceable(keep) if not s.dependents]
         if not candidates:
             return 0
         victim = min(candidates, key=lambda segment: segment.last_access)
         self.stats.segments_evicted += 1
         self._remove(victim)
         return victim.file_bytes
+
+    def _evictable_bytes(self, keep: StoredMatch) -> int:
+        """An upper bound: a segment below which one is pinned stays as well."""
+        return sum(segment.file_bytes for segment in self._replaceable(keep))
+
+    def _replaceable(self, keep: StoredMatch) -> list[StoredSegment]:
+        kept = {span.segment.segment_id for span in keep.spans}
+        return [
+            segment
+            for segment in self.tree.segments()
+            if segment.ready
+            and segment.segment_id not in self._pins
+            and segment.segment_id not in kept
+        ]
 
     def _remove(self, segment: StoredSegment) -> None:
         for gone in self.tree.remove_subtree(segment):
@@ -342,13 +351,22 @@ class PrefixStore:
 
         self._worker.submit(delete)
 
-    def _pin(self, segment_id: str) -> OpenSegment:
+    def _pin(self, stored: StoredSegment) -> OpenSegment:
+        segment_id = stored.segment_id
         if segment_id in self._pins:
             segment, count = self._pins[segment_id]
         else:
-            path = segment_path(self._directory, segment_id)
-            segment, count = OpenSegment(path, direct=self._direct), 0
+            segment, count = self._open(stored), 0
         self._pins[segment_id] = (segment, count + 1)
+        return segment
+
+    def _open(self, stored: StoredSegment) -> OpenSegment:
+        path = segment_path(self._directory, stored.segment_id)
+        segment = OpenSegment(path, direct=self._direct)
+        # The index has no checksums; the header has.
+        if not segment.info.describes_same(stored.info):
+            segment.close()
+            raise ChunkUnreadable(stored.segment_id, "index and segment file do not agree")
         return segment
 
     def _unpin(self, segment_ids: Iterable[str]) -> None:

@@ -227,7 +227,7 @@ class StoredTree:
         stop = node.start + len(node.tokens)
         assert len(node.tokens) > 0
         assert np.array_equal(node.tokens, segment.info.tokens[node.start : stop])
-        assert parent.children[node.key] is node
+        assert parent.children.get(node.key) is node
         if parent.segment is segment:
             assert parent.start + len(parent.tokens) == node.start
         else:
@@ -271,7 +271,8 @@ class StoredTree:
         """The node that ends exactly after `prefix`, splitting one if need be."""
         node = self._roots.setdefault(namespace, _Node(np.empty(0, np.int32), None, 0, None))
         found = 0
-        for child, length in self._walk(namespace, prefix, allow_approximate=approximate):
+        # A list, for splitting a node while walking would change where the walk goes on.
+        for child, length in list(self._walk(namespace, prefix, allow_approximate=approximate)):
             node = self._split(child, length) if length < len(child.tokens) else child
             found += length
         return node if found == len(prefix) else None

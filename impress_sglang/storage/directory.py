@@ -78,7 +78,7 @@ class OtherModels:
     def remove_oldest(self) -> int:
         """Remove the least recently opened folder that no process serves; returns its bytes."""
         for path in reversed(self._sizes):
-            if _remove_unlocked(path):
+            if not path.exists() or _remove_unlocked(path):
                 return self._sizes.pop(path)
         return 0
 

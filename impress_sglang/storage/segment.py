@@ -56,6 +56,12 @@ class SegmentInfo:
         """Tokens in this segment."""
         return len(self.tokens)
 
+    def describes_same(self, other: SegmentInfo) -> bool:
+        """Whether another description says the same of the same segment."""
+        return self._description() == other._description() and np.array_equal(
+            self.tokens, other.tokens
+        )
+
     def layout(self) -> SegmentLayout:
         """Where the bytes stand."""
         draft = SegmentLayout(self.shape, self.chunk_tokens, self.num_tokens, BLOCK_BYTES)

@@ -2,8 +2,8 @@
 
 Importing SGLang takes 20 seconds of CPU in each of a server's three processes, which would be most
 of the time of a test session with many servers. The servers are forked instead, and fork their
-children; after that they run as `python -m sglang.launch_server` does. Tests of the command itself, and of
-options that SGLang reads while it is imported, start it for real (`harness.launch`).
+children; after that they run as `python -m sglang.launch_server` does. Tests of the command itself,
+and of options that SGLang reads while it is imported, start it for real (`harness.launch`).
 
 Protocol: one JSON object a line on standard input {"argv", "log", "stock"}; the answer is one
 line with the process id of the server, which leads its own process group.
