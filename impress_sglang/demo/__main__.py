@@ -67,13 +67,14 @@ def _parse_arguments() -> argparse.Namespace:
 def _run(arguments: argparse.Namespace, console: Console) -> None:
     began = time.monotonic()
     BUILD_DIR.mkdir(exist_ok=True)
-    log = BUILD_DIR / "demo-server.log"
+    log, path = BUILD_DIR / "demo-server.log", BUILD_DIR / "demo.json"
     log.write_bytes(b"")
+    # A run that fails leaves no rows of an earlier one.
+    path.unlink(missing_ok=True)
     with _step(console, "Model SmolLM2-135M-Instruct (converted on first use)"):
         model = model_path()
     with _ssd_directory(arguments.keep_ssd) as ssd_dir:
         rows = report.in_order(_Scenario(console, model, ssd_dir, log, arguments.port).rows())
-    path = BUILD_DIR / "demo.json"
     report.write_json(rows, path)
     console.print(report.make_table(rows))
     console.print(f"{time.monotonic() - began:.0f} s in all; rows in {path}, server log in {log}")

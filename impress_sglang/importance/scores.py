@@ -62,14 +62,19 @@ def _block_sums(
     """[Hk, g, b, D] queries and [Hk, D, *] keys -> [Hk, g, m]."""
     heads, group, rows, dim = block.shape
     flat = block.reshape(heads, group * rows, dim)
-    logits = torch.bmm(flat, prefix)
-    denominator = torch.logaddexp(
-        logits.logsumexp(-1), _new_logsumexp(flat, new, group, rows, first_query)
-    )
+    outside = _new_logsumexp(flat, new, group, rows, first_query)
     if resident.shape[-1]:
-        denominator = torch.logaddexp(denominator, torch.bmm(flat, resident).logsumexp(-1))
-    weights = logits.sub_(denominator.unsqueeze(-1)).exp_()
-    return weights.view(heads, group, rows, -1).sum(2)
+        outside = torch.logaddexp(outside, torch.bmm(flat, resident).logsumexp(-1))
+    logits = torch.bmm(flat, prefix)
+    # The matrix is passed over as seldom as possible: one exponential, and the division by the sum
+    # of each row is folded into the product that sums the columns.
+    peak = logits.amax(-1, keepdim=True)
+    weights = logits.sub_(peak).exp_()
+    total = weights.sum(-1) + (outside - peak.squeeze(-1)).exp()
+    columns = torch.bmm(
+        total.reciprocal().view(heads * group, 1, rows), weights.view(heads * group, rows, -1)
+    )
+    return columns.view(heads, group, -1)
 
 
 def _new_logsumexp(flat: Tensor, new: Tensor, group: int, rows: int, first_query: int) -> Tensor:

@@ -361,16 +361,38 @@ def test_size_of_single_reads_changes_nothing(
     test_costs_exactly_the_chunks_that_it_touches(several)
 
 
-def test_neighbouring_chunks_are_one_read(several: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every single read from now on."""
+    sizes: list[int] = []
     preadv = os.preadv
 
     def count(descriptor: int, views: list[memoryview], offset: int) -> int:
-        reads.append(len(views[0]))
+        sizes.append(len(views[0]))
         return preadv(descriptor, views, offset)
 
     monkeypatch.setattr("os.preadv", count)
+    return sizes
 
+
+@pytest.mark.parametrize(("target", "largest"), [(1, 4096), (8191, 4096), (8192, 8192)])
+def test_single_reads_are_no_larger_than_told(
+    several: Case,
+    reads: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    target: int,
+    largest: int,
+) -> None:
+    """But of one chunk at least."""
+    monkeypatch.setattr(reader_module, "TARGET_READ_BYTES", target)
+
+    several.source.read(0, [Want(Stream.VALUES, torch.arange(21))])
+
+    assert max(reads) == largest
+    assert sum(reads) == several.source.bytes_read
+
+
+def test_neighbouring_chunks_are_one_read(several: Case, reads: list[int]) -> None:
     several.source.read(0, [Want(Stream.VALUES)])
 
     assert len(reads) == len(several.parts), "one unbroken run in each segment"

@@ -901,6 +901,25 @@ def test_a_file_of_another_model_is_not_adopted(bench: Workbench) -> None:
     assert "cafe.kv" not in bench.files()
 
 
+@pytest.mark.parametrize("with_rows", [True, False])
+def test_a_copy_of_a_segment_under_another_name_does_no_harm(
+    bench: Workbench, with_rows: bool
+) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1))
+    path = path_of(bench, look_up(store, prompt(1)))
+    bench.close(store)
+    for name in ("0", "z"):
+        path.with_name(f"{name}{path.name}").write_bytes(path.read_bytes())
+    if not with_rows:
+        next(bench.root.glob("*/catalog.sqlite")).unlink()
+
+    store = bench.reopen(bench.open())
+
+    check_rows(store, prompt(1))
+    assert store.summary()["used_bytes"] == ONE
+
+
 def test_files_that_are_none_of_ours_stay(bench: Workbench) -> None:
     bench.close(three_prefixes(bench))
     (segments,) = bench.root.glob("*/segments")
@@ -1029,6 +1048,25 @@ def test_the_folder_of_another_model_may_vanish(bench: Workbench) -> None:
 
     assert length(store, prompt(2)) == 8
     assert not folder.exists()
+
+
+def test_the_folder_of_another_model_that_cannot_be_removed_is_left_alone(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It belongs to another user, for example: the offer makes room elsewhere."""
+    folder = old_model(bench, "1" * 32, ONE, age=10)
+    store = bench.open(ssd_gb=gb(2 * ONE))
+    bench.put(store, prompt(1))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    bench.put(store, prompt(2))
+
+    assert [length(store, prompt(n)) for n in (1, 2)] == [0, 8]
+    assert folder.exists()
+    assert store.summary()["other_models_bytes"] == ONE
 
 
 # ---- damage and drops
