@@ -164,10 +164,11 @@ class PrefixStore:
         if not self._make_room(segment.file_bytes, known):
             self.stats.offers_without_space += 1
             return StoreOutcome.NO_SPACE
+        read_layer = read_layers(start)
         attached = self.tree.insert(segment, tokens[:start])
         assert attached, "the matched prefix is not in the tree"
         self._used_bytes += segment.file_bytes
-        future = self._worker.submit(self._write, segment, read_layers(start))
+        future = self._worker.submit(self._write, segment, read_layer)
         self._writes.append(_Write(segment, future, on_done))
         return StoreOutcome.ACCEPTED
 
@@ -220,13 +221,17 @@ class PrefixStore:
         if self._closed:
             return
         self._closed = True
-        self.drain()
-        accesses = [(s.segment_id, s.last_access, s.hits) for s in self.tree.segments()]
-        self._worker.submit(self._catalog.record_accesses, accesses).result()
-        self._worker.shutdown(wait=True)
-        self._reader.close()
-        self._catalog.close()
-        os.close(self._lock)
+        try:
+            self.drain()
+            accesses = [(s.segment_id, s.last_access, s.hits) for s in self.tree.segments()]
+            self._worker.submit(self._catalog.record_accesses, accesses).result()
+        except sqlite3.Error as error:
+            logger.warning("access times are not kept for the next start: %s", error)
+        finally:
+            self._worker.shutdown(wait=True)
+            self._reader.close()
+            self._catalog.close()
+            os.close(self._lock)
 
     def _recover(self) -> tuple[StoredTree, int]:
         segments = [

@@ -120,9 +120,12 @@ class Catalog:
     def _usable_entry(
         self, path: Path, entry: CatalogEntry | None, identity: str
     ) -> CatalogEntry | None:
+        segment_id = path.name.removesuffix(SEGMENT_SUFFIX)
         try:
             if entry is None:
                 info, _ = read_header(path)
+                if info.segment_id != segment_id:
+                    raise ChunkUnreadable(segment_id, f"is a copy of segment {info.segment_id}")
                 entry = CatalogEntry(info, info.layout().file_bytes)
                 self.add(entry)
             if path.stat().st_size != entry.file_bytes or entry.info.identity != identity:
@@ -131,7 +134,7 @@ class Catalog:
         except ChunkUnreadable as error:
             logger.warning("%s; removed", error)
             path.unlink(missing_ok=True)
-            self.remove(path.name.removesuffix(SEGMENT_SUFFIX))
+            self.remove(segment_id)
             return None
 
     def _sweep_temporary_files(self) -> None:

@@ -78,8 +78,11 @@ class OtherModels:
     def remove_oldest(self) -> int:
         """Remove the least recently opened folder that no process serves; returns its bytes."""
         for path in reversed(self._sizes):
-            if not path.exists() or _remove_unlocked(path):
-                return self._sizes.pop(path)
+            try:
+                if not path.exists() or _remove_unlocked(path):
+                    return self._sizes.pop(path)
+            except OSError as error:
+                logger.warning("the store of another model cannot be removed: %s", error)
         return 0
 
 
@@ -104,4 +107,12 @@ def _remove_unlocked(path: Path) -> bool:
 
 
 def _tree_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.glob("segments/*/*") if file.is_file())
+    return sum(_file_bytes(file) for file in path.glob("segments/*/*"))
+
+
+def _file_bytes(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        # The server of that model has just removed it.
+        return 0
