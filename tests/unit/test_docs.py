@@ -1,0 +1,36 @@
+"""The documents say what the code does."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import impress_sglang
+from impress_sglang.config import OPTIONS, ImpressConfig, Option
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
+def test_readme_has_each_flag_and_its_default(option: Option) -> None:
+    rows = (ROOT / "README.md").read_text().splitlines()
+    (row,) = [row for row in rows if row.startswith(f"| `{option.flag}` |")]
+    default = getattr(ImpressConfig(), option.field)
+    shown = {True: "on", False: "off"}.get(default, default)
+    cell = row.split("|")[2].strip().strip("`")
+    assert cell == (f"{shown:g}" if isinstance(shown, float) else str(shown))
+
+
+def test_one_version_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    released = re.findall(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert impress_sglang.__version__ == project["version"] == released[0]
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in [ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "patches/README.md"]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
