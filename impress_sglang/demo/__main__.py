@@ -1,7 +1,8 @@
 """`python -m impress_sglang.demo`: one shared prefix, five ways to get it, on a CPU, offline.
 
 Starts SGLang three times on one SSD directory, asks questions about the same handbook, and prints
-the time to the first token by where the handbook's KVs came from. Takes two to four minutes.
+the time to the first token by where the handbook's KVs came from. Takes a few minutes, most of
+them for starting servers.
 Leaves `build/demo.json` and `build/demo-server.log` in the current directory.
 """
 
