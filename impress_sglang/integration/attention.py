@@ -159,26 +159,19 @@ class ImpressTorchNativeBackend(TorchNativeAttnBackend):
         sliding_window_size: int | None = None,
     ) -> Tensor:
         assert encoder_lens is None and not is_cross_attn
-        starts = self._row_starts[req_pool_indices].tolist()
-        requests = {row.index: row.request for row in self._rows}
-        first = 0
-        for index, (row, kv_len, new_len) in enumerate(
-            zip(req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), strict=True)
-        ):
-            began = time.perf_counter()
-            slots = req_to_token[row, starts[index] : kv_len]
-            output[first : first + new_len] = rectangular_attention(
-                query[first : first + new_len],
-                k_cache[slots],
-                v_cache[slots],
-                scaling=scaling,
-                causal=causal,
-                window=sliding_window_size,
-            )
-            if index in requests:
-                requests[index].attention_ms += (time.perf_counter() - began) * 1e3
-            first += new_len
-        return output
+        return self._attend_rows(
+            query,
+            output,
+            k_cache,
+            v_cache,
+            req_to_token,
+            req_pool_indices,
+            seq_lens,
+            extend_seq_lens.tolist(),
+            scaling,
+            causal,
+            sliding_window_size,
+        )
 
     def _run_sdpa_forward_decode(
         self,
@@ -197,19 +190,55 @@ class ImpressTorchNativeBackend(TorchNativeAttnBackend):
         sliding_window_size: int | None = None,
     ) -> Tensor:
         assert encoder_lens is None and not is_cross_attn
+        # A decode step extends each row by one token, which sees all of it.
+        return self._attend_rows(
+            query,
+            output,
+            k_cache,
+            v_cache,
+            req_to_token,
+            req_pool_indices,
+            seq_lens,
+            [1] * len(seq_lens),
+            scaling,
+            True,
+            sliding_window_size,
+        )
+
+    def _attend_rows(
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        new_lens: list[int],
+        scaling: float | None,
+        causal: bool,
+        window: int | None,
+    ) -> Tensor:
+        """Attention of each request's last new tokens over its row, from the row's start on."""
         starts = self._row_starts[req_pool_indices].tolist()
-        for index, (row, kv_len) in enumerate(
-            zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
+        requests = {row.index: row.request for row in self._rows}
+        first = 0
+        for index, (row, kv_len, new_len) in enumerate(
+            zip(req_pool_indices.tolist(), seq_lens.tolist(), new_lens, strict=True)
         ):
+            began = time.perf_counter()
             slots = req_to_token[row, starts[index] : kv_len]
-            output[index : index + 1] = rectangular_attention(
-                query[index : index + 1],
+            output[first : first + new_len] = rectangular_attention(
+                query[first : first + new_len],
                 k_cache[slots],
                 v_cache[slots],
                 scaling=scaling,
-                causal=True,
-                window=sliding_window_size,
+                causal=causal,
+                window=window,
             )
+            if index in requests:
+                requests[index].attention_ms += (time.perf_counter() - began) * 1e3
+            first += new_len
         return output
 
 

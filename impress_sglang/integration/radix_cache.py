@@ -144,15 +144,14 @@ class ImpressRadixCache(RadixCache):
         """Insert what is exact into SGLang's tree, and offer what is new to the store."""
         request = self._runtime.live.get(req.rid)
         assert request is None or request.layers_loaded == self._runtime.shape.num_layers
-        if request is None or request.adopted:
-            super().checkpoint(req, up_to=up_to, **kwargs)
-            self._offer_exact(req, up_to)
-        elif request.k == request.num_tokens and not request.approximate:
+        if request is not None and request.approximate:
+            if req.finished():
+                self._offer_approximate(req, request, up_to)
+            return
+        if request is not None and not request.adopted:
             self._adopt(req, request)
-            super().checkpoint(req, up_to=up_to, **kwargs)
-            self._offer_exact(req, up_to)
-        elif req.finished():
-            self._offer_approximate(req, request, up_to)
+        super().checkpoint(req, up_to=up_to, **kwargs)
+        self._offer_exact(req, up_to)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """Give back what a request held; every end of a request comes through here."""

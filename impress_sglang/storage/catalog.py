@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.storage.layout import KVShape
@@ -159,8 +158,6 @@ def _open_database(path: Path) -> sqlite3.Connection:
 
 def _to_row(entry: CatalogEntry) -> tuple[object, ...]:
     info = entry.info
-    shape = dataclasses.asdict(info.shape)
-    shape["dtype"] = str(info.shape.dtype).removeprefix("torch.")
     return (
         info.segment_id,
         info.identity,
@@ -169,7 +166,7 @@ def _to_row(entry: CatalogEntry) -> tuple[object, ...]:
         info.prefix_len,
         info.tokens.astype("<i4", copy=False).tobytes(),
         int(info.approximate),
-        json.dumps(shape),
+        json.dumps(info.shape.to_fields()),
         info.chunk_tokens,
         entry.file_bytes,
         entry.last_access,
@@ -192,9 +189,6 @@ def _from_row(row: tuple[object, ...]) -> CatalogEntry:
         last_access,
         hits,
     ) = row
-    shape = json.loads(str(shape_json))
-    shape["dtype"] = getattr(torch, shape["dtype"])
-    shape["probe_kv_heads"] = tuple(shape["probe_kv_heads"])
     assert isinstance(tokens, bytes)
     info = SegmentInfo(
         segment_id=str(segment_id),
@@ -204,7 +198,7 @@ def _from_row(row: tuple[object, ...]) -> CatalogEntry:
         prefix_len=int(str(prefix_len)),
         tokens=np.frombuffer(tokens, "<i4").astype(np.int32),
         approximate=bool(approximate),
-        shape=KVShape(**shape),
+        shape=KVShape.from_fields(json.loads(str(shape_json))),
         chunk_tokens=int(str(chunk_tokens)),
     )
     return CatalogEntry(info, int(str(file_bytes)), int(str(last_access)), int(str(hits)))

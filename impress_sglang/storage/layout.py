@@ -16,6 +16,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -54,6 +56,17 @@ class KVShape:
         assert self.num_query_heads % self.num_kv_heads == 0
         assert self.probe_kv_heads == tuple(sorted(set(self.probe_kv_heads)))
         assert all(0 <= head < self.num_kv_heads for head in self.probe_kv_heads)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> KVShape:
+        """The shape that `to_fields` described."""
+        dtype = getattr(torch, fields["dtype"])
+        probes = tuple(fields["probe_kv_heads"])
+        return cls(**{**fields, "dtype": dtype, "probe_kv_heads": probes})
+
+    def to_fields(self) -> dict[str, Any]:
+        """The shape as values that JSON has."""
+        return {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
 
     @property
     def group_size(self) -> int:

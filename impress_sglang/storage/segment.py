@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import xxhash
 
 from impress_sglang.errors import ChunkUnreadable
@@ -70,8 +69,6 @@ class SegmentInfo:
         return dataclasses.replace(draft, header_bytes=header)
 
     def _description(self) -> bytes:
-        shape = dataclasses.asdict(self.shape)
-        shape["dtype"] = str(self.shape.dtype).removeprefix("torch.")
         fields = {
             "version": FORMAT_VERSION,
             "segment_id": self.segment_id,
@@ -82,7 +79,7 @@ class SegmentInfo:
             "num_tokens": self.num_tokens,
             "approximate": self.approximate,
             "chunk_tokens": self.chunk_tokens,
-            "shape": shape,
+            "shape": self.shape.to_fields(),
         }
         return json.dumps(fields, sort_keys=True).encode()
 
@@ -141,9 +138,6 @@ def _decode_body(name: str, body: bytes, description_bytes: int) -> tuple[Segmen
     fields: dict[str, Any] = json.loads(body[:description_bytes])
     if fields["version"] != FORMAT_VERSION:
         raise ChunkUnreadable(name, f"format version {fields['version']} is not supported")
-    shape = dict(fields["shape"])
-    shape["dtype"] = getattr(torch, shape["dtype"])
-    shape["probe_kv_heads"] = tuple(shape["probe_kv_heads"])
     tokens = np.frombuffer(body, "<i4", fields["num_tokens"], description_bytes)
     info = SegmentInfo(
         segment_id=fields["segment_id"],
@@ -153,7 +147,7 @@ def _decode_body(name: str, body: bytes, description_bytes: int) -> tuple[Segmen
         prefix_len=fields["prefix_len"],
         tokens=tokens.astype(np.int32),
         approximate=fields["approximate"],
-        shape=KVShape(**shape),
+        shape=KVShape.from_fields(fields["shape"]),
         chunk_tokens=fields["chunk_tokens"],
     )
     offset = description_bytes + tokens.nbytes
