@@ -18,7 +18,16 @@ from typing import Any
 from impress_sglang.errors import ConfigError
 
 CONFIG_VARIABLE = "IMPRESS_CONFIG"
-POLICIES = ("impress", "as", "recompute")
+POLICIES = (
+    "impress",
+    "impress+itf+reorder",
+    "impress+itf",
+    "as+h2o+lfu",
+    "as+h2o+lru",
+    "as",
+    "recompute",
+)
+REORDER_KEYS = ("selected", "importance")
 DEFAULT_SSD_DIR = "~/.cache/impress-sglang/kv"
 
 
@@ -52,6 +61,13 @@ class ImpressConfig:
     policy: str = "impress"
     io_threads: int = 8
     store_approximate: bool = True
+    device_gb: float = 0.5
+    host_gb: float = 4.0
+    half_life: float = 1000.0
+    reorder_interval: float = 600.0
+    reorder_key: str = "selected"
+    ssd_mbps: float = 0.0
+    record_dir: str = ""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -76,6 +92,11 @@ class ImpressConfig:
         _require(1 <= self.io_threads <= 256, "io_threads", self.io_threads, "1 to 256")
         _require(self.policy in POLICIES, "policy", self.policy, f"one of {', '.join(POLICIES)}")
         _require(bool(self.ssd_dir.strip()), "ssd_dir", self.ssd_dir, "a directory")
+        for name in ("device_gb", "host_gb", "half_life", "reorder_interval", "ssd_mbps"):
+            value = getattr(self, name)
+            _require(0 <= value < math.inf, name, value, "0 or more and finite")
+        keys = f"one of {', '.join(REORDER_KEYS)}"
+        _require(self.reorder_key in REORDER_KEYS, "reorder_key", self.reorder_key, keys)
 
     @property
     def ssd_path(self) -> Path:
@@ -91,6 +112,21 @@ class ImpressConfig:
     def min_free_bytes(self) -> int:
         """Free space that the store leaves on its file system, in bytes."""
         return int(self.min_free_gb * 1e9)
+
+    @property
+    def device_bytes(self) -> int:
+        """Size of the device chunk cache in bytes."""
+        return int(self.device_gb * 1e9)
+
+    @property
+    def host_bytes(self) -> int:
+        """Size of the host chunk cache in bytes."""
+        return int(self.host_gb * 1e9)
+
+    @property
+    def record_path(self) -> Path | None:
+        """Directory for recordings of selections, None if none are wanted."""
+        return Path(self.record_dir).expanduser() if self.record_dir.strip() else None
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ImpressConfig:
@@ -185,7 +221,7 @@ OPTIONS: tuple[Option, ...] = (
         "chunk_tokens",
         "--impress-chunk-tokens",
         int,
-        "Tokens of a chunk, the unit of storing and reading.",
+        "Tokens of a chunk, the unit of storing, caching and scoring.",
     ),
     Option(
         "min_prefix_tokens",
@@ -197,8 +233,10 @@ OPTIONS: tuple[Option, ...] = (
         "policy",
         "--impress-policy",
         str,
-        "impress: load the important part; as: load the whole prefix (AttentionStore-like); "
-        "recompute: no store.",
+        "impress: identification, reordering and score-based caches; impress+itf+reorder and "
+        "impress+itf: without the last, and without the last two (LFU caches instead); "
+        "as+h2o+lru, as+h2o+lfu: all keys, important values; as: the whole prefix "
+        "(AttentionStore-like, LRU); recompute: no store.",
         POLICIES,
     ),
     Option("io_threads", "--impress-io-threads", int, "Reads of the SSD store in flight."),
@@ -208,6 +246,51 @@ OPTIONS: tuple[Option, ...] = (
         _parse_switch,
         "on: also store KVs that were computed after a partly loaded prefix "
         "(marked, never used where an exact prefix is promised); off: do not.",
+    ),
+    Option(
+        "device_gb",
+        "--impress-device-gb",
+        float,
+        "Device chunk cache, in GB beside SGLang's own pools (0: none).",
+    ),
+    Option(
+        "host_gb",
+        "--impress-host-gb",
+        float,
+        "Host chunk cache, in GB of CPU memory, pinned where there is CUDA (0: none).",
+    ),
+    Option(
+        "half_life",
+        "--impress-half-life",
+        float,
+        "Requests after which an access counts half in a chunk's score (0: for ever, as in the "
+        "paper).",
+    ),
+    Option(
+        "reorder_interval",
+        "--impress-reorder-interval",
+        float,
+        "Seconds between reorderings in the background (0: only by POST /impress/reorder).",
+    ),
+    Option(
+        "reorder_key",
+        "--impress-reorder-key",
+        str,
+        "What tokens are ordered by, as a moving average: selected (how often the token was "
+        "selected) or importance (its attention column sum, the paper's).",
+        REORDER_KEYS,
+    ),
+    Option(
+        "ssd_mbps",
+        "--impress-ssd-mbps",
+        float,
+        "For benchmarks: emulate a slower SSD that reads so many MB/s (0: off).",
+    ),
+    Option(
+        "record_dir",
+        "--impress-record-dir",
+        str,
+        "Write what each request selected to this directory, for bench.replay (empty: off).",
     ),
 )
 

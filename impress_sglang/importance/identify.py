@@ -81,3 +81,16 @@ class PaperRule:
     def fall_back(self, scores: Tensor, group_size: int, k: int) -> Tensor:
         """See `IdentificationRule.fall_back`."""
         return per_head_tokens(scores, group_size, k)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class H2ORule:
+    """The AS+H2O baselines of the paper: all keys are read, each KV head takes its own top k."""
+
+    def judge(self, probe_scores: Tensor, k: int) -> ProbeVerdict:
+        """See `IdentificationRule.judge`; always falls back."""
+        return ProbeVerdict(0.0, 1.0, None)
+
+    def fall_back(self, scores: Tensor, group_size: int, k: int) -> Tensor:
+        """See `IdentificationRule.fall_back`."""
+        return per_head_tokens(scores, group_size, k)

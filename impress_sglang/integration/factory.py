@@ -25,7 +25,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
 
     Raises:
         UnsupportedError: the attention backend is not ours, so that sink rows would be read wrong.
-        ConfigError: the SSD directory cannot be written.
+        ConfigError: a directory cannot be written, or the caches do not fit in memory.
         StoreInUseError: another server uses it for the same model.
     """
     runner = context.tp_worker.model_runner
@@ -53,7 +53,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
             tp_size=context.tp_size,
         )
 
-    runtime = ServingRuntime(config, shape, identify())
+    device = runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer).device
+    runtime = ServingRuntime(config, shape, identify(), device)
     backend.connect(runtime)
     return ImpressRadixCache(context.params, runtime, identify, runner.forward_stream)
 

@@ -42,6 +42,7 @@ def activate() -> None:
         ),
         ("srt.model_executor.model_runner.ModelRunner.load_model", _before_load, HookType.BEFORE),
         ("srt.managers.scheduler.Scheduler.get_internal_state", _after_state, HookType.AFTER),
+        ("srt.managers.scheduler.Scheduler.set_internal_state", _around_order, HookType.AROUND),
         (
             "srt.managers.tokenizer_manager.TokenizerManager._accumulate_request_meta_info",
             _around_meta_info,
@@ -158,6 +159,12 @@ def _after_state(result: Any, *arguments: Any, **keywords: Any) -> Any:
     return add_totals(result, *arguments, **keywords)
 
 
+def _around_order(original: Callable[..., Any], *arguments: Any) -> Any:
+    from impress_sglang.integration.reporting import take_order
+
+    return take_order(original, *arguments)
+
+
 def _around_meta_info(original: Callable[..., None], *arguments: Any) -> None:
     from impress_sglang.integration.reporting import keep_report_as_object
 
@@ -166,9 +173,9 @@ def _around_meta_info(original: Callable[..., None], *arguments: Any) -> None:
 
 def _before_http_server(server_args: Any, *_: Any, **__: Any) -> None:
     if config_of(server_args) is not None:
-        from impress_sglang.integration.reporting import add_stats_route
+        from impress_sglang.integration.reporting import add_routes
 
-        add_stats_route()
+        add_routes()
 
 
 def _model_config(server_args: Any) -> Any:

@@ -202,8 +202,15 @@ class ImpressRadixCache(RadixCache):
         """Tokens that cannot be evicted: SGLang's, and the slots only we know."""
         return int(super().protected_size()) + self._private_tokens + self._held_tokens
 
+    def reorder(self, *, force: bool) -> int:
+        """Begin to reorder segments; returns how many are queued."""
+        queued = self._runtime.store.reorder(force=force)
+        self._runtime.store.poll()
+        return queued
+
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
+        self._runtime.store.poll()
         return {
             **self._runtime.summary(),
             "integrity": self._integrity(),
@@ -271,7 +278,7 @@ class ImpressRadixCache(RadixCache):
             loaded_tokens=offer.k,
             approximate=approximate,
         )
-        return PrefixRequest(
+        request = PrefixRequest(
             rid=req.rid,
             token_ids=torch.from_numpy(offer.token_ids.astype(np.int64)),
             resident_slots=resident_slots,
@@ -281,6 +288,8 @@ class ImpressRadixCache(RadixCache):
             source=source,
             report=report,
         )
+        request.recorder = self._runtime.recorder_for(request)
+        return request
 
     def _allocate(self, num_tokens: int) -> Tensor | None:
         allocator = self.token_to_kv_pool_allocator

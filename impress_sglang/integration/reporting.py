@@ -1,4 +1,4 @@
-"""Numbers that a user can see: `meta_info["impress"]`, `GET /impress/stats`, `/server_info`."""
+"""What a user can see and order: `meta_info["impress"]`, `/impress/stats`, `/impress/reorder`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 from impress_sglang.integration.radix_cache import REPORT_KEY, ImpressRadixCache
 
 STATS_ROUTE = "/impress/stats"
+REORDER_ROUTE = "/impress/reorder"
+REORDER_ORDER = "impress_reorder"
 _STATE_ATTRIBUTE = "_impress_report"
 
 
@@ -41,18 +43,49 @@ def keep_report_as_object(
         meta_info[REPORT_KEY] = report
 
 
-def add_stats_route(*_: Any, **__: Any) -> None:
-    """Before the HTTP server starts: add `GET /impress/stats`."""
-    from fastapi import APIRouter
+def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Around `Scheduler.set_internal_state`, the way for orders to the scheduler's process.
+
+    SGLang lets only numbers through, so an order is a name and a number.
+    """
+    force = request.server_args.get(REORDER_ORDER)
+    if force is None:
+        return original(scheduler, request)
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    cache = scheduler.tree_cache
+    taken = isinstance(cache, ImpressRadixCache)
+    if taken:
+        cache.reorder(force=bool(force))
+    return SetInternalStateReqOutput(updated=taken)
+
+
+def add_routes(*_: Any, **__: Any) -> None:
+    """Before the HTTP server starts: add `GET /impress/stats` and `POST /impress/reorder`."""
+    from fastapi import APIRouter, Body
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.io_struct import SetInternalStateReq
+    from sglang.srt.utils.auth import AuthLevel, auth_level
 
     router = APIRouter()
 
-    @router.get(STATS_ROUTE)
-    async def impress_stats() -> dict[str, Any]:
+    async def stats() -> dict[str, Any]:
         manager = http_server.get_global_state().tokenizer_manager
         states = await manager.get_internal_state()
-        stats: dict[str, Any] = states[0][REPORT_KEY]
-        return stats
+        report: dict[str, Any] = states[0][REPORT_KEY]
+        return report
+
+    @router.get(STATS_ROUTE)
+    async def impress_stats() -> dict[str, Any]:
+        return await stats()
+
+    @router.post(REORDER_ROUTE)
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def impress_reorder(force: bool = Body(default=False, embed=True)) -> dict[str, Any]:
+        manager = http_server.get_global_state().tokenizer_manager
+        await manager.set_internal_state(
+            SetInternalStateReq(server_args={REORDER_ORDER: int(force)})
+        )
+        return (await stats())["reorder"]
 
     http_server.app.include_router(router)

@@ -6,9 +6,9 @@ import dataclasses
 
 from torch import Tensor
 
-from impress_sglang.storage.layout import Stream
+from impress_sglang.importance.recording import SelectionRecorder
 from impress_sglang.transfer.loader import LoadStats
-from impress_sglang.transfer.source import MemorySource, SegmentSource
+from impress_sglang.transfer.source import MemorySource, ReadStats, SegmentSource
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -34,10 +34,8 @@ class PrefixRequest:
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)
     layers_loaded: int = 0
     attention_ms: float = 0.0
-    ssd_bytes: int = 0
-    ssd_chunks: dict[Stream, int] = dataclasses.field(
-        default_factory=lambda: dict.fromkeys(Stream, 0)
-    )
+    reads: ReadStats = dataclasses.field(default_factory=ReadStats)
+    recorder: SelectionRecorder | None = None
     recomputed: bool = False
     adopted: bool = False
 
@@ -67,8 +65,7 @@ class PrefixRequest:
             layers_by_probe=self.stats.layers_by_probe,
             layers_by_fallback=self.stats.layers_by_fallback,
             layers_whole=self.stats.layers_whole,
-            ssd_bytes=self.ssd_bytes,
-            ssd_chunks=_by_name(self.ssd_chunks),
+            **self.reads.as_dict(),
             probe_ms=round(self.stats.probe_ms, 3),
             load_ms=round(self.stats.load_ms, 3),
             attention_ms=round(self.attention_ms, 3),
@@ -79,7 +76,8 @@ class PrefixRequest:
 def new_report(policy: str, resident_len: int) -> dict[str, object]:
     """The `meta_info["impress"]` of a request before any stored prefix is used.
 
-    `path` is computed, device or ssd; lengths are in tokens, times in milliseconds.
+    `path` is computed, device or ssd (a stored prefix, whichever tier its chunks were in); lengths
+    are in tokens, times in milliseconds; the counters of reads are those of `ReadStats`.
     """
     return {
         "policy": policy,
@@ -93,14 +91,9 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
         "layers_by_probe": 0,
         "layers_by_fallback": 0,
         "layers_whole": 0,
-        "ssd_bytes": 0,
-        "ssd_chunks": _by_name(dict.fromkeys(Stream, 0)),
+        **ReadStats().as_dict(),
         "probe_ms": 0.0,
         "load_ms": 0.0,
         "attention_ms": 0.0,
         "recomputed": False,
     }
-
-
-def _by_name(chunks: dict[Stream, int]) -> dict[str, int]:
-    return {stream.name.lower(): count for stream, count in chunks.items()}

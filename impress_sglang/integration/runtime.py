@@ -8,15 +8,21 @@ the backend loads their layers.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from typing import Any
 
+import numpy as np
+import torch
+
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ChunkUnreadable
-from impress_sglang.importance.identify import PaperRule
+from impress_sglang.importance.recording import SelectionRecorder
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.tree import prefix_digest
+from impress_sglang.storage.directory import require_writable
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.loader import LayerInputs, LoadedLayer, PrefixLoader
 from impress_sglang.transfer.source import SegmentSource
@@ -36,6 +42,16 @@ class RequestTotals:
     prefix_tokens: int = 0
     used_tokens: int = 0
     ssd_bytes: int = 0
+    ssd_needed_bytes: int = 0
+    h2d_bytes: int = 0
+    chunks_accessed: int = 0
+    chunks_loaded: int = 0
+    device_chunks: int = 0
+    host_chunks: int = 0
+    ssd_chunks: int = 0
+    selected_chunks: int = 0
+    important_bytes: int = 0
+    important_device_bytes: int = 0
     layers_by_probe: int = 0
     layers_by_fallback: int = 0
     layers_whole: int = 0
@@ -57,11 +73,13 @@ class RequestTotals:
 class ServingRuntime:
     """Store, policy, loader and live requests of one scheduler."""
 
-    def __init__(self, config: ImpressConfig, shape: KVShape, identity: str) -> None:
-        """Open the store.
+    def __init__(
+        self, config: ImpressConfig, shape: KVShape, identity: str, device: torch.device
+    ) -> None:
+        """Open the store; `device` is where attention runs.
 
         Raises:
-            ConfigError: the SSD directory cannot be written.
+            ConfigError: a directory cannot be written, or the caches do not fit in memory.
             StoreInUseError: another server uses it for the same model.
         """
         self.config = config
@@ -70,15 +88,19 @@ class ServingRuntime:
         self.policy = make_policy(config)
         self.totals = RequestTotals()
         self.live: dict[str, PrefixRequest] = {}
-        self.store = PrefixStore(config, identity, shape)
-        self._loader = PrefixLoader(shape, PaperRule(config.alpha))
+        self.store = PrefixStore(config, identity, shape, device)
+        self._device = device
+        self._loader = PrefixLoader(shape, self.policy.identification_rule())
+        self._recorded = itertools.count()
+        if config.record_path is not None:
+            require_writable(config.record_path)
 
     def reopen(self, identity: str) -> None:
         """Serve another identity: the model's weights were replaced."""
         logger.info("model weights have changed: prefixes of the old weights are set aside")
         self.store.close()
         self.identity = identity
-        self.store = PrefixStore(self.config, identity, self.shape)
+        self.store = PrefixStore(self.config, identity, self.shape, self._device)
 
     def close(self) -> None:
         """Finish writes and close the store; nothing is served after that."""
@@ -91,7 +113,24 @@ class ServingRuntime:
             ChunkUnreadable: a chunk is missing, short or corrupt.
         """
         assert request.source is not None
-        return self._loader.load(layer, request.source, inputs, request.k, request.stats)
+        fallbacks = request.stats.layers_by_fallback
+        loaded = self._loader.load(layer, request.source, inputs, request.k, request.stats)
+        if request.recorder is not None:
+            fell_back = request.stats.layers_by_fallback > fallbacks
+            request.recorder.note(layer, loaded.selected.numpy(), all_keys=fell_back)
+        return loaded
+
+    def recorder_for(self, request: PrefixRequest) -> SelectionRecorder | None:
+        """Records what a request selects, if that is wanted."""
+        if self.config.record_path is None or request.k == request.num_tokens:
+            return None
+        tokens = request.token_ids.numpy().astype(np.int32)
+        return SelectionRecorder(
+            self.config.record_path,
+            next(self._recorded),
+            prefix_digest("", tokens[request.resident_len :]),
+            (self.shape.num_layers, request.num_tokens),
+        )
 
     def finish_layer(self, request: PrefixRequest) -> None:
         """Count a layer that is in its slots; after the last one the source is given back."""
@@ -103,9 +142,7 @@ class ServingRuntime:
     def release_source(self, request: PrefixRequest) -> None:
         """Give a request's source back to the store."""
         if isinstance(request.source, SegmentSource):
-            request.ssd_bytes += request.source.bytes_read
-            for stream, count in request.source.chunks_read.items():
-                request.ssd_chunks[stream] += count
+            request.reads.add(request.source.stats)
             self.store.close_source(request.source)
         request.source = None
 
@@ -128,4 +165,6 @@ class ServingRuntime:
             "requests_live": len(self.live),
             "totals": rounded,
             "store": self.store.summary(),
+            "cache": self.store.cache.summary(),
+            "reorder": self.store.reorder_summary(),
         }

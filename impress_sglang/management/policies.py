@@ -1,16 +1,33 @@
-"""Policies: what is stored, and how much of a stored prefix a request loads.
+"""Policies: what is stored, how much of a prefix is used, and what keeps its place in the caches.
 
-A policy decides counts at admission; it moves nothing. All policies share attention, I/O and
-tiers, so that a difference between two servers is a difference of policy (the paper's baselines).
+A policy decides; it moves nothing. All policies share attention, I/O, tiers and admission, so that
+a
+difference between two servers is a difference of policy. They are the paper's systems (6.1, 6.3):
+
+    recompute            nothing stored
+    as                   whole prefix, LRU            AttentionStore-like
+    as+h2o+lru           all keys, important values, LRU
+    as+h2o+lfu           the same with LFU
+    impress+itf          probe heads find the important part; LFU
+    impress+itf+reorder  the same, segments reordered
+    impress              the same, caches by score
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 from impress_sglang.config import ImpressConfig
+from impress_sglang.importance.identify import H2ORule, IdentificationRule, PaperRule
 from impress_sglang.importance.selection import retained_tokens
+from impress_sglang.tiers.rules import (
+    ImportanceScore,
+    LeastFrequentlyUsed,
+    LeastRecentlyUsed,
+    ReplacementRule,
+)
 
 
 class Policy(Protocol):
@@ -21,6 +38,8 @@ class Policy(Protocol):
     * `exact` says that it is m whenever it is not 0. Only then may KVs loaded or computed on top be
       used where SGLang expects exact ones, and approximate KVs are never loaded.
     * `stores` says whether computed prefixes are written to SSD.
+    * `reorders` says whether stored segments are rewritten by importance.
+    * `replacement_rule` gives a new rule at each call; `identification_rule` a pure one.
     """
 
     @property
@@ -38,8 +57,21 @@ class Policy(Protocol):
         """Whether a loaded prefix is always whole."""
         ...
 
+    @property
+    def reorders(self) -> bool:
+        """Whether segments are reordered."""
+        ...
+
     def tokens_to_load(self, num_tokens: int) -> int:
         """How many tokens of a stored prefix of `num_tokens` tokens each layer uses."""
+        ...
+
+    def identification_rule(self) -> IdentificationRule:
+        """Which tokens these are."""
+        ...
+
+    def replacement_rule(self) -> ReplacementRule:
+        """What keeps its place in the caches."""
         ...
 
 
@@ -50,10 +82,19 @@ class Recompute:
     name: str = "recompute"
     stores: bool = False
     exact: bool = True
+    reorders: bool = False
 
     def tokens_to_load(self, num_tokens: int) -> int:
         """See `Policy`."""
         return 0
+
+    def identification_rule(self) -> IdentificationRule:
+        """See `Policy`; never asked."""
+        return H2ORule()
+
+    def replacement_rule(self) -> ReplacementRule:
+        """See `Policy`; never asked."""
+        return LeastRecentlyUsed()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,18 +104,30 @@ class WholePrefix:
     name: str = "as"
     stores: bool = True
     exact: bool = True
+    reorders: bool = False
 
     def tokens_to_load(self, num_tokens: int) -> int:
         """See `Policy`."""
         return num_tokens
 
+    def identification_rule(self) -> IdentificationRule:
+        """See `Policy`; never asked."""
+        return H2ORule()
+
+    def replacement_rule(self) -> ReplacementRule:
+        """See `Policy`."""
+        return LeastRecentlyUsed()
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImportantPart:
-    """IMPRESS: the important share `retention` of the prefix is loaded."""
+    """The important share `retention` of the prefix is loaded: AS+H2O, and IMPRESS step by step."""
 
+    name: str
     retention: float
-    name: str = "impress"
+    identification: IdentificationRule
+    replacement: Callable[[], ReplacementRule]
+    reorders: bool = False
     stores: bool = True
 
     @property
@@ -86,11 +139,32 @@ class ImportantPart:
         """See `Policy`."""
         return retained_tokens(num_tokens, self.retention)
 
+    def identification_rule(self) -> IdentificationRule:
+        """See `Policy`."""
+        return self.identification
+
+    def replacement_rule(self) -> ReplacementRule:
+        """See `Policy`."""
+        return self.replacement()
+
 
 def make_policy(config: ImpressConfig) -> Policy:
     """The policy that the configuration names."""
-    if config.policy == "recompute":
-        return Recompute()
-    if config.policy == "as":
-        return WholePrefix()
-    return ImportantPart(config.retention)
+    name, retention = config.policy, config.retention
+    h2o, paper = H2ORule(), PaperRule(config.alpha)
+
+    def score() -> ReplacementRule:
+        return ImportanceScore(config.half_life)
+
+    policies: dict[str, Policy] = {
+        "recompute": Recompute(),
+        "as": WholePrefix(),
+        "as+h2o+lru": ImportantPart(name, retention, h2o, LeastRecentlyUsed),
+        "as+h2o+lfu": ImportantPart(name, retention, h2o, LeastFrequentlyUsed),
+        "impress+itf": ImportantPart(name, retention, paper, LeastFrequentlyUsed),
+        "impress+itf+reorder": ImportantPart(
+            name, retention, paper, LeastFrequentlyUsed, reorders=True
+        ),
+        "impress": ImportantPart(name, retention, paper, score, reorders=True),
+    }
+    return policies[name]

@@ -1,8 +1,9 @@
-"""The store of prefixes on SSD: finds them, hands them to readers, takes new ones, keeps the quota.
+"""The store of prefixes: finds them, hands them to readers, takes new ones, keeps the quota.
 
-One thread (the scheduler's) owns the store: tree, quota and pins change only there. A second thread
-writes and removes files and keeps the catalog; its results are taken in by `poll`. So a request
-never waits for a write, and no lock is needed.
+One thread (the scheduler's) owns the store: tree, quota, readers and caches change only there. A
+second thread writes and removes files and keeps the catalog, a third one rewrites segments in a
+better order; their results are taken in by `poll`. So a request never waits for a write, and no
+lock is needed.
 """
 
 from __future__ import annotations
@@ -13,12 +14,22 @@ import enum
 import logging
 import os
 import sqlite3
+import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.management import reorder
+from impress_sglang.management.policies import make_policy
+from impress_sglang.management.readers import SegmentReaders
+from impress_sglang.management.rewriting import Rewrite, Rewriter
 from impress_sglang.management.tree import (
     StoredMatch,
     StoredSegment,
@@ -30,10 +41,12 @@ from impress_sglang.storage.catalog import Catalog, CatalogEntry, segment_path
 from impress_sglang.storage.direct_io import AlignedBuffer, supports_direct_io
 from impress_sglang.storage.directory import OtherModels, claim_directory, free_bytes
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.reader import ChunkReader, OpenSegment
+from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.segment import SegmentInfo, Tokens
+from impress_sglang.storage.throttle import TokenBucket
 from impress_sglang.storage.writer import LayerReader, write_segment
-from impress_sglang.transfer.source import SegmentSource, SourceSpan, Staging
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.transfer.source import SegmentSource
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +70,18 @@ class StoreStats:
     segments_unreadable: int = 0
     bytes_written: int = 0
     bytes_read: int = 0
-    chunks_read: int = 0
     offers_without_space: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class ReorderStats:
+    """Counters of reordering since start; `not_worth` counts segments that were passed over."""
+
+    segments: int = 0
+    failed: int = 0
+    not_worth: int = 0
+    without_space: int = 0
+    bytes_written: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -68,14 +91,35 @@ class _Write:
     on_done: Callable[[], None]
 
 
-class PrefixStore:
-    """Stored prefixes of one model on one SSD directory."""
+@dataclasses.dataclass(slots=True)
+class _Reordering:
+    segment: StoredSegment
+    old_id: str
+    rewrite: Rewrite
+    file_bytes: int
+    future: Future[None]
 
-    def __init__(self, config: ImpressConfig, identity: str, shape: KVShape) -> None:
+
+class PrefixStore:
+    """Stored prefixes of one model on one SSD directory, with the chunk caches above it."""
+
+    def __init__(
+        self,
+        config: ImpressConfig,
+        identity: str,
+        shape: KVShape,
+        device: torch.device | None = None,
+    ) -> None:
         """Open the store, and find what an earlier process left in it.
 
+        Args:
+            config: of the server.
+            identity: names the model.
+            shape: of its KVs.
+            device: where attention runs, the CPU if not given.
+
         Raises:
-            ConfigError: the directory cannot be written.
+            ConfigError: the directory cannot be written, or the caches do not fit in memory.
             StoreInUseError: another process serves the same model from it.
         """
         self._config = config
@@ -84,15 +128,37 @@ class PrefixStore:
         self._directory, self._lock = claim_directory(config.ssd_path, identity)
         self._others = OtherModels(config.ssd_path, self._directory)
         self._direct = supports_direct_io(self._directory)
-        self._reader = ChunkReader(config.io_threads)
-        self._staging = Staging()
+        policy = make_policy(config)
+        self.cache = ChunkCache(
+            shape,
+            config.chunk_tokens,
+            policy.replacement_rule(),
+            device=device or torch.device("cpu"),
+            device_bytes=config.device_bytes if policy.stores else 0,
+            host_bytes=config.host_bytes if policy.stores else 0,
+        )
+        bucket = TokenBucket(config.ssd_mbps * 1e6) if config.ssd_mbps else None
+        self._reader = ChunkReader(config.io_threads, bucket)
+        self._readers = SegmentReaders(
+            self._directory,
+            shape,
+            self._reader,
+            self.cache,
+            direct=self._direct,
+            key=config.reorder_key,
+        )
+        self._reorders = policy.reorders
+        self._rewriter = Rewriter(self._directory, bucket, direct=self._direct)
+        self._reorder_queue: collections.deque[StoredSegment] = collections.deque()
+        self._reordering: _Reordering | None = None
+        self._next_reorder = time.monotonic() + config.reorder_interval
         self._buffer = AlignedBuffer()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="impress-write")
         self._writes: collections.deque[_Write] = collections.deque()
-        self._pins: dict[str, tuple[OpenSegment, int]] = {}
         self._catalog = Catalog(self._directory)
         self._closed = False
         self.stats = StoreStats()
+        self.reorder_stats = ReorderStats()
         self.tree, self._used_bytes = self._recover()
 
     @property
@@ -112,21 +178,12 @@ class PrefixStore:
             ChunkUnreadable: a segment cannot be opened; the caller should `drop` it.
         """
         self.tree.touch(match)
-        opened: list[SourceSpan] = []
-        try:
-            for span in match.slice(start, stop):
-                segment = self._pin(span.segment)
-                opened.append(SourceSpan(segment, span.start, span.stop))
-        except BaseException:
-            self._unpin(span.segment.segment_id for span in opened)
-            raise
-        return SegmentSource(self._shape, opened, self._reader, self._staging)
+        return self._readers.open_source(match.slice(start, stop))
 
     def close_source(self, source: SegmentSource) -> None:
         """Count what a source has read, and let its segments be removed again."""
-        self.stats.bytes_read += source.bytes_read
-        self.stats.chunks_read += sum(source.chunks_read.values())
-        self._unpin(source.segment_ids)
+        self.stats.bytes_read += source.stats.ssd_bytes
+        self._readers.close_source(source)
 
     def offer(
         self,
@@ -173,14 +230,46 @@ class PrefixStore:
         return StoreOutcome.ACCEPTED
 
     def poll(self) -> None:
-        """Take in finished writes: publish them, or drop what could not be written."""
+        """Take in finished writes: publish them, or drop what could not be written.
+
+        Also begins reordering when its interval is over, and goes on with it.
+        """
         while self._writes and self._writes[0].future.done():
             self._finish(self._writes.popleft())
+        if self._reordering is not None and self._reordering.future.done():
+            self._finish_reordering()
+        if self._config.reorder_interval and time.monotonic() >= self._next_reorder:
+            self.reorder()
+        if self._reordering is None and self._reorder_queue:
+            self._reorder_next()
 
     def drain(self) -> None:
         """Wait until all accepted writes are finished, and take them in."""
         while self._writes:
             self._finish(self._writes.popleft())
+
+    def reorder(self, *, force: bool = False) -> int:
+        """Begin to reorder, in the background, the segments for which it pays.
+
+        A rewrite pays if the reads since the segment got its order would have been shorter by more
+        bytes than the file has: what was read so often will be read as often again. `force` takes
+        every segment that was selected from.
+
+        Returns:
+            How many segments are queued; 0 for a policy that does not reorder.
+        """
+        self._next_reorder = time.monotonic() + self._config.reorder_interval
+        if self._reorders:
+            waiting = {segment.segment_id for segment in self._reorder_queue}
+            for segment in self.tree.segments():
+                if segment.segment_id not in waiting and self._is_worth_reordering(segment, force):
+                    self._reorder_queue.append(segment)
+        return len(self._reorder_queue)
+
+    def reorder_summary(self) -> dict[str, int]:
+        """Counters for the statistics page; `pending` are in work or wait."""
+        pending = len(self._reorder_queue) + (self._reordering is not None)
+        return {"pending": pending, **dataclasses.asdict(self.reorder_stats)}
 
     def drop(self, segment_id: str) -> None:
         """Remove a segment that turned out to be unreadable, and all that builds on it."""
@@ -189,7 +278,7 @@ class PrefixStore:
             self.stats.segments_unreadable += 1
             self._remove(segment)
 
-    def summary(self) -> dict[str, int | bool | str]:
+    def summary(self) -> dict[str, Any]:
         """Counters and sizes for the statistics page."""
         return {
             **dataclasses.asdict(self.stats),
@@ -200,10 +289,12 @@ class PrefixStore:
             "other_models_bytes": self._others.used_bytes,
             "quota_bytes": self._config.ssd_bytes,
             "direct_io": self._direct,
+            "gap_bytes": self._reader.cost.gap_bytes,
+            "read_mbps": round(self._reader.cost.bytes_per_second / 1e6),
         }
 
     def check_integrity(self) -> None:
-        """Compare tree, quota and pins with each other.
+        """Compare tree, quota, readers and caches with each other.
 
         Raises:
             AssertionError: they differ, which is a bug.
@@ -213,8 +304,10 @@ class PrefixStore:
         pending = {write.segment.segment_id: write.segment for write in self._writes}
         assert {sid for sid, segment in live.items() if not segment.ready} <= set(pending)
         charged = {**pending, **live}
-        assert self._used_bytes == sum(segment.file_bytes for segment in charged.values())
-        assert all(count > 0 for _, count in self._pins.values())
+        used = sum(segment.file_bytes for segment in charged.values())
+        rewritten = self._reordering.file_bytes if self._reordering is not None else 0
+        assert self._used_bytes == used + rewritten
+        self._readers.check_integrity(live)
 
     def close(self) -> None:
         """Finish writes, keep access times, close files and release the lock; idempotent."""
@@ -223,6 +316,10 @@ class PrefixStore:
         self._closed = True
         try:
             self.drain()
+            self._reorder_queue.clear()
+            self._rewriter.close()
+            if self._reordering is not None:
+                self._finish_reordering()
             accesses = [(s.segment_id, s.last_access, s.hits) for s in self.tree.segments()]
             self._worker.submit(self._catalog.record_accesses, accesses).result()
         except sqlite3.Error as error:
@@ -242,7 +339,7 @@ class PrefixStore:
         tree = StoredTree(first_time=latest + 1)
         for lost in restore_segments(tree, segments):
             logger.warning("segment %s has lost the prefix it builds on; removed", lost.segment_id)
-            self._delete(lost)
+            self._delete(lost.segment_id)
         used = sum(segment.file_bytes for segment in tree.segments())
         logger.info(
             "SSD store %s: %d segments, %.1f MB, O_DIRECT %s",
@@ -285,7 +382,7 @@ class PrefixStore:
             self.stats.bytes_written += segment.file_bytes
             return
         self._used_bytes -= segment.file_bytes
-        self._delete(segment)
+        self._delete(segment.segment_id)
         if error is not None:
             self.stats.segments_failed += 1
             logger.warning(
@@ -293,6 +390,86 @@ class PrefixStore:
             )
         if alive:
             self.tree.remove_subtree(segment)
+
+    def _is_worth_reordering(self, segment: StoredSegment, force: bool) -> bool:
+        history = segment.history
+        if not segment.ready or history is None or not history.accesses.any():
+            return False
+        if force:
+            return True
+        if not history.ssd_bytes:
+            return False
+        layout, average = segment.info.layout(), history.average
+        gap_bytes = self._reader.cost.gap_bytes
+        best = reorder.mapping_lists(average, self.tree.node_starts(segment))
+        present = self._readers.mapping(segment.segment_id)
+        before = reorder.expected_bytes(average, present, layout, gap_bytes)
+        after = reorder.expected_bytes(average, best, layout, gap_bytes)
+        pays = history.ssd_bytes * (1.0 - after / max(before, 1.0)) > segment.file_bytes
+        self.reorder_stats.not_worth += not pays
+        return pays
+
+    def _reorder_next(self) -> None:
+        """Begin the next rewrite of the queue that is still possible."""
+        while self._reorder_queue and self._reordering is None:
+            segment = self._reorder_queue.popleft()
+            if self.tree.get(segment.segment_id) is segment and segment.history is not None:
+                self._begin_reordering(segment, segment.history.average)
+
+    def _begin_reordering(self, segment: StoredSegment, average: npt.NDArray[np.float32]) -> None:
+        info = dataclasses.replace(
+            segment.info, segment_id=uuid.uuid4().hex, generation=segment.info.generation + 1
+        )
+        file_bytes = info.layout().file_bytes
+        if self._missing_bytes(file_bytes) > 0:
+            self.reorder_stats.without_space += 1
+            return
+        try:
+            opened = self._readers.acquire(segment)
+        except ChunkUnreadable as error:
+            logger.warning("a segment cannot be reordered: %s", error)
+            self.drop(segment.segment_id)
+            return
+        mapping = reorder.mapping_lists(average, self.tree.node_starts(segment))
+        rewrite = Rewrite(opened, info, mapping)
+        self._used_bytes += file_bytes
+        self._reordering = _Reordering(
+            segment, segment.segment_id, rewrite, file_bytes, self._rewriter.submit(rewrite)
+        )
+
+    def _finish_reordering(self) -> None:
+        """Take in one rewrite, waiting for it if it still runs: the new version takes over."""
+        assert self._reordering is not None
+        done, self._reordering = self._reordering, None
+        segment, error = done.segment, done.future.exception()
+        alive = self.tree.get(done.old_id) is segment
+        self._readers.release(done.old_id)
+        if error is None and alive:
+            self._publish_reordered(done)
+            return
+        self._used_bytes -= done.file_bytes
+        if error is None:
+            self._delete(done.rewrite.info.segment_id)
+            return
+        self.reorder_stats.failed += 1
+        logger.warning("a segment could not be reordered: %s", error)
+        if alive and isinstance(error, ChunkUnreadable):
+            self.drop(done.old_id)
+
+    def _publish_reordered(self, done: _Reordering) -> None:
+        segment, info = done.segment, done.rewrite.info
+        assert segment.history is not None
+        shares = reorder.chunk_shares(segment.history.average, done.rewrite.mapping, info.layout())
+        self._used_bytes -= segment.file_bytes
+        self.tree.replace(segment, info, done.file_bytes)
+        self._readers.succeed(done.old_id, segment, done.rewrite.mapping, shares)
+        self._readers.retire(done.old_id)
+        segment.history.ssd_bytes = 0
+        self.reorder_stats.segments += 1
+        self.reorder_stats.bytes_written += done.file_bytes
+        self.stats.bytes_written += done.file_bytes
+        entry = CatalogEntry(info, done.file_bytes, segment.last_access, segment.hits)
+        self._delete(done.old_id, successor=entry)
 
     def _make_room(self, num_bytes: int, keep: StoredMatch) -> bool:
         """Evict until `num_bytes` more fit under the quota and above the free-space floor."""
@@ -332,7 +509,7 @@ class PrefixStore:
             segment
             for segment in self.tree.segments()
             if segment.ready
-            and segment.segment_id not in self._pins
+            and not self._readers.is_read(segment.segment_id)
             and segment.segment_id not in kept
         ]
 
@@ -341,44 +518,22 @@ class PrefixStore:
             # A segment that is still being written is settled when its write finishes.
             if gone.ready:
                 self._used_bytes -= gone.file_bytes
-                self._delete(gone)
+                self._delete(gone.segment_id)
+            self._readers.retire(gone.segment_id)
 
-    def _delete(self, segment: StoredSegment) -> None:
-        path = segment_path(self._directory, segment.segment_id)
+    def _delete(self, segment_id: str, successor: CatalogEntry | None = None) -> None:
+        """Remove a file, on the writing thread; readers that have it open go on reading it."""
+        path = segment_path(self._directory, segment_id)
 
         def delete() -> None:
             try:
                 path.unlink(missing_ok=True)
-                self._catalog.remove(segment.segment_id)
+                if successor is None:
+                    self._catalog.remove(segment_id)
+                else:
+                    self._catalog.replace(segment_id, successor)
             except (OSError, sqlite3.Error) as error:
                 # The next start compares files and index again.
-                logger.warning("segment %s could not be removed: %s", segment.segment_id, error)
+                logger.warning("segment %s could not be removed: %s", segment_id, error)
 
         self._worker.submit(delete)
-
-    def _pin(self, stored: StoredSegment) -> OpenSegment:
-        segment_id = stored.segment_id
-        if segment_id in self._pins:
-            segment, count = self._pins[segment_id]
-        else:
-            segment, count = self._open(stored), 0
-        self._pins[segment_id] = (segment, count + 1)
-        return segment
-
-    def _open(self, stored: StoredSegment) -> OpenSegment:
-        path = segment_path(self._directory, stored.segment_id)
-        segment = OpenSegment(path, direct=self._direct)
-        # The index has no checksums; the header has.
-        if not segment.info.describes_same(stored.info):
-            segment.close()
-            raise ChunkUnreadable(stored.segment_id, "index and segment file do not agree")
-        return segment
-
-    def _unpin(self, segment_ids: Iterable[str]) -> None:
-        for segment_id in segment_ids:
-            segment, count = self._pins[segment_id]
-            if count > 1:
-                self._pins[segment_id] = (segment, count - 1)
-            else:
-                segment.close()
-                del self._pins[segment_id]

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from impress_sglang.importance.history import TokenHistory
 from impress_sglang.storage.segment import SegmentInfo, Tokens
 
 _ChildKey = tuple[int, bool]
@@ -30,7 +31,7 @@ class StoredSegment:
     """A segment in the tree.
 
     `ready` is False until its file is published; `dependents` counts segments attached below it;
-    `last_access` is a logical time.
+    `last_access` is a logical time; `history` exists once a request has read the segment.
     """
 
     info: SegmentInfo
@@ -40,6 +41,7 @@ class StoredSegment:
     last_access: int = 0
     hits: int = 0
     parent: StoredSegment | None = None
+    history: TokenHistory | None = None
 
     @property
     def segment_id(self) -> str:
@@ -171,6 +173,23 @@ class StoredTree:
         if parent is None:
             return False
         return self._attach(segment, parent)
+
+    def replace(self, segment: StoredSegment, info: SegmentInfo, file_bytes: int) -> None:
+        """The same tokens are in another file now."""
+        assert np.array_equal(segment.info.tokens, info.tokens)
+        assert info.segment_id not in self._segments
+        self._tails[info.segment_id] = self._tails.pop(segment.segment_id)
+        self._segments[info.segment_id] = self._segments.pop(segment.segment_id)
+        segment.info, segment.file_bytes = info, file_bytes
+
+    def node_starts(self, segment: StoredSegment) -> list[int]:
+        """First token of each node of a segment, ascending; the first one is 0."""
+        starts = []
+        node: _Node | None = self._tails[segment.segment_id]
+        while node is not None and node.segment is segment:
+            starts.append(node.start)
+            node = node.parent
+        return starts[::-1]
 
     def remove(self, segment: StoredSegment) -> None:
         """Take a segment out; it must have no dependents."""
@@ -308,7 +327,8 @@ def restore_segments(tree: StoredTree, segments: Iterable[StoredSegment]) -> lis
     A segment knows only the digest of the tokens before it; their text is that of the segments it
     hangs below. Returns the segments whose place was not found: a segment above them is gone.
     """
-    ordered = sorted(segments, key=lambda segment: segment.info.prefix_len)
+    # Of two files of the same tokens, after a crash while one replaced the other, take the newer.
+    ordered = sorted(segments, key=lambda s: (s.info.prefix_len, -s.info.generation))
     wanted_lens: dict[str, set[int]] = {}
     for segment in ordered:
         wanted_lens.setdefault(segment.info.namespace, set()).add(segment.info.prefix_len)

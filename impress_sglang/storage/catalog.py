@@ -33,11 +33,14 @@ CREATE TABLE IF NOT EXISTS segments (
     approximate INTEGER NOT NULL,
     shape TEXT NOT NULL,
     chunk_tokens INTEGER NOT NULL,
+    generation INTEGER NOT NULL,
     file_bytes INTEGER NOT NULL,
     last_access INTEGER NOT NULL DEFAULT 0,
     hits INTEGER NOT NULL DEFAULT 0
 ) STRICT
 """
+
+_INSERT = "INSERT OR REPLACE INTO segments VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,13 +69,17 @@ class Catalog:
     def add(self, entry: CatalogEntry) -> None:
         """Record a published segment."""
         with self._connection as connection:
-            connection.execute(
-                "INSERT OR REPLACE INTO segments VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", _to_row(entry)
-            )
+            connection.execute(_INSERT, _to_row(entry))
 
     def remove(self, segment_id: str) -> None:
         """Forget a segment; no error if it is unknown."""
         with self._connection as connection:
+            connection.execute("DELETE FROM segments WHERE segment_id = ?", (segment_id,))
+
+    def replace(self, segment_id: str, entry: CatalogEntry) -> None:
+        """Record a published segment in the place of another."""
+        with self._connection as connection:
+            connection.execute(_INSERT, _to_row(entry))
             connection.execute("DELETE FROM segments WHERE segment_id = ?", (segment_id,))
 
     def record_accesses(self, accesses: Iterable[tuple[str, int, int]]) -> None:
@@ -122,7 +129,7 @@ class Catalog:
         segment_id = path.name.removesuffix(SEGMENT_SUFFIX)
         try:
             if entry is None:
-                info, _ = read_header(path)
+                info = read_header(path).info
                 if info.segment_id != segment_id:
                     raise ChunkUnreadable(segment_id, f"is a copy of segment {info.segment_id}")
                 entry = CatalogEntry(info, info.layout().file_bytes)
@@ -168,6 +175,7 @@ def _to_row(entry: CatalogEntry) -> tuple[object, ...]:
         int(info.approximate),
         json.dumps(info.shape.to_fields()),
         info.chunk_tokens,
+        info.generation,
         entry.file_bytes,
         entry.last_access,
         entry.hits,
@@ -185,6 +193,7 @@ def _from_row(row: tuple[object, ...]) -> CatalogEntry:
         approximate,
         shape_json,
         chunk_tokens,
+        generation,
         file_bytes,
         last_access,
         hits,
@@ -200,5 +209,6 @@ def _from_row(row: tuple[object, ...]) -> CatalogEntry:
         approximate=bool(approximate),
         shape=KVShape.from_fields(json.loads(str(shape_json))),
         chunk_tokens=int(str(chunk_tokens)),
+        generation=int(str(generation)),
     )
     return CatalogEntry(info, int(str(file_bytes)), int(str(last_access)), int(str(hits)))

@@ -8,7 +8,9 @@ neighbouring chunks are one read.
     header | layer 0: probe keys, other keys, values | layer 1: ... | ...
 
 Every chunk starts at a multiple of `BLOCK_BYTES` from the start of the file, which O_DIRECT needs.
-The last chunk of a stream has only the tokens that are left. See docs/format.md.
+The last chunk of a stream has only the tokens that are left. The chunk is the unit of storing,
+caching and scoring; the block is the unit of reading and of the checksums, so that a part of a
+chunk can be read and verified. See docs/format.md.
 """
 
 from __future__ import annotations
@@ -148,7 +150,7 @@ class SegmentLayout:
         return self._strides[stream]
 
     def chunk_bytes(self, stream: Stream, chunk: int) -> int:
-        """Bytes of a chunk without padding; its checksum covers just these."""
+        """Bytes of a chunk without padding."""
         return self.shape.row_bytes(stream) * self.chunk_rows(chunk)
 
     def stream_bytes(self, stream: Stream) -> int:
@@ -169,11 +171,16 @@ class SegmentLayout:
             return (stop - first) * self._strides[stream]
         return self._stream_sizes[stream] - first * self._strides[stream]
 
-    def checksum_index(self, layer: int, stream: Stream, chunk: int) -> int:
-        """Position of a chunk's checksum in the segment's table."""
+    def chunk_index(self, layer: int, stream: Stream, chunk: int) -> int:
+        """Position of a chunk among all chunks of the segment."""
         return (layer * len(Stream) + stream) * self.num_chunks + chunk
 
     @property
-    def num_checksums(self) -> int:
-        """Entries of the segment's checksum table."""
+    def total_chunks(self) -> int:
+        """Chunks of all streams of all layers."""
         return self.shape.num_layers * len(Stream) * self.num_chunks
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of `BLOCK_BYTES` after the header: entries of the checksum table."""
+        return self.shape.num_layers * self.layer_bytes // BLOCK_BYTES

@@ -1,9 +1,9 @@
 """The segment file: its header, and checks that make a bad file a miss.
 
 The header holds what is needed to find the segment again without the index: the identity of the
-model, the namespace, the digest and length of the tokens before it, its own tokens, and the
-checksum of every chunk. It is written last, so a file without a valid header was never finished.
-See docs/format.md for the bytes.
+model, the namespace, the digest and length of the tokens before it, its own tokens, the mapping
+lists if the segment is reordered, and the checksum of every block. It is written last, so a file
+without a valid header was never finished. See docs/format.md for the bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import xxhash
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, round_up
 
-MAGIC = b"IMPRSEG\x01"
-FORMAT_VERSION = 1
+MAGIC = b"IMPRSEG\x02"
+FORMAT_VERSION = 2
 SEGMENT_SUFFIX = ".kv"
 # magic, header bytes, bytes of the JSON description, xxh3-64 of the two sizes and all that follows
 _PREAMBLE = struct.Struct("<8sQQQ")
@@ -30,6 +30,8 @@ _MAX_HEADER_BYTES = 1 << 30
 
 Tokens = npt.NDArray[np.int32]
 Checksums = npt.NDArray[np.uint64]
+# Per layer and token: the row of the layer's streams where the token stands (paper, 4.4.1).
+MappingLists = npt.NDArray[np.unsignedinteger[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,8 @@ class SegmentInfo:
     """What a segment is, apart from its KVs.
 
     `prefix_digest` is the digest of the namespace and all `prefix_len` tokens before `tokens`;
-    `approximate` says that the KVs were computed after a partly loaded prefix.
+    `approximate` says that the KVs were computed after a partly loaded prefix; `generation` counts
+    how often the segment was reordered (0: tokens stand in logical order).
     """
 
     segment_id: str
@@ -49,11 +52,22 @@ class SegmentInfo:
     approximate: bool
     shape: KVShape
     chunk_tokens: int
+    generation: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens in this segment."""
         return len(self.tokens)
+
+    @property
+    def reordered(self) -> bool:
+        """Whether the file has mapping lists."""
+        return self.generation > 0
+
+    @property
+    def mapping_dtype(self) -> np.dtype[Any]:
+        """Type of the entries of the mapping lists."""
+        return np.dtype("<u2" if self.num_tokens <= 1 << 16 else "<u4")
 
     def describes_same(self, other: SegmentInfo) -> bool:
         """Whether another description says the same of the same segment."""
@@ -65,8 +79,12 @@ class SegmentInfo:
         """Where the bytes stand."""
         draft = SegmentLayout(self.shape, self.chunk_tokens, self.num_tokens, BLOCK_BYTES)
         size = _PREAMBLE.size + len(self._description()) + self.tokens.nbytes
-        header = round_up(size + draft.num_checksums * 8, BLOCK_BYTES)
+        size += self._mapping_entries() * self.mapping_dtype.itemsize
+        header = round_up(size + draft.num_blocks * 8, BLOCK_BYTES)
         return dataclasses.replace(draft, header_bytes=header)
+
+    def _mapping_entries(self) -> int:
+        return self.shape.num_layers * self.num_tokens if self.reordered else 0
 
     def _description(self) -> bytes:
         fields = {
@@ -79,9 +97,32 @@ class SegmentInfo:
             "num_tokens": self.num_tokens,
             "approximate": self.approximate,
             "chunk_tokens": self.chunk_tokens,
+            "generation": self.generation,
             "shape": self.shape.to_fields(),
         }
         return json.dumps(fields, sort_keys=True).encode()
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentHeader:
+    """All that a header says.
+
+    `checksums` uint64 [blocks]; `mapping` unsigned [L, t], each row a permutation, or None when the
+    tokens stand in logical order.
+    """
+
+    info: SegmentInfo
+    checksums: Checksums
+    mapping: MappingLists | None = None
+
+    def __post_init__(self) -> None:
+        info = self.info
+        assert self.checksums.shape == (info.layout().num_blocks,)
+        assert (self.mapping is not None) == info.reordered
+        assert self.mapping is None or self.mapping.shape == (
+            info.shape.num_layers,
+            info.num_tokens,
+        )
 
 
 def checksum(data: memoryview | bytes) -> int:
@@ -89,19 +130,26 @@ def checksum(data: memoryview | bytes) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def encode_header(info: SegmentInfo, checksums: Checksums) -> bytes:
-    """The header of a segment, padded to its size in the layout."""
-    layout = info.layout()
-    assert checksums.shape == (layout.num_checksums,)
+def block_checksums(data: memoryview) -> list[int]:
+    """Checksums of the blocks of `data`, whose length is a multiple of `BLOCK_BYTES`."""
+    digest = xxhash.xxh3_64_intdigest
+    return [digest(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
+
+
+def encode_header(header: SegmentHeader) -> bytes:
+    """The bytes of a header, padded to its size in the layout."""
+    info, layout = header.info, header.info.layout()
     description = info._description()
-    tokens = info.tokens.astype("<i4", copy=False).tobytes()
-    body = description + tokens + checksums.astype("<u8", copy=False).tobytes()
-    body = body.ljust(layout.header_bytes - _PREAMBLE.size, b"\0")
+    parts = [description, info.tokens.astype("<i4", copy=False).tobytes()]
+    if header.mapping is not None:
+        parts.append(header.mapping.astype(info.mapping_dtype, copy=False).tobytes())
+    parts.append(header.checksums.astype("<u8", copy=False).tobytes())
+    body = b"".join(parts).ljust(layout.header_bytes - _PREAMBLE.size, b"\0")
     digest = _header_checksum(layout.header_bytes, len(description), body)
     return _PREAMBLE.pack(MAGIC, layout.header_bytes, len(description), digest) + body
 
 
-def read_header(path: Path) -> tuple[SegmentInfo, Checksums]:
+def read_header(path: Path) -> SegmentHeader:
     """Read and verify the header of a segment file.
 
     Raises:
@@ -134,7 +182,7 @@ def _parse_preamble(name: str, preamble: bytes) -> tuple[int, int, int]:
     return header_bytes, description_bytes, expected
 
 
-def _decode_body(name: str, body: bytes, description_bytes: int) -> tuple[SegmentInfo, Checksums]:
+def _decode_body(name: str, body: bytes, description_bytes: int) -> SegmentHeader:
     fields: dict[str, Any] = json.loads(body[:description_bytes])
     if fields["version"] != FORMAT_VERSION:
         raise ChunkUnreadable(name, f"format version {fields['version']} is not supported")
@@ -149,7 +197,13 @@ def _decode_body(name: str, body: bytes, description_bytes: int) -> tuple[Segmen
         approximate=fields["approximate"],
         shape=KVShape.from_fields(fields["shape"]),
         chunk_tokens=fields["chunk_tokens"],
+        generation=fields["generation"],
     )
     offset = description_bytes + tokens.nbytes
-    checksums = np.frombuffer(body, "<u8", info.layout().num_checksums, offset)
-    return info, checksums.astype(np.uint64)
+    mapping = None
+    if info.reordered:
+        flat = np.frombuffer(body, info.mapping_dtype, info._mapping_entries(), offset)
+        mapping = flat.reshape(info.shape.num_layers, info.num_tokens)
+        offset += flat.nbytes
+    checksums = np.frombuffer(body, "<u8", info.layout().num_blocks, offset)
+    return SegmentHeader(info, checksums, mapping)

@@ -17,7 +17,7 @@ from torch import Tensor
 from impress_sglang.importance.identify import IdentificationRule
 from impress_sglang.importance.scores import column_sums
 from impress_sglang.storage.layout import KVShape, Stream
-from impress_sglang.transfer.source import PrefixSource, Want
+from impress_sglang.transfer.source import PrefixSource
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,10 +56,15 @@ class LayerInputs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedLayer:
-    """keys [k, G, Dk] and values [k, G, Dv], CPU; row j of head h is that head's own j-th token."""
+    """What attention of a layer uses of a prefix.
+
+    keys [k, G, Dk] and values [k, G, Dv] on the source's device, row j of head h is that head's own
+    j-th token; selected int64 ascending on the CPU, the tokens that any head uses.
+    """
 
     keys: Tensor
     values: Tensor
+    selected: Tensor
 
 
 class PrefixLoader:
@@ -84,30 +89,35 @@ class PrefixLoader:
         if k == source.num_tokens:
             return self._load_whole(layer, source, stats)
         with stats.timed("load_ms"):
-            (probe_keys,) = source.read(layer, [Want(Stream.PROBE_KEYS)])
+            (probe_keys,) = source.read(layer, [Stream.PROBE_KEYS])
         with stats.timed("probe_ms"):
             scores = self._scores(inputs, probe_keys, self._probe, self._probe_queries)
             verdict = self._rule.judge(scores, k)
         if verdict.tokens is not None:
             stats.layers_by_probe += 1
-            return self._load_shared(layer, source, probe_keys, verdict.tokens.cpu(), stats)
-        stats.layers_by_fallback += 1
-        return self._load_per_head(layer, source, inputs, probe_keys, scores, k, stats)
+            loaded = self._load_shared(layer, source, probe_keys, verdict.tokens, stats)
+        else:
+            stats.layers_by_fallback += 1
+            loaded = self._load_per_head(layer, source, inputs, probe_keys, scores, k, stats)
+        source.note_selection(layer, loaded.selected, scores)
+        return loaded
 
     def _load_whole(self, layer: int, source: PrefixSource, stats: LoadStats) -> LoadedLayer:
         stats.layers_whole += 1
         with stats.timed("load_ms"):
-            probe, other, values = source.read(layer, [Want(stream) for stream in Stream])
-            return LoadedLayer(self._join(probe, other), values)
+            probe, other, values = source.read(layer, list(Stream))
+            source.note_whole()
+            everything = torch.arange(source.num_tokens)
+            return LoadedLayer(self._join(probe, other), values, everything)
 
     def _load_shared(
         self, layer: int, source: PrefixSource, probe_keys: Tensor, tokens: Tensor, stats: LoadStats
     ) -> LoadedLayer:
         with stats.timed("load_ms"):
-            other, values = source.read(
-                layer, [Want(Stream.OTHER_KEYS, tokens), Want(Stream.VALUES, tokens)]
-            )
-            return LoadedLayer(self._join(probe_keys[tokens], other), values)
+            selected = tokens.cpu()
+            other, values = source.read(layer, [Stream.OTHER_KEYS, Stream.VALUES], selected)
+            probe = probe_keys[tokens.to(probe_keys.device)]
+            return LoadedLayer(self._join(probe, other), values, selected)
 
     def _load_per_head(
         self,
@@ -120,7 +130,7 @@ class PrefixLoader:
         stats: LoadStats,
     ) -> LoadedLayer:
         with stats.timed("load_ms"):
-            (other_keys,) = source.read(layer, [Want(Stream.OTHER_KEYS)])
+            (other_keys,) = source.read(layer, [Stream.OTHER_KEYS])
         with stats.timed("probe_ms"):
             scores = probe_scores.new_empty(self._shape.num_query_heads, source.num_tokens)
             scores[self._probe_queries] = probe_scores
@@ -130,12 +140,12 @@ class PrefixLoader:
                 )
             tokens = self._rule.fall_back(scores, self._shape.group_size, k).cpu()
         with stats.timed("load_ms"):
-            union = tokens.unique()
-            (values,) = source.read(layer, [Want(Stream.VALUES, union)])
-            heads = torch.arange(self._shape.num_kv_heads)
-            rows = torch.searchsorted(union, tokens).T
+            selected = tokens.unique()
+            (values,) = source.read(layer, [Stream.VALUES], selected)
+            rows = torch.searchsorted(selected, tokens).T.to(values.device)
+            heads = torch.arange(self._shape.num_kv_heads, device=values.device)
             keys = self._join(probe_keys, other_keys)
-            return LoadedLayer(keys[tokens.T, heads], values[rows, heads])
+            return LoadedLayer(keys[tokens.T.to(keys.device), heads], values[rows, heads], selected)
 
     def _scores(
         self, inputs: LayerInputs, keys: Tensor, heads: list[int], query_heads: list[int]

@@ -1,0 +1,193 @@
+"""Open segments: who reads which file, and the ids of their chunks in the caches.
+
+A version of a segment (one file) gets a range of chunk ids when it is first read, and keeps it
+until it has left the tree *and* its last reader is done: a request goes on with the version that it
+began with, whatever is published meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.importance.history import TokenHistory
+from impress_sglang.management.tree import StoredSegment, StoredSpan
+from impress_sglang.storage.catalog import segment_path
+from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
+from impress_sglang.storage.reader import ChunkReader, OpenSegment
+from impress_sglang.storage.segment import MappingLists
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.rules import Floats
+from impress_sglang.transfer.plan import SourceSpan
+from impress_sglang.transfer.source import SegmentSource, Staging
+
+
+@dataclasses.dataclass(slots=True)
+class _Version:
+    """One file: its chunk ids and order, and its readers while it has any."""
+
+    base: int
+    layout: SegmentLayout
+    mapping: MappingLists | None
+    segment: OpenSegment | None = None
+    readers: int = 0
+    retired: bool = False
+
+
+class SegmentReaders:
+    """Opens sources on segments; owned by one thread."""
+
+    def __init__(
+        self,
+        directory: Path,
+        shape: KVShape,
+        reader: ChunkReader,
+        cache: ChunkCache,
+        *,
+        direct: bool,
+        key: str,
+    ) -> None:
+        self._directory = directory
+        self._shape = shape
+        self._reader = reader
+        self._cache = cache
+        self._direct = direct
+        self._key = key
+        self._staging = Staging()
+        self._versions: dict[str, _Version] = {}
+
+    def open_source(self, spans: Sequence[StoredSpan]) -> SegmentSource:
+        """A source for consecutive spans; `close_source` gives it back.
+
+        Raises:
+            ChunkUnreadable: a segment cannot be opened.
+        """
+        self._cache.placement.advance()
+        opened: list[SourceSpan] = []
+        try:
+            for span in spans:
+                segment = self.acquire(span.segment)
+                base = self._versions[segment.segment_id].base
+                history = self._history(span.segment)
+                opened.append(SourceSpan(segment, span.start, span.stop, base, history))
+        except BaseException:
+            for done in opened:
+                self.release(done.segment.segment_id)
+            raise
+        return SegmentSource(self._shape, opened, self._reader, self._staging, self._cache)
+
+    def close_source(self, source: SegmentSource) -> None:
+        """Give the segments of a source back."""
+        for segment_id in source.segment_ids:
+            self.release(segment_id)
+
+    def acquire(self, stored: StoredSegment) -> OpenSegment:
+        """Open a segment for one more reader.
+
+        Raises:
+            ChunkUnreadable: the file is missing, damaged, or not what the index says.
+        """
+        version = self._versions.get(stored.segment_id)
+        if version is None or version.segment is None:
+            segment = self._open(stored)
+            if version is None:
+                version = _Version(
+                    self._cache.attach(segment.layout), segment.layout, segment.mapping
+                )
+                self._versions[stored.segment_id] = version
+            version.segment = segment
+        assert version.segment is not None
+        version.readers += 1
+        return version.segment
+
+    def release(self, segment_id: str) -> None:
+        """A reader of a segment is done."""
+        version = self._versions[segment_id]
+        version.readers -= 1
+        if version.readers:
+            return
+        assert version.segment is not None
+        version.segment.close()
+        version.segment = None
+        if version.retired:
+            self._forget(segment_id)
+
+    def retire(self, segment_id: str) -> None:
+        """A segment has left the tree; its chunks leave the caches after its last reader."""
+        version = self._versions.get(segment_id)
+        if version is None:
+            return
+        version.retired = True
+        if not version.readers:
+            self._forget(segment_id)
+
+    def succeed(
+        self, old_id: str, new: StoredSegment, mapping: MappingLists, shares: Floats
+    ) -> None:
+        """A reordered version takes over: its chunks inherit what is known of the old ones.
+
+        Args:
+            old_id: the version that is replaced, still known here.
+            new: the segment with its new description.
+            mapping: its mapping lists.
+            shares: float64 [L, chunks], expected share of selected rows.
+        """
+        old = self._versions.get(old_id)
+        if old is None:
+            return
+        layout = new.info.layout()
+        base = self._cache.attach(layout)
+        self._versions[new.segment_id] = _Version(base, layout, mapping)
+        for layer, stream in itertools.product(range(self._shape.num_layers), Stream):
+            first = layout.chunk_index(layer, stream, 0)
+            chunks = np.arange(first, first + layout.num_chunks)
+            expected = np.ones(layout.num_chunks) if stream is Stream.PROBE_KEYS else shares[layer]
+            self._cache.placement.inherit(base + chunks, old.base + chunks, expected)
+
+    def mapping(self, segment_id: str) -> MappingLists | None:
+        """The mapping lists of a segment that was read; None if it is in logical order."""
+        version = self._versions.get(segment_id)
+        return None if version is None else version.mapping
+
+    def is_read(self, segment_id: str) -> bool:
+        """Whether a segment has readers."""
+        version = self._versions.get(segment_id)
+        return version is not None and version.readers > 0
+
+    def check_integrity(self, live: Iterable[str]) -> None:
+        """Compare versions with the segments in the tree, and check the caches.
+
+        Raises:
+            AssertionError: they differ, which is a bug.
+        """
+        known = set(live)
+        for segment_id, version in self._versions.items():
+            assert version.readers >= 0
+            assert (version.segment is not None) == (version.readers > 0)
+            assert version.retired == (segment_id not in known)
+            assert not version.retired or version.readers
+        self._cache.check_integrity()
+
+    def _forget(self, segment_id: str) -> None:
+        version = self._versions.pop(segment_id)
+        self._cache.detach(version.base, version.layout)
+
+    def _history(self, stored: StoredSegment) -> TokenHistory:
+        if stored.history is None:
+            num_tokens = stored.info.num_tokens
+            stored.history = TokenHistory(self._shape.num_layers, num_tokens, self._key)
+        return stored.history
+
+    def _open(self, stored: StoredSegment) -> OpenSegment:
+        path = segment_path(self._directory, stored.segment_id)
+        segment = OpenSegment(path, direct=self._direct)
+        # The index has no checksums; the header has.
+        if not segment.info.describes_same(stored.info):
+            segment.close()
+            raise ChunkUnreadable(stored.segment_id, "index and segment file do not agree")
+        return segment

@@ -1,0 +1,151 @@
+"""The two chunk caches: placement of chunks and the slabs that hold their bytes.
+
+Stage: load. The order of a read is fixed: `access` decides; rows are taken from where chunks stood
+*before* that; then `settle` carries the moves out, with the bytes that were read from SSD. Between
+`access` and `settle` no page has changed, so rows and moves see the same bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from impress_sglang.storage.layout import KVShape, SegmentLayout
+from impress_sglang.tiers.placement import CACHES, Access, Move, Placement, Tier
+from impress_sglang.tiers.rules import Floats, Ids, ReplacementRule
+from impress_sglang.tiers.slab import PageShape, Slab
+
+
+@dataclasses.dataclass(slots=True)
+class CopyStats:
+    """Bytes of whole chunks that were copied between tiers since start."""
+
+    promoted_bytes: int = 0
+    demoted_bytes: int = 0
+
+
+class ChunkCache:
+    """Device and host cache of the chunks of one store."""
+
+    def __init__(
+        self,
+        shape: KVShape,
+        chunk_tokens: int,
+        rule: ReplacementRule,
+        *,
+        device: torch.device,
+        device_bytes: int,
+        host_bytes: int,
+    ) -> None:
+        """Allocate both slabs.
+
+        Raises:
+            ConfigError: there is not enough memory.
+        """
+        self.device = device
+        self.page = PageShape.of(shape, chunk_tokens)
+        self.copies = CopyStats()
+        device_pages = device_bytes // self.page.page_bytes
+        host_pages = host_bytes // self.page.page_bytes
+        self.placement = Placement(
+            rule,
+            device_pages=device_pages,
+            host_pages=host_pages,
+            max_chunk_pages=self.page.max_chunk_pages(shape),
+        )
+        pin = device.type == "cuda"
+        self._slabs = {
+            Tier.DEVICE: Slab(self.page, device_pages, device, pin=False),
+            Tier.HOST: Slab(self.page, host_pages, torch.device("cpu"), pin=pin),
+        }
+
+    def attach(self, layout: SegmentLayout) -> int:
+        """Ids for the chunks of a segment, in the order of `layout.chunk_index`; the first one."""
+        return self.placement.attach(self.page.chunk_pages(layout))
+
+    def detach(self, base: int, layout: SegmentLayout) -> None:
+        """Forget the chunks of a segment."""
+        self.placement.detach(base, layout.total_chunks)
+
+    def access(self, ids: Ids, shares: Floats) -> Access:
+        """See `Placement.access`; every access must be settled or abandoned before the next."""
+        return self.placement.access(ids, shares)
+
+    def read_rows(
+        self,
+        tier: Tier,
+        pages: npt.NDArray[np.int32],
+        offsets: npt.NDArray[np.int64],
+        row_vectors: int,
+    ) -> Tensor:
+        """Rows of cached chunks; see `Slab.read_rows`."""
+        return self._slabs[tier].read_rows(pages, offsets, row_vectors)
+
+    def settle(self, access: Access, loaded: Mapping[int, Tensor]) -> None:
+        """Carry out the moves; `loaded` has the bytes (uint8, CPU) of each kept chunk, by id."""
+        groups: dict[tuple[Tier, Tier], list[Move]] = {}
+        for move in access.moves:
+            groups.setdefault((move.source, move.target), []).append(move)
+        # All sources are read before any page is written: a page may be both.
+        contents = {
+            (source, target): self._contents(source, moves, loaded)
+            for (source, target), moves in groups.items()
+        }
+        for (source, target), moves in groups.items():
+            pages = np.concatenate([move.target_pages for move in moves])
+            self._slabs[target].write_pages(pages, contents[source, target])
+            self._count(source, target, len(pages) * self.page.page_bytes)
+
+    def abandon(self, access: Access) -> None:
+        """The read failed: what was to move is in no cache."""
+        self.placement.drop(np.array([move.chunk for move in access.moves], np.int64))
+
+    def summary(self) -> dict[str, object]:
+        """Sizes and counters for the statistics page."""
+        return {
+            **{tier.name.lower(): self._tier_summary(tier) for tier in CACHES},
+            **dataclasses.asdict(self.placement.stats),
+            **dataclasses.asdict(self.copies),
+            "management_bytes": self.placement.num_bytes,
+        }
+
+    def check_integrity(self) -> None:
+        """Check pages, tiers and heaps.
+
+        Raises:
+            AssertionError: they do not agree, which is a bug.
+        """
+        self.placement.check_integrity()
+
+    def _tier_summary(self, tier: Tier) -> dict[str, int]:
+        size = self.page.page_bytes
+        return {
+            "capacity_bytes": self.placement.capacity[tier] * size,
+            "used_bytes": self.placement.used_pages(tier) * size,
+            "chunks": self.placement.cached_chunks(tier),
+        }
+
+    def _contents(
+        self, source: Tier, moves: Sequence[Move], loaded: Mapping[int, Tensor]
+    ) -> Tensor:
+        if source == Tier.SSD:
+            return torch.cat([self._paged(loaded[m.chunk], len(m.target_pages)) for m in moves])
+        return self._slabs[source].read_pages(np.concatenate([m.source_pages for m in moves]))
+
+    def _paged(self, data: Tensor, num_pages: int) -> Tensor:
+        """Bytes of a chunk as pages [p, page_vectors * unit]; the last one may have a rest."""
+        size = num_pages * self.page.page_bytes
+        if len(data) < size:
+            data = torch.nn.functional.pad(data, (0, size - len(data)))
+        return data[:size].view(self.page.dtype).view(num_pages, -1)
+
+    def _count(self, source: Tier, target: Tier, num_bytes: int) -> None:
+        if target == Tier.DEVICE and source != Tier.DEVICE:
+            self.copies.promoted_bytes += num_bytes
+        if (source, target) == (Tier.DEVICE, Tier.HOST):
+            self.copies.demoted_bytes += num_bytes

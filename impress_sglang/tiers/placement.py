@@ -1,0 +1,351 @@
+"""Where each chunk stands: SSD alone, or in addition the device or the host cache.
+
+The two caches are exclusive; the SSD has everything, so that eviction never writes. After each
+access the paper's rule (4.4.2) decides, best chunk first:
+
+  * found on the device: it stays;
+  * found on the host: it moves to the device if its priority beats the lowest there;
+  * found on SSD: to the device if it beats the lowest there, else to the host if it beats the
+    lowest there, else it stays on SSD.
+
+What a newcomer displaces from the device contends for the host in turn; what is displaced from the
+host is dropped. Decisions are pure arithmetic on ids and pages: nothing is read or copied here, so
+a decision can precede the read that it asks for, and a trace can be replayed without data.
+
+Memory is given in pages of one size. A chunk takes some pages, wherever they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from impress_sglang.tiers.heap import LowestFirst
+from impress_sglang.tiers.rules import Floats, Ids, ReplacementRule
+
+Pages = npt.NDArray[np.int32]
+_FIRST_CHUNKS = 1024
+
+
+class Tier(enum.IntEnum):
+    """Where a chunk is found; `SSD` means in no cache."""
+
+    SSD = 0
+    HOST = 1
+    DEVICE = 2
+
+
+CACHES = (Tier.DEVICE, Tier.HOST)
+
+
+@dataclasses.dataclass(slots=True)
+class PlacementStats:
+    """Counters since start, in chunks."""
+
+    promoted: int = 0
+    demoted: int = 0
+    admitted_device: int = 0
+    admitted_host: int = 0
+    dropped: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Move:
+    """A chunk whose bytes must be brought to another place; the source SSD has no pages."""
+
+    chunk: int
+    source: Tier
+    source_pages: Pages
+    target: Tier
+    target_pages: Pages
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Access:
+    """Where the accessed chunks stood, int/uint arrays in the order of the ids, and what moves now.
+
+    `tiers` uint8 [n]; `pages` int32 [n, width], of which a chunk uses the first few; `kept` bool
+    [n]: found on SSD and now to be cached, so its whole chunk is wanted.
+    """
+
+    tiers: npt.NDArray[np.uint8]
+    pages: Pages
+    kept: npt.NDArray[np.bool_]
+    moves: tuple[Move, ...]
+
+
+class Placement:
+    """Places the chunks of two caches; ids are handed out by `attach`. Not thread-safe."""
+
+    def __init__(
+        self, rule: ReplacementRule, *, device_pages: int, host_pages: int, max_chunk_pages: int
+    ) -> None:
+        """Capacities are in pages; a chunk of more than `max_chunk_pages` is never cached."""
+        self.stats = PlacementStats()
+        self.capacity = {Tier.DEVICE: device_pages, Tier.HOST: host_pages}
+        self._rule = rule
+        self._width = max_chunk_pages
+        self._tiers = np.zeros(0, np.uint8)
+        self._pages: Pages = np.zeros((0, max_chunk_pages), np.int32)
+        self._num_pages = np.zeros(0, np.uint16)
+        self._free = {tier: list(range(pages - 1, -1, -1)) for tier, pages in self.capacity.items()}
+        self._heaps = {tier: LowestFirst(self._member_test(tier)) for tier in CACHES}
+        self._counts = dict.fromkeys(CACHES, 0)
+        self._gaps: list[tuple[int, int]] = []
+        self._grow(_FIRST_CHUNKS)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is any cache."""
+        return any(self.capacity.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of tables and heaps, in bytes; an entry of a heap is a tuple of two objects."""
+        arrays = (self._tiers, self._pages, self._num_pages)
+        rule = (v for v in vars(self._rule).values() if isinstance(v, np.ndarray))
+        entries = sum(len(heap) for heap in self._heaps.values())
+        free = sum(len(pages) for pages in self._free.values())
+        return (
+            sum(a.nbytes for a in arrays) + sum(a.nbytes for a in rule) + 120 * entries + 8 * free
+        )
+
+    def used_pages(self, tier: Tier) -> int:
+        """Pages of a cache that chunks stand in."""
+        return self.capacity[tier] - len(self._free[tier])
+
+    def cached_chunks(self, tier: Tier) -> int:
+        """Chunks in a cache."""
+        return self._counts[tier]
+
+    def attach(self, num_pages: npt.NDArray[np.uint16]) -> int:
+        """Take a range of ids for new chunks of so many pages each; returns the first."""
+        size = len(num_pages)
+        base = self._take_range(size)
+        self._num_pages[base : base + size] = num_pages
+        return base
+
+    def detach(self, base: int, size: int) -> None:
+        """Give a range of ids back; their chunks leave the caches."""
+        ids = np.arange(base, base + size)
+        self.drop(ids[self._tiers[ids] != Tier.SSD])
+        self._rule.forget(ids)
+        self._give_range(base, size)
+
+    def drop(self, ids: Ids) -> None:
+        """Remove chunks from the caches, without a decision."""
+        for chunk in ids.tolist():
+            if self._tiers[chunk] != Tier.SSD:
+                self._release(chunk)
+
+    def advance(self) -> None:
+        """A new request begins."""
+        factor = self._rule.advance()
+        if factor != 1.0:
+            for heap in self._heaps.values():
+                heap.scale(factor)
+
+    def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
+        """New chunks replace old ones in the history of accesses; the caches keep the old ones."""
+        self._rule.inherit(ids, sources, shares)
+
+    def access(self, ids: Ids, shares: Floats) -> Access:
+        """Count an access to distinct chunks and decide where they stand from now on.
+
+        Args:
+            ids: int64 [n].
+            shares: float64 [n], share of each chunk's rows that is wanted.
+        """
+        tiers, pages = self._tiers[ids], self._pages[ids]
+        before = self._rule.priorities[ids]
+        self._rule.record(ids, shares)
+        after = self._rule.priorities[ids]
+        self._note_falls(ids[after < before])
+        if not self.enabled:
+            return Access(tiers, pages, np.zeros(len(ids), np.bool_), ())
+        moves = self._place(ids, after, tiers)
+        kept = (tiers == Tier.SSD) & (self._tiers[ids] != Tier.SSD)
+        return Access(tiers, pages, kept, moves)
+
+    def _place(
+        self, ids: Ids, priorities: Floats, tiers: npt.NDArray[np.uint8]
+    ) -> tuple[Move, ...]:
+        candidates = np.flatnonzero(
+            (tiers != Tier.DEVICE)
+            & (priorities > self._floor(ids))
+            & (self._num_pages[ids] <= self._width)
+        )
+        if not len(candidates):
+            return ()
+        origins: dict[int, tuple[Tier, Pages]] = {}
+        order = candidates[np.argsort(-priorities[candidates], kind="stable")]
+        for chunk, priority in zip(ids[order].tolist(), priorities[order].tolist(), strict=True):
+            self._place_one(chunk, priority, origins)
+        for tier, heap in self._heaps.items():
+            if len(heap) > 2 * self._counts[tier] + 64:
+                heap.compact(np.flatnonzero(self._tiers == tier), self._rule.priorities)
+        return tuple(self._moves(origins))
+
+    def _floor(self, ids: Ids) -> float:
+        """A priority that a chunk must exceed to have any chance."""
+        floors = []
+        largest = int(self._num_pages[ids].max(initial=1))
+        for tier in CACHES:
+            if len(self._free[tier]) >= largest:
+                return -np.inf
+            lowest = self._heaps[tier].lowest(self._rule.priorities)
+            floors.append(np.inf if lowest is None else lowest[0])
+        return min(floors)
+
+    def _place_one(
+        self, chunk: int, priority: float, origins: dict[int, tuple[Tier, Pages]]
+    ) -> None:
+        victims = self._victims(Tier.DEVICE, int(self._num_pages[chunk]), priority)
+        if victims is None:
+            if self._tiers[chunk] == Tier.SSD:
+                self._place_on_host(chunk, priority, origins)
+            return
+        for victim, _ in victims:
+            self._remember(victim, origins)
+            self._release(victim)
+        self._remember(chunk, origins)
+        if self._tiers[chunk] != Tier.SSD:
+            self._release(chunk)
+        self._occupy(chunk, Tier.DEVICE, priority)
+        for victim, worth in reversed(victims):
+            self._place_on_host(victim, worth, origins)
+
+    def _place_on_host(
+        self, chunk: int, priority: float, origins: dict[int, tuple[Tier, Pages]]
+    ) -> None:
+        victims = self._victims(Tier.HOST, int(self._num_pages[chunk]), priority)
+        if victims is None:
+            return
+        for victim, _ in victims:
+            self._remember(victim, origins)
+            self._release(victim)
+        self._remember(chunk, origins)
+        self._occupy(chunk, Tier.HOST, priority)
+
+    def _victims(
+        self, tier: Tier, num_pages: int, priority: float
+    ) -> list[tuple[int, float]] | None:
+        """Members to displace so that `num_pages` are free, lowest first; None if one is better."""
+        heap, free = self._heaps[tier], len(self._free[tier])
+        if self.capacity[tier] < num_pages:
+            return None
+        victims: dict[int, float] = {}
+        while free < num_pages:
+            lowest = heap.lowest(self._rule.priorities)
+            if lowest is None or lowest[0] >= priority:
+                for victim, worth in victims.items():
+                    heap.push(victim, worth)
+                return None
+            heap.pop()
+            worth, victim = lowest
+            # A member may have several entries.
+            if victim not in victims:
+                victims[victim] = worth
+                free += int(self._num_pages[victim])
+        return list(victims.items())
+
+    def _remember(self, chunk: int, origins: dict[int, tuple[Tier, Pages]]) -> None:
+        if chunk not in origins:
+            origins[chunk] = (Tier(self._tiers[chunk]), self._pages_of(chunk).copy())
+
+    def _moves(self, origins: dict[int, tuple[Tier, Pages]]) -> list[Move]:
+        moves = []
+        for chunk, (source, pages) in origins.items():
+            target = Tier(self._tiers[chunk])
+            now = self._pages_of(chunk).copy()
+            if target != source:
+                self._count(source, target)
+            elif np.array_equal(now, pages):
+                continue
+            if target != Tier.SSD:
+                moves.append(Move(chunk, source, pages, target, now))
+        return moves
+
+    def _count(self, source: Tier, target: Tier) -> None:
+        stats = self.stats
+        stats.promoted += (source, target) == (Tier.HOST, Tier.DEVICE)
+        stats.demoted += (source, target) == (Tier.DEVICE, Tier.HOST)
+        stats.admitted_device += (source, target) == (Tier.SSD, Tier.DEVICE)
+        stats.admitted_host += (source, target) == (Tier.SSD, Tier.HOST)
+        stats.dropped += target == Tier.SSD
+
+    def _occupy(self, chunk: int, tier: Tier, priority: float) -> None:
+        free = self._free[tier]
+        count = int(self._num_pages[chunk])
+        self._pages[chunk, :count] = [free.pop() for _ in range(count)]
+        self._tiers[chunk] = tier
+        self._counts[tier] += 1
+        self._heaps[tier].push(chunk, priority)
+
+    def _release(self, chunk: int) -> None:
+        tier = Tier(self._tiers[chunk])
+        self._free[tier].extend(self._pages_of(chunk).tolist())
+        self._counts[tier] -= 1
+        self._tiers[chunk] = Tier.SSD
+
+    def _pages_of(self, chunk: int) -> Pages:
+        return self._pages[chunk, : self._num_pages[chunk]]
+
+    def _note_falls(self, ids: Ids) -> None:
+        for chunk in ids.tolist():
+            tier = Tier(self._tiers[chunk])
+            if tier != Tier.SSD:
+                self._heaps[tier].push(chunk, float(self._rule.priorities[chunk]))
+
+    def _member_test(self, tier: Tier) -> Callable[[int], bool]:
+        return lambda chunk: bool(self._tiers[chunk] == tier)
+
+    def _take_range(self, size: int) -> int:
+        for position, (base, length) in enumerate(self._gaps):
+            if length >= size:
+                self._gaps[position] = (base + size, length - size)
+                if length == size:
+                    del self._gaps[position]
+                return base
+        self._grow(max(2 * len(self._tiers), len(self._tiers) + size))
+        return self._take_range(size)
+
+    def _give_range(self, base: int, size: int) -> None:
+        merged: list[tuple[int, int]] = []
+        for start, length in sorted([*self._gaps, (base, size)]):
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((start, length))
+        self._gaps = merged
+
+    def _grow(self, size: int) -> None:
+        old = len(self._tiers)
+        self._tiers = np.concatenate([self._tiers, np.zeros(size - old, np.uint8)])
+        self._pages = np.concatenate([self._pages, np.zeros((size - old, self._width), np.int32)])
+        self._num_pages = np.concatenate([self._num_pages, np.zeros(size - old, np.uint16)])
+        self._rule.resize(size)
+        self._give_range(old, size - old)
+
+    def check_integrity(self) -> None:
+        """Check that pages, tiers and heaps agree.
+
+        Raises:
+            AssertionError: they do not, which is a bug.
+        """
+        for tier in CACHES:
+            members = np.flatnonzero(self._tiers == tier)
+            assert len(members) == self._counts[tier]
+            held = [page for chunk in members.tolist() for page in self._pages_of(chunk).tolist()]
+            assert sorted([*held, *self._free[tier]]) == list(range(self.capacity[tier]))
+            self._heaps[tier].check_integrity(members.tolist(), self._rule.priorities)
+        free = np.zeros(len(self._tiers), np.bool_)
+        for base, length in self._gaps:
+            assert not free[base : base + length].any()
+            free[base : base + length] = True
+        assert not self._tiers[free].any(), "a chunk without an owner is cached"
+        assert not self._rule.priorities[free].any()

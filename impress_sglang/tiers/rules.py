@@ -1,0 +1,178 @@
+"""Replacement rules: what makes one cached chunk worth more than another.
+
+A rule turns accesses into priorities; it knows no tier and moves nothing. Where chunks stand
+follows from their priorities alone (`placement`), so that two policies differ by their rule and
+nothing else.
+
+Why no cache library: those keep one tier of items and evict by themselves. Here two exclusive tiers
+are filled by comparing a newcomer with the lowest of both, in batches of a layer, with priorities
+that also move while an item is outside.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+_T = TypeVar("_T", bound=np.generic)
+
+# Weight of the newest share in the moving average; the first observations count alike.
+AVERAGE_WEIGHT = 0.1
+# Frequencies of a forward decay grow with 2**(time / half-life); this keeps them finite.
+MAX_EXPONENT = 500.0
+
+
+class ReplacementRule(Protocol):
+    """The contract; tests/unit/test_rules.py runs it on every implementation.
+
+    `priorities` is float64, one per chunk id; a chunk that was never accessed has 0.0, any other
+    more. An access never lowers the priority of a chunk that is not accessed, except that `advance`
+    may scale all priorities by one factor, which it returns.
+    """
+
+    priorities: Floats
+
+    def resize(self, num_chunks: int) -> None:
+        """Make room for the ids [0, num_chunks)."""
+        ...
+
+    def advance(self) -> float:
+        """A new request begins; returns the factor by which all priorities were scaled."""
+        ...
+
+    def record(self, ids: Ids, shares: Floats) -> None:
+        """Count an access to distinct chunks, of which `shares` (0, 1] of the rows are wanted."""
+        ...
+
+    def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
+        """New chunks replace old ones: `ids` get the history of `sources`, and new shares."""
+        ...
+
+    def forget(self, ids: Ids) -> None:
+        """The ids may be given to other chunks."""
+        ...
+
+
+class LeastRecentlyUsed:
+    """LRU: priority is the request that last used the chunk."""
+
+    def __init__(self) -> None:
+        self.priorities: Floats = np.zeros(0)
+        self._now = 0
+
+    def resize(self, num_chunks: int) -> None:
+        """See `ReplacementRule`."""
+        self.priorities = _grown(self.priorities, num_chunks)
+
+    def advance(self) -> float:
+        """See `ReplacementRule`."""
+        self._now += 1
+        return 1.0
+
+    def record(self, ids: Ids, shares: Floats) -> None:
+        """See `ReplacementRule`."""
+        self.priorities[ids] = max(self._now, 1)
+
+    def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
+        """See `ReplacementRule`."""
+        self.priorities[ids] = self.priorities[sources]
+
+    def forget(self, ids: Ids) -> None:
+        """See `ReplacementRule`."""
+        self.priorities[ids] = 0.0
+
+
+class LeastFrequentlyUsed:
+    """LFU: priority is the number of accesses, kept while a chunk is outside the caches."""
+
+    def __init__(self) -> None:
+        self.priorities: Floats = np.zeros(0)
+
+    def resize(self, num_chunks: int) -> None:
+        """See `ReplacementRule`."""
+        self.priorities = _grown(self.priorities, num_chunks)
+
+    def advance(self) -> float:
+        """See `ReplacementRule`."""
+        return 1.0
+
+    def record(self, ids: Ids, shares: Floats) -> None:
+        """See `ReplacementRule`."""
+        self.priorities[ids] += 1.0
+
+    def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
+        """See `ReplacementRule`."""
+        self.priorities[ids] = self.priorities[sources]
+
+    def forget(self, ids: Ids) -> None:
+        """See `ReplacementRule`."""
+        self.priorities[ids] = 0.0
+
+
+class ImportanceScore:
+    """IMPRESS 4.4.2: access frequency x moving average of the share of important rows.
+
+    The paper does not say how a frequency forgets. Here an access counts half after `half_life`
+    requests (0: never, the paper's plain count). It is a forward decay (Cormode et al., ICDE 2009):
+    instead of lowering all old counts, new ones weigh more, so the order of chunks needs no upkeep.
+    """
+
+    def __init__(self, half_life: float) -> None:
+        """`half_life` is in requests; 0 keeps every access for ever."""
+        self.priorities: Floats = np.zeros(0)
+        self.shares: Floats = np.zeros(0)
+        self.frequencies: Floats = np.zeros(0)
+        self._accesses = np.zeros(0, np.uint16)
+        self._step = 1.0 / half_life if half_life else 0.0
+        self._exponent = 0.0
+
+    def resize(self, num_chunks: int) -> None:
+        """See `ReplacementRule`."""
+        self.priorities = _grown(self.priorities, num_chunks)
+        self.shares = _grown(self.shares, num_chunks)
+        self.frequencies = _grown(self.frequencies, num_chunks)
+        self._accesses = _grown(self._accesses, num_chunks)
+
+    def advance(self) -> float:
+        """See `ReplacementRule`."""
+        self._exponent += self._step
+        if self._exponent < MAX_EXPONENT:
+            return 1.0
+        factor = 2.0**-self._exponent
+        self._exponent = 0.0
+        self.frequencies *= factor
+        self.priorities *= factor
+        return factor
+
+    def record(self, ids: Ids, shares: Floats) -> None:
+        """See `ReplacementRule`."""
+        self._accesses[ids] = np.minimum(self._accesses[ids] + 1, 1000)
+        weight = np.maximum(1.0 / self._accesses[ids], AVERAGE_WEIGHT)
+        old = self.shares[ids]
+        average = old + weight * (shares - old)
+        frequency = self.frequencies[ids] + 2.0**self._exponent
+        self.shares[ids] = average
+        self.frequencies[ids] = frequency
+        self.priorities[ids] = frequency * average
+
+    def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
+        """See `ReplacementRule`."""
+        self.frequencies[ids] = self.frequencies[sources]
+        self._accesses[ids] = self._accesses[sources]
+        self.shares[ids] = shares
+        self.priorities[ids] = self.frequencies[ids] * shares
+
+    def forget(self, ids: Ids) -> None:
+        """See `ReplacementRule`."""
+        for values in (self.priorities, self.shares, self.frequencies, self._accesses):
+            values[ids] = 0
+
+
+def _grown(values: npt.NDArray[_T], size: int) -> npt.NDArray[_T]:
+    grown = np.zeros(size, values.dtype)
+    grown[: len(values)] = values
+    return grown

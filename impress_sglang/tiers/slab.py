@@ -1,0 +1,111 @@
+"""The memory of a cache: one tensor cut into pages, no tensor per chunk.
+
+A chunk is a sequence of vectors of `unit` elements, token after token and head after head; a page
+holds `page_vectors` of them. The pages of a chunk need not be neighbours, so that chunks of streams
+with different numbers of heads share the memory without fragments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from impress_sglang.errors import ConfigError
+from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PageShape:
+    """What a page holds: `page_vectors` vectors of `unit` elements of `dtype`."""
+
+    unit: int
+    page_vectors: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, shape: KVShape, chunk_tokens: int) -> PageShape:
+        """Pages of one head's part of a chunk."""
+        return cls(math.gcd(shape.key_dim, shape.value_dim), chunk_tokens, shape.dtype)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.unit * self.page_vectors * self.dtype.itemsize
+
+    def row_vectors(self, shape: KVShape, stream: Stream) -> int:
+        """Vectors of one token in a stream."""
+        return len(shape.heads(stream)) * shape.head_dim(stream) // self.unit
+
+    def max_chunk_pages(self, shape: KVShape) -> int:
+        """Pages of the largest chunk of `page_vectors` tokens."""
+        return max(self.row_vectors(shape, stream) for stream in Stream)
+
+    def chunk_pages(self, layout: SegmentLayout) -> npt.NDArray[np.uint16]:
+        """Pages of every chunk of a segment, in the order of `layout.chunk_index`."""
+        rows = np.array([layout.chunk_rows(chunk) for chunk in range(layout.num_chunks)])
+        streams = [
+            -(-rows * self.row_vectors(layout.shape, stream) // self.page_vectors)
+            for stream in Stream
+        ]
+        return np.tile(np.concatenate(streams), layout.shape.num_layers).astype(np.uint16)
+
+
+class Slab:
+    """Pages on one device."""
+
+    def __init__(self, page: PageShape, num_pages: int, device: torch.device, *, pin: bool) -> None:
+        """Allocate; `pin` locks host memory, so that copies to an accelerator need no detour.
+
+        Raises:
+            ConfigError: there is not enough memory.
+        """
+        size = (num_pages * page.page_vectors, page.unit)
+        try:
+            self._vectors = torch.empty(size, dtype=page.dtype, device=device, pin_memory=pin)
+        except RuntimeError as error:
+            option = "--impress-host-gb" if device.type == "cpu" else "--impress-device-gb"
+            raise ConfigError(
+                f"{num_pages * page.page_bytes / 1e9:.1f} GB for chunks cannot be allocated on "
+                f"{device}; lower {option}: {error}"
+            ) from error
+        self._page = page
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self._vectors.device
+
+    def read_rows(
+        self, pages: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], row_vectors: int
+    ) -> Tensor:
+        """Rows of chunks: pages int32 [k, width] of each row's chunk, offsets int64 [k] in it.
+
+        Returns:
+            [k, row_vectors * unit] on the device of the slab.
+        """
+        vectors = offsets[:, None] * row_vectors + np.arange(row_vectors)
+        page, slot = np.divmod(vectors, self._page.page_vectors)
+        flat = np.take_along_axis(pages, page, axis=1).astype(np.int64) * self._page.page_vectors
+        return self._take((flat + slot).reshape(-1)).view(len(offsets), -1)
+
+    def read_pages(self, pages: npt.NDArray[np.int32]) -> Tensor:
+        """Contents of pages int32 [p]: [p, page_vectors * unit]."""
+        return self._by_page()[self._index(pages)]
+
+    def write_pages(self, pages: npt.NDArray[np.int32], contents: Tensor) -> None:
+        """Fill pages int32 [p] with [p, page_vectors * unit] from any device."""
+        self._by_page()[self._index(pages)] = contents.to(self.device, non_blocking=True)
+
+    def _by_page(self) -> Tensor:
+        return self._vectors.view(-1, self._page.page_vectors * self._page.unit)
+
+    def _take(self, index: npt.NDArray[np.int64]) -> Tensor:
+        return self._vectors.index_select(0, self._index(index))
+
+    def _index(self, index: npt.NDArray[np.signedinteger]) -> Tensor:
+        return torch.from_numpy(index.astype(np.int64, copy=False)).to(self.device)
