@@ -30,6 +30,7 @@ class TokenHistory:
         self._key = key
         self._average = np.zeros((num_layers, num_tokens), np.float16)
         self._accesses = np.zeros(num_tokens, np.uint8)
+        self._means: npt.NDArray[np.float32] | None = None
 
     @property
     def average(self) -> npt.NDArray[np.float32]:
@@ -61,6 +62,7 @@ class TokenHistory:
         """
         stop = start + importance.shape[1]
         part = self._accesses[start:stop]
+        self._means = None
         if layer == 0:
             part += part < _MAX_COUNT
         weight = np.maximum(1.0 / np.maximum(part, 1), AVERAGE_WEIGHT).astype(np.float32)
@@ -69,8 +71,10 @@ class TokenHistory:
         self._average[layer, start:stop] = average
 
     def token_means(self) -> npt.NDArray[np.float32]:
-        """Mean over layers, float32 [t]."""
-        return self._average.mean(0, dtype=np.float32)
+        """Mean over layers, float32 [t], at most 1; as of the last access."""
+        if self._means is None:
+            self._means = np.minimum(self._average.mean(0, dtype=np.float32), np.float32(1.0))
+        return self._means
 
     def _observed(
         self, selected: npt.NDArray[np.int64], importance: Tensor

@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from torch import Tensor
 
 from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.integration.eviction import ScoreEviction
 from impress_sglang.integration.pool import PoolLayerReader
 from impress_sglang.integration.request import PrefixRequest, new_report
 from impress_sglang.integration.runtime import ServingRuntime
@@ -75,11 +76,17 @@ class ImpressRadixCache(RadixCache):
         self._forward_stream = forward_stream
         self._offers: dict[str, _Offer] = {}
         self._declined: set[str] = set()
+        self._counted: set[str] = set()
         self._private_tokens = 0
         self._held_tokens = 0
         self._writing_tokens = 0
         self._started = False
         super().__init__(params)
+        config = runtime.config
+        self._score_eviction: ScoreEviction | None = None
+        if runtime.policy.scores and params.eviction_policy == "lru":
+            self._score_eviction = ScoreEviction(config.half_life, config.retention)
+            self.eviction_strategy = self._score_eviction
         self._started = True
 
     def reset(self) -> None:
@@ -96,6 +103,7 @@ class ImpressRadixCache(RadixCache):
         assert not self._runtime.live and not self._private_tokens and not self._held_tokens
         self._offers.clear()
         self._declined.clear()
+        self._counted.clear()
         super().reset()
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -106,7 +114,13 @@ class ImpressRadixCache(RadixCache):
             return resident
         report = new_report(self._runtime.policy.name, resident.device_prefix_len)
         req.customized_info = {REPORT_KEY: [report]}
-        offer = self._find_stored(params.key, resident.device_prefix_len, req.rid)
+        match = self._find_stored(params.key, req.rid)
+        if self._score_eviction is not None and req.rid not in self._counted:
+            self._counted.add(req.rid)
+            self._score_eviction.note_request(
+                resident.last_device_node, resident.device_prefix_len, match
+            )
+        offer = self._make_offer(match, params.key, resident.device_prefix_len)
         if offer is None:
             self._offers.pop(req.rid, None)
             return resident
@@ -241,19 +255,23 @@ class ImpressRadixCache(RadixCache):
         assert self._held_tokens <= self._writing_tokens
         self._runtime.store.check_integrity()
 
-    def _find_stored(self, key: RadixKey, resident_len: int, rid: str) -> _Offer | None:
+    def _find_stored(self, key: RadixKey, rid: str) -> StoredMatch:
         policy = self._runtime.policy
         if rid in self._declined or not policy.stores:
-            return None
-        tokens = _as_tokens(key.raw_token_ids())
-        match = self._runtime.store.match(
-            _namespace(key), tokens, allow_approximate=not policy.exact
+            return StoredMatch()
+        return self._runtime.store.match(
+            _namespace(key), _as_tokens(key.raw_token_ids()), allow_approximate=not policy.exact
         )
+
+    def _make_offer(self, match: StoredMatch, key: RadixKey, resident_len: int) -> _Offer | None:
+        policy = self._runtime.policy
         num_tokens = match.num_tokens - resident_len
         if num_tokens < self._runtime.config.min_prefix_tokens:
             return None
         k = policy.tokens_to_load(num_tokens)
-        return _Offer(match, resident_len, k, tokens[: match.num_tokens]) if k else None
+        if not k:
+            return None
+        return _Offer(match, resident_len, k, _as_tokens(key.raw_token_ids()[: match.num_tokens]))
 
     def _open_request(self, req: Any, offer: _Offer) -> PrefixRequest | None:
         try:
@@ -378,6 +396,7 @@ class ImpressRadixCache(RadixCache):
     def _forget(self, rid: str) -> None:
         self._offers.pop(rid, None)
         self._declined.discard(rid)
+        self._counted.discard(rid)
 
 
 def _namespace(key: RadixKey) -> str:

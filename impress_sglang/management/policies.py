@@ -39,6 +39,7 @@ class Policy(Protocol):
       used where SGLang expects exact ones, and approximate KVs are never loaded.
     * `stores` says whether computed prefixes are written to SSD.
     * `reorders` says whether stored segments are rewritten by importance.
+    * `scores` says whether resident prefixes are evicted by score, too, and not by recency.
     * `replacement_rule` gives a new rule at each call; `identification_rule` a pure one.
     """
 
@@ -62,6 +63,11 @@ class Policy(Protocol):
         """Whether segments are reordered."""
         ...
 
+    @property
+    def scores(self) -> bool:
+        """Whether resident prefixes are evicted by score."""
+        ...
+
     def tokens_to_load(self, num_tokens: int) -> int:
         """How many tokens of a stored prefix of `num_tokens` tokens each layer uses."""
         ...
@@ -83,6 +89,7 @@ class Recompute:
     stores: bool = False
     exact: bool = True
     reorders: bool = False
+    scores: bool = False
 
     def tokens_to_load(self, num_tokens: int) -> int:
         """See `Policy`."""
@@ -105,6 +112,7 @@ class WholePrefix:
     stores: bool = True
     exact: bool = True
     reorders: bool = False
+    scores: bool = False
 
     def tokens_to_load(self, num_tokens: int) -> int:
         """See `Policy`."""
@@ -128,6 +136,7 @@ class ImportantPart:
     identification: IdentificationRule
     replacement: Callable[[], ReplacementRule]
     reorders: bool = False
+    scores: bool = False
     stores: bool = True
 
     @property
@@ -165,6 +174,6 @@ def make_policy(config: ImpressConfig) -> Policy:
         "impress+itf+reorder": ImportantPart(
             name, retention, paper, LeastFrequentlyUsed, reorders=True
         ),
-        "impress": ImportantPart(name, retention, paper, score, reorders=True),
+        "impress": ImportantPart(name, retention, paper, score, reorders=True, scores=True),
     }
     return policies[name]
