@@ -8,7 +8,8 @@ from torch import Tensor
 
 from impress_sglang.importance.recording import SelectionRecorder
 from impress_sglang.transfer.loader import LoadStats
-from impress_sglang.transfer.source import MemorySource, ReadStats, SegmentSource
+from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.source import MemorySource, SegmentSource
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -59,7 +59,7 @@ class ChunkCache:
             max_chunk_pages=self.page.max_chunk_pages(shape),
         )
         pin = device.type == "cuda"
-        self._slabs = {
+        self._slabs: dict[int, Slab] = {
             Tier.DEVICE: Slab(self.page, device_pages, device, pin=False),
             Tier.HOST: Slab(self.page, host_pages, torch.device("cpu"), pin=pin),
         }
@@ -78,7 +78,7 @@ class ChunkCache:
 
     def read_rows(
         self,
-        tier: Tier,
+        tier: int,
         pages: npt.NDArray[np.int32],
         offsets: npt.NDArray[np.int64],
         row_vectors: int,
@@ -88,7 +88,7 @@ class ChunkCache:
 
     def settle(self, access: Access, loaded: Mapping[int, Tensor]) -> None:
         """Carry out the moves; `loaded` has the bytes (uint8, CPU) of each kept chunk, by id."""
-        groups: dict[tuple[Tier, Tier], list[Move]] = {}
+        groups: dict[tuple[int, int], list[Move]] = {}
         for move in access.moves:
             groups.setdefault((move.source, move.target), []).append(move)
         # All sources are read before any page is written: a page may be both.
@@ -97,7 +97,7 @@ class ChunkCache:
             for (source, target), moves in groups.items()
         }
         for (source, target), moves in groups.items():
-            pages = np.concatenate([move.target_pages for move in moves])
+            pages = _joined([move.target_pages for move in moves])
             self._slabs[target].write_pages(pages, contents[source, target])
             self._count(source, target, len(pages) * self.page.page_bytes)
 
@@ -130,12 +130,10 @@ class ChunkCache:
             "chunks": self.placement.cached_chunks(tier),
         }
 
-    def _contents(
-        self, source: Tier, moves: Sequence[Move], loaded: Mapping[int, Tensor]
-    ) -> Tensor:
+    def _contents(self, source: int, moves: Sequence[Move], loaded: Mapping[int, Tensor]) -> Tensor:
         if source == Tier.SSD:
             return torch.cat([self._paged(loaded[m.chunk], len(m.target_pages)) for m in moves])
-        return self._slabs[source].read_pages(np.concatenate([m.source_pages for m in moves]))
+        return self._slabs[source].read_pages(_joined([m.source_pages for m in moves]))
 
     def _paged(self, data: Tensor, num_pages: int) -> Tensor:
         """Bytes of a chunk as pages [p, page_vectors * unit]; the last one may have a rest."""
@@ -144,8 +142,12 @@ class ChunkCache:
             data = torch.nn.functional.pad(data, (0, size - len(data)))
         return data[:size].view(self.page.dtype).view(num_pages, -1)
 
-    def _count(self, source: Tier, target: Tier, num_bytes: int) -> None:
+    def _count(self, source: int, target: int, num_bytes: int) -> None:
         if target == Tier.DEVICE and source != Tier.DEVICE:
             self.copies.promoted_bytes += num_bytes
         if (source, target) == (Tier.DEVICE, Tier.HOST):
             self.copies.demoted_bytes += num_bytes
+
+
+def _joined(pages: Sequence[list[int]]) -> npt.NDArray[np.int32]:
+    return np.array([page for part in pages for page in part], np.int32)

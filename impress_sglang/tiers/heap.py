@@ -33,7 +33,7 @@ class LowestFirst:
         """A chunk is a member now, or its priority has fallen."""
         heapq.heappush(self._entries, (priority, chunk))
 
-    def lowest(self, priorities: Floats) -> tuple[float, int] | None:
+    def lowest(self, priorities: Floats | memoryview) -> tuple[float, int] | None:
         """Priority and id of the lowest member, None if there is none; it stays."""
         entries = self._entries
         while entries:

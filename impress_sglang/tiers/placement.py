@@ -40,6 +40,9 @@ class Tier(enum.IntEnum):
 
 
 CACHES = (Tier.DEVICE, Tier.HOST)
+# Looking a member of an enumeration up costs more than most steps of a decision.
+_SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
+_Origins = dict[int, tuple[int, list[int]]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,13 +58,13 @@ class PlacementStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Move:
-    """A chunk whose bytes must be brought to another place; the source SSD has no pages."""
+    """A chunk whose bytes must be brought to another place (tiers and pages)."""
 
     chunk: int
-    source: Tier
-    source_pages: Pages
-    target: Tier
-    target_pages: Pages
+    source: int
+    source_pages: list[int]
+    target: int
+    target_pages: list[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,15 +89,21 @@ class Placement:
     ) -> None:
         """Capacities are in pages; a chunk of more than `max_chunk_pages` is never cached."""
         self.stats = PlacementStats()
-        self.capacity = {Tier.DEVICE: device_pages, Tier.HOST: host_pages}
+        self.capacity: dict[int, int] = {Tier.DEVICE: device_pages, Tier.HOST: host_pages}
         self._rule = rule
         self._width = max_chunk_pages
+        # Two views of the same bytes: single elements are read faster from the second.
         self._tiers = np.zeros(0, np.uint8)
+        self._tier_of = self._tiers.data
         self._pages: Pages = np.zeros((0, max_chunk_pages), np.int32)
         self._num_pages = np.zeros(0, np.uint16)
-        self._free = {tier: list(range(pages - 1, -1, -1)) for tier, pages in self.capacity.items()}
-        self._heaps = {tier: LowestFirst(self._member_test(tier)) for tier in CACHES}
-        self._counts = dict.fromkeys(CACHES, 0)
+        self._free: dict[int, list[int]] = {
+            tier: list(range(pages - 1, -1, -1)) for tier, pages in self.capacity.items()
+        }
+        self._heaps: dict[int, LowestFirst] = {
+            tier: LowestFirst(self._member_test(tier)) for tier in CACHES
+        }
+        self._counts: dict[int, int] = dict.fromkeys(CACHES, 0)
         self._gaps: list[tuple[int, int]] = []
         self._grow(_FIRST_CHUNKS)
 
@@ -114,11 +123,11 @@ class Placement:
             sum(a.nbytes for a in arrays) + sum(a.nbytes for a in rule) + 120 * entries + 8 * free
         )
 
-    def used_pages(self, tier: Tier) -> int:
+    def used_pages(self, tier: int) -> int:
         """Pages of a cache that chunks stand in."""
         return self.capacity[tier] - len(self._free[tier])
 
-    def cached_chunks(self, tier: Tier) -> int:
+    def cached_chunks(self, tier: int) -> int:
         """Chunks in a cache."""
         return self._counts[tier]
 
@@ -139,7 +148,7 @@ class Placement:
     def drop(self, ids: Ids) -> None:
         """Remove chunks from the caches, without a decision."""
         for chunk in ids.tolist():
-            if self._tiers[chunk] != Tier.SSD:
+            if self._tier_of[chunk] != _SSD:
                 self._release(chunk)
 
     def advance(self) -> None:
@@ -168,20 +177,20 @@ class Placement:
         if not self.enabled:
             return Access(tiers, pages, np.zeros(len(ids), np.bool_), ())
         moves = self._place(ids, after, tiers)
-        kept = (tiers == Tier.SSD) & (self._tiers[ids] != Tier.SSD)
+        kept = (tiers == _SSD) & (self._tiers[ids] != _SSD)
         return Access(tiers, pages, kept, moves)
 
     def _place(
         self, ids: Ids, priorities: Floats, tiers: npt.NDArray[np.uint8]
     ) -> tuple[Move, ...]:
         candidates = np.flatnonzero(
-            (tiers != Tier.DEVICE)
+            (tiers != _DEVICE)
             & (priorities > self._floor(ids))
             & (self._num_pages[ids] <= self._width)
         )
         if not len(candidates):
             return ()
-        origins: dict[int, tuple[Tier, Pages]] = {}
+        origins: _Origins = {}
         order = candidates[np.argsort(-priorities[candidates], kind="stable")]
         for chunk, priority in zip(ids[order].tolist(), priorities[order].tolist(), strict=True):
             self._place_one(chunk, priority, origins)
@@ -201,46 +210,45 @@ class Placement:
             floors.append(np.inf if lowest is None else lowest[0])
         return min(floors)
 
-    def _place_one(
-        self, chunk: int, priority: float, origins: dict[int, tuple[Tier, Pages]]
-    ) -> None:
-        victims = self._victims(Tier.DEVICE, int(self._num_pages[chunk]), priority)
+    def _place_one(self, chunk: int, priority: float, origins: _Origins) -> None:
+        victims = self._victims(_DEVICE, int(self._num_pages[chunk]), priority)
         if victims is None:
-            if self._tiers[chunk] == Tier.SSD:
+            if self._tier_of[chunk] == _SSD:
                 self._place_on_host(chunk, priority, origins)
             return
         for victim, _ in victims:
             self._remember(victim, origins)
             self._release(victim)
         self._remember(chunk, origins)
-        if self._tiers[chunk] != Tier.SSD:
+        if self._tier_of[chunk] != _SSD:
             self._release(chunk)
-        self._occupy(chunk, Tier.DEVICE, priority)
+        self._occupy(chunk, _DEVICE, priority)
         for victim, worth in reversed(victims):
             self._place_on_host(victim, worth, origins)
 
-    def _place_on_host(
-        self, chunk: int, priority: float, origins: dict[int, tuple[Tier, Pages]]
-    ) -> None:
-        victims = self._victims(Tier.HOST, int(self._num_pages[chunk]), priority)
+    def _place_on_host(self, chunk: int, priority: float, origins: _Origins) -> None:
+        victims = self._victims(_HOST, int(self._num_pages[chunk]), priority)
         if victims is None:
             return
         for victim, _ in victims:
             self._remember(victim, origins)
             self._release(victim)
         self._remember(chunk, origins)
-        self._occupy(chunk, Tier.HOST, priority)
+        self._occupy(chunk, _HOST, priority)
 
     def _victims(
-        self, tier: Tier, num_pages: int, priority: float
+        self, tier: int, num_pages: int, priority: float
     ) -> list[tuple[int, float]] | None:
         """Members to displace so that `num_pages` are free, lowest first; None if one is better."""
-        heap, free = self._heaps[tier], len(self._free[tier])
+        free = len(self._free[tier])
+        if free >= num_pages:
+            return []
         if self.capacity[tier] < num_pages:
             return None
+        heap, priorities = self._heaps[tier], self._rule.priorities.data
         victims: dict[int, float] = {}
         while free < num_pages:
-            lowest = heap.lowest(self._rule.priorities)
+            lowest = heap.lowest(priorities)
             if lowest is None or lowest[0] >= priority:
                 for victim, worth in victims.items():
                     heap.push(victim, worth)
@@ -253,56 +261,58 @@ class Placement:
                 free += int(self._num_pages[victim])
         return list(victims.items())
 
-    def _remember(self, chunk: int, origins: dict[int, tuple[Tier, Pages]]) -> None:
+    def _remember(self, chunk: int, origins: _Origins) -> None:
         if chunk not in origins:
-            origins[chunk] = (Tier(self._tiers[chunk]), self._pages_of(chunk).copy())
+            origins[chunk] = (self._tier_of[chunk], self._pages_of(chunk))
 
-    def _moves(self, origins: dict[int, tuple[Tier, Pages]]) -> list[Move]:
+    def _moves(self, origins: _Origins) -> list[Move]:
         moves = []
         for chunk, (source, pages) in origins.items():
-            target = Tier(self._tiers[chunk])
-            now = self._pages_of(chunk).copy()
+            target, now = self._tier_of[chunk], self._pages_of(chunk)
             if target != source:
                 self._count(source, target)
-            elif np.array_equal(now, pages):
+            elif target == _SSD or now == pages:
                 continue
-            if target != Tier.SSD:
+            if target != _SSD:
                 moves.append(Move(chunk, source, pages, target, now))
         return moves
 
-    def _count(self, source: Tier, target: Tier) -> None:
+    def _count(self, source: int, target: int) -> None:
         stats = self.stats
-        stats.promoted += (source, target) == (Tier.HOST, Tier.DEVICE)
-        stats.demoted += (source, target) == (Tier.DEVICE, Tier.HOST)
-        stats.admitted_device += (source, target) == (Tier.SSD, Tier.DEVICE)
-        stats.admitted_host += (source, target) == (Tier.SSD, Tier.HOST)
-        stats.dropped += target == Tier.SSD
+        stats.promoted += (source, target) == (_HOST, _DEVICE)
+        stats.demoted += (source, target) == (_DEVICE, _HOST)
+        stats.admitted_device += (source, target) == (_SSD, _DEVICE)
+        stats.admitted_host += (source, target) == (_SSD, _HOST)
+        stats.dropped += target == _SSD
 
-    def _occupy(self, chunk: int, tier: Tier, priority: float) -> None:
+    def _occupy(self, chunk: int, tier: int, priority: float) -> None:
         free = self._free[tier]
         count = int(self._num_pages[chunk])
-        self._pages[chunk, :count] = [free.pop() for _ in range(count)]
-        self._tiers[chunk] = tier
+        self._pages[chunk, :count] = free[-count:]
+        del free[-count:]
+        self._tier_of[chunk] = tier
         self._counts[tier] += 1
         self._heaps[tier].push(chunk, priority)
 
     def _release(self, chunk: int) -> None:
-        tier = Tier(self._tiers[chunk])
-        self._free[tier].extend(self._pages_of(chunk).tolist())
+        tier = self._tier_of[chunk]
+        self._free[tier].extend(self._pages_of(chunk))
         self._counts[tier] -= 1
-        self._tiers[chunk] = Tier.SSD
+        self._tier_of[chunk] = _SSD
 
-    def _pages_of(self, chunk: int) -> Pages:
-        return self._pages[chunk, : self._num_pages[chunk]]
+    def _pages_of(self, chunk: int) -> list[int]:
+        pages: list[int] = self._pages[chunk, : self._num_pages[chunk]].tolist()
+        return pages
 
     def _note_falls(self, ids: Ids) -> None:
         for chunk in ids.tolist():
-            tier = Tier(self._tiers[chunk])
-            if tier != Tier.SSD:
+            tier = self._tier_of[chunk]
+            if tier != _SSD:
                 self._heaps[tier].push(chunk, float(self._rule.priorities[chunk]))
 
-    def _member_test(self, tier: Tier) -> Callable[[int], bool]:
-        return lambda chunk: bool(self._tiers[chunk] == tier)
+    def _member_test(self, tier: int) -> Callable[[int], bool]:
+        number = int(tier)
+        return lambda chunk: self._tier_of[chunk] == number
 
     def _take_range(self, size: int) -> int:
         for position, (base, length) in enumerate(self._gaps):
@@ -326,6 +336,7 @@ class Placement:
     def _grow(self, size: int) -> None:
         old = len(self._tiers)
         self._tiers = np.concatenate([self._tiers, np.zeros(size - old, np.uint8)])
+        self._tier_of = self._tiers.data
         self._pages = np.concatenate([self._pages, np.zeros((size - old, self._width), np.int32)])
         self._num_pages = np.concatenate([self._num_pages, np.zeros(size - old, np.uint16)])
         self._rule.resize(size)
@@ -340,7 +351,7 @@ class Placement:
         for tier in CACHES:
             members = np.flatnonzero(self._tiers == tier)
             assert len(members) == self._counts[tier]
-            held = [page for chunk in members.tolist() for page in self._pages_of(chunk).tolist()]
+            held = [page for chunk in members.tolist() for page in self._pages_of(chunk)]
             assert sorted([*held, *self._free[tier]]) == list(range(self.capacity[tier]))
             self._heaps[tier].check_integrity(members.tolist(), self._rule.priorities)
         free = np.zeros(len(self._tiers), np.bool_)
