@@ -1,0 +1,343 @@
+"""Replays a recorded workload through the management code alone: no model, no files, no KVs.
+
+    python -m bench.replay [--shape opt-6.7b] [--accesses 1000000] [--shift] [--json FILE]
+
+Each request takes a prefix by a normal distribution over the prefixes and one of that prefix's recorded
+questions: which tokens each layer selected, and where it read all keys. Planning of reads, scores,
+heaps, placement and reordering are those of the server; what would be read or copied is counted. Every
+policy sees the same requests. `as+h2o` policies replay a recording made under that policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.machine import describe_machine
+from bench.recording import Recording, load_recording
+from impress_sglang.config import ImpressConfig
+from impress_sglang.importance.history import TokenHistory
+from impress_sglang.importance.recording import RecordedSelection
+from impress_sglang.management import reorder
+from impress_sglang.management.policies import Policy, make_policy
+from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, Stream
+from impress_sglang.tiers.placement import Placement
+from impress_sglang.tiers.slab import PageShape
+from impress_sglang.transfer.plan import SourceSpan
+from impress_sglang.transfer.planner import PrefixPlanner, ReadStats
+
+RECORDINGS = Path(__file__).parent / "recordings"
+SHAPES = {
+    "smollm2-135m": KVShape(30, 9, 3, 64, 64, torch.float32, (0,)),
+    "llama-3-8b": KVShape(32, 32, 8, 128, 128, torch.bfloat16, (0,)),
+    "opt-6.7b": KVShape(32, 32, 32, 128, 128, torch.float16, (0, 1, 2)),
+}
+POLICIES = (
+    "as",
+    "as+h2o+lru",
+    "as+h2o+lfu",
+    "impress+itf",
+    "impress+itf+reorder",
+    "impress",
+)
+CHUNK_TOKENS = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """Which prefix, and which of its recorded questions."""
+
+    prefix: int
+    question: int
+
+
+@dataclasses.dataclass(slots=True)
+class ReplaySegment:
+    """What planning needs of an open segment."""
+
+    layout: SegmentLayout
+    mapping: Any = None
+
+
+@dataclasses.dataclass(slots=True)
+class StoredPrefix:
+    """A prefix: its present version, chunk ids and averages."""
+
+    segment: ReplaySegment
+    base: int
+    history: TokenHistory
+
+    @property
+    def span(self) -> SourceSpan:
+        """All of it."""
+        stop = self.segment.layout.num_tokens
+        return SourceSpan(self.segment, 0, stop, self.base, self.history)  # type: ignore[arg-type]
+
+
+class Replay:
+    """One policy over one trace."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        shape: KVShape,
+        recording: Recording,
+        num_prefixes: int,
+        *,
+        device_share: float,
+        host_share: float,
+        gap_bytes: int,
+    ) -> None:
+        self._policy, self._shape, self._gap_bytes = policy, shape, gap_bytes
+        self._questions = [
+            list(recording.values())[i % len(recording)] for i in range(num_prefixes)
+        ]
+        page = PageShape.of(shape, CHUNK_TOKENS)
+        layouts = [
+            SegmentLayout(shape, CHUNK_TOKENS, own[0].selected.shape[1], BLOCK_BYTES)
+            for own in self._questions
+        ]
+        self.kv_bytes = sum(layout.file_bytes - BLOCK_BYTES for layout in layouts)
+        self.placement = Placement(
+            policy.replacement_rule(),
+            device_pages=int(device_share * self.kv_bytes) // page.page_bytes,
+            host_pages=int(host_share * self.kv_bytes) // page.page_bytes,
+            max_chunk_pages=page.max_chunk_pages(shape),
+        )
+        self._page = page
+        self.stored = [
+            StoredPrefix(
+                ReplaySegment(layout),
+                self.placement.attach(page.chunk_pages(layout)),
+                TokenHistory(shape.num_layers, layout.num_tokens, "selected"),
+            )
+            for layout in layouts
+        ]
+
+    @property
+    def management_bytes(self) -> int:
+        """Tables, heaps, averages and mapping lists."""
+        mappings = (s.segment.mapping for s in self.stored if s.segment.mapping is not None)
+        averages = sum(stored.history.num_bytes for stored in self.stored)
+        return self.placement.num_bytes + averages + sum(m.nbytes for m in mappings)
+
+    def run(self, requests: Sequence[Request]) -> ReadStats:
+        """Serve requests; returns what reading took."""
+        total = ReadStats()
+        for request in requests:
+            questions = self._questions[request.prefix]
+            total.add(self._serve(self.stored[request.prefix], questions[request.question]))
+        return total
+
+    def reorder(self) -> None:
+        """Give every prefix that was read the best order known."""
+        if not self._policy.reorders:
+            return
+        for stored in self.stored:
+            if stored.history.accesses.any():
+                self._reorder_one(stored)
+
+    def _serve(self, stored: StoredPrefix, question: RecordedSelection) -> ReadStats:
+        self.placement.advance()
+        planner = PrefixPlanner(self._shape, [stored.span], self.placement, self._page.page_bytes)
+        importance = torch.empty(1, question.selected.shape[1])
+        for layer in range(self._shape.num_layers):
+            if self._policy.exact:
+                planner.plan(layer, list(Stream), None, self._gap_bytes)
+                planner.count_important(np.arange(planner.num_tokens))
+                continue
+            recorded = layer % len(question.selected)
+            tokens = np.flatnonzero(question.selected[recorded])
+            planner.plan(layer, [Stream.PROBE_KEYS], None, self._gap_bytes)
+            if question.all_keys[recorded]:
+                planner.plan(layer, [Stream.OTHER_KEYS], None, self._gap_bytes)
+                planner.plan(layer, [Stream.VALUES], tokens, self._gap_bytes)
+            else:
+                planner.plan(layer, [Stream.OTHER_KEYS, Stream.VALUES], tokens, self._gap_bytes)
+            planner.note_selection(layer, tokens, importance)
+        return planner.stats
+
+    def _reorder_one(self, stored: StoredPrefix) -> None:
+        layout = stored.segment.layout
+        mapping = reorder.mapping_lists(stored.history.average, [0])
+        shares = reorder.chunk_shares(stored.history.average, mapping, layout)
+        base = self.placement.attach(self._page.chunk_pages(layout))
+        for layer in range(self._shape.num_layers):
+            for stream in Stream:
+                first = layout.chunk_index(layer, stream, 0)
+                chunks = np.arange(first, first + layout.num_chunks)
+                probe = stream is Stream.PROBE_KEYS
+                expected = np.ones(layout.num_chunks) if probe else shares[layer]
+                self.placement.inherit(base + chunks, stored.base + chunks, expected)
+        self.placement.detach(stored.base, layout.total_chunks)
+        stored.base, stored.segment = base, ReplaySegment(layout, mapping)
+
+
+def draw_requests(
+    recording: Recording, num_prefixes: int, count: int, sigma: float, seed: int, *, shift: bool
+) -> list[Request]:
+    """Requests by a normal distribution over the prefixes; `shift` moves its mean half-way."""
+    generator = np.random.default_rng(seed)
+    questions = [len(own) for own in recording.values()]
+    requests = []
+    for number in range(count):
+        mean = num_prefixes * (0.75 if shift and number < count // 2 else 0.25 if shift else 0.5)
+        prefix = int(np.clip(generator.normal(mean, sigma * num_prefixes), 0, num_prefixes - 1))
+        question = int(generator.integers(questions[prefix % len(questions)]))
+        requests.append(Request(prefix, question))
+    return requests
+
+
+def replay_policy(
+    config: ImpressConfig, args: argparse.Namespace, recording: Recording, gap_bytes: int
+) -> dict[str, Any]:
+    """Figures of one policy."""
+    replay = Replay(
+        make_policy(config),
+        SHAPES[args.shape],
+        recording,
+        args.prefixes,
+        device_share=args.device_share,
+        host_share=args.host_share,
+        gap_bytes=gap_bytes,
+    )
+    draw = {"sigma": args.sigma, "shift": args.shift}
+    warm = draw_requests(recording, args.prefixes, args.warmup, args.sigma, args.seed, shift=False)
+    measured = draw_requests(recording, args.prefixes, args.requests, **draw, seed=args.seed + 1)
+    began = time.process_time()
+    if not args.shift:
+        replay.run(warm)
+        replay.reorder()
+        replay.run(warm)
+    warm_seconds = time.process_time() - began
+    windows, total = [], ReadStats()
+    began = time.process_time()
+    for part in _windows(measured, args.windows):
+        stats = replay.run(part)
+        if args.shift:
+            replay.reorder()
+        windows.append(_hit_ratio(stats))
+        total.add(stats)
+    seconds = time.process_time() - began
+    replay.placement.check_integrity()
+    count = total.chunks_accessed
+    return {
+        "policy": config.policy,
+        "half_life": config.half_life if config.policy == "impress" else None,
+        "requests": len(measured),
+        **total.as_dict(),
+        "device_hit_ratio": round(total.device_chunks / count, 4),
+        "host_hit_ratio": round(total.host_chunks / count, 4),
+        "important_device_hit_ratio": round(_hit_ratio(total), 4),
+        "read_amplification": round(total.ssd_bytes / max(total.ssd_needed_bytes, 1), 3),
+        "windows": [round(ratio, 4) for ratio in windows],
+        "cpu_seconds": round(seconds, 2),
+        "warmup_cpu_seconds": round(warm_seconds, 2),
+        "seconds_per_million_accesses": round(seconds / count * 1e6, 1),
+        "kv_bytes": replay.kv_bytes,
+        "management_bytes": replay.management_bytes,
+        "management_share": round(replay.management_bytes / replay.kv_bytes, 5),
+    }
+
+
+def main() -> None:
+    args = _arguments()
+    recordings = {
+        "impress": load_recording(args.recording),
+        "as+h2o": load_recording(args.recording_h2o),
+    }
+    gap_bytes = int(args.ssd_mbps * 1e6 * args.ssd_piece_us * 1e-6)
+    rows = []
+    for config in _configs(args):
+        h2o = config.policy.startswith("as+h2o")
+        row = replay_policy(config, args, recordings["as+h2o" if h2o else "impress"], gap_bytes)
+        rows.append(row)
+        print(_line(row), flush=True)
+    result = {
+        "command": "python -m bench.replay",
+        "machine": describe_machine(),
+        "shape": args.shape,
+        "prefixes": args.prefixes,
+        "sigma": args.sigma,
+        "device_share": args.device_share,
+        "host_share": args.host_share,
+        "gap_bytes": gap_bytes,
+        "shift": args.shift,
+        "policies": rows,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _configs(args: argparse.Namespace) -> Iterator[ImpressConfig]:
+    for policy in args.policies:
+        for half_life in args.half_lives if policy == "impress" else args.half_lives[:1]:
+            yield ImpressConfig(policy=policy, half_life=half_life)
+
+
+def _windows(requests: Sequence[Request], count: int) -> Iterator[Sequence[Request]]:
+    edges = np.linspace(0, len(requests), count + 1).astype(int)
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        yield requests[start:stop]
+
+
+def _hit_ratio(stats: ReadStats) -> float:
+    return stats.important_device_bytes / max(stats.important_bytes, 1)
+
+
+def _line(row: dict[str, Any]) -> str:
+    name = row["policy"]
+    if row["half_life"] is not None:
+        name += f" (half-life {row['half_life']:g})"
+    text = (
+        f"{name:32} SSD {row['ssd_bytes'] / 1e9:8.2f} GB  to device {row['h2d_bytes'] / 1e9:8.2f} GB  "
+        f"chunks {row['chunks_accessed'] / 1e3:7.0f}k, loaded {row['chunks_loaded'] / 1e3:7.0f}k  "
+        f"device {row['device_hit_ratio']:.1%} host {row['host_hit_ratio']:.1%} "
+        f"important {row['important_device_hit_ratio']:.1%}  "
+        f"{row['seconds_per_million_accesses']:.1f} s per million, "
+        f"management {row['management_share']:.2%}"
+    )
+    if len(row["windows"]) > 1:
+        text += "  windows " + " ".join(f"{ratio:.0%}" for ratio in row["windows"])
+    return text
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--recording", type=Path, default=RECORDINGS / "impress.npz")
+    add("--recording-h2o", type=Path, default=RECORDINGS / "as+h2o.npz")
+    add("--shape", choices=SHAPES, default="opt-6.7b")
+    add("--policies", type=lambda text: text.split(","), default=list(POLICIES))
+    add("--prefixes", type=int, default=64, help="stored prefixes; recorded ones are repeated")
+    add("--requests", type=int, default=400, help="measured requests")
+    add("--warmup", type=int, default=200, help="requests before that, half of them reordered")
+    add("--sigma", type=float, default=0.15, help="of the popularity, as a share of the prefixes")
+    add("--device-share", type=float, default=0.06, help="device cache as a share of all KVs")
+    add("--host-share", type=float, default=0.12, help="host cache as a share of all KVs")
+    add("--ssd-mbps", type=float, default=3000.0, help="modelled bandwidth")
+    add("--ssd-piece-us", type=float, default=5.0, help="modelled time of one more piece")
+    add("--half-lives", type=_floats, default=[1000.0], help="of impress, in requests, 0 = never")
+    add("--shift", action="store_true", help="popularity moves to other prefixes half-way")
+    add("--windows", type=int, default=1, help="parts of the trace to give hit ratios for")
+    add("--seed", type=int, default=1)
+    add("--json", type=Path)
+    return parser.parse_args()
+
+
+def _floats(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()
