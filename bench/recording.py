@@ -1,7 +1,7 @@
 """Recordings of selections as one file: `python -m bench.recording DIRECTORY FILE.npz`.
 
-A server writes one file per request (`--impress-record-dir`); a packed recording is a single file of
-bits, small enough to be kept. It holds no text: a prefix is named by a number.
+A server writes one file per request (`--impress-record-dir`); a packed recording is a single file
+of bits, small enough to be kept. It holds no text: a prefix is named by a number.
 """
 
 from __future__ import annotations

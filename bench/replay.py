@@ -2,16 +2,18 @@
 
     python -m bench.replay [--shape opt-6.7b] [--accesses 1000000] [--shift] [--json FILE]
 
-Each request takes a prefix by a normal distribution over the prefixes and one of that prefix's recorded
-questions: which tokens each layer selected, and where it read all keys. Planning of reads, scores,
-heaps, placement and reordering are those of the server; what would be read or copied is counted. Every
-policy sees the same requests. `as+h2o` policies replay a recording made under that policy.
+Each request takes a prefix by a normal distribution over the prefixes and one of that prefix's
+recorded questions: which tokens each layer selected, and where it read all keys. Planning of reads,
+scores, heaps, placement and reordering are those of the server; what would be read or copied is
+counted. Every policy sees the same requests. `as+h2o` policies replay a recording made under that
+policy.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -182,7 +184,13 @@ class Replay:
 
 
 def draw_requests(
-    recording: Recording, num_prefixes: int, count: int, sigma: float, seed: int, *, shift: bool
+    recording: Recording,
+    num_prefixes: int,
+    count: int,
+    sigma: float,
+    seed: int,
+    *,
+    shift: bool = False,
 ) -> list[Request]:
     """Requests by a normal distribution over the prefixes; `shift` moves its mean half-way."""
     generator = np.random.default_rng(seed)
@@ -209,9 +217,10 @@ def replay_policy(
         host_share=args.host_share,
         gap_bytes=gap_bytes,
     )
-    draw = {"sigma": args.sigma, "shift": args.shift}
-    warm = draw_requests(recording, args.prefixes, args.warmup, args.sigma, args.seed, shift=False)
-    measured = draw_requests(recording, args.prefixes, args.requests, **draw, seed=args.seed + 1)
+    warm = draw_requests(recording, args.prefixes, args.warmup, args.sigma, args.seed)
+    measured = draw_requests(
+        recording, args.prefixes, args.requests, args.sigma, args.seed + 1, shift=args.shift
+    )
     began = time.process_time()
     if not args.shift:
         replay.run(warm)
@@ -285,7 +294,7 @@ def _configs(args: argparse.Namespace) -> Iterator[ImpressConfig]:
 
 def _windows(requests: Sequence[Request], count: int) -> Iterator[Sequence[Request]]:
     edges = np.linspace(0, len(requests), count + 1).astype(int)
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in itertools.pairwise(edges):
         yield requests[start:stop]
 
 
@@ -298,12 +307,13 @@ def _line(row: dict[str, Any]) -> str:
     if row["half_life"] is not None:
         name += f" (half-life {row['half_life']:g})"
     text = (
-        f"{name:32} SSD {row['ssd_bytes'] / 1e9:8.2f} GB  to device {row['h2d_bytes'] / 1e9:8.2f} GB  "
-        f"chunks {row['chunks_accessed'] / 1e3:7.0f}k, loaded {row['chunks_loaded'] / 1e3:7.0f}k  "
-        f"device {row['device_hit_ratio']:.1%} host {row['host_hit_ratio']:.1%} "
-        f"important {row['important_device_hit_ratio']:.1%}  "
-        f"{row['seconds_per_million_accesses']:.1f} s per million, "
-        f"management {row['management_share']:.2%}"
+        f"{name:25} SSD {row['ssd_bytes'] / 1e9:.2f} GB, to device {row['h2d_bytes'] / 1e9:.2f} GB, "
+        f"chunks: {row['chunks_accessed'] / 1e3:.0f}k accessed, "
+        f"{row['selected_chunks'] / 1e3:.0f}k for selections, "
+        f"{row['chunks_loaded'] / 1e3:.0f}k loaded; hits: device {row['device_hit_ratio']:.1%}, "
+        f"host {row['host_hit_ratio']:.1%}, important {row['important_device_hit_ratio']:.1%}; "
+        f"{row['seconds_per_million_accesses']:.1f} s per million accesses, "
+        f"management {row['management_share']:.2%} of the KVs"
     )
     if len(row["windows"]) > 1:
         text += "  windows " + " ".join(f"{ratio:.0%}" for ratio in row["windows"])
@@ -321,7 +331,7 @@ def _arguments() -> argparse.Namespace:
     add("--policies", type=lambda text: text.split(","), default=list(POLICIES))
     add("--prefixes", type=int, default=64, help="stored prefixes; recorded ones are repeated")
     add("--requests", type=int, default=400, help="measured requests")
-    add("--warmup", type=int, default=200, help="requests before that, half of them reordered")
+    add("--warmup", type=int, default=200, help="requests before reordering, and again after it")
     add("--sigma", type=float, default=0.15, help="of the popularity, as a share of the prefixes")
     add("--device-share", type=float, default=0.06, help="device cache as a share of all KVs")
     add("--host-share", type=float, default=0.12, help="host cache as a share of all KVs")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -17,7 +16,10 @@ from typing import Any, Protocol
 
 import requests
 
+import bench.zygote
+
 ROOT = Path(__file__).parents[2]
+STOCK = "tests.serving.stock_server"
 START_TIMEOUT_S = 240
 REQUEST_TIMEOUT_S = 600
 
@@ -51,52 +53,11 @@ class LaunchedProcess:
         return self._child.poll() is None
 
 
-class ForkedProcess:
-    """A child of the zygote, which reaps it."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def alive(self) -> bool:
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
-
-
-class Zygote:
-    """The process that forks servers; see `tests.serving.zygote`."""
+class Zygote(bench.zygote.Zygote):
+    """Forks servers under test."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.serving.zygote"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=ROOT,
-            env=server_environment(),
-        )
-        assert self._answer() == "ready"
-
-    def fork(self, argv: Sequence[str], log: Path, *, stock: bool) -> ForkedProcess:
-        assert self._process.stdin is not None
-        order = {"argv": list(argv), "log": str(log), "stock": stock}
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return ForkedProcess(int(self._answer()))
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().strip()
-        assert line, "the zygote has ended"
-        return line
+        super().__init__(server_environment())
 
 
 class Server:
@@ -220,8 +181,8 @@ def launch(
     argv = [f"--model-path={model}", f"--port={port}", *CPU_FLAGS, *flags]
     if zygote is not None:
         assert env is None
-        return Server(zygote.fork(argv, log, stock=stock), port, log)
-    module = "tests.serving.stock_server" if stock else "sglang.launch_server"
+        return Server(zygote.fork(argv, log, preload=STOCK if stock else None), port, log)
+    module = STOCK if stock else "sglang.launch_server"
     with log.open("wb") as output:
         child = subprocess.Popen(
             [sys.executable, "-m", module, *argv],
