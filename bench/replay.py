@@ -154,7 +154,7 @@ class Replay:
         for layer in range(self._shape.num_layers):
             if self._policy.exact:
                 planner.plan(layer, list(Stream), None, self._gap_bytes)
-                planner.count_important(np.arange(planner.num_tokens))
+                planner.note_whole(layer)
                 continue
             recorded = layer % len(question.selected)
             tokens = np.flatnonzero(question.selected[recorded])
@@ -307,7 +307,8 @@ def _line(row: dict[str, Any]) -> str:
     if row["half_life"] is not None:
         name += f" (half-life {row['half_life']:g})"
     text = (
-        f"{name:25} SSD {row['ssd_bytes'] / 1e9:.2f} GB, to device {row['h2d_bytes'] / 1e9:.2f} GB, "
+        f"{name:26} SSD {row['ssd_bytes'] / 1e9:.2f} GB, "
+        f"to device {row['h2d_bytes'] / 1e9:.2f} GB, "
         f"chunks: {row['chunks_accessed'] / 1e3:.0f}k accessed, "
         f"{row['selected_chunks'] / 1e3:.0f}k for selections, "
         f"{row['chunks_loaded'] / 1e3:.0f}k loaded; hits: device {row['device_hit_ratio']:.1%}, "

@@ -22,7 +22,7 @@ _T = TypeVar("_T", bound=np.generic)
 
 # Weight of the newest share in the moving average; the first observations count alike.
 AVERAGE_WEIGHT = 0.1
-# Frequencies of a forward decay grow with 2**(time / half-life); this keeps them finite.
+# Weights of a forward decay double at every half-life; this keeps them finite.
 MAX_EXPONENT = 500.0
 
 
@@ -116,9 +116,11 @@ class LeastFrequentlyUsed:
 class ImportanceScore:
     """IMPRESS 4.4.2: access frequency x moving average of the share of important rows.
 
-    The paper does not say how a frequency forgets. Here an access counts half after `half_life`
-    requests (0: never, the paper's plain count). It is a forward decay (Cormode et al., ICDE 2009):
-    instead of lowering all old counts, new ones weigh more, so the order of chunks needs no upkeep.
+    The paper does not say how a frequency forgets. Here all counts are halved every `half_life`
+    requests (0: never, the paper's plain count). It is done by a forward decay (Cormode et al.,
+    ICDE 2009): instead of halving old counts, new ones weigh twice as much, so the order of chunks
+    needs no upkeep. Weights grow in steps and not with every request: chunks of equally popular
+    prefixes would else differ by recency alone, and displace each other in turn.
     """
 
     def __init__(self, half_life: float) -> None:
@@ -127,7 +129,8 @@ class ImportanceScore:
         self.shares: Floats = np.zeros(0)
         self.frequencies: Floats = np.zeros(0)
         self._accesses = np.zeros(0, np.uint16)
-        self._step = 1.0 / half_life if half_life else 0.0
+        self._half_life = half_life
+        self._requests = 0
         self._exponent = 0.0
 
     def resize(self, num_chunks: int) -> None:
@@ -139,7 +142,11 @@ class ImportanceScore:
 
     def advance(self) -> float:
         """See `ReplacementRule`."""
-        self._exponent += self._step
+        self._requests += 1
+        if not self._half_life or self._requests < self._half_life:
+            return 1.0
+        self._requests = 0
+        self._exponent += 1.0
         if self._exponent < MAX_EXPONENT:
             return 1.0
         factor = 2.0**-self._exponent

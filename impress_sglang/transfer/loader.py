@@ -106,7 +106,7 @@ class PrefixLoader:
         stats.layers_whole += 1
         with stats.timed("load_ms"):
             probe, other, values = source.read(layer, list(Stream))
-            source.note_whole()
+            source.note_whole(layer)
             everything = torch.arange(source.num_tokens)
             return LoadedLayer(self._join(probe, other), values, everything)
 

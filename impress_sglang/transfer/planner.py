@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from impress_sglang.storage.layout import KVShape, Stream
@@ -168,7 +169,7 @@ class PrefixPlanner:
 
     def note_selection(self, layer: int, tokens: Indices, importance: Tensor) -> None:
         """Say which tokens the layer uses: ascending, by scores [Hp, m]; updates the averages."""
-        self.count_important(tokens)
+        self._count_important(tokens)
         first = 0
         for span in self._spans:
             low, high = np.searchsorted(tokens, [first, first + len(span)])
@@ -180,7 +181,12 @@ class PrefixPlanner:
             )
             first += len(span)
 
-    def count_important(self, tokens: Indices) -> None:
+    def note_whole(self, layer: int) -> None:
+        """Say that the layer uses all tokens."""
+        everything = np.arange(self.num_tokens)
+        self.note_selection(layer, everything, torch.ones(1, self.num_tokens))
+
+    def _count_important(self, tokens: Indices) -> None:
         """Count which KVs of the tokens that a layer uses were found on the device."""
         for stream, on_device in self._on_device.items():
             hits = on_device[tokens] if len(on_device) == self.num_tokens else on_device

@@ -56,7 +56,7 @@ class PrefixSource(Protocol):
         """Say which tokens the layer uses: ascending int64 [k], by scores [Hp, m]."""
         ...
 
-    def note_whole(self) -> None:
+    def note_whole(self, layer: int) -> None:
         """Say that the layer uses all tokens."""
         ...
 
@@ -130,9 +130,9 @@ class SegmentSource:
         """See `PrefixSource.note_selection`; counts hits and updates the moving averages."""
         self._planner.note_selection(layer, selected.numpy(), importance)
 
-    def note_whole(self) -> None:
-        """See `PrefixSource.note_whole`; counts hits."""
-        self._planner.count_important(np.arange(self.num_tokens))
+    def note_whole(self, layer: int) -> None:
+        """See `PrefixSource.note_whole`; counts hits and updates the moving averages."""
+        self._planner.note_whole(layer)
 
     def _assign_memory(self, plan: PlannedRead) -> list[memoryview]:
         """Staging memory of each part."""
@@ -224,7 +224,7 @@ class MemorySource:
     def note_selection(self, layer: int, selected: Tensor, importance: Tensor) -> None:
         """See `PrefixSource.note_selection`; a recomputed prefix has no averages."""
 
-    def note_whole(self) -> None:
+    def note_whole(self, layer: int) -> None:
         """See `PrefixSource.note_whole`."""
 
     def _rows(self, layer: int, stream: Stream, tokens: Tensor | None) -> Tensor:
