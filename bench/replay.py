@@ -119,7 +119,7 @@ class Replay:
             StoredPrefix(
                 ReplaySegment(layout),
                 self.placement.attach(page.chunk_pages(layout)),
-                TokenHistory(shape.num_layers, layout.num_tokens, "selected"),
+                TokenHistory(shape.num_layers, layout.num_tokens),
             )
             for layout in layouts
         ]
@@ -153,23 +153,32 @@ class Replay:
         importance = torch.empty(1, question.selected.shape[1])
         for layer in range(self._shape.num_layers):
             if self._policy.exact:
-                planner.plan(layer, list(Stream), None, self._gap_bytes)
+                self._read(planner, layer, list(Stream))
                 planner.note_whole(layer)
                 continue
             recorded = layer % len(question.selected)
             tokens = np.flatnonzero(question.selected[recorded])
-            planner.plan(layer, [Stream.PROBE_KEYS], None, self._gap_bytes)
+            self._read(planner, layer, [Stream.PROBE_KEYS])
             if question.all_keys[recorded]:
-                planner.plan(layer, [Stream.OTHER_KEYS], None, self._gap_bytes)
-                planner.plan(layer, [Stream.VALUES], tokens, self._gap_bytes)
+                self._read(planner, layer, [Stream.OTHER_KEYS])
+                self._read(planner, layer, [Stream.VALUES], tokens)
             else:
-                planner.plan(layer, [Stream.OTHER_KEYS, Stream.VALUES], tokens, self._gap_bytes)
+                self._read(planner, layer, [Stream.OTHER_KEYS, Stream.VALUES], tokens)
             planner.note_selection(layer, tokens, importance)
         return planner.stats
 
+    def _read(
+        self,
+        planner: PrefixPlanner,
+        layer: int,
+        streams: Sequence[Stream],
+        tokens: np.ndarray | None = None,
+    ) -> None:
+        planner.count(planner.plan(layer, streams, tokens, self._gap_bytes))
+
     def _reorder_one(self, stored: StoredPrefix) -> None:
         layout = stored.segment.layout
-        mapping = reorder.mapping_lists(stored.history.average, [0])
+        mapping = reorder.mapping_lists(stored.history.order_key, [0])
         shares = reorder.chunk_shares(stored.history.average, mapping, layout)
         base = self.placement.attach(self._page.chunk_pages(layout))
         for layer in range(self._shape.num_layers):

@@ -50,14 +50,14 @@ class SegmentReaders:
         cache: ChunkCache,
         *,
         direct: bool,
-        key: str,
+        reorder_by_importance: bool,
     ) -> None:
         self._directory = directory
         self._shape = shape
         self._reader = reader
         self._cache = cache
         self._direct = direct
-        self._key = key
+        self._by_importance = reorder_by_importance
         self._staging = Staging()
         self._versions: dict[str, _Version] = {}
 
@@ -180,7 +180,9 @@ class SegmentReaders:
     def _history(self, stored: StoredSegment) -> TokenHistory:
         if stored.history is None:
             num_tokens = stored.info.num_tokens
-            stored.history = TokenHistory(self._shape.num_layers, num_tokens, self._key)
+            stored.history = TokenHistory(
+                self._shape.num_layers, num_tokens, by_importance=self._by_importance
+            )
         return stored.history
 
     def _open(self, stored: StoredSegment) -> OpenSegment:

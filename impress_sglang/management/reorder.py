@@ -19,20 +19,20 @@ Averages = npt.NDArray[np.float32]
 _SELECTED_STREAMS = (Stream.OTHER_KEYS, Stream.VALUES)
 
 
-def mapping_lists(average: Averages, node_starts: Sequence[int]) -> MappingLists:
+def mapping_lists(key: Averages, node_starts: Sequence[int]) -> MappingLists:
     """Mapping lists of the best order known.
 
     Args:
-        average: [L, t].
+        key: [L, t], what is large shall come first.
         node_starts: first token of each node, ascending, the first one 0.
 
     Returns:
         int64 [L, t]: the row of each token; a permutation of each node's own rows.
     """
-    num_layers, num_tokens = average.shape
+    num_layers, num_tokens = key.shape
     mapping = np.empty((num_layers, num_tokens), np.int64)
     for start, stop in zip(node_starts, [*node_starts[1:], num_tokens], strict=True):
-        order = np.argsort(-average[:, start:stop], axis=1, kind="stable")
+        order = np.argsort(-key[:, start:stop], axis=1, kind="stable")
         rows = np.broadcast_to(np.arange(start, stop), order.shape)
         np.put_along_axis(mapping[:, start:stop], order, rows, axis=1)
     return mapping.astype(np.dtype("<u2" if num_tokens <= 1 << 16 else "<u4"))

@@ -145,7 +145,7 @@ class PrefixStore:
             self._reader,
             self.cache,
             direct=self._direct,
-            key=config.reorder_key,
+            reorder_by_importance=config.reorder_key == "importance",
         )
         self._reorders = policy.reorders
         self._rewriter = Rewriter(self._directory, bucket, direct=self._direct)
@@ -401,7 +401,7 @@ class PrefixStore:
             return False
         layout, average = segment.info.layout(), history.average
         gap_bytes = self._reader.cost.gap_bytes
-        best = reorder.mapping_lists(average, self.tree.node_starts(segment))
+        best = reorder.mapping_lists(history.order_key, self.tree.node_starts(segment))
         present = self._readers.mapping(segment.segment_id)
         before = reorder.expected_bytes(average, present, layout, gap_bytes)
         after = reorder.expected_bytes(average, best, layout, gap_bytes)
@@ -414,9 +414,9 @@ class PrefixStore:
         while self._reorder_queue and self._reordering is None:
             segment = self._reorder_queue.popleft()
             if self.tree.get(segment.segment_id) is segment and segment.history is not None:
-                self._begin_reordering(segment, segment.history.average)
+                self._begin_reordering(segment, segment.history.order_key)
 
-    def _begin_reordering(self, segment: StoredSegment, average: npt.NDArray[np.float32]) -> None:
+    def _begin_reordering(self, segment: StoredSegment, key: npt.NDArray[np.float32]) -> None:
         info = dataclasses.replace(
             segment.info, segment_id=uuid.uuid4().hex, generation=segment.info.generation + 1
         )
@@ -430,7 +430,7 @@ class PrefixStore:
             logger.warning("a segment cannot be reordered: %s", error)
             self.drop(segment.segment_id)
             return
-        mapping = reorder.mapping_lists(average, self.tree.node_starts(segment))
+        mapping = reorder.mapping_lists(key, self.tree.node_starts(segment))
         rewrite = Rewrite(opened, info, mapping)
         self._used_bytes += file_bytes
         self._reordering = _Reordering(

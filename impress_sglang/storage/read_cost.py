@@ -16,7 +16,8 @@ START_SECONDS_PER_PIECE = 30e-6
 START_SECONDS_PER_BYTE = 1 / 2e9
 # Reads that the fit remembers, as the time constant of an exponential.
 MEMORY_READS = 200
-PRIOR_WEIGHT = 0.01
+GUESS_WEIGHT = 1e-4
+RIDGE = 1e-7
 MAX_GAP_BYTES = 1 << 20
 
 
@@ -25,8 +26,9 @@ class ReadCost:
 
     def __init__(self) -> None:
         self._start = np.array([START_SECONDS_PER_PIECE, START_SECONDS_PER_BYTE])
-        self._matrix = np.zeros((2, 2))
-        self._target = np.zeros(2)
+        # The first guess is a faint observation of each unknown, and fades like any other.
+        self._matrix = np.diag(GUESS_WEIGHT * self._start**-2.0)
+        self._target = GUESS_WEIGHT / self._start
 
     def observe(self, pieces: int, num_bytes: int, seconds: float) -> None:
         """Learn from one read of `num_bytes` in `pieces` pieces."""
@@ -54,8 +56,17 @@ class ReadCost:
         return int(min(per_piece / per_byte, MAX_GAP_BYTES))
 
     def _solve(self) -> npt.NDArray[np.float64]:
-        # A trace of the first guess defines the fit without observations, and keeps a series of
-        # like reads, which cannot tell the unknowns apart, from leading it astray.
-        prior = np.diag(PRIOR_WEIGHT * self._start**-2.0)
-        target = self._target + PRIOR_WEIGHT / self._start
-        return np.maximum(np.linalg.solve(self._matrix + prior, target), 1e-3 * self._start)
+        least = 1e-3 * self._start
+        # The ridge keeps a series of like reads, which cannot tell the unknowns apart, defined.
+        ridge = RIDGE * self._start**-2.0
+        matrix, target = self._matrix + np.diag(ridge), self._target + ridge * self._start
+        solution: npt.NDArray[np.float64] = np.linalg.solve(matrix, target)
+        for index in (0, 1):
+            if solution[index] < least[index]:
+                # The best fit with this unknown at its bound.
+                other = 1 - index
+                rest = target[other] - matrix[other, index] * least[index]
+                solution[index] = least[index]
+                solution[other] = max(rest / matrix[other, other], least[other])
+                break
+        return solution

@@ -72,7 +72,8 @@ class BlockRun:
     target: memoryview
 
     def split(self, max_bytes: int) -> Iterator[BlockRun]:
-        """The same run as pieces of at most `max_bytes`."""
+        """The same run as pieces of at most `max_bytes`, a multiple of a block."""
+        assert max_bytes % BLOCK_BYTES == 0
         for start in range(0, len(self.target), max_bytes):
             part = self.target[start : start + max_bytes]
             yield BlockRun(self.segment, self.offset + start, part)

@@ -185,7 +185,7 @@ class Placement:
     ) -> tuple[Move, ...]:
         candidates = np.flatnonzero(
             (tiers != _DEVICE)
-            & (priorities > self._floor(ids))
+            & (priorities > self._floors(ids))
             & (self._num_pages[ids] <= self._width)
         )
         if not len(candidates):
@@ -199,16 +199,16 @@ class Placement:
                 heap.compact(np.flatnonzero(self._tiers == tier), self._rule.priorities)
         return tuple(self._moves(origins))
 
-    def _floor(self, ids: Ids) -> float:
-        """A priority that a chunk must exceed to have any chance."""
-        floors = []
-        largest = int(self._num_pages[ids].max(initial=1))
+    def _floors(self, ids: Ids) -> Floats:
+        """A priority that each chunk must exceed to have any chance."""
+        num_pages = self._num_pages[ids]
+        floors = np.full(len(ids), np.inf)
         for tier in CACHES:
-            if len(self._free[tier]) >= largest:
-                return -np.inf
-            lowest = self._heaps[tier].lowest(self._rule.priorities)
-            floors.append(np.inf if lowest is None else lowest[0])
-        return min(floors)
+            lowest = self._heaps[tier].lowest(self._rule.priorities.data)
+            if lowest is not None:
+                np.minimum(floors, lowest[0], out=floors)
+            floors[num_pages <= len(self._free[tier])] = -np.inf
+        return floors
 
     def _place_one(self, chunk: int, priority: float, origins: _Origins) -> None:
         victims = self._victims(_DEVICE, int(self._num_pages[chunk]), priority)
@@ -288,8 +288,9 @@ class Placement:
     def _occupy(self, chunk: int, tier: int, priority: float) -> None:
         free = self._free[tier]
         count = int(self._num_pages[chunk])
-        self._pages[chunk, :count] = free[-count:]
-        del free[-count:]
+        first = len(free) - count
+        self._pages[chunk, :count] = free[first:]
+        del free[first:]
         self._tier_of[chunk] = tier
         self._counts[tier] += 1
         self._heaps[tier].push(chunk, priority)

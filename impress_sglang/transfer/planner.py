@@ -143,7 +143,7 @@ class PrefixPlanner:
     def plan(
         self, layer: int, streams: Sequence[Stream], tokens: Indices | None, gap_bytes: int
     ) -> PlannedRead:
-        """Decide how rows are read, and where their chunks stand from now on.
+        """Decide how rows are read, and where their chunks stand from now on; `count` follows.
 
         Args:
             layer: from 0.
@@ -163,9 +163,7 @@ class PrefixPlanner:
             found = slice(first, first + len(own))
             parts.append(_part(layer, plan, stream, own, access, found, gap_bytes))
             first = found.stop
-        read = PlannedRead(parts, access, sum(plan.num_rows for plan in rows))
-        self._count(read)
-        return read
+        return PlannedRead(parts, access, sum(plan.num_rows for plan in rows))
 
     def note_selection(self, layer: int, tokens: Indices, importance: Tensor) -> None:
         """Say which tokens the layer uses: ascending, by scores [Hp, m]; updates the averages."""
@@ -209,7 +207,8 @@ class PrefixPlanner:
             first += len(span)
         return plans
 
-    def _count(self, read: PlannedRead) -> None:
+    def count(self, read: PlannedRead) -> None:
+        """The read was carried out: count it."""
         stats = self.stats
         on_device: dict[Stream, list[npt.NDArray[np.bool_]]] = {}
         for part in read.parts:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.layout import KVShape, Stream
 from impress_sglang.storage.reader import BlockRun, ChunkReader
@@ -110,20 +109,13 @@ class SegmentSource:
         """
         wanted = None if tokens is None else tokens.numpy()
         plan = self._planner.plan(layer, streams, wanted, self._reader.cost.gap_bytes)
-        memory = self._assign_memory(plan)
         try:
-            self._reader.read(
-                [
-                    BlockRun(part.plan.span.segment, run.offset, own[run.start : run.stop])
-                    for part, own in zip(plan.parts, memory, strict=True)
-                    for run in part.runs
-                ]
-            )
-        except ChunkUnreadable:
+            rows = self._carry_out(plan, streams)
+        except BaseException:
+            # The placement counts on bytes that were not copied.
             self._cache.abandon(plan.access)
             raise
-        rows = [self._rows(stream, plan, memory) for stream in streams]
-        self._cache.settle(plan.access, _kept_chunks(plan.parts, memory))
+        self._planner.count(plan)
         return rows
 
     def note_selection(self, layer: int, selected: Tensor, importance: Tensor) -> None:
@@ -133,6 +125,19 @@ class SegmentSource:
     def note_whole(self, layer: int) -> None:
         """See `PrefixSource.note_whole`; counts hits and updates the moving averages."""
         self._planner.note_whole(layer)
+
+    def _carry_out(self, plan: PlannedRead, streams: Sequence[Stream]) -> list[Tensor]:
+        memory = self._assign_memory(plan)
+        self._reader.read(
+            [
+                BlockRun(part.plan.span.segment, run.offset, own[run.start : run.stop])
+                for part, own in zip(plan.parts, memory, strict=True)
+                for run in part.runs
+            ]
+        )
+        rows = [self._rows(stream, plan, memory) for stream in streams]
+        self._cache.settle(plan.access, _kept_chunks(plan.parts, memory))
+        return rows
 
     def _assign_memory(self, plan: PlannedRead) -> list[memoryview]:
         """Staging memory of each part."""

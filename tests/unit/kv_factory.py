@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from impress_sglang.importance.history import TokenHistory
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.layout import KVShape, Stream
-from impress_sglang.storage.segment import SegmentInfo, Tokens
+from impress_sglang.storage.reader import OpenSegment
+from impress_sglang.storage.segment import MappingLists, SegmentInfo, Tokens
 from impress_sglang.storage.writer import LayerReader, write_segment
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
+from impress_sglang.transfer.plan import SourceSpan
 
 IDENTITY = "0123456789abcdef0123456789abcdef"
 DISK_BLOCK = 4096
@@ -47,6 +53,7 @@ def make_info(
     namespace: str = "",
     prefix_len: int = 0,
     prefix_digest: str = "d0",
+    generation: int = 0,
 ) -> SegmentInfo:
     return SegmentInfo(
         segment_id=segment_id,
@@ -58,7 +65,15 @@ def make_info(
         approximate=approximate,
         shape=shape,
         chunk_tokens=chunk_tokens,
+        generation=generation,
     )
+
+
+def random_mapping(info: SegmentInfo, seed: int) -> MappingLists:
+    """Another permutation of the rows for each layer."""
+    generator = np.random.default_rng(seed)
+    rows = [generator.permutation(info.num_tokens) for _ in range(info.shape.num_layers)]
+    return np.stack(rows).astype(info.mapping_dtype)
 
 
 def random_kvs(shape: KVShape, num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -71,11 +86,63 @@ def random_kvs(shape: KVShape, num_tokens: int, seed: int) -> tuple[Tensor, Tens
 
 
 def write_kvs(
-    directory: Path, info: SegmentInfo, keys: Tensor, values: Tensor, *, direct: bool = False
+    directory: Path,
+    info: SegmentInfo,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    direct: bool = False,
+    mapping: MappingLists | None = None,
 ) -> Path:
     path = directory / f"{info.segment_id}.kv"
-    write_segment(path, info, lambda i: (keys[i], values[i]), AlignedBuffer(), direct=direct)
+    write_segment(
+        path,
+        info,
+        lambda i: (keys[i], values[i]),
+        AlignedBuffer(),
+        direct=direct,
+        mapping=mapping,
+    )
     return path
+
+
+def make_cache(
+    shape: KVShape,
+    *,
+    device_chunks: int = 0,
+    host_chunks: int = 0,
+    chunk_tokens: int = 8,
+    rule: ReplacementRule | None = None,
+) -> ChunkCache:
+    """Caches with room for so many chunks of values, the largest ones."""
+    unit = math.gcd(shape.key_dim, shape.value_dim) * shape.dtype.itemsize
+    vectors = token_bytes(shape, Stream.VALUES) // unit
+    largest = max(vectors, token_bytes(shape, Stream.PROBE_KEYS) // unit)
+    chunk_bytes = largest * unit * chunk_tokens
+    return ChunkCache(
+        shape,
+        chunk_tokens,
+        rule or LeastRecentlyUsed(),
+        device=torch.device("cpu"),
+        device_bytes=device_chunks * chunk_bytes,
+        host_bytes=host_chunks * chunk_bytes,
+    )
+
+
+def open_span(
+    path: Path,
+    cache: ChunkCache,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    direct: bool = False,
+) -> SourceSpan:
+    """The tokens [start, stop) of a segment file, to the end without `stop`."""
+    segment = OpenSegment(path, direct=direct)
+    info = segment.info
+    history = TokenHistory(info.shape.num_layers, info.num_tokens)
+    stop = info.num_tokens if stop is None else stop
+    return SourceSpan(segment, start, stop, cache.attach(segment.layout), history)
 
 
 def heads_of(shape: KVShape, stream: Stream) -> list[int]:

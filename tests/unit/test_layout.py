@@ -94,23 +94,34 @@ def test_bytes_of_a_run_add_up(layout: SegmentLayout, data: st.DataObject) -> No
 
 
 @given(layouts())
-def test_every_chunk_has_its_own_checksum(layout: SegmentLayout) -> None:
-    positions = [
-        layout.checksum_index(layer, stream, chunk)
+def test_chunks_are_numbered_by_layer_then_stream_then_place(layout: SegmentLayout) -> None:
+    numbers = [
+        layout.chunk_index(layer, stream, chunk)
         for layer in range(layout.shape.num_layers)
         for stream in Stream
         for chunk in range(layout.num_chunks)
     ]
 
-    assert sorted(positions) == list(range(layout.num_checksums))
+    assert numbers == list(range(layout.total_chunks))
 
 
 @given(layouts())
-def test_checksums_of_neighbouring_chunks_are_neighbours(layout: SegmentLayout) -> None:
-    for stream in Stream:
-        first = layout.checksum_index(0, stream, 0)
-        for chunk in range(layout.num_chunks):
-            assert layout.checksum_index(0, stream, chunk) == first + chunk
+def test_blocks_are_all_of_the_file_after_the_header(layout: SegmentLayout) -> None:
+    blocks = sum(size for _, size in chunk_extents(layout)) // BLOCK
+
+    assert layout.num_blocks == blocks
+    assert layout.file_bytes == layout.header_bytes + BLOCK * blocks
+
+
+@given(layouts())
+def test_layers_follow_each_other_and_begin_with_the_probe_keys(layout: SegmentLayout) -> None:
+    own = sum(layout.stream_bytes(stream) for stream in Stream)
+    for layer in range(layout.shape.num_layers):
+        start = layout.header_bytes + layer * own
+
+        assert layout.layer_offset(layer) == start
+        assert layout.stream_offset(layer, Stream.PROBE_KEYS) == start
+    assert layout.layer_bytes == own
 
 
 @given(shapes())
@@ -154,6 +165,9 @@ def test_sizes_of_a_known_model() -> None:
     assert layout.stream_bytes(Stream.PROBE_KEYS) == 15 * 64 * 256 + 12_288
     assert layout.stream_bytes(Stream.OTHER_KEYS) == 15 * 64 * 7 * 256 + 73_728
     assert layout.stream_bytes(Stream.VALUES) == 15 * 64 * 8 * 256 + 81_920
+    # 63, 438 and 500 blocks of 4,096 bytes.
+    assert layout.num_blocks == 32 * (63 + 438 + 500)
+    assert layout.total_chunks == 32 * 3 * 16
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,20 @@ from torch import Tensor
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.importance.identify import PaperRule, ProbeVerdict
 from impress_sglang.storage.layout import KVShape, Stream
-from impress_sglang.storage.reader import ChunkReader, OpenSegment
+from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.tiers.rules import LeastFrequentlyUsed
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
-from impress_sglang.transfer.source import (
-    MemorySource,
-    PrefixSource,
-    SegmentSource,
-    SourceSpan,
-    Staging,
-    Want,
+from impress_sglang.transfer.source import MemorySource, PrefixSource, SegmentSource, Staging
+from tests.unit.kv_factory import (
+    heads_of,
+    make_cache,
+    make_info,
+    make_shape,
+    open_span,
+    random_kvs,
+    random_mapping,
+    write_kvs,
 )
-from tests.unit.kv_factory import heads_of, make_info, make_shape, random_kvs, write_kvs
 
 SHAPES = {
     "mha": make_shape(query_heads=5, kv_heads=5, probe=(0, 1, 2)),
@@ -56,25 +59,36 @@ class FixedRule:
 
 
 class CountingSource:
-    """Counts how often each row of each stream is asked for."""
+    """Counts how often each row of each stream is asked for, and keeps what it is told."""
 
     def __init__(self, source: PrefixSource, layers: int) -> None:
         self._source = source
         self.num_tokens = source.num_tokens
-        self.bytes_read = 0
+        self.stats = source.stats
+        self.selections: list[tuple[int, list[int], Tensor]] = []
+        self.whole_layers: list[int] = []
         self.reads = {
             (layer, stream): torch.zeros(self.num_tokens, dtype=torch.int64)
             for layer in range(layers)
             for stream in Stream
         }
 
-    def read(self, layer: int, wants: Sequence[Want]) -> list[Tensor]:
-        for want in wants:
-            rows = slice(None) if want.tokens is None else want.tokens
-            self.reads[layer, want.stream][rows] += 1
-            if want.tokens is not None:
-                assert torch.equal(want.tokens, want.tokens.unique()), "ascending and distinct"
-        return self._source.read(layer, wants)
+    def read(
+        self, layer: int, streams: Sequence[Stream], tokens: Tensor | None = None
+    ) -> list[Tensor]:
+        if tokens is not None:
+            assert torch.equal(tokens, tokens.unique()), "ascending and distinct"
+        for stream in streams:
+            self.reads[layer, stream][slice(None) if tokens is None else tokens] += 1
+        return self._source.read(layer, streams, tokens)
+
+    def note_selection(self, layer: int, selected: Tensor, importance: Tensor) -> None:
+        self.selections.append((layer, selected.tolist(), importance.clone()))
+        self._source.note_selection(layer, selected, importance)
+
+    def note_whole(self, layer: int) -> None:
+        self.whole_layers.append(layer)
+        self._source.note_whole(layer)
 
 
 class Setting:
@@ -137,6 +151,8 @@ def test_all_tokens_are_returned_exactly_and_nothing_is_probed(
     for stream in Stream:
         assert setting.source.reads[layer, stream].tolist() == [1] * M
     assert dataclasses.replace(setting.stats, load_ms=0.0) == LoadStats(layers_whole=1)
+    assert loaded.selected.tolist() == list(range(M))
+    assert (setting.source.whole_layers, setting.source.selections) == ([layer], [])
 
 
 @pytest.mark.parametrize("tokens", [[0], [M - 1], [2, 3, 17, 41, 59], list(range(M - 1))])
@@ -149,6 +165,8 @@ def test_shared_tokens_are_the_rows_of_the_verdict(setting: Setting, tokens: lis
 
     assert torch.equal(loaded.keys, setting.keys[1][tokens])
     assert torch.equal(loaded.values, setting.values[1][tokens])
+    assert loaded.selected.tolist() == tokens
+    assert loaded.selected.dtype == torch.int64
     assert setting.stats.layers_by_probe == 1
     assert setting.stats.layers_by_fallback == setting.stats.layers_whole == 0
 
@@ -191,6 +209,7 @@ def test_fallback_gives_each_head_its_own_rows(setting: Setting, k: int) -> None
     for head, own in enumerate(tokens):
         assert torch.equal(loaded.keys[:, head], setting.keys[0][own, head])
         assert torch.equal(loaded.values[:, head], setting.values[0][own, head])
+    assert loaded.selected.tolist() == sorted(set(tokens.flatten().tolist()))
     assert setting.stats.layers_by_fallback == 1
     assert setting.stats.layers_by_probe == setting.stats.layers_whole == 0
 
@@ -221,6 +240,27 @@ def test_rule_sees_the_scores_of_the_probe_heads_then_of_all(setting: Setting) -
         rule.probe_scores.numpy(), expected[setting.probe_query_heads()], rtol=1e-4, atol=1e-7
     )
     np.testing.assert_allclose(rule.scores.numpy(), expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_source_is_told_what_was_selected_and_by_which_scores(
+    setting: Setting, shared: bool
+) -> None:
+    """Once a layer: the tokens of any head, and the scores of the probe heads alone."""
+    tokens = own_tokens(setting.shape, 5)
+    rule = FixedRule(tokens[0] if shared else None, tokens)
+    loader = PrefixLoader(setting.shape, rule)
+
+    for layer in (0, 1):
+        loaded = loader.load(layer, setting.source, setting.inputs, 5, setting.stats)
+
+        assert len(setting.source.selections) == layer + 1
+        told_layer, selected, scores = setting.source.selections[-1]
+        assert told_layer == layer
+        assert selected == loaded.selected.tolist()
+        expected = setting.reference_scores(layer)[setting.probe_query_heads()]
+        np.testing.assert_allclose(scores.numpy(), expected, rtol=1e-4, atol=1e-7)
+    assert setting.source.whole_layers == []
 
 
 def test_without_resident_tokens(setting: Setting) -> None:
@@ -309,12 +349,14 @@ def test_stats_add_up_over_layers(setting: Setting) -> None:
 def test_rows_from_ssd_are_the_stored_bits(
     tmp_path: Path, dtype: torch.dtype, shared: bool
 ) -> None:
-    """Through files, in half precision, with memory that later reads use again."""
+    """Through files and caches, in half precision, with memory that later reads use again."""
     shape = dataclasses.replace(SHAPES["gqa-apart"], dtype=dtype)
     setting = Setting(shape)
-    path = write_kvs(tmp_path, make_info(shape, range(M)), setting.keys, setting.values)
-    reader, segment = ChunkReader(2), OpenSegment(path, direct=False)
-    source = SegmentSource(shape, [SourceSpan(segment, 0, M)], reader, Staging())
+    info = make_info(shape, range(M), generation=1)
+    path = write_kvs(tmp_path, info, setting.keys, setting.values, mapping=random_mapping(info, 1))
+    cache = make_cache(shape, device_chunks=3, host_chunks=3, rule=LeastFrequentlyUsed())
+    reader, span = ChunkReader(2), open_span(path, cache)
+    source = SegmentSource(shape, [span], reader, Staging(), cache)
     tokens = own_tokens(shape, 9)
     rule = FixedRule(tokens[0] if shared else None, tokens)
     inputs = LayerInputs(
@@ -323,7 +365,8 @@ def test_rows_from_ssd_are_the_stored_bits(
         setting.inputs.resident_keys.to(dtype),
         setting.inputs.scaling,
     )
-    for layer in range(shape.num_layers):
+    for layer in [*range(shape.num_layers)] * 2:
+        cache.placement.advance()
         loaded = PrefixLoader(shape, rule).load(layer, source, inputs, 9, setting.stats)
 
         assert loaded.keys.dtype == loaded.values.dtype == dtype
@@ -331,7 +374,8 @@ def test_rows_from_ssd_are_the_stored_bits(
             own = tokens[0 if shared else head]
             assert torch.equal(loaded.keys[:, head], setting.keys[layer][own, head])
             assert torch.equal(loaded.values[:, head], setting.values[layer][own, head])
-    segment.close()
+    assert source.stats.device_chunks > 0 and source.stats.host_chunks > 0
+    span.segment.close()
     reader.close()
 
 
@@ -340,16 +384,21 @@ def test_shared_path_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
     shape = SHAPES["gqa-apart"]
     setting = Setting(shape)
     path = write_kvs(tmp_path, make_info(shape, range(M)), setting.keys, setting.values)
-    reader, segment = ChunkReader(2), OpenSegment(path, direct=False)
-    source = SegmentSource(shape, [SourceSpan(segment, 0, M)], reader, Staging())
+    cache = make_cache(shape)
+    reader, span = ChunkReader(2), open_span(path, cache)
+    source = SegmentSource(shape, [span], reader, Staging(), cache)
 
     PrefixLoader(shape, FixedRule(torch.tensor([3, 20]))).load(
         0, source, setting.inputs, 2, setting.stats
     )
 
     # Each chunk of these small heads is one disk block: 8 of the probe keys, 2 and 2 of the rest.
-    assert source.bytes_read == (8 + 2 + 2) * 4096
-    segment.close()
+    assert source.stats.ssd_bytes == (8 + 2 + 2) * 4096
+    assert source.stats.selected_chunks == 4
+    # Two probe heads and two others of 8 numbers, four heads of 12 numbers.
+    assert source.stats.important_bytes == 2 * (2 * 8 + 2 * 8 + 4 * 12) * 4
+    assert np.flatnonzero(span.history.average[0]).tolist() == [3, 20]
+    span.segment.close()
     reader.close()
 
 
@@ -360,10 +409,12 @@ class BrokenSource(CountingSource):
         super().__init__(MemorySource(setting.shape, setting.keys, setting.values), 2)
         self._broken = broken
 
-    def read(self, layer: int, wants: Sequence[Want]) -> list[Tensor]:
-        if any(want.stream is self._broken for want in wants):
+    def read(
+        self, layer: int, streams: Sequence[Stream], tokens: Tensor | None = None
+    ) -> list[Tensor]:
+        if self._broken in streams:
             raise ChunkUnreadable("ab12", "test")
-        return super().read(layer, wants)
+        return super().read(layer, streams, tokens)
 
 
 @pytest.mark.parametrize("broken", Stream)
@@ -374,10 +425,12 @@ def test_an_unreadable_chunk_reaches_the_caller(broken: Stream, mode: str) -> No
     rule = FixedRule(tokens[0] if mode == "shared" else None, tokens)
     k = M if mode == "whole" else 4
 
+    source = BrokenSource(setting, broken)
+
     with pytest.raises(ChunkUnreadable):
-        PrefixLoader(setting.shape, rule).load(
-            0, BrokenSource(setting, broken), setting.inputs, k, setting.stats
-        )
+        PrefixLoader(setting.shape, rule).load(0, source, setting.inputs, k, setting.stats)
+
+    assert not source.selections and not source.whole_layers, "nothing is noted of a failure"
 
 
 def test_head_order_of_the_shapes_here_is_not_trivial() -> None:

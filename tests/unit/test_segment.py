@@ -25,21 +25,46 @@ from impress_sglang.storage.direct_io import (
     write_exactly,
 )
 from impress_sglang.storage.layout import Stream
-from impress_sglang.storage.segment import SegmentInfo, checksum, encode_header, read_header
+from impress_sglang.storage.segment import (
+    SegmentHeader,
+    SegmentInfo,
+    block_checksums,
+    checksum,
+    encode_header,
+    read_header,
+)
 from impress_sglang.storage.writer import write_segment
-from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
+from tests.unit.kv_factory import (
+    flip_byte,
+    make_info,
+    make_shape,
+    random_kvs,
+    random_mapping,
+    write_kvs,
+)
 
 SMALL = make_info(make_shape(), range(20), segment_id="ab12")
+REORDERED = make_info(make_shape(), range(20), segment_id="ab12", generation=3)
 
 
-def some_checksums(info: SegmentInfo) -> np.ndarray:
-    return np.random.default_rng(1).integers(0, 2**63, info.layout().num_checksums, np.uint64)
+def some_header(info: SegmentInfo) -> SegmentHeader:
+    """Checksums and, where the tokens are reordered, mapping lists by chance."""
+    checksums = np.random.default_rng(1).integers(0, 2**63, info.layout().num_blocks, np.uint64)
+    return SegmentHeader(info, checksums, random_mapping(info, 2) if info.reordered else None)
 
 
 def header_file(directory: Path, info: SegmentInfo) -> Path:
     path = directory / f"{info.segment_id}.kv"
-    path.write_bytes(encode_header(info, some_checksums(info)))
+    path.write_bytes(encode_header(some_header(info)))
     return path
+
+
+def same_header(left: SegmentHeader, right: SegmentHeader) -> bool:
+    same = same_info(left.info, right.info) and np.array_equal(left.checksums, right.checksums)
+    if left.mapping is None or right.mapping is None:
+        return same and left.mapping is right.mapping
+    same_type = left.mapping.dtype == right.mapping.dtype
+    return same and same_type and np.array_equal(left.mapping, right.mapping)
 
 
 def same_info(left: SegmentInfo, right: SegmentInfo) -> bool:
@@ -68,27 +93,60 @@ def test_header_is_read_back(tmp_path_factory: pytest.TempPathFactory, data: st.
         namespace=data.draw(st.text(max_size=50)),
         prefix_len=data.draw(st.integers(0, 10**6)),
         prefix_digest=data.draw(st.text("0123456789abcdef", min_size=32, max_size=32)),
+        generation=data.draw(st.sampled_from([0, 0, 1, 1000])),
     )
 
-    found, checksums = read_header(header_file(tmp_path_factory.getbasetemp(), info))
+    found = read_header(header_file(tmp_path_factory.getbasetemp(), info))
 
-    assert same_info(found, info)
-    assert np.array_equal(checksums, some_checksums(info))
+    assert same_header(found, some_header(info))
 
 
-def test_header_is_padded_to_its_size_in_the_layout() -> None:
+@pytest.mark.parametrize(("num_tokens", "width"), [(1, 2), (65_536, 2), (65_537, 4)])
+def test_mapping_lists_have_entries_as_wide_as_they_must_be(
+    tmp_path: Path, num_tokens: int, width: int
+) -> None:
+    info = make_info(make_shape(layers=3), range(num_tokens), generation=1)
+
+    found = read_header(header_file(tmp_path, info))
+
+    assert found.mapping is not None
+    assert found.mapping.dtype.itemsize == width
+    assert same_header(found, some_header(info))
+    plain = dataclasses.replace(info, generation=0).layout().header_bytes
+    assert abs(info.layout().header_bytes - plain - 3 * num_tokens * width) < 4096
+
+
+def test_a_header_must_have_what_its_description_says() -> None:
+    header, reordered = some_header(SMALL), some_header(REORDERED)
+    assert reordered.mapping is not None
+    for change in (
+        {"checksums": header.checksums[1:]},
+        {"mapping": reordered.mapping},
+        {"info": REORDERED},
+    ):
+        with pytest.raises(AssertionError):
+            dataclasses.replace(header, **change)
+    with pytest.raises(AssertionError):
+        dataclasses.replace(reordered, mapping=reordered.mapping[:, 1:])
+
+
+@pytest.mark.parametrize("generation", [0, 3])
+def test_header_is_padded_to_its_size_in_the_layout(generation: int) -> None:
     for count in (1, 20, 900, 1100, 5000):
-        info = make_info(make_shape(), range(count))
+        info = make_info(make_shape(), range(count), generation=generation)
 
-        header = encode_header(info, some_checksums(info))
+        header = encode_header(some_header(info))
 
         assert len(header) == info.layout().header_bytes
         assert len(header) % 4096 == 0
 
 
-def test_a_flipped_byte_anywhere_in_the_header_is_unreadable(tmp_path: Path) -> None:
-    """The preamble, the text, the tokens, the checksums; and some of the padding."""
-    path = header_file(tmp_path, SMALL)
+@pytest.mark.parametrize("info", [SMALL, REORDERED], ids=["in order", "reordered"])
+def test_a_flipped_byte_anywhere_in_the_header_is_unreadable(
+    tmp_path: Path, info: SegmentInfo
+) -> None:
+    """The preamble, the text, tokens, mapping lists, checksums; and some of the padding."""
+    path = header_file(tmp_path, info)
     good = path.read_bytes()
     content = len(good.rstrip(b"\0"))
     assert 200 < content < 1500
@@ -147,11 +205,11 @@ def resealed(header: bytes, body: bytes) -> bytes:
 def test_another_format_version_is_unreadable_and_says_so(tmp_path: Path) -> None:
     path = header_file(tmp_path, SMALL)
     header = path.read_bytes()
-    body = header[32:].replace(b'"version": 1', b'"version": 2')
+    body = header[32:].replace(b'"version": 2', b'"version": 3')
     assert body != header[32:]
     path.write_bytes(resealed(header, body))
 
-    with pytest.raises(ChunkUnreadable, match="version 2"):
+    with pytest.raises(ChunkUnreadable, match="version 3"):
         read_header(path)
 
 
@@ -162,7 +220,7 @@ def test_resealing_an_unchanged_body_gives_the_same_header(tmp_path: Path) -> No
     assert resealed(header, header[32:]) == header
 
 
-@pytest.mark.parametrize("magic", [b"IMPRSEG\x02", b"\x00" * 8])
+@pytest.mark.parametrize("magic", [b"IMPRSEG\x01", b"\x00" * 8])
 def test_another_magic_is_unreadable(tmp_path: Path, magic: bytes) -> None:
     path = header_file(tmp_path, SMALL)
     path.write_bytes(magic + path.read_bytes()[8:])
@@ -204,7 +262,7 @@ def test_written_file_has_the_size_of_its_layout_and_a_valid_header(
     path = write_kvs(tmp_path, info, *random_kvs(shape, num_tokens, seed=1), direct=direct)
 
     assert path.stat().st_size == info.layout().file_bytes
-    assert same_info(read_header(path)[0], info)
+    assert same_info(read_header(path).info, info)
     assert [file.name for file in tmp_path.iterdir()] == ["ab12.kv"], "no temporary file is left"
 
 
@@ -217,7 +275,6 @@ def test_bytes_of_a_chunk_are_its_rows_head_by_head(tmp_path: Path) -> None:
     data = write_kvs(tmp_path, info, keys, values).read_bytes()
 
     layout = info.layout()
-    table = read_header(tmp_path / "ab12.kv")[1]
     for stream, whole, heads in (
         (Stream.PROBE_KEYS, keys, [1, 3]),
         (Stream.OTHER_KEYS, keys, [0, 2]),
@@ -231,7 +288,54 @@ def test_bytes_of_a_chunk_are_its_rows_head_by_head(tmp_path: Path) -> None:
 
             assert data[start : start + len(expected)] == expected
             assert not any(data[start + len(expected) : stop]), "padding is zero"
-            assert table[layout.checksum_index(layer, stream, chunk)] == checksum(expected)
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_every_block_of_a_written_file_has_its_checksum(tmp_path: Path, generation: int) -> None:
+    shape = make_shape(key_dim=128, value_dim=160)
+    info = make_info(shape, range(20), generation=generation)
+    mapping = random_mapping(info, 4) if generation else None
+
+    path = write_kvs(tmp_path, info, *random_kvs(shape, 20, seed=2), mapping=mapping)
+
+    body = path.read_bytes()[info.layout().header_bytes :]
+    expected = [xxhash.xxh3_64_intdigest(body[at : at + 4096]) for at in range(0, len(body), 4096)]
+    assert len(set(expected)) > 20, "blocks differ"
+    assert read_header(path).checksums.tolist() == expected
+
+
+def test_checksums_of_blocks_are_those_of_each_alone() -> None:
+    data = os.urandom(4096 * 3)
+
+    found = block_checksums(memoryview(data))
+
+    assert found == [checksum(data[:4096]), checksum(data[4096:8192]), checksum(data[8192:])]
+
+
+def test_reordered_rows_stand_where_the_mapping_lists_say(tmp_path: Path) -> None:
+    """The format itself: row `mapping[layer][token]` of each stream is the token's."""
+    shape = make_shape(kv_heads=2, query_heads=4, probe=(1,))
+    info = make_info(shape, range(20), generation=1)
+    keys, values = random_kvs(shape, 20, seed=2)
+    mapping = random_mapping(info, 3)
+
+    data = write_kvs(tmp_path, info, keys, values, mapping=mapping).read_bytes()
+
+    layout = info.layout()
+    assert np.array_equal(read_header(tmp_path / "ab12.kv").mapping, mapping)
+    for layer in (0, 1):
+        for stream, whole, heads in (
+            (Stream.PROBE_KEYS, keys, [1]),
+            (Stream.OTHER_KEYS, keys, [0]),
+            (Stream.VALUES, values, [0, 1]),
+        ):
+            for token in range(20):
+                expected = whole[layer][token][heads].numpy().tobytes()
+                chunk, place = divmod(int(mapping[layer][token]), 8)
+                start = layout.stream_offset(layer, stream) + chunk * layout.chunk_stride(stream)
+                start += place * len(expected)
+
+                assert data[start : start + len(expected)] == expected
 
 
 def test_old_bytes_of_the_write_buffer_are_not_written(tmp_path: Path) -> None:
@@ -317,7 +421,7 @@ def test_flipped_padding_of_the_file_does_not_hurt_the_header(tmp_path: Path) ->
     path = write_kvs(tmp_path, info, *random_kvs(shape, 20, seed=7))
     flip_byte(path, path.stat().st_size - 1)
 
-    assert same_info(read_header(path)[0], info)
+    assert same_info(read_header(path).info, info)
 
 
 def test_aligned_buffer_grows_and_starts_at_a_page() -> None:

@@ -13,7 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.importance.identify import PaperRule, probe_kv_heads
+from impress_sglang.importance.identify import (
+    H2ORule,
+    IdentificationRule,
+    PaperRule,
+    probe_kv_heads,
+)
 from impress_sglang.importance.selection import (
     mean_jaccard,
     per_head_tokens,
@@ -257,21 +262,52 @@ def test_a_single_probe_head_speaks_for_all() -> None:
     assert verdict.tokens.tolist() == [2, 3, 5, 7, 11]
 
 
-def test_rule_is_pure() -> None:
-    scores = torch.rand(3, 50)
+RULES = [PaperRule(alpha=0.01), PaperRule(alpha=0.9), H2ORule()]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule_is_pure(rule: IdentificationRule) -> None:
+    scores = torch.rand(4, 50)
     before = scores.clone()
-    rule = PaperRule(alpha=0.9)
 
     first, second = rule.judge(scores, 12), rule.judge(scores, 12)
+    one, other = rule.fall_back(scores, 2, 12), rule.fall_back(scores, 2, 12)
 
     assert torch.equal(scores, before)
-    assert first.similarity == second.similarity
+    assert (first.similarity, first.threshold) == (second.similarity, second.threshold)
     assert (first.tokens is None) == (second.tokens is None)
+    assert first.tokens is None or torch.equal(first.tokens, second.tokens)
+    assert torch.equal(one, other)
 
 
-def test_rule_falls_back_to_each_heads_own_tokens() -> None:
+@pytest.mark.parametrize("rule", RULES)
+@given(case=score_tables(multiple_of=2))
+def test_rule_gives_exactly_k_distinct_tokens_in_order(
+    rule: IdentificationRule, case: tuple[Tensor, int]
+) -> None:
+    scores, k = case
+
+    sets = list(rule.fall_back(scores, 2, k))
+    assert len(sets) == len(scores) // 2
+    verdict = rule.judge(scores, k)
+    sets += [] if verdict.tokens is None else [verdict.tokens]
+
+    for tokens in sets:
+        assert tokens.dtype == torch.int64
+        assert tokens.tolist() == sorted(set(tokens.tolist()))
+        assert len(tokens) == k
+        assert tokens.min() >= 0 and tokens.max() < scores.shape[1]
+
+
+def test_h2o_never_lets_some_heads_speak_for_all() -> None:
+    for heads in ([[3, 7, 11]], [[3, 7, 11]] * 4):
+        assert H2ORule().judge(heads_that_like(*heads), 3).tokens is None
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule_falls_back_to_each_heads_own_tokens(rule: IdentificationRule) -> None:
     scores = heads_that_like([1, 2], [3, 4], [5, 6], [5, 7])
 
-    found = PaperRule(alpha=0.6).fall_back(scores, 2, 2)
+    found = rule.fall_back(scores, 2, 2)
 
     assert found.tolist() == [[1, 3], [5, 6]]

@@ -1,0 +1,112 @@
+"""A layer between tensors and its bytes: every row where the layout says, in any order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impress_sglang.storage.layer_codec import decode_layer, encode_layer
+from impress_sglang.storage.layout import SegmentLayout, Stream
+from tests.unit.kv_factory import heads_of, make_shape, random_kvs, token_bytes
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> SegmentLayout:
+    """One layer; rows from two bytes to more than a block."""
+    kv_heads = draw(st.integers(1, 4))
+    shape = make_shape(
+        layers=1,
+        query_heads=kv_heads,
+        kv_heads=kv_heads,
+        key_dim=draw(st.sampled_from([1, 8, 96, 128])),
+        value_dim=draw(st.sampled_from([1, 8, 500, 1500])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        probe=sorted(draw(st.sets(st.integers(0, kv_heads - 1), min_size=1))),
+    )
+    chunk_tokens = 8 * draw(st.integers(1, 3))
+    return SegmentLayout(shape, chunk_tokens, draw(st.integers(1, 60)), header_bytes=4096)
+
+
+def dirty(layout: SegmentLayout) -> memoryview:
+    """Memory of a layer with bytes of something else."""
+    return memoryview(bytearray(b"\xa5" * layout.layer_bytes))
+
+
+def mapping_list(layout: SegmentLayout, seed: int | None, dtype: str) -> np.ndarray | None:
+    if seed is None:
+        return None
+    return np.random.default_rng(seed).permutation(layout.num_tokens).astype(dtype)
+
+
+SEEDS = st.one_of(st.none(), st.integers(0, 100))
+
+
+@given(layouts(), SEEDS, st.sampled_from(["<u2", "<u4"]))
+def test_a_layer_is_read_back_in_logical_order(
+    layout: SegmentLayout, seed: int | None, dtype: str
+) -> None:
+    keys, values = (kvs[0] for kvs in random_kvs(layout.shape, layout.num_tokens, seed=1))
+    mapping, memory = mapping_list(layout, seed, dtype), dirty(layout)
+
+    encode_layer(layout, keys, values, mapping, memory)
+    found_keys, found_values = decode_layer(layout, memory, mapping)
+    memory[:] = bytes(len(memory))
+
+    assert found_keys.dtype == found_values.dtype == layout.shape.dtype
+    assert torch.equal(found_keys, keys)
+    assert torch.equal(found_values, values)
+
+
+@given(layouts(), SEEDS)
+def test_bytes_of_a_layer_are_those_of_its_definition(
+    layout: SegmentLayout, seed: int | None
+) -> None:
+    """Chunk by chunk and row by row, zeros between them."""
+    shape, count = layout.shape, layout.num_tokens
+    keys, values = (kvs[0] for kvs in random_kvs(shape, count, seed=1))
+    mapping = mapping_list(layout, seed, "<u2")
+    rows = np.arange(count) if mapping is None else mapping
+    token_at = {int(row): token for token, row in enumerate(rows)}
+    expected = bytearray()
+    for stream in Stream:
+        whole = values if stream is Stream.VALUES else keys
+        for start in range(0, count if token_bytes(shape, stream) else 0, layout.chunk_tokens):
+            for row in range(start, min(start + layout.chunk_tokens, count)):
+                token = whole[token_at[row], heads_of(shape, stream)]
+                expected += token.contiguous().view(torch.uint8).numpy().tobytes()
+            expected += bytes(-len(expected) % 4096)
+
+    memory = dirty(layout)
+    encode_layer(layout, keys, values, mapping, memory)
+
+    assert bytes(memory) == bytes(expected)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_encoding_leaves_its_input_alone(seed: int | None) -> None:
+    layout = SegmentLayout(make_shape(layers=1), 8, 20, header_bytes=4096)
+    keys, values = (kvs[0] for kvs in random_kvs(layout.shape, 20, seed=1))
+    mapping = mapping_list(layout, seed, "<u2")
+    before = keys.clone(), values.clone(), None if mapping is None else mapping.copy()
+
+    encode_layer(layout, keys, values, mapping, dirty(layout))
+
+    assert torch.equal(keys, before[0]) and torch.equal(values, before[1])
+    assert mapping is None or np.array_equal(mapping, before[2])
+
+
+def test_a_part_of_a_longer_tensor_is_encoded_like_a_tensor_of_its_own() -> None:
+    """The store writes the end of a sequence: a view that starts in the middle."""
+    layout = SegmentLayout(make_shape(layers=1), 8, 20, header_bytes=4096)
+    keys, values = (kvs[0] for kvs in random_kvs(layout.shape, 33, seed=1))
+    part, own = dirty(layout), dirty(layout)
+
+    encode_layer(layout, keys[13:], values[13:], None, part)
+    encode_layer(layout, keys[13:].clone(), values[13:].clone(), None, own)
+
+    assert bytes(part) == bytes(own)

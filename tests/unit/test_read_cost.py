@@ -1,0 +1,144 @@
+"""The cost of reads: latency and bandwidth are learnt from what reads took."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impress_sglang.storage.read_cost import (
+    MAX_GAP_BYTES,
+    START_SECONDS_PER_BYTE,
+    START_SECONDS_PER_PIECE,
+    ReadCost,
+)
+
+
+def reads(seed: int, count: int = 400) -> Iterator[tuple[int, int]]:
+    """(pieces, bytes), from one small block to many large pieces."""
+    pick = random.Random(seed)
+    for _ in range(count):
+        pieces = pick.randint(1, 60)
+        yield pieces, 4096 * pieces * pick.randint(1, 64)
+
+
+def taught(latency: float, bandwidth: float, *, noise: float = 0.0) -> ReadCost:
+    pick, cost = random.Random(2), ReadCost()
+    for pieces, num_bytes in reads(1):
+        exact = pieces * latency + num_bytes / bandwidth
+        cost.observe(pieces, num_bytes, exact * pick.uniform(1 - noise, 1 + noise))
+    return cost
+
+
+def assert_sane(cost: ReadCost) -> None:
+    for value in (cost.seconds_per_piece, cost.bytes_per_second):
+        assert math.isfinite(value) and value > 0
+    assert 0 <= cost.gap_bytes <= MAX_GAP_BYTES
+
+
+# A fast and a usual NVMe drive, SATA, and volumes over a network.
+DEVICES = [
+    (20e-6, 7e9),
+    (80e-6, 3e9),
+    (100e-6, 500e6),
+    (300e-6, 1e9),
+    (500e-6, 250e6),
+    (5e-3, 150e6),
+    (10e-6, 100e6),
+]
+
+
+@pytest.mark.parametrize(("latency", "bandwidth"), DEVICES)
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_latency_and_bandwidth_are_learnt_within_a_tenth(
+    latency: float, bandwidth: float, noise: float
+) -> None:
+    cost = taught(latency, bandwidth, noise=noise)
+
+    assert cost.seconds_per_piece == pytest.approx(latency, rel=0.1)
+    assert cost.bytes_per_second == pytest.approx(bandwidth, rel=0.1)
+    assert cost.gap_bytes == pytest.approx(min(latency * bandwidth, MAX_GAP_BYTES), rel=0.2)
+
+
+def test_first_guess_stands_without_observations() -> None:
+    cost = ReadCost()
+
+    assert cost.seconds_per_piece == pytest.approx(START_SECONDS_PER_PIECE)
+    assert cost.bytes_per_second == pytest.approx(1 / START_SECONDS_PER_BYTE)
+    assert cost.gap_bytes == pytest.approx(START_SECONDS_PER_PIECE / START_SECONDS_PER_BYTE, abs=1)
+
+
+def test_a_new_bandwidth_replaces_the_old_one() -> None:
+    """As when another process begins to use the drive."""
+    cost = taught(50e-6, 5e9)
+    for seed in range(2, 8):
+        for pieces, num_bytes in reads(seed):
+            cost.observe(pieces, num_bytes, pieces * 50e-6 + num_bytes / 5e8)
+
+    assert cost.bytes_per_second == pytest.approx(5e8, rel=0.1)
+    assert cost.seconds_per_piece == pytest.approx(50e-6, rel=0.1)
+
+
+def test_the_gap_shrinks_with_the_bandwidth() -> None:
+    gaps = [taught(50e-6, bandwidth).gap_bytes for bandwidth in (8e9, 2e9, 5e8, 1e8)]
+
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[0] > 10 * gaps[-1]
+
+
+@given(
+    pieces=st.integers(1, 1000),
+    blocks=st.integers(1, 10_000),
+    seconds=st.floats(1e-7, 100.0),
+    count=st.integers(1, 300),
+)
+def test_reads_of_one_kind_give_finite_positive_costs_that_explain_them(
+    pieces: int, blocks: int, seconds: float, count: int
+) -> None:
+    """They cannot tell latency from bandwidth, and must not make either absurd."""
+    cost = ReadCost()
+    for _ in range(count):
+        cost.observe(pieces, 4096 * blocks, seconds)
+
+    assert_sane(cost)
+
+
+def test_a_series_of_like_reads_is_explained() -> None:
+    cost = ReadCost()
+    for _ in range(300):
+        cost.observe(10, 10 * 65_536, 2e-3)
+
+    explained = 10 * cost.seconds_per_piece + 10 * 65_536 / cost.bytes_per_second
+    assert explained == pytest.approx(2e-3, rel=0.02)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 1000), st.integers(1, 10_000), st.floats(1e-7, 1000.0)),
+        min_size=1,
+        max_size=40,
+    )
+)
+def test_any_observations_give_finite_positive_costs(
+    observations: list[tuple[int, int, float]],
+) -> None:
+    cost = ReadCost()
+    for pieces, blocks, seconds in observations:
+        cost.observe(pieces, 4096 * blocks, seconds)
+
+        assert_sane(cost)
+
+
+@pytest.mark.parametrize(("num_bytes", "seconds"), [(0, 1.0), (4096, 0.0), (4096, -1.0)])
+def test_reads_that_say_nothing_change_nothing(num_bytes: int, seconds: float) -> None:
+    """No bytes, or a clock that did not move."""
+    cost, same = taught(50e-6, 5e8), taught(50e-6, 5e8)
+
+    cost.observe(1, num_bytes, seconds)
+
+    assert cost.seconds_per_piece == same.seconds_per_piece
+    assert cost.bytes_per_second == same.bytes_per_second
