@@ -1,11 +1,11 @@
 """Where the time of an SSD hit goes inside our own code, layer by layer, without a server.
 
-    python -m bench.breakdown [--prefix 4000 --new 64 --retention 0.25]
+    python -m bench.breakdown [--prefix 4000 --new 64 --retention 0.25 --caches small]
 
 Stores random KVs of SmolLM2's shape in a temporary directory, then loads every layer as a request
-does, with timers around reading, score computation (matrix work), selection, planning and copying.
-What is left of the wall clock is Python between them. `overhead` is everything but reading, scores
-and copying of KVs.
+does, with timers around reading, score computation (matrix work), selection, planning, placing,
+averaging, copying of rows and moving of chunks between tiers. What is left of the wall clock is
+Python between them. `overhead` is everything but reading, scores and copying of KVs.
 """
 
 from __future__ import annotations
@@ -23,23 +23,31 @@ import torch
 
 from bench.machine import describe_machine
 from impress_sglang.config import ImpressConfig
+from impress_sglang.importance.history import TokenHistory
 from impress_sglang.importance.identify import PaperRule, probe_kv_heads
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import ChunkReader
-from impress_sglang.transfer import loader, source
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.placement import Placement
+from impress_sglang.transfer import loader
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
+from impress_sglang.transfer.planner import PrefixPlanner
+from impress_sglang.transfer.source import SegmentSource
 
 LAYERS, QUERY_HEADS, KV_HEADS, DIM = 30, 9, 3, 64
 REPEATS = 7
+# Device and host cache as shares of the prefix's KVs.
+CACHE_SHARES = {"none": (0.0, 0.0), "small": (0.1, 0.2), "roomy": (1.5, 0.0)}
 
 
 class Timers:
-    """Milliseconds per stage of one request."""
+    """Milliseconds per stage of one request; a stage inside another counts for itself alone."""
 
     def __init__(self) -> None:
         self.total: dict[str, float] = defaultdict(float)
+        self._inside = [0.0]
 
     def wrap(self, owner: Any, name: str, stage: str) -> None:
         """Time every call of `owner.name` as `stage`."""
@@ -47,10 +55,13 @@ class Timers:
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
             began = time.perf_counter()
+            self._inside.append(0.0)
             try:
                 return original(*arguments, **keywords)
             finally:
-                self.total[stage] += (time.perf_counter() - began) * 1e3
+                whole = (time.perf_counter() - began) * 1e3
+                self.total[stage] += whole - self._inside.pop()
+                self._inside[-1] += whole
 
         setattr(owner, name, timed)
 
@@ -60,6 +71,12 @@ def main() -> None:
     parser.add_argument("--prefix", type=int, default=4000, help="tokens of the stored prefix")
     parser.add_argument("--new", type=int, default=64, help="new tokens")
     parser.add_argument("--retention", type=float, default=0.25)
+    parser.add_argument(
+        "--caches",
+        choices=CACHE_SHARES,
+        default="none",
+        help="small ones evict all the time; roomy ones hold the whole prefix",
+    )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     args = parser.parse_args()
     torch.set_num_threads(2)
@@ -70,7 +87,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=".") as directory:
         runs = _measure(args, shape, directory)
     best = min(runs, key=lambda run: run["wall"])
-    overhead = sum(best[stage] for stage in ("select", "plan", "python"))
+    overhead = sum(best[stage] for stage in ("select", "plan", "place", "average", "python"))
     result = {
         "command": "python -m bench.breakdown",
         "machine": describe_machine(),
@@ -78,6 +95,7 @@ def main() -> None:
         "new_tokens": args.new,
         "used_tokens": retained_tokens(args.prefix, args.retention),
         "dtype": args.dtype,
+        "caches": args.caches,
         "milliseconds": {stage: round(value, 2) for stage, value in best.items()},
         "overhead_ms": round(overhead, 2),
     }
@@ -85,7 +103,11 @@ def main() -> None:
 
 
 def _measure(args: argparse.Namespace, shape: KVShape, directory: str) -> list[dict[str, float]]:
-    config = ImpressConfig(ssd_dir=directory, min_free_gb=0.0)
+    kv_gb = args.prefix * LAYERS * 2 * KV_HEADS * DIM * shape.dtype.itemsize / 1e9
+    device, host = (share * kv_gb for share in CACHE_SHARES[args.caches])
+    config = ImpressConfig(
+        ssd_dir=directory, min_free_gb=0.0, device_gb=device, host_gb=host, reorder_interval=0
+    )
     store = PrefixStore(config, "bench", shape)
     tokens = np.arange(args.prefix, dtype=np.int32)
     kv = torch.randn(args.prefix, KV_HEADS, DIM).to(shape.dtype)
@@ -110,9 +132,12 @@ def _install_timers() -> Timers:
     timers.wrap(loader, "column_sums", "scores")
     timers.wrap(PaperRule, "judge", "select")
     timers.wrap(PaperRule, "fall_back", "select")
-    timers.wrap(source.SegmentSource, "_plan", "plan")
-    timers.wrap(source, "_chunk_runs", "plan")
-    timers.wrap(source.SegmentSource, "_rows", "copy")
+    timers.wrap(PrefixPlanner, "plan", "plan")
+    timers.wrap(PrefixPlanner, "count", "plan")
+    timers.wrap(Placement, "access", "place")
+    timers.wrap(TokenHistory, "note", "average")
+    timers.wrap(SegmentSource, "_rows", "copy")
+    timers.wrap(ChunkCache, "settle", "move")
     timers.wrap(PrefixLoader, "_join", "copy")
     return timers
 

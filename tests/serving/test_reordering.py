@@ -1,0 +1,108 @@
+"""Caches that evict all the time and segments that are rewritten, while requests are served."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.serving.compare import assert_same, paths, report
+from tests.serving.conftest import impress_flags
+from tests.serving.harness import Server, Zygote, running
+from tests.serving.tiny_models import random_tokens
+
+PREFIXES = [random_tokens(700, seed=100 + number) for number in range(4)]
+# Of 0.74 MB of KVs per prefix.
+SMALL_CACHES = ("--impress-device-gb=0.0004", "--impress-host-gb=0.0008")
+COMMON = ("--impress-min-prefix-tokens=64", "--impress-reorder-interval=0", *SMALL_CACHES)
+
+
+def question(prefix: int, seed: int) -> list[int]:
+    return [*PREFIXES[prefix], *random_tokens(12, seed)]
+
+
+def reorder(server: Server, *, force: bool = True) -> None:
+    """Order a reordering and wait until it is done."""
+    server.post("/impress/reorder", force=force).raise_for_status()
+    wait_for(lambda: server.stats()["reorder"]["pending"] == 0)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come to an end"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def reordered_store(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Path:
+    """Four prefixes, each reordered by what three questions selected."""
+    store = workdir / "store-reordered"
+    flags = impress_flags(store, *COMMON, "--impress-retention=0.25", "--max-total-tokens=1600")
+    with running(tiny_llama, workdir / "reorder.log", *flags, zygote=zygote) as server:
+        for prefix in PREFIXES:
+            server.generate(prefix, 1)
+        server.flush()
+        before = set(store.glob("*/segments/*/*.kv"))
+        answers = [server.generate(question(i, seed), 1) for seed in range(3) for i in range(4)]
+        assert set(paths(answers)) == {"ssd"}
+        reorder(server, force=False)
+        assert server.stats()["reorder"]["segments"] == 0, "twelve requests have not paid for it"
+        reorder(server)
+        stats = server.stats()
+        assert stats["reorder"]["segments"] == 4
+        assert stats["reorder"]["bytes_written"] == stats["store"]["used_bytes"]
+        assert stats["integrity"] == "ok"
+        wait_for(lambda: len(list(store.glob("*/segments/*/*.kv"))) == 4)
+        assert not before & set(store.glob("*/segments/*/*.kv"))
+        after = [server.generate(question(i, 9), 1) for i in range(4)]
+        assert set(paths(after)) == {"ssd"}
+        assert server.stats()["integrity"] == "ok"
+        server.assert_quiet()
+    return store
+
+
+def test_eight_clients_while_segments_are_rewritten_and_chunks_evicted(
+    workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Server, reordered_store: Path
+) -> None:
+    """At retention 1.0 every answer is that of stock SGLang, whatever moves meanwhile."""
+    prompts = [question(number % 4, 1000 + number) for number in range(32)]
+    expected = stock.generate_together(prompts, 8, return_logprob=True)
+    flags = impress_flags(
+        reordered_store, *COMMON, "--impress-retention=1.0", "--max-total-tokens=2500"
+    )
+    with running(tiny_llama, workdir / "eight.log", *flags, zygote=zygote) as server:
+        busy = threading.Event()
+        busy.set()
+
+        def keep_reordering() -> None:
+            while busy.is_set():
+                server.post("/impress/reorder", force=True)
+                time.sleep(0.1)
+
+        background = threading.Thread(target=keep_reordering)
+        background.start()
+        try:
+            found = [
+                answer
+                for first in range(0, len(prompts), 8)
+                for answer in server.generate_together(
+                    prompts[first : first + 8], 8, return_logprob=True
+                )
+            ]
+        finally:
+            busy.clear()
+            background.join()
+        assert_same(expected, found, 1e-4)
+        stored = [report(answer) for answer in found if report(answer)["path"] == "ssd"]
+        assert len(stored) >= 8
+        assert all(said["used_tokens"] == said["prefix_tokens"] for said in stored)
+        stats = server.stats()
+        assert stats["reorder"]["segments"] >= 4
+        assert stats["reorder"]["failed"] == 0
+        assert stats["cache"]["dropped"] > 0
+        assert stats["integrity"] == "ok"
+        server.assert_quiet()
