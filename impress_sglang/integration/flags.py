@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for option in OPTIONS:
         default = getattr(defaults, option.field)
-        shown = {True: "on", False: "off"}.get(default, default)
+        shown = ("off", "on")[default] if isinstance(default, bool) else default
         group.add_argument(
             option.flag,
             dest=_DEST_PREFIX + option.field,

@@ -175,8 +175,11 @@ class PrefixStore:
         """A source for the tokens [start, stop) of a match; `close_source` gives it back.
 
         Raises:
-            ChunkUnreadable: a segment cannot be opened; the caller should `drop` it.
+            ChunkUnreadable: a segment is gone or cannot be opened; the caller should `drop` it.
         """
+        for span in match.spans:
+            if self.tree.get(span.segment.segment_id) is not span.segment:
+                raise ChunkUnreadable(span.segment.segment_id, "was removed after it was matched")
         self.tree.touch(match)
         return self._readers.open_source(match.slice(start, stop))
 
@@ -261,6 +264,8 @@ class PrefixStore:
         self._next_reorder = time.monotonic() + self._config.reorder_interval
         if self._reorders:
             waiting = {segment.segment_id for segment in self._reorder_queue}
+            if self._reordering is not None:
+                waiting.add(self._reordering.old_id)
             for segment in self.tree.segments():
                 if segment.segment_id not in waiting and self._is_worth_reordering(segment, force):
                     self._reorder_queue.append(segment)
@@ -486,6 +491,8 @@ class PrefixStore:
     def _missing_bytes(self, num_bytes: int) -> int:
         used = self._used_bytes + self._others.used_bytes
         pending = sum(write.segment.file_bytes for write in self._writes)
+        if self._reordering is not None:
+            pending += self._reordering.file_bytes
         available = free_bytes(self._directory) - pending - self._config.min_free_bytes
         return max(used + num_bytes - self._config.ssd_bytes, num_bytes - available)
 

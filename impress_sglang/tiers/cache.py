@@ -59,10 +59,10 @@ class ChunkCache:
             max_chunk_pages=self.page.max_chunk_pages(shape),
         )
         pin = device.type == "cuda"
-        self._slabs: dict[int, Slab] = {
-            Tier.DEVICE: Slab(self.page, device_pages, device, pin=False),
-            Tier.HOST: Slab(self.page, host_pages, torch.device("cpu"), pin=pin),
-        }
+        device_slab = Slab(self.page, device_pages, device, option="--impress-device-gb", pin=False)
+        cpu = torch.device("cpu")
+        host_slab = Slab(self.page, host_pages, cpu, option="--impress-host-gb", pin=pin)
+        self._slabs: dict[int, Slab] = {Tier.DEVICE: device_slab, Tier.HOST: host_slab}
 
     def attach(self, layout: SegmentLayout) -> int:
         """Ids for the chunks of a segment, in the order of `layout.chunk_index`; the first one."""

@@ -45,7 +45,7 @@ _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
 _Origins = dict[int, tuple[int, list[int]]]
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class PlacementStats:
     """Counters since start, in chunks."""
 
@@ -81,6 +81,42 @@ class Access:
     moves: tuple[Move, ...]
 
 
+class _FreePages:
+    """Pages of a tier that no chunk stands in: those given back, and those never used."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._returned: list[int] = []
+        self._fresh = 0
+
+    def __len__(self) -> int:
+        return len(self._returned) + self._num_pages - self._fresh
+
+    def take(self, count: int) -> list[int]:
+        """`count` pages, which must be there."""
+        assert count <= len(self)
+        first = max(len(self._returned) - count, 0)
+        pages = self._returned[first:]
+        del self._returned[first:]
+        missing = count - len(pages)
+        pages.extend(range(self._fresh, self._fresh + missing))
+        self._fresh += missing
+        return pages
+
+    def give(self, pages: list[int]) -> None:
+        """Take pages back."""
+        self._returned.extend(pages)
+
+    def check_integrity(self, held: list[int]) -> None:
+        """The pages that are held and those that are free are all there are, once.
+
+        Raises:
+            AssertionError: they are not, which is a bug.
+        """
+        assert 0 <= self._fresh <= self._num_pages
+        assert sorted([*held, *self._returned]) == list(range(self._fresh))
+
+
 class Placement:
     """Places the chunks of two caches; ids are handed out by `attach`. Not thread-safe."""
 
@@ -88,7 +124,8 @@ class Placement:
         self, rule: ReplacementRule, *, device_pages: int, host_pages: int, max_chunk_pages: int
     ) -> None:
         """Capacities are in pages; a chunk of more than `max_chunk_pages` is never cached."""
-        self.stats = PlacementStats()
+        # How many chunks went from tier to tier, by 3 * source + target.
+        self._moved = [0] * 9
         self.capacity: dict[int, int] = {Tier.DEVICE: device_pages, Tier.HOST: host_pages}
         self._rule = rule
         self._width = max_chunk_pages
@@ -97,9 +134,9 @@ class Placement:
         self._tier_of = self._tiers.data
         self._pages: Pages = np.zeros((0, max_chunk_pages), np.int32)
         self._num_pages = np.zeros(0, np.uint16)
-        self._free: dict[int, list[int]] = {
-            tier: list(range(pages - 1, -1, -1)) for tier, pages in self.capacity.items()
-        }
+        # Pages of the cached chunks again, as lists: decisions take one chunk at a time.
+        self._own_pages: dict[int, list[int]] = {}
+        self._free = {tier: _FreePages(pages) for tier, pages in self.capacity.items()}
         self._heaps: dict[int, LowestFirst] = {
             tier: LowestFirst(self._member_test(tier)) for tier in CACHES
         }
@@ -108,20 +145,30 @@ class Placement:
         self._grow(_FIRST_CHUNKS)
 
     @property
+    def stats(self) -> PlacementStats:
+        """Counters since start."""
+        moved = self._moved
+        return PlacementStats(
+            promoted=moved[3 * _HOST + _DEVICE],
+            demoted=moved[3 * _DEVICE + _HOST],
+            admitted_device=moved[3 * _SSD + _DEVICE],
+            admitted_host=moved[3 * _SSD + _HOST],
+            dropped=moved[3 * _HOST + _SSD] + moved[3 * _DEVICE + _SSD],
+        )
+
+    @property
     def enabled(self) -> bool:
         """Whether there is any cache."""
         return any(self.capacity.values())
 
     @property
     def num_bytes(self) -> int:
-        """Memory of tables and heaps, in bytes; an entry of a heap is a tuple of two objects."""
-        arrays = (self._tiers, self._pages, self._num_pages)
-        rule = (v for v in vars(self._rule).values() if isinstance(v, np.ndarray))
-        entries = sum(len(heap) for heap in self._heaps.values())
-        free = sum(len(pages) for pages in self._free.values())
-        return (
-            sum(a.nbytes for a in arrays) + sum(a.nbytes for a in rule) + 120 * entries + 8 * free
-        )
+        """Memory of tables and heaps, in bytes; a heap's entry is a tuple of two objects."""
+        own = (self._tiers, self._pages, self._num_pages)
+        arrays = [v for v in (*own, *vars(self._rule).values()) if isinstance(v, np.ndarray)]
+        entries = sum(len(heap) for heap in self._heaps.values()) + len(self._own_pages)
+        pages = sum(self.capacity.values())
+        return sum(array.nbytes for array in arrays) + 120 * entries + 8 * pages
 
     def used_pages(self, tier: int) -> int:
         """Pages of a cache that chunks stand in."""
@@ -200,7 +247,10 @@ class Placement:
         return tuple(self._moves(origins))
 
     def _floors(self, ids: Ids) -> Floats:
-        """A priority that each chunk must exceed to have any chance."""
+        """A priority that each chunk must exceed to have any chance.
+
+        Where one chunk has a chance all have, for it may displace a larger one and leave room.
+        """
         num_pages = self._num_pages[ids]
         floors = np.full(len(ids), np.inf)
         for tier in CACHES:
@@ -208,6 +258,8 @@ class Placement:
             if lowest is not None:
                 np.minimum(floors, lowest[0], out=floors)
             floors[num_pages <= len(self._free[tier])] = -np.inf
+        if (self._rule.priorities[ids] > floors).any():
+            floors[:] = -np.inf
         return floors
 
     def _place_one(self, chunk: int, priority: float, origins: _Origins) -> None:
@@ -263,47 +315,31 @@ class Placement:
 
     def _remember(self, chunk: int, origins: _Origins) -> None:
         if chunk not in origins:
-            origins[chunk] = (self._tier_of[chunk], self._pages_of(chunk))
+            origins[chunk] = (self._tier_of[chunk], self._own_pages.get(chunk, []))
 
     def _moves(self, origins: _Origins) -> list[Move]:
         moves = []
         for chunk, (source, pages) in origins.items():
-            target, now = self._tier_of[chunk], self._pages_of(chunk)
+            target = self._tier_of[chunk]
             if target != source:
-                self._count(source, target)
-            elif target == _SSD or now == pages:
-                continue
-            if target != _SSD:
+                self._moved[3 * source + target] += 1
+            now = self._own_pages.get(chunk, [])
+            if target != _SSD and (target != source or now != pages):
                 moves.append(Move(chunk, source, pages, target, now))
         return moves
 
-    def _count(self, source: int, target: int) -> None:
-        stats = self.stats
-        stats.promoted += (source, target) == (_HOST, _DEVICE)
-        stats.demoted += (source, target) == (_DEVICE, _HOST)
-        stats.admitted_device += (source, target) == (_SSD, _DEVICE)
-        stats.admitted_host += (source, target) == (_SSD, _HOST)
-        stats.dropped += target == _SSD
-
     def _occupy(self, chunk: int, tier: int, priority: float) -> None:
-        free = self._free[tier]
         count = int(self._num_pages[chunk])
-        first = len(free) - count
-        self._pages[chunk, :count] = free[first:]
-        del free[first:]
+        self._own_pages[chunk] = self._pages[chunk, :count] = self._free[tier].take(count)
         self._tier_of[chunk] = tier
         self._counts[tier] += 1
         self._heaps[tier].push(chunk, priority)
 
     def _release(self, chunk: int) -> None:
         tier = self._tier_of[chunk]
-        self._free[tier].extend(self._pages_of(chunk))
+        self._free[tier].give(self._own_pages.pop(chunk))
         self._counts[tier] -= 1
         self._tier_of[chunk] = _SSD
-
-    def _pages_of(self, chunk: int) -> list[int]:
-        pages: list[int] = self._pages[chunk, : self._num_pages[chunk]].tolist()
-        return pages
 
     def _note_falls(self, ids: Ids) -> None:
         for chunk in ids.tolist():
@@ -352,12 +388,17 @@ class Placement:
         for tier in CACHES:
             members = np.flatnonzero(self._tiers == tier)
             assert len(members) == self._counts[tier]
-            held = [page for chunk in members.tolist() for page in self._pages_of(chunk)]
-            assert sorted([*held, *self._free[tier]]) == list(range(self.capacity[tier]))
+            held = []
+            for chunk in members.tolist():
+                own = self._own_pages[chunk]
+                assert self._pages[chunk, : self._num_pages[chunk]].tolist() == own
+                held += own
+            self._free[tier].check_integrity(held)
             self._heaps[tier].check_integrity(members.tolist(), self._rule.priorities)
         free = np.zeros(len(self._tiers), np.bool_)
         for base, length in self._gaps:
             assert not free[base : base + length].any()
             free[base : base + length] = True
         assert not self._tiers[free].any(), "a chunk without an owner is cached"
+        assert len(self._own_pages) == sum(self._counts.values())
         assert not self._rule.priorities[free].any()

@@ -24,6 +24,8 @@ _T = TypeVar("_T", bound=np.generic)
 AVERAGE_WEIGHT = 0.1
 # Weights of a forward decay double at every half-life; this keeps them finite.
 MAX_EXPONENT = 500.0
+# Of a chunk that is expected to hold nothing of importance.
+LEAST_SHARE = 1e-6
 
 
 class ReplacementRule(Protocol):
@@ -152,7 +154,9 @@ class ImportanceScore:
         factor = 2.0**-self._exponent
         self._exponent = 0.0
         self.frequencies *= factor
-        self.priorities *= factor
+        # What was accessed at all stays above what never was.
+        least = np.where(self.priorities > 0, np.finfo(np.float64).tiny, 0.0)
+        self.priorities = np.maximum(self.priorities * factor, least)
         return factor
 
     def record(self, ids: Ids, shares: Floats) -> None:
@@ -170,8 +174,8 @@ class ImportanceScore:
         """See `ReplacementRule`."""
         self.frequencies[ids] = self.frequencies[sources]
         self._accesses[ids] = self._accesses[sources]
-        self.shares[ids] = shares
-        self.priorities[ids] = self.frequencies[ids] * shares
+        self.shares[ids] = np.maximum(shares, LEAST_SHARE)
+        self.priorities[ids] = self.frequencies[ids] * self.shares[ids]
 
     def forget(self, ids: Ids) -> None:
         """See `ReplacementRule`."""

@@ -58,17 +58,18 @@ class PageShape:
 class Slab:
     """Pages on one device."""
 
-    def __init__(self, page: PageShape, num_pages: int, device: torch.device, *, pin: bool) -> None:
+    def __init__(
+        self, page: PageShape, num_pages: int, device: torch.device, *, option: str, pin: bool
+    ) -> None:
         """Allocate; `pin` locks host memory, so that copies to an accelerator need no detour.
 
         Raises:
-            ConfigError: there is not enough memory.
+            ConfigError: there is not enough memory; it names `option`.
         """
         size = (num_pages * page.page_vectors, page.unit)
         try:
             self._vectors = torch.empty(size, dtype=page.dtype, device=device, pin_memory=pin)
         except RuntimeError as error:
-            option = "--impress-host-gb" if device.type == "cpu" else "--impress-device-gb"
             raise ConfigError(
                 f"{num_pages * page.page_bytes / 1e9:.1f} GB for chunks cannot be allocated on "
                 f"{device}; lower {option}: {error}"

@@ -25,7 +25,6 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.management.store import PrefixStore, StoreOutcome
 from impress_sglang.storage.catalog import Catalog
 from impress_sglang.storage.layout import Stream
-from impress_sglang.transfer.source import Want
 from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, make_shape
 
 SHAPE = make_shape()
@@ -40,7 +39,14 @@ def sequence(family: int, length: int) -> tuple[int, ...]:
 
 def open_store(directory: Path) -> PrefixStore:
     config = ImpressConfig(
-        ssd_dir=str(directory), ssd_gb=1.0, min_free_gb=0.0, chunk_tokens=8, io_threads=2
+        ssd_dir=str(directory),
+        ssd_gb=1.0,
+        min_free_gb=0.0,
+        chunk_tokens=8,
+        io_threads=2,
+        device_gb=2e-5,
+        host_gb=4e-5,
+        reorder_interval=0.0,
     )
     return PrefixStore(config, IDENTITY, SHAPE)
 
@@ -70,6 +76,28 @@ def drop_something(directory: Path, progress: Path) -> None:
     store.drop(match.spans[-1].segment.segment_id)
     store.close()
     raise AssertionError("the writer was not killed")
+
+
+def reorder_something(directory: Path, progress: Path) -> None:
+    """Rewrite the first segment of the first family."""
+    store = open_store(directory)
+    match = store.match("", as_tokens(sequence(0, LONGEST)), allow_approximate=False)
+    length = len(match.spans[0])
+    source = store.open_source(match, 0, length)
+    selected = torch.arange(1, length, 3)
+    for layer in range(SHAPE.num_layers):
+        source.read(layer, list(Stream), selected)
+        source.note_selection(layer, selected, torch.ones(1, length))
+    store.close_source(source)
+    assert store.reorder(force=True) == 1
+    while store.reorder_summary()["pending"]:
+        store.poll()
+        time.sleep(0.001)
+    store.close()
+    raise AssertionError("the writer was not killed")
+
+
+WRITERS = {"drop": drop_something, "reorder": reorder_something}
 
 
 def kill_self() -> None:
@@ -105,6 +133,11 @@ CRASH_POINTS: dict[str, Callable[[], None]] = {
     "after the index": lambda: kill_at(Catalog, "add", 2, after=True),
     "drop: before the index": lambda: kill_at(Catalog, "remove", 1),
     "drop: after the index": lambda: kill_at(Catalog, "remove", 1, after=True),
+    "reorder: between layers": lambda: kill_at(os, "pwritev", 2),
+    "reorder: before the rename": lambda: kill_at(os, "rename", 1),
+    "reorder: after the rename": lambda: kill_at(os, "rename", 1, after=True),
+    "reorder: before the index": lambda: kill_at(Catalog, "replace", 1),
+    "reorder: after the index": lambda: kill_at(Catalog, "replace", 1, after=True),
 }
 
 
@@ -123,16 +156,18 @@ def verify(directory: Path) -> dict[str, Any]:
             kvs = SequenceKVs(SHAPE, "", tokens[: match.num_tokens])
             source = store.open_source(match, 0, match.num_tokens)
             for layer in range(SHAPE.num_layers):
-                probe, other, values = source.read(layer, [Want(stream) for stream in Stream])
+                probe, other, values = source.read(layer, list(Stream))
                 assert torch.equal(torch.cat([probe, other], 1), kvs.keys(layer))
                 assert torch.equal(values, kvs.values(layer))
             store.close_source(source)
     assert covered == len(store.tree), "a segment that no sequence reaches"
     files = sorted(path.stem for path in directory.rglob("*.kv"))
     assert files == sorted(segment.segment_id for segment in store.tree.segments())
+    generations = sum(segment.info.generation for segment in store.tree.segments())
     store.close()
     return {
         "lengths": lengths,
+        "generations": generations,
         "leftovers_before": leftovers,
         "leftovers_after": len(list(directory.rglob("*.tmp"))),
     }
@@ -169,7 +204,7 @@ def run_round(directory: Path, name: str) -> dict[str, Any]:
     def writer() -> None:
         if name in CRASH_POINTS:
             CRASH_POINTS[name]()
-        (drop_something if name.startswith("drop") else write_forever)(directory, progress)
+        WRITERS.get(name.partition(":")[0], write_forever)(directory, progress)
 
     def wait() -> None:
         while not progress.exists():

@@ -85,6 +85,17 @@ class PrefixModel:
         for position in self.segments.pop(name).positions():
             del self.owner[position]
 
+    def rename(self, old: str, new: str) -> None:
+        known = self.segments.pop(old)
+        known.name = new
+        self.segments[new] = known
+
+    def node_starts(self, name: str) -> list[int]:
+        """Positions of a segment, from its start, where others were hung into its middle."""
+        known = self.segments[name]
+        lengths = {len(k.above) - len(known.above) for k in self.children(known)}
+        return [0, *sorted(n for n in lengths if 0 < n < len(known.own))]
+
     def children(self, known: Known) -> list[Known]:
         own = set(known.positions())
         return [k for k in self.segments.values() if (k.namespace, k.above) in own]

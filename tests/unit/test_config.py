@@ -16,6 +16,7 @@ from impress_sglang.config import (
     CONFIG_VARIABLE,
     OPTIONS,
     POLICIES,
+    REORDER_KEYS,
     ImpressConfig,
     enable_for_engine,
 )
@@ -52,6 +53,13 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     ("policy", ""),
     ("ssd_dir", ""),
     ("ssd_dir", "   "),
+    *[
+        (field, value)
+        for field in ("device_gb", "host_gb", "half_life", "reorder_interval", "ssd_mbps")
+        for value in (-0.001, float("nan"), float("inf"))
+    ],
+    ("reorder_key", "frequency"),
+    ("reorder_key", ""),
 ]
 
 WRONG_TYPES: list[tuple[str, Any]] = [
@@ -66,6 +74,15 @@ WRONG_TYPES: list[tuple[str, Any]] = [
     ("policy", 1),
     ("store_approximate", 1),
     ("store_approximate", "on"),
+    ("device_gb", "0.5"),
+    ("device_gb", False),
+    ("host_gb", None),
+    ("half_life", "1000"),
+    ("reorder_interval", True),
+    ("reorder_key", None),
+    ("ssd_mbps", "0"),
+    ("record_dir", None),
+    ("record_dir", Path("records")),
 ]
 
 EDGE_VALUES: list[tuple[str, Any]] = [
@@ -80,6 +97,11 @@ EDGE_VALUES: list[tuple[str, Any]] = [
     ("io_threads", 1),
     ("io_threads", 256),
     *[("policy", policy) for policy in POLICIES],
+    *[(field, 0) for field in ("device_gb", "host_gb", "half_life", "ssd_mbps")],
+    ("reorder_interval", 0),
+    ("reorder_interval", 0.001),
+    *[("reorder_key", key) for key in REORDER_KEYS],
+    ("record_dir", ""),
 ]
 
 
@@ -89,7 +111,10 @@ def test_defaults_are_the_papers_and_are_valid() -> None:
     assert (config.retention, config.probe_heads, config.alpha) == (0.25, 3, 0.6)
     assert config.chunk_tokens == 64
     assert config.policy == "impress"
+    assert config.reorder_interval == 600, "every 10 minutes"
     assert config.ssd_gb > 0 and config.min_free_gb > 0, "quota and floor are on by default"
+    assert config.device_gb > 0 and config.host_gb > 0, "so are both caches"
+    assert config.ssd_mbps == 0 and config.record_path is None, "but no tool of a benchmark"
 
 
 @pytest.mark.parametrize(("field", "value"), WRONG_VALUES)
@@ -119,7 +144,7 @@ def test_value_at_the_edge_of_its_range_is_taken(field: str, value: object) -> N
 
 
 def test_every_field_with_a_range_has_a_wrong_value_in_this_test() -> None:
-    assert {field for field, _ in WRONG_VALUES} == FIELDS - {"store_approximate"}
+    assert {field for field, _ in WRONG_VALUES} == FIELDS - {"store_approximate", "record_dir"}
 
 
 def test_config_error_is_a_value_error_and_one_of_ours() -> None:
@@ -166,10 +191,12 @@ def test_switch_refuses_other_words() -> None:
 
 
 def test_sizes_are_decimal_gigabytes() -> None:
-    config = ImpressConfig(ssd_gb=1.5, min_free_gb=0.25)
+    config = ImpressConfig(ssd_gb=1.5, min_free_gb=0.25, device_gb=0.125, host_gb=2)
 
     assert config.ssd_bytes == 1_500_000_000
     assert config.min_free_bytes == 250_000_000
+    assert config.device_bytes == 125_000_000
+    assert config.host_bytes == 2_000_000_000
 
 
 def test_home_directory_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +204,12 @@ def test_home_directory_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert ImpressConfig(ssd_dir="~/kv").ssd_path == Path("/home/somebody/kv")
     assert ImpressConfig(ssd_dir="/nvme/kv").ssd_path == Path("/nvme/kv")
+    assert ImpressConfig(record_dir="~/records").record_path == Path("/home/somebody/records")
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_nothing_is_recorded_without_a_directory(text: str) -> None:
+    assert ImpressConfig(record_dir=text).record_path is None
 
 
 def test_from_options_takes_some_fields_and_keeps_the_other_defaults() -> None:
@@ -229,6 +262,13 @@ CONFIGS = st.builds(
     policy=st.sampled_from(POLICIES),
     io_threads=st.integers(1, 256),
     store_approximate=st.booleans(),
+    device_gb=st.floats(0, 1e3),
+    host_gb=st.floats(0, 1e3),
+    half_life=st.floats(0, 1e6),
+    reorder_interval=st.floats(0, 1e6),
+    reorder_key=st.sampled_from(REORDER_KEYS),
+    ssd_mbps=st.floats(0, 1e6),
+    record_dir=st.text(),
 )
 
 

@@ -19,9 +19,9 @@ def test_readme_has_each_flag_and_its_default(option: Option) -> None:
     rows = (ROOT / "README.md").read_text().splitlines()
     (row,) = [row for row in rows if row.startswith(f"| `{option.flag}` |")]
     default = getattr(ImpressConfig(), option.field)
-    shown = {True: "on", False: "off"}.get(default, default)
+    shown = ("off", "on")[default] if isinstance(default, bool) else default
     cell = row.split("|")[2].strip().strip("`")
-    assert cell == (f"{shown:g}" if isinstance(shown, float) else str(shown))
+    assert cell == (f"{shown:g}" if isinstance(shown, float) else str(shown) or "–")
 
 
 def test_one_version_everywhere() -> None:

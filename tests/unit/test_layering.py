@@ -29,9 +29,10 @@ LEVELS = {
     "importance": 2,
     "storage": 2,
     "triton": 2,
-    "transfer": 3,
-    "management": 4,
-    "integration": 5,
+    "tiers": 3,
+    "transfer": 4,
+    "management": 5,
+    "integration": 6,
 }
 EXCEPTIONS = {
     "": {"errors", "config"},  # the package itself: its public names

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from impress_sglang.config import POLICIES, ImpressConfig
+from impress_sglang.importance.identify import H2ORule, PaperRule
 from impress_sglang.management.policies import Policy, make_policy
+from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
 
 CONFIGS = [
     *[ImpressConfig(policy=policy) for policy in POLICIES],
@@ -83,3 +86,70 @@ def test_impress_at_retention_one_is_exact() -> None:
 
     assert policy.exact
     assert [policy.tokens_to_load(m) for m in LENGTHS] == LENGTHS
+
+
+EXPECTED_RULES = {
+    "recompute": (H2ORule, LeastRecentlyUsed),
+    "as": (H2ORule, LeastRecentlyUsed),
+    "as+h2o+lru": (H2ORule, LeastRecentlyUsed),
+    "as+h2o+lfu": (H2ORule, LeastFrequentlyUsed),
+    "impress+itf": (PaperRule, LeastFrequentlyUsed),
+    "impress+itf+reorder": (PaperRule, LeastFrequentlyUsed),
+    "impress": (PaperRule, ImportanceScore),
+}
+
+
+def test_every_policy_of_the_paper_is_here() -> None:
+    assert set(POLICIES) == set(EXPECTED_RULES)
+
+
+def test_rules_are_those_of_the_name(policy: Policy) -> None:
+    identification, replacement = EXPECTED_RULES[policy.name]
+
+    assert type(policy.identification_rule()) is identification
+    assert type(policy.replacement_rule()) is replacement
+
+
+def test_each_call_gives_a_replacement_rule_of_its_own(policy: Policy) -> None:
+    first, second = policy.replacement_rule(), policy.replacement_rule()
+    for rule in (first, second):
+        rule.resize(2)
+    first.advance()
+    first.record(np.array([1]), np.array([0.5]))
+
+    assert first.priorities[1] > 0
+    assert second.priorities.tolist() == [0.0, 0.0]
+
+
+def test_the_identification_rule_is_the_same_at_each_call(policy: Policy) -> None:
+    assert policy.identification_rule() == policy.identification_rule()
+
+
+def test_reorders_only_where_the_name_says_so(policy: Policy) -> None:
+    assert policy.reorders == (policy.name == "impress" or "reorder" in policy.name)
+    assert policy.stores or not policy.reorders
+
+
+def test_resident_prefixes_are_scored_only_where_chunks_are(policy: Policy) -> None:
+    assert policy.scores == (type(policy.replacement_rule()) is ImportanceScore)
+
+
+def test_baselines_with_important_values_load_their_share() -> None:
+    for name in ("as+h2o+lru", "as+h2o+lfu", "impress+itf", "impress+itf+reorder"):
+        policy = make_policy(ImpressConfig(policy=name, retention=0.1))
+        assert policy.stores and not policy.exact
+        assert policy.tokens_to_load(30) == 3
+
+
+def test_the_options_reach_the_rules() -> None:
+    assert make_policy(ImpressConfig(alpha=0.3)).identification_rule() == PaperRule(0.3)
+    fast = make_policy(ImpressConfig(half_life=1.0)).replacement_rule()
+    never = make_policy(ImpressConfig(half_life=0.0)).replacement_rule()
+    for rule in (fast, never):
+        rule.resize(2)
+        for chunk in (0, 0, 1):
+            rule.advance()
+            rule.record(np.array([chunk]), np.ones(1))
+
+    assert fast.priorities[1] > fast.priorities[0]
+    assert never.priorities[1] < never.priorities[0]

@@ -25,9 +25,15 @@ POINTS = (
     "after the index",
     "drop: before the index",
     "drop: after the index",
+    "reorder: between layers",
+    "reorder: before the rename",
+    "reorder: after the rename",
+    "reorder: before the index",
+    "reorder: after the index",
 )
 RANDOM_KILLS = 5
-UNFINISHED = POINTS[:5]  # a temporary file is left
+# A temporary file is left.
+UNFINISHED = (*POINTS[:5], "reorder: between layers", "reorder: before the rename")
 STEP = 12
 
 
@@ -94,3 +100,18 @@ def test_a_file_that_was_renamed_counts_as_written(rounds: list[dict[str, Any]])
 
     assert found["before the rename"] + STEP == found["after the rename"] - STEP
     assert found["after the rename"] + 2 * STEP == found["before the index"]
+
+
+def test_a_rewrite_takes_over_with_its_rename_and_changes_no_row(
+    rounds: list[dict[str, Any]],
+) -> None:
+    generations = {
+        r["round"]: r["result"]["generations"]
+        for r in rounds
+        if r["round"] in POINTS and r["round"].startswith("reorder")
+    }
+
+    assert list(generations.values()) == [0, 0, 1, 2, 3]
+    for name in generations:
+        (lengths,) = (r["result"]["lengths"] for r in rounds if r["round"] == name)
+        assert lengths == rounds[POINTS.index("drop: after the index")]["result"]["lengths"]

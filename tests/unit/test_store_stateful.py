@@ -1,52 +1,62 @@
-"""The store on SSD against a plain model, over random histories.
+"""The store on SSD, its caches and its reordering against a plain model, over random histories.
 
-Writes wait at a gate until a step lets them through, so that a history is the same each time. Every
-match is read back, and its rows compared with those that belong to its tokens.
+Writes wait at a gate until a step lets them through, and steps wait for a rewrite, so that a
+history is the same each time. Every match is read back, whole or in part, and its rows compared
+with those that belong to its tokens.
 """
 
 from __future__ import annotations
 
 import errno
+import random
 import shutil
 import tempfile
 import threading
+import uuid
 from pathlib import Path
 from unittest import mock
 
 import torch
-from hypothesis import assume, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.management.tree import StoredSegment
 from impress_sglang.storage.layout import Stream
 from impress_sglang.storage.writer import LayerReader
-from impress_sglang.transfer.source import SegmentSource, Want
+from impress_sglang.transfer.source import SegmentSource
 from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, make_shape
 from tests.unit.prefix_model import Known, PrefixModel
 from tests.unit.prefix_model import Path as TokenPath
 
 SHAPE = make_shape(query_heads=2, kv_heads=2, key_dim=4, value_dim=4, probe=(0,))
+# One head of a chunk; a whole chunk of values takes two.
+PAGE_BYTES = 8 * 4 * 4
 Tokens = tuple[int, ...]
 # Runs of a few tokens, some longer than a chunk, that begin alike: histories branch and meet often.
 RUNS = [(0,), (1,), (0, 0, 1), (0, 1, 1, 0, 1), (2,) * 9, tuple(range(3, 14))]
 SEQUENCES = st.lists(st.sampled_from(RUNS), min_size=1, max_size=4).map(
     lambda runs: tuple(token for run in runs for token in run)
 )
+CHOSEN = st.sets(st.integers(0, 40), min_size=1, max_size=8)
 NAMESPACES = st.sampled_from(["", "salt"])
 
 
-def expected_rows(namespace: str, path: TokenPath, layer: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a path, part of which may be approximate."""
+def expected_rows(
+    namespace: str, own: TokenPath, above: TokenPath, layer: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of `own` after `above`, part of which may be approximate."""
+    path = above + own
     tokens = tuple(token for token, _ in path)
     exact = SequenceKVs(SHAPE, namespace, tokens, approximate=False)
     other = SequenceKVs(SHAPE, namespace, tokens, approximate=True)
     flags = torch.tensor([flag for _, flag in path])[:, None, None]
     return (
-        torch.where(flags, other.keys(layer), exact.keys(layer)),
-        torch.where(flags, other.values(layer), exact.values(layer)),
+        torch.where(flags, other.keys(layer), exact.keys(layer))[len(above) :],
+        torch.where(flags, other.values(layer), exact.values(layer))[len(above) :],
     )
 
 
@@ -61,13 +71,25 @@ class StoreMachine(RuleBasedStateMachine):
         # Nothing here is about power cuts, and waiting for the disk takes most of the time.
         self.no_sync = mock.patch("os.fsync")
         self.no_sync.start()
+        # Of two files for one place the first by name is kept, so names must be the same each time.
+        numbers = random.Random(1)
+        self.same_ids = mock.patch("uuid.uuid4", lambda: uuid.UUID(int=numbers.getrandbits(128)))
+        self.same_ids.start()
         self.gate = threading.Event()
         self.model = PrefixModel()
+        # The model goes on calling a segment by its first name when it is rewritten.
+        self.stored: dict[str, StoredSegment] = {}
+        self.names: dict[str, str] = {}
         self.failing: set[str] = set()
+        self.age = 0
         self.done: list[str] = []
         self.accepted: list[str] = []
         self.sources: list[tuple[SegmentSource, str, TokenPath, int]] = []
         self.open()
+        # Something to read from the first step on.
+        for tokens in (tuple(range(3, 14)), (0, 1, 1, 0, 1)):
+            self.offer("", tokens, approximate=False, fails=False)
+        self.let_writes_through()
 
     def open(self) -> None:
         config = ImpressConfig(
@@ -76,8 +98,26 @@ class StoreMachine(RuleBasedStateMachine):
             min_free_gb=0.0,
             chunk_tokens=8,
             io_threads=2,
+            device_gb=6 * PAGE_BYTES / 1e9,
+            host_gb=9 * PAGE_BYTES / 1e9,
+            reorder_interval=0.0,
         )
         self.store = PrefixStore(config, IDENTITY, SHAPE)
+        self.learn_names()
+
+    def learn_names(self) -> set[str]:
+        """Names of the segments in the tree; a new one has the name of its file."""
+        live = list(self.store.tree.segments())
+        known = {id(stored): name for name, stored in self.stored.items()}
+        for segment in live:
+            name = known.get(id(segment), segment.segment_id)
+            self.stored[name] = segment
+            self.names[segment.segment_id] = name
+        return {self.names[segment.segment_id] for segment in live}
+
+    def wait_for_rewrite(self) -> None:
+        if self.store._reordering is not None:
+            self.store._reordering.future.exception()
 
     def let_writes_through(self) -> None:
         self.gate.set()
@@ -102,6 +142,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.let_writes_through()
             self.store.close()
             self.no_sync.stop()
+            self.same_ids.stop()
             shutil.rmtree(self.directory)
 
     def gated(self, kvs: SequenceKVs, start: int, fails: bool) -> LayerReader:
@@ -116,7 +157,7 @@ class StoreMachine(RuleBasedStateMachine):
         return wait_and_read
 
     def offer(self, namespace: str, tokens: Tokens, approximate: bool, fails: bool) -> StoreOutcome:
-        before = {segment.segment_id for segment in self.store.tree.segments()}
+        before = self.learn_names()
         path = self.model.follow(namespace, tokens, approximate)
         kvs = SequenceKVs(SHAPE, namespace, tokens, approximate)
         ids: list[str] = []
@@ -128,7 +169,7 @@ class StoreMachine(RuleBasedStateMachine):
             approximate=approximate,
             min_tokens=1,
         )
-        after = {segment.segment_id for segment in self.store.tree.segments()}
+        after = self.learn_names()
         if outcome is StoreOutcome.ACCEPTED:
             ids.extend(after - before)
             self.accepted.append(ids[0])
@@ -158,34 +199,102 @@ class StoreMachine(RuleBasedStateMachine):
         self.let_writes_through()
 
     @rule(namespace=NAMESPACES, tokens=SEQUENCES, approximate=st.booleans(), data=st.data())
-    def open_a_match(
+    def open_any_match(
         self, namespace: str, tokens: Tokens, approximate: bool, data: st.DataObject
+    ) -> None:
+        self.open_match(data, namespace, tokens, approximate)
+
+    @precondition(lambda self: self.model.segments)
+    @rule(data=st.data(), tail=SEQUENCES)
+    def open_a_match(self, data: st.DataObject, tail: Tokens) -> None:
+        self.open_a_match_of(data, tail)
+
+    def open_a_match_of(self, data: st.DataObject, tail: Tokens) -> None:
+        known = self.model.segments[data.draw(st.sampled_from(list(self.model.segments)))]
+        path = tuple(token for token, _ in known.path)
+        self.open_match(data, known.namespace, path + tail, known.own[0][1])
+
+    @precondition(lambda self: self.sources)
+    @rule(data=st.data(), chosen=CHOSEN, seed=st.integers(0, 3))
+    def read_a_selection_of_all_layers(
+        self, data: st.DataObject, chosen: set[int], seed: int
+    ) -> None:
+        """As a request does it."""
+        number = data.draw(st.integers(0, len(self.sources) - 1))
+        for layer in range(SHAPE.num_layers):
+            self.read_selection(number, layer, chosen, seed)
+
+    @precondition(lambda self: self.model.segments)
+    @rule(data=st.data(), tail=SEQUENCES, chosen=CHOSEN, seed=st.integers(0, 3))
+    def serve_a_request(
+        self, data: st.DataObject, tail: Tokens, chosen: set[int], seed: int
+    ) -> None:
+        before = len(self.sources)
+        self.open_a_match_of(data, tail)
+        if len(self.sources) > before:
+            for layer in range(SHAPE.num_layers):
+                self.read_selection(before, layer, chosen, seed)
+            self.store.close_source(self.sources.pop()[0])
+
+    def open_match(
+        self, data: st.DataObject, namespace: str, tokens: Tokens, approximate: bool
     ) -> None:
         stored = self.model.follow(namespace, tokens, approximate)
         path = self.model.ready_part(namespace, stored)
+        self.wait_for_rewrite()
 
         match = self.store.match(namespace, as_tokens(tokens), allow_approximate=approximate)
 
         assert match.num_tokens == len(path)
         assert match.approximate == any(flag for _, flag in path)
-        assume(path)
+        if not path:
+            return
         start = data.draw(st.integers(0, len(path) - 1))
         source = self.store.open_source(match, start, len(path))
         self.sources.append((source, namespace, path, start))
 
+    def check_rows(self, number: int, layer: int, tokens: Tensor | None) -> SegmentSource:
+        """Whatever was evicted, dropped or rewritten since: an open source gives its rows."""
+        source, namespace, path, start = self.sources[number]
+        keys, values = expected_rows(namespace, path[start:], path[:start], layer)
+
+        probe, other, found = source.read(layer, list(Stream), tokens)
+
+        chosen = slice(None) if tokens is None else tokens
+        assert torch.equal(torch.cat([probe, other], 1), keys[chosen])
+        assert torch.equal(found, values[chosen])
+        return source
+
+    def read_selection(self, number: int, layer: int, chosen: set[int], seed: int) -> None:
+        size = self.sources[number][0].num_tokens
+        tokens = torch.tensor(sorted({token % size for token in chosen}))
+        source = self.check_rows(number, layer, tokens)
+        scores = torch.rand(2, size, generator=torch.Generator().manual_seed(seed))
+        source.note_selection(layer, tokens, scores)
+
     @precondition(lambda self: self.sources)
     @rule(data=st.data(), layer=st.integers(0, 1))
-    def read_and_close(self, data: st.DataObject, layer: int) -> None:
-        """Whatever was evicted or dropped since: an open source gives its rows."""
+    def read_everything(self, data: st.DataObject, layer: int) -> None:
         number = data.draw(st.integers(0, len(self.sources) - 1))
-        source, namespace, path, start = self.sources.pop(number)
-        keys, values = expected_rows(namespace, path, layer)
+        self.check_rows(number, layer, None).note_whole(layer)
 
-        probe, other, found = source.read(layer, [Want(stream) for stream in Stream])
+    @precondition(lambda self: self.sources)
+    @rule(data=st.data())
+    def close_a_source(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, len(self.sources) - 1))
+        self.store.close_source(self.sources.pop(number)[0])
 
-        assert torch.equal(torch.cat([probe, other], 1), keys[start:])
-        assert torch.equal(found, values[start:])
-        self.store.close_source(source)
+    @rule(at_once=st.booleans())
+    def reorder(self, at_once: bool) -> None:
+        self.store.reorder(force=True)
+        while at_once and self.store.reorder_summary()["pending"]:
+            self.go_on_reordering()
+
+    @precondition(lambda self: self.store.reorder_summary()["pending"])
+    @rule()
+    def go_on_reordering(self) -> None:
+        self.wait_for_rewrite()
+        self.store.poll()
 
     @precondition(lambda self: self.model.segments)
     @rule(data=st.data())
@@ -193,13 +302,15 @@ class StoreMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(list(self.model.segments)))
         gone = [self.model.segments[name], *self.model.below_name(name)]
 
-        self.store.drop(name)
+        self.store.drop(self.stored[name].segment_id)
 
         for known in gone:
             self.model.remove(known.name)
 
+    @precondition(lambda self: self.age > 10)
     @rule(without_index=st.booleans())
     def restart(self, without_index: bool) -> None:
+        self.age = 0
         self.close_sources()
         self.let_writes_through()
         self.store.close()
@@ -207,29 +318,43 @@ class StoreMachine(RuleBasedStateMachine):
         self.accepted.clear()
         if without_index:
             next(self.directory.glob("*/catalog.sqlite")).unlink()
+        before, self.stored = self.stored, {}
+        self.names.clear()
         self.open()
         old, self.model = self.model, PrefixModel()
-        order = sorted(old.segments.values(), key=lambda known: (len(known.above), known.name))
+        # Of one place in the tree the store takes the latest version, then the first file.
+        infos = {name: before[name].info for name in old.segments}
+        order = sorted(
+            old.segments.values(),
+            key=lambda known: (
+                len(known.above),
+                -infos[known.name].generation,
+                infos[known.name].segment_id,
+            ),
+        )
         for known in order:
             # Approximate KVs below a branch that an exact one hides by now are lost.
             flag = known.own[0][1]
             prefix = [token for token, _ in known.above]
             above = self.model.place_for(known.namespace, prefix, known.own[0][0], flag)
             if above is not None:
-                self.model.add(Known(known.name, known.namespace, above, known.own, True))
+                name = infos[known.name].segment_id
+                self.model.add(Known(name, known.namespace, above, known.own, True))
 
     @invariant()
     def integrity(self) -> None:
         if hasattr(self, "store"):
+            self.age += 1
             self.store.check_integrity()
+            placement = self.store.cache.placement
+            assert list(placement.capacity.values()) == [6, 9], "the caches are not out of play"
 
     @invariant()
     def same_segments(self) -> None:
         if hasattr(self, "store"):
-            segments = {s.segment_id: s for s in self.store.tree.segments()}
-            assert set(segments) == set(self.model.segments)
+            assert self.learn_names() == set(self.model.segments)
             for name, known in self.model.segments.items():
-                assert segments[name].ready == known.ready
+                assert self.stored[name].ready == known.ready
 
 
 class TightStoreMachine(StoreMachine):
@@ -248,13 +373,18 @@ class TightStoreMachine(StoreMachine):
     ) -> None:
         path = self.model.follow(namespace, tokens, approximate)
         keep = {name for name, _, _ in self.model.spans(namespace, path)}
-        pinned = {name for source, *_ in self.sources for name in source.segment_ids}
+        pinned = {
+            self.names[segment_id]
+            for source, *_ in self.sources
+            for segment_id in source.segment_ids
+            if self.stored[self.names[segment_id]].segment_id == segment_id
+        }
         pending = {k.name for k in self.model.segments.values() if not k.ready}
         before = set(self.model.segments)
 
         outcome = self.offer(namespace, tokens, approximate, fails)
 
-        left = {segment.segment_id for segment in self.store.tree.segments()}
+        left = self.learn_names()
         evicted = before - left
         assert not evicted & (keep | pinned | pending)
         for name in evicted:
@@ -274,5 +404,5 @@ TestStore = StoreMachine.TestCase
 TestTightStore = TightStoreMachine.TestCase
 # Each example writes and reads many files.
 TestStore.settings = TestTightStore.settings = settings(
-    max_examples=settings.default.max_examples * 3 // 10
+    max_examples=settings.default.max_examples * 3 // 5, stateful_step_count=35
 )

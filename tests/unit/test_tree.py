@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,7 @@ from impress_sglang.management.tree import (
     prefix_digest,
     restore_segments,
 )
+from impress_sglang.storage.segment import SegmentInfo
 from tests.unit.kv_factory import as_tokens, make_info, make_shape
 
 SHAPE = make_shape()
@@ -341,7 +343,70 @@ def test_common_prefix_len(left: list[int], right: list[int]) -> None:
     assert length == min(len(left), len(right)) or left[length] != right[length]
 
 
+def in_another_file(old: StoredSegment, name: str) -> SegmentInfo:
+    return dataclasses.replace(old.info, segment_id=name, generation=old.info.generation + 1)
+
+
+def test_a_replaced_segment_has_its_place_under_another_name(tree: StoredTree, put: Put) -> None:
+    first, second = put("a", P), put("b", [40, 50], P[:3])
+    third = put("c", [7], P)
+    match = tree.match("", as_tokens(P), allow_approximate=False)
+
+    tree.replace(first, in_another_file(first, "z"), 12345)
+
+    tree.check_integrity()
+    assert "a" not in tree and tree.get("z") is first
+    assert (first.segment_id, first.file_bytes, first.dependents) == ("z", 12345, 2)
+    assert found(tree, [*P, 7]) == [("z", 0, 6), ("c", 0, 1)]
+    assert found(tree, [1, 2, 3, 40]) == [("z", 0, 3), ("b", 0, 1)]
+    assert match.spans[0].segment is first, "a match is not out of date"
+    assert second.parent is third.parent is first
+    assert {s.segment_id for s in tree.remove_subtree(first)} == {"z", "b", "c"}
+    tree.check_integrity()
+
+
+def test_a_replacement_has_the_same_tokens_and_a_new_name(tree: StoredTree, put: Put) -> None:
+    first = put("a", P)
+    put("b", [9])
+
+    with pytest.raises(AssertionError):
+        tree.replace(first, in_another_file(first, "b"), 1)
+    with pytest.raises(AssertionError):
+        tree.replace(first, dataclasses.replace(first.info, tokens=as_tokens([1, 2])), 1)
+
+
+def test_nodes_of_a_segment_begin_where_others_branch_off(tree: StoredTree, put: Put) -> None:
+    first = put("a", P)
+    assert tree.node_starts(first) == [0]
+    second = put("b", [40, 50, 60], P[:4])
+    assert tree.node_starts(first) == [0, 4]
+    put("c", [70], P[:2])
+    put("d", [8], P)
+    put("e", [9], [*P[:4], 40])
+
+    assert tree.node_starts(first) == [0, 2, 4], "an extension at its end splits nothing"
+    assert tree.node_starts(second) == [0, 1]
+    tree.replace(first, in_another_file(first, "z"), 1)
+    assert tree.node_starts(first) == [0, 2, 4]
+
+
 # ---- after a restart
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_of_two_files_of_the_same_tokens_the_newer_is_restored(
+    tree: StoredTree, names: tuple[str, str]
+) -> None:
+    """The process ended between the publication of one and the removal of the other."""
+    old = segment(names[0], P)
+    new = dataclasses.replace(old, info=in_another_file(old, names[1]))
+    below = segment("c", [7], P)
+
+    lost = restore_segments(tree, sorted([old, new, below], key=lambda s: s.segment_id))
+
+    assert lost == [old]
+    tree.check_integrity()
+    assert found(tree, [*P, 7]) == [(names[1], 0, 6), ("c", 0, 1)]
 
 
 def family() -> list[StoredSegment]:

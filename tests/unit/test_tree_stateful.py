@@ -124,6 +124,22 @@ class TreeMachine(RuleBasedStateMachine):
         for k in gone:
             self.model.remove(k.name)
 
+    @precondition(lambda self: self.model.segments)
+    @rule(data=st.data())
+    def replace(self, data: st.DataObject) -> None:
+        """As a reordered segment replaces another one."""
+        name = self.pick(data).name
+        segment = self.segments.pop(name)
+        self.count += 1
+        info = dataclasses.replace(
+            segment.info, segment_id=f"s{self.count}", generation=segment.info.generation + 1
+        )
+
+        self.tree.replace(segment, info, segment.file_bytes + 1)
+
+        self.segments[info.segment_id] = segment
+        self.model.rename(name, info.segment_id)
+
     @rule(namespace=NAMESPACES, tokens=SEQUENCES, approximate=st.booleans(), pending=st.booleans())
     def match(self, namespace: str, tokens: Tokens, approximate: bool, pending: bool) -> None:
         path = self.model.follow(namespace, tokens, approximate)
@@ -148,7 +164,7 @@ class TreeMachine(RuleBasedStateMachine):
         ]
         old, self.model, self.tree = self.model, PrefixModel(), StoredTree()
         expected_lost = []
-        for segment in sorted(again, key=lambda s: s.info.prefix_len):
+        for segment in sorted(again, key=lambda s: (s.info.prefix_len, -s.info.generation)):
             prefix = [token for token, _ in old.segments[segment.segment_id].above]
             info = segment.info
             above = self.model.place_for(
@@ -168,6 +184,15 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree.check_integrity()
         assert len(self.tree) == len(self.model.segments)
         assert {s.segment_id for s in self.tree.segments()} == set(self.model.segments)
+
+    @invariant()
+    def nodes_are_cut_where_others_hang(self) -> None:
+        """A node may have been cut for a segment that is gone by now."""
+        for name, segment in self.segments.items():
+            if name in self.model.segments:
+                starts = self.tree.node_starts(segment)
+                assert starts == sorted(set(starts)) and starts[-1] < segment.info.num_tokens
+                assert set(self.model.node_starts(name)) <= set(starts)
 
     @invariant()
     def every_segment_stands_after_its_own_prefix(self) -> None:
@@ -201,3 +226,8 @@ def test_the_model_alone() -> None:
     assert [k.name for k in model.below(model.segments["a"])] == ["b"]
     with pytest.raises(KeyError):
         model.spans("other", exact)
+    model.add(Known("c", "", exact[:1], ((5, False),), True))
+    assert (model.node_starts("a"), model.node_starts("b")) == ([0, 1], [0])
+    model.rename("a", "z")
+    assert model.spans("", exact + approximate) == [("z", 0, 2), ("b", 0, 1)]
+    assert [k.name for k in model.below(model.segments["z"])] == ["b", "c"]

@@ -1,0 +1,279 @@
+"""The chunk caches: the bytes of a chunk are the same wherever it was moved."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+
+from impress_sglang.errors import ConfigError
+from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.placement import Access, Tier
+from tests.unit.kv_factory import make_shape
+from tests.unit.test_placement import GivenPriorities
+
+CPU = torch.device("cpu")
+CHUNK = 8
+# Chunks of 3 pages (probe keys) and of 6 (other keys, values).
+SHAPE = make_shape(
+    layers=2, kv_heads=3, query_heads=3, key_dim=12, value_dim=8, dtype=torch.bfloat16
+)
+
+
+def make_cache(device_pages: int, host_pages: int, shape: KVShape = SHAPE) -> ChunkCache:
+    page_bytes = 4 * CHUNK * 2
+    cache = ChunkCache(
+        shape,
+        CHUNK,
+        GivenPriorities(),
+        device=CPU,
+        device_bytes=device_pages * page_bytes,
+        host_bytes=host_pages * page_bytes,
+    )
+    assert cache.page.page_bytes == page_bytes
+    return cache
+
+
+class Bench:
+    """A cache, and the bytes of every chunk of the segments that are attached."""
+
+    def __init__(self, cache: ChunkCache) -> None:
+        self.cache = cache
+        self.segments: dict[int, SegmentLayout] = {}
+        self.bytes: dict[int, Tensor] = {}
+        self.row_vectors: dict[int, int] = {}
+        self.generator = torch.Generator().manual_seed(7)
+
+    def attach(self, num_tokens: int, chunk_tokens: int = CHUNK) -> int:
+        layout = SegmentLayout(SHAPE, chunk_tokens, num_tokens, 4096)
+        base = self.cache.attach(layout)
+        self.segments[base] = layout
+        for layer in range(SHAPE.num_layers):
+            for stream in Stream:
+                for number in range(layout.num_chunks):
+                    chunk = base + layout.chunk_index(layer, stream, number)
+                    assert chunk not in self.bytes
+                    self.bytes[chunk] = self.random(layout.chunk_bytes(stream, number))
+                    self.row_vectors[chunk] = self.cache.page.row_vectors(SHAPE, stream)
+        return base
+
+    def detach(self, base: int) -> None:
+        layout = self.segments.pop(base)
+        self.cache.detach(base, layout)
+        for chunk in range(base, base + layout.total_chunks):
+            del self.bytes[chunk], self.row_vectors[chunk]
+
+    def random(self, size: int) -> Tensor:
+        return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=self.generator)
+
+    def begin(self, worths: dict[int, float]) -> Access:
+        """Access, and compare what is cached before anything moves."""
+        ids = list(worths)
+        access = self.cache.access(np.array(ids, np.int64), np.array(list(worths.values())))
+        for number, chunk in enumerate(ids):
+            if access.tiers[number] != Tier.SSD:
+                found = self.rows(chunk, Tier(access.tiers[number]), access.pages[number])
+                assert torch.equal(found, self.bytes[chunk]), f"chunk {chunk} has other bytes"
+        return access
+
+    def rows(self, chunk: int, tier: Tier, pages: np.ndarray) -> Tensor:
+        """All rows of a cached chunk, the last one first."""
+        vectors = self.row_vectors[chunk]
+        row_bytes = vectors * self.cache.page.unit * 2
+        offsets = np.arange(len(self.bytes[chunk]) // row_bytes)[::-1].copy()
+        found = self.cache.read_rows(tier, np.tile(pages, (len(offsets), 1)), offsets, vectors)
+        return found.flip(0).contiguous().view(torch.uint8).reshape(-1)
+
+    def access(self, worths: dict[int, float], *, padding: int = 500) -> Access:
+        access = self.begin(worths)
+        kept = np.array(list(worths))[access.kept].tolist()
+        # As they come from disk: behind the rows are the rest of a block and old bytes.
+        loaded = {c: torch.cat([self.bytes[c], self.random(padding)]) for c in kept}
+        self.cache.settle(access, loaded)
+        self.cache.check_integrity()
+        return access
+
+    def check_all(self) -> int:
+        """Compare all that is cached; returns how many chunks that are."""
+        access = self.begin(dict.fromkeys(self.bytes, 1.0))
+        self.cache.abandon(access)
+        return int((access.tiers != Tier.SSD).sum())
+
+
+class CacheMachine(RuleBasedStateMachine):
+    @initialize(device=st.integers(0, 30), host=st.integers(0, 30))
+    def start(self, device: int, host: int) -> None:
+        self.bench = Bench(make_cache(device, host))
+        self.bench.attach(19)
+
+    @precondition(lambda self: len(self.bench.segments) < 4)
+    @rule(num_tokens=st.integers(1, 25), chunk_tokens=st.sampled_from([CHUNK, CHUNK, 4, 16]))
+    def attach(self, num_tokens: int, chunk_tokens: int) -> None:
+        self.bench.attach(num_tokens, chunk_tokens)
+
+    @precondition(lambda self: self.bench.segments)
+    @rule(data=st.data())
+    def detach(self, data: st.DataObject) -> None:
+        self.bench.detach(data.draw(st.sampled_from(sorted(self.bench.segments))))
+
+    def draw_worths(self, data: st.DataObject) -> dict[int, float]:
+        chunks = st.sampled_from(sorted(self.bench.bytes))
+        return data.draw(st.dictionaries(chunks, st.floats(0.01, 1.0), min_size=1, max_size=9))
+
+    @precondition(lambda self: self.bench.segments)
+    @rule(data=st.data(), padding=st.sampled_from([0, 1000]))
+    def access(self, data: st.DataObject, padding: int) -> None:
+        self.bench.access(self.draw_worths(data), padding=padding)
+
+    @precondition(lambda self: self.bench.segments)
+    @rule(data=st.data())
+    def access_and_fail_to_read(self, data: st.DataObject) -> None:
+        worths = self.draw_worths(data)
+        access = self.bench.begin(worths)
+        self.bench.cache.abandon(access)
+
+        moved = {move.chunk for move in access.moves}
+        again = self.bench.begin(worths)
+        for number, chunk in enumerate(worths):
+            assert chunk not in moved or again.tiers[number] == Tier.SSD
+        self.bench.cache.abandon(again)
+
+    @precondition(lambda self: self.bench.segments)
+    @rule()
+    def access_everything(self) -> None:
+        self.bench.access(dict.fromkeys(self.bench.bytes, 0.5))
+
+    @invariant()
+    def integrity(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.cache.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.check_all()
+
+
+TestCache = CacheMachine.TestCase
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """Room for one chunk of 6 pages on the device, and for one on the host."""
+    bench = Bench(make_cache(6, 6))
+    bench.attach(CHUNK)
+    return bench
+
+
+# The chunks of one layer of that segment.
+PROBE, OTHER, VALUES = 0, 1, 2
+
+
+def test_chunks_change_places_through_the_same_pages(bench: Bench) -> None:
+    """Each page is the source of one move and the target of the other."""
+    bench.access({OTHER: 0.5})
+    bench.access({VALUES: 0.4})
+
+    access = bench.access({VALUES: 0.6})
+
+    moves = {move.chunk: move for move in access.moves}
+    assert (moves[VALUES].source, moves[VALUES].target) == (Tier.HOST, Tier.DEVICE)
+    assert (moves[OTHER].source, moves[OTHER].target) == (Tier.DEVICE, Tier.HOST)
+    assert sorted(moves[OTHER].target_pages) == sorted(moves[VALUES].source_pages)
+    assert sorted(moves[VALUES].target_pages) == sorted(moves[OTHER].source_pages)
+    again = bench.begin({OTHER: 0.5, VALUES: 0.6})
+    assert again.tiers.tolist() == [Tier.HOST, Tier.DEVICE]
+
+
+def test_a_newcomer_takes_the_pages_of_a_chunk_that_moves_on(bench: Bench) -> None:
+    bench.access({OTHER: 0.5})
+
+    bench.access({VALUES: 0.6})
+
+    assert bench.begin({OTHER: 0.5, VALUES: 0.6}).tiers.tolist() == [Tier.HOST, Tier.DEVICE]
+
+
+def test_copied_bytes_are_those_of_the_pages(bench: Bench) -> None:
+    chunk = 6 * bench.cache.page.page_bytes
+    bench.access({OTHER: 0.5})
+    assert (bench.cache.copies.promoted_bytes, bench.cache.copies.demoted_bytes) == (chunk, 0)
+    bench.access({VALUES: 0.4})
+    assert bench.cache.copies.promoted_bytes == chunk, "from SSD to the host is no promotion"
+    bench.access({VALUES: 0.6})
+
+    assert bench.cache.copies.promoted_bytes == 2 * chunk
+    assert bench.cache.copies.demoted_bytes == chunk
+
+
+def test_after_a_failed_read_nothing_that_was_to_move_is_cached(bench: Bench) -> None:
+    bench.access({OTHER: 0.5})
+
+    bench.cache.abandon(bench.begin({VALUES: 0.6}))
+
+    bench.cache.check_integrity()
+    assert bench.check_all() == 0, "its pages were promised, and the other one's were, too"
+    bench.access({OTHER: 0.5, VALUES: 0.6})
+    assert bench.check_all() == 2
+
+
+def test_a_failed_read_leaves_what_was_not_to_move() -> None:
+    bench = Bench(make_cache(9, 0))
+    bench.attach(CHUNK)
+    bench.access({OTHER: 0.5})
+
+    bench.cache.abandon(bench.begin({PROBE: 0.4}))
+
+    assert bench.begin({OTHER: 0.5}).tiers.tolist() == [Tier.DEVICE]
+
+
+def test_chunks_of_a_detached_segment_are_gone_and_their_ids_free(bench: Bench) -> None:
+    bench.access({OTHER: 0.5, VALUES: 0.4})
+
+    bench.detach(0)
+
+    assert bench.cache.summary()["device"] == {
+        "capacity_bytes": 384,
+        "used_bytes": 0,
+        "chunks": 0,
+    }
+    assert bench.attach(CHUNK) == 0
+    assert bench.check_all() == 0
+
+
+def test_the_summary_has_sizes_and_counters(bench: Bench) -> None:
+    bench.access({OTHER: 0.5})
+    bench.access({PROBE: 0.1})
+    summary = bench.cache.summary()
+
+    assert summary["device"] == {"capacity_bytes": 384, "used_bytes": 384, "chunks": 1}
+    assert summary["host"] == {"capacity_bytes": 384, "used_bytes": 192, "chunks": 1}
+    assert (summary["admitted_device"], summary["admitted_host"]) == (1, 1)
+    assert summary["promoted_bytes"] == 384
+    assert isinstance(summary["management_bytes"], int) and summary["management_bytes"] > 0
+
+
+def test_sizes_are_rounded_down_to_pages() -> None:
+    cache = ChunkCache(SHAPE, CHUNK, GivenPriorities(), device=CPU, device_bytes=63, host_bytes=129)
+
+    assert cache.placement.capacity == {Tier.DEVICE: 0, Tier.HOST: 2}
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_cache_that_does_not_fit_is_a_config_error_that_names_its_option(tier: str) -> None:
+    sizes = {"device_bytes": 0, "host_bytes": 0, f"{tier}_bytes": 1 << 50}
+    # Large pages: the table of free ones must not be what does not fit.
+    shape = make_shape(key_dim=1 << 24, value_dim=1 << 24)
+
+    with pytest.raises(ConfigError, match=f"--impress-{tier}-gb"):
+        ChunkCache(shape, 4096, GivenPriorities(), device=CPU, **sizes)
+
+
+def test_an_integrity_check_looks_into_the_placement(bench: Bench) -> None:
+    bench.access({OTHER: 0.5})
+    bench.cache.placement._tiers[OTHER] = Tier.HOST
+
+    with pytest.raises(AssertionError):
+        bench.cache.check_integrity()

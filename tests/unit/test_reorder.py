@@ -1,0 +1,170 @@
+"""The order of a segment's tokens, and what reading it is expected to take."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impress_sglang.importance.history import TokenHistory
+from impress_sglang.management.reorder import chunk_shares, expected_bytes, mapping_lists
+from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
+from tests.unit.kv_factory import make_shape, token_bytes
+
+# A row of other keys takes a quarter of a block, a row of values half of one.
+SHAPE = make_shape(layers=2, kv_heads=2, query_heads=2, key_dim=256, value_dim=256)
+BLOCK = 4096
+
+
+def averages(*layers: Sequence[float]) -> np.ndarray:
+    return np.array(layers, np.float32)
+
+
+def layout(num_tokens: int, shape: KVShape = SHAPE, chunk_tokens: int = 8) -> SegmentLayout:
+    return SegmentLayout(shape, chunk_tokens, num_tokens, BLOCK)
+
+
+SOME = st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.9, 1.0]), min_size=1, max_size=24)
+
+
+def test_the_mapping_list_of_figure_13() -> None:
+    """Of t0 t1 t2 t3 the important ones are t0 and t3: they become t0 t3 t1 t2."""
+    mapping = mapping_lists(averages([0.9, 0.0, 0.0, 0.8]), [0])
+
+    assert mapping.tolist() == [[0, 2, 3, 1]]
+
+
+@given(average=SOME, cuts=st.sets(st.integers(1, 23)))
+def test_a_mapping_list_orders_each_node_by_average_and_keeps_ties(
+    average: list[float], cuts: set[int]
+) -> None:
+    starts = [0, *sorted(cut for cut in cuts if cut < len(average))]
+    both = averages(average, average[::-1])
+
+    mapping = mapping_lists(both, starts)
+
+    assert mapping.shape == both.shape
+    for layer in range(2):
+        for start, stop in zip(starts, [*starts[1:], len(average)], strict=True):
+            tokens = range(start, stop)
+            ranked = sorted(tokens, key=lambda token: -both[layer, token])
+            rows = mapping[layer, ranked].tolist()
+            assert rows == list(range(start, stop)), "sorted() is stable as well"
+
+
+def test_entries_are_as_wide_as_the_file_has_them() -> None:
+    assert mapping_lists(np.zeros((1, 1 << 16), np.float32), [0]).dtype == np.dtype("<u2")
+    assert mapping_lists(np.zeros((1, (1 << 16) + 1), np.float32), [0]).dtype == np.dtype("<u4")
+
+
+def brute_force(
+    average: np.ndarray, mapping: np.ndarray | None, where: SegmentLayout, gap_bytes: int
+) -> float:
+    """Every selection with its probability, and the units that it touches."""
+    layers, tokens = average.shape
+    total = 0.0
+    for stream in (Stream.OTHER_KEYS, Stream.VALUES):
+        row_bytes = token_bytes(SHAPE, stream)
+        # The larger of a block and a gap, but a gap is inside one chunk.
+        unit = max(BLOCK, min(gap_bytes, where.chunk_tokens * row_bytes))
+        rows = max(1, round(unit / row_bytes))
+        for layer, chosen in itertools.product(
+            range(layers), itertools.product([False, True], repeat=tokens)
+        ):
+            chance, touched = 1.0, set()
+            for token, selected in enumerate(chosen):
+                p = float(np.clip(average[layer, token], 0, 1))
+                chance *= p if selected else 1 - p
+                if selected:
+                    row = token if mapping is None else int(mapping[layer, token])
+                    touched.add(row // rows)
+            total += chance * len(touched) * rows * row_bytes
+    return total
+
+
+@pytest.mark.parametrize("gap_bytes", [0, BLOCK, 6000, 2 * BLOCK, 1 << 20])
+def test_expected_bytes_are_those_of_all_selections(gap_bytes: int) -> None:
+    pick = np.random.default_rng(5)
+    where = layout(9)
+    for _ in range(3):
+        average = (1.2 * pick.random((2, 9))).astype(np.float32)
+        mapping = mapping_lists(average, [0, 5])
+
+        for order in (None, mapping):
+            expected = brute_force(average, order, where, gap_bytes)
+            assert expected_bytes(average, order, where, gap_bytes) == pytest.approx(expected)
+
+
+def test_probe_keys_do_not_count_and_a_stream_without_heads_takes_nothing() -> None:
+    shape = make_shape(layers=1, kv_heads=1, query_heads=1, key_dim=1024, value_dim=1024)
+    certain = averages([1.0] * 8)
+
+    assert expected_bytes(certain, None, layout(8, shape), 0) == 8 * BLOCK, "the values alone"
+
+
+def test_a_row_larger_than_a_block_is_its_own_unit() -> None:
+    shape = make_shape(layers=1, kv_heads=1, query_heads=1, key_dim=8, value_dim=3072)
+
+    assert expected_bytes(averages([1.0, 0.5]), None, layout(2, shape), 0) == 1.5 * 3 * BLOCK
+
+
+def test_the_chunks_of_figure_12() -> None:
+    """Two of four tokens, two in a unit: one unit is read instead of two."""
+    shape = make_shape(layers=1, kv_heads=1, query_heads=1, key_dim=8, value_dim=512)
+    average = averages([1.0, 0.0, 0.0, 1.0])
+    mapping = mapping_lists(average, [0])
+
+    assert expected_bytes(average, None, layout(4, shape), 0) == 2 * BLOCK
+    assert expected_bytes(average, mapping, layout(4, shape), 0) == BLOCK
+
+
+@given(first=SOME, gap=st.sampled_from([0, 6000, 2 * BLOCK]))
+def test_an_order_by_average_never_costs_more(first: list[float], gap: int) -> None:
+    average = averages(first, first[::-1])
+    where = layout(len(first))
+
+    before = expected_bytes(average, None, where, gap)
+    after = expected_bytes(average, mapping_lists(average, [0]), where, gap)
+
+    assert after <= before * (1 + 1e-9)
+    assert after <= expected_bytes(average, mapping_lists(-average, [0]), where, gap) * (1 + 1e-9)
+
+
+def test_an_order_by_average_costs_less_where_the_important_tokens_are_spread() -> None:
+    average = np.tile(averages([0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]), (2, 8))
+    where = layout(64)
+
+    before = expected_bytes(average, None, where, 0)
+    after = expected_bytes(average, mapping_lists(average, [0]), where, 0)
+
+    assert after < before / 2
+
+
+def test_shares_of_chunks_by_hand() -> None:
+    """Three chunks of 4, 4 and 2 rows."""
+    average = averages([1.0, 0, 0, 0, 0.5, 0, 0, 0.5, 0, 1.5], [0.0] * 10)
+    where = layout(10, chunk_tokens=4)
+    mapping = mapping_lists(average, [0])
+
+    shares = chunk_shares(average, mapping, where)
+
+    # The largest come first: 1 (from 1.5), 1, 0.5, 0.5 and then nothing.
+    assert shares.tolist() == [[0.75, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    logical = np.tile(np.arange(10, dtype=np.uint16), (2, 1))
+    assert chunk_shares(average, logical, where)[0].tolist() == [0.25, 0.25, 0.5]
+
+
+def test_token_means_are_the_means_over_layers() -> None:
+    history = TokenHistory(2, 3)
+    for layer, selected in enumerate([[0, 1], [1]]):
+        history.note(layer, 0, np.array(selected), torch.ones(1, 3))
+
+    assert history.token_means().tolist() == [0.5, 1.0, 0.0]
+    for layer in range(2):
+        history.note(layer, 0, np.array([0]), torch.ones(1, 3))
+    assert history.token_means().tolist() == pytest.approx([0.75, 0.5, 0.0])

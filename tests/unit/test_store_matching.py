@@ -1,0 +1,162 @@
+"""Finding prefixes in the store, and reading them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.storage.layout import Stream
+from tests.unit import store_factory
+from tests.unit.kv_factory import SequenceKVs
+from tests.unit.store_factory import (
+    ONE,
+    SHAPE,
+    Gate,
+    Workbench,
+    check_rows,
+    gb,
+    length,
+    look_up,
+    prompt,
+    rows,
+)
+
+bench = store_factory.bench
+store = store_factory.store
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (3, 20), (8, 16), (19, 30), (29, 30)])
+def test_a_part_of_a_match_can_be_opened(
+    bench: Workbench, store: PrefixStore, start: int, stop: int
+) -> None:
+    """Tokens before `start` are still in the device pool; the part crosses two segments."""
+    bench.put(store, prompt(1, 13))
+    bench.put(store, prompt(1, 30))
+
+    check_rows(store, prompt(1, 30), start=start, stop=stop)
+
+
+def test_an_extension_is_a_second_segment(bench: Workbench, store: PrefixStore) -> None:
+    bench.put(store, prompt(1, 13))
+    kvs = SequenceKVs(SHAPE, "", prompt(1, 40))
+    gate = Gate(kvs)
+    gate.opened.set()
+
+    bench.put(store, kvs.tokens, read_layers=gate)
+
+    assert gate.starts == [13], "only what is new is read"
+    assert [len(span) for span in look_up(store, kvs.tokens).spans] == [13, 27]
+    check_rows(store, kvs.tokens)
+    check_rows(store, prompt(1, 13))
+
+
+def test_prompts_that_part_in_the_middle_share_what_is_before(
+    bench: Workbench, store: PrefixStore
+) -> None:
+    left = prompt(1, 40)
+    right = (*left[:21], *prompt(7, 30))
+    bench.put(store, left)
+    bench.put(store, right)
+
+    check_rows(store, left)
+    check_rows(store, right)
+    assert [len(span) for span in look_up(store, right).spans] == [21, 30]
+    assert len(bench.files()) == 2
+
+
+def test_namespaces_are_apart(bench: Workbench, store: PrefixStore) -> None:
+    bench.put(store, prompt(1), namespace="salt-1")
+    assert length(store, prompt(1), namespace="salt-2") == 0
+    assert length(store, prompt(1)) == 0
+
+    bench.put(store, prompt(1), namespace="salt-2")
+
+    check_rows(store, prompt(1), namespace="salt-1")
+    check_rows(store, prompt(1), namespace="salt-2")
+
+
+def test_approximate_kvs_are_found_only_where_they_are_allowed(
+    bench: Workbench, store: PrefixStore
+) -> None:
+    bench.put(store, prompt(1, 13))
+    bench.put(store, prompt(1, 40), approximate=True, available_from=13)
+
+    assert length(store, prompt(1, 40)) == 13
+    match = look_up(store, prompt(1, 40), approximate=True)
+    assert (match.num_tokens, match.approximate) == (40, True)
+    source = store.open_source(match, 0, 40)
+    kvs = SequenceKVs(SHAPE, "", prompt(1, 40), approximate=True)
+    assert torch.equal(rows(source, 0)[0][13:], kvs.keys(0)[13:])
+    store.close_source(source)
+
+
+def test_exact_kvs_can_be_stored_beside_approximate_ones(
+    bench: Workbench, store: PrefixStore
+) -> None:
+    bench.put(store, prompt(1, 13))
+    bench.put(store, prompt(1, 40), approximate=True, available_from=13)
+
+    bench.put(store, prompt(1, 40))
+
+    check_rows(store, prompt(1, 40))
+    check_rows(store, prompt(1, 40), approximate=True)
+    assert bench.offer(store, prompt(1, 40), approximate=True) is StoreOutcome.KNOWN
+
+
+def test_stats_count_what_was_written_and_read(bench: Workbench, store: PrefixStore) -> None:
+    bench.put(store, prompt(1, 40))
+    source = store.open_source(look_up(store, prompt(1, 40)), 0, 40)
+    source.read(0, [Stream.VALUES])
+    source.read(0, [Stream.VALUES], torch.tensor([0, 39]))
+    assert source.stats.ssd_chunks == 7
+    store.close_source(source)
+
+    # 5 chunks of a disk block in each stream.
+    size = 4096 * (1 + 2 * 3 * 5)
+    assert store.stats.segments_written == 1
+    assert store.stats.bytes_written == size
+    assert store.stats.bytes_read == 7 * 4096
+    summary = store.summary()
+    assert summary["segments"] == 1
+    assert summary["used_bytes"] == size
+    assert summary["writes_pending"] == 0
+    (path,) = bench.root.rglob("*.kv")
+    assert path.stat().st_size == size
+
+
+def test_a_match_may_be_older_than_an_eviction(bench: Workbench) -> None:
+    """Between the match and its use other requests are served, and their offers evict."""
+    store = bench.open(ssd_gb=gb(ONE))
+    bench.put(store, prompt(1))
+    match = look_up(store, prompt(1))
+    bench.put(store, prompt(2))
+
+    with pytest.raises(ChunkUnreadable) as caught:
+        store.open_source(match, 0, 8)
+
+    store.drop(caught.value.segment_id)
+    store.check_integrity()
+    check_rows(store, prompt(2))
+
+
+def test_a_match_may_be_older_than_a_drop_whose_file_is_not_yet_removed(
+    bench: Workbench, store: PrefixStore
+) -> None:
+    """The writing thread is busy: the file of the dropped segment can still be opened."""
+    bench.put(store, prompt(1))
+    match = look_up(store, prompt(1))
+    gate = Gate(SequenceKVs(SHAPE, "", prompt(2)))
+    bench.offer(store, prompt(2), read_layers=gate)
+    store.drop(match.spans[0].segment.segment_id)
+
+    try:
+        store.close_source(store.open_source(match, 0, 8))
+    except ChunkUnreadable as error:
+        store.drop(error.segment_id)
+    finally:
+        gate.opened.set()
+
+    store.drain()
+    store.check_integrity()

@@ -1,0 +1,214 @@
+"""The quota and the free-space floor: what is evicted, and what never is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from impress_sglang.management import store as store_module
+from impress_sglang.management.store import StoreOutcome
+from tests.unit import store_factory
+from tests.unit.kv_factory import SequenceKVs
+from tests.unit.store_factory import (
+    ONE,
+    SHAPE,
+    Gate,
+    Workbench,
+    check_rows,
+    gb,
+    length,
+    look_up,
+    prompt,
+    rows,
+    use,
+)
+
+bench = store_factory.bench
+
+
+def test_the_least_recently_used_prefix_goes_first(bench: Workbench) -> None:
+    store = bench.open(ssd_gb=gb(3 * ONE))
+    for number in (1, 2, 3):
+        bench.put(store, prompt(number))
+    use(store, prompt(1))
+
+    bench.put(store, prompt(4))
+
+    assert [length(store, prompt(n)) for n in (1, 2, 3, 4)] == [8, 0, 8, 8]
+    assert store.stats.segments_evicted == 1
+    use(store, prompt(3))
+    bench.put(store, prompt(5))
+    assert [length(store, prompt(n)) for n in (1, 3, 4, 5)] == [0, 8, 8, 8]
+    bench.close(store)
+    assert len(bench.files()) == 3
+
+
+def test_only_reading_counts_as_use(bench: Workbench) -> None:
+    """A look-up happens for every waiting request, again and again."""
+    store = bench.open(ssd_gb=gb(2 * ONE))
+    bench.put(store, prompt(1))
+    bench.put(store, prompt(2))
+    for _ in range(5):
+        look_up(store, prompt(1))
+
+    bench.put(store, prompt(3))
+
+    assert [length(store, prompt(n)) for n in (1, 2, 3)] == [0, 8, 8]
+
+
+def test_a_prefix_that_others_build_on_goes_after_them(bench: Workbench) -> None:
+    """a <- b, and c, which is the latest: b goes first, although a is as old; then a."""
+    store = bench.open(ssd_gb=gb(3 * ONE))
+    a, b, c = prompt(1, 8), prompt(1, 16), prompt(3)
+    bench.put(store, a)
+    bench.put(store, b)
+    bench.put(store, c)
+
+    bench.put(store, prompt(4))
+
+    assert [length(store, tokens) for tokens in (b, c, prompt(4))] == [8, 8, 8]
+    bench.put(store, prompt(5))
+    assert [length(store, t) for t in (b, c, prompt(4), prompt(5))] == [0, 8, 8, 8]
+
+
+def test_a_large_offer_evicts_several(bench: Workbench) -> None:
+    store = bench.open(ssd_gb=gb(4 * ONE))
+    for number in (1, 2, 3, 4):
+        bench.put(store, prompt(number))
+
+    # 16 tokens are two chunks a stream: 13 disk blocks, almost two of the small segments.
+    bench.put(store, prompt(5, 16))
+
+    assert [length(store, prompt(n)) for n in (1, 2, 3, 4)] == [0, 0, 8, 8]
+    check_rows(store, prompt(5, 16))
+
+
+def test_the_prefix_that_an_offer_extends_is_not_evicted_for_it(bench: Workbench) -> None:
+    store = bench.open(ssd_gb=gb(2 * ONE))
+    bench.put(store, prompt(1, 8))
+    bench.put(store, prompt(2))
+
+    bench.put(store, prompt(1, 16))
+
+    check_rows(store, prompt(1, 16))
+    assert length(store, prompt(2)) == 0
+
+
+def test_nothing_that_is_read_is_evicted(bench: Workbench) -> None:
+    store = bench.open(ssd_gb=gb(2 * ONE))
+    bench.put(store, prompt(1))
+    bench.put(store, prompt(2))
+    first = store.open_source(look_up(store, prompt(1)), 0, 8)
+    again = store.open_source(look_up(store, prompt(1)), 0, 8)
+
+    bench.put(store, prompt(3))
+    assert [length(store, prompt(n)) for n in (1, 2, 3)] == [8, 0, 8]
+    store.close_source(first)
+    bench.put(store, prompt(4))
+    assert [length(store, prompt(n)) for n in (1, 3, 4)] == [8, 0, 8], "one reader is left"
+    assert torch.equal(rows(again, 1)[1], SequenceKVs(SHAPE, "", prompt(1)).values(1))
+    store.close_source(again)
+    use(store, prompt(4))
+    bench.put(store, prompt(5))
+    assert [length(store, prompt(n)) for n in (1, 4, 5)] == [0, 8, 8]
+
+
+def test_nothing_that_is_written_is_evicted(bench: Workbench) -> None:
+    store = bench.open(ssd_gb=gb(ONE))
+    gate = Gate(SequenceKVs(SHAPE, "", prompt(1)))
+    bench.offer(store, prompt(1), read_layers=gate)
+
+    assert bench.offer(store, prompt(2)) is StoreOutcome.NO_SPACE
+    gate.opened.set()
+    store.drain()
+
+    check_rows(store, prompt(1))
+    bench.put(store, prompt(2))
+    assert [length(store, prompt(n)) for n in (1, 2)] == [0, 8]
+
+
+def test_an_offer_without_space_is_a_value(bench: Workbench) -> None:
+    store = bench.open(ssd_gb=gb(ONE))
+    made: list[int] = []
+
+    outcome = bench.offer(store, prompt(1, 9), read_layers=lambda start: made.append(start))  # type: ignore[arg-type,return-value]
+
+    assert outcome is StoreOutcome.NO_SPACE
+    assert store.stats.offers_without_space == 1
+    assert made == [] and bench.done == []
+    assert store.summary()["used_bytes"] == 0
+    assert bench.files() == set()
+
+
+def test_an_offer_that_can_never_fit_evicts_nothing(bench: Workbench) -> None:
+    """One huge prompt must not cost all others their stored prefixes, and then be refused."""
+    store = bench.open(ssd_gb=gb(3 * ONE))
+    for number in (1, 2, 3):
+        bench.put(store, prompt(number))
+
+    assert bench.offer(store, prompt(9, 1000)) is StoreOutcome.NO_SPACE
+
+    assert [length(store, prompt(n)) for n in (1, 2, 3)] == [8, 8, 8]
+
+
+def test_the_quota_holds_over_a_long_run(bench: Workbench) -> None:
+    """Prompts of several lengths come back in turns; extensions, evictions and misses mix."""
+    quota = 5 * ONE + 3 * 4096
+    store = bench.open(ssd_gb=gb(quota))
+    outcomes = []
+    for number in range(30):
+        outcomes.append(bench.offer(store, prompt(number % 11, 5 + number % 13)))
+        store.drain()
+        store.check_integrity()
+        assert store.summary()["used_bytes"] <= quota + 1000
+    bench.close(store)
+
+    assert outcomes.count(StoreOutcome.ACCEPTED) > 20
+    assert store.stats.segments_evicted > 10
+    on_disk = sum(path.stat().st_size for path in bench.root.rglob("*.kv"))
+    assert on_disk == store.summary()["used_bytes"]
+
+
+def set_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(store_module, "free_bytes", lambda directory: num_bytes)
+
+
+def test_the_free_space_floor_is_kept(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = bench.open(min_free_gb=0.001)
+    set_free(monkeypatch, 1_000_000 + ONE - 1)
+    assert bench.offer(store, prompt(1)) is StoreOutcome.NO_SPACE
+
+    set_free(monkeypatch, 1_000_000 + ONE)
+
+    assert bench.offer(store, prompt(1)) is StoreOutcome.ACCEPTED
+    assert store.stats.offers_without_space == 1
+
+
+def test_bytes_that_are_still_written_are_not_free(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bench.open()
+    set_free(monkeypatch, 2 * ONE)
+    gates = [Gate(SequenceKVs(SHAPE, "", prompt(n))) for n in (1, 2, 3)]
+
+    outcomes = [
+        bench.offer(store, prompt(n), read_layers=gate)
+        for n, gate in zip((1, 2, 3), gates, strict=True)
+    ]
+    for gate in gates:
+        gate.opened.set()
+
+    assert outcomes == [StoreOutcome.ACCEPTED, StoreOutcome.ACCEPTED, StoreOutcome.NO_SPACE]
+
+
+def test_a_full_file_system_makes_room_by_eviction(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1))
+    bench.put(store, prompt(2))
+    set_free(monkeypatch, 100)
+
+    assert bench.offer(store, prompt(3)) is StoreOutcome.ACCEPTED
+
+    assert [length(store, prompt(n)) for n in (1, 2)] == [0, 8]

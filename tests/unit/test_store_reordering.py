@@ -1,0 +1,761 @@
+"""Reordering of stored segments in the background: one file takes the place of another."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from impress_sglang.config import POLICIES
+from impress_sglang.management import rewriting
+from impress_sglang.management import store as store_module
+from impress_sglang.management.reorder import mapping_lists
+from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.storage.layout import Stream
+from impress_sglang.storage.reader import OpenSegment
+from impress_sglang.storage.writer import write_segment
+from impress_sglang.tiers.placement import Tier
+from tests.unit import store_factory
+from tests.unit.kv_factory import SequenceKVs, flip_byte, rows_of
+from tests.unit.store_factory import (
+    ONE,
+    SHAPE,
+    Workbench,
+    check_rows,
+    gb,
+    length,
+    look_up,
+    path_of,
+    prompt,
+    rows,
+    use,
+)
+
+bench = store_factory.bench
+store = store_factory.store
+
+REORDERING = ("impress", "impress+itf+reorder")
+
+
+def select(store: PrefixStore, tokens: tuple[int, ...], *chosen: int, **options: Any) -> None:
+    """A request whose layers all select the same tokens of a stored prefix."""
+    match = look_up(store, tokens, **options)
+    assert match.num_tokens == len(tokens)
+    source = store.open_source(match, 0, match.num_tokens)
+    selected = torch.tensor(sorted(chosen))
+    for layer in range(SHAPE.num_layers):
+        source.read(layer, [Stream.OTHER_KEYS, Stream.VALUES], selected)
+        source.note_selection(layer, selected, torch.ones(1, len(tokens)))
+    store.close_source(source)
+
+
+def finish(store: PrefixStore) -> None:
+    """Poll until nothing is left to reorder, and old files are removed."""
+    deadline = time.monotonic() + 30
+    while store.reorder_summary()["pending"]:
+        assert time.monotonic() < deadline
+        store.poll()
+        store.check_integrity()
+        time.sleep(0.001)
+    store._worker.submit(lambda: None).result()
+
+
+def reorder(store: PrefixStore) -> None:
+    assert store.reorder(force=True) > 0
+    finish(store)
+
+
+class Held:
+    """Holds every rewrite before it publishes its file."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.error: OSError | None = None
+        monkeypatch.setattr(rewriting, "write_segment", self._write)
+
+    def _write(self, *args: Any, **kwargs: Any) -> None:
+        self.entered.set()
+        assert self.go_on.wait(30)
+        if self.error is not None:
+            raise self.error
+        write_segment(*args, **kwargs)
+
+    def begin(self, store: PrefixStore) -> None:
+        store.reorder(force=True)
+        store.poll()
+        assert self.entered.wait(30)
+
+    def end(self, store: PrefixStore) -> None:
+        self.go_on.set()
+        finish(store)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    return Held(monkeypatch)
+
+
+def test_a_new_file_takes_the_place_of_the_old_one(bench: Workbench, store: PrefixStore) -> None:
+    bench.put(store, prompt(1, 40))
+    select(store, prompt(1, 40), 3, 17, 39)
+    old = path_of(bench, look_up(store, prompt(1, 40)))
+    used = store.summary()["used_bytes"]
+
+    assert store.reorder(force=True) == 1
+    assert store.reorder_summary()["pending"] == 1
+    finish(store)
+
+    new = path_of(bench, look_up(store, prompt(1, 40)))
+    assert new != old and bench.files() == {new.name}
+    (segment,) = store.tree.segments()
+    assert segment.segment_id == new.stem and segment.info.generation == 1
+    assert store.summary()["used_bytes"] == new.stat().st_size == segment.file_bytes
+    assert store.reorder_summary() == {
+        "pending": 0,
+        "segments": 1,
+        "failed": 0,
+        "not_worth": 0,
+        "without_space": 0,
+        "bytes_written": segment.file_bytes,
+    }
+    assert store.stats.bytes_written == used + segment.file_bytes
+    check_rows(store, prompt(1, 40))
+
+
+CACHES = {
+    "none": {},
+    "host": {"host_gb": 1.0},
+    "device": {"device_gb": 1.0},
+    "small": {"device_gb": 3000 / 1e9, "host_gb": 3000 / 1e9},
+}
+
+
+@pytest.mark.parametrize("policy", REORDERING)
+@pytest.mark.parametrize("caches", CACHES)
+def test_the_same_rows_are_read_back_through_any_path(
+    bench: Workbench, caches: str, policy: str
+) -> None:
+    tokens = prompt(1, 45)
+    kvs = SequenceKVs(SHAPE, "", tokens)
+    sizes = {name: size / 100 for name, size in CACHES[caches].items() if size == 1.0}
+    store = bench.open(policy=policy, **(CACHES[caches] | sizes))
+    bench.put(store, prompt(1, 21))
+    bench.put(store, tokens)
+    select(store, tokens, 2, 9, 20, 22, 30, 44)
+    reorder(store)
+    pick = np.random.default_rng(2)
+
+    for _ in range(4):
+        chosen = torch.from_numpy(np.flatnonzero(pick.random(45) < 0.3))
+        source = store.open_source(look_up(store, tokens), 0, 45)
+        for layer in range(SHAPE.num_layers):
+            keys, values = rows(source, layer, chosen)
+            assert torch.equal(keys, kvs.keys(layer)[chosen])
+            assert torch.equal(values, kvs.values(layer)[chosen])
+        store.close_source(source)
+        check_rows(store, tokens)
+        check_rows(store, tokens, start=5, stop=33)
+    found = store.cache.placement.cached_chunks
+    assert (found(Tier.DEVICE) > 0) == (caches in ("device", "small"))
+    assert (found(Tier.HOST) > 0) == (caches in ("host", "small"))
+
+
+def test_rows_stand_in_the_order_of_the_mapping_lists(bench: Workbench, store: PrefixStore) -> None:
+    tokens = prompt(1, 20)
+    bench.put(store, tokens)
+    select(store, tokens, 3, 17)
+    select(store, tokens, 3, 11)
+    average = next(store.tree.segments()).history.average  # type: ignore[union-attr]
+    reorder(store)
+    path = path_of(bench, look_up(store, tokens))
+    segment = OpenSegment(path, direct=False)
+    segment.close()
+
+    assert segment.mapping is not None
+    assert np.array_equal(segment.mapping, mapping_lists(average, [0]))
+    assert segment.mapping[0, [3, 11, 17]].tolist() == [0, 1, 2]
+    kvs, data = SequenceKVs(SHAPE, "", tokens), path.read_bytes()
+    for layer, stream in itertools.product(range(SHAPE.num_layers), Stream):
+        order = torch.from_numpy(np.argsort(segment.mapping[layer]))
+        expected = rows_of(
+            SHAPE, kvs.keys(layer)[None], kvs.values(layer)[None], 0, stream, order
+        ).reshape(20, -1)
+        row_bytes = expected.shape[1] * 4
+        for row in range(20):
+            chunk, offset = divmod(row, 8)
+            at = segment.layout.stream_offset(layer, stream)
+            at += chunk * segment.layout.chunk_stride(stream) + offset * row_bytes
+            assert data[at : at + row_bytes] == expected[row].numpy().tobytes()
+
+
+def test_the_best_tokens_share_the_first_chunk(bench: Workbench, store: PrefixStore) -> None:
+    tokens = prompt(1, 40)
+    chosen = (1, 9, 17, 25, 33)
+    bench.put(store, tokens)
+    select(store, tokens, *chosen)
+    before = store.stats.bytes_read
+    reorder(store)
+
+    select(store, tokens, *chosen)
+
+    # Two streams of two layers, a block each; before, it was one for each of 5 chunks.
+    assert before == 2 * 2 * 5 * 4096
+    assert store.stats.bytes_read - before == 2 * 2 * 4096
+
+
+def test_the_key_decides_what_the_order_is_by(bench: Workbench) -> None:
+    """All tokens are selected, but one has more of the attention."""
+    for key in ("selected", "importance"):
+        store = bench.open(reorder_key=key)
+        number = len(key)
+        bench.put(store, prompt(number, 8))
+        source = store.open_source(look_up(store, prompt(number, 8)), 0, 8)
+        importance = torch.ones(2, 8)
+        importance[:, 5] = 7.0
+        for layer in range(SHAPE.num_layers):
+            source.note_selection(layer, torch.arange(8), importance)
+        store.close_source(source)
+        reorder(store)
+        use(store, prompt(number, 8))
+        segment = look_up(store, prompt(number, 8)).spans[0].segment
+        mapping = store._readers.mapping(segment.segment_id)
+        assert mapping is not None
+        assert (
+            mapping[0].tolist()
+            == {
+                "selected": [0, 1, 2, 3, 4, 5, 6, 7],
+                "importance": [1, 2, 3, 4, 5, 0, 6, 7],
+            }[key]
+        )
+        bench.close(store)
+
+
+def test_a_segment_can_be_reordered_again(bench: Workbench, store: PrefixStore) -> None:
+    bench.put(store, prompt(1, 30))
+    for generation, chosen in enumerate([(3, 17), (5, 29), (0, 11)], 1):
+        for _ in range(4):
+            select(store, prompt(1, 30), *chosen)
+        reorder(store)
+        (segment,) = store.tree.segments()
+        assert segment.info.generation == generation
+        check_rows(store, prompt(1, 30))
+    assert len(bench.files()) == 1
+
+
+def test_what_builds_on_a_reordered_segment_stays(bench: Workbench, store: PrefixStore) -> None:
+    bench.put(store, prompt(1, 20))
+    bench.put(store, prompt(1, 40))
+    select(store, prompt(1, 20), 3, 17)
+
+    reorder(store)
+
+    assert [s.info.generation for s in store.tree.segments()].count(1) == 1
+    check_rows(store, prompt(1, 40))
+    bench.put(store, prompt(1, 60))
+    store.drop(look_up(store, prompt(1, 20)).spans[0].segment.segment_id)
+    assert length(store, prompt(1, 60)) == 0
+
+
+def test_the_order_stays_inside_the_nodes_of_the_tree(bench: Workbench, store: PrefixStore) -> None:
+    left, right = prompt(1, 40), (*prompt(1, 40)[:21], *prompt(7, 5))
+    bench.put(store, left)
+    bench.put(store, right)
+    select(store, left, 5, 23, 38, 39)
+
+    reorder(store)
+
+    use(store, left)
+    segment = look_up(store, left).spans[0].segment
+    mapping = store._readers.mapping(segment.segment_id)
+    assert mapping is not None
+    for layer in range(SHAPE.num_layers):
+        assert sorted(mapping[layer, :21].tolist()) == list(range(21))
+        assert mapping[layer, [5, 23, 38, 39]].tolist() == [0, 21, 22, 23]
+    check_rows(store, left)
+    check_rows(store, right)
+
+
+def test_only_what_was_selected_from_is_reordered(bench: Workbench, store: PrefixStore) -> None:
+    for number in (1, 2, 3):
+        bench.put(store, prompt(number))
+    use(store, prompt(1))
+    select(store, prompt(2), 4)
+
+    reorder(store)
+
+    generations = [look_up(store, prompt(n)).spans[0].segment.info.generation for n in (1, 2, 3)]
+    assert generations == [0, 1, 0]
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in REORDERING])
+def test_other_policies_never_reorder(bench: Workbench, policy: str) -> None:
+    store = bench.open(policy=policy, reorder_interval=1e-9)
+    bench.put(store, prompt(1, 40))
+    for _ in range(20):
+        select(store, prompt(1, 40), 3, 17)
+
+    assert store.reorder(force=True) == 0
+    store.poll()
+
+    assert store.reorder_summary() == dict.fromkeys(store.reorder_summary(), 0)
+    assert [s.info.generation for s in store.tree.segments()] == [0]
+
+
+def remove_catalog(bench: Workbench) -> None:
+    next(bench.root.glob("*/catalog.sqlite")).unlink()
+
+
+@pytest.mark.parametrize("with_catalog", [True, False])
+def test_a_reordered_segment_is_found_after_a_restart(bench: Workbench, with_catalog: bool) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1, 20))
+    bench.put(store, prompt(1, 40))
+    select(store, prompt(1, 40), 3, 17, 39)
+    reorder(store)
+    before = {s.segment_id: s.hits for s in store.tree.segments()}
+    used = store.summary()["used_bytes"]
+    bench.close(store)
+    if not with_catalog:
+        remove_catalog(bench)
+
+    store = bench.open()
+
+    check_rows(store, prompt(1, 40))
+    assert {s.segment_id for s in store.tree.segments()} == set(before)
+    assert [s.info.generation for s in store.tree.segments()] == [1, 1]
+    assert store.summary()["used_bytes"] == used
+    if with_catalog:
+        assert {s.segment_id: s.hits for s in store.tree.segments()} == {
+            name: hits + 1 for name, hits in before.items()
+        }, "and one for reading it just now"
+    select(store, prompt(1, 40), 5)
+    reorder(store)
+    check_rows(store, prompt(1, 40))
+
+
+@pytest.mark.parametrize("catalog", ["new", "old", "none"])
+def test_of_both_files_after_a_crash_the_newer_is_kept(
+    bench: Workbench, tmp_path: Path, catalog: str
+) -> None:
+    """The new file was published, and the old one not yet removed."""
+    store = bench.open()
+    bench.put(store, prompt(1, 20))
+    bench.put(store, prompt(1, 40))
+    store = bench.reopen(store)
+    select(store, prompt(1, 20), 3, 17)
+    old = path_of(bench, look_up(store, prompt(1, 40)), 0)
+    index = next(bench.root.glob("*/catalog.sqlite"))
+    bench.close(store)
+    shutil.copy(old, tmp_path / "old")
+    shutil.copy(index, tmp_path / "index")
+    store = bench.open()
+    select(store, prompt(1, 20), 3, 17)
+    reorder(store)
+    new = path_of(bench, look_up(store, prompt(1, 40)), 0)
+    bench.close(store)
+    assert not old.exists() and new.exists()
+    old.parent.mkdir(exist_ok=True)
+    shutil.copy(tmp_path / "old", old)
+    if catalog == "old":
+        shutil.copy(tmp_path / "index", index)
+    if catalog == "none":
+        remove_catalog(bench)
+
+    store = bench.open()
+
+    store.check_integrity()
+    match = look_up(store, prompt(1, 40))
+    assert match.spans[0].segment.segment_id == new.stem
+    assert match.spans[0].segment.info.generation == 1
+    check_rows(store, prompt(1, 40))
+    assert len(store.tree) == 2
+    bench.close(store)
+    assert new.exists() and not old.exists()
+
+
+def test_an_open_source_goes_on_with_its_version(bench: Workbench) -> None:
+    store = bench.open(device_gb=0.001)
+    tokens = prompt(1, 40)
+    kvs = SequenceKVs(SHAPE, "", tokens)
+    bench.put(store, tokens)
+    select(store, tokens, 3, 17)
+    source = store.open_source(look_up(store, tokens), 0, 40)
+    rows(source, 0)
+    cached = store.cache.placement.cached_chunks(Tier.DEVICE)
+    assert cached > 0
+
+    reorder(store)
+
+    assert store.cache.placement.cached_chunks(Tier.DEVICE) == cached, "still read from"
+    assert source.segment_ids != [s.segment_id for s in store.tree.segments()]
+    for layer in (0, 1):
+        assert torch.equal(rows(source, layer)[0], kvs.keys(layer))
+        assert torch.equal(rows(source, layer)[1], kvs.values(layer))
+    check_rows(store, tokens, start=3)
+    both = store.cache.placement.cached_chunks(Tier.DEVICE)
+    store.close_source(source)
+    store.check_integrity()
+    # 2 layers, 3 streams, 5 chunks of each version.
+    assert (both, store.cache.placement.cached_chunks(Tier.DEVICE)) == (60, 30)
+    check_rows(store, tokens)
+
+
+def test_without_readers_the_old_chunks_leave_at_once(bench: Workbench) -> None:
+    store = bench.open(device_gb=0.001)
+    bench.put(store, prompt(1, 40))
+    select(store, prompt(1, 40), 3, 17)
+    assert store.cache.placement.cached_chunks(Tier.DEVICE) > 0
+
+    reorder(store)
+
+    assert store.cache.placement.cached_chunks(Tier.DEVICE) == 0
+
+
+def test_new_chunks_inherit_the_priority_of_the_old_ones(bench: Workbench) -> None:
+    """There is room for one chunk of values, and the reordered one was read more often."""
+    store = bench.open(device_gb=8 * 2 * 8 * 4 / 1e9)
+    bench.put(store, prompt(1))
+    bench.put(store, prompt(2))
+    everything = range(8)
+    for _ in range(5):
+        select(store, prompt(1), *everything)
+    reorder(store)
+    for number in (2, 1):
+        source = store.open_source(look_up(store, prompt(number)), 0, 8)
+        source.read(0, [Stream.VALUES])
+        store.close_source(source)
+
+    source = store.open_source(look_up(store, prompt(1)), 0, 8)
+    source.read(0, [Stream.VALUES])
+    store.close_source(source)
+
+    assert source.stats.device_chunks == 1
+
+
+def test_a_match_from_before_the_rewrite_reads_the_new_version(
+    bench: Workbench, store: PrefixStore
+) -> None:
+    bench.put(store, prompt(1, 40))
+    select(store, prompt(1, 40), 3, 17)
+    match = look_up(store, prompt(1, 40))
+
+    reorder(store)
+
+    source = store.open_source(match, 0, 40)
+    assert torch.equal(rows(source, 1)[0], SequenceKVs(SHAPE, "", prompt(1, 40)).keys(1))
+    store.close_source(source)
+
+
+def test_a_segment_that_is_dropped_meanwhile_stays_dropped(
+    bench: Workbench, store: PrefixStore, held: Held
+) -> None:
+    bench.put(store, prompt(1, 20))
+    bench.put(store, prompt(2))
+    select(store, prompt(1, 20), 3, 17)
+    held.begin(store)
+
+    store.drop(look_up(store, prompt(1, 20)).spans[0].segment.segment_id)
+    store.check_integrity()
+    assert bench.offer(store, prompt(1, 20)) is StoreOutcome.ACCEPTED
+    store.drain()
+    held.end(store)
+
+    assert store.reorder_summary()["segments"] == 0
+    check_rows(store, prompt(1, 20))
+    check_rows(store, prompt(2))
+    assert {s.info.generation for s in store.tree.segments()} == {0}
+    assert len(bench.files()) == 2
+    assert store.summary()["used_bytes"] == sum(s.file_bytes for s in store.tree.segments())
+
+
+def test_a_segment_that_is_evicted_while_it_waits_is_passed_over(
+    bench: Workbench, held: Held
+) -> None:
+    store = bench.open(ssd_gb=gb(4 * ONE))
+    for number in (1, 2):
+        bench.put(store, prompt(number))
+        select(store, prompt(number), 3)
+    held.begin(store)
+    assert store.reorder_summary()["pending"] == 2
+    use(store, prompt(1))
+    bench.put(store, prompt(3))
+
+    bench.put(store, prompt(4))
+    assert [length(store, prompt(n)) for n in (1, 2, 3, 4)] == [8, 0, 8, 8], "1 is being read"
+    held.end(store)
+
+    assert store.reorder_summary()["segments"] == 1
+    check_rows(store, prompt(1))
+
+
+def test_while_it_is_rewritten_both_files_count(bench: Workbench, held: Held) -> None:
+    store = bench.open(ssd_gb=gb(2 * ONE))
+    bench.put(store, prompt(1))
+    select(store, prompt(1), 3)
+    held.begin(store)
+
+    assert store.summary()["used_bytes"] == 2 * ONE
+    assert bench.offer(store, prompt(2)) is StoreOutcome.NO_SPACE
+    held.end(store)
+
+    assert store.summary()["used_bytes"] == ONE
+    bench.put(store, prompt(2))
+
+
+def test_bytes_that_are_still_rewritten_are_not_free(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, held: Held
+) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1))
+    select(store, prompt(1), 3)
+    monkeypatch.setattr(store_module, "free_bytes", lambda directory: 2 * ONE - 1)
+    held.begin(store)
+
+    outcome = bench.offer(store, prompt(2))
+    held.end(store)
+
+    assert store.reorder_summary()["segments"] == 1
+    assert outcome is StoreOutcome.NO_SPACE, "the floor would be crossed by both together"
+
+
+@pytest.mark.parametrize("reason", ["quota", "free space"])
+def test_without_space_it_is_not_begun(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    store = bench.open(ssd_gb=gb(2 * ONE - 4096))
+    bench.put(store, prompt(1))
+    select(store, prompt(1), 3)
+    name = bench.files()
+    if reason == "free space":
+        bench.close(store)
+        store = bench.open(min_free_gb=1e-9)
+        select(store, prompt(1), 3)
+        monkeypatch.setattr(store_module, "free_bytes", lambda directory: ONE)
+
+    reorder(store)
+
+    assert store.reorder_summary() == {
+        "pending": 0,
+        "segments": 0,
+        "failed": 0,
+        "not_worth": 0,
+        "without_space": 1,
+        "bytes_written": 0,
+    }
+    assert bench.files() == name
+    assert store.summary()["used_bytes"] == ONE
+    check_rows(store, prompt(1))
+
+
+def test_a_damaged_block_drops_the_segment(bench: Workbench, store: PrefixStore) -> None:
+    bench.put(store, prompt(1, 20))
+    bench.put(store, prompt(2))
+    select(store, prompt(1, 20), 3, 17)
+    path = path_of(bench, look_up(store, prompt(1, 20)))
+    flip_byte(path, path.stat().st_size - 4096)
+
+    reorder(store)
+
+    store.check_integrity()
+    assert store.reorder_summary()["failed"] == 1
+    assert store.stats.segments_unreadable == 1
+    assert length(store, prompt(1, 20)) == 0
+    check_rows(store, prompt(2))
+    assert store.summary()["used_bytes"] == ONE
+    assert len(bench.files()) == 1
+
+
+def test_a_file_that_is_gone_drops_the_segment(bench: Workbench, store: PrefixStore) -> None:
+    bench.put(store, prompt(1, 20))
+    bench.put(store, prompt(2))
+    for number, count in ((1, 20), (2, 8)):
+        select(store, prompt(number, count), 3)
+    path_of(bench, look_up(store, prompt(1, 20))).unlink()
+
+    reorder(store)
+
+    assert store.stats.segments_unreadable == 1
+    assert length(store, prompt(1, 20)) == 0
+    assert store.reorder_summary()["segments"] == 1, "the next one has its turn"
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(
+    bench: Workbench, store: PrefixStore, held: Held, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.put(store, prompt(1, 20))
+    select(store, prompt(1, 20), 3, 17)
+    files, used = bench.files(), store.summary()["used_bytes"]
+    held.error = OSError(errno.ENOSPC, "No space left on device")
+    held.begin(store)
+
+    held.end(store)
+
+    assert "No space left" in caplog.text
+    assert store.reorder_summary()["failed"] == 1
+    assert bench.files() == files and store.summary()["used_bytes"] == used
+    assert store.stats.segments_unreadable == 0
+    check_rows(store, prompt(1, 20))
+    held.error = None
+    reorder(store)
+    assert store.reorder_summary()["segments"] == 1
+
+
+SPREAD = tuple(range(0, 512, 16))
+
+
+def spread_store(bench: Workbench, **options: Any) -> PrefixStore:
+    """512 tokens, of which every 16th is selected: 12 units of a layer are touched instead of 2."""
+    store = bench.open(chunk_tokens=128, **options)
+    bench.put(store, prompt(1, 512))
+    return store
+
+
+def test_a_rewrite_that_saves_less_than_it_costs_is_not_begun(bench: Workbench) -> None:
+    store = spread_store(bench)
+    select(store, prompt(1, 512), *SPREAD)
+    (segment,) = store.tree.segments()
+    read = 2 * 12 * 4096
+    assert segment.history is not None and segment.history.ssd_bytes == read
+    assert read * 10 / 12 < segment.file_bytes < 2 * read * 10 / 12
+
+    assert store.reorder() == 0
+
+    assert store.reorder_summary()["not_worth"] == 1
+
+
+def test_a_rewrite_that_saves_more_than_it_costs_is_begun(bench: Workbench) -> None:
+    store = spread_store(bench)
+    for _ in range(2):
+        select(store, prompt(1, 512), *SPREAD)
+
+    assert store.reorder() == 1
+    finish(store)
+
+    assert store.reorder_summary()["segments"] == 1
+    before = store.stats.bytes_read
+    select(store, prompt(1, 512), *SPREAD)
+    assert store.stats.bytes_read - before == 2 * 2 * 4096
+    (segment,) = store.tree.segments()
+    assert segment.history is not None and segment.history.ssd_bytes == 2 * 2 * 4096
+    for _ in range(60):
+        select(store, prompt(1, 512), *SPREAD)
+    assert segment.history.ssd_bytes > segment.file_bytes
+    assert store.reorder() == 0, "there is nothing left to save"
+
+
+def test_what_is_read_from_the_caches_saves_nothing(bench: Workbench) -> None:
+    store = spread_store(bench, device_gb=0.001)
+    for _ in range(20):
+        select(store, prompt(1, 512), *SPREAD)
+
+    assert store.reorder() == 0
+
+
+def test_where_all_tokens_are_selected_no_order_is_better(bench: Workbench) -> None:
+    store = spread_store(bench)
+    for _ in range(20):
+        select(store, prompt(1, 512), *range(512))
+
+    assert store.reorder() == 0
+
+
+def test_a_segment_that_is_being_rewritten_is_not_queued_again(
+    bench: Workbench, held: Held
+) -> None:
+    store = spread_store(bench)
+    for _ in range(2):
+        select(store, prompt(1, 512), *SPREAD)
+    held.begin(store)
+
+    store.reorder()
+    held.end(store)
+
+    assert store.reorder_summary()["segments"] == 1
+
+
+def test_a_segment_that_waits_is_not_queued_again(bench: Workbench, held: Held) -> None:
+    store = bench.open()
+    for number in (1, 2):
+        bench.put(store, prompt(number))
+        select(store, prompt(number), 3)
+
+    assert [store.reorder(force=True) for _ in range(3)] == [2, 2, 2]
+    held.go_on.set()
+    finish(store)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Turns the store's clock forward."""
+    now = [1000.0]
+    monkeypatch.setattr(store_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def forward(seconds: float) -> None:
+        now[0] += seconds
+
+    return forward
+
+
+def test_reordering_begins_at_each_interval(
+    bench: Workbench, clock: Callable[[float], None]
+) -> None:
+    store = spread_store(bench, reorder_interval=600.0)
+    for _ in range(2):
+        select(store, prompt(1, 512), *SPREAD)
+    clock(599)
+    store.poll()
+    assert store.reorder_summary()["pending"] == 0
+
+    clock(2)
+    store.poll()
+    assert store.reorder_summary()["pending"] == 1
+    finish(store)
+
+    for _ in range(4):
+        select(store, prompt(1, 512), *range(5, 512, 16))
+    clock(590)
+    store.poll()
+    assert store.reorder_summary()["not_worth"] == 0, "not looked at again"
+    clock(20)
+    store.poll()
+    assert store.reorder_summary()["pending"] + store.reorder_summary()["not_worth"] == 1
+
+
+def test_without_an_interval_it_never_begins_by_itself(
+    bench: Workbench, clock: Callable[[float], None]
+) -> None:
+    store = spread_store(bench, reorder_interval=0.0)
+    for _ in range(4):
+        select(store, prompt(1, 512), *SPREAD)
+    clock(1e9)
+    store.poll()
+
+    assert store.reorder_summary()["pending"] == 0
+    assert store.reorder() == 1
+
+
+def test_closing_finishes_the_rewrite_in_work_and_forgets_the_others(bench: Workbench) -> None:
+    store = bench.open()
+    for number in (1, 2):
+        bench.put(store, prompt(number))
+        select(store, prompt(number), 3)
+    store.reorder(force=True)
+    store.poll()
+
+    store = bench.reopen(store)
+
+    generations = [look_up(store, prompt(n)).spans[0].segment.info.generation for n in (1, 2)]
+    assert sorted(generations) == [0, 1]
+    assert len(bench.files()) == 2
+    for number in (1, 2):
+        check_rows(store, prompt(number))

@@ -1,0 +1,310 @@
+"""What a store finds after a restart, also of a directory that was damaged meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.management.store import PrefixStore
+from tests.unit import store_factory
+from tests.unit.kv_factory import as_tokens, flip_byte, make_info, random_kvs, write_kvs
+from tests.unit.store_factory import (
+    ONE,
+    OTHER_IDENTITY,
+    SHAPE,
+    Workbench,
+    check_rows,
+    check_three_prefixes,
+    gb,
+    length,
+    look_up,
+    path_of,
+    prompt,
+    three_prefixes,
+    use,
+)
+
+bench = store_factory.bench
+store = store_factory.store
+
+
+def test_everything_is_found_after_a_restart(bench: Workbench) -> None:
+    store = three_prefixes(bench)
+    used = store.summary()["used_bytes"]
+
+    store = bench.reopen(store)
+
+    check_three_prefixes(store)
+    assert store.summary()["used_bytes"] == used
+    bench.put(store, prompt(1, 60))
+    check_rows(store, prompt(1, 60))
+
+
+def overwrite(path: Path, start: int, stop: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[start:stop] = os.urandom(len(data[start:stop]))
+    path.write_bytes(data)
+
+
+CATALOG_DAMAGE: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "garbage": lambda path: path.write_bytes(os.urandom(20_000)),
+    "text": lambda path: path.write_text("this is not a database\n" * 100),
+    "cut off": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "header": lambda path: overwrite(path, 0, 100),
+    "first page": lambda path: overwrite(path, 100, 4096),
+    "last page": lambda path: overwrite(path, path.stat().st_size - 4096, path.stat().st_size),
+    "garbage in the log": lambda path: path.with_name(path.name + "-wal").write_bytes(
+        os.urandom(5000)
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", CATALOG_DAMAGE)
+def test_everything_is_found_without_the_index(bench: Workbench, damage: str) -> None:
+    bench.close(three_prefixes(bench))
+    (catalog,) = bench.root.glob("*/catalog.sqlite")
+
+    CATALOG_DAMAGE[damage](catalog)
+
+    store = bench.open()
+    check_three_prefixes(store)
+    check_three_prefixes(bench.reopen(store))
+
+
+def rewrite_rows(catalog: Path, statement: str, *values: object) -> None:
+    connection = sqlite3.connect(catalog)
+    with connection:
+        assert connection.execute(statement, values).rowcount == 1
+    connection.close()
+
+
+def is_served(store: PrefixStore, tokens: Sequence[int], namespace: str = "") -> bool:
+    match = look_up(store, tokens, namespace)
+    if not match.num_tokens:
+        return False
+    try:
+        store.close_source(store.open_source(match, 0, match.num_tokens))
+    except ChunkUnreadable as error:
+        store.drop(error.segment_id)
+        return False
+    return True
+
+
+def test_a_row_with_other_tokens_than_its_file_is_not_believed(bench: Workbench) -> None:
+    """Rows have no checksum: a bit that flips in one must not lend KVs to other tokens."""
+    store = bench.open()
+    bench.put(store, prompt(1, 13))
+    bench.close(store)
+    (catalog,) = bench.root.glob("*/catalog.sqlite")
+    wrong = prompt(7, 13)
+    rewrite_rows(catalog, "UPDATE segments SET tokens = ?", as_tokens(wrong).tobytes())
+
+    assert not is_served(bench.open(), wrong)
+
+
+def test_a_row_with_another_namespace_than_its_file_is_not_believed(bench: Workbench) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1, 13))
+    assert is_served(store, prompt(1, 13)), "guards the tests here: it can be served"
+    bench.close(store)
+    (catalog,) = bench.root.glob("*/catalog.sqlite")
+    rewrite_rows(catalog, "UPDATE segments SET namespace = ?", "salt")
+
+    assert not is_served(bench.open(), prompt(1, 13), "salt")
+
+
+def test_a_row_that_calls_approximate_kvs_exact_is_not_believed(bench: Workbench) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1, 13), approximate=True)
+    bench.close(store)
+    (catalog,) = bench.root.glob("*/catalog.sqlite")
+    rewrite_rows(catalog, "UPDATE segments SET approximate = 0")
+
+    assert not is_served(bench.open(), prompt(1, 13))
+
+
+def test_what_a_killed_process_leaves_unfinished_is_removed(bench: Workbench) -> None:
+    store = three_prefixes(bench)
+    folder = path_of(bench, look_up(store, prompt(1, 40))).parent
+    bench.close(store)
+    (folder / "abcd.kv.tmp").write_bytes(bytes(5000))
+
+    store = bench.open()
+
+    assert not (folder / "abcd.kv.tmp").exists()
+    check_three_prefixes(store)
+
+
+def test_a_file_without_a_row_is_adopted(bench: Workbench) -> None:
+    bench.close(three_prefixes(bench))
+    (catalog,) = bench.root.glob("*/catalog.sqlite")
+    rewrite_rows(catalog, "DELETE FROM segments WHERE prefix_len = 13")
+
+    store = bench.open()
+
+    check_three_prefixes(store)
+
+
+def test_a_row_without_a_file_is_dropped(
+    bench: Workbench, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = three_prefixes(bench)
+    path = path_of(bench, look_up(store, prompt(2, 8), "salt"))
+    bench.close(store)
+    path.unlink()
+
+    store = bench.open()
+
+    store.check_integrity()
+    assert path.stem in caplog.text
+    assert len(store.tree) == 2
+    assert length(store, prompt(2, 8), namespace="salt") == 0
+    check_rows(store, prompt(1, 40))
+    caplog.clear()
+    bench.reopen(store)
+    assert path.stem not in caplog.text, "said once"
+
+
+def test_a_prefix_whose_beginning_is_gone_is_removed(bench: Workbench) -> None:
+    store = three_prefixes(bench)
+    path = path_of(bench, look_up(store, prompt(1, 40)))
+    bench.close(store)
+    path.unlink()
+
+    store = bench.open()
+
+    store.check_integrity()
+    assert [length(store, prompt(1, 40)), len(store.tree)] == [0, 1]
+    bench.close(store)
+    assert len(bench.files()) == 1
+    bench.put(bench.open(), prompt(1, 40))
+
+
+@pytest.mark.parametrize("change", [-1, -4096, 1, 4096])
+@pytest.mark.parametrize("with_row", [True, False])
+def test_a_file_of_a_wrong_size_is_removed(bench: Workbench, change: int, with_row: bool) -> None:
+    store = three_prefixes(bench)
+    path = path_of(bench, look_up(store, prompt(2, 8), "salt"))
+    bench.close(store)
+    os.truncate(path, path.stat().st_size + change)
+    if not with_row:
+        next(bench.root.glob("*/catalog.sqlite")).unlink()
+
+    store = bench.open()
+
+    store.check_integrity()
+    assert length(store, prompt(2, 8), namespace="salt") == 0
+    assert not path.exists()
+    check_rows(store, prompt(1, 40))
+
+
+def test_a_damaged_file_without_a_row_is_removed(bench: Workbench) -> None:
+    store = three_prefixes(bench)
+    path = path_of(bench, look_up(store, prompt(2, 8), "salt"))
+    bench.close(store)
+    next(bench.root.glob("*/catalog.sqlite")).unlink()
+    flip_byte(path, 50)
+
+    store = bench.open()
+
+    assert len(store.tree) == 2
+    assert not path.exists()
+
+
+def test_a_file_of_another_model_is_not_adopted(bench: Workbench) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1))
+    folder = path_of(bench, look_up(store, prompt(1))).parent
+    info = dataclasses.replace(
+        make_info(SHAPE, prompt(5), segment_id="cafe"), identity=OTHER_IDENTITY
+    )
+    bench.close(store)
+    write_kvs(folder, info, *random_kvs(SHAPE, 8, seed=1))
+
+    store = bench.open()
+
+    assert len(store.tree) == 1
+    assert "cafe.kv" not in bench.files()
+
+
+@pytest.mark.parametrize("with_rows", [True, False])
+def test_a_copy_of_a_segment_under_another_name_does_no_harm(
+    bench: Workbench, with_rows: bool
+) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1))
+    path = path_of(bench, look_up(store, prompt(1)))
+    bench.close(store)
+    for name in ("0", "z"):
+        path.with_name(f"{name}{path.name}").write_bytes(path.read_bytes())
+    if not with_rows:
+        next(bench.root.glob("*/catalog.sqlite")).unlink()
+
+    store = bench.reopen(bench.open())
+
+    check_rows(store, prompt(1))
+    assert store.summary()["used_bytes"] == ONE
+
+
+def test_files_that_are_none_of_ours_stay(bench: Workbench) -> None:
+    bench.close(three_prefixes(bench))
+    (segments,) = bench.root.glob("*/segments")
+    (segments / "README").write_text("mine")
+    (bench.root / "notes.txt").write_text("mine")
+
+    check_three_prefixes(bench.open())
+
+    assert (segments / "README").exists() and (bench.root / "notes.txt").exists()
+
+
+def test_a_smaller_quota_after_a_restart_evicts_with_the_next_offer(bench: Workbench) -> None:
+    store = bench.open()
+    for number in (1, 2, 3, 4):
+        bench.put(store, prompt(number))
+
+    store = bench.reopen(store, ssd_gb=gb(2 * ONE))
+    bench.put(store, prompt(5))
+
+    assert [length(store, prompt(n)) for n in (1, 2, 3, 4, 5)] == [0, 0, 0, 8, 8]
+
+
+def test_the_order_of_use_survives_a_restart(bench: Workbench) -> None:
+    store = bench.open()
+    for number in (1, 2, 3):
+        bench.put(store, prompt(number))
+    use(store, prompt(1))
+
+    store = bench.reopen(store, ssd_gb=gb(3 * ONE))
+    bench.put(store, prompt(4))
+    bench.put(store, prompt(5))
+
+    assert [length(store, prompt(n)) for n in (1, 2, 3, 4, 5)] == [8, 0, 0, 8, 8]
+
+
+def test_another_chunk_size_after_a_restart(bench: Workbench) -> None:
+    """Each segment keeps the chunks that it was written with."""
+    store = three_prefixes(bench)
+
+    store = bench.reopen(store, chunk_tokens=24)
+
+    check_three_prefixes(store)
+    bench.put(store, prompt(1, 100))
+    check_rows(store, prompt(1, 100))
+
+
+def test_no_file_stays_open_after_closing(bench: Workbench) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    store = three_prefixes(bench)
+    check_three_prefixes(store)
+
+    bench.close(store)
+
+    assert len(os.listdir("/proc/self/fd")) == before
