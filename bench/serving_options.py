@@ -13,11 +13,12 @@ from bench.zygote import ROOT
 
 SIZES = {
     "full": {
-        "prefixes": 16,
-        "prefix_tokens": 2000,
-        "warmup": 24,
-        "requests": 48,
-        "recompute_requests": 8,
+        "prefixes": 8,
+        "prefix_tokens": 1500,
+        # About nine per prefix: what an order is fitted on.
+        "warmup": 72,
+        "requests": 40,
+        "recompute_requests": 6,
     },
     "quick": {
         "prefixes": 4,
@@ -28,8 +29,8 @@ SIZES = {
     },
 }
 # Shares of all stored KVs that the caches hold unless their sizes are given.
-DEVICE_SHARE = 0.06
-HOST_SHARE = 0.12
+DEVICE_SHARE = 0.10
+HOST_SHARE = 0.15
 DEFAULT_DATA = ROOT.parent / "shared" / "data"
 DATASETS = "rte,piqa,openbookqa,copa"
 # What of the options makes a result; the others are paths.

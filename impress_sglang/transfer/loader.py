@@ -116,7 +116,7 @@ class PrefixLoader:
         with stats.timed("load_ms"):
             selected = tokens.cpu()
             other, values = source.read(layer, [Stream.OTHER_KEYS, Stream.VALUES], selected)
-            probe = probe_keys[tokens.to(probe_keys.device)]
+            probe = probe_keys.index_select(0, tokens.to(probe_keys.device))
             return LoadedLayer(self._join(probe, other), values, selected)
 
     def _load_per_head(
