@@ -64,6 +64,9 @@ def _measure(args: argparse.Namespace, model: Path, folder: Path) -> list[dict[s
             "--enable-impress",
             f"--impress-ssd-dir={folder / 'kv'}",
             f"--impress-policy={policy}",
+            # Everything comes from SSD, each time.
+            "--impress-device-gb=0",
+            "--impress-host-gb=0",
             zygote=None,
         ) as server:
             server.generate(questions[-1], 1)

@@ -7,6 +7,7 @@ of bits, small enough to be kept. It holds no text: a prefix is named by a numbe
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,25 +15,30 @@ import numpy as np
 
 from impress_sglang.importance.recording import RecordedSelection
 
-# Questions of one prefix, in the order of the recording.
-Recording = dict[str, list[RecordedSelection]]
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recording:
+    """What requests selected, by prefix, and the order in which they came.
+
+    `questions[p]` are the requests of prefix p; `order` has (p, position in `questions[p]`).
+    """
+
+    questions: list[list[RecordedSelection]]
+    order: list[tuple[int, int]]
 
 
 def load_recording(path: Path) -> Recording:
     """Read a packed recording, or the directory that a server wrote."""
-    by_prefix: Recording = defaultdict(list)
-    selections = _from_directory(path) if path.is_dir() else _from_file(path)
-    for selection in selections:
-        by_prefix[selection.prefix].append(selection)
-    if not by_prefix:
+    recording = _from_directory(path) if path.is_dir() else _from_file(path)
+    if not recording.order:
         raise SystemExit(f"{path} holds no recording")
-    return dict(by_prefix)
+    return recording
 
 
 def pack_recording(recording: Recording, path: Path) -> None:
-    """Write a recording as one compressed file; prefixes get numbers for names."""
-    arrays: dict[str, np.ndarray] = {}
-    for number, selections in enumerate(recording.values()):
+    """Write a recording as one compressed file."""
+    arrays = {"order": np.array(recording.order)}
+    for number, selections in enumerate(recording.questions):
         stacked = np.stack([selection.selected for selection in selections])
         arrays[f"{number}.tokens"] = np.array(stacked.shape[2])
         arrays[f"{number}.selected"] = np.packbits(stacked, axis=2)
@@ -40,20 +46,31 @@ def pack_recording(recording: Recording, path: Path) -> None:
     np.savez_compressed(path, **arrays)
 
 
-def _from_directory(path: Path) -> list[RecordedSelection]:
-    return [RecordedSelection.load(file) for file in sorted(path.glob("*.npz"))]
+def _from_directory(path: Path) -> Recording:
+    questions: dict[str, list[RecordedSelection]] = defaultdict(list)
+    order: list[tuple[int, int]] = []
+    for file in sorted(path.glob("*.npz")):
+        selection = RecordedSelection.load(file)
+        own = questions[selection.prefix]
+        order.append((list(questions).index(selection.prefix), len(own)))
+        own.append(selection)
+    return Recording(list(questions.values()), order)
 
 
-def _from_file(path: Path) -> list[RecordedSelection]:
-    found = []
+def _from_file(path: Path) -> Recording:
+    questions = []
     with np.load(path) as file:
-        names = sorted({name.split(".")[0] for name in file.files}, key=int)
-        for name in names:
-            count = int(file[f"{name}.tokens"])
-            selected = np.unpackbits(file[f"{name}.selected"], axis=2, count=count).astype(np.bool_)
-            for own, all_keys in zip(selected, file[f"{name}.all_keys"], strict=True):
-                found.append(RecordedSelection(name, own, all_keys))
-    return found
+        order = [(int(prefix), int(question)) for prefix, question in file["order"]]
+        for number in range(len({prefix for prefix, _ in order})):
+            count = int(file[f"{number}.tokens"])
+            packed = file[f"{number}.selected"]
+            selected = np.unpackbits(packed, axis=2, count=count).astype(np.bool_)
+            flags = file[f"{number}.all_keys"]
+            name = str(number)
+            questions.append(
+                [RecordedSelection(name, *pair) for pair in zip(selected, flags, strict=True)]
+            )
+    return Recording(questions, order)
 
 
 def main() -> None:
@@ -63,8 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     recording = load_recording(args.directory)
     pack_recording(recording, args.file)
-    questions = sum(map(len, recording.values()))
-    print(f"{args.file}: {len(recording)} prefixes, {questions} requests")
+    print(f"{args.file}: {len(recording.questions)} prefixes, {len(recording.order)} requests")
 
 
 if __name__ == "__main__":

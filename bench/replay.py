@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import time
@@ -99,9 +100,8 @@ class Replay:
         gap_bytes: int,
     ) -> None:
         self._policy, self._shape, self._gap_bytes = policy, shape, gap_bytes
-        self._questions = [
-            list(recording.values())[i % len(recording)] for i in range(num_prefixes)
-        ]
+        recorded = recording.questions
+        self._questions = [recorded[i % len(recorded)] for i in range(num_prefixes)]
         page = PageShape.of(shape, CHUNK_TOKENS)
         layouts = [
             SegmentLayout(shape, CHUNK_TOKENS, own[0].selected.shape[1], BLOCK_BYTES)
@@ -203,7 +203,7 @@ def draw_requests(
 ) -> list[Request]:
     """Requests by a normal distribution over the prefixes; `shift` moves its mean half-way."""
     generator = np.random.default_rng(seed)
-    questions = [len(own) for own in recording.values()]
+    questions = [len(own) for own in recording.questions]
     requests = []
     for number in range(count):
         mean = num_prefixes * (0.75 if shift and number < count // 2 else 0.25 if shift else 0.5)
@@ -226,10 +226,7 @@ def replay_policy(
         host_share=args.host_share,
         gap_bytes=gap_bytes,
     )
-    warm = draw_requests(recording, args.prefixes, args.warmup, args.sigma, args.seed)
-    measured = draw_requests(
-        recording, args.prefixes, args.requests, args.sigma, args.seed + 1, shift=args.shift
-    )
+    warm, measured = _trace(args, recording)
     began = time.process_time()
     if not args.shift:
         replay.run(warm)
@@ -264,6 +261,21 @@ def replay_policy(
         "management_bytes": replay.management_bytes,
         "management_share": round(replay.management_bytes / replay.kv_bytes, 5),
     }
+
+
+def _trace(
+    args: argparse.Namespace, recording: Recording
+) -> tuple[Sequence[Request], Sequence[Request]]:
+    """Requests of the warm-up and of the measured part."""
+    if args.as_recorded:
+        requests = [Request(prefix, question) for prefix, question in recording.order]
+        half = len(requests) // 2
+        return requests[:half], requests[half:]
+    draw = functools.partial(draw_requests, recording, args.prefixes)
+    return (
+        draw(args.warmup, args.sigma, args.seed),
+        draw(args.requests, args.sigma, args.seed + 1, shift=args.shift),
+    )
 
 
 def main() -> None:
@@ -352,7 +364,15 @@ def _arguments() -> argparse.Namespace:
     add("--windows", type=int, default=1, help="parts of the trace to give hit ratios for")
     add("--seed", type=int, default=1)
     add("--json", type=Path)
-    return parser.parse_args()
+    add(
+        "--as-recorded",
+        action="store_true",
+        help="the recorded requests in their order; the first half is the warm-up",
+    )
+    args = parser.parse_args()
+    if args.as_recorded:
+        args.prefixes = len(load_recording(args.recording).questions)
+    return args
 
 
 def _floats(text: str) -> list[float]:

@@ -332,6 +332,7 @@ class PrefixStore:
         finally:
             self._worker.shutdown(wait=True)
             self._reader.close()
+            self.cache.close()
             self._catalog.close()
             os.close(self._lock)
 

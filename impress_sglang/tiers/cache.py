@@ -105,6 +105,10 @@ class ChunkCache:
         """The read failed: what was to move is in no cache."""
         self.placement.drop(np.array([move.chunk for move in access.moves], np.int64))
 
+    def close(self) -> None:
+        """Give the memory back; nothing can be read or placed any more."""
+        self._slabs.clear()
+
     def summary(self) -> dict[str, object]:
         """Sizes and counters for the statistics page."""
         return {

@@ -21,7 +21,7 @@ def test_readme_has_each_flag_and_its_default(option: Option) -> None:
     default = getattr(ImpressConfig(), option.field)
     shown = ("off", "on")[default] if isinstance(default, bool) else default
     cell = row.split("|")[2].strip().strip("`")
-    assert cell == (f"{shown:g}" if isinstance(shown, float) else str(shown) or "–")
+    assert cell == (f"{shown:g}" if isinstance(shown, float) else str(shown) or "none")
 
 
 def test_one_version_everywhere() -> None:

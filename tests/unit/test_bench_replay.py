@@ -1,0 +1,165 @@
+"""Replay: counts what a store with the same requests counts; recordings survive packing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench.recording import Recording, load_recording, pack_recording
+from bench.replay import CHUNK_TOKENS, Replay, Request, draw_requests
+from impress_sglang.config import ImpressConfig
+from impress_sglang.importance.recording import RecordedSelection
+from impress_sglang.management.policies import make_policy
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.storage.layout import Stream
+from impress_sglang.storage.read_cost import ReadCost
+from impress_sglang.transfer.planner import ReadStats
+from tests.unit.kv_factory import as_tokens, make_shape, random_kvs
+from tests.unit.store_factory import prompt
+
+SHAPE = make_shape(layers=3, query_heads=8, kv_heads=4, key_dim=32, value_dim=32, probe=(0,))
+LENGTHS = (300, 256, 333, 64)
+DEVICE_SHARE, HOST_SHARE = 0.2, 0.3
+
+
+def make_recording(questions: int = 4) -> Recording:
+    """Selections of a quarter of the tokens, alike within a prefix; some layers read all keys."""
+    generator = np.random.default_rng(3)
+    prefixes = []
+    for number, length in enumerate(LENGTHS):
+        usual = generator.random((SHAPE.num_layers, length))
+        own = []
+        for _ in range(questions):
+            noisy = usual + 0.3 * generator.random(usual.shape)
+            selected = noisy > np.quantile(noisy, 0.75, axis=1, keepdims=True)
+            own.append(RecordedSelection(str(number), selected, generator.random(3) < 0.3))
+        prefixes.append(own)
+    order = [(prefix, question) for question in range(questions) for prefix in range(len(LENGTHS))]
+    # In order at first, so that chunks are known by the same numbers everywhere; not in turn later.
+    rest = [order[i] for i in generator.permutation(np.arange(len(LENGTHS), len(order)))]
+    return Recording(prefixes, [*order[: len(LENGTHS)], *rest])
+
+
+class RealStore:
+    """The same requests through a store with files and caches."""
+
+    def __init__(self, policy: str, directory: Path, kv_bytes: int) -> None:
+        config = ImpressConfig(
+            ssd_dir=str(directory),
+            policy=policy,
+            min_free_gb=0.0,
+            chunk_tokens=CHUNK_TOKENS,
+            device_gb=DEVICE_SHARE * kv_bytes / 1e9,
+            host_gb=HOST_SHARE * kv_bytes / 1e9,
+            reorder_interval=0.0,
+        )
+        self._exact = make_policy(config).exact
+        self.store = PrefixStore(config, "0" * 32, SHAPE)
+        self._tokens = [as_tokens(prompt(n + 1, length)) for n, length in enumerate(LENGTHS)]
+        for number, tokens in enumerate(self._tokens):
+            keys, values = random_kvs(SHAPE, len(tokens), seed=number)
+            self.store.offer(
+                "",
+                tokens,
+                lambda start, k=keys, v=values: lambda layer: (k[layer, start:], v[layer, start:]),
+                lambda: None,
+                approximate=False,
+                min_tokens=1,
+            )
+        self.store.drain()
+
+    def run(self, recording: Recording, requests: Sequence[tuple[int, int]]) -> ReadStats:
+        total = ReadStats()
+        for prefix, question in requests:
+            total.add(self._serve(prefix, recording.questions[prefix][question]))
+        return total
+
+    def _serve(self, prefix: int, question: RecordedSelection) -> ReadStats:
+        tokens = self._tokens[prefix]
+        match = self.store.match("", tokens, allow_approximate=False)
+        source = self.store.open_source(match, 0, len(tokens))
+        for layer in range(SHAPE.num_layers):
+            if self._exact:
+                source.read(layer, list(Stream))
+                source.note_whole(layer)
+                continue
+            selected = torch.from_numpy(np.flatnonzero(question.selected[layer]))
+            source.read(layer, [Stream.PROBE_KEYS])
+            if question.all_keys[layer]:
+                source.read(layer, [Stream.OTHER_KEYS])
+                source.read(layer, [Stream.VALUES], selected)
+            else:
+                source.read(layer, [Stream.OTHER_KEYS, Stream.VALUES], selected)
+            source.note_selection(layer, selected, torch.ones(1, len(tokens)))
+        self.store.close_source(source)
+        return source.stats
+
+    def reorder(self) -> None:
+        self.store.reorder(force=True)
+        while self.store.reorder_summary()["pending"]:
+            self.store.poll()
+
+
+@pytest.mark.parametrize("policy", ["as", "as+h2o+lru", "as+h2o+lfu", "impress+itf", "impress"])
+def test_replay_counts_what_a_store_counts(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte for byte and chunk for chunk, before and after reordering."""
+    monkeypatch.setattr(ReadCost, "gap_bytes", 8192)
+    recording = make_recording()
+    replay = Replay(
+        make_policy(ImpressConfig(policy=policy)),
+        SHAPE,
+        recording,
+        len(LENGTHS),
+        device_share=DEVICE_SHARE,
+        host_share=HOST_SHARE,
+        gap_bytes=8192,
+    )
+    real = RealStore(policy, tmp_path, replay.kv_bytes)
+    requests = [Request(*place) for place in recording.order]
+
+    assert replay.run(requests) == real.run(recording, recording.order)
+    replay.reorder()
+    real.reorder()
+    after = replay.run(requests)
+
+    assert after == real.run(recording, recording.order)
+    assert after.device_chunks > 0 and after.host_chunks > 0 and after.ssd_chunks > 0
+    replay.placement.check_integrity()
+    real.store.check_integrity()
+    real.store.close()
+
+
+def test_a_packed_recording_is_the_recording(tmp_path: Path) -> None:
+    recording = make_recording(questions=2)
+    directory = tmp_path / "recorded"
+    directory.mkdir()
+    for number, (prefix, question) in enumerate(recording.order):
+        recording.questions[prefix][question].save(directory / f"{number:08d}.npz")
+
+    pack_recording(load_recording(directory), tmp_path / "packed.npz")
+    found = load_recording(tmp_path / "packed.npz")
+
+    assert found.order == recording.order
+    for own, expected in zip(found.questions, recording.questions, strict=True):
+        for selection, original in zip(own, expected, strict=True):
+            assert np.array_equal(selection.selected, original.selected)
+            assert np.array_equal(selection.all_keys, original.all_keys)
+
+
+def test_requests_are_drawn_by_popularity_and_the_same_each_time() -> None:
+    recording = make_recording(questions=2)
+
+    drawn = draw_requests(recording, 100, 4000, 0.1, 5)
+    shifted = [r.prefix for r in draw_requests(recording, 100, 4000, 0.1, 5, shift=True)]
+
+    assert drawn == draw_requests(recording, 100, 4000, 0.1, 5)
+    prefixes = np.array([request.prefix for request in drawn])
+    assert abs(prefixes.mean() - 50) < 1 and 8 < prefixes.std() < 12
+    assert {request.question for request in drawn} == {0, 1}
+    assert np.mean(shifted[:2000]) > 70 and np.mean(shifted[2000:]) < 30
