@@ -8,7 +8,6 @@ began with, whatever is published meanwhile.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from impress_sglang.management.tree import StoredSegment, StoredSpan
 from impress_sglang.storage.catalog import segment_path
 from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
 from impress_sglang.storage.reader import ChunkReader, OpenSegment
-from impress_sglang.storage.segment import MappingLists
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import Floats
 from impress_sglang.transfer.plan import SourceSpan
@@ -29,11 +27,10 @@ from impress_sglang.transfer.source import SegmentSource, Staging
 
 @dataclasses.dataclass(slots=True)
 class _Version:
-    """One file: its chunk ids and order, and its readers while it has any."""
+    """One file: its chunk ids, and its readers while it has any."""
 
     base: int
     layout: SegmentLayout
-    mapping: MappingLists | None
     segment: OpenSegment | None = None
     readers: int = 0
     retired: bool = False
@@ -96,9 +93,7 @@ class SegmentReaders:
         if version is None or version.segment is None:
             segment = self._open(stored)
             if version is None:
-                version = _Version(
-                    self._cache.attach(segment.layout), segment.layout, segment.mapping
-                )
+                version = _Version(self._cache.attach(segment.layout), segment.layout)
                 self._versions[stored.segment_id] = version
             version.segment = segment
         assert version.segment is not None
@@ -126,15 +121,12 @@ class SegmentReaders:
         if not version.readers:
             self._forget(segment_id)
 
-    def succeed(
-        self, old_id: str, new: StoredSegment, mapping: MappingLists, shares: Floats
-    ) -> None:
+    def succeed(self, old_id: str, new: StoredSegment, shares: Floats) -> None:
         """A reordered version takes over: its chunks inherit what is known of the old ones.
 
         Args:
             old_id: the version that is replaced, still known here.
             new: the segment with its new description.
-            mapping: its mapping lists.
             shares: float64 [L, chunks], expected share of selected rows.
         """
         old = self._versions.get(old_id)
@@ -142,17 +134,12 @@ class SegmentReaders:
             return
         layout = new.info.layout()
         base = self._cache.attach(layout)
-        self._versions[new.segment_id] = _Version(base, layout, mapping)
-        for layer, stream in itertools.product(range(self._shape.num_layers), Stream):
-            first = layout.chunk_index(layer, stream, 0)
-            chunks = np.arange(first, first + layout.num_chunks)
-            expected = np.ones(layout.num_chunks) if stream is Stream.PROBE_KEYS else shares[layer]
-            self._cache.placement.inherit(base + chunks, old.base + chunks, expected)
-
-    def mapping(self, segment_id: str) -> MappingLists | None:
-        """The mapping lists of a segment that was read; None if it is in logical order."""
-        version = self._versions.get(segment_id)
-        return None if version is None else version.mapping
+        self._versions[new.segment_id] = _Version(base, layout)
+        # Probe keys are read whole at each access.
+        expected = np.ones((self._shape.num_layers, len(Stream), layout.num_chunks))
+        expected[:, (Stream.OTHER_KEYS, Stream.VALUES)] = shares[:, None]
+        ids = np.arange(layout.total_chunks)
+        self._cache.placement.inherit(base + ids, old.base + ids, expected.reshape(-1))
 
     def is_read(self, segment_id: str) -> bool:
         """Whether a segment has readers."""

@@ -14,8 +14,11 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
+from impress_sglang.management import reorder
 from impress_sglang.storage.catalog import segment_path
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.layer_codec import decode_layer
@@ -30,15 +33,26 @@ logger = logging.getLogger(__name__)
 REST_RATIO = 3.0
 LONGEST_REST_S = 1.0
 _NICENESS = 10
+Shares = npt.NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rewrite:
-    """What to write: the open segment, and the description and order of the new one."""
+    """What to write and what is known of it: a snapshot, for another thread.
+
+    `info` describes the new segment; `average` and `order_key` float32 [L, t] are the token
+    history's; `read_bytes` were read for selected tokens since the segment has its order; `force`
+    asks for no gain.
+    """
 
     segment: OpenSegment
     info: SegmentInfo
-    mapping: MappingLists
+    average: npt.NDArray[np.float32]
+    order_key: npt.NDArray[np.float32]
+    node_starts: list[int]
+    read_bytes: int
+    gap_bytes: int
+    force: bool
 
 
 class Rewriter:
@@ -56,8 +70,10 @@ class Rewriter:
             1, thread_name_prefix="impress-reorder", initializer=_lower_priority
         )
 
-    def submit(self, rewrite: Rewrite) -> Future[None]:
-        """Write and publish the file of `rewrite.info`.
+    def submit(self, rewrite: Rewrite) -> Future[Shares | None]:
+        """Write and publish the file of `rewrite.info`; None if that does not pay.
+
+        The result is the expected share of selected rows of each chunk, float64 [L, chunks].
 
         The future raises `ChunkUnreadable` (the old segment is damaged) or `OSError`.
         """
@@ -69,16 +85,19 @@ class Rewriter:
         self._pool.shutdown(wait=True)
         self._reader.close()
 
-    def _run(self, rewrite: Rewrite) -> None:
-        path = segment_path(self._directory, rewrite.info.segment_id)
+    def _run(self, rewrite: Rewrite) -> Shares | None:
+        mapping = reorder.mapping_lists(rewrite.order_key, rewrite.node_starts)
+        if not rewrite.force and not _pays(rewrite, mapping):
+            return None
         write_segment(
-            path,
+            segment_path(self._directory, rewrite.info.segment_id),
             rewrite.info,
             _PacedReader(rewrite.segment, self._reader, self._staging, self._closing),
             self._buffer,
             direct=self._direct,
-            mapping=rewrite.mapping,
+            mapping=mapping,
         )
+        return reorder.chunk_shares(rewrite.average, mapping, rewrite.info.layout())
 
 
 class _PacedReader:
@@ -106,6 +125,16 @@ class _PacedReader:
         self._reader.read([BlockRun(segment, layout.layer_offset(layer), memory)])
         mapping = None if segment.mapping is None else segment.mapping[layer]
         return decode_layer(layout, memory, mapping)
+
+
+def _pays(rewrite: Rewrite, mapping: MappingLists) -> bool:
+    """Whether past reads would have been shorter by more bytes than the file has."""
+    layout = rewrite.info.layout()
+    before, after = (
+        reorder.expected_bytes(rewrite.average, order, layout, rewrite.gap_bytes)
+        for order in (rewrite.segment.mapping, mapping)
+    )
+    return rewrite.read_bytes * (1.0 - after / max(before, 1.0)) > layout.file_bytes
 
 
 def _lower_priority() -> None:

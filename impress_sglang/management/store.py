@@ -20,16 +20,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ChunkUnreadable
-from impress_sglang.management import reorder
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.readers import SegmentReaders
-from impress_sglang.management.rewriting import Rewrite, Rewriter
+from impress_sglang.management.reordering import Outcome, Reorderer
+from impress_sglang.management.rewriting import Rewriter
 from impress_sglang.management.tree import (
     StoredMatch,
     StoredSegment,
@@ -74,30 +72,10 @@ class StoreStats:
 
 
 @dataclasses.dataclass(slots=True)
-class ReorderStats:
-    """Counters of reordering since start; `not_worth` counts segments that were passed over."""
-
-    segments: int = 0
-    failed: int = 0
-    not_worth: int = 0
-    without_space: int = 0
-    bytes_written: int = 0
-
-
-@dataclasses.dataclass(slots=True)
 class _Write:
     segment: StoredSegment
     future: Future[None]
     on_done: Callable[[], None]
-
-
-@dataclasses.dataclass(slots=True)
-class _Reordering:
-    segment: StoredSegment
-    old_id: str
-    rewrite: Rewrite
-    file_bytes: int
-    future: Future[None]
 
 
 class PrefixStore:
@@ -148,9 +126,6 @@ class PrefixStore:
             reorder_by_importance=config.reorder_key == "importance",
         )
         self._reorders = policy.reorders
-        self._rewriter = Rewriter(self._directory, bucket, direct=self._direct)
-        self._reorder_queue: collections.deque[StoredSegment] = collections.deque()
-        self._reordering: _Reordering | None = None
         self._next_reorder = time.monotonic() + config.reorder_interval
         self._buffer = AlignedBuffer()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="impress-write")
@@ -158,8 +133,9 @@ class PrefixStore:
         self._catalog = Catalog(self._directory)
         self._closed = False
         self.stats = StoreStats()
-        self.reorder_stats = ReorderStats()
         self.tree, self._used_bytes = self._recover()
+        rewriter = Rewriter(self._directory, bucket, direct=self._direct)
+        self._reorderer = Reorderer(self.tree, self._readers, rewriter)
 
     @property
     def is_writing(self) -> bool:
@@ -239,12 +215,15 @@ class PrefixStore:
         """
         while self._writes and self._writes[0].future.done():
             self._finish(self._writes.popleft())
-        if self._reordering is not None and self._reordering.future.done():
-            self._finish_reordering()
+        if (outcome := self._reorderer.take_finished()) is not None:
+            self._settle(outcome)
         if self._config.reorder_interval and time.monotonic() >= self._next_reorder:
             self.reorder()
-        if self._reordering is None and self._reorder_queue:
-            self._reorder_next()
+        try:
+            self._reorderer.begin_next(self._reader.cost.gap_bytes, self._has_room)
+        except ChunkUnreadable as error:
+            logger.warning("a segment cannot be reordered: %s", error)
+            self.drop(error.segment_id)
 
     def drain(self) -> None:
         """Wait until all accepted writes are finished, and take them in."""
@@ -262,19 +241,12 @@ class PrefixStore:
             How many segments are queued; 0 for a policy that does not reorder.
         """
         self._next_reorder = time.monotonic() + self._config.reorder_interval
-        if self._reorders:
-            waiting = {segment.segment_id for segment in self._reorder_queue}
-            if self._reordering is not None:
-                waiting.add(self._reordering.old_id)
-            for segment in self.tree.segments():
-                if segment.segment_id not in waiting and self._is_worth_reordering(segment, force):
-                    self._reorder_queue.append(segment)
-        return len(self._reorder_queue)
+        return self._reorderer.enqueue(force=force) if self._reorders else 0
 
     def reorder_summary(self) -> dict[str, int]:
         """Counters for the statistics page; `pending` are in work or wait."""
-        pending = len(self._reorder_queue) + (self._reordering is not None)
-        return {"pending": pending, **dataclasses.asdict(self.reorder_stats)}
+        stats = dataclasses.asdict(self._reorderer.stats)
+        return {"pending": self._reorderer.pending, **stats}
 
     def drop(self, segment_id: str) -> None:
         """Remove a segment that turned out to be unreadable, and all that builds on it."""
@@ -290,7 +262,7 @@ class PrefixStore:
             "directory": str(self._directory),
             "segments": len(self.tree),
             "writes_pending": len(self._writes),
-            "used_bytes": self._used_bytes,
+            "used_bytes": self._used_bytes + self._reorderer.reserved_bytes,
             "other_models_bytes": self._others.used_bytes,
             "quota_bytes": self._config.ssd_bytes,
             "direct_io": self._direct,
@@ -310,8 +282,7 @@ class PrefixStore:
         assert {sid for sid, segment in live.items() if not segment.ready} <= set(pending)
         charged = {**pending, **live}
         used = sum(segment.file_bytes for segment in charged.values())
-        rewritten = self._reordering.file_bytes if self._reordering is not None else 0
-        assert self._used_bytes == used + rewritten
+        assert self._used_bytes == used
         self._readers.check_integrity(live)
 
     def close(self) -> None:
@@ -321,10 +292,9 @@ class PrefixStore:
         self._closed = True
         try:
             self.drain()
-            self._reorder_queue.clear()
-            self._rewriter.close()
-            if self._reordering is not None:
-                self._finish_reordering()
+            self._reorderer.close()
+            if (outcome := self._reorderer.take_finished(wait=True)) is not None:
+                self._settle(outcome)
             accesses = [(s.segment_id, s.last_access, s.hits) for s in self.tree.segments()]
             self._worker.submit(self._catalog.record_accesses, accesses).result()
         except sqlite3.Error as error:
@@ -397,85 +367,24 @@ class PrefixStore:
         if alive:
             self.tree.remove_subtree(segment)
 
-    def _is_worth_reordering(self, segment: StoredSegment, force: bool) -> bool:
-        history = segment.history
-        if not segment.ready or history is None or not history.accesses.any():
-            return False
-        if force:
-            return True
-        if not history.ssd_bytes:
-            return False
-        layout, average = segment.info.layout(), history.average
-        gap_bytes = self._reader.cost.gap_bytes
-        best = reorder.mapping_lists(history.order_key, self.tree.node_starts(segment))
-        present = self._readers.mapping(segment.segment_id)
-        before = reorder.expected_bytes(average, present, layout, gap_bytes)
-        after = reorder.expected_bytes(average, best, layout, gap_bytes)
-        pays = history.ssd_bytes * (1.0 - after / max(before, 1.0)) > segment.file_bytes
-        self.reorder_stats.not_worth += not pays
-        return pays
+    def _settle(self, outcome: Outcome) -> None:
+        """Draw the consequences of a rewrite for quota and files."""
+        segment = outcome.segment
+        if outcome.taken_over:
+            self._used_bytes += segment.file_bytes - outcome.old_bytes
+            self.stats.bytes_written += segment.file_bytes
+            entry = CatalogEntry(
+                segment.info, segment.file_bytes, segment.last_access, segment.hits
+            )
+            self._delete(outcome.old_id, successor=entry)
+        if outcome.discard is not None:
+            self._delete(outcome.discard)
+        if outcome.unreadable:
+            self.drop(outcome.old_id)
 
-    def _reorder_next(self) -> None:
-        """Begin the next rewrite of the queue that is still possible."""
-        while self._reorder_queue and self._reordering is None:
-            segment = self._reorder_queue.popleft()
-            if self.tree.get(segment.segment_id) is segment and segment.history is not None:
-                self._begin_reordering(segment, segment.history.order_key)
-
-    def _begin_reordering(self, segment: StoredSegment, key: npt.NDArray[np.float32]) -> None:
-        info = dataclasses.replace(
-            segment.info, segment_id=uuid.uuid4().hex, generation=segment.info.generation + 1
-        )
-        file_bytes = info.layout().file_bytes
-        if self._missing_bytes(file_bytes) > 0:
-            self.reorder_stats.without_space += 1
-            return
-        try:
-            opened = self._readers.acquire(segment)
-        except ChunkUnreadable as error:
-            logger.warning("a segment cannot be reordered: %s", error)
-            self.drop(segment.segment_id)
-            return
-        mapping = reorder.mapping_lists(key, self.tree.node_starts(segment))
-        rewrite = Rewrite(opened, info, mapping)
-        self._used_bytes += file_bytes
-        self._reordering = _Reordering(
-            segment, segment.segment_id, rewrite, file_bytes, self._rewriter.submit(rewrite)
-        )
-
-    def _finish_reordering(self) -> None:
-        """Take in one rewrite, waiting for it if it still runs: the new version takes over."""
-        assert self._reordering is not None
-        done, self._reordering = self._reordering, None
-        segment, error = done.segment, done.future.exception()
-        alive = self.tree.get(done.old_id) is segment
-        self._readers.release(done.old_id)
-        if error is None and alive:
-            self._publish_reordered(done)
-            return
-        self._used_bytes -= done.file_bytes
-        if error is None:
-            self._delete(done.rewrite.info.segment_id)
-            return
-        self.reorder_stats.failed += 1
-        logger.warning("a segment could not be reordered: %s", error)
-        if alive and isinstance(error, ChunkUnreadable):
-            self.drop(done.old_id)
-
-    def _publish_reordered(self, done: _Reordering) -> None:
-        segment, info = done.segment, done.rewrite.info
-        assert segment.history is not None
-        shares = reorder.chunk_shares(segment.history.average, done.rewrite.mapping, info.layout())
-        self._used_bytes -= segment.file_bytes
-        self.tree.replace(segment, info, done.file_bytes)
-        self._readers.succeed(done.old_id, segment, done.rewrite.mapping, shares)
-        self._readers.retire(done.old_id)
-        segment.history.ssd_bytes = 0
-        self.reorder_stats.segments += 1
-        self.reorder_stats.bytes_written += done.file_bytes
-        self.stats.bytes_written += done.file_bytes
-        entry = CatalogEntry(info, done.file_bytes, segment.last_access, segment.hits)
-        self._delete(done.old_id, successor=entry)
+    def _has_room(self, num_bytes: int) -> bool:
+        """Whether a file fits without evicting anything."""
+        return self._missing_bytes(num_bytes) <= 0
 
     def _make_room(self, num_bytes: int, keep: StoredMatch) -> bool:
         """Evict until `num_bytes` more fit under the quota and above the free-space floor."""
@@ -490,10 +399,9 @@ class PrefixStore:
         return True
 
     def _missing_bytes(self, num_bytes: int) -> int:
-        used = self._used_bytes + self._others.used_bytes
-        pending = sum(write.segment.file_bytes for write in self._writes)
-        if self._reordering is not None:
-            pending += self._reordering.file_bytes
+        reserved = self._reorderer.reserved_bytes
+        used = self._used_bytes + reserved + self._others.used_bytes
+        pending = reserved + sum(write.segment.file_bytes for write in self._writes)
         available = free_bytes(self._directory) - pending - self._config.min_free_bytes
         return max(used + num_bytes - self._config.ssd_bytes, num_bytes - available)
 

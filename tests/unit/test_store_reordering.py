@@ -7,7 +7,7 @@ import itertools
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from impress_sglang.management.reorder import mapping_lists
 from impress_sglang.management.store import PrefixStore, StoreOutcome
 from impress_sglang.storage.layout import Stream
 from impress_sglang.storage.reader import OpenSegment
+from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import write_segment
 from impress_sglang.tiers.placement import Tier
 from tests.unit import store_factory
@@ -68,6 +69,13 @@ def finish(store: PrefixStore) -> None:
         store.check_integrity()
         time.sleep(0.001)
     store._worker.submit(lambda: None).result()
+
+
+def mapping_of(bench: Workbench, store: PrefixStore, tokens: Sequence[int]) -> np.ndarray:
+    """Mapping lists of the file that holds the first of the tokens."""
+    mapping = read_header(path_of(bench, look_up(store, tokens))).mapping
+    assert mapping is not None
+    return mapping
 
 
 def reorder(store: PrefixStore) -> None:
@@ -227,9 +235,7 @@ def test_the_key_decides_what_the_order_is_by(bench: Workbench) -> None:
         store.close_source(source)
         reorder(store)
         use(store, prompt(number, 8))
-        segment = look_up(store, prompt(number, 8)).spans[0].segment
-        mapping = store._readers.mapping(segment.segment_id)
-        assert mapping is not None
+        mapping = mapping_of(bench, store, prompt(number, 8))
         assert (
             mapping[0].tolist()
             == {
@@ -275,9 +281,7 @@ def test_the_order_stays_inside_the_nodes_of_the_tree(bench: Workbench, store: P
     reorder(store)
 
     use(store, left)
-    segment = look_up(store, left).spans[0].segment
-    mapping = store._readers.mapping(segment.segment_id)
-    assert mapping is not None
+    mapping = mapping_of(bench, store, left)
     for layer in range(SHAPE.num_layers):
         assert sorted(mapping[layer, :21].tolist()) == list(range(21))
         assert mapping[layer, [5, 23, 38, 39]].tolist() == [0, 21, 22, 23]
@@ -628,9 +632,13 @@ def test_a_rewrite_that_saves_less_than_it_costs_is_not_begun(bench: Workbench) 
     assert segment.history is not None and segment.history.ssd_bytes == read
     assert read * 10 / 12 < segment.file_bytes < 2 * read * 10 / 12
 
-    assert store.reorder() == 0
+    assert store.reorder() == 0, "not even all that was read is as long as the file"
+    segment.history.ssd_bytes = segment.file_bytes + 1
+    assert store.reorder() == 1, "it must be looked at"
+    finish(store)
 
     assert store.reorder_summary()["not_worth"] == 1
+    assert store.reorder_summary()["segments"] == 0
 
 
 def test_a_rewrite_that_saves_more_than_it_costs_is_begun(bench: Workbench) -> None:
@@ -650,7 +658,10 @@ def test_a_rewrite_that_saves_more_than_it_costs_is_begun(bench: Workbench) -> N
     for _ in range(60):
         select(store, prompt(1, 512), *SPREAD)
     assert segment.history.ssd_bytes > segment.file_bytes
-    assert store.reorder() == 0, "there is nothing left to save"
+    store.reorder()
+    finish(store)
+    assert store.reorder_summary()["segments"] == 1, "there is nothing left to save"
+    assert store.reorder_summary()["not_worth"] == 1
 
 
 def test_what_is_read_from_the_caches_saves_nothing(bench: Workbench) -> None:
@@ -666,7 +677,10 @@ def test_where_all_tokens_are_selected_no_order_is_better(bench: Workbench) -> N
     for _ in range(20):
         select(store, prompt(1, 512), *range(512))
 
-    assert store.reorder() == 0
+    store.reorder()
+    finish(store)
+    assert store.reorder_summary()["segments"] == 0
+    assert store.reorder_summary()["not_worth"] == 1
 
 
 def test_a_segment_that_is_being_rewritten_is_not_queued_again(

@@ -116,8 +116,9 @@ class StoreMachine(RuleBasedStateMachine):
         return {self.names[segment.segment_id] for segment in live}
 
     def wait_for_rewrite(self) -> None:
-        if self.store._reordering is not None:
-            self.store._reordering.future.exception()
+        job = self.store._reorderer._job
+        if job is not None:
+            job.future.exception()
 
     def let_writes_through(self) -> None:
         self.gate.set()

@@ -1,0 +1,177 @@
+"""Which segments are reordered, one after another, and what became of each.
+
+Owned by the store's thread. The work, down to finding the order and whether it pays, is done on the
+rewriter's thread; here is only what can be decided at once.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.management.readers import SegmentReaders
+from impress_sglang.management.rewriting import Rewrite, Rewriter, Shares
+from impress_sglang.management.tree import StoredSegment, StoredTree
+from impress_sglang.storage.segment import SegmentInfo
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class ReorderStats:
+    """Counters since start; `not_worth` counts segments that would not have paid."""
+
+    segments: int = 0
+    failed: int = 0
+    not_worth: int = 0
+    without_space: int = 0
+    bytes_written: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a rewrite ended.
+
+    `taken_over`: the segment, which was `old_id` with `old_bytes`, has its new version in the tree.
+    `discard`: the new file has no use and must be removed. `unreadable`: the old one is damaged.
+    """
+
+    segment: StoredSegment
+    old_id: str
+    old_bytes: int
+    taken_over: bool = False
+    discard: str | None = None
+    unreadable: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    segment: StoredSegment
+    old_id: str
+    info: SegmentInfo
+    file_bytes: int
+    future: Future[Shares | None]
+
+
+class Reorderer:
+    """A queue of segments and the one that is being rewritten."""
+
+    def __init__(self, tree: StoredTree, readers: SegmentReaders, rewriter: Rewriter) -> None:
+        self.stats = ReorderStats()
+        self._tree = tree
+        self._readers = readers
+        self._rewriter = rewriter
+        self._queue: collections.deque[tuple[StoredSegment, bool]] = collections.deque()
+        self._job: _Job | None = None
+
+    @property
+    def pending(self) -> int:
+        """Segments that are being rewritten or wait."""
+        return len(self._queue) + (self._job is not None)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the file that is being written."""
+        return 0 if self._job is None else self._job.file_bytes
+
+    def enqueue(self, *, force: bool) -> int:
+        """Queue the segments that may pay, or with `force` all that were selected from.
+
+        No order saves more than all that was read, so a segment that was read less than once over
+        need not be looked at.
+        """
+        waiting = {segment.segment_id for segment, _ in self._queue}
+        if self._job is not None:
+            waiting.add(self._job.old_id)
+        for segment in self._tree.segments():
+            if segment.segment_id not in waiting and _may_pay(segment, force):
+                self._queue.append((segment, force))
+        return len(self._queue)
+
+    def begin_next(self, gap_bytes: int, has_room: Callable[[int], bool]) -> None:
+        """Begin a rewrite if none is in work; `has_room` says whether a file of so many bytes fits.
+
+        Raises:
+            ChunkUnreadable: a segment cannot be opened.
+        """
+        while self._queue and self._job is None:
+            segment, force = self._queue.popleft()
+            if self._tree.get(segment.segment_id) is segment:
+                self._begin(segment, force, gap_bytes, has_room)
+
+    def take_finished(self, *, wait: bool = False) -> Outcome | None:
+        """What became of the rewrite in work, if it has ended; `wait` for it."""
+        job = self._job
+        if job is None or not (wait or job.future.done()):
+            return None
+        error = job.future.exception()
+        self._job = None
+        self._readers.release(job.old_id)
+        ended = Outcome(job.segment, job.old_id, job.segment.file_bytes)
+        if error is not None:
+            self.stats.failed += 1
+            logger.warning("a segment could not be reordered: %s", error)
+            return dataclasses.replace(ended, unreadable=isinstance(error, ChunkUnreadable))
+        shares = job.future.result()
+        if shares is None:
+            self.stats.not_worth += 1
+            return ended
+        if self._tree.get(job.old_id) is not job.segment:
+            return dataclasses.replace(ended, discard=job.info.segment_id)
+        self._take_over(job, shares)
+        return dataclasses.replace(ended, taken_over=True)
+
+    def close(self) -> None:
+        """Forget what waits, and let the rewrite in work end; `take_finished` still has it."""
+        self._queue.clear()
+        self._rewriter.close()
+
+    def _begin(
+        self,
+        segment: StoredSegment,
+        force: bool,
+        gap_bytes: int,
+        has_room: Callable[[int], bool],
+    ) -> None:
+        history = segment.history
+        assert history is not None
+        info = dataclasses.replace(
+            segment.info, segment_id=uuid.uuid4().hex, generation=segment.info.generation + 1
+        )
+        file_bytes = info.layout().file_bytes
+        if not has_room(file_bytes):
+            self.stats.without_space += 1
+            return
+        rewrite = Rewrite(
+            self._readers.acquire(segment),
+            info,
+            history.average,
+            history.order_key,
+            self._tree.node_starts(segment),
+            history.ssd_bytes,
+            gap_bytes,
+            force,
+        )
+        future = self._rewriter.submit(rewrite)
+        self._job = _Job(segment, segment.segment_id, info, file_bytes, future)
+
+    def _take_over(self, job: _Job, shares: Shares) -> None:
+        assert job.segment.history is not None
+        self._tree.replace(job.segment, job.info, job.file_bytes)
+        self._readers.succeed(job.old_id, job.segment, shares)
+        self._readers.retire(job.old_id)
+        job.segment.history.ssd_bytes = 0
+        self.stats.segments += 1
+        self.stats.bytes_written += job.file_bytes
+
+
+def _may_pay(segment: StoredSegment, force: bool) -> bool:
+    history = segment.history
+    if not segment.ready or history is None or not history.accesses.any():
+        return False
+    return force or history.ssd_bytes > segment.file_bytes
