@@ -1,0 +1,137 @@
+"""Which resident prefix goes first under the policy `impress`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from impress_sglang.importance.history import TokenHistory
+from impress_sglang.integration.eviction import ScoreEviction
+from impress_sglang.management.tree import StoredMatch, StoredSegment, StoredSpan
+from tests.unit.kv_factory import make_info, make_shape
+
+RETENTION = 0.25
+NOTHING = StoredMatch()
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """What the strategy sees of SGLang's `TreeNode`."""
+
+    key: list[int]
+    parent: Node | None
+    last_access_time: float = 0.0
+    children: dict[int, Node] = dataclasses.field(default_factory=dict)
+
+    def add(self, *tokens: int) -> Node:
+        child = Node(list(tokens), self)
+        self.children[tokens[0]] = child
+        return child
+
+
+def use(strategy: ScoreEviction, node: Node, times: int = 1, match: StoredMatch = NOTHING) -> None:
+    length, above = 0, node
+    while above.parent is not None:
+        length, above = length + len(above.key), above.parent
+    for _ in range(times):
+        strategy.note_request(node, length, match)
+
+
+def order(strategy: ScoreEviction, **nodes: Any) -> list[str]:
+    return sorted(nodes, key=lambda name: strategy.get_priority(nodes[name]))
+
+
+def stored(num_tokens: int, *selected: int) -> StoredMatch:
+    """A stored prefix of which every access selected these tokens."""
+    shape = make_shape()
+    history = TokenHistory(shape.num_layers, num_tokens)
+    for layer in range(shape.num_layers):
+        history.note(layer, 0, np.array(selected, np.int64), torch.ones(1, num_tokens))
+    segment = StoredSegment(make_info(shape, range(num_tokens)), 1, history=history)
+    return StoredMatch((StoredSpan(segment, 0, num_tokens),))
+
+
+def test_what_is_used_less_goes_first_and_what_never_was_before_it() -> None:
+    root, strategy = Node([], None), ScoreEviction(1000, RETENTION)
+    never, rare, often = root.add(1, 2), root.add(3, 4), root.add(5, 6)
+    use(strategy, often, 3)
+    use(strategy, rare)
+
+    assert order(strategy, often=often, rare=rare, never=never) == ["never", "rare", "often"]
+
+
+def test_of_two_that_are_used_alike_the_less_important_goes_first() -> None:
+    root, strategy = Node([], None), ScoreEviction(1000, RETENTION)
+    dense, thin, unknown = root.add(*range(10)), root.add(*range(10, 20)), root.add(*range(20, 30))
+    use(strategy, dense, 2, stored(10, 0, 1, 2, 3, 4, 5, 6))
+    use(strategy, thin, 2, stored(10, 0))
+    use(strategy, unknown, 2)
+
+    assert order(strategy, dense=dense, thin=thin, unknown=unknown) == ["thin", "unknown", "dense"]
+
+
+def test_importance_and_frequency_are_multiplied() -> None:
+    """Three uses of a tenth against one of seven tenths."""
+    root, strategy = Node([], None), ScoreEviction(0, RETENTION)
+    dense, thin = root.add(*range(10)), root.add(*range(10, 20))
+    use(strategy, thin, 3, stored(10, 0))
+    use(strategy, dense, 1, stored(10, 0, 1, 2, 3, 4, 5, 6))
+
+    assert order(strategy, dense=dense, thin=thin) == ["thin", "dense"]
+    use(strategy, thin, 5, stored(10, 0))
+    assert order(strategy, dense=dense, thin=thin) == ["dense", "thin"]
+
+
+def test_each_node_has_the_share_of_its_own_tokens() -> None:
+    root, strategy = Node([], None), ScoreEviction(1000, RETENTION)
+    upper = root.add(0, 1, 2, 3)
+    lower = upper.add(4, 5, 6, 7)
+    use(strategy, lower, 2, stored(8, 4, 5, 6, 7))
+
+    assert order(strategy, upper=upper, lower=lower) == ["upper", "lower"]
+
+
+def test_old_popularity_fades_with_a_half_life_and_not_without() -> None:
+    for half_life, first in ((5.0, "old"), (0.0, "new")):
+        root, strategy = Node([], None), ScoreEviction(half_life, RETENTION)
+        old, new = root.add(1), root.add(2)
+        use(strategy, old, 40)
+        use(strategy, new, 20)
+
+        assert order(strategy, old=old, new=new)[0] == first
+
+
+def test_ties_are_broken_by_recency() -> None:
+    root, strategy = Node([], None), ScoreEviction(0, RETENTION)
+    early, late = root.add(1), root.add(2)
+    early.last_access_time, late.last_access_time = 1.0, 2.0
+    use(strategy, late)
+    use(strategy, early)
+
+    assert order(strategy, late=late, early=early) == ["early", "late"]
+
+
+def test_the_upper_half_of_a_split_node_keeps_the_uses() -> None:
+    root, strategy = Node([], None), ScoreEviction(0, RETENTION)
+    lower, other = root.add(1, 2, 3, 4), root.add(9)
+    use(strategy, lower, 5)
+    upper = Node([1, 2], root)
+    root.children[1] = upper
+    lower.key, lower.parent, upper.children = [3, 4], upper, {3: lower}
+    use(strategy, other, 5)
+    use(strategy, upper)
+
+    assert order(strategy, upper=upper, other=other) == ["other", "upper"]
+
+
+def test_a_million_half_lives_do_not_overflow() -> None:
+    root, strategy = Node([], None), ScoreEviction(0.001, RETENTION)
+    node, other = root.add(1), root.add(2)
+    use(strategy, node, 1000)
+    use(strategy, other, 1)
+
+    assert order(strategy, node=node, other=other) == ["node", "other"]
+    assert np.isfinite(strategy.get_priority(other)[0])
