@@ -271,7 +271,9 @@ class PrefixStore:
         }
 
     def check_integrity(self) -> None:
-        """Compare tree, quota, readers and caches with each other.
+        """Compare tree, quota, readers, caches and index with each other.
+
+        The index is left out while something is being written, which may take long.
 
         Raises:
             AssertionError: they differ, which is a bug.
@@ -284,6 +286,10 @@ class PrefixStore:
         used = sum(segment.file_bytes for segment in charged.values())
         assert self._used_bytes == used
         self._readers.check_integrity(live)
+        if not self._writes and not self._reorderer.pending:
+            indexed = self._worker.submit(self._catalog.indexed).result()
+            # A row too many is a file that could not be removed, which was logged.
+            assert all(indexed.get(sid) == segment.file_bytes for sid, segment in live.items())
 
     def close(self) -> None:
         """Finish writes, keep access times, close files and release the lock; idempotent."""

@@ -107,6 +107,10 @@ class Catalog:
             self.remove(segment_id)
         return found
 
+    def indexed(self) -> dict[str, int]:
+        """Segments of the index and the sizes that their files should have."""
+        return dict(self._connection.execute("SELECT segment_id, file_bytes FROM segments"))
+
     def close(self) -> None:
         """Close the database."""
         self._connection.close()
