@@ -87,12 +87,12 @@ class Comparison:
         store = self._folder / f"store-{policy}"
         link_store(self._prepared, store)
         with self._server(policy, policy, store, tiers) as server:
-            row = self._measure(policy, server)
+            row = self._measure(policy, server, tiers.ssd_mbps)
         if not self._keep_stores:
             shutil.rmtree(store)
         return row
 
-    def _measure(self, policy: str, server: Server) -> report.Row:
+    def _measure(self, policy: str, server: Server, ssd_mbps: float) -> report.Row:
         measured = self._trace.measured
         if policy == "recompute":
             measured = measured[: self._recompute_requests]
@@ -104,6 +104,8 @@ class Comparison:
             if policy in REORDERING:
                 with self._step(f"{policy}: reordering"):
                     server.reorder()
+            # Caches fill alike at any speed; how reads are cut follows the speed that is seen.
+            server.emulate_ssd(ssd_mbps)
             self._ask(server, f"{policy}: second warm-up", self._trace.settle)
         before = server.stats()
         ttft_ms = self._ask(server, f"{policy}: measuring", measured)

@@ -97,7 +97,6 @@ def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> li
         "--impress-store-approximate=off",
         f"--impress-device-gb={tiers.device_mb / 1e3:.6f}",
         f"--impress-host-gb={tiers.host_mb / 1e3:.6f}",
-        f"--impress-ssd-mbps={tiers.ssd_mbps:g}",
     ]
     if policy in REORDERING:
         flags.append("--impress-reorder-interval=0")
@@ -150,6 +149,10 @@ class Server:
             if time.monotonic() > deadline:
                 raise BenchFailed(f"reordering took more than {REORDER_SECONDS} s")
             time.sleep(0.2)
+
+    def emulate_ssd(self, mbps: float) -> None:
+        """Slow reads from SSD down from now on; 0 for as fast as they are."""
+        self._request("POST", "/impress/emulate_ssd", json={"mbps": mbps})
 
     def stop(self) -> None:
         """Let the server finish its writes and close its store."""

@@ -121,8 +121,8 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     group.add_argument(
         "--ssd-mbps",
         type=float,
-        default=60,
-        help="bandwidth of the emulated SSD in MB/s; 0 = the real SSD (default: 60)",
+        default=30,
+        help="bandwidth of the emulated SSD in MB/s; 0 = the real SSD (default: 30)",
     )
     group.add_argument(
         "--concurrency", type=_positive, default=1, help="requests under way (default: 1)"

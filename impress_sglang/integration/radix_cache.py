@@ -222,6 +222,10 @@ class ImpressRadixCache(RadixCache):
         self._runtime.store.poll()
         return queued
 
+    def emulate_ssd(self, mbps: float) -> None:
+        """For benchmarks: see `PrefixStore.emulate_ssd`."""
+        self._runtime.store.emulate_ssd(mbps)
+
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
         self._runtime.store.poll()

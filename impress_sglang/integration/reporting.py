@@ -9,7 +9,9 @@ from impress_sglang.integration.radix_cache import REPORT_KEY, ImpressRadixCache
 
 STATS_ROUTE = "/impress/stats"
 REORDER_ROUTE = "/impress/reorder"
+EMULATE_ROUTE = "/impress/emulate_ssd"
 REORDER_ORDER = "impress_reorder"
+EMULATE_ORDER = "impress_ssd_mbps"
 _STATE_ATTRIBUTE = "_impress_report"
 
 
@@ -48,20 +50,22 @@ def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> An
 
     SGLang lets only numbers through, so an order is a name and a number.
     """
-    force = request.server_args.get(REORDER_ORDER)
-    if force is None:
+    orders = request.server_args
+    if not orders.keys() & {REORDER_ORDER, EMULATE_ORDER}:
         return original(scheduler, request)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     cache = scheduler.tree_cache
     taken = isinstance(cache, ImpressRadixCache)
-    if taken:
-        cache.reorder(force=bool(force))
+    if taken and REORDER_ORDER in orders:
+        cache.reorder(force=bool(orders[REORDER_ORDER]))
+    if taken and EMULATE_ORDER in orders:
+        cache.emulate_ssd(float(orders[EMULATE_ORDER]))
     return SetInternalStateReqOutput(updated=taken)
 
 
 def add_routes(*_: Any, **__: Any) -> None:
-    """Before the HTTP server starts: add `GET /impress/stats` and `POST /impress/reorder`."""
+    """Before the HTTP server starts: add our routes under `/impress`."""
     from fastapi import APIRouter, Body
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.io_struct import SetInternalStateReq
@@ -79,13 +83,19 @@ def add_routes(*_: Any, **__: Any) -> None:
     async def impress_stats() -> dict[str, Any]:
         return await stats()
 
+    async def order(name: str, value: float) -> dict[str, Any]:
+        manager = http_server.get_global_state().tokenizer_manager
+        await manager.set_internal_state(SetInternalStateReq(server_args={name: value}))
+        return await stats()
+
     @router.post(REORDER_ROUTE)
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def impress_reorder(force: bool = Body(default=False, embed=True)) -> dict[str, Any]:
-        manager = http_server.get_global_state().tokenizer_manager
-        await manager.set_internal_state(
-            SetInternalStateReq(server_args={REORDER_ORDER: int(force)})
-        )
-        return (await stats())["reorder"]
+        return (await order(REORDER_ORDER, int(force)))["reorder"]
+
+    @router.post(EMULATE_ROUTE)
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def impress_emulate_ssd(mbps: float = Body(ge=0, embed=True)) -> dict[str, Any]:
+        return (await order(EMULATE_ORDER, mbps))["store"]
 
     http_server.app.include_router(router)

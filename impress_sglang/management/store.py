@@ -115,8 +115,8 @@ class PrefixStore:
             device_bytes=config.device_bytes if policy.stores else 0,
             host_bytes=config.host_bytes if policy.stores else 0,
         )
-        bucket = TokenBucket(config.ssd_mbps * 1e6) if config.ssd_mbps else None
-        self._reader = ChunkReader(config.io_threads, bucket)
+        self._bucket = TokenBucket(config.ssd_mbps * 1e6)
+        self._reader = ChunkReader(config.io_threads, self._bucket)
         self._readers = SegmentReaders(
             self._directory,
             shape,
@@ -134,7 +134,7 @@ class PrefixStore:
         self._closed = False
         self.stats = StoreStats()
         self.tree, self._used_bytes = self._recover()
-        rewriter = Rewriter(self._directory, bucket, direct=self._direct)
+        rewriter = Rewriter(self._directory, self._bucket, direct=self._direct)
         self._reorderer = Reorderer(self.tree, self._readers, rewriter)
 
     @property
@@ -242,6 +242,10 @@ class PrefixStore:
         """
         self._next_reorder = time.monotonic() + self._config.reorder_interval
         return self._reorderer.enqueue(force=force) if self._reorders else 0
+
+    def emulate_ssd(self, mbps: float) -> None:
+        """Let reads from SSD be as slow as `mbps` MB/s from now on; 0 as fast as they are."""
+        self._bucket.set_rate(mbps * 1e6)
 
     def reorder_summary(self) -> dict[str, int]:
         """Counters for the statistics page; `pending` are in work or wait."""

@@ -83,7 +83,7 @@ class ChunkReader:
     """A pool of threads that read and verify; `num_threads` reads are in flight at most."""
 
     def __init__(self, num_threads: int, bucket: TokenBucket | None = None) -> None:
-        """`bucket` emulates a slower device."""
+        """`bucket` emulates a slower device; none is as fast as the device."""
         self._num_threads = num_threads
         self._bucket = bucket
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="impress-read")

@@ -10,14 +10,22 @@ class TokenBucket:
     """Lets `bytes_per_second` pass, over all threads; an idle bucket holds `burst_bytes`."""
 
     def __init__(self, bytes_per_second: float, burst_bytes: int = 64 << 10) -> None:
-        assert bytes_per_second > 0
-        self._seconds_per_byte = 1.0 / bytes_per_second
-        self._burst_seconds = burst_bytes * self._seconds_per_byte
+        """A rate of 0 lets everything pass."""
+        self._burst_bytes = burst_bytes
         self._lock = threading.Lock()
         self._paid_until = 0.0
+        self.set_rate(bytes_per_second)
+
+    def set_rate(self, bytes_per_second: float) -> None:
+        """Change the rate; 0 lets everything pass."""
+        assert bytes_per_second >= 0
+        self._seconds_per_byte = 1.0 / bytes_per_second if bytes_per_second else 0.0
+        self._burst_seconds = self._burst_bytes * self._seconds_per_byte
 
     def take(self, num_bytes: int) -> None:
         """Wait until `num_bytes` may pass."""
+        if not self._seconds_per_byte:
+            return
         with self._lock:
             start = max(self._paid_until, time.monotonic() - self._burst_seconds)
             self._paid_until = start + num_bytes * self._seconds_per_byte

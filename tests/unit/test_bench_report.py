@@ -162,7 +162,6 @@ def test_sizes_of_caches_are_given_in_gb() -> None:
     flags = policy_flags("as", Path("kv"), 0.25, Tiers(device_mb=5.5, host_mb=11, ssd_mbps=60))
     assert "--impress-device-gb=0.005500" in flags
     assert "--impress-host-gb=0.011000" in flags
-    assert "--impress-ssd-mbps=60" in flags
 
 
 def test_figures_are_drawn(tmp_path: Path) -> None:
