@@ -48,8 +48,8 @@ from bench.trace import Tokenize, Trace, TraceOptions, make_trace, write_for_ben
 from bench.zygote import Zygote
 from impress_sglang.demo.model import DemoModelMissing, model_path
 
-# The second warm-up, as a share of the first.
-SETTLE_SHARE = 0.25
+# The warm-up at the speed of the measured part, as a share of the one before.
+SETTLE_SHARE = 0.1
 
 
 def main() -> int:
