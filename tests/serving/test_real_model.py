@@ -56,7 +56,7 @@ def test_bytes_of_a_three_thousand_token_prefix(server: Server, workdir: Path) -
     from_device = _bytes_read_by(server) - before
     assert said["loaded_tokens"] == retained_tokens(3000, 0.25) == 750
     assert said["layers_by_probe"] + said["layers_by_fallback"] == 30
-    path = max(workdir.glob("store-smollm/*/segments/*/*.kv"), key=lambda p: p.stat().st_mtime)
+    path = max(workdir.glob("store-smollm/*/segments/*/*.kv"), key=lambda p: p.stat().st_size)
     layout = read_header(path).info.layout()
     assert layout.num_tokens == 3000
     probe_chunks = said["ssd_chunks"] - said["selected_chunks"]
@@ -67,8 +67,8 @@ def test_bytes_of_a_three_thousand_token_prefix(server: Server, workdir: Path) -
     assert said["ssd_bytes"] == pytest.approx(analytic, rel=0.03)
     assert said["ssd_needed_bytes"] < said["ssd_bytes"]
     if server.stats()["store"]["direct_io"]:
-        header = layout.header_bytes
-        assert from_device == pytest.approx(said["ssd_bytes"], rel=0.02, abs=2 * header)
+        # The processes may also read pages of their code, and read the header.
+        assert said["ssd_bytes"] <= from_device <= 1.05 * said["ssd_bytes"]
     again = report(server.generate([*prefix, *range(2000, 2064)], 1))
     assert again["device_chunks"] > 0.8 * again["chunks_accessed"]
     assert again["ssd_bytes"] < said["ssd_bytes"] / 4
