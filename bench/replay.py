@@ -359,7 +359,8 @@ def _arguments() -> argparse.Namespace:
     add("--host-share", type=float, default=0.12, help="host cache as a share of all KVs")
     add("--ssd-mbps", type=float, default=3000.0, help="modelled bandwidth")
     add("--ssd-piece-us", type=float, default=5.0, help="modelled time of one more piece")
-    add("--half-lives", type=_floats, default=[1000.0], help="of impress, in requests, 0 = never")
+    half_life = [ImpressConfig().half_life]
+    add("--half-lives", type=_floats, default=half_life, help="of impress, in requests, 0 = never")
     add("--shift", action="store_true", help="popularity moves to other prefixes half-way")
     add("--windows", type=int, default=1, help="parts of the trace to give hit ratios for")
     add("--seed", type=int, default=1)

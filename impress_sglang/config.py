@@ -63,7 +63,7 @@ class ImpressConfig:
     store_approximate: bool = True
     device_gb: float = 0.5
     host_gb: float = 4.0
-    half_life: float = 1000.0
+    half_life: float = 200.0
     reorder_interval: float = 600.0
     reorder_key: str = "selected"
     ssd_mbps: float = 0.0

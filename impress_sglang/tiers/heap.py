@@ -57,11 +57,9 @@ class LowestFirst:
         heapq.heapify(self._entries)
 
     def compact(self, members: Ids, priorities: Floats) -> None:
-        """Drop entries that are out of date, when they outnumber the members."""
-        if len(self._entries) > 2 * len(members) + 64:
-            found = zip(priorities[members].tolist(), members.tolist(), strict=True)
-            self._entries = list(found)
-            heapq.heapify(self._entries)
+        """Drop all entries that are out of date."""
+        self._entries = list(zip(priorities[members].tolist(), members.tolist(), strict=True))
+        heapq.heapify(self._entries)
 
     def check_integrity(self, members: Iterable[int], priorities: Floats) -> None:
         """Check the invariant.

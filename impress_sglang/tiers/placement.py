@@ -242,7 +242,7 @@ class Placement:
         for chunk, priority in zip(ids[order].tolist(), priorities[order].tolist(), strict=True):
             self._place_one(chunk, priority, origins)
         for tier, heap in self._heaps.items():
-            if len(heap) > 2 * self._counts[tier] + 64:
+            if len(heap) > self._counts[tier] * 5 // 4 + 64:
                 heap.compact(np.flatnonzero(self._tiers == tier), self._rule.priorities)
         return tuple(self._moves(origins))
 
@@ -358,7 +358,7 @@ class Placement:
                 if length == size:
                     del self._gaps[position]
                 return base
-        self._grow(max(2 * len(self._tiers), len(self._tiers) + size))
+        self._grow(max(len(self._tiers) * 5 // 4, len(self._tiers) + size))
         return self._take_range(size)
 
     def _give_range(self, base: int, size: int) -> None:

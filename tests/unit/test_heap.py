@@ -142,16 +142,6 @@ def test_compacting_leaves_one_entry_per_member_when_most_are_out_of_date() -> N
     assert heap.lowest(priorities) == (4.0, 3)
 
 
-def test_compacting_does_nothing_while_few_are_out_of_date() -> None:
-    heap, members, priorities = heap_of(*range(1, 101))
-    kept = np.arange(50)
-    members.intersection_update(kept.tolist())
-
-    heap.compact(kept, priorities)
-
-    assert len(heap) == 100
-
-
 @pytest.mark.parametrize("noted", [None, 2.5])
 def test_a_member_without_an_entry_at_or_below_its_priority_is_noticed(
     noted: float | None,
