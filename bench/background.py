@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import threading
 import time
@@ -91,7 +90,9 @@ def _run(
         for kind in (False, True)
     )
     return {
-        "command": " ".join(["python -m bench.background", *sys.argv[1:]]),
+        "command": f"python -m bench.background --clients {args.clients} --windows {args.windows} "
+        f"--requests {args.requests} --prefixes {args.prefixes} "
+        f"--prefix-tokens {args.prefix_tokens} --retention {args.retention}",
         "machine": describe_machine(),
         "model": model.name,
         "clients": args.clients,

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -292,7 +293,7 @@ def main() -> None:
         rows.append(row)
         print(_line(row), flush=True)
     result = {
-        "command": "python -m bench.replay",
+        "command": _command(),
         "machine": describe_machine(),
         "shape": args.shape,
         "prefixes": args.prefixes,
@@ -305,6 +306,15 @@ def main() -> None:
     }
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _command() -> str:
+    """This command without the path of its output."""
+    options = sys.argv[1:]
+    if "--json" in options:
+        position = options.index("--json")
+        del options[position : position + 2]
+    return " ".join(["python -m bench.replay", *options])
 
 
 def _configs(args: argparse.Namespace) -> Iterator[ImpressConfig]:
