@@ -8,7 +8,7 @@ replayed with the planner alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -120,10 +120,6 @@ class PlannedRead:
     access: Access
     num_rows: int
 
-    def of(self, stream: Stream) -> list[ReadPart]:
-        """The parts of a stream; none if it has no heads."""
-        return [part for part in self.parts if part.stream is stream]
-
 
 class PrefixPlanner:
     """Plans the reads of one request over consecutive spans of segments."""
@@ -169,14 +165,9 @@ class PrefixPlanner:
         """Say which tokens the layer uses: ascending, by scores [Hp, m]; updates the averages."""
         self._count_important(tokens)
         first = 0
-        for span in self._spans:
-            low, high = np.searchsorted(tokens, [first, first + len(span)])
-            span.history.note(
-                layer,
-                span.start,
-                tokens[low:high] - first,
-                importance[:, first : first + len(span)],
-            )
+        for span, own in self._by_span(tokens):
+            scores = importance[:, first : first + len(span)]
+            span.history.note(layer, span.start, own, scores)
             first += len(span)
 
     def note_whole(self, layer: int) -> None:
@@ -195,17 +186,20 @@ class PrefixPlanner:
         self._on_device.clear()
 
     def _rows(self, layer: int, tokens: Indices | None) -> list[RowPlan]:
-        plans, first = [], 0
+        wanted = np.arange(self.num_tokens) if tokens is None else tokens
+        return [
+            plan_rows(span, layer, own + span.start)
+            for span, own in self._by_span(wanted)
+            if len(own)
+        ]
+
+    def _by_span(self, tokens: Indices) -> Iterator[tuple[SourceSpan, Indices]]:
+        """The tokens of each span, counted from its start."""
+        first = 0
         for span in self._spans:
-            if tokens is None:
-                local = np.arange(span.start, span.stop)
-            else:
-                low, high = np.searchsorted(tokens, [first, first + len(span)])
-                local = tokens[low:high] - (first - span.start)
-            if len(local):
-                plans.append(plan_rows(span, layer, local))
+            low, high = np.searchsorted(tokens, [first, first + len(span)])
+            yield span, tokens[low:high] - first
             first += len(span)
-        return plans
 
     def count(self, read: PlannedRead) -> None:
         """The read was carried out: count it."""
