@@ -24,7 +24,13 @@ import torch
 from bench.machine import describe_machine
 from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.history import TokenHistory
-from impress_sglang.importance.identify import PaperRule, probe_kv_heads
+from impress_sglang.importance.identify import (
+    IdentificationRule,
+    PaperRule,
+    SketchRule,
+    make_rule,
+    stored_probe,
+)
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.layout import KVShape
@@ -77,13 +83,16 @@ def main() -> None:
         default="none",
         help="small ones evict all the time; roomy ones hold the whole prefix",
     )
+    parser.add_argument("--identify", default="sketch", choices=["sketch", "paper"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     args = parser.parse_args()
     torch.set_num_threads(2)
     torch.manual_seed(0)
     dtype = getattr(torch, args.dtype)
-    probes = probe_kv_heads(QUERY_HEADS, KV_HEADS, 3)
-    shape = KVShape(LAYERS, QUERY_HEADS, KV_HEADS, DIM, DIM, dtype, probes)
+    probes, sketch_bits = stored_probe(
+        args.identify, QUERY_HEADS, KV_HEADS, probe_heads=3, sketch_bits=4
+    )
+    shape = KVShape(LAYERS, QUERY_HEADS, KV_HEADS, DIM, DIM, dtype, probes, sketch_bits)
     with tempfile.TemporaryDirectory(dir=".") as directory:
         runs = _measure(args, shape, directory)
     best = min(runs, key=lambda run: run["wall"])
@@ -96,6 +105,7 @@ def main() -> None:
         "used_tokens": retained_tokens(args.prefix, args.retention),
         "dtype": args.dtype,
         "caches": args.caches,
+        "identify": args.identify,
         "milliseconds": {stage: round(value, 2) for stage, value in best.items()},
         "overhead_ms": round(overhead, 2),
     }
@@ -121,7 +131,8 @@ def _measure(args: argparse.Namespace, shape: KVShape, directory: str) -> list[d
     )
     store.drain()
     timers = _install_timers()
-    runs = [_one_request(args, store, shape, tokens, kv, timers) for _ in range(REPEATS)]
+    rule = make_rule(args.identify, 0.6)
+    runs = [_one_request(args, store, shape, rule, tokens, kv, timers) for _ in range(REPEATS)]
     store.close()
     return runs
 
@@ -130,15 +141,17 @@ def _install_timers() -> Timers:
     timers = Timers()
     timers.wrap(ChunkReader, "read", "read")
     timers.wrap(loader, "column_sums", "scores")
-    timers.wrap(PaperRule, "judge", "select")
-    timers.wrap(PaperRule, "fall_back", "select")
+    timers.wrap(PaperRule, "select", "select")
+    timers.wrap(SketchRule, "select", "select")
+    timers.wrap(SegmentSource, "_restore", "restore")
     timers.wrap(PrefixPlanner, "plan", "plan")
     timers.wrap(PrefixPlanner, "count", "plan")
     timers.wrap(Placement, "access", "place")
     timers.wrap(TokenHistory, "note", "average")
     timers.wrap(SegmentSource, "_rows", "copy")
     timers.wrap(ChunkCache, "settle", "move")
-    timers.wrap(PrefixLoader, "_join", "copy")
+    timers.wrap(loader, "_by_head", "copy")
+    timers.wrap(loader, "join_keys", "copy")
     return timers
 
 
@@ -146,11 +159,12 @@ def _one_request(
     args: argparse.Namespace,
     store: PrefixStore,
     shape: KVShape,
+    rule: IdentificationRule,
     tokens: np.ndarray,
     kv: torch.Tensor,
     timers: Timers,
 ) -> dict[str, float]:
-    prefix_loader = PrefixLoader(shape, PaperRule(0.6))
+    prefix_loader = PrefixLoader(shape, rule)
     # Queries near one key, so that heads agree and layers take the probe path, as on real text.
     queries = kv[args.prefix // 2].repeat_interleave(3, 0) + 0.5 * torch.randn(
         args.new, QUERY_HEADS, DIM

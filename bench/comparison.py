@@ -20,6 +20,7 @@ from bench.servers import (
     Server,
     Setup,
     Tiers,
+    identification,
     link_store,
     policy_flags,
     running,
@@ -55,28 +56,35 @@ class Comparison:
         self._zygote = zygote
         self._client = client
         self._folder = folder
-        self._prepared = folder / "prepared"
         self._recompute_requests = recompute_requests
         self._keep_stores = keep_stores
         self._record = record
 
-    def prepare(self) -> int:
-        """Compute and store every prefix; returns their bytes on SSD.
+    def prepare(self, identifications: Sequence[str]) -> int:
+        """Compute and store every prefix in each layout that is needed.
+
+        Returns:
+            Bytes on SSD in the layout of the first identification.
 
         Raises:
             BenchFailed: not all were stored.
         """
+        sizes = [self._prepare(name) for name in dict.fromkeys(identifications)]
+        return sizes[0]
+
+    def _prepare(self, identified_by: str) -> int:
         prefixes = [prefix.tokens for prefix in self._trace.prefixes]
+        store = self._prepared(identified_by)
         with (
-            self._server("prepare", "as", self._prepared, NO_TIERS) as server,
-            self._step("computing the prefixes", len(prefixes)) as tick,
+            self._server(store.name, f"as@{identified_by}", store, NO_TIERS) as server,
+            self._step(f"computing the prefixes for {identified_by}", len(prefixes)) as tick,
         ):
             for tokens in prefixes:
                 self._client.ask(server.url, [tokens], tick)
                 # While a prefix is written, the pool has no room to write another.
                 server.flush()
             server.stop()
-        sizes = segment_sizes(self._prepared)
+        sizes = segment_sizes(store)
         if len(sizes) != len(prefixes):
             raise BenchFailed(
                 f"{len(sizes)} segments were stored for {len(prefixes)} prefixes; is there room "
@@ -87,12 +95,15 @@ class Comparison:
     def measure(self, policy: str, tiers: Tiers) -> report.Row:
         """Run the trace with one policy."""
         store = self._folder / f"store-{policy}"
-        link_store(self._prepared, store)
+        link_store(self._prepared(identification(policy)), store)
         with self._server(policy, policy, store, tiers) as server:
             row = self._measure(policy, server, tiers.ssd_mbps)
         if not self._keep_stores:
             shutil.rmtree(store)
         return row
+
+    def _prepared(self, identified_by: str) -> Path:
+        return self._folder / f"prepared-{identified_by}"
 
     def _measure(self, policy: str, server: Server, ssd_mbps: float) -> report.Row:
         measured = self._trace.measured
@@ -106,7 +117,7 @@ class Comparison:
             # An order is found from the first part; the second one fills the caches again.
             first = round(len(warmup) * FIRST_SHARE)
             self._ask(server, f"{policy}: warm-up", warmup[:first])
-            if policy in REORDERING:
+            if policy.partition("@")[0] in REORDERING:
                 with self._step(f"{policy}: reordering"):
                     server.reorder()
             self._ask(server, f"{policy}: second warm-up", warmup[first:])

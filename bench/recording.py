@@ -2,6 +2,10 @@
 
 A server writes one file per request (`--impress-record-dir`); a packed recording is a single file
 of bits, small enough to be kept. It holds no text: a prefix is named by a number.
+
+For each prefix p it has `p.tokens` m, `p.selected` uint8 [requests, L, lanes, ceil(m / 8)] and
+`p.all_keys` bool [requests, L]; `order` says in which order the requests came. Files from before
+there were lanes have no such dimension in `p.selected`.
 """
 
 from __future__ import annotations
@@ -40,8 +44,8 @@ def pack_recording(recording: Recording, path: Path) -> None:
     arrays = {"order": np.array(recording.order)}
     for number, selections in enumerate(recording.questions):
         stacked = np.stack([selection.selected for selection in selections])
-        arrays[f"{number}.tokens"] = np.array(stacked.shape[2])
-        arrays[f"{number}.selected"] = np.packbits(stacked, axis=2)
+        arrays[f"{number}.tokens"] = np.array(stacked.shape[3])
+        arrays[f"{number}.selected"] = np.packbits(stacked, axis=3)
         arrays[f"{number}.all_keys"] = np.stack([s.all_keys for s in selections])
     np.savez_compressed(path, **arrays)
 
@@ -64,7 +68,9 @@ def _from_file(path: Path) -> Recording:
         for number in range(len({prefix for prefix, _ in order})):
             count = int(file[f"{number}.tokens"])
             packed = file[f"{number}.selected"]
-            selected = np.unpackbits(packed, axis=2, count=count).astype(np.bool_)
+            if packed.ndim == 3:
+                packed = packed[:, :, None]
+            selected = np.unpackbits(packed, axis=3, count=count).astype(np.bool_)
             flags = file[f"{number}.all_keys"]
             name = str(number)
             questions.append(

@@ -18,7 +18,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,14 @@ from impress_sglang.importance.history import TokenHistory
 from impress_sglang.importance.recording import RecordedSelection
 from impress_sglang.management import reorder
 from impress_sglang.management.policies import Policy, make_policy
-from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, Stream
+from impress_sglang.storage.layout import (
+    BLOCK_BYTES,
+    PROBE,
+    SKETCH_BITS,
+    KVShape,
+    SegmentLayout,
+    Stream,
+)
 from impress_sglang.tiers.placement import Placement
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.plan import SourceSpan
@@ -101,11 +108,12 @@ class Replay:
         gap_bytes: int,
     ) -> None:
         self._policy, self._shape, self._gap_bytes = policy, shape, gap_bytes
+        self._exact = policy.exact(ImpressConfig().retention)
         recorded = recording.questions
         self._questions = [recorded[i % len(recorded)] for i in range(num_prefixes)]
         page = PageShape.of(shape, CHUNK_TOKENS)
         layouts = [
-            SegmentLayout(shape, CHUNK_TOKENS, own[0].selected.shape[1], BLOCK_BYTES)
+            SegmentLayout(shape, CHUNK_TOKENS, own[0].selected.shape[2], BLOCK_BYTES)
             for own in self._questions
         ]
         self.kv_bytes = sum(layout.file_bytes - BLOCK_BYTES for layout in layouts)
@@ -120,7 +128,7 @@ class Replay:
             StoredPrefix(
                 ReplaySegment(layout),
                 self.placement.attach(page.chunk_pages(layout)),
-                TokenHistory(shape.num_layers, layout.num_tokens),
+                TokenHistory(shape.num_layers, shape.num_lanes, layout.num_tokens),
             )
             for layout in layouts
         ]
@@ -151,46 +159,63 @@ class Replay:
     def _serve(self, stored: StoredPrefix, question: RecordedSelection) -> ReadStats:
         self.placement.advance()
         planner = PrefixPlanner(self._shape, [stored.span], self.placement, self._page.page_bytes)
-        importance = torch.empty(1, question.selected.shape[1])
         for layer in range(self._shape.num_layers):
-            if self._policy.exact:
-                self._read(planner, layer, list(Stream))
-                planner.note_whole(layer)
-                continue
-            recorded = layer % len(question.selected)
-            tokens = np.flatnonzero(question.selected[recorded])
-            self._read(planner, layer, [Stream.PROBE_KEYS])
-            if question.all_keys[recorded]:
-                self._read(planner, layer, [Stream.OTHER_KEYS])
-                self._read(planner, layer, [Stream.VALUES], tokens)
+            if self._exact:
+                self._read_whole(planner, layer)
             else:
-                self._read(planner, layer, [Stream.OTHER_KEYS, Stream.VALUES], tokens)
-            planner.note_selection(layer, tokens, importance)
+                self._read_selection(planner, layer, question)
         return planner.stats
 
-    def _read(
-        self,
-        planner: PrefixPlanner,
-        layer: int,
-        streams: Sequence[Stream],
-        tokens: np.ndarray | None = None,
+    def _read_whole(self, planner: PrefixPlanner, layer: int) -> None:
+        """As `PrefixLoader` does it: sketches are not needed."""
+        shape = self._shape
+        if not shape.sketch_bits:
+            self._read(planner, layer, {PROBE: None})
+        self._read(planner, layer, dict.fromkeys(shape.streams[1:]))
+        planner.note_whole(layer)
+
+    def _read_selection(
+        self, planner: PrefixPlanner, layer: int, question: RecordedSelection
     ) -> None:
-        planner.count(planner.plan(layer, streams, tokens, self._gap_bytes))
+        """As `PrefixLoader` does it; layers and lanes are repeated where too few were recorded."""
+        shape = self._shape
+        recorded = layer % len(question.selected)
+        lanes = question.selected[recorded]
+        selected = [np.flatnonzero(lanes[lane % len(lanes)]) for lane in range(shape.num_lanes)]
+        all_keys = bool(question.all_keys[recorded])
+        if not (all_keys and shape.sketch_bits):
+            self._read(planner, layer, {PROBE: None})
+        wanted: dict[Stream, np.ndarray | None] = {}
+        if all_keys:
+            self._read(planner, layer, dict.fromkeys(shape.key_streams))
+        else:
+            wanted.update(zip(shape.key_streams, selected, strict=True))
+        wanted.update(zip(shape.value_streams, selected, strict=True))
+        self._read(planner, layer, wanted)
+        planner.note_selection(layer, selected, None)
+
+    def _read(
+        self, planner: PrefixPlanner, layer: int, wanted: Mapping[Stream, np.ndarray | None]
+    ) -> None:
+        planner.count(planner.plan(layer, wanted, self._gap_bytes))
 
     def _reorder_one(self, stored: StoredPrefix) -> None:
         layout = stored.segment.layout
         mapping = reorder.mapping_lists(stored.history.order_key, [0])
         shares = reorder.chunk_shares(stored.history.average, mapping, layout)
         base = self.placement.attach(self._page.chunk_pages(layout))
-        for layer in range(self._shape.num_layers):
-            for stream in Stream:
-                first = layout.chunk_index(layer, stream, 0)
-                chunks = np.arange(first, first + layout.num_chunks)
-                probe = stream is Stream.PROBE_KEYS
-                expected = np.ones(layout.num_chunks) if probe else shares[layer]
-                self.placement.inherit(base + chunks, stored.base + chunks, expected)
+        ids = np.arange(layout.total_chunks)
+        expected = reorder.expected_shares(layout, shares)
+        self.placement.inherit(base + ids, stored.base + ids, expected)
         self.placement.detach(stored.base, layout.total_chunks)
         stored.base, stored.segment = base, ReplaySegment(layout, mapping)
+
+
+def shape_of(name: str, sketch_bits: int) -> KVShape:
+    """A known shape, with sketches instead of keys of probe heads if there are bits."""
+    if not sketch_bits:
+        return SHAPES[name]
+    return dataclasses.replace(SHAPES[name], probe_kv_heads=(), sketch_bits=sketch_bits)
 
 
 def draw_requests(
@@ -220,7 +245,7 @@ def replay_policy(
     """Figures of one policy."""
     replay = Replay(
         make_policy(config),
-        SHAPES[args.shape],
+        shape_of(args.shape, args.sketch_bits),
         recording,
         args.prefixes,
         device_share=args.device_share,
@@ -296,6 +321,7 @@ def main() -> None:
         "command": _command(),
         "machine": describe_machine(),
         "shape": args.shape,
+        "sketch_bits": args.sketch_bits,
         "prefixes": args.prefixes,
         "sigma": args.sigma,
         "device_share": args.device_share,
@@ -360,6 +386,13 @@ def _arguments() -> argparse.Namespace:
     add("--recording", type=Path, default=RECORDINGS / "impress.npz")
     add("--recording-h2o", type=Path, default=RECORDINGS / "as+h2o.npz")
     add("--shape", choices=SHAPES, default="opt-6.7b")
+    add(
+        "--sketch-bits",
+        type=int,
+        choices=(0, *SKETCH_BITS),
+        default=0,
+        help="replay on segments with sketches of so many bits; 0: with keys of probe heads",
+    )
     add("--policies", type=lambda text: text.split(","), default=list(POLICIES))
     add("--prefixes", type=int, default=64, help="stored prefixes; recorded ones are repeated")
     add("--requests", type=int, default=400, help="measured requests")

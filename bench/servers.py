@@ -29,6 +29,10 @@ POLICIES = (
 BASELINES = POLICIES[:4]
 REORDERING = ("impress+itf+reorder", "impress")
 
+# `policy@identification` runs a policy with another --impress-identify than the default.
+IDENTIFIED = ("impress@paper", "impress+itf@paper", "impress+itf+reorder@paper")
+DEFAULT_IDENTIFICATION = "sketch"
+
 START_SECONDS = 300
 STOP_SECONDS = 30
 REQUEST_SECONDS = 300
@@ -84,10 +88,17 @@ class Tiers:
 NO_TIERS = Tiers(0, 0, 0)
 
 
+def identification(policy: str) -> str:
+    """The identification of a policy's name; stores differ by it."""
+    return policy.partition("@")[2] or DEFAULT_IDENTIFICATION
+
+
 def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> list[str]:
     """Arguments of the extension for one policy."""
-    flags = ["--enable-impress", f"--impress-ssd-dir={store}", f"--impress-policy={policy}"]
-    if policy == "recompute":
+    name = policy.partition("@")[0]
+    flags = ["--enable-impress", f"--impress-ssd-dir={store}", f"--impress-policy={name}"]
+    flags.append(f"--impress-identify={identification(policy)}")
+    if name == "recompute":
         return flags
     flags += [
         # Shorter than any prefix of a trace.
@@ -98,7 +109,7 @@ def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> li
         f"--impress-device-gb={tiers.device_mb / 1e3:.6f}",
         f"--impress-host-gb={tiers.host_mb / 1e3:.6f}",
     ]
-    if policy in REORDERING:
+    if name in REORDERING:
         flags.append("--impress-reorder-interval=0")
     return flags
 

@@ -36,7 +36,14 @@ from bench.client import Client
 from bench.comparison import Comparison, step
 from bench.examples import MADE, Example, TraceError, make_examples, read_examples
 from bench.machine import describe_machine
-from bench.servers import SPARE_TOKENS, BenchFailed, Setup, Tiers, server_environment
+from bench.servers import (
+    SPARE_TOKENS,
+    BenchFailed,
+    Setup,
+    Tiers,
+    identification,
+    server_environment,
+)
 from bench.serving_options import (
     DEFAULT_DATA,
     DEVICE_SHARE,
@@ -100,7 +107,7 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             keep_stores=args.keep is not None,
             record=args.record,
         )
-        stored_bytes = comparison.prepare()
+        stored_bytes = comparison.prepare([identification(policy) for policy in args.policies])
         tiers = _tiers(args, stored_bytes)
         rows = [comparison.measure(policy, tiers) for policy in args.policies]
     report.add_speedups(rows)

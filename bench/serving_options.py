@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.examples import READERS
-from bench.servers import MIN_PREFIX_TOKENS, POLICIES
+from bench.servers import IDENTIFIED, MIN_PREFIX_TOKENS, POLICIES
 from bench.trace import MIN_SIGMA
 from bench.zygote import ROOT
 
@@ -66,7 +66,8 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
         type=_policies,
         default=list(POLICIES),
         metavar="A,B",
-        help=f"what to compare (default: all of {', '.join(POLICIES)})",
+        help=f"what to compare (default: all of {', '.join(POLICIES)}); "
+        f"also {', '.join(IDENTIFIED)}",
     )
     group = parser.add_argument_group("trace")
     group.add_argument(
@@ -180,8 +181,9 @@ def _add_size(group: Any, name: str, what: str) -> None:
 def _policies(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in POLICIES:
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(POLICIES)}")
+        if name not in (*POLICIES, *IDENTIFIED):
+            known = ", ".join((*POLICIES, *IDENTIFIED))
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {known}")
     return names
 
 

@@ -27,7 +27,9 @@ POLICIES = (
     "as",
     "recompute",
 )
+IDENTIFICATIONS = ("sketch", "paper", "recent", "random", "random-nosink")
 REORDER_KEYS = ("selected", "importance")
+SKETCH_BITS = (2, 4, 8)
 DEFAULT_SSD_DIR = "~/.cache/impress-sglang/kv"
 
 
@@ -54,6 +56,9 @@ class ImpressConfig:
     ssd_gb: float = 32.0
     min_free_gb: float = 2.0
     retention: float = 0.25
+    min_retention: float = 0.05
+    identify: str = "sketch"
+    sketch_bits: int = 4
     probe_heads: int = 3
     alpha: float = 0.6
     chunk_tokens: int = 64
@@ -73,6 +78,16 @@ class ImpressConfig:
         for field in dataclasses.fields(self):
             _require_type(field.name, str(field.type), getattr(self, field.name))
         _require(0.0 < self.retention <= 1.0, "retention", self.retention, "0 < r <= 1")
+        _require(
+            0.0 <= self.min_retention <= self.retention,
+            "min_retention",
+            self.min_retention,
+            f"between 0 and the retention, {self.retention}",
+        )
+        rules = f"one of {', '.join(IDENTIFICATIONS)}"
+        _require(self.identify in IDENTIFICATIONS, "identify", self.identify, rules)
+        bits = f"one of {', '.join(map(str, SKETCH_BITS))}"
+        _require(self.sketch_bits in SKETCH_BITS, "sketch_bits", self.sketch_bits, bits)
         _require(self.probe_heads >= 1, "probe_heads", self.probe_heads, "at least 1")
         _require(0.0 < self.alpha <= 1.0, "alpha", self.alpha, "0 < alpha <= 1")
         _require(
@@ -202,20 +217,38 @@ OPTIONS: tuple[Option, ...] = (
         "retention",
         "--impress-retention",
         float,
-        "Share of a stored prefix that each layer uses (1.0 = all of it, exact).",
+        "Share of a stored prefix that each layer uses (1.0 = all of it, exact); a request may ask "
+        "for another one with custom_params impress_retention.",
     ),
+    Option(
+        "min_retention",
+        "--impress-min-retention",
+        float,
+        "Smallest share that a request gets, whatever it asks for.",
+    ),
+    Option(
+        "identify",
+        "--impress-identify",
+        str,
+        "How important tokens are found. sketch: by the keys of all heads in few bits, a set per "
+        "KV head; paper: by the keys of a few probe heads, one set for all heads if they agree; to "
+        "compare with: recent (the first and the last tokens), random, random-nosink.",
+        IDENTIFICATIONS,
+    ),
+    Option("sketch_bits", "--impress-sketch-bits", int, "Bits per element of a sketched key."),
     Option(
         "probe_heads",
         "--impress-probe-heads",
         int,
-        "Number of probe heads of a multi-head model (a GQA model probes "
-        "max(1, round(N * kv_heads / 32)) KV heads).",
+        "For --impress-identify paper: number of probe heads of a multi-head model (a GQA model "
+        "probes max(1, round(N * kv_heads / 32)) KV heads).",
     ),
     Option(
         "alpha",
         "--impress-alpha",
         float,
-        "Exponent of the similarity threshold t = j**alpha; larger means fewer layers fall back.",
+        "For --impress-identify paper: exponent of the similarity threshold t = j**alpha; larger "
+        "means fewer layers fall back.",
     ),
     Option(
         "chunk_tokens",

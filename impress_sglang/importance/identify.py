@@ -1,7 +1,8 @@
-"""Identification rules: which heads are probed, and whether their vote stands for all heads.
+"""Identification rules: which tokens of a prefix a layer uses.
 
-A rule is a small object behind `IdentificationRule`; the loader asks it and never looks inside, so
-that better rules can replace the paper's.
+A rule is a small object behind `IdentificationRule`; the loader asks it and never looks inside. It
+decides on what evidence it asks for: scores from the probe stream, or from all keys, or none.
+docs/identification.md compares them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from impress_sglang.importance.selection import (
@@ -18,6 +20,9 @@ from impress_sglang.importance.selection import (
     top_tokens,
     vote,
 )
+
+# Tokens at the start of a sequence that the baselines keep.
+SINK_TOKENS = 4
 
 
 def probe_kv_heads(num_query_heads: int, num_kv_heads: int, probe_heads: int) -> tuple[int, ...]:
@@ -34,33 +39,62 @@ def probe_kv_heads(num_query_heads: int, num_kv_heads: int, probe_heads: int) ->
     return tuple(range(count))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ProbeVerdict:
-    """What the probe heads say of a layer.
+class Evidence(Protocol):
+    """What a rule may ask of a layer; asking costs a read and a matrix product, once.
 
-    `tokens` is int64 [k], ascending, when one set serves all heads; None when the layer must fall
-    back to a set per KV head.
+    Scores are importance, float32, in the order of the query heads.
     """
 
-    similarity: float
-    threshold: float
-    tokens: Tensor | None
+    @property
+    def layer(self) -> int:
+        """Number of the layer."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """m, tokens of the prefix."""
+        ...
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a KV head."""
+        ...
+
+    def probe_scores(self) -> Tensor:
+        """[Hp, m], of the query heads that the probe stream has keys for."""
+        ...
+
+    def exact_scores(self) -> Tensor:
+        """[Hq, m], of all query heads; reads all keys."""
+        ...
 
 
 class IdentificationRule(Protocol):
-    """Decides which tokens of a prefix a layer uses.
+    """The contract; tests/unit/test_identify.py runs it on every implementation.
 
-    Implementations must be pure: same scores, same answer; and must return exactly `k` distinct
-    tokens in [0, m) per set.
+    Implementations must be pure: same evidence, same answer.
     """
 
-    def judge(self, probe_scores: Tensor, k: int) -> ProbeVerdict:
-        """Judge a layer by the scores [Hp, m] of the query heads that share the probe KV heads."""
+    def select(self, evidence: Evidence, k: int) -> Tensor:
+        """The tokens that a layer uses.
+
+        Returns:
+            int64, ascending and distinct in each row, in [0, m): [1, k] if one set serves all
+            heads, else [G, k], a set per KV head.
+        """
         ...
 
-    def fall_back(self, scores: Tensor, group_size: int, k: int) -> Tensor:
-        """Tokens of each KV head, int64 [G, k] ascending, from the scores [Hq, m] of all heads."""
-        ...
+
+def stored_probe(
+    rule: str, num_query_heads: int, num_kv_heads: int, *, probe_heads: int, sketch_bits: int
+) -> tuple[tuple[int, ...], int]:
+    """What a store keeps for `--impress-identify`: probe KV heads, and bits of a sketch (or 0).
+
+    Baselines that look at nothing use the sketch's layout, in which each head has its own streams.
+    """
+    if rule == "paper":
+        return probe_kv_heads(num_query_heads, num_kv_heads, probe_heads), 0
+    return (), sketch_bits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,28 +103,76 @@ class PaperRule:
 
     alpha: float
 
-    def judge(self, probe_scores: Tensor, k: int) -> ProbeVerdict:
-        """See `IdentificationRule.judge`."""
-        num_tokens = probe_scores.shape[1]
-        sets = top_tokens(probe_scores, k)
-        similarity = mean_jaccard(sets, num_tokens)
-        threshold = similarity_threshold(k, num_tokens, self.alpha)
-        agreed = similarity > threshold or sets.shape[0] == 1
-        return ProbeVerdict(similarity, threshold, vote(probe_scores, sets, k) if agreed else None)
+    def select(self, evidence: Evidence, k: int) -> Tensor:
+        """See `IdentificationRule.select`."""
+        scores = evidence.probe_scores()
+        sets = top_tokens(scores, k)
+        similarity = mean_jaccard(sets, evidence.num_tokens)
+        threshold = similarity_threshold(k, evidence.num_tokens, self.alpha)
+        if similarity > threshold or len(sets) == 1:
+            return vote(scores, sets, k)[None]
+        return per_head_tokens(evidence.exact_scores(), evidence.group_size, k)
 
-    def fall_back(self, scores: Tensor, group_size: int, k: int) -> Tensor:
-        """See `IdentificationRule.fall_back`."""
-        return per_head_tokens(scores, group_size, k)
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SketchRule:
+    """Each KV head takes its own top k by the scores of sketched keys of all heads."""
+
+    def select(self, evidence: Evidence, k: int) -> Tensor:
+        """See `IdentificationRule.select`."""
+        return per_head_tokens(evidence.probe_scores(), evidence.group_size, k)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class H2ORule:
     """The AS+H2O baselines of the paper: all keys are read, each KV head takes its own top k."""
 
-    def judge(self, probe_scores: Tensor, k: int) -> ProbeVerdict:
-        """See `IdentificationRule.judge`; always falls back."""
-        return ProbeVerdict(0.0, 1.0, None)
+    def select(self, evidence: Evidence, k: int) -> Tensor:
+        """See `IdentificationRule.select`."""
+        return per_head_tokens(evidence.exact_scores(), evidence.group_size, k)
 
-    def fall_back(self, scores: Tensor, group_size: int, k: int) -> Tensor:
-        """See `IdentificationRule.fall_back`."""
-        return per_head_tokens(scores, group_size, k)
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecentRule:
+    """A baseline that looks at nothing: the first `SINK_TOKENS` tokens and the last ones.
+
+    Without the first ones, on which attention rests, answers collapse (StreamingLLM,
+    https://arxiv.org/abs/2309.17453).
+    """
+
+    def select(self, evidence: Evidence, k: int) -> Tensor:
+        """See `IdentificationRule.select`."""
+        sinks = min(SINK_TOKENS, k)
+        recent = torch.arange(evidence.num_tokens - (k - sinks), evidence.num_tokens)
+        return torch.cat([torch.arange(sinks), recent])[None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RandomRule:
+    """The negative control: random tokens, the same for the same layer and length.
+
+    With `sinks` the first `SINK_TOKENS` tokens are among them.
+    """
+
+    sinks: bool
+
+    def select(self, evidence: Evidence, k: int) -> Tensor:
+        """See `IdentificationRule.select`."""
+        num_tokens = evidence.num_tokens
+        generator = torch.Generator().manual_seed(evidence.layer * 1_000_003 + num_tokens)
+        order = torch.randperm(num_tokens, generator=generator)
+        if self.sinks:
+            order = torch.cat([torch.arange(min(SINK_TOKENS, k)), order[order >= SINK_TOKENS]])
+        return order[:k].sort().values[None]
+
+
+def make_rule(name: str, alpha: float) -> IdentificationRule:
+    """The rule that `--impress-identify` names; `alpha` is the paper's exponent."""
+    rules: dict[str, IdentificationRule] = {
+        "sketch": SketchRule(),
+        "paper": PaperRule(alpha),
+        "recent": RecentRule(),
+        "random": RandomRule(sinks=True),
+        "random-nosink": RandomRule(sinks=False),
+    }
+    return rules[name]

@@ -7,7 +7,7 @@ from typing import Any
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.importance.identify import probe_kv_heads
+from impress_sglang.importance.identify import stored_probe
 from impress_sglang.integration.attention import ImpressTorchNativeBackend
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.runtime import ServingRuntime
@@ -37,10 +37,10 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
             "attn_backend_wrapper, and that SGLANG_PLUGINS includes impress"
         )
     shape = kv_shape(runner, config)
-    if not shape.other_kv_heads:
+    if config.identify == "paper" and not shape.other_kv_heads:
         logger.warning(
-            "this model has %d KV heads and all of them are probe heads: IMPRESS reads all keys of "
-            "a stored prefix, and saves values only",
+            "this model has %d KV heads and all of them are probe heads: --impress-identify paper "
+            "reads all keys of a stored prefix, and saves values only",
             shape.num_kv_heads,
         )
 
@@ -63,6 +63,13 @@ def kv_shape(runner: Any, config: ImpressConfig) -> KVShape:
     """Shape of the KVs in the pool of a model runner."""
     pool = runner.token_to_kv_pool
     num_query_heads = runner.model_config.num_attention_heads
+    probes, sketch_bits = stored_probe(
+        config.identify,
+        num_query_heads,
+        pool.head_num,
+        probe_heads=config.probe_heads,
+        sketch_bits=config.sketch_bits,
+    )
     return KVShape(
         num_layers=pool.layer_num,
         num_query_heads=num_query_heads,
@@ -70,7 +77,8 @@ def kv_shape(runner: Any, config: ImpressConfig) -> KVShape:
         key_dim=pool.head_dim,
         value_dim=pool.v_head_dim,
         dtype=pool.dtype,
-        probe_kv_heads=probe_kv_heads(num_query_heads, pool.head_num, config.probe_heads),
+        probe_kv_heads=probes,
+        sketch_bits=sketch_bits,
     )
 
 

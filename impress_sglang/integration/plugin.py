@@ -41,6 +41,7 @@ def activate() -> None:
             HookType.AFTER,
         ),
         ("srt.model_executor.model_runner.ModelRunner.load_model", _before_load, HookType.BEFORE),
+        ("srt.sampling.sampling_params.SamplingParams.verify", _before_verify, HookType.BEFORE),
         ("srt.managers.scheduler.Scheduler.get_internal_state", _after_state, HookType.AFTER),
         ("srt.managers.scheduler.Scheduler.set_internal_state", _around_order, HookType.AROUND),
         (
@@ -134,6 +135,12 @@ def _before_load(runner: Any, *_: Any, **__: Any) -> None:
         from sglang.srt.layers.rotary_embedding import base
 
         base._is_cpu = True
+
+
+def _before_verify(sampling_params: Any, *_: Any, **__: Any) -> None:
+    from impress_sglang.integration.request import check_custom_params
+
+    check_custom_params(sampling_params.custom_params)
 
 
 def _after_backend_wrapper(backend: Any, runner: Any, *_: Any, **__: Any) -> Any:

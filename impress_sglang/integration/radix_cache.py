@@ -33,7 +33,11 @@ from torch import Tensor
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.integration.eviction import ScoreEviction
 from impress_sglang.integration.pool import PoolLayerReader
-from impress_sglang.integration.request import PrefixRequest, new_report
+from impress_sglang.integration.request import (
+    PrefixRequest,
+    new_report,
+    requested_retention,
+)
 from impress_sglang.integration.runtime import ServingRuntime
 from impress_sglang.management.store import StoreOutcome
 from impress_sglang.management.tree import StoredMatch
@@ -114,13 +118,14 @@ class ImpressRadixCache(RadixCache):
             return resident
         report = new_report(self._runtime.policy.name, resident.device_prefix_len)
         req.customized_info = {REPORT_KEY: [report]}
-        match = self._find_stored(params.key, req.rid)
+        retention = requested_retention(req.sampling_params, self._runtime.config)
+        match = self._find_stored(params.key, req.rid, retention)
         if self._score_eviction is not None and req.rid not in self._counted:
             self._counted.add(req.rid)
             self._score_eviction.note_request(
                 resident.last_device_node, resident.device_prefix_len, match
             )
-        offer = self._make_offer(match, params.key, resident.device_prefix_len)
+        offer = self._make_offer(match, params.key, resident.device_prefix_len, retention)
         if offer is None:
             self._offers.pop(req.rid, None)
             return resident
@@ -259,20 +264,24 @@ class ImpressRadixCache(RadixCache):
         assert self._held_tokens <= self._writing_tokens
         self._runtime.store.check_integrity()
 
-    def _find_stored(self, key: RadixKey, rid: str) -> StoredMatch:
+    def _find_stored(self, key: RadixKey, rid: str, retention: float) -> StoredMatch:
         policy = self._runtime.policy
         if rid in self._declined or not policy.stores:
             return StoredMatch()
         return self._runtime.store.match(
-            _namespace(key), _as_tokens(key.raw_token_ids()), allow_approximate=not policy.exact
+            _namespace(key),
+            _as_tokens(key.raw_token_ids()),
+            allow_approximate=not policy.exact(retention),
         )
 
-    def _make_offer(self, match: StoredMatch, key: RadixKey, resident_len: int) -> _Offer | None:
+    def _make_offer(
+        self, match: StoredMatch, key: RadixKey, resident_len: int, retention: float
+    ) -> _Offer | None:
         policy = self._runtime.policy
         num_tokens = match.num_tokens - resident_len
         if num_tokens < self._runtime.config.min_prefix_tokens:
             return None
-        k = policy.tokens_to_load(num_tokens)
+        k = policy.tokens_to_load(num_tokens, retention)
         if not k:
             return None
         return _Offer(match, resident_len, k, _as_tokens(key.raw_token_ids()[: match.num_tokens]))

@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import Tensor
 
+from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.recording import SelectionRecorder
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.planner import ReadStats
 from impress_sglang.transfer.source import MemorySource, SegmentSource
+
+# Of `sampling_params.custom_params`: the retention that a request asks for.
+RETENTION_KEY = "impress_retention"
+
+
+def check_custom_params(custom_params: object) -> None:
+    """Check what a request says to this extension.
+
+    Raises:
+        ValueError: a wrong value; SGLang answers with status 400.
+    """
+    if not isinstance(custom_params, dict) or RETENTION_KEY not in custom_params:
+        return
+    retention = custom_params[RETENTION_KEY]
+    # type() and not isinstance(): True is an int to isinstance.
+    if type(retention) not in (int, float) or not 0.0 < retention <= 1.0:
+        raise ValueError(
+            f"custom_params {RETENTION_KEY} must be a number above 0 and at most 1, "
+            f"got {retention!r}"
+        )
+
+
+def requested_retention(sampling_params: Any, config: ImpressConfig) -> float:
+    """The retention of a request: its own or the server's, and not below the server's floor."""
+    params = getattr(sampling_params, "custom_params", None)
+    own = params.get(RETENTION_KEY) if isinstance(params, dict) else None
+    return config.retention if own is None else max(float(own), config.min_retention)
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -117,7 +117,8 @@ class ServingRuntime:
         loaded = self._loader.load(layer, request.source, inputs, request.k, request.stats)
         if request.recorder is not None:
             fell_back = request.stats.layers_by_fallback > fallbacks
-            request.recorder.note(layer, loaded.selected.numpy(), all_keys=fell_back)
+            selected = [tokens.numpy() for tokens in loaded.selected]
+            request.recorder.note(layer, selected, all_keys=fell_back)
         return loaded
 
     def recorder_for(self, request: PrefixRequest) -> SelectionRecorder | None:
@@ -129,7 +130,7 @@ class ServingRuntime:
             self.config.record_path,
             next(self._recorded),
             prefix_digest("", tokens[request.resident_len :]),
-            (self.shape.num_layers, request.num_tokens),
+            (self.shape.num_layers, self.shape.num_lanes, request.num_tokens),
         )
 
     def finish_layer(self, request: PrefixRequest) -> None:
@@ -161,6 +162,7 @@ class ServingRuntime:
             "config": dataclasses.asdict(self.config),
             "identity": self.identity,
             "probe_kv_heads": list(self.shape.probe_kv_heads),
+            "sketch_bits": self.shape.sketch_bits,
             "kv_heads": self.shape.num_kv_heads,
             "requests_live": len(self.live),
             "totals": rounded,

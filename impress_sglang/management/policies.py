@@ -1,14 +1,13 @@
 """Policies: what is stored, how much of a prefix is used, and what keeps its place in the caches.
 
 A policy decides; it moves nothing. All policies share attention, I/O, tiers and admission, so that
-a
-difference between two servers is a difference of policy. They are the paper's systems (6.1, 6.3):
+a difference between two servers is a difference of policy. They are the paper's systems (6.1, 6.3):
 
     recompute            nothing stored
     as                   whole prefix, LRU            AttentionStore-like
     as+h2o+lru           all keys, important values, LRU
     as+h2o+lfu           the same with LFU
-    impress+itf          probe heads find the important part; LFU
+    impress+itf          --impress-identify finds the important part; LFU
     impress+itf+reorder  the same, segments reordered
     impress              the same, caches by score
 """
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.importance.identify import H2ORule, IdentificationRule, PaperRule
+from impress_sglang.importance.identify import H2ORule, IdentificationRule, make_rule
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.tiers.rules import (
     ImportanceScore,
@@ -33,10 +32,10 @@ from impress_sglang.tiers.rules import (
 class Policy(Protocol):
     """The contract; tests/unit/test_policies.py runs it on every implementation.
 
-    * `tokens_to_load(m)` is 0 (do not use the stored prefix) or between 1 and m; it depends on m
-      alone, and does not fall when m grows.
-    * `exact` says that it is m whenever it is not 0. Only then may KVs loaded or computed on top be
-      used where SGLang expects exact ones, and approximate KVs are never loaded.
+    * `tokens_to_load(m, r)` is 0 (do not use the stored prefix) or between 1 and m, for a request
+      with the retention r; it depends on these alone, and does not fall when m or r grows.
+    * `exact(r)` says that it is m whenever it is not 0. Only then may KVs loaded or computed on top
+      be used where SGLang expects exact ones, and approximate KVs are never loaded.
     * `stores` says whether computed prefixes are written to SSD.
     * `reorders` says whether stored segments are rewritten by importance.
     * `scores` says whether resident prefixes are evicted by score, too, and not by recency.
@@ -54,11 +53,6 @@ class Policy(Protocol):
         ...
 
     @property
-    def exact(self) -> bool:
-        """Whether a loaded prefix is always whole."""
-        ...
-
-    @property
     def reorders(self) -> bool:
         """Whether segments are reordered."""
         ...
@@ -68,7 +62,11 @@ class Policy(Protocol):
         """Whether resident prefixes are evicted by score."""
         ...
 
-    def tokens_to_load(self, num_tokens: int) -> int:
+    def exact(self, retention: float) -> bool:
+        """Whether a loaded prefix is always whole."""
+        ...
+
+    def tokens_to_load(self, num_tokens: int, retention: float) -> int:
         """How many tokens of a stored prefix of `num_tokens` tokens each layer uses."""
         ...
 
@@ -87,11 +85,14 @@ class Recompute:
 
     name: str = "recompute"
     stores: bool = False
-    exact: bool = True
     reorders: bool = False
     scores: bool = False
 
-    def tokens_to_load(self, num_tokens: int) -> int:
+    def exact(self, retention: float) -> bool:
+        """See `Policy`."""
+        return True
+
+    def tokens_to_load(self, num_tokens: int, retention: float) -> int:
         """See `Policy`."""
         return 0
 
@@ -110,11 +111,14 @@ class WholePrefix:
 
     name: str = "as"
     stores: bool = True
-    exact: bool = True
     reorders: bool = False
     scores: bool = False
 
-    def tokens_to_load(self, num_tokens: int) -> int:
+    def exact(self, retention: float) -> bool:
+        """See `Policy`."""
+        return True
+
+    def tokens_to_load(self, num_tokens: int, retention: float) -> int:
         """See `Policy`."""
         return num_tokens
 
@@ -129,24 +133,22 @@ class WholePrefix:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImportantPart:
-    """The important share `retention` of the prefix is loaded: AS+H2O, and IMPRESS step by step."""
+    """The important share of the prefix is loaded: AS+H2O, and IMPRESS step by step."""
 
     name: str
-    retention: float
     identification: IdentificationRule
     replacement: Callable[[], ReplacementRule]
     reorders: bool = False
     scores: bool = False
     stores: bool = True
 
-    @property
-    def exact(self) -> bool:
+    def exact(self, retention: float) -> bool:
         """True at retention 1.0."""
-        return self.retention >= 1.0
+        return retention >= 1.0
 
-    def tokens_to_load(self, num_tokens: int) -> int:
+    def tokens_to_load(self, num_tokens: int, retention: float) -> int:
         """See `Policy`."""
-        return retained_tokens(num_tokens, self.retention)
+        return retained_tokens(num_tokens, retention)
 
     def identification_rule(self) -> IdentificationRule:
         """See `Policy`."""
@@ -159,8 +161,8 @@ class ImportantPart:
 
 def make_policy(config: ImpressConfig) -> Policy:
     """The policy that the configuration names."""
-    name, retention = config.policy, config.retention
-    h2o, paper = H2ORule(), PaperRule(config.alpha)
+    name = config.policy
+    h2o, rule = H2ORule(), make_rule(config.identify, config.alpha)
 
     def score() -> ReplacementRule:
         return ImportanceScore(config.half_life)
@@ -168,12 +170,10 @@ def make_policy(config: ImpressConfig) -> Policy:
     policies: dict[str, Policy] = {
         "recompute": Recompute(),
         "as": WholePrefix(),
-        "as+h2o+lru": ImportantPart(name, retention, h2o, LeastRecentlyUsed),
-        "as+h2o+lfu": ImportantPart(name, retention, h2o, LeastFrequentlyUsed),
-        "impress+itf": ImportantPart(name, retention, paper, LeastFrequentlyUsed),
-        "impress+itf+reorder": ImportantPart(
-            name, retention, paper, LeastFrequentlyUsed, reorders=True
-        ),
-        "impress": ImportantPart(name, retention, paper, score, reorders=True, scores=True),
+        "as+h2o+lru": ImportantPart(name, h2o, LeastRecentlyUsed),
+        "as+h2o+lfu": ImportantPart(name, h2o, LeastFrequentlyUsed),
+        "impress+itf": ImportantPart(name, rule, LeastFrequentlyUsed),
+        "impress+itf+reorder": ImportantPart(name, rule, LeastFrequentlyUsed, reorders=True),
+        "impress": ImportantPart(name, rule, score, reorders=True, scores=True),
     }
     return policies[name]

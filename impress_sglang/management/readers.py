@@ -15,9 +15,10 @@ import numpy as np
 
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.importance.history import TokenHistory
+from impress_sglang.management.reorder import expected_shares
 from impress_sglang.management.tree import StoredSegment, StoredSpan
 from impress_sglang.storage.catalog import segment_path
-from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
+from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.storage.reader import ChunkReader, OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import Floats
@@ -127,7 +128,7 @@ class SegmentReaders:
         Args:
             old_id: the version that is replaced, still known here.
             new: the segment with its new description.
-            shares: float64 [L, chunks], expected share of selected rows.
+            shares: float64 [L, lanes, chunks], expected share of selected rows.
         """
         old = self._versions.get(old_id)
         if old is None:
@@ -135,11 +136,8 @@ class SegmentReaders:
         layout = new.info.layout()
         base = self._cache.attach(layout)
         self._versions[new.segment_id] = _Version(base, layout)
-        # Probe keys are read whole at each access.
-        expected = np.ones((self._shape.num_layers, len(Stream), layout.num_chunks))
-        expected[:, (Stream.OTHER_KEYS, Stream.VALUES)] = shares[:, None]
         ids = np.arange(layout.total_chunks)
-        self._cache.placement.inherit(base + ids, old.base + ids, expected.reshape(-1))
+        self._cache.placement.inherit(base + ids, old.base + ids, expected_shares(layout, shares))
 
     def is_read(self, segment_id: str) -> bool:
         """Whether a segment has readers."""
@@ -168,7 +166,10 @@ class SegmentReaders:
         if stored.history is None:
             num_tokens = stored.info.num_tokens
             stored.history = TokenHistory(
-                self._shape.num_layers, num_tokens, by_importance=self._by_importance
+                self._shape.num_layers,
+                self._shape.num_lanes,
+                num_tokens,
+                by_importance=self._by_importance,
             )
         return stored.history
 

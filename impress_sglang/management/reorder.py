@@ -1,8 +1,8 @@
 """KV reordering (IMPRESS, 4.4.1): which order a segment's tokens should have, and whether it pays.
 
-Pure arithmetic on averages. The order is found per layer, by descending average, and never mixes
-tokens of different nodes of the tree: a request that shares only the first node of a segment would
-otherwise read around tokens that it does not have.
+Pure arithmetic on averages. The order is found per layer and lane, by descending average, and never
+mixes tokens of different nodes of the tree: a request that shares only the first node of a segment
+would otherwise read around tokens that it does not have.
 """
 
 from __future__ import annotations
@@ -12,60 +12,81 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from impress_sglang.storage.layout import BLOCK_BYTES, SegmentLayout, Stream
+from impress_sglang.storage.layout import BLOCK_BYTES, SegmentLayout
 from impress_sglang.storage.segment import MappingLists
 
 Averages = npt.NDArray[np.float32]
-_SELECTED_STREAMS = (Stream.OTHER_KEYS, Stream.VALUES)
 
 
 def mapping_lists(key: Averages, node_starts: Sequence[int]) -> MappingLists:
     """Mapping lists of the best order known.
 
     Args:
-        key: [L, t], what is large shall come first.
+        key: [L, lanes, t], what is large shall come first.
         node_starts: first token of each node, ascending, the first one 0.
 
     Returns:
-        int64 [L, t]: the row of each token; a permutation of each node's own rows.
+        unsigned [L, lanes, t]: the row of each token; a permutation of each node's own rows.
     """
-    num_layers, num_tokens = key.shape
-    mapping = np.empty((num_layers, num_tokens), np.int64)
+    num_tokens = key.shape[-1]
+    mapping = np.empty(key.shape, np.int64)
     for start, stop in zip(node_starts, [*node_starts[1:], num_tokens], strict=True):
-        order = np.argsort(-key[:, start:stop], axis=1, kind="stable")
+        order = np.argsort(-key[..., start:stop], axis=-1, kind="stable")
         rows = np.broadcast_to(np.arange(start, stop), order.shape)
-        np.put_along_axis(mapping[:, start:stop], order, rows, axis=1)
+        np.put_along_axis(mapping[..., start:stop], order, rows, axis=-1)
     return mapping.astype(np.dtype("<u2" if num_tokens <= 1 << 16 else "<u4"))
 
 
 def expected_bytes(
     average: Averages, mapping: MappingLists | None, layout: SegmentLayout, gap_bytes: int
 ) -> float:
-    """Bytes that reading one selection of all layers is expected to take, probe keys apart.
+    """Bytes that reading one selection of all layers is expected to take, probe streams apart.
 
     Tokens are taken as selected independently with their average as probability. What is read as
     one is a block, a row, or what lies within a gap that is not worth skipping, if that is larger.
     """
-    by_row = _chance_by_row(average, mapping)
+    by_row, shape = _chance_by_row(average, mapping), layout.shape
     total = 0.0
-    for stream in _SELECTED_STREAMS:
-        row_bytes = layout.shape.row_bytes(stream)
+    for stream in shape.streams[1:]:
+        row_bytes = shape.row_bytes(stream)
         if row_bytes:
             unit = max(BLOCK_BYTES, min(gap_bytes, layout.chunk_stride(stream)))
             rows = max(1, round(unit / row_bytes))
-            total += _expected_units(by_row, rows) * rows * row_bytes
+            lane = by_row[:, shape.lane_of(stream)]
+            total += _expected_units(lane, rows) * rows * row_bytes
     return total
 
 
 def chunk_shares(
     average: Averages, mapping: MappingLists, layout: SegmentLayout
 ) -> npt.NDArray[np.float64]:
-    """Expected share of selected rows of each chunk of a stream, float64 [L, chunks]."""
+    """Expected share of selected rows of each chunk, float64 [L, lanes, chunks]."""
     by_row = _chance_by_row(average, mapping)
     starts = np.arange(0, layout.num_tokens, layout.chunk_tokens)
     rows = np.diff([*starts, layout.num_tokens])
-    sums: npt.NDArray[np.float64] = np.add.reduceat(by_row.astype(np.float64), starts, axis=1)
+    sums: npt.NDArray[np.float64] = np.add.reduceat(by_row.astype(np.float64), starts, axis=-1)
     return sums / rows
+
+
+def expected_shares(
+    layout: SegmentLayout, chunk_shares: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Expected share of wanted rows of every chunk of a segment, in the order of its ids.
+
+    Args:
+        layout: of the segment.
+        chunk_shares: float64 [L, lanes, chunks] of keys and values.
+
+    Returns:
+        float64 [chunks of all streams]; probe streams are read whole at each access.
+    """
+    shape = layout.shape
+    shares = np.ones((shape.num_layers, layout.layer_chunks))
+    for stream in shape.streams[1:]:
+        first = layout.chunk_index(0, stream, 0)
+        own = chunk_shares[:, shape.lane_of(stream)]
+        shares[:, first : first + layout.num_chunks] = own[:, : layout.stream_chunks(stream)]
+    return shares.reshape(-1)
 
 
 def _chance_by_row(average: Averages, mapping: MappingLists | None) -> Averages:
@@ -73,7 +94,7 @@ def _chance_by_row(average: Averages, mapping: MappingLists | None) -> Averages:
     if mapping is None:
         return chance
     by_row = np.empty_like(chance)
-    np.put_along_axis(by_row, mapping.astype(np.int64), chance, axis=1)
+    np.put_along_axis(by_row, mapping.astype(np.int64), chance, axis=-1)
     return by_row
 
 

@@ -40,7 +40,7 @@ Shares = npt.NDArray[np.float64]
 class Rewrite:
     """What to write and what is known of it: a snapshot, for another thread.
 
-    `info` describes the new segment; `average` and `order_key` float32 [L, t] are the token
+    `info` describes the new segment; `average` and `order_key` float32 [L, lanes, t] are the token
     history's; `read_bytes` were read for selected tokens since the segment has its order; `force`
     asks for no gain.
     """
@@ -73,7 +73,7 @@ class Rewriter:
     def submit(self, rewrite: Rewrite) -> Future[Shares | None]:
         """Write and publish the file of `rewrite.info`; None if that does not pay.
 
-        The result is the expected share of selected rows of each chunk, float64 [L, chunks].
+        The result is the expected share of selected rows of each chunk, float64 [L, lanes, chunks].
 
         The future raises `ChunkUnreadable` (the old segment is damaged) or `OSError`.
         """

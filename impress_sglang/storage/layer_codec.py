@@ -9,58 +9,70 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from impress_sglang.storage.layout import SegmentLayout, Stream
+from impress_sglang.storage.layout import PROBE, SegmentLayout, Stream
+from impress_sglang.storage.sketch import sketch_keys
 
-# The mapping list of one layer: for each token the row where it stands.
-MappingList = npt.NDArray[np.unsignedinteger[Any]]
+# The mapping lists of one layer: for each lane and token the row where the token stands.
+LayerMapping = npt.NDArray[np.unsignedinteger[Any]]
+SketchTable = npt.NDArray[np.float32]
 
 
 def encode_layer(
     layout: SegmentLayout,
     keys: Tensor,
     values: Tensor,
-    mapping: MappingList | None,
+    mapping: LayerMapping | None,
     memory: memoryview,
-) -> None:
-    """Lay keys [t, G, Dk] and values [t, G, Dv] out in `memory`, `layout.layer_bytes` long."""
-    if mapping is not None:
-        order = torch.from_numpy(np.argsort(mapping))
-        keys, values = keys[order], values[order]
-    start = 0
-    for stream in Stream:
-        rows = values if stream is Stream.VALUES else keys
+) -> SketchTable | None:
+    """Lay keys [t, G, Dk] and values [t, G, Dv] out in `memory`, `layout.layer_bytes` long.
+
+    Returns:
+        What the codes of the layer's sketch stand for, float32 [2, G, Dk], if it has one.
+    """
+    shape, table, start = layout.shape, None, 0
+    for stream in shape.streams:
+        if stream == PROBE and shape.sketch_bits:
+            rows, sketch_table = sketch_keys(keys, shape.sketch_bits)
+            table = sketch_table.numpy()
+        else:
+            rows = values if stream in shape.value_streams else keys
+            if mapping is not None and stream != PROBE:
+                rows = rows[torch.from_numpy(np.argsort(mapping[shape.lane_of(stream)]))]
+            rows = rows[:, list(shape.heads(stream))]
         size = layout.stream_bytes(stream)
         _encode_stream(layout, stream, rows, memory[start : start + size])
         start += size
+    return table
 
 
 def decode_layer(
-    layout: SegmentLayout, memory: memoryview, mapping: MappingList | None
+    layout: SegmentLayout, memory: memoryview, mapping: LayerMapping | None
 ) -> tuple[Tensor, Tensor]:
     """Keys [t, G, Dk] and values [t, G, Dv] in logical order, copied out of a layer's bytes."""
     shape, start = layout.shape, 0
     keys = torch.empty(layout.num_tokens, shape.num_kv_heads, shape.key_dim, dtype=shape.dtype)
     values = keys.new_empty(layout.num_tokens, shape.num_kv_heads, shape.value_dim)
-    for stream in Stream:
+    for stream in shape.streams:
         size = layout.stream_bytes(stream)
-        if size:
+        if size and stream in shape.kv_streams:
             rows = _decode_stream(layout, stream, memory[start : start + size])
-            target = values if stream is Stream.VALUES else keys
-            logical = rows if mapping is None else rows[torch.from_numpy(mapping.astype(np.int64))]
-            target[:, list(shape.heads(stream))] = logical
+            if mapping is not None and stream != PROBE:
+                lane = mapping[shape.lane_of(stream)].astype(np.int64)
+                rows = rows[torch.from_numpy(lane)]
+            target = values if stream in shape.value_streams else keys
+            target[:, list(shape.heads(stream))] = rows
         start += size
     return keys, values
 
 
 def _encode_stream(layout: SegmentLayout, stream: Stream, rows: Tensor, memory: memoryview) -> None:
-    """Lay rows [t, G, D] out in chunks, zeros between them."""
+    """Lay rows [t, ...] out in chunks, zeros between them."""
     if not len(memory):
         return
-    part = rows[:, list(layout.shape.heads(stream))].contiguous().view(torch.uint8)
-    data = part.view(len(rows), -1).numpy().reshape(-1)
+    data = rows.contiguous().view(torch.uint8).view(-1).numpy()
     target = np.frombuffer(memory, np.uint8)
     stride, chunk_bytes = layout.chunk_stride(stream), layout.chunk_bytes(stream, 0)
-    whole = layout.num_chunks - 1
+    whole = layout.stream_chunks(stream) - 1
     body = target[: whole * stride].reshape(whole, stride)
     body[:, :chunk_bytes] = data[: whole * chunk_bytes].reshape(whole, chunk_bytes)
     body[:, chunk_bytes:] = 0
@@ -74,7 +86,7 @@ def _decode_stream(layout: SegmentLayout, stream: Stream, memory: memoryview) ->
     """Rows [t, heads, D] of a stream in the order of the disk."""
     source = np.frombuffer(memory, np.uint8)
     stride, chunk_bytes = layout.chunk_stride(stream), layout.chunk_bytes(stream, 0)
-    whole = layout.num_chunks - 1
+    whole = layout.stream_chunks(stream) - 1
     data = np.empty(layout.shape.row_bytes(stream) * layout.num_tokens, np.uint8)
     body = source[: whole * stride].reshape(whole, stride)
     data[: whole * chunk_bytes] = body[:, :chunk_bytes].reshape(-1)

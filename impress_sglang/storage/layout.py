@@ -1,14 +1,24 @@
 """Where each byte of a segment stands: pure arithmetic, no I/O.
 
-A segment holds the KVs of one run of tokens. Per layer it has three streams, each cut into
-chunks of `chunk_tokens` tokens: keys of the probe heads (stored apart, so that probing reads
-nothing else), keys of the other heads, and values of all heads. A stream is contiguous, so that
-neighbouring chunks are one read.
+A segment holds the KVs of one run of tokens. Per layer it has streams, each cut into chunks of
+`chunk_tokens` rows: a probe stream, from which important tokens are found, and the keys and values
+of each *lane*. A lane is the KV heads that share one order of their tokens and one selection. There
+are two kinds of layout:
 
-    header | layer 0: probe keys, other keys, values | layer 1: ... | ...
+    keys of probe heads    the probe stream has the keys of a few heads; one lane has all heads,
+                           and its keys are those of the other heads (the paper's)
+    sketches               the probe stream has the keys of all heads in few bits; each KV head is
+                           a lane of its own
+
+A stream is contiguous, so that neighbouring chunks are one read:
+
+    header | layer 0: probe, keys of lane 0, 1, ..., values of lane 0, 1, ... | layer 1: ... | ...
+
+The probe stream is always read whole and stands in logical order; a row of a sketch packs several
+tokens, so that it is as long as a row of keys of all heads.
 
 Every chunk starts at a multiple of `BLOCK_BYTES` from the start of the file, which O_DIRECT needs.
-The last chunk of a stream has only the tokens that are left. The chunk is the unit of storing,
+The last chunk of a stream has only the rows that are left. The chunk is the unit of storing,
 caching and scoring; the block is the unit of reading and of the checksums, so that a part of a
 chunk can be read and verified. See docs/format.md.
 """
@@ -16,22 +26,19 @@ chunk can be read and verified. See docs/format.md.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 BLOCK_BYTES = 4096
+SKETCH_BITS = (2, 4, 8)
 
-
-class Stream(enum.IntEnum):
-    """What a chunk holds."""
-
-    PROBE_KEYS = 0
-    OTHER_KEYS = 1
-    VALUES = 2
+# Number of a stream within its layer, in the order of the disk; see `KVShape.streams`.
+Stream = int
+PROBE: Stream = 0
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -39,11 +46,12 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class KVShape:
-    """Shape of a model's KV on this rank.
+    """Shape of a model's KV on this rank, and how a layer of it is cut into streams.
 
-    `probe_kv_heads` are the KV heads whose keys are stored apart; heads count from 0.
+    `probe_kv_heads` are the KV heads whose keys are stored apart; heads count from 0. With
+    `sketch_bits` there are none: keys of all heads are stored a second time in so few bits.
     """
 
     num_layers: int
@@ -53,11 +61,14 @@ class KVShape:
     value_dim: int
     dtype: torch.dtype
     probe_kv_heads: tuple[int, ...]
+    sketch_bits: int = 0
 
     def __post_init__(self) -> None:
         assert self.num_query_heads % self.num_kv_heads == 0
         assert self.probe_kv_heads == tuple(sorted(set(self.probe_kv_heads)))
         assert all(0 <= head < self.num_kv_heads for head in self.probe_kv_heads)
+        assert not self.sketch_bits or self.sketch_bits in SKETCH_BITS
+        assert not (self.sketch_bits and self.probe_kv_heads)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> KVShape:
@@ -75,26 +86,71 @@ class KVShape:
         """Query heads that share one KV head."""
         return self.num_query_heads // self.num_kv_heads
 
-    @property
+    @functools.cached_property
     def other_kv_heads(self) -> tuple[int, ...]:
         """KV heads that are not probe heads."""
         return tuple(h for h in range(self.num_kv_heads) if h not in self.probe_kv_heads)
 
+    @functools.cached_property
+    def lanes(self) -> tuple[tuple[int, ...], ...]:
+        """KV heads of each lane."""
+        heads = range(self.num_kv_heads)
+        return tuple((head,) for head in heads) if self.sketch_bits else (tuple(heads),)
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of a layer."""
+        return len(self.lanes)
+
+    @property
+    def streams(self) -> range:
+        """All streams of a layer: probe, keys of each lane, values of each lane."""
+        return range(1 + 2 * self.num_lanes)
+
+    @property
+    def key_streams(self) -> range:
+        """Keys of each lane, without those that the probe stream has."""
+        return range(1, 1 + self.num_lanes)
+
+    @property
+    def value_streams(self) -> range:
+        """Values of each lane."""
+        return range(1 + self.num_lanes, 1 + 2 * self.num_lanes)
+
+    @property
+    def kv_streams(self) -> range:
+        """Streams that together hold every key and value once."""
+        return self.streams[1:] if self.sketch_bits else self.streams
+
+    def lane_of(self, stream: Stream) -> int:
+        """The lane of a stream of keys or values."""
+        assert stream != PROBE
+        return (stream - 1) % self.num_lanes
+
     def heads(self, stream: Stream) -> tuple[int, ...]:
         """KV heads that a stream holds, in storage order."""
-        if stream is Stream.PROBE_KEYS:
-            return self.probe_kv_heads
-        if stream is Stream.OTHER_KEYS:
-            return self.other_kv_heads
-        return tuple(range(self.num_kv_heads))
+        return self._heads[stream]
 
     def head_dim(self, stream: Stream) -> int:
         """Elements of one head's vector in a stream."""
-        return self.value_dim if stream is Stream.VALUES else self.key_dim
+        return self.value_dim if stream in self.value_streams else self.key_dim
 
     def row_bytes(self, stream: Stream) -> int:
-        """Bytes of one token in a stream."""
-        return len(self.heads(stream)) * self.head_dim(stream) * self.dtype.itemsize
+        """Bytes of one row in a stream."""
+        return len(self._heads[stream]) * self.head_dim(stream) * self.dtype.itemsize
+
+    def tokens_per_row(self, stream: Stream) -> int:
+        """Tokens that a row of a stream holds."""
+        if stream == PROBE and self.sketch_bits:
+            return 8 * self.dtype.itemsize // self.sketch_bits
+        return 1
+
+    @functools.cached_property
+    def _heads(self) -> tuple[tuple[int, ...], ...]:
+        everything = tuple(range(self.num_kv_heads))
+        if self.sketch_bits:
+            return (everything, *self.lanes, *self.lanes)
+        return (self.probe_kv_heads, self.other_kv_heads, everything)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,28 +168,45 @@ class SegmentLayout:
 
     @functools.cached_property
     def num_chunks(self) -> int:
-        """Chunks of one stream of one layer."""
+        """Chunks of one stream of keys or values of one layer."""
         return -(-self.num_tokens // self.chunk_tokens)
+
+    @functools.cached_property
+    def _rows(self) -> tuple[int, ...]:
+        shape = self.shape
+        return tuple(-(-self.num_tokens // shape.tokens_per_row(s)) for s in shape.streams)
+
+    @functools.cached_property
+    def _chunks(self) -> tuple[int, ...]:
+        return tuple(-(-rows // self.chunk_tokens) for rows in self._rows)
+
+    @functools.cached_property
+    def _first_chunks(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate(self._chunks, initial=0))
 
     @functools.cached_property
     def _strides(self) -> tuple[int, ...]:
         return tuple(
             round_up(self.shape.row_bytes(stream) * self.chunk_tokens, BLOCK_BYTES)
-            for stream in Stream
+            for stream in self.shape.streams
         )
 
     @functools.cached_property
     def _stream_sizes(self) -> tuple[int, ...]:
-        last = self.chunk_rows(self.num_chunks - 1)
-        return tuple(
-            (self.num_chunks - 1) * self._strides[stream]
-            + round_up(self.shape.row_bytes(stream) * last, BLOCK_BYTES)
-            for stream in Stream
-        )
+        sizes = []
+        for stream in self.shape.streams:
+            last = self._chunks[stream] - 1
+            tail = round_up(self.chunk_bytes(stream, last), BLOCK_BYTES)
+            sizes.append(last * self._strides[stream] + tail)
+        return tuple(sizes)
+
+    @functools.cached_property
+    def _stream_starts(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate(self._stream_sizes, initial=0))
 
     @functools.cached_property
     def layer_bytes(self) -> int:
-        """Bytes of one layer: its three streams."""
+        """Bytes of one layer: all its streams."""
         return sum(self._stream_sizes)
 
     @functools.cached_property
@@ -141,9 +214,17 @@ class SegmentLayout:
         """Size of the segment file."""
         return self.header_bytes + self.shape.num_layers * self.layer_bytes
 
-    def chunk_rows(self, chunk: int) -> int:
-        """Tokens in a chunk; only the last one may have fewer than `chunk_tokens`."""
-        return min(self.chunk_tokens, self.num_tokens - chunk * self.chunk_tokens)
+    def stream_rows(self, stream: Stream) -> int:
+        """Rows of a stream."""
+        return self._rows[stream]
+
+    def stream_chunks(self, stream: Stream) -> int:
+        """Chunks of a stream of one layer."""
+        return self._chunks[stream]
+
+    def chunk_rows(self, stream: Stream, chunk: int) -> int:
+        """Rows of a chunk; only the last one may have fewer than `chunk_tokens`."""
+        return min(self.chunk_tokens, self._rows[stream] - chunk * self.chunk_tokens)
 
     def chunk_stride(self, stream: Stream) -> int:
         """Bytes from the start of one chunk to the start of the next."""
@@ -151,7 +232,7 @@ class SegmentLayout:
 
     def chunk_bytes(self, stream: Stream, chunk: int) -> int:
         """Bytes of a chunk without padding."""
-        return self.shape.row_bytes(stream) * self.chunk_rows(chunk)
+        return self.shape.row_bytes(stream) * self.chunk_rows(stream, chunk)
 
     def stream_bytes(self, stream: Stream) -> int:
         """Bytes of one stream of one layer, with padding."""
@@ -163,22 +244,27 @@ class SegmentLayout:
 
     def stream_offset(self, layer: int, stream: Stream) -> int:
         """Offset of a stream in the file."""
-        return self.layer_offset(layer) + sum(self._stream_sizes[:stream])
+        return self.layer_offset(layer) + self._stream_starts[stream]
 
     def run_bytes(self, stream: Stream, first: int, stop: int) -> int:
         """Bytes on disk of the chunks `first` to `stop - 1` of a stream, with padding."""
-        if stop < self.num_chunks:
+        if stop < self._chunks[stream]:
             return (stop - first) * self._strides[stream]
         return self._stream_sizes[stream] - first * self._strides[stream]
 
     def chunk_index(self, layer: int, stream: Stream, chunk: int) -> int:
         """Position of a chunk among all chunks of the segment."""
-        return (layer * len(Stream) + stream) * self.num_chunks + chunk
+        return layer * self._first_chunks[-1] + self._first_chunks[stream] + chunk
+
+    @property
+    def layer_chunks(self) -> int:
+        """Chunks of all streams of one layer."""
+        return self._first_chunks[-1]
 
     @property
     def total_chunks(self) -> int:
         """Chunks of all streams of all layers."""
-        return self.shape.num_layers * len(Stream) * self.num_chunks
+        return self.shape.num_layers * self.layer_chunks
 
     @property
     def num_blocks(self) -> int:

@@ -21,6 +21,7 @@ from impress_sglang.storage.segment import (
     Checksums,
     MappingLists,
     SegmentInfo,
+    SketchTables,
     block_checksums,
     read_header,
 )
@@ -32,7 +33,7 @@ TARGET_READ_BYTES = 1 << 20
 
 
 class OpenSegment:
-    """A segment file open for reading, with its checksums and mapping lists in memory."""
+    """A segment file open for reading, with all of its header in memory."""
 
     def __init__(self, path: Path, *, direct: bool) -> None:
         """Open the file.
@@ -44,6 +45,7 @@ class OpenSegment:
         self.info: SegmentInfo = header.info
         self.checksums: Checksums = header.checksums
         self.mapping: MappingLists | None = header.mapping
+        self.sketch_tables: SketchTables | None = header.sketch_tables
         self.layout: SegmentLayout = self.info.layout()
         try:
             self.descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))

@@ -2,14 +2,16 @@
 
 The header holds what is needed to find the segment again without the index: the identity of the
 model, the namespace, the digest and length of the tokens before it, its own tokens, the mapping
-lists if the segment is reordered, and the checksum of every block. It is written last, so a file
-without a valid header was never finished. See docs/format.md for the bytes.
+lists if the segment is reordered, the tables of its sketches, and the checksum of every block. It
+is written last, so a file without a valid header was never finished. See docs/format.md for the
+bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,8 @@ import xxhash
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, round_up
 
-MAGIC = b"IMPRSEG\x02"
-FORMAT_VERSION = 2
+MAGIC = b"IMPRSEG\x03"
+FORMAT_VERSION = 3
 SEGMENT_SUFFIX = ".kv"
 # magic, header bytes, bytes of the JSON description, xxh3-64 of the two sizes and all that follows
 _PREAMBLE = struct.Struct("<8sQQQ")
@@ -30,8 +32,10 @@ _MAX_HEADER_BYTES = 1 << 30
 
 Tokens = npt.NDArray[np.int32]
 Checksums = npt.NDArray[np.uint64]
-# Per layer and token: the row of the layer's streams where the token stands (paper, 4.4.1).
+# Per layer, lane and token: the row of the lane's streams where the token stands (paper, 4.4.1).
 MappingLists = npt.NDArray[np.unsignedinteger[Any]]
+# Per layer, what the codes of its sketch stand for: see `storage.sketch.sketch_keys`.
+SketchTables = npt.NDArray[np.float32]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +83,24 @@ class SegmentInfo:
         """Where the bytes stand."""
         draft = SegmentLayout(self.shape, self.chunk_tokens, self.num_tokens, BLOCK_BYTES)
         size = _PREAMBLE.size + len(self._description()) + self.tokens.nbytes
-        size += self._mapping_entries() * self.mapping_dtype.itemsize
+        size += math.prod(self.mapping_shape) * self.mapping_dtype.itemsize
+        size += math.prod(self.sketch_shape) * 4
         header = round_up(size + draft.num_blocks * 8, BLOCK_BYTES)
         return dataclasses.replace(draft, header_bytes=header)
 
-    def _mapping_entries(self) -> int:
-        return self.shape.num_layers * self.num_tokens if self.reordered else 0
+    @property
+    def mapping_shape(self) -> tuple[int, ...]:
+        """Shape of the mapping lists: layers, lanes, tokens; (0,) if there are none."""
+        shape = self.shape
+        return (shape.num_layers, shape.num_lanes, self.num_tokens) if self.reordered else (0,)
+
+    @property
+    def sketch_shape(self) -> tuple[int, ...]:
+        """Shape of the tables of sketches: layers, 2, KV heads, channels; (0,) without sketches."""
+        shape = self.shape
+        if not shape.sketch_bits:
+            return (0,)
+        return (shape.num_layers, 2, shape.num_kv_heads, shape.key_dim)
 
     def _description(self) -> bytes:
         fields = {
@@ -107,22 +123,22 @@ class SegmentInfo:
 class SegmentHeader:
     """All that a header says.
 
-    `checksums` uint64 [blocks]; `mapping` unsigned [L, t], each row a permutation, or None when the
-    tokens stand in logical order.
+    `checksums` uint64 [blocks]; `mapping` unsigned [L, lanes, t], each row a permutation, or None
+    when the tokens stand in logical order; `sketch_tables` float32 [L, 2, G, D], or None.
     """
 
     info: SegmentInfo
     checksums: Checksums
     mapping: MappingLists | None = None
+    sketch_tables: SketchTables | None = None
 
     def __post_init__(self) -> None:
         info = self.info
         assert self.checksums.shape == (info.layout().num_blocks,)
         assert (self.mapping is not None) == info.reordered
-        assert self.mapping is None or self.mapping.shape == (
-            info.shape.num_layers,
-            info.num_tokens,
-        )
+        assert self.mapping is None or self.mapping.shape == info.mapping_shape
+        assert (self.sketch_tables is not None) == bool(info.shape.sketch_bits)
+        assert self.sketch_tables is None or self.sketch_tables.shape == info.sketch_shape
 
 
 def checksum(data: memoryview | bytes) -> int:
@@ -143,6 +159,8 @@ def encode_header(header: SegmentHeader) -> bytes:
     parts = [description, info.tokens.astype("<i4", copy=False).tobytes()]
     if header.mapping is not None:
         parts.append(header.mapping.astype(info.mapping_dtype, copy=False).tobytes())
+    if header.sketch_tables is not None:
+        parts.append(header.sketch_tables.astype("<f4", copy=False).tobytes())
     parts.append(header.checksums.astype("<u8", copy=False).tobytes())
     body = b"".join(parts).ljust(layout.header_bytes - _PREAMBLE.size, b"\0")
     digest = _header_checksum(layout.header_bytes, len(description), body)
@@ -200,10 +218,20 @@ def _decode_body(name: str, body: bytes, description_bytes: int) -> SegmentHeade
         generation=fields["generation"],
     )
     offset = description_bytes + tokens.nbytes
-    mapping = None
-    if info.reordered:
-        flat = np.frombuffer(body, info.mapping_dtype, info._mapping_entries(), offset)
-        mapping = flat.reshape(info.shape.num_layers, info.num_tokens)
-        offset += flat.nbytes
+    mapping, offset = _read_array(body, offset, info.mapping_dtype, info.mapping_shape)
+    tables, offset = _read_array(body, offset, np.dtype("<f4"), info.sketch_shape)
     checksums = np.frombuffer(body, "<u8", info.layout().num_blocks, offset)
-    return SegmentHeader(info, checksums, mapping)
+    return SegmentHeader(
+        info,
+        checksums,
+        mapping if info.reordered else None,
+        tables if info.shape.sketch_bits else None,
+    )
+
+
+def _read_array(
+    body: bytes, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> tuple[npt.NDArray[Any], int]:
+    """An array of the header, and where the next one begins."""
+    flat = np.frombuffer(body, dtype, math.prod(shape), offset)
+    return flat.reshape(shape), offset + flat.nbytes

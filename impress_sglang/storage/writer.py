@@ -52,7 +52,7 @@ def write_segment(
     direct: bool,
     mapping: MappingLists | None = None,
 ) -> None:
-    """Write a segment, its tokens in the order of `mapping` [L, t], and publish it under `path`.
+    """Write a segment, in the order of `mapping` [L, lanes, t], and publish it under `path`.
 
     Raises:
         OSError: the file system refused, for example because it is full; nothing is left behind.
@@ -83,17 +83,19 @@ def _write_contents(
     buffer: AlignedBuffer,
     mapping: MappingLists | None,
 ) -> None:
-    layout = info.layout()
+    layout, shape = info.layout(), info.shape
     checksums = np.zeros(layout.num_blocks, np.uint64)
+    tables = []
     blocks = layout.layer_bytes // BLOCK_BYTES
     memory = buffer.view(max(layout.layer_bytes, layout.header_bytes))
-    for layer in range(info.shape.num_layers):
+    for layer in range(shape.num_layers):
         keys, values = read_layer(layer)
         own_mapping = None if mapping is None else mapping[layer]
         body = memory[: layout.layer_bytes]
-        encode_layer(layout, keys, values, own_mapping, body)
+        tables.append(encode_layer(layout, keys, values, own_mapping, body))
         checksums[layer * blocks : (layer + 1) * blocks] = block_checksums(body)
         write_exactly(descriptor, layout.layer_offset(layer), body)
     header = memory[: layout.header_bytes]
-    header[:] = encode_header(SegmentHeader(info, checksums, mapping))
+    sketch_tables = np.stack([t for t in tables if t is not None]) if shape.sketch_bits else None
+    header[:] = encode_header(SegmentHeader(info, checksums, mapping, sketch_tables))
     write_exactly(descriptor, 0, header)

@@ -43,15 +43,15 @@ class PageShape:
 
     def max_chunk_pages(self, shape: KVShape) -> int:
         """Pages of the largest chunk of `page_vectors` tokens."""
-        return max(self.row_vectors(shape, stream) for stream in Stream)
+        return max(self.row_vectors(shape, stream) for stream in shape.streams)
 
     def chunk_pages(self, layout: SegmentLayout) -> npt.NDArray[np.uint16]:
         """Pages of every chunk of a segment, in the order of `layout.chunk_index`."""
-        rows = np.array([layout.chunk_rows(chunk) for chunk in range(layout.num_chunks)])
-        streams = [
-            -(-rows * self.row_vectors(layout.shape, stream) // self.page_vectors)
-            for stream in Stream
-        ]
+        streams = []
+        for stream in layout.shape.streams:
+            rows = np.full(layout.stream_chunks(stream), layout.chunk_tokens)
+            rows[-1] = layout.chunk_rows(stream, len(rows) - 1)
+            streams.append(-(-rows * self.row_vectors(layout.shape, stream) // self.page_vectors))
         return np.tile(np.concatenate(streams), layout.shape.num_layers).astype(np.uint16)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,13 +16,16 @@ from torch import Tensor
 
 from impress_sglang.importance.identify import IdentificationRule
 from impress_sglang.importance.scores import column_sums
-from impress_sglang.storage.layout import KVShape, Stream
+from impress_sglang.storage.layout import PROBE, KVShape, Stream
 from impress_sglang.transfer.source import PrefixSource
 
 
 @dataclasses.dataclass(slots=True)
 class LoadStats:
-    """What loading one request's prefix took; times in milliseconds of wall clock."""
+    """What loading one request's prefix took; times in milliseconds of wall clock.
+
+    `layers_by_fallback` read all keys, `layers_by_probe` chose their tokens without that.
+    """
 
     layers_by_probe: int = 0
     layers_by_fallback: int = 0
@@ -59,12 +62,12 @@ class LoadedLayer:
     """What attention of a layer uses of a prefix.
 
     keys [k, G, Dk] and values [k, G, Dv] on the source's device, row j of head h is that head's own
-    j-th token; selected int64 ascending on the CPU, the tokens that any head uses.
+    j-th token; selected int64 ascending on the CPU, the tokens that the heads of each lane use.
     """
 
     keys: Tensor
     values: Tensor
-    selected: Tensor
+    selected: list[Tensor]
 
 
 class PrefixLoader:
@@ -73,10 +76,6 @@ class PrefixLoader:
     def __init__(self, shape: KVShape, rule: IdentificationRule) -> None:
         self._shape = shape
         self._rule = rule
-        self._probe = list(shape.probe_kv_heads)
-        self._other = list(shape.other_kv_heads)
-        self._probe_queries = _query_heads(shape, self._probe)
-        self._other_queries = _query_heads(shape, self._other)
 
     def load(
         self, layer: int, source: PrefixSource, inputs: LayerInputs, k: int, stats: LoadStats
@@ -87,85 +86,159 @@ class PrefixLoader:
             ChunkUnreadable: the source could not give a chunk.
         """
         if k == source.num_tokens:
-            return self._load_whole(layer, source, stats)
-        with stats.timed("load_ms"):
-            (probe_keys,) = source.read(layer, [Stream.PROBE_KEYS])
-        with stats.timed("probe_ms"):
-            scores = self._scores(inputs, probe_keys, self._probe, self._probe_queries)
-            verdict = self._rule.judge(scores, k)
-        if verdict.tokens is not None:
+            stats.layers_whole += 1
+            with stats.timed("load_ms"):
+                return self._load_whole(layer, source)
+        evidence = LayerEvidence(self._shape, layer, source, inputs, stats)
+        began, loading = time.perf_counter(), stats.load_ms
+        tokens = self._rule.select(evidence, k).cpu()
+        # What the rule had to read is counted as loading.
+        stats.probe_ms += (time.perf_counter() - began) * 1e3 - (stats.load_ms - loading)
+        if evidence.all_keys is None:
             stats.layers_by_probe += 1
-            loaded = self._load_shared(layer, source, probe_keys, verdict.tokens, stats)
         else:
             stats.layers_by_fallback += 1
-            loaded = self._load_per_head(layer, source, inputs, probe_keys, scores, k, stats)
-        source.note_selection(layer, loaded.selected, scores)
+        with stats.timed("load_ms"):
+            loaded = self._load_tokens(layer, source, tokens, evidence)
+        source.note_selection(layer, loaded.selected, evidence.scores)
         return loaded
 
-    def _load_whole(self, layer: int, source: PrefixSource, stats: LoadStats) -> LoadedLayer:
-        stats.layers_whole += 1
-        with stats.timed("load_ms"):
-            probe, other, values = source.read(layer, list(Stream))
-            source.note_whole(layer)
-            everything = torch.arange(source.num_tokens)
-            return LoadedLayer(self._join(probe, other), values, everything)
+    def _load_whole(self, layer: int, source: PrefixSource) -> LoadedLayer:
+        shape = self._shape
+        rows = source.read(layer, dict.fromkeys(shape.kv_streams))
+        source.note_whole(layer)
+        everything = torch.arange(source.num_tokens)
+        keys = [self._lane_keys(rows[stream], rows.get(PROBE)) for stream in shape.key_streams]
+        values = [rows[stream] for stream in shape.value_streams]
+        return LoadedLayer(_by_head(keys), _by_head(values), [everything] * shape.num_lanes)
 
-    def _load_shared(
-        self, layer: int, source: PrefixSource, probe_keys: Tensor, tokens: Tensor, stats: LoadStats
+    def _load_tokens(
+        self, layer: int, source: PrefixSource, tokens: Tensor, evidence: LayerEvidence
     ) -> LoadedLayer:
-        with stats.timed("load_ms"):
-            selected = tokens.cpu()
-            other, values = source.read(layer, [Stream.OTHER_KEYS, Stream.VALUES], selected)
-            probe = probe_keys.index_select(0, tokens.to(probe_keys.device))
-            return LoadedLayer(self._join(probe, other), values, selected)
+        """Load the sets [1, k] or [G, k]; keys that the rule has read are not read again."""
+        shape = self._shape
+        shared = len(tokens) == 1
+        sets = [tokens if shared else tokens[list(heads)] for heads in shape.lanes]
+        selected = [own[0] if len(own) == 1 else own.unique() for own in sets]
+        wanted: dict[Stream, Tensor | None] = {}
+        if evidence.all_keys is None:
+            wanted.update(zip(shape.key_streams, selected, strict=True))
+        wanted.update(zip(shape.value_streams, selected, strict=True))
+        rows = source.read(layer, wanted)
+        keys, values = [], []
+        for lane, heads in enumerate(shape.lanes):
+            known = selected[lane]
+            if evidence.all_keys is None:
+                probe = _rows(evidence.probe_keys, known) if shape.probe_kv_heads else None
+                lane_keys = self._lane_keys(rows[shape.key_streams[lane]], probe)
+            else:
+                lane_keys = _rows(evidence.all_keys, known)[:, list(heads)]
+            keys.append(_pick(lane_keys, sets[lane], known))
+            values.append(_pick(rows[shape.value_streams[lane]], sets[lane], known))
+        return LoadedLayer(_by_head(keys), _by_head(values), selected)
 
-    def _load_per_head(
+    def _lane_keys(self, own: Tensor, probe: Tensor | None) -> Tensor:
+        """Keys [rows, heads of the lane, D]: a lane's own, with those of the probe heads if any."""
+        return own if probe is None else join_keys(self._shape, probe, own)
+
+
+class LayerEvidence:
+    """See `importance.identify.Evidence`: reads a layer's keys and scores them, when asked."""
+
+    def __init__(
         self,
+        shape: KVShape,
         layer: int,
         source: PrefixSource,
         inputs: LayerInputs,
-        probe_keys: Tensor,
-        probe_scores: Tensor,
-        k: int,
         stats: LoadStats,
-    ) -> LoadedLayer:
-        with stats.timed("load_ms"):
-            (other_keys,) = source.read(layer, [Stream.OTHER_KEYS])
-        with stats.timed("probe_ms"):
-            scores = probe_scores.new_empty(self._shape.num_query_heads, source.num_tokens)
-            scores[self._probe_queries] = probe_scores
-            if self._other:
-                scores[self._other_queries] = self._scores(
-                    inputs, other_keys, self._other, self._other_queries
-                )
-            tokens = self._rule.fall_back(scores, self._shape.group_size, k).cpu()
-        with stats.timed("load_ms"):
-            selected = tokens.unique()
-            (values,) = source.read(layer, [Stream.VALUES], selected)
-            rows = torch.searchsorted(selected, tokens).T.to(values.device)
-            heads = torch.arange(self._shape.num_kv_heads, device=values.device)
-            keys = self._join(probe_keys, other_keys)
-            return LoadedLayer(keys[tokens.T.to(keys.device), heads], values[rows, heads], selected)
+    ) -> None:
+        self.layer = layer
+        self.num_tokens = source.num_tokens
+        self.group_size = shape.group_size
+        self.all_keys: Tensor | None = None
+        """[m, G, Dk] once they were read."""
+        self.scores: Tensor | None = None
+        """The newest scores that were asked for."""
+        self._probe_keys: Tensor | None = None
+        self._probe_scores: Tensor | None = None
+        self._shape = shape
+        self._source = source
+        self._inputs = inputs
+        self._stats = stats
 
-    def _scores(
-        self, inputs: LayerInputs, keys: Tensor, heads: list[int], query_heads: list[int]
-    ) -> Tensor:
+    @property
+    def probe_keys(self) -> Tensor:
+        """[m, heads of the probe stream, Dk]; see `PrefixSource.read_probe`."""
+        if self._probe_keys is None:
+            with self._stats.timed("load_ms"):
+                self._probe_keys = self._source.read_probe(self.layer)
+        return self._probe_keys
+
+    def probe_scores(self) -> Tensor:
+        """See `Evidence.probe_scores`."""
+        if self._probe_scores is None:
+            heads = self._shape.heads(PROBE)
+            self._probe_scores = self._column_sums(self.probe_keys, heads)
+            self.scores = self._probe_scores
+        return self._probe_scores
+
+    def exact_scores(self) -> Tensor:
+        """See `Evidence.exact_scores`; probe heads that were scored are not scored again."""
+        shape = self._shape
+        probe = self.probe_keys if shape.probe_kv_heads else None
+        with self._stats.timed("load_ms"):
+            rows = self._source.read(self.layer, dict.fromkeys(shape.key_streams))
+            others = _by_head(list(rows.values()))
+            self.all_keys = others if probe is None else join_keys(shape, probe, others)
+        if probe is None:
+            self.scores = self._column_sums(self.all_keys, range(shape.num_kv_heads))
+            return self.scores
+        scores = self.probe_scores().new_empty(shape.num_query_heads, self.num_tokens)
+        scores[_query_heads(shape, shape.probe_kv_heads)] = self.probe_scores()
+        if shape.other_kv_heads:
+            other_queries = _query_heads(shape, shape.other_kv_heads)
+            scores[other_queries] = self._column_sums(others, shape.other_kv_heads)
+        self.scores = scores
+        return scores
+
+    def _column_sums(self, keys: Tensor, kv_heads: Sequence[int]) -> Tensor:
+        inputs, heads = self._inputs, list(kv_heads)
         return column_sums(
-            inputs.queries[:, query_heads],
+            inputs.queries[:, _query_heads(self._shape, heads)],
             keys.to(inputs.queries.device, non_blocking=True),
             inputs.resident_keys[:, heads],
             inputs.new_keys[:, heads],
             inputs.scaling,
         )
 
-    def _join(self, probe: Tensor, other: Tensor) -> Tensor:
-        """Keys of probe and other heads -> [rows, G, D] in head order."""
-        joined = probe.new_empty(probe.shape[0], self._shape.num_kv_heads, probe.shape[2])
-        joined[:, self._probe] = probe
-        joined[:, self._other] = other
-        return joined
+
+def join_keys(shape: KVShape, probe: Tensor, other: Tensor) -> Tensor:
+    """Keys of probe and other heads -> [rows, G, D] in the order of the heads."""
+    joined = probe.new_empty(probe.shape[0], shape.num_kv_heads, probe.shape[2])
+    joined[:, list(shape.probe_kv_heads)] = probe
+    joined[:, list(shape.other_kv_heads)] = other
+    return joined
 
 
-def _query_heads(shape: KVShape, kv_heads: list[int]) -> list[int]:
+def _query_heads(shape: KVShape, kv_heads: Sequence[int]) -> list[int]:
     """Query heads that share the given KV heads, grouped by KV head."""
     return [h * shape.group_size + g for h in kv_heads for g in range(shape.group_size)]
+
+
+def _rows(rows: Tensor, tokens: Tensor) -> Tensor:
+    return rows.index_select(0, tokens.to(rows.device))
+
+
+def _pick(rows: Tensor, sets: Tensor, known: Tensor) -> Tensor:
+    """From the rows [u, h, D] of the tokens `known` [u] those of each head's set [h, k]."""
+    if len(sets) == 1:
+        return rows
+    position = torch.searchsorted(known, sets).T.to(rows.device)
+    heads = torch.arange(rows.shape[1], device=rows.device)
+    return rows[position, heads]
+
+
+def _by_head(lanes: list[Tensor]) -> Tensor:
+    """Rows of all lanes side by side: [rows, G, D]."""
+    return lanes[0] if len(lanes) == 1 else torch.cat(lanes, 1)

@@ -1,8 +1,8 @@
 """From tokens to chunks, rows and blocks: the arithmetic of a read, vectorised, without any data.
 
-Stage: load. A `RowPlan` says where the wanted tokens of a span stand in the chunks of a layer,
-which is the same for all streams. `block_runs` turns the chunks that must come from SSD into runs
-of blocks.
+Stage: load. A `RowPlan` says where the wanted tokens of a span stand in the chunks of a stream; it
+is the same for the keys and the values of a lane. `block_runs` turns the chunks that must come from
+SSD into runs of blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from impress_sglang.importance.history import TokenHistory
-from impress_sglang.storage.layout import BLOCK_BYTES, SegmentLayout, Stream
+from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, SegmentLayout, Stream
 from impress_sglang.storage.reader import OpenSegment
 
 Indices = npt.NDArray[np.int64]
@@ -35,18 +35,19 @@ class SourceSpan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Chunks of one layer of a span that hold the wanted tokens, and where in them."""
+    """Chunks of a stream of a span that hold the wanted rows, and where in them."""
 
     span: SourceSpan
     chunks: Indices  # ascending, distinct
     counts: Indices  # wanted rows of each of them
     chunk_of_row: Indices  # position in `chunks`
     offset_of_row: Indices  # row inside its chunk
+    stream_rows: int  # of the whole segment
     unbroken: bool  # rows follow each other on disk without a gap
 
     @property
     def num_rows(self) -> int:
-        """Wanted tokens."""
+        """Wanted rows."""
         return len(self.chunk_of_row)
 
     def chunk_ids(self, layer: int, stream: Stream) -> Indices:
@@ -57,29 +58,50 @@ class RowPlan:
     def shares(self) -> npt.NDArray[np.float64]:
         """Share of each chunk's rows that is wanted."""
         layout = self.span.segment.layout
-        rows = np.minimum(
-            layout.chunk_tokens, layout.num_tokens - self.chunks * layout.chunk_tokens
-        )
+        rows = np.minimum(layout.chunk_tokens, self.stream_rows - self.chunks * layout.chunk_tokens)
         return self.counts / rows
 
 
-def plan_rows(span: SourceSpan, layer: int, tokens: Indices) -> RowPlan:
-    """Where tokens of a segment stand in a layer.
+def plan_probe(span: SourceSpan) -> RowPlan:
+    """Where the probe stream has the tokens of a span: rows of a sketch may hold a few more."""
+    per_row = span.segment.layout.shape.tokens_per_row(PROBE)
+    rows = np.arange(span.start // per_row, -(-span.stop // per_row))
+    return _row_plan(span, PROBE, rows, unbroken=True)
+
+
+def plan_rows(span: SourceSpan, layer: int, lane: int, tokens: Indices) -> RowPlan:
+    """Where tokens of a segment stand in the keys and in the values of a lane.
 
     Args:
         span: the part of the segment that a request uses.
         layer: from 0.
+        lane: of the layer.
         tokens: ascending, at least one, counted from the start of the segment.
     """
     segment = span.segment
-    rows = tokens if segment.mapping is None else segment.mapping[layer][tokens].astype(np.int64)
-    chunk_of_token, offsets = np.divmod(rows, segment.layout.chunk_tokens)
-    counts = np.bincount(chunk_of_token, minlength=segment.layout.num_chunks)
+    stream = segment.layout.shape.key_streams[lane]
+    if segment.mapping is not None:
+        rows = segment.mapping[layer, lane][tokens].astype(np.int64)
+        return _row_plan(span, stream, rows, unbroken=False)
+    return _row_plan(span, stream, tokens, unbroken=int(tokens[-1] - tokens[0]) + 1 == len(tokens))
+
+
+def _row_plan(span: SourceSpan, stream: Stream, rows: Indices, *, unbroken: bool) -> RowPlan:
+    layout = span.segment.layout
+    chunk_of_row, offsets = np.divmod(rows, layout.chunk_tokens)
+    counts = np.bincount(chunk_of_row, minlength=layout.stream_chunks(stream))
     chunks = np.flatnonzero(counts)
     position = np.empty(len(counts), np.int64)
     position[chunks] = np.arange(len(chunks))
-    unbroken = segment.mapping is None and int(rows[-1] - rows[0]) + 1 == len(rows)
-    return RowPlan(span, chunks, counts[chunks], position[chunk_of_token], offsets, unbroken)
+    return RowPlan(
+        span,
+        chunks,
+        counts[chunks],
+        position[chunk_of_row],
+        offsets,
+        layout.stream_rows(stream),
+        unbroken,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,7 +186,8 @@ def wanted_blocks(
         for step in range((row_bytes - 2) // BLOCK_BYTES + 2):
             wanted[chunk_of_row, np.minimum(first + step, last)] = True
     wanted[whole] = True
-    if chunks[-1] == layout.num_chunks - 1:
-        tail = layout.run_bytes(stream, layout.num_chunks - 1, layout.num_chunks) // BLOCK_BYTES
+    last_chunk = layout.stream_chunks(stream) - 1
+    if chunks[-1] == last_chunk:
+        tail = layout.run_bytes(stream, last_chunk, last_chunk + 1) // BLOCK_BYTES
         wanted[-1, tail:] = False
     return wanted

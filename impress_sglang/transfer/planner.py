@@ -8,15 +8,14 @@ replayed with the planner alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from impress_sglang.storage.layout import KVShape, Stream
+from impress_sglang.storage.layout import PROBE, KVShape, Stream
 from impress_sglang.tiers.placement import Access, Placement, Tier
 from impress_sglang.transfer.plan import (
     Indices,
@@ -24,6 +23,7 @@ from impress_sglang.transfer.plan import (
     SourceSpan,
     StagedRun,
     block_runs,
+    plan_probe,
     plan_rows,
     wanted_blocks,
 )
@@ -39,7 +39,7 @@ class ReadStats:
     `ssd_needed_bytes` are the rows that were asked of SSD: `ssd_bytes` over it is the read
     amplification. `h2d_bytes` are rows that were not on the device, and whole chunks that moved
     there. `important_bytes` are the KVs of selected tokens, `important_device_bytes` those that
-    were found on the device. `selected_chunks` leaves out the chunks of probe keys, which every
+    were found on the device. `selected_chunks` leaves out the chunks of probe streams, which every
     probe reads.
     """
 
@@ -118,11 +118,14 @@ class PlannedRead:
 
     parts: list[ReadPart]
     access: Access
-    num_rows: int
 
 
 class PrefixPlanner:
-    """Plans the reads of one request over consecutive spans of segments."""
+    """Plans the reads of one request over consecutive spans of segments.
+
+    A read is a mapping from streams to the tokens that are wanted of them: ascending, counted from
+    the start of the prefix, None for all. The probe stream is always read whole.
+    """
 
     def __init__(
         self, shape: KVShape, spans: Sequence[SourceSpan], placement: Placement, page_bytes: int
@@ -137,47 +140,61 @@ class PrefixPlanner:
         self._on_device: dict[Stream, npt.NDArray[np.bool_]] = {}
 
     def plan(
-        self, layer: int, streams: Sequence[Stream], tokens: Indices | None, gap_bytes: int
+        self, layer: int, wanted: Mapping[Stream, Indices | None], gap_bytes: int
     ) -> PlannedRead:
         """Decide how rows are read, and where their chunks stand from now on; `count` follows.
 
         Args:
             layer: from 0.
-            streams: that are wanted.
-            tokens: ascending, None for all.
+            wanted: streams and tokens.
             gap_bytes: gap on SSD that is not worth skipping.
         """
-        rows = self._rows(layer, tokens)
-        pairs = [
-            (plan, stream) for stream in streams if self._shape.row_bytes(stream) for plan in rows
-        ]
-        ids = [plan.chunk_ids(layer, stream) for plan, stream in pairs]
-        shares = [plan.shares() for plan, _ in pairs]
+        pairs = self._row_plans(layer, wanted)
+        ids = [plan.chunk_ids(layer, stream) for stream, plan in pairs]
+        shares = [plan.shares() for _, plan in pairs]
         access = self._placement.access(_joined(ids, np.int64), _joined(shares, np.float64))
         parts, first = [], 0
-        for (plan, stream), own in zip(pairs, ids, strict=True):
+        for (stream, plan), own in zip(pairs, ids, strict=True):
             found = slice(first, first + len(own))
             parts.append(_part(layer, plan, stream, own, access, found, gap_bytes))
             first = found.stop
-        return PlannedRead(parts, access, sum(plan.num_rows for plan in rows))
+        return PlannedRead(parts, access)
 
-    def note_selection(self, layer: int, tokens: Indices, importance: Tensor) -> None:
-        """Say which tokens the layer uses: ascending, by scores [Hp, m]; updates the averages."""
-        self._count_important(tokens)
-        first = 0
-        for span, own in self._by_span(tokens):
-            scores = importance[:, first : first + len(span)]
-            span.history.note(layer, span.start, own, scores)
-            first += len(span)
+    def note_selection(
+        self, layer: int, selected: Sequence[Indices], importance: Tensor | None
+    ) -> None:
+        """Say which tokens the layer uses; updates the averages.
+
+        Args:
+            layer: from 0.
+            selected: ascending, of each lane.
+            importance: scores [H, m] of all query heads, or of those of the probe heads; None if
+                the tokens were not chosen by scores.
+        """
+        self._count_important(selected)
+        for lane, tokens in enumerate(selected):
+            scores = None if importance is None else self._lane_scores(lane, importance)
+            first = 0
+            for span, own in self._by_span(tokens):
+                stop = first + len(span)
+                part = None if scores is None else scores[:, first:stop]
+                span.history.note(layer, lane, span.start, len(span), own, part)
+                first = stop
 
     def note_whole(self, layer: int) -> None:
         """Say that the layer uses all tokens."""
         everything = np.arange(self.num_tokens)
-        self.note_selection(layer, everything, torch.ones(1, self.num_tokens))
+        self.note_selection(layer, [everything] * self._shape.num_lanes, None)
 
-    def _count_important(self, tokens: Indices) -> None:
+    def _lane_scores(self, lane: int, importance: Tensor) -> Tensor:
+        if self._shape.num_lanes == 1:
+            return importance
+        return importance.view(self._shape.num_lanes, -1, importance.shape[1])[lane]
+
+    def _count_important(self, selected: Sequence[Indices]) -> None:
         """Count which KVs of the tokens that a layer uses were found on the device."""
         for stream, on_device in self._on_device.items():
+            tokens = selected[0 if stream == PROBE else self._shape.lane_of(stream)]
             hits = on_device[tokens] if len(on_device) == self.num_tokens else on_device
             assert len(hits) == len(tokens)
             row_bytes = self._shape.row_bytes(stream)
@@ -185,10 +202,30 @@ class PrefixPlanner:
             self.stats.important_device_bytes += int(hits.sum()) * row_bytes
         self._on_device.clear()
 
-    def _rows(self, layer: int, tokens: Indices | None) -> list[RowPlan]:
+    def _row_plans(
+        self, layer: int, wanted: Mapping[Stream, Indices | None]
+    ) -> list[tuple[Stream, RowPlan]]:
+        """The plans of each stream and span; keys and values of the same tokens share theirs."""
+        known: dict[tuple[int, int], list[RowPlan]] = {}
+        pairs = []
+        for stream, tokens in wanted.items():
+            if not self._shape.heads(stream):
+                continue
+            if stream == PROBE:
+                plans = [plan_probe(span) for span in self._spans]
+            else:
+                lane = self._shape.lane_of(stream)
+                place = lane, id(tokens)
+                if place not in known:
+                    known[place] = self._lane_plans(layer, lane, tokens)
+                plans = known[place]
+            pairs += [(stream, plan) for plan in plans]
+        return pairs
+
+    def _lane_plans(self, layer: int, lane: int, tokens: Indices | None) -> list[RowPlan]:
         wanted = np.arange(self.num_tokens) if tokens is None else tokens
         return [
-            plan_rows(span, layer, own + span.start)
+            plan_rows(span, layer, lane, own + span.start)
             for span, own in self._by_span(wanted)
             if len(own)
         ]
@@ -216,11 +253,12 @@ class PrefixPlanner:
             stats.ssd_chunks += int(chunks[_SSD])
             stats.host_chunks += int(chunks[_HOST])
             stats.device_chunks += int(chunks[_DEVICE])
-            if part.stream is not Stream.PROBE_KEYS:
+            if part.stream != PROBE:
                 stats.selected_chunks += int(chunks.sum())
                 part.plan.span.history.ssd_bytes += num_bytes
-            found = (part.tiers == _DEVICE)[part.plan.chunk_of_row]
-            on_device.setdefault(part.stream, []).append(found)
+            if part.stream in self._shape.kv_streams:
+                found = (part.tiers == _DEVICE)[part.plan.chunk_of_row]
+                on_device.setdefault(part.stream, []).append(found)
         for stream, parts in on_device.items():
             self._on_device[stream] = np.concatenate(parts)
         moved = (move for move in read.access.moves if move.target == _DEVICE)

@@ -7,7 +7,8 @@ prefix whose chunks were unreadable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from impress_sglang.storage.direct_io import AlignedBuffer
-from impress_sglang.storage.layout import KVShape, Stream
+from impress_sglang.storage.layout import PROBE, KVShape, Stream
 from impress_sglang.storage.reader import BlockRun, ChunkReader
+from impress_sglang.storage.sketch import restore_keys
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.plan import Indices, SourceSpan
@@ -26,9 +28,9 @@ from impress_sglang.transfer.planner import PlannedRead, PrefixPlanner, ReadPart
 class PrefixSource(Protocol):
     """The KVs of the tokens [0, num_tokens) of a stored prefix.
 
-    Implementations must return exactly the rows that are wanted, in the order of the tokens, as
-    tensors [rows, heads of the stream, dim] in the KV's dtype on the source's device. A returned
-    tensor is valid until the next `read` of the same stream by any source.
+    Implementations must return exactly the rows that are wanted, in the order of the tokens, on the
+    source's device. A returned tensor is valid until the next read of the same stream by any
+    source.
     """
 
     @property
@@ -41,18 +43,37 @@ class PrefixSource(Protocol):
         """What reading has taken so far."""
         ...
 
-    def read(
-        self, layer: int, streams: Sequence[Stream], tokens: Tensor | None = None
-    ) -> list[Tensor]:
-        """Rows of several streams of a layer; `tokens` is ascending int64 [k], None for all.
+    def read_probe(self, layer: int) -> Tensor:
+        """The keys from which important tokens are found.
+
+        Returns:
+            [num_tokens, heads, Dk]: the probe heads' keys in the KV's dtype, or where the shape has
+            sketches an approximation of the keys of all heads in float32.
 
         Raises:
             ChunkUnreadable: a chunk is missing, short or corrupt.
         """
         ...
 
-    def note_selection(self, layer: int, selected: Tensor, importance: Tensor) -> None:
-        """Say which tokens the layer uses: ascending int64 [k], by scores [Hp, m]."""
+    def read(self, layer: int, wanted: Mapping[Stream, Tensor | None]) -> dict[Stream, Tensor]:
+        """Rows of several streams of a layer, at once.
+
+        Args:
+            layer: from 0.
+            wanted: streams with keys or values, and ascending int64 tokens of each; None for all.
+
+        Returns:
+            For each stream [rows, heads of the stream, dim] in the KV's dtype.
+
+        Raises:
+            ChunkUnreadable: a chunk is missing, short or corrupt.
+        """
+        ...
+
+    def note_selection(
+        self, layer: int, selected: Sequence[Tensor], importance: Tensor | None
+    ) -> None:
+        """Say which tokens the layer uses: see `PrefixPlanner.note_selection`."""
         ...
 
     def note_whole(self, layer: int) -> None:
@@ -64,7 +85,7 @@ class Staging:
     """Memory that reads land in: one buffer per stream, shared by the sources of one thread."""
 
     def __init__(self) -> None:
-        self._buffers = {stream: AlignedBuffer() for stream in Stream}
+        self._buffers: dict[Stream, AlignedBuffer] = collections.defaultdict(AlignedBuffer)
 
     def view(self, stream: Stream, num_bytes: int) -> memoryview:
         """Memory for the next read of a stream."""
@@ -85,6 +106,7 @@ class SegmentSource:
         assert spans
         self.segment_ids = [span.segment.segment_id for span in spans]
         self._shape = shape
+        self._spans = tuple(spans)
         self._planner = PrefixPlanner(shape, spans, cache.placement, cache.page.page_bytes)
         self._reader = reader
         self._staging = staging
@@ -100,17 +122,36 @@ class SegmentSource:
         """See `PrefixSource`."""
         return self._planner.stats
 
-    def read(
-        self, layer: int, streams: Sequence[Stream], tokens: Tensor | None = None
-    ) -> list[Tensor]:
-        """See `PrefixSource.read`.
+    def read_probe(self, layer: int) -> Tensor:
+        """See `PrefixSource.read_probe`."""
+        (packed,) = self._read(layer, {PROBE: None}).values()
+        if not self._shape.sketch_bits:
+            return packed
+        return self._restore(layer, packed)
+
+    def read(self, layer: int, wanted: Mapping[Stream, Tensor | None]) -> dict[Stream, Tensor]:
+        """See `PrefixSource.read`."""
+        return self._read(layer, wanted)
+
+    def note_selection(
+        self, layer: int, selected: Sequence[Tensor], importance: Tensor | None
+    ) -> None:
+        """See `PrefixSource.note_selection`; counts hits and updates the moving averages."""
+        self._planner.note_selection(layer, _as_arrays(selected), importance)
+
+    def note_whole(self, layer: int) -> None:
+        """See `PrefixSource.note_whole`; counts hits and updates the moving averages."""
+        self._planner.note_whole(layer)
+
+    def _read(self, layer: int, wanted: Mapping[Stream, Tensor | None]) -> dict[Stream, Tensor]:
+        """Read and gather.
 
         Rows are taken from where chunks stood before this read; then the chunks move.
         """
-        wanted = None if tokens is None else tokens.numpy()
-        plan = self._planner.plan(layer, streams, wanted, self._reader.cost.gap_bytes)
+        arrays = _arrays_of(wanted)
+        plan = self._planner.plan(layer, arrays, self._reader.cost.gap_bytes)
         try:
-            rows = self._carry_out(plan, streams)
+            rows = self._carry_out(plan, wanted)
         except BaseException:
             # The placement counts on bytes that were not copied.
             self._cache.abandon(plan.access)
@@ -118,15 +159,34 @@ class SegmentSource:
         self._planner.count(plan)
         return rows
 
-    def note_selection(self, layer: int, selected: Tensor, importance: Tensor) -> None:
-        """See `PrefixSource.note_selection`; counts hits and updates the moving averages."""
-        self._planner.note_selection(layer, selected.numpy(), importance)
+    def _restore(self, layer: int, packed: Tensor) -> Tensor:
+        """Sketched keys [m, G, Dk] float32 of all spans from their packed rows."""
+        shape = self._shape
+        per_row, width = shape.tokens_per_row(PROBE), shape.num_kv_heads * shape.key_dim
+        keys, first = [], 0
+        for span in self._spans:
+            skipped = span.start // per_row
+            stop = first + -(-span.stop // per_row) - skipped
+            codes = packed[first:stop].contiguous().view(torch.uint8).view(-1, width)
+            tables = span.segment.sketch_tables
+            assert tables is not None
+            start = span.start - skipped * per_row
+            table = torch.tensor(tables[layer], device=codes.device)
+            keys.append(
+                restore_keys(
+                    codes.view(-1, shape.num_kv_heads, shape.key_dim),
+                    table,
+                    shape.sketch_bits,
+                    start,
+                    start + len(span),
+                )
+            )
+            first = stop
+        return keys[0] if len(keys) == 1 else torch.cat(keys)
 
-    def note_whole(self, layer: int) -> None:
-        """See `PrefixSource.note_whole`; counts hits and updates the moving averages."""
-        self._planner.note_whole(layer)
-
-    def _carry_out(self, plan: PlannedRead, streams: Sequence[Stream]) -> list[Tensor]:
+    def _carry_out(
+        self, plan: PlannedRead, streams: Mapping[Stream, Tensor | None]
+    ) -> dict[Stream, Tensor]:
         memory = self._assign_memory(plan)
         self._reader.read(
             [
@@ -135,17 +195,17 @@ class SegmentSource:
                 for run in part.runs
             ]
         )
-        rows = [self._rows(stream, plan, memory) for stream in streams]
+        rows = {stream: self._rows(stream, plan, memory, streams[stream]) for stream in streams}
         self._cache.settle(plan.access, _kept_chunks(plan.parts, memory))
         return rows
 
     def _assign_memory(self, plan: PlannedRead) -> list[memoryview]:
         """Staging memory of each part."""
-        sizes = dict.fromkeys(Stream, 0)
+        sizes = dict.fromkeys(self._shape.streams, 0)
         for part in plan.parts:
             sizes[part.stream] += part.staged_bytes
         areas = {stream: self._staging.view(stream, size) for stream, size in sizes.items() if size}
-        used, memory = dict.fromkeys(Stream, 0), []
+        used, memory = dict.fromkeys(self._shape.streams, 0), []
         for part in plan.parts:
             start = used[part.stream]
             used[part.stream] += part.staged_bytes
@@ -153,16 +213,19 @@ class SegmentSource:
             memory.append(whole[start : used[part.stream]])
         return memory
 
-    def _rows(self, stream: Stream, plan: PlannedRead, memory: list[memoryview]) -> Tensor:
+    def _rows(
+        self, stream: Stream, plan: PlannedRead, memory: list[memoryview], tokens: Tensor | None
+    ) -> Tensor:
         heads, dim = len(self._shape.heads(stream)), self._shape.head_dim(stream)
         rows = [
             self._gather(part, own)
             for part, own in zip(plan.parts, memory, strict=True)
-            if part.stream is stream
+            if part.stream == stream
         ]
         if not rows:
+            count = self.num_tokens if tokens is None else len(tokens)
             dtype, device = self._shape.dtype, self._cache.device
-            return torch.empty(plan.num_rows, 0, dim, dtype=dtype, device=device)
+            return torch.empty(count, 0, dim, dtype=dtype, device=device)
         return (rows[0] if len(rows) == 1 else torch.cat(rows)).view(-1, heads, dim)
 
     def _gather(self, part: ReadPart, memory: memoryview) -> Tensor:
@@ -222,22 +285,42 @@ class MemorySource:
         self._keys = keys
         self._values = values
 
-    def read(
-        self, layer: int, streams: Sequence[Stream], tokens: Tensor | None = None
-    ) -> list[Tensor]:
-        """See `PrefixSource.read`."""
-        return [self._rows(layer, stream, tokens) for stream in streams]
+    def read_probe(self, layer: int) -> Tensor:
+        """See `PrefixSource.read_probe`; instead of a sketch the keys themselves."""
+        keys = self._keys[layer][:, list(self._shape.heads(PROBE))]
+        return keys.float() if self._shape.sketch_bits else keys
 
-    def note_selection(self, layer: int, selected: Tensor, importance: Tensor) -> None:
+    def read(self, layer: int, wanted: Mapping[Stream, Tensor | None]) -> dict[Stream, Tensor]:
+        """See `PrefixSource.read`."""
+        return {stream: self._rows(layer, stream, tokens) for stream, tokens in wanted.items()}
+
+    def note_selection(
+        self, layer: int, selected: Sequence[Tensor], importance: Tensor | None
+    ) -> None:
         """See `PrefixSource.note_selection`; a recomputed prefix has no averages."""
 
     def note_whole(self, layer: int) -> None:
         """See `PrefixSource.note_whole`."""
 
     def _rows(self, layer: int, stream: Stream, tokens: Tensor | None) -> Tensor:
-        whole = self._values[layer] if stream is Stream.VALUES else self._keys[layer]
+        values = stream in self._shape.value_streams
+        whole = self._values[layer] if values else self._keys[layer]
         rows = whole if tokens is None else whole[tokens]
         return rows[:, list(self._shape.heads(stream))]
+
+
+def _as_arrays(selected: Sequence[Tensor]) -> list[Indices]:
+    """The tokens of each lane; one array where lanes share one tensor."""
+    arrays = {id(tokens): tokens.numpy() for tokens in selected}
+    return [arrays[id(tokens)] for tokens in selected]
+
+
+def _arrays_of(wanted: Mapping[Stream, Tensor | None]) -> dict[Stream, Indices | None]:
+    """The same tokens are the same array, by which a planner knows that they are."""
+    arrays = {id(tokens): tokens.numpy() for tokens in wanted.values() if tokens is not None}
+    return {
+        stream: None if tokens is None else arrays[id(tokens)] for stream, tokens in wanted.items()
+    }
 
 
 def _kept_chunks(parts: list[ReadPart], memory: list[memoryview]) -> dict[int, Tensor]:

@@ -12,7 +12,7 @@ import pytest
 
 from impress_sglang.demo.model import model_path
 from impress_sglang.importance.selection import retained_tokens
-from impress_sglang.storage.layout import Stream
+from impress_sglang.storage.layout import PROBE
 from impress_sglang.storage.segment import read_header
 from tests.serving.compare import report
 from tests.serving.harness import Server, running
@@ -36,6 +36,7 @@ def server(smollm: Path, workdir: Path) -> Iterator[Server]:
         "--max-total-tokens=12000",
         "--enable-impress",
         f"--impress-ssd-dir={workdir / 'store-smollm'}",
+        "--impress-retention=0.25",
         zygote=None,
     ) as running_server:
         yield running_server
@@ -43,7 +44,7 @@ def server(smollm: Path, workdir: Path) -> Iterator[Server]:
 
 
 def test_bytes_of_a_three_thousand_token_prefix(server: Server, workdir: Path) -> None:
-    """Probe keys + chunks touched, by our count, by arithmetic, and by the kernel's count.
+    """The sketch + chunks touched, by our count, by arithmetic, and by the kernel's count.
 
     The caches are empty and have room, so each touched chunk is read whole; the next question finds
     most of them there.
@@ -55,16 +56,17 @@ def test_bytes_of_a_three_thousand_token_prefix(server: Server, workdir: Path) -
     said = report(server.generate([*prefix, *range(1000, 1064)], 1))
     from_device = _bytes_read_by(server) - before
     assert said["loaded_tokens"] == retained_tokens(3000, 0.25) == 750
-    assert said["layers_by_probe"] + said["layers_by_fallback"] == 30
+    assert said["layers_by_probe"] == 30
     path = max(workdir.glob("store-smollm/*/segments/*/*.kv"), key=lambda p: p.stat().st_size)
     layout = read_header(path).info.layout()
     assert layout.num_tokens == 3000
     probe_chunks = said["ssd_chunks"] - said["selected_chunks"]
-    assert probe_chunks == 30 * layout.num_chunks
-    # Keys and values of the same tokens, but for the few layers that fall back.
-    strides = [layout.chunk_stride(stream) for stream in Stream]
-    analytic = probe_chunks * strides[0] + said["selected_chunks"] * (strides[1] + strides[2]) / 2
-    assert said["ssd_bytes"] == pytest.approx(analytic, rel=0.03)
+    assert probe_chunks == 30 * layout.stream_chunks(PROBE)
+    strides = {layout.chunk_stride(stream) for stream in layout.shape.streams[1:]}
+    assert len(strides) == 1
+    analytic = 30 * layout.stream_bytes(PROBE) + said["selected_chunks"] * strides.pop()
+    # The last chunk of a stream has fewer rows than the others.
+    assert said["ssd_bytes"] == pytest.approx(analytic, rel=0.02)
     assert said["ssd_needed_bytes"] < said["ssd_bytes"]
     if server.stats()["store"]["direct_io"]:
         # The processes may also read pages of their code, and read the header.

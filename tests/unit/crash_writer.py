@@ -1,8 +1,9 @@
 """Writes segments in processes that are killed, and says what the store holds afterwards.
 
-    python -m tests.unit.crash_writer DIRECTORY ROUND...
+    python -m tests.unit.crash_writer DIRECTORY SHAPE ROUND...
 
-A round is the name of a crash point, or a number of milliseconds after which the writer is killed.
+The shape is "probe" or "sketch". A round is the name of a crash point, or a number of milliseconds
+after which the writer is killed.
 Prints one JSON object per round. Every process is forked from this one, which never uses the store
 itself, so that PyTorch is imported once.
 """
@@ -24,10 +25,11 @@ import torch
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.store import PrefixStore, StoreOutcome
 from impress_sglang.storage.catalog import Catalog
-from impress_sglang.storage.layout import Stream
-from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, make_shape
+from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, kv_of, lanes_of, make_shape
+from tests.unit.store_factory import rows
 
-SHAPE = make_shape()
+SHAPES = {"probe": make_shape(), "sketch": make_shape(dtype=torch.bfloat16, sketch_bits=4)}
+SHAPE = SHAPES["probe"]
 FAMILIES = 3
 STEP = 12  # tokens by which a prefix of a family grows
 LONGEST = 40 * STEP
@@ -86,8 +88,10 @@ def reorder_something(directory: Path, progress: Path) -> None:
     source = store.open_source(match, 0, length)
     selected = torch.arange(1, length, 3)
     for layer in range(SHAPE.num_layers):
-        source.read(layer, list(Stream), selected)
-        source.note_selection(layer, selected, torch.ones(1, length))
+        source.read_probe(layer)
+        source.read(layer, dict.fromkeys(kv_of(SHAPE), selected))
+        lanes = lanes_of(SHAPE)
+        source.note_selection(layer, [selected] * lanes, torch.ones(lanes, length))
     store.close_source(source)
     assert store.reorder(force=True) == 1
     while store.reorder_summary()["pending"]:
@@ -156,8 +160,9 @@ def verify(directory: Path) -> dict[str, Any]:
             kvs = SequenceKVs(SHAPE, "", tokens[: match.num_tokens])
             source = store.open_source(match, 0, match.num_tokens)
             for layer in range(SHAPE.num_layers):
-                probe, other, values = source.read(layer, list(Stream))
-                assert torch.equal(torch.cat([probe, other], 1), kvs.keys(layer))
+                keys, values = rows(SHAPE, source, layer)
+                source.read_probe(layer)
+                assert torch.equal(keys, kvs.keys(layer))
                 assert torch.equal(values, kvs.values(layer))
             store.close_source(source)
     assert covered == len(store.tree), "a segment that no sequence reaches"
@@ -222,8 +227,10 @@ def run_round(directory: Path, name: str) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    global SHAPE
     directory = Path(sys.argv[1])
-    for name in sys.argv[2:]:
+    SHAPE = SHAPES[sys.argv[2]]
+    for name in sys.argv[3:]:
         print(json.dumps(run_round(directory, name)), flush=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,8 @@ from impress_sglang.transfer.plan import SourceSpan
 
 IDENTITY = "0123456789abcdef0123456789abcdef"
 DISK_BLOCK = 4096
+# The streams of a shape with one lane: with sketches there are more, see `streams_of`.
+PROBE, KEYS, VALUES = 0, 1, 2
 
 
 def make_shape(
@@ -35,8 +36,12 @@ def make_shape(
     value_dim: int = 8,
     dtype: torch.dtype = torch.float32,
     probe: Sequence[int] = (0,),
+    sketch_bits: int = 0,
 ) -> KVShape:
-    return KVShape(layers, query_heads, kv_heads, key_dim, value_dim, dtype, tuple(probe))
+    """A shape with probe heads; with `sketch_bits` it has sketches instead, and a lane per head."""
+    probe = () if sketch_bits else tuple(probe)
+    heads = query_heads, kv_heads
+    return KVShape(layers, *heads, key_dim, value_dim, dtype, probe, sketch_bits)
 
 
 def as_tokens(tokens: Sequence[int]) -> Tokens:
@@ -70,10 +75,11 @@ def make_info(
 
 
 def random_mapping(info: SegmentInfo, seed: int) -> MappingLists:
-    """Another permutation of the rows for each layer."""
+    """Another permutation of the rows for each layer and lane."""
     generator = np.random.default_rng(seed)
-    rows = [generator.permutation(info.num_tokens) for _ in range(info.shape.num_layers)]
-    return np.stack(rows).astype(info.mapping_dtype)
+    lists = info.shape.num_layers, lanes_of(info.shape)
+    rows = [generator.permutation(info.num_tokens) for _ in np.ndindex(lists)]
+    return np.stack(rows).reshape(*lists, -1).astype(info.mapping_dtype)
 
 
 def random_kvs(shape: KVShape, num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -114,11 +120,8 @@ def make_cache(
     chunk_tokens: int = 8,
     rule: ReplacementRule | None = None,
 ) -> ChunkCache:
-    """Caches with room for so many chunks of values, the largest ones."""
-    unit = math.gcd(shape.key_dim, shape.value_dim) * shape.dtype.itemsize
-    vectors = token_bytes(shape, Stream.VALUES) // unit
-    largest = max(vectors, token_bytes(shape, Stream.PROBE_KEYS) // unit)
-    chunk_bytes = largest * unit * chunk_tokens
+    """Caches with room for so many chunks of the largest stream."""
+    chunk_bytes = max(row_size(shape, stream) for stream in streams_of(shape)) * chunk_tokens
     return ChunkCache(
         shape,
         chunk_tokens,
@@ -140,41 +143,96 @@ def open_span(
     """The tokens [start, stop) of a segment file, to the end without `stop`."""
     segment = OpenSegment(path, direct=direct)
     info = segment.info
-    history = TokenHistory(info.shape.num_layers, info.num_tokens)
+    history = TokenHistory(info.shape.num_layers, lanes_of(info.shape), info.num_tokens)
     stop = info.num_tokens if stop is None else stop
     return SourceSpan(segment, start, stop, cache.attach(segment.layout), history)
+
+
+def lanes_of(shape: KVShape) -> int:
+    """Sets of heads with an order and a selection of their own."""
+    return shape.num_kv_heads if shape.sketch_bits else 1
+
+
+def streams_of(shape: KVShape) -> list[Stream]:
+    """All streams of a layer: the probe stream, then keys and then values of each lane."""
+    return list(range(1 + 2 * lanes_of(shape)))
+
+
+def kv_of(shape: KVShape) -> list[Stream]:
+    """The streams of keys and values."""
+    return streams_of(shape)[1:]
+
+
+def holds_values(shape: KVShape, stream: Stream) -> bool:
+    return stream > lanes_of(shape)
+
+
+def lane_of(shape: KVShape, stream: Stream) -> int:
+    """The lane of a stream of keys or values."""
+    return stream - 1 - lanes_of(shape) * holds_values(shape, stream)
 
 
 def heads_of(shape: KVShape, stream: Stream) -> list[int]:
     """KV heads of a stream, by its definition."""
     everything = list(range(shape.num_kv_heads))
+    if shape.sketch_bits:
+        return everything if stream == PROBE else [lane_of(shape, stream)]
     return {
-        Stream.PROBE_KEYS: [h for h in everything if h in shape.probe_kv_heads],
-        Stream.OTHER_KEYS: [h for h in everything if h not in shape.probe_kv_heads],
-        Stream.VALUES: everything,
+        PROBE: [h for h in everything if h in shape.probe_kv_heads],
+        KEYS: [h for h in everything if h not in shape.probe_kv_heads],
+        VALUES: everything,
     }[stream]
 
 
-def token_bytes(shape: KVShape, stream: Stream) -> int:
-    dim = shape.value_dim if stream is Stream.VALUES else shape.key_dim
+def row_size(shape: KVShape, stream: Stream) -> int:
+    """Bytes of a row of a stream."""
+    dim = shape.value_dim if holds_values(shape, stream) else shape.key_dim
     return len(heads_of(shape, stream)) * dim * torch.empty(0, dtype=shape.dtype).element_size()
+
+
+def tokens_in_row(shape: KVShape, stream: Stream) -> int:
+    """A row of a sketch is as long as one of keys, but its elements have few bits."""
+    if stream == PROBE and shape.sketch_bits:
+        return torch.empty(0, dtype=shape.dtype).element_size() * 8 // shape.sketch_bits
+    return 1
+
+
+def rows_in(shape: KVShape, stream: Stream, num_tokens: int) -> int:
+    """Rows of a stream of a segment."""
+    return -(-num_tokens // tokens_in_row(shape, stream))
 
 
 def chunk_disk_bytes(
     shape: KVShape, stream: Stream, chunk_tokens: int, num_tokens: int, chunk: int
 ) -> int:
     """Bytes of one chunk on disk: its rows, padded to whole disk blocks."""
-    rows = min(chunk_tokens, num_tokens - chunk * chunk_tokens)
-    blocks, rest = divmod(rows * token_bytes(shape, stream), DISK_BLOCK)
+    rows = min(chunk_tokens, rows_in(shape, stream, num_tokens) - chunk * chunk_tokens)
+    blocks, rest = divmod(rows * row_size(shape, stream), DISK_BLOCK)
     return (blocks + bool(rest)) * DISK_BLOCK
 
 
 def rows_of(
     shape: KVShape, keys: Tensor, values: Tensor, layer: int, stream: Stream, tokens: Tensor
 ) -> Tensor:
-    """Rows of a stream as any source must give them."""
-    whole = values[layer] if stream is Stream.VALUES else keys[layer]
+    """Keys or values of a stream as any source must give them."""
+    assert stream != PROBE or not shape.sketch_bits
+    whole = values[layer] if holds_values(shape, stream) else keys[layer]
     return whole[tokens][:, heads_of(shape, stream)]
+
+
+def codes_of(keys: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [t, G, D] of keys, and per channel what 0 stands for, and the step: by definition."""
+    exact = keys.float()
+    low, high = exact.min(0).values, exact.max(0).values
+    step = (high - low) / (2**bits - 1)
+    codes = torch.where(step > 0, ((exact - low) / step).round(), torch.zeros(()))
+    return codes, low, step
+
+
+def sketch_of(keys: Tensor, bits: int) -> Tensor:
+    """What is left of the keys [t, G, D] of a segment in so few bits, float32."""
+    codes, low, step = codes_of(keys, bits)
+    return codes * step + low
 
 
 def flip_byte(path: Path, offset: int) -> None:

@@ -14,14 +14,23 @@ from torch import Tensor
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.store import PrefixStore, StoreOutcome
 from impress_sglang.management.tree import StoredMatch
-from impress_sglang.storage.layout import KVShape, Stream
+from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.writer import LayerReader
 from impress_sglang.transfer.source import SegmentSource
-from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, make_shape
+from tests.unit.kv_factory import (
+    IDENTITY,
+    SequenceKVs,
+    as_tokens,
+    kv_of,
+    make_shape,
+    streams_of,
+)
 
-SHAPE = make_shape()
-# Up to 8 tokens: one header, and one disk block for each of 3 streams of 2 layers.
-ONE = 7 * 4096
+SHAPES = {
+    "probe heads": make_shape(),
+    "sketch float32": make_shape(sketch_bits=4),
+    "sketch bfloat16": make_shape(dtype=torch.bfloat16, sketch_bits=4),
+}
 OTHER_IDENTITY = "f" * 32
 # No caches and no reordering unless a test asks for them, so that bytes can be counted.
 DEFAULTS = {
@@ -43,9 +52,11 @@ def prompt(number: int, length: int = 8) -> tuple[int, ...]:
 class Workbench:
     """Stores on one directory, and the short way to offer and look up."""
 
-    def __init__(self, root: Path, shape: KVShape = SHAPE) -> None:
+    def __init__(self, root: Path, shape: KVShape) -> None:
         self.root = root
         self.shape = shape
+        # Up to 8 tokens: one header, and one disk block for each stream of 2 layers.
+        self.one = (1 + 2 * len(streams_of(shape))) * 4096
         self.done: list[tuple[int, ...]] = []
         self._open: list[PrefixStore] = []
 
@@ -107,9 +118,9 @@ class Workbench:
         return path
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Workbench]:
-    bench = Workbench(tmp_path / "kv")
+@pytest.fixture(params=SHAPES)
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Workbench]:
+    bench = Workbench(tmp_path / "kv", SHAPES[request.param])
     yield bench
     bench.close_all()
 
@@ -160,10 +171,23 @@ def use(store: PrefixStore, tokens: Sequence[int]) -> None:
     store.close_source(store.open_source(match, 0, match.num_tokens))
 
 
-def rows(source: SegmentSource, layer: int, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rows(
+    shape: KVShape, source: SegmentSource, layer: int, tokens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Keys and values of all heads; probe heads come first in these shapes."""
-    probe, other, values = source.read(layer, list(Stream), tokens)
-    return torch.cat([probe, other], 1), values
+    found = source.read(layer, dict.fromkeys(kv_of(shape), tokens))
+    if shape.sketch_bits:
+        keys, values = list(found.values())[: shape.num_kv_heads], list(found.values())
+        return torch.cat(keys, 1), torch.cat(values[shape.num_kv_heads :], 1)
+    keys, values = found.values()
+    probe = source.read_probe(layer)
+    return torch.cat([probe if tokens is None else probe[tokens], keys], 1), values
+
+
+def read_all(shape: KVShape, source: SegmentSource, layer: int) -> None:
+    """Read every stream of a layer."""
+    source.read_probe(layer)
+    source.read(layer, dict.fromkeys(kv_of(shape)))
 
 
 def check_rows(
@@ -179,11 +203,12 @@ def check_rows(
     match = look_up(store, tokens, namespace, approximate=approximate)
     assert match.num_tokens == len(tokens)
     stop = len(tokens) if stop is None else stop
-    expected = SequenceKVs(SHAPE, namespace, tuple(tokens))
+    shape = store._shape
+    expected = SequenceKVs(shape, namespace, tuple(tokens))
     source = store.open_source(match, start, stop)
     try:
-        for layer in range(SHAPE.num_layers):
-            keys, values = rows(source, layer)
+        for layer in range(shape.num_layers):
+            keys, values = rows(shape, source, layer)
             assert torch.equal(keys, expected.keys(layer)[start:stop])
             assert torch.equal(values, expected.values(layer)[start:stop])
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,32 +11,35 @@ import pytest
 import torch
 
 from bench.recording import Recording, load_recording, pack_recording
-from bench.replay import CHUNK_TOKENS, Replay, Request, draw_requests
+from bench.replay import CHUNK_TOKENS, RECORDINGS, Replay, Request, draw_requests, shape_of
 from impress_sglang.config import ImpressConfig
+from impress_sglang.importance.identify import Evidence
 from impress_sglang.importance.recording import RecordedSelection
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.storage.layout import Stream
+from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.read_cost import ReadCost
+from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.planner import ReadStats
-from tests.unit.kv_factory import as_tokens, make_shape, random_kvs
+from tests.unit.kv_factory import as_tokens, lanes_of, make_shape, random_kvs
 from tests.unit.store_factory import prompt
 
 SHAPE = make_shape(layers=3, query_heads=8, kv_heads=4, key_dim=32, value_dim=32, probe=(0,))
+SKETCHED = dataclasses.replace(SHAPE, probe_kv_heads=(), sketch_bits=4)
 LENGTHS = (300, 256, 333, 64)
 DEVICE_SHARE, HOST_SHARE = 0.2, 0.3
 
 
-def make_recording(questions: int = 4) -> Recording:
+def make_recording(shape: KVShape = SHAPE, questions: int = 4) -> Recording:
     """Selections of a quarter of the tokens, alike within a prefix; some layers read all keys."""
     generator = np.random.default_rng(3)
     prefixes = []
     for number, length in enumerate(LENGTHS):
-        usual = generator.random((SHAPE.num_layers, length))
+        usual = generator.random((shape.num_layers, lanes_of(shape), length))
         own = []
         for _ in range(questions):
             noisy = usual + 0.3 * generator.random(usual.shape)
-            selected = noisy > np.quantile(noisy, 0.75, axis=1, keepdims=True)
+            selected = noisy > np.quantile(noisy, 0.75, axis=2, keepdims=True)
             own.append(RecordedSelection(str(number), selected, generator.random(3) < 0.3))
         prefixes.append(own)
     order = [(prefix, question) for question in range(questions) for prefix in range(len(LENGTHS))]
@@ -44,10 +48,26 @@ def make_recording(questions: int = 4) -> Recording:
     return Recording(prefixes, [*order[: len(LENGTHS)], *rest])
 
 
+class RecordedRule:
+    """Selects what was recorded, after a look at what the recording says."""
+
+    def __init__(self, question: RecordedSelection) -> None:
+        self._question = question
+
+    def select(self, evidence: Evidence, k: int) -> torch.Tensor:
+        if self._question.all_keys[evidence.layer]:
+            evidence.exact_scores()
+        else:
+            evidence.probe_scores()
+        lanes = self._question.selected[evidence.layer]
+        return torch.from_numpy(np.stack([np.flatnonzero(lane) for lane in lanes]))
+
+
 class RealStore:
     """The same requests through a store with files and caches."""
 
-    def __init__(self, policy: str, directory: Path, kv_bytes: int) -> None:
+    def __init__(self, shape: KVShape, policy: str, directory: Path, kv_bytes: int) -> None:
+        self._shape = shape
         config = ImpressConfig(
             ssd_dir=str(directory),
             policy=policy,
@@ -57,11 +77,11 @@ class RealStore:
             host_gb=HOST_SHARE * kv_bytes / 1e9,
             reorder_interval=0.0,
         )
-        self._exact = make_policy(config).exact
-        self.store = PrefixStore(config, "0" * 32, SHAPE)
+        self._rule = "whole" if make_policy(config).exact(config.retention) else "recorded"
+        self.store = PrefixStore(config, "0" * 32, shape)
         self._tokens = [as_tokens(prompt(n + 1, length)) for n, length in enumerate(LENGTHS)]
         for number, tokens in enumerate(self._tokens):
-            keys, values = random_kvs(SHAPE, len(tokens), seed=number)
+            keys, values = random_kvs(shape, len(tokens), seed=number)
             self.store.offer(
                 "",
                 tokens,
@@ -82,21 +102,20 @@ class RealStore:
         tokens = self._tokens[prefix]
         match = self.store.match("", tokens, allow_approximate=False)
         source = self.store.open_source(match, 0, len(tokens))
-        for layer in range(SHAPE.num_layers):
-            if self._exact:
-                source.read(layer, list(Stream))
-                source.note_whole(layer)
-                continue
-            selected = torch.from_numpy(np.flatnonzero(question.selected[layer]))
-            source.read(layer, [Stream.PROBE_KEYS])
-            if question.all_keys[layer]:
-                source.read(layer, [Stream.OTHER_KEYS])
-                source.read(layer, [Stream.VALUES], selected)
-            else:
-                source.read(layer, [Stream.OTHER_KEYS, Stream.VALUES], selected)
-            source.note_selection(layer, selected, torch.ones(1, len(tokens)))
+        stats = LoadStats()
+        for layer in range(self._shape.num_layers):
+            rule = RecordedRule(question)
+            whole = self._rule == "whole"
+            k = len(tokens) if whole else int(question.selected[layer, 0].sum())
+            PrefixLoader(self._shape, rule).load(layer, source, self._inputs(), k, stats)
         self.store.close_source(source)
         return source.stats
+
+    def _inputs(self) -> LayerInputs:
+        shape = self._shape
+        queries = torch.ones(1, shape.num_query_heads, shape.key_dim)
+        new_keys = torch.ones(1, shape.num_kv_heads, shape.key_dim)
+        return LayerInputs(queries, new_keys, new_keys[:0], 1.0)
 
     def reorder(self) -> None:
         self.store.reorder(force=True)
@@ -105,22 +124,23 @@ class RealStore:
 
 
 @pytest.mark.parametrize("policy", ["as", "as+h2o+lru", "as+h2o+lfu", "impress+itf", "impress"])
+@pytest.mark.parametrize("shape", [SHAPE, SKETCHED], ids=["probe heads", "sketch"])
 def test_replay_counts_what_a_store_counts(
-    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: str, shape: KVShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Byte for byte and chunk for chunk, before and after reordering."""
+    """Byte for byte and chunk for chunk, before and after reordering, as the loader reads."""
     monkeypatch.setattr(ReadCost, "gap_bytes", 8192)
-    recording = make_recording()
+    recording = make_recording(shape)
     replay = Replay(
         make_policy(ImpressConfig(policy=policy)),
-        SHAPE,
+        shape,
         recording,
         len(LENGTHS),
         device_share=DEVICE_SHARE,
         host_share=HOST_SHARE,
         gap_bytes=8192,
     )
-    real = RealStore(policy, tmp_path, replay.kv_bytes)
+    real = RealStore(shape, policy, tmp_path, replay.kv_bytes)
     requests = [Request(*place) for place in recording.order]
 
     assert replay.run(requests) == real.run(recording, recording.order)
@@ -135,8 +155,9 @@ def test_replay_counts_what_a_store_counts(
     real.store.close()
 
 
-def test_a_packed_recording_is_the_recording(tmp_path: Path) -> None:
-    recording = make_recording(questions=2)
+@pytest.mark.parametrize("shape", [SHAPE, SKETCHED], ids=["one lane", "lanes"])
+def test_a_packed_recording_is_the_recording(tmp_path: Path, shape: KVShape) -> None:
+    recording = make_recording(shape, questions=2)
     directory = tmp_path / "recorded"
     directory.mkdir()
     for number, (prefix, question) in enumerate(recording.order):
@@ -150,6 +171,60 @@ def test_a_packed_recording_is_the_recording(tmp_path: Path) -> None:
         for selection, original in zip(own, expected, strict=True):
             assert np.array_equal(selection.selected, original.selected)
             assert np.array_equal(selection.all_keys, original.all_keys)
+
+
+def test_a_packed_recording_without_lanes_has_one(tmp_path: Path) -> None:
+    """As files were before there were sketches."""
+    recording = make_recording(questions=2)
+    arrays: dict[str, np.ndarray] = {"order": np.array(recording.order)}
+    for number, own in enumerate(recording.questions):
+        selected = np.stack([selection.selected[:, 0] for selection in own])
+        arrays[f"{number}.tokens"] = np.array(selected.shape[2])
+        arrays[f"{number}.selected"] = np.packbits(selected, axis=2)
+        arrays[f"{number}.all_keys"] = np.stack([selection.all_keys for selection in own])
+    np.savez_compressed(tmp_path / "old.npz", **arrays)
+
+    found = load_recording(tmp_path / "old.npz")
+
+    assert found.order == recording.order
+    for own, expected in zip(found.questions, recording.questions, strict=True):
+        for selection, original in zip(own, expected, strict=True):
+            assert np.array_equal(selection.selected, original.selected)
+
+
+@pytest.mark.parametrize("path", sorted(RECORDINGS.glob("*.npz")), ids=lambda path: path.stem)
+def test_kept_recordings_can_be_replayed(path: Path) -> None:
+    recording = load_recording(path)
+
+    for own in recording.questions:
+        for selection in own:
+            layers, lanes, _ = selection.selected.shape
+            assert lanes == 1
+            assert selection.all_keys.shape == (layers,)
+            assert selection.selected.any(2).all(), "each layer uses something"
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_a_recording_of_another_model_is_replayed_by_turns(bits: int) -> None:
+    """Fewer layers and lanes were recorded than the shape has."""
+    shape = shape_of("smollm2-135m", bits)
+    recording = make_recording(questions=1)
+    replay = Replay(
+        make_policy(ImpressConfig(policy="impress")),
+        shape,
+        recording,
+        6,
+        device_share=0.1,
+        host_share=0.1,
+        gap_bytes=0,
+    )
+
+    stats = replay.run([Request(5, 0)])
+
+    selected = recording.questions[5 % 4][0].selected
+    times = shape.num_layers // len(selected)
+    # Keys and values of 64 numbers of 3 heads.
+    assert stats.important_bytes == times * selected.sum() * 2 * 3 * 64 * 4
 
 
 def test_requests_are_drawn_by_popularity_and_the_same_each_time() -> None:

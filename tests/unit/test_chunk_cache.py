@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from impress_sglang.errors import ConfigError
-from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
+from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Access, Tier
 from tests.unit.kv_factory import make_shape
@@ -21,6 +21,16 @@ CHUNK = 8
 # Chunks of 3 pages (probe keys) and of 6 (other keys, values).
 SHAPE = make_shape(
     layers=2, kv_heads=3, query_heads=3, key_dim=12, value_dim=8, dtype=torch.bfloat16
+)
+# Sketches of 9 pages, keys of 3 and values of 2, of each head.
+SKETCHED = make_shape(
+    layers=2,
+    kv_heads=3,
+    query_heads=3,
+    key_dim=12,
+    value_dim=8,
+    dtype=torch.bfloat16,
+    sketch_bits=4,
 )
 
 
@@ -41,24 +51,25 @@ def make_cache(device_pages: int, host_pages: int, shape: KVShape = SHAPE) -> Ch
 class Bench:
     """A cache, and the bytes of every chunk of the segments that are attached."""
 
-    def __init__(self, cache: ChunkCache) -> None:
+    def __init__(self, cache: ChunkCache, shape: KVShape = SHAPE) -> None:
         self.cache = cache
+        self.shape = shape
         self.segments: dict[int, SegmentLayout] = {}
         self.bytes: dict[int, Tensor] = {}
         self.row_vectors: dict[int, int] = {}
         self.generator = torch.Generator().manual_seed(7)
 
     def attach(self, num_tokens: int, chunk_tokens: int = CHUNK) -> int:
-        layout = SegmentLayout(SHAPE, chunk_tokens, num_tokens, 4096)
+        layout = SegmentLayout(self.shape, chunk_tokens, num_tokens, 4096)
         base = self.cache.attach(layout)
         self.segments[base] = layout
-        for layer in range(SHAPE.num_layers):
-            for stream in Stream:
-                for number in range(layout.num_chunks):
+        for layer in range(self.shape.num_layers):
+            for stream in self.shape.streams:
+                for number in range(layout.stream_chunks(stream)):
                     chunk = base + layout.chunk_index(layer, stream, number)
                     assert chunk not in self.bytes
                     self.bytes[chunk] = self.random(layout.chunk_bytes(stream, number))
-                    self.row_vectors[chunk] = self.cache.page.row_vectors(SHAPE, stream)
+                    self.row_vectors[chunk] = self.cache.page.row_vectors(self.shape, stream)
         return base
 
     def detach(self, base: int) -> None:
@@ -105,9 +116,11 @@ class Bench:
 
 
 class CacheMachine(RuleBasedStateMachine):
+    shape = SHAPE
+
     @initialize(device=st.integers(0, 30), host=st.integers(0, 30))
     def start(self, device: int, host: int) -> None:
-        self.bench = Bench(make_cache(device, host))
+        self.bench = Bench(make_cache(device, host, self.shape), self.shape)
         self.bench.attach(19)
 
     @precondition(lambda self: len(self.bench.segments) < 4)
@@ -157,7 +170,12 @@ class CacheMachine(RuleBasedStateMachine):
             self.bench.check_all()
 
 
+class SketchCacheMachine(CacheMachine):
+    shape = SKETCHED
+
+
 TestCache = CacheMachine.TestCase
+TestSketchCache = SketchCacheMachine.TestCase
 
 
 @pytest.fixture

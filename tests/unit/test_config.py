@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from impress_sglang.config import (
     CONFIG_VARIABLE,
+    IDENTIFICATIONS,
     OPTIONS,
     POLICIES,
     REORDER_KEYS,
+    SKETCH_BITS,
     ImpressConfig,
     enable_for_engine,
 )
@@ -30,6 +32,12 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     ("retention", -0.25),
     ("retention", 1.0001),
     ("retention", float("nan")),
+    ("min_retention", -0.001),
+    ("min_retention", 0.2501),
+    ("min_retention", float("nan")),
+    ("identify", "h2o"),
+    ("identify", ""),
+    *[("sketch_bits", bits) for bits in (0, 1, 3, 16, -4)],
     ("probe_heads", 0),
     ("probe_heads", -3),
     ("alpha", 0.0),
@@ -66,6 +74,11 @@ WRONG_TYPES: list[tuple[str, Any]] = [
     ("retention", "0.5"),
     ("retention", None),
     ("retention", True),
+    ("min_retention", "0.1"),
+    ("min_retention", False),
+    ("identify", None),
+    ("sketch_bits", 4.0),
+    ("sketch_bits", True),
     ("probe_heads", 3.0),
     ("probe_heads", True),
     ("chunk_tokens", "64"),
@@ -87,7 +100,11 @@ WRONG_TYPES: list[tuple[str, Any]] = [
 
 EDGE_VALUES: list[tuple[str, Any]] = [
     ("retention", 1),
-    ("retention", 1e-6),
+    ("retention", 0.05),
+    ("min_retention", 0),
+    ("min_retention", 0.25),
+    *[("identify", name) for name in IDENTIFICATIONS],
+    *[("sketch_bits", bits) for bits in SKETCH_BITS],
     ("alpha", 1.0),
     ("probe_heads", 1),
     ("chunk_tokens", 8),
@@ -141,6 +158,13 @@ def test_value_of_a_wrong_type_is_refused_and_the_message_names_the_flag(
 @pytest.mark.parametrize(("field", "value"), EDGE_VALUES)
 def test_value_at_the_edge_of_its_range_is_taken(field: str, value: object) -> None:
     assert getattr(ImpressConfig(**{field: value}), field) == value
+
+
+def test_a_retention_below_the_floor_needs_a_lower_floor() -> None:
+    with pytest.raises(ConfigError, match=r"--impress-min-retention.*1e-06.*0\.05"):
+        ImpressConfig(retention=1e-6)
+
+    assert ImpressConfig(retention=1e-6, min_retention=1e-6).retention == 1e-6
 
 
 def test_every_field_with_a_range_has_a_wrong_value_in_this_test() -> None:
@@ -254,7 +278,10 @@ CONFIGS = st.builds(
     ssd_dir=st.text(min_size=1).filter(str.strip),
     ssd_gb=st.floats(0.001, 1e6),
     min_free_gb=st.floats(0, 1e3),
-    retention=st.floats(0, 1, exclude_min=True),
+    retention=st.floats(0.05, 1),
+    min_retention=st.floats(0, 0.05),
+    identify=st.sampled_from(IDENTIFICATIONS),
+    sketch_bits=st.sampled_from(SKETCH_BITS),
     probe_heads=st.integers(1, 128),
     alpha=st.floats(0, 1, exclude_min=True),
     chunk_tokens=st.integers(1, 512).map(lambda n: 8 * n),

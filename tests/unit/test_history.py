@@ -10,12 +10,24 @@ from hypothesis import strategies as st
 
 from impress_sglang.importance.history import AVERAGE_WEIGHT, TokenHistory
 
-# What half precision keeps of a number of this size, over many updates.
+# What half precision keeps of an importance of this size, over many updates.
 CLOSE = {"rtol": 5e-3, "atol": 5e-3}
+# Averages of selections have steps of 1/255. Each update rounds by at most half a step, and later
+# ones forget that with their weight: no error is larger than half a step over the least weight.
+STEP = 1 / 255
+NEAR = {"rtol": 0, "atol": 1.001 * STEP / 2 / AVERAGE_WEIGHT}
 
 
-def note(history: TokenHistory, layer: int, selected: list[int], *, start: int, count: int) -> None:
-    history.note(layer, start, np.array(selected, np.int64), torch.ones(2, count))
+def note(
+    history: TokenHistory,
+    layer: int,
+    selected: list[int],
+    *,
+    start: int,
+    count: int,
+    lane: int = 0,
+) -> None:
+    history.note(layer, lane, start, count, np.array(selected, np.int64), torch.ones(2, count))
 
 
 def averaged(observations: list[float]) -> float:
@@ -28,9 +40,9 @@ def averaged(observations: list[float]) -> float:
 
 
 def test_nothing_is_known_at_first() -> None:
-    history = TokenHistory(2, 5)
+    history = TokenHistory(2, 1, 5)
 
-    assert history.average.shape == (2, 5)
+    assert history.average.shape == (2, 1, 5)
     assert not history.average.any()
     assert not history.accesses.any()
     assert history.ssd_bytes == 0
@@ -38,135 +50,183 @@ def test_nothing_is_known_at_first() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 10])
 def test_first_accesses_give_their_plain_mean(count: int) -> None:
-    history = TokenHistory(1, 3)
+    history = TokenHistory(1, 1, 3)
     for access in range(count):
         note(history, 0, [1] if access % 3 else [0, 1], start=0, count=3)
 
     selections = sum(access % 3 == 0 for access in range(count))
-    np.testing.assert_allclose(history.average[0], [selections / count, 1, 0], **CLOSE)
+    np.testing.assert_allclose(history.average[0, 0], [selections / count, 1, 0], **NEAR)
     assert history.accesses.tolist() == [count] * 3
 
 
 def test_later_accesses_move_an_exponential_average() -> None:
-    history = TokenHistory(1, 2)
+    history = TokenHistory(1, 1, 2)
     for access in range(30):
         note(history, 0, [0] if access < 20 else [1], start=0, count=2)
 
-    np.testing.assert_allclose(history.average[0], [0.9**10, 1 - 0.9**10], **CLOSE)
+    np.testing.assert_allclose(history.average[0, 0], [0.9**10, 1 - 0.9**10], **NEAR)
 
 
 def test_an_average_follows_a_change_after_any_number_of_accesses() -> None:
     """Also when the count of accesses, which is one byte, is full."""
-    history = TokenHistory(1, 1)
+    history = TokenHistory(1, 1, 1)
     for access in range(400):
         note(history, 0, [0] if access >= 360 else [], start=0, count=1)
 
-    assert history.average[0, 0] == pytest.approx(1 - 0.9**40, abs=0.01)
+    assert history.average[0, 0, 0] == pytest.approx(1 - 0.9**40, abs=NEAR["atol"])
     assert history.accesses.tolist() == [255]
 
 
 def test_a_token_that_is_seen_late_is_not_drawn_to_zero() -> None:
-    history = TokenHistory(1, 4)
+    history = TokenHistory(1, 1, 4)
     for _ in range(20):
         note(history, 0, [0], start=0, count=2)
     note(history, 0, [0, 3], start=0, count=4)
 
-    np.testing.assert_allclose(history.average[0], [1, 0, 0, 1], **CLOSE)
+    np.testing.assert_allclose(history.average[0, 0], [1, 0, 0, 1], **NEAR)
     assert history.accesses.tolist() == [21, 21, 1, 1]
 
 
 def test_an_access_to_a_part_leaves_the_rest_alone() -> None:
-    history = TokenHistory(1, 10)
+    history = TokenHistory(1, 1, 10)
     note(history, 0, [4], start=0, count=10)
     note(history, 0, [0, 2], start=3, count=4)
 
     expected = [0, 0, 0, 0.5, 0.5, 0.5, 0, 0, 0, 0]
-    np.testing.assert_allclose(history.average[0], expected, **CLOSE)
+    np.testing.assert_allclose(history.average[0, 0], expected, **NEAR)
     assert history.accesses.tolist() == [1, 1, 1, 2, 2, 2, 2, 1, 1, 1]
 
 
 def test_layers_of_an_access_count_as_one() -> None:
-    history = TokenHistory(3, 2)
+    history = TokenHistory(3, 1, 2)
     for access in range(2):
         for layer in range(3):
             note(history, layer, [0] if layer == access else [1], start=0, count=2)
 
-    np.testing.assert_allclose(history.average, [[0.5, 0.5], [0.5, 0.5], [0, 1]], **CLOSE)
-    np.testing.assert_allclose(history.token_means(), [1 / 3, 2 / 3], **CLOSE)
+    expected = [[[0.5, 0.5]], [[0.5, 0.5]], [[0, 1]]]
+    np.testing.assert_allclose(history.average, expected, **NEAR)
+    np.testing.assert_allclose(history.token_means(), [1 / 3, 2 / 3], **NEAR)
     assert history.accesses.tolist() == [2, 2]
+
+
+def test_lanes_are_averaged_apart_and_an_access_counts_once() -> None:
+    history = TokenHistory(2, 3, 2)
+    for access in range(2):
+        for layer in range(2):
+            for lane in range(3):
+                selected = [0] if (layer + lane + access) % 2 else [1]
+                note(history, layer, selected, start=0, count=2, lane=lane)
+        if not access:
+            first = history.average
+
+    assert first.tolist() == [[[0, 1], [1, 0], [0, 1]], [[1, 0], [0, 1], [1, 0]]]
+    np.testing.assert_allclose(history.average, np.full((2, 3, 2), 0.5), **NEAR)
+    np.testing.assert_allclose(history.token_means(), [0.5, 0.5], **NEAR)
+    assert history.accesses.tolist() == [2, 2]
+
+
+def test_lanes_may_select_different_numbers_of_tokens() -> None:
+    history = TokenHistory(1, 2, 4)
+
+    note(history, 0, [0, 1, 2], start=0, count=4, lane=0)
+    note(history, 0, [], start=0, count=4, lane=1)
+
+    assert history.average[0].tolist() == [[1, 1, 1, 0], [0, 0, 0, 0]]
+    assert history.token_means().tolist() == [0.5, 0.5, 0.5, 0]
+
+
+def test_importance_is_kept_of_each_lane() -> None:
+    history = TokenHistory(1, 2, 2, by_importance=True)
+    history.note(0, 0, 0, 2, np.array([0]), torch.tensor([[3.0, 1.0]]))
+    history.note(0, 1, 0, 2, np.array([0]), torch.tensor([[0.0, 1.0], [0.0, 3.0]]))
+
+    np.testing.assert_allclose(history.order_key, [[[1.5, 0.5], [0, 2]]], **CLOSE)
+
+
+def test_without_scores_all_tokens_count_alike() -> None:
+    """A layer that is used whole, or a rule that looks at nothing."""
+    history = TokenHistory(1, 1, 3, by_importance=True)
+    history.note(0, 0, 0, 2, np.array([0, 1]), torch.tensor([[3.0, 1.0]]))
+    history.note(0, 0, 0, 2, np.array([0, 1]), None)
+
+    np.testing.assert_allclose(history.order_key[0, 0], [1.25, 0.75, 0], **CLOSE)
+    assert history.average[0, 0].tolist() == [1, 1, 0]
 
 
 @given(st.data())
 def test_averages_are_those_of_the_definition(data: st.DataObject) -> None:
-    """Any spans, any selections, both layers."""
-    size = 8
-    history = TokenHistory(2, size)
-    seen: list[list[list[float]]] = [[[] for _ in range(size)] for _ in range(2)]
+    """Any spans, any selections, all layers and lanes."""
+    size, lanes = 8, data.draw(st.integers(1, 2))
+    history = TokenHistory(2, lanes, size)
+    seen: list[list[list[float]]] = [[[] for _ in range(size)] for _ in range(2 * lanes)]
     for _ in range(data.draw(st.integers(1, 25))):
         start = data.draw(st.integers(0, size - 1))
         count = data.draw(st.integers(1, size - start))
-        for layer in range(2):
+        for number, own in enumerate(seen):
             selected = sorted(data.draw(st.sets(st.integers(0, count - 1))))
-            note(history, layer, selected, start=start, count=count)
+            layer, lane = divmod(number, lanes)
+            note(history, layer, selected, start=start, count=count, lane=lane)
             for token in range(count):
-                seen[layer][start + token].append(float(token in selected))
+                own[start + token].append(float(token in selected))
 
-    expected = [[averaged(token) for token in layer] for layer in seen]
-    np.testing.assert_allclose(history.average, expected, **CLOSE)
+    expected = np.array([[averaged(token) for token in own] for own in seen])
+    np.testing.assert_allclose(history.average, expected.reshape(2, lanes, size), **NEAR)
     assert history.accesses.tolist() == [len(token) for token in seen[0]]
 
 
 def test_importance_is_the_column_sum_over_the_mean_of_all_tokens() -> None:
-    history = TokenHistory(1, 6, by_importance=True)
+    history = TokenHistory(1, 1, 6, by_importance=True)
     scores = torch.tensor([[1.0, 0.0, 3.0, 0.0], [1.0, 0.0, 1.0, 2.0]])  # sums 2, 0, 4, 2
 
-    history.note(0, 1, np.array([0]), scores)
-    np.testing.assert_allclose(history.order_key[0], [0, 1, 0, 2, 1, 0], **CLOSE)
-    history.note(0, 1, np.array([0]), 100 * scores.flip(1))
+    history.note(0, 0, 1, 4, np.array([0]), scores)
+    np.testing.assert_allclose(history.order_key[0, 0], [0, 1, 0, 2, 1, 0], **CLOSE)
+    history.note(0, 0, 1, 4, np.array([0]), 100 * scores.flip(1))
 
-    np.testing.assert_allclose(history.order_key[0], [0, 1, 1, 1, 1, 0], **CLOSE)
+    np.testing.assert_allclose(history.order_key[0, 0], [0, 1, 1, 1, 1, 0], **CLOSE)
 
 
 def test_token_means_follow_each_access() -> None:
-    history = TokenHistory(2, 2)
+    history = TokenHistory(2, 1, 2)
     scores = torch.ones(1, 2)
-    history.note(0, 0, np.array([0]), scores)
-    np.testing.assert_allclose(history.token_means(), [0.5, 0.0], **CLOSE)
+    history.note(0, 0, 0, 2, np.array([0]), scores)
+    np.testing.assert_allclose(history.token_means(), [0.5, 0.0], **NEAR)
 
-    history.note(1, 0, np.array([0, 1]), scores)
+    history.note(1, 0, 0, 2, np.array([0, 1]), scores)
 
-    np.testing.assert_allclose(history.token_means(), [1.0, 0.5], **CLOSE)
+    np.testing.assert_allclose(history.token_means(), [1.0, 0.5], **NEAR)
 
 
 def test_selections_are_averaged_beside_the_importance() -> None:
-    history = TokenHistory(1, 2, by_importance=True)
+    history = TokenHistory(1, 1, 2, by_importance=True)
 
-    history.note(0, 0, np.array([1]), torch.tensor([[3.0, 1.0]]))
+    history.note(0, 0, 0, 2, np.array([1]), torch.tensor([[3.0, 1.0]]))
 
-    np.testing.assert_allclose(history.average[0], [0, 1], **CLOSE)
-    np.testing.assert_allclose(history.order_key[0], [1.5, 0.5], **CLOSE)
+    assert history.average[0, 0].tolist() == [0, 1]
+    np.testing.assert_allclose(history.order_key[0, 0], [1.5, 0.5], **CLOSE)
 
 
 def test_importance_of_scores_that_vanish_or_tower_stays_finite() -> None:
-    history = TokenHistory(1, 200_000, by_importance=True)
+    history = TokenHistory(1, 1, 200_000, by_importance=True)
     peak = torch.zeros(1, 200_000)
 
-    history.note(0, 0, np.array([0]), peak)
+    history.note(0, 0, 0, 200_000, np.array([0]), peak)
     assert not history.order_key.any()
     peak[0, 7] = 1e4
-    history.note(0, 0, np.array([0]), peak)
+    history.note(0, 0, 0, 200_000, np.array([0]), peak)
 
     assert np.isfinite(history.order_key).all()
-    assert history.order_key[0].argmax() == 7
+    assert history.order_key[0, 0].argmax() == 7
 
 
 def test_key_selected_pays_no_heed_to_the_scores() -> None:
-    history = TokenHistory(1, 3)
+    history = TokenHistory(1, 1, 3)
 
-    history.note(0, 0, np.array([1]), torch.tensor([[9.0, 0.0, 5.0]]))
+    history.note(0, 0, 0, 3, np.array([1]), torch.tensor([[9.0, 0.0, 5.0]]))
 
-    assert history.average[0].tolist() == [0, 1, 0]
+    assert history.average[0, 0].tolist() == [0, 1, 0]
 
 
 def test_memory_is_what_is_said() -> None:
-    assert TokenHistory(3, 100).num_bytes == 3 * 100 * 2 + 100
+    assert TokenHistory(3, 2, 100).num_bytes == 3 * 2 * 100 + 100
+    both = TokenHistory(3, 2, 100, by_importance=True)
+    assert both.num_bytes == 3 * 2 * 100 * (1 + 2) + 100

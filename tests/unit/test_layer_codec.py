@@ -9,15 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.storage.layer_codec import decode_layer, encode_layer
-from impress_sglang.storage.layout import SegmentLayout, Stream
-from tests.unit.kv_factory import heads_of, make_shape, random_kvs, token_bytes
+from impress_sglang.storage.layout import SegmentLayout
+from tests.unit.kv_factory import (
+    PROBE,
+    codes_of,
+    heads_of,
+    holds_values,
+    lane_of,
+    lanes_of,
+    make_shape,
+    random_kvs,
+    row_size,
+    rows_in,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> SegmentLayout:
-    """One layer; rows from two bytes to more than a block."""
+    """One layer; rows from two bytes to more than a block; probe heads or sketches."""
     kv_heads = draw(st.integers(1, 4))
     shape = make_shape(
         layers=1,
@@ -27,6 +38,7 @@ def layouts(draw: st.DrawFn) -> SegmentLayout:
         value_dim=draw(st.sampled_from([1, 8, 500, 1500])),
         dtype=draw(st.sampled_from(DTYPES)),
         probe=sorted(draw(st.sets(st.integers(0, kv_heads - 1), min_size=1))),
+        sketch_bits=draw(st.sampled_from([0, 0, 0, 2, 4, 8])),
     )
     chunk_tokens = 8 * draw(st.integers(1, 3))
     return SegmentLayout(shape, chunk_tokens, draw(st.integers(1, 60)), header_bytes=4096)
@@ -37,10 +49,12 @@ def dirty(layout: SegmentLayout) -> memoryview:
     return memoryview(bytearray(b"\xa5" * layout.layer_bytes))
 
 
-def mapping_list(layout: SegmentLayout, seed: int | None, dtype: str) -> np.ndarray | None:
+def mapping_lists(layout: SegmentLayout, seed: int | None, dtype: str) -> np.ndarray | None:
     if seed is None:
         return None
-    return np.random.default_rng(seed).permutation(layout.num_tokens).astype(dtype)
+    generator = np.random.default_rng(seed)
+    lanes = [generator.permutation(layout.num_tokens) for _ in range(lanes_of(layout.shape))]
+    return np.stack(lanes).astype(dtype)
 
 
 SEEDS = st.one_of(st.none(), st.integers(0, 100))
@@ -51,7 +65,7 @@ def test_a_layer_is_read_back_in_logical_order(
     layout: SegmentLayout, seed: int | None, dtype: str
 ) -> None:
     keys, values = (kvs[0] for kvs in random_kvs(layout.shape, layout.num_tokens, seed=1))
-    mapping, memory = mapping_list(layout, seed, dtype), dirty(layout)
+    mapping, memory = mapping_lists(layout, seed, dtype), dirty(layout)
 
     encode_layer(layout, keys, values, mapping, memory)
     found_keys, found_values = decode_layer(layout, memory, mapping)
@@ -69,16 +83,21 @@ def test_bytes_of_a_layer_are_those_of_its_definition(
     """Chunk by chunk and row by row, zeros between them."""
     shape, count = layout.shape, layout.num_tokens
     keys, values = (kvs[0] for kvs in random_kvs(shape, count, seed=1))
-    mapping = mapping_list(layout, seed, "<u2")
-    rows = np.arange(count) if mapping is None else mapping
-    token_at = {int(row): token for token, row in enumerate(rows)}
+    mapping = mapping_lists(layout, seed, "<u2")
     expected = bytearray()
-    for stream in Stream:
-        whole = values if stream is Stream.VALUES else keys
-        for start in range(0, count if token_bytes(shape, stream) else 0, layout.chunk_tokens):
-            for row in range(start, min(start + layout.chunk_tokens, count)):
-                token = whole[token_at[row], heads_of(shape, stream)]
-                expected += token.contiguous().view(torch.uint8).numpy().tobytes()
+    for stream in shape.streams:
+        if stream == PROBE and shape.sketch_bits:
+            rows = packed_rows(keys, shape.sketch_bits, row_size(shape, PROBE))
+        else:
+            whole = values if holds_values(shape, stream) else keys
+            tokens = np.arange(count)
+            if mapping is not None and stream != PROBE:
+                tokens = np.argsort(mapping[lane_of(shape, stream)])
+            data = whole[torch.from_numpy(tokens)][:, heads_of(shape, stream)].contiguous()
+            rows = [row.view(torch.uint8).numpy().tobytes() for row in data]
+        assert len(rows) == rows_in(shape, stream, count)
+        for start in range(0, len(rows) if row_size(shape, stream) else 0, layout.chunk_tokens):
+            expected += b"".join(rows[start : start + layout.chunk_tokens])
             expected += bytes(-len(expected) % 4096)
 
     memory = dirty(layout)
@@ -87,11 +106,42 @@ def test_bytes_of_a_layer_are_those_of_its_definition(
     assert bytes(memory) == bytes(expected)
 
 
+def packed_rows(keys: torch.Tensor, bits: int, row_bytes: int) -> list[bytes]:
+    """A byte has neighbouring tokens of one channel, the first one in its lowest bits."""
+    codes = codes_of(keys, bits)[0].to(torch.int64).flatten(1).tolist()
+    per_byte, packed = 8 // bits, bytearray()
+    for start in range(0, len(codes), per_byte):
+        for channel in zip(*codes[start : start + per_byte], strict=True):
+            packed.append(sum(code << (bits * slot) for slot, code in enumerate(channel)))
+    packed += bytes(-len(packed) % row_bytes)
+    return [bytes(packed[at : at + row_bytes]) for at in range(0, len(packed), row_bytes)]
+
+
+@given(layouts(), SEEDS)
+def test_the_table_of_a_sketch_says_what_its_codes_stand_for(
+    layout: SegmentLayout, seed: int | None
+) -> None:
+    """Whatever the order of the tokens: the sketch itself stands in logical order."""
+    shape = layout.shape
+    keys, values = (kvs[0] for kvs in random_kvs(shape, layout.num_tokens, seed=1))
+
+    table = encode_layer(layout, keys, values, mapping_lists(layout, seed, "<u2"), dirty(layout))
+
+    if not shape.sketch_bits:
+        assert table is None
+        return
+    assert table is not None
+    assert table.dtype == np.float32
+    _, low, step = codes_of(keys, shape.sketch_bits)
+    assert np.array_equal(table, torch.stack([low, step]).numpy())
+
+
 @pytest.mark.parametrize("seed", [None, 3])
-def test_encoding_leaves_its_input_alone(seed: int | None) -> None:
-    layout = SegmentLayout(make_shape(layers=1), 8, 20, header_bytes=4096)
+@pytest.mark.parametrize("bits", [0, 4])
+def test_encoding_leaves_its_input_alone(seed: int | None, bits: int) -> None:
+    layout = SegmentLayout(make_shape(layers=1, sketch_bits=bits), 8, 20, header_bytes=4096)
     keys, values = (kvs[0] for kvs in random_kvs(layout.shape, 20, seed=1))
-    mapping = mapping_list(layout, seed, "<u2")
+    mapping = mapping_lists(layout, seed, "<u2")
     before = keys.clone(), values.clone(), None if mapping is None else mapping.copy()
 
     encode_layer(layout, keys, values, mapping, dirty(layout))
@@ -100,9 +150,10 @@ def test_encoding_leaves_its_input_alone(seed: int | None) -> None:
     assert mapping is None or np.array_equal(mapping, before[2])
 
 
-def test_a_part_of_a_longer_tensor_is_encoded_like_a_tensor_of_its_own() -> None:
+@pytest.mark.parametrize("bits", [0, 4])
+def test_a_part_of_a_longer_tensor_is_encoded_like_a_tensor_of_its_own(bits: int) -> None:
     """The store writes the end of a sequence: a view that starts in the middle."""
-    layout = SegmentLayout(make_shape(layers=1), 8, 20, header_bytes=4096)
+    layout = SegmentLayout(make_shape(layers=1, sketch_bits=bits), 8, 20, header_bytes=4096)
     keys, values = (kvs[0] for kvs in random_kvs(layout.shape, 33, seed=1))
     part, own = dirty(layout), dirty(layout)
 

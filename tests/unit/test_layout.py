@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream, round_up
-from tests.unit.kv_factory import chunk_disk_bytes, heads_of, make_shape, token_bytes
+from impress_sglang.storage.layout import KVShape, SegmentLayout, round_up
+from tests.unit.kv_factory import (
+    KEYS,
+    PROBE,
+    VALUES,
+    chunk_disk_bytes,
+    heads_of,
+    holds_values,
+    kv_of,
+    lane_of,
+    lanes_of,
+    make_shape,
+    row_size,
+    rows_in,
+    streams_of,
+    tokens_in_row,
+)
 
 BLOCK = 4096
 
@@ -18,7 +34,8 @@ BLOCK = 4096
 @st.composite
 def shapes(draw: st.DrawFn) -> KVShape:
     kv_heads = draw(st.integers(1, 8))
-    probe = draw(st.sets(st.integers(0, kv_heads - 1), min_size=1))
+    bits = draw(st.sampled_from([0, 0, 2, 4, 8]))
+    probe = set() if bits else draw(st.sets(st.integers(0, kv_heads - 1), min_size=1))
     return KVShape(
         num_layers=draw(st.integers(1, 4)),
         num_query_heads=kv_heads * draw(st.integers(1, 4)),
@@ -27,6 +44,7 @@ def shapes(draw: st.DrawFn) -> KVShape:
         value_dim=draw(st.sampled_from([1, 8, 64, 128])),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         probe_kv_heads=tuple(sorted(probe)),
+        sketch_bits=bits,
     )
 
 
@@ -48,9 +66,9 @@ def chunk_extents(layout: SegmentLayout) -> list[tuple[int, int]]:
             layout.run_bytes(stream, chunk, chunk + 1),
         )
         for layer in range(layout.shape.num_layers)
-        for stream in Stream
+        for stream in layout.shape.streams
         if layout.stream_bytes(stream)
-        for chunk in range(layout.num_chunks)
+        for chunk in range(layout.stream_chunks(stream))
     ]
 
 
@@ -68,29 +86,32 @@ def test_chunks_tile_the_file_from_header_to_end(layout: SegmentLayout) -> None:
 
 @given(layouts())
 def test_chunk_sizes_are_those_of_their_rows(layout: SegmentLayout) -> None:
-    for stream in Stream:
-        for chunk in range(layout.num_chunks):
-            rows = min(layout.chunk_tokens, layout.num_tokens - chunk * layout.chunk_tokens)
+    for stream in layout.shape.streams:
+        total, chunks = rows_in(layout.shape, stream, layout.num_tokens), 0
+        for chunk in range(layout.stream_chunks(stream)):
+            rows = min(layout.chunk_tokens, total - chunk * layout.chunk_tokens)
             expected = chunk_disk_bytes(
                 layout.shape, stream, layout.chunk_tokens, layout.num_tokens, chunk
             )
 
-            assert layout.chunk_rows(chunk) == rows
-            assert layout.chunk_bytes(stream, chunk) == rows * token_bytes(layout.shape, stream)
+            assert layout.chunk_rows(stream, chunk) == rows > 0
+            assert layout.chunk_bytes(stream, chunk) == rows * row_size(layout.shape, stream)
             assert layout.run_bytes(stream, chunk, chunk + 1) == expected
-    assert sum(map(layout.chunk_rows, range(layout.num_chunks))) == layout.num_tokens
+            chunks += rows
+        assert chunks == layout.stream_rows(stream) == total
 
 
 @given(layouts(), st.data())
 def test_bytes_of_a_run_add_up(layout: SegmentLayout, data: st.DataObject) -> None:
-    stream = data.draw(st.sampled_from(list(Stream)))
-    first = data.draw(st.integers(0, layout.num_chunks - 1))
-    stop = data.draw(st.integers(first + 1, layout.num_chunks))
+    stream = data.draw(st.sampled_from(layout.shape.streams))
+    count = layout.stream_chunks(stream)
+    first = data.draw(st.integers(0, count - 1))
+    stop = data.draw(st.integers(first + 1, count))
 
     single = [layout.run_bytes(stream, chunk, chunk + 1) for chunk in range(first, stop)]
 
     assert layout.run_bytes(stream, first, stop) == sum(single)
-    assert layout.run_bytes(stream, 0, layout.num_chunks) == layout.stream_bytes(stream)
+    assert layout.run_bytes(stream, 0, count) == layout.stream_bytes(stream)
 
 
 @given(layouts())
@@ -98,11 +119,14 @@ def test_chunks_are_numbered_by_layer_then_stream_then_place(layout: SegmentLayo
     numbers = [
         layout.chunk_index(layer, stream, chunk)
         for layer in range(layout.shape.num_layers)
-        for stream in Stream
-        for chunk in range(layout.num_chunks)
+        for stream in layout.shape.streams
+        for chunk in range(layout.stream_chunks(stream))
     ]
 
     assert numbers == list(range(layout.total_chunks))
+    assert layout.total_chunks == layout.shape.num_layers * layout.layer_chunks
+    for stream in kv_of(layout.shape):
+        assert layout.stream_chunks(stream) == layout.num_chunks
 
 
 @given(layouts())
@@ -114,24 +138,60 @@ def test_blocks_are_all_of_the_file_after_the_header(layout: SegmentLayout) -> N
 
 
 @given(layouts())
-def test_layers_follow_each_other_and_begin_with_the_probe_keys(layout: SegmentLayout) -> None:
-    own = sum(layout.stream_bytes(stream) for stream in Stream)
+def test_layers_follow_each_other_and_begin_with_the_probe_stream(layout: SegmentLayout) -> None:
+    own = sum(layout.stream_bytes(stream) for stream in layout.shape.streams)
     for layer in range(layout.shape.num_layers):
         start = layout.header_bytes + layer * own
 
         assert layout.layer_offset(layer) == start
-        assert layout.stream_offset(layer, Stream.PROBE_KEYS) == start
+        assert layout.stream_offset(layer, PROBE) == start
     assert layout.layer_bytes == own
 
 
 @given(shapes())
-def test_probe_and_other_heads_are_all_heads_once(shape: KVShape) -> None:
-    keys = [*shape.heads(Stream.PROBE_KEYS), *shape.heads(Stream.OTHER_KEYS)]
+def test_keys_and_values_of_every_head_are_in_one_stream_each(shape: KVShape) -> None:
+    streams = list(shape.kv_streams)
+    keys = [s for s in streams if not holds_values(shape, s)]
+    values = [s for s in streams if holds_values(shape, s)]
 
-    assert sorted(keys) == list(range(shape.num_kv_heads))
-    for stream in Stream:
+    everything = list(range(shape.num_kv_heads))
+    assert sorted(head for stream in keys for head in shape.heads(stream)) == everything
+    assert sorted(head for stream in values for head in shape.heads(stream)) == everything
+    assert (PROBE in streams) == (not shape.sketch_bits), "a sketch holds no key itself"
+
+
+@given(shapes())
+def test_streams_are_the_probe_stream_then_keys_then_values(shape: KVShape) -> None:
+    count = lanes_of(shape)
+
+    assert list(shape.streams) == streams_of(shape)
+    assert list(shape.key_streams) == list(range(1, 1 + count))
+    assert list(shape.value_streams) == list(range(1 + count, 1 + 2 * count))
+    for stream in shape.streams:
         assert list(shape.heads(stream)) == heads_of(shape, stream)
-        assert shape.row_bytes(stream) == token_bytes(shape, stream)
+        assert shape.row_bytes(stream) == row_size(shape, stream)
+        assert shape.tokens_per_row(stream) == tokens_in_row(shape, stream)
+
+
+@given(shapes())
+def test_each_head_is_in_one_lane_whose_streams_hold_its_heads(shape: KVShape) -> None:
+    assert shape.num_lanes == len(shape.lanes) == lanes_of(shape)
+    assert [head for heads in shape.lanes for head in heads] == list(range(shape.num_kv_heads))
+    for stream in kv_of(shape):
+        assert shape.lane_of(stream) == lane_of(shape, stream)
+        assert set(shape.heads(stream)) <= set(shape.lanes[shape.lane_of(stream)])
+
+
+def test_the_probe_stream_is_of_no_lane() -> None:
+    with pytest.raises(AssertionError):
+        make_shape(sketch_bits=4).lane_of(PROBE)
+
+
+@given(shapes())
+def test_a_shape_survives_as_fields_of_json(shape: KVShape) -> None:
+    fields = json.loads(json.dumps(shape.to_fields()))
+
+    assert KVShape.from_fields(fields) == shape
 
 
 def test_other_keys_are_empty_when_all_heads_are_probe_heads() -> None:
@@ -139,10 +199,10 @@ def test_other_keys_are_empty_when_all_heads_are_probe_heads() -> None:
     layout = SegmentLayout(shape, chunk_tokens=8, num_tokens=20, header_bytes=BLOCK)
 
     assert shape.other_kv_heads == ()
-    assert layout.stream_bytes(Stream.OTHER_KEYS) == 0
-    assert layout.chunk_stride(Stream.OTHER_KEYS) == 0
-    assert layout.run_bytes(Stream.OTHER_KEYS, 0, layout.num_chunks) == 0
-    assert layout.stream_offset(0, Stream.OTHER_KEYS) == layout.stream_offset(0, Stream.VALUES)
+    assert layout.stream_bytes(KEYS) == 0
+    assert layout.chunk_stride(KEYS) == 0
+    assert layout.run_bytes(KEYS, 0, layout.num_chunks) == 0
+    assert layout.stream_offset(0, KEYS) == layout.stream_offset(0, VALUES)
 
 
 def test_sizes_of_a_known_model() -> None:
@@ -160,14 +220,62 @@ def test_sizes_of_a_known_model() -> None:
 
     assert shape.group_size == 4
     assert layout.num_chunks == 16
-    assert layout.chunk_stride(Stream.PROBE_KEYS) == 64 * 256
+    assert layout.chunk_stride(PROBE) == 64 * 256
     # The last chunk has 40 tokens: 10,240 bytes, padded to 12,288.
-    assert layout.stream_bytes(Stream.PROBE_KEYS) == 15 * 64 * 256 + 12_288
-    assert layout.stream_bytes(Stream.OTHER_KEYS) == 15 * 64 * 7 * 256 + 73_728
-    assert layout.stream_bytes(Stream.VALUES) == 15 * 64 * 8 * 256 + 81_920
+    assert layout.stream_bytes(PROBE) == 15 * 64 * 256 + 12_288
+    assert layout.stream_bytes(KEYS) == 15 * 64 * 7 * 256 + 73_728
+    assert layout.stream_bytes(VALUES) == 15 * 64 * 8 * 256 + 81_920
     # 63, 438 and 500 blocks of 4,096 bytes.
     assert layout.num_blocks == 32 * (63 + 438 + 500)
     assert layout.total_chunks == 32 * 3 * 16
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "tokens"),
+    [
+        (2, torch.bfloat16, 8),
+        (4, torch.bfloat16, 4),
+        (8, torch.bfloat16, 2),
+        (2, torch.float32, 16),
+        (4, torch.float32, 8),
+        (8, torch.float32, 4),
+    ],
+)
+def test_a_row_of_a_sketch_holds_as_many_tokens_as_fit(
+    bits: int, dtype: torch.dtype, tokens: int
+) -> None:
+    shape = make_shape(dtype=dtype, sketch_bits=bits)
+
+    assert shape.tokens_per_row(PROBE) == tokens
+    assert [shape.tokens_per_row(stream) for stream in kv_of(shape)] == [1] * 4
+
+
+def test_sizes_of_a_known_model_with_sketches() -> None:
+    """The same model with 4 bits: 4 tokens in a row of 2,048 bytes, 250 rows of sketches."""
+    shape = make_shape(
+        layers=32,
+        query_heads=32,
+        kv_heads=8,
+        key_dim=128,
+        value_dim=128,
+        dtype=torch.bfloat16,
+        sketch_bits=4,
+    )
+    layout = SegmentLayout(shape, chunk_tokens=64, num_tokens=1000, header_bytes=BLOCK)
+
+    assert (layout.num_chunks, layout.stream_chunks(PROBE)) == (16, 4)
+    assert layout.stream_rows(PROBE) == 250
+    assert [layout.chunk_rows(PROBE, chunk) for chunk in range(4)] == [64, 64, 64, 58]
+    assert layout.chunk_stride(PROBE) == 64 * 2048
+    assert layout.stream_bytes(PROBE) == 250 * 2048
+    # A head: 15 chunks of 64 rows of 256 bytes; 40 rows are 10,240 bytes, padded to 12,288.
+    for stream in kv_of(shape):
+        assert layout.stream_bytes(stream) == 15 * 64 * 256 + 12_288
+    # A sketch takes an eighth of the keys and values: 125 blocks beside 16 streams of 63.
+    assert layout.num_blocks == 32 * (125 + 16 * 63)
+    assert layout.layer_chunks == 4 + 16 * 16
+    assert layout.stream_offset(0, 1) == BLOCK + 125 * BLOCK
+    assert layout.stream_offset(1, 9) == BLOCK * (1 + 125 + 1008 + 125 + 8 * 63)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +294,9 @@ def test_round_up(value: int, multiple: int, expected: int) -> None:
         {"probe_kv_heads": (-1,)},
         {"probe_kv_heads": (1, 0)},
         {"probe_kv_heads": (0, 0)},
+        {"sketch_bits": 4},
+        {"sketch_bits": 3, "probe_kv_heads": ()},
+        {"sketch_bits": 16, "probe_kv_heads": ()},
     ],
 )
 def test_impossible_shape_is_refused(change: dict[str, object]) -> None:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from impress_sglang.config import POLICIES, ImpressConfig
-from impress_sglang.importance.identify import H2ORule, PaperRule
+from impress_sglang.config import IDENTIFICATIONS, POLICIES, ImpressConfig
+from impress_sglang.importance.identify import (
+    H2ORule,
+    PaperRule,
+    RandomRule,
+    RecentRule,
+    SketchRule,
+)
 from impress_sglang.management.policies import Policy, make_policy
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
 
 CONFIGS = [
     *[ImpressConfig(policy=policy) for policy in POLICIES],
-    ImpressConfig(policy="impress", retention=0.001),
-    ImpressConfig(policy="impress", retention=0.5),
-    ImpressConfig(policy="impress", retention=1.0),
+    ImpressConfig(policy="impress", identify="paper"),
+    ImpressConfig(policy="impress+itf", identify="random"),
 ]
+RETENTIONS = [0.001, 0.05, 0.25, 0.5, 0.999, 1.0]
 LENGTHS = [*range(1, 300), 1000, 1001, 4096, 100_000]
 
 
-@pytest.fixture(params=CONFIGS, ids=lambda config: f"{config.policy}-{config.retention}")
+@pytest.fixture(params=CONFIGS, ids=lambda config: f"{config.policy}-{config.identify}")
 def config(request: pytest.FixtureRequest) -> ImpressConfig:
     return request.param
 
@@ -33,59 +41,74 @@ def test_name_is_the_value_of_the_option(policy: Policy, config: ImpressConfig) 
     assert policy.name == config.policy
 
 
-def test_loads_nothing_or_between_one_and_all_tokens(policy: Policy) -> None:
+@pytest.fixture(params=RETENTIONS)
+def retention(request: pytest.FixtureRequest) -> float:
+    return request.param
+
+
+def test_loads_nothing_or_between_one_and_all_tokens(policy: Policy, retention: float) -> None:
     for m in LENGTHS:
-        assert 0 <= policy.tokens_to_load(m) <= m
+        assert 0 <= policy.tokens_to_load(m, retention) <= m
 
 
-def test_never_loads_less_of_a_longer_prefix(policy: Policy) -> None:
-    counts = [policy.tokens_to_load(m) for m in LENGTHS]
+def test_never_loads_less_of_a_longer_prefix(policy: Policy, retention: float) -> None:
+    counts = [policy.tokens_to_load(m, retention) for m in LENGTHS]
 
     assert counts == sorted(counts)
 
 
-def test_depends_on_the_length_alone(policy: Policy, config: ImpressConfig) -> None:
-    forward = [policy.tokens_to_load(m) for m in LENGTHS]
-    other = make_policy(config)
+def test_never_loads_less_at_a_higher_retention(policy: Policy) -> None:
+    for m in LENGTHS:
+        counts = [policy.tokens_to_load(m, retention) for retention in RETENTIONS]
 
-    assert [other.tokens_to_load(m) for m in reversed(LENGTHS)] == forward[::-1]
-
-
-def test_exact_means_all_or_nothing(policy: Policy) -> None:
-    whole = all(policy.tokens_to_load(m) in (0, m) for m in LENGTHS)
-
-    assert policy.exact == whole
+        assert counts == sorted(counts)
 
 
-def test_what_is_never_stored_is_never_loaded(policy: Policy) -> None:
+def test_depends_on_length_and_retention_alone(
+    policy: Policy, config: ImpressConfig, retention: float
+) -> None:
+    """Not on the server's own retention, nor on what was asked before."""
+    forward = [policy.tokens_to_load(m, retention) for m in LENGTHS]
+    other = make_policy(dataclasses.replace(config, retention=0.123))
+
+    assert [other.tokens_to_load(m, retention) for m in reversed(LENGTHS)] == forward[::-1]
+
+
+def test_exact_means_all_or_nothing(policy: Policy, retention: float) -> None:
+    whole = all(policy.tokens_to_load(m, retention) in (0, m) for m in LENGTHS)
+
+    assert policy.exact(retention) == whole
+
+
+def test_what_is_never_stored_is_never_loaded(policy: Policy, retention: float) -> None:
     if not policy.stores:
-        assert all(policy.tokens_to_load(m) == 0 for m in LENGTHS)
+        assert all(policy.tokens_to_load(m, retention) == 0 for m in LENGTHS)
 
 
 def test_recompute_stores_nothing() -> None:
     assert not make_policy(ImpressConfig(policy="recompute")).stores
 
 
-def test_as_loads_everything_whatever_the_retention() -> None:
-    policy = make_policy(ImpressConfig(policy="as", retention=0.1))
+def test_as_loads_everything_whatever_the_retention(retention: float) -> None:
+    policy = make_policy(ImpressConfig(policy="as"))
 
-    assert policy.stores and policy.exact
-    assert [policy.tokens_to_load(m) for m in LENGTHS] == LENGTHS
+    assert policy.stores and policy.exact(retention)
+    assert [policy.tokens_to_load(m, retention) for m in LENGTHS] == LENGTHS
 
 
 @pytest.mark.parametrize(("retention", "m", "k"), [(0.25, 1000, 250), (0.1, 30, 3), (0.5, 7, 4)])
 def test_impress_loads_its_share(retention: float, m: int, k: int) -> None:
-    policy = make_policy(ImpressConfig(policy="impress", retention=retention))
+    policy = make_policy(ImpressConfig(policy="impress"))
 
-    assert policy.stores and not policy.exact
-    assert policy.tokens_to_load(m) == k
+    assert policy.stores and not policy.exact(retention)
+    assert policy.tokens_to_load(m, retention) == k
 
 
 def test_impress_at_retention_one_is_exact() -> None:
-    policy = make_policy(ImpressConfig(policy="impress", retention=1.0))
+    policy = make_policy(ImpressConfig(policy="impress"))
 
-    assert policy.exact
-    assert [policy.tokens_to_load(m) for m in LENGTHS] == LENGTHS
+    assert policy.exact(1.0)
+    assert [policy.tokens_to_load(m, 1.0) for m in LENGTHS] == LENGTHS
 
 
 EXPECTED_RULES = {
@@ -93,9 +116,17 @@ EXPECTED_RULES = {
     "as": (H2ORule, LeastRecentlyUsed),
     "as+h2o+lru": (H2ORule, LeastRecentlyUsed),
     "as+h2o+lfu": (H2ORule, LeastFrequentlyUsed),
-    "impress+itf": (PaperRule, LeastFrequentlyUsed),
-    "impress+itf+reorder": (PaperRule, LeastFrequentlyUsed),
-    "impress": (PaperRule, ImportanceScore),
+    "impress+itf": (None, LeastFrequentlyUsed),
+    "impress+itf+reorder": (None, LeastFrequentlyUsed),
+    "impress": (None, ImportanceScore),
+}
+# Which rule stands in for None above: the option says.
+NAMED_RULES = {
+    "sketch": SketchRule(),
+    "paper": PaperRule(0.6),
+    "recent": RecentRule(),
+    "random": RandomRule(sinks=True),
+    "random-nosink": RandomRule(sinks=False),
 }
 
 
@@ -103,10 +134,20 @@ def test_every_policy_of_the_paper_is_here() -> None:
     assert set(POLICIES) == set(EXPECTED_RULES)
 
 
-def test_rules_are_those_of_the_name(policy: Policy) -> None:
-    identification, replacement = EXPECTED_RULES[policy.name]
+def test_every_rule_of_the_option_is_here() -> None:
+    assert set(IDENTIFICATIONS) == set(NAMED_RULES)
 
-    assert type(policy.identification_rule()) is identification
+
+@pytest.mark.parametrize("name", IDENTIFICATIONS)
+@pytest.mark.parametrize("policy_name", POLICIES)
+def test_rules_are_those_of_the_names(policy_name: str, name: str) -> None:
+    policy = make_policy(ImpressConfig(policy=policy_name, identify=name))
+    identification, replacement = EXPECTED_RULES[policy_name]
+
+    if identification is None:
+        assert policy.identification_rule() == NAMED_RULES[name]
+    else:
+        assert type(policy.identification_rule()) is identification
     assert type(policy.replacement_rule()) is replacement
 
 
@@ -136,13 +177,14 @@ def test_resident_prefixes_are_scored_only_where_chunks_are(policy: Policy) -> N
 
 def test_baselines_with_important_values_load_their_share() -> None:
     for name in ("as+h2o+lru", "as+h2o+lfu", "impress+itf", "impress+itf+reorder"):
-        policy = make_policy(ImpressConfig(policy=name, retention=0.1))
-        assert policy.stores and not policy.exact
-        assert policy.tokens_to_load(30) == 3
+        policy = make_policy(ImpressConfig(policy=name))
+        assert policy.stores and not policy.exact(0.1)
+        assert policy.tokens_to_load(30, 0.1) == 3
 
 
 def test_the_options_reach_the_rules() -> None:
-    assert make_policy(ImpressConfig(alpha=0.3)).identification_rule() == PaperRule(0.3)
+    paper = make_policy(ImpressConfig(identify="paper", alpha=0.3))
+    assert paper.identification_rule() == PaperRule(0.3)
     fast = make_policy(ImpressConfig(half_life=1.0)).replacement_rule()
     never = make_policy(ImpressConfig(half_life=0.0)).replacement_rule()
     for rule in (fast, never):

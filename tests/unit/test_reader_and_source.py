@@ -36,16 +36,26 @@ from impress_sglang.transfer.source import (
     Staging,
 )
 from tests.unit.kv_factory import (
+    KEYS,
+    PROBE,
+    VALUES,
     chunk_disk_bytes,
     flip_byte,
+    kv_of,
+    lane_of,
+    lanes_of,
     make_cache,
     make_info,
     make_shape,
     open_span,
     random_kvs,
     random_mapping,
+    row_size,
+    rows_in,
     rows_of,
-    token_bytes,
+    sketch_of,
+    streams_of,
+    tokens_in_row,
     write_kvs,
 )
 
@@ -69,6 +79,17 @@ SHAPES = {
     "long-rows-float32": make_shape(query_heads=2, key_dim=500, value_dim=1500),
     "mqa-no-other-keys": make_shape(query_heads=4, kv_heads=1, key_dim=32, probe=(0,)),
     "all-probed-float16": make_shape(kv_heads=2, dtype=torch.float16, probe=(0, 1)),
+    "sketch-float32": make_shape(key_dim=16, sketch_bits=4),
+    "sketch-bfloat16": make_shape(key_dim=16, dtype=torch.bfloat16, sketch_bits=4),
+    "sketch-2-cut-rows": make_shape(
+        query_heads=3, kv_heads=3, key_dim=128, value_dim=160, sketch_bits=2
+    ),
+    "sketch-8-long-rows": make_shape(
+        query_heads=2, key_dim=1000, value_dim=1500, dtype=torch.float16, sketch_bits=8
+    ),
+    "sketch-full-stride": make_shape(
+        query_heads=8, key_dim=256, value_dim=256, dtype=torch.bfloat16, sketch_bits=4
+    ),
 }
 
 
@@ -140,10 +161,23 @@ CACHES = {
 
 
 class Case:
-    """A source, the KVs that it must give, and what each read must cost."""
+    """A source, the KVs that it must give, and what each read must cost.
 
-    def __init__(self, shape: KVShape, parts: Sequence[Part], keys: Tensor, values: Tensor) -> None:
+    `sketches` [L, m, G, D] are what is left of the keys in the probe stream, if it has sketches.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        parts: Sequence[Part],
+        keys: Tensor,
+        values: Tensor,
+        sketches: Tensor | None = None,
+    ) -> None:
         self.shape, self.parts, self.keys, self.values = shape, parts, keys, values
+        self.sketches = sketches
+        self.streams, self.kv_streams = streams_of(shape), kv_of(shape)
+        self.last = self.streams[-1]
         self.num_tokens = keys.shape[1]
         self.source: PrefixSource
         self.staging = Staging()
@@ -157,28 +191,64 @@ class Case:
         return self.source.stats
 
     def expected(self, layer: int, stream: Stream, tokens: Tensor | None = None) -> Tensor:
-        picked = torch.arange(self.num_tokens) if tokens is None else tokens
+        """Of the probe stream all rows, whatever the tokens."""
+        if stream == PROBE and self.sketches is not None:
+            return self.sketches[layer]
+        everything = torch.arange(self.num_tokens)
+        picked = everything if tokens is None or stream == PROBE else tokens
         return rows_of(self.shape, self.keys, self.values, layer, stream, picked)
 
+    def read(
+        self, layer: int, streams: Sequence[Stream] | None = None, tokens: Tensor | None = None
+    ) -> dict[Stream, Tensor]:
+        """All of the probe stream, if it is among the streams, and these tokens of the others."""
+        streams = self.streams if streams is None else streams
+        found = {PROBE: self.source.read_probe(layer)} if PROBE in streams else {}
+        wanted = {stream: tokens for stream in streams if stream != PROBE}
+        return found | (self.source.read(layer, wanted) if wanted else {})
+
     def check(
-        self, layer: int, streams: Sequence[Stream] = tuple(Stream), tokens: Tensor | None = None
+        self,
+        layer: int,
+        streams: Sequence[Stream] | None = None,
+        tokens: Tensor | None = None,
     ) -> None:
         """Read as a new request: the rows are the stored bits, and the caches are sound."""
         if self.cache is not None:
             self.cache.placement.advance()
-        found = self.source.read(layer, streams, tokens)
-        for stream, rows in zip(streams, found, strict=True):
-            expected = self.expected(layer, stream, tokens)
-            assert rows.dtype == self.shape.dtype
-            assert rows.device.type == "cpu"
-            assert rows.shape == expected.shape
-            assert torch.equal(rows, expected), stream
+        found = self.read(layer, streams, tokens)
+        assert set(found) == set(self.streams if streams is None else streams)
+        for stream, rows in found.items():
+            self.check_rows(rows, layer, stream, tokens)
         if self.cache is not None:
             self.cache.check_integrity()
 
-    def rows(self, layer: int, tokens: Tensor | None) -> list[tuple[int, int]]:
-        """(part, row on disk) of each token."""
-        picked = range(self.num_tokens) if tokens is None else tokens.tolist()
+    def check_rows(
+        self, rows: Tensor, layer: int, stream: Stream, tokens: Tensor | None = None
+    ) -> None:
+        expected = self.expected(layer, stream, tokens)
+        sketched = stream == PROBE and self.shape.sketch_bits
+        assert rows.dtype == (torch.float32 if sketched else self.shape.dtype)
+        assert rows.device.type == "cpu"
+        assert rows.shape == expected.shape
+        assert torch.equal(rows, expected), stream
+
+    def check_lanes(self, layer: int, wanted: dict[Stream, Tensor | None]) -> None:
+        """Read other tokens of each stream, at once."""
+        if self.cache is not None:
+            self.cache.placement.advance()
+        found = self.source.read(layer, wanted)
+        assert list(found) == list(wanted)
+        for stream, tokens in wanted.items():
+            self.check_rows(found[stream], layer, stream, tokens)
+        if self.cache is not None:
+            self.cache.check_integrity()
+
+    def rows(self, layer: int, stream: Stream, tokens: Tensor | None) -> list[tuple[int, int]]:
+        """(part, row on disk) of each token; of the probe stream all rows, in logical order."""
+        picked = range(self.num_tokens)
+        if tokens is not None and stream != PROBE:
+            picked = tokens.tolist()
         places = [
             (number, token)
             for number, part in enumerate(self.parts)
@@ -187,15 +257,21 @@ class Case:
         rows = []
         for number, token in (places[t] for t in picked):
             mapping = self.mappings[number]
-            rows.append((number, token if mapping is None else int(mapping[layer][token])))
-        return rows
+            if stream == PROBE:
+                rows.append((number, token // tokens_in_row(self.shape, PROBE)))
+            elif mapping is None:
+                rows.append((number, token))
+            else:
+                lane = lane_of(self.shape, stream)
+                rows.append((number, int(mapping[layer][lane][token])))
+        return sorted(set(rows)) if stream == PROBE else rows
 
     def blocks(
         self, layer: int, stream: Stream, tokens: Tensor | None = None
     ) -> set[tuple[int, int, int]]:
         """(part, chunk, block) that hold a byte of a wanted row."""
-        size, found = token_bytes(self.shape, stream), set()
-        for number, row in self.rows(layer, tokens) if size else ():
+        size, found = row_size(self.shape, stream), set()
+        for number, row in self.rows(layer, stream, tokens) if size else ():
             chunk, place = divmod(row, self.parts[number].chunk_tokens)
             last = (place * size + size - 1) // BLOCK
             found |= {(number, chunk, block) for block in range(place * size // BLOCK, last + 1)}
@@ -245,7 +321,7 @@ def open_case(
     direct: bool = False,
 ) -> Case:
     cache = cache or NO_CACHE.make(shape)
-    spans, keys, values, paths, mappings = [], [], [], [], []
+    spans, keys, values, sketches, paths, mappings = [], [], [], [], [], []
     for number, part in enumerate(parts):
         info = make_info(
             shape,
@@ -262,7 +338,11 @@ def open_case(
         spans.append(open_span(paths[-1], cache, part.start, part.stop, direct=direct))
         keys.append(own_keys[:, part.start : part.stop])
         values.append(own_values[:, part.start : part.stop])
-    case = Case(shape, parts, torch.cat(keys, 1), torch.cat(values, 1))
+        if shape.sketch_bits:
+            whole = torch.stack([sketch_of(own, shape.sketch_bits) for own in own_keys])
+            sketches.append(whole[:, part.start : part.stop])
+    joined = torch.cat(sketches, 1) if sketches else None
+    case = Case(shape, parts, torch.cat(keys, 1), torch.cat(values, 1), joined)
     case.paths, case.spans, case.mappings, case.cache = paths, spans, mappings, cache
     case.source = SegmentSource(shape, spans, reader, case.staging, cache)
     return case
@@ -296,6 +376,13 @@ UNCACHED = [
     "several-segments: cut-rows-float32",
     "several-segments, O_DIRECT: gqa-float32",
     "several-segments, O_DIRECT, reordered: full-stride-bfloat16",
+    "one-short-segment: sketch-bfloat16",
+    "tail-of-a-segment: sketch-full-stride",
+    "tail-of-a-segment: sketch-float32",
+    "middle-of-a-segment: sketch-float32",
+    "middle-of-a-segment, reordered: sketch-2-cut-rows",
+    "several-segments: sketch-2-cut-rows",
+    "several-segments, O_DIRECT, reordered: sketch-bfloat16",
 ]
 CACHED = [
     *(f"several-segments, {cache}: gqa-float32" for cache in CACHES),
@@ -304,6 +391,11 @@ CACHED = [
     "several-segments, tiny, reordered: mqa-no-other-keys",
     "several-segments, tiny: tiny-float16",
     "several-segments, tiny, O_DIRECT: full-stride-bfloat16",
+    *(f"several-segments, {cache}, reordered: sketch-bfloat16" for cache in CACHES),
+    "several-segments, room on both: sketch-2-cut-rows",
+    "several-segments, tiny, reordered: sketch-2-cut-rows",
+    "middle-of-a-segment, tiny LFU, reordered: sketch-8-long-rows",
+    "several-segments, tiny, O_DIRECT: sketch-full-stride",
 ]
 
 
@@ -312,7 +404,9 @@ def opened(param: str, directory: Path, reader: ChunkReader) -> Case:
     shape, (name, *options) = SHAPES[shape_name], kind.split(", ")
     if name == "memory":
         keys, values = random_kvs(shape, 77, seed=9)
-        case = Case(shape, LAYOUTS["one-segment"], keys, values)
+        # A recomputed prefix has all keys: they are better than a sketch of them.
+        sketches = keys.float() if shape.sketch_bits else None
+        case = Case(shape, LAYOUTS["one-segment"], keys, values, sketches)
         case.source = MemorySource(shape, keys, values)
         return case
     direct = "O_DIRECT" in options
@@ -332,7 +426,14 @@ def opened(param: str, directory: Path, reader: ChunkReader) -> Case:
 
 @pytest.fixture(
     scope="module",
-    params=["memory: gqa-float32", "memory: mqa-no-other-keys", *UNCACHED, *CACHED],
+    params=[
+        "memory: gqa-float32",
+        "memory: mqa-no-other-keys",
+        "memory: sketch-float32",
+        "memory: sketch-bfloat16",
+        *UNCACHED,
+        *CACHED,
+    ],
 )
 def case(
     request: pytest.FixtureRequest, reader: ChunkReader, tmp_path_factory: pytest.TempPathFactory
@@ -365,7 +466,7 @@ def random_tokens(case: Case, count: int, seed: int) -> Tensor:
 
 def poison(staging: Staging) -> None:
     """Fill the memory that reads land in with NaN of every floating-point type."""
-    for stream in Stream:
+    for stream in range(9):
         staging.view(stream, 1 << 20)[:] = b"\xff" * (1 << 20)
 
 
@@ -381,9 +482,10 @@ def test_gives_all_tokens_of_every_stream(case: Case) -> None:
 
 
 def test_gives_each_stream_alone_and_in_any_order(case: Case) -> None:
-    for stream in Stream:
+    for stream in case.streams:
         case.check(1, [stream])
-    case.check(0, [Stream.VALUES, Stream.PROBE_KEYS], random_tokens(case, 5, 0))
+    case.check(0, [case.last, PROBE], random_tokens(case, 5, 0))
+    case.check(0, case.kv_streams[::-1], random_tokens(case, 5, 0))
 
 
 def test_gives_random_tokens_of_every_stream(case: Case) -> None:
@@ -391,15 +493,34 @@ def test_gives_random_tokens_of_every_stream(case: Case) -> None:
         case.check(seed % 2, tokens=random_tokens(case, max(1, int(share * case.num_tokens)), seed))
 
 
+def test_gives_other_tokens_of_each_stream_at_once(case: Case) -> None:
+    """Each lane has its own selection, and some streams may be wanted whole."""
+    for seed in range(4):
+        wanted: dict[Stream, Tensor | None] = {}
+        for stream in case.kv_streams:
+            count = 1 + (5 * seed + 3 * stream) % case.num_tokens
+            whole = seed == 3 and stream % 2 == 0
+            wanted[stream] = None if whole else random_tokens(case, count, 10 * seed + stream)
+        case.check_lanes(seed % 2, wanted)
+
+
+def test_gives_the_same_tokens_to_the_keys_and_values_of_a_lane(case: Case) -> None:
+    """As the loader asks: one tensor for both."""
+    own = [random_tokens(case, 1 + 4 * n, n) for n in range(lanes_of(case.shape))]
+    own = [tokens[: case.num_tokens] for tokens in own]
+    case.check_lanes(0, {s: own[lane_of(case.shape, s)] for s in case.kv_streams})
+
+
 def test_gives_any_single_token(case: Case) -> None:
     for token in range(0, case.num_tokens, 2 if case.paths else 10):
-        case.check(token % 2, [Stream(token % 3)], torch.tensor([token]))
+        stream = case.kv_streams[token // 2 % len(case.kv_streams)]
+        case.check(token % 2, [stream], torch.tensor([token]))
 
 
 def test_gives_unbroken_runs_of_tokens(case: Case) -> None:
     for first in range(0, case.num_tokens, 14):
         for stop in range(first + 1, case.num_tokens + 1, 19):
-            case.check(0, [Stream.VALUES], torch.arange(first, stop))
+            case.check(0, [case.last], torch.arange(first, stop))
 
 
 def test_old_bytes_of_the_staging_memory_do_not_leak(case: Case) -> None:
@@ -410,19 +531,20 @@ def test_old_bytes_of_the_staging_memory_do_not_leak(case: Case) -> None:
 
 def test_rows_stay_valid_while_other_streams_are_read(case: Case) -> None:
     """Probing reads keys first; the rest of the layer follows while they are in use."""
-    (probe,) = case.source.read(0, [Stream.PROBE_KEYS])
-    (other,) = case.source.read(0, [Stream.OTHER_KEYS])
-    case.check(1, [Stream.VALUES])
+    probe = case.source.read_probe(0)
+    keys = case.source.read(0, dict.fromkeys(case.shape.key_streams))
+    case.check(1, case.shape.value_streams)
 
-    assert torch.equal(probe, case.expected(0, Stream.PROBE_KEYS))
-    assert torch.equal(other, case.expected(0, Stream.OTHER_KEYS))
+    case.check_rows(probe, 0, PROBE)
+    for stream, rows in keys.items():
+        case.check_rows(rows, 0, stream)
 
 
 def read_costs(case: Case) -> Iterator[tuple[Stream, Tensor, int]]:
     """Reads of few and many tokens, and the bytes that each took from SSD."""
     for seed, count in enumerate((1, 2, 5, case.num_tokens // 2, case.num_tokens)):
         tokens = random_tokens(case, max(1, count), seed)
-        for stream in Stream:
+        for stream in case.streams:
             before = case.stats.ssd_bytes
             case.check(0, [stream], tokens)
             yield stream, tokens, case.stats.ssd_bytes - before
@@ -454,7 +576,7 @@ def test_a_large_gap_is_read_through_inside_a_chunk(
     for gap, blocks in ((8191, 2), (8192, 4)):
         monkeypatch.setattr(ReadCost, "gap_bytes", gap)
         before = case.stats.ssd_bytes
-        case.check(0, [Stream.VALUES], torch.tensor([8, 15]))
+        case.check(0, [case.last], torch.tensor([8, 15]))
         assert case.stats.ssd_bytes - before == blocks * BLOCK
     case.close()
 
@@ -469,10 +591,10 @@ def test_reads_each_byte_once_when_all_streams_are_read_whole(
     uncached.check(0)
 
     cost = uncached.stats.ssd_bytes - before
-    needed = sum(len(uncached.blocks(0, stream)) for stream in Stream) * BLOCK
-    whole = sum(sum(uncached.chunks(0, stream)) for stream in Stream)
+    needed = sum(len(uncached.blocks(0, stream)) for stream in uncached.streams) * BLOCK
+    whole = sum(sum(uncached.chunks(0, stream)) for stream in uncached.streams)
     assert needed <= cost <= whole
-    if gap == 0 or len(uncached.parts) == 1:
+    if gap == 0 or (len(uncached.parts) == 1 and uncached.mappings[0] is None):
         assert cost == needed
     if all(part.stop - part.start == part.num_tokens for part in uncached.parts):
         assert cost == whole
@@ -487,20 +609,31 @@ def test_accesses_and_needed_bytes_are_counted(uncached: Case, reader: ChunkRead
 
     uncached.check(0, tokens=tokens)
 
-    chunks = {stream: len(uncached.chunks(0, stream, tokens)) for stream in Stream}
-    row_bytes = sum(token_bytes(uncached.shape, stream) for stream in Stream)
+    streams = uncached.streams
+    chunks = {stream: len(uncached.chunks(0, stream, tokens)) for stream in streams}
+    needed = sum(
+        len(uncached.rows(0, stream, tokens)) * row_size(uncached.shape, stream)
+        for stream in streams
+    )
     assert dataclasses.replace(uncached.stats, ssd_bytes=0) == ReadStats(
-        ssd_needed_bytes=len(tokens) * row_bytes,
-        h2d_bytes=len(tokens) * row_bytes,
+        ssd_needed_bytes=needed,
+        h2d_bytes=needed,
         ssd_chunks=sum(chunks.values()),
-        selected_chunks=chunks[Stream.OTHER_KEYS] + chunks[Stream.VALUES],
+        selected_chunks=sum(chunks.values()) - chunks[PROBE],
     )
 
 
-@pytest.fixture(params=[name for name in CACHES if name.startswith("room")])
+@pytest.fixture(
+    params=[
+        f"{name}, reordered: {shape}"
+        for name in CACHES
+        if name.startswith("room")
+        for shape in ("cut-rows-float32", "sketch-2-cut-rows")
+    ]
+)
 def roomy(request: pytest.FixtureRequest, reader: ChunkReader, tmp_path: Path) -> Iterator[Case]:
     """Nothing cached yet, and room for all."""
-    param = f"several-segments, {request.param}, reordered: cut-rows-float32"
+    param = f"several-segments, {request.param}"
     case = opened(param, tmp_path, reader)
     yield case
     case.close()
@@ -509,7 +642,7 @@ def roomy(request: pytest.FixtureRequest, reader: ChunkReader, tmp_path: Path) -
 def test_a_second_read_comes_from_the_caches_alone(roomy: Case, reads: list[int]) -> None:
     check_everything(roomy)
     first = dataclasses.replace(roomy.stats)
-    chunks = sum(len(roomy.chunks(layer, s)) for layer in (0, 1) for s in Stream)
+    chunks = sum(len(roomy.chunks(layer, s)) for layer in (0, 1) for s in roomy.streams)
     assert (first.ssd_chunks, first.host_chunks, first.device_chunks) == (chunks, 0, 0)
     reads.clear()
 
@@ -530,20 +663,21 @@ def test_a_second_read_comes_from_the_caches_alone(roomy: Case, reads: list[int]
 
 @pytest.mark.usefixtures("no_gaps")
 def test_a_chunk_that_will_be_cached_is_read_whole(roomy: Case) -> None:
-    tokens = random_tokens(roomy, 4, 1)
+    tokens, last = random_tokens(roomy, 4, 1), roomy.last
 
-    roomy.check(0, [Stream.VALUES], tokens)
+    roomy.check(0, [last], tokens)
 
-    whole = sum(roomy.chunks(0, Stream.VALUES, tokens))
-    assert whole > BLOCK * len(roomy.blocks(0, Stream.VALUES, tokens)), "else nothing is shown"
+    whole = sum(roomy.chunks(0, last, tokens))
+    if not roomy.shape.sketch_bits:
+        assert whole > BLOCK * len(roomy.blocks(0, last, tokens)), "else nothing is shown"
     assert roomy.stats.ssd_bytes == whole
-    rows = [roomy.rows(0, torch.tensor([token]))[0] for token in range(roomy.num_tokens)]
-    cached = {(n, row // roomy.parts[n].chunk_tokens) for n, row in roomy.rows(0, tokens)}
+    rows = [roomy.rows(0, last, torch.tensor([token]))[0] for token in range(roomy.num_tokens)]
+    cached = {(n, row // roomy.parts[n].chunk_tokens) for n, row in roomy.rows(0, last, tokens)}
     alike = [
         t for t, (n, row) in enumerate(rows) if (n, row // roomy.parts[n].chunk_tokens) in cached
     ]
     assert len(alike) > 4
-    roomy.check(0, [Stream.VALUES], torch.tensor(alike))
+    roomy.check(0, [last], torch.tensor(alike))
     assert roomy.stats.ssd_bytes == whole, "other rows of the same chunks are cached as well"
 
 
@@ -555,10 +689,10 @@ def test_a_chunk_that_will_not_be_cached_is_read_in_part(
     shape = SHAPES["cut-rows-float32"]
     cache = CacheKind(device=1, rule="LFU", page_tokens=8).make(shape)
     case = open_case(tmp_path, shape, LAYOUTS["one-segment"], reader, cache=cache)
-    case.check(0, [Stream.VALUES], torch.tensor([0]))
+    case.check(0, [VALUES], torch.tensor([0]))
     before = case.stats.ssd_bytes
 
-    case.check(0, [Stream.VALUES], torch.tensor([8]))
+    case.check(0, [VALUES], torch.tensor([8]))
 
     assert case.stats.ssd_bytes - before == BLOCK
     assert (case.stats.ssd_chunks, case.stats.device_chunks) == (2, 0)
@@ -566,13 +700,16 @@ def test_a_chunk_that_will_not_be_cached_is_read_in_part(
 
 
 @pytest.mark.parametrize("name", [name for name in CACHES if name.startswith("tiny")])
-def test_tiny_caches_evict_and_serve(name: str, reader: ChunkReader, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", ["cut-rows-float32", "sketch-bfloat16"])
+def test_tiny_caches_evict_and_serve(
+    name: str, shape: str, reader: ChunkReader, tmp_path: Path
+) -> None:
     """Guards the contract above: chunks do move, and are found where they went."""
-    case = opened(f"several-segments, {name}, reordered: cut-rows-float32", tmp_path, reader)
+    case = opened(f"several-segments, {name}, reordered: {shape}", tmp_path, reader)
     for seed in range(12):
         tokens = random_tokens(case, 2, seed % 5)
-        case.check(0, tokens=tokens)
-        case.check(0, tokens=tokens)
+        case.check(0, case.kv_streams, tokens)
+        case.check(0, case.kv_streams, tokens)
 
     assert case.cache is not None
     placement = case.cache.placement
@@ -627,17 +764,23 @@ def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
             damaged = None
         else:
             layer = data.draw(st.integers(0, shape.num_layers - 1))
-            streams = data.draw(st.lists(st.sampled_from(Stream), min_size=1, unique=True))
-            chosen = data.draw(st.none() | st.sets(st.integers(0, case.num_tokens - 1), min_size=1))
-            tokens = None if chosen is None else torch.tensor(sorted(chosen))
+            streams = st.sets(st.sampled_from(case.kv_streams), min_size=1)
+            tokens = st.none() | st.sets(st.integers(0, case.num_tokens - 1), min_size=1)
+            wanted = {
+                stream: None if chosen is None else torch.tensor(sorted(chosen))
+                for stream in sorted(data.draw(streams))
+                for chosen in [data.draw(tokens)]
+            }
+            probes = data.draw(st.booleans())
             try:
-                found = case.source.read(layer, streams, tokens)
+                found = {PROBE: case.source.read_probe(layer)} if probes else {}
+                found |= case.source.read(layer, wanted)
             except ChunkUnreadable as error:
                 assert damaged is not None
                 assert error.segment_id == damaged[0].stem
             else:
-                for stream, rows in zip(streams, found, strict=True):
-                    assert torch.equal(rows, case.expected(layer, stream, tokens))
+                for stream, rows in found.items():
+                    assert torch.equal(rows, case.expected(layer, stream, wanted.get(stream)))
             cache.check_integrity()
     if damaged is not None:
         flip_byte(*damaged)
@@ -645,25 +788,29 @@ def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
     case.close()
 
 
+@pytest.mark.parametrize("name", ["cut-rows-float32", "sketch-2-cut-rows"])
 def test_two_sources_share_the_caches_and_the_staging_memory(
-    reader: ChunkReader, tmp_path: Path
+    reader: ChunkReader, tmp_path: Path, name: str
 ) -> None:
     """Two requests that take turns, on the same segments and on others."""
-    shape = SHAPES["cut-rows-float32"]
-    cache = CacheKind(device=3, host=3).make(shape)
+    shape = SHAPES[name]
+    room = 12 if shape.sketch_bits else 3
+    cache = CacheKind(device=room, host=room).make(shape)
     cases = []
-    for name, reordered in (("first", False), ("second", True)):
-        (tmp_path / name).mkdir()
+    for folder, reordered in (("first", False), ("second", True)):
+        (tmp_path / folder).mkdir()
         cases.append(
-            open_case(tmp_path / name, shape, SEVERAL, reader, cache=cache, reordered=reordered)
+            open_case(tmp_path / folder, shape, SEVERAL, reader, cache=cache, reordered=reordered)
         )
     again = SegmentSource(shape, cases[0].spans, reader, cases[1].staging, cache)
     for seed in range(8):
         for case in cases:
-            case.check(seed % 2, tokens=random_tokens(case, 9, seed // 2))
+            case.check(seed % 2, case.kv_streams, random_tokens(case, 9, seed // 2))
+        cases[0].check(seed % 2, [PROBE])
         tokens = random_tokens(cases[0], 9, seed)
-        (rows,) = again.read(seed % 2, [Stream.VALUES], tokens)
-        assert torch.equal(rows, cases[0].expected(seed % 2, Stream.VALUES, tokens))
+        last = cases[0].last
+        (rows,) = again.read(seed % 2, {last: tokens}).values()
+        assert torch.equal(rows, cases[0].expected(seed % 2, last, tokens))
 
     assert again.stats.device_chunks + again.stats.host_chunks > 0
     for case in cases:
@@ -684,9 +831,9 @@ def small(reader: ChunkReader, tmp_path: Path) -> Callable[..., Case]:
 def probe_and_load(case: Case) -> None:
     """What the loader does where the probe heads agree on tokens 1, 2 and 17."""
     tokens = torch.tensor([1, 2, 17])
-    case.check(0, [Stream.PROBE_KEYS])
-    case.check(0, [Stream.OTHER_KEYS, Stream.VALUES], tokens)
-    case.source.note_selection(0, tokens, torch.ones(2, 20))
+    case.check(0, [PROBE])
+    case.check(0, [KEYS, VALUES], tokens)
+    case.source.note_selection(0, [tokens], torch.ones(2, 20))
 
 
 # 20 rows of 32 bytes, and 3 of 32 + 64 bytes, in 3 and 2 + 2 chunks.
@@ -753,15 +900,15 @@ def test_counters_with_room_on_the_host(small: Callable[..., Case]) -> None:
 def test_a_hit_is_a_selected_row_that_was_on_the_device(small: Callable[..., Case]) -> None:
     """Tokens 1 and 2 are in the one chunk that has room there, token 17 is not."""
     case, tokens = small(device_chunks=1), torch.tensor([1, 2, 17])
-    case.check(0, [Stream.VALUES], torch.tensor([1]))
-    case.source.note_selection(0, torch.tensor([1]), torch.ones(2, 20))
+    case.check(0, [VALUES], torch.tensor([1]))
+    case.source.note_selection(0, [torch.tensor([1])], torch.ones(2, 20))
     assert (case.stats.important_bytes, case.stats.important_device_bytes) == (64, 0)
 
-    case.check(0, [Stream.VALUES], tokens)
-    case.source.note_selection(0, tokens, torch.ones(2, 20))
+    case.check(0, [VALUES], tokens)
+    case.source.note_selection(0, [tokens], torch.ones(2, 20))
 
     assert (case.stats.important_bytes, case.stats.important_device_bytes) == (4 * 64, 2 * 64)
-    case.check(0, [Stream.VALUES])
+    case.check(0, [VALUES])
     case.source.note_whole(0)
     assert (case.stats.important_bytes, case.stats.important_device_bytes) == (24 * 64, 10 * 64)
     case.close()
@@ -778,6 +925,104 @@ def test_a_selection_is_counted_once(small: Callable[..., Case]) -> None:
     case.close()
 
 
+SMALL_SKETCH = make_shape(sketch_bits=4)
+
+
+@pytest.fixture
+def small_sketch(reader: ChunkReader, tmp_path: Path) -> Callable[..., Case]:
+    """20 tokens, 8 to a row of sketches of 64 bytes; rows of 32 bytes, every chunk one block."""
+
+    def make(**room: int) -> Case:
+        cache = make_cache(SMALL_SKETCH, **room)
+        return open_case(tmp_path, SMALL_SKETCH, [Part(20, 8, 0, 20)], reader, cache=cache)
+
+    return make
+
+
+def sketch_and_load(case: Case) -> None:
+    """What the loader does where head 0 takes tokens 1, 2 and 17, and head 1 tokens 3, 4 and 5."""
+    own = [torch.tensor([1, 2, 17]), torch.tensor([3, 4, 5])]
+    case.check(0, [PROBE])
+    case.check_lanes(0, {stream: own[lane_of(case.shape, stream)] for stream in (1, 2, 3, 4)})
+    case.source.note_selection(0, own, torch.ones(4, 20))
+
+
+# 3 rows of sketches in one chunk, and 3 rows of keys and of values of each head in 2 and 1 chunks.
+FIRST_SKETCH = ReadStats(
+    ssd_bytes=(1 + 2 * (2 + 1)) * BLOCK,
+    ssd_needed_bytes=3 * 64 + 3 * 4 * 32,
+    h2d_bytes=3 * 64 + 3 * 4 * 32,
+    ssd_chunks=7,
+    selected_chunks=6,
+    important_bytes=3 * 4 * 32,
+)
+
+
+def test_counters_of_sketches_without_caches(small_sketch: Callable[..., Case]) -> None:
+    case = small_sketch()
+
+    sketch_and_load(case)
+
+    assert case.stats == FIRST_SKETCH
+    assert case.spans[0].history.ssd_bytes == 6 * BLOCK, "what was selected, not the sketches"
+    case.close()
+
+
+def test_counters_of_sketches_with_room_on_the_device(small_sketch: Callable[..., Case]) -> None:
+    """Pages of 256 bytes: each chunk takes one; sketches are no KVs, so they are no hits."""
+    case = small_sketch(device_chunks=20)
+
+    sketch_and_load(case)
+    first = dataclasses.replace(FIRST_SKETCH, h2d_bytes=FIRST_SKETCH.h2d_bytes + 7 * 256)
+    assert case.stats == first
+    sketch_and_load(case)
+
+    assert case.stats == dataclasses.replace(
+        first,
+        device_chunks=7,
+        selected_chunks=12,
+        important_bytes=2 * 3 * 4 * 32,
+        important_device_bytes=3 * 4 * 32,
+    )
+    case.close()
+
+
+def test_a_hit_of_a_lane_is_one_of_its_own_selection(small_sketch: Callable[..., Case]) -> None:
+    """Values of head 1: there is room for two chunks, the first of which is there by then."""
+    case = small_sketch(device_chunks=1)
+    one, other = torch.tensor([9, 10]), torch.tensor([3, 4, 12])
+    case.check(0, [4], torch.tensor([1]))
+    case.source.note_selection(0, [torch.empty(0, dtype=torch.int64), torch.tensor([1])], None)
+    assert (case.stats.important_bytes, case.stats.important_device_bytes) == (32, 0)
+
+    case.check_lanes(0, {4: other})
+    case.source.note_selection(0, [one, other], None)
+
+    assert (case.stats.important_bytes, case.stats.important_device_bytes) == (4 * 32, 2 * 32)
+    case.check(0, [4])
+    case.source.note_whole(0)
+    assert (case.stats.important_bytes, case.stats.important_device_bytes) == (24 * 32, 18 * 32)
+    case.close()
+
+
+@pytest.mark.parametrize("reordered", [False, True])
+@pytest.mark.parametrize("start", range(20))
+def test_a_part_of_a_sketched_segment_may_begin_inside_a_row(
+    reader: ChunkReader, tmp_path: Path, start: int, reordered: bool
+) -> None:
+    """8 tokens share a row of sketches; the request uses a part, and another segment follows."""
+    for stop in (start + 1, start + 7, start + 8, start + 9, 45):
+        directory = tmp_path / str(stop)
+        directory.mkdir()
+        parts = [Part(45, 8, start, stop), Part(13, 8, start % 13, 13)]
+        case = open_case(directory, SMALL_SKETCH, parts, reader, reordered=reordered)
+        for layer in range(2):
+            case.check(layer)
+            case.check(layer, tokens=random_tokens(case, 1, layer))
+        assert case.source.read_probe(0).shape == (case.num_tokens, 2, 8)
+        case.close()
+
+
 def test_stats_add_up_field_by_field() -> None:
     names = [field.name for field in dataclasses.fields(ReadStats)]
     left, right = ReadStats(*range(len(names))), ReadStats(*range(100, 100 + len(names)))
@@ -792,37 +1037,49 @@ def test_stats_add_up_field_by_field() -> None:
     assert found == dataclasses.asdict(left)
 
 
-@pytest.fixture(params=["in order", "reordered"])
+@pytest.fixture(
+    params=[
+        "in order: gqa-float32",
+        "reordered: gqa-float32",
+        "in order: sketch-float32",
+        "reordered: sketch-bfloat16",
+    ]
+)
 def several(
     request: pytest.FixtureRequest, reader: ChunkReader, tmp_path: Path, no_gaps: None
 ) -> Iterator[Case]:
-    reordered = request.param == "reordered"
-    case = open_case(tmp_path, SHAPES["gqa-float32"], SEVERAL, reader, reordered=reordered)
+    order, shape = request.param.split(": ")
+    case = open_case(tmp_path, SHAPES[shape], SEVERAL, reader, reordered=order == "reordered")
     yield case
     case.close()
 
 
 def test_each_segment_notes_its_own_tokens(several: Case) -> None:
-    """In logical order, whatever the order on disk."""
-    selected = random_tokens(several, 20, 3)
+    """In logical order, whatever the order on disk, and each lane apart."""
+    lanes = lanes_of(several.shape)
+    selected = [random_tokens(several, 20 - lane, 3 + lane) for lane in range(lanes)]
 
-    several.check(1, [Stream.VALUES], selected)
-    several.source.note_selection(1, selected, torch.ones(2, several.num_tokens))
+    several.check(1, [several.last], selected[-1])
+    scores = torch.ones(several.shape.num_query_heads, several.num_tokens)
+    several.source.note_selection(1, selected, scores)
 
     noted = []
     for span, part in zip(several.spans, several.parts, strict=True):
         average = span.history.average
-        assert average.shape == (2, part.num_tokens)
+        assert average.shape == (2, lanes, part.num_tokens)
         assert not average[0].any(), "another layer"
-        assert not average[1, : part.start].any() and not average[1, part.stop :].any()
-        noted.append(average[1, part.start : part.stop])
-    assert np.flatnonzero(np.concatenate(noted)).tolist() == selected.tolist()
+        assert not average[1, :, : part.start].any() and not average[1, :, part.stop :].any()
+        noted.append(average[1, :, part.start : part.stop])
+    found = [np.flatnonzero(own).tolist() for own in np.concatenate(noted, 1)]
+    assert found == [own.tolist() for own in selected]
 
 
 def test_a_layer_that_is_used_whole_counts_as_an_access_of_every_token(several: Case) -> None:
+    lanes = lanes_of(several.shape)
     several.check(0)
     several.source.note_whole(0)
-    several.source.note_selection(0, torch.tensor([0]), torch.ones(2, several.num_tokens))
+    scores = torch.ones(several.shape.num_query_heads, several.num_tokens)
+    several.source.note_selection(0, [torch.tensor([0])] * lanes, scores)
 
     first = True
     for span, part in zip(several.spans, several.parts, strict=True):
@@ -830,32 +1087,76 @@ def test_a_layer_that_is_used_whole_counts_as_an_access_of_every_token(several: 
         expected = np.where(inside, 0.5, 0.0)
         if first:
             expected[part.start], first = 1.0, False
-        assert span.history.average[0].tolist() == expected.tolist()
+        for own in span.history.average[0]:
+            # Half of 255 steps is none.
+            np.testing.assert_allclose(own, expected, rtol=0, atol=0.51 / 255)
         assert not span.history.average[1].any()
         assert span.history.accesses.tolist() == [2 * here for here in inside]
 
 
-def test_each_segment_notes_its_own_scores(small: Callable[..., Case], reader: ChunkReader) -> None:
-    case = small()
-    heard: list[tuple[int, int, list[int], list[list[float]]]] = []
+Noted = tuple[int, int, int, int, list[int], list[list[float]] | None]
+
+
+def listened(case: Case, reader: ChunkReader) -> tuple[SegmentSource, list[Noted]]:
+    """A source of tokens 3 and 4 and then 0 to 2 of a segment, and what their histories hear."""
+    heard: list[Noted] = []
 
     class Listener:
-        def note(self, layer: int, start: int, selected: np.ndarray, scores: Tensor) -> None:
-            heard.append((layer, start, selected.tolist(), scores.tolist()))
+        def note(
+            self,
+            layer: int,
+            lane: int,
+            start: int,
+            count: int,
+            selected: np.ndarray,
+            scores: Tensor | None,
+        ) -> None:
+            told = None if scores is None else scores.tolist()
+            heard.append((layer, lane, start, count, selected.tolist(), told))
 
     def part(start: int, stop: int) -> SourceSpan:
         listener: object = Listener()
         return dataclasses.replace(case.spans[0], start=start, stop=stop, history=listener)
 
     assert case.cache is not None
-    source = SegmentSource(case.shape, [part(3, 5), part(0, 3)], reader, Staging(), case.cache)
+    spans = [part(3, 5), part(0, 3)]
+    return SegmentSource(case.shape, spans, reader, Staging(), case.cache), heard
+
+
+def test_each_segment_notes_its_own_scores(small: Callable[..., Case], reader: ChunkReader) -> None:
+    case = small()
+    source, heard = listened(case, reader)
     scores = torch.arange(10.0).view(2, 5)
 
-    source.note_selection(1, torch.tensor([1, 2, 4]), scores)
+    source.note_selection(1, [torch.tensor([1, 2, 4])], scores)
 
     assert heard == [
-        (1, 3, [1], [[0.0, 1.0], [5.0, 6.0]]),
-        (1, 0, [0, 2], [[2.0, 3.0, 4.0], [7.0, 8.0, 9.0]]),
+        (1, 0, 3, 2, [1], [[0.0, 1.0], [5.0, 6.0]]),
+        (1, 0, 0, 3, [0, 2], [[2.0, 3.0, 4.0], [7.0, 8.0, 9.0]]),
+    ]
+    case.close()
+
+
+def test_each_lane_notes_the_scores_of_its_query_heads(
+    small_sketch: Callable[..., Case], reader: ChunkReader
+) -> None:
+    """4 query heads, 2 KV heads: the scores of two for each lane."""
+    case = small_sketch()
+    source, heard = listened(case, reader)
+    scores = torch.arange(20.0).view(4, 5)
+
+    source.note_selection(0, [torch.tensor([1, 2, 4]), torch.tensor([0])], scores)
+    source.note_selection(1, [torch.tensor([0]), torch.tensor([4])], None)
+
+    assert heard == [
+        (0, 0, 3, 2, [1], [[0.0, 1.0], [5.0, 6.0]]),
+        (0, 0, 0, 3, [0, 2], [[2.0, 3.0, 4.0], [7.0, 8.0, 9.0]]),
+        (0, 1, 3, 2, [0], [[10.0, 11.0], [15.0, 16.0]]),
+        (0, 1, 0, 3, [], [[12.0, 13.0, 14.0], [17.0, 18.0, 19.0]]),
+        (1, 0, 3, 2, [0], None),
+        (1, 0, 0, 3, [], None),
+        (1, 1, 3, 2, [], None),
+        (1, 1, 0, 3, [2], None),
     ]
     case.close()
 
@@ -893,18 +1194,19 @@ def test_single_reads_are_no_larger_than_told(
 ) -> None:
     monkeypatch.setattr(reader_module, "TARGET_READ_BYTES", target)
 
-    several.source.read(0, [Stream.VALUES])
+    several.source.read(0, {several.last: None})
 
     assert max(reads) == target
     assert sum(reads) == several.stats.ssd_bytes
 
 
+@pytest.mark.parametrize("name", ["gqa-float32", "sketch-float32"])
 def test_neighbouring_chunks_are_one_read(
-    reader: ChunkReader, tmp_path: Path, reads: list[int]
+    reader: ChunkReader, tmp_path: Path, reads: list[int], name: str
 ) -> None:
-    case = open_case(tmp_path, SHAPES["gqa-float32"], SEVERAL, reader)
+    case = open_case(tmp_path, SHAPES[name], SEVERAL, reader)
 
-    case.source.read(0, [Stream.VALUES])
+    case.source.read(0, {case.last: None})
 
     assert len(reads) == len(case.parts), "one unbroken run in each segment"
     assert sum(reads) == case.stats.ssd_bytes
@@ -930,11 +1232,10 @@ def test_source_names_its_segments_in_order(several: Case) -> None:
 
 def all_chunks(shape: KVShape, part: Part, path: Path) -> Iterator[tuple[int, Stream, int, int]]:
     """(layer, stream, chunk, offset) of every chunk, found from sizes alone."""
-    count = -(-part.num_tokens // part.chunk_tokens)
     sizes = {
         (stream, chunk): chunk_disk_bytes(shape, stream, part.chunk_tokens, part.num_tokens, chunk)
-        for stream in Stream
-        for chunk in range(count)
+        for stream in streams_of(shape)
+        for chunk in range(-(-rows_in(shape, stream, part.num_tokens) // part.chunk_tokens))
     }
     offset = path.stat().st_size - shape.num_layers * sum(sizes.values())
     for layer in range(shape.num_layers):
@@ -947,38 +1248,52 @@ def all_chunks(shape: KVShape, part: Part, path: Path) -> Iterator[tuple[int, St
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_a_flipped_byte_in_any_chunk_is_found_and_only_there(several: Case, place: str) -> None:
     """The first or the last byte of each chunk of a segment, one after the other."""
-    part, path = several.parts[1], several.paths[1]
+    part, path, found = several.parts[1], several.paths[1], 0
     for layer, stream, chunk, offset in list(all_chunks(several.shape, part, path)):
-        length = min(part.chunk_tokens, part.num_tokens - chunk * part.chunk_tokens)
-        length *= token_bytes(several.shape, stream)
+        total = rows_in(several.shape, stream, part.num_tokens)
+        length = min(part.chunk_tokens, total - chunk * part.chunk_tokens)
+        length *= row_size(several.shape, stream)
         bad = offset if place == "first" else offset + length - 1
-        rows = several.rows(layer, None)
+        rows = several.rows(layer, stream, None)
         # Each chunk is one block here.
         inside = [t for t, (n, row) in enumerate(rows) if n == 1 and row // 8 == chunk]
         outside = torch.tensor([t for t in range(several.num_tokens) if t not in inside])
 
         flip_byte(path, bad)
+        if not inside:
+            several.check(layer)
+            flip_byte(path, bad)
+            continue
+        found += 1
 
         for tokens in (None, torch.tensor(inside[:1])):
             with pytest.raises(ChunkUnreadable) as caught:
-                several.source.read(layer, [stream], tokens)
+                several.read(layer, [stream], tokens)
             assert caught.value.segment_id == "segment1"
             assert f"block at {offset} " in str(caught.value)
-        for other in Stream:
-            several.check(layer, [other], outside if other is stream else None)
+        for other in several.streams:
+            if other != stream or other != PROBE:
+                several.check(layer, [other], outside if other == stream else None)
         several.check(1 - layer)
         flip_byte(path, bad)
+    assert found > 20, "nearly every chunk of the segment has tokens of the request"
     check_everything(several)
 
 
-@pytest.fixture(params=["in order", "reordered"])
+@pytest.fixture(
+    params=[
+        "in order: cut-rows-float32",
+        "reordered: cut-rows-float32",
+        "reordered: sketch-2-cut-rows",
+    ]
+)
 def blocks_of_rows(
     request: pytest.FixtureRequest, reader: ChunkReader, tmp_path: Path, no_gaps: None
 ) -> Iterator[Case]:
     """Chunks of several blocks, whose ends cut through rows."""
-    reordered = request.param == "reordered"
+    order, shape = request.param.split(": ")
     parts = [Part(16, 8, 0, 16), Part(30, 8, 3, 30)]
-    case = open_case(tmp_path, SHAPES["cut-rows-float32"], parts, reader, reordered=reordered)
+    case = open_case(tmp_path, SHAPES[shape], parts, reader, reordered=order == "reordered")
     yield case
     case.close()
 
@@ -987,7 +1302,9 @@ def test_a_flipped_byte_hurts_the_rows_of_its_block_alone(blocks_of_rows: Case) 
     case = blocks_of_rows
     places = [p for p in all_chunks(case.shape, case.parts[1], case.paths[1]) if p[0] == 1]
     for layer, stream, chunk, offset in places:
-        for block in range(token_bytes(case.shape, stream) * 8 // BLOCK):
+        if stream == PROBE:
+            continue  # it is always read whole
+        for block in range(row_size(case.shape, stream) * 8 // BLOCK):
             bad = (1, chunk, block)
             touching = [
                 token
@@ -1000,7 +1317,7 @@ def test_a_flipped_byte_hurts_the_rows_of_its_block_alone(blocks_of_rows: Case) 
             case.check(layer, [stream], others)
             for token in touching:
                 with pytest.raises(ChunkUnreadable, match=f"block at {offset + block * BLOCK} "):
-                    case.source.read(layer, [stream], torch.tensor([token]))
+                    case.source.read(layer, {stream: torch.tensor([token])})
 
             flip_byte(case.paths[1], offset + block * BLOCK + 1000)
     check_everything(case)
@@ -1014,7 +1331,7 @@ def test_nothing_is_cached_of_an_access_that_failed(roomy: Case) -> None:
     offset = next(
         offset
         for layer, stream, _, offset in all_chunks(roomy.shape, roomy.parts[1], path)
-        if layer == 0 and stream is Stream.VALUES
+        if layer == 0 and stream == roomy.last
     )
     roomy.check(1)
     before = {tier: placement.cached_chunks(tier) for tier in (Tier.HOST, Tier.DEVICE)}
@@ -1023,7 +1340,7 @@ def test_nothing_is_cached_of_an_access_that_failed(roomy: Case) -> None:
     flip_byte(path, offset)
     for _ in range(2):
         with pytest.raises(ChunkUnreadable):
-            roomy.source.read(0, list(Stream))
+            roomy.source.read(0, dict.fromkeys(roomy.kv_streams))
         roomy.cache.check_integrity()
         # What made room for the access went with it.
         assert placement.cached_chunks(Tier.HOST) <= before[Tier.HOST]
@@ -1033,7 +1350,7 @@ def test_nothing_is_cached_of_an_access_that_failed(roomy: Case) -> None:
     stats = dataclasses.replace(roomy.stats)
     roomy.check(0)
     assert roomy.stats.ssd_chunks - stats.ssd_chunks == sum(
-        len(roomy.chunks(0, stream)) for stream in Stream
+        len(roomy.chunks(0, stream)) for stream in roomy.streams
     )
     check_everything(roomy)
 
@@ -1048,11 +1365,12 @@ def test_a_cached_chunk_is_read_while_its_file_is_damaged(roomy: Case) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CACHES if name.startswith("tiny")])
+@pytest.mark.parametrize("shape", ["cut-rows-float32", "sketch-2-cut-rows"])
 def test_caches_stay_right_after_failures_in_between(
-    name: str, reader: ChunkReader, tmp_path: Path
+    name: str, shape: str, reader: ChunkReader, tmp_path: Path
 ) -> None:
     """What an access would have moved is dropped, and its pages hold other chunks later."""
-    case = opened(f"several-segments, {name}, reordered: cut-rows-float32", tmp_path, reader)
+    case = opened(f"several-segments, {name}, reordered: {shape}", tmp_path, reader)
     assert case.cache is not None
     failures = 0
     for seed in range(16):
@@ -1064,11 +1382,11 @@ def test_caches_stay_right_after_failures_in_between(
         case.cache.placement.advance()
         tokens = random_tokens(case, 6, seed // 3)
         try:
-            found = case.source.read(0, list(Stream), tokens)
+            found = case.read(0, None, tokens)
         except ChunkUnreadable:
             failures += 1
         else:
-            for stream, rows in zip(Stream, found, strict=True):
+            for stream, rows in found.items():
                 assert torch.equal(rows, case.expected(0, stream, tokens))
         case.cache.check_integrity()
         for offset in damaged:
@@ -1087,7 +1405,7 @@ def test_damage_in_several_segments_names_one_of_them(several: Case) -> None:
             flip_byte(several.paths[number], offset)
 
     with pytest.raises(ChunkUnreadable) as caught:
-        several.source.read(0, list(Stream))
+        several.read(0)
 
     assert caught.value.segment_id in ("segment1", "segment3")
 
@@ -1098,7 +1416,7 @@ def test_two_blocks_that_changed_places_are_found(several: Case) -> None:
     places = {
         chunk: offset
         for layer, stream, chunk, offset in all_chunks(several.shape, several.parts[1], path)
-        if layer == 0 and stream is Stream.VALUES
+        if layer == 0 and stream == several.last
     }
     data = bytearray(path.read_bytes())
     first, second = (slice(places[c], places[c] + 4096) for c in (1, 2))
@@ -1106,7 +1424,7 @@ def test_two_blocks_that_changed_places_are_found(several: Case) -> None:
     path.write_bytes(data)
 
     with pytest.raises(ChunkUnreadable, match="segment1"):
-        several.source.read(0, [Stream.VALUES])
+        several.source.read(0, {several.last: None})
 
 
 def open_and_read_everything(path: Path, shape: KVShape, direct: bool) -> None:
@@ -1117,7 +1435,8 @@ def open_and_read_everything(path: Path, shape: KVShape, direct: bool) -> None:
         try:
             source = SegmentSource(shape, [span], reader, Staging(), cache)
             for layer in range(shape.num_layers):
-                source.read(layer, list(Stream))
+                source.read_probe(layer)
+                source.read(layer, dict.fromkeys(kv_of(shape)))
         finally:
             span.segment.close()
     finally:
@@ -1142,10 +1461,13 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("direct", [False, True])
-def test_a_short_or_missing_file_is_unreadable(tmp_path: Path, damage: str, direct: bool) -> None:
+@pytest.mark.parametrize("name", ["full-stride-bfloat16", "sketch-full-stride"])
+def test_a_short_or_missing_file_is_unreadable(
+    tmp_path: Path, damage: str, direct: bool, name: str
+) -> None:
     if direct and not supports_direct_io(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
-    shape = SHAPES["full-stride-bfloat16"]
+    shape = SHAPES[name]
     info = make_info(shape, range(32), segment_id="c0ffee")
     path = write_kvs(tmp_path, info, *random_kvs(shape, 32, seed=1))
     open_and_read_everything(path, shape, direct)
@@ -1164,7 +1486,7 @@ def test_a_file_that_shrinks_while_it_is_open_is_unreadable(several: Case, size:
 
     with pytest.raises(ChunkUnreadable) as caught:
         for layer in range(2):
-            several.source.read(layer, list(Stream))
+            several.read(layer)
 
     assert caught.value.segment_id == "segment3"
 
@@ -1184,14 +1506,16 @@ def test_a_failed_read_is_unreadable(several: Case, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("os.preadv", fail)
 
     with pytest.raises(ChunkUnreadable, match="Input/output error"):
-        several.source.read(0, [Stream.VALUES])
+        several.source.read(0, {several.last: None})
+    with pytest.raises(ChunkUnreadable, match="Input/output error"):
+        several.source.read_probe(0)
 
 
 def test_source_works_again_after_an_unreadable_chunk(several: Case) -> None:
     offset = next(all_chunks(several.shape, several.parts[0], several.paths[0]))[3]
     flip_byte(several.paths[0], offset)
     with pytest.raises(ChunkUnreadable):
-        several.source.read(0, list(Stream))
+        several.read(0)
 
     flip_byte(several.paths[0], offset)
 

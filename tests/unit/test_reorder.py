@@ -12,17 +12,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.importance.history import TokenHistory
-from impress_sglang.management.reorder import chunk_shares, expected_bytes, mapping_lists
-from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
-from tests.unit.kv_factory import make_shape, token_bytes
+from impress_sglang.management.reorder import (
+    chunk_shares,
+    expected_bytes,
+    expected_shares,
+    mapping_lists,
+)
+from impress_sglang.storage.layout import KVShape, SegmentLayout
+from tests.unit.kv_factory import PROBE, kv_of, lane_of, make_shape, row_size
 
 # A row of other keys takes a quarter of a block, a row of values half of one.
 SHAPE = make_shape(layers=2, kv_heads=2, query_heads=2, key_dim=256, value_dim=256)
+# A row of keys takes a quarter of a block, a row of values half of one, of each of two heads.
+SKETCHED = make_shape(
+    layers=2, kv_heads=2, query_heads=4, key_dim=256, value_dim=512, sketch_bits=4
+)
 BLOCK = 4096
 
 
 def averages(*layers: Sequence[float]) -> np.ndarray:
-    return np.array(layers, np.float32)
+    """Of one lane."""
+    return np.array(layers, np.float32)[:, None]
 
 
 def layout(num_tokens: int, shape: KVShape = SHAPE, chunk_tokens: int = 8) -> SegmentLayout:
@@ -36,7 +46,7 @@ def test_the_mapping_list_of_figure_13() -> None:
     """Of t0 t1 t2 t3 the important ones are t0 and t3: they become t0 t3 t1 t2."""
     mapping = mapping_lists(averages([0.9, 0.0, 0.0, 0.8]), [0])
 
-    assert mapping.tolist() == [[0, 2, 3, 1]]
+    assert mapping.tolist() == [[[0, 2, 3, 1]]]
 
 
 @given(average=SOME, cuts=st.sets(st.integers(1, 23)))
@@ -44,32 +54,33 @@ def test_a_mapping_list_orders_each_node_by_average_and_keeps_ties(
     average: list[float], cuts: set[int]
 ) -> None:
     starts = [0, *sorted(cut for cut in cuts if cut < len(average))]
-    both = averages(average, average[::-1])
+    lanes = [average, average[::-1], np.roll(average, 1), np.roll(average[::-1], 2)]
+    both = np.array(lanes, np.float32).reshape(2, 2, -1)
 
     mapping = mapping_lists(both, starts)
 
     assert mapping.shape == both.shape
-    for layer in range(2):
+    for layer, lane in np.ndindex(2, 2):
         for start, stop in zip(starts, [*starts[1:], len(average)], strict=True):
             tokens = range(start, stop)
-            ranked = sorted(tokens, key=lambda token: -both[layer, token])
-            rows = mapping[layer, ranked].tolist()
+            ranked = sorted(tokens, key=lambda token: -both[layer, lane, token])
+            rows = mapping[layer, lane, ranked].tolist()
             assert rows == list(range(start, stop)), "sorted() is stable as well"
 
 
 def test_entries_are_as_wide_as_the_file_has_them() -> None:
-    assert mapping_lists(np.zeros((1, 1 << 16), np.float32), [0]).dtype == np.dtype("<u2")
-    assert mapping_lists(np.zeros((1, (1 << 16) + 1), np.float32), [0]).dtype == np.dtype("<u4")
+    assert mapping_lists(np.zeros((1, 1, 1 << 16), np.float32), [0]).dtype == np.dtype("<u2")
+    assert mapping_lists(np.zeros((1, 1, (1 << 16) + 1), np.float32), [0]).dtype == np.dtype("<u4")
 
 
 def brute_force(
     average: np.ndarray, mapping: np.ndarray | None, where: SegmentLayout, gap_bytes: int
 ) -> float:
     """Every selection with its probability, and the units that it touches."""
-    layers, tokens = average.shape
+    layers, _, tokens = average.shape
     total = 0.0
-    for stream in (Stream.OTHER_KEYS, Stream.VALUES):
-        row_bytes = token_bytes(SHAPE, stream)
+    for stream in kv_of(where.shape):
+        row_bytes, lane = row_size(where.shape, stream), lane_of(where.shape, stream)
         # The larger of a block and a gap, but a gap is inside one chunk.
         unit = max(BLOCK, min(gap_bytes, where.chunk_tokens * row_bytes))
         rows = max(1, round(unit / row_bytes))
@@ -78,21 +89,22 @@ def brute_force(
         ):
             chance, touched = 1.0, set()
             for token, selected in enumerate(chosen):
-                p = float(np.clip(average[layer, token], 0, 1))
+                p = float(np.clip(average[layer, lane, token], 0, 1))
                 chance *= p if selected else 1 - p
                 if selected:
-                    row = token if mapping is None else int(mapping[layer, token])
+                    row = token if mapping is None else int(mapping[layer, lane, token])
                     touched.add(row // rows)
             total += chance * len(touched) * rows * row_bytes
     return total
 
 
+@pytest.mark.parametrize("shape", [SHAPE, SKETCHED], ids=["probe heads", "sketch"])
 @pytest.mark.parametrize("gap_bytes", [0, BLOCK, 6000, 2 * BLOCK, 1 << 20])
-def test_expected_bytes_are_those_of_all_selections(gap_bytes: int) -> None:
+def test_expected_bytes_are_those_of_all_selections(gap_bytes: int, shape: KVShape) -> None:
     pick = np.random.default_rng(5)
-    where = layout(9)
+    where = layout(9, shape)
     for _ in range(3):
-        average = (1.2 * pick.random((2, 9))).astype(np.float32)
+        average = (1.2 * pick.random((2, shape.num_lanes, 9))).astype(np.float32)
         mapping = mapping_lists(average, [0, 5])
 
         for order in (None, mapping):
@@ -136,7 +148,7 @@ def test_an_order_by_average_never_costs_more(first: list[float], gap: int) -> N
 
 
 def test_an_order_by_average_costs_less_where_the_important_tokens_are_spread() -> None:
-    average = np.tile(averages([0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]), (2, 8))
+    average = np.tile(averages([0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]), (2, 1, 8))
     where = layout(64)
 
     before = expected_bytes(average, None, where, 0)
@@ -154,17 +166,50 @@ def test_shares_of_chunks_by_hand() -> None:
     shares = chunk_shares(average, mapping, where)
 
     # The largest come first: 1 (from 1.5), 1, 0.5, 0.5 and then nothing.
-    assert shares.tolist() == [[0.75, 0.0, 0.0], [0.0, 0.0, 0.0]]
-    logical = np.tile(np.arange(10, dtype=np.uint16), (2, 1))
-    assert chunk_shares(average, logical, where)[0].tolist() == [0.25, 0.25, 0.5]
+    assert shares.tolist() == [[[0.75, 0.0, 0.0]], [[0.0, 0.0, 0.0]]]
+    logical = np.tile(np.arange(10, dtype=np.uint16), (2, 1, 1))
+    assert chunk_shares(average, logical, where)[0].tolist() == [[0.25, 0.25, 0.5]]
+
+
+def test_probe_streams_of_sketches_do_not_count() -> None:
+    """All of 8 tokens of two layers: a quarter and half a block each, for both heads."""
+    certain = np.ones((2, 2, 8), np.float32)
+
+    assert expected_bytes(certain, None, layout(8, SKETCHED), 0) == 2 * 2 * (2 + 4) * BLOCK
+
+
+def test_each_lane_is_read_by_its_own_average() -> None:
+    average = np.zeros((2, 2, 8), np.float32)
+    average[1, 0] = 1.0
+
+    assert expected_bytes(average, None, layout(8, SKETCHED), 0) == (2 + 4) * BLOCK
+
+
+@pytest.mark.parametrize("shape", [SHAPE, SKETCHED], ids=["probe heads", "sketch"])
+def test_expected_shares_of_all_chunks_are_those_of_their_lane(shape: KVShape) -> None:
+    where = layout(50, shape)
+    shares = np.random.default_rng(1).random((2, shape.num_lanes, 7))
+
+    found = expected_shares(where, shares)
+
+    assert found.shape == (where.total_chunks,)
+    for layer in range(2):
+        for stream in shape.streams:
+            for chunk in range(where.stream_chunks(stream)):
+                here = found[where.chunk_index(layer, stream, chunk)]
+                if stream == PROBE:
+                    assert here == 1.0, "read whole at each access"
+                else:
+                    assert here == shares[layer, lane_of(shape, stream), chunk]
 
 
 def test_token_means_are_the_means_over_layers() -> None:
-    history = TokenHistory(2, 3)
+    history = TokenHistory(2, 1, 3)
     for layer, selected in enumerate([[0, 1], [1]]):
-        history.note(layer, 0, np.array(selected), torch.ones(1, 3))
+        history.note(layer, 0, 0, 3, np.array(selected), torch.ones(1, 3))
 
     assert history.token_means().tolist() == [0.5, 1.0, 0.0]
     for layer in range(2):
-        history.note(layer, 0, np.array([0]), torch.ones(1, 3))
-    assert history.token_means().tolist() == pytest.approx([0.75, 0.5, 0.0])
+        history.note(layer, 0, 0, 3, np.array([0]), torch.ones(1, 3))
+    # Averages have steps of 1/255, and half of it is none.
+    assert history.token_means().tolist() == pytest.approx([0.75, 0.5, 0.0], abs=0.51 / 255)

@@ -24,7 +24,7 @@ from impress_sglang.storage.direct_io import (
     supports_direct_io,
     write_exactly,
 )
-from impress_sglang.storage.layout import Stream
+from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import (
     SegmentHeader,
     SegmentInfo,
@@ -35,22 +35,44 @@ from impress_sglang.storage.segment import (
 )
 from impress_sglang.storage.writer import write_segment
 from tests.unit.kv_factory import (
+    KEYS,
+    PROBE,
+    VALUES,
+    codes_of,
     flip_byte,
+    heads_of,
+    holds_values,
+    kv_of,
+    lane_of,
     make_info,
     make_shape,
     random_kvs,
     random_mapping,
+    sketch_of,
     write_kvs,
 )
 
+SKETCHED = make_shape(sketch_bits=4)
 SMALL = make_info(make_shape(), range(20), segment_id="ab12")
 REORDERED = make_info(make_shape(), range(20), segment_id="ab12", generation=3)
+SKETCH = make_info(SKETCHED, range(20), segment_id="ab12")
+SKETCH_REORDERED = make_info(SKETCHED, range(20), segment_id="ab12", generation=3)
+KINDS = {
+    "in order": SMALL,
+    "reordered": REORDERED,
+    "sketch": SKETCH,
+    "sketch, reordered": SKETCH_REORDERED,
+}
 
 
 def some_header(info: SegmentInfo) -> SegmentHeader:
-    """Checksums and, where the tokens are reordered, mapping lists by chance."""
-    checksums = np.random.default_rng(1).integers(0, 2**63, info.layout().num_blocks, np.uint64)
-    return SegmentHeader(info, checksums, random_mapping(info, 2) if info.reordered else None)
+    """Checksums and, where there are some, mapping lists and tables of sketches by chance."""
+    generator, shape = np.random.default_rng(1), info.shape
+    checksums = generator.integers(0, 2**63, info.layout().num_blocks, np.uint64)
+    mapping = random_mapping(info, 2) if info.reordered else None
+    size = (shape.num_layers, 2, shape.num_kv_heads, shape.key_dim)
+    tables = generator.standard_normal(size, np.float32) if shape.sketch_bits else None
+    return SegmentHeader(info, checksums, mapping, tables)
 
 
 def header_file(directory: Path, info: SegmentInfo) -> Path:
@@ -61,10 +83,17 @@ def header_file(directory: Path, info: SegmentInfo) -> Path:
 
 def same_header(left: SegmentHeader, right: SegmentHeader) -> bool:
     same = same_info(left.info, right.info) and np.array_equal(left.checksums, right.checksums)
-    if left.mapping is None or right.mapping is None:
-        return same and left.mapping is right.mapping
-    same_type = left.mapping.dtype == right.mapping.dtype
-    return same and same_type and np.array_equal(left.mapping, right.mapping)
+    return (
+        same
+        and same_array(left.mapping, right.mapping)
+        and same_array(left.sketch_tables, right.sketch_tables)
+    )
+
+
+def same_array(left: np.ndarray | None, right: np.ndarray | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return left.dtype == right.dtype and np.array_equal(left, right)
 
 
 def same_info(left: SegmentInfo, right: SegmentInfo) -> bool:
@@ -84,6 +113,7 @@ def test_header_is_read_back(tmp_path_factory: pytest.TempPathFactory, data: st.
         value_dim=data.draw(st.sampled_from([8, 32])),
         dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         probe=sorted(data.draw(st.sets(st.integers(0, 3), min_size=1))),
+        sketch_bits=data.draw(st.sampled_from([0, 0, 2, 4, 8])),
     )
     info = make_info(
         shape,
@@ -102,38 +132,46 @@ def test_header_is_read_back(tmp_path_factory: pytest.TempPathFactory, data: st.
 
 
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 2), (65_536, 2), (65_537, 4)])
+@pytest.mark.parametrize(("bits", "lanes"), [(0, 1), (4, 2)])
 def test_mapping_lists_have_entries_as_wide_as_they_must_be(
-    tmp_path: Path, num_tokens: int, width: int
+    tmp_path: Path, num_tokens: int, width: int, bits: int, lanes: int
 ) -> None:
-    info = make_info(make_shape(layers=3), range(num_tokens), generation=1)
+    info = make_info(make_shape(layers=3, sketch_bits=bits), range(num_tokens), generation=1)
 
     found = read_header(header_file(tmp_path, info))
 
     assert found.mapping is not None
     assert found.mapping.dtype.itemsize == width
+    assert found.mapping.shape == (3, lanes, num_tokens)
     assert same_header(found, some_header(info))
     plain = dataclasses.replace(info, generation=0).layout().header_bytes
-    assert abs(info.layout().header_bytes - plain - 3 * num_tokens * width) < 4096
+    assert abs(info.layout().header_bytes - plain - 3 * lanes * num_tokens * width) < 4096
 
 
 def test_a_header_must_have_what_its_description_says() -> None:
     header, reordered = some_header(SMALL), some_header(REORDERED)
-    assert reordered.mapping is not None
+    sketch = some_header(SKETCH)
+    assert reordered.mapping is not None and sketch.sketch_tables is not None
     for change in (
         {"checksums": header.checksums[1:]},
         {"mapping": reordered.mapping},
         {"info": REORDERED},
+        {"sketch_tables": sketch.sketch_tables},
     ):
         with pytest.raises(AssertionError):
             dataclasses.replace(header, **change)
     with pytest.raises(AssertionError):
-        dataclasses.replace(reordered, mapping=reordered.mapping[:, 1:])
+        dataclasses.replace(reordered, mapping=reordered.mapping[:, :, 1:])
+    for tables in (None, sketch.sketch_tables[:, :1], sketch.sketch_tables[:1]):
+        with pytest.raises(AssertionError):
+            dataclasses.replace(sketch, sketch_tables=tables)
 
 
 @pytest.mark.parametrize("generation", [0, 3])
-def test_header_is_padded_to_its_size_in_the_layout(generation: int) -> None:
+@pytest.mark.parametrize("shape", [make_shape(), SKETCHED, make_shape(key_dim=512, sketch_bits=2)])
+def test_header_is_padded_to_its_size_in_the_layout(generation: int, shape: KVShape) -> None:
     for count in (1, 20, 900, 1100, 5000):
-        info = make_info(make_shape(), range(count), generation=generation)
+        info = make_info(shape, range(count), generation=generation)
 
         header = encode_header(some_header(info))
 
@@ -141,15 +179,15 @@ def test_header_is_padded_to_its_size_in_the_layout(generation: int) -> None:
         assert len(header) % 4096 == 0
 
 
-@pytest.mark.parametrize("info", [SMALL, REORDERED], ids=["in order", "reordered"])
+@pytest.mark.parametrize("info", KINDS.values(), ids=KINDS)
 def test_a_flipped_byte_anywhere_in_the_header_is_unreadable(
     tmp_path: Path, info: SegmentInfo
 ) -> None:
-    """The preamble, the text, tokens, mapping lists, checksums; and some of the padding."""
+    """The preamble, text, tokens, mapping lists, tables, checksums; and some of the padding."""
     path = header_file(tmp_path, info)
     good = path.read_bytes()
     content = len(good.rstrip(b"\0"))
-    assert 200 < content < 1500
+    assert 200 < content < 2000
     for position in [*range(content), *range(content, len(good), 50), len(good) - 1]:
         bad = bytearray(good)
         bad[position] ^= 0xFF
@@ -205,11 +243,11 @@ def resealed(header: bytes, body: bytes) -> bytes:
 def test_another_format_version_is_unreadable_and_says_so(tmp_path: Path) -> None:
     path = header_file(tmp_path, SMALL)
     header = path.read_bytes()
-    body = header[32:].replace(b'"version": 2', b'"version": 3')
+    body = header[32:].replace(b'"version": 3', b'"version": 2')
     assert body != header[32:]
     path.write_bytes(resealed(header, body))
 
-    with pytest.raises(ChunkUnreadable, match="version 3"):
+    with pytest.raises(ChunkUnreadable, match="version 2"):
         read_header(path)
 
 
@@ -220,7 +258,7 @@ def test_resealing_an_unchanged_body_gives_the_same_header(tmp_path: Path) -> No
     assert resealed(header, header[32:]) == header
 
 
-@pytest.mark.parametrize("magic", [b"IMPRSEG\x01", b"\x00" * 8])
+@pytest.mark.parametrize("magic", [b"IMPRSEG\x01", b"IMPRSEG\x02", b"\x00" * 8])
 def test_another_magic_is_unreadable(tmp_path: Path, magic: bytes) -> None:
     path = header_file(tmp_path, SMALL)
     path.write_bytes(magic + path.read_bytes()[8:])
@@ -250,13 +288,14 @@ def test_a_file_of_holes_is_unreadable(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 8, 20])
-@pytest.mark.parametrize("probe", [(0,), (0, 1)])
+@pytest.mark.parametrize(
+    "shape", [make_shape(probe=(0,)), make_shape(probe=(0, 1)), SKETCHED], ids=["1", "2", "sketch"]
+)
 def test_written_file_has_the_size_of_its_layout_and_a_valid_header(
-    tmp_path: Path, num_tokens: int, probe: tuple[int, ...], direct: bool
+    tmp_path: Path, num_tokens: int, shape: KVShape, direct: bool
 ) -> None:
     if direct and not supports_direct_io(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
-    shape = make_shape(probe=probe)
     info = make_info(shape, range(num_tokens))
 
     path = write_kvs(tmp_path, info, *random_kvs(shape, num_tokens, seed=1), direct=direct)
@@ -276,9 +315,9 @@ def test_bytes_of_a_chunk_are_its_rows_head_by_head(tmp_path: Path) -> None:
 
     layout = info.layout()
     for stream, whole, heads in (
-        (Stream.PROBE_KEYS, keys, [1, 3]),
-        (Stream.OTHER_KEYS, keys, [0, 2]),
-        (Stream.VALUES, values, [0, 1, 2, 3]),
+        (PROBE, keys, [1, 3]),
+        (KEYS, keys, [0, 2]),
+        (VALUES, values, [0, 1, 2, 3]),
     ):
         for layer, chunk in ((0, 0), (1, 1), (1, 2)):
             rows = whole[layer][8 * chunk : 8 * chunk + 8][:, heads]
@@ -290,9 +329,42 @@ def test_bytes_of_a_chunk_are_its_rows_head_by_head(tmp_path: Path) -> None:
             assert not any(data[start + len(expected) : stop]), "padding is zero"
 
 
+def test_bytes_of_a_sketched_segment(tmp_path: Path) -> None:
+    """Each head's rows alone; and what the codes stand for gives the keys back, nearly."""
+    shape = make_shape(value_dim=16, sketch_bits=4)
+    info = make_info(shape, range(20), generation=1)
+    keys, values = random_kvs(shape, 20, seed=2)
+    mapping = random_mapping(info, 3)
+
+    data = write_kvs(tmp_path, info, keys, values, mapping=mapping).read_bytes()
+
+    layout, header = info.layout(), read_header(tmp_path / "ab12.kv")
+    assert header.sketch_tables is not None
+    for layer in (0, 1):
+        for stream in kv_of(shape):
+            whole = values if holds_values(shape, stream) else keys
+            (head,) = heads_of(shape, stream)
+            for token in range(20):
+                expected = whole[layer][token][head].numpy().tobytes()
+                chunk, place = divmod(int(mapping[layer, lane_of(shape, stream), token]), 8)
+                start = layout.stream_offset(layer, stream) + chunk * layout.chunk_stride(stream)
+                start += place * len(expected)
+                assert data[start : start + len(expected)] == expected
+        start = layout.stream_offset(layer, PROBE)
+        packed = np.frombuffer(data, np.uint8, 10 * 2 * 8, start).reshape(10, 2, 8)
+        codes = np.stack([packed & 15, packed >> 4], 1).reshape(20, 2, 8)
+        low, step = header.sketch_tables[layer]
+        restored = torch.from_numpy(codes * step + low)
+        assert torch.equal(restored, sketch_of(keys[layer], 4))
+        assert torch.equal(torch.from_numpy(codes), codes_of(keys[layer], 4)[0].to(torch.uint8))
+
+
+@pytest.mark.parametrize("bits", [0, 4])
 @pytest.mark.parametrize("generation", [0, 1])
-def test_every_block_of_a_written_file_has_its_checksum(tmp_path: Path, generation: int) -> None:
-    shape = make_shape(key_dim=128, value_dim=160)
+def test_every_block_of_a_written_file_has_its_checksum(
+    tmp_path: Path, generation: int, bits: int
+) -> None:
+    shape = make_shape(key_dim=128, value_dim=160, sketch_bits=bits)
     info = make_info(shape, range(20), generation=generation)
     mapping = random_mapping(info, 4) if generation else None
 
@@ -313,7 +385,7 @@ def test_checksums_of_blocks_are_those_of_each_alone() -> None:
 
 
 def test_reordered_rows_stand_where_the_mapping_lists_say(tmp_path: Path) -> None:
-    """The format itself: row `mapping[layer][token]` of each stream is the token's."""
+    """The format itself: the row of keys and values is the token's; the probe stream stays."""
     shape = make_shape(kv_heads=2, query_heads=4, probe=(1,))
     info = make_info(shape, range(20), generation=1)
     keys, values = random_kvs(shape, 20, seed=2)
@@ -325,22 +397,24 @@ def test_reordered_rows_stand_where_the_mapping_lists_say(tmp_path: Path) -> Non
     assert np.array_equal(read_header(tmp_path / "ab12.kv").mapping, mapping)
     for layer in (0, 1):
         for stream, whole, heads in (
-            (Stream.PROBE_KEYS, keys, [1]),
-            (Stream.OTHER_KEYS, keys, [0]),
-            (Stream.VALUES, values, [0, 1]),
+            (PROBE, keys, [1]),
+            (KEYS, keys, [0]),
+            (VALUES, values, [0, 1]),
         ):
             for token in range(20):
                 expected = whole[layer][token][heads].numpy().tobytes()
-                chunk, place = divmod(int(mapping[layer][token]), 8)
+                chunk, place = divmod(
+                    token if stream == PROBE else int(mapping[layer, 0, token]), 8
+                )
                 start = layout.stream_offset(layer, stream) + chunk * layout.chunk_stride(stream)
                 start += place * len(expected)
 
                 assert data[start : start + len(expected)] == expected
 
 
-def test_old_bytes_of_the_write_buffer_are_not_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [make_shape(), SKETCHED], ids=["probe heads", "sketch"])
+def test_old_bytes_of_the_write_buffer_are_not_written(tmp_path: Path, shape: KVShape) -> None:
     """The buffer is reused: what an earlier, longer segment left there must not reach a file."""
-    shape = make_shape()
     info = make_info(shape, range(20))
     keys, values = random_kvs(shape, 20, seed=3)
     buffer = AlignedBuffer()

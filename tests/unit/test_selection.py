@@ -1,4 +1,4 @@
-"""From scores to tokens: k, the threshold, similarity, the vote, the fallback, the paper's rule."""
+"""From scores to tokens: k, the threshold, similarity, the vote, the best of each head."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.importance.identify import (
-    H2ORule,
-    IdentificationRule,
-    PaperRule,
-    probe_kv_heads,
-)
+from impress_sglang.importance.identify import probe_kv_heads
 from impress_sglang.importance.selection import (
     mean_jaccard,
     per_head_tokens,
@@ -215,99 +210,3 @@ def test_probe_kv_heads(
     query_heads: int, kv_heads: int, probe_heads: int, expected: tuple[int, ...]
 ) -> None:
     assert probe_kv_heads(query_heads, kv_heads, probe_heads) == expected
-
-
-def heads_that_like(*sets: list[int], num_tokens: int = 20) -> Tensor:
-    scores = torch.full((len(sets), num_tokens), 0.01)
-    for row, liked in zip(scores, sets, strict=True):
-        row[liked] = torch.arange(len(liked), 0, -1, dtype=torch.float32)
-    return scores
-
-
-def test_rule_gives_agreeing_heads_their_common_set() -> None:
-    scores = heads_that_like([3, 7, 11, 2, 5], [7, 3, 2, 5, 11], [3, 7, 11, 5, 19])
-
-    verdict = PaperRule(alpha=0.6).judge(scores, 5)
-
-    assert verdict.tokens is not None
-    assert verdict.tokens.tolist() == [2, 3, 5, 7, 11]
-    assert verdict.tokens.dtype == torch.int64
-    # Pairs: equal, 4 of 6, 4 of 6.
-    assert verdict.similarity == pytest.approx((1 + 4 / 6 + 4 / 6) / 3)
-    assert verdict.threshold == pytest.approx((1 / 7) ** 0.6)
-
-
-def test_rule_sends_disagreeing_heads_to_the_fallback() -> None:
-    scores = heads_that_like([0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14])
-
-    verdict = PaperRule(alpha=0.6).judge(scores, 5)
-
-    assert verdict.tokens is None
-    assert verdict.similarity == 0.0
-
-
-def test_rule_is_stricter_with_a_smaller_alpha() -> None:
-    scores = heads_that_like([0, 1, 2, 3, 4], [0, 1, 2, 8, 9])  # Jaccard 3/7
-
-    assert PaperRule(alpha=1.0).judge(scores, 5).tokens is not None
-    assert PaperRule(alpha=0.1).judge(scores, 5).tokens is None
-
-
-def test_a_single_probe_head_speaks_for_all() -> None:
-    scores = heads_that_like([3, 7, 11, 2, 5])
-
-    verdict = PaperRule(alpha=0.01).judge(scores, 5)
-
-    assert verdict.tokens is not None
-    assert verdict.tokens.tolist() == [2, 3, 5, 7, 11]
-
-
-RULES = [PaperRule(alpha=0.01), PaperRule(alpha=0.9), H2ORule()]
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_rule_is_pure(rule: IdentificationRule) -> None:
-    scores = torch.rand(4, 50)
-    before = scores.clone()
-
-    first, second = rule.judge(scores, 12), rule.judge(scores, 12)
-    one, other = rule.fall_back(scores, 2, 12), rule.fall_back(scores, 2, 12)
-
-    assert torch.equal(scores, before)
-    assert (first.similarity, first.threshold) == (second.similarity, second.threshold)
-    assert (first.tokens is None) == (second.tokens is None)
-    assert first.tokens is None or torch.equal(first.tokens, second.tokens)
-    assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@given(case=score_tables(multiple_of=2))
-def test_rule_gives_exactly_k_distinct_tokens_in_order(
-    rule: IdentificationRule, case: tuple[Tensor, int]
-) -> None:
-    scores, k = case
-
-    sets = list(rule.fall_back(scores, 2, k))
-    assert len(sets) == len(scores) // 2
-    verdict = rule.judge(scores, k)
-    sets += [] if verdict.tokens is None else [verdict.tokens]
-
-    for tokens in sets:
-        assert tokens.dtype == torch.int64
-        assert tokens.tolist() == sorted(set(tokens.tolist()))
-        assert len(tokens) == k
-        assert tokens.min() >= 0 and tokens.max() < scores.shape[1]
-
-
-def test_h2o_never_lets_some_heads_speak_for_all() -> None:
-    for heads in ([[3, 7, 11]], [[3, 7, 11]] * 4):
-        assert H2ORule().judge(heads_that_like(*heads), 3).tokens is None
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_rule_falls_back_to_each_heads_own_tokens(rule: IdentificationRule) -> None:
-    scores = heads_that_like([1, 2], [3, 4], [5, 6], [5, 7])
-
-    found = rule.fall_back(scores, 2, 2)
-
-    assert found.tolist() == [[1, 3], [5, 6]]

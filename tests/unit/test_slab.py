@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from impress_sglang.errors import ConfigError
-from impress_sglang.storage.layout import SegmentLayout, Stream
+from impress_sglang.storage.layout import SegmentLayout
 from impress_sglang.tiers.slab import PageShape, Slab
-from tests.unit.kv_factory import make_shape
+from tests.unit.kv_factory import make_shape, row_size, streams_of
 
 CPU = torch.device("cpu")
 # gcd(12, 8) = 4 elements a vector: a key head has 3 of them, a value head 2.
@@ -22,7 +22,7 @@ PAGE = PageShape.of(SHAPE, 16)
 def test_a_page_holds_one_vector_for_each_token_of_a_chunk() -> None:
     assert (PAGE.unit, PAGE.page_vectors, PAGE.dtype) == (4, 16, torch.bfloat16)
     assert PAGE.page_bytes == 4 * 16 * 2
-    assert [PAGE.row_vectors(SHAPE, stream) for stream in Stream] == [3, 6, 6]
+    assert [PAGE.row_vectors(SHAPE, stream) for stream in SHAPE.streams] == [3, 6, 6]
     assert PAGE.max_chunk_pages(SHAPE) == 6
 
 
@@ -42,9 +42,9 @@ def test_pages_of_each_chunk_in_the_order_of_the_layout() -> None:
     assert pages.tolist() == [3, 3, 1, 6, 6, 2, 6, 6, 2] * 2
     assert pages.dtype == np.uint16
     for layer in range(2):
-        for stream in Stream:
+        for stream in SHAPE.streams:
             for chunk in range(3):
-                needed = layout.chunk_rows(chunk) * PAGE.row_vectors(SHAPE, stream)
+                needed = layout.chunk_rows(stream, chunk) * PAGE.row_vectors(SHAPE, stream)
                 assert pages[layout.chunk_index(layer, stream, chunk)] == -(-needed // 16)
 
 
@@ -65,6 +65,31 @@ def test_a_stream_without_heads_takes_none() -> None:
         ]
         * 2
     )
+
+
+def test_pages_of_sketches_and_of_single_heads() -> None:
+    """35 tokens with 4 bits: 9 rows of 4 tokens, in one chunk; a page is 4 of 12 or 8 elements."""
+    shape = make_shape(
+        layers=2,
+        kv_heads=3,
+        query_heads=3,
+        key_dim=12,
+        value_dim=8,
+        dtype=torch.bfloat16,
+        sketch_bits=4,
+    )
+    page, layout = PageShape.of(shape, 16), SegmentLayout(shape, 16, 35, 4096)
+
+    assert [page.row_vectors(shape, stream) for stream in shape.streams] == [9, 3, 3, 3, 2, 2, 2]
+    assert page.max_chunk_pages(shape) == 9
+    pages = page.chunk_pages(layout)
+    assert pages.tolist() == [6, *[3, 3, 1] * 3, *[2, 2, 1] * 3] * 2
+    for layer in range(2):
+        for stream in streams_of(shape):
+            for chunk in range(layout.stream_chunks(stream)):
+                needed = layout.chunk_rows(stream, chunk) * row_size(shape, stream)
+                found = pages[layout.chunk_index(layer, stream, chunk)]
+                assert found == -(-needed // page.page_bytes)
 
 
 def contents(count: int, seed: int = 0) -> torch.Tensor:

@@ -37,14 +37,19 @@ UNFINISHED = (*POINTS[:5], "reorder: between layers", "reorder: before the renam
 STEP = 12
 
 
-@pytest.fixture(scope="module")
-def rounds(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=["probe", "sketch"])
+def rounds(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """One directory, killed again and again; what each new process found in it."""
     directory = tmp_path_factory.mktemp("crash") / "store"
     pick = random.Random(4)
     kills = [str(pick.randint(10, 150)) for _ in range(RANDOM_KILLS)]
     result = subprocess.run(
-        [sys.executable, "-m", "tests.unit.crash_writer", str(directory), *POINTS, *kills],
+        [
+            *(sys.executable, "-m", "tests.unit.crash_writer"),
+            *(str(directory), request.param, *POINTS, *kills),
+        ],
         cwd=Path(tests.__file__).parents[1],
         capture_output=True,
         text=True,

@@ -11,12 +11,9 @@ import torch
 
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.management.store import PrefixStore, StoreOutcome
-from impress_sglang.storage.layout import Stream
 from tests.unit import store_factory
 from tests.unit.kv_factory import SequenceKVs, flip_byte
 from tests.unit.store_factory import (
-    ONE,
-    SHAPE,
     Gate,
     Workbench,
     check_rows,
@@ -41,7 +38,7 @@ def test_a_dropped_segment_is_gone_with_all_that_builds_on_it(bench: Workbench) 
     store.check_integrity()
     assert length(store, prompt(1, 40)) == 0
     check_rows(store, prompt(2, 8), namespace="salt")
-    assert store.summary()["used_bytes"] == ONE
+    assert store.summary()["used_bytes"] == bench.one
     assert store.stats.segments_unreadable == 1
     bench.close(store)
     assert len(bench.files()) == 1
@@ -75,21 +72,21 @@ def test_a_segment_can_be_dropped_while_it_is_read(bench: Workbench) -> None:
     store.check_integrity()
     bench.put(store, prompt(1, 40))
 
-    expected = SequenceKVs(SHAPE, "", prompt(1, 40))
-    assert torch.equal(rows(source, 1)[0], expected.keys(1))
+    expected = SequenceKVs(bench.shape, "", prompt(1, 40))
+    assert torch.equal(rows(bench.shape, source, 1)[0], expected.keys(1))
     store.close_source(source)
     store.check_integrity()
     check_rows(store, prompt(1, 40))
 
 
 def test_a_segment_can_be_dropped_while_it_is_written(bench: Workbench, store: PrefixStore) -> None:
-    gate = Gate(SequenceKVs(SHAPE, "", prompt(1)))
+    gate = Gate(SequenceKVs(bench.shape, "", prompt(1)))
     bench.offer(store, prompt(1), read_layers=gate)
     (segment,) = store.tree.segments()
 
     store.drop(segment.segment_id)
     store.check_integrity()
-    assert store.summary()["used_bytes"] == ONE, "its file is still being written"
+    assert store.summary()["used_bytes"] == bench.one, "its file is still being written"
     gate.opened.set()
     store.drain()
 
@@ -104,7 +101,7 @@ def test_a_segment_can_be_dropped_while_it_is_written(bench: Workbench, store: P
 def test_a_prefix_can_be_offered_again_while_its_dropped_segment_is_written(
     bench: Workbench, store: PrefixStore
 ) -> None:
-    gate = Gate(SequenceKVs(SHAPE, "", prompt(1)))
+    gate = Gate(SequenceKVs(bench.shape, "", prompt(1)))
     bench.offer(store, prompt(1), read_layers=gate)
     store.drop(next(store.tree.segments()).segment_id)
 
@@ -146,7 +143,7 @@ def test_a_damaged_chunk_is_unreadable_and_the_rest_is_served(bench: Workbench) 
     source = store.open_source(match, 0, 40)
 
     with pytest.raises(ChunkUnreadable) as caught:
-        source.read(1, [Stream.VALUES])
+        source.read(1, {bench.shape.streams[-1]: None})
 
     assert caught.value.segment_id == path.stem
     store.drop(caught.value.segment_id)

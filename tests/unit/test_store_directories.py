@@ -11,7 +11,7 @@ import pytest
 from impress_sglang.errors import ConfigError, StoreInUseError
 from impress_sglang.management.store import PrefixStore
 from tests.unit import store_factory
-from tests.unit.store_factory import ONE, OTHER_IDENTITY, Workbench, check_rows, gb, length, prompt
+from tests.unit.store_factory import OTHER_IDENTITY, Workbench, check_rows, gb, length, prompt
 
 bench = store_factory.bench
 store = store_factory.store
@@ -53,17 +53,17 @@ def old_model(bench: Workbench, identity: str, num_bytes: int, age: int) -> Path
 
 
 def test_other_models_count_in_the_quota_and_go_first(bench: Workbench) -> None:
-    newer = old_model(bench, "1" * 32, ONE, age=10)
-    older = old_model(bench, "2" * 32, ONE, age=20)
-    store = bench.open(ssd_gb=gb(4 * ONE))
+    newer = old_model(bench, "1" * 32, bench.one, age=10)
+    older = old_model(bench, "2" * 32, bench.one, age=20)
+    store = bench.open(ssd_gb=gb(4 * bench.one))
     bench.put(store, prompt(1))
     bench.put(store, prompt(2))
-    assert store.summary()["other_models_bytes"] == 2 * ONE
+    assert store.summary()["other_models_bytes"] == 2 * bench.one
     assert older.exists()
 
     bench.put(store, prompt(3))
     assert not older.exists() and newer.exists()
-    assert store.summary()["other_models_bytes"] == ONE
+    assert store.summary()["other_models_bytes"] == bench.one
     bench.put(store, prompt(4))
     assert not newer.exists()
     assert store.stats.segments_evicted == 0
@@ -74,7 +74,7 @@ def test_other_models_count_in_the_quota_and_go_first(bench: Workbench) -> None:
 def test_the_folder_of_a_model_that_is_served_is_not_removed(bench: Workbench) -> None:
     other = bench.open(OTHER_IDENTITY)
     bench.put(other, prompt(1))
-    store = bench.open(ssd_gb=gb(2 * ONE))
+    store = bench.open(ssd_gb=gb(2 * bench.one))
     bench.put(store, prompt(1))
 
     bench.put(store, prompt(2))
@@ -85,8 +85,8 @@ def test_the_folder_of_a_model_that_is_served_is_not_removed(bench: Workbench) -
 
 def test_the_folder_of_another_model_may_vanish(bench: Workbench) -> None:
     """Another server, or its user, has removed it; an offer must not fail for that."""
-    folder = old_model(bench, "1" * 32, ONE, age=10)
-    store = bench.open(ssd_gb=gb(2 * ONE))
+    folder = old_model(bench, "1" * 32, bench.one, age=10)
+    store = bench.open(ssd_gb=gb(2 * bench.one))
     bench.put(store, prompt(1))
     for path in sorted(folder.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
@@ -102,8 +102,8 @@ def test_the_folder_of_another_model_that_cannot_be_removed_is_left_alone(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It belongs to another user, for example: the offer makes room elsewhere."""
-    folder = old_model(bench, "1" * 32, ONE, age=10)
-    store = bench.open(ssd_gb=gb(2 * ONE))
+    folder = old_model(bench, "1" * 32, bench.one, age=10)
+    store = bench.open(ssd_gb=gb(2 * bench.one))
     bench.put(store, prompt(1))
 
     def refuse(*_: object, **__: object) -> None:
@@ -114,4 +114,4 @@ def test_the_folder_of_another_model_that_cannot_be_removed_is_left_alone(
 
     assert [length(store, prompt(n)) for n in (1, 2)] == [0, 8]
     assert folder.exists()
-    assert store.summary()["other_models_bytes"] == ONE
+    assert store.summary()["other_models_bytes"] == bench.one

@@ -7,12 +7,10 @@ import torch
 
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.management.store import PrefixStore, StoreOutcome
-from impress_sglang.storage.layout import Stream
+from impress_sglang.storage.layout import KVShape
 from tests.unit import store_factory
-from tests.unit.kv_factory import SequenceKVs
+from tests.unit.kv_factory import PROBE, SequenceKVs, rows_in, streams_of
 from tests.unit.store_factory import (
-    ONE,
-    SHAPE,
     Gate,
     Workbench,
     check_rows,
@@ -40,7 +38,7 @@ def test_a_part_of_a_match_can_be_opened(
 
 def test_an_extension_is_a_second_segment(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, prompt(1, 13))
-    kvs = SequenceKVs(SHAPE, "", prompt(1, 40))
+    kvs = SequenceKVs(bench.shape, "", prompt(1, 40))
     gate = Gate(kvs)
     gate.opened.set()
 
@@ -87,8 +85,8 @@ def test_approximate_kvs_are_found_only_where_they_are_allowed(
     match = look_up(store, prompt(1, 40), approximate=True)
     assert (match.num_tokens, match.approximate) == (40, True)
     source = store.open_source(match, 0, 40)
-    kvs = SequenceKVs(SHAPE, "", prompt(1, 40), approximate=True)
-    assert torch.equal(rows(source, 0)[0][13:], kvs.keys(0)[13:])
+    kvs = SequenceKVs(bench.shape, "", prompt(1, 40), approximate=True)
+    assert torch.equal(rows(bench.shape, source, 0)[0][13:], kvs.keys(0)[13:])
     store.close_source(source)
 
 
@@ -105,16 +103,21 @@ def test_exact_kvs_can_be_stored_beside_approximate_ones(
     assert bench.offer(store, prompt(1, 40), approximate=True) is StoreOutcome.KNOWN
 
 
+def probe_chunks(shape: KVShape, num_tokens: int) -> int:
+    return -(-rows_in(shape, PROBE, num_tokens) // 8)
+
+
 def test_stats_count_what_was_written_and_read(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, prompt(1, 40))
     source = store.open_source(look_up(store, prompt(1, 40)), 0, 40)
-    source.read(0, [Stream.VALUES])
-    source.read(0, [Stream.VALUES], torch.tensor([0, 39]))
+    values = bench.shape.streams[-1]
+    source.read(0, {values: None})
+    source.read(0, {values: torch.tensor([0, 39])})
     assert source.stats.ssd_chunks == 7
     store.close_source(source)
 
-    # 5 chunks of a disk block in each stream.
-    size = 4096 * (1 + 2 * 3 * 5)
+    # 5 chunks of a disk block in each stream of keys and values; a row of a sketch has more tokens.
+    size = 4096 * (1 + 2 * (5 * (len(streams_of(bench.shape)) - 1) + probe_chunks(bench.shape, 40)))
     assert store.stats.segments_written == 1
     assert store.stats.bytes_written == size
     assert store.stats.bytes_read == 7 * 4096
@@ -128,7 +131,7 @@ def test_stats_count_what_was_written_and_read(bench: Workbench, store: PrefixSt
 
 def test_a_match_may_be_older_than_an_eviction(bench: Workbench) -> None:
     """Between the match and its use other requests are served, and their offers evict."""
-    store = bench.open(ssd_gb=gb(ONE))
+    store = bench.open(ssd_gb=gb(bench.one))
     bench.put(store, prompt(1))
     match = look_up(store, prompt(1))
     bench.put(store, prompt(2))
@@ -147,7 +150,7 @@ def test_a_match_may_be_older_than_a_drop_whose_file_is_not_yet_removed(
     """The writing thread is busy: the file of the dropped segment can still be opened."""
     bench.put(store, prompt(1))
     match = look_up(store, prompt(1))
-    gate = Gate(SequenceKVs(SHAPE, "", prompt(2)))
+    gate = Gate(SequenceKVs(bench.shape, "", prompt(2)))
     bench.offer(store, prompt(2), read_layers=gate)
     store.drop(match.spans[0].segment.segment_id)
 

@@ -14,7 +14,7 @@ from impress_sglang.management import store as store_module
 from impress_sglang.management.store import PrefixStore, StoreOutcome
 from tests.unit import store_factory
 from tests.unit.kv_factory import SequenceKVs, as_tokens
-from tests.unit.store_factory import SHAPE, Gate, Workbench, check_rows, length, prompt
+from tests.unit.store_factory import Gate, Workbench, check_rows, length, prompt
 
 bench = store_factory.bench
 store = store_factory.store
@@ -37,7 +37,7 @@ def test_an_offered_prefix_is_found_and_its_rows_are_right(
 
 def test_a_prefix_that_is_still_written_is_not_found(bench: Workbench, store: PrefixStore) -> None:
     tokens = prompt(1)
-    gate = Gate(SequenceKVs(SHAPE, "", tokens))
+    gate = Gate(SequenceKVs(bench.shape, "", tokens))
 
     assert bench.offer(store, tokens, read_layers=gate) is StoreOutcome.ACCEPTED
 
@@ -67,9 +67,9 @@ def test_finished_writes_are_taken_in_by_a_later_match(
     assert bench.done == [tokens]
 
 
-def test_the_callback_runs_once_on_the_callers_thread(store: PrefixStore) -> None:
+def test_the_callback_runs_once_on_the_callers_thread(bench: Workbench, store: PrefixStore) -> None:
     threads: list[int] = []
-    kvs = SequenceKVs(SHAPE, "", prompt(1))
+    kvs = SequenceKVs(bench.shape, "", prompt(1))
     store.offer(
         "",
         as_tokens(kvs.tokens),
@@ -96,7 +96,7 @@ def test_a_prefix_that_is_stored_is_known(bench: Workbench, store: PrefixStore) 
 
 def test_two_offers_of_one_prefix_are_one_write(bench: Workbench, store: PrefixStore) -> None:
     tokens = prompt(1)
-    gate = Gate(SequenceKVs(SHAPE, "", tokens))
+    gate = Gate(SequenceKVs(bench.shape, "", tokens))
 
     first = bench.offer(store, tokens, read_layers=gate)
     second = bench.offer(store, tokens, read_layers=gate)
@@ -134,7 +134,7 @@ def test_kvs_that_the_reader_lacks_must_be_stored(bench: Workbench, store: Prefi
 def test_an_extension_of_a_prefix_that_is_still_written(
     bench: Workbench, store: PrefixStore
 ) -> None:
-    gate = Gate(SequenceKVs(SHAPE, "", prompt(1, 13)))
+    gate = Gate(SequenceKVs(bench.shape, "", prompt(1, 13)))
     bench.offer(store, prompt(1, 13), read_layers=gate)
 
     assert bench.offer(store, prompt(1, 40), available_from=13) is StoreOutcome.ACCEPTED

@@ -10,8 +10,6 @@ from impress_sglang.management.store import StoreOutcome
 from tests.unit import store_factory
 from tests.unit.kv_factory import SequenceKVs
 from tests.unit.store_factory import (
-    ONE,
-    SHAPE,
     Gate,
     Workbench,
     check_rows,
@@ -27,7 +25,7 @@ bench = store_factory.bench
 
 
 def test_the_least_recently_used_prefix_goes_first(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(3 * ONE))
+    store = bench.open(ssd_gb=gb(3 * bench.one))
     for number in (1, 2, 3):
         bench.put(store, prompt(number))
     use(store, prompt(1))
@@ -45,7 +43,7 @@ def test_the_least_recently_used_prefix_goes_first(bench: Workbench) -> None:
 
 def test_only_reading_counts_as_use(bench: Workbench) -> None:
     """A look-up happens for every waiting request, again and again."""
-    store = bench.open(ssd_gb=gb(2 * ONE))
+    store = bench.open(ssd_gb=gb(2 * bench.one))
     bench.put(store, prompt(1))
     bench.put(store, prompt(2))
     for _ in range(5):
@@ -58,7 +56,7 @@ def test_only_reading_counts_as_use(bench: Workbench) -> None:
 
 def test_a_prefix_that_others_build_on_goes_after_them(bench: Workbench) -> None:
     """a <- b, and c, which is the latest: b goes first, although a is as old; then a."""
-    store = bench.open(ssd_gb=gb(3 * ONE))
+    store = bench.open(ssd_gb=gb(3 * bench.one))
     a, b, c = prompt(1, 8), prompt(1, 16), prompt(3)
     bench.put(store, a)
     bench.put(store, b)
@@ -72,7 +70,7 @@ def test_a_prefix_that_others_build_on_goes_after_them(bench: Workbench) -> None
 
 
 def test_a_large_offer_evicts_several(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(4 * ONE))
+    store = bench.open(ssd_gb=gb(4 * bench.one))
     for number in (1, 2, 3, 4):
         bench.put(store, prompt(number))
 
@@ -84,7 +82,7 @@ def test_a_large_offer_evicts_several(bench: Workbench) -> None:
 
 
 def test_the_prefix_that_an_offer_extends_is_not_evicted_for_it(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(2 * ONE))
+    store = bench.open(ssd_gb=gb(2 * bench.one))
     bench.put(store, prompt(1, 8))
     bench.put(store, prompt(2))
 
@@ -95,7 +93,7 @@ def test_the_prefix_that_an_offer_extends_is_not_evicted_for_it(bench: Workbench
 
 
 def test_nothing_that_is_read_is_evicted(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(2 * ONE))
+    store = bench.open(ssd_gb=gb(2 * bench.one))
     bench.put(store, prompt(1))
     bench.put(store, prompt(2))
     first = store.open_source(look_up(store, prompt(1)), 0, 8)
@@ -106,7 +104,8 @@ def test_nothing_that_is_read_is_evicted(bench: Workbench) -> None:
     store.close_source(first)
     bench.put(store, prompt(4))
     assert [length(store, prompt(n)) for n in (1, 3, 4)] == [8, 0, 8], "one reader is left"
-    assert torch.equal(rows(again, 1)[1], SequenceKVs(SHAPE, "", prompt(1)).values(1))
+    expected = SequenceKVs(bench.shape, "", prompt(1)).values(1)
+    assert torch.equal(rows(bench.shape, again, 1)[1], expected)
     store.close_source(again)
     use(store, prompt(4))
     bench.put(store, prompt(5))
@@ -114,8 +113,8 @@ def test_nothing_that_is_read_is_evicted(bench: Workbench) -> None:
 
 
 def test_nothing_that_is_written_is_evicted(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(ONE))
-    gate = Gate(SequenceKVs(SHAPE, "", prompt(1)))
+    store = bench.open(ssd_gb=gb(bench.one))
+    gate = Gate(SequenceKVs(bench.shape, "", prompt(1)))
     bench.offer(store, prompt(1), read_layers=gate)
 
     assert bench.offer(store, prompt(2)) is StoreOutcome.NO_SPACE
@@ -128,7 +127,7 @@ def test_nothing_that_is_written_is_evicted(bench: Workbench) -> None:
 
 
 def test_an_offer_without_space_is_a_value(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(ONE))
+    store = bench.open(ssd_gb=gb(bench.one))
     made: list[int] = []
 
     outcome = bench.offer(store, prompt(1, 9), read_layers=lambda start: made.append(start))  # type: ignore[arg-type,return-value]
@@ -142,7 +141,7 @@ def test_an_offer_without_space_is_a_value(bench: Workbench) -> None:
 
 def test_an_offer_that_can_never_fit_evicts_nothing(bench: Workbench) -> None:
     """One huge prompt must not cost all others their stored prefixes, and then be refused."""
-    store = bench.open(ssd_gb=gb(3 * ONE))
+    store = bench.open(ssd_gb=gb(3 * bench.one))
     for number in (1, 2, 3):
         bench.put(store, prompt(number))
 
@@ -153,7 +152,7 @@ def test_an_offer_that_can_never_fit_evicts_nothing(bench: Workbench) -> None:
 
 def test_the_quota_holds_over_a_long_run(bench: Workbench) -> None:
     """Prompts of several lengths come back in turns; extensions, evictions and misses mix."""
-    quota = 5 * ONE + 3 * 4096
+    quota = 5 * bench.one + 3 * 4096
     store = bench.open(ssd_gb=gb(quota))
     outcomes = []
     for number in range(30):
@@ -175,10 +174,10 @@ def set_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 def test_the_free_space_floor_is_kept(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     store = bench.open(min_free_gb=0.001)
-    set_free(monkeypatch, 1_000_000 + ONE - 1)
+    set_free(monkeypatch, 1_000_000 + bench.one - 1)
     assert bench.offer(store, prompt(1)) is StoreOutcome.NO_SPACE
 
-    set_free(monkeypatch, 1_000_000 + ONE)
+    set_free(monkeypatch, 1_000_000 + bench.one)
 
     assert bench.offer(store, prompt(1)) is StoreOutcome.ACCEPTED
     assert store.stats.offers_without_space == 1
@@ -188,8 +187,8 @@ def test_bytes_that_are_still_written_are_not_free(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = bench.open()
-    set_free(monkeypatch, 2 * ONE)
-    gates = [Gate(SequenceKVs(SHAPE, "", prompt(n))) for n in (1, 2, 3)]
+    set_free(monkeypatch, 2 * bench.one)
+    gates = [Gate(SequenceKVs(bench.shape, "", prompt(n))) for n in (1, 2, 3)]
 
     outcomes = [
         bench.offer(store, prompt(n), read_layers=gate)

@@ -21,16 +21,22 @@ from impress_sglang.management import rewriting
 from impress_sglang.management import store as store_module
 from impress_sglang.management.reorder import mapping_lists
 from impress_sglang.management.store import PrefixStore, StoreOutcome
-from impress_sglang.storage.layout import Stream
+from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import OpenSegment
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import write_segment
 from impress_sglang.tiers.placement import Tier
 from tests.unit import store_factory
-from tests.unit.kv_factory import SequenceKVs, flip_byte, rows_of
+from tests.unit.kv_factory import (
+    SequenceKVs,
+    flip_byte,
+    kv_of,
+    lane_of,
+    lanes_of,
+    row_size,
+    rows_of,
+)
 from tests.unit.store_factory import (
-    ONE,
-    SHAPE,
     Workbench,
     check_rows,
     gb,
@@ -53,10 +59,11 @@ def select(store: PrefixStore, tokens: tuple[int, ...], *chosen: int, **options:
     match = look_up(store, tokens, **options)
     assert match.num_tokens == len(tokens)
     source = store.open_source(match, 0, match.num_tokens)
-    selected = torch.tensor(sorted(chosen))
-    for layer in range(SHAPE.num_layers):
-        source.read(layer, [Stream.OTHER_KEYS, Stream.VALUES], selected)
-        source.note_selection(layer, selected, torch.ones(1, len(tokens)))
+    shape, selected = store._shape, torch.tensor(sorted(chosen))
+    for layer in range(shape.num_layers):
+        source.read(layer, dict.fromkeys(kv_of(shape), selected))
+        scores = torch.ones(lanes_of(shape), len(tokens))
+        source.note_selection(layer, [selected] * lanes_of(shape), scores)
     store.close_source(source)
 
 
@@ -154,7 +161,7 @@ def test_the_same_rows_are_read_back_through_any_path(
     bench: Workbench, caches: str, policy: str
 ) -> None:
     tokens = prompt(1, 45)
-    kvs = SequenceKVs(SHAPE, "", tokens)
+    kvs = SequenceKVs(bench.shape, "", tokens)
     sizes = {name: size / 100 for name, size in CACHES[caches].items() if size == 1.0}
     store = bench.open(policy=policy, **(CACHES[caches] | sizes))
     bench.put(store, prompt(1, 21))
@@ -166,8 +173,8 @@ def test_the_same_rows_are_read_back_through_any_path(
     for _ in range(4):
         chosen = torch.from_numpy(np.flatnonzero(pick.random(45) < 0.3))
         source = store.open_source(look_up(store, tokens), 0, 45)
-        for layer in range(SHAPE.num_layers):
-            keys, values = rows(source, layer, chosen)
+        for layer in range(bench.shape.num_layers):
+            keys, values = rows(bench.shape, source, layer, chosen)
             assert torch.equal(keys, kvs.keys(layer)[chosen])
             assert torch.equal(values, kvs.values(layer)[chosen])
         store.close_source(source)
@@ -191,19 +198,21 @@ def test_rows_stand_in_the_order_of_the_mapping_lists(bench: Workbench, store: P
 
     assert segment.mapping is not None
     assert np.array_equal(segment.mapping, mapping_lists(average, [0]))
-    assert segment.mapping[0, [3, 11, 17]].tolist() == [0, 1, 2]
-    kvs, data = SequenceKVs(SHAPE, "", tokens), path.read_bytes()
-    for layer, stream in itertools.product(range(SHAPE.num_layers), Stream):
-        order = torch.from_numpy(np.argsort(segment.mapping[layer]))
+    for lane in range(lanes_of(bench.shape)):
+        assert segment.mapping[0, lane, [3, 11, 17]].tolist() == [0, 1, 2]
+    kvs, data = SequenceKVs(bench.shape, "", tokens), path.read_bytes()
+    for layer, stream in itertools.product(range(bench.shape.num_layers), kv_of(bench.shape)):
+        lane = lane_of(bench.shape, stream)
+        order = torch.from_numpy(np.argsort(segment.mapping[layer, lane]))
         expected = rows_of(
-            SHAPE, kvs.keys(layer)[None], kvs.values(layer)[None], 0, stream, order
+            bench.shape, kvs.keys(layer)[None], kvs.values(layer)[None], 0, stream, order
         ).reshape(20, -1)
-        row_bytes = expected.shape[1] * 4
+        row_bytes = row_size(bench.shape, stream)
         for row in range(20):
             chunk, offset = divmod(row, 8)
             at = segment.layout.stream_offset(layer, stream)
             at += chunk * segment.layout.chunk_stride(stream) + offset * row_bytes
-            assert data[at : at + row_bytes] == expected[row].numpy().tobytes()
+            assert data[at : at + row_bytes] == expected[row].view(torch.uint8).numpy().tobytes()
 
 
 def test_the_best_tokens_share_the_first_chunk(bench: Workbench, store: PrefixStore) -> None:
@@ -216,9 +225,11 @@ def test_the_best_tokens_share_the_first_chunk(bench: Workbench, store: PrefixSt
 
     select(store, tokens, *chosen)
 
-    # Two streams of two layers, a block each; before, it was one for each of 5 chunks.
-    assert before == 2 * 2 * 5 * 4096
-    assert store.stats.bytes_read - before == 2 * 2 * 4096
+    # The streams of keys and values of two layers, a block each; before, it was one for each of 5
+    # chunks.
+    streams = len(kv_of(bench.shape))
+    assert before == 2 * streams * 5 * 4096
+    assert store.stats.bytes_read - before == 2 * streams * 4096
 
 
 def test_the_key_decides_what_the_order_is_by(bench: Workbench) -> None:
@@ -228,21 +239,20 @@ def test_the_key_decides_what_the_order_is_by(bench: Workbench) -> None:
         number = len(key)
         bench.put(store, prompt(number, 8))
         source = store.open_source(look_up(store, prompt(number, 8)), 0, 8)
-        importance = torch.ones(2, 8)
+        importance = torch.ones(4, 8)
         importance[:, 5] = 7.0
-        for layer in range(SHAPE.num_layers):
-            source.note_selection(layer, torch.arange(8), importance)
+        lanes = lanes_of(bench.shape)
+        for layer in range(bench.shape.num_layers):
+            source.note_selection(layer, [torch.arange(8)] * lanes, importance)
         store.close_source(source)
         reorder(store)
         use(store, prompt(number, 8))
         mapping = mapping_of(bench, store, prompt(number, 8))
-        assert (
-            mapping[0].tolist()
-            == {
-                "selected": [0, 1, 2, 3, 4, 5, 6, 7],
-                "importance": [1, 2, 3, 4, 5, 0, 6, 7],
-            }[key]
-        )
+        expected = {
+            "selected": [0, 1, 2, 3, 4, 5, 6, 7],
+            "importance": [1, 2, 3, 4, 5, 0, 6, 7],
+        }
+        assert mapping[0].tolist() == [expected[key]] * lanes
         bench.close(store)
 
 
@@ -282,9 +292,9 @@ def test_the_order_stays_inside_the_nodes_of_the_tree(bench: Workbench, store: P
 
     use(store, left)
     mapping = mapping_of(bench, store, left)
-    for layer in range(SHAPE.num_layers):
-        assert sorted(mapping[layer, :21].tolist()) == list(range(21))
-        assert mapping[layer, [5, 23, 38, 39]].tolist() == [0, 21, 22, 23]
+    for own in mapping.reshape(-1, 40):
+        assert sorted(own[:21].tolist()) == list(range(21))
+        assert own[[5, 23, 38, 39]].tolist() == [0, 21, 22, 23]
     check_rows(store, left)
     check_rows(store, right)
 
@@ -390,11 +400,11 @@ def test_of_both_files_after_a_crash_the_newer_is_kept(
 def test_an_open_source_goes_on_with_its_version(bench: Workbench) -> None:
     store = bench.open(device_gb=0.001)
     tokens = prompt(1, 40)
-    kvs = SequenceKVs(SHAPE, "", tokens)
+    kvs = SequenceKVs(bench.shape, "", tokens)
     bench.put(store, tokens)
     select(store, tokens, 3, 17)
     source = store.open_source(look_up(store, tokens), 0, 40)
-    rows(source, 0)
+    rows(bench.shape, source, 0)
     cached = store.cache.placement.cached_chunks(Tier.DEVICE)
     assert cached > 0
 
@@ -403,14 +413,15 @@ def test_an_open_source_goes_on_with_its_version(bench: Workbench) -> None:
     assert store.cache.placement.cached_chunks(Tier.DEVICE) == cached, "still read from"
     assert source.segment_ids != [s.segment_id for s in store.tree.segments()]
     for layer in (0, 1):
-        assert torch.equal(rows(source, layer)[0], kvs.keys(layer))
-        assert torch.equal(rows(source, layer)[1], kvs.values(layer))
+        assert torch.equal(rows(bench.shape, source, layer)[0], kvs.keys(layer))
+        assert torch.equal(rows(bench.shape, source, layer)[1], kvs.values(layer))
     check_rows(store, tokens, start=3)
     both = store.cache.placement.cached_chunks(Tier.DEVICE)
     store.close_source(source)
     store.check_integrity()
-    # 2 layers, 3 streams, 5 chunks of each version.
-    assert (both, store.cache.placement.cached_chunks(Tier.DEVICE)) == (60, 30)
+    # 2 layers and 5 chunks in each stream of keys and values; sketches were not read.
+    chunks = 2 * 5 * len(bench.shape.kv_streams)
+    assert (both, store.cache.placement.cached_chunks(Tier.DEVICE)) == (2 * chunks, chunks)
     check_rows(store, tokens)
 
 
@@ -436,11 +447,11 @@ def test_new_chunks_inherit_the_priority_of_the_old_ones(bench: Workbench) -> No
     reorder(store)
     for number in (2, 1):
         source = store.open_source(look_up(store, prompt(number)), 0, 8)
-        source.read(0, [Stream.VALUES])
+        source.read(0, {bench.shape.streams[-1]: None})
         store.close_source(source)
 
     source = store.open_source(look_up(store, prompt(1)), 0, 8)
-    source.read(0, [Stream.VALUES])
+    source.read(0, {bench.shape.streams[-1]: None})
     store.close_source(source)
 
     assert source.stats.device_chunks == 1
@@ -456,7 +467,8 @@ def test_a_match_from_before_the_rewrite_reads_the_new_version(
     reorder(store)
 
     source = store.open_source(match, 0, 40)
-    assert torch.equal(rows(source, 1)[0], SequenceKVs(SHAPE, "", prompt(1, 40)).keys(1))
+    expected = SequenceKVs(bench.shape, "", prompt(1, 40)).keys(1)
+    assert torch.equal(rows(bench.shape, source, 1)[0], expected)
     store.close_source(source)
 
 
@@ -485,7 +497,7 @@ def test_a_segment_that_is_dropped_meanwhile_stays_dropped(
 def test_a_segment_that_is_evicted_while_it_waits_is_passed_over(
     bench: Workbench, held: Held
 ) -> None:
-    store = bench.open(ssd_gb=gb(4 * ONE))
+    store = bench.open(ssd_gb=gb(4 * bench.one))
     for number in (1, 2):
         bench.put(store, prompt(number))
         select(store, prompt(number), 3)
@@ -503,16 +515,16 @@ def test_a_segment_that_is_evicted_while_it_waits_is_passed_over(
 
 
 def test_while_it_is_rewritten_both_files_count(bench: Workbench, held: Held) -> None:
-    store = bench.open(ssd_gb=gb(2 * ONE))
+    store = bench.open(ssd_gb=gb(2 * bench.one))
     bench.put(store, prompt(1))
     select(store, prompt(1), 3)
     held.begin(store)
 
-    assert store.summary()["used_bytes"] == 2 * ONE
+    assert store.summary()["used_bytes"] == 2 * bench.one
     assert bench.offer(store, prompt(2)) is StoreOutcome.NO_SPACE
     held.end(store)
 
-    assert store.summary()["used_bytes"] == ONE
+    assert store.summary()["used_bytes"] == bench.one
     bench.put(store, prompt(2))
 
 
@@ -522,7 +534,7 @@ def test_bytes_that_are_still_rewritten_are_not_free(
     store = bench.open()
     bench.put(store, prompt(1))
     select(store, prompt(1), 3)
-    monkeypatch.setattr(store_module, "free_bytes", lambda directory: 2 * ONE - 1)
+    monkeypatch.setattr(store_module, "free_bytes", lambda directory: 2 * bench.one - 1)
     held.begin(store)
 
     outcome = bench.offer(store, prompt(2))
@@ -536,7 +548,7 @@ def test_bytes_that_are_still_rewritten_are_not_free(
 def test_without_space_it_is_not_begun(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
-    store = bench.open(ssd_gb=gb(2 * ONE - 4096))
+    store = bench.open(ssd_gb=gb(2 * bench.one - 4096))
     bench.put(store, prompt(1))
     select(store, prompt(1), 3)
     name = bench.files()
@@ -544,7 +556,7 @@ def test_without_space_it_is_not_begun(
         bench.close(store)
         store = bench.open(min_free_gb=1e-9)
         select(store, prompt(1), 3)
-        monkeypatch.setattr(store_module, "free_bytes", lambda directory: ONE)
+        monkeypatch.setattr(store_module, "free_bytes", lambda directory: bench.one)
 
     reorder(store)
 
@@ -557,7 +569,7 @@ def test_without_space_it_is_not_begun(
         "bytes_written": 0,
     }
     assert bench.files() == name
-    assert store.summary()["used_bytes"] == ONE
+    assert store.summary()["used_bytes"] == bench.one
     check_rows(store, prompt(1))
 
 
@@ -575,7 +587,7 @@ def test_a_damaged_block_drops_the_segment(bench: Workbench, store: PrefixStore)
     assert store.stats.segments_unreadable == 1
     assert length(store, prompt(1, 20)) == 0
     check_rows(store, prompt(2))
-    assert store.summary()["used_bytes"] == ONE
+    assert store.summary()["used_bytes"] == bench.one
     assert len(bench.files()) == 1
 
 
@@ -614,23 +626,50 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
     assert store.reorder_summary()["segments"] == 1
 
 
-SPREAD = tuple(range(0, 512, 16))
+def spread_prompt(shape: KVShape) -> tuple[int, ...]:
+    """Four blocks of keys, of whose tokens every 16th is selected: see `spread_units`."""
+    return prompt(1, 4 * 4096 // row_size(shape, shape.key_streams[0]))
+
+
+def spread_units(shape: KVShape) -> tuple[int, int]:
+    """Blocks of a layer that are touched, and how many it were if the selected stood together."""
+    tokens = len(spread_prompt(shape))
+    touched = sum(tokens * row_size(shape, stream) for stream in kv_of(shape)) // 4096
+    return touched, len(kv_of(shape))
 
 
 def spread_store(bench: Workbench, **options: Any) -> PrefixStore:
-    """512 tokens, of which every 16th is selected: 12 units of a layer are touched instead of 2."""
-    store = bench.open(chunk_tokens=128, **options)
-    bench.put(store, prompt(1, 512))
+    tokens = spread_prompt(bench.shape)
+    store = bench.open(chunk_tokens=len(tokens) // 4, **options)
+    bench.put(store, tokens)
     return store
+
+
+def select_spread(store: PrefixStore, first: int = 0) -> None:
+    tokens = spread_prompt(store._shape)
+    select(store, tokens, *range(first, len(tokens), 16))
+
+
+def test_units_of_the_spread_prompt() -> None:
+    """Guards the tests below: by hand."""
+    found = {name: spread_units(shape) for name, shape in store_factory.SHAPES.items()}
+
+    assert found == {
+        "probe heads": (12, 2),
+        "sketch float32": (16, 4),
+        "sketch bfloat16": (16, 4),
+    }
 
 
 def test_a_rewrite_that_saves_less_than_it_costs_is_not_begun(bench: Workbench) -> None:
     store = spread_store(bench)
-    select(store, prompt(1, 512), *SPREAD)
+    select_spread(store)
     (segment,) = store.tree.segments()
-    read = 2 * 12 * 4096
+    touched, together = spread_units(bench.shape)
+    read = 2 * touched * 4096
+    saved = 2 * (touched - together) * 4096
     assert segment.history is not None and segment.history.ssd_bytes == read
-    assert read * 10 / 12 < segment.file_bytes < 2 * read * 10 / 12
+    assert saved < segment.file_bytes < 2 * saved
 
     assert store.reorder() == 0, "not even all that was read is as long as the file"
     segment.history.ssd_bytes = segment.file_bytes + 1
@@ -644,19 +683,20 @@ def test_a_rewrite_that_saves_less_than_it_costs_is_not_begun(bench: Workbench) 
 def test_a_rewrite_that_saves_more_than_it_costs_is_begun(bench: Workbench) -> None:
     store = spread_store(bench)
     for _ in range(2):
-        select(store, prompt(1, 512), *SPREAD)
+        select_spread(store)
 
     assert store.reorder() == 1
     finish(store)
 
     assert store.reorder_summary()["segments"] == 1
     before = store.stats.bytes_read
-    select(store, prompt(1, 512), *SPREAD)
-    assert store.stats.bytes_read - before == 2 * 2 * 4096
+    select_spread(store)
+    together = 2 * spread_units(bench.shape)[1] * 4096
+    assert store.stats.bytes_read - before == together
     (segment,) = store.tree.segments()
-    assert segment.history is not None and segment.history.ssd_bytes == 2 * 2 * 4096
+    assert segment.history is not None and segment.history.ssd_bytes == together
     for _ in range(60):
-        select(store, prompt(1, 512), *SPREAD)
+        select_spread(store)
     assert segment.history.ssd_bytes > segment.file_bytes
     store.reorder()
     finish(store)
@@ -667,7 +707,7 @@ def test_a_rewrite_that_saves_more_than_it_costs_is_begun(bench: Workbench) -> N
 def test_what_is_read_from_the_caches_saves_nothing(bench: Workbench) -> None:
     store = spread_store(bench, device_gb=0.001)
     for _ in range(20):
-        select(store, prompt(1, 512), *SPREAD)
+        select_spread(store)
 
     assert store.reorder() == 0
 
@@ -675,7 +715,8 @@ def test_what_is_read_from_the_caches_saves_nothing(bench: Workbench) -> None:
 def test_where_all_tokens_are_selected_no_order_is_better(bench: Workbench) -> None:
     store = spread_store(bench)
     for _ in range(20):
-        select(store, prompt(1, 512), *range(512))
+        tokens = spread_prompt(bench.shape)
+        select(store, tokens, *range(len(tokens)))
 
     store.reorder()
     finish(store)
@@ -688,7 +729,7 @@ def test_a_segment_that_is_being_rewritten_is_not_queued_again(
 ) -> None:
     store = spread_store(bench)
     for _ in range(2):
-        select(store, prompt(1, 512), *SPREAD)
+        select_spread(store)
     held.begin(store)
 
     store.reorder()
@@ -725,7 +766,7 @@ def test_reordering_begins_at_each_interval(
 ) -> None:
     store = spread_store(bench, reorder_interval=600.0)
     for _ in range(2):
-        select(store, prompt(1, 512), *SPREAD)
+        select_spread(store)
     clock(599)
     store.poll()
     assert store.reorder_summary()["pending"] == 0
@@ -736,7 +777,7 @@ def test_reordering_begins_at_each_interval(
     finish(store)
 
     for _ in range(4):
-        select(store, prompt(1, 512), *range(5, 512, 16))
+        select_spread(store, 5)
     clock(590)
     store.poll()
     assert store.reorder_summary()["not_worth"] == 0, "not looked at again"
@@ -750,7 +791,7 @@ def test_without_an_interval_it_never_begins_by_itself(
 ) -> None:
     store = spread_store(bench, reorder_interval=0.0)
     for _ in range(4):
-        select(store, prompt(1, 512), *SPREAD)
+        select_spread(store)
     clock(1e9)
     store.poll()
 

@@ -15,9 +15,7 @@ from impress_sglang.management.store import PrefixStore
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens, flip_byte, make_info, random_kvs, write_kvs
 from tests.unit.store_factory import (
-    ONE,
     OTHER_IDENTITY,
-    SHAPE,
     Workbench,
     check_rows,
     check_three_prefixes,
@@ -224,10 +222,10 @@ def test_a_file_of_another_model_is_not_adopted(bench: Workbench) -> None:
     bench.put(store, prompt(1))
     folder = path_of(bench, look_up(store, prompt(1))).parent
     info = dataclasses.replace(
-        make_info(SHAPE, prompt(5), segment_id="cafe"), identity=OTHER_IDENTITY
+        make_info(bench.shape, prompt(5), segment_id="cafe"), identity=OTHER_IDENTITY
     )
     bench.close(store)
-    write_kvs(folder, info, *random_kvs(SHAPE, 8, seed=1))
+    write_kvs(folder, info, *random_kvs(bench.shape, 8, seed=1))
 
     store = bench.open()
 
@@ -251,7 +249,7 @@ def test_a_copy_of_a_segment_under_another_name_does_no_harm(
     store = bench.reopen(bench.open())
 
     check_rows(store, prompt(1))
-    assert store.summary()["used_bytes"] == ONE
+    assert store.summary()["used_bytes"] == bench.one
 
 
 def test_files_that_are_none_of_ours_stay(bench: Workbench) -> None:
@@ -270,7 +268,7 @@ def test_a_smaller_quota_after_a_restart_evicts_with_the_next_offer(bench: Workb
     for number in (1, 2, 3, 4):
         bench.put(store, prompt(number))
 
-    store = bench.reopen(store, ssd_gb=gb(2 * ONE))
+    store = bench.reopen(store, ssd_gb=gb(2 * bench.one))
     bench.put(store, prompt(5))
 
     assert [length(store, prompt(n)) for n in (1, 2, 3, 4, 5)] == [0, 0, 0, 8, 8]
@@ -282,7 +280,7 @@ def test_the_order_of_use_survives_a_restart(bench: Workbench) -> None:
         bench.put(store, prompt(number))
     use(store, prompt(1))
 
-    store = bench.reopen(store, ssd_gb=gb(3 * ONE))
+    store = bench.reopen(store, ssd_gb=gb(3 * bench.one))
     bench.put(store, prompt(4))
     bench.put(store, prompt(5))
 

@@ -25,16 +25,30 @@ from torch import Tensor
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.store import PrefixStore, StoreOutcome
 from impress_sglang.management.tree import StoredSegment
-from impress_sglang.storage.layout import Stream
+from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.writer import LayerReader
 from impress_sglang.transfer.source import SegmentSource
-from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, make_shape
+from tests.unit.kv_factory import (
+    IDENTITY,
+    PROBE,
+    SequenceKVs,
+    as_tokens,
+    heads_of,
+    holds_values,
+    kv_of,
+    lane_of,
+    lanes_of,
+    make_shape,
+    sketch_of,
+    streams_of,
+)
 from tests.unit.prefix_model import Known, PrefixModel
 from tests.unit.prefix_model import Path as TokenPath
 
 SHAPE = make_shape(query_heads=2, kv_heads=2, key_dim=4, value_dim=4, probe=(0,))
-# One head of a chunk; a whole chunk of values takes two.
-PAGE_BYTES = 8 * 4 * 4
+SKETCHED = make_shape(
+    query_heads=4, kv_heads=2, key_dim=4, value_dim=4, dtype=torch.bfloat16, sketch_bits=4
+)
 Tokens = tuple[int, ...]
 # Runs of a few tokens, some longer than a chunk, that begin alike: histories branch and meet often.
 RUNS = [(0,), (1,), (0, 0, 1), (0, 1, 1, 0, 1), (2,) * 9, tuple(range(3, 14))]
@@ -46,13 +60,13 @@ NAMESPACES = st.sampled_from(["", "salt"])
 
 
 def expected_rows(
-    namespace: str, own: TokenPath, above: TokenPath, layer: int
+    shape: KVShape, namespace: str, own: TokenPath, above: TokenPath, layer: int
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of `own` after `above`, part of which may be approximate."""
     path = above + own
     tokens = tuple(token for token, _ in path)
-    exact = SequenceKVs(SHAPE, namespace, tokens, approximate=False)
-    other = SequenceKVs(SHAPE, namespace, tokens, approximate=True)
+    exact = SequenceKVs(shape, namespace, tokens, approximate=False)
+    other = SequenceKVs(shape, namespace, tokens, approximate=True)
     flags = torch.tensor([flag for _, flag in path])[:, None, None]
     return (
         torch.where(flags, other.keys(layer), exact.keys(layer))[len(above) :],
@@ -64,6 +78,7 @@ class StoreMachine(RuleBasedStateMachine):
     """A store with room for everything: the model knows exactly what must be found."""
 
     quota = 1.0
+    shape = SHAPE
 
     @initialize()
     def start(self) -> None:
@@ -92,17 +107,19 @@ class StoreMachine(RuleBasedStateMachine):
         self.let_writes_through()
 
     def open(self) -> None:
+        # One head of a chunk; a whole chunk of the largest stream takes two.
+        page_bytes = 8 * 4 * self.shape.dtype.itemsize
         config = ImpressConfig(
             ssd_dir=str(self.directory),
             ssd_gb=self.quota,
             min_free_gb=0.0,
             chunk_tokens=8,
             io_threads=2,
-            device_gb=6 * PAGE_BYTES / 1e9,
-            host_gb=9 * PAGE_BYTES / 1e9,
+            device_gb=6 * page_bytes / 1e9,
+            host_gb=9 * page_bytes / 1e9,
             reorder_interval=0.0,
         )
-        self.store = PrefixStore(config, IDENTITY, SHAPE)
+        self.store = PrefixStore(config, IDENTITY, self.shape)
         self.learn_names()
 
     def learn_names(self) -> set[str]:
@@ -160,7 +177,7 @@ class StoreMachine(RuleBasedStateMachine):
     def offer(self, namespace: str, tokens: Tokens, approximate: bool, fails: bool) -> StoreOutcome:
         before = self.learn_names()
         path = self.model.follow(namespace, tokens, approximate)
-        kvs = SequenceKVs(SHAPE, namespace, tokens, approximate)
+        kvs = SequenceKVs(self.shape, namespace, tokens, approximate)
         ids: list[str] = []
         outcome = self.store.offer(
             namespace,
@@ -222,7 +239,7 @@ class StoreMachine(RuleBasedStateMachine):
     ) -> None:
         """As a request does it."""
         number = data.draw(st.integers(0, len(self.sources) - 1))
-        for layer in range(SHAPE.num_layers):
+        for layer in range(self.shape.num_layers):
             self.read_selection(number, layer, chosen, seed)
 
     @precondition(lambda self: self.model.segments)
@@ -233,7 +250,7 @@ class StoreMachine(RuleBasedStateMachine):
         before = len(self.sources)
         self.open_a_match_of(data, tail)
         if len(self.sources) > before:
-            for layer in range(SHAPE.num_layers):
+            for layer in range(self.shape.num_layers):
                 self.read_selection(before, layer, chosen, seed)
             self.store.close_source(self.sources.pop()[0])
 
@@ -254,24 +271,58 @@ class StoreMachine(RuleBasedStateMachine):
         source = self.store.open_source(match, start, len(path))
         self.sources.append((source, namespace, path, start))
 
-    def check_rows(self, number: int, layer: int, tokens: Tensor | None) -> SegmentSource:
-        """Whatever was evicted, dropped or rewritten since: an open source gives its rows."""
+    def check_rows(self, number: int, layer: int, selected: list[Tensor] | None) -> SegmentSource:
+        """Whatever was evicted, dropped or rewritten since: an open source gives its rows.
+
+        `selected` are the tokens of each lane, None for all.
+        """
         source, namespace, path, start = self.sources[number]
-        keys, values = expected_rows(namespace, path[start:], path[:start], layer)
+        shape = self.shape
+        keys, values = expected_rows(shape, namespace, path[start:], path[:start], layer)
 
-        probe, other, found = source.read(layer, list(Stream), tokens)
+        probe = source.read_probe(layer)
+        found = source.read(
+            layer,
+            {s: None if selected is None else selected[lane_of(shape, s)] for s in kv_of(shape)},
+        )
 
-        chosen = slice(None) if tokens is None else tokens
-        assert torch.equal(torch.cat([probe, other], 1), keys[chosen])
-        assert torch.equal(found, values[chosen])
+        self.check_probe(probe, keys, source, layer)
+        for stream, rows in found.items():
+            whole = values if holds_values(shape, stream) else keys
+            chosen = slice(None) if selected is None else selected[lane_of(shape, stream)]
+            assert torch.equal(rows, whole[chosen][:, heads_of(shape, stream)])
         return source
+
+    def check_probe(self, probe: Tensor, keys: Tensor, source: SegmentSource, layer: int) -> None:
+        """Keys of probe heads; or sketches, which depend on all keys of their segment."""
+        if not self.shape.sketch_bits:
+            assert torch.equal(probe, keys[:, heads_of(self.shape, PROBE)])
+            return
+        first = 0
+        for span in source._spans:
+            stop = first + len(span)
+            tables = span.segment.sketch_tables
+            assert tables is not None
+            low, step = torch.from_numpy(tables[layer].copy())
+            exact, found = keys[first:stop].float(), probe[first:stop]
+            assert ((found - exact).abs() <= step / 2 + 1e-3).all()
+            assert (exact >= low - 1e-3).all() and (exact <= low + 15 * step + 1e-3).all()
+            if (span.start, span.stop) == (0, span.segment.info.num_tokens):
+                assert torch.equal(found, sketch_of(exact, 4))
+            first = stop
+        assert first == len(probe) == len(keys)
 
     def read_selection(self, number: int, layer: int, chosen: set[int], seed: int) -> None:
         size = self.sources[number][0].num_tokens
-        tokens = torch.tensor(sorted({token % size for token in chosen}))
-        source = self.check_rows(number, layer, tokens)
-        scores = torch.rand(2, size, generator=torch.Generator().manual_seed(seed))
-        source.note_selection(layer, tokens, scores)
+        # Each lane has its own tokens.
+        selected = [
+            torch.tensor(sorted({(token + 7 * lane) % size for token in chosen}))
+            for lane in range(lanes_of(self.shape))
+        ]
+        source = self.check_rows(number, layer, selected)
+        heads = self.shape.num_query_heads
+        scores = torch.rand(heads, size, generator=torch.Generator().manual_seed(seed))
+        source.note_selection(layer, selected, scores)
 
     @precondition(lambda self: self.sources)
     @rule(data=st.data(), layer=st.integers(0, 1))
@@ -361,7 +412,8 @@ class StoreMachine(RuleBasedStateMachine):
 class TightStoreMachine(StoreMachine):
     """A store that is full after a few segments: what it evicts is its business, within limits."""
 
-    quota = 5 * 7 * 4096 / 1e9
+    # 5 segments of up to 8 tokens: a header, and a disk block for each stream of 2 layers.
+    quota = 5 * (1 + 2 * len(streams_of(SHAPE))) * 4096 / 1e9
 
     @rule(
         namespace=NAMESPACES,
@@ -401,9 +453,21 @@ class TightStoreMachine(StoreMachine):
             assert summary["used_bytes"] <= summary["quota_bytes"]
 
 
+class SketchStoreMachine(StoreMachine):
+    shape = SKETCHED
+
+
+class TightSketchStoreMachine(TightStoreMachine):
+    shape = SKETCHED
+    quota = 5 * (1 + 2 * len(streams_of(SKETCHED))) * 4096 / 1e9
+
+
 TestStore = StoreMachine.TestCase
 TestTightStore = TightStoreMachine.TestCase
+TestSketchStore = SketchStoreMachine.TestCase
+TestTightSketchStore = TightSketchStoreMachine.TestCase
 # Each example writes and reads many files.
 TestStore.settings = TestTightStore.settings = settings(
     max_examples=settings.default.max_examples * 3 // 5, stateful_step_count=35
 )
+TestSketchStore.settings = TestTightSketchStore.settings = TestStore.settings

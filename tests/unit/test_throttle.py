@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from impress_sglang.storage.layout import Stream
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockRun, ChunkReader, OpenSegment
 from impress_sglang.storage.throttle import TokenBucket
-from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
+from tests.unit.kv_factory import VALUES, make_info, make_shape, random_kvs, write_kvs
 
 # A busy machine delays the end of a wait, never its beginning.
 SLACK_SECONDS = 0.5
@@ -71,11 +70,11 @@ def test_a_throttled_reader_takes_the_time_of_its_bytes(tmp_path: Path) -> None:
     shape = make_shape(layers=1, key_dim=128, value_dim=128)
     info = make_info(shape, range(64))
     path = write_kvs(tmp_path, info, *random_kvs(shape, 64, seed=1))
-    size = info.layout().stream_bytes(Stream.VALUES)
+    size = info.layout().stream_bytes(VALUES)
     reader = ChunkReader(3, TokenBucket(2 * size, burst_bytes=0))
     untouched = ReadCost()
     segment = OpenSegment(path, direct=False)
-    first, memory = info.layout().stream_offset(0, Stream.VALUES), memoryview(bytearray(size))
+    first, memory = info.layout().stream_offset(0, VALUES), memoryview(bytearray(size))
 
     began = time.monotonic()
     read = reader.read(

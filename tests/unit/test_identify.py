@@ -1,0 +1,269 @@
+"""One contract for every identification rule, then known answers of each."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impress_sglang.config import IDENTIFICATIONS
+from impress_sglang.importance.identify import (
+    SINK_TOKENS,
+    H2ORule,
+    IdentificationRule,
+    PaperRule,
+    RandomRule,
+    RecentRule,
+    SketchRule,
+    make_rule,
+)
+from tests.unit.test_selection import score_tables
+
+RULES: dict[str, IdentificationRule] = {
+    "sketch": SketchRule(),
+    "paper": PaperRule(alpha=0.6),
+    "paper that falls back": PaperRule(alpha=0.01),
+    "paper that votes": PaperRule(alpha=0.9),
+    "h2o": H2ORule(),
+    "recent": RecentRule(),
+    "random": RandomRule(sinks=True),
+    "random-nosink": RandomRule(sinks=False),
+}
+BY_SCORE = [name for name in RULES if name not in ("recent", "random", "random-nosink")]
+
+
+@dataclasses.dataclass
+class FakeEvidence:
+    """Scores by hand; remembers what it was asked for. Without `probe` all heads are probed."""
+
+    exact: Tensor
+    group_size: int = 1
+    probe: Tensor | None = None
+    layer: int = 0
+    asked: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.exact.shape[1]
+
+    def probe_scores(self) -> Tensor:
+        self.asked.append("probe")
+        return self.exact if self.probe is None else self.probe
+
+    def exact_scores(self) -> Tensor:
+        self.asked.append("exact")
+        return self.exact
+
+
+@pytest.fixture(params=RULES)
+def rule(request: pytest.FixtureRequest) -> IdentificationRule:
+    return RULES[request.param]
+
+
+def check_sets(found: Tensor, evidence: FakeEvidence, k: int) -> None:
+    assert found.dtype == torch.int64
+    heads = evidence.exact.shape[0] // evidence.group_size
+    assert found.shape in ((1, k), (heads, k))
+    for tokens in found.tolist():
+        assert tokens == sorted(set(tokens))
+        assert tokens[0] >= 0 and tokens[-1] < evidence.num_tokens
+
+
+@given(case=score_tables(multiple_of=2), layer=st.integers(0, 80), data=st.data())
+@pytest.mark.parametrize("name", RULES)
+def test_gives_k_distinct_ascending_tokens_in_range(
+    name: str, case: tuple[Tensor, int], layer: int, data: st.DataObject
+) -> None:
+    """Also where scores tie or vanish, and where there are fewer tokens than sinks."""
+    scores, k = case
+    probes = data.draw(st.integers(1, len(scores))) if name.startswith("paper") else len(scores)
+    evidence = FakeEvidence(scores, 2, scores[:probes], layer)
+
+    check_sets(RULES[name].select(evidence, k), evidence, k)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, SINK_TOKENS, SINK_TOKENS + 1, 100])
+def test_gives_all_tokens_where_all_are_asked_for(
+    rule: IdentificationRule, num_tokens: int
+) -> None:
+    evidence = FakeEvidence(torch.rand(4, num_tokens), 2)
+
+    for tokens in rule.select(evidence, num_tokens).tolist():
+        assert tokens == list(range(num_tokens))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 100])
+def test_gives_a_single_token(rule: IdentificationRule, num_tokens: int) -> None:
+    evidence = FakeEvidence(torch.rand(4, num_tokens), 2)
+
+    check_sets(rule.select(evidence, 1), evidence, 1)
+
+
+def test_is_pure(rule: IdentificationRule) -> None:
+    generator = torch.Generator().manual_seed(3)
+    evidence = FakeEvidence(torch.rand(4, 50, generator=generator), 2)
+    before = evidence.exact.clone()
+
+    first = rule.select(evidence, 12)
+    torch.manual_seed(99)
+    random_state = torch.get_rng_state()
+    second = rule.select(evidence, 12)
+
+    assert torch.equal(first, second)
+    assert torch.equal(evidence.exact, before)
+    assert torch.equal(torch.get_rng_state(), random_state), "no one else's chance"
+
+
+def test_asks_for_no_more_than_it_needs() -> None:
+    """Exact scores cost a read of all keys, and the probe stream one of its own."""
+    alike = torch.arange(50.0).repeat(4, 1)
+    apart = torch.eye(4).repeat_interleave(13, 1)[:, :50] + 0.01
+    asked = {}
+    for name, scores in (("alike", alike), ("apart", apart)):
+        for own, rule in RULES.items():
+            evidence = FakeEvidence(scores, 1)
+            rule.select(evidence, 12)
+            asked[own, name] = evidence.asked
+
+    for name in ("alike", "apart"):
+        assert asked["sketch", name] == ["probe"]
+        assert asked["h2o", name] == ["exact"]
+        for own in ("recent", "random", "random-nosink"):
+            assert asked[own, name] == []
+    assert asked["paper", "alike"] == ["probe"]
+    assert asked["paper", "apart"] == ["probe", "exact"]
+
+
+@pytest.mark.parametrize("name", BY_SCORE)
+@pytest.mark.parametrize("k", [1, 2, 25, 99])
+def test_a_first_token_that_towers_is_always_kept(name: str, k: int) -> None:
+    """Attention rests on it: without it answers collapse."""
+    scores = torch.rand(8, 100, generator=torch.Generator().manual_seed(k))
+    scores[:, 0] = 50.0
+
+    found = RULES[name].select(FakeEvidence(scores, 4, scores[:3] if "paper" in name else None), k)
+
+    assert (found[:, 0] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["recent", "random"])
+@pytest.mark.parametrize("k", [1, 3, 4, 5, 30, 100])
+def test_baselines_with_sinks_keep_the_first_tokens(name: str, k: int) -> None:
+    (found,) = RULES[name].select(FakeEvidence(torch.zeros(2, 100)), k).tolist()
+
+    assert found[:SINK_TOKENS] == list(range(SINK_TOKENS))[:k]
+
+
+def heads_that_like(*sets: list[int], num_tokens: int = 20) -> Tensor:
+    scores = torch.full((len(sets), num_tokens), 0.01)
+    for row, liked in zip(scores, sets, strict=True):
+        row[liked] = torch.arange(len(liked), 0, -1, dtype=torch.float32)
+    return scores
+
+
+# The probe heads' own KV heads like nothing in particular, so that a vote is not mistaken for them.
+OTHERS = heads_that_like([12, 13, 14, 15, 16], [6, 7, 8, 9, 10])
+
+
+def test_paper_gives_agreeing_heads_their_common_set() -> None:
+    """Pairs: equal, 4 of 6, 4 of 6; the threshold is (1/7)**0.6 = 0.311."""
+    scores = heads_that_like([3, 7, 11, 2, 5], [7, 3, 2, 5, 11], [3, 7, 11, 5, 19])
+
+    found = PaperRule(alpha=0.6).select(FakeEvidence(OTHERS, 1, scores), 5)
+
+    assert found.tolist() == [[2, 3, 5, 7, 11]]
+
+
+def test_paper_lets_disagreeing_heads_take_their_own() -> None:
+    scores = heads_that_like([0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14])
+
+    found = PaperRule(alpha=0.6).select(FakeEvidence(OTHERS, 1, scores), 5)
+
+    assert found.tolist() == [[12, 13, 14, 15, 16], [6, 7, 8, 9, 10]]
+
+
+def test_paper_is_stricter_with_a_smaller_alpha() -> None:
+    """Jaccard 3/7, between (1/7)**1 and (1/7)**0.1."""
+    scores = heads_that_like([0, 1, 2, 3, 4], [0, 1, 2, 8, 9])
+    loose, strict = FakeEvidence(OTHERS, 1, scores), FakeEvidence(OTHERS, 1, scores)
+
+    assert len(PaperRule(alpha=1.0).select(loose, 5)) == 1
+    assert len(PaperRule(alpha=0.1).select(strict, 5)) == 2
+    assert (loose.asked, strict.asked) == (["probe"], ["probe", "exact"])
+
+
+def test_paper_lets_a_single_probe_head_speak_for_all() -> None:
+    evidence = FakeEvidence(OTHERS, 1, heads_that_like([3, 7, 11, 2, 5]))
+
+    found = PaperRule(alpha=0.01).select(evidence, 5)
+
+    assert found.tolist() == [[2, 3, 5, 7, 11]]
+    assert evidence.asked == ["probe"]
+
+
+@pytest.mark.parametrize("name", ["h2o", "sketch"])
+@pytest.mark.parametrize("heads", [[[3, 7, 11]] * 2, [[3, 7, 11]] * 4])
+def test_no_head_speaks_for_others_where_each_takes_its_own(
+    name: str, heads: list[list[int]]
+) -> None:
+    found = RULES[name].select(FakeEvidence(heads_that_like(*heads)), 3)
+
+    assert found.tolist() == heads
+
+
+@pytest.mark.parametrize("name", ["h2o", "sketch", "paper that falls back"])
+def test_each_kv_head_takes_the_best_by_the_sum_of_its_query_heads(name: str) -> None:
+    scores = heads_that_like([1, 2], [3, 4], [5, 6], [5, 7])
+
+    assert RULES[name].select(FakeEvidence(scores, 2), 2).tolist() == [[1, 3], [5, 6]]
+
+
+def test_sketch_pays_heed_to_the_sketched_scores_and_h2o_to_the_exact_ones() -> None:
+    evidence = FakeEvidence(heads_that_like([1, 2], [3, 4]), 1, heads_that_like([11, 12], [13, 14]))
+
+    assert SketchRule().select(evidence, 2).tolist() == [[11, 12], [13, 14]]
+    assert H2ORule().select(evidence, 2).tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("k", "tokens"),
+    [
+        (1, [0]),
+        (4, [0, 1, 2, 3]),
+        (5, [0, 1, 2, 3, 9]),
+        (7, [0, 1, 2, 3, 7, 8, 9]),
+        (10, list(range(10))),
+    ],
+)
+def test_recent_takes_the_first_and_the_last_tokens(k: int, tokens: list[int]) -> None:
+    assert RecentRule().select(FakeEvidence(torch.zeros(2, 10)), k).tolist() == [tokens]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_random_differs_by_layer_and_length_and_is_spread_evenly(sinks: bool) -> None:
+    rule, counts = RandomRule(sinks), torch.zeros(200)
+    seen = set()
+    for layer in range(400):
+        (tokens,) = rule.select(FakeEvidence(torch.zeros(1, 200), layer=layer), 50)
+        seen.add(tuple(tokens.tolist()))
+        counts[tokens] += 1
+    (longer,) = rule.select(FakeEvidence(torch.zeros(1, 201), layer=0), 50)
+
+    assert len(seen) == 400
+    assert tuple(longer.tolist()) not in seen
+    first = SINK_TOKENS if sinks else 0
+    assert (counts[:first] == 400).all()
+    # Binomial, mean 100 or less, standard deviation below 9.
+    rest = counts[first:]
+    assert abs(rest.mean() - 400 * (50 - first) / (200 - first)) < 1e-3
+    assert (rest - rest.mean()).abs().max() < 45
+
+
+@pytest.mark.parametrize("name", IDENTIFICATIONS)
+def test_every_name_of_the_option_makes_its_rule(name: str) -> None:
+    assert make_rule(name, 0.6) == RULES[name]
+    assert make_rule("paper", 0.3) == PaperRule(0.3)
