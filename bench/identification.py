@@ -43,6 +43,7 @@ from bench.identification_rules import (
     LayerView,
     Positional,
     Prior,
+    Probing,
     ServerRule,
     Sketch,
     SpreadVote,
@@ -81,6 +82,8 @@ SKETCH_BITS = (2, 3, 4, 8)
 PACKED_BITS = (2, 4, 8)
 ALPHAS = (0.2, 0.4, 0.6, 0.8)
 PROBE_HEADS = 3
+# Choices of probe KV heads that are tried.
+MOST_PROBES = 4
 # Of layers, in the calibrated rule, that read all keys.
 FALLBACK_SHARE = 0.5
 # A layer's share of tokens, in retention per layer, changes in such steps.
@@ -152,6 +155,7 @@ class Study:
         return {
             "h2o": ServerRule(H2ORule()),
             **{f"paper, alpha {alpha:g}": ServerRule(PaperRule(alpha)) for alpha in ALPHAS},
+            **self._other_probes(),
             "paper, probes spread": SpreadVote(0.6),
             "paper, calibrated": CalibratedVote(fitted.thresholds),
             "prior": Prior(),
@@ -167,6 +171,18 @@ class Study:
             "recent": Positional(RecentRule()),
             "random": Positional(RandomRule(sinks=True)),
             "random-nosink": Positional(RandomRule(sinks=False)),
+        }
+
+    def _other_probes(self) -> dict[str, StudiedRule]:
+        """The paper's rule with each other KV head as the probe, and with one head more."""
+        rule, heads = ServerRule(PaperRule(0.6)), self._lab.num_kv_heads
+        choices = [tuple(range(len(self._probes) + 1))] if len(self._probes) < heads else []
+        if len(self._probes) == 1:
+            choices += [(head,) for head in range(heads)]
+        return {
+            f"paper, probe KV heads {'+'.join(map(str, chosen))}": Probing(rule, chosen)
+            for chosen in choices[:MOST_PROBES]
+            if chosen != self._probes
         }
 
     def _views(

@@ -115,6 +115,25 @@ class ServerRule:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Probing:
+    """The paper's rule with other probe KV heads."""
+
+    rule: ServerRule
+    kv_heads: tuple[int, ...]
+
+    def select(self, view: LayerView, k: int) -> Tensor:
+        """See `StudiedRule.select`."""
+        return self.rule.select(self._probed(view), k)
+
+    def extra_bytes(self, view: LayerView, k: int, tokens: Tensor) -> float:
+        """See `StudiedRule.extra_bytes`."""
+        return self.rule.extra_bytes(self._probed(view), k, tokens)
+
+    def _probed(self, view: LayerView) -> LayerView:
+        return dataclasses.replace(view, probe_kv_heads=self.kv_heads)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Positional:
     """A rule that reads nothing to choose."""
 

@@ -38,6 +38,7 @@ def merge_results(results: Sequence[Result]) -> Result:
     for key in ("model", "kv_heads", "kv_bytes_per_token"):
         if any(result[key] != first[key] for result in results):
             raise BenchFailed(f"the runs differ in {key}: they cannot be joined")
+    tasks = _joined(results, lambda result: {t["name"]: t for t in result["tasks"]}, "task")
     return {
         **first,
         "command": [result["command"] for result in results],
@@ -47,11 +48,7 @@ def merge_results(results: Sequence[Result]) -> Result:
         ),
         "options": [result["options"] for result in results],
         "systems": _joined(results, lambda result: result["systems"], "system"),
-        "tasks": list(
-            _joined(
-                results, lambda result: {t["name"]: t for t in result["tasks"]}, "task"
-            ).values()
-        ),
+        "tasks": list(tasks.values()),
         "rows": _unique(results, "rows"),
         "answers": _unique(results, "answers"),
     }

@@ -102,6 +102,15 @@ def test_bytes(study: Study, rule: str, share: float) -> None:
     assert measured(study, 0.25, rule)["bytes"] == pytest.approx(share, abs=1e-4)
 
 
+def test_other_probe_heads_are_tried(study: Study) -> None:
+    """One of two KV heads is probed by default; with both, all keys have been read."""
+    both = measured(study, 0.25, "paper, probe KV heads 0+1")
+    assert both["bytes"] == pytest.approx(0.625, abs=1e-4)
+    other = measured(study, 0.25, "paper, probe KV heads 1")
+    assert 0.25 + 0.75 * 0.25 - 1e-4 <= other["bytes"] <= 0.625 + 1e-4
+    assert (0.25, "paper, probe KV heads 0") not in study.results
+
+
 def test_retention_by_layer_keeps_the_total(study: Study) -> None:
     uniform, by_layer = (
         measured(study, 0.25, rule) for rule in ("sketch 4 bits", "sketch 4 bits, by layer")
