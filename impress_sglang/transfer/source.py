@@ -124,27 +124,11 @@ class SegmentSource:
 
     def read_probe(self, layer: int) -> Tensor:
         """See `PrefixSource.read_probe`."""
-        (packed,) = self._read(layer, {PROBE: None}).values()
-        if not self._shape.sketch_bits:
-            return packed
-        return self._restore(layer, packed)
+        rows = self.read(layer, {PROBE: None})[PROBE]
+        return self._restore(layer, rows) if self._shape.sketch_bits else rows
 
     def read(self, layer: int, wanted: Mapping[Stream, Tensor | None]) -> dict[Stream, Tensor]:
-        """See `PrefixSource.read`."""
-        return self._read(layer, wanted)
-
-    def note_selection(
-        self, layer: int, selected: Sequence[Tensor], importance: Tensor | None
-    ) -> None:
-        """See `PrefixSource.note_selection`; counts hits and updates the moving averages."""
-        self._planner.note_selection(layer, _as_arrays(selected), importance)
-
-    def note_whole(self, layer: int) -> None:
-        """See `PrefixSource.note_whole`; counts hits and updates the moving averages."""
-        self._planner.note_whole(layer)
-
-    def _read(self, layer: int, wanted: Mapping[Stream, Tensor | None]) -> dict[Stream, Tensor]:
-        """Read and gather.
+        """See `PrefixSource.read`.
 
         Rows are taken from where chunks stood before this read; then the chunks move.
         """
@@ -159,23 +143,31 @@ class SegmentSource:
         self._planner.count(plan)
         return rows
 
+    def note_selection(
+        self, layer: int, selected: Sequence[Tensor], importance: Tensor | None
+    ) -> None:
+        """See `PrefixSource.note_selection`; counts hits and updates the moving averages."""
+        self._planner.note_selection(layer, _as_arrays(selected), importance)
+
+    def note_whole(self, layer: int) -> None:
+        """See `PrefixSource.note_whole`; counts hits and updates the moving averages."""
+        self._planner.note_whole(layer)
+
     def _restore(self, layer: int, packed: Tensor) -> Tensor:
         """Sketched keys [m, G, Dk] float32 of all spans from their packed rows."""
-        shape = self._shape
-        per_row, width = shape.tokens_per_row(PROBE), shape.num_kv_heads * shape.key_dim
+        shape, per_row = self._shape, self._shape.tokens_per_row(PROBE)
         keys, first = [], 0
         for span in self._spans:
             skipped = span.start // per_row
             stop = first + -(-span.stop // per_row) - skipped
-            codes = packed[first:stop].contiguous().view(torch.uint8).view(-1, width)
+            codes = packed[first:stop].contiguous().view(torch.uint8)
             tables = span.segment.sketch_tables
             assert tables is not None
             start = span.start - skipped * per_row
-            table = torch.tensor(tables[layer], device=codes.device)
             keys.append(
                 restore_keys(
                     codes.view(-1, shape.num_kv_heads, shape.key_dim),
-                    table,
+                    torch.tensor(tables[layer], device=codes.device),
                     shape.sketch_bits,
                     start,
                     start + len(span),
