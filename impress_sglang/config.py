@@ -69,7 +69,7 @@ class ImpressConfig:
     device_gb: float = 0.5
     host_gb: float = 4.0
     half_life: float = 200.0
-    reorder_interval: float = 600.0
+    reorder_interval: float = 60.0
     reorder_key: str = "selected"
     ssd_mbps: float = 0.0
     record_dir: str = ""
