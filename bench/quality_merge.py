@@ -39,6 +39,9 @@ def merge_results(results: Sequence[Result]) -> Result:
         if any(result[key] != first[key] for result in results):
             raise BenchFailed(f"the runs differ in {key}: they cannot be joined")
     tasks = _joined(results, lambda result: {t["name"]: t for t in result["tasks"]}, "task")
+    # A mean over other tasks is another mean.
+    same_tasks = all(_task_names(result) == _task_names(first) for result in results)
+    kept = {row["task"] for row in first["rows"]} if same_tasks else set(tasks)
     return {
         **first,
         "command": [result["command"] for result in results],
@@ -49,9 +52,13 @@ def merge_results(results: Sequence[Result]) -> Result:
         "options": [result["options"] for result in results],
         "systems": _joined(results, lambda result: result["systems"], "system"),
         "tasks": list(tasks.values()),
-        "rows": _unique(results, "rows"),
+        "rows": [row for row in _unique(results, "rows") if row["task"] in kept],
         "answers": _unique(results, "answers"),
     }
+
+
+def _task_names(result: Result) -> set[str]:
+    return {task["name"] for task in result["tasks"]}
 
 
 def _joined(results: Sequence[Result], part: Any, what: str) -> dict[str, Any]:

@@ -99,7 +99,11 @@ def _save(stem: Path, rows: Sequence[Row], tasks: Sequence[str], draw: Draw) -> 
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             labels.setdefault(label, handle)
     figure.legend(
-        list(labels.values()), list(labels), loc="outside lower center", ncols=5, fontsize=8
+        list(labels.values()),
+        list(labels),
+        loc="outside lower center",
+        ncols=3 if columns == 1 else 5,
+        fontsize=8,
     )
     files = [Path(f"{stem}.png"), Path(f"{stem}.svg")]
     for file in files:

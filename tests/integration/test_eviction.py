@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-import torch
 
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.integration.eviction import ScoreEviction
@@ -47,9 +46,10 @@ def order(strategy: ScoreEviction, **nodes: Any) -> list[str]:
 def stored(num_tokens: int, *selected: int) -> StoredMatch:
     """A stored prefix of which every access selected these tokens."""
     shape = make_shape()
-    history = TokenHistory(shape.num_layers, num_tokens)
+    history = TokenHistory(shape.num_layers, shape.num_lanes, num_tokens)
     for layer in range(shape.num_layers):
-        history.note(layer, 0, np.array(selected, np.int64), torch.ones(1, num_tokens))
+        for lane in range(shape.num_lanes):
+            history.note(layer, lane, 0, num_tokens, np.array(selected, np.int64), None)
     segment = StoredSegment(make_info(shape, range(num_tokens)), 1, history=history)
     return StoredMatch((StoredSpan(segment, 0, num_tokens),))
 

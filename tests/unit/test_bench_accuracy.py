@@ -592,6 +592,16 @@ def test_runs_are_joined_and_the_reference_is_taken_once() -> None:
     assert len(joined["command"]) == 2 and len(joined["tasks"]) == 1
 
 
+def test_means_of_different_tasks_are_not_joined() -> None:
+    mean = {"system": "recompute", "retention": 1.0, "task": "mean", "n": 8}
+    copa, rte = result_of(["recompute"]), result_of(["recompute"])
+    copa["rows"] = [*copa["rows"], mean]
+    rte["rows"] = [{**row, "task": "rte"} for row in rte["rows"]] + [{**mean, "n": 9}]
+    rte["tasks"] = [{"name": "rte", "gold": [1]}]
+    assert mean in merge_results([copa, copa])["rows"]
+    assert [row["task"] for row in merge_results([copa, rte])["rows"]] == ["copa", "rte"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
