@@ -21,14 +21,11 @@ import contextlib
 import dataclasses
 import json
 import shutil
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 
@@ -42,8 +39,9 @@ from bench.quality_client import Asked, QualityClient
 from bench.quality_merge import read_results
 from bench.quality_options import System, command_of, parse_arguments
 from bench.quality_report import Measured, ModelSize
-from bench.quality_tasks import Task, TaskOptions, Tokenize, make_task
+from bench.quality_tasks import Task, TaskOptions, make_task
 from bench.servers import SPARE_TOKENS, BenchFailed, Server, Setup, running, server_environment
+from bench.session import interrupt_on_signals, load_tokenize, work_folder
 from bench.zygote import Zygote
 from impress_sglang.demo.model import DemoModelMissing, model_path
 
@@ -51,8 +49,7 @@ from impress_sglang.demo.model import DemoModelMissing, model_path
 def main() -> int:
     """Run the benchmark; returns the exit status."""
     args = parse_arguments(__doc__)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    interrupt_on_signals()
     out = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
     progress = Console(stderr=True, highlight=False)
     try:
@@ -131,7 +128,7 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         require_matplotlib()
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_work_folder(args.keep))
+        folder = stack.enter_context(work_folder(args.keep, "bench-accuracy"))
         zygote = Zygote(server_environment())
         stack.callback(zygote.close)
         with step(console, "building the tasks"):
@@ -139,7 +136,7 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             if args.multi_head:
                 model = multi_head_form(model)
             options = _task_options(args)
-            tokenize = _tokenizer(model)
+            tokenize = load_tokenize(model)
             tasks = [make_task(name, args.data, tokenize, options) for name in args.tasks]
         comparison = Comparison(_setup(args, model, tasks), tasks, zygote, folder, console)
         measured: list[Measured] = []
@@ -185,21 +182,6 @@ def _task_options(args: argparse.Namespace) -> TaskOptions:
     return TaskOptions(**{name: getattr(args, name) for name in names})
 
 
-def _tokenizer(model: Path) -> Tokenize:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise BenchFailed(f"no tokenizer in {model}: {error}") from error
-
-    def tokenize(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
-
-    return tokenize
-
-
 def _setup(args: argparse.Namespace, model: Path, tasks: Sequence[Task]) -> Setup:
     # Every request under way may have its prefix for itself.
     pool_tokens = (args.concurrency + 1) * max(task.longest for task in tasks) + SPARE_TOKENS
@@ -223,26 +205,6 @@ def _publish(args: argparse.Namespace, result: dict[str, Any], console: Console)
     if args.plot:
         files = quality_plots.write_figures(result["rows"], result["systems"], args.plot)
         console.print(f"{len(files)} files in {args.plot}", markup=False)
-
-
-@contextlib.contextmanager
-def _work_folder(keep: Path | None) -> Iterator[Path]:
-    if keep is None:
-        # Not the system's directory for temporary files, which may be in memory.
-        with tempfile.TemporaryDirectory(prefix="bench-accuracy-", dir=Path.cwd()) as folder:
-            yield Path(folder)
-        return
-    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise BenchFailed(f"--keep {keep} must be an empty folder, or not exist")
-    keep.mkdir(parents=True, exist_ok=True)
-    yield keep.resolve()
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """Stop, once: what is asked for again does not disturb the clean-up."""
-    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(other, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

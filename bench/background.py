@@ -34,6 +34,7 @@ from bench.servers import (
     running,
     server_environment,
 )
+from bench.session import load_tokenize
 from bench.trace import Trace, TraceOptions, make_trace
 from bench.zygote import Zygote
 from impress_sglang.demo.model import model_path
@@ -141,14 +142,11 @@ def _percentiles(ttft_ms: list[float]) -> dict[str, float]:
 
 
 def _trace(args: argparse.Namespace, model: Path) -> Trace:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
     count = args.prefix_tokens // 8 + 4 * args.requests
     options = TraceOptions(args.prefixes, args.prefix_tokens, 1, 1, args.requests, 50.0, 1)
     return make_trace(
         {MADE: make_examples(count, 1)},
-        lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
+        load_tokenize(model),
         options,
     )
 

@@ -20,6 +20,7 @@ from bench.servers import (
     Server,
     Setup,
     Tiers,
+    base_policy,
     identification,
     link_store,
     policy_flags,
@@ -117,7 +118,7 @@ class Comparison:
             # An order is found from the first part; the second one fills the caches again.
             first = round(len(warmup) * FIRST_SHARE)
             self._ask(server, f"{policy}: warm-up", warmup[:first])
-            if policy.partition("@")[0] in REORDERING:
+            if base_policy(policy) in REORDERING:
                 with self._step(f"{policy}: reordering"):
                     server.reorder()
             self._ask(server, f"{policy}: second warm-up", warmup[first:])

@@ -61,6 +61,8 @@ from bench.machine import describe_machine
 from bench.quality_tasks import TASKS, Item, Task, TaskOptions, make_task
 from bench.servers import BenchFailed
 from bench.serving_options import DEFAULT_DATA
+from bench.session import load_tokenize
+from impress_sglang.config import SKETCH_BITS
 from impress_sglang.demo.model import DemoModelMissing, model_path
 from impress_sglang.importance.identify import (
     H2ORule,
@@ -78,8 +80,7 @@ from impress_sglang.importance.selection import (
 )
 from impress_sglang.storage.sketch import restore_keys, sketch_keys
 
-SKETCH_BITS = (2, 3, 4, 8)
-PACKED_BITS = (2, 4, 8)
+STUDIED_BITS = (2, 3, 4, 8)
 ALPHAS = (0.2, 0.4, 0.6, 0.8)
 PROBE_HEADS = 3
 # Choices of probe KV heads that are tried.
@@ -140,7 +141,7 @@ class Study:
         self, prefix: PrefixKV, history: Sequence[list[int]], asked: Sequence[list[int]]
     ) -> None:
         """Fit on the questions `history` about a prefix, then measure on `asked`."""
-        sketches = {bits: [_sketched(keys, bits) for keys in prefix.keys] for bits in SKETCH_BITS}
+        sketches = {bits: [_sketched(keys, bits) for keys in prefix.keys] for bits in STUDIED_BITS}
         past, views = History(), []
         for question in history:
             views += [_Kept.of(view) for view in self._views(prefix, sketches, question, past)]
@@ -160,7 +161,7 @@ class Study:
             "paper, calibrated": CalibratedVote(fitted.thresholds),
             "prior": Prior(),
             "prior + surprise": Blend(),
-            **{f"sketch {width} bits": Sketch(width, bits) for width in SKETCH_BITS},
+            **{f"sketch {width} bits": Sketch(width, bits) for width in STUDIED_BITS},
             "sketch 2 bits + prior": Sketch(2, bits, with_prior),
             "sketch 4 bits + last 32": Sketch(4, bits, keeping_last(32)),
             "sketch 4 bits, by layer": _ByLayer(Sketch(4, bits), fitted.budgets),
@@ -343,7 +344,7 @@ def _weights(queries: Tensor, keys: Tensor, scaling: float, num_prefix: int) -> 
 
 def _sketched(keys: Tensor, bits: int) -> Tensor:
     """Keys [m, G, D] as their sketch gives them; widths that cannot be packed are only rounded."""
-    if bits in PACKED_BITS:
+    if bits in SKETCH_BITS:
         packed, table = sketch_keys(keys, bits)
         return restore_keys(packed, table, bits, 0, len(keys))
     low, high = keys.amin(0), keys.amax(0)
@@ -418,14 +419,6 @@ def _answer(item: Item) -> Sequence[int]:
 
 
 def _make_task(args: argparse.Namespace, model: Path) -> Task:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-
-    def tokenize(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
-
     options = TaskOptions(
         prefixes=args.prefixes,
         shots=0,
@@ -434,7 +427,7 @@ def _make_task(args: argparse.Namespace, model: Path) -> Task:
         examples=args.prefixes * (args.history + args.questions),
         seed=args.seed,
     )
-    return make_task(args.task, args.data, tokenize, options)
+    return make_task(args.task, args.data, load_tokenize(model), options)
 
 
 def _command_of(args: argparse.Namespace) -> str:

@@ -108,10 +108,8 @@ class ServerRule:
         return self.rule.select(view, k)
 
     def extra_bytes(self, view: LayerView, k: int, tokens: Tensor) -> float:
-        """A set per head is a fallback, or H2O: all keys. One set is the probe heads' vote."""
-        unselected = 1 - k / view.num_tokens
-        num_heads = len(view.value_norms)
-        return unselected * (0.5 if len(tokens) > 1 else 0.5 * len(view.probe_kv_heads) / num_heads)
+        """See `StudiedRule.extra_bytes`."""
+        return _vote_bytes(view, k, tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,9 +165,7 @@ class CalibratedVote:
 
     def extra_bytes(self, view: LayerView, k: int, tokens: Tensor) -> float:
         """See `StudiedRule.extra_bytes`."""
-        unselected = 1 - k / view.num_tokens
-        num_heads = len(view.value_norms)
-        return unselected * (0.5 if len(tokens) > 1 else 0.5 * len(view.probe_kv_heads) / num_heads)
+        return _vote_bytes(view, k, tokens)
 
     def _threshold(self, view: LayerView, k: int) -> float:
         share = min(self.thresholds, key=lambda ratio: abs(ratio - k / view.num_tokens))
@@ -321,3 +317,10 @@ def follow_surprise(previous: Tensor | None, view: LayerView) -> Tensor:
     if previous is None:
         return surprise
     return SURPRISE_SMOOTHING * previous + (1 - SURPRISE_SMOOTHING) * surprise
+
+
+def _vote_bytes(view: LayerView, k: int, tokens: Tensor) -> float:
+    """A set per head is a fallback, or H2O: all keys. One set is the probe heads' vote."""
+    unselected = 1 - k / view.num_tokens
+    num_heads = len(view.value_norms)
+    return unselected * (0.5 if len(tokens) > 1 else 0.5 * len(view.probe_kv_heads) / num_heads)

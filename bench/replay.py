@@ -27,7 +27,7 @@ import torch
 
 from bench.machine import describe_machine
 from bench.recording import Recording, load_recording
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import SKETCH_BITS, ImpressConfig
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.importance.recording import RecordedSelection
 from impress_sglang.management import reorder
@@ -35,7 +35,6 @@ from impress_sglang.management.policies import Policy, make_policy
 from impress_sglang.storage.layout import (
     BLOCK_BYTES,
     PROBE,
-    SKETCH_BITS,
     KVShape,
     SegmentLayout,
     Stream,
@@ -161,18 +160,11 @@ class Replay:
         planner = PrefixPlanner(self._shape, [stored.span], self.placement, self._page.page_bytes)
         for layer in range(self._shape.num_layers):
             if self._exact:
-                self._read_whole(planner, layer)
+                self._read(planner, layer, dict.fromkeys(self._shape.kv_streams))
+                planner.note_whole(layer)
             else:
                 self._read_selection(planner, layer, question)
         return planner.stats
-
-    def _read_whole(self, planner: PrefixPlanner, layer: int) -> None:
-        """As `PrefixLoader` does it: sketches are not needed."""
-        shape = self._shape
-        if not shape.sketch_bits:
-            self._read(planner, layer, {PROBE: None})
-        self._read(planner, layer, dict.fromkeys(shape.streams[1:]))
-        planner.note_whole(layer)
 
     def _read_selection(
         self, planner: PrefixPlanner, layer: int, question: RecordedSelection

@@ -93,9 +93,14 @@ def identification(policy: str) -> str:
     return policy.partition("@")[2] or DEFAULT_IDENTIFICATION
 
 
+def base_policy(policy: str) -> str:
+    """The name without its identification: a value of `--impress-policy`."""
+    return policy.partition("@")[0]
+
+
 def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> list[str]:
     """Arguments of the extension for one policy."""
-    name = policy.partition("@")[0]
+    name = base_policy(policy)
     flags = ["--enable-impress", f"--impress-ssd-dir={store}", f"--impress-policy={name}"]
     flags.append(f"--impress-identify={identification(policy)}")
     if name == "recompute":

@@ -20,14 +20,11 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 
@@ -51,7 +48,8 @@ from bench.serving_options import (
     command_of,
     parse_arguments,
 )
-from bench.trace import Tokenize, Trace, TraceOptions, make_trace, write_for_bench_serving
+from bench.session import interrupt_on_signals, load_tokenize, work_folder
+from bench.trace import Trace, TraceOptions, make_trace, write_for_bench_serving
 from bench.zygote import Zygote
 from impress_sglang.demo.model import DemoModelMissing, model_path
 
@@ -62,8 +60,7 @@ SETTLE_SHARE = 0.1
 def main() -> int:
     """Run the benchmark; returns the exit status."""
     args = parse_arguments(__doc__)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    interrupt_on_signals()
     out = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
     progress = Console(stderr=True, highlight=False)
     try:
@@ -84,14 +81,14 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         plots.require_matplotlib()
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_work_folder(args.keep))
+        folder = stack.enter_context(work_folder(args.keep, "bench-serving"))
         zygote = Zygote(server_environment())
         stack.callback(zygote.close)
         with step(console, "building the trace"):
             model = (args.model or model_path()).resolve()
             options = _trace_options(args)
             data, datasets = _read_data(args)
-            trace = make_trace(datasets, _tokenizer(model), options)
+            trace = make_trace(datasets, load_tokenize(model), options)
         if args.write_trace:
             write_for_bench_serving(trace, args.write_trace)
         with step(console, "importing SGLang"):
@@ -138,18 +135,6 @@ def _trace_options(args: argparse.Namespace) -> TraceOptions:
     )
 
 
-def _tokenizer(model: Path) -> Tokenize:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-
-    def tokenize(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
-
-    return tokenize
-
-
 def _setup(args: argparse.Namespace, model: Path, trace: Trace) -> Setup:
     # No more than the requests under way: prefixes of earlier ones have to be loaded.
     pool_tokens = args.concurrency * trace.longest_prompt + SPARE_TOKENS
@@ -193,26 +178,6 @@ def _publish(args: argparse.Namespace, result: dict[str, Any], console: Console)
         console.print(f"{len(files)} files in {args.plot}", markup=False)
         for reason in left_out:
             console.print(f"not drawn: {reason}", markup=False)
-
-
-@contextlib.contextmanager
-def _work_folder(keep: Path | None) -> Iterator[Path]:
-    if keep is None:
-        # Not the system's directory for temporary files, which may be in memory.
-        with tempfile.TemporaryDirectory(prefix="bench-serving-", dir=Path.cwd()) as folder:
-            yield Path(folder)
-        return
-    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise BenchFailed(f"--keep {keep} must be an empty folder, or not exist")
-    keep.mkdir(parents=True, exist_ok=True)
-    yield keep.resolve()
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """Stop, once: what is asked for again does not disturb the clean-up."""
-    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(other, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from bench.examples import (
 from bench.machine import describe_machine
 from bench.servers import BenchFailed
 from bench.serving_options import DEFAULT_DATA
+from bench.session import Tokenize, tokenize_with
 from impress_sglang.demo.model import DemoModelMissing, model_path
 from impress_sglang.importance.identify import probe_kv_heads
 from impress_sglang.importance.selection import (
@@ -52,8 +53,6 @@ from impress_sglang.importance.selection import (
     similarity_threshold,
     top_tokens,
 )
-
-Tokenize = Callable[[str], list[int]]
 
 # What is compared, and what the tables call it.
 KINDS = {
@@ -170,10 +169,7 @@ def make_material(
     else:
         pieces = [example.shot for example in shuffled[questions:]]
 
-    def tokenize(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
-
+    tokenize = tokenize_with(tokenizer)
     chosen, prefix = _fill(pieces, tokenize, tokenizer("")["input_ids"], prefix_tokens)
     if any(example.context for example in examples):
         asked = [example for example in shuffled if example.context.strip() in chosen]

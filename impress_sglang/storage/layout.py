@@ -33,8 +33,9 @@ from typing import Any
 
 import torch
 
+from impress_sglang.config import SKETCH_BITS
+
 BLOCK_BYTES = 4096
-SKETCH_BITS = (2, 4, 8)
 
 # Number of a stream within its layer, in the order of the disk; see `KVShape.streams`.
 Stream = int
