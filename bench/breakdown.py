@@ -1,46 +1,35 @@
-"""Where the time of an SSD hit goes inside our own code, layer by layer, without a server.
+"""Where the time of an SSD hit goes inside our own code, stage by stage, without a server.
 
     python -m bench.breakdown [--prefix 4000 --new 64 --retention 0.25 --caches small]
 
 Stores random KVs of SmolLM2's shape in a temporary directory, then loads every layer as a request
-does, with timers around reading, score computation (matrix work), selection, planning, placing,
-averaging, copying of rows and moving of chunks between tiers. What is left of the wall clock is
-Python between them. `overhead` is everything but reading, scores and copying of KVs.
+does, and prints what its timeline says (best of several requests): waiting for bytes, probing,
+selecting, planning, copying, and the Python between them. `overhead` is everything but bytes,
+probe computing and copying. `--compute-ms` sleeps so long per layer, as the model's own work on a
+GPU would take, so that what is read ahead can be hidden behind it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from bench.machine import describe_machine
 from impress_sglang.config import ImpressConfig
-from impress_sglang.importance.history import TokenHistory
-from impress_sglang.importance.identify import (
-    IdentificationRule,
-    PaperRule,
-    SketchRule,
-    make_rule,
-    stored_probe,
-)
+from impress_sglang.importance.identify import IdentificationRule, make_rule, stored_probe
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.reader import ChunkReader
-from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.placement import Placement
-from impress_sglang.transfer import loader
+from impress_sglang.timeline import REST, SELECT, PLAN, RequestTimeline, TimelineWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
-from impress_sglang.transfer.planner import PrefixPlanner
-from impress_sglang.transfer.source import SegmentSource
+from impress_sglang.transfer.source import Demand
 
 LAYERS, QUERY_HEADS, KV_HEADS, DIM = 30, 9, 3, 64
 REPEATS = 7
@@ -48,32 +37,10 @@ REPEATS = 7
 CACHE_SHARES = {"none": (0.0, 0.0), "small": (0.1, 0.2), "roomy": (1.5, 0.0)}
 
 
-class Timers:
-    """Milliseconds per stage of one request; a stage inside another counts for itself alone."""
-
-    def __init__(self) -> None:
-        self.total: dict[str, float] = defaultdict(float)
-        self._inside = [0.0]
-
-    def wrap(self, owner: Any, name: str, stage: str) -> None:
-        """Time every call of `owner.name` as `stage`."""
-        original: Callable[..., Any] = getattr(owner, name)
-
-        def timed(*arguments: Any, **keywords: Any) -> Any:
-            began = time.perf_counter()
-            self._inside.append(0.0)
-            try:
-                return original(*arguments, **keywords)
-            finally:
-                whole = (time.perf_counter() - began) * 1e3
-                self.total[stage] += whole - self._inside.pop()
-                self._inside[-1] += whole
-
-        setattr(owner, name, timed)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prefix", type=int, default=4000, help="tokens of the stored prefix")
     parser.add_argument("--new", type=int, default=64, help="new tokens")
     parser.add_argument("--retention", type=float, default=0.25)
@@ -85,8 +52,11 @@ def main() -> None:
     )
     parser.add_argument("--identify", default="sketch", choices=["sketch", "paper"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--readahead", type=float, default=0.2)
+    parser.add_argument("--ssd-mbps", type=float, default=0.0, help="emulated SSD (0: the real one)")
+    parser.add_argument("--compute-ms", type=float, default=0.0, help="pause after each layer")
+    parser.add_argument("--trace", type=Path, help="folder for the timelines of all requests")
     args = parser.parse_args()
-    torch.set_num_threads(2)
     torch.manual_seed(0)
     dtype = getattr(torch, args.dtype)
     probes, sketch_bits = stored_probe(
@@ -96,18 +66,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=".") as directory:
         runs = _measure(args, shape, directory)
     best = min(runs, key=lambda run: run["wall"])
-    overhead = sum(best[stage] for stage in ("select", "plan", "place", "average", "python"))
     result = {
-        "command": "python -m bench.breakdown",
+        "command": " ".join(["python -m bench.breakdown", *sys.argv[1:]]),
         "machine": describe_machine(),
         "prefix_tokens": args.prefix,
         "new_tokens": args.new,
         "used_tokens": retained_tokens(args.prefix, args.retention),
-        "dtype": args.dtype,
-        "caches": args.caches,
-        "identify": args.identify,
         "milliseconds": {stage: round(value, 2) for stage, value in best.items()},
-        "overhead_ms": round(overhead, 2),
+        "overhead_ms": round(sum(best[stage] for stage in (SELECT, PLAN, REST)), 2),
     }
     print(json.dumps(result, indent=1))
 
@@ -116,7 +82,12 @@ def _measure(args: argparse.Namespace, shape: KVShape, directory: str) -> list[d
     kv_gb = args.prefix * LAYERS * 2 * KV_HEADS * DIM * shape.dtype.itemsize / 1e9
     device, host = (share * kv_gb for share in CACHE_SHARES[args.caches])
     config = ImpressConfig(
-        ssd_dir=directory, min_free_gb=0.0, device_gb=device, host_gb=host, reorder_interval=0
+        ssd_dir=directory,
+        min_free_gb=0.0,
+        device_gb=device,
+        host_gb=host,
+        reorder_interval=0,
+        readahead=args.readahead,
     )
     store = PrefixStore(config, "bench", shape)
     tokens = np.arange(args.prefix, dtype=np.int32)
@@ -130,29 +101,12 @@ def _measure(args: argparse.Namespace, shape: KVShape, directory: str) -> list[d
         min_tokens=1,
     )
     store.drain()
-    timers = _install_timers()
+    store.emulate_ssd(args.ssd_mbps)
+    writer = TimelineWriter(args.trace) if args.trace else None
     rule = make_rule(args.identify, 0.6)
-    runs = [_one_request(args, store, shape, rule, tokens, kv, timers) for _ in range(REPEATS)]
+    runs = [_one_request(args, store, shape, rule, tokens, kv, writer) for _ in range(REPEATS)]
     store.close()
     return runs
-
-
-def _install_timers() -> Timers:
-    timers = Timers()
-    timers.wrap(ChunkReader, "read", "read")
-    timers.wrap(loader, "column_sums", "scores")
-    timers.wrap(PaperRule, "select", "select")
-    timers.wrap(SketchRule, "select", "select")
-    timers.wrap(SegmentSource, "_restore", "restore")
-    timers.wrap(PrefixPlanner, "plan", "plan")
-    timers.wrap(PrefixPlanner, "count", "plan")
-    timers.wrap(Placement, "access", "place")
-    timers.wrap(TokenHistory, "note", "average")
-    timers.wrap(SegmentSource, "_rows", "copy")
-    timers.wrap(ChunkCache, "settle", "move")
-    timers.wrap(loader, "_by_head", "copy")
-    timers.wrap(loader, "join_keys", "copy")
-    return timers
 
 
 def _one_request(
@@ -162,7 +116,7 @@ def _one_request(
     rule: IdentificationRule,
     tokens: np.ndarray,
     kv: torch.Tensor,
-    timers: Timers,
+    writer: TimelineWriter | None,
 ) -> dict[str, float]:
     prefix_loader = PrefixLoader(shape, rule)
     # Queries near one key, so that heads agree and layers take the probe path, as on real text.
@@ -171,21 +125,29 @@ def _one_request(
     ).to(shape.dtype)
     inputs = LayerInputs(queries, kv[: args.new], kv[:0], DIM**-0.5)
     k = retained_tokens(args.prefix, args.retention)
-    timers.total.clear()
     stats = LoadStats()
-    began = time.perf_counter()
     match = store.match("bench", tokens, allow_approximate=False)
-    opened = store.open_source(match, 0, args.prefix)
+    demand = Demand(whole=k == args.prefix, probe=k < args.prefix or bool(shape.probe_kv_heads))
+    timeline = RequestTimeline("breakdown")
+    source = store.open_source(match, 0, args.prefix, demand, timeline)
+    store.ahead.join(source)
     for layer in range(LAYERS):
-        prefix_loader.load(layer, opened, inputs, k, stats)
-    store.close_source(opened)
-    wall = (time.perf_counter() - began) * 1e3
-    measured = dict(timers.total)
+        store.ahead.top_up()
+        prefix_loader.load(layer, source, inputs, k, stats)
+        if args.compute_ms:
+            with timeline.span("compute", layer):
+                time.sleep(args.compute_ms / 1e3)
+    store.close_source(source)
+    timeline.finish()
+    if writer is not None:
+        writer.write(timeline)
+    reads = source.stats
     return {
-        **measured,
-        "python": wall - sum(measured.values()),
-        "wall": wall,
-        "layers_by_probe": stats.layers_by_probe,
+        **timeline.totals(),
+        "wall": timeline.duration_ms,
+        "ssd_mb": reads.ssd_bytes / 1e6,
+        "ahead_mb": reads.ahead_bytes / 1e6,
+        "ahead_used_mb": reads.ahead_used_bytes / 1e6,
     }
 
 

@@ -29,6 +29,13 @@ POLICIES = (
 )
 IDENTIFICATIONS = ("sketch", "paper", "recent", "random", "random-nosink")
 REORDER_KEYS = ("selected", "importance")
+IO_ENGINES = ("auto", "aio", "threads")
+LOADS = ("faster", "always")
+# The value of --impress-retention that leaves the choice to the server, and the least it chooses.
+AUTO = "auto"
+AUTO_FLOOR = 0.25
+# Of the host memory, for what is read ahead.
+BUFFER_SHARE = 0.25
 SKETCH_BITS = (2, 4, 8)
 DEFAULT_SSD_DIR = "~/.cache/impress-sglang/kv"
 
@@ -55,7 +62,7 @@ class ImpressConfig:
     ssd_dir: str = DEFAULT_SSD_DIR
     ssd_gb: float = 32.0
     min_free_gb: float = 2.0
-    retention: float = 0.25
+    retention: float | str = 0.25
     min_retention: float = 0.05
     identify: str = "sketch"
     sketch_bits: int = 4
@@ -64,7 +71,10 @@ class ImpressConfig:
     chunk_tokens: int = 64
     min_prefix_tokens: int = 256
     policy: str = "impress"
-    io_threads: int = 8
+    io_engine: str = "auto"
+    io_depth: int = 32
+    readahead: float = 0.2
+    load: str = "faster"
     store_approximate: bool = True
     device_gb: float = 0.5
     host_gb: float = 4.0
@@ -73,16 +83,21 @@ class ImpressConfig:
     reorder_key: str = "selected"
     ssd_mbps: float = 0.0
     record_dir: str = ""
+    trace_dir: str = ""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _require_type(field.name, str(field.type), getattr(self, field.name))
-        _require(0.0 < self.retention <= 1.0, "retention", self.retention, "0 < r <= 1")
+        rules = f"0 < r <= 1, or {AUTO}"
+        number = not isinstance(self.retention, str)
+        _require(number or self.auto_retention, "retention", self.retention, rules)
+        _require(0.0 < self.usual_retention <= 1.0, "retention", self.retention, rules)
+        most = 1.0 if self.auto_retention else self.usual_retention
         _require(
-            0.0 <= self.min_retention <= self.retention,
+            0.0 <= self.min_retention <= most,
             "min_retention",
             self.min_retention,
-            f"between 0 and the retention, {self.retention}",
+            f"between 0 and {most:g}, the retention",
         )
         rules = f"one of {', '.join(IDENTIFICATIONS)}"
         _require(self.identify in IDENTIFICATIONS, "identify", self.identify, rules)
@@ -104,10 +119,20 @@ class ImpressConfig:
             self.min_free_gb,
             "0 or more and finite",
         )
-        _require(1 <= self.io_threads <= 256, "io_threads", self.io_threads, "1 to 256")
+        engines = f"one of {', '.join(IO_ENGINES)}"
+        _require(self.io_engine in IO_ENGINES, "io_engine", self.io_engine, engines)
+        _require(1 <= self.io_depth <= 1024, "io_depth", self.io_depth, "1 to 1024")
+        _require(self.load in LOADS, "load", self.load, f"one of {', '.join(LOADS)}")
         _require(self.policy in POLICIES, "policy", self.policy, f"one of {', '.join(POLICIES)}")
         _require(bool(self.ssd_dir.strip()), "ssd_dir", self.ssd_dir, "a directory")
-        for name in ("device_gb", "host_gb", "half_life", "reorder_interval", "ssd_mbps"):
+        for name in (
+            "device_gb",
+            "host_gb",
+            "half_life",
+            "readahead",
+            "reorder_interval",
+            "ssd_mbps",
+        ):
             value = getattr(self, name)
             _require(0 <= value < math.inf, name, value, "0 or more and finite")
         keys = f"one of {', '.join(REORDER_KEYS)}"
@@ -137,6 +162,28 @@ class ImpressConfig:
     def host_bytes(self) -> int:
         """Size of the host chunk cache in bytes."""
         return int(self.host_gb * 1e9)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Host memory for what is read ahead, in bytes; a part of `host_bytes`."""
+        return int(BUFFER_SHARE * self.host_bytes) if self.readahead else 0
+
+    @property
+    def auto_retention(self) -> bool:
+        """Whether each request gets the retention whose loading hides behind computing."""
+        return self.retention == AUTO
+
+    @property
+    def usual_retention(self) -> float:
+        """The retention of a request that asks for none; with auto the least that it gets."""
+        if self.auto_retention:
+            return max(AUTO_FLOOR, self.min_retention)
+        return float(self.retention)
+
+    @property
+    def trace_path(self) -> Path | None:
+        """Directory for the timelines of requests, None if none are wanted."""
+        return Path(self.trace_dir).expanduser() if self.trace_dir.strip() else None
 
     @property
     def record_path(self) -> Path | None:
@@ -196,6 +243,10 @@ def enable_for_engine(**options: Any) -> ImpressConfig:
     return config
 
 
+def _parse_retention(text: str) -> float | str:
+    return AUTO if text == AUTO else float(text)
+
+
 def _parse_switch(text: str) -> bool:
     values = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
     try:
@@ -216,9 +267,10 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "retention",
         "--impress-retention",
-        float,
-        "Share of a stored prefix that each layer uses (1.0 = all of it, exact); a request may ask "
-        "for another one with custom_params impress_retention.",
+        _parse_retention,
+        "Share of a stored prefix that each layer uses (1.0 = all of it, exact), or auto: as much "
+        f"as loads while the request is computed, at least {AUTO_FLOOR:g}; a request may ask for "
+        "another one with custom_params impress_retention.",
     ),
     Option(
         "min_retention",
@@ -272,7 +324,29 @@ OPTIONS: tuple[Option, ...] = (
         "(AttentionStore-like, LRU); recompute: no store.",
         POLICIES,
     ),
-    Option("io_threads", "--impress-io-threads", int, "Reads of the SSD store in flight."),
+    Option(
+        "io_engine",
+        "--impress-io-engine",
+        str,
+        "How the SSD store is read: aio (Linux native AIO), threads, or auto (aio where there is).",
+        IO_ENGINES,
+    ),
+    Option("io_depth", "--impress-io-depth", int, "Reads of the SSD store in flight."),
+    Option(
+        "readahead",
+        "--impress-readahead",
+        float,
+        "Bytes that may be read in vain by reading a layer before it is known what it wants, as a "
+        "share of the bytes wanted (0: nothing is read ahead).",
+    ),
+    Option(
+        "load",
+        "--impress-load",
+        str,
+        "faster: a stored prefix is loaded if that is estimated to be faster than computing it; "
+        "always: whenever there is one.",
+        LOADS,
+    ),
     Option(
         "store_approximate",
         "--impress-store-approximate",
@@ -290,7 +364,8 @@ OPTIONS: tuple[Option, ...] = (
         "host_gb",
         "--impress-host-gb",
         float,
-        "Host chunk cache, in GB of CPU memory, pinned where there is CUDA (0: none).",
+        "CPU memory for the host chunk cache (pinned where there is CUDA), in GB, of which a "
+        "quarter is for what is read ahead (0: none).",
     ),
     Option(
         "half_life",
@@ -325,12 +400,20 @@ OPTIONS: tuple[Option, ...] = (
         str,
         "Write what each request selected to this directory, for bench.replay (empty: off).",
     ),
+    Option(
+        "trace_dir",
+        "--impress-trace-dir",
+        str,
+        "Write a timeline of each request that loads a prefix to this directory, for "
+        "ui.perfetto.dev or python -m impress_sglang.timeline (empty: off).",
+    ),
 )
 
 
 _ACCEPTED_TYPES: dict[str, set[type]] = {
     "str": {str},
     "float": {float, int},
+    "float | str": {float, int, str},
     "int": {int},
     "bool": {bool},
 }

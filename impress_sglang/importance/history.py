@@ -64,44 +64,60 @@ class TokenHistory:
     def note(
         self,
         layer: int,
-        lane: int,
         start: int,
         num_tokens: int,
-        selected: npt.NDArray[np.int64],
+        lanes: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int64],
         importance: Tensor | None,
     ) -> None:
-        """Take in one lane of one layer of an access to the tokens from `start` on.
+        """Take in one layer of an access to the tokens from `start` on.
 
-        Layers and lanes of an access must come in ascending order from 0.
+        Layers of an access must come in ascending order from 0.
 
         Args:
             layer: from 0.
-            lane: of the layer.
             start: first token of the access, counted from the start of the segment.
             num_tokens: of the access.
-            selected: int64, distinct, counted from `start`.
-            importance: scores [H, num_tokens], None if there are none: then all count alike.
+            lanes: int64 [n], of each selected token.
+            tokens: int64 [n], the selected tokens, counted from `start`; distinct in a lane.
+            importance: scores [H, num_tokens], grouped by lane, None if there are none: then all
+                tokens count alike.
         """
         stop = start + num_tokens
         part = self._accesses[start:stop]
-        self._means = None
-        if layer == 0 and lane == 0:
+        if layer == 0:
             part += part < _MAX_COUNT
-        weight = np.maximum(1.0 / np.maximum(part, 1), AVERAGE_WEIGHT).astype(np.float32)
-        seen = np.zeros(num_tokens, np.float32)
-        seen[selected] = _STEPS
-        average = self._selected[layer, lane, start:stop]
-        average[:] = np.rint(_moved(average, seen, weight))
+            self._means = None
+        average = self._selected[layer, :, start:stop]
+        fewest, most = int(part.min()), int(part.max())
+        if _weight_of(fewest) == _weight_of(most):
+            kept, raised = _MOVED[min(max(fewest, 1), len(_MOVED)) - 1]
+            flat = self._selected[layer].reshape(-1)
+            chosen = lanes * self._selected.shape[2] + tokens + start
+            before = flat.take(chosen)
+            average[:] = kept.take(average)
+            flat[chosen] = raised.take(before)
+        else:
+            seen = np.zeros(average.shape, np.float32)
+            seen[lanes, tokens] = _STEPS
+            average[:] = np.rint(_moved(average, seen, _weights(part)))
         if self._importance is not None:
-            relative = np.ones_like(seen) if importance is None else _relative(importance)
-            sums = self._importance[layer, lane, start:stop]
-            sums[:] = _moved(sums, relative, weight)
+            sums = self._importance[layer, :, start:stop]
+            sums[:] = _moved(sums, _relative(importance, sums.shape), _weights(part))
 
     def token_means(self) -> npt.NDArray[np.float32]:
         """Mean of `average` over layers and lanes, float32 [t]; as of the last access."""
         if self._means is None:
             self._means = self._selected.mean((0, 1), dtype=np.float32) / np.float32(_STEPS)
         return self._means
+
+
+def _weight_of(accesses: int) -> float:
+    return max(1.0 / max(accesses, 1), AVERAGE_WEIGHT)
+
+
+def _weights(accesses: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    return np.maximum(1.0 / np.maximum(accesses, 1), AVERAGE_WEIGHT).astype(np.float32)
 
 
 def _moved(
@@ -114,8 +130,26 @@ def _moved(
     return moved
 
 
-def _relative(importance: Tensor) -> npt.NDArray[np.float32]:
-    """Column sums in units of their mean, within the range of float16."""
-    summed = importance.sum(0, dtype=torch.float32)
-    relative = summed / summed.mean().clamp_min(1e-20)
+def _moved_steps(accesses: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """Every average after an access that did not select the token, and after one that did."""
+    steps = np.arange(_STEPS + 1)
+    weight = _weights(np.array([accesses], np.uint8))
+    kept, raised = (
+        np.rint(_moved(steps, np.full(len(steps), seen, np.float32), weight))
+        for seen in (0, _STEPS)
+    )
+    return kept.astype(np.uint8), raised.astype(np.uint8)
+
+
+# By the number of the access; the last ones all weigh alike.
+_MOVED = [_moved_steps(accesses) for accesses in range(1, round(1 / AVERAGE_WEIGHT) + 1)]
+
+
+def _relative(importance: Tensor | None, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """Column sums by lane in units of their mean, within the range of float16."""
+    if importance is None:
+        return np.ones(shape, np.float32)
+    num_lanes, num_tokens = shape
+    summed = importance.reshape(num_lanes, -1, num_tokens).sum(1, dtype=torch.float32)
+    relative = summed / summed.mean(-1, keepdim=True).clamp_min(1e-20)
     return np.minimum(relative.cpu().numpy(), np.float32(6e4))

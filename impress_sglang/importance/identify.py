@@ -8,7 +8,7 @@ docs/identification.md compares them.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -72,8 +72,14 @@ class Evidence(Protocol):
 class IdentificationRule(Protocol):
     """The contract; tests/unit/test_identify.py runs it on every implementation.
 
-    Implementations must be pure: same evidence, same answer.
+    Implementations must be pure: same evidence, same answer. `evidence` says what they ask for
+    first: probe (the probe stream), keys (all keys) or nothing.
     """
+
+    @property
+    def evidence(self) -> str:
+        """What the rule asks for first."""
+        ...
 
     def select(self, evidence: Evidence, k: int) -> Tensor:
         """The tokens that a layer uses.
@@ -103,6 +109,8 @@ class PaperRule:
 
     alpha: float
 
+    evidence: ClassVar[str] = "probe"
+
     def select(self, evidence: Evidence, k: int) -> Tensor:
         """See `IdentificationRule.select`."""
         scores = evidence.probe_scores()
@@ -118,6 +126,8 @@ class PaperRule:
 class SketchRule:
     """Each KV head takes its own top k by the scores of sketched keys of all heads."""
 
+    evidence: ClassVar[str] = "probe"
+
     def select(self, evidence: Evidence, k: int) -> Tensor:
         """See `IdentificationRule.select`."""
         return per_head_tokens(evidence.probe_scores(), evidence.group_size, k)
@@ -126,6 +136,8 @@ class SketchRule:
 @dataclasses.dataclass(frozen=True, slots=True)
 class H2ORule:
     """The AS+H2O baselines of the paper: all keys are read, each KV head takes its own top k."""
+
+    evidence: ClassVar[str] = "keys"
 
     def select(self, evidence: Evidence, k: int) -> Tensor:
         """See `IdentificationRule.select`."""
@@ -139,6 +151,8 @@ class RecentRule:
     Without the first ones, on which attention rests, answers collapse (StreamingLLM,
     https://arxiv.org/abs/2309.17453).
     """
+
+    evidence: ClassVar[str] = "nothing"
 
     def select(self, evidence: Evidence, k: int) -> Tensor:
         """See `IdentificationRule.select`."""
@@ -155,6 +169,8 @@ class RandomRule:
     """
 
     sinks: bool
+
+    evidence: ClassVar[str] = "nothing"
 
     def select(self, evidence: Evidence, k: int) -> Tensor:
         """See `IdentificationRule.select`."""

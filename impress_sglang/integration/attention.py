@@ -19,6 +19,8 @@ from impress_sglang.errors import ChunkUnreadable, UnsupportedError
 from impress_sglang.integration.recompute import PrefixCapture, recompute_prefix
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.runtime import ServingRuntime
+from impress_sglang.management.estimate import pairs_of
+from impress_sglang.timeline import ATTENTION, COPY, NO_TIMELINE
 from impress_sglang.transfer.loader import LayerInputs
 
 
@@ -29,6 +31,16 @@ class _BatchRow:
     index: int
     request: PrefixRequest
     new: slice
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pass:
+    """An extend pass under way: when it began, and `loading_ms` of its requests until then."""
+
+    began: float
+    new_tokens: int
+    pairs: float
+    loading_ms: float
 
 
 class ImpressTorchNativeBackend(TorchNativeAttnBackend):
@@ -42,6 +54,8 @@ class ImpressTorchNativeBackend(TorchNativeAttnBackend):
     _capture: PrefixCapture | None
     _row_starts: Tensor
     _rows: list[_BatchRow]
+    _pass: _Pass | None
+    _layer: int
     _model_runner: Any
 
     def connect(self, runtime: ServingRuntime) -> None:
@@ -52,22 +66,29 @@ class ImpressTorchNativeBackend(TorchNativeAttnBackend):
         """Note which requests of the batch have a stored prefix, and where their rows start."""
         super().init_forward_metadata(forward_batch)
         self._rows = []
+        self._pass = None
         if not forward_batch.forward_mode.is_extend():
             return
         live = {} if self._runtime is None else self._runtime.live
-        starts, first = [], 0
+        starts, first, lengths = [], 0, forward_batch.seq_lens_cpu.tolist()
+        began, new_tokens, pairs = time.perf_counter(), 0, 0.0
         # SGLang's warm-up batches have no requests.
         rids = forward_batch.rids or [None] * forward_batch.batch_size
         for index, rid in enumerate(rids):
             stop = first + forward_batch.extend_seq_lens_cpu[index]
             request = live.get(rid)
-            starts.append(0 if request is None or request.adopted else request.start)
+            start = 0 if request is None or request.adopted else request.start
+            starts.append(start)
+            new_tokens += stop - first
+            pairs += pairs_of(lengths[index] - start - (stop - first), stop - first)
             if request is not None and not request.adopted:
                 self._rows.append(_BatchRow(index, request, slice(first, stop)))
             first = stop
         self._row_starts[forward_batch.req_pool_indices] = torch.tensor(
             starts, device=self._row_starts.device
         )
+        loading = sum(row.request.loading_ms for row in self._rows)
+        self._pass = _Pass(began, new_tokens, pairs, loading)
 
     def forward(
         self,
@@ -98,8 +119,20 @@ class ImpressTorchNativeBackend(TorchNativeAttnBackend):
         for row in self._rows:
             if row.request.layers_loaded == layer.layer_id:
                 self._load_layer(row, q, k, layer, forward_batch)
+        self._layer = layer.layer_id
         output: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        if self._runtime is not None and self._layer == self._runtime.shape.num_layers - 1:
+            self._note_pass(self._runtime)
         return output
+
+    def _note_pass(self, runtime: ServingRuntime) -> None:
+        """Tell the estimator what computing took; a recompute in between is not what it means."""
+        noted, requests = self._pass, [row.request for row in self._rows]
+        if noted is None or any(request.recomputed for request in requests):
+            return
+        loading = sum(request.loading_ms for request in requests) - noted.loading_ms
+        seconds = time.perf_counter() - noted.began - loading / 1e3
+        runtime.estimator.note_forward(noted.new_tokens, noted.pairs, seconds)
 
     def _load_layer(
         self, row: _BatchRow, q: Tensor, k: Tensor, layer: Any, forward_batch: Any
@@ -121,7 +154,7 @@ class ImpressTorchNativeBackend(TorchNativeAttnBackend):
         except ChunkUnreadable as error:
             self._recompute(request, error, forward_batch)
             loaded = self._runtime.load_layer(layer.layer_id, request, inputs)
-        with request.stats.timed("load_ms"):
+        with request.stats.timed("load_ms"), request.timeline.span(COPY, layer.layer_id):
             key_pool[request.slots] = loaded.keys.to(key_pool.device)
             value_pool[request.slots] = loaded.values.to(value_pool.device)
         self._runtime.finish_layer(request)
@@ -227,17 +260,20 @@ class ImpressTorchNativeBackend(TorchNativeAttnBackend):
             zip(req_pool_indices.tolist(), seq_lens.tolist(), new_lens, strict=True)
         ):
             began = time.perf_counter()
+            request = requests.get(index)
+            timeline = NO_TIMELINE if request is None else request.timeline
             slots = req_to_token[row, starts[index] : kv_len]
-            output[first : first + new_len] = rectangular_attention(
-                query[first : first + new_len],
-                k_cache[slots],
-                v_cache[slots],
-                scaling=scaling,
-                causal=causal,
-                window=window,
-            )
-            if index in requests:
-                requests[index].attention_ms += (time.perf_counter() - began) * 1e3
+            with timeline.span(ATTENTION, self._layer):
+                output[first : first + new_len] = rectangular_attention(
+                    query[first : first + new_len],
+                    k_cache[slots],
+                    v_cache[slots],
+                    scaling=scaling,
+                    causal=causal,
+                    window=window,
+                )
+            if request is not None:
+                request.attention_ms += (time.perf_counter() - began) * 1e3
             first += new_len
         return output
 
@@ -257,6 +293,8 @@ def adopt_backend(backend: Any, model_runner: Any) -> None:
     backend._runtime = None
     backend._capture = None
     backend._rows = []
+    backend._pass = None
+    backend._layer = 0
     backend._model_runner = model_runner
     num_rows = model_runner.req_to_token_pool.req_to_token.shape[0]
     backend._row_starts = torch.zeros(num_rows, dtype=torch.int64, device=backend.device)

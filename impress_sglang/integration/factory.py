@@ -54,7 +54,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
         )
 
     device = runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer).device
-    runtime = ServingRuntime(config, shape, identify(), device)
+    hidden_size = runner.model_config.hidden_size
+    runtime = ServingRuntime(config, shape, identify(), device, hidden_size)
     backend.connect(runtime)
     return ImpressRadixCache(context.params, runtime, identify, runner.forward_stream)
 

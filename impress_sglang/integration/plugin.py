@@ -42,6 +42,7 @@ def activate() -> None:
         ),
         ("srt.model_executor.model_runner.ModelRunner.load_model", _before_load, HookType.BEFORE),
         ("srt.sampling.sampling_params.SamplingParams.verify", _before_verify, HookType.BEFORE),
+        ("srt.managers.scheduler.Scheduler._prefetch_kvcache", _after_queued, HookType.AFTER),
         ("srt.managers.scheduler.Scheduler.get_internal_state", _after_state, HookType.AFTER),
         ("srt.managers.scheduler.Scheduler.set_internal_state", _around_order, HookType.AROUND),
         (
@@ -158,6 +159,14 @@ def _make_tree_cache(context: Any) -> Any:
     if config is None:
         raise UnsupportedError("--radix-cache-backend impress needs --enable-impress")
     return make_tree_cache(context, config)
+
+
+def _after_queued(result: Any, scheduler: Any, req: Any, *_: Any, **__: Any) -> Any:
+    from impress_sglang.integration.radix_cache import ImpressRadixCache
+
+    if isinstance(scheduler.tree_cache, ImpressRadixCache):
+        scheduler.tree_cache.prefetch(req)
+    return result
 
 
 def _after_state(result: Any, *arguments: Any, **keywords: Any) -> Any:

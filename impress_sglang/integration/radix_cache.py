@@ -11,6 +11,7 @@ Slots that SGLang's tree does not know are counted as protected, so that SGLang'
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable
@@ -35,33 +36,58 @@ from impress_sglang.integration.eviction import ScoreEviction
 from impress_sglang.integration.pool import PoolLayerReader
 from impress_sglang.integration.request import (
     PrefixRequest,
+    estimate_fields,
     new_report,
     requested_retention,
 )
 from impress_sglang.integration.runtime import ServingRuntime
+from impress_sglang.management.estimate import Estimate, Work, buffer_bytes
 from impress_sglang.management.store import StoreOutcome
 from impress_sglang.management.tree import StoredMatch
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.timeline import Timeline
+from impress_sglang.transfer.source import SegmentSource
 
 logger = logging.getLogger(__name__)
 
 REPORT_KEY = "impress"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Offer:
     """What `match_prefix` promised: k of the tokens [resident_len, stop) of a stored prefix."""
 
-    __slots__ = ("k", "match", "resident_len", "token_ids")
+    match: StoredMatch
+    work: Work
+    k: int
+    token_ids: Tokens
+    estimate: Estimate
 
-    def __init__(self, match: StoredMatch, resident_len: int, k: int, token_ids: Tokens) -> None:
-        self.match = match
-        self.resident_len = resident_len
-        self.k = k
-        self.token_ids = token_ids
+    @property
+    def resident_len(self) -> int:
+        return self.work.resident
 
     @property
     def stop(self) -> int:
         return self.match.num_tokens
+
+    def same_reads(self, other: _Offer) -> bool:
+        """Whether another offer reads the same of the same segments."""
+        return (
+            self.work == other.work
+            and self.k == other.k
+            and [span.segment.segment_id for span in self.match.spans]
+            == [span.segment.segment_id for span in other.match.spans]
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Prefetch:
+    """What is read for a request that waits."""
+
+    offer: _Offer
+    source: SegmentSource
+    timeline: Timeline
 
 
 class ImpressRadixCache(RadixCache):
@@ -79,6 +105,7 @@ class ImpressRadixCache(RadixCache):
         self._identify = identify
         self._forward_stream = forward_stream
         self._offers: dict[str, _Offer] = {}
+        self._prefetches: dict[str, _Prefetch] = {}
         self._declined: set[str] = set()
         self._counted: set[str] = set()
         self._private_tokens = 0
@@ -89,7 +116,7 @@ class ImpressRadixCache(RadixCache):
         config = runtime.config
         self._score_eviction: ScoreEviction | None = None
         if runtime.policy.scores and params.eviction_policy == "lru":
-            self._score_eviction = ScoreEviction(config.half_life, config.retention)
+            self._score_eviction = ScoreEviction(config.half_life, config.usual_retention)
             self.eviction_strategy = self._score_eviction
         self._started = True
 
@@ -105,6 +132,8 @@ class ImpressRadixCache(RadixCache):
             if identity != self._runtime.identity:
                 self._runtime.reopen(identity)
         assert not self._runtime.live and not self._private_tokens and not self._held_tokens
+        for rid in list(self._prefetches):
+            self._drop_prefetch(rid)
         self._offers.clear()
         self._declined.clear()
         self._counted.clear()
@@ -118,16 +147,18 @@ class ImpressRadixCache(RadixCache):
             return resident
         report = new_report(self._runtime.policy.name, resident.device_prefix_len)
         req.customized_info = {REPORT_KEY: [report]}
-        retention = requested_retention(req.sampling_params, self._runtime.config)
-        match = self._find_stored(params.key, req.rid, retention)
+        match = self._find_stored(params.key, req)
         if self._score_eviction is not None and req.rid not in self._counted:
             self._counted.add(req.rid)
             self._score_eviction.note_request(
                 resident.last_device_node, resident.device_prefix_len, match
             )
-        offer = self._make_offer(match, params.key, resident.device_prefix_len, retention)
-        if offer is None:
+        offer = self._make_offer(match, params.key, resident.device_prefix_len, req)
+        if offer is not None:
+            report.update(estimate_fields(offer.estimate))
+        if offer is None or not self._loads(offer):
             self._offers.pop(req.rid, None)
+            self._drop_prefetch(req.rid)
             return resident
         self._offers[req.rid] = offer
         return resident._replace(device_prefix_len=offer.stop - offer.k, host_hit_length=offer.k)
@@ -151,6 +182,32 @@ class ImpressRadixCache(RadixCache):
         req.storage_hit_length = request.num_tokens
         return request.k, req.last_node
 
+    def prefetch(self, req: Any) -> None:
+        """A request begins to wait: read what its first layers will want, if there is room.
+
+        It is never held back for that: when it is admitted, it goes on with what is there.
+        """
+        if self.disable or not self._runtime.store.ahead.enabled or req.rid in self._prefetches:
+            return
+        tokens = req.full_untruncated_fill_ids or req.origin_input_ids
+        key = RadixKey(tokens[:-1], req.extra_key, cache_salt=req.cache_salt)
+        match = self._find_stored(key, req)
+        resident = super().match_prefix(MatchPrefixParams(key=key)).device_prefix_len
+        offer = self._make_offer(match, key, resident, req)
+        if offer is None or not self._loads(offer):
+            return
+        runtime, timeline = self._runtime, self._runtime.timeline_for(req.rid)
+        try:
+            source = self._open_source(offer, timeline)
+        except ChunkUnreadable as error:
+            logger.warning("request %s does without its stored prefix: %s", req.rid, error)
+            runtime.store.drop(error.segment_id)
+            return
+        self._prefetches[req.rid] = _Prefetch(offer, source, timeline)
+        runtime.store.ahead.wait(
+            source, buffer_bytes(runtime.store.bytes_per_second, offer.estimate)
+        )
+
     def prefix_device_indices(self, req: Any) -> Tensor:
         """The row of a request's prefix: zeros, resident slots, private slots."""
         request = self._runtime.live.get(req.rid)
@@ -163,6 +220,8 @@ class ImpressRadixCache(RadixCache):
         """Insert what is exact into SGLang's tree, and offer what is new to the store."""
         request = self._runtime.live.get(req.rid)
         assert request is None or request.layers_loaded == self._runtime.shape.num_layers
+        if request is not None:
+            request.finish_timeline()
         if request is not None and request.approximate:
             if req.finished():
                 self._offer_approximate(req, request, up_to)
@@ -183,6 +242,7 @@ class ImpressRadixCache(RadixCache):
             if not request.adopted:
                 self._private_tokens -= request.k
                 self.token_to_kv_pool_allocator.free(request.slots)
+            self._runtime.keep_timeline(request)
         reports = (req.customized_info or {}).get(REPORT_KEY)
         if req.finished() and reports:
             self._runtime.totals.add(reports[0])
@@ -216,6 +276,7 @@ class ImpressRadixCache(RadixCache):
     def flush_pending_backups(self) -> None:
         """SGLang's tick after each batch."""
         self._runtime.store.poll()
+        self._runtime.store.ahead.top_up()
 
     def protected_size(self) -> int:
         """Tokens that cannot be evicted: SGLang's, and the slots only we know."""
@@ -264,31 +325,64 @@ class ImpressRadixCache(RadixCache):
         assert self._held_tokens <= self._writing_tokens
         self._runtime.store.check_integrity()
 
-    def _find_stored(self, key: RadixKey, rid: str, retention: float) -> StoredMatch:
-        policy = self._runtime.policy
-        if rid in self._declined or not policy.stores:
+    def _find_stored(self, key: RadixKey, req: Any) -> StoredMatch:
+        policy, config = self._runtime.policy, self._runtime.config
+        if req.rid in self._declined or not policy.stores:
             return StoredMatch()
+        own = requested_retention(req.sampling_params, config)
+        exact = policy.exact(config.usual_retention if own is None else own)
         return self._runtime.store.match(
-            _namespace(key),
-            _as_tokens(key.raw_token_ids()),
-            allow_approximate=not policy.exact(retention),
+            _namespace(key), _as_tokens(key.raw_token_ids()), allow_approximate=not exact
         )
 
     def _make_offer(
-        self, match: StoredMatch, key: RadixKey, resident_len: int, retention: float
+        self, match: StoredMatch, key: RadixKey, resident_len: int, req: Any
     ) -> _Offer | None:
-        policy = self._runtime.policy
+        runtime = self._runtime
         num_tokens = match.num_tokens - resident_len
-        if num_tokens < self._runtime.config.min_prefix_tokens:
+        if num_tokens < runtime.config.min_prefix_tokens:
             return None
-        k = policy.tokens_to_load(num_tokens, retention)
+        # SGLang leaves the last token out of the key: it is computed in any case.
+        work = Work(resident_len, num_tokens, len(key) + 1 - match.num_tokens)
+        own = requested_retention(req.sampling_params, runtime.config)
+        estimate = runtime.decide(match, work, own)
+        k = runtime.policy.tokens_to_load(num_tokens, estimate.retention)
         if not k:
             return None
-        return _Offer(match, resident_len, k, _as_tokens(key.raw_token_ids()[: match.num_tokens]))
+        token_ids = _as_tokens(key.raw_token_ids()[: match.num_tokens])
+        return _Offer(match, work, k, token_ids, estimate)
+
+    def _loads(self, offer: _Offer) -> bool:
+        """Whether an offer is taken, or its tokens are computed because that is faster."""
+        store = self._runtime.store
+        if self._runtime.config.load == "always" or offer.estimate.loads_faster:
+            return True
+        store.measure_reading(offer.match)
+        return False
+
+    def _open_source(self, offer: _Offer, timeline: Timeline) -> SegmentSource:
+        demand = self._runtime.demand_of(offer.k, offer.work.stored)
+        return self._runtime.store.open_source(
+            offer.match, offer.resident_len, offer.stop, demand, timeline
+        )
+
+    def _take_source(self, rid: str, offer: _Offer) -> tuple[SegmentSource, Timeline]:
+        """The source of a request that is admitted: what was read while it waited, or a new one."""
+        prefetch = self._prefetches.pop(rid, None)
+        if prefetch is not None and prefetch.offer.same_reads(offer):
+            return prefetch.source, prefetch.timeline
+        if prefetch is not None:
+            self._runtime.store.close_source(prefetch.source)
+        timeline = self._runtime.timeline_for(rid)
+        return self._open_source(offer, timeline), timeline
+
+    def _drop_prefetch(self, rid: str) -> None:
+        if (prefetch := self._prefetches.pop(rid, None)) is not None:
+            self._runtime.store.close_source(prefetch.source)
 
     def _open_request(self, req: Any, offer: _Offer) -> PrefixRequest | None:
         try:
-            source = self._runtime.store.open_source(offer.match, offer.resident_len, offer.stop)
+            source, timeline = self._take_source(req.rid, offer)
         except ChunkUnreadable as error:
             logger.warning("request %s does without its stored prefix: %s", req.rid, error)
             self._runtime.store.drop(error.segment_id)
@@ -318,7 +412,10 @@ class ImpressRadixCache(RadixCache):
             approximate=approximate,
             source=source,
             report=report,
+            new_tokens=offer.work.new,
+            timeline=timeline,
         )
+        self._runtime.store.ahead.join(source)
         request.recorder = self._runtime.recorder_for(request)
         return request
 
@@ -408,6 +505,7 @@ class ImpressRadixCache(RadixCache):
 
     def _forget(self, rid: str) -> None:
         self._offers.pop(rid, None)
+        self._drop_prefetch(rid)
         self._declined.discard(rid)
         self._counted.discard(rid)
 

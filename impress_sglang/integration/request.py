@@ -9,6 +9,8 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.recording import SelectionRecorder
+from impress_sglang.management.estimate import Estimate
+from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.planner import ReadStats
 from impress_sglang.transfer.source import MemorySource, SegmentSource
@@ -34,11 +36,11 @@ def check_custom_params(custom_params: object) -> None:
         )
 
 
-def requested_retention(sampling_params: Any, config: ImpressConfig) -> float:
-    """The retention of a request: its own or the server's, and not below the server's floor."""
+def requested_retention(sampling_params: Any, config: ImpressConfig) -> float | None:
+    """The retention that a request asks for, at least the server's floor; None if it does not."""
     params = getattr(sampling_params, "custom_params", None)
     own = params.get(RETENTION_KEY) if isinstance(params, dict) else None
-    return config.retention if own is None else max(float(own), config.min_retention)
+    return None if own is None else max(float(own), config.min_retention)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -61,6 +63,8 @@ class PrefixRequest:
     approximate: bool  # the stored KVs, or our selection of them, are not the full prefix
     source: SegmentSource | MemorySource | None
     report: dict[str, object]
+    new_tokens: int = 0
+    timeline: Timeline = NO_TIMELINE
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)
     layers_loaded: int = 0
     attention_ms: float = 0.0
@@ -88,6 +92,16 @@ class PrefixRequest:
     def prefix_len(self) -> int:
         """Tokens of the prompt that are not computed: resident and stored."""
         return self.resident_len + self.num_tokens
+
+    @property
+    def loading_ms(self) -> float:
+        """What identification and loading have taken so far, in milliseconds."""
+        return self.stats.probe_ms + self.stats.load_ms
+
+    def finish_timeline(self) -> None:
+        """The prompt is computed: what comes later is not what a timeline is about."""
+        if isinstance(self.timeline, RequestTimeline):
+            self.timeline.finish()
 
     def publish(self) -> None:
         """Write what is known by now into the report that goes out with the first token."""
@@ -126,4 +140,26 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
         "load_ms": 0.0,
         "attention_ms": 0.0,
         "recomputed": False,
+        "decision": "none",
+        "retention": None,
+        "estimated_load_ms": None,
+        "estimated_recompute_ms": None,
+    }
+
+
+def estimate_fields(estimate: Estimate) -> dict[str, object]:
+    """What a report says of the decision between loading and computing.
+
+    `decision` is load or recompute, or none where nothing was stored; the estimates are None before
+    the server has seen how fast it computes.
+    """
+
+    def milliseconds(seconds: float | None) -> float | None:
+        return None if seconds is None else round(seconds * 1e3, 3)
+
+    return {
+        "decision": "load" if estimate.loads_faster else "recompute",
+        "retention": round(estimate.retention, 4),
+        "estimated_load_ms": milliseconds(estimate.load),
+        "estimated_recompute_ms": milliseconds(estimate.recompute),
     }

@@ -19,13 +19,15 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.importance.recording import SelectionRecorder
 from impress_sglang.integration.request import PrefixRequest
+from impress_sglang.management.estimate import RETENTIONS, Estimate, Estimator, Work
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.tree import prefix_digest
+from impress_sglang.management.tree import StoredMatch, prefix_digest
 from impress_sglang.storage.directory import require_writable
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline, TimelineWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadedLayer, PrefixLoader
-from impress_sglang.transfer.source import SegmentSource
+from impress_sglang.transfer.source import Demand, SegmentSource
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +41,13 @@ class RequestTotals:
     requests_device: int = 0
     requests_computed: int = 0
     requests_recomputed: int = 0
+    requests_declined: int = 0
     prefix_tokens: int = 0
     used_tokens: int = 0
     ssd_bytes: int = 0
     ssd_needed_bytes: int = 0
+    ahead_bytes: int = 0
+    ahead_used_bytes: int = 0
     h2d_bytes: int = 0
     chunks_accessed: int = 0
     chunks_loaded: int = 0
@@ -57,6 +62,7 @@ class RequestTotals:
     layers_whole: int = 0
     probe_ms: float = 0.0
     load_ms: float = 0.0
+    wait_ms: float = 0.0
     attention_ms: float = 0.0
 
     def add(self, report: dict[str, Any]) -> None:
@@ -65,6 +71,7 @@ class RequestTotals:
         path = f"requests_{report['path']}"
         setattr(self, path, getattr(self, path) + 1)
         self.requests_recomputed += bool(report["recomputed"])
+        self.requests_declined += report["decision"] == "recompute"
         for field in dataclasses.fields(self):
             if not field.name.startswith("requests"):
                 setattr(self, field.name, getattr(self, field.name) + report[field.name])
@@ -74,9 +81,14 @@ class ServingRuntime:
     """Store, policy, loader and live requests of one scheduler."""
 
     def __init__(
-        self, config: ImpressConfig, shape: KVShape, identity: str, device: torch.device
+        self,
+        config: ImpressConfig,
+        shape: KVShape,
+        identity: str,
+        device: torch.device,
+        hidden_size: int,
     ) -> None:
-        """Open the store; `device` is where attention runs.
+        """Open the store; `device` is where attention runs, `hidden_size` that of the model.
 
         Raises:
             ConfigError: a directory cannot be written, or the caches do not fit in memory.
@@ -90,7 +102,11 @@ class ServingRuntime:
         self.live: dict[str, PrefixRequest] = {}
         self.store = PrefixStore(config, identity, shape, device)
         self._device = device
-        self._loader = PrefixLoader(shape, self.policy.identification_rule())
+        rule = self.policy.identification_rule()
+        self._evidence = rule.evidence
+        self._loader = PrefixLoader(shape, rule)
+        self.estimator = Estimator(hidden_size)
+        self._timelines = TimelineWriter(config.trace_path) if config.trace_path else None
         self._recorded = itertools.count()
         if config.record_path is not None:
             require_writable(config.record_path)
@@ -106,6 +122,52 @@ class ServingRuntime:
         """Finish writes and close the store; nothing is served after that."""
         self.store.close()
 
+    def demand_of(self, k: int, num_tokens: int) -> Demand:
+        """What a request that uses k of a prefix's tokens will ask of each layer."""
+        whole, stored_apart = k == num_tokens, bool(self.shape.probe_kv_heads)
+        return Demand(
+            whole=whole,
+            probe=stored_apart or (not whole and self._evidence == "probe"),
+            all_keys=self._evidence == "keys",
+        )
+
+    def decide(self, match: StoredMatch, work: Work, own: float | None) -> Estimate:
+        """How much of a stored prefix to load, and what that and computing it would take.
+
+        Args:
+            match: what is stored.
+            work: of the request; its stored tokens are the last ones of the match.
+            own: the retention that the request asks for, None for the server's.
+        """
+        config, policy = self.config, self.policy
+        start = match.num_tokens - work.stored
+        usual = config.usual_retention if own is None else own
+        exact = policy.exact(usual)
+        probe = not exact and self._evidence == "probe"
+        stored = self.store.stored_bytes(match, start, match.num_tokens, probe=probe)
+
+        def estimate(retention: float) -> Estimate:
+            all_keys = self._evidence == "keys" and retention < 1.0
+            num_bytes = stored.expected(retention, all_keys=all_keys)
+            seconds = self.store.seconds_to_read(num_bytes)
+            return self.estimator.estimate(work, retention, seconds)
+
+        if exact:
+            return estimate(1.0)
+        if own is not None or not config.auto_retention:
+            return estimate(usual)
+        choices = [retention for retention in RETENTIONS if retention > usual]
+        return self.estimator.largest_hidden([estimate(r) for r in (*choices, usual)])
+
+    def timeline_for(self, rid: str) -> Timeline:
+        """Where a request's time goes, if that is wanted."""
+        return NO_TIMELINE if self._timelines is None else RequestTimeline(rid)
+
+    def keep_timeline(self, request: PrefixRequest) -> None:
+        """Write a request's timeline, if there is one."""
+        if self._timelines is not None and isinstance(request.timeline, RequestTimeline):
+            self._timelines.write(request.timeline)
+
     def load_layer(self, layer: int, request: PrefixRequest, inputs: LayerInputs) -> LoadedLayer:
         """The KVs that a layer uses of a request's stored prefix.
 
@@ -114,10 +176,12 @@ class ServingRuntime:
         """
         assert request.source is not None
         fallbacks = request.stats.layers_by_fallback
+        # Before this layer waits for its bytes, those of later ones are on their way behind them.
+        self.store.ahead.top_up()
         loaded = self._loader.load(layer, request.source, inputs, request.k, request.stats)
         if request.recorder is not None:
             fell_back = request.stats.layers_by_fallback > fallbacks
-            selected = [tokens.numpy() for tokens in loaded.selected]
+            selected = list(loaded.selected.numpy())
             request.recorder.note(layer, selected, all_keys=fell_back)
         return loaded
 
@@ -138,6 +202,7 @@ class ServingRuntime:
         request.layers_loaded += 1
         if request.layers_loaded == self.shape.num_layers:
             self.release_source(request)
+            self._note_load(request)
             request.publish()
 
     def release_source(self, request: PrefixRequest) -> None:
@@ -146,6 +211,15 @@ class ServingRuntime:
             request.reads.add(request.source.stats)
             self.store.close_source(request.source)
         request.source = None
+
+    def _note_load(self, request: PrefixRequest) -> None:
+        stats, reads = request.stats, request.reads
+        if request.recomputed:
+            return
+        seconds = (stats.probe_ms + stats.load_ms - reads.wait_ms) / 1e3
+        work = Work(request.resident_len, request.num_tokens, request.new_tokens)
+        whole = request.k == request.num_tokens
+        self.estimator.note_load(work, seconds, whole=whole)
 
     def discard_source(self, request: PrefixRequest, error: ChunkUnreadable) -> None:
         """A chunk was unreadable: forget the segment, and note that the prefix is computed."""

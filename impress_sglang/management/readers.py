@@ -15,15 +15,20 @@ import numpy as np
 
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.importance.history import TokenHistory
+from impress_sglang.management.estimate import StoredBytes
 from impress_sglang.management.reorder import expected_shares
 from impress_sglang.management.tree import StoredSegment, StoredSpan
 from impress_sglang.storage.catalog import segment_path
-from impress_sglang.storage.layout import KVShape, SegmentLayout
+from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
 from impress_sglang.storage.reader import ChunkReader, OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import Floats
-from impress_sglang.transfer.plan import SourceSpan
-from impress_sglang.transfer.source import SegmentSource, Staging
+from impress_sglang.timeline import Timeline
+from impress_sglang.transfer.area import AreaPool
+from impress_sglang.transfer.expectation import STEPS, BlockHistory, first_shares
+from impress_sglang.transfer.plan import SourceSpan, geometry_of
+from impress_sglang.transfer.source import Demand, SegmentSource
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,6 +37,7 @@ class _Version:
 
     base: int
     layout: SegmentLayout
+    blocks: BlockHistory
     segment: OpenSegment | None = None
     readers: int = 0
     retired: bool = False
@@ -46,20 +52,28 @@ class SegmentReaders:
         shape: KVShape,
         reader: ChunkReader,
         cache: ChunkCache,
+        pool: AreaPool,
         *,
         direct: bool,
         reorder_by_importance: bool,
+        retention: float,
+        learns: bool,
     ) -> None:
+        """`retention` is what requests usually ask for; `learns`: blocks are read ahead."""
         self._directory = directory
         self._shape = shape
         self._reader = reader
         self._cache = cache
         self._direct = direct
         self._by_importance = reorder_by_importance
-        self._staging = Staging()
+        self._pool = pool
+        self._retention = retention
+        self._learns = learns
         self._versions: dict[str, _Version] = {}
 
-    def open_source(self, spans: Sequence[StoredSpan]) -> SegmentSource:
+    def open_source(
+        self, spans: Sequence[StoredSpan], demand: Demand, timeline: Timeline
+    ) -> SegmentSource:
         """A source for consecutive spans; `close_source` gives it back.
 
         Raises:
@@ -70,17 +84,48 @@ class SegmentReaders:
         try:
             for span in spans:
                 segment = self.acquire(span.segment)
-                base = self._versions[segment.segment_id].base
+                version = self._versions[segment.segment_id]
                 history = self._history(span.segment)
-                opened.append(SourceSpan(segment, span.start, span.stop, base, history))
+                opened.append(
+                    SourceSpan(
+                        segment, span.start, span.stop, version.base, history, version.blocks
+                    )
+                )
         except BaseException:
             for done in opened:
                 self.release(done.segment.segment_id)
             raise
-        return SegmentSource(self._shape, opened, self._reader, self._staging, self._cache)
+        return SegmentSource(
+            self._shape,
+            opened,
+            self._reader,
+            self._pool,
+            self._cache,
+            demand,
+            learns=self._learns,
+            timeline=timeline,
+        )
+
+    def stored_bytes(self, spans: Sequence[StoredSpan], *, probe: bool) -> StoredBytes:
+        """What of consecutive spans would have to come from SSD; `probe`: also probe streams."""
+        probe_bytes, chances = 0.0, np.zeros(STEPS + 1)
+        for span in spans:
+            version = self._version_of(span.segment)
+            geometry = geometry_of(version.layout)
+            tiers = self._cache.placement.tiers(version.base, version.layout.total_chunks)
+            chunks_on_ssd = (tiers == Tier.SSD).reshape(-1, geometry.num_chunks)
+            on_ssd = chunks_on_ssd[:, geometry.chunk_of_block]
+            share = (span.stop - span.start) / version.layout.num_tokens * BLOCK_BYTES
+            first = 0 if geometry.probe is None else geometry.probe.blocks.stop
+            if probe:
+                probe_bytes += share * np.count_nonzero(on_ssd[:, :first])
+            codes = version.blocks.codes[:, first:][on_ssd[:, first:]]
+            chances += share * np.bincount(codes, minlength=STEPS + 1)
+        return StoredBytes(round(probe_bytes), chances, self._retention)
 
     def close_source(self, source: SegmentSource) -> None:
-        """Give the segments of a source back."""
+        """Stop what a source reads, and give its segments back."""
+        source.close()
         for segment_id in source.segment_ids:
             self.release(segment_id)
 
@@ -90,12 +135,9 @@ class SegmentReaders:
         Raises:
             ChunkUnreadable: the file is missing, damaged, or not what the index says.
         """
-        version = self._versions.get(stored.segment_id)
-        if version is None or version.segment is None:
+        if (version := self._versions.get(stored.segment_id)) is None or version.segment is None:
             segment = self._open(stored)
-            if version is None:
-                version = _Version(self._cache.attach(segment.layout), segment.layout)
-                self._versions[stored.segment_id] = version
+            version = self._version_of(stored)
             version.segment = segment
         assert version.segment is not None
         version.readers += 1
@@ -134,10 +176,10 @@ class SegmentReaders:
         if old is None:
             return
         layout = new.info.layout()
-        base = self._cache.attach(layout)
-        self._versions[new.segment_id] = _Version(base, layout)
+        base, expected = self._cache.attach(layout), expected_shares(layout, shares)
+        self._versions[new.segment_id] = _Version(base, layout, BlockHistory(layout, expected))
         ids = np.arange(layout.total_chunks)
-        self._cache.placement.inherit(base + ids, old.base + ids, expected_shares(layout, shares))
+        self._cache.placement.inherit(base + ids, old.base + ids, expected)
 
     def is_read(self, segment_id: str) -> bool:
         """Whether a segment has readers."""
@@ -157,6 +199,15 @@ class SegmentReaders:
             assert version.retired == (segment_id not in known)
             assert not version.retired or version.readers
         self._cache.check_integrity()
+
+    def _version_of(self, stored: StoredSegment) -> _Version:
+        version = self._versions.get(stored.segment_id)
+        if version is None:
+            layout = stored.info.layout()
+            shares = first_shares(layout, self._retention, ordered=stored.info.reordered)
+            version = _Version(self._cache.attach(layout), layout, BlockHistory(layout, shares))
+            self._versions[stored.segment_id] = version
+        return version
 
     def _forget(self, segment_id: str) -> None:
         version = self._versions.pop(segment_id)

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from impress_sglang.management import reorder
 from impress_sglang.storage.catalog import segment_path
-from impress_sglang.storage.direct_io import AlignedBuffer
+from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
 from impress_sglang.storage.layer_codec import decode_layer
-from impress_sglang.storage.reader import BlockRun, ChunkReader, OpenSegment
+from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment
 from impress_sglang.storage.segment import MappingLists, SegmentInfo
 from impress_sglang.storage.throttle import TokenBucket
 from impress_sglang.storage.writer import write_segment
@@ -64,7 +64,6 @@ class Rewriter:
         self._direct = direct
         self._reader = ChunkReader(1, bucket)
         self._buffer = AlignedBuffer()
-        self._staging = AlignedBuffer()
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="impress-reorder", initializer=_lower_priority
@@ -92,7 +91,7 @@ class Rewriter:
         write_segment(
             segment_path(self._directory, rewrite.info.segment_id),
             rewrite.info,
-            _PacedReader(rewrite.segment, self._reader, self._staging, self._closing),
+            _PacedReader(rewrite.segment, self._reader, self._closing),
             self._buffer,
             direct=self._direct,
             mapping=mapping,
@@ -103,16 +102,10 @@ class Rewriter:
 class _PacedReader:
     """Gives the layers of a segment in logical order, resting before each."""
 
-    def __init__(
-        self,
-        segment: OpenSegment,
-        reader: ChunkReader,
-        staging: AlignedBuffer,
-        closing: threading.Event,
-    ) -> None:
+    def __init__(self, segment: OpenSegment, reader: ChunkReader, closing: threading.Event) -> None:
         self._segment = segment
         self._reader = reader
-        self._staging = staging
+        self._memory = AlignedMemory(segment.layout.layer_bytes)
         self._closing = closing
         self._worked_since = time.monotonic()
 
@@ -121,10 +114,11 @@ class _PacedReader:
         self._closing.wait(min(REST_RATIO * worked, LONGEST_REST_S))
         self._worked_since = time.monotonic()
         segment, layout = self._segment, self._segment.layout
-        memory = self._staging.view(layout.layer_bytes)
-        self._reader.read([BlockRun(segment, layout.layer_offset(layer), memory)])
+        whole = np.array([0]), np.array([layout.layer_bytes])
+        offset = layout.layer_offset(layer)
+        self._reader.read([BlockRuns(segment, self._memory, offset, *whole)])
         mapping = None if segment.mapping is None else segment.mapping[layer]
-        return decode_layer(layout, memory, mapping)
+        return decode_layer(layout, self._memory.view, mapping)
 
 
 def _pays(rewrite: Rewrite, mapping: MappingLists) -> bool:

@@ -24,6 +24,7 @@ import torch
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.management.estimate import StoredBytes
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.readers import SegmentReaders
 from impress_sglang.management.reordering import Outcome, Reorderer
@@ -44,7 +45,10 @@ from impress_sglang.storage.segment import SegmentInfo, Tokens
 from impress_sglang.storage.throttle import TokenBucket
 from impress_sglang.storage.writer import LayerReader, write_segment
 from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.transfer.source import SegmentSource
+from impress_sglang.timeline import NO_TIMELINE, Timeline
+from impress_sglang.transfer.ahead import ReadAhead
+from impress_sglang.transfer.area import AreaPool
+from impress_sglang.transfer.source import Demand, SegmentSource
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +72,8 @@ class StoreStats:
     segments_unreadable: int = 0
     bytes_written: int = 0
     bytes_read: int = 0
+    bytes_read_ahead: int = 0
+    bytes_read_ahead_used: int = 0
     offers_without_space: int = 0
 
 
@@ -113,17 +119,22 @@ class PrefixStore:
             policy.replacement_rule(),
             device=device or torch.device("cpu"),
             device_bytes=config.device_bytes if policy.stores else 0,
-            host_bytes=config.host_bytes if policy.stores else 0,
+            host_bytes=config.host_bytes - config.buffer_bytes if policy.stores else 0,
         )
         self._bucket = TokenBucket(config.ssd_mbps * 1e6)
-        self._reader = ChunkReader(config.io_threads, self._bucket)
+        self._reader = ChunkReader(config.io_depth, self._bucket, engine=config.io_engine)
+        self._pool = AreaPool(config.buffer_bytes)
+        self.ahead = ReadAhead(self._pool, config.readahead)
         self._readers = SegmentReaders(
             self._directory,
             shape,
             self._reader,
             self.cache,
+            self._pool,
             direct=self._direct,
             reorder_by_importance=config.reorder_key == "importance",
+            retention=config.usual_retention,
+            learns=self.ahead.enabled,
         )
         self._reorders = policy.reorders
         self._next_reorder = time.monotonic() + config.reorder_interval
@@ -132,6 +143,7 @@ class PrefixStore:
         self._writes: collections.deque[_Write] = collections.deque()
         self._catalog = Catalog(self._directory)
         self._closed = False
+        self._measuring: SegmentSource | None = None
         self.stats = StoreStats()
         self.tree, self._used_bytes = self._recover()
         rewriter = Rewriter(self._directory, self._bucket, direct=self._direct)
@@ -147,8 +159,17 @@ class PrefixStore:
         self.poll()
         return self.tree.match(namespace, tokens, allow_approximate=allow_approximate)
 
-    def open_source(self, match: StoredMatch, start: int, stop: int) -> SegmentSource:
+    def open_source(
+        self,
+        match: StoredMatch,
+        start: int,
+        stop: int,
+        demand: Demand,
+        timeline: Timeline = NO_TIMELINE,
+    ) -> SegmentSource:
         """A source for the tokens [start, stop) of a match; `close_source` gives it back.
+
+        `demand` says what will be asked of it.
 
         Raises:
             ChunkUnreadable: a segment is gone or cannot be opened; the caller should `drop` it.
@@ -157,12 +178,45 @@ class PrefixStore:
             if self.tree.get(span.segment.segment_id) is not span.segment:
                 raise ChunkUnreadable(span.segment.segment_id, "was removed after it was matched")
         self.tree.touch(match)
-        return self._readers.open_source(match.slice(start, stop))
+        return self._readers.open_source(match.slice(start, stop), demand, timeline)
+
+    def stored_bytes(
+        self, match: StoredMatch, start: int, stop: int, *, probe: bool
+    ) -> StoredBytes:
+        """What of the tokens [start, stop) of a match would have to come from SSD."""
+        return self._readers.stored_bytes(match.slice(start, stop), probe=probe)
+
+    def seconds_to_read(self, num_bytes: float) -> float:
+        """What reading so many bytes from SSD takes, as reads went lately."""
+        return self._reader.cost.seconds_for(num_bytes)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bandwidth of the SSD, as reads went lately."""
+        return self._reader.cost.bytes_per_second
+
+    def measure_reading(self, match: StoredMatch) -> None:
+        """Read a little of a match in the background, only to know how fast that is now.
+
+        A prefix that is not loaded because reading was slow would else never be loaded again.
+        """
+        if self._measuring is not None:
+            return
+        try:
+            source = self.open_source(match, 0, match.num_tokens, Demand(whole=True))
+        except ChunkUnreadable as error:
+            self.drop(error.segment_id)
+            return
+        source.read_ahead(0.0)
+        self._measuring = source
 
     def close_source(self, source: SegmentSource) -> None:
         """Count what a source has read, and let its segments be removed again."""
-        self.stats.bytes_read += source.stats.ssd_bytes
         self._readers.close_source(source)
+        self.ahead.leave(source)
+        self.stats.bytes_read += source.stats.ssd_bytes
+        self.stats.bytes_read_ahead += source.stats.ahead_bytes
+        self.stats.bytes_read_ahead_used += source.stats.ahead_used_bytes
 
     def offer(
         self,
@@ -213,6 +267,7 @@ class PrefixStore:
 
         Also begins reordering when its interval is over, and goes on with it.
         """
+        self._end_measuring()
         while self._writes and self._writes[0].future.done():
             self._finish(self._writes.popleft())
         if (outcome := self._reorderer.take_finished()) is not None:
@@ -270,6 +325,9 @@ class PrefixStore:
             "other_models_bytes": self._others.used_bytes,
             "quota_bytes": self._config.ssd_bytes,
             "direct_io": self._direct,
+            "io_engine": self._reader.engine,
+            "buffer_bytes": self._pool.limit_bytes,
+            "buffer_used_bytes": self._pool.used_bytes,
             "gap_bytes": self._reader.cost.gap_bytes,
             "read_mbps": round(self._reader.cost.bytes_per_second / 1e6),
         }
@@ -301,6 +359,7 @@ class PrefixStore:
             return
         self._closed = True
         try:
+            self._end_measuring(wait=True)
             self.drain()
             self._reorderer.close()
             if (outcome := self._reorderer.take_finished(wait=True)) is not None:
@@ -312,9 +371,15 @@ class PrefixStore:
         finally:
             self._worker.shutdown(wait=True)
             self._reader.close()
+            self._pool.close()
             self.cache.close()
             self._catalog.close()
             os.close(self._lock)
+
+    def _end_measuring(self, *, wait: bool = False) -> None:
+        if self._measuring is not None and (wait or not self._measuring.is_reading):
+            self.close_source(self._measuring)
+            self._measuring = None
 
     def _recover(self) -> tuple[StoredTree, int]:
         segments = [

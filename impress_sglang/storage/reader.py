@@ -1,20 +1,29 @@
-"""Reads runs of blocks of segments in parallel and verifies each block.
+"""Reads runs of blocks of segments, many at a time, and verifies each block.
 
 Stage: load. In: runs of blocks of open segments and the memory to fill. Out: filled memory, or
 `ChunkUnreadable`. It knows nothing of tokens, requests or policies.
+
+One thread starts reads and verifies them. What a layer waits for goes before what is read ahead,
+and reads ahead leave half of the device's queue free for it.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import logging
 import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from impress_sglang.errors import ChunkUnreadable
-from impress_sglang.storage.direct_io import read_exactly
+from impress_sglang.storage.direct_io import AlignedMemory, read_exactly
+from impress_sglang.storage.engines import BlockEngine, make_engine
 from impress_sglang.storage.layout import BLOCK_BYTES, SegmentLayout
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.segment import (
@@ -27,9 +36,15 @@ from impress_sglang.storage.segment import (
 )
 from impress_sglang.storage.throttle import TokenBucket
 
-# Large enough that a request is not dominated by its call, small enough that several are in flight
-# for one layer (peers report 0.5 to 6 MiB as the useful range).
-TARGET_READ_BYTES = 1 << 20
+logger = logging.getLogger(__name__)
+
+Integers = npt.NDArray[np.int64]
+
+# Large enough that a piece is not dominated by its start, small enough that what a layer waits for
+# is not far behind a piece that is read ahead.
+PIECE_BYTES = 256 << 10
+# One observation of what reading costs is made of so many pieces, or of a busy time that ended.
+OBSERVED_PIECES = 64
 
 
 class OpenSegment:
@@ -63,84 +78,371 @@ class OpenSegment:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class BlockRun:
-    """Neighbouring blocks of a segment, and the memory that takes their bytes.
+class BlockRuns:
+    """Runs of blocks of a segment and the memory that takes them, at the same distances.
 
-    `offset` is in bytes from the start of the file; it and the length are multiples of a block.
+    Byte 0 of `memory` takes byte `offset` of the file. `starts` and `stops` (int64, bytes of the
+    memory, multiples of a block) are the runs, ascending and apart.
     """
 
     segment: OpenSegment
+    memory: AlignedMemory
     offset: int
-    target: memoryview
+    starts: Integers
+    stops: Integers
 
-    def split(self, max_bytes: int) -> Iterator[BlockRun]:
-        """The same run as pieces of at most `max_bytes`, a multiple of a block."""
-        assert max_bytes % BLOCK_BYTES == 0
-        for start in range(0, len(self.target), max_bytes):
-            part = self.target[start : start + max_bytes]
-            yield BlockRun(self.segment, self.offset + start, part)
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all runs."""
+        return int((self.stops - self.starts).sum())
+
+    def split(self, max_bytes: int) -> BlockRuns:
+        """The same runs in pieces of at most `max_bytes`, a multiple of a block."""
+        sizes = self.stops - self.starts
+        if not len(sizes) or sizes.max() <= max_bytes:
+            return self
+        counts = -(-sizes // max_bytes)
+        first = np.cumsum(counts) - counts
+        step = (np.arange(counts.sum()) - np.repeat(first, counts)) * max_bytes
+        starts = np.repeat(self.starts, counts) + step
+        stops = np.minimum(starts + max_bytes, np.repeat(self.stops, counts))
+        return dataclasses.replace(self, starts=starts, stops=stops)
+
+
+class PendingRead:
+    """Runs that are being read; made by `ChunkReader.submit`.
+
+    `began` and `ended` are `time.perf_counter()` of the first start and the last end, 0.0 before.
+    """
+
+    def __init__(self, runs: Sequence[BlockRuns], *, ahead: bool) -> None:
+        self.runs = [own.split(PIECE_BYTES) for own in runs]
+        self.ahead = ahead
+        self.began = self.ended = 0.0
+        counts = [len(own.starts) for own in self.runs]
+        self._owner = np.repeat(np.arange(len(counts)), counts)
+        self._descriptors = _each(counts, [own.segment.descriptor for own in self.runs])
+        self._starts = _joined([own.starts for own in self.runs])
+        self._sizes = _joined([own.stops for own in self.runs]) - self._starts
+        self._offsets = self._starts + _each(counts, [own.offset for own in self.runs])
+        self._addresses = self._starts + _each(counts, [own.memory.address for own in self.runs])
+        # Pieces before `next` are begun; `last` is where a cancelled read stops.
+        self.next, self.last = 0, len(self._sizes)
+        self.in_flight = 0
+        self.error: Exception | None = None
+        self._done = threading.Event()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are or will be read."""
+        return int(self._sizes[: self.last].sum())
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will be read."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Wait until all is read.
+
+        Raises:
+            ChunkUnreadable: a block is missing, short or corrupt; the memory is then undefined.
+        """
+        self.settled()
+        if self.error is not None:
+            raise self.error
+
+    def settled(self) -> None:
+        """Wait until nothing more is read, whatever became of it."""
+        self._done.wait()
+
+    def take(self, count: int) -> tuple[int, Integers, Integers, Integers, Integers]:
+        """At most `count` pieces to begin: the first one, and columns as for an engine."""
+        first, stop = self.next, min(self.next + count, self.last)
+        self.next = stop
+        self.in_flight += stop - first
+        part = slice(first, stop)
+        return (
+            first,
+            self._descriptors[part],
+            self._offsets[part],
+            self._addresses[part],
+            self._sizes[part],
+        )
+
+    def piece(self, number: int) -> tuple[BlockRuns, int, int]:
+        """The runs that a piece belongs to, and where it starts and stops in their memory."""
+        start = int(self._starts[number])
+        return self.runs[self._owner[number]], start, start + int(self._sizes[number])
+
+    def not_begun(self) -> list[tuple[BlockRuns, Integers, Integers]]:
+        """Stop before the pieces that are not begun; these, by runs: starts and stops."""
+        rest = np.arange(self.next, self.last)
+        self.last = self.next
+        return [
+            (self.runs[owner], self._starts[own], self._starts[own] + self._sizes[own])
+            for owner in np.unique(self._owner[rest]).tolist()
+            for own in [rest[self._owner[rest] == owner]]
+        ]
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more will be read, because of a bug or the machine."""
+        self.error = error
+        self._done.set()
+
+    def settle(self) -> None:
+        """Note the end, if nothing is in flight or to begin."""
+        if not self.in_flight and self.next == self.last:
+            self.ended = time.perf_counter()
+            self._done.set()
 
 
 class ChunkReader:
-    """A pool of threads that read and verify; `num_threads` reads are in flight at most."""
+    """Reads in order, what is waited for before what is read ahead; see the module."""
 
-    def __init__(self, num_threads: int, bucket: TokenBucket | None = None) -> None:
-        """`bucket` emulates a slower device; none is as fast as the device."""
-        self._num_threads = num_threads
-        self._bucket = bucket
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="impress-read")
-        self.cost = ReadCost()
-
-    def read(self, runs: Sequence[BlockRun]) -> int:
-        """Fill the targets of all runs; returns the bytes read.
+    def __init__(
+        self, depth: int, bucket: TokenBucket | None = None, *, engine: str = "auto"
+    ) -> None:
+        """`depth` reads are in flight at most; `bucket` emulates a slower device.
 
         Raises:
-            ChunkUnreadable: a block is missing, short or corrupt; targets are then undefined.
+            ConfigError: there is no such engine here.
         """
-        pieces = [piece for run in runs for piece in run.split(TARGET_READ_BYTES)]
-        total = sum(len(piece.target) for piece in pieces)
-        began = time.perf_counter()
-        if len(pieces) == 1:
-            self._read_pieces(pieces)
-        else:
-            # A task takes several pieces, so that small ones do not cost a task each.
-            shares = [pieces[first :: self._num_threads] for first in range(self._num_threads)]
-            _wait_for_all(
-                [self._pool.submit(self._read_pieces, share) for share in shares if share]
-            )
-        self.cost.observe(len(pieces), total, time.perf_counter() - began)
-        return total
+        self.cost = ReadCost()
+        self._engine: BlockEngine = make_engine(engine, depth)
+        self._bucket = bucket
+        self._queues: tuple[collections.deque[PendingRead], ...] = (
+            collections.deque(),
+            collections.deque(),
+        )
+        self._flying: dict[int, tuple[PendingRead, int]] = {}
+        self._flying_ahead = 0
+        self._closed = False
+        self._failed: Exception | None = None
+        self._changed = threading.Condition()
+        self._watch = _Watch(self.cost)
+        self._thread = threading.Thread(target=self._run, name="impress-read", daemon=True)
+        self._thread.start()
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine."""
+        return self._engine.name
+
+    @property
+    def depth(self) -> int:
+        """Reads in flight at most."""
+        return self._engine.depth
+
+    def submit(self, runs: Sequence[BlockRuns], *, ahead: bool = False) -> PendingRead:
+        """Begin to fill the memory of all runs; `ahead` lets others go first.
+
+        The memory must stay alive and the segments open until the read is done.
+        """
+        read = PendingRead(runs, ahead=ahead)
+        with self._changed:
+            assert not self._closed
+            if self._failed is not None:
+                read.fail(self._failed)
+            elif read.next == read.last:
+                read.settle()
+            else:
+                self._queues[ahead].append(read)
+                self._changed.notify()
+        return read
+
+    def read(self, runs: Sequence[BlockRuns]) -> int:
+        """Fill the memory of all runs; returns the bytes read.
+
+        Raises:
+            ChunkUnreadable: a block is missing, short or corrupt; the memory is then undefined.
+        """
+        read = self.submit(runs)
+        read.wait()
+        return read.num_bytes
+
+    def cancel(self, read: PendingRead) -> list[tuple[BlockRuns, Integers, Integers]]:
+        """Do not begin what is not begun; returns that, by runs: starts and stops."""
+        if read.done:
+            return []
+        with self._changed:
+            rest = read.not_begun()
+            if rest:
+                # Where it stands in the queue it now has nothing to give.
+                read.settle()
+            return rest
 
     def close(self) -> None:
-        """Wait for reads in flight and end the threads."""
-        self._pool.shutdown(wait=True)
+        """Wait for all reads and end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+        self._engine.close()
 
-    def _read_pieces(self, pieces: Sequence[BlockRun]) -> None:
-        for piece in pieces:
-            if self._bucket is not None:
-                self._bucket.take(len(piece.target))
-            _read_piece(piece)
+    def _run(self) -> None:
+        try:
+            while self._serve():
+                pass
+        except Exception as error:
+            # Nobody may wait for ever; who waits raises this.
+            logger.exception("the reader of the SSD store has failed")
+            with self._changed:
+                self._failed = error
+                flying = [read for read, _ in self._flying.values()]
+                for read in (*flying, *self._queues[0], *self._queues[1]):
+                    read.fail(error)
+
+    def _serve(self) -> bool:
+        """Begin what can begin and take in what has ended; False when there is nothing left."""
+        with self._changed:
+            while not self._flying and not self._any_queued():
+                self._watch.idle()
+                if self._closed:
+                    return False
+                self._changed.wait()
+            batches = self._take_batches()
+        for read, batch in batches:
+            self._begin(read, batch)
+        if self._flying:
+            numbers, results = self._engine.finish()
+            # Numbers may be given again as soon as there is room.
+            ended = [self._flying.pop(number) for number in numbers.tolist()]
+            self._refill()
+            self._take_in(ended, results.tolist())
+        return True
+
+    def _any_queued(self) -> bool:
+        """Whether a read has pieces to begin; those that were cancelled leave the queues."""
+        for waiting in self._queues:
+            while waiting and waiting[0].next == waiting[0].last:
+                waiting.popleft()
+        return any(self._queues)
+
+    def _refill(self) -> None:
+        """Keep the device busy while what has arrived is verified."""
+        with self._changed:
+            batches = self._take_batches() if self._any_queued() else []
+        for read, batch in batches:
+            self._begin(read, batch)
+
+    def _take_batches(
+        self,
+    ) -> list[tuple[PendingRead, tuple[int, Integers, Integers, Integers, Integers]]]:
+        """Pieces to begin now, as far as the depth allows."""
+        slow = self._bucket is not None and self._bucket.limited
+        depth = 1 if slow else self._engine.depth
+        room = depth - len(self._flying)
+        batches = []
+        for waiting, ahead in zip(self._queues, (False, True), strict=True):
+            limit = room
+            if ahead:
+                limit = min(room, max(depth // 2, 1) - self._flying_ahead)
+            while limit > 0 and waiting:
+                read = waiting[0]
+                batch = read.take(limit)
+                count = len(batch[-1])
+                if read.next == read.last:
+                    waiting.popleft()
+                if not count:
+                    continue
+                limit -= count
+                room -= count
+                self._flying_ahead += count * ahead
+                batches.append((read, batch))
+        return batches
+
+    def _begin(
+        self, read: PendingRead, batch: tuple[int, Integers, Integers, Integers, Integers]
+    ) -> None:
+        first, *columns = batch
+        self._watch.began(len(columns[-1]), int(columns[-1].sum()))
+        if not read.began:
+            read.began = time.perf_counter()
+        if self._bucket is not None:
+            self._bucket.take(int(columns[-1].sum()))
+        numbers = self._engine.start(*columns).tolist()
+        for place, number in enumerate(numbers):
+            self._flying[number] = (read, first + place)
+
+    def _take_in(self, ended: list[tuple[PendingRead, int]], results: list[int]) -> None:
+        """Verify what has arrived, and tell who waits for it."""
+        self._watch.ended(len(ended))
+        for (read, place), result in zip(ended, results, strict=True):
+            if read.error is None:
+                read.error = _check_piece(*read.piece(place), result)
+        with self._changed:
+            for read, _ in ended:
+                read.in_flight -= 1
+                self._flying_ahead -= read.ahead
+                read.settle()
 
 
-def _wait_for_all(futures: list[Future[None]]) -> None:
-    # Every read must have ended before an error is raised: the targets are reused.
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise errors[0]
+class _Watch:
+    """Tells a `ReadCost` how long the device was busy with how much."""
+
+    def __init__(self, cost: ReadCost) -> None:
+        self._cost = cost
+        self._since = 0.0
+        self._pieces = 0
+        self._bytes = 0
+        self._open = 0
+
+    def began(self, pieces: int, num_bytes: int) -> None:
+        """Pieces are about to be started."""
+        if not self._since:
+            self._since = time.perf_counter()
+        self._pieces += pieces
+        self._bytes += num_bytes
+        self._open += pieces
+
+    def ended(self, pieces: int) -> None:
+        """Pieces have arrived."""
+        self._open -= pieces
+        if not self._open or self._pieces - self._open >= OBSERVED_PIECES:
+            self._observe()
+
+    def idle(self) -> None:
+        """Nothing is to be read."""
+        self._since, self._pieces, self._bytes = 0.0, 0, 0
+
+    def _observe(self) -> None:
+        now = time.perf_counter()
+        # What is still open counts with what comes next.
+        share = 1.0 - self._open / self._pieces
+        arrived = round(self._bytes * share)
+        self._cost.observe(self._pieces - self._open, arrived, now - self._since)
+        self._since = now if self._open else 0.0
+        self._bytes -= arrived
+        self._pieces = self._open
 
 
-def _read_piece(piece: BlockRun) -> None:
-    segment = piece.segment
-    try:
-        read_exactly(segment.descriptor, piece.offset, piece.target)
-    except (OSError, EOFError) as error:
-        raise ChunkUnreadable(segment.segment_id, str(error)) from error
-    first = (piece.offset - segment.layout.header_bytes) // BLOCK_BYTES
-    found = block_checksums(piece.target)
+def _check_piece(runs: BlockRuns, start: int, stop: int, result: int) -> ChunkUnreadable | None:
+    """What is wrong with a piece that was read with `result`, if anything."""
+    segment, offset = runs.segment, runs.offset + start
+    target = runs.memory.view[start:stop]
+    if result < 0:
+        return ChunkUnreadable(segment.segment_id, os.strerror(-result))
+    if result < len(target):
+        try:
+            # A read may end early without an error; the rest says whether there is one.
+            read_exactly(segment.descriptor, offset, target)
+        except (OSError, EOFError) as error:
+            return ChunkUnreadable(segment.segment_id, str(error))
+    first = (offset - segment.layout.header_bytes) // BLOCK_BYTES
+    found = block_checksums(target)
     expected = segment.checksums[first : first + len(found)].tolist()
-    if found != expected:
-        bad = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
-        raise ChunkUnreadable(
-            segment.segment_id,
-            f"the block at {piece.offset + bad * BLOCK_BYTES} fails its checksum",
-        )
+    if found == expected:
+        return None
+    bad = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+    return ChunkUnreadable(
+        segment.segment_id, f"the block at {offset + bad * BLOCK_BYTES} fails its checksum"
+    )
+
+
+def _each(counts: Sequence[int], values: Sequence[int]) -> Integers:
+    return np.repeat(np.array(values, np.int64), counts)
+
+
+def _joined(parts: Sequence[Integers]) -> Integers:
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)

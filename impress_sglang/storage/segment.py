@@ -234,4 +234,5 @@ def _read_array(
 ) -> tuple[npt.NDArray[Any], int]:
     """An array of the header, and where the next one begins."""
     flat = np.frombuffer(body, dtype, math.prod(shape), offset)
-    return flat.reshape(shape), offset + flat.nbytes
+    # A copy, because tensors want memory that could be written to.
+    return flat.reshape(shape).copy(), offset + flat.nbytes

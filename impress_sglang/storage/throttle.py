@@ -22,6 +22,11 @@ class TokenBucket:
         self._seconds_per_byte = 1.0 / bytes_per_second if bytes_per_second else 0.0
         self._burst_seconds = self._burst_bytes * self._seconds_per_byte
 
+    @property
+    def limited(self) -> bool:
+        """Whether there is a rate at all."""
+        return bool(self._seconds_per_byte)
+
     def take(self, num_bytes: int) -> None:
         """Wait until `num_bytes` may pass."""
         if not self._seconds_per_byte:

@@ -86,6 +86,10 @@ class ChunkCache:
         """Rows of cached chunks; see `Slab.read_rows`."""
         return self._slabs[tier].read_rows(pages, offsets, row_vectors)
 
+    def read_chunks(self, tier: int, pages: npt.NDArray[np.int32]) -> Tensor:
+        """Whole cached chunks, pages int32 [chunks, pages of each]: [chunks, elements]."""
+        return self._slabs[tier].read_pages(pages.reshape(-1)).view(len(pages), -1)
+
     def settle(self, access: Access, loaded: Mapping[int, Tensor]) -> None:
         """Carry out the moves; `loaded` has the bytes (uint8, CPU) of each kept chunk, by id."""
         groups: dict[tuple[int, int], list[Move]] = {}

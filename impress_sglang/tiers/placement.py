@@ -198,6 +198,10 @@ class Placement:
             if self._tier_of[chunk] != _SSD:
                 self._release(chunk)
 
+    def tiers(self, first: int, count: int) -> npt.NDArray[np.uint8]:
+        """Where neighbouring chunks stand now, `Tier` values; not to be changed."""
+        return self._tiers[first : first + count]
+
     def advance(self) -> None:
         """A new request begins."""
         factor = self._rule.advance()
@@ -230,11 +234,10 @@ class Placement:
     def _place(
         self, ids: Ids, priorities: Floats, tiers: npt.NDArray[np.uint8]
     ) -> tuple[Move, ...]:
-        candidates = np.flatnonzero(
-            (tiers != _DEVICE)
-            & (priorities > self._floors(ids))
-            & (self._num_pages[ids] <= self._width)
-        )
+        movable = (tiers != _DEVICE) & (self._num_pages[ids] <= self._width)
+        if not movable.any():
+            return ()
+        candidates = np.flatnonzero(movable & (priorities > self._floors(ids)))
         if not len(candidates):
             return ()
         origins: _Origins = {}

@@ -41,6 +41,10 @@ class PageShape:
         """Vectors of one token in a stream."""
         return len(shape.heads(stream)) * shape.head_dim(stream) // self.unit
 
+    def row_vectors_of(self, elements: int) -> int:
+        """Vectors of a row of so many elements; also the pages of a whole chunk of such rows."""
+        return elements // self.unit
+
     def max_chunk_pages(self, shape: KVShape) -> int:
         """Pages of the largest chunk of `page_vectors` tokens."""
         return max(self.row_vectors(shape, stream) for stream in shape.streams)

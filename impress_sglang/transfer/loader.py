@@ -16,7 +16,8 @@ from torch import Tensor
 
 from impress_sglang.importance.identify import IdentificationRule
 from impress_sglang.importance.scores import column_sums
-from impress_sglang.storage.layout import PROBE, KVShape, Stream
+from impress_sglang.storage.layout import PROBE, KVShape
+from impress_sglang.timeline import COPY, PROBE_COMPUTE, SELECT
 from impress_sglang.transfer.source import PrefixSource
 
 
@@ -62,12 +63,13 @@ class LoadedLayer:
     """What attention of a layer uses of a prefix.
 
     keys [k, G, Dk] and values [k, G, Dv] on the source's device, row j of head h is that head's own
-    j-th token; selected int64 ascending on the CPU, the tokens that the heads of each lane use.
+    j-th token; selected int64 [lanes, u] on the CPU, ascending, the tokens that the heads of each
+    lane use.
     """
 
     keys: Tensor
     values: Tensor
-    selected: list[Tensor]
+    selected: Tensor
 
 
 class PrefixLoader:
@@ -91,7 +93,8 @@ class PrefixLoader:
                 return self._load_whole(layer, source)
         evidence = LayerEvidence(self._shape, layer, source, inputs, stats)
         began, loading = time.perf_counter(), stats.load_ms
-        tokens = self._rule.select(evidence, k).cpu()
+        with source.timeline.span(SELECT, layer):
+            tokens = self._rule.select(evidence, k).cpu()
         # What the rule had to read is counted as loading.
         stats.probe_ms += (time.perf_counter() - began) * 1e3 - (stats.load_ms - loading)
         if evidence.all_keys is None:
@@ -104,42 +107,38 @@ class PrefixLoader:
         return loaded
 
     def _load_whole(self, layer: int, source: PrefixSource) -> LoadedLayer:
-        shape = self._shape
-        rows = source.read(layer, dict.fromkeys(shape.kv_streams))
+        probe = source.read_probe(layer) if self._shape.probe_kv_heads else None
+        rows = source.read(layer, None)
         source.note_whole(layer)
-        everything = torch.arange(source.num_tokens)
-        keys = [self._lane_keys(rows[stream], rows.get(PROBE)) for stream in shape.key_streams]
-        values = [rows[stream] for stream in shape.value_streams]
-        return LoadedLayer(_by_head(keys), _by_head(values), [everything] * shape.num_lanes)
+        assert rows.keys is not None and rows.values is not None
+        everything = torch.arange(source.num_tokens).expand(self._shape.num_lanes, -1)
+        return LoadedLayer(self._all_heads(probe, rows.keys), rows.values, everything)
 
     def _load_tokens(
-        self, layer: int, source: PrefixSource, tokens: Tensor, evidence: LayerEvidence
+        self, layer: int, source: PrefixSource, sets: Tensor, evidence: LayerEvidence
     ) -> LoadedLayer:
         """Load the sets [1, k] or [G, k]; keys that the rule has read are not read again."""
         shape = self._shape
-        shared = len(tokens) == 1
-        sets = [tokens if shared else tokens[list(heads)] for heads in shape.lanes]
-        selected = [own[0] if len(own) == 1 else own.unique() for own in sets]
-        wanted: dict[Stream, Tensor | None] = {}
-        if evidence.all_keys is None:
-            wanted.update(zip(shape.key_streams, selected, strict=True))
-        wanted.update(zip(shape.value_streams, selected, strict=True))
-        rows = source.read(layer, wanted)
-        keys, values = [], []
-        for lane, heads in enumerate(shape.lanes):
-            known = selected[lane]
-            if evidence.all_keys is None:
-                probe = _rows(evidence.probe_keys, known) if shape.probe_kv_heads else None
-                lane_keys = self._lane_keys(rows[shape.key_streams[lane]], probe)
+        # A lane with several heads holds what any of them takes.
+        selected = sets.unique()[None] if shape.num_lanes < len(sets) else sets
+        selected = selected.expand(shape.num_lanes, -1)
+        rows = source.read(layer, selected, keys=evidence.all_keys is None)
+        assert rows.values is not None
+        with source.timeline.span(COPY, layer):
+            if evidence.all_keys is not None:
+                keys = _rows(evidence.all_keys, selected)
             else:
-                lane_keys = _rows(evidence.all_keys, known)[:, list(heads)]
-            keys.append(_pick(lane_keys, sets[lane], known))
-            values.append(_pick(rows[shape.value_streams[lane]], sets[lane], known))
-        return LoadedLayer(_by_head(keys), _by_head(values), selected)
+                assert rows.keys is not None
+                probe = _rows(evidence.probe_keys, selected) if shape.probe_kv_heads else None
+                keys = self._all_heads(probe, rows.keys)
+            values = rows.values
+            if shape.num_lanes < len(sets):
+                keys, values = (_pick(own, sets, selected[0]) for own in (keys, values))
+        return LoadedLayer(keys, values, selected)
 
-    def _lane_keys(self, own: Tensor, probe: Tensor | None) -> Tensor:
-        """Keys [rows, heads of the lane, D]: a lane's own, with those of the probe heads if any."""
-        return own if probe is None else join_keys(self._shape, probe, own)
+    def _all_heads(self, probe: Tensor | None, others: Tensor) -> Tensor:
+        """Keys [rows, G, D] of all heads, from those of the probe heads if any, and the others."""
+        return others if probe is None else join_keys(self._shape, probe, others)
 
 
 class LayerEvidence:
@@ -188,8 +187,8 @@ class LayerEvidence:
         shape = self._shape
         probe = self.probe_keys if shape.probe_kv_heads else None
         with self._stats.timed("load_ms"):
-            rows = self._source.read(self.layer, dict.fromkeys(shape.key_streams))
-            others = _by_head(list(rows.values()))
+            others = self._source.read(self.layer, None, values=False).keys
+            assert others is not None
             self.all_keys = others if probe is None else join_keys(shape, probe, others)
         if probe is None:
             self.scores = self._column_sums(self.all_keys, range(shape.num_kv_heads))
@@ -204,13 +203,14 @@ class LayerEvidence:
 
     def _column_sums(self, keys: Tensor, kv_heads: Sequence[int]) -> Tensor:
         inputs, heads = self._inputs, list(kv_heads)
-        return column_sums(
-            inputs.queries[:, _query_heads(self._shape, heads)],
-            keys.to(inputs.queries.device, non_blocking=True),
-            inputs.resident_keys[:, heads],
-            inputs.new_keys[:, heads],
-            inputs.scaling,
-        )
+        with self._source.timeline.span(PROBE_COMPUTE, self.layer):
+            return column_sums(
+                inputs.queries[:, _query_heads(self._shape, heads)],
+                keys.to(inputs.queries.device, non_blocking=True),
+                inputs.resident_keys[:, heads],
+                inputs.new_keys[:, heads],
+                inputs.scaling,
+            )
 
 
 def join_keys(shape: KVShape, probe: Tensor, other: Tensor) -> Tensor:
@@ -226,19 +226,16 @@ def _query_heads(shape: KVShape, kv_heads: Sequence[int]) -> list[int]:
     return [h * shape.group_size + g for h in kv_heads for g in range(shape.group_size)]
 
 
-def _rows(rows: Tensor, tokens: Tensor) -> Tensor:
-    return rows.index_select(0, tokens.to(rows.device))
+def _rows(keys: Tensor, selected: Tensor) -> Tensor:
+    """From keys [m, G, D] the tokens [lanes, k] of each lane: [k, G, D]."""
+    if len(selected) == 1:
+        return keys.index_select(0, selected[0].to(keys.device))
+    heads = torch.arange(keys.shape[1], device=keys.device)
+    return keys[selected.T.to(keys.device), heads]
 
 
 def _pick(rows: Tensor, sets: Tensor, known: Tensor) -> Tensor:
-    """From the rows [u, h, D] of the tokens `known` [u] those of each head's set [h, k]."""
-    if len(sets) == 1:
-        return rows
+    """From the rows [u, G, D] of the tokens `known` [u] those of each head's set [G, k]."""
     position = torch.searchsorted(known, sets).T.to(rows.device)
     heads = torch.arange(rows.shape[1], device=rows.device)
     return rows[position, heads]
-
-
-def _by_head(lanes: list[Tensor]) -> Tensor:
-    """Rows of all lanes side by side: [rows, G, D]."""
-    return lanes[0] if len(lanes) == 1 else torch.cat(lanes, 1)

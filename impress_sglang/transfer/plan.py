@@ -1,193 +1,272 @@
 """From tokens to chunks, rows and blocks: the arithmetic of a read, vectorised, without any data.
 
-Stage: load. A `RowPlan` says where the wanted tokens of a span stand in the chunks of a stream; it
-is the same for the keys and the values of a lane. `block_runs` turns the chunks that must come from
-SSD into runs of blocks.
+Stage: load. Blocks are counted from the start of their layer, over all streams, so that what is
+wanted of a layer is one mask, whose runs are runs of the file. Lanes are handled together: keys of
+all lanes have the same size and follow each other on disk, and so have and do values.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import numpy.typing as npt
 
 from impress_sglang.importance.history import TokenHistory
-from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, SegmentLayout, Stream
+from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, SegmentLayout
 from impress_sglang.storage.reader import OpenSegment
+from impress_sglang.transfer.expectation import BlockHistory
 
 Indices = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
+class StreamGroup:
+    """Streams of a layer that are read alike: the probe stream, or keys or values of all lanes.
+
+    Sizes in bytes; chunks and blocks of the group go lane after lane. `start` and `first_chunk` are
+    where it begins in the layer.
+    """
+
+    lanes: int
+    heads: int  # of each stream
+    head_dim: int
+    row_bytes: int
+    rows: int  # of each stream
+    chunks: int  # of each stream
+    chunk_rows: int
+    stride: int
+    start: int
+    stream_bytes: int
+    first_chunk: int
+
+    @functools.cached_property
+    def blocks(self) -> slice:
+        """Blocks of the layer that belong to the group."""
+        first = self.start // BLOCK_BYTES
+        return slice(first, first + self.lanes * self.stream_bytes // BLOCK_BYTES)
+
+    @functools.cached_property
+    def unbroken(self) -> bool:
+        """Whether rows follow each other without padding between chunks."""
+        return self.stride == self.chunk_rows * self.row_bytes
+
+    @functools.cached_property
+    def chunk_of_block(self) -> Indices:
+        """The chunk of the group that each of its blocks belongs to."""
+        own = np.arange(self.stream_bytes // BLOCK_BYTES) // (self.stride // BLOCK_BYTES)
+        return (np.arange(self.lanes)[:, None] * self.chunks + own).reshape(-1)
+
+    @functools.cached_property
+    def rows_of_chunk(self) -> npt.NDArray[np.float64]:
+        """Rows of each chunk."""
+        rows = np.full((self.lanes, self.chunks), float(self.chunk_rows))
+        rows[:, -1] = self.rows - (self.chunks - 1) * self.chunk_rows
+        return rows.reshape(-1)
+
+    def looks_like(self, other: StreamGroup) -> bool:
+        """Whether rows stand at the same distances in another group."""
+        mine = (self.lanes, self.row_bytes, self.rows, self.stride)
+        return mine == (other.lanes, other.row_bytes, other.rows, other.stride)
+
+    def row_offsets(self, lanes: Indices, rows: Indices) -> Indices:
+        """Bytes from the start of the group to some rows."""
+        if self.unbroken:
+            inside = rows * self.row_bytes
+        else:
+            chunks, offsets = np.divmod(rows, self.chunk_rows)
+            inside = chunks * self.stride + offsets * self.row_bytes
+        return inside if self.lanes == 1 else inside + lanes * self.stream_bytes
+
+    def blocks_of_rows(self, lanes: Indices, rows: Indices) -> Flags:
+        """Which blocks of the group hold some rows."""
+        wanted = np.zeros(len(self.chunk_of_block), np.bool_)
+        offsets = self.row_offsets(lanes, rows)
+        if self.unbroken and BLOCK_BYTES % self.row_bytes == 0:
+            wanted[divided(offsets, BLOCK_BYTES)] = True
+            return wanted
+        first, last = offsets // BLOCK_BYTES, (offsets + self.row_bytes - 1) // BLOCK_BYTES
+        for step in range((self.row_bytes - 2) // BLOCK_BYTES + 2):
+            wanted[np.minimum(first + step, last)] = True
+        return wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerGeometry:
+    """What is the same for all layers of a segment; groups without heads are None."""
+
+    probe: StreamGroup | None
+    keys: StreamGroup | None
+    values: StreamGroup
+    num_blocks: int
+    num_chunks: int
+    chunk_of_block: Indices  # counted from the start of the layer
+
+
+@functools.lru_cache(maxsize=4096)
+def geometry_of(layout: SegmentLayout) -> LayerGeometry:
+    """Where the streams of a layer stand."""
+    shape = layout.shape
+    probe, keys, values = (
+        _group(layout, streams)
+        for streams in (range(PROBE, PROBE + 1), shape.key_streams, shape.value_streams)
+    )
+    assert values is not None
+    present = [group for group in (probe, keys, values) if group is not None]
+    return LayerGeometry(
+        probe,
+        keys,
+        values,
+        layout.layer_bytes // BLOCK_BYTES,
+        layout.layer_chunks,
+        np.concatenate([group.first_chunk + group.chunk_of_block for group in present]),
+    )
+
+
+def _group(layout: SegmentLayout, streams: range) -> StreamGroup | None:
+    shape, first = layout.shape, streams[0]
+    if not shape.heads(first):
+        return None
+    return StreamGroup(
+        lanes=len(streams),
+        heads=len(shape.heads(first)),
+        head_dim=shape.head_dim(first),
+        row_bytes=shape.row_bytes(first),
+        rows=layout.stream_rows(first),
+        chunks=layout.stream_chunks(first),
+        chunk_rows=layout.chunk_tokens,
+        stride=layout.chunk_stride(first),
+        start=layout.stream_offset(0, first) - layout.layer_offset(0),
+        stream_bytes=layout.stream_bytes(first),
+        first_chunk=layout.chunk_index(0, first, 0),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class SourceSpan:
-    """The tokens [start, stop) of a segment whose first chunk has the id `base`."""
+    """The tokens [start, stop) of a segment whose first chunk has the id `base`.
+
+    `history` is what is known of its tokens, `blocks` of the blocks of this version of the file.
+    """
 
     segment: OpenSegment
     start: int
     stop: int
     base: int
     history: TokenHistory
+    blocks: BlockHistory
 
     def __len__(self) -> int:
         return self.stop - self.start
 
+    @functools.cached_property
+    def geometry(self) -> LayerGeometry:
+        """Where the streams of a layer stand."""
+        return geometry_of(self.segment.layout)
+
+    @functools.cached_property
+    def probe_rows(self) -> range:
+        """Rows of the probe stream that have the span's tokens; those of a sketch hold several."""
+        per_row = self.segment.layout.shape.tokens_per_row(PROBE)
+        return range(self.start // per_row, -(-self.stop // per_row))
+
+    @functools.cached_property
+    def probe_chunks(self) -> tuple[Indices, Indices]:
+        """Chunks that hold `probe_rows`, ascending, and how many of their rows."""
+        group, rows = self.geometry.probe, self.probe_rows
+        assert group is not None, "there is no probe stream"
+        chunks = np.arange(rows[0] // group.chunk_rows, rows[-1] // group.chunk_rows + 1)
+        counts = np.full(len(chunks), group.chunk_rows)
+        counts[-1] -= (int(chunks[-1]) + 1) * group.chunk_rows - rows.stop
+        counts[0] -= rows.start - int(chunks[0]) * group.chunk_rows
+        return chunks, counts
+
+    @functools.cached_property
+    def probe_blocks(self) -> Flags:
+        """Blocks of a layer that hold `probe_rows`; not to be changed."""
+        blocks = np.zeros(self.geometry.num_blocks, np.bool_)
+        if (group := self.geometry.probe) is not None:
+            rows = np.asarray(self.probe_rows)
+            blocks[group.blocks] = group.blocks_of_rows(np.zeros_like(rows), rows)
+        return blocks
+
+    @functools.cached_property
+    def kv_blocks(self) -> Flags:
+        """Blocks of a layer's keys and values that may hold the span's tokens; not to be changed.
+
+        Rows are permuted inside the nodes of the tree, and spans are made of these.
+        """
+        blocks = np.zeros(self.geometry.num_blocks, np.bool_)
+        rows = np.arange(self.start, self.stop)
+        for group in (self.geometry.keys, self.geometry.values):
+            if group is not None:
+                lanes = np.repeat(np.arange(group.lanes), len(rows))
+                blocks[group.blocks] = group.blocks_of_rows(lanes, np.tile(rows, group.lanes))
+        return blocks
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Chunks of a stream of a span that hold the wanted rows, and where in them."""
+    """Rows of a span that a read wants, the same of keys and of values.
+
+    `lanes` and `rows` int64 [n] say where each stands: `rows` in the streams of its lane.
+    `positions` int64 [n] is its place in the read, None if the read has no other rows. `chunks`
+    [n] are lane * chunks of a stream + chunk, `counts` [lanes * chunks] the rows wanted of each.
+    """
 
     span: SourceSpan
-    chunks: Indices  # ascending, distinct
-    counts: Indices  # wanted rows of each of them
-    chunk_of_row: Indices  # position in `chunks`
-    offset_of_row: Indices  # row inside its chunk
-    stream_rows: int  # of the whole segment
-    unbroken: bool  # rows follow each other on disk without a gap
-
-    @property
-    def num_rows(self) -> int:
-        """Wanted rows."""
-        return len(self.chunk_of_row)
-
-    def chunk_ids(self, layer: int, stream: Stream) -> Indices:
-        """Ids of the chunks in a stream."""
-        first = self.span.segment.layout.chunk_index(layer, stream, 0)
-        return self.span.base + first + self.chunks
-
-    def shares(self) -> npt.NDArray[np.float64]:
-        """Share of each chunk's rows that is wanted."""
-        layout = self.span.segment.layout
-        rows = np.minimum(layout.chunk_tokens, self.stream_rows - self.chunks * layout.chunk_tokens)
-        return self.counts / rows
+    positions: Indices | None
+    lanes: Indices
+    rows: Indices
+    chunks: Indices
+    counts: Indices
 
 
-def plan_probe(span: SourceSpan) -> RowPlan:
-    """Where the probe stream has the tokens of a span: rows of a sketch may hold a few more."""
-    per_row = span.segment.layout.shape.tokens_per_row(PROBE)
-    rows = np.arange(span.start // per_row, -(-span.stop // per_row))
-    return _row_plan(span, PROBE, rows, unbroken=True)
-
-
-def plan_rows(span: SourceSpan, layer: int, lane: int, tokens: Indices) -> RowPlan:
-    """Where tokens of a segment stand in the keys and in the values of a lane.
+def plan_rows(
+    span: SourceSpan,
+    layer: int,
+    lanes: Indices,
+    tokens: Indices,
+    positions: Indices | None,
+) -> RowPlan:
+    """Where tokens of a segment stand in the keys and in the values.
 
     Args:
         span: the part of the segment that a request uses.
         layer: from 0.
-        lane: of the layer.
-        tokens: ascending, at least one, counted from the start of the segment.
+        lanes: int64 [n], of each row.
+        tokens: int64 [n], counted from the start of the segment.
+        positions: see `RowPlan`.
     """
     segment = span.segment
-    stream = segment.layout.shape.key_streams[lane]
+    group = span.geometry.values
+    rows = tokens
     if segment.mapping is not None:
-        rows = segment.mapping[layer, lane][tokens].astype(np.int64)
-        return _row_plan(span, stream, rows, unbroken=False)
-    return _row_plan(span, stream, tokens, unbroken=int(tokens[-1] - tokens[0]) + 1 == len(tokens))
+        flat = segment.mapping[layer].reshape(-1)
+        rows = flat[lanes * segment.layout.num_tokens + tokens].astype(np.int64)
+    chunks = divided(rows, group.chunk_rows) + lanes * group.chunks
+    counts = np.bincount(chunks, minlength=group.lanes * group.chunks)
+    return RowPlan(span, positions, lanes, rows, chunks, counts)
 
 
-def _row_plan(span: SourceSpan, stream: Stream, rows: Indices, *, unbroken: bool) -> RowPlan:
-    layout = span.segment.layout
-    chunk_of_row, offsets = np.divmod(rows, layout.chunk_tokens)
-    counts = np.bincount(chunk_of_row, minlength=layout.stream_chunks(stream))
-    chunks = np.flatnonzero(counts)
-    position = np.empty(len(counts), np.int64)
-    position[chunks] = np.arange(len(chunks))
-    return RowPlan(
-        span,
-        chunks,
-        counts[chunks],
-        position[chunk_of_row],
-        offsets,
-        layout.stream_rows(stream),
-        unbroken,
-    )
+def divided(values: Indices, divisor: int) -> Indices:
+    """`values` // `divisor`, of which a shift is several times faster."""
+    if divisor & (divisor - 1):
+        return values // divisor
+    return values >> (divisor.bit_length() - 1)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StagedRun:
-    """Blocks to read: `offset` bytes into the file, [start, stop) bytes of the staging area."""
+def runs_of(wanted: Flags, gap_bytes: int) -> tuple[Indices, Indices]:
+    """Starts and stops (in blocks) of runs that cover a mask.
 
-    offset: int
-    start: int
-    stop: int
-
-
-def block_runs(
-    layout: SegmentLayout,
-    layer: int,
-    stream: Stream,
-    chunks: Indices,
-    wanted: npt.NDArray[np.bool_],
-    gap_bytes: int,
-) -> list[StagedRun]:
-    """Runs of blocks that cover what is wanted of some chunks.
-
-    The chunks are staged one after another, each in `chunk_stride` bytes. Runs that are at most
-    `gap_bytes` apart on disk are read as one, where they are neighbours in the staging area as
-    well.
-
-    Args:
-        layout: of the segment.
-        layer: from 0.
-        stream: of the chunks.
-        chunks: ascending, distinct.
-        wanted: bool [chunks, blocks of a chunk].
-        gap_bytes: gap that is not worth skipping.
+    Runs at most `gap_bytes` apart are joined: the gap costs less to read than to skip.
     """
-    blocks_per_chunk = wanted.shape[1]
-    staged = np.flatnonzero(wanted.reshape(-1))
-    if not len(staged):
-        return []
-    on_disk = chunks[staged // blocks_per_chunk] * blocks_per_chunk + staged % blocks_per_chunk
-    steps = np.diff(staged)
-    breaks = (steps > 1 + gap_bytes // BLOCK_BYTES) | (steps != np.diff(on_disk))
-    firsts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
-    lasts = np.concatenate([firsts[1:] - 1, [len(staged) - 1]])
-    base = layout.stream_offset(layer, stream)
-    return [
-        StagedRun(base + offset * BLOCK_BYTES, start * BLOCK_BYTES, stop * BLOCK_BYTES)
-        for offset, start, stop in zip(
-            on_disk[firsts].tolist(),
-            staged[firsts].tolist(),
-            (staged[lasts] + 1).tolist(),
-            strict=True,
-        )
-    ]
-
-
-def wanted_blocks(
-    layout: SegmentLayout,
-    stream: Stream,
-    chunks: Indices,
-    whole: npt.NDArray[np.bool_],
-    chunk_of_row: Indices,
-    offset_of_row: Indices,
-) -> npt.NDArray[np.bool_]:
-    """Which blocks of some chunks hold wanted rows; all of them where `whole`.
-
-    Args:
-        layout: of the segment.
-        stream: of the chunks.
-        chunks: their numbers.
-        whole: bool per chunk.
-        chunk_of_row: position in `chunks` of each wanted row.
-        offset_of_row: of the row in its chunk.
-
-    Returns:
-        bool [chunks, blocks of a chunk].
-    """
-    blocks = layout.chunk_stride(stream) // BLOCK_BYTES
-    row_bytes = layout.shape.row_bytes(stream)
-    wanted = np.zeros((len(chunks), blocks), np.bool_)
-    if not whole.all():
-        first = offset_of_row * row_bytes // BLOCK_BYTES
-        last = ((offset_of_row + 1) * row_bytes - 1) // BLOCK_BYTES
-        for step in range((row_bytes - 2) // BLOCK_BYTES + 2):
-            wanted[chunk_of_row, np.minimum(first + step, last)] = True
-    wanted[whole] = True
-    last_chunk = layout.stream_chunks(stream) - 1
-    if chunks[-1] == last_chunk:
-        tail = layout.run_bytes(stream, last_chunk, last_chunk + 1) // BLOCK_BYTES
-        wanted[-1, tail:] = False
-    return wanted
+    blocks = np.flatnonzero(wanted)
+    if not len(blocks):
+        return blocks, blocks
+    breaks = np.flatnonzero(np.diff(blocks) > 1 + gap_bytes // BLOCK_BYTES)
+    starts = blocks[np.concatenate([[0], breaks + 1])]
+    stops = blocks[np.concatenate([breaks, [len(blocks) - 1]])] + 1
+    return starts, stops

@@ -8,24 +8,25 @@ replayed with the planner alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from impress_sglang.storage.layout import PROBE, KVShape, Stream
+from impress_sglang.storage.layout import KVShape
 from impress_sglang.tiers.placement import Access, Placement, Tier
 from impress_sglang.transfer.plan import (
+    Flags,
     Indices,
     RowPlan,
     SourceSpan,
-    StagedRun,
-    block_runs,
-    plan_probe,
+    StreamGroup,
+    divided,
     plan_rows,
-    wanted_blocks,
 )
 
 _T = TypeVar("_T", bound=np.generic)
@@ -37,14 +38,18 @@ class ReadStats:
     """What reading a prefix took; bytes, and accesses to chunks by the tier where they were found.
 
     `ssd_needed_bytes` are the rows that were asked of SSD: `ssd_bytes` over it is the read
-    amplification. `h2d_bytes` are rows that were not on the device, and whole chunks that moved
-    there. `important_bytes` are the KVs of selected tokens, `important_device_bytes` those that
-    were found on the device. `selected_chunks` leaves out the chunks of probe streams, which every
-    probe reads.
+    amplification. Of `ssd_bytes`, `ahead_bytes` were read before their layer asked, and of these
+    `ahead_used_bytes` were wanted. `h2d_bytes` are rows that were not on the device, and whole
+    chunks that moved there. `important_bytes` are the KVs of selected tokens,
+    `important_device_bytes` those that were found on the device. `selected_chunks` leaves out the
+    chunks of probe streams, which every probe reads. `wait_ms` is how long the request waited for
+    bytes from SSD, in milliseconds.
     """
 
     ssd_bytes: int = 0
     ssd_needed_bytes: int = 0
+    ahead_bytes: int = 0
+    ahead_used_bytes: int = 0
     h2d_bytes: int = 0
     device_chunks: int = 0
     host_chunks: int = 0
@@ -52,6 +57,7 @@ class ReadStats:
     selected_chunks: int = 0
     important_bytes: int = 0
     important_device_bytes: int = 0
+    wait_ms: float = 0.0
 
     @property
     def chunks_accessed(self) -> int:
@@ -69,228 +75,327 @@ class ReadStats:
             value = getattr(self, field.name) + getattr(other, field.name)
             setattr(self, field.name, value)
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, float]:
         """All counters, with those that follow from others."""
         return {
             **dataclasses.asdict(self),
+            "wait_ms": round(self.wait_ms, 3),
             "chunks_accessed": self.chunks_accessed,
             "chunks_loaded": self.chunks_loaded,
         }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ReadPart:
-    """One stream of one span in a read.
+class GroupPart:
+    """The chunks of one group of streams that a read of a span touches.
 
-    `ids`, `tiers`, `pages` and `kept` are those of the chunks of `plan`, as in `Access`. The chunks
-    that are found on SSD are staged one after another, `stride` bytes each; `runs` are the blocks
-    to read.
+    `chunks` are lane * chunks of a stream + chunk, ascending; `counts` the rows wanted of each;
+    `ids`, `tiers`, `pages` and `kept` are those of `Access`. `blocks` [blocks of the group] says
+    which hold wanted rows, wherever they are found; None if nobody asks.
     """
 
-    plan: RowPlan
-    stream: Stream
+    group: StreamGroup
+    blocks: Flags | None
+    chunks: Indices
+    counts: Indices
     ids: Indices
     tiers: npt.NDArray[np.uint8]
     pages: npt.NDArray[np.int32]
     kept: npt.NDArray[np.bool_]
-    staged_position: Indices  # of each SSD chunk; undefined for others
-    runs: list[StagedRun]
 
-    @property
-    def stride(self) -> int:
-        """Staged bytes of a chunk."""
-        return self.plan.span.segment.layout.chunk_stride(self.stream)
+    def is_values(self, span: SourceSpan) -> bool:
+        """Whether the group has values."""
+        return self.group is span.geometry.values
 
-    @property
-    def staged_bytes(self) -> int:
-        """Memory that the chunks from SSD take."""
-        return int((self.tiers == _SSD).sum()) * self.stride
+    def by_chunk(self, flags: Flags) -> Flags:
+        """Flags of the touched chunks as flags of all chunks of the group."""
+        everything = np.zeros(self.group.lanes * self.group.chunks, np.bool_)
+        everything[self.chunks] = flags
+        return everything
 
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that come from SSD."""
-        return sum(run.stop - run.start for run in self.runs)
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpanRead:
+    """What a read wants of a span.
+
+    `rows` is None where the probe stream is read. `blocks` says which blocks of the layer must come
+    from SSD, None if none.
+    """
+
+    span: SourceSpan
+    rows: RowPlan | None
+    parts: list[GroupPart]
+    blocks: Flags | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedRead:
-    """Rows of several streams of a layer; `parts` go by stream, then by span."""
+    """A read of the probe stream, or of keys or values or both, of one layer.
 
-    parts: list[ReadPart]
+    `whole`: all tokens are wanted, not only those that the layer uses.
+    """
+
+    layer: int
+    spans: list[SpanRead]
     access: Access
+    whole: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a read wants of a span, before it is known where the chunks stand."""
+
+    span: SourceSpan
+    rows: RowPlan | None
+    groups: tuple[StreamGroup, ...]
+    chunks: Indices  # of each of the groups
+    counts: Indices
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Tokens of a span, counted from the start of its segment, and their lanes and positions."""
+
+    span: SourceSpan
+    first: int  # of the span, counted from the start of the prefix
+    positions: Indices | None
+    lanes: Indices
+    tokens: Indices
 
 
 class PrefixPlanner:
-    """Plans the reads of one request over consecutive spans of segments.
-
-    A read is a mapping from streams to the tokens that are wanted of them: ascending, counted from
-    the start of the prefix, None for all. The probe stream is always read whole.
-    """
+    """Plans the reads of one request over consecutive spans of segments."""
 
     def __init__(
-        self, shape: KVShape, spans: Sequence[SourceSpan], placement: Placement, page_bytes: int
+        self,
+        shape: KVShape,
+        spans: Sequence[SourceSpan],
+        placement: Placement,
+        page_bytes: int,
+        *,
+        learns: bool = False,
     ) -> None:
+        """`learns`: what is wanted teaches the spans which blocks are likely to be."""
         self.num_tokens = sum(len(span) for span in spans)
         self.stats = ReadStats()
         self._shape = shape
         self._spans = tuple(spans)
         self._placement = placement
         self._page_bytes = page_bytes
-        # Per stream since the last selection: which of its rows were on the device.
-        self._on_device: dict[Stream, npt.NDArray[np.bool_]] = {}
+        self._learns = learns
+        # What was read since the last selection, and whether for all tokens.
+        self._found: list[tuple[SpanRead, GroupPart, bool]] = []
+
+    def plan_probe(self, layer: int) -> PlannedRead:
+        """Decide how the probe stream is read, and where its chunks stand from now on."""
+        wishes = []
+        for span in self._spans:
+            group = span.geometry.probe
+            chunks, counts = span.probe_chunks
+            assert group is not None
+            wishes.append(_Wish(span, None, (group,), chunks, counts))
+        return self._decide(layer, wishes, whole=True)
 
     def plan(
-        self, layer: int, wanted: Mapping[Stream, Indices | None], gap_bytes: int
+        self, layer: int, tokens: Indices | None, *, keys: bool = True, values: bool = True
     ) -> PlannedRead:
         """Decide how rows are read, and where their chunks stand from now on; `count` follows.
 
         Args:
             layer: from 0.
-            wanted: streams and tokens.
-            gap_bytes: gap on SSD that is not worth skipping.
+            tokens: [lanes, k], ascending in each lane, counted from the start of the prefix; None
+                for all.
+            keys: whether keys are wanted, of the heads that the probe stream does not have.
+            values: whether values are wanted.
         """
-        pairs = self._row_plans(layer, wanted)
-        ids = [plan.chunk_ids(layer, stream) for stream, plan in pairs]
-        shares = [plan.shares() for _, plan in pairs]
-        access = self._placement.access(_joined(ids, np.int64), _joined(shares, np.float64))
-        parts, first = [], 0
-        for (stream, plan), own in zip(pairs, ids, strict=True):
-            found = slice(first, first + len(own))
-            parts.append(_part(layer, plan, stream, own, access, found, gap_bytes))
-            first = found.stop
-        return PlannedRead(parts, access)
+        wishes = []
+        for own in self._by_span(self._everything() if tokens is None else tokens):
+            plan = plan_rows(own.span, layer, own.lanes, own.tokens, own.positions)
+            geometry = own.span.geometry
+            chunks = np.flatnonzero(plan.counts)
+            both = ((geometry.keys, keys), (geometry.values, values))
+            groups = tuple(group for group, wanted in both if wanted and group is not None)
+            wishes.append(_Wish(own.span, plan, groups, chunks, plan.counts[chunks]))
+        return self._decide(layer, wishes, whole=tokens is None)
 
-    def note_selection(
-        self, layer: int, selected: Sequence[Indices], importance: Tensor | None
-    ) -> None:
+    def missing(self, layer: int, span: SourceSpan, *, probe: bool) -> Flags:
+        """Blocks of the probe stream, or else of keys and values, that are in no cache.
+
+        Only blocks that may hold tokens of the span; nothing is decided.
+
+        Returns:
+            bool [layers from `layer` on, blocks of a layer].
+        """
+        geometry, layers = span.geometry, self._shape.num_layers - layer
+        first = span.base + layer * geometry.num_chunks
+        on_ssd = self._placement.tiers(first, layers * geometry.num_chunks) == _SSD
+        possible = span.probe_blocks if probe else span.kv_blocks
+        by_block = on_ssd.reshape(layers, -1)[:, geometry.chunk_of_block]
+        blocks: Flags = by_block & possible
+        return blocks
+
+    def note_selection(self, layer: int, selected: Indices, importance: Tensor | None) -> None:
         """Say which tokens the layer uses; updates the averages.
 
         Args:
             layer: from 0.
-            selected: ascending, of each lane.
+            selected: [lanes, k], ascending in each lane.
             importance: scores [H, m] of all query heads, or of those of the probe heads; None if
                 the tokens were not chosen by scores.
         """
-        self._count_important(selected)
-        for lane, tokens in enumerate(selected):
-            scores = None if importance is None else self._lane_scores(lane, importance)
-            first = 0
-            for span, own in self._by_span(tokens):
-                stop = first + len(span)
-                part = None if scores is None else scores[:, first:stop]
-                span.history.note(layer, lane, span.start, len(span), own, part)
-                first = stop
+        rows = list(self._by_span(selected))
+        self._count_important(layer, selected, rows)
+        for own in rows:
+            span = own.span
+            part = None if importance is None else importance[:, own.first : own.first + len(span)]
+            tokens = own.tokens - span.start if span.start else own.tokens
+            span.history.note(layer, span.start, len(span), own.lanes, tokens, part)
 
     def note_whole(self, layer: int) -> None:
         """Say that the layer uses all tokens."""
-        everything = np.arange(self.num_tokens)
-        self.note_selection(layer, [everything] * self._shape.num_lanes, None)
-
-    def _lane_scores(self, lane: int, importance: Tensor) -> Tensor:
-        if self._shape.num_lanes == 1:
-            return importance
-        return importance.view(self._shape.num_lanes, -1, importance.shape[1])[lane]
-
-    def _count_important(self, selected: Sequence[Indices]) -> None:
-        """Count which KVs of the tokens that a layer uses were found on the device."""
-        for stream, on_device in self._on_device.items():
-            tokens = selected[0 if stream == PROBE else self._shape.lane_of(stream)]
-            hits = on_device[tokens] if len(on_device) == self.num_tokens else on_device
-            assert len(hits) == len(tokens)
-            row_bytes = self._shape.row_bytes(stream)
-            self.stats.important_bytes += len(tokens) * row_bytes
-            self.stats.important_device_bytes += int(hits.sum()) * row_bytes
-        self._on_device.clear()
-
-    def _row_plans(
-        self, layer: int, wanted: Mapping[Stream, Indices | None]
-    ) -> list[tuple[Stream, RowPlan]]:
-        """The plans of each stream and span; keys and values of the same tokens share theirs."""
-        known: dict[tuple[int, int], list[RowPlan]] = {}
-        pairs = []
-        for stream, tokens in wanted.items():
-            if not self._shape.heads(stream):
-                continue
-            if stream == PROBE:
-                plans = [plan_probe(span) for span in self._spans]
-            else:
-                lane = self._shape.lane_of(stream)
-                place = lane, id(tokens)
-                if place not in known:
-                    known[place] = self._lane_plans(layer, lane, tokens)
-                plans = known[place]
-            pairs += [(stream, plan) for plan in plans]
-        return pairs
-
-    def _lane_plans(self, layer: int, lane: int, tokens: Indices | None) -> list[RowPlan]:
-        wanted = np.arange(self.num_tokens) if tokens is None else tokens
-        return [
-            plan_rows(span, layer, lane, own + span.start)
-            for span, own in self._by_span(wanted)
-            if len(own)
-        ]
-
-    def _by_span(self, tokens: Indices) -> Iterator[tuple[SourceSpan, Indices]]:
-        """The tokens of each span, counted from its start."""
-        first = 0
-        for span in self._spans:
-            low, high = np.searchsorted(tokens, [first, first + len(span)])
-            yield span, tokens[low:high] - first
-            first += len(span)
+        self.note_selection(layer, self._everything(), None)
 
     def count(self, read: PlannedRead) -> None:
-        """The read was carried out: count it."""
+        """The read was carried out: count it. Bytes from SSD are counted by who reads them."""
         stats = self.stats
-        on_device: dict[Stream, list[npt.NDArray[np.bool_]]] = {}
-        for part in read.parts:
-            row_bytes = self._shape.row_bytes(part.stream)
-            rows = np.bincount(part.tiers, part.plan.counts, len(Tier)).astype(np.int64)
-            chunks = np.bincount(part.tiers, minlength=len(Tier))
-            num_bytes = part.read_bytes
-            stats.ssd_bytes += num_bytes
-            stats.ssd_needed_bytes += int(rows[_SSD]) * row_bytes
-            stats.h2d_bytes += int(rows[_SSD] + rows[_HOST]) * row_bytes
-            stats.ssd_chunks += int(chunks[_SSD])
-            stats.host_chunks += int(chunks[_HOST])
-            stats.device_chunks += int(chunks[_DEVICE])
-            if part.stream != PROBE:
-                stats.selected_chunks += int(chunks.sum())
-                part.plan.span.history.ssd_bytes += num_bytes
-            if part.stream in self._shape.kv_streams:
-                found = (part.tiers == _DEVICE)[part.plan.chunk_of_row]
-                on_device.setdefault(part.stream, []).append(found)
-        for stream, parts in on_device.items():
-            self._on_device[stream] = np.concatenate(parts)
+        for own in read.spans:
+            span = own.span
+            for part in own.parts:
+                row_bytes = part.group.row_bytes
+                rows = np.bincount(part.tiers, part.counts, len(Tier)).astype(np.int64)
+                chunks = np.bincount(part.tiers, minlength=len(Tier))
+                stats.ssd_needed_bytes += int(rows[_SSD]) * row_bytes
+                stats.h2d_bytes += int(rows[_SSD] + rows[_HOST]) * row_bytes
+                stats.ssd_chunks += int(chunks[_SSD])
+                stats.host_chunks += int(chunks[_HOST])
+                stats.device_chunks += int(chunks[_DEVICE])
+                if own.rows is not None:
+                    stats.selected_chunks += len(part.tiers)
+                    if self._learns:
+                        assert part.blocks is not None
+                        span.blocks.note(
+                            read.layer,
+                            values=part.is_values(span),
+                            blocks=part.group.blocks,
+                            wanted=part.blocks,
+                        )
+                if own.rows is not None or not self._shape.sketch_bits:
+                    self._found.append((own, part, read.whole))
         moved = (move for move in read.access.moves if move.target == _DEVICE)
         stats.h2d_bytes += sum(len(move.target_pages) for move in moved) * self._page_bytes
 
+    def _everything(self) -> Indices:
+        return np.broadcast_to(np.arange(self.num_tokens), (self._shape.num_lanes, self.num_tokens))
 
-def _part(
-    layer: int,
-    plan: RowPlan,
-    stream: Stream,
-    ids: Indices,
-    access: Access,
-    found: slice,
-    gap_bytes: int,
-) -> ReadPart:
-    tiers, kept = access.tiers[found], access.kept[found]
-    on_ssd = tiers == _SSD
-    position = np.cumsum(on_ssd) - 1
-    runs = []
-    if on_ssd.any():
-        layout = plan.span.segment.layout
-        chosen = np.flatnonzero(on_ssd[plan.chunk_of_row])
-        wanted = wanted_blocks(
-            layout,
-            stream,
-            plan.chunks[on_ssd],
-            (kept | (plan.counts == layout.chunk_tokens))[on_ssd],
-            position[plan.chunk_of_row[chosen]],
-            plan.offset_of_row[chosen],
-        )
-        runs = block_runs(layout, layer, stream, plan.chunks[on_ssd], wanted, gap_bytes)
-    return ReadPart(plan, stream, ids, tiers, access.pages[found], kept, position, runs)
+    def _decide(self, layer: int, wishes: Sequence[_Wish], *, whole: bool) -> PlannedRead:
+        ids, shares = [], []
+        for wish in wishes:
+            base = wish.span.base + layer * wish.span.segment.layout.layer_chunks
+            for group in wish.groups:
+                ids.append(wish.chunks + (base + group.first_chunk))
+                shares.append(wish.counts / group.rows_of_chunk[wish.chunks])
+        access = self._placement.access(_joined(ids, np.int64), _joined(shares, np.float64))
+        ends = list(itertools.accumulate((len(own) for own in ids), initial=0))
+        places = zip(ids, (slice(*pair) for pair in itertools.pairwise(ends)), strict=True)
+        reads = []
+        for wish in wishes:
+            found = [(group, *next(places)) for group in wish.groups]
+            on_ssd = self._learns or any((access.tiers[place] == _SSD).any() for *_, place in found)
+            blocks = _wanted_blocks(wish) if on_ssd else [None] * len(found)
+            parts = [
+                GroupPart(
+                    group,
+                    own,
+                    wish.chunks,
+                    wish.counts,
+                    group_ids,
+                    access.tiers[place],
+                    access.pages[place],
+                    access.kept[place],
+                )
+                for own, (group, group_ids, place) in zip(blocks, found, strict=True)
+            ]
+            reads.append(SpanRead(wish.span, wish.rows, parts, _blocks_from_ssd(wish, parts)))
+        return PlannedRead(layer, reads, access, whole)
+
+    def _by_span(self, tokens: Indices) -> Iterator[_Tokens]:
+        """The tokens [lanes, k] of each span that has any, token after token and lane by lane."""
+        num_lanes, k = tokens.shape
+        flat = tokens.T.reshape(-1)
+        lanes = _lanes(num_lanes, k)
+        if len(self._spans) == 1:
+            span = self._spans[0]
+            yield _Tokens(span, 0, None, lanes, flat + span.start if span.start else flat)
+            return
+        first = 0
+        for span in self._spans:
+            positions = np.flatnonzero((flat >= first) & (flat < first + len(span)))
+            if len(positions):
+                own = flat[positions] + (span.start - first)
+                yield _Tokens(span, first, positions, lanes[positions], own)
+            first += len(span)
+
+    def _count_important(self, layer: int, selected: Indices, rows: Sequence[_Tokens]) -> None:
+        """Count which KVs of the tokens that a layer uses were found on the device."""
+        everything = selected.shape[1] == self.num_tokens
+        by_span = {id(own.span): own for own in rows}
+        stats = self.stats
+        for read, part, whole in self._found:
+            on_device = part.tiers == _DEVICE
+            if whole and not everything:
+                if (own := by_span.get(id(read.span))) is None:
+                    continue
+                chunks = _chunks_of(layer, read, part, own)
+                wanted, hits = len(chunks), int(part.by_chunk(on_device)[chunks].sum())
+            else:
+                wanted, hits = int(part.counts.sum()), int(part.counts[on_device].sum())
+            stats.important_bytes += wanted * part.group.row_bytes
+            stats.important_device_bytes += hits * part.group.row_bytes
+        self._found.clear()
+
+
+def _chunks_of(layer: int, read: SpanRead, part: GroupPart, own: _Tokens) -> Indices:
+    """The chunk of each of some tokens in a group whose rows were all read."""
+    if read.rows is None:
+        return divided(own.tokens, part.group.chunk_rows)
+    return plan_rows(own.span, layer, own.lanes, own.tokens, None).chunks
+
+
+def _wanted_blocks(wish: _Wish) -> list[Flags | None]:
+    """For each group which of its blocks hold wanted rows; keys and values are often alike."""
+    blocks: list[Flags | None] = []
+    for group in wish.groups:
+        if wish.rows is None:
+            blocks.append(wish.span.probe_blocks[group.blocks])
+        elif blocks and group.looks_like(wish.groups[0]):
+            blocks.append(blocks[0])
+        else:
+            blocks.append(group.blocks_of_rows(wish.rows.lanes, wish.rows.rows))
+    return blocks
+
+
+def _blocks_from_ssd(wish: _Wish, parts: Sequence[GroupPart]) -> Flags | None:
+    """Blocks of the layer that must come from SSD: of wanted rows, and all that will be cached."""
+    blocks = None
+    for part in parts:
+        on_ssd = part.tiers == _SSD
+        if not on_ssd.any():
+            continue
+        if blocks is None:
+            blocks = np.zeros(wish.span.geometry.num_blocks, np.bool_)
+        assert part.blocks is not None
+        group = part.group
+        own = part.blocks & part.by_chunk(on_ssd)[group.chunk_of_block]
+        if part.kept.any():
+            own |= part.by_chunk(part.kept)[group.chunk_of_block]
+        blocks[group.blocks] = own
+    return blocks
+
+
+@functools.lru_cache(maxsize=64)
+def _lanes(num_lanes: int, k: int) -> Indices:
+    """The lane of each of k tokens per lane, token after token; not to be changed."""
+    return np.tile(np.arange(num_lanes), k)
 
 
 def _joined(parts: Sequence[npt.NDArray[_T]], dtype: type[_T]) -> npt.NDArray[_T]:

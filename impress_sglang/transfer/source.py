@@ -1,36 +1,80 @@
 """Where the KVs of a request's stored prefix come from.
 
-Stage: load. A source gives rows (tokens) of streams of a layer. `SegmentSource` takes them from the
-device cache, the host cache and SSD; `MemorySource` has them in memory, after a recompute of a
-prefix whose chunks were unreadable.
+Stage: load. A source gives rows (tokens) of a layer. `SegmentSource` takes them from the device
+cache, the host cache and SSD; `MemorySource` has them in memory, after a recompute of a prefix
+whose chunks were unreadable.
 """
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.storage.direct_io import AlignedBuffer
-from impress_sglang.storage.layout import PROBE, KVShape, Stream
-from impress_sglang.storage.reader import BlockRun, ChunkReader
+from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, KVShape
+from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.sketch import restore_keys
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.transfer.plan import Indices, SourceSpan
-from impress_sglang.transfer.planner import PlannedRead, PrefixPlanner, ReadPart, ReadStats
+from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
+from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
+from impress_sglang.transfer.expectation import likely_blocks
+from impress_sglang.transfer.plan import (
+    Flags,
+    Indices,
+    SourceSpan,
+    StreamGroup,
+)
+from impress_sglang.transfer.planner import (
+    GroupPart,
+    PlannedRead,
+    PrefixPlanner,
+    ReadStats,
+    SpanRead,
+)
+
+_T = TypeVar("_T")
+
+# The track of reads on a timeline.
+SSD_TRACK = "SSD"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request will ask of each layer, as far as that is known before.
+
+    `whole`: all keys and values. `probe`: the probe stream. `all_keys`: all keys, and some values.
+    """
+
+    whole: bool = False
+    probe: bool = True
+    all_keys: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerRows:
+    """Rows of a layer on the source's device, None what was not asked for.
+
+    keys [k, heads, Dk] of the heads that the probe stream does not have, values [k, G, Dv]; row j
+    of a head is the j-th token of its lane.
+    """
+
+    keys: Tensor | None
+    values: Tensor | None
 
 
 class PrefixSource(Protocol):
     """The KVs of the tokens [0, num_tokens) of a stored prefix.
 
-    Implementations must return exactly the rows that are wanted, in the order of the tokens, on the
-    source's device. A returned tensor is valid until the next read of the same stream by any
-    source.
+    Layers are read in ascending order. Implementations must return exactly the rows that are
+    wanted, in the order of the tokens, on the source's device. A returned tensor is valid until the
+    source is asked for another layer.
     """
 
     @property
@@ -41,6 +85,11 @@ class PrefixSource(Protocol):
     @property
     def stats(self) -> ReadStats:
         """What reading has taken so far."""
+        ...
+
+    @property
+    def timeline(self) -> Timeline:
+        """Where the time goes."""
         ...
 
     def read_probe(self, layer: int) -> Tensor:
@@ -55,41 +104,29 @@ class PrefixSource(Protocol):
         """
         ...
 
-    def read(self, layer: int, wanted: Mapping[Stream, Tensor | None]) -> dict[Stream, Tensor]:
-        """Rows of several streams of a layer, at once.
+    def read(
+        self, layer: int, tokens: Tensor | None, *, keys: bool = True, values: bool = True
+    ) -> LayerRows:
+        """Rows of a layer.
 
         Args:
             layer: from 0.
-            wanted: streams with keys or values, and ascending int64 tokens of each; None for all.
-
-        Returns:
-            For each stream [rows, heads of the stream, dim] in the KV's dtype.
+            tokens: int64 [lanes, k] on the CPU, ascending in each lane; None for all.
+            keys: whether keys are wanted, of the heads that the probe stream does not have.
+            values: whether values are wanted.
 
         Raises:
             ChunkUnreadable: a chunk is missing, short or corrupt.
         """
         ...
 
-    def note_selection(
-        self, layer: int, selected: Sequence[Tensor], importance: Tensor | None
-    ) -> None:
-        """Say which tokens the layer uses: see `PrefixPlanner.note_selection`."""
+    def note_selection(self, layer: int, selected: Tensor, importance: Tensor | None) -> None:
+        """Say which tokens [lanes, k] the layer uses: see `PrefixPlanner.note_selection`."""
         ...
 
     def note_whole(self, layer: int) -> None:
         """Say that the layer uses all tokens."""
         ...
-
-
-class Staging:
-    """Memory that reads land in: one buffer per stream, shared by the sources of one thread."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[Stream, AlignedBuffer] = collections.defaultdict(AlignedBuffer)
-
-    def view(self, stream: Stream, num_bytes: int) -> memoryview:
-        """Memory for the next read of a stream."""
-        return self._buffers[stream].view(num_bytes)
 
 
 class SegmentSource:
@@ -100,17 +137,39 @@ class SegmentSource:
         shape: KVShape,
         spans: Sequence[SourceSpan],
         reader: ChunkReader,
-        staging: Staging,
+        pool: AreaPool,
         cache: ChunkCache,
+        demand: Demand,
+        *,
+        learns: bool = False,
+        timeline: Timeline = NO_TIMELINE,
     ) -> None:
+        """`learns`: what layers want teaches what is read ahead for later requests."""
         assert spans
         self.segment_ids = [span.segment.segment_id for span in spans]
+        self.layer_bytes = sum(span.segment.layout.layer_bytes for span in spans)
+        self.timeline = timeline
+        self.layer = -1
+        """The layer that was asked for last."""
+        self.next_ahead = 0
+        """The first layer of which nothing was read ahead."""
         self._shape = shape
         self._spans = tuple(spans)
-        self._planner = PrefixPlanner(shape, spans, cache.placement, cache.page.page_bytes)
+        self._planner = PrefixPlanner(
+            shape,
+            spans,
+            cache.placement,
+            cache.page.page_bytes,
+            learns=learns and not demand.whole,
+        )
         self._reader = reader
-        self._staging = staging
+        self._pool = pool
         self._cache = cache
+        self._demand = demand
+        self._areas: dict[int, dict[int, LayerArea]] = {}
+        # By span; found once for all layers, which is faster and at worst out of date.
+        self._expected: list[list[Flags]] | None = None
+        self._expected_from = 0
 
     @property
     def num_tokens(self) -> int:
@@ -118,152 +177,297 @@ class SegmentSource:
         return self._planner.num_tokens
 
     @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self._shape.num_layers
+
+    @property
     def stats(self) -> ReadStats:
         """See `PrefixSource`."""
         return self._planner.stats
 
+    def read_ahead(self, waste: float) -> None:
+        """Begin to read what the layer `next_ahead` will probably want.
+
+        `waste` bounds what is expected to be read in vain, as a share of what is wanted.
+        """
+        layer = self.next_ahead
+        self.next_ahead += 1
+        if self._expected is None:
+            self._expected = [self._expect(layer, span, waste) for span in self._spans]
+            self._expected_from = layer
+        for number, expected in enumerate(self._expected):
+            # Apart, because the probe stream is asked for first.
+            for blocks in expected:
+                own = blocks[layer - self._expected_from]
+                if own.any():
+                    self._area(layer, number).read_ahead(own, self._reader)
+
     def read_probe(self, layer: int) -> Tensor:
         """See `PrefixSource.read_probe`."""
-        rows = self.read(layer, {PROBE: None})[PROBE]
-        return self._restore(layer, rows) if self._shape.sketch_bits else rows
+        self._begin(layer)
+        with self.timeline.span(PLAN, layer):
+            plan = self._planner.plan_probe(layer)
 
-    def read(self, layer: int, wanted: Mapping[Stream, Tensor | None]) -> dict[Stream, Tensor]:
-        """See `PrefixSource.read`.
+        def take() -> Tensor:
+            rows = [self._probe_keys(layer, own) for own in plan.spans]
+            return rows[0] if len(rows) == 1 else torch.cat(rows)
 
-        Rows are taken from where chunks stood before this read; then the chunks move.
+        return self._carry_out(plan, PROBE_READ, take)
+
+    def read(
+        self, layer: int, tokens: Tensor | None, *, keys: bool = True, values: bool = True
+    ) -> LayerRows:
+        """See `PrefixSource.read`."""
+        self._begin(layer)
+        with self.timeline.span(PLAN, layer):
+            wanted = None if tokens is None else tokens.numpy()
+            plan = self._planner.plan(layer, wanted, keys=keys, values=values)
+        count = self.num_tokens if tokens is None else tokens.shape[1]
+
+        def take() -> LayerRows:
+            return LayerRows(
+                self._rows(plan, count, values=False) if keys else None,
+                self._rows(plan, count, values=True) if values else None,
+            )
+
+        return self._carry_out(plan, SSD_READ, take)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether reads that were asked for have not ended."""
+        areas = (area for own in self._areas.values() for area in own.values())
+        return any(not read.done for area in areas for read in area.reads)
+
+    def note_selection(self, layer: int, selected: Tensor, importance: Tensor | None) -> None:
+        """See `PrefixSource.note_selection`; counts hits and updates the moving averages."""
+        with self.timeline.span(PLAN, layer):
+            self._planner.note_selection(layer, selected.numpy(), importance)
+
+    def note_whole(self, layer: int) -> None:
+        """See `PrefixSource.note_whole`; counts hits and updates the moving averages."""
+        with self.timeline.span(PLAN, layer):
+            self._planner.note_whole(layer)
+
+    def close(self) -> None:
+        """Stop reading; afterwards nothing reads from the segments for this source."""
+        closed = [area for areas in self._areas.values() for area in areas.values()]
+        for layer in list(self._areas):
+            self._close_areas(layer)
+        for area in closed:
+            area.drain()
+
+    def _expect(self, layer: int, span: SourceSpan, waste: float) -> list[Flags]:
+        """What the layers from this one on will probably want from SSD.
+
+        Returns:
+            bool [layers, blocks of a layer] of the probe stream, and the same of keys and values.
         """
-        arrays = _arrays_of(wanted)
-        plan = self._planner.plan(layer, arrays, self._reader.cost.gap_bytes)
+        demand, expected = self._demand, []
+        if demand.probe:
+            expected.append(self._planner.missing(layer, span, probe=True))
+        missing = self._planner.missing(layer, span, probe=False)
+        if demand.whole:
+            return [*expected, missing]
+        likely = likely_blocks(span.blocks.codes[layer:], missing, waste)
+        keys = span.geometry.keys
+        if demand.all_keys and keys is not None:
+            likely[:, keys.blocks] = missing[:, keys.blocks]
+        return [*expected, likely]
+
+    def _begin(self, layer: int) -> None:
+        """Another layer is asked for: what earlier ones were read into is not needed any more."""
+        if layer == self.layer:
+            return
+        assert layer > self.layer, "layers are read in ascending order"
+        self.layer = layer
+        self.next_ahead = max(self.next_ahead, layer + 1)
+        for earlier in [number for number in self._areas if number < layer]:
+            self._close_areas(earlier)
+
+    def _close_areas(self, layer: int) -> None:
+        for area in self._areas.pop(layer).values():
+            area.close(self._reader)
+            self.stats.ssd_bytes += area.ahead_bytes
+            self.stats.ahead_bytes += area.ahead_bytes
+            self.stats.ahead_used_bytes += area.ahead_used_bytes
+            if self.timeline.enabled:
+                for read in area.reads:
+                    name = "ahead" if read.ahead else "demand"
+                    self.timeline.add(SSD_TRACK, name, read.began, read.ended, layer)
+
+    def _area(self, layer: int, number: int) -> LayerArea:
+        """The area of a layer of the span with this number."""
+        areas = self._areas.setdefault(layer, {})
+        if number not in areas:
+            areas[number] = LayerArea(self._spans[number].segment, layer, self._pool)
+        return areas[number]
+
+    def _carry_out(self, plan: PlannedRead, stage: str, take: Callable[[], _T]) -> _T:
+        """Rows are taken from where chunks stood before the read; then the chunks move."""
         try:
-            rows = self._carry_out(plan, wanted)
+            with self.timeline.span(stage, plan.layer):
+                self._fetch(plan)
+            with self.timeline.span(COPY, plan.layer):
+                rows = take()
+                self._cache.settle(plan.access, self._kept_chunks(plan))
         except BaseException:
             # The placement counts on bytes that were not copied.
             self._cache.abandon(plan.access)
             raise
-        self._planner.count(plan)
+        with self.timeline.span(PLAN, plan.layer):
+            self._planner.count(plan)
         return rows
 
-    def note_selection(
-        self, layer: int, selected: Sequence[Tensor], importance: Tensor | None
-    ) -> None:
-        """See `PrefixSource.note_selection`; counts hits and updates the moving averages."""
-        self._planner.note_selection(layer, _as_arrays(selected), importance)
+    def _fetch(self, plan: PlannedRead) -> None:
+        """Bring all blocks that must come from SSD into their areas."""
+        gap, wanted = self._reader.cost.gap_bytes, []
+        for own in plan.spans:
+            if own.blocks is not None:
+                area = self._area(plan.layer, self._number(own.span))
+                num_bytes = area.read(own.blocks, gap, self._reader)
+                self.stats.ssd_bytes += num_bytes
+                if own.rows is not None:
+                    own.span.history.ssd_bytes += int(own.blocks.sum()) * BLOCK_BYTES
+                wanted.append((area, own.blocks))
+        began = time.perf_counter()
+        for area, blocks in wanted:
+            area.wait(blocks)
+        self.stats.wait_ms += (time.perf_counter() - began) * 1e3
 
-    def note_whole(self, layer: int) -> None:
-        """See `PrefixSource.note_whole`; counts hits and updates the moving averages."""
-        self._planner.note_whole(layer)
+    def _number(self, span: SourceSpan) -> int:
+        return next(number for number, own in enumerate(self._spans) if own is span)
 
-    def _restore(self, layer: int, packed: Tensor) -> Tensor:
-        """Sketched keys [m, G, Dk] float32 of all spans from their packed rows."""
-        shape, per_row = self._shape, self._shape.tokens_per_row(PROBE)
-        keys, first = [], 0
-        for span in self._spans:
-            skipped = span.start // per_row
-            stop = first + -(-span.stop // per_row) - skipped
-            codes = packed[first:stop].contiguous().view(torch.uint8)
-            tables = span.segment.sketch_tables
-            assert tables is not None
-            start = span.start - skipped * per_row
-            keys.append(
-                restore_keys(
-                    codes.view(-1, shape.num_kv_heads, shape.key_dim),
-                    torch.tensor(tables[layer], device=codes.device),
-                    shape.sketch_bits,
-                    start,
-                    start + len(span),
-                )
-            )
-            first = stop
-        return keys[0] if len(keys) == 1 else torch.cat(keys)
+    def _memory(self, layer: int, span: SourceSpan) -> PooledMemory:
+        return self._area(layer, self._number(span)).memory
 
-    def _carry_out(
-        self, plan: PlannedRead, streams: Mapping[Stream, Tensor | None]
-    ) -> dict[Stream, Tensor]:
-        memory = self._assign_memory(plan)
-        self._reader.read(
-            [
-                BlockRun(part.plan.span.segment, run.offset, own[run.start : run.stop])
-                for part, own in zip(plan.parts, memory, strict=True)
-                for run in part.runs
-            ]
+    def _probe_keys(self, layer: int, own: SpanRead) -> Tensor:
+        """Keys [tokens, heads, Dk] of the probe stream of a span."""
+        (part,), span, shape = own.parts, own.span, self._shape
+        wanted = span.probe_rows
+        first = int(part.chunks[0]) * part.group.chunk_rows
+        rows = self._whole_chunks(layer, span, part)[wanted.start - first : wanted.stop - first]
+        if not shape.sketch_bits:
+            return rows.view(-1, part.group.heads, part.group.head_dim)
+        tables = span.segment.sketch_tables
+        assert tables is not None
+        codes = rows.contiguous().view(torch.uint8)
+        start = span.start - wanted.start * shape.tokens_per_row(PROBE)
+        return restore_keys(
+            codes.view(-1, shape.num_kv_heads, shape.key_dim),
+            torch.from_numpy(tables[layer]).to(codes.device),
+            shape.sketch_bits,
+            start,
+            start + len(span),
         )
-        rows = {stream: self._rows(stream, plan, memory, streams[stream]) for stream in streams}
-        self._cache.settle(plan.access, _kept_chunks(plan.parts, memory))
-        return rows
 
-    def _assign_memory(self, plan: PlannedRead) -> list[memoryview]:
-        """Staging memory of each part."""
-        sizes = dict.fromkeys(self._shape.streams, 0)
-        for part in plan.parts:
-            sizes[part.stream] += part.staged_bytes
-        areas = {stream: self._staging.view(stream, size) for stream, size in sizes.items() if size}
-        used, memory = dict.fromkeys(self._shape.streams, 0), []
-        for part in plan.parts:
-            start = used[part.stream]
-            used[part.stream] += part.staged_bytes
-            whole = areas.get(part.stream, memoryview(b""))
-            memory.append(whole[start : used[part.stream]])
-        return memory
+    def _whole_chunks(self, layer: int, span: SourceSpan, part: GroupPart) -> Tensor:
+        """All rows of neighbouring chunks of one stream, [rows, heads * dim], on the device."""
+        group, width = part.group, part.group.heads * part.group.head_dim
+        first, count = int(part.chunks[0]), len(part.chunks)
+        found = np.flatnonzero(np.bincount(part.tiers, minlength=len(Tier))).tolist()
+        if found == [Tier.SSD]:
+            return self._staged_chunks(layer, span, group, first, count).to(self._cache.device)
+        size = (count, group.chunk_rows * width)
+        chunks = torch.empty(size, dtype=self._shape.dtype, device=self._cache.device)
+        for tier in found:
+            place = np.flatnonzero(part.tiers == tier)
+            if tier == Tier.SSD:
+                staged = self._staged_chunks(layer, span, group, first, count)
+                contents = staged.view(size)[torch.from_numpy(place)]
+            else:
+                pages = self._cache.page.row_vectors_of(width)
+                contents = self._cache.read_chunks(tier, part.pages[place, :pages])
+            chunks[torch.from_numpy(place).to(chunks.device)] = contents.to(chunks.device)
+        return chunks.view(-1, width)
 
-    def _rows(
-        self, stream: Stream, plan: PlannedRead, memory: list[memoryview], tokens: Tensor | None
+    def _staged_chunks(
+        self, layer: int, span: SourceSpan, group: StreamGroup, first: int, count: int
     ) -> Tensor:
-        heads, dim = len(self._shape.heads(stream)), self._shape.head_dim(stream)
-        rows = [
-            self._gather(part, own)
-            for part, own in zip(plan.parts, memory, strict=True)
-            if part.stream == stream
-        ]
-        if not rows:
-            count = self.num_tokens if tokens is None else len(tokens)
-            dtype, device = self._shape.dtype, self._cache.device
-            return torch.empty(count, 0, dim, dtype=dtype, device=device)
-        return (rows[0] if len(rows) == 1 else torch.cat(rows)).view(-1, heads, dim)
+        """Rows of chunks in an area; those that were not read are undefined."""
+        dtype, width = self._shape.dtype, group.heads * group.head_dim
+        flat = self._memory(layer, span).vectors(dtype, dtype.itemsize).view(-1)
+        stride = group.stride // dtype.itemsize
+        start = group.start // dtype.itemsize + first * stride
+        if group.unbroken:
+            return flat[start : start + count * stride].view(-1, width)
+        shape = (count, group.chunk_rows * width)
+        return flat.as_strided(shape, (stride, 1), start).reshape(-1, width)
 
-    def _gather(self, part: ReadPart, memory: memoryview) -> Tensor:
-        """Rows [k, heads * dim] of a part, on the device."""
-        plan, device = part.plan, self._cache.device
+    def _rows(self, plan: PlannedRead, count: int, *, values: bool) -> Tensor:
+        """Rows [count, heads of all lanes, dim] of the keys or the values."""
+        shape, dim = self._shape, self._shape.value_dim if values else self._shape.key_dim
+        device = self._cache.device
+        pieces = [
+            (own.rows.positions, self._gather(plan.layer, own, part))
+            for own in plan.spans
+            for part in own.parts
+            if own.rows is not None and part.is_values(own.span) == values
+        ]
+        if not pieces:
+            return torch.empty(count, 0, dim, dtype=shape.dtype, device=device)
+        if len(pieces) == 1 and pieces[0][0] is None:
+            return pieces[0][1].view(count, -1, dim)
+        joined = pieces[0][1].new_empty(count * shape.num_lanes, pieces[0][1].shape[1])
+        for positions, rows in pieces:
+            assert positions is not None
+            joined.index_copy_(0, torch.from_numpy(positions).to(device), rows)
+        return joined.view(count, -1, dim)
+
+    def _gather(self, layer: int, own: SpanRead, part: GroupPart) -> Tensor:
+        """The wanted rows [n, heads * dim] of a span, on the device."""
+        plan, device = own.rows, self._cache.device
+        assert plan is not None
         found = np.flatnonzero(np.bincount(part.tiers, minlength=len(Tier))).tolist()
         if len(found) == 1:
-            everything = np.arange(plan.num_rows)
-            return self._gather_tier(part, memory, found[0], everything).to(device)
-        tier_of_row = part.tiers[plan.chunk_of_row]
+            return self._gather_tier(layer, own, part, found[0], slice(None)).to(device)
+        tier_of_chunk = np.zeros(len(plan.counts), np.uint8)
+        tier_of_chunk[part.chunks] = part.tiers
+        tier_of_row = tier_of_chunk[plan.chunks]
         chosen = [np.flatnonzero(tier_of_row == tier) for tier in found]
         by_tier = [
-            self._gather_tier(part, memory, tier, own).to(device)
-            for tier, own in zip(found, chosen, strict=True)
+            self._gather_tier(layer, own, part, tier, rows).to(device)
+            for tier, rows in zip(found, chosen, strict=True)
         ]
         # Joining and reordering is faster than writing scattered rows.
-        position = np.empty(plan.num_rows, np.int64)
-        position[np.concatenate(chosen)] = np.arange(plan.num_rows)
+        position = np.empty(len(plan.rows), np.int64)
+        position[np.concatenate(chosen)] = np.arange(len(plan.rows))
         return torch.cat(by_tier).index_select(0, torch.from_numpy(position).to(device))
 
     def _gather_tier(
-        self, part: ReadPart, memory: memoryview, tier: int, chosen: Indices
+        self, layer: int, own: SpanRead, part: GroupPart, tier: int, chosen: slice | Indices
     ) -> Tensor:
-        chunks, offsets = part.plan.chunk_of_row[chosen], part.plan.offset_of_row[chosen]
+        """Rows [n, heads * dim] that stand in one tier, where it is."""
+        plan, group = own.rows, part.group
+        assert plan is not None
+        rows, lanes = plan.rows[chosen], plan.lanes[chosen]
         if tier == Tier.SSD:
-            return self._staged_rows(part, memory, part.staged_position[chunks], offsets)
-        vectors = self._cache.page.row_vectors(self._shape, part.stream)
-        return self._cache.read_rows(tier, part.pages[chunks], offsets, vectors)
+            vector = math.gcd(group.row_bytes, BLOCK_BYTES)
+            first = (group.row_offsets(lanes, rows) + group.start) // vector
+            index = _vector_index(first, group.row_bytes // vector)
+            vectors = self._memory(layer, own.span).vectors(self._shape.dtype, vector)
+            return vectors.index_select(0, index).view(len(rows), -1)
+        place = np.zeros(len(plan.counts), np.int64)
+        place[part.chunks] = np.arange(len(part.chunks))
+        pages = part.pages[place[plan.chunks[chosen]]]
+        width = self._cache.page.row_vectors_of(group.heads * group.head_dim)
+        return self._cache.read_rows(tier, pages, rows % group.chunk_rows, width)
 
-    def _staged_rows(
-        self, part: ReadPart, memory: memoryview, positions: Indices, offsets: Indices
-    ) -> Tensor:
-        dtype = self._shape.dtype
-        width = self._shape.row_bytes(part.stream) // dtype.itemsize
-        rows_per_chunk = part.plan.span.segment.layout.chunk_tokens
-        stride = part.stride // dtype.itemsize
-        flat = torch.frombuffer(memory, dtype=dtype)
-        if stride == rows_per_chunk * width:
-            rows = flat.view(-1, width)
-            if part.plan.unbroken and len(offsets) == part.plan.num_rows:
-                first = int(offsets[0])
-                return rows[first : first + len(offsets)]
-            return rows.index_select(0, torch.from_numpy(positions * rows_per_chunk + offsets))
-        count = len(memory) // part.stride
-        staged = flat.as_strided((count, rows_per_chunk, width), (stride, width, 1))
-        return staged[torch.from_numpy(positions), torch.from_numpy(offsets)]
+    def _kept_chunks(self, plan: PlannedRead) -> dict[int, Tensor]:
+        """Bytes of the chunks that were read whole to be cached, by id."""
+        found = {}
+        for own in plan.spans:
+            for part in own.parts:
+                if not part.kept.any():
+                    continue
+                group, memory = part.group, self._memory(plan.layer, own.span)
+                flat = memory.vectors(torch.uint8, 1).view(-1)
+                kept = np.flatnonzero(part.kept)
+                lanes, chunks = np.divmod(part.chunks[kept], group.chunks)
+                starts = group.start + lanes * group.stream_bytes + chunks * group.stride
+                for place, start in zip(kept.tolist(), starts.tolist(), strict=True):
+                    found[int(part.ids[place])] = flat[start : start + group.stride]
+        return found
 
 
 class MemorySource:
@@ -273,6 +477,7 @@ class MemorySource:
         assert len(keys) == len(values) == shape.num_layers
         self.num_tokens = keys[0].shape[0]
         self.stats = ReadStats()
+        self.timeline = NO_TIMELINE
         self._shape = shape
         self._keys = keys
         self._values = values
@@ -282,45 +487,34 @@ class MemorySource:
         keys = self._keys[layer][:, list(self._shape.heads(PROBE))]
         return keys.float() if self._shape.sketch_bits else keys
 
-    def read(self, layer: int, wanted: Mapping[Stream, Tensor | None]) -> dict[Stream, Tensor]:
+    def read(
+        self, layer: int, tokens: Tensor | None, *, keys: bool = True, values: bool = True
+    ) -> LayerRows:
         """See `PrefixSource.read`."""
-        return {stream: self._rows(layer, stream, tokens) for stream, tokens in wanted.items()}
+        shape = self._shape
+        own = list(shape.other_kv_heads)
+        return LayerRows(
+            self._rows(self._keys[layer], tokens)[:, own] if keys else None,
+            self._rows(self._values[layer], tokens) if values else None,
+        )
 
-    def note_selection(
-        self, layer: int, selected: Sequence[Tensor], importance: Tensor | None
-    ) -> None:
+    def note_selection(self, layer: int, selected: Tensor, importance: Tensor | None) -> None:
         """See `PrefixSource.note_selection`; a recomputed prefix has no averages."""
 
     def note_whole(self, layer: int) -> None:
         """See `PrefixSource.note_whole`."""
 
-    def _rows(self, layer: int, stream: Stream, tokens: Tensor | None) -> Tensor:
-        values = stream in self._shape.value_streams
-        whole = self._values[layer] if values else self._keys[layer]
-        rows = whole if tokens is None else whole[tokens]
-        return rows[:, list(self._shape.heads(stream))]
+    def _rows(self, whole: Tensor, tokens: Tensor | None) -> Tensor:
+        """Rows [k, G, D] of the tokens of each lane."""
+        if tokens is None:
+            return whole
+        if len(tokens) == 1:
+            return whole[tokens[0]]
+        return whole[tokens.T, torch.arange(len(tokens))]
 
 
-def _as_arrays(selected: Sequence[Tensor]) -> list[Indices]:
-    """The tokens of each lane; one array where lanes share one tensor."""
-    arrays = {id(tokens): tokens.numpy() for tokens in selected}
-    return [arrays[id(tokens)] for tokens in selected]
-
-
-def _arrays_of(wanted: Mapping[Stream, Tensor | None]) -> dict[Stream, Indices | None]:
-    """The same tokens are the same array, by which a planner knows that they are."""
-    arrays = {id(tokens): tokens.numpy() for tokens in wanted.values() if tokens is not None}
-    return {
-        stream: None if tokens is None else arrays[id(tokens)] for stream, tokens in wanted.items()
-    }
-
-
-def _kept_chunks(parts: list[ReadPart], memory: list[memoryview]) -> dict[int, Tensor]:
-    """Bytes of the chunks that were read whole to be cached, by id."""
-    found = {}
-    for part, own in zip(parts, memory, strict=True):
-        if part.kept.any():
-            staged = torch.frombuffer(own, dtype=torch.uint8).view(-1, part.stride)
-            for index in np.flatnonzero(part.kept).tolist():
-                found[int(part.ids[index])] = staged[int(part.staged_position[index])]
-    return found
+def _vector_index(first: Indices, count: int) -> Tensor:
+    """The numbers of `count` neighbouring vectors from each first one on, one after another."""
+    if count == 1:
+        return torch.from_numpy(first)
+    return torch.from_numpy((first[:, None] + np.arange(count)).reshape(-1))

@@ -25,8 +25,8 @@ import torch
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.store import PrefixStore, StoreOutcome
 from impress_sglang.storage.catalog import Catalog
-from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, kv_of, lanes_of, make_shape
-from tests.unit.store_factory import rows
+from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, lanes_of, make_shape
+from tests.unit.store_factory import open_source, rows
 
 SHAPES = {"probe": make_shape(), "sketch": make_shape(dtype=torch.bfloat16, sketch_bits=4)}
 SHAPE = SHAPES["probe"]
@@ -45,7 +45,7 @@ def open_store(directory: Path) -> PrefixStore:
         ssd_gb=1.0,
         min_free_gb=0.0,
         chunk_tokens=8,
-        io_threads=2,
+        io_depth=2,
         device_gb=2e-5,
         host_gb=4e-5,
         reorder_interval=0.0,
@@ -85,13 +85,13 @@ def reorder_something(directory: Path, progress: Path) -> None:
     store = open_store(directory)
     match = store.match("", as_tokens(sequence(0, LONGEST)), allow_approximate=False)
     length = len(match.spans[0])
-    source = store.open_source(match, 0, length)
-    selected = torch.arange(1, length, 3)
+    source = open_source(store, match, 0, length)
+    lanes = lanes_of(SHAPE)
+    selected = torch.arange(1, length, 3).expand(lanes, -1)
     for layer in range(SHAPE.num_layers):
         source.read_probe(layer)
-        source.read(layer, dict.fromkeys(kv_of(SHAPE), selected))
-        lanes = lanes_of(SHAPE)
-        source.note_selection(layer, [selected] * lanes, torch.ones(lanes, length))
+        source.read(layer, selected)
+        source.note_selection(layer, selected, torch.ones(lanes, length))
     store.close_source(source)
     assert store.reorder(force=True) == 1
     while store.reorder_summary()["pending"]:
@@ -158,7 +158,7 @@ def verify(directory: Path) -> dict[str, Any]:
         covered += len(match.spans)
         if match.num_tokens:
             kvs = SequenceKVs(SHAPE, "", tokens[: match.num_tokens])
-            source = store.open_source(match, 0, match.num_tokens)
+            source = open_source(store, match)
             for layer in range(SHAPE.num_layers):
                 keys, values = rows(SHAPE, source, layer)
                 source.read_probe(layer)

@@ -16,12 +16,12 @@ from impress_sglang.management.store import PrefixStore, StoreOutcome
 from impress_sglang.management.tree import StoredMatch
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.writer import LayerReader
-from impress_sglang.transfer.source import SegmentSource
+from impress_sglang.transfer.source import Demand, SegmentSource
 from tests.unit.kv_factory import (
     IDENTITY,
     SequenceKVs,
     as_tokens,
-    kv_of,
+    lanes_of,
     make_shape,
     streams_of,
 )
@@ -32,12 +32,14 @@ SHAPES = {
     "sketch bfloat16": make_shape(dtype=torch.bfloat16, sketch_bits=4),
 }
 OTHER_IDENTITY = "f" * 32
-# No caches and no reordering unless a test asks for them, so that bytes can be counted.
+# No caches, no reading ahead and no reordering unless a test asks for them, so that bytes can be
+# counted.
 DEFAULTS = {
     "ssd_gb": 1.0,
     "min_free_gb": 0.0,
     "chunk_tokens": 8,
-    "io_threads": 2,
+    "io_depth": 2,
+    "readahead": 0.0,
     "device_gb": 0.0,
     "host_gb": 0.0,
     "reorder_interval": 0.0,
@@ -168,26 +170,34 @@ def use(store: PrefixStore, tokens: Sequence[int]) -> None:
     """A request that reads the whole prefix: what counts as an access."""
     match = look_up(store, tokens)
     assert match.num_tokens == len(tokens)
-    store.close_source(store.open_source(match, 0, match.num_tokens))
+    store.close_source(open_source(store, match))
+
+
+def open_source(
+    store: PrefixStore, match: StoredMatch, start: int = 0, stop: int | None = None
+) -> SegmentSource:
+    """For a request that asks for the probe stream and then for a selection."""
+    stop = match.num_tokens if stop is None else stop
+    return store.open_source(match, start, stop, Demand())
 
 
 def rows(
     shape: KVShape, source: SegmentSource, layer: int, tokens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of all heads; probe heads come first in these shapes."""
-    found = source.read(layer, dict.fromkeys(kv_of(shape), tokens))
+    """Keys and values of all heads, of the same tokens; probe heads come first in these shapes."""
+    found = source.read(layer, None if tokens is None else tokens.expand(lanes_of(shape), -1))
+    keys, values = found.keys, found.values
+    assert keys is not None and values is not None
     if shape.sketch_bits:
-        keys, values = list(found.values())[: shape.num_kv_heads], list(found.values())
-        return torch.cat(keys, 1), torch.cat(values[shape.num_kv_heads :], 1)
-    keys, values = found.values()
+        return keys, values
     probe = source.read_probe(layer)
     return torch.cat([probe if tokens is None else probe[tokens], keys], 1), values
 
 
-def read_all(shape: KVShape, source: SegmentSource, layer: int) -> None:
+def read_all(source: SegmentSource, layer: int) -> None:
     """Read every stream of a layer."""
     source.read_probe(layer)
-    source.read(layer, dict.fromkeys(kv_of(shape)))
+    source.read(layer, None)
 
 
 def check_rows(
@@ -205,7 +215,7 @@ def check_rows(
     stop = len(tokens) if stop is None else stop
     shape = store._shape
     expected = SequenceKVs(shape, namespace, tuple(tokens))
-    source = store.open_source(match, start, stop)
+    source = open_source(store, match, start, stop)
     try:
         for layer in range(shape.num_layers):
             keys, values = rows(shape, source, layer)

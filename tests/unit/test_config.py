@@ -55,8 +55,8 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     ("min_free_gb", -0.001),
     ("min_free_gb", float("nan")),
     ("min_free_gb", float("inf")),
-    ("io_threads", 0),
-    ("io_threads", 257),
+    ("io_depth", 0),
+    ("io_depth", 257),
     ("policy", "lru"),
     ("policy", ""),
     ("ssd_dir", ""),
@@ -111,8 +111,8 @@ EDGE_VALUES: list[tuple[str, Any]] = [
     ("chunk_tokens", 4096),
     ("min_prefix_tokens", 1),
     ("min_free_gb", 0),
-    ("io_threads", 1),
-    ("io_threads", 256),
+    ("io_depth", 1),
+    ("io_depth", 256),
     *[("policy", policy) for policy in POLICIES],
     *[(field, 0) for field in ("device_gb", "host_gb", "half_life", "ssd_mbps")],
     ("reorder_interval", 0),
@@ -237,9 +237,9 @@ def test_nothing_is_recorded_without_a_directory(text: str) -> None:
 
 
 def test_from_options_takes_some_fields_and_keeps_the_other_defaults() -> None:
-    config = ImpressConfig.from_options({"retention": 0.5, "io_threads": 2})
+    config = ImpressConfig.from_options({"retention": 0.5, "io_depth": 2})
 
-    assert config == dataclasses.replace(ImpressConfig(), retention=0.5, io_threads=2)
+    assert config == dataclasses.replace(ImpressConfig(), retention=0.5, io_depth=2)
 
 
 def test_from_options_names_unknown_fields_and_the_known_ones() -> None:
@@ -287,7 +287,7 @@ CONFIGS = st.builds(
     chunk_tokens=st.integers(1, 512).map(lambda n: 8 * n),
     min_prefix_tokens=st.integers(1, 1 << 20),
     policy=st.sampled_from(POLICIES),
-    io_threads=st.integers(1, 256),
+    io_depth=st.integers(1, 256),
     store_approximate=st.booleans(),
     device_gb=st.floats(0, 1e3),
     host_gb=st.floats(0, 1e3),

@@ -23,7 +23,9 @@ MODULES = {
 # A unit is a package or a module right below impress_sglang. It may import itself and units of a
 # lower level; units of one level do not know each other.
 LEVELS = {
+    "cost": 0,
     "errors": 0,
+    "timeline": 0,
     "config": 1,
     "attention": 2,
     "importance": 2,

@@ -114,7 +114,7 @@ class StoreMachine(RuleBasedStateMachine):
             ssd_gb=self.quota,
             min_free_gb=0.0,
             chunk_tokens=8,
-            io_threads=2,
+            io_depth=2,
             device_gb=6 * page_bytes / 1e9,
             host_gb=9 * page_bytes / 1e9,
             reorder_interval=0.0,

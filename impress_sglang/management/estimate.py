@@ -1,0 +1,150 @@
+"""Whether a stored prefix is loaded or computed, and how much of it, from what both would take.
+
+Stage: admit. Computing is estimated from the forward passes of this server: a * new tokens + b *
+pairs of a new token and one that it attends to. Loading is estimated from the bytes that stand on
+SSD and the speed at which it was read lately, and what identification and copying took per token of
+a prefix. Both run at the same time, so that a hit takes what the longer one takes: AttentionStore
+(3.2.1) hides the one behind the other, CacheBlend chooses how much to compute so that nothing
+waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from impress_sglang.cost import TwoTermCost
+
+# First guess: 1 ms per token; a model with hidden size d spends as much on a token's weights as on
+# 6 d attended tokens (24 L d^2 against 4 L d operations).
+START_SECONDS_PER_TOKEN = 1e-3
+ATTENDED_PER_HIDDEN = 6
+# First guess for identification and copying, per token of the prefix and per pair.
+START_SECONDS_PER_LOADED = 1e-5
+START_SECONDS_PER_SCORED = 1e-8
+# Shorter passes say more about overheads than about the model.
+LEAST_OBSERVED_TOKENS = 16
+# Retentions that auto chooses from, besides its floor.
+RETENTIONS = (1.0, 0.75, 0.5, 0.35)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """What of a stored prefix would have to come from SSD.
+
+    `probe_bytes` are read in any case. `chances` float64 [256] counts the other bytes by the chance
+    (in steps of 1/255) that a request with the retention `usual` wants them.
+    """
+
+    probe_bytes: int
+    chances: npt.NDArray[np.float64]
+    usual: float
+
+    def expected(self, retention: float, *, all_keys: bool = False) -> float:
+        """Bytes that a request with this retention is expected to read."""
+        if retention >= 1.0:
+            return self.probe_bytes + float(self.chances.sum())
+        chance = np.arange(len(self.chances)) / (len(self.chances) - 1)
+        # As if each of a block's tokens were wanted so much more often.
+        wanted = 1.0 - (1.0 - chance) ** (retention / self.usual)
+        part = float(self.chances @ wanted)
+        if all_keys:
+            part = (float(self.chances.sum()) + part) / 2
+        return self.probe_bytes + part
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """A request: lengths in tokens. `new` are computed in any case, `stored` may be loaded."""
+
+    resident: int
+    stored: int
+    new: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds that a request would take; None before any pass of the model was seen.
+
+    `io` and `compute` are what loading consists of.
+    """
+
+    retention: float
+    io: float
+    compute: float | None
+    recompute: float | None
+
+    @property
+    def load(self) -> float | None:
+        """Seconds with the stored prefix."""
+        return None if self.compute is None else max(self.io, self.compute)
+
+    @property
+    def loads_faster(self) -> bool:
+        """Whether to load; where nothing is known yet that is so."""
+        return self.load is None or self.recompute is None or self.load <= self.recompute
+
+    @property
+    def hidden(self) -> bool:
+        """Whether reading takes no longer than computing."""
+        return self.compute is not None and self.io <= self.compute
+
+
+class Estimator:
+    """Learns what computing and loading take; one thread."""
+
+    def __init__(self, hidden_size: int) -> None:
+        """`hidden_size` of the model sets the first ratio of its two terms."""
+        per_pair = START_SECONDS_PER_TOKEN / (ATTENDED_PER_HIDDEN * hidden_size)
+        self.computing = TwoTermCost(START_SECONDS_PER_TOKEN, per_pair)
+        # Of a part of a prefix, and of a whole one, where nothing is scored.
+        self.loading = TwoTermCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_SCORED)
+        self.copying = TwoTermCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_LOADED)
+
+    def note_forward(self, new: int, pairs: float, seconds: float) -> None:
+        """A pass of the model over `new` tokens took so long, without loading."""
+        if new >= LEAST_OBSERVED_TOKENS:
+            self.computing.observe(new, pairs, seconds)
+
+    def note_load(self, work: Work, seconds: float, *, whole: bool) -> None:
+        """Identification and copying for a request took so long, without reading."""
+        if whole:
+            self.copying.observe(work.stored, work.stored, seconds)
+        else:
+            self.loading.observe(work.stored, work.stored * work.new, seconds)
+
+    def estimate(self, work: Work, retention: float, io_seconds: float) -> Estimate:
+        """What a request would take with this retention."""
+        if not self.computing.observations:
+            return Estimate(retention, io_seconds, None, None)
+        hit = self._compute_seconds(work.resident + retention * work.stored, work.new)
+        if retention >= 1.0:
+            hit += self.copying.seconds(work.stored, work.stored)
+        else:
+            hit += self.loading.seconds(work.stored, work.stored * work.new)
+        miss = self._compute_seconds(work.resident, work.stored + work.new)
+        return Estimate(retention, io_seconds, hit, miss)
+
+    def largest_hidden(self, estimates: Sequence[Estimate]) -> Estimate:
+        """Of estimates by falling retention the first whose reading is hidden, else the last."""
+        return next((own for own in estimates if own.hidden), estimates[-1])
+
+    def _compute_seconds(self, before: float, new: int) -> float:
+        return self.computing.seconds(new, pairs_of(before, new))
+
+
+def pairs_of(before: float, new: int) -> float:
+    """Pairs of a new token and one that it attends to, after `before` tokens."""
+    return new * (before + (new + 1) / 2)
+
+
+def buffer_bytes(bytes_per_second: float, estimate: Estimate) -> float:
+    """What must be read before a request begins so that it does not wait (AttentionStore 3.2.1).
+
+    S_buf = B (T_load L_hist - T_pref L_new): bandwidth x (seconds of reading - of computing).
+    """
+    compute = estimate.compute or 0.0
+    return bytes_per_second * max(estimate.io - compute, 0.0)

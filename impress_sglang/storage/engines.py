@@ -1,0 +1,241 @@
+"""How blocks get from a file into memory with many reads in flight.
+
+An engine knows addresses and descriptors only. `AioEngine` hands a whole batch to the kernel in one
+call (Linux native AIO, `man 2 io_submit`), so that starting and collecting reads costs no Python
+per read; `ThreadEngine` does with threads and `preadv` where the kernel does not offer AIO.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import platform
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from impress_sglang.errors import ConfigError
+from impress_sglang.storage.direct_io import read_exactly
+
+logger = logging.getLogger(__name__)
+
+Integers = npt.NDArray[np.int64]
+
+# struct iocb and struct io_event of linux/aio_abi.h, little endian.
+_IOCB = np.dtype(
+    [
+        ("data", "<u8"),
+        ("key", "<u4"),
+        ("rw_flags", "<u4"),
+        ("opcode", "<u2"),
+        ("priority", "<i2"),
+        ("descriptor", "<u4"),
+        ("address", "<u8"),
+        ("size", "<u8"),
+        ("offset", "<i8"),
+        ("reserved", "<u8"),
+        ("flags", "<u4"),
+        ("event_descriptor", "<u4"),
+    ]
+)
+_EVENT = np.dtype([("data", "<u8"), ("iocb", "<u8"), ("result", "<i8"), ("result2", "<i8")])
+# Numbers of io_setup, io_destroy, io_getevents, io_submit.
+_SYSCALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
+
+
+# More of them are slower: they wait for Python's lock, not for the device.
+MAX_THREADS = 8
+
+
+class BlockEngine(Protocol):
+    """The contract; tests/unit/test_engines.py runs it on every implementation.
+
+    One thread uses an engine. At most `depth` reads are in flight. The memory of a read must stay
+    alive and untouched until `finish` has returned it.
+    """
+
+    name: str
+    depth: int
+
+    def start(
+        self, descriptors: Integers, offsets: Integers, addresses: Integers, sizes: Integers
+    ) -> Integers:
+        """Begin reads; there must be room for all of them.
+
+        Returns:
+            A number for each, unique among the reads in flight.
+        """
+        ...
+
+    def finish(self) -> tuple[Integers, Integers]:
+        """Wait until at least one read has ended; there must be one in flight.
+
+        Returns:
+            Numbers of the reads that have ended, and of each the bytes it has read, which may be
+            fewer than asked for, or minus the error number.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds; no read may be in flight."""
+        ...
+
+
+class AioEngine:
+    """Linux native AIO; truly asynchronous for files opened with O_DIRECT."""
+
+    name = "aio"
+
+    def __init__(self, depth: int) -> None:
+        """Ask the kernel for a context.
+
+        Raises:
+            OSError: the kernel does not offer AIO here, or its limit (fs.aio-max-nr) is reached.
+        """
+        self.depth = depth
+        self._free = list(range(depth))
+        self._requests = np.zeros(depth, _IOCB)
+        self._requests["data"] = np.arange(depth)
+        self._pointers = self._requests.ctypes.data + np.arange(depth, dtype=np.uint64) * np.uint64(
+            _IOCB.itemsize
+        )
+        self._events = np.zeros(depth, _EVENT)
+        # Reads that the kernel refused to begin, with the error.
+        self._refused: list[tuple[int, int]] = []
+        numbers = _SYSCALLS.get(platform.machine())
+        if numbers is None:
+            raise OSError(errno.ENOSYS, f"AIO is not known for {platform.machine()}")
+        setup, self._destroy_call, self._getevents_call, self._submit_call = numbers
+        self._call = ctypes.CDLL(None, use_errno=True).syscall
+        self._call.restype = ctypes.c_long
+        self._context = ctypes.c_ulong(0)
+        if self._call(setup, ctypes.c_long(depth), ctypes.byref(self._context)) < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"io_setup: {os.strerror(number)}")
+
+    def start(
+        self, descriptors: Integers, offsets: Integers, addresses: Integers, sizes: Integers
+    ) -> Integers:
+        """See `BlockEngine.start`."""
+        slots = np.array([self._free.pop() for _ in range(len(sizes))], np.int64)
+        requests = self._requests
+        requests["descriptor"][slots] = descriptors
+        requests["offset"][slots] = offsets
+        requests["address"][slots] = addresses
+        requests["size"][slots] = sizes
+        pointers = self._pointers[slots]
+        begun = 0
+        while begun < len(slots):
+            rest = pointers[begun:]
+            count = self._call(
+                self._submit_call,
+                self._context,
+                ctypes.c_long(len(rest)),
+                ctypes.c_void_p(rest.ctypes.data),
+            )
+            if count < 0:
+                # The first of the rest is at fault; the others may still be good.
+                self._refused.append((int(slots[begun]), ctypes.get_errno()))
+                count = 1
+            begun += count
+        return slots
+
+    def finish(self) -> tuple[Integers, Integers]:
+        """See `BlockEngine.finish`."""
+        refused, self._refused = self._refused, []
+        slots = np.array([slot for slot, _ in refused], np.int64)
+        results = np.array([-number for _, number in refused], np.int64)
+        if not refused:
+            ended = self._events[: self._wait_for_events()]
+            slots, results = ended["data"].astype(np.int64), ended["result"].copy()
+        self._free.extend(slots.tolist())
+        return slots, results
+
+    def close(self) -> None:
+        """See `BlockEngine.close`."""
+        self._call(self._destroy_call, self._context)
+
+    def _wait_for_events(self) -> int:
+        while True:
+            count: int = self._call(
+                self._getevents_call,
+                self._context,
+                ctypes.c_long(1),
+                ctypes.c_long(self.depth),
+                ctypes.c_void_p(self._events.ctypes.data),
+                None,
+            )
+            if count >= 0:
+                return count
+            if ctypes.get_errno() != errno.EINTR:
+                raise OSError(ctypes.get_errno(), "io_getevents failed")
+
+
+class ThreadEngine:
+    """A thread per read in flight, `MAX_THREADS` at most."""
+
+    name = "threads"
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth = min(depth, MAX_THREADS)
+        self._pool = ThreadPoolExecutor(depth, thread_name_prefix="impress-read")
+        self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._next = 0
+
+    def start(
+        self, descriptors: Integers, offsets: Integers, addresses: Integers, sizes: Integers
+    ) -> Integers:
+        """See `BlockEngine.start`."""
+        numbers = np.arange(self._next, self._next + len(sizes))
+        self._next += len(sizes)
+        columns = (numbers, descriptors, offsets, addresses, sizes)
+        for read in zip(*(column.tolist() for column in columns), strict=True):
+            self._pool.submit(self._read, *read)
+        return numbers
+
+    def finish(self) -> tuple[Integers, Integers]:
+        """See `BlockEngine.finish`."""
+        ended = [self._ended.get()]
+        while not self._ended.empty():
+            ended.append(self._ended.get())
+        numbers, results = np.array(ended, np.int64).T
+        return numbers, results
+
+    def close(self) -> None:
+        """See `BlockEngine.close`."""
+        self._pool.shutdown(wait=True)
+
+    def _read(self, number: int, descriptor: int, offset: int, address: int, size: int) -> None:
+        target = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        try:
+            read_exactly(descriptor, offset, target)
+        except EOFError:
+            self._ended.put((number, 0))
+        except OSError as error:
+            self._ended.put((number, -(error.errno or errno.EIO)))
+        else:
+            self._ended.put((number, size))
+
+
+def make_engine(name: str, depth: int) -> BlockEngine:
+    """The engine that `--impress-io-engine` names; auto is AIO where the kernel has it.
+
+    Raises:
+        ConfigError: aio was asked for, and the kernel does not offer it.
+    """
+    if name == "threads":
+        return ThreadEngine(depth)
+    try:
+        return AioEngine(depth)
+    except OSError as error:
+        if name == "aio":
+            raise ConfigError(
+                f"--impress-io-engine aio is not to be had here ({error.strerror}); use threads"
+            ) from error
+        logger.warning("reads go through threads: %s", error.strerror)
+        return ThreadEngine(depth)

@@ -1,0 +1,126 @@
+"""Which layers of which requests are read before they ask, as far as memory and a bound allow.
+
+Stage: load. Reading ahead changes when bytes are read, never which tokens a layer uses. Sources are
+served in this order: of the requests under way the one that is nearest to what it has, then those
+that wait, in the order of their arrival. Probe streams and what a whole prefix needs are certain;
+of other blocks the likeliest are read, and what was read in vain is bounded by `waste`, a share of
+what was wanted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from impress_sglang.transfer.area import AreaPool
+from impress_sglang.transfer.planner import ReadStats
+
+# Before anything was wanted, so much may be read in vain.
+FIRST_ALLOWANCE_BYTES = 4 << 20
+
+
+class AheadSource(Protocol):
+    """What reading ahead asks of a source; see `SegmentSource`."""
+
+    layer: int
+    next_ahead: int
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        ...
+
+    @property
+    def layer_bytes(self) -> int:
+        """Memory that a layer takes."""
+        ...
+
+    @property
+    def stats(self) -> ReadStats:
+        """What reading has taken so far."""
+        ...
+
+    def read_ahead(self, waste: float) -> None:
+        """Begin to read what the layer `next_ahead` will probably want."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class _Waiting:
+    source: AheadSource
+    limit_bytes: float
+
+    @property
+    def wants_more(self) -> bool:
+        source = self.source
+        read = (source.next_ahead + 1) * source.layer_bytes
+        return source.next_ahead < source.num_layers and (
+            source.next_ahead == 0 or read <= self.limit_bytes
+        )
+
+
+class ReadAhead:
+    """Decides what is read ahead; one thread."""
+
+    def __init__(self, pool: AreaPool, waste: float) -> None:
+        """`waste` is 0 or more; 0 turns reading ahead off."""
+        self._pool = pool
+        self._waste = waste
+        self._live: list[AheadSource] = []
+        self._waiting: list[_Waiting] = []
+        # Of sources that have left.
+        self._ahead_bytes = 0
+        self._used_bytes = 0
+        self._wanted_bytes = 0
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is read ahead."""
+        return self._waste > 0
+
+    def join(self, source: AheadSource) -> None:
+        """A request begins to use a source, which may have waited."""
+        self._waiting = [own for own in self._waiting if own.source is not source]
+        self._live.append(source)
+        self.top_up()
+
+    def wait(self, source: AheadSource, limit_bytes: float) -> None:
+        """A request waits: read at most `limit_bytes` of its first layers, but one in any case."""
+        self._waiting.append(_Waiting(source, limit_bytes))
+        self.top_up()
+
+    def leave(self, source: AheadSource) -> None:
+        """A source is closed; its counters are final."""
+        self._waiting = [own for own in self._waiting if own.source is not source]
+        self._live = [own for own in self._live if own is not source]
+        stats = source.stats
+        self._ahead_bytes += stats.ahead_bytes
+        self._used_bytes += stats.ahead_used_bytes
+        self._wanted_bytes += stats.ssd_bytes - stats.ahead_bytes + stats.ahead_used_bytes
+
+    def top_up(self) -> None:
+        """Begin to read the next layers, while there is room."""
+        if not self.enabled:
+            return
+        waste = self._waste if self._may_waste() else 0.0
+        while (source := self._next_live()) is not None:
+            # A layer is not held up by the memory of those after it.
+            if source.next_ahead > source.layer + 1 and not self._has_room(source):
+                return
+            source.read_ahead(waste)
+        for own in self._waiting:
+            while own.wants_more:
+                if not self._has_room(own.source):
+                    return
+                own.source.read_ahead(waste)
+
+    def _next_live(self) -> AheadSource | None:
+        unread = [own for own in self._live if own.next_ahead < own.num_layers]
+        return min(unread, key=lambda own: own.next_ahead - own.layer, default=None)
+
+    def _has_room(self, source: AheadSource) -> bool:
+        return self._pool.has_room(source.layer_bytes)
+
+    def _may_waste(self) -> bool:
+        in_vain = self._ahead_bytes - self._used_bytes
+        return in_vain <= self._waste * self._wanted_bytes + FIRST_ALLOWANCE_BYTES

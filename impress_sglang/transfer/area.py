@@ -1,0 +1,182 @@
+"""Memory that layers are read into: an image of a layer of a segment, filled block by block.
+
+A block stands in an area where it stands in its layer on disk, so that what was read ahead, what is
+read now, and the rows that are taken out need no copies between them. Areas come from a pool: fresh
+memory would cost as much as the reading.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.storage.direct_io import AlignedMemory
+from impress_sglang.storage.layout import BLOCK_BYTES, round_up
+from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment, PendingRead
+from impress_sglang.transfer.plan import Flags, runs_of
+
+_GRAIN = 1 << 20
+_NO_READ = -1
+
+
+class PooledMemory(AlignedMemory):
+    """Memory of an area, also as vectors of a length that divides a block."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self._views: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    def vectors(self, dtype: torch.dtype, vector_bytes: int) -> Tensor:
+        """[bytes / vector_bytes, elements] on the CPU."""
+        kind = dtype, vector_bytes
+        if kind not in self._views:
+            flat = torch.frombuffer(self.view, dtype=dtype)
+            self._views[kind] = flat.view(-1, vector_bytes // dtype.itemsize)
+        return self._views[kind]
+
+
+class AreaPool:
+    """Memory for areas, `limit_bytes` of it; what a layer cannot do without is given beyond that.
+
+    One thread uses a pool, but its memory is filled by others: it is given again only when no read
+    into it is under way.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._most_used = 0
+        self._free: list[PooledMemory] = []
+        self._draining: list[tuple[PooledMemory, list[PendingRead]]] = []
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether `num_bytes` more stay within the limit."""
+        return self.used_bytes + round_up(num_bytes, _GRAIN) <= self.limit_bytes
+
+    def take(self, num_bytes: int) -> PooledMemory:
+        """Memory of at least `num_bytes`."""
+        self._collect()
+        size = round_up(num_bytes, _GRAIN)
+        fitting = [own for own in self._free if size <= len(own) <= 2 * size]
+        if fitting:
+            memory = min(fitting, key=len)
+            self._free.remove(memory)
+        else:
+            memory = PooledMemory(size)
+        self.used_bytes += len(memory)
+        self._most_used = max(self._most_used, self.used_bytes)
+        return memory
+
+    def give(self, memory: PooledMemory, reads: list[PendingRead]) -> None:
+        """Take memory back; `reads` may still be filling it."""
+        self.used_bytes -= len(memory)
+        self._draining.append((memory, reads))
+        self._collect()
+
+    def close(self) -> None:
+        """Forget all memory."""
+        self._free.clear()
+        self._draining.clear()
+
+    def _collect(self) -> None:
+        waiting = []
+        for memory, reads in self._draining:
+            if all(read.done for read in reads):
+                self._free.append(memory)
+            else:
+                waiting.append((memory, reads))
+        self._draining = waiting
+        kept = self.used_bytes + sum(map(len, self._free))
+        while self._free and kept > max(self.limit_bytes, self._most_used):
+            kept -= len(self._free.pop(0))
+
+
+class LayerArea:
+    """The blocks of one layer of a segment that were read for a request."""
+
+    def __init__(self, segment: OpenSegment, layer: int, pool: AreaPool) -> None:
+        layout = segment.layout
+        # The last chunk of a stream may be short; it is looked at as if it were not.
+        longest = max(layout.chunk_stride(stream) for stream in layout.shape.streams)
+        self.memory = pool.take(layout.layer_bytes + longest)
+        self.ahead_bytes = 0
+        self.ahead_used_bytes = 0
+        self._segment = segment
+        self._offset = layout.layer_offset(layer)
+        self._pool = pool
+        # Number of the read that brings each block.
+        self._owner = np.full(layout.layer_bytes // BLOCK_BYTES, _NO_READ, np.int16)
+        self._reads: list[PendingRead] = []
+
+    @property
+    def reads(self) -> list[PendingRead]:
+        """All reads into the area, in the order in which they were asked for."""
+        return self._reads
+
+    def read_ahead(self, wanted: Flags, reader: ChunkReader) -> None:
+        """Begin to read blocks that will probably be wanted."""
+        missing = wanted & (self._owner == _NO_READ)
+        if missing.any():
+            self._submit(missing, 0, reader, ahead=True)
+
+    def read(self, wanted: Flags, gap_bytes: int, reader: ChunkReader) -> int:
+        """Begin to read what is missing of the wanted blocks; returns how many bytes that is.
+
+        Of what was to be read ahead and is not begun, only what is wanted is read.
+        """
+        self._stop_reading_ahead(reader)
+        begun = self._owner[wanted]
+        ahead = np.array([read.ahead for read in self._reads], np.bool_)
+        found = begun[begun != _NO_READ]
+        self.ahead_used_bytes += int(np.count_nonzero(ahead[found])) * BLOCK_BYTES
+        missing = wanted & (self._owner == _NO_READ)
+        return self._submit(missing, gap_bytes, reader, ahead=False) if missing.any() else 0
+
+    def wait(self, wanted: Flags) -> None:
+        """Wait until the wanted blocks are there; all were asked for.
+
+        Raises:
+            ChunkUnreadable: one of the reads that bring them failed.
+        """
+        owners = np.unique(self._owner[wanted]).tolist()
+        assert _NO_READ not in owners
+        errors = []
+        for owner in owners:
+            try:
+                self._reads[owner].wait()
+            except ChunkUnreadable as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def close(self, reader: ChunkReader) -> None:
+        """Give the memory back; what is not begun is not read any more."""
+        self._stop_reading_ahead(reader)
+        self.ahead_bytes = sum(read.num_bytes for read in self._reads if read.ahead)
+        self._pool.give(self.memory, self._reads)
+
+    def drain(self) -> None:
+        """Wait until nothing more is read; the area is closed."""
+        for read in self._reads:
+            read.settled()
+
+    def _stop_reading_ahead(self, reader: ChunkReader) -> None:
+        for number, read in enumerate(self._reads):
+            if read.ahead and not read.done:
+                for _, starts, stops in reader.cancel(read):
+                    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+                        own = self._owner[start // BLOCK_BYTES : stop // BLOCK_BYTES]
+                        own[own == number] = _NO_READ
+
+    def _submit(self, blocks: Flags, gap_bytes: int, reader: ChunkReader, *, ahead: bool) -> int:
+        starts, stops = runs_of(blocks, gap_bytes)
+        runs = BlockRuns(
+            self._segment, self.memory, self._offset, starts * BLOCK_BYTES, stops * BLOCK_BYTES
+        )
+        # A gap that is read through may hold what another read brings, too: the same bytes.
+        self._owner[blocks] = len(self._reads)
+        read = reader.submit([runs], ahead=ahead)
+        self._reads.append(read)
+        return read.num_bytes

@@ -1,0 +1,133 @@
+"""Which blocks a layer will probably want, learnt from what earlier requests wanted.
+
+Kept per block of the file and not per token: what is read ahead is read in blocks, and the share of
+requests that wanted a block needs no assumption on how its tokens depend on each other. A version
+of a segment has its own, since its order decides which tokens share a block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, SegmentLayout
+
+Codes = npt.NDArray[np.uint8]
+Flags = npt.NDArray[np.bool_]
+
+# A chance is kept in steps of 1/255.
+STEPS = 255
+# Weight of the newest request; the first ones count alike.
+AVERAGE_WEIGHT = 0.1
+# Nothing that is less likely is read ahead, however cheap.
+LEAST_CHANCE = 0.1
+
+_CODES = np.arange(STEPS + 1)
+
+
+def _moved(weight: float) -> tuple[Codes, Codes]:
+    """Every chance after a request that did not want the block, and after one that did."""
+    kept = np.rint((1.0 - weight) * _CODES)
+    raised = np.rint((1.0 - weight) * _CODES + weight * STEPS)
+    return kept.astype(np.uint8), raised.astype(np.uint8)
+
+
+# By the number of the request; the last ones all weigh alike.
+_MOVED = [_moved(1.0 / number) for number in range(1, round(1 / AVERAGE_WEIGHT) + 1)]
+
+
+# Of a segment whose tokens stand in the order of their averages, but whose averages are not known
+# (after a restart): the first part of the rows, as long as what is selected, has most of it.
+ORDERED_SHARES = ((1.0, 0.7), (2.0, 0.2))
+ORDERED_REST = 0.04
+
+
+def first_shares(
+    layout: SegmentLayout, retention: float, *, ordered: bool
+) -> npt.NDArray[np.float64]:
+    """Expected share of wanted rows of every chunk, before anything is known of the segment.
+
+    Args:
+        layout: of the segment.
+        retention: share of the tokens that a layer uses.
+        ordered: whether the rows stand in the order of importance.
+
+    Returns:
+        float64 [chunks of all layers], in the order of `layout.chunk_index`.
+    """
+    shape, parts = layout.shape, []
+    for stream in shape.streams:
+        chunks = layout.stream_chunks(stream)
+        shares = np.full(chunks, 1.0 if stream == PROBE else retention)
+        if ordered and stream != PROBE:
+            rank = (np.arange(chunks) + 0.5) * layout.chunk_tokens / layout.num_tokens
+            shares[:] = ORDERED_REST
+            for times, share in reversed(ORDERED_SHARES):
+                shares[rank < times * retention] = share
+        parts.append(shares)
+    return np.tile(np.concatenate(parts), shape.num_layers)
+
+
+class BlockHistory:
+    """Chance of every block of a segment to be wanted, uint8 [L, blocks of a layer]."""
+
+    def __init__(self, layout: SegmentLayout, chunk_shares: npt.NDArray[np.float64]) -> None:
+        """Begin with what is expected of the chunks.
+
+        Args:
+            layout: of the segment.
+            chunk_shares: float64 [chunks of all layers], expected share of wanted rows.
+        """
+        shares = chunk_shares.reshape(layout.shape.num_layers, -1)
+        parts = []
+        for stream in layout.shape.streams:
+            blocks = layout.stream_bytes(stream) // BLOCK_BYTES
+            if not blocks:
+                continue
+            first = layout.chunk_index(0, stream, 0)
+            own = shares[:, first : first + layout.stream_chunks(stream)]
+            rows = max(1, round(BLOCK_BYTES / layout.shape.row_bytes(stream)))
+            per_chunk = layout.chunk_stride(stream) // BLOCK_BYTES
+            wanted = 1.0 - (1.0 - np.clip(own, 0.0, 1.0)) ** rows
+            parts.append(np.repeat(wanted, per_chunk, axis=1)[:, :blocks])
+        chances = np.concatenate(parts, axis=1)
+        self._codes: Codes = np.rint(chances * STEPS).astype(np.uint8)
+        # Of each layer, for its keys and for its values.
+        self._requests = np.zeros((len(self._codes), 2), np.int64)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the chances."""
+        return self._codes.nbytes
+
+    @property
+    def codes(self) -> Codes:
+        """All chances, in steps of 1/255; not to be changed."""
+        return self._codes
+
+    def note(self, layer: int, *, values: bool, blocks: slice, wanted: Flags) -> None:
+        """A request wanted these of the blocks of a layer's keys or values, one flag for each."""
+        requests = self._requests[layer]
+        requests[int(values)] += 1
+        kept, raised = _MOVED[min(int(requests[int(values)]), len(_MOVED)) - 1]
+        own = self._codes[layer, blocks]
+        self._codes[layer, blocks] = np.where(wanted, raised[own], kept[own])
+
+
+def likely_blocks(chances: Codes, candidates: Flags, waste: float) -> Flags:
+    """The candidates that are worth reading ahead: as many as possible of the likeliest.
+
+    What is expected to be read in vain is at most `waste` of what is expected to be wanted.
+
+    Args:
+        chances: uint8, in steps of 1/255, of any shape.
+        candidates: bool of the same shape, the blocks that would have to be read.
+        waste: 0 or more.
+    """
+    counts = np.bincount(chances[candidates], minlength=STEPS + 1)
+    in_vain = np.cumsum((counts * (STEPS - _CODES))[::-1])[::-1]
+    fits = np.flatnonzero(in_vain <= waste * float(counts @ _CODES))
+    lowest = int(fits[0]) if len(fits) else STEPS + 1
+    threshold = max(lowest, round(LEAST_CHANCE * STEPS))
+    found: Flags = candidates & (chances >= threshold)
+    return found

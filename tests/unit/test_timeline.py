@@ -1,0 +1,596 @@
+"""A request's timeline: its times add up, its files are kept in bounds and read back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import timeit
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from impress_sglang import timeline as timeline_module
+from impress_sglang.timeline import (
+    ATTENTION,
+    COPY,
+    NO_TIMELINE,
+    PLAN,
+    PROBE_READ,
+    REQUEST_TRACK,
+    REST,
+    SELECT,
+    SSD_READ,
+    STAGES,
+    RequestTimeline,
+    Timeline,
+    TimelineWriter,
+    main,
+)
+
+
+class Clock:
+    """A clock in seconds that moves only when told to, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_ms(self, ms: float) -> None:
+        self.now += ms / 1e3
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timeline_module, "perf_counter", clock)
+    return clock
+
+
+def spend(timeline: Timeline, clock: Clock, stage: str, ms: float, layer: int = 0) -> None:
+    with timeline.span(stage, layer):
+        clock.pass_ms(ms)
+
+
+def request(clock: Clock, rid: str = "r") -> RequestTimeline:
+    """14 ms: select 4 with plan 2 inside, layer 0; copy 5, layer 1; rest 3. The SSD works on."""
+    timeline = RequestTimeline(rid)
+    clock.pass_ms(1)
+    with timeline.span(SELECT, 0):
+        clock.pass_ms(3)
+        spend(timeline, clock, PLAN, 2)
+        clock.pass_ms(1)
+    timeline.add("SSD", "chunk", clock.now, clock.now + 0.004, 1)
+    spend(timeline, clock, COPY, 5, layer=1)
+    clock.pass_ms(2)
+    timeline.finish()
+    return timeline
+
+
+def assert_totals(timeline: RequestTimeline, **expected: float) -> None:
+    totals = timeline.totals()
+    nonzero = {name: ms for name, ms in totals.items() if ms}
+    assert nonzero == pytest.approx(expected, abs=1e-5)
+    assert sum(totals.values()) == pytest.approx(timeline.duration_ms, abs=1e-9)
+    assert set(totals) >= {*STAGES, REST}
+
+
+def complete_events(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["ph"] == "X"]
+
+
+def thread_names(trace: dict[str, Any]) -> dict[int, str]:
+    return {
+        event["tid"]: event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["ph"] == "M" and event["name"] == "thread_name"
+    }
+
+
+def test_the_null_timeline_is_free() -> None:
+    assert not NO_TIMELINE.enabled
+    assert NO_TIMELINE.span(COPY, 0) is NO_TIMELINE.span(PLAN, 1)
+    NO_TIMELINE.add("SSD", "chunk", 0.0, 1.0)
+
+    def spans() -> None:
+        for layer in range(1000):
+            with NO_TIMELINE.span(COPY, layer):
+                pass
+
+    assert min(timeit.repeat(spans, number=10, repeat=20)) / 10_000 < 1e-6
+
+
+def test_the_null_timeline_lets_exceptions_pass_and_nests() -> None:
+    with pytest.raises(KeyError), NO_TIMELINE.span(COPY, 0), NO_TIMELINE.span(PLAN, 0):
+        raise KeyError
+
+
+def test_stages_and_rest_sum_to_the_whole(clock: Clock) -> None:
+    timeline = request(clock)
+
+    assert timeline.enabled
+    assert timeline.duration_ms == pytest.approx(14)
+    assert list(timeline.totals()) == [*STAGES, REST]
+    assert_totals(timeline, **{SELECT: 4, PLAN: 2, COPY: 5, REST: 3})
+
+
+def test_a_span_excludes_all_that_is_inside_of_it(clock: Clock) -> None:
+    timeline = RequestTimeline("r")
+    with timeline.span(ATTENTION, 0):
+        clock.pass_ms(1)
+        with timeline.span(SELECT, 0):
+            clock.pass_ms(2)
+            spend(timeline, clock, SSD_READ, 4)
+            spend(timeline, clock, SSD_READ, 8)
+        with timeline.span(ATTENTION, 0):
+            clock.pass_ms(16)
+        clock.pass_ms(32)
+    timeline.finish()
+
+    assert_totals(timeline, **{ATTENTION: 49, SELECT: 2, SSD_READ: 12})
+
+
+def test_a_span_that_begins_or_ends_with_its_outer_one_is_inside(clock: Clock) -> None:
+    timeline = RequestTimeline("r")
+    with timeline.span(SELECT, 0):
+        spend(timeline, clock, PLAN, 1)
+        clock.pass_ms(2)
+        spend(timeline, clock, COPY, 4)
+    timeline.finish()
+
+    assert_totals(timeline, **{SELECT: 2, PLAN: 1, COPY: 4})
+
+
+def test_an_inner_span_wins_where_the_clock_does_not_tell_them_apart(
+    clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timeline = RequestTimeline("r")
+    with timeline.span(SELECT, 0), timeline.span(PLAN, 0), timeline.span(COPY, 0):
+        clock.pass_ms(3)
+    timeline.finish()
+
+    assert_totals(timeline, **{COPY: 3})
+    assert [event["name"] for event in complete_events(timeline.chrome_trace())] == [
+        SELECT,
+        PLAN,
+        COPY,
+    ]
+    main([str(TimelineWriter(tmp_path).write(timeline))])
+    assert stage_table(capsys.readouterr().out)[COPY] == ("3.000", "100.0%")
+
+
+def test_an_exception_passes_and_its_spans_are_counted(clock: Clock) -> None:
+    timeline = RequestTimeline("r")
+    with pytest.raises(RuntimeError, match="lost"), timeline.span(SELECT, 0):
+        clock.pass_ms(1)
+        with timeline.span(PLAN, 0):
+            clock.pass_ms(2)
+            raise RuntimeError("lost")
+    spend(timeline, clock, SELECT, 4)
+    clock.pass_ms(8)
+    timeline.finish()
+
+    assert_totals(timeline, **{SELECT: 5, PLAN: 2, REST: 8})
+
+
+def test_other_tracks_are_not_counted(clock: Clock) -> None:
+    timeline = RequestTimeline("r")
+    timeline.add("SSD", SSD_READ, clock.now, clock.now + 1)
+    spend(timeline, clock, COPY, 2)
+    timeline.add("SSD", "chunk", clock.now, clock.now + 1)
+    timeline.finish()
+
+    assert_totals(timeline, **{COPY: 2})
+
+
+def test_other_names_of_the_requests_track_are_counted(clock: Clock) -> None:
+    timeline = RequestTimeline("r")
+    with timeline.span("wait", 3):
+        clock.pass_ms(2)
+    timeline.add(REQUEST_TRACK, "queue", clock.now, clock.now + 0.001)
+    clock.pass_ms(4)
+    timeline.finish()
+
+    assert_totals(timeline, wait=2, queue=1, rest=3)
+
+
+def test_what_lies_outside_of_the_request_is_not_counted(clock: Clock) -> None:
+    """As of a span that is open when the request is aborted. Overlap is not counted twice."""
+    timeline = RequestTimeline("r")
+    timeline.add(REQUEST_TRACK, "gone", clock.now - 5, clock.now - 4)
+    timeline.add(REQUEST_TRACK, "queue", clock.now - 5, clock.now + 0.002)
+    timeline.add(REQUEST_TRACK, "wait", clock.now + 0.001, clock.now + 0.004)
+    clock.pass_ms(5)
+    with timeline.span(COPY, 0):
+        clock.pass_ms(3)
+        timeline.finish()
+        clock.pass_ms(10)
+    spend(timeline, clock, PLAN, 1)
+
+    assert_totals(timeline, **{"queue": 1, "wait": 3, COPY: 3, REST: 1})
+
+
+def test_the_first_finish_counts(clock: Clock) -> None:
+    timeline = RequestTimeline("r")
+    clock.pass_ms(2)
+    assert timeline.duration_ms == pytest.approx(2)
+    clock.pass_ms(1)
+    timeline.finish()
+    clock.pass_ms(4)
+    timeline.finish()
+
+    assert_totals(timeline, rest=3)
+
+
+def test_real_time_is_measured() -> None:
+    timeline = RequestTimeline("r")
+    with timeline.span(COPY, 0):
+        threading.Event().wait(0.02)
+    timeline.finish()
+
+    assert 15 < timeline.totals()[COPY] <= timeline.duration_ms
+
+
+def test_threads_add_at_the_same_time() -> None:
+    timeline = RequestTimeline("r")
+
+    def work(track: str) -> None:
+        for number in range(500):
+            timeline.add(track, "chunk", float(number), number + 0.5)
+            if number % 50 == 0:
+                timeline.totals()
+
+    threads = [threading.Thread(target=work, args=(f"SSD {n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(complete_events(timeline.chrome_trace())) == 2000
+
+
+def test_the_trace_has_the_fields_of_the_format(clock: Clock) -> None:
+    trace = json.loads(json.dumps(request(clock, "my rid").chrome_trace(), allow_nan=False))
+
+    assert trace["displayTimeUnit"] == "ms"
+    processes = [e for e in trace["traceEvents"] if e["name"] == "process_name"]
+    assert [e["args"] for e in processes] == [{"name": "my rid"}]
+    assert sorted(thread_names(trace).values()) == ["SSD", REQUEST_TRACK]
+    assert {e["ph"] for e in trace["traceEvents"]} == {"M", "X"}
+    assert len({e["pid"] for e in trace["traceEvents"]}) == 1
+
+    names = thread_names(trace)
+    events = {
+        (names[e["tid"]], e["name"]): (e["ts"], e["dur"], e["args"]) for e in complete_events(trace)
+    }
+    assert events == {
+        (REQUEST_TRACK, SELECT): (pytest.approx(1000), pytest.approx(6000), {"layer": 0}),
+        (REQUEST_TRACK, PLAN): (pytest.approx(4000), pytest.approx(2000), {"layer": 0}),
+        (REQUEST_TRACK, COPY): (pytest.approx(7000), pytest.approx(5000), {"layer": 1}),
+        ("SSD", "chunk"): (pytest.approx(7000), pytest.approx(4000), {"layer": 1}),
+    }
+    assert all(e["cat"] == e["name"] for e in complete_events(trace))
+
+
+def test_events_of_one_thread_do_not_overlap(clock: Clock) -> None:
+    """Viewers drop those that do; reads in flight overlap, or lie within each other."""
+    timeline, t = RequestTimeline("r"), clock.now
+    for start, stop in [(3, 5), (0, 4), (1, 2), (2, 6), (6, 7)]:
+        timeline.add("SSD", "chunk", t + start, t + stop)
+    trace = timeline.chrome_trace()
+
+    by_thread: dict[int, list[tuple[float, float]]] = {}
+    for event in complete_events(trace):
+        by_thread.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert sum(map(len, by_thread.values())) == 5
+    for rows in by_thread.values():
+        rows.sort()
+        assert all(before[1] <= after[0] + 1e-6 for before, after in pairwise(rows))
+    names = [thread_names(trace)[tid] for tid in sorted(by_thread)]
+    assert names == ["SSD", "SSD (2)", "SSD (3)"]
+
+
+def test_the_trace_has_no_negative_times_and_no_layer_where_none_was_given(clock: Clock) -> None:
+    timeline, t = RequestTimeline("r"), clock.now
+    timeline.add("SSD", "early", t - 1, t + 1)
+    timeline.add("SSD", "gone", t - 3, t - 2)
+    timeline.add("SSD", "backwards", t + 5, t + 4)
+
+    events = {e["name"]: e for e in complete_events(timeline.chrome_trace())}
+    assert (events["early"]["ts"], events["early"]["dur"]) == (0, pytest.approx(1e6))
+    assert (events["gone"]["ts"], events["gone"]["dur"]) == (0, 0)
+    assert events["backwards"]["dur"] == 0
+    assert events["early"]["args"] == {}
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def test_writer_numbers_on_from_what_is_there(tmp_path: Path) -> None:
+    directory = tmp_path / "new" / "timelines"
+    writer = TimelineWriter(directory)
+    first = writer.write(RequestTimeline("a"))
+    assert first == directory / "000001-a.json"
+    writer.write(RequestTimeline("b"))
+    (directory / "000041-x.json").touch()
+    (directory / "000099-x.txt").touch()
+    (directory / "000077-x y.json").touch()
+
+    assert TimelineWriter(directory).write(RequestTimeline("c")) == directory / "000042-c.json"
+    assert first.exists()
+
+
+def test_writer_numbers_beyond_six_digits(tmp_path: Path) -> None:
+    (tmp_path / "999999-x.json").touch()
+    writer = TimelineWriter(tmp_path, max_files=2)
+    writer.write(RequestTimeline("a"))
+    writer.write(RequestTimeline("b"))
+
+    assert names_in(tmp_path) == ["1000000-a.json", "1000001-b.json"]
+
+
+@pytest.mark.parametrize(
+    ("rid", "part"),
+    [
+        ("chat-1_A", "chat-1_A"),
+        ("../../etc/pass wd", "______etc_pass_wd"),
+        ("é\n\ud800\0", "____"),
+        ("x" * 300, "x" * 60),
+        ("", "_"),
+    ],
+)
+def test_any_rid_gives_a_file_of_the_directory(tmp_path: Path, rid: str, part: str) -> None:
+    path = TimelineWriter(tmp_path).write(RequestTimeline(rid))
+
+    assert path == tmp_path / f"000001-{part}.json"
+    assert names_in(tmp_path) == [path.name]
+    assert json.loads(path.read_text())["otherData"]["rid"] == rid
+
+
+def test_writer_removes_the_oldest_of_its_own_files(tmp_path: Path) -> None:
+    others = [
+        "000000-notes.md",
+        "a.json",
+        "00001-short.json",
+        "000001-x y.json",
+        "000001-a.json.bak",
+    ]
+    for name in others:
+        (tmp_path / name).touch()
+    writer = TimelineWriter(tmp_path, max_files=3)
+    for rid in "abcde":
+        assert writer.write(RequestTimeline(rid))
+    assert names_in(tmp_path) == sorted(
+        [*others, "000003-c.json", "000004-d.json", "000005-e.json"]
+    )
+
+    TimelineWriter(tmp_path, max_files=1).write(RequestTimeline("f"))
+    assert names_in(tmp_path) == sorted([*others, "000006-f.json"])
+
+
+def test_writer_removes_nothing_below_its_limit(tmp_path: Path) -> None:
+    writer = TimelineWriter(tmp_path, max_files=12)
+    for count in range(1, 13):
+        writer.write(RequestTimeline("r"))
+        assert len(names_in(tmp_path)) == count
+
+
+def test_writer_needs_room_for_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_files"):
+        TimelineWriter(tmp_path, max_files=0)
+
+
+@pytest.mark.parametrize("step", ["write_text", "replace"])
+def test_a_full_disk_is_a_warning_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
+) -> None:
+    writer = TimelineWriter(tmp_path, max_files=1)
+    kept = writer.write(RequestTimeline("kept"))
+    assert kept is not None
+
+    def full(path: Path, *args: object, **kwargs: object) -> None:
+        path.write_bytes(b'{"tra')
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(Path, step, full)
+        assert writer.write(RequestTimeline("lost")) is None
+    assert "No space left" in caplog.text and "lost" in caplog.text
+    assert names_in(tmp_path) == [kept.name]
+    assert writer.write(RequestTimeline("next")) == tmp_path / "000002-next.json"
+
+
+def test_a_directory_that_went_away_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = TimelineWriter(tmp_path / "d")
+    (tmp_path / "d").rmdir()
+
+    assert writer.write(RequestTimeline("lost")) is None
+    assert "lost" in caplog.text
+
+
+def test_a_file_that_cannot_be_removed_does_not_lose_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = TimelineWriter(tmp_path, max_files=1)
+    writer.write(RequestTimeline("old"))
+
+    def denied(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", denied)
+    assert writer.write(RequestTimeline("new")) == tmp_path / "000002-new.json"
+    assert "000001-old.json" in caplog.text
+
+
+def test_a_file_appears_whole(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is renamed, what is being written does not look like a timeline."""
+    seen: list[list[str]] = []
+    replace = Path.replace
+
+    def watched(path: Path, target: Path) -> Path:
+        json.loads(path.read_text())
+        seen.append([p.name for p in tmp_path.glob("[0-9]*.json")])
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    TimelineWriter(tmp_path).write(request(clock))
+
+    assert seen == [[]]
+    assert names_in(tmp_path) == ["000001-r.json"]
+
+
+def test_threads_write_at_the_same_time(tmp_path: Path) -> None:
+    writer = TimelineWriter(tmp_path, max_files=15)
+
+    def work() -> None:
+        for _ in range(5):
+            assert writer.write(RequestTimeline("r"))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert names_in(tmp_path) == [f"{n:06d}-r.json" for n in range(6, 21)]
+
+
+@pytest.fixture
+def written(clock: Clock, tmp_path: Path) -> Iterator[Path]:
+    path = TimelineWriter(tmp_path).write(request(clock, "a\x1b[2J"))
+    assert path is not None
+    yield path
+
+
+def stage_table(out: str) -> dict[str, tuple[str, str]]:
+    lines = out.split("\n\n")[0].splitlines()[2:]
+    split = [line.rsplit(maxsplit=2) for line in lines]
+    return {name: (ms, share) for name, ms, share in split}
+
+
+def test_cli_prints_stages_and_shares(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(written)]) == 0
+
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert str(written) in out and "\x1b" not in out
+    table = stage_table(out)
+    assert list(table) == [*STAGES, REST, "whole"]
+    assert table[SELECT] == ("4.000", "28.6%")
+    assert table[PLAN] == ("2.000", "14.3%")
+    assert table[COPY] == ("5.000", "35.7%")
+    assert table[PROBE_READ] == ("0.000", "0.0%")
+    assert table[REST] == ("3.000", "21.4%")
+    assert table["whole"] == ("14.000", "100.0%")
+    assert "layer" not in out
+
+
+def test_cli_prints_a_row_per_layer(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--layers", str(written)]) == 0
+
+    _, layers, _ = capsys.readouterr().out.split("\n\n")
+    head, *rows = layers.splitlines()
+    assert head.split() == ["layer", *" ".join(STAGES).split()]
+    zero = "0.000"
+    assert [row.split() for row in rows] == [
+        ["0", zero, zero, "4.000", "2.000", zero, zero, zero],
+        ["1", zero, zero, zero, zero, zero, "5.000", zero],
+    ]
+
+
+def test_cli_agrees_with_totals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On times of the real clock, whose nesting must survive the file."""
+    timeline = RequestTimeline("r")
+    for layer in range(200):
+        with timeline.span(SELECT, layer), timeline.span(PLAN, layer), timeline.span(COPY, layer):
+            pass
+        with timeline.span("other", layer):
+            pass
+    timeline.finish()
+    assert main([str(TimelineWriter(tmp_path).write(timeline))]) == 0
+
+    table = stage_table(capsys.readouterr().out)
+    assert {name: ms for name, (ms, _) in table.items() if name != "whole"} == {
+        name: f"{ms:.3f}" for name, ms in timeline.totals().items()
+    }
+
+
+def test_cli_reads_a_request_of_no_duration(
+    clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(TimelineWriter(tmp_path).write(RequestTimeline("r"))), "--layers"]) == 0
+    assert stage_table(capsys.readouterr().out)[REST] == ("0.000", "0.0%")
+
+
+OTHER = {"rid": "r", "duration_us": 1.0}
+EVENT = {"ph": "X", "tid": 1, "name": "copy", "ts": 0, "dur": 1, "args": {}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe\x00",
+        b'{"traceEvents": [',
+        b"[" * 100_000,
+        b"[]",
+        b"7",
+        b"{}",
+        json.dumps({"traceEvents": []}),
+        json.dumps({"traceEvents": [], "otherData": {"rid": "r", "duration_us": "1"}}),
+        json.dumps({"traceEvents": [], "otherData": {"rid": "r", "duration_us": float("nan")}}),
+        json.dumps({"traceEvents": [], "otherData": {"rid": "r", "duration_us": 10**400}}),
+        json.dumps({"traceEvents": None, "otherData": OTHER}),
+        json.dumps({"traceEvents": [3], "otherData": OTHER}),
+        json.dumps({"traceEvents": [{"ph": "X", "tid": 1}], "otherData": OTHER}),
+        json.dumps({"traceEvents": [EVENT | {"dur": -1}], "otherData": OTHER}),
+        json.dumps({"traceEvents": [EVENT | {"args": []}], "otherData": OTHER}),
+        json.dumps({"traceEvents": [EVENT | {"name": "\x1b\ud800"}], "otherData": OTHER}),
+        json.dumps({"traceEvents": [EVENT | {"name": 3}], "otherData": OTHER}),
+    ],
+)
+def test_cli_refuses_what_is_not_a_timeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | str
+) -> None:
+    path = tmp_path / "f.json"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+    assert main([str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"{path}: not ") and err.count("\n") == 1
+
+
+def test_cli_prints_the_other_files_when_one_is_bad(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing.json"
+
+    assert main([str(missing), str(written), str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert str(written) in out
+    first, second = err.splitlines()
+    assert first.startswith(f"{missing}: No such file")
+    assert second.startswith(f"{tmp_path}: Is a directory")
+
+
+def test_cli_runs_as_a_module(written: Path) -> None:
+    command = [sys.executable, "-W", "error", "-m", "impress_sglang.timeline"]
+    good = subprocess.run([*command, str(written)], capture_output=True, text=True, check=False)
+    bad = subprocess.run([*command, os.devnull], capture_output=True, text=True, check=False)
+
+    assert (good.returncode, good.stderr) == (0, "")
+    assert bad.returncode == 2 and bad.stderr.count("\n") == 1
