@@ -27,7 +27,7 @@ from impress_sglang.importance.identify import IdentificationRule, make_rule, st
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.timeline import REST, SELECT, PLAN, RequestTimeline, TimelineWriter
+from impress_sglang.timeline import PLAN, REST, SELECT, RequestTimeline, TimelineWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.source import Demand
 
@@ -53,7 +53,9 @@ def main() -> None:
     parser.add_argument("--identify", default="sketch", choices=["sketch", "paper"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--readahead", type=float, default=0.2)
-    parser.add_argument("--ssd-mbps", type=float, default=0.0, help="emulated SSD (0: the real one)")
+    parser.add_argument(
+        "--ssd-mbps", type=float, default=0.0, help="emulated SSD (0: the real one)"
+    )
     parser.add_argument("--compute-ms", type=float, default=0.0, help="pause after each layer")
     parser.add_argument("--trace", type=Path, help="folder for the timelines of all requests")
     args = parser.parse_args()

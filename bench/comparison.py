@@ -95,13 +95,18 @@ class Comparison:
 
     def measure(self, policy: str, tiers: Tiers) -> report.Row:
         """Run the trace with one policy."""
+        with self.serving(policy, tiers) as server:
+            return self._measure(policy, server, tiers.ssd_mbps)
+
+    @contextlib.contextmanager
+    def serving(self, policy: str, tiers: Tiers) -> Iterator[Server]:
+        """A server with a policy and all prefixes, for the time of a `with` block."""
         store = self._folder / f"store-{policy}"
         link_store(self._prepared(identification(policy)), store)
         with self._server(policy, policy, store, tiers) as server:
-            row = self._measure(policy, server, tiers.ssd_mbps)
+            yield server
         if not self._keep_stores:
             shutil.rmtree(store)
-        return row
 
     def _prepared(self, identified_by: str) -> Path:
         return self._folder / f"prepared-{identified_by}"

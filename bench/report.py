@@ -29,6 +29,9 @@ COUNTERS = (
     "important_device_bytes",
     "probe_ms",
     "load_ms",
+    "wait_ms",
+    "ahead_bytes",
+    "ahead_used_bytes",
     "attention_ms",
 )
 
@@ -58,7 +61,7 @@ def make_row(policy: str, ttft_ms: Sequence[float], counted: Mapping[str, float]
         "ttft_ms_mean": round(float(np.mean(ttft_ms)), 1),
         "ttft_ms_p50": round(float(np.percentile(ttft_ms, 50)), 1),
         "ttft_ms_p99": round(float(np.percentile(ttft_ms, 99)), 1),
-        "io_share": _ratio(counted["load_ms"], sum(ttft_ms)),
+        "io_share": _ratio(counted["wait_ms"], sum(ttft_ms)),
         "device_hit_ratio": _ratio(counted["device_chunks"], accessed),
         "host_hit_ratio": _ratio(counted["host_chunks"], accessed),
         "ssd_ratio": _ratio(counted["ssd_chunks"], accessed),

@@ -16,6 +16,7 @@ from typing import Any
 import requests
 
 from bench.zygote import ForkedProcess, Zygote
+from impress_sglang.config import ImpressConfig
 
 POLICIES = (
     "recompute",
@@ -78,11 +79,16 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiers:
-    """Caches in front of the SSD in MB, and the bandwidth it is slowed down to (0 = it is not)."""
+    """What stands in front of the SSD, and how fast it is.
+
+    Caches in MB, the bandwidth it is slowed down to (0 = it is not), and the share of bytes that
+    may be read ahead in vain (0 = nothing is read ahead).
+    """
 
     device_mb: float
     host_mb: float
     ssd_mbps: float
+    readahead: float = ImpressConfig().readahead
 
 
 NO_TIERS = Tiers(0, 0, 0)
@@ -113,6 +119,9 @@ def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> li
         "--impress-store-approximate=off",
         f"--impress-device-gb={tiers.device_mb / 1e3:.6f}",
         f"--impress-host-gb={tiers.host_mb / 1e3:.6f}",
+        f"--impress-readahead={tiers.readahead}",
+        # What is compared is loading.
+        "--impress-load=always",
     ]
     if name in REORDERING:
         flags.append("--impress-reorder-interval=0")

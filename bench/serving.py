@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         with step(console, "building the trace"):
             model = (args.model or model_path()).resolve()
             options = _trace_options(args)
-            data, datasets = _read_data(args)
+            data, datasets = read_data(args)
             trace = make_trace(datasets, load_tokenize(model), options)
         if args.write_trace:
             write_for_bench_serving(trace, args.write_trace)
@@ -141,7 +141,8 @@ def _setup(args: argparse.Namespace, model: Path, trace: Trace) -> Setup:
     return Setup(model, args.dtype, args.retention, pool_tokens, args.concurrency)
 
 
-def _read_data(args: argparse.Namespace) -> tuple[str, dict[str, Sequence[Example]]]:
+def read_data(args: argparse.Namespace) -> tuple[str, dict[str, Sequence[Example]]]:
+    """What the examples are, and examples by data set: those of --data, or made text."""
     folder = args.data or (DEFAULT_DATA if DEFAULT_DATA.is_dir() else None)
     if folder is None:
         count = args.prefix_tokens // 8 + 4 * (args.requests + args.warmup)

@@ -19,6 +19,7 @@ from impress_sglang.errors import ChunkUnreadable, UnsupportedError
 from impress_sglang.integration.recompute import PrefixCapture, recompute_prefix
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.runtime import ServingRuntime
+from impress_sglang.integration.saving import EarlySave
 from impress_sglang.management.estimate import pairs_of
 from impress_sglang.timeline import ATTENTION, COPY, NO_TIMELINE
 from impress_sglang.transfer.loader import LayerInputs
@@ -55,6 +56,7 @@ class ImpressTorchNativeBackend(TorchNativeAttnBackend):
     _row_starts: Tensor
     _rows: list[_BatchRow]
     _pass: _Pass | None
+    _saves: list[EarlySave]
     _layer: int
     _model_runner: Any
 
@@ -67,6 +69,7 @@ class ImpressTorchNativeBackend(TorchNativeAttnBackend):
         super().init_forward_metadata(forward_batch)
         self._rows = []
         self._pass = None
+        self._saves = []
         if not forward_batch.forward_mode.is_extend():
             return
         live = {} if self._runtime is None else self._runtime.live
@@ -87,6 +90,8 @@ class ImpressTorchNativeBackend(TorchNativeAttnBackend):
         self._row_starts[forward_batch.req_pool_indices] = torch.tensor(
             starts, device=self._row_starts.device
         )
+        if self._runtime is not None and self._runtime.begin_saves is not None:
+            self._saves = self._runtime.begin_saves(rids, lengths)
         loading = sum(row.request.loading_ms for row in self._rows)
         self._pass = _Pass(began, new_tokens, pairs, loading)
 
@@ -121,6 +126,8 @@ class ImpressTorchNativeBackend(TorchNativeAttnBackend):
                 self._load_layer(row, q, k, layer, forward_batch)
         self._layer = layer.layer_id
         output: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        for save in self._saves:
+            save.open(self._layer + 1)
         if self._runtime is not None and self._layer == self._runtime.shape.num_layers - 1:
             self._note_pass(self._runtime)
         return output
@@ -294,6 +301,7 @@ def adopt_backend(backend: Any, model_runner: Any) -> None:
     backend._capture = None
     backend._rows = []
     backend._pass = None
+    backend._saves = []
     backend._layer = 0
     backend._model_runner = model_runner
     num_rows = model_runner.req_to_token_pool.req_to_token.shape[0]

@@ -23,6 +23,11 @@ class PoolLayerReader:
             self._stream = torch.cuda.Stream(slots.device)
             self._stream.wait_stream(forward_stream)
 
+    def wait_for(self, event: Any) -> None:
+        """Let the copies that follow wait for an event of an accelerator."""
+        if self._stream is not None:
+            self._stream.wait_event(event)
+
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [t, G, D] of a layer, on the CPU."""
         layer_id = layer + self._pool.start_layer

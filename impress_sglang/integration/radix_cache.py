@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,12 @@ from impress_sglang.integration.request import (
     requested_retention,
 )
 from impress_sglang.integration.runtime import ServingRuntime
+from impress_sglang.integration.saving import EarlySave, GatedLayerReader
 from impress_sglang.management.estimate import Estimate, Work, buffer_bytes
 from impress_sglang.management.store import StoreOutcome
 from impress_sglang.management.tree import StoredMatch
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.storage.writer import LayerReader
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.source import SegmentSource
 
@@ -119,6 +121,10 @@ class ImpressRadixCache(RadixCache):
             self._score_eviction = ScoreEviction(config.half_life, config.usual_retention)
             self.eviction_strategy = self._score_eviction
         self._started = True
+        # Requests that are not finished, for what begins in the middle of a pass.
+        self._requests: dict[str, Any] = {}
+        self._saves: dict[str, EarlySave] = {}
+        runtime.begin_saves = self.begin_saves
 
     def reset(self) -> None:
         """SGLang's flush: what is resident goes, what is stored stays.
@@ -145,6 +151,7 @@ class ImpressRadixCache(RadixCache):
         req = params.req
         if req is None or self.disable:
             return resident
+        self._requests[req.rid] = req
         report = new_report(self._runtime.policy.name, resident.device_prefix_len)
         req.customized_info = {REPORT_KEY: [report]}
         match = self._find_stored(params.key, req)
@@ -229,10 +236,14 @@ class ImpressRadixCache(RadixCache):
         if request is not None and not request.adopted:
             self._adopt(req, request)
         super().checkpoint(req, up_to=up_to, **kwargs)
+        if (save := self._saves.pop(req.rid, None)) is not None:
+            self._settle_save(save, req)
         self._offer_exact(req, up_to)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """Give back what a request held; every end of a request comes through here."""
+        if (save := self._saves.pop(req.rid, None)) is not None:
+            save.abandon()
         super().on_release(req, checkpointed=checkpointed)
         self._forget(req.rid)
         request = self._runtime.live.pop(req.rid, None)
@@ -256,6 +267,8 @@ class ImpressRadixCache(RadixCache):
     def release_host_resources(self) -> None:
         """A graceful end: finish writes, and keep what the next start should know."""
         super().release_host_resources()
+        for save in self._saves.values():
+            save.abandon()
         self._runtime.close()
 
     def evict(self, params: EvictParams) -> EvictResult:
@@ -449,6 +462,47 @@ class ImpressRadixCache(RadixCache):
             self.inc_lock_ref(node)
             self._writing_tokens += up_to
 
+    def begin_saves(self, rids: Sequence[str], lengths: Sequence[int]) -> list[EarlySave]:
+        """Offer the prompts that the pass which begins now completes, to be saved behind it.
+
+        `lengths` are tokens of each request after the pass.
+        """
+        saves = []
+        for rid, length in zip(rids, lengths, strict=True):
+            request, req = self._runtime.live.get(rid), self._requests.get(rid)
+            if req is None or length != len(req.origin_input_ids) or rid in self._saves:
+                continue
+            if (request is None or not request.approximate) and self._wants(length):
+                save = self._begin_save(req, length)
+                saves += [] if save is None else [save]
+        return saves
+
+    def _begin_save(self, req: Any, length: int) -> EarlySave | None:
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        save = EarlySave(row[:length].to(torch.int64, copy=True))
+
+        def on_done() -> None:
+            save.finished = True
+            self._writing_tokens -= length
+            if save.node is not None:
+                self.dec_lock_ref(save.node)
+
+        outcome = self._offer_to_store(req, save.slots, 0, on_done, approximate=False, save=save)
+        if outcome is not StoreOutcome.ACCEPTED:
+            return None
+        self._writing_tokens += length
+        self._saves[req.rid] = save
+        return save
+
+    def _settle_save(self, save: EarlySave, req: Any) -> None:
+        """The prompt is computed: its slots are the tree's, unless that had the same KVs before."""
+        owned = self.path_device_indices(req.last_node)[: len(save.slots)]
+        if len(owned) < len(save.slots) or not torch.equal(owned, save.slots):
+            save.abandon()
+        elif not save.finished:
+            save.node = req.last_node
+            self.inc_lock_ref(save.node)
+
     def _offer_approximate(self, req: Any, request: PrefixRequest, up_to: int) -> None:
         """Offer what was computed after a partly loaded prefix, holding its slots for the write."""
         first = request.prefix_len
@@ -488,15 +542,24 @@ class ImpressRadixCache(RadixCache):
         on_done: Callable[[], None],
         *,
         approximate: bool,
+        save: EarlySave | None = None,
     ) -> StoreOutcome:
-        """Offer the tokens of a request, whose KVs from token `first` on are in `slots`."""
+        """Offer the tokens of a request, whose KVs from token `first` on are in `slots`.
+
+        They are computed, or with `save` being computed.
+        """
         pool = self.token_to_kv_pool_allocator.get_kvcache()
         tokens = _as_tokens(req.full_untruncated_fill_ids[: first + len(slots)])
         key = RadixKey(req.full_untruncated_fill_ids[:1], req.extra_key, cache_salt=req.cache_salt)
+
+        def read_layers(start: int) -> LayerReader:
+            reader = PoolLayerReader(pool, slots[start - first :], self._forward_stream)
+            return reader if save is None else GatedLayerReader(save, reader)
+
         return self._runtime.store.offer(
             _namespace(key),
             tokens,
-            lambda start: PoolLayerReader(pool, slots[start - first :], self._forward_stream),
+            read_layers,
             on_done,
             available_from=first,
             approximate=approximate,
@@ -506,6 +569,7 @@ class ImpressRadixCache(RadixCache):
     def _forget(self, rid: str) -> None:
         self._offers.pop(rid, None)
         self._drop_prefetch(rid)
+        self._requests.pop(rid, None)
         self._declined.discard(rid)
         self._counted.discard(rid)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.importance.recording import SelectionRecorder
 from impress_sglang.integration.request import PrefixRequest
+from impress_sglang.integration.saving import EarlySave
 from impress_sglang.management.estimate import RETENTIONS, Estimate, Estimator, Work
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.store import PrefixStore
@@ -100,6 +102,8 @@ class ServingRuntime:
         self.policy = make_policy(config)
         self.totals = RequestTotals()
         self.live: dict[str, PrefixRequest] = {}
+        self.begin_saves: Callable[[Sequence[str], Sequence[int]], list[EarlySave]] | None = None
+        """Of the tree cache: from a pass's requests and lengths to the writes that go with it."""
         self.store = PrefixStore(config, identity, shape, device)
         self._device = device
         rule = self.policy.identification_rule()
@@ -176,9 +180,8 @@ class ServingRuntime:
         """
         assert request.source is not None
         fallbacks = request.stats.layers_by_fallback
-        # Before this layer waits for its bytes, those of later ones are on their way behind them.
-        self.store.ahead.top_up()
         loaded = self._loader.load(layer, request.source, inputs, request.k, request.stats)
+        self.store.ahead.top_up()
         if request.recorder is not None:
             fell_back = request.stats.layers_by_fallback > fallbacks
             selected = list(loaded.selected.numpy())

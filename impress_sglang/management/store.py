@@ -43,7 +43,7 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.segment import SegmentInfo, Tokens
 from impress_sglang.storage.throttle import TokenBucket
-from impress_sglang.storage.writer import LayerReader, write_segment
+from impress_sglang.storage.writer import LayerReader, WriteAbandoned, write_segment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.ahead import ReadAhead
@@ -68,6 +68,7 @@ class StoreStats:
 
     segments_written: int = 0
     segments_failed: int = 0
+    segments_abandoned: int = 0
     segments_evicted: int = 0
     segments_unreadable: int = 0
     bytes_written: int = 0
@@ -434,7 +435,9 @@ class PrefixStore:
             return
         self._used_bytes -= segment.file_bytes
         self._delete(segment.segment_id)
-        if error is not None:
+        if isinstance(error, WriteAbandoned):
+            self.stats.segments_abandoned += 1
+        elif error is not None:
             self.stats.segments_failed += 1
             logger.warning(
                 "a prefix of %d tokens could not be stored: %s", segment.info.num_tokens, error

@@ -35,8 +35,15 @@ from impress_sglang.storage.segment import (
 TEMPORARY_SUFFIX = ".tmp"
 
 
+class WriteAbandoned(Exception):
+    """The KVs to write are not to be had any more; nothing is published."""
+
+
 class LayerReader(Protocol):
-    """Gives the KVs to write; called once per layer, in order, on the writing thread."""
+    """Gives the KVs to write; called once per layer, in order, on the writing thread.
+
+    It may raise `WriteAbandoned`.
+    """
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys [t, G, Dk] and values [t, G, Dv] of a layer in logical order, on the CPU."""
@@ -56,6 +63,7 @@ def write_segment(
 
     Raises:
         OSError: the file system refused, for example because it is full; nothing is left behind.
+        WriteAbandoned: the reader gave up; nothing is left behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)

@@ -15,6 +15,8 @@ from typing import Protocol
 from impress_sglang.transfer.area import AreaPool
 from impress_sglang.transfer.planner import ReadStats
 
+# So far a request under way is read ahead whether there is room or not.
+LAYERS_AHEAD = 2
 # Before anything was wanted, so much may be read in vain.
 FIRST_ALLOWANCE_BYTES = 4 << 20
 
@@ -104,8 +106,7 @@ class ReadAhead:
             return
         waste = self._waste if self._may_waste() else 0.0
         while (source := self._next_live()) is not None:
-            # A layer is not held up by the memory of those after it.
-            if source.next_ahead > source.layer + 1 and not self._has_room(source):
+            if source.next_ahead > source.layer + LAYERS_AHEAD and not self._has_room(source):
                 return
             source.read_ahead(waste)
         for own in self._waiting:

@@ -19,6 +19,7 @@ from impress_sglang.storage.segment import MappingLists, SegmentInfo, Tokens
 from impress_sglang.storage.writer import LayerReader, write_segment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
+from impress_sglang.transfer.expectation import BlockHistory, first_shares
 from impress_sglang.transfer.plan import SourceSpan
 
 IDENTITY = "0123456789abcdef0123456789abcdef"
@@ -139,13 +140,18 @@ def open_span(
     stop: int | None = None,
     *,
     direct: bool = False,
+    retention: float = 0.3,
 ) -> SourceSpan:
-    """The tokens [start, stop) of a segment file, to the end without `stop`."""
+    """The tokens [start, stop) of a segment file, to the end without `stop`.
+
+    Of each chunk a share of `retention` is expected to be wanted.
+    """
     segment = OpenSegment(path, direct=direct)
-    info = segment.info
+    info, layout = segment.info, segment.layout
     history = TokenHistory(info.shape.num_layers, lanes_of(info.shape), info.num_tokens)
+    blocks = BlockHistory(layout, first_shares(layout, retention, ordered=False))
     stop = info.num_tokens if stop is None else stop
-    return SourceSpan(segment, start, stop, cache.attach(segment.layout), history)
+    return SourceSpan(segment, start, stop, cache.attach(layout), history, blocks)
 
 
 def lanes_of(shape: KVShape) -> int:

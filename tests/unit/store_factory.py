@@ -15,6 +15,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.management.store import PrefixStore, StoreOutcome
 from impress_sglang.management.tree import StoredMatch
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.writer import LayerReader
 from impress_sglang.transfer.source import Demand, SegmentSource
 from tests.unit.kv_factory import (
@@ -132,6 +133,12 @@ def store(bench: Workbench) -> PrefixStore:
     return bench.open()
 
 
+@pytest.fixture
+def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only wanted blocks are read, so that bytes can be counted."""
+    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
+
+
 class Gate:
     """A reader of KVs that waits until it is opened: a write that takes as long as a test wants."""
 
@@ -192,12 +199,6 @@ def rows(
         return keys, values
     probe = source.read_probe(layer)
     return torch.cat([probe if tokens is None else probe[tokens], keys], 1), values
-
-
-def read_all(source: SegmentSource, layer: int) -> None:
-    """Read every stream of a layer."""
-    source.read_probe(layer)
-    source.read(layer, None)
 
 
 def check_rows(

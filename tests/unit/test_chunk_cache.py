@@ -84,12 +84,22 @@ class Bench:
     def begin(self, worths: dict[int, float]) -> Access:
         """Access, and compare what is cached before anything moves."""
         ids = list(worths)
+        before = [int(self.cache.placement.tiers(chunk, 1)[0]) for chunk in ids]
         access = self.cache.access(np.array(ids, np.int64), np.array(list(worths.values())))
+        assert access.tiers.tolist() == before
         for number, chunk in enumerate(ids):
             if access.tiers[number] != Tier.SSD:
-                found = self.rows(chunk, Tier(access.tiers[number]), access.pages[number])
-                assert torch.equal(found, self.bytes[chunk]), f"chunk {chunk} has other bytes"
+                place = Tier(access.tiers[number]), access.pages[number]
+                for found in (self.rows(chunk, *place), self.whole(chunk, *place)):
+                    assert torch.equal(found, self.bytes[chunk]), f"chunk {chunk} has other bytes"
         return access
+
+    def whole(self, chunk: int, tier: Tier, pages: np.ndarray) -> Tensor:
+        """A cached chunk and, before it, another one, read at once."""
+        own = pages[: self.row_vectors[chunk]]
+        found = self.cache.read_chunks(tier, np.stack([own[::-1], own]))
+        assert found.shape[0] == 2
+        return found[1].contiguous().view(torch.uint8)[: len(self.bytes[chunk])]
 
     def rows(self, chunk: int, tier: Tier, pages: np.ndarray) -> Tensor:
         """All rows of a cached chunk, the last one first."""

@@ -13,8 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.config import (
+    AUTO,
+    AUTO_FLOOR,
+    BUFFER_SHARE,
     CONFIG_VARIABLE,
     IDENTIFICATIONS,
+    IO_ENGINES,
+    LOADS,
     OPTIONS,
     POLICIES,
     REORDER_KEYS,
@@ -27,11 +32,15 @@ from impress_sglang.errors import ConfigError, ImpressError
 FIELDS = {field.name for field in dataclasses.fields(ImpressConfig)}
 FLAG_OF = {option.field: option.flag for option in OPTIONS}
 
+# Of what is written for people; empty for nothing.
+DIRECTORIES = ("record_dir", "trace_dir")
+
 WRONG_VALUES: list[tuple[str, Any]] = [
     ("retention", 0.0),
     ("retention", -0.25),
     ("retention", 1.0001),
     ("retention", float("nan")),
+    *[("retention", text) for text in ("", "0.5", "Auto", "auto ", "most")],
     ("min_retention", -0.001),
     ("min_retention", 0.2501),
     ("min_retention", float("nan")),
@@ -56,14 +65,25 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     ("min_free_gb", float("nan")),
     ("min_free_gb", float("inf")),
     ("io_depth", 0),
-    ("io_depth", 257),
+    ("io_depth", 1025),
+    ("io_engine", "uring"),
+    ("io_engine", ""),
+    ("load", "never"),
+    ("load", ""),
     ("policy", "lru"),
     ("policy", ""),
     ("ssd_dir", ""),
     ("ssd_dir", "   "),
     *[
         (field, value)
-        for field in ("device_gb", "host_gb", "half_life", "reorder_interval", "ssd_mbps")
+        for field in (
+            "device_gb",
+            "host_gb",
+            "half_life",
+            "readahead",
+            "reorder_interval",
+            "ssd_mbps",
+        )
         for value in (-0.001, float("nan"), float("inf"))
     ],
     ("reorder_key", "frequency"),
@@ -71,8 +91,8 @@ WRONG_VALUES: list[tuple[str, Any]] = [
 ]
 
 WRONG_TYPES: list[tuple[str, Any]] = [
-    ("retention", "0.5"),
     ("retention", None),
+    ("retention", b"auto"),
     ("retention", True),
     ("min_retention", "0.1"),
     ("min_retention", False),
@@ -94,13 +114,19 @@ WRONG_TYPES: list[tuple[str, Any]] = [
     ("reorder_interval", True),
     ("reorder_key", None),
     ("ssd_mbps", "0"),
-    ("record_dir", None),
-    ("record_dir", Path("records")),
+    ("io_engine", None),
+    ("io_depth", 8.0),
+    ("io_depth", True),
+    ("readahead", "0.2"),
+    ("readahead", False),
+    ("load", None),
+    *[(field, value) for field in DIRECTORIES for value in (None, Path("records"))],
 ]
 
 EDGE_VALUES: list[tuple[str, Any]] = [
     ("retention", 1),
     ("retention", 0.05),
+    ("retention", AUTO),
     ("min_retention", 0),
     ("min_retention", 0.25),
     *[("identify", name) for name in IDENTIFICATIONS],
@@ -112,13 +138,16 @@ EDGE_VALUES: list[tuple[str, Any]] = [
     ("min_prefix_tokens", 1),
     ("min_free_gb", 0),
     ("io_depth", 1),
-    ("io_depth", 256),
+    ("io_depth", 1024),
+    *[("io_engine", engine) for engine in IO_ENGINES],
+    *[("load", load) for load in LOADS],
     *[("policy", policy) for policy in POLICIES],
-    *[(field, 0) for field in ("device_gb", "host_gb", "half_life", "ssd_mbps")],
+    *[(field, 0) for field in ("device_gb", "host_gb", "half_life", "readahead", "ssd_mbps")],
+    ("readahead", 7.5),
     ("reorder_interval", 0),
     ("reorder_interval", 0.001),
     *[("reorder_key", key) for key in REORDER_KEYS],
-    ("record_dir", ""),
+    *[(field, "") for field in DIRECTORIES],
 ]
 
 
@@ -131,7 +160,9 @@ def test_defaults_are_the_papers_and_are_valid() -> None:
     assert config.reorder_interval == 60, "every minute"
     assert config.ssd_gb > 0 and config.min_free_gb > 0, "quota and floor are on by default"
     assert config.device_gb > 0 and config.host_gb > 0, "so are both caches"
-    assert config.ssd_mbps == 0 and config.record_path is None, "but no tool of a benchmark"
+    assert config.readahead > 0 and config.load == "faster", "and what makes loading pay"
+    assert config.ssd_mbps == 0, "but no tool of a benchmark"
+    assert config.record_path is None and config.trace_path is None
 
 
 @pytest.mark.parametrize(("field", "value"), WRONG_VALUES)
@@ -168,7 +199,8 @@ def test_a_retention_below_the_floor_needs_a_lower_floor() -> None:
 
 
 def test_every_field_with_a_range_has_a_wrong_value_in_this_test() -> None:
-    assert {field for field, _ in WRONG_VALUES} == FIELDS - {"store_approximate", "record_dir"}
+    without = {"store_approximate", *DIRECTORIES}
+    assert {field for field, _ in WRONG_VALUES} == FIELDS - without
 
 
 def test_config_error_is_a_value_error_and_one_of_ours() -> None:
@@ -223,17 +255,86 @@ def test_sizes_are_decimal_gigabytes() -> None:
     assert config.host_bytes == 2_000_000_000
 
 
+def test_memory_for_what_is_read_ahead_is_a_part_of_the_hosts() -> None:
+    config = ImpressConfig(host_gb=2, readahead=0.01)
+
+    assert config.buffer_bytes == BUFFER_SHARE * 2_000_000_000
+    assert 0 < config.buffer_bytes < config.host_bytes
+    assert ImpressConfig(host_gb=2, readahead=0).buffer_bytes == 0, "what nobody uses is not kept"
+    assert ImpressConfig(host_gb=0).buffer_bytes == 0
+
+
+@pytest.mark.parametrize("retention", [0.05, 0.3, 1])
+def test_a_retention_in_figures_is_the_usual_one(retention: float) -> None:
+    config = ImpressConfig(retention=retention)
+
+    assert not config.auto_retention
+    assert config.usual_retention == retention
+    assert isinstance(config.usual_retention, float)
+
+
+@pytest.mark.parametrize(
+    ("min_retention", "usual"),
+    [(0.0, AUTO_FLOOR), (0.05, AUTO_FLOOR), (AUTO_FLOOR, AUTO_FLOOR), (0.6, 0.6), (1.0, 1.0)],
+)
+def test_auto_is_never_less_than_its_floor_and_than_what_is_allowed(
+    min_retention: float, usual: float
+) -> None:
+    config = ImpressConfig(retention=AUTO, min_retention=min_retention)
+
+    assert config.auto_retention
+    assert config.usual_retention == usual
+
+
+@pytest.mark.parametrize("min_retention", [-0.01, 1.01, float("nan")])
+def test_auto_needs_a_least_retention_in_range(min_retention: float) -> None:
+    with pytest.raises(ConfigError, match="--impress-min-retention"):
+        ImpressConfig(retention=AUTO, min_retention=min_retention)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("auto", AUTO), ("0.25", 0.25), ("1", 1.0), ("1e-1", 0.1)]
+)
+def test_retention_on_a_command_line_is_a_number_or_auto(text: str, value: float | str) -> None:
+    parse = next(option.parse for option in OPTIONS if option.field == "retention")
+
+    assert parse(text) == value
+    assert type(parse(text)) is type(value)
+
+
+@pytest.mark.parametrize("text", ["AUTO", "most", ""])
+def test_retention_on_a_command_line_refuses_other_words(text: str) -> None:
+    parse = next(option.parse for option in OPTIONS if option.field == "retention")
+
+    with pytest.raises(ValueError, match="could not convert"):
+        parse(text)
+
+
+def test_choices_of_an_option_are_what_is_taken() -> None:
+    choices = {option.field: option.choices for option in OPTIONS if option.choices}
+
+    assert choices["io_engine"] == IO_ENGINES and choices["load"] == LOADS
+    for field, own in choices.items():
+        assert getattr(ImpressConfig(), field) in own
+        for choice in own:
+            ImpressConfig(**{field: choice})
+        with pytest.raises(ConfigError):
+            ImpressConfig(**{field: "".join(own)})
+
+
 def test_home_directory_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
 
     assert ImpressConfig(ssd_dir="~/kv").ssd_path == Path("/home/somebody/kv")
     assert ImpressConfig(ssd_dir="/nvme/kv").ssd_path == Path("/nvme/kv")
     assert ImpressConfig(record_dir="~/records").record_path == Path("/home/somebody/records")
+    assert ImpressConfig(trace_dir="~/traces").trace_path == Path("/home/somebody/traces")
 
 
 @pytest.mark.parametrize("text", ["", "  "])
 def test_nothing_is_recorded_without_a_directory(text: str) -> None:
     assert ImpressConfig(record_dir=text).record_path is None
+    assert ImpressConfig(trace_dir=text).trace_path is None
 
 
 def test_from_options_takes_some_fields_and_keeps_the_other_defaults() -> None:
@@ -278,7 +379,7 @@ CONFIGS = st.builds(
     ssd_dir=st.text(min_size=1).filter(str.strip),
     ssd_gb=st.floats(0.001, 1e6),
     min_free_gb=st.floats(0, 1e3),
-    retention=st.floats(0.05, 1),
+    retention=st.floats(0.05, 1) | st.just(AUTO),
     min_retention=st.floats(0, 0.05),
     identify=st.sampled_from(IDENTIFICATIONS),
     sketch_bits=st.sampled_from(SKETCH_BITS),
@@ -287,7 +388,10 @@ CONFIGS = st.builds(
     chunk_tokens=st.integers(1, 512).map(lambda n: 8 * n),
     min_prefix_tokens=st.integers(1, 1 << 20),
     policy=st.sampled_from(POLICIES),
-    io_depth=st.integers(1, 256),
+    io_engine=st.sampled_from(IO_ENGINES),
+    io_depth=st.integers(1, 1024),
+    readahead=st.floats(0, 10),
+    load=st.sampled_from(LOADS),
     store_approximate=st.booleans(),
     device_gb=st.floats(0, 1e3),
     host_gb=st.floats(0, 1e3),
@@ -296,6 +400,7 @@ CONFIGS = st.builds(
     reorder_key=st.sampled_from(REORDER_KEYS),
     ssd_mbps=st.floats(0, 1e6),
     record_dir=st.text(),
+    trace_dir=st.text(),
 )
 
 

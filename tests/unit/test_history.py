@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from impress_sglang.importance.history import AVERAGE_WEIGHT, TokenHistory
 
@@ -21,13 +22,16 @@ NEAR = {"rtol": 0, "atol": 1.001 * STEP / 2 / AVERAGE_WEIGHT}
 def note(
     history: TokenHistory,
     layer: int,
-    selected: list[int],
-    *,
+    *selected: list[int],
     start: int,
     count: int,
-    lane: int = 0,
+    scores: Tensor | None = None,
+    order: int = 1,
 ) -> None:
-    history.note(layer, lane, start, count, np.array(selected, np.int64), torch.ones(2, count))
+    """A layer has selected these tokens, of each lane; the pairs come in this order."""
+    pairs = [(lane, token) for lane, own in enumerate(selected) for token in own][::order]
+    lanes, tokens = np.array(pairs, np.int64).reshape(-1, 2).T
+    history.note(layer, start, count, lanes, tokens, scores)
 
 
 def averaged(observations: list[float]) -> float:
@@ -113,9 +117,8 @@ def test_lanes_are_averaged_apart_and_an_access_counts_once() -> None:
     history = TokenHistory(2, 3, 2)
     for access in range(2):
         for layer in range(2):
-            for lane in range(3):
-                selected = [0] if (layer + lane + access) % 2 else [1]
-                note(history, layer, selected, start=0, count=2, lane=lane)
+            lanes = [[0] if (layer + lane + access) % 2 else [1] for lane in range(3)]
+            note(history, layer, *lanes, start=0, count=2)
         if not access:
             first = history.average
 
@@ -128,8 +131,7 @@ def test_lanes_are_averaged_apart_and_an_access_counts_once() -> None:
 def test_lanes_may_select_different_numbers_of_tokens() -> None:
     history = TokenHistory(1, 2, 4)
 
-    note(history, 0, [0, 1, 2], start=0, count=4, lane=0)
-    note(history, 0, [], start=0, count=4, lane=1)
+    note(history, 0, [0, 1, 2], [], start=0, count=4)
 
     assert history.average[0].tolist() == [[1, 1, 1, 0], [0, 0, 0, 0]]
     assert history.token_means().tolist() == [0.5, 0.5, 0.5, 0]
@@ -137,8 +139,8 @@ def test_lanes_may_select_different_numbers_of_tokens() -> None:
 
 def test_importance_is_kept_of_each_lane() -> None:
     history = TokenHistory(1, 2, 2, by_importance=True)
-    history.note(0, 0, 0, 2, np.array([0]), torch.tensor([[3.0, 1.0]]))
-    history.note(0, 1, 0, 2, np.array([0]), torch.tensor([[0.0, 1.0], [0.0, 3.0]]))
+    scores = torch.tensor([[3.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 3.0]])
+    note(history, 0, [0], [0], start=0, count=2, scores=scores)
 
     np.testing.assert_allclose(history.order_key, [[[1.5, 0.5], [0, 2]]], **CLOSE)
 
@@ -146,8 +148,8 @@ def test_importance_is_kept_of_each_lane() -> None:
 def test_without_scores_all_tokens_count_alike() -> None:
     """A layer that is used whole, or a rule that looks at nothing."""
     history = TokenHistory(1, 1, 3, by_importance=True)
-    history.note(0, 0, 0, 2, np.array([0, 1]), torch.tensor([[3.0, 1.0]]))
-    history.note(0, 0, 0, 2, np.array([0, 1]), None)
+    note(history, 0, [0, 1], start=0, count=2, scores=torch.tensor([[3.0, 1.0]]))
+    note(history, 0, [0, 1], start=0, count=2)
 
     np.testing.assert_allclose(history.order_key[0, 0], [1.25, 0.75, 0], **CLOSE)
     assert history.average[0, 0].tolist() == [1, 1, 0]
@@ -155,19 +157,20 @@ def test_without_scores_all_tokens_count_alike() -> None:
 
 @given(st.data())
 def test_averages_are_those_of_the_definition(data: st.DataObject) -> None:
-    """Any spans, any selections, all layers and lanes."""
+    """Any spans, any selections, all layers and lanes, tokens in any order."""
     size, lanes = 8, data.draw(st.integers(1, 2))
     history = TokenHistory(2, lanes, size)
     seen: list[list[list[float]]] = [[[] for _ in range(size)] for _ in range(2 * lanes)]
     for _ in range(data.draw(st.integers(1, 25))):
         start = data.draw(st.integers(0, size - 1))
         count = data.draw(st.integers(1, size - start))
-        for number, own in enumerate(seen):
-            selected = sorted(data.draw(st.sets(st.integers(0, count - 1))))
-            layer, lane = divmod(number, lanes)
-            note(history, layer, selected, start=start, count=count, lane=lane)
-            for token in range(count):
-                own[start + token].append(float(token in selected))
+        order = data.draw(st.sampled_from([1, -1]))
+        for layer in range(2):
+            drawn = [sorted(data.draw(st.sets(st.integers(0, count - 1)))) for _ in range(lanes)]
+            note(history, layer, *drawn, start=start, count=count, order=order)
+            for own, selected in zip(seen[lanes * layer :], drawn, strict=False):
+                for token in range(count):
+                    own[start + token].append(float(token in selected))
 
     expected = np.array([[averaged(token) for token in own] for own in seen])
     np.testing.assert_allclose(history.average, expected.reshape(2, lanes, size), **NEAR)
@@ -178,28 +181,26 @@ def test_importance_is_the_column_sum_over_the_mean_of_all_tokens() -> None:
     history = TokenHistory(1, 1, 6, by_importance=True)
     scores = torch.tensor([[1.0, 0.0, 3.0, 0.0], [1.0, 0.0, 1.0, 2.0]])  # sums 2, 0, 4, 2
 
-    history.note(0, 0, 1, 4, np.array([0]), scores)
+    note(history, 0, [0], start=1, count=4, scores=scores)
     np.testing.assert_allclose(history.order_key[0, 0], [0, 1, 0, 2, 1, 0], **CLOSE)
-    history.note(0, 0, 1, 4, np.array([0]), 100 * scores.flip(1))
+    note(history, 0, [0], start=1, count=4, scores=100 * scores.flip(1))
 
     np.testing.assert_allclose(history.order_key[0, 0], [0, 1, 1, 1, 1, 0], **CLOSE)
 
 
 def test_token_means_follow_each_access() -> None:
     history = TokenHistory(2, 1, 2)
-    scores = torch.ones(1, 2)
-    history.note(0, 0, 0, 2, np.array([0]), scores)
-    np.testing.assert_allclose(history.token_means(), [0.5, 0.0], **NEAR)
+    for expected, *by_layer in (([1.0, 0.5], [0], [0, 1]), ([0.75, 0.5], [1], [0])):
+        for layer, selected in enumerate(by_layer):
+            note(history, layer, selected, start=0, count=2)
 
-    history.note(1, 0, 0, 2, np.array([0, 1]), scores)
-
-    np.testing.assert_allclose(history.token_means(), [1.0, 0.5], **NEAR)
+        np.testing.assert_allclose(history.token_means(), expected, **NEAR)
 
 
 def test_selections_are_averaged_beside_the_importance() -> None:
     history = TokenHistory(1, 1, 2, by_importance=True)
 
-    history.note(0, 0, 0, 2, np.array([1]), torch.tensor([[3.0, 1.0]]))
+    note(history, 0, [1], start=0, count=2, scores=torch.tensor([[3.0, 1.0]]))
 
     assert history.average[0, 0].tolist() == [0, 1]
     np.testing.assert_allclose(history.order_key[0, 0], [1.5, 0.5], **CLOSE)
@@ -209,10 +210,10 @@ def test_importance_of_scores_that_vanish_or_tower_stays_finite() -> None:
     history = TokenHistory(1, 1, 200_000, by_importance=True)
     peak = torch.zeros(1, 200_000)
 
-    history.note(0, 0, 0, 200_000, np.array([0]), peak)
+    note(history, 0, [0], start=0, count=200_000, scores=peak)
     assert not history.order_key.any()
     peak[0, 7] = 1e4
-    history.note(0, 0, 0, 200_000, np.array([0]), peak)
+    note(history, 0, [0], start=0, count=200_000, scores=peak)
 
     assert np.isfinite(history.order_key).all()
     assert history.order_key[0, 0].argmax() == 7
@@ -221,7 +222,7 @@ def test_importance_of_scores_that_vanish_or_tower_stays_finite() -> None:
 def test_key_selected_pays_no_heed_to_the_scores() -> None:
     history = TokenHistory(1, 1, 3)
 
-    history.note(0, 0, 0, 3, np.array([1]), torch.tensor([[9.0, 0.0, 5.0]]))
+    note(history, 0, [1], start=0, count=3, scores=torch.tensor([[9.0, 0.0, 5.0]]))
 
     assert history.average[0, 0].tolist() == [0, 1, 0]
 

@@ -138,6 +138,19 @@ def test_asks_for_no_more_than_it_needs() -> None:
     assert asked["paper", "apart"] == ["probe", "exact"]
 
 
+@pytest.mark.parametrize("spread", [False, True])
+def test_says_what_it_asks_for_first(rule: IdentificationRule, spread: bool) -> None:
+    """That is read before it asks."""
+    alike = torch.arange(50.0).repeat(4, 1)
+    apart = torch.eye(4).repeat_interleave(13, 1)[:, :50] + 0.01
+    evidence = FakeEvidence(apart if spread else alike, 1)
+
+    rule.select(evidence, 12)
+
+    kinds = {"probe": ["probe"], "keys": ["exact"], "nothing": []}
+    assert evidence.asked[:1] == kinds[rule.evidence]
+
+
 @pytest.mark.parametrize("name", BY_SCORE)
 @pytest.mark.parametrize("k", [1, 2, 25, 99])
 def test_a_first_token_that_towers_is_always_kept(name: str, k: int) -> None:

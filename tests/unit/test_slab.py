@@ -81,6 +81,7 @@ def test_pages_of_sketches_and_of_single_heads() -> None:
     page, layout = PageShape.of(shape, 16), SegmentLayout(shape, 16, 35, 4096)
 
     assert [page.row_vectors(shape, stream) for stream in shape.streams] == [9, 3, 3, 3, 2, 2, 2]
+    assert [page.row_vectors_of(elements) for elements in (36, 12, 8)] == [9, 3, 2]
     assert page.max_chunk_pages(shape) == 9
     pages = page.chunk_pages(layout)
     assert pages.tolist() == [6, *[3, 3, 1] * 3, *[2, 2, 1] * 3] * 2

@@ -9,7 +9,7 @@ from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.management.store import PrefixStore, StoreOutcome
 from impress_sglang.storage.layout import KVShape
 from tests.unit import store_factory
-from tests.unit.kv_factory import PROBE, SequenceKVs, rows_in, streams_of
+from tests.unit.kv_factory import PROBE, SequenceKVs, lanes_of, rows_in, streams_of
 from tests.unit.store_factory import (
     Gate,
     Workbench,
@@ -17,12 +17,14 @@ from tests.unit.store_factory import (
     gb,
     length,
     look_up,
+    open_source,
     prompt,
     rows,
 )
 
 bench = store_factory.bench
 store = store_factory.store
+no_gaps = store_factory.no_gaps
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (3, 20), (8, 16), (19, 30), (29, 30)])
@@ -84,7 +86,7 @@ def test_approximate_kvs_are_found_only_where_they_are_allowed(
     assert length(store, prompt(1, 40)) == 13
     match = look_up(store, prompt(1, 40), approximate=True)
     assert (match.num_tokens, match.approximate) == (40, True)
-    source = store.open_source(match, 0, 40)
+    source = open_source(store, match, 0, 40)
     kvs = SequenceKVs(bench.shape, "", prompt(1, 40), approximate=True)
     assert torch.equal(rows(bench.shape, source, 0)[0][13:], kvs.keys(0)[13:])
     store.close_source(source)
@@ -107,20 +109,25 @@ def probe_chunks(shape: KVShape, num_tokens: int) -> int:
     return -(-rows_in(shape, PROBE, num_tokens) // 8)
 
 
-def test_stats_count_what_was_written_and_read(bench: Workbench, store: PrefixStore) -> None:
+def test_stats_count_what_was_written_and_read(
+    bench: Workbench, store: PrefixStore, no_gaps: None
+) -> None:
     bench.put(store, prompt(1, 40))
-    source = store.open_source(look_up(store, prompt(1, 40)), 0, 40)
-    values = bench.shape.streams[-1]
-    source.read(0, {values: None})
-    source.read(0, {values: torch.tensor([0, 39])})
-    assert source.stats.ssd_chunks == 7
+    source = open_source(store, look_up(store, prompt(1, 40)), 0, 40)
+    lanes = lanes_of(bench.shape)
+    source.read(0, None, keys=False)
+    source.read(0, torch.tensor([0, 39]).expand(lanes, -1), keys=False)
+    assert source.stats.ssd_chunks == 7 * lanes
+    source.read(1, torch.tensor([0, 39]).expand(lanes, -1), keys=False)
+    assert source.stats.ssd_chunks == 9 * lanes
     store.close_source(source)
 
     # 5 chunks of a disk block in each stream of keys and values; a row of a sketch has more tokens.
     size = 4096 * (1 + 2 * (5 * (len(streams_of(bench.shape)) - 1) + probe_chunks(bench.shape, 40)))
     assert store.stats.segments_written == 1
     assert store.stats.bytes_written == size
-    assert store.stats.bytes_read == 7 * 4096
+    # What is there is not read again, but another layer is.
+    assert store.stats.bytes_read == (5 + 2) * lanes * 4096
     summary = store.summary()
     assert summary["segments"] == 1
     assert summary["used_bytes"] == size
@@ -137,7 +144,7 @@ def test_a_match_may_be_older_than_an_eviction(bench: Workbench) -> None:
     bench.put(store, prompt(2))
 
     with pytest.raises(ChunkUnreadable) as caught:
-        store.open_source(match, 0, 8)
+        open_source(store, match, 0, 8)
 
     store.drop(caught.value.segment_id)
     store.check_integrity()
@@ -155,7 +162,7 @@ def test_a_match_may_be_older_than_a_drop_whose_file_is_not_yet_removed(
     store.drop(match.spans[0].segment.segment_id)
 
     try:
-        store.close_source(store.open_source(match, 0, 8))
+        store.close_source(open_source(store, match, 0, 8))
     except ChunkUnreadable as error:
         store.drop(error.segment_id)
     finally:

@@ -16,6 +16,7 @@ from tests.unit.store_factory import (
     gb,
     length,
     look_up,
+    open_source,
     prompt,
     rows,
     use,
@@ -96,8 +97,8 @@ def test_nothing_that_is_read_is_evicted(bench: Workbench) -> None:
     store = bench.open(ssd_gb=gb(2 * bench.one))
     bench.put(store, prompt(1))
     bench.put(store, prompt(2))
-    first = store.open_source(look_up(store, prompt(1)), 0, 8)
-    again = store.open_source(look_up(store, prompt(1)), 0, 8)
+    first = open_source(store, look_up(store, prompt(1)), 0, 8)
+    again = open_source(store, look_up(store, prompt(1)), 0, 8)
 
     bench.put(store, prompt(3))
     assert [length(store, prompt(n)) for n in (1, 2, 3)] == [8, 0, 8]

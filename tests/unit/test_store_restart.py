@@ -22,6 +22,7 @@ from tests.unit.store_factory import (
     gb,
     length,
     look_up,
+    open_source,
     path_of,
     prompt,
     three_prefixes,
@@ -89,7 +90,7 @@ def is_served(store: PrefixStore, tokens: Sequence[int], namespace: str = "") ->
     if not match.num_tokens:
         return False
     try:
-        store.close_source(store.open_source(match, 0, match.num_tokens))
+        store.close_source(open_source(store, match))
     except ChunkUnreadable as error:
         store.drop(error.segment_id)
         return False

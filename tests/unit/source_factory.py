@@ -1,0 +1,618 @@
+"""Sources on segment files, the KVs that they must give, what each read must cost, and engines."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from impress_sglang.storage import reader as reader_module
+from impress_sglang.storage.direct_io import read_exactly, supports_direct_io
+from impress_sglang.storage.engines import BlockEngine, Integers
+from impress_sglang.storage.layout import KVShape, Stream
+from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.segment import MappingLists
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
+from impress_sglang.transfer.area import AreaPool
+from impress_sglang.transfer.plan import SourceSpan
+from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.source import Demand, MemorySource, PrefixSource, SegmentSource
+from tests.unit.kv_factory import (
+    PROBE,
+    chunk_disk_bytes,
+    heads_of,
+    holds_values,
+    kv_of,
+    lane_of,
+    lanes_of,
+    make_cache,
+    make_info,
+    make_shape,
+    open_span,
+    random_kvs,
+    random_mapping,
+    row_size,
+    rows_in,
+    sketch_of,
+    streams_of,
+    tokens_in_row,
+    write_kvs,
+)
+
+BLOCK = 4096
+# Tiny heads leave most of a chunk's stride to padding; the large ones fill it exactly, or have
+# several blocks to a chunk whose ends cut through rows, or several blocks to a row.
+SHAPES = {
+    "gqa-float32": make_shape(query_heads=8, kv_heads=4, key_dim=16, value_dim=8, probe=(1, 2)),
+    "mha-bfloat16": make_shape(
+        query_heads=6, kv_heads=6, key_dim=16, value_dim=16, dtype=torch.bfloat16, probe=(0, 1, 2)
+    ),
+    "tiny-float16": make_shape(
+        query_heads=4, kv_heads=2, key_dim=1, value_dim=3, dtype=torch.float16, probe=(1,)
+    ),
+    "full-stride-bfloat16": make_shape(
+        query_heads=8, kv_heads=2, key_dim=256, value_dim=256, dtype=torch.bfloat16, probe=(0,)
+    ),
+    "cut-rows-float32": make_shape(
+        query_heads=3, kv_heads=3, key_dim=128, value_dim=160, probe=(1,)
+    ),
+    "long-rows-float32": make_shape(query_heads=2, key_dim=500, value_dim=1500),
+    "mqa-no-other-keys": make_shape(query_heads=4, kv_heads=1, key_dim=32, probe=(0,)),
+    "all-probed-float16": make_shape(kv_heads=2, dtype=torch.float16, probe=(0, 1)),
+    "sketch-float32": make_shape(key_dim=16, sketch_bits=4),
+    "sketch-bfloat16": make_shape(key_dim=16, dtype=torch.bfloat16, sketch_bits=4),
+    "sketch-2-cut-rows": make_shape(
+        query_heads=3, kv_heads=3, key_dim=128, value_dim=160, sketch_bits=2
+    ),
+    "sketch-8-long-rows": make_shape(
+        query_heads=2, key_dim=1000, value_dim=1500, dtype=torch.float16, sketch_bits=8
+    ),
+    "sketch-full-stride": make_shape(
+        query_heads=8, key_dim=256, value_dim=256, dtype=torch.bfloat16, sketch_bits=4
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Tokens [start, stop) of a segment of `num_tokens` tokens."""
+
+    num_tokens: int
+    chunk_tokens: int
+    start: int
+    stop: int
+
+
+# Starts and stops inside chunks and at their edges, the last, short chunk, a single token, and
+# segments of another chunk size.
+LAYOUTS = {
+    "one-segment": [Part(77, 8, 0, 77)],
+    "one-short-segment": [Part(5, 8, 0, 5)],
+    "tail-of-a-segment": [Part(77, 8, 13, 77)],
+    "middle-of-a-segment": [Part(77, 8, 13, 30)],
+    "several-segments": [
+        Part(40, 8, 0, 21),
+        Part(33, 8, 5, 33),
+        Part(64, 16, 17, 18),
+        Part(24, 24, 0, 24),
+        Part(50, 8, 47, 50),
+    ],
+}
+SEVERAL = LAYOUTS["several-segments"]
+
+RULES = {
+    "LRU": LeastRecentlyUsed,
+    "LFU": LeastFrequentlyUsed,
+    "score": lambda: ImportanceScore(half_life=2.0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheKind:
+    """Room on the device and on the host in chunks of values; what is largest in a page."""
+
+    device: int = 0
+    host: int = 0
+    rule: str = "LRU"
+    page_tokens: int = 24
+
+    def make(self, shape: KVShape) -> ChunkCache:
+        return make_cache(
+            shape,
+            device_chunks=self.device,
+            host_chunks=self.host,
+            chunk_tokens=self.page_tokens,
+            rule=RULES[self.rule](),
+        )
+
+
+NO_CACHE = CacheKind()
+# With pages of 8 tokens the chunks of longer segments do not fit, and are never cached.
+CACHES = {
+    "room on the device": CacheKind(device=500),
+    "room on the host": CacheKind(host=500),
+    "room on both": CacheKind(device=4, host=500),
+    "tiny device": CacheKind(device=2, page_tokens=8),
+    "tiny host": CacheKind(host=2, page_tokens=8),
+    "tiny": CacheKind(device=1, host=2),
+    "tiny LFU": CacheKind(device=2, host=3, rule="LFU", page_tokens=8),
+    "tiny score": CacheKind(device=2, host=3, rule="score", page_tokens=8),
+}
+
+# What can be asked for: the probe stream, and keys and values of all lanes.
+KINDS = ("probe", "keys", "values")
+KVS = ("keys", "values")
+
+
+class Case:
+    """A source, the KVs that it must give, and what each read must cost.
+
+    Each check is a request of its own, with a source of its own, on the caches that the one before
+    has left. `sketches` [L, m, G, D] are what is left of the keys in the probe stream, if it has
+    sketches.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        parts: Sequence[Part],
+        keys: Tensor,
+        values: Tensor,
+        sketches: Tensor | None = None,
+    ) -> None:
+        self.shape, self.parts, self.keys, self.values = shape, parts, keys, values
+        self.sketches = sketches
+        self.streams, self.kv_streams = streams_of(shape), kv_of(shape)
+        self.num_tokens = keys.shape[1]
+        self.source: PrefixSource
+        self.reader: ChunkReader
+        self.pool = AreaPool(16 << 20)
+        self.cache: ChunkCache | None = None
+        self.spans: list[SourceSpan] = []
+        self.mappings: list[MappingLists | None] = [None] * len(parts)
+        self.paths: list[Path] = []
+        self._finished = ReadStats()
+
+    @property
+    def stats(self) -> ReadStats:
+        """What all sources so far have read, without times."""
+        stats = dataclasses.replace(self._finished)
+        stats.add(self.source.stats)
+        return dataclasses.replace(stats, wait_ms=0.0)
+
+    @property
+    def segment_source(self) -> SegmentSource:
+        assert isinstance(self.source, SegmentSource)
+        return self.source
+
+    def request(self, demand: Demand | None = None, *, learns: bool = False) -> None:
+        """Another request begins: the source of the one before is closed."""
+        if self.cache is None:
+            return
+        self.finish()
+        self.cache.placement.advance()
+        self.source = self.make_source(demand, learns=learns)
+
+    def make_source(
+        self, demand: Demand | None = None, *, learns: bool = False, reader: ChunkReader | None = None
+    ) -> SegmentSource:
+        assert self.cache is not None
+        return SegmentSource(
+            self.shape,
+            self.spans,
+            reader or self.reader,
+            self.pool,
+            self.cache,
+            demand or Demand(),
+            learns=learns,
+        )
+
+    def finish(self) -> None:
+        if isinstance(self.source, SegmentSource):
+            self.source.close()
+            self._finished.add(self.source.stats)
+            self.source = self.make_source()
+
+    def kind_streams(self, kind: str) -> list[Stream]:
+        if kind == "probe":
+            return [PROBE]
+        return [s for s in self.kv_streams if holds_values(self.shape, s) == (kind == "values")]
+
+    def streams_of_kinds(self, kinds: Collection[str] = KINDS) -> list[Stream]:
+        return [stream for kind in kinds for stream in self.kind_streams(kind)]
+
+    def expected(self, layer: int, kind: str, tokens: Tensor | None = None) -> Tensor:
+        """Rows as any source must give them, head by head; of the probe stream all rows."""
+        if kind == "probe" and self.sketches is not None:
+            return self.sketches[layer]
+        whole = self.values[layer] if kind == "values" else self.keys[layer]
+        everything = torch.arange(self.num_tokens)
+        columns = []
+        for stream in self.kind_streams(kind):
+            picked = everything
+            if tokens is not None and kind != "probe":
+                picked = tokens[lane_of(self.shape, stream)]
+            columns += [whole[picked, head] for head in heads_of(self.shape, stream)]
+        if not columns:
+            count = self.num_tokens if tokens is None else tokens.shape[1]
+            return whole.new_empty(count, 0, whole.shape[2])
+        return torch.stack(columns, 1)
+
+    def read(
+        self, layer: int, kinds: Collection[str] = KINDS, tokens: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """All of the probe stream, if it is among the kinds, and these tokens of the others."""
+        found = {}
+        if "probe" in kinds:
+            found["probe"] = self.source.read_probe(layer)
+        keys, values = "keys" in kinds, "values" in kinds
+        if keys or values:
+            rows = self.source.read(layer, tokens, keys=keys, values=values)
+            assert (rows.keys is None, rows.values is None) == (not keys, not values)
+            found |= {"keys": rows.keys} if rows.keys is not None else {}
+            found |= {"values": rows.values} if rows.values is not None else {}
+        return found
+
+    def check(
+        self, layer: int, kinds: Collection[str] = KINDS, tokens: Tensor | None = None
+    ) -> None:
+        """Read as a new request: the rows are the stored bits, and the caches are sound."""
+        self.request()
+        self.check_more(layer, kinds, tokens)
+
+    def check_more(
+        self, layer: int, kinds: Collection[str] = KINDS, tokens: Tensor | None = None
+    ) -> None:
+        """Read in the request that is under way."""
+        found = self.read(layer, kinds, tokens)
+        assert set(found) == set(kinds)
+        for kind, rows in found.items():
+            self.check_rows(rows, layer, kind, tokens)
+        if self.cache is not None:
+            self.cache.check_integrity()
+
+    def check_rows(
+        self, rows: Tensor, layer: int, kind: str, tokens: Tensor | None = None
+    ) -> None:
+        expected = self.expected(layer, kind, tokens)
+        sketched = kind == "probe" and self.shape.sketch_bits
+        assert rows.dtype == (torch.float32 if sketched else self.shape.dtype)
+        assert rows.device.type == "cpu"
+        assert rows.shape == expected.shape
+        assert torch.equal(rows, expected), kind
+
+    def rows(self, layer: int, stream: Stream, tokens: Tensor | None) -> list[tuple[int, int]]:
+        """(part, row on disk) of each token; of the probe stream all rows, in logical order."""
+        picked = range(self.num_tokens)
+        if tokens is not None and stream != PROBE:
+            picked = tokens[lane_of(self.shape, stream)].tolist()
+        places = [
+            (number, token)
+            for number, part in enumerate(self.parts)
+            for token in range(part.start, part.stop)
+        ]
+        rows = []
+        for number, token in (places[t] for t in picked):
+            mapping = self.mappings[number]
+            if stream == PROBE:
+                rows.append((number, token // tokens_in_row(self.shape, PROBE)))
+            elif mapping is None:
+                rows.append((number, token))
+            else:
+                lane = lane_of(self.shape, stream)
+                rows.append((number, int(mapping[layer][lane][token])))
+        return sorted(set(rows)) if stream == PROBE else rows
+
+    def blocks(
+        self, layer: int, stream: Stream, tokens: Tensor | None = None
+    ) -> set[tuple[int, int, int]]:
+        """(part, chunk, block) that hold a byte of a wanted row."""
+        size, found = row_size(self.shape, stream), set()
+        for number, row in self.rows(layer, stream, tokens) if size else ():
+            chunk, place = divmod(row, self.parts[number].chunk_tokens)
+            last = (place * size + size - 1) // BLOCK
+            found |= {(number, chunk, block) for block in range(place * size // BLOCK, last + 1)}
+        return found
+
+    def block_bytes(
+        self, layer: int, kinds: Collection[str] = KINDS, tokens: Tensor | None = None
+    ) -> int:
+        """Bytes of all blocks that hold a byte of a wanted row."""
+        streams = self.streams_of_kinds(kinds)
+        return BLOCK * sum(len(self.blocks(layer, stream, tokens)) for stream in streams)
+
+    def chunks(self, layer: int, stream: Stream, tokens: Tensor | None = None) -> list[int]:
+        """Bytes on disk of each chunk that holds a wanted row."""
+        touched = {(number, chunk) for number, chunk, _ in self.blocks(layer, stream, tokens)}
+        return [
+            chunk_disk_bytes(
+                self.shape,
+                stream,
+                self.parts[number].chunk_tokens,
+                self.parts[number].num_tokens,
+                chunk,
+            )
+            for number, chunk in touched
+        ]
+
+    def chunk_bytes(
+        self, layer: int, kinds: Collection[str] = KINDS, tokens: Tensor | None = None
+    ) -> int:
+        """Bytes on disk of all chunks that hold a wanted row."""
+        streams = self.streams_of_kinds(kinds)
+        return sum(sum(self.chunks(layer, stream, tokens)) for stream in streams)
+
+    def reopen(self) -> None:
+        """Give the ids of the chunks back, and take them in another order."""
+        assert self.cache is not None
+        self.close()
+        for span in self.spans:
+            self.cache.detach(span.base, span.segment.layout)
+        self.cache.check_integrity()
+        again = [
+            open_span(path, self.cache, part.start, part.stop)
+            for path, part in zip(reversed(self.paths), reversed(self.parts), strict=True)
+        ]
+        self.spans = again[::-1]
+        self.source = self.make_source()
+
+    def close(self) -> None:
+        self.finish()
+        for span in self.spans:
+            span.segment.close()
+
+
+def open_case(
+    directory: Path,
+    shape: KVShape,
+    parts: Sequence[Part],
+    reader: ChunkReader,
+    *,
+    cache: ChunkCache | None = None,
+    reordered: bool = False,
+    direct: bool = False,
+    retention: float = 0.3,
+) -> Case:
+    cache = cache or NO_CACHE.make(shape)
+    spans, keys, values, sketches, paths, mappings = [], [], [], [], [], []
+    for number, part in enumerate(parts):
+        info = make_info(
+            shape,
+            range(part.num_tokens),
+            chunk_tokens=part.chunk_tokens,
+            segment_id=f"segment{number}",
+            generation=int(reordered),
+        )
+        own_keys, own_values = random_kvs(shape, part.num_tokens, seed=number)
+        mappings.append(random_mapping(info, number) if reordered else None)
+        paths.append(
+            write_kvs(directory, info, own_keys, own_values, direct=direct, mapping=mappings[-1])
+        )
+        place = part.start, part.stop
+        spans.append(open_span(paths[-1], cache, *place, direct=direct, retention=retention))
+        keys.append(own_keys[:, part.start : part.stop])
+        values.append(own_values[:, part.start : part.stop])
+        if shape.sketch_bits:
+            whole = torch.stack([sketch_of(own, shape.sketch_bits) for own in own_keys])
+            sketches.append(whole[:, part.start : part.stop])
+    joined = torch.cat(sketches, 1) if sketches else None
+    case = Case(shape, parts, torch.cat(keys, 1), torch.cat(values, 1), joined)
+    case.paths, case.spans, case.mappings, case.cache = paths, spans, mappings, cache
+    case.reader = reader
+    case.source = case.make_source()
+    return case
+
+
+def opened(param: str, directory: Path, reader: ChunkReader) -> Case:
+    """The case of "layout, options: shape"; the layout "memory" has no file."""
+    kind, shape_name = param.split(": ")
+    shape, (name, *options) = SHAPES[shape_name], kind.split(", ")
+    if name == "memory":
+        keys, values = random_kvs(shape, 77, seed=9)
+        # A recomputed prefix has all keys: they are better than a sketch of them.
+        sketches = keys.float() if shape.sketch_bits else None
+        case = Case(shape, LAYOUTS["one-segment"], keys, values, sketches)
+        case.source = MemorySource(shape, list(keys), list(values))
+        return case
+    direct = "O_DIRECT" in options
+    if direct and not supports_direct_io(directory):
+        pytest.skip("this file system has no O_DIRECT")
+    cache = next((CACHES[option] for option in options if option in CACHES), NO_CACHE)
+    return open_case(
+        directory,
+        shape,
+        LAYOUTS[name],
+        reader,
+        cache=cache.make(shape),
+        reordered="reordered" in options,
+        direct=direct,
+    )
+
+
+def random_tokens(case: Case, count: int, seed: int) -> Tensor:
+    """[lanes, count], ascending in each lane, other ones in each."""
+    generator = torch.Generator().manual_seed(seed)
+    lanes = range(lanes_of(case.shape))
+    picked = [torch.randperm(case.num_tokens, generator=generator)[:count] for _ in lanes]
+    return torch.stack(picked).sort(1).values
+
+
+def same_tokens(case: Case, tokens: Sequence[int]) -> Tensor:
+    """[lanes, k], the same in each lane."""
+    return torch.tensor(list(tokens), dtype=torch.int64).expand(lanes_of(case.shape), -1)
+
+
+def poison(case: Case) -> None:
+    """Fill the memory that reads land in with NaN of every floating-point type."""
+    # Two layers of each span and some more.
+    sizes = [2 * (span.segment.layout.layer_bytes + BLOCK) for span in case.spans] * 3
+    taken = [case.pool.take(size) for size in sizes + [1] * len(sizes)]
+    for memory in taken:
+        memory.view[:] = b"\xff" * len(memory)
+        case.pool.give(memory, [])
+
+
+def check_everything(case: Case) -> None:
+    for layer in range(case.shape.num_layers):
+        case.check(layer)
+
+
+def all_chunks(shape: KVShape, part: Part, path: Path) -> Iterator[tuple[int, Stream, int, int]]:
+    """(layer, stream, chunk, offset) of every chunk, found from sizes alone."""
+    sizes = {
+        (stream, chunk): chunk_disk_bytes(shape, stream, part.chunk_tokens, part.num_tokens, chunk)
+        for stream in streams_of(shape)
+        for chunk in range(-(-rows_in(shape, stream, part.num_tokens) // part.chunk_tokens))
+    }
+    offset = path.stat().st_size - shape.num_layers * sum(sizes.values())
+    for layer in range(shape.num_layers):
+        for (stream, chunk), size in sizes.items():
+            if size:
+                yield layer, stream, chunk, offset
+            offset += size
+
+
+@contextlib.contextmanager
+def quick_files() -> Iterator[None]:
+    """Nothing in a test need survive the power, and the tensors are too small for two threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)
+        yield
+    torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def reading(depth: int = 3, engine: str = "auto") -> Iterator[ChunkReader]:
+    reader = ChunkReader(depth, engine=engine)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+class StepEngine:
+    """Reads one block run for each `allow`, oldest first, and keeps what was asked for.
+
+    `started` are (descriptor, offset, size) in the order in which reads were begun.
+    """
+
+    name = "step"
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.started: list[tuple[int, int, int]] = []
+        self.most_in_flight = 0
+        self.closed = False
+        self._waiting: dict[int, tuple[int, int, int, int]] = {}
+        self._numbers = iter(range(1 << 62))
+        self._allowed = 0
+        self._changed = threading.Condition()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def started_bytes(self) -> int:
+        return sum(size for _, _, size in self.started)
+
+    def start(
+        self, descriptors: Integers, offsets: Integers, addresses: Integers, sizes: Integers
+    ) -> Integers:
+        numbers = []
+        with self._changed:
+            columns = (descriptors, offsets, addresses, sizes)
+            for read in zip(*(column.tolist() for column in columns), strict=True):
+                numbers.append(next(self._numbers))
+                self._waiting[numbers[-1]] = read
+                self.started.append((read[0], read[1], read[3]))
+            self.most_in_flight = max(self.most_in_flight, len(self._waiting))
+            assert len(self._waiting) <= self.depth
+            self._changed.notify_all()
+        return np.array(numbers, np.int64)
+
+    def finish(self) -> tuple[Integers, Integers]:
+        with self._changed:
+            assert self._waiting
+            self._changed.wait_for(lambda: self._allowed)
+            self._allowed -= 1
+            number = min(self._waiting)
+            descriptor, offset, address, size = self._waiting[number]
+            target = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+            try:
+                read_exactly(descriptor, offset, target)
+                result = size
+            except EOFError:
+                result = 0
+            except OSError as error:
+                result = -(error.errno or 5)
+            del self._waiting[number]
+            self._changed.notify_all()
+        return np.array([number]), np.array([result])
+
+    def close(self) -> None:
+        assert not self._waiting
+        self.closed = True
+
+    def allow(self, count: int = 1 << 60) -> None:
+        """Let so many reads end."""
+        with self._changed:
+            self._allowed += count
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Let no more reads end than have ended."""
+        with self._changed:
+            self._allowed = 0
+
+    def wait_started(self, count: int) -> None:
+        """Wait until so many reads were begun, in all."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.started) >= count, timeout=20)
+
+
+@contextlib.contextmanager
+def stepping(depth: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ChunkReader, StepEngine]]:
+    """A reader whose reads end when the test says so; at the end all do."""
+    with with_engine(StepEngine(depth), monkeypatch) as (reader, engine):
+        yield reader, engine
+
+
+@contextlib.contextmanager
+def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ChunkReader, StepEngine]]:
+    """A reader that keeps what it reads, at full speed."""
+    engine = StepEngine(3)
+    engine.allow()
+    with with_engine(engine, monkeypatch) as (reader, _):
+        yield reader, engine
+
+
+@contextlib.contextmanager
+def with_engine(
+    engine: StepEngine, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[ChunkReader, StepEngine]]:
+    def make(name: str, depth: int) -> BlockEngine:
+        return engine
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reader_module, "make_engine", make)
+        reader = ChunkReader(engine.depth)
+    try:
+        yield reader, engine
+    finally:
+        engine.allow()
+        reader.close()
+
+
+Make = Callable[..., Case]

@@ -1,0 +1,506 @@
+"""Where a prefix's KVs come from: one contract for every source, and what reading costs.
+
+Files are read with O_DIRECT where the file system has it, and through the page cache as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from impress_sglang.storage import reader as reader_module
+from impress_sglang.storage.read_cost import ReadCost
+from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.transfer.plan import SourceSpan
+from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.source import Demand, SegmentSource
+from tests.unit.kv_factory import PROBE, lanes_of, make_shape, row_size
+from tests.unit.source_factory import (
+    BLOCK,
+    CACHES,
+    KINDS,
+    KVS,
+    LAYOUTS,
+    SEVERAL,
+    SHAPES,
+    Case,
+    Part,
+    check_everything,
+    counting,
+    open_case,
+    opened,
+    poison,
+    quick_files,
+    random_tokens,
+    reading,
+    same_tokens,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with quick_files():
+        yield
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[ChunkReader]:
+    with reading() as reader:
+        yield reader
+
+
+@pytest.fixture
+def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block is read that is not wanted."""
+    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
+
+
+# "layout, options: shape"
+UNCACHED = [
+    *(f"one-segment: {shape}" for shape in SHAPES),
+    *(f"several-segments, reordered: {shape}" for shape in SHAPES),
+    "one-short-segment: gqa-float32",
+    "tail-of-a-segment: full-stride-bfloat16",
+    "middle-of-a-segment: gqa-float32",
+    "several-segments: cut-rows-float32",
+    "several-segments, O_DIRECT: gqa-float32",
+    "several-segments, O_DIRECT, reordered: full-stride-bfloat16",
+    "one-short-segment: sketch-bfloat16",
+    "tail-of-a-segment: sketch-full-stride",
+    "tail-of-a-segment: sketch-float32",
+    "middle-of-a-segment: sketch-float32",
+    "middle-of-a-segment, reordered: sketch-2-cut-rows",
+    "several-segments: sketch-2-cut-rows",
+    "several-segments, O_DIRECT, reordered: sketch-bfloat16",
+]
+CACHED = [
+    *(f"several-segments, {cache}: gqa-float32" for cache in CACHES),
+    *(f"several-segments, {cache}, reordered: cut-rows-float32" for cache in CACHES),
+    "one-segment, tiny: long-rows-float32",
+    "several-segments, tiny, reordered: mqa-no-other-keys",
+    "several-segments, tiny: tiny-float16",
+    "several-segments, tiny, O_DIRECT: full-stride-bfloat16",
+    *(f"several-segments, {cache}, reordered: sketch-bfloat16" for cache in CACHES),
+    "several-segments, room on both: sketch-2-cut-rows",
+    "several-segments, tiny, reordered: sketch-2-cut-rows",
+    "middle-of-a-segment, tiny LFU, reordered: sketch-8-long-rows",
+    "several-segments, tiny, O_DIRECT: sketch-full-stride",
+]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "memory: gqa-float32",
+        "memory: mqa-no-other-keys",
+        "memory: sketch-float32",
+        "memory: sketch-bfloat16",
+        *UNCACHED,
+        *CACHED,
+    ],
+)
+def case(
+    request: pytest.FixtureRequest, reader: ChunkReader, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
+    """Each test goes on with the caches that the one before has left."""
+    case = opened(request.param, tmp_path_factory.mktemp("segments"), reader)
+    yield case
+    case.close()
+
+
+@pytest.fixture(scope="module", params=UNCACHED)
+def uncached(
+    request: pytest.FixtureRequest, reader: ChunkReader, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
+    case = opened(request.param, tmp_path_factory.mktemp("segments"), reader)
+    yield case
+    case.close()
+
+
+def test_gives_all_tokens(case: Case) -> None:
+    assert case.source.num_tokens == case.num_tokens
+    check_everything(case)
+    check_everything(case)
+
+
+def test_gives_the_layers_of_a_request_one_after_the_other(case: Case) -> None:
+    for seed in range(2):
+        case.request()
+        for layer in range(case.shape.num_layers):
+            case.check_more(layer, tokens=random_tokens(case, 5, seed + layer))
+
+
+def test_gives_probe_keys_and_values_alone_and_in_any_order(case: Case) -> None:
+    for kind in KINDS:
+        case.check(1, [kind])
+    tokens = random_tokens(case, 5, 0)
+    case.check(0, ["values"], tokens)
+    case.check_more(0, ["probe"], tokens)
+    case.check_more(0, ["keys"], tokens)
+    case.check_more(1, ["keys"], tokens)
+    case.check_more(1, ["values", "probe"])
+
+
+def test_gives_random_tokens_of_each_lane(case: Case) -> None:
+    for seed, share in enumerate((0.1, 0.7, 0.05, 0.3)):
+        case.check(seed % 2, tokens=random_tokens(case, max(1, int(share * case.num_tokens)), seed))
+
+
+def test_gives_all_keys_and_then_some_values(case: Case) -> None:
+    """As where a layer falls back."""
+    for layer in range(2):
+        case.check(layer, ["probe"])
+        case.check_more(layer, ["keys"])
+        case.check_more(layer, ["values"], random_tokens(case, 5, layer))
+
+
+def test_gives_the_same_tokens_of_all_lanes(case: Case) -> None:
+    """As a rule asks that has one set for all heads: one row of a tensor, repeated in place."""
+    tokens = random_tokens(case, 4, 3)[:1].expand(lanes_of(case.shape), -1)
+    assert lanes_of(case.shape) == 1 or tokens.stride(0) == 0
+    case.check(0, KVS, tokens)
+
+
+def test_gives_other_tokens_of_a_layer_that_was_read(case: Case) -> None:
+    case.request()
+    for seed in range(3):
+        case.check_more(1, KVS, random_tokens(case, 3, seed))
+
+
+def test_gives_any_single_token(case: Case) -> None:
+    for token in range(0, case.num_tokens, 2 if case.paths else 10):
+        case.check(token % 2, [KVS[token // 2 % 2]], same_tokens(case, [token]))
+
+
+def test_gives_unbroken_runs_of_tokens(case: Case) -> None:
+    for first in range(0, case.num_tokens, 14):
+        for stop in range(first + 1, case.num_tokens + 1, 19):
+            case.check(0, ["values"], same_tokens(case, range(first, stop)))
+
+
+def test_old_bytes_of_the_memory_of_layers_do_not_leak(case: Case) -> None:
+    for tokens in (None, random_tokens(case, 3, 1), same_tokens(case, [case.num_tokens - 1])):
+        case.request()
+        poison(case)
+        case.check_more(1, tokens=tokens)
+
+
+def test_rows_stay_valid_while_the_layer_is_read(case: Case) -> None:
+    """Probing reads keys first; the rest of the layer follows while they are in use."""
+    case.request()
+    probe = case.source.read_probe(0)
+    keys = case.source.read(0, None, values=False).keys
+    assert keys is not None
+    if case.paths:
+        case.segment_source.read_ahead(1.0)
+    case.check_more(0, ["values"])
+
+    case.check_rows(probe, 0, "probe")
+    case.check_rows(keys, 0, "keys")
+
+
+def test_layers_are_asked_for_in_ascending_order(several: Case) -> None:
+    several.check(1)
+
+    with pytest.raises(AssertionError):
+        several.source.read_probe(0)
+
+
+def read_costs(case: Case) -> Iterator[tuple[str, Tensor, int]]:
+    """Reads of few and many tokens, and the bytes that each took from SSD."""
+    for seed, count in enumerate((1, 2, 5, case.num_tokens // 2, case.num_tokens)):
+        tokens = random_tokens(case, max(1, count), seed)
+        for kind in KINDS:
+            before = case.stats.ssd_bytes
+            case.check(0, [kind], tokens)
+            yield kind, tokens, case.stats.ssd_bytes - before
+
+
+@pytest.mark.usefixtures("no_gaps")
+def test_costs_exactly_the_blocks_that_hold_wanted_rows(uncached: Case) -> None:
+    for kind, tokens, cost in read_costs(uncached):
+        assert cost == uncached.block_bytes(0, [kind], tokens)
+
+
+@pytest.mark.parametrize("gap", [1, 8192])
+def test_costs_little_more_than_what_it_touches(
+    uncached: Case, gap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two wanted blocks at most a gap; chunks that nobody wants may be part of it."""
+    monkeypatch.setattr(ReadCost, "gap_bytes", gap)
+
+    for kind, tokens, cost in read_costs(uncached):
+        needed = uncached.block_bytes(0, [kind], tokens)
+        assert needed <= cost <= needed * (1 + gap // BLOCK)
+        assert gap >= BLOCK or cost == needed
+
+
+def test_a_large_gap_is_read_through(
+    reader: ChunkReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 1,920 bytes: rows 0 and 7 are in blocks 0 and 3 of a chunk of 4."""
+    case = open_case(tmp_path, SHAPES["cut-rows-float32"], LAYOUTS["one-segment"], reader)
+    for tokens, gap, blocks in (
+        ([8, 15], 8191, 2),
+        ([8, 15], 8192, 4),
+        # The last block of a chunk, and the second and the third one of the next.
+        ([15, 20], 4095, 3),
+        ([15, 20], 4096, 4),
+    ):
+        monkeypatch.setattr(ReadCost, "gap_bytes", gap)
+        before = case.stats.ssd_bytes
+        case.check(0, ["values"], same_tokens(case, tokens))
+        assert case.stats.ssd_bytes - before == blocks * BLOCK
+    case.close()
+
+
+@pytest.mark.parametrize("gap", [0, 1 << 20])
+def test_reads_each_byte_once_when_a_layer_is_read_whole(
+    uncached: Case, gap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReadCost, "gap_bytes", gap)
+    before = uncached.stats.ssd_bytes
+
+    uncached.check(0)
+
+    cost = uncached.stats.ssd_bytes - before
+    needed, whole = uncached.block_bytes(0), uncached.chunk_bytes(0)
+    assert needed <= cost
+    if gap == 0:
+        assert cost == needed
+    if all(part.stop - part.start == part.num_tokens for part in uncached.parts):
+        assert cost == whole
+
+
+def test_accesses_and_needed_bytes_are_counted(uncached: Case) -> None:
+    assert uncached.cache is not None
+    tokens = random_tokens(uncached, min(7, uncached.num_tokens), 1)
+    uncached.request()
+
+    uncached.check_more(0, tokens=tokens)
+
+    streams = uncached.streams
+    chunks = {stream: len(uncached.chunks(0, stream, tokens)) for stream in streams}
+    needed = sum(
+        len(uncached.rows(0, stream, tokens)) * row_size(uncached.shape, stream)
+        for stream in streams
+    )
+    assert uncached.source.stats.wait_ms > 0
+    assert dataclasses.replace(uncached.source.stats, ssd_bytes=0, wait_ms=0.0) == ReadStats(
+        ssd_needed_bytes=needed,
+        h2d_bytes=needed,
+        ssd_chunks=sum(chunks.values()),
+        selected_chunks=sum(chunks.values()) - chunks[PROBE],
+    )
+
+
+@pytest.mark.parametrize("reordered", [False, True])
+@pytest.mark.parametrize("start", range(20))
+def test_a_part_of_a_sketched_segment_may_begin_inside_a_row(
+    reader: ChunkReader, tmp_path: Path, start: int, reordered: bool
+) -> None:
+    """8 tokens share a row of sketches; the request uses a part, and another segment follows."""
+    shape = make_shape(sketch_bits=4)
+    for stop in (start + 1, start + 7, start + 8, start + 9, 45):
+        directory = tmp_path / str(stop)
+        directory.mkdir()
+        parts = [Part(45, 8, start, stop), Part(13, 8, start % 13, 13)]
+        case = open_case(directory, shape, parts, reader, reordered=reordered)
+        for layer in range(2):
+            case.check(layer)
+            case.check(layer, tokens=random_tokens(case, 1, layer))
+        case.request()
+        assert case.source.read_probe(0).shape == (case.num_tokens, 2, 8)
+        case.close()
+
+
+@pytest.fixture(
+    params=[
+        "in order: gqa-float32",
+        "reordered: gqa-float32",
+        "in order: sketch-float32",
+        "reordered: sketch-bfloat16",
+    ]
+)
+def several(
+    request: pytest.FixtureRequest, reader: ChunkReader, tmp_path: Path, no_gaps: None
+) -> Iterator[Case]:
+    order, shape = request.param.split(": ")
+    case = open_case(tmp_path, SHAPES[shape], SEVERAL, reader, reordered=order == "reordered")
+    yield case
+    case.close()
+
+
+@pytest.mark.parametrize("piece", [4096, 3 * 4096, 10 * 4096])
+def test_size_of_single_reads_changes_nothing(
+    several: Case, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    """Runs are cut into many reads in parallel: same rows, same bytes."""
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", piece)
+    poison(several)
+
+    check_everything(several)
+    for kind, tokens, cost in read_costs(several):
+        assert cost == several.block_bytes(0, [kind], tokens)
+
+
+@pytest.mark.parametrize("piece", [4096, 8192])
+@pytest.mark.parametrize("name", ["gqa-float32", "sketch-float32"])
+def test_single_reads_are_no_larger_than_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, name: str
+) -> None:
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", piece)
+    with counting(monkeypatch) as (reader, engine):
+        case = open_case(tmp_path, SHAPES[name], SEVERAL, reader)
+
+        case.check(0, ["values"])
+
+        assert max(size for _, _, size in engine.started) == piece
+        assert engine.started_bytes == case.stats.ssd_bytes
+        case.close()
+
+
+@pytest.mark.parametrize("name", ["gqa-float32", "sketch-float32"])
+def test_neighbouring_blocks_are_one_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Values of all lanes, too."""
+    with counting(monkeypatch) as (reader, engine):
+        case = open_case(tmp_path, SHAPES[name], SEVERAL[3:4], reader)
+
+        case.check(0, ["values"])
+        assert len(engine.started) == 1
+        case.check(1, KVS)
+        assert len(engine.started) == 2, "keys and values are neighbours"
+        assert engine.started_bytes == case.stats.ssd_bytes
+        case.close()
+
+
+def test_the_reader_learns_from_its_reads(tmp_path: Path) -> None:
+    with reading(2) as own:
+        before = own.cost.seconds_per_piece, own.cost.bytes_per_second
+        case = open_case(tmp_path, SHAPES["gqa-float32"], SEVERAL, own)
+
+        check_everything(case)
+        case.close()
+
+    assert (own.cost.seconds_per_piece, own.cost.bytes_per_second) != before
+
+
+def test_source_names_its_segments_in_order(several: Case) -> None:
+    assert several.segment_source.segment_ids == [f"segment{n}" for n in range(5)]
+
+
+def test_each_segment_notes_its_own_tokens(several: Case) -> None:
+    """In logical order, whatever the order on disk, and each lane apart."""
+    lanes = lanes_of(several.shape)
+    selected = random_tokens(several, 20, 3)
+
+    several.check(1, ["values"], selected)
+    scores = torch.ones(several.shape.num_query_heads, several.num_tokens)
+    several.source.note_selection(1, selected, scores)
+
+    noted = []
+    for span, part in zip(several.spans, several.parts, strict=True):
+        average = span.history.average
+        assert average.shape == (2, lanes, part.num_tokens)
+        assert not average[0].any(), "another layer"
+        assert not average[1, :, : part.start].any() and not average[1, :, part.stop :].any()
+        noted.append(average[1, :, part.start : part.stop])
+    found = [np.flatnonzero(own).tolist() for own in np.concatenate(noted, 1)]
+    assert found == selected.tolist()
+
+
+def test_a_layer_that_is_used_whole_counts_as_an_access_of_every_token(several: Case) -> None:
+    lanes = lanes_of(several.shape)
+    several.check(0)
+    several.source.note_whole(0)
+    scores = torch.ones(several.shape.num_query_heads, several.num_tokens)
+    several.source.note_selection(0, torch.zeros(lanes, 1, dtype=torch.int64), scores)
+
+    first = True
+    for span, part in zip(several.spans, several.parts, strict=True):
+        inside = [part.start <= token < part.stop for token in range(part.num_tokens)]
+        expected = np.where(inside, 0.5, 0.0)
+        if first:
+            expected[part.start], first = 1.0, False
+        for own in span.history.average[0]:
+            # Half of 255 steps is none.
+            np.testing.assert_allclose(own, expected, rtol=0, atol=0.51 / 255)
+        assert not span.history.average[1].any()
+        assert span.history.accesses.tolist() == [2 * here for here in inside]
+
+
+Noted = tuple[int, int, int, list[int], list[int], list[list[float]] | None]
+
+
+def listened(case: Case) -> tuple[SegmentSource, list[Noted]]:
+    """A source of tokens 3 and 4 and then 0 to 2 of a segment, and what their histories hear."""
+    heard: list[Noted] = []
+
+    class Listener:
+        def note(
+            self,
+            layer: int,
+            start: int,
+            num_tokens: int,
+            lanes: np.ndarray,
+            tokens: np.ndarray,
+            importance: Tensor | None,
+        ) -> None:
+            told = None if importance is None else importance.tolist()
+            pairs = sorted(zip(lanes.tolist(), tokens.tolist(), strict=True))
+            heard.append(
+                (layer, start, num_tokens, [p[0] for p in pairs], [p[1] for p in pairs], told)
+            )
+
+    def part(start: int, stop: int) -> SourceSpan:
+        listener: object = Listener()
+        return dataclasses.replace(case.spans[0], start=start, stop=stop, history=listener)
+
+    assert case.cache is not None
+    spans = [part(3, 5), part(0, 3)]
+    source = SegmentSource(case.shape, spans, case.reader, case.pool, case.cache, Demand())
+    return source, heard
+
+
+def test_each_segment_notes_its_own_scores(reader: ChunkReader, tmp_path: Path) -> None:
+    case = open_case(tmp_path, make_shape(), [Part(20, 8, 0, 20)], reader)
+    source, heard = listened(case)
+    scores = torch.arange(10.0).view(2, 5)
+
+    source.note_selection(1, torch.tensor([[1, 2, 4]]), scores)
+
+    assert heard == [
+        (1, 3, 2, [0], [1], [[0.0, 1.0], [5.0, 6.0]]),
+        (1, 0, 3, [0, 0], [0, 2], [[2.0, 3.0, 4.0], [7.0, 8.0, 9.0]]),
+    ]
+    case.close()
+
+
+def test_all_lanes_are_noted_together(reader: ChunkReader, tmp_path: Path) -> None:
+    """4 query heads, 2 KV heads: the scores of all heads, the tokens of each lane.
+
+    A segment of which nothing was selected hears that, too.
+    """
+    shape = make_shape(sketch_bits=4)
+    case = open_case(tmp_path, shape, [Part(20, 8, 0, 20)], reader)
+    source, heard = listened(case)
+    scores = torch.arange(20.0).view(4, 5)
+
+    source.note_selection(0, torch.tensor([[1, 2], [0, 4]]), scores)
+    source.note_selection(1, torch.tensor([[0], [1]]), None)
+
+    assert heard == [
+        (0, 3, 2, [0, 1], [1, 0], scores[:, :2].tolist()),
+        (0, 0, 3, [0, 1], [0, 2], scores[:, 2:].tolist()),
+        (1, 3, 2, [0, 1], [0, 1], None),
+        (1, 0, 3, [], [], None),
+    ]
+    case.close()

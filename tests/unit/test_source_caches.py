@@ -1,0 +1,498 @@
+"""Sources and the caches: what is cached, what is found there, what moves, and how it is counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.storage.read_cost import ReadCost
+from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.tiers.placement import Tier
+from impress_sglang.transfer.planner import ReadStats
+from tests.unit.kv_factory import flip_byte, make_cache, make_shape
+from tests.unit.source_factory import (
+    BLOCK,
+    CACHES,
+    KINDS,
+    KVS,
+    LAYOUTS,
+    RULES,
+    SEVERAL,
+    SHAPES,
+    CacheKind,
+    Case,
+    Part,
+    check_everything,
+    counting,
+    open_case,
+    opened,
+    poison,
+    quick_files,
+    random_tokens,
+    reading,
+    same_tokens,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with quick_files():
+        yield
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[ChunkReader]:
+    with reading() as reader:
+        yield reader
+
+
+@pytest.fixture
+def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block is read that is not wanted."""
+    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
+
+
+ROOMY = [
+    f"several-segments, {name}, reordered: {shape}"
+    for name in CACHES
+    if name.startswith("room")
+    for shape in ("cut-rows-float32", "sketch-2-cut-rows")
+]
+
+
+@pytest.mark.parametrize("name", ROOMY)
+def test_a_second_read_comes_from_the_caches_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with counting(monkeypatch) as (reader, engine):
+        roomy = opened(name, tmp_path, reader)
+        check_everything(roomy)
+        first = roomy.stats
+        chunks = sum(len(roomy.chunks(layer, s)) for layer in (0, 1) for s in roomy.streams)
+        assert (first.ssd_chunks, first.host_chunks, first.device_chunks) == (chunks, 0, 0)
+        assert engine.started_bytes == first.ssd_bytes > 0
+        engine.started.clear()
+
+        check_everything(roomy)
+
+        stats = roomy.stats
+        assert engine.started == []
+        assert stats.ssd_bytes == first.ssd_bytes
+        assert stats.ssd_needed_bytes == first.ssd_needed_bytes
+        assert stats.ssd_chunks == first.ssd_chunks
+        assert stats.host_chunks + stats.device_chunks == chunks
+        assert roomy.cache is not None
+        if not roomy.cache.placement.capacity[Tier.HOST]:
+            assert stats.device_chunks == chunks
+        if not roomy.cache.placement.capacity[Tier.DEVICE]:
+            assert stats.host_chunks == chunks
+        roomy.close()
+
+
+@pytest.mark.usefixtures("no_gaps")
+@pytest.mark.parametrize("name", ROOMY)
+def test_a_chunk_that_will_be_cached_is_read_whole(
+    name: str, reader: ChunkReader, tmp_path: Path
+) -> None:
+    roomy = opened(name, tmp_path, reader)
+    tokens = random_tokens(roomy, 4, 1)
+
+    roomy.check(0, ["values"], tokens)
+
+    whole = roomy.chunk_bytes(0, ["values"], tokens)
+    if not roomy.shape.sketch_bits:
+        assert whole > roomy.block_bytes(0, ["values"], tokens), "else nothing is shown"
+    assert roomy.stats.ssd_bytes == whole
+    alike = []
+    for stream in roomy.kind_streams("values"):
+        rows = [
+            (n, row // roomy.parts[n].chunk_tokens)
+            for n, row in roomy.rows(0, stream, same_tokens(roomy, range(roomy.num_tokens)))
+        ]
+        chosen = roomy.rows(0, stream, tokens)
+        cached = {(n, row // roomy.parts[n].chunk_tokens) for n, row in chosen}
+        alike.append([token for token, place in enumerate(rows) if place in cached])
+    fewest = min(map(len, alike))
+    assert fewest > 4
+    roomy.check(0, ["values"], torch.tensor([own[-fewest:] for own in alike]))
+    assert roomy.stats.ssd_bytes == whole, "other rows of the same chunks are cached as well"
+    roomy.close()
+
+
+@pytest.mark.usefixtures("no_gaps")
+def test_a_chunk_that_will_not_be_cached_is_read_in_part(
+    reader: ChunkReader, tmp_path: Path
+) -> None:
+    """The device has one chunk, which is used as often as any other."""
+    shape = SHAPES["cut-rows-float32"]
+    cache = CacheKind(device=1, rule="LFU", page_tokens=8).make(shape)
+    case = open_case(tmp_path, shape, LAYOUTS["one-segment"], reader, cache=cache)
+    case.check(0, ["values"], torch.tensor([[0]]))
+    before = case.stats.ssd_bytes
+
+    case.check(0, ["values"], torch.tensor([[8]]))
+
+    assert case.stats.ssd_bytes - before == BLOCK
+    assert (case.stats.ssd_chunks, case.stats.device_chunks) == (2, 0)
+    case.close()
+
+
+@pytest.mark.parametrize("name", [name for name in CACHES if name.startswith("tiny")])
+@pytest.mark.parametrize("shape", ["cut-rows-float32", "sketch-bfloat16"])
+def test_tiny_caches_evict_and_serve(
+    name: str, shape: str, reader: ChunkReader, tmp_path: Path
+) -> None:
+    """Guards the contract of sources: chunks do move, and are found where they went."""
+    case = opened(f"several-segments, {name}, reordered: {shape}", tmp_path, reader)
+    for seed in range(12):
+        tokens = random_tokens(case, 2, seed % 5)
+        case.check(0, KVS, tokens)
+        case.check(0, KVS, tokens)
+
+    assert case.cache is not None
+    placement = case.cache.placement
+    assert placement.stats.dropped > 0
+    for tier, hits in (
+        (Tier.HOST, case.stats.host_chunks),
+        (Tier.DEVICE, case.stats.device_chunks),
+    ):
+        assert (hits > 0) == (placement.capacity[tier] > 0)
+    case.close()
+
+
+def draw_parts(data: st.DataObject) -> list[Part]:
+    parts = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        num_tokens = data.draw(st.integers(1, 60))
+        start = data.draw(st.integers(0, num_tokens - 1))
+        stop = data.draw(st.integers(start + 1, num_tokens))
+        parts.append(Part(num_tokens, 8 * data.draw(st.integers(1, 3)), start, stop))
+    return parts
+
+
+def draw_tokens(data: st.DataObject, case: Case) -> Tensor | None:
+    """None, or a random number of tokens, others in each lane."""
+    if data.draw(st.integers(0, 3)) == 0:
+        return None
+    count = data.draw(st.integers(1, min(case.num_tokens, 12)))
+    return random_tokens(case, count, data.draw(st.integers(0, 1 << 20)))
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
+    tmp_path_factory: pytest.TempPathFactory, reader: ChunkReader, data: st.DataObject
+) -> None:
+    """Interleaved reads, requests, damage that comes and goes, and ids given to other chunks."""
+    shape = SHAPES[data.draw(st.sampled_from(sorted(SHAPES)))]
+    parts = draw_parts(data)
+    cache = make_cache(
+        shape,
+        device_chunks=data.draw(st.integers(0, 8)),
+        host_chunks=data.draw(st.integers(0, 8)),
+        chunk_tokens=data.draw(st.sampled_from([8, 16])),
+        rule=RULES[data.draw(st.sampled_from(sorted(RULES)))](),
+    )
+    reordered = data.draw(st.booleans())
+    directory = tmp_path_factory.mktemp("any")
+    case = open_case(directory, shape, parts, reader, cache=cache, reordered=reordered)
+    poison(case)
+    damaged: tuple[Path, int] | None = None
+    for _ in range(data.draw(st.integers(1, 20))):
+        step = data.draw(st.sampled_from(["read"] * 5 + ["damage", "reopen"]))
+        if step == "reopen":
+            case.reopen()
+        elif step == "damage" and damaged is None:
+            number = data.draw(st.integers(0, len(parts) - 1))
+            layout = case.spans[number].segment.layout
+            place = data.draw(st.integers(layout.header_bytes, layout.file_bytes - 1))
+            damaged = (case.paths[number], place)
+            flip_byte(*damaged)
+        elif step == "damage" and damaged is not None:
+            flip_byte(*damaged)
+            damaged = None
+        else:
+            case.request()
+            first = data.draw(st.integers(0, shape.num_layers - 1))
+            for layer in range(first, shape.num_layers):
+                kinds = data.draw(st.sets(st.sampled_from(KINDS), min_size=1))
+                tokens = draw_tokens(data, case)
+                try:
+                    case.check_more(layer, kinds, tokens)
+                except ChunkUnreadable as error:
+                    assert damaged is not None
+                    assert error.segment_id == damaged[0].stem
+                    break
+        cache.check_integrity()
+    if damaged is not None:
+        flip_byte(*damaged)
+    check_everything(case)
+    case.close()
+
+
+@pytest.mark.parametrize("name", ["cut-rows-float32", "sketch-2-cut-rows"])
+def test_sources_share_the_caches_and_the_memory(
+    reader: ChunkReader, tmp_path: Path, name: str
+) -> None:
+    """Three requests that take turns, on the same segments and on others."""
+    shape = SHAPES[name]
+    room = 12 if shape.sketch_bits else 3
+    cache = CacheKind(device=room, host=room).make(shape)
+    cases = []
+    for folder, reordered in (("first", False), ("second", True)):
+        (tmp_path / folder).mkdir()
+        cases.append(
+            open_case(tmp_path / folder, shape, SEVERAL, reader, cache=cache, reordered=reordered)
+        )
+    cases[0].pool = cases[1].pool
+    hits = 0
+    for seed in range(8):
+        again = cases[0].make_source()
+        for case in cases:
+            case.request()
+        for layer in range(2):
+            tokens = random_tokens(cases[0], 9, seed)
+            values = again.read(layer, tokens, keys=False).values
+            for case in cases:
+                case.check_more(layer, KVS, random_tokens(case, 9, seed // 2))
+            cases[0].check_more(layer, ["probe"])
+            assert values is not None
+            cases[0].check_rows(values, layer, "values", tokens)
+        hits += again.stats.device_chunks + again.stats.host_chunks
+        again.close()
+
+    assert hits > 0
+    for case in cases:
+        case.close()
+
+
+@pytest.fixture
+def small(reader: ChunkReader, tmp_path: Path) -> Callable[..., Case]:
+    """20 tokens in chunks of 8; rows of 32, 32 and 64 bytes, every chunk one block."""
+
+    def make(**room: int) -> Case:
+        cache = make_cache(make_shape(), **room)
+        return open_case(tmp_path, make_shape(), [Part(20, 8, 0, 20)], reader, cache=cache)
+
+    return make
+
+
+def probe_and_load(case: Case) -> None:
+    """What the loader does where the probe heads agree on tokens 1, 2 and 17."""
+    tokens = torch.tensor([[1, 2, 17]])
+    case.check(0, ["probe"])
+    case.check_more(0, KVS, tokens)
+    case.source.note_selection(0, tokens, torch.ones(2, 20))
+
+
+# 20 rows of 32 bytes, and 3 of 32 + 64 bytes, in 3 and 2 + 2 chunks.
+FIRST_TIME = ReadStats(
+    ssd_bytes=7 * BLOCK,
+    ssd_needed_bytes=20 * 32 + 3 * 96,
+    h2d_bytes=20 * 32 + 3 * 96,
+    ssd_chunks=7,
+    selected_chunks=4,
+    important_bytes=3 * 128,
+)
+
+
+@pytest.mark.usefixtures("no_gaps")
+class TestCounters:
+    def test_without_caches(self, small: Callable[..., Case]) -> None:
+        case = small()
+
+        probe_and_load(case)
+
+        assert case.stats == FIRST_TIME
+        assert (case.stats.chunks_accessed, case.stats.chunks_loaded) == (7, 7)
+        assert case.spans[0].history.ssd_bytes == 4 * BLOCK, "what was selected, not probed"
+        case.close()
+
+    def test_with_room_on_the_device(self, small: Callable[..., Case]) -> None:
+        """Pages of 256 bytes: chunks of values take two, but for the last one, others take one."""
+        case = small(device_chunks=20)
+
+        probe_and_load(case)
+        first = dataclasses.replace(FIRST_TIME, h2d_bytes=FIRST_TIME.h2d_bytes + 8 * 256)
+        assert case.stats == first
+        probe_and_load(case)
+
+        assert case.stats == dataclasses.replace(
+            first,
+            device_chunks=7,
+            selected_chunks=8,
+            important_bytes=2 * 3 * 128,
+            important_device_bytes=3 * 128,
+        )
+        assert (case.stats.chunks_accessed, case.stats.chunks_loaded) == (14, 7)
+        assert case.spans[0].history.ssd_bytes == 4 * BLOCK
+        case.close()
+
+    def test_with_room_on_the_host(self, small: Callable[..., Case]) -> None:
+        case = small(host_chunks=20)
+
+        probe_and_load(case)
+        assert case.stats == FIRST_TIME
+        probe_and_load(case)
+
+        assert case.stats == dataclasses.replace(
+            FIRST_TIME,
+            host_chunks=7,
+            h2d_bytes=2 * FIRST_TIME.h2d_bytes,
+            selected_chunks=8,
+            important_bytes=2 * 3 * 128,
+        )
+        assert (case.stats.chunks_accessed, case.stats.chunks_loaded) == (14, 14)
+        case.close()
+
+    def test_of_a_layer_that_falls_back(self, small: Callable[..., Case]) -> None:
+        """All keys were read, but only those of selected tokens are important."""
+        case, tokens = small(), torch.tensor([[1, 2, 17]])
+        case.check(0, ["probe"])
+        case.check_more(0, ["keys"])
+        case.check_more(0, ["values"], tokens)
+        case.source.note_selection(0, tokens, torch.ones(4, 20))
+
+        assert case.stats == ReadStats(
+            ssd_bytes=8 * BLOCK,
+            ssd_needed_bytes=20 * 64 + 3 * 64,
+            h2d_bytes=20 * 64 + 3 * 64,
+            ssd_chunks=8,
+            selected_chunks=5,
+            important_bytes=3 * 128,
+        )
+        case.close()
+
+    def test_a_hit_is_a_selected_row_that_was_on_the_device(
+        self, small: Callable[..., Case]
+    ) -> None:
+        """Tokens 1 and 2 are in the one chunk that has room there, token 17 is not."""
+        case, tokens = small(device_chunks=1), torch.tensor([[1, 2, 17]])
+
+        def important() -> tuple[int, int]:
+            return case.stats.important_bytes, case.stats.important_device_bytes
+
+        case.check(0, ["values"], torch.tensor([[1]]))
+        case.source.note_selection(0, torch.tensor([[1]]), torch.ones(2, 20))
+        assert important() == (64, 0)
+
+        case.check(0, ["values"], tokens)
+        case.source.note_selection(0, tokens, torch.ones(2, 20))
+
+        assert important() == (4 * 64, 2 * 64)
+        case.check(0, ["values"])
+        case.source.note_whole(0)
+        assert important() == (24 * 64, 10 * 64)
+        case.close()
+
+    def test_a_selection_is_counted_once(self, small: Callable[..., Case]) -> None:
+        case = small()
+        probe_and_load(case)
+        before = case.stats
+
+        case.source.note_whole(0)
+
+        assert case.stats == before
+        case.close()
+
+
+SMALL_SKETCH = make_shape(sketch_bits=4)
+
+
+@pytest.fixture
+def small_sketch(reader: ChunkReader, tmp_path: Path) -> Callable[..., Case]:
+    """20 tokens, 8 to a row of sketches of 64 bytes; rows of 32 bytes, every chunk one block."""
+
+    def make(**room: int) -> Case:
+        cache = make_cache(SMALL_SKETCH, **room)
+        return open_case(tmp_path, SMALL_SKETCH, [Part(20, 8, 0, 20)], reader, cache=cache)
+
+    return make
+
+
+def sketch_and_load(case: Case) -> None:
+    """What the loader does where head 0 takes tokens 1, 2 and 17, and head 1 tokens 3, 4 and 5."""
+    own = torch.tensor([[1, 2, 17], [3, 4, 5]])
+    case.check(0, ["probe"])
+    case.check_more(0, KVS, own)
+    case.source.note_selection(0, own, torch.ones(4, 20))
+
+
+# 3 rows of sketches in one chunk, and 3 rows of keys and of values of each head in 2 and 1 chunks.
+FIRST_SKETCH = ReadStats(
+    ssd_bytes=(1 + 2 * (2 + 1)) * BLOCK,
+    ssd_needed_bytes=3 * 64 + 3 * 4 * 32,
+    h2d_bytes=3 * 64 + 3 * 4 * 32,
+    ssd_chunks=7,
+    selected_chunks=6,
+    important_bytes=3 * 4 * 32,
+)
+
+
+@pytest.mark.usefixtures("no_gaps")
+class TestCountersOfSketches:
+    def test_without_caches(self, small_sketch: Callable[..., Case]) -> None:
+        case = small_sketch()
+
+        sketch_and_load(case)
+
+        assert case.stats == FIRST_SKETCH
+        assert case.spans[0].history.ssd_bytes == 6 * BLOCK, "what was selected, not sketches"
+        case.close()
+
+    def test_with_room_on_the_device(self, small_sketch: Callable[..., Case]) -> None:
+        """Pages of 256 bytes: each chunk takes one; sketches are no KVs, so they are no hits."""
+        case = small_sketch(device_chunks=20)
+
+        sketch_and_load(case)
+        first = dataclasses.replace(FIRST_SKETCH, h2d_bytes=FIRST_SKETCH.h2d_bytes + 7 * 256)
+        assert case.stats == first
+        sketch_and_load(case)
+
+        assert case.stats == dataclasses.replace(
+            first,
+            device_chunks=7,
+            selected_chunks=12,
+            important_bytes=2 * 3 * 4 * 32,
+            important_device_bytes=3 * 4 * 32,
+        )
+        case.close()
+
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_a_hit_of_a_lane_is_one_of_its_own_selection(
+        self, small_sketch: Callable[..., Case], whole: bool
+    ) -> None:
+        """There is room for two chunks: tokens 0 to 7 of head 0, and 8 to 15 of head 1."""
+        case = small_sketch(device_chunks=1)
+        one, other = torch.tensor([[1], [9]]), torch.tensor([[3, 4], [2, 9]])
+        case.check(0, ["values"], one)
+        case.source.note_selection(0, one, None)
+        assert (case.stats.important_bytes, case.stats.important_device_bytes) == (2 * 32, 0)
+
+        case.check(0, ["values"], None if whole else other)
+        case.source.note_selection(0, other, None)
+
+        assert (case.stats.important_bytes, case.stats.important_device_bytes) == (6 * 32, 3 * 32)
+        case.close()
+
+
+def test_stats_add_up_field_by_field() -> None:
+    names = [field.name for field in dataclasses.fields(ReadStats)]
+    left, right = ReadStats(*range(len(names))), ReadStats(*range(100, 100 + len(names)))
+
+    left.add(right)
+
+    assert [getattr(left, name) for name in names] == [100 + 2 * i for i in range(len(names))]
+    found = left.as_dict()
+    chunks = {tier: found[f"{tier}_chunks"] for tier in ("device", "host", "ssd")}
+    assert found.pop("chunks_accessed") == sum(chunks.values())
+    assert found.pop("chunks_loaded") == chunks["host"] + chunks["ssd"]
+    assert found == dataclasses.asdict(left)

@@ -1,0 +1,414 @@
+"""Damaged, short and missing segments: never wrong rows, and nothing of them in a cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.storage.direct_io import supports_direct_io
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.read_cost import ReadCost
+from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.tiers.placement import Tier
+from impress_sglang.transfer.area import AreaPool
+from impress_sglang.transfer.source import Demand, SegmentSource
+from tests.unit.kv_factory import (
+    PROBE,
+    flip_byte,
+    holds_values,
+    lane_of,
+    lanes_of,
+    make_cache,
+    make_info,
+    open_span,
+    random_kvs,
+    row_size,
+    rows_in,
+    write_kvs,
+)
+from tests.unit.source_factory import (
+    BLOCK,
+    CACHES,
+    KVS,
+    SEVERAL,
+    SHAPES,
+    Case,
+    Part,
+    all_chunks,
+    check_everything,
+    open_case,
+    opened,
+    quick_files,
+    random_tokens,
+    reading,
+    same_tokens,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with quick_files():
+        yield
+
+
+@pytest.fixture(scope="module", params=["auto", "threads"])
+def reader(request: pytest.FixtureRequest) -> Iterator[ChunkReader]:
+    with reading(3, request.param) as reader:
+        yield reader
+
+
+@pytest.fixture
+def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block is read that is not wanted."""
+    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
+
+
+@pytest.fixture(
+    params=[
+        "in order: gqa-float32",
+        "reordered: gqa-float32",
+        "in order: sketch-float32",
+        "reordered: sketch-bfloat16",
+    ]
+)
+def several(
+    request: pytest.FixtureRequest, reader: ChunkReader, tmp_path: Path, no_gaps: None
+) -> Iterator[Case]:
+    order, shape = request.param.split(": ")
+    case = open_case(tmp_path, SHAPES[shape], SEVERAL, reader, reordered=order == "reordered")
+    yield case
+    case.close()
+
+
+@pytest.fixture(
+    params=[
+        f"{name}, reordered: {shape}"
+        for name in CACHES
+        if name.startswith("room")
+        for shape in ("cut-rows-float32", "sketch-2-cut-rows")
+    ]
+)
+def roomy(request: pytest.FixtureRequest, reader: ChunkReader, tmp_path: Path) -> Iterator[Case]:
+    """Nothing cached yet, and room for all."""
+    case = opened(f"several-segments, {request.param}", tmp_path, reader)
+    yield case
+    case.close()
+
+
+def kind_of(case: Case, stream: int) -> str:
+    if stream == PROBE:
+        return "probe"
+    return "values" if holds_values(case.shape, stream) else "keys"
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_flipped_byte_in_any_chunk_is_found_and_only_there(several: Case, place: str) -> None:
+    """The first or the last byte of each chunk of a segment, one after the other."""
+    case, found = several, 0
+    part, path, lanes = case.parts[1], case.paths[1], lanes_of(case.shape)
+    every = same_tokens(case, range(case.num_tokens))
+    for layer, stream, chunk, offset in list(all_chunks(case.shape, part, path)):
+        total = rows_in(case.shape, stream, part.num_tokens)
+        length = min(part.chunk_tokens, total - chunk * part.chunk_tokens)
+        length *= row_size(case.shape, stream)
+        bad = offset if place == "first" else offset + length - 1
+        rows = case.rows(layer, stream, every)
+        # Each chunk is one block here.
+        inside = [t for t, (n, row) in enumerate(rows) if n == 1 and row // 8 == chunk]
+        outside = [t for t in range(case.num_tokens) if t not in inside]
+
+        flip_byte(path, bad)
+        if not inside:
+            case.check(layer)
+            flip_byte(path, bad)
+            continue
+        found += 1
+        kind = kind_of(case, stream)
+
+        # The other lanes of such a read want good rows.
+        lane = 0 if stream == PROBE else lane_of(case.shape, stream)
+        one = torch.tensor([[inside[0] if n == lane else 0] for n in range(lanes)])
+        for tokens in (None, one):
+            case.request()
+            with pytest.raises(ChunkUnreadable) as caught:
+                case.read(layer, [kind], tokens)
+            assert caught.value.segment_id == "segment1"
+            assert f"block at {offset} " in str(caught.value)
+        for other in ("probe", "keys", "values"):
+            if other != kind:
+                case.check(layer, [other])
+        if kind != "probe":
+            others = every[:, : len(outside)].clone()
+            others[lane] = torch.tensor(outside)
+            case.check(layer, [kind], others)
+        case.check(1 - layer)
+        flip_byte(path, bad)
+    assert found > 20, "nearly every chunk of the segment has tokens of the request"
+    check_everything(case)
+
+
+@pytest.fixture(
+    params=[
+        "in order: cut-rows-float32",
+        "reordered: cut-rows-float32",
+        "reordered: sketch-2-cut-rows",
+    ]
+)
+def blocks_of_rows(
+    request: pytest.FixtureRequest, reader: ChunkReader, tmp_path: Path, no_gaps: None
+) -> Iterator[Case]:
+    """Chunks of several blocks, whose ends cut through rows."""
+    order, shape = request.param.split(": ")
+    parts = [Part(16, 8, 0, 16), Part(30, 8, 3, 30)]
+    case = open_case(tmp_path, SHAPES[shape], parts, reader, reordered=order == "reordered")
+    yield case
+    case.close()
+
+
+def test_a_flipped_byte_hurts_the_rows_of_its_block_alone(blocks_of_rows: Case) -> None:
+    case, lanes = blocks_of_rows, lanes_of(blocks_of_rows.shape)
+    places = [p for p in all_chunks(case.shape, case.parts[1], case.paths[1]) if p[0] == 1]
+    for layer, stream, chunk, offset in places:
+        if stream == PROBE:
+            continue  # it is always read whole
+        kind, lane = kind_of(case, stream), lane_of(case.shape, stream)
+        touched_by = [
+            case.blocks(layer, stream, same_tokens(case, [token]))
+            for token in range(case.num_tokens)
+        ]
+        for block in range(row_size(case.shape, stream) * 8 // BLOCK):
+            bad = (1, chunk, block)
+            touching = [token for token, blocks in enumerate(touched_by) if bad in blocks]
+            others = [t for t in range(case.num_tokens) if t not in touching]
+            flip_byte(case.paths[1], offset + block * BLOCK + 1000)
+
+            tokens = same_tokens(case, range(len(others))).clone()
+            tokens[lane] = torch.tensor(others)
+            case.check(layer, [kind], tokens)
+            for token in touching:
+                case.request()
+                one = torch.tensor([[token if n == lane else 0] for n in range(lanes)])
+                with pytest.raises(ChunkUnreadable, match=f"block at {offset + block * BLOCK} "):
+                    case.read(layer, [kind], one)
+
+            flip_byte(case.paths[1], offset + block * BLOCK + 1000)
+    check_everything(case)
+
+
+def test_nothing_is_cached_of_an_access_that_failed(roomy: Case) -> None:
+    """Not even its good chunks, and not the good blocks of the bad one."""
+    assert roomy.cache is not None
+    placement = roomy.cache.placement
+    path = roomy.paths[1]
+    offset = next(
+        offset
+        for layer, stream, _, offset in all_chunks(roomy.shape, roomy.parts[1], path)
+        if layer == 0 and stream == roomy.streams[-1]
+    )
+    roomy.check(1)
+    before = {tier: placement.cached_chunks(tier) for tier in (Tier.HOST, Tier.DEVICE)}
+    assert sum(before.values()) > 0
+
+    flip_byte(path, offset)
+    for _ in range(2):
+        roomy.request()
+        with pytest.raises(ChunkUnreadable):
+            roomy.read(0, KVS)
+        roomy.cache.check_integrity()
+        # What made room for the access went with it.
+        assert placement.cached_chunks(Tier.HOST) <= before[Tier.HOST]
+        assert placement.cached_chunks(Tier.DEVICE) <= before[Tier.DEVICE]
+    flip_byte(path, offset)
+
+    chunks = roomy.stats.ssd_chunks
+    roomy.check(0)
+    assert roomy.stats.ssd_chunks - chunks == sum(
+        len(roomy.chunks(0, stream)) for stream in roomy.streams
+    )
+    check_everything(roomy)
+
+
+def test_a_cached_chunk_is_read_while_its_file_is_damaged(roomy: Case) -> None:
+    check_everything(roomy)
+    for number, path in enumerate(roomy.paths):
+        for _, _, _, offset in all_chunks(roomy.shape, roomy.parts[number], path):
+            flip_byte(path, offset)
+
+    check_everything(roomy)
+
+
+@pytest.mark.parametrize("name", [name for name in CACHES if name.startswith("tiny")])
+@pytest.mark.parametrize("shape", ["cut-rows-float32", "sketch-2-cut-rows"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_caches_stay_right_after_failures_in_between(
+    name: str, shape: str, ahead: bool, reader: ChunkReader, tmp_path: Path
+) -> None:
+    """What an access would have moved is dropped, and its pages hold other chunks later."""
+    case = opened(f"several-segments, {name}, reordered: {shape}", tmp_path, reader)
+    assert case.cache is not None
+    failures = 0
+    for seed in range(16):
+        number = seed % 2
+        places = list(all_chunks(case.shape, case.parts[number], case.paths[number]))
+        damaged = [offset for layer, _, chunk, offset in places if layer == 0 and chunk < 3]
+        for offset in damaged:
+            flip_byte(case.paths[number], offset)
+        case.request()
+        if ahead:
+            case.segment_source.read_ahead(0.3)
+        tokens = random_tokens(case, 6, seed // 3)
+        try:
+            case.check_more(0, tokens=tokens)
+        except ChunkUnreadable:
+            failures += 1
+        case.finish()
+        case.cache.check_integrity()
+        for offset in damaged:
+            flip_byte(case.paths[number], offset)
+        case.check(0, tokens=random_tokens(case, 3, seed // 2))
+    check_everything(case)
+    assert failures > 3
+    case.close()
+
+
+def test_damage_in_several_segments_names_one_of_them(several: Case) -> None:
+    for number in (1, 3):
+        for _, _, _, offset in all_chunks(
+            several.shape, several.parts[number], several.paths[number]
+        ):
+            flip_byte(several.paths[number], offset)
+
+    with pytest.raises(ChunkUnreadable) as caught:
+        several.read(0)
+
+    assert caught.value.segment_id in ("segment1", "segment3")
+
+
+def test_two_blocks_that_changed_places_are_found(several: Case) -> None:
+    """Right bytes with a right checksum, but of another place in the same stream."""
+    path = several.paths[1]
+    places = {
+        chunk: offset
+        for layer, stream, chunk, offset in all_chunks(several.shape, several.parts[1], path)
+        if layer == 0 and stream == several.streams[-1]
+    }
+    data = bytearray(path.read_bytes())
+    first, second = (slice(places[c], places[c] + 4096) for c in (1, 2))
+    data[first], data[second] = data[second], data[first]
+    path.write_bytes(data)
+
+    with pytest.raises(ChunkUnreadable, match="segment1"):
+        several.read(0, ["values"])
+
+
+def open_and_read_everything(path: Path, shape: KVShape, reader: ChunkReader, direct: bool) -> None:
+    cache = make_cache(shape)
+    span = open_span(path, cache, direct=direct)
+    try:
+        source = SegmentSource(shape, [span], reader, AreaPool(1 << 20), cache, Demand())
+        try:
+            for layer in range(shape.num_layers):
+                source.read_probe(layer)
+                source.read(layer, None)
+        finally:
+            source.close()
+    finally:
+        span.segment.close()
+
+
+def cut(size: Callable[[int], int]) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, size(path.stat().st_size))
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "one byte short": cut(lambda size: size - 1),
+    "one block short": cut(lambda size: size - 4096),
+    "half": cut(lambda size: size // 2),
+    "header only": cut(lambda size: 4096),
+    "part of a header": cut(lambda size: 100),
+    "empty": cut(lambda size: 0),
+    "removed": Path.unlink,
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)) and None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("name", ["full-stride-bfloat16", "sketch-full-stride"])
+def test_a_short_or_missing_file_is_unreadable(
+    tmp_path: Path, reader: ChunkReader, damage: str, direct: bool, name: str
+) -> None:
+    if direct and not supports_direct_io(tmp_path):
+        pytest.skip("this file system has no O_DIRECT")
+    shape = SHAPES[name]
+    info = make_info(shape, range(32), segment_id="c0ffee")
+    path = write_kvs(tmp_path, info, *random_kvs(shape, 32, seed=1))
+    open_and_read_everything(path, shape, reader, direct)
+
+    DAMAGE[damage](path)
+
+    with pytest.raises(ChunkUnreadable) as caught:
+        open_and_read_everything(path, shape, reader, direct)
+    assert caught.value.segment_id == "c0ffee"
+
+
+@pytest.mark.parametrize("size", [1, 4096, 4097, 20_000])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_file_that_shrinks_while_it_is_open_is_unreadable(
+    several: Case, size: int, ahead: bool
+) -> None:
+    path = several.paths[3]
+    os.truncate(path, path.stat().st_size - size)
+    several.request(Demand(whole=True))
+
+    with pytest.raises(ChunkUnreadable) as caught:
+        for layer in range(2):
+            if ahead and layer == 0:
+                several.segment_source.read_ahead(1.0)
+                several.segment_source.read_ahead(1.0)
+            several.check_more(layer)
+
+    assert caught.value.segment_id == "segment3"
+
+
+def test_a_file_that_is_removed_while_it_is_open_can_still_be_read(several: Case) -> None:
+    """An eviction must not disturb a request that reads."""
+    for path in several.paths:
+        path.unlink()
+
+    check_everything(several)
+
+
+def test_a_failed_read_is_unreadable(several: Case, tmp_path: Path) -> None:
+    """A descriptor that cannot be read, as after an error of the device."""
+    segment = several.spans[1].segment
+    good = segment.descriptor
+    bad = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
+    segment.descriptor = bad
+
+    for kind in ("probe", "keys", "values"):
+        several.request()
+        with pytest.raises(ChunkUnreadable, match="Bad file descriptor") as caught:
+            several.read(0, [kind])
+        assert caught.value.segment_id == "segment1"
+
+    several.finish()
+    segment.descriptor = good
+    os.close(bad)
+    check_everything(several)
+
+
+def test_a_new_source_works_again_after_an_unreadable_chunk(several: Case) -> None:
+    offset = next(all_chunks(several.shape, several.parts[0], several.paths[0]))[3]
+    flip_byte(several.paths[0], offset)
+    with pytest.raises(ChunkUnreadable):
+        several.read(0)
+
+    flip_byte(several.paths[0], offset)
+
+    check_everything(several)
