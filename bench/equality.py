@@ -72,6 +72,7 @@ def _compare(
     ours = (
         *flags,
         "--enable-impress",
+        "--impress-load=always",
         f"--impress-ssd-dir={folder / 'kv'}",
         "--impress-retention=1.0",
     )

@@ -62,6 +62,7 @@ def _measure(args: argparse.Namespace, model: Path, folder: Path) -> list[dict[s
             f"--dtype={args.dtype}",
             f"--max-total-tokens={3 * args.prefix + 4000}",
             "--enable-impress",
+            "--impress-load=always",
             f"--impress-ssd-dir={folder / 'kv'}",
             f"--impress-policy={policy}",
             # Everything comes from SSD, each time.

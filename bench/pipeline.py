@@ -5,7 +5,7 @@
 The SSD is emulated at the bandwidth at which the policy `as`, which loads the whole prefix and here
 reads nothing ahead, waits for it for --share of its TTFT. At that bandwidth the chosen policies
 answer the same requests with reading ahead off and on. The first half of them is answered at the
-full speed of the drive; what of its TTFT is not waiting for the drive is "compute". "bytes / bandwidth"
+full speed of the drive; what of its TTFT is not waiting for the drive is "compute". "reading"
 is the time in which the drive delivers what the slow requests have read. A pipeline without loss
 takes the longer of the two.
 """

@@ -29,6 +29,7 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
 # Bytes are those of the store, and what is stored are the prefixes only.
 COMMON_FLAGS = (
     "--enable-impress",
+    "--impress-load=always",
     "--impress-reorder-interval=0",
     "--impress-store-approximate=off",
     f"--impress-min-prefix-tokens={MIN_PREFIX_TOKENS}",

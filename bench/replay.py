@@ -18,7 +18,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,13 @@ from impress_sglang.importance.history import TokenHistory
 from impress_sglang.importance.recording import RecordedSelection
 from impress_sglang.management import reorder
 from impress_sglang.management.policies import Policy, make_policy
-from impress_sglang.storage.layout import (
-    BLOCK_BYTES,
-    PROBE,
-    KVShape,
-    SegmentLayout,
-    Stream,
-)
+from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
+from impress_sglang.storage.segment import MappingLists
 from impress_sglang.tiers.placement import Placement
 from impress_sglang.tiers.slab import PageShape
-from impress_sglang.transfer.plan import SourceSpan
-from impress_sglang.transfer.planner import PrefixPlanner, ReadStats
+from impress_sglang.transfer.expectation import BlockHistory, first_shares
+from impress_sglang.transfer.plan import SourceSpan, runs_of
+from impress_sglang.transfer.planner import PlannedRead, PrefixPlanner, ReadStats
 
 RECORDINGS = Path(__file__).parent / "recordings"
 SHAPES = {
@@ -59,6 +55,7 @@ POLICIES = (
     "impress",
 )
 CHUNK_TOKENS = 64
+RETENTION = ImpressConfig().usual_retention
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class ReplaySegment:
     """What planning needs of an open segment."""
 
     layout: SegmentLayout
-    mapping: Any = None
+    mapping: MappingLists | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -84,12 +81,20 @@ class StoredPrefix:
     segment: ReplaySegment
     base: int
     history: TokenHistory
+    blocks: BlockHistory
 
     @property
     def span(self) -> SourceSpan:
         """All of it."""
         stop = self.segment.layout.num_tokens
-        return SourceSpan(self.segment, 0, stop, self.base, self.history)  # type: ignore[arg-type]
+        return SourceSpan(
+            self.segment,  # type: ignore[arg-type]
+            0,
+            stop,
+            self.base,
+            self.history,
+            self.blocks,
+        )
 
 
 class Replay:
@@ -107,7 +112,7 @@ class Replay:
         gap_bytes: int,
     ) -> None:
         self._policy, self._shape, self._gap_bytes = policy, shape, gap_bytes
-        self._exact = policy.exact(ImpressConfig().retention)
+        self._exact = policy.exact(RETENTION)
         recorded = recording.questions
         self._questions = [recorded[i % len(recorded)] for i in range(num_prefixes)]
         page = PageShape.of(shape, CHUNK_TOKENS)
@@ -128,15 +133,16 @@ class Replay:
                 ReplaySegment(layout),
                 self.placement.attach(page.chunk_pages(layout)),
                 TokenHistory(shape.num_layers, shape.num_lanes, layout.num_tokens),
+                BlockHistory(layout, first_shares(layout, RETENTION, ordered=False)),
             )
             for layout in layouts
         ]
 
     @property
     def management_bytes(self) -> int:
-        """Tables, heaps, averages and mapping lists."""
+        """Tables, heaps, averages, chances of blocks and mapping lists."""
         mappings = (s.segment.mapping for s in self.stored if s.segment.mapping is not None)
-        averages = sum(stored.history.num_bytes for stored in self.stored)
+        averages = sum(own.history.num_bytes + own.blocks.num_bytes for own in self.stored)
         return self.placement.num_bytes + averages + sum(m.nbytes for m in mappings)
 
     def run(self, requests: Sequence[Request]) -> ReadStats:
@@ -160,7 +166,9 @@ class Replay:
         planner = PrefixPlanner(self._shape, [stored.span], self.placement, self._page.page_bytes)
         for layer in range(self._shape.num_layers):
             if self._exact:
-                self._read(planner, layer, dict.fromkeys(self._shape.kv_streams))
+                if self._shape.probe_kv_heads:
+                    self._count(planner, planner.plan_probe(layer))
+                self._count(planner, planner.plan(layer, None))
                 planner.note_whole(layer)
             else:
                 self._read_selection(planner, layer, question)
@@ -173,23 +181,26 @@ class Replay:
         shape = self._shape
         recorded = layer % len(question.selected)
         lanes = question.selected[recorded]
-        selected = [np.flatnonzero(lanes[lane % len(lanes)]) for lane in range(shape.num_lanes)]
+        selected = np.stack(
+            [np.flatnonzero(lanes[lane % len(lanes)]) for lane in range(shape.num_lanes)]
+        )
         all_keys = bool(question.all_keys[recorded])
         if not (all_keys and shape.sketch_bits):
-            self._read(planner, layer, {PROBE: None})
-        wanted: dict[Stream, np.ndarray | None] = {}
+            self._count(planner, planner.plan_probe(layer))
         if all_keys:
-            self._read(planner, layer, dict.fromkeys(shape.key_streams))
-        else:
-            wanted.update(zip(shape.key_streams, selected, strict=True))
-        wanted.update(zip(shape.value_streams, selected, strict=True))
-        self._read(planner, layer, wanted)
+            self._count(planner, planner.plan(layer, None, values=False))
+        self._count(planner, planner.plan(layer, selected, keys=not all_keys))
         planner.note_selection(layer, selected, None)
 
-    def _read(
-        self, planner: PrefixPlanner, layer: int, wanted: Mapping[Stream, np.ndarray | None]
-    ) -> None:
-        planner.count(planner.plan(layer, wanted, self._gap_bytes))
+    def _count(self, planner: PrefixPlanner, plan: PlannedRead) -> None:
+        """As `SegmentSource` reads it, where nothing was read ahead."""
+        for own in plan.spans:
+            if own.blocks is not None:
+                starts, stops = runs_of(own.blocks, self._gap_bytes)
+                planner.stats.ssd_bytes += int((stops - starts).sum()) * BLOCK_BYTES
+                if own.rows is not None:
+                    own.span.history.ssd_bytes += int(own.blocks.sum()) * BLOCK_BYTES
+        planner.count(plan)
 
     def _reorder_one(self, stored: StoredPrefix) -> None:
         layout = stored.segment.layout
@@ -201,6 +212,7 @@ class Replay:
         self.placement.inherit(base + ids, stored.base + ids, expected)
         self.placement.detach(stored.base, layout.total_chunks)
         stored.base, stored.segment = base, ReplaySegment(layout, mapping)
+        stored.blocks = BlockHistory(layout, expected)
 
 
 def shape_of(name: str, sketch_bits: int) -> KVShape:

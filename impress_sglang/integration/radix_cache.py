@@ -395,6 +395,7 @@ class ImpressRadixCache(RadixCache):
 
     def _open_request(self, req: Any, offer: _Offer) -> PrefixRequest | None:
         try:
+            prefetched = req.rid in self._prefetches
             source, timeline = self._take_source(req.rid, offer)
         except ChunkUnreadable as error:
             logger.warning("request %s does without its stored prefix: %s", req.rid, error)
@@ -415,6 +416,7 @@ class ImpressRadixCache(RadixCache):
             stored_tokens=num_tokens,
             loaded_tokens=offer.k,
             approximate=approximate,
+            prefetched=prefetched,
         )
         request = PrefixRequest(
             rid=req.rid,

@@ -120,8 +120,9 @@ class PrefixRequest:
 def new_report(policy: str, resident_len: int) -> dict[str, object]:
     """The `meta_info["impress"]` of a request before any stored prefix is used.
 
-    `path` is computed, device or ssd (a stored prefix, whichever tier its chunks were in); lengths
-    are in tokens, times in milliseconds; the counters of reads are those of `ReadStats`.
+    `prefetched` says that reading began while the request waited. `path` is computed, device or ssd
+    (a stored prefix, whichever tier its chunks were in); lengths are in tokens, times in
+    milliseconds; the counters of reads are those of `ReadStats`.
     """
     return {
         "policy": policy,
@@ -140,6 +141,7 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
         "load_ms": 0.0,
         "attention_ms": 0.0,
         "recomputed": False,
+        "prefetched": False,
         "decision": "none",
         "retention": None,
         "estimated_load_ms": None,

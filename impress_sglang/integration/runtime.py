@@ -44,6 +44,7 @@ class RequestTotals:
     requests_computed: int = 0
     requests_recomputed: int = 0
     requests_declined: int = 0
+    requests_prefetched: int = 0
     prefix_tokens: int = 0
     used_tokens: int = 0
     ssd_bytes: int = 0
@@ -73,6 +74,7 @@ class RequestTotals:
         path = f"requests_{report['path']}"
         setattr(self, path, getattr(self, path) + 1)
         self.requests_recomputed += bool(report["recomputed"])
+        self.requests_prefetched += bool(report["prefetched"])
         self.requests_declined += report["decision"] == "recompute"
         for field in dataclasses.fields(self):
             if not field.name.startswith("requests"):

@@ -177,7 +177,12 @@ class SegmentReaders:
             return
         layout = new.info.layout()
         base, expected = self._cache.attach(layout), expected_shares(layout, shares)
-        self._versions[new.segment_id] = _Version(base, layout, BlockHistory(layout, expected))
+        # Averages of few requests say nothing of the tokens that none has selected, but the place
+        # of these does: it counts like one more request.
+        requests = 0.0 if new.history is None else float(new.history.accesses.mean())
+        by_place = first_shares(layout, self._retention, ordered=True)
+        chances = (requests * expected + by_place) / (requests + 1)
+        self._versions[new.segment_id] = _Version(base, layout, BlockHistory(layout, chances))
         ids = np.arange(layout.total_chunks)
         self._cache.placement.inherit(base + ids, old.base + ids, expected)
 

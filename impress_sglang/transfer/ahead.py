@@ -46,6 +46,10 @@ class AheadSource(Protocol):
         """Begin to read what the layer `next_ahead` will probably want."""
         ...
 
+    def refine(self, waste: float) -> None:
+        """Begin to read what the next layer will want besides, by what the last ones chose."""
+        ...
+
 
 @dataclasses.dataclass(slots=True)
 class _Waiting:
@@ -105,15 +109,17 @@ class ReadAhead:
         if not self.enabled:
             return
         waste = self._waste if self._may_waste() else 0.0
+        for own in self._live:
+            own.refine(waste)
         while (source := self._next_live()) is not None:
             if source.next_ahead > source.layer + LAYERS_AHEAD and not self._has_room(source):
                 return
             source.read_ahead(waste)
-        for own in self._waiting:
-            while own.wants_more:
-                if not self._has_room(own.source):
+        for waiting in self._waiting:
+            while waiting.wants_more:
+                if not self._has_room(waiting.source):
                     return
-                own.source.read_ahead(waste)
+                waiting.source.read_ahead(waste)
 
     def _next_live(self) -> AheadSource | None:
         unread = [own for own in self._live if own.next_ahead < own.num_layers]

@@ -100,6 +100,10 @@ class BlockHistory:
         """Memory of the chances."""
         return self._codes.nbytes
 
+    def requests(self, layer: int) -> int:
+        """How many requests have told what they want of a layer."""
+        return int(self._requests[layer].min())
+
     @property
     def codes(self) -> Codes:
         """All chances, in steps of 1/255; not to be changed."""
@@ -112,6 +116,20 @@ class BlockHistory:
         kept, raised = _MOVED[min(int(requests[int(values)]), len(_MOVED)) - 1]
         own = self._codes[layer, blocks]
         self._codes[layer, blocks] = np.where(wanted, raised[own], kept[own])
+
+
+def chances_after(chances: Codes, requests: int, seen: npt.NDArray[np.float64]) -> Codes:
+    """Chances with what the layers above say, which counts like one request among the earlier ones.
+
+    Args:
+        chances: uint8 [blocks], in steps of 1/255, of so many `requests`.
+        requests: 0 or more; a first guess counts like one.
+        seen: float64 [blocks], the chance by the layers above.
+    """
+    before = max(requests, 1)
+    mixed = (before * chances + STEPS * seen) / (before + 1)
+    codes: Codes = np.rint(mixed).astype(np.uint8)
+    return codes
 
 
 def likely_blocks(chances: Codes, candidates: Flags, waste: float) -> Flags:

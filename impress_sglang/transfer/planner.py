@@ -218,15 +218,18 @@ class PrefixPlanner:
             wishes.append(_Wish(own.span, plan, groups, chunks, plan.counts[chunks]))
         return self._decide(layer, wishes, whole=tokens is None)
 
-    def missing(self, layer: int, span: SourceSpan, *, probe: bool) -> Flags:
+    def missing(
+        self, layer: int, span: SourceSpan, *, probe: bool, layers: int | None = None
+    ) -> Flags:
         """Blocks of the probe stream, or else of keys and values, that are in no cache.
 
         Only blocks that may hold tokens of the span; nothing is decided.
 
         Returns:
-            bool [layers from `layer` on, blocks of a layer].
+            bool [layers, blocks of a layer], of `layers` layers from `layer` on, None for all.
         """
-        geometry, layers = span.geometry, self._shape.num_layers - layer
+        geometry = span.geometry
+        layers = self._shape.num_layers - layer if layers is None else layers
         first = span.base + layer * geometry.num_chunks
         on_ssd = self._placement.tiers(first, layers * geometry.num_chunks) == _SSD
         possible = span.probe_blocks if probe else span.kv_blocks

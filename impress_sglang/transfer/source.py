@@ -7,6 +7,7 @@ whose chunks were unreadable.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import time
@@ -24,12 +25,13 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
 from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
-from impress_sglang.transfer.expectation import likely_blocks
+from impress_sglang.transfer.expectation import chances_after, likely_blocks
 from impress_sglang.transfer.plan import (
     Flags,
     Indices,
     SourceSpan,
     StreamGroup,
+    chances_by_tokens,
 )
 from impress_sglang.transfer.planner import (
     GroupPart,
@@ -40,6 +42,11 @@ from impress_sglang.transfer.planner import (
 )
 
 _T = TypeVar("_T")
+
+# Layers whose choice says something of the next one; more add next to nothing.
+LAYERS_ABOVE = 2
+# From so many requests on their wishes say more than the layers above.
+WELL_KNOWN_REQUESTS = 3
 
 # The track of reads on a timeline.
 SSD_TRACK = "SSD"
@@ -170,6 +177,9 @@ class SegmentSource:
         # By span; found once for all layers, which is faster and at worst out of date.
         self._expected: list[list[Flags]] | None = None
         self._expected_from = 0
+        # What the last layers have chosen, and the last layer that was read ahead by that.
+        self._above: collections.deque[Indices] = collections.deque(maxlen=LAYERS_ABOVE)
+        self._refined = 0
 
     @property
     def num_tokens(self) -> int:
@@ -202,6 +212,34 @@ class SegmentSource:
                 own = blocks[layer - self._expected_from]
                 if own.any():
                     self._area(layer, number).read_ahead(own, self._reader)
+
+    def refine(self, waste: float) -> None:
+        """Read ahead what the layers above make likely for the next one, of a little known prefix.
+
+        Neighbouring layers choose similar tokens (ContiguousKV, https://arxiv.org/abs/2601.13631).
+        Where a few requests have told what a block is wanted for, that says more
+        (`python -m bench.prediction`), and this does nothing.
+        """
+        layer = self.layer + 1
+        if self._demand.whole or not self._above or not self._refined < layer < self.next_ahead:
+            return
+        self._refined = layer
+        chosen = np.concatenate([own.reshape(-1) for own in self._above])
+        shares = np.bincount(chosen, minlength=self.num_tokens) / (
+            len(self._above) * self._shape.num_lanes
+        )
+        first = 0
+        for number, span in enumerate(self._spans):
+            own = shares[first : first + len(span)]
+            first += len(span)
+            if (requests := span.blocks.requests(layer)) >= WELL_KNOWN_REQUESTS:
+                continue
+            missing = self._planner.missing(layer, span, probe=False, layers=1)[0]
+            seen = chances_by_tokens(span, layer, own)
+            chances = chances_after(span.blocks.codes[layer], requests, seen)
+            likely = likely_blocks(chances, missing, waste)
+            if likely.any():
+                self._area(layer, number).read_ahead(likely, self._reader)
 
     def read_probe(self, layer: int) -> Tensor:
         """See `PrefixSource.read_probe`."""
@@ -243,6 +281,7 @@ class SegmentSource:
         """See `PrefixSource.note_selection`; counts hits and updates the moving averages."""
         with self.timeline.span(PLAN, layer):
             self._planner.note_selection(layer, selected.numpy(), importance)
+            self._above.append(selected.numpy())
 
     def note_whole(self, layer: int) -> None:
         """See `PrefixSource.note_whole`; counts hits and updates the moving averages."""

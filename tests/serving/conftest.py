@@ -53,4 +53,10 @@ def stock(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
 
 
 def impress_flags(store: Path, *flags: str) -> tuple[str, ...]:
-    return (*TINY_FLAGS, "--enable-impress", f"--impress-ssd-dir={store}", *flags)
+    return (
+        *TINY_FLAGS,
+        "--enable-impress",
+        "--impress-load=always",
+        f"--impress-ssd-dir={store}",
+        *flags,
+    )

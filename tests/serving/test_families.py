@@ -44,6 +44,7 @@ def _answers(
             workdir / f"impress-{family}-{dtype}.log",
             *flags,
             "--enable-impress",
+            "--impress-load=always",
             f"--impress-ssd-dir={workdir / f'store-{family}-{dtype}'}",
             "--impress-retention=1.0",
             zygote=zygote,

@@ -35,6 +35,7 @@ def server(smollm: Path, workdir: Path) -> Iterator[Server]:
         "--dtype=float32",
         "--max-total-tokens=12000",
         "--enable-impress",
+        "--impress-load=always",
         f"--impress-ssd-dir={workdir / 'store-smollm'}",
         "--impress-retention=0.25",
         zygote=None,

@@ -22,7 +22,7 @@ from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.planner import ReadStats
 from tests.unit.kv_factory import as_tokens, lanes_of, make_shape, random_kvs
-from tests.unit.store_factory import prompt
+from tests.unit.store_factory import open_source, prompt
 
 SHAPE = make_shape(layers=3, query_heads=8, kv_heads=4, key_dim=32, value_dim=32, probe=(0,))
 SKETCHED = dataclasses.replace(SHAPE, probe_kv_heads=(), sketch_bits=4)
@@ -51,6 +51,8 @@ def make_recording(shape: KVShape = SHAPE, questions: int = 4) -> Recording:
 class RecordedRule:
     """Selects what was recorded, after a look at what the recording says."""
 
+    evidence = "probe"
+
     def __init__(self, question: RecordedSelection) -> None:
         self._question = question
 
@@ -76,8 +78,10 @@ class RealStore:
             device_gb=DEVICE_SHARE * kv_bytes / 1e9,
             host_gb=HOST_SHARE * kv_bytes / 1e9,
             reorder_interval=0.0,
+            readahead=0.0,
         )
-        self._rule = "whole" if make_policy(config).exact(config.retention) else "recorded"
+        whole = make_policy(config).exact(config.usual_retention)
+        self._rule = "whole" if whole else "recorded"
         self.store = PrefixStore(config, "0" * 32, shape)
         self._tokens = [as_tokens(prompt(n + 1, length)) for n, length in enumerate(LENGTHS)]
         for number, tokens in enumerate(self._tokens):
@@ -101,7 +105,7 @@ class RealStore:
     def _serve(self, prefix: int, question: RecordedSelection) -> ReadStats:
         tokens = self._tokens[prefix]
         match = self.store.match("", tokens, allow_approximate=False)
-        source = self.store.open_source(match, 0, len(tokens))
+        source = open_source(self.store, match)
         stats = LoadStats()
         for layer in range(self._shape.num_layers):
             rule = RecordedRule(question)
@@ -109,7 +113,7 @@ class RealStore:
             k = len(tokens) if whole else int(question.selected[layer, 0].sum())
             PrefixLoader(self._shape, rule).load(layer, source, self._inputs(), k, stats)
         self.store.close_source(source)
-        return source.stats
+        return dataclasses.replace(source.stats, wait_ms=0.0)
 
     def _inputs(self) -> LayerInputs:
         shape = self._shape

@@ -96,7 +96,7 @@ class Bench:
 
     def whole(self, chunk: int, tier: Tier, pages: np.ndarray) -> Tensor:
         """A cached chunk and, before it, another one, read at once."""
-        own = pages[: self.row_vectors[chunk]]
+        own = pages[: -(-len(self.bytes[chunk]) // self.cache.page.page_bytes)]
         found = self.cache.read_chunks(tier, np.stack([own[::-1], own]))
         assert found.shape[0] == 2
         return found[1].contiguous().view(torch.uint8)[: len(self.bytes[chunk])]

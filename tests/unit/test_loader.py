@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,9 +25,17 @@ from impress_sglang.storage.layout import KVShape, Stream
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastFrequentlyUsed
+from impress_sglang.transfer.area import AreaPool
 from impress_sglang.transfer.loader import LayerInputs, LoadedLayer, LoadStats, PrefixLoader
 from impress_sglang.transfer.plan import SourceSpan
-from impress_sglang.transfer.source import MemorySource, PrefixSource, SegmentSource, Staging
+from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.source import (
+    Demand,
+    LayerRows,
+    MemorySource,
+    PrefixSource,
+    SegmentSource,
+)
 from tests.unit.kv_factory import (
     KEYS,
     PROBE,
@@ -66,6 +74,7 @@ class FixedRule:
 
     tokens: Tensor  # [1, k] or [G, k]
     asks: Sequence[str] = ("probe",)
+    evidence: str = "probe"
     probe_scores: Tensor | None = None
     scores: Tensor | None = None
 
@@ -95,6 +104,8 @@ class CountingSource:
         self._source = source
         self.num_tokens = source.num_tokens
         self.stats = source.stats
+        self.timeline = source.timeline
+        self._shape = shape
         self.selections: list[tuple[int, list[list[int]], Tensor | None]] = []
         self.whole_layers: list[int] = []
         self.reads = {
@@ -107,19 +118,23 @@ class CountingSource:
         self.reads[layer, PROBE] += 1
         return self._source.read_probe(layer)
 
-    def read(self, layer: int, wanted: Mapping[Stream, Tensor | None]) -> dict[Stream, Tensor]:
-        assert wanted.get(PROBE) is None, "it is always read whole"
-        for stream, tokens in wanted.items():
-            if tokens is not None:
-                assert torch.equal(tokens, tokens.unique()), "ascending and distinct"
-            self.reads[layer, stream][slice(None) if tokens is None else tokens] += 1
-        return self._source.read(layer, wanted)
+    def read(
+        self, layer: int, tokens: Tensor | None, *, keys: bool = True, values: bool = True
+    ) -> LayerRows:
+        if tokens is not None:
+            lanes = 1 + max(lane_of(self._shape, stream) for stream in kv_of(self._shape))
+            assert tokens.shape[0] == lanes and tokens.device.type == "cpu"
+            for own in tokens:
+                assert torch.equal(own, own.unique()), "ascending and distinct"
+        for stream in kv_of(self._shape):
+            if values if holds_values(self._shape, stream) else keys:
+                own = slice(None) if tokens is None else tokens[lane_of(self._shape, stream)]
+                self.reads[layer, stream][own] += 1
+        return self._source.read(layer, tokens, keys=keys, values=values)
 
-    def note_selection(
-        self, layer: int, selected: Sequence[Tensor], importance: Tensor | None
-    ) -> None:
+    def note_selection(self, layer: int, selected: Tensor, importance: Tensor | None) -> None:
         scores = None if importance is None else importance.clone()
-        self.selections.append((layer, [own.tolist() for own in selected], scores))
+        self.selections.append((layer, selected.tolist(), scores))
         self._source.note_selection(layer, selected, importance)
 
     def note_whole(self, layer: int) -> None:
@@ -136,7 +151,8 @@ class Setting:
     def __init__(self, shape: KVShape, num_tokens: int = M) -> None:
         self.shape = shape
         self.keys, self.values = random_kvs(shape, num_tokens, seed=1)
-        self.source = CountingSource(MemorySource(shape, self.keys, self.values), shape)
+        memory = MemorySource(shape, list(self.keys), list(self.values))
+        self.source = CountingSource(memory, shape)
         queries, heads, dim = shape.num_query_heads, shape.num_kv_heads, shape.key_dim
         generator = torch.Generator().manual_seed(2)
         self.inputs = LayerInputs(
@@ -187,9 +203,9 @@ class Setting:
         for head, own in enumerate(sets):
             assert torch.equal(loaded.keys[:, head], self.keys[layer][own, head])
             assert torch.equal(loaded.values[:, head], self.values[layer][own, head])
-        assert [own.tolist() for own in loaded.selected] == self.selected(tokens)
-        assert all(own.dtype == torch.int64 for own in loaded.selected)
-        assert all(own.device.type == "cpu" for own in loaded.selected)
+        assert loaded.selected.tolist() == self.selected(tokens)
+        assert loaded.selected.dtype == torch.int64
+        assert loaded.selected.device.type == "cpu"
 
     def selected(self, tokens: Tensor) -> list[list[int]]:
         """The tokens of any head of each lane."""
@@ -349,6 +365,8 @@ def test_rule_sees_the_scores_of_the_probe_stream_then_of_all_keys(setting: Sett
 
 def test_evidence_is_read_and_scored_once_however_often_it_is_asked_for(setting: Setting) -> None:
     class Doubting:
+        evidence = "probe"
+
         def select(self, evidence: Evidence, k: int) -> Tensor:
             assert (evidence.layer, evidence.num_tokens) == (1, M)
             group = setting.shape.num_query_heads // setting.shape.num_kv_heads
@@ -373,7 +391,7 @@ def test_source_is_told_what_was_selected_and_by_which_scores(setting: Setting, 
         assert len(setting.source.selections) == layer + 1
         told_layer, selected, scores = setting.source.selections[-1]
         assert told_layer == layer
-        assert selected == [own.tolist() for own in loaded.selected]
+        assert selected == loaded.selected.tolist()
         assert selected == setting.selected(rule.tokens)
         heads = setting.probe_query_heads() if mode == "shared" else slice(None)
         expected = setting.reference_scores(layer)[heads]
@@ -500,15 +518,24 @@ def test_reading_for_a_rule_is_loading_and_not_probing() -> None:
 @contextmanager
 def stored(
     directory: Path, setting: Setting, cache: ChunkCache, *, reordered: bool = False
-) -> Iterator[SegmentSource]:
-    """The KVs of a setting in a file."""
+) -> Iterator[Callable[[], SegmentSource]]:
+    """The KVs of a setting in a file; each call gives the source of another request."""
     info = make_info(setting.shape, range(M), generation=int(reordered))
     mapping = random_mapping(info, 1) if reordered else None
     path = write_kvs(directory, info, setting.keys, setting.values, mapping=mapping)
-    reader, span = ChunkReader(2), open_span(path, cache)
-    source = SegmentSource(setting.shape, [span], reader, Staging(), cache)
+    reader, pool, span = ChunkReader(2), AreaPool(8 << 20), open_span(path, cache)
     setting.span = span
-    yield source
+    opened: list[SegmentSource] = []
+
+    def request() -> SegmentSource:
+        if opened:
+            opened[-1].close()
+        cache.placement.advance()
+        opened.append(SegmentSource(setting.shape, [span], reader, pool, cache, Demand()))
+        return opened[-1]
+
+    yield request
+    opened[-1].close()
     span.segment.close()
     reader.close()
 
@@ -533,20 +560,27 @@ def test_rows_from_ssd_are_the_stored_bits(
         setting.inputs.resident_keys.to(dtype),
         setting.inputs.scaling,
     )
-    with stored(tmp_path, setting, cache, reordered=True) as source:
-        for layer in [*range(shape.num_layers)] * 2:
-            cache.placement.advance()
-            loaded = PrefixLoader(shape, rule).load(layer, source, inputs, 9, setting.stats)
+    found = ReadStats()
+    with stored(tmp_path, setting, cache, reordered=True) as request:
+        for ahead in (False, False, True):
+            source = request()
+            for layer in range(shape.num_layers):
+                if ahead and layer == 0:
+                    source.read_ahead(1.0)
+                    source.read_ahead(1.0)
+                loaded = PrefixLoader(shape, rule).load(layer, source, inputs, 9, setting.stats)
 
-            assert loaded.keys.dtype == loaded.values.dtype == dtype
-            setting.check(layer, loaded, rule.tokens)
-        assert source.stats.device_chunks > 0 and source.stats.host_chunks > 0
+                assert loaded.keys.dtype == loaded.values.dtype == dtype
+                setting.check(layer, loaded, rule.tokens)
+            found.add(source.stats)
+        assert found.device_chunks > 0 and found.host_chunks > 0
 
 
 def test_shared_path_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
     """Chunks of 8 tokens: all of the probe keys, and the chunks of tokens 3 and 20."""
     setting = Setting(SHAPES["gqa-apart"])
-    with stored(tmp_path, setting, make_cache(setting.shape)) as source:
+    with stored(tmp_path, setting, make_cache(setting.shape)) as request:
+        source = request()
         PrefixLoader(setting.shape, shared([3, 20])).load(
             0, source, setting.inputs, 2, setting.stats
         )
@@ -563,7 +597,8 @@ def test_a_sketch_load_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
     """60 tokens, 8 to a row of sketches: one block of them; then the chunks of each head's own."""
     setting = Setting(SHAPES["sketch"])
     tokens = torch.tensor([[3, 20], [4, 5], [0, 59]])
-    with stored(tmp_path, setting, make_cache(setting.shape)) as source:
+    with stored(tmp_path, setting, make_cache(setting.shape)) as request:
+        source = request()
         PrefixLoader(setting.shape, FixedRule(tokens)).load(
             0, source, setting.inputs, 2, setting.stats
         )
@@ -579,7 +614,8 @@ def test_a_sketch_load_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
 
 def test_a_whole_load_of_sketched_segments_takes_no_sketches_from_ssd(tmp_path: Path) -> None:
     setting = Setting(SHAPES["sketch"])
-    with stored(tmp_path, setting, make_cache(setting.shape), reordered=True) as source:
+    with stored(tmp_path, setting, make_cache(setting.shape), reordered=True) as request:
+        source = request()
         loaded = PrefixLoader(setting.shape, SketchRule()).load(
             1, source, setting.inputs, M, setting.stats
         )
@@ -602,9 +638,9 @@ def test_sketch_rule_gives_each_head_its_top_tokens_by_sketched_scores(
     by_head = setting.reference_scores(1).reshape(shape.num_kv_heads, -1, M).sum(1)
     own = torch.tensor([sorted(np.argsort(-row)[:15].tolist()) for row in by_head])
     setting.keys = exact
-    with stored(tmp_path, setting, make_cache(shape), reordered=reordered) as source:
+    with stored(tmp_path, setting, make_cache(shape), reordered=reordered) as request:
         loaded = PrefixLoader(shape, SketchRule()).load(
-            1, source, setting.inputs, 15, setting.stats
+            1, request(), setting.inputs, 15, setting.stats
         )
 
         setting.check(1, loaded, own)
@@ -615,7 +651,7 @@ class BrokenSource(CountingSource):
     """Cannot give one stream."""
 
     def __init__(self, setting: Setting, broken: Stream) -> None:
-        source = MemorySource(setting.shape, setting.keys, setting.values)
+        source = MemorySource(setting.shape, list(setting.keys), list(setting.values))
         super().__init__(source, setting.shape)
         self._broken = broken
 
@@ -624,10 +660,13 @@ class BrokenSource(CountingSource):
             raise ChunkUnreadable("ab12", "test")
         return super().read_probe(layer)
 
-    def read(self, layer: int, wanted: Mapping[Stream, Tensor | None]) -> dict[Stream, Tensor]:
-        if self._broken in wanted:
+    def read(
+        self, layer: int, tokens: Tensor | None, *, keys: bool = True, values: bool = True
+    ) -> LayerRows:
+        asked = values if holds_values(self._shape, self._broken) else keys
+        if self._broken != PROBE and asked:
             raise ChunkUnreadable("ab12", "test")
-        return super().read(layer, wanted)
+        return super().read(layer, tokens, keys=keys, values=values)
 
 
 @pytest.mark.parametrize("mode", ["whole", "shared", "fallback"])

@@ -56,8 +56,14 @@ def quick() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def reader() -> Iterator[ChunkReader]:
+    with reading() as reader:
+        yield reader
+
+
 @pytest.fixture(scope="module", params=["auto", "threads"])
-def reader(request: pytest.FixtureRequest) -> Iterator[ChunkReader]:
+def any_reader(request: pytest.FixtureRequest) -> Iterator[ChunkReader]:
     with reading(3, request.param) as reader:
         yield reader
 
@@ -341,19 +347,19 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("name", ["full-stride-bfloat16", "sketch-full-stride"])
 def test_a_short_or_missing_file_is_unreadable(
-    tmp_path: Path, reader: ChunkReader, damage: str, direct: bool, name: str
+    tmp_path: Path, any_reader: ChunkReader, damage: str, direct: bool, name: str
 ) -> None:
     if direct and not supports_direct_io(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
     shape = SHAPES[name]
     info = make_info(shape, range(32), segment_id="c0ffee")
     path = write_kvs(tmp_path, info, *random_kvs(shape, 32, seed=1))
-    open_and_read_everything(path, shape, reader, direct)
+    open_and_read_everything(path, shape, any_reader, direct)
 
     DAMAGE[damage](path)
 
     with pytest.raises(ChunkUnreadable) as caught:
-        open_and_read_everything(path, shape, reader, direct)
+        open_and_read_everything(path, shape, any_reader, direct)
     assert caught.value.segment_id == "c0ffee"
 
 

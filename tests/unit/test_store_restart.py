@@ -9,11 +9,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.management.store import PrefixStore
 from tests.unit import store_factory
-from tests.unit.kv_factory import as_tokens, flip_byte, make_info, random_kvs, write_kvs
+from tests.unit.kv_factory import (
+    SequenceKVs,
+    as_tokens,
+    flip_byte,
+    make_info,
+    random_kvs,
+    sketch_of,
+    write_kvs,
+)
 from tests.unit.store_factory import (
     OTHER_IDENTITY,
     Workbench,
@@ -288,13 +297,24 @@ def test_the_order_of_use_survives_a_restart(bench: Workbench) -> None:
     assert [length(store, prompt(n)) for n in (1, 2, 3, 4, 5)] == [8, 0, 0, 8, 8]
 
 
-def test_another_chunk_size_after_a_restart(bench: Workbench) -> None:
+@pytest.mark.parametrize("caches", [{}, {"device_gb": 0.01}, {"host_gb": 0.01}])
+def test_another_chunk_size_after_a_restart(bench: Workbench, caches: dict[str, float]) -> None:
     """Each segment keeps the chunks that it was written with."""
-    store = three_prefixes(bench)
+    store = three_prefixes(bench, **caches)
 
-    store = bench.reopen(store, chunk_tokens=24)
+    store = bench.reopen(store, chunk_tokens=24, **caches)
 
-    check_three_prefixes(store)
+    for _ in range(2):
+        check_three_prefixes(store)
+        source = open_source(store, look_up(store, prompt(1, 40)))
+        probe = source.read_probe(0).clone()
+        store.close_source(source)
+    keys = SequenceKVs(bench.shape, "", prompt(1, 40)).keys(0)
+    if bench.shape.sketch_bits:
+        parts = [sketch_of(part, 4) for part in (keys[:13], keys[13:])]
+        assert torch.equal(probe, torch.cat(parts))
+    else:
+        assert torch.equal(probe, keys[:, list(bench.shape.probe_kv_heads)])
     bench.put(store, prompt(1, 100))
     check_rows(store, prompt(1, 100))
 

@@ -1,8 +1,8 @@
 """The store on SSD, its caches and its reordering against a plain model, over random histories.
 
 Writes wait at a gate until a step lets them through, and steps wait for a rewrite, so that a
-history is the same each time. Every match is read back, whole or in part, and its rows compared
-with those that belong to its tokens.
+history is the same each time. Every match is read back, whole or in part, some of it ahead, and its
+rows compared with those that belong to its tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 import shutil
 import tempfile
 import threading
+import time
 import uuid
 from pathlib import Path
 from unittest import mock
@@ -24,19 +25,17 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.store import PrefixStore, StoreOutcome
-from impress_sglang.management.tree import StoredSegment
+from impress_sglang.management.tree import StoredMatch, StoredSegment
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.writer import LayerReader
-from impress_sglang.transfer.source import SegmentSource
+from impress_sglang.transfer.source import Demand, SegmentSource
 from tests.unit.kv_factory import (
     IDENTITY,
+    KEYS,
     PROBE,
     SequenceKVs,
     as_tokens,
     heads_of,
-    holds_values,
-    kv_of,
-    lane_of,
     lanes_of,
     make_shape,
     sketch_of,
@@ -57,6 +56,19 @@ SEQUENCES = st.lists(st.sampled_from(RUNS), min_size=1, max_size=4).map(
 )
 CHOSEN = st.sets(st.integers(0, 40), min_size=1, max_size=8)
 NAMESPACES = st.sampled_from(["", "salt"])
+DEMANDS = st.sampled_from(
+    [
+        Demand(),
+        Demand(probe=False),
+        Demand(all_keys=True),
+        Demand(whole=True),
+        Demand(whole=True, probe=False),
+    ]
+)
+# What reading ahead is told of a source that is opened.
+BEGINNINGS = st.sampled_from(["join", "wait", "wait for one layer", "nothing"])
+# Room for what is read ahead: a few layers, each of which takes 1 MiB.
+ROOM_BYTES = 3 << 20
 
 
 def expected_rows(
@@ -115,11 +127,15 @@ class StoreMachine(RuleBasedStateMachine):
             min_free_gb=0.0,
             chunk_tokens=8,
             io_depth=2,
+            readahead=0.5,
             device_gb=6 * page_bytes / 1e9,
-            host_gb=9 * page_bytes / 1e9,
+            # A quarter is for what is read ahead.
+            host_gb=(12 * page_bytes + 0.5) / 1e9,
             reorder_interval=0.0,
         )
         self.store = PrefixStore(config, IDENTITY, self.shape)
+        self.store._pool.limit_bytes = ROOM_BYTES
+        self.waiting: list[SegmentSource] = []
         self.learn_names()
 
     def learn_names(self) -> set[str]:
@@ -152,7 +168,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     def close_sources(self) -> None:
         while self.sources:
-            self.store.close_source(self.sources.pop()[0])
+            self.close_one(len(self.sources) - 1)
+
+    def close_one(self, number: int) -> None:
+        source = self.sources.pop(number)[0]
+        self.waiting = [own for own in self.waiting if own is not source]
+        self.store.close_source(source)
+        assert not source.is_reading
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -237,10 +259,11 @@ class StoreMachine(RuleBasedStateMachine):
     def read_a_selection_of_all_layers(
         self, data: st.DataObject, chosen: set[int], seed: int
     ) -> None:
-        """As a request does it."""
+        """As a request does it, from the layer on that was read last."""
         number = data.draw(st.integers(0, len(self.sources) - 1))
-        for layer in range(self.shape.num_layers):
+        for layer in range(max(self.sources[number][0].layer, 0), self.shape.num_layers):
             self.read_selection(number, layer, chosen, seed)
+            self.store.ahead.top_up()
 
     @precondition(lambda self: self.model.segments)
     @rule(data=st.data(), tail=SEQUENCES, chosen=CHOSEN, seed=st.integers(0, 3))
@@ -252,7 +275,8 @@ class StoreMachine(RuleBasedStateMachine):
         if len(self.sources) > before:
             for layer in range(self.shape.num_layers):
                 self.read_selection(before, layer, chosen, seed)
-            self.store.close_source(self.sources.pop()[0])
+                self.store.ahead.top_up()
+            self.close_one(before)
 
     def open_match(
         self, data: st.DataObject, namespace: str, tokens: Tokens, approximate: bool
@@ -268,29 +292,66 @@ class StoreMachine(RuleBasedStateMachine):
         if not path:
             return
         start = data.draw(st.integers(0, len(path) - 1))
-        source = self.store.open_source(match, start, len(path))
+        if data.draw(st.sampled_from([False, False, True])):
+            self.measure(match)
+        stored = self.store.stored_bytes(match, start, len(path), probe=True)
+        source = self.store.open_source(match, start, len(path), data.draw(DEMANDS))
+        # In proportion to the tokens of the spans, and so by no more than rounding too much.
+        layer_bytes = source.layer_bytes * self.shape.num_layers
+        assert 0 <= stored.expected(0.1) <= stored.expected(1.0) <= layer_bytes + 1
         self.sources.append((source, namespace, path, start))
+        beginning = data.draw(BEGINNINGS)
+        if beginning == "join":
+            self.store.ahead.join(source)
+        elif beginning != "nothing":
+            self.store.ahead.wait(source, 0.0 if "one" in beginning else 1e9)
+            self.waiting.append(source)
 
-    def check_rows(self, number: int, layer: int, selected: list[Tensor] | None) -> SegmentSource:
+    def measure(self, match: StoredMatch) -> None:
+        """Read some of it; when that ends, it is over at the next look-up, so steps wait for it."""
+        self.store.measure_reading(match)
+        measured = self.store._measuring
+        assert measured is not None
+        deadline = time.monotonic() + 30
+        while measured.is_reading:
+            assert time.monotonic() < deadline
+            time.sleep(1e-4)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def begin_what_waits(self) -> None:
+        self.store.ahead.join(self.waiting.pop(0))
+
+    @precondition(lambda self: self.sources)
+    @rule(data=st.data(), waste=st.sampled_from([0.0, 0.3, 100.0]))
+    def read_ahead(self, data: st.DataObject, waste: float) -> None:
+        source = self.sources[data.draw(st.integers(0, len(self.sources) - 1))][0]
+        if source.next_ahead < source.num_layers:
+            source.read_ahead(waste)
+
+    def check_rows(self, number: int, layer: int, selected: Tensor | None) -> SegmentSource:
         """Whatever was evicted, dropped or rewritten since: an open source gives its rows.
 
-        `selected` are the tokens of each lane, None for all.
+        `selected` [lanes, k] are the tokens of each lane, None for all.
         """
         source, namespace, path, start = self.sources[number]
         shape = self.shape
         keys, values = expected_rows(shape, namespace, path[start:], path[:start], layer)
 
         probe = source.read_probe(layer)
-        found = source.read(
-            layer,
-            {s: None if selected is None else selected[lane_of(shape, s)] for s in kv_of(shape)},
-        )
+        found = source.read(layer, selected)
 
         self.check_probe(probe, keys, source, layer)
-        for stream, rows in found.items():
-            whole = values if holds_values(shape, stream) else keys
-            chosen = slice(None) if selected is None else selected[lane_of(shape, stream)]
-            assert torch.equal(rows, whole[chosen][:, heads_of(shape, stream)])
+        own_keys = keys if shape.sketch_bits else keys[:, heads_of(shape, KEYS)]
+        for rows, whole in ((found.keys, own_keys), (found.values, values)):
+            assert rows is not None
+            if selected is None:
+                assert torch.equal(rows, whole)
+            elif len(selected) == 1:
+                assert torch.equal(rows, whole[selected[0]])
+            else:
+                heads = [whole[own, head] for head, own in enumerate(selected)]
+                assert torch.equal(rows, torch.stack(heads, 1))
         return source
 
     def check_probe(self, probe: Tensor, keys: Tensor, source: SegmentSource, layer: int) -> None:
@@ -314,27 +375,32 @@ class StoreMachine(RuleBasedStateMachine):
 
     def read_selection(self, number: int, layer: int, chosen: set[int], seed: int) -> None:
         size = self.sources[number][0].num_tokens
-        # Each lane has its own tokens.
-        selected = [
-            torch.tensor(sorted({(token + 7 * lane) % size for token in chosen}))
-            for lane in range(lanes_of(self.shape))
-        ]
+        # Each lane has its own tokens, of which there are as many.
+        tokens = {token % size for token in chosen}
+        selected = torch.tensor(
+            [
+                sorted({(token + 7 * lane) % size for token in tokens})
+                for lane in range(lanes_of(self.shape))
+            ]
+        )
         source = self.check_rows(number, layer, selected)
         heads = self.shape.num_query_heads
         scores = torch.rand(heads, size, generator=torch.Generator().manual_seed(seed))
         source.note_selection(layer, selected, scores)
 
     @precondition(lambda self: self.sources)
-    @rule(data=st.data(), layer=st.integers(0, 1))
-    def read_everything(self, data: st.DataObject, layer: int) -> None:
+    @rule(data=st.data())
+    def read_everything(self, data: st.DataObject) -> None:
         number = data.draw(st.integers(0, len(self.sources) - 1))
+        first = max(self.sources[number][0].layer, 0)
+        layer = data.draw(st.integers(first, self.shape.num_layers - 1))
         self.check_rows(number, layer, None).note_whole(layer)
 
     @precondition(lambda self: self.sources)
     @rule(data=st.data())
     def close_a_source(self, data: st.DataObject) -> None:
         number = data.draw(st.integers(0, len(self.sources) - 1))
-        self.store.close_source(self.sources.pop(number)[0])
+        self.close_one(number)
 
     @rule(at_once=st.booleans())
     def reorder(self, at_once: bool) -> None:
@@ -400,6 +466,10 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.check_integrity()
             placement = self.store.cache.placement
             assert list(placement.capacity.values()) == [6, 9], "the caches are not out of play"
+            stats, summary = self.store.stats, self.store.summary()
+            assert stats.bytes_read_ahead_used <= stats.bytes_read_ahead <= stats.bytes_read
+            if not self.sources and self.store._measuring is None:
+                assert summary["buffer_used_bytes"] == 0, "closed sources give their memory back"
 
     @invariant()
     def same_segments(self) -> None:

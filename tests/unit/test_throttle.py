@@ -6,10 +6,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.read_cost import ReadCost
-from impress_sglang.storage.reader import BlockRun, ChunkReader, OpenSegment
+from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment
 from impress_sglang.storage.throttle import TokenBucket
 from tests.unit.kv_factory import VALUES, make_info, make_shape, random_kvs, write_kvs
 
@@ -74,12 +76,13 @@ def test_a_throttled_reader_takes_the_time_of_its_bytes(tmp_path: Path) -> None:
     reader = ChunkReader(3, TokenBucket(2 * size, burst_bytes=0))
     untouched = ReadCost()
     segment = OpenSegment(path, direct=False)
-    first, memory = info.layout().stream_offset(0, VALUES), memoryview(bytearray(size))
+    memory, starts = AlignedMemory(size), np.arange(0, size, 4096)
+    runs = BlockRuns(
+        segment, memory, info.layout().stream_offset(0, VALUES), starts, starts + 4096
+    )
 
     began = time.monotonic()
-    read = reader.read(
-        [BlockRun(segment, first + at, memory[at : at + 4096]) for at in range(0, size, 4096)]
-    )
+    read = reader.read([runs])
     seconds = time.monotonic() - began
 
     assert read == size

@@ -1,0 +1,225 @@
+"""Reading ahead, the choice between loading and computing, saving behind prefill, timelines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from impress_sglang import timeline
+from tests.serving.compare import report
+from tests.serving.conftest import TINY_FLAGS
+from tests.serving.harness import Server, Zygote, running
+from tests.serving.tiny_models import random_tokens
+
+PREFIXES = 5
+QUESTIONS = 10
+
+
+def flags(store: Path, *own: str) -> tuple[str, ...]:
+    return (
+        *TINY_FLAGS,
+        "--enable-impress",
+        f"--impress-ssd-dir={store}",
+        "--impress-min-prefix-tokens=64",
+        "--impress-device-gb=0",
+        "--max-total-tokens=9000",
+        *own,
+    )
+
+
+def ask_fifty(server: Server) -> list[dict[str, Any]]:
+    """Fifty prompts over stored prefixes, reordered half-way."""
+    prefixes = [random_tokens(900 + 50 * number, seed=number) for number in range(PREFIXES)]
+    for prefix in prefixes:
+        server.generate(prefix, 1)
+        server.flush()
+    answers = []
+    for question in range(QUESTIONS):
+        if question == QUESTIONS // 2:
+            reorder(server)
+        for number, prefix in enumerate(prefixes):
+            new = random_tokens(20, seed=100 + question * PREFIXES + number)
+            answers.append(server.generate([*prefix, *new], 3, return_logprob=True))
+            server.flush()
+    return answers
+
+
+def reorder(server: Server) -> None:
+    server.post("/impress/reorder", force=True).raise_for_status()
+    while server.stats()["reorder"]["pending"]:
+        pass
+
+
+def test_reading_ahead_changes_no_answer(workdir: Path, tiny_llama: Path, zygote: Zygote) -> None:
+    answers, totals = {}, {}
+    for share in (0.0, 0.2):
+        own = flags(
+            workdir / f"store-ahead-{share}",
+            f"--impress-readahead={share}",
+            "--impress-load=always",
+            "--impress-host-gb=0.02",
+            "--impress-store-approximate=off",
+            "--impress-reorder-interval=0",
+        )
+        log = workdir / f"ahead-{share}.log"
+        with running(tiny_llama, log, *own, zygote=zygote) as server:
+            answers[share] = ask_fifty(server)
+            totals[share] = server.stats()["totals"]
+            assert server.stats()["integrity"] == "ok"
+            server.assert_quiet()
+    assert {report(answer)["path"] for answer in answers[0.2]} == {"ssd"}
+    for plain, ahead in zip(answers[0.0], answers[0.2], strict=True):
+        assert plain["output_ids"] == ahead["output_ids"]
+        logprobs = [answer["meta_info"]["output_token_logprobs"] for answer in (plain, ahead)]
+        assert logprobs[0] == logprobs[1]
+    off, on = totals[0.0], totals[0.2]
+    assert off["ahead_bytes"] == 0 < on["ahead_used_bytes"] <= on["ahead_bytes"] <= on["ssd_bytes"]
+    assert on["ssd_bytes"] <= 1.3 * off["ssd_bytes"]
+
+
+@pytest.fixture(scope="module")
+def deciding(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
+    """A server that may compute instead of loading, and serves one request at a time."""
+    own = flags(workdir / "store-deciding", "--impress-host-gb=0.02", "--impress-retention=auto")
+    own = tuple(flag for flag in own if not flag.startswith("--max-running-requests"))
+    log = workdir / "deciding.log"
+    with running(tiny_llama, log, *own, "--max-running-requests=1", zygote=zygote) as server:
+        # What computing takes is learnt from some long prompts.
+        for seed in range(4):
+            server.generate(random_tokens(1500, seed=900 + seed), 1)
+            server.flush()
+        yield server
+        server.assert_quiet()
+
+
+@pytest.fixture(autouse=True)
+def _full_speed(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "deciding" in request.fixturenames:
+        server = request.getfixturevalue("deciding")
+        server.post("/impress/emulate_ssd", mbps=0).raise_for_status()
+        server.flush()
+        assert server.stats()["integrity"] == "ok"
+        assert server.stats()["device_pool"]["private_tokens"] == 0
+
+
+def test_a_prefix_is_computed_where_reading_takes_longer(deciding: Server, stock: Server) -> None:
+    prefix = random_tokens(1500, seed=900)
+    deciding.post("/impress/emulate_ssd", mbps=0.5).raise_for_status()
+    said = []
+    for seed in range(12):
+        prompt = [*prefix, *random_tokens(12, seed=seed)]
+        answer = deciding.generate(prompt, 3)
+        deciding.flush()
+        said.append(report(answer))
+        if said[-1]["decision"] == "recompute":
+            # A small read in the background keeps the estimate fresh.
+            assert said[-1]["path"] == "computed"
+            assert said[-1]["estimated_load_ms"] > said[-1]["estimated_recompute_ms"] > 0
+            assert answer["output_ids"] == stock.generate(prompt, 3)["output_ids"]
+            break
+    assert said[-1]["decision"] == "recompute", "it never learnt that reading is slow"
+    assert deciding.stats()["totals"]["requests_declined"] >= 1
+
+
+def test_a_decision_is_reported_with_both_estimates(deciding: Server) -> None:
+    cold = report(deciding.generate(random_tokens(300, seed=77), 1))
+    assert cold["decision"] == "none"
+    assert cold["estimated_load_ms"] is cold["estimated_recompute_ms"] is cold["retention"] is None
+    deciding.flush()
+    prompt = [*random_tokens(1500, seed=901), *random_tokens(9, seed=3)]
+    said = report(deciding.generate(prompt, 1))
+    assert said["decision"] in ("load", "recompute")
+    assert (said["path"] == "ssd") == (said["decision"] == "load")
+    assert said["estimated_load_ms"] > 0 and said["estimated_recompute_ms"] > 0
+    assert 0.25 <= said["retention"] <= 1.0
+
+
+def test_saving_behind_prefill_gives_the_right_kvs(deciding: Server, stock: Server) -> None:
+    """Equal prompts at the same time share slots in the end; what is stored must be right."""
+    prompt = random_tokens(1200, seed=333)
+    before = deciding.stats()["store"]
+    deciding.generate_together([prompt, prompt, [*prompt, 5]], 2)
+    deciding.flush()
+    after = deciding.stats()["store"]
+    assert after["segments_written"] > before["segments_written"]
+    assert after["segments_failed"] == before["segments_failed"]
+    exact = {"custom_params": {"impress_retention": 1.0}}
+    question = [*prompt, *random_tokens(15, seed=4)]
+    answer = deciding.generate(question, 6, sampling_params=exact)
+    assert answer["output_ids"] == stock.generate(question, 6)["output_ids"]
+
+
+def test_an_aborted_prompt_leaves_nothing_behind(deciding: Server) -> None:
+    before = deciding.stats()["store"]["writes_pending"]
+    assert before == 0
+    prompt = random_tokens(1400, seed=444)
+    deciding.post(
+        "/generate",
+        input_ids=prompt,
+        rid="gone",
+        sampling_params={"temperature": 0, "max_new_tokens": 200, "ignore_eos": True},
+        stream=False,
+        background=True,
+    )
+    deciding.post("/abort_request", rid="gone")
+    deciding.flush()
+    stats = deciding.stats()
+    assert stats["store"]["writes_pending"] == 0
+    assert stats["device_pool"]["writing_tokens"] == 0
+
+
+@pytest.fixture(scope="module")
+def narrow(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
+    """A server that serves one request at a time, always loads, and writes timelines."""
+    own = flags(
+        workdir / "store-narrow",
+        "--impress-host-gb=0.2",
+        "--impress-load=always",
+        "--impress-store-approximate=off",
+        f"--impress-trace-dir={workdir / 'traces'}",
+    )
+    own = tuple(flag for flag in own if not flag.startswith("--max-running-requests"))
+    log = workdir / "narrow.log"
+    with running(tiny_llama, log, *own, "--max-running-requests=1", zygote=zygote) as server:
+        yield server
+        server.flush()
+        assert server.stats()["integrity"] == "ok"
+        assert server.stats()["store"]["buffer_used_bytes"] == 0
+        server.assert_quiet()
+
+
+def store_prefixes(server: Server, count: int, seed: int) -> list[list[int]]:
+    prefixes = [random_tokens(1000, seed=seed + number) for number in range(count)]
+    for prefix in prefixes:
+        server.generate(prefix, 1)
+        server.flush()
+    return prefixes
+
+
+def test_requests_that_wait_are_read_ahead(narrow: Server) -> None:
+    prompts = [
+        [*prefix, *random_tokens(10, seed=7)] for prefix in store_prefixes(narrow, 4, seed=600)
+    ]
+    alone = [narrow.generate(prompt, 4) for prompt in prompts]
+    narrow.flush()
+    together = narrow.generate_together(prompts, 4)
+    assert [one["output_ids"] for one in alone] == [other["output_ids"] for other in together]
+    assert not any(report(answer)["prefetched"] for answer in alone[:1])
+    assert any(report(answer)["prefetched"] for answer in together)
+
+
+def test_a_timeline_is_written_for_a_loaded_prefix(
+    narrow: Server, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (prefix,) = store_prefixes(narrow, 1, seed=700)
+    assert report(narrow.generate([*prefix, 5, 6, 7], 1))["path"] == "ssd"
+    file = sorted((workdir / "traces").glob("*.json"))[-1]
+    names = {event["name"] for event in json.loads(file.read_text())["traceEvents"]}
+    assert {timeline.PLAN, timeline.COPY, timeline.ATTENTION} <= names
+    assert timeline.main([str(file)]) == 0
+    assert timeline.REST in capsys.readouterr().out

@@ -1,0 +1,373 @@
+"""Areas and their pool: what is read into them, by whom it is counted, and when memory is free."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.storage import reader as reader_module
+from impress_sglang.storage.reader import ChunkReader, OpenSegment
+from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
+from impress_sglang.transfer.plan import Flags
+from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
+from tests.unit.source_factory import StepEngine, quick_files, reading, stepping
+
+BLOCK = 4096
+MIB = 1 << 20
+TIMEOUT = 20.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with quick_files():
+        yield
+
+
+class Stored:
+    """The second layer of a segment, in areas of a pool."""
+
+    def __init__(self, directory: Path) -> None:
+        shape = make_shape(layers=2, query_heads=2, key_dim=64, value_dim=64)
+        info = make_info(shape, range(120))
+        self.path = write_kvs(directory, info, *random_kvs(shape, 120, seed=1))
+        self.segment = OpenSegment(self.path, direct=False)
+        layout = self.segment.layout
+        self.offset = layout.layer_offset(1)
+        self.content = self.path.read_bytes()[self.offset :][: layout.layer_bytes]
+        self.blocks = layout.layer_bytes // BLOCK
+        self.pool = AreaPool(32 * MIB)
+
+    def area(self) -> LayerArea:
+        area = LayerArea(self.segment, 1, self.pool)
+        area.memory.view[:] = b"\xee" * len(area.memory)
+        return area
+
+    def flags(self, *blocks: int) -> Flags:
+        wanted = np.zeros(self.blocks, np.bool_)
+        wanted[list(blocks)] = True
+        return wanted
+
+    def check(self, area: LayerArea, *blocks: int) -> None:
+        """These blocks stand where they stand in the layer."""
+        for block in blocks:
+            place = slice(block * BLOCK, (block + 1) * BLOCK)
+            assert area.memory.view[place] == self.content[place], block
+
+    def untouched(self, area: LayerArea, *blocks: int) -> bool:
+        return all(
+            set(area.memory.view[block * BLOCK : (block + 1) * BLOCK]) == {0xEE}
+            for block in blocks
+        )
+
+    def started(self, engine: StepEngine) -> list[int]:
+        """Blocks of the layer in the order in which they were read."""
+        return [(offset - self.offset) // BLOCK for _, offset, _ in engine.started]
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stored]:
+    """Every block is a piece of its own."""
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", BLOCK)
+    stored = Stored(tmp_path)
+    assert stored.blocks >= 30
+    yield stored
+    stored.segment.close()
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ChunkReader, StepEngine]]:
+    with stepping(4, monkeypatch) as pair:
+        yield pair
+
+
+def test_wanted_blocks_arrive(stored: Stored) -> None:
+    with reading() as reader:
+        area, wanted = stored.area(), stored.flags(0, 1, 5, stored.blocks - 1)
+
+        assert area.read(wanted, 0, reader) == 4 * BLOCK
+        area.wait(wanted)
+
+        stored.check(area, 0, 1, 5, stored.blocks - 1)
+        assert stored.untouched(area, 2, 3, 4, 6, stored.blocks - 2)
+        area.close(reader)
+        assert (area.ahead_bytes, area.ahead_used_bytes) == (0, 0)
+
+
+def test_a_gap_is_read_through(stored: Stored) -> None:
+    with reading() as reader:
+        area, wanted = stored.area(), stored.flags(2, 4, 7)
+
+        assert area.read(wanted, BLOCK, reader) == 4 * BLOCK
+        area.wait(wanted)
+
+        stored.check(area, 2, 3, 4, 7)
+        assert stored.untouched(area, 5, 6)
+        # A block of the gap was not asked for: it is not counted on.
+        assert area.read(stored.flags(3), 0, reader) == BLOCK
+        area.wait(stored.flags(3))
+        area.close(reader)
+
+
+def test_only_what_is_missing_is_read(
+    stored: Stored, step: tuple[ChunkReader, StepEngine]
+) -> None:
+    reader, engine = step
+    engine.allow()
+    area = stored.area()
+    area.read_ahead(stored.flags(1, 2, 3, 8), reader)
+    area.read_ahead(stored.flags(2, 3, 4), reader)
+    for read in area.reads:
+        read.settled()
+    assert stored.started(engine) == [1, 2, 3, 8, 4]
+
+    assert area.read(stored.flags(2, 4, 9, 10), 0, reader) == 2 * BLOCK
+    area.wait(stored.flags(2, 4, 9, 10))
+    assert area.read(stored.flags(8, 10), 0, reader) == 0
+    area.wait(stored.flags(8, 10))
+
+    assert stored.started(engine) == [1, 2, 3, 8, 4, 9, 10]
+    stored.check(area, 1, 2, 3, 4, 8, 9, 10)
+    area.close(reader)
+    assert area.ahead_bytes == 5 * BLOCK
+    assert area.ahead_used_bytes == 3 * BLOCK
+
+
+def test_a_block_that_is_wanted_twice_was_read_ahead_once(stored: Stored) -> None:
+    """Of what was read ahead, the part that was wanted cannot be more than all of it."""
+    with reading() as reader:
+        area = stored.area()
+        area.read_ahead(stored.flags(1, 2), reader)
+        area.reads[0].settled()
+        for _ in range(3):
+            area.read(stored.flags(1), 0, reader)
+        area.wait(stored.flags(1))
+        area.close(reader)
+
+    assert (area.ahead_bytes, area.ahead_used_bytes) == (2 * BLOCK, BLOCK)
+
+
+def test_nothing_to_read_ahead_is_no_read(stored: Stored) -> None:
+    with reading() as reader:
+        area = stored.area()
+
+        area.read_ahead(stored.flags(), reader)
+        assert area.read(stored.flags(), 0, reader) == 0
+        area.wait(stored.flags())
+
+        assert area.reads == []
+        area.close(reader)
+
+
+def test_what_was_not_begun_is_read_only_if_it_is_wanted(
+    stored: Stored, step: tuple[ChunkReader, StepEngine]
+) -> None:
+    """Blocks 1 and 2 are in flight when 2, 5 and 20 are wanted; 3, 4 and 6 never are."""
+    reader, engine = step
+    area, wanted = stored.area(), stored.flags(2, 5, 20)
+    area.read_ahead(stored.flags(*range(1, 7)), reader)
+    engine.wait_started(2)
+
+    assert area.read(wanted, 0, reader) == 2 * BLOCK, "block 2 is on its way"
+    engine.allow()
+    area.wait(wanted)
+
+    assert stored.started(engine) == [1, 2, 5, 20]
+    stored.check(area, 2, 5, 20)
+    area.close(reader)
+    assert (area.ahead_bytes, area.ahead_used_bytes) == (2 * BLOCK, BLOCK)
+
+
+def test_waiting_is_for_what_is_wanted(
+    stored: Stored, step: tuple[ChunkReader, StepEngine]
+) -> None:
+    reader, engine = step
+    area, first, second = stored.area(), stored.flags(3), stored.flags(9)
+    area.read(first, 0, reader)
+    engine.wait_started(1)
+    area.read(second, 0, reader)
+    engine.allow(1)
+    area.wait(first)
+    stored.check(area, 3)
+
+    waiting = threading.Thread(target=area.wait, args=(second,))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    engine.allow()
+    waiting.join(TIMEOUT)
+
+    assert not waiting.is_alive()
+    stored.check(area, 9)
+    area.close(reader)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_damage_is_told_to_who_wants_it(stored: Stored, ahead: bool) -> None:
+    """Nothing that is wanted is in flight any more when it is told."""
+    flip_byte(stored.path, stored.offset + 5 * BLOCK + 77)
+    with reading() as reader:
+        area, wanted = stored.area(), stored.flags(4, 5, 6, 20, 21)
+        if ahead:
+            area.read_ahead(stored.flags(4, 5, 6), reader)
+            area.reads[0].settled()
+        area.read(wanted, 0, reader)
+        with pytest.raises(ChunkUnreadable, match=f"block at {stored.offset + 5 * BLOCK} "):
+            area.wait(wanted)
+
+        assert all(read.done for read in area.reads)
+        area.read(stored.flags(8), 0, reader)
+        area.wait(stored.flags(8))
+        area.close(reader)
+
+
+def test_memory_is_not_given_again_while_it_is_filled(
+    stored: Stored, step: tuple[ChunkReader, StepEngine]
+) -> None:
+    reader, engine = step
+    area = stored.area()
+    memory, size = area.memory, len(area.memory)
+    area.read(stored.flags(1, 2), 0, reader)
+    engine.wait_started(2)
+
+    area.close(reader)
+    assert stored.pool.used_bytes == 0
+    others = [stored.pool.take(size) for _ in range(3)]
+    assert all(other is not memory for other in others)
+    engine.allow(1)
+    assert stored.pool.take(size) is not memory
+    engine.allow()
+    area.drain()
+
+    assert stored.pool.take(size) is memory
+    stored.check(area, 1, 2)
+
+
+def test_a_closed_area_stops_reading_ahead(
+    stored: Stored, step: tuple[ChunkReader, StepEngine]
+) -> None:
+    reader, engine = step
+    area = stored.area()
+    area.read_ahead(stored.flags(*range(10)), reader)
+    engine.wait_started(2)
+
+    area.close(reader)
+
+    assert area.ahead_bytes == 2 * BLOCK
+    draining = threading.Thread(target=area.drain)
+    draining.start()
+    draining.join(0.1)
+    assert draining.is_alive(), "two blocks are on their way"
+    engine.allow()
+    draining.join(TIMEOUT)
+    assert not draining.is_alive()
+    assert stored.started(engine) == [0, 1]
+    assert stored.untouched(area, *range(2, 10))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_order_of_reads(stored: Stored, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wanted blocks are there, no block is read twice, and every byte is counted once."""
+    random = np.random.default_rng(seed)
+    gap = int(random.choice([0, 0, 2 * BLOCK]))
+    with stepping(4, monkeypatch) as (reader, engine):
+        area, counted, wanted_ever = stored.area(), 0, np.zeros(stored.blocks, np.bool_)
+        for _ in range(8):
+            blocks = random.random(stored.blocks) < random.choice([0.1, 0.5])
+            if random.random() < 0.6:
+                area.read_ahead(blocks, reader)
+                engine.allow(int(random.integers(0, 6)))
+            else:
+                # A layer wants a block once.
+                blocks &= ~wanted_ever
+                wanted_ever |= blocks
+                counted += area.read(blocks, gap, reader)
+                engine.allow()
+                area.wait(blocks)
+                stored.check(area, *np.flatnonzero(blocks).tolist())
+                engine.stop()
+        engine.allow()
+        area.close(reader)
+        area.drain()
+        stored.check(area, *np.flatnonzero(wanted_ever).tolist())
+        assert counted + area.ahead_bytes == engine.started_bytes
+        assert 0 <= area.ahead_used_bytes <= area.ahead_bytes
+        if not gap:
+            started = stored.started(engine)
+            assert len(set(started)) == len(started)
+            in_vain = set(started) - set(np.flatnonzero(wanted_ever).tolist())
+            assert area.ahead_bytes - area.ahead_used_bytes == len(in_vain) * BLOCK
+
+
+def test_memory_is_used_again() -> None:
+    pool = AreaPool(8 * MIB)
+    first = pool.take(3 * MIB)
+    assert len(first) >= 3 * MIB and pool.used_bytes == len(first)
+    second = pool.take(3 * MIB)
+    assert second is not first
+
+    pool.give(first, [])
+    assert pool.used_bytes == len(second)
+
+    assert pool.take(5 * MIB // 2) is first, "a little larger is good enough"
+    pool.give(first, [])
+    assert pool.take(MIB // 2) is not first, "a lot larger is not"
+
+
+def test_there_is_room_up_to_the_limit() -> None:
+    pool = AreaPool(3 * MIB)
+    assert pool.has_room(3 * MIB) and not pool.has_room(3 * MIB + 1)
+    first = pool.take(2 * MIB - 5)
+    assert pool.has_room(1) and pool.has_room(MIB) and not pool.has_room(MIB + 1)
+
+    second = pool.take(5 * MIB)
+    assert not pool.has_room(1), "what a layer cannot do without is given all the same"
+
+    for memory in (first, second):
+        pool.give(memory, [])
+    assert pool.has_room(3 * MIB)
+
+
+def test_memory_of_sizes_that_nobody_wants_is_let_go() -> None:
+    """What is kept is no more than the limit, or than was in use at once."""
+    pool, known = AreaPool(6 * MIB), weakref.WeakSet[PooledMemory]()
+    for round_number in range(3):
+        for size in (1, 3, 7, 15, 2, 40):
+            memory = pool.take((size + round_number) * MIB)
+            known.add(memory)
+            pool.give(memory, [])
+            del memory
+    gc.collect()
+
+    assert sum(map(len, known)) <= 42 * MIB
+    pool.close()
+    gc.collect()
+    assert not known
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vector_bytes"),
+    [(torch.float32, 4096), (torch.float16, 2), (torch.bfloat16, 512), (torch.uint8, 1)],
+)
+def test_vectors_are_views_of_the_memory(dtype: torch.dtype, vector_bytes: int) -> None:
+    memory = PooledMemory(MIB)
+    assert memory.address % BLOCK == 0
+    memory.view[:] = np.random.default_rng(1).bytes(MIB)
+
+    vectors = memory.vectors(dtype, vector_bytes)
+
+    assert vectors.shape == (MIB // vector_bytes, vector_bytes // dtype.itemsize)
+    assert vectors.dtype == dtype
+    assert vectors.data_ptr() == memory.address
+    assert vectors.view(torch.uint8).numpy().tobytes() == bytes(memory.view)
+    memory.view[:4096] = b"\x01" * 4096
+    again = memory.vectors(dtype, vector_bytes)
+    assert again.data_ptr() == memory.address
+    assert again.view(torch.uint8).numpy().tobytes() == bytes(memory.view)

@@ -1,0 +1,307 @@
+"""Engines: one contract for all, and which one is chosen."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from impress_sglang.errors import ConfigError
+from impress_sglang.storage import engines
+from impress_sglang.storage.direct_io import AlignedMemory, supports_direct_io
+from impress_sglang.storage.engines import (
+    MAX_THREADS,
+    AioEngine,
+    BlockEngine,
+    ThreadEngine,
+    make_engine,
+)
+
+BLOCK = 4096
+BLOCKS = 128
+DEPTH = 7
+
+
+@pytest.fixture(params=["aio", "threads"])
+def engine(request: pytest.FixtureRequest) -> Iterator[BlockEngine]:
+    engine = one_of(request.param, DEPTH)
+    yield engine
+    engine.close()
+
+
+def one_of(name: str, depth: int) -> BlockEngine:
+    if name == "threads":
+        return ThreadEngine(depth)
+    try:
+        return AioEngine(depth)
+    except OSError as error:
+        pytest.skip(f"the kernel has no AIO: {error}")
+
+
+class File:
+    """Random bytes, their file, and memory whose place `i` takes reads of the file's block `i`."""
+
+    def __init__(self, path: Path, *, direct: bool) -> None:
+        self.content = os.urandom(BLOCKS * BLOCK)
+        path.write_bytes(self.content)
+        self.descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+        # Reads may go on beyond the end of the file.
+        self.memory = AlignedMemory(2 * BLOCKS * BLOCK)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+    def start(
+        self, engine: BlockEngine, reads: list[tuple[int, int]], descriptor: int | None = None
+    ) -> dict[int, tuple[int, int]]:
+        """Begin reads of (first block, blocks); these by number."""
+        return self.start_mixed(
+            engine, [(self.descriptor if descriptor is None else descriptor, *r) for r in reads]
+        )
+
+    def start_mixed(
+        self, engine: BlockEngine, reads: list[tuple[int, int, int]]
+    ) -> dict[int, tuple[int, int]]:
+        """Begin reads of (descriptor, first block, blocks)."""
+        columns = np.array(reads, np.int64).reshape(-1, 3).T
+        offsets, sizes = columns[1] * BLOCK, columns[2] * BLOCK
+        numbers = engine.start(columns[0], offsets, self.memory.address + offsets, sizes)
+        assert len(numbers) == len(reads)
+        found = {
+            number: read[1:] for number, read in zip(numbers.tolist(), reads, strict=True)
+        }
+        assert len(found) == len(reads), "numbers are unique"
+        return found
+
+    def forget(self) -> None:
+        self.memory.view[:] = b"\xee" * len(self.memory)
+
+    def check(self, first: int, count: int) -> None:
+        place = slice(first * BLOCK, (first + count) * BLOCK)
+        assert self.memory.view[place] == self.content[place]
+
+    def untouched(self, first: int, count: int) -> bool:
+        return set(self.memory.view[first * BLOCK : (first + count) * BLOCK]) == {0xEE}
+
+
+@pytest.fixture(params=["buffered", "O_DIRECT"])
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[File]:
+    direct = request.param == "O_DIRECT"
+    if direct and not supports_direct_io(tmp_path):
+        pytest.skip("this file system has no O_DIRECT")
+    file = File(tmp_path / "file", direct=direct)
+    yield file
+    file.close()
+
+
+def finish_all(engine: BlockEngine, count: int) -> dict[int, int]:
+    """Results of so many reads, by number."""
+    results: dict[int, int] = {}
+    while len(results) < count:
+        numbers, found = engine.finish()
+        assert len(numbers) == len(found) > 0
+        assert not set(numbers.tolist()) & set(results), "told twice"
+        results |= dict(zip(numbers.tolist(), found.tolist(), strict=True))
+    return results
+
+
+def test_a_read_brings_the_bytes_of_the_file(engine: BlockEngine, file: File) -> None:
+    file.forget()
+    begun = file.start(engine, [(3, 2)])
+
+    assert finish_all(engine, 1) == {next(iter(begun)): 2 * BLOCK}
+
+    file.check(3, 2)
+    assert file.untouched(0, 3) and file.untouched(5, BLOCKS - 5), "and nothing else"
+
+
+def test_many_reads_are_in_flight_at_once(engine: BlockEngine, file: File) -> None:
+    reads = [(5 * n, n % 5 + 1) for n in range(engine.depth)]
+    begun = file.start(engine, reads)
+
+    results = finish_all(engine, engine.depth)
+
+    assert results == {number: count * BLOCK for number, (_, count) in begun.items()}
+    for read in reads:
+        file.check(*read)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_reads_in_any_batches(engine: BlockEngine, file: File, seed: int) -> None:
+    """Room is used again as soon as there is any; numbers are unique among reads in flight."""
+    file.forget()
+    random = np.random.default_rng(seed)
+    todo = [(6 * place, int(random.integers(1, 7))) for place in random.permutation(20).tolist()]
+    wanted, flying = list(todo), dict[int, tuple[int, int]]()
+    while todo or flying:
+        room = engine.depth - len(flying)
+        count = min(int(random.integers(0, room + 1)), len(todo))
+        if count:
+            begun = file.start(engine, todo[:count])
+            assert not set(begun) & set(flying)
+            flying |= begun
+            del todo[:count]
+        if flying:
+            numbers, results = engine.finish()
+            assert len(numbers) > 0
+            for number, result in zip(numbers.tolist(), results.tolist(), strict=True):
+                first, size = flying.pop(number)
+                assert result == size * BLOCK
+                file.check(first, size)
+    for read in wanted:
+        file.check(*read)
+
+
+@pytest.mark.parametrize("bad", [{0}, {2}, {5}, {0, 1, 4}, set(range(6))])
+def test_a_bad_descriptor_hurts_no_other_read_of_its_batch(
+    engine: BlockEngine, file: File, tmp_path: Path, bad: set[int]
+) -> None:
+    """One that was closed, and one that is open for writing only."""
+    closed = os.open(tmp_path / "closed", os.O_CREAT | os.O_RDWR)
+    os.close(closed)
+    blind = os.open(tmp_path / "blind", os.O_CREAT | os.O_WRONLY)
+    for wrong in (closed, blind):
+        file.forget()
+        begun = file.start_mixed(
+            engine, [(wrong if n in bad else file.descriptor, 3 * n, 2) for n in range(6)]
+        )
+
+        results = finish_all(engine, 6)
+
+        for number, (first, count) in begun.items():
+            if first // 3 in bad:
+                assert results[number] == -errno.EBADF
+                assert file.untouched(first, count)
+            else:
+                assert results[number] == count * BLOCK
+                file.check(first, count)
+    os.close(blind)
+
+
+def test_there_is_room_again_after_reads_that_failed(engine: BlockEngine, file: File) -> None:
+    for _ in range(4):
+        file.start(engine, [(n, 1) for n in range(engine.depth)], descriptor=1 << 20)
+        results = finish_all(engine, engine.depth)
+        assert set(results.values()) == {-errno.EBADF}
+
+    begun = file.start(engine, [(n, 1) for n in range(engine.depth)])
+    assert finish_all(engine, engine.depth) == dict.fromkeys(begun, BLOCK)
+
+
+def test_a_failed_read_does_not_keep_those_in_flight_back(
+    engine: BlockEngine, file: File
+) -> None:
+    """Some end later, in another call: those are not lost."""
+    flying = file.start(engine, [(n, 1) for n in range(3)])
+    failed = file.start(engine, [(9, 1)], descriptor=1 << 20)
+    flying |= file.start(engine, [(n, 1) for n in range(3, 6)])
+
+    results = finish_all(engine, 7)
+
+    assert results == {**dict.fromkeys(flying, BLOCK), **dict.fromkeys(failed, -errno.EBADF)}
+    for read in flying.values():
+        file.check(*read)
+
+
+@pytest.mark.parametrize(("first", "count"), [(BLOCKS - 2, 5), (BLOCKS, 1), (BLOCKS + 7, 2)])
+def test_a_read_beyond_the_end_gives_fewer_bytes(
+    engine: BlockEngine, file: File, first: int, count: int
+) -> None:
+    begun = file.start(engine, [(first, count), (0, 3)])
+
+    results = finish_all(engine, 2)
+
+    short, good = begun
+    assert 0 <= results[short] <= max(BLOCKS - first, 0) * BLOCK
+    assert results[good] == 3 * BLOCK
+    file.check(first, results[short] // BLOCK)
+    file.check(0, 3)
+
+
+@pytest.mark.parametrize("name", ["aio", "threads"])
+def test_several_engines_do_not_disturb_each_other(name: str, tmp_path: Path) -> None:
+    file = File(tmp_path / "file", direct=False)
+    some = [one_of(name, 2) for _ in range(3)]
+    begun = [file.start(own, [(4 * n, 2), (4 * n + 2, 1)]) for n, own in enumerate(some)]
+
+    for own, reads in zip(reversed(some), reversed(begun), strict=True):
+        results = finish_all(own, 2)
+        assert results == {number: count * BLOCK for number, (_, count) in reads.items()}
+        own.close()
+    file.close()
+
+
+def test_there_are_no_more_threads_than_help() -> None:
+    engine = ThreadEngine(100)
+
+    assert engine.depth == MAX_THREADS
+    engine.close()
+
+
+class KernelWithoutAio:
+    """A C library whose every system call fails."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    @staticmethod
+    def syscall(*_: object) -> int:
+        ctypes.set_errno(errno.EAGAIN)
+        return -1
+
+
+@pytest.fixture(params=["io_setup fails", "unknown processor"])
+def no_aio(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Why there is none."""
+    if request.param == "unknown processor":
+        monkeypatch.setattr(engines.platform, "machine", lambda: "pdp11")
+        return "pdp11"
+
+    class Library(KernelWithoutAio):
+        syscall = type("Call", (), {"__call__": lambda self, *_: KernelWithoutAio.syscall()})()
+
+    monkeypatch.setattr(engines.ctypes, "CDLL", Library)
+    return os.strerror(errno.EAGAIN)
+
+
+def test_aio_is_told_that_it_is_not_to_be_had(no_aio: str) -> None:
+    with pytest.raises(ConfigError, match="--impress-io-engine aio") as caught:
+        make_engine("aio", 4)
+
+    assert no_aio in str(caught.value)
+
+
+def test_auto_takes_threads_where_there_is_no_aio(
+    no_aio: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger=engines.logger.name):
+        engine = make_engine("auto", 4)
+
+    assert (engine.name, engine.depth) == ("threads", 4)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert no_aio in caplog.text
+    engine.close()
+
+
+def test_threads_are_taken_without_asking_for_aio(
+    no_aio: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine("threads", 4)
+
+    assert engine.name == "threads"
+    assert not caplog.records
+    engine.close()
+
+
+def test_aio_is_taken_where_there_is_any() -> None:
+    one_of("aio", 2).close()
+    for name in ("aio", "auto"):
+        engine = make_engine(name, 5)
+        assert (engine.name, engine.depth) == ("aio", 5)
+        engine.close()

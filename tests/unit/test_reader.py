@@ -1,0 +1,544 @@
+"""The reader: what arrives, in which order, what is cancelled, and what is said of damage."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.storage import reader as reader_module
+from impress_sglang.storage.direct_io import AlignedMemory, supports_direct_io
+from impress_sglang.storage.engines import BlockEngine, Integers, ThreadEngine
+from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment, PendingRead
+from impress_sglang.storage.throttle import TokenBucket
+from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
+from tests.unit.source_factory import StepEngine, quick_files, reading, stepping, with_engine
+
+BLOCK = 4096
+TIMEOUT = 20.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with quick_files():
+        yield
+
+
+class Stored:
+    """A segment of `blocks` blocks behind its header, and memory for them."""
+
+    def __init__(self, directory: Path, *, name: str = "ab12", direct: bool = False) -> None:
+        shape = make_shape(layers=1, query_heads=2, kv_heads=2, key_dim=64, value_dim=64)
+        info = make_info(shape, range(240), segment_id=name)
+        kvs = random_kvs(shape, 240, seed=len(name))
+        self.path = write_kvs(directory, info, *kvs, direct=direct)
+        self.segment = OpenSegment(self.path, direct=direct)
+        self.offset = self.segment.layout.layer_offset(0)
+        self.content = self.path.read_bytes()[self.offset :]
+        self.blocks = len(self.content) // BLOCK
+        self.memory = AlignedMemory(len(self.content))
+        self.memory.view[:] = b"\xee" * len(self.memory)
+
+    def runs(self, *runs: tuple[int, int]) -> BlockRuns:
+        """Runs of blocks (first, stop)."""
+        starts, stops = np.array(runs, np.int64).reshape(-1, 2).T * BLOCK
+        return BlockRuns(self.segment, self.memory, self.offset, starts, stops)
+
+    def check(self, *runs: tuple[int, int]) -> None:
+        """These blocks are there, and the memory of all others is untouched."""
+        wanted = {block for run in runs for block in range(*run)}
+        for block in range(self.blocks):
+            place = slice(block * BLOCK, (block + 1) * BLOCK)
+            expected = self.content[place] if block in wanted else b"\xee" * BLOCK
+            assert self.memory.view[place] == expected, block
+
+    def piece(self, block: int, size: int = BLOCK) -> tuple[int, int, int]:
+        """A read of a block as a `StepEngine` keeps it."""
+        return self.segment.descriptor, self.offset + block * BLOCK, size
+
+    def close(self) -> None:
+        self.segment.close()
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[Stored]:
+    stored = Stored(tmp_path)
+    assert stored.blocks >= 60
+    yield stored
+    stored.close()
+
+
+@pytest.fixture
+def single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block is a piece of its own."""
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", BLOCK)
+
+
+@pytest.fixture(params=["auto", "threads"])
+def reader(request: pytest.FixtureRequest) -> Iterator[ChunkReader]:
+    with reading(4, request.param) as reader:
+        yield reader
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ChunkReader, StepEngine]]:
+    """4 reads in flight at most, which end when the test says so."""
+    with stepping(4, monkeypatch) as pair:
+        yield pair
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("piece", [BLOCK, 3 * BLOCK, 256 << 10])
+def test_runs_are_filled_and_nothing_else(
+    reader: ChunkReader, tmp_path: Path, direct: bool, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if direct and not supports_direct_io(tmp_path):
+        pytest.skip("this file system has no O_DIRECT")
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", piece)
+    stored = Stored(tmp_path, direct=direct)
+    runs = [(0, 1), (3, 10), (11, 12), (20, 47), (stored.blocks - 2, stored.blocks)]
+
+    read = reader.submit([stored.runs(*runs)])
+    read.wait()
+
+    assert read.done and read.num_bytes == sum(stop - first for first, stop in runs) * BLOCK
+    assert 0.0 < read.began <= read.ended <= time.perf_counter()
+    stored.check(*runs)
+    stored.close()
+
+
+def test_runs_of_several_segments_are_one_read(reader: ChunkReader, tmp_path: Path) -> None:
+    several = [Stored(tmp_path, name=name) for name in ("ab12", "cd345", "ef6789")]
+
+    num_bytes = reader.read([own.runs((n, 3 * n + 1), (30, 40)) for n, own in enumerate(several)])
+
+    assert num_bytes == sum(2 * n + 1 + 10 for n in range(3)) * BLOCK
+    for n, own in enumerate(several):
+        own.check((n, 3 * n + 1), (30, 40))
+        own.close()
+
+
+def test_nothing_to_read_is_done_at_once(reader: ChunkReader, stored: Stored) -> None:
+    for runs in ([], [stored.runs()], [stored.runs(), stored.runs()]):
+        read = reader.submit(runs)
+        assert read.done and read.num_bytes == 0
+        read.wait()
+        assert reader.read(runs) == 0
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_runs_are_cut_into_pieces(
+    step: tuple[ChunkReader, StepEngine],
+    stored: Stored,
+    blocks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", blocks * BLOCK)
+    reader, engine = step
+    engine.allow()
+    runs = [(1, 2), (4, 11), (20, 30)]
+
+    reader.read([stored.runs(*runs)])
+
+    pieces = [
+        stored.piece(first, min(blocks, stop - first) * BLOCK)
+        for start, stop in runs
+        for first in range(start, stop, blocks)
+    ]
+    assert engine.started == pieces
+    stored.check(*runs)
+
+
+@pytest.mark.usefixtures("single_blocks")
+def test_as_many_pieces_are_in_flight_as_told(
+    step: tuple[ChunkReader, StepEngine], stored: Stored
+) -> None:
+    reader, engine = step
+    assert reader.depth == 4 and reader.engine == "step"
+    read = reader.submit([stored.runs((0, 20))])
+    engine.wait_started(4)
+    engine.allow(3)
+    engine.wait_started(7)
+    assert engine.in_flight == 4 and not read.done
+
+    engine.allow()
+    read.wait()
+
+    assert engine.most_in_flight == 4
+    assert engine.started == [stored.piece(block) for block in range(20)]
+
+
+@pytest.mark.usefixtures("single_blocks")
+def test_what_is_waited_for_overtakes_what_is_read_ahead(
+    step: tuple[ChunkReader, StepEngine], stored: Stored
+) -> None:
+    """Reads ahead have half of the queue; what is waited for takes all that is free."""
+    reader, engine = step
+    ahead = reader.submit([stored.runs((0, 6))], ahead=True)
+    engine.wait_started(2)
+    demand = reader.submit([stored.runs((30, 36))])
+    assert engine.in_flight == 2, "as many as reading ahead may have"
+
+    for begun in range(5, 9):
+        engine.allow(1)
+        engine.wait_started(begun)
+    engine.allow()
+    demand.wait()
+    ahead.wait()
+
+    order = [(offset - stored.offset) // BLOCK for _, offset, _ in engine.started]
+    assert order[:8] == [0, 1, 30, 31, 32, 33, 34, 35]
+    assert order[8:] == [2, 3, 4, 5]
+    stored.check((0, 6), (30, 36))
+
+
+@pytest.mark.usefixtures("single_blocks")
+def test_reading_ahead_leaves_room_for_what_comes(
+    step: tuple[ChunkReader, StepEngine], stored: Stored
+) -> None:
+    """Of 4 at once, 2 are ahead, however many requests read ahead; each in its turn."""
+    reader, engine = step
+    reads = [reader.submit([stored.runs((n, n + 5))], ahead=True) for n in (0, 10, 20)]
+    engine.wait_started(2)
+    for _ in range(12):
+        engine.allow(1)
+        engine.wait_started(min(len(engine.started) + 1, 14))
+    engine.allow()
+    for read in reads:
+        read.wait()
+
+    assert engine.most_in_flight == 2
+    blocks = [*range(5), *range(10, 15), *range(20, 25)]
+    assert engine.started == [stored.piece(block) for block in blocks]
+
+
+@pytest.mark.usefixtures("single_blocks")
+def test_a_slow_device_reads_what_is_waited_for_first(stored: Stored) -> None:
+    """20 blocks a second: all that is read ahead would take seconds."""
+    with reading_slowly(20 * BLOCK) as reader:
+        ahead = reader.submit([stored.runs((0, 50))], ahead=True)
+        wait_until(lambda: ahead.began > 0)
+        began = time.monotonic()
+        reader.read([stored.runs((55, 58))])
+        seconds = time.monotonic() - began
+
+        assert seconds < 1.5 and not ahead.done
+        reader.cancel(ahead)
+        ahead.wait()
+
+
+@dataclasses.dataclass
+class reading_slowly:  # noqa: N801
+    bytes_per_second: float
+
+    def __enter__(self) -> ChunkReader:
+        self.reader = ChunkReader(4, TokenBucket(self.bytes_per_second, burst_bytes=0))
+        return self.reader
+
+    def __exit__(self, *_: object) -> None:
+        self.reader.close()
+
+
+def listed(rest: Sequence[tuple[BlockRuns, Integers, Integers]]) -> list[tuple[str, int]]:
+    """(segment, block) of what was cancelled."""
+    return [
+        (runs.segment.segment_id, block)
+        for runs, starts, stops in rest
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        for block in range(start // BLOCK, stop // BLOCK)
+    ]
+
+
+@pytest.mark.usefixtures("single_blocks")
+def test_a_cancelled_read_brings_what_was_begun(
+    step: tuple[ChunkReader, StepEngine], tmp_path: Path
+) -> None:
+    reader, engine = step
+    first, second = (Stored(tmp_path, name=name) for name in ("ab12", "cd345"))
+    read = reader.submit([first.runs((0, 2), (7, 9)), second.runs((3, 6))], ahead=True)
+    engine.wait_started(2)
+    engine.allow(1)
+    engine.wait_started(3)
+
+    rest = reader.cancel(read)
+
+    assert listed(rest) == [("ab12", 8), *(("cd345", block) for block in (3, 4, 5))]
+    assert read.num_bytes == 3 * BLOCK and not read.done
+    assert listed(reader.cancel(read)) == []
+    engine.allow()
+    read.wait()
+    assert read.done
+    first.check((0, 2), (7, 8))
+    second.check()
+    # And the reader goes on.
+    assert reader.read([second.runs((3, 6))]) == 3 * BLOCK
+    second.check((3, 6))
+    assert len(engine.started) == 6
+    first.close()
+    second.close()
+
+
+@pytest.mark.usefixtures("single_blocks")
+def test_a_read_that_was_not_begun_is_cancelled_at_once(
+    step: tuple[ChunkReader, StepEngine], stored: Stored
+) -> None:
+    reader, engine = step
+    demand = reader.submit([stored.runs((0, 4))])
+    engine.wait_started(4)
+    reads = [reader.submit([stored.runs((n, n + 2))], ahead=True) for n in (10, 20, 30)]
+
+    rest = reader.cancel(reads[1])
+
+    assert listed(rest) == [("ab12", 20), ("ab12", 21)]
+    assert reads[1].done and reads[1].num_bytes == 0
+    reads[1].wait()
+    engine.allow()
+    for read in (demand, reads[0], reads[2]):
+        read.wait()
+    stored.check((0, 4), (10, 12), (30, 32))
+
+
+def test_a_read_that_is_done_cannot_be_cancelled(reader: ChunkReader, stored: Stored) -> None:
+    read = reader.submit([stored.runs((0, 9))], ahead=True)
+    read.wait()
+
+    assert reader.cancel(read) == []
+    assert read.num_bytes == 9 * BLOCK
+    stored.check((0, 9))
+
+
+@pytest.mark.usefixtures("single_blocks")
+@pytest.mark.parametrize("seed", range(8))
+def test_many_threads_read_and_cancel(reader: ChunkReader, tmp_path: Path, seed: int) -> None:
+    """What a cancelled read gave up is untouched, and all else is there."""
+    several = [Stored(tmp_path, name=f"{seed}{'x' * n}") for n in range(4)]
+
+    def work(number: int) -> None:
+        own, random = several[number], np.random.default_rng(10 * seed + number)
+        expected = set()
+        for part in range(6):
+            first = 10 * part
+            read = reader.submit([own.runs((first, first + 3), (first + 4, first + 9))], ahead=True)
+            time.sleep(float(random.choice([0.0, 0.0, 1e-4, 1e-3])))
+            rest = {block for _, block in listed(reader.cancel(read))}
+            reader.read([own.runs((first + 9, first + 10))])
+            read.wait()
+            kept = {first, first + 1, first + 2, *range(first + 4, first + 10)} - rest
+            assert read.num_bytes == (len(kept) - 1) * BLOCK
+            expected |= kept
+        own.check(*((block, block + 1) for block in expected))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    for own in several:
+        own.close()
+
+
+DAMAGE: dict[str, Callable[[Stored], None]] = {
+    "flipped": lambda own: flip_byte(own.path, own.offset + 7 * BLOCK + 4095),
+    "short": lambda own: os.truncate(own.path, own.offset + 7 * BLOCK + 100),
+    "shorter": lambda own: os.truncate(own.path, own.offset - BLOCK),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("piece", [BLOCK, 256 << 10])
+def test_damage_is_found(
+    reader: ChunkReader,
+    tmp_path: Path,
+    damage: str,
+    direct: bool,
+    piece: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if direct and not supports_direct_io(tmp_path):
+        pytest.skip("this file system has no O_DIRECT")
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", piece)
+    stored, good = Stored(tmp_path, direct=direct), Stored(tmp_path, name="good", direct=direct)
+    DAMAGE[damage](stored)
+
+    read = reader.submit([good.runs((0, 3)), stored.runs((5, 9))])
+    other = reader.submit([good.runs((3, 6))])
+    with pytest.raises(ChunkUnreadable) as caught:
+        read.wait()
+
+    assert caught.value.segment_id == "ab12"
+    if damage == "flipped":
+        assert f"block at {stored.offset + 7 * BLOCK} " in str(caught.value)
+    assert read.done
+    with pytest.raises(ChunkUnreadable):
+        read.wait()
+    with pytest.raises(ChunkUnreadable):
+        reader.read([stored.runs((7, 8))])
+    other.wait()
+    if damage != "shorter":
+        assert reader.read([stored.runs((0, 7))]) == 7 * BLOCK
+    stored.close()
+    good.close()
+
+
+def test_a_file_that_was_removed_is_still_read(reader: ChunkReader, stored: Stored) -> None:
+    stored.path.unlink()
+
+    reader.read([stored.runs((0, 20))])
+
+    stored.check((0, 20))
+    with pytest.raises(ChunkUnreadable):
+        OpenSegment(stored.path, direct=False)
+
+
+def test_a_read_that_the_system_refuses_is_unreadable(
+    reader: ChunkReader, stored: Stored, tmp_path: Path
+) -> None:
+    good = stored.segment.descriptor
+    stored.segment.descriptor = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
+
+    with pytest.raises(ChunkUnreadable, match="Bad file descriptor"):
+        reader.read([stored.runs((0, 3))])
+
+    os.close(stored.segment.descriptor)
+    stored.segment.descriptor = good
+    reader.read([stored.runs((0, 3))])
+
+
+@pytest.mark.usefixtures("single_blocks")
+def test_a_read_that_ended_early_is_completed(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system may give fewer bytes than there are; the rest is read, and all of it verified."""
+
+    class Hasty(StepEngine):
+        def finish(self) -> tuple[Integers, Integers]:
+            numbers, _ = super().finish()
+            return numbers, np.array([int(numbers[0]) % 4096])
+
+    engine = Hasty(3)
+    engine.allow()
+    with with_engine(engine, monkeypatch) as (reader, _):
+        reader.read([stored.runs((0, 9))])
+        stored.check((0, 9))
+        flip_byte(stored.path, stored.offset + 5)
+        with pytest.raises(ChunkUnreadable):
+            reader.read([stored.runs((0, 1))])
+
+
+class Crashing(ThreadEngine):
+    """Fails at the n-th call of `start` or `finish`, as code with a bug does."""
+
+    def __init__(self, method: str, call: int) -> None:
+        super().__init__(4)
+        self._method, self._left = method, call
+
+    def start(
+        self, descriptors: Integers, offsets: Integers, addresses: Integers, sizes: Integers
+    ) -> Integers:
+        self._count("start")
+        return super().start(descriptors, offsets, addresses, sizes)
+
+    def finish(self) -> tuple[Integers, Integers]:
+        self._count("finish")
+        return super().finish()
+
+    def _count(self, method: str) -> None:
+        if method == self._method:
+            self._left -= 1
+            if self._left == 0:
+                raise RuntimeError("a bug")
+
+
+def settled_in_time(read: PendingRead) -> bool:
+    thread = threading.Thread(target=read.settled, daemon=True)
+    thread.start()
+    thread.join(3.0)
+    return not thread.is_alive()
+
+
+@pytest.mark.usefixtures("single_blocks")
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [("start", 1), ("start", 2), ("start", 5), ("finish", 1), ("finish", 3), ("check", 1)],
+)
+@pytest.mark.parametrize("blocks", [1, 3, 30])
+def test_nobody_waits_for_a_reader_that_has_failed(
+    stored: Stored, method: str, call: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits is told, and so is who comes later; reads of one piece are like all others."""
+
+    def make(name: str, depth: int) -> BlockEngine:
+        return Crashing(method, call)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(reader_module, "make_engine", make)
+    if method == "check":
+        monkeypatch.setattr(reader_module, "_check_piece", fail)
+    reader = ChunkReader(4)
+    reads = []
+    for n in range(7):
+        reads.append(reader.submit([stored.runs((n, n + blocks))], ahead=n in (3, 5)))
+        if n % 2:
+            # Some come while others are in flight, and some when all is quiet.
+            settled_in_time(reads[-1])
+
+    late = reader.submit([stored.runs((0, 3))])
+
+    assert [n for n, read in enumerate([*reads, late]) if not settled_in_time(read)] == []
+    failed = [read for read in (*reads, late) if read.error is not None]
+    assert late in failed
+    for read in failed:
+        with pytest.raises(RuntimeError, match="a bug"):
+            read.wait()
+        assert reader.cancel(read) == []
+    reader.close()
+
+
+def test_close_waits_for_what_was_asked_for(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stepping(2, monkeypatch) as (reader, engine):
+        reads = [
+            reader.submit([stored.runs((n, n + 1))], ahead=n % 2 == 1) for n in range(6)
+        ]
+        closing = threading.Thread(target=reader.close)
+        closing.start()
+        closing.join(0.1)
+        assert closing.is_alive() and not engine.closed
+
+        engine.allow()
+        closing.join(TIMEOUT)
+
+        assert not closing.is_alive() and engine.closed
+        assert all(read.done for read in reads)
+        stored.check((0, 6))
+
+
+def test_an_idle_reader_closes(reader: ChunkReader) -> None:
+    """The fixture closes it."""
+    assert reader.engine in ("aio", "threads")
+
+
+@pytest.mark.usefixtures("single_blocks")
+def test_reading_teaches_what_it_costs(stored: Stored) -> None:
+    with reading_slowly(200 * BLOCK) as reader:
+        before = reader.cost.bytes_per_second
+        for _ in range(3):
+            reader.read([stored.runs((0, 20))])
+
+        assert reader.cost.bytes_per_second < before / 2

@@ -1,0 +1,444 @@
+"""Reading ahead: the same rows, each byte counted once, and nothing left over at the end."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from impress_sglang.storage import reader as reader_module
+from impress_sglang.storage.read_cost import ReadCost
+from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.timeline import RequestTimeline
+from impress_sglang.transfer.source import SSD_TRACK, Demand, SegmentSource
+from tests.unit.kv_factory import make_cache, make_shape
+from tests.unit.source_factory import (
+    BLOCK,
+    KVS,
+    RULES,
+    SHAPES,
+    Case,
+    Part,
+    StepEngine,
+    counting,
+    open_case,
+    quick_files,
+    random_tokens,
+    reading,
+    stepping,
+)
+
+TIMEOUT = 20.0
+DEMANDS = [
+    Demand(),
+    Demand(probe=False),
+    Demand(whole=True),
+    Demand(whole=True, probe=False),
+    Demand(all_keys=True),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with quick_files():
+        yield
+
+
+@pytest.fixture
+def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block is read that is not wanted."""
+    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
+
+
+@pytest.fixture
+def single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block is a piece of its own."""
+    monkeypatch.setattr(reader_module, "PIECE_BYTES", BLOCK)
+
+
+def draw_case(data: st.DataObject, directory: Path, reader: ChunkReader) -> Case:
+    """Any shape, parts of segments, caches and order; few or many rows are expected."""
+    shape = SHAPES[data.draw(st.sampled_from(sorted(SHAPES)))]
+    parts = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        num_tokens = data.draw(st.integers(1, 60))
+        start = data.draw(st.integers(0, num_tokens - 1))
+        stop = data.draw(st.integers(start + 1, num_tokens))
+        parts.append(Part(num_tokens, 8, start, stop))
+    cache = make_cache(
+        shape,
+        device_chunks=data.draw(st.integers(0, 8)),
+        host_chunks=data.draw(st.integers(0, 8)),
+        rule=RULES[data.draw(st.sampled_from(sorted(RULES)))](),
+    )
+    return open_case(
+        directory,
+        shape,
+        parts,
+        reader,
+        cache=cache,
+        reordered=data.draw(st.booleans()),
+        retention=data.draw(st.sampled_from([0.02, 0.3, 1.0])),
+    )
+
+
+def draw_reads(data: st.DataObject, case: Case) -> Iterator[tuple[list[str], torch.Tensor | None]]:
+    """What a layer asks for: whole, some tokens, all keys first, or nothing of the probe stream."""
+    count = data.draw(st.integers(1, min(12, case.num_tokens)))
+    tokens = random_tokens(case, count, data.draw(st.integers(0, 1 << 20)))
+    mode = data.draw(st.sampled_from(["some", "some", "whole", "all keys", "unseen"]))
+    if mode != "unseen":
+        yield ["probe"], None
+    if mode == "all keys":
+        yield ["keys"], None
+        yield ["values"], tokens
+    else:
+        yield list(KVS), None if mode == "whole" else tokens
+
+
+def run_requests(data: st.DataObject, case: Case) -> list[SegmentSource]:
+    """Requests that take turns, read ahead at any time, and skip layers; rows are checked."""
+    done, live = [], []
+    for _ in range(data.draw(st.integers(2, 14))):
+        step = data.draw(st.sampled_from(["open", "ahead", "ahead", "read", "read", "close"]))
+        if step == "open" or not live:
+            assert case.cache is not None
+            case.cache.placement.advance()
+            learns = data.draw(st.booleans())
+            live.append(case.make_source(data.draw(st.sampled_from(DEMANDS)), learns=learns))
+            continue
+        source = data.draw(st.sampled_from(live))
+        if step == "ahead":
+            if source.next_ahead < source.num_layers:
+                source.read_ahead(data.draw(st.sampled_from([0.0, 0.2, 1.0, 100.0])))
+        elif step == "close" or source.layer + 1 == source.num_layers:
+            source.close()
+            live.remove(source)
+            done.append(source)
+        else:
+            layer = data.draw(st.integers(source.layer + 1, source.num_layers - 1))
+            case.source = source
+            for kinds, tokens in draw_reads(data, case):
+                case.check_more(layer, kinds, tokens)
+    for source in live:
+        source.close()
+    case.source = case.make_source()
+    return done + live
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_rows_are_the_stored_bits_whatever_was_read_ahead(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Chunks move between the caches after they were read ahead, and before they are asked for."""
+    with reading(data.draw(st.integers(1, 6)), data.draw(st.sampled_from(["auto", "threads"]))) as r:
+        case = draw_case(data, tmp_path_factory.mktemp("any"), r)
+        run_requests(data, case)
+        case.close()
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_every_byte_is_counted_once(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """What the device gave is what the sources counted, and no source reads a block twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader_module, "PIECE_BYTES", BLOCK)
+        patch.setattr(ReadCost, "gap_bytes", 0)
+        with counting(patch) as (reader, engine):
+            case = draw_case(data, tmp_path_factory.mktemp("any"), reader)
+            sources = run_requests(data, case)
+
+            assert sum(own.stats.ssd_bytes for own in sources) == engine.started_bytes
+            for own in sources:
+                stats = own.stats
+                assert 0 <= stats.ahead_used_bytes <= stats.ahead_bytes <= stats.ssd_bytes
+                assert not own.is_reading
+            if len(sources) == 1:
+                assert len(set(engine.started)) == len(engine.started)
+            case.close()
+
+
+def wait_for_reads(source: SegmentSource) -> None:
+    for areas in source._areas.values():
+        for area in areas.values():
+            for read in area.reads:
+                read.wait()
+
+
+@pytest.mark.usefixtures("no_gaps")
+@pytest.mark.parametrize("name", ["cut-rows-float32", "sketch-2-cut-rows", "sketch-float32"])
+@pytest.mark.parametrize("demand", DEMANDS)
+@pytest.mark.parametrize("reordered", [False, True])
+def test_what_a_demand_is_certain_of_is_read_ahead(
+    name: str, demand: Demand, reordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever waste is allowed; nothing of it is left to be read, and nothing else was read."""
+    certain = ["probe"] if demand.probe else []
+    certain += ["keys"] if demand.whole or demand.all_keys else []
+    certain += ["values"] if demand.whole else []
+    with counting(monkeypatch) as (reader, engine):
+        parts = [Part(61, 8, 0, 61), Part(30, 8, 0, 30)]
+        case = open_case(
+            tmp_path, SHAPES[name], parts, reader, reordered=reordered, retention=0.02
+        )
+        source = case.make_source(demand)
+
+        source.read_ahead(0.0)
+        wait_for_reads(source)
+
+        case.source, begun = source, engine.started_bytes
+        assert begun == case.block_bytes(0, certain)
+        for kind in certain:
+            case.check_more(0, [kind])
+        assert engine.started_bytes == begun
+        case.check_more(0, sorted({"probe", "keys", "values"} - set(certain)))
+        assert engine.started_bytes == case.block_bytes(0)
+        source.close()
+        assert source.stats.ssd_bytes == engine.started_bytes
+        assert source.stats.ahead_bytes == source.stats.ahead_used_bytes == begun
+        case.close()
+
+
+@pytest.mark.usefixtures("no_gaps")
+@pytest.mark.parametrize("reordered", [False, True])
+def test_only_blocks_of_the_span_are_read_ahead(
+    reordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that uses a part of a segment does not pay for the rest."""
+    with counting(monkeypatch) as (reader, engine):
+        parts = [Part(77, 8, 13, 30)]
+        shape = SHAPES["cut-rows-float32"]
+        case = open_case(tmp_path, shape, parts, reader, reordered=reordered)
+        source = case.make_source(Demand(whole=True))
+
+        source.read_ahead(0.0)
+        wait_for_reads(source)
+        source.close()
+        case.close()
+
+    (tmp_path / "plain").mkdir()
+    with counting(monkeypatch) as (reader, _):
+        plain = open_case(tmp_path / "plain", shape, parts, reader)
+        # Where the rows of a node stay together, as the store reorders them.
+        assert engine.started_bytes == plain.block_bytes(0)
+        plain.close()
+
+
+@pytest.mark.usefixtures("no_gaps")
+@pytest.mark.parametrize("name", ["cut-rows-float32", "sketch-2-cut-rows"])
+def test_all_that_is_certain_is_read_ahead(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with counting(monkeypatch) as (reader, engine):
+        parts = [Part(61, 8, 9, 50), Part(30, 8, 0, 30)]
+        case = open_case(tmp_path, SHAPES[name], parts, reader)
+        case.request(Demand(whole=True))
+        for _ in range(2):
+            case.segment_source.read_ahead(0.0)
+
+        for layer in range(2):
+            case.check_more(layer)
+        source = case.segment_source
+        source.close()
+
+        whole = sum(case.block_bytes(layer) for layer in range(2))
+        assert engine.started_bytes == source.stats.ssd_bytes == whole
+        # What was not begun when its layer asked is no reading ahead.
+        assert source.stats.ahead_used_bytes == source.stats.ahead_bytes
+        case.close()
+
+
+@pytest.mark.usefixtures("no_gaps")
+def test_what_requests_want_is_read_ahead_for_later_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with counting(monkeypatch) as (reader, engine):
+        parts = [Part(77, 8, 0, 77)]
+        case = open_case(tmp_path, SHAPES["cut-rows-float32"], parts, reader, retention=0.02)
+        tokens = torch.tensor([[1, 2, 40, 70]])
+        for learns in (False, True):
+            before = case.stats
+            for _ in range(3):
+                case.request(learns=learns)
+                case.segment_source.read_ahead(0.0)
+                wait_for_reads(case.segment_source)
+                case.check_more(0, ["probe"])
+                case.check_more(0, KVS, tokens)
+            case.finish()
+            wanted = case.block_bytes(0, ["probe"]), case.block_bytes(0, KVS, tokens)
+            used = case.stats.ahead_used_bytes - before.ahead_used_bytes
+            # The first one that learns has nothing to learn from.
+            assert used == 3 * wanted[0] + (2 * wanted[1] if learns else 0)
+            assert case.stats.ahead_bytes - before.ahead_bytes == used, "nothing in vain"
+        case.close()
+
+
+@pytest.mark.usefixtures("single_blocks", "no_gaps")
+def test_chunks_that_were_cached_meanwhile_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with counting(monkeypatch) as (reader, engine):
+        shape = SHAPES["gqa-float32"]
+        cache = make_cache(shape, device_chunks=500)
+        case = open_case(tmp_path, shape, [Part(40, 8, 0, 40)], reader, cache=cache)
+        early = case.make_source(Demand(whole=True))
+        case.check(0)
+        begun = engine.started_bytes
+
+        early.read_ahead(0.0)
+        case.source = early
+        case.check_more(0)
+
+        assert engine.started_bytes == begun == case.block_bytes(0)
+        early.close()
+        assert early.stats.ssd_bytes == early.stats.ahead_bytes == 0
+        case.close()
+
+
+@pytest.mark.usefixtures("single_blocks")
+@pytest.mark.parametrize("asked", [False, True])
+def test_nothing_reads_from_the_files_of_a_closed_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    """Reads that were begun end first, and no others begin; then the file can be closed."""
+    with stepping(4, monkeypatch) as (reader, engine):
+        parts = [Part(77, 8, 0, 77), Part(33, 8, 0, 33)]
+        case = open_case(tmp_path, SHAPES["cut-rows-float32"], parts, reader)
+        source = case.make_source(Demand(whole=True))
+        for _ in range(2):
+            source.read_ahead(1.0)
+        engine.wait_started(2)
+        if asked:
+            engine.allow()
+            source.read_probe(0)
+            engine.stop()
+        assert source.is_reading or asked
+
+        closing = threading.Thread(target=source.close)
+        closing.start()
+        closing.join(0.1)
+        if engine.in_flight:
+            assert closing.is_alive(), "something is read"
+        engine.allow()
+        closing.join(TIMEOUT)
+
+        assert not closing.is_alive()
+        assert engine.in_flight == 0 and not source.is_reading
+        begun = len(engine.started)
+        for span in case.spans:
+            span.segment.close()
+        # Another file takes the descriptors; nobody reads from it.
+        reused = [os.open(tmp_path / "other", os.O_RDONLY | os.O_CREAT) for _ in case.spans]
+        assert {span.segment.descriptor for span in case.spans} == set(reused)
+        assert source.stats.ssd_bytes == engine.started_bytes
+        for descriptor in reused:
+            os.close(descriptor)
+    assert len(engine.started) == begun
+
+
+def test_real_reads_end_before_a_source_is_closed(tmp_path: Path) -> None:
+    """Descriptors are closed at once, many times over, with all of a prefix on its way."""
+    with reading(16) as reader:
+        parts = [Part(77, 8, 0, 77), Part(200, 8, 0, 200)]
+        case = open_case(tmp_path, SHAPES["cut-rows-float32"], parts, reader)
+        for _ in range(30):
+            source = case.make_source(Demand(whole=True))
+            for _ in range(2):
+                source.read_ahead(1.0)
+            source.close()
+            assert not source.is_reading
+            case.reopen()
+        case.check(1)
+        case.close()
+
+
+def test_layers_that_were_skipped_are_not_kept(tmp_path: Path) -> None:
+    """Their memory is free again as soon as a later layer is asked for."""
+    shape = make_shape(layers=6)
+    with reading() as reader:
+        case = open_case(tmp_path, shape, [Part(40, 8, 0, 40)], reader)
+        case.request(Demand(whole=True))
+        source = case.segment_source
+        for expected in range(6):
+            assert source.next_ahead == expected
+            source.read_ahead(0.0)
+        full = case.pool.used_bytes
+
+        case.check_more(4)
+        assert case.pool.used_bytes == full // 3
+        assert (source.layer, source.next_ahead) == (4, 6)
+        source.close()
+        assert case.pool.used_bytes == 0
+        case.close()
+
+
+def test_a_layer_that_was_asked_for_is_not_read_ahead(tmp_path: Path) -> None:
+    shape = make_shape(layers=6)
+    with reading() as reader:
+        case = open_case(tmp_path, shape, [Part(40, 8, 0, 40)], reader)
+        case.request()
+        case.check_more(2)
+
+        assert case.segment_source.next_ahead == 3
+        case.close()
+
+
+@pytest.mark.usefixtures("single_blocks", "no_gaps")
+def test_reads_are_shown_on_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those that began, each from its start to its end."""
+    heard: list[tuple[str, float, float, int | None]] = []
+
+    class Listening(RequestTimeline):
+        __slots__ = ()
+
+        def add(
+            self, track: str, name: str, start: float, stop: float, layer: int | None = None
+        ) -> None:
+            super().add(track, name, start, stop, layer)
+            if track == SSD_TRACK:
+                heard.append((name, start, stop, layer))
+
+    with stepping(4, monkeypatch) as (reader, engine):
+        case = open_case(tmp_path, SHAPES["cut-rows-float32"], [Part(77, 8, 0, 77)], reader)
+        assert case.cache is not None
+        timeline = Listening("r")
+        source = SegmentSource(
+            case.shape,
+            case.spans,
+            reader,
+            case.pool,
+            case.cache,
+            Demand(whole=True),
+            timeline=timeline,
+        )
+        began = time.perf_counter()
+        source.read_ahead(0.0)
+        engine.wait_started(2)
+        source.read_ahead(0.0)
+        engine.allow()
+        tokens = random_tokens(case, 3, 1)
+        source.read_probe(0)
+        source.read(0, tokens)
+        engine.stop()
+        closing = threading.Thread(target=source.close)
+        closing.start()
+        engine.allow()
+        closing.join(TIMEOUT)
+        timeline.finish()
+        case.source = case.make_source()
+        case.close()
+
+    assert {name for name, *_ in heard} <= {"ahead", "demand"}
+    assert heard
+    for name, start, stop, layer in heard:
+        assert began <= start <= stop, (name, layer)
