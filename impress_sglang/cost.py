@@ -6,10 +6,20 @@ that short ones count as much as long ones.
 
 from __future__ import annotations
 
+import math
+
 # Observations that the fit remembers, as the time constant of an exponential.
-MEMORY = 200
+MEMORY = 100
 GUESS_WEIGHT = 1e-4
-RIDGE = 1e-7
+RIDGE = 1e-9
+# How strongly the unknowns keep the ratio of the first guess, where observations say little of it.
+RATIO_WEIGHT = 1e-3
+# A device that has become so many times slower or faster, over so many observations, is another
+# one: what was learnt is scaled.
+CHANGED_FACTOR = 1.5
+CHANGED_MEMORY = 16
+# Before that the fit is still learning the ratio of the terms.
+CHANGED_AFTER = 64
 # Bound of the unknowns, in units of the first guess.
 LEAST = 1e-3
 
@@ -29,16 +39,18 @@ class TwoTermCost:
         # The first guess is a faint observation of each unknown, and fades like any other.
         self._xx = self._yy = self._x = self._y = GUESS_WEIGHT
         self._xy = 0.0
+        # Mean logarithm of how much longer things took than expected.
+        self._drift = 0.0
         self._solution: tuple[float, float] | None = None
 
     def observe(self, x: float, y: float, seconds: float) -> None:
         """Learn from something of the size (x, y), y > 0, that took so long."""
         if y <= 0 or seconds <= 0.0:
             return
+        self._follow(math.log(seconds / self.seconds(x, y)))
         self.observations += 1
         keep = 1.0 - 1.0 / MEMORY
-        own_x = x * self._first_x / seconds
-        own_y = y * self._first_y / seconds
+        own_x, own_y = x * self._first_x / seconds, y * self._first_y / seconds
         self._xx = keep * self._xx + own_x * own_x
         self._yy = keep * self._yy + own_y * own_y
         self._xy = keep * self._xy + own_x * own_y
@@ -57,11 +69,30 @@ class TwoTermCost:
             self._solution = self._fit()
         return self._solution[0] * self._first_x, self._solution[1] * self._first_y
 
+    def _follow(self, error: float) -> None:
+        """Scale what was learnt, if all takes longer or shorter now.
+
+        Relative rows of slow observations are small, so that a fit alone would follow a device that
+        becomes slower only when the fast times are forgotten.
+        """
+        if self.observations < CHANGED_AFTER:
+            return
+        self._drift += (error - self._drift) / CHANGED_MEMORY
+        if abs(self._drift) < math.log(CHANGED_FACTOR):
+            return
+        factor = math.exp(self._drift)
+        self._drift = 0.0
+        self._xx, self._yy, self._xy = (own / factor**2 for own in (self._xx, self._yy, self._xy))
+        self._x, self._y = self._x / factor, self._y / factor
+        self._solution = None
+
     def _fit(self) -> tuple[float, float]:
-        # The ridge keeps a series of like observations, which cannot tell the unknowns apart,
-        # defined.
-        xx, yy = self._xx + RIDGE, self._yy + RIDGE
-        x, y = self._x + RIDGE, self._y + RIDGE
+        # With one scale for both unknowns the fit is always defined; from there on what is known of
+        # each is fitted, and what is not keeps the ratio of the first guess.
+        scale = (self._x + self._y) / (self._xx + 2 * self._xy + self._yy)
+        ridge = RIDGE * (self._xx + self._yy)
+        xx, yy = self._xx + ridge, self._yy + ridge
+        x, y = self._x + ridge * scale, self._y + ridge * scale
         determinant = xx * yy - self._xy * self._xy
         per_x = (x * yy - y * self._xy) / determinant
         per_y = (y * xx - x * self._xy) / determinant

@@ -11,7 +11,9 @@ from impress_sglang.cost import MEMORY, TwoTermCost
 # A fast NVMe drive.
 START_SECONDS_PER_PIECE = 30e-6
 START_SECONDS_PER_BYTE = 1 / 2e9
-MAX_GAP_BYTES = 1 << 20
+# With many reads in flight a start never costs more than reading so much; without a bound, what is
+# read through would never be skipped, and never be seen to be worth it.
+MAX_GAP_BYTES = 64 << 10
 
 
 class ReadCost(TwoTermCost):
@@ -24,6 +26,8 @@ class ReadCost(TwoTermCost):
 
     def observe(self, pieces: float, num_bytes: float, seconds: float) -> None:
         """Learn from one read of `num_bytes` in `pieces` pieces."""
+        if num_bytes <= 0 or seconds <= 0.0:
+            return
         super().observe(pieces, num_bytes, seconds)
         keep = 1.0 - 1.0 / MEMORY
         self._pieces = keep * self._pieces + pieces

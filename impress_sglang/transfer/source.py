@@ -204,7 +204,7 @@ class SegmentSource:
         layer = self.next_ahead
         self.next_ahead += 1
         if self._expected is None:
-            self._expected = [self._expect(layer, span, waste) for span in self._spans]
+            self._expected = [self.expect(layer, span, waste) for span in self._spans]
             self._expected_from = layer
         for number, expected in enumerate(self._expected):
             # Apart, because the probe stream is asked for first.
@@ -296,7 +296,7 @@ class SegmentSource:
         for area in closed:
             area.drain()
 
-    def _expect(self, layer: int, span: SourceSpan, waste: float) -> list[Flags]:
+    def expect(self, layer: int, span: SourceSpan, waste: float) -> list[Flags]:
         """What the layers from this one on will probably want from SSD.
 
         Returns:

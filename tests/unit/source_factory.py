@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -203,7 +203,11 @@ class Case:
         self.source = self.make_source(demand, learns=learns)
 
     def make_source(
-        self, demand: Demand | None = None, *, learns: bool = False, reader: ChunkReader | None = None
+        self,
+        demand: Demand | None = None,
+        *,
+        learns: bool = False,
+        reader: ChunkReader | None = None,
     ) -> SegmentSource:
         assert self.cache is not None
         return SegmentSource(
@@ -280,9 +284,7 @@ class Case:
         if self.cache is not None:
             self.cache.check_integrity()
 
-    def check_rows(
-        self, rows: Tensor, layer: int, kind: str, tokens: Tensor | None = None
-    ) -> None:
+    def check_rows(self, rows: Tensor, layer: int, kind: str, tokens: Tensor | None = None) -> None:
         expected = self.expected(layer, kind, tokens)
         sketched = kind == "probe" and self.shape.sketch_bits
         assert rows.dtype == (torch.float32 if sketched else self.shape.dtype)
@@ -329,6 +331,16 @@ class Case:
         """Bytes of all blocks that hold a byte of a wanted row."""
         streams = self.streams_of_kinds(kinds)
         return BLOCK * sum(len(self.blocks(layer, stream, tokens)) for stream in streams)
+
+    def blocks_of_starts(self, layer: int, tokens: Tensor) -> set[tuple[int, int, int, int]]:
+        """(stream, part, chunk, block) in which a wanted row of keys or values begins."""
+        found = set()
+        for stream in self.kv_streams:
+            size = row_size(self.shape, stream)
+            for number, row in self.rows(layer, stream, tokens) if size else ():
+                chunk, place = divmod(row, self.parts[number].chunk_tokens)
+                found.add((stream, number, chunk, place * size // BLOCK))
+        return found
 
     def chunks(self, layer: int, stream: Stream, tokens: Tensor | None = None) -> list[int]:
         """Bytes on disk of each chunk that holds a wanted row."""
@@ -583,7 +595,9 @@ class StepEngine:
 
 
 @contextlib.contextmanager
-def stepping(depth: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ChunkReader, StepEngine]]:
+def stepping(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[ChunkReader, StepEngine]]:
     """A reader whose reads end when the test says so; at the end all do."""
     with with_engine(StepEngine(depth), monkeypatch) as (reader, engine):
         yield reader, engine
@@ -613,6 +627,3 @@ def with_engine(
     finally:
         engine.allow()
         reader.close()
-
-
-Make = Callable[..., Case]

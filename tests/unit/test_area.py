@@ -63,8 +63,7 @@ class Stored:
 
     def untouched(self, area: LayerArea, *blocks: int) -> bool:
         return all(
-            set(area.memory.view[block * BLOCK : (block + 1) * BLOCK]) == {0xEE}
-            for block in blocks
+            set(area.memory.view[block * BLOCK : (block + 1) * BLOCK]) == {0xEE} for block in blocks
         )
 
     def started(self, engine: StepEngine) -> list[int]:
@@ -116,9 +115,7 @@ def test_a_gap_is_read_through(stored: Stored) -> None:
         area.close(reader)
 
 
-def test_only_what_is_missing_is_read(
-    stored: Stored, step: tuple[ChunkReader, StepEngine]
-) -> None:
+def test_only_what_is_missing_is_read(stored: Stored, step: tuple[ChunkReader, StepEngine]) -> None:
     reader, engine = step
     engine.allow()
     area = stored.area()

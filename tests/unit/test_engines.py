@@ -73,9 +73,7 @@ class File:
         offsets, sizes = columns[1] * BLOCK, columns[2] * BLOCK
         numbers = engine.start(columns[0], offsets, self.memory.address + offsets, sizes)
         assert len(numbers) == len(reads)
-        found = {
-            number: read[1:] for number, read in zip(numbers.tolist(), reads, strict=True)
-        }
+        found = {number: read[1:] for number, read in zip(numbers.tolist(), reads, strict=True)}
         assert len(found) == len(reads), "numbers are unique"
         return found
 
@@ -194,9 +192,7 @@ def test_there_is_room_again_after_reads_that_failed(engine: BlockEngine, file: 
     assert finish_all(engine, engine.depth) == dict.fromkeys(begun, BLOCK)
 
 
-def test_a_failed_read_does_not_keep_those_in_flight_back(
-    engine: BlockEngine, file: File
-) -> None:
+def test_a_failed_read_does_not_keep_those_in_flight_back(engine: BlockEngine, file: File) -> None:
     """Some end later, in another call: those are not lost."""
     flying = file.start(engine, [(n, 1) for n in range(3)])
     failed = file.start(engine, [(9, 1)], descriptor=1 << 20)

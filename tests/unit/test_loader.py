@@ -22,6 +22,7 @@ from impress_sglang.importance.identify import (
     SketchRule,
 )
 from impress_sglang.storage.layout import KVShape, Stream
+from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastFrequentlyUsed
@@ -576,6 +577,13 @@ def test_rows_from_ssd_are_the_stored_bits(
         assert found.device_chunks > 0 and found.host_chunks > 0
 
 
+@pytest.fixture
+def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block is read that is not wanted."""
+    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
+
+
+@pytest.mark.usefixtures("no_gaps")
 def test_shared_path_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
     """Chunks of 8 tokens: all of the probe keys, and the chunks of tokens 3 and 20."""
     setting = Setting(SHAPES["gqa-apart"])
@@ -593,6 +601,7 @@ def test_shared_path_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
     assert np.flatnonzero(setting.span.history.average[0, 0]).tolist() == [3, 20]
 
 
+@pytest.mark.usefixtures("no_gaps")
 def test_a_sketch_load_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
     """60 tokens, 8 to a row of sketches: one block of them; then the chunks of each head's own."""
     setting = Setting(SHAPES["sketch"])

@@ -10,19 +10,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
+from impress_sglang.storage.layout import SegmentLayout, Stream
 from impress_sglang.storage.segment import MappingLists
+from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.plan import (
+    LayerGeometry,
     SourceSpan,
-    StagedRun,
-    block_runs,
-    plan_probe,
+    StreamGroup,
+    chances_by_tokens,
+    geometry_of,
     plan_rows,
-    wanted_blocks,
+    runs_of,
 )
+from impress_sglang.transfer.planner import PrefixPlanner
 from tests.unit.kv_factory import (
     PROBE,
-    VALUES,
+    chunk_disk_bytes,
+    holds_values,
     kv_of,
     lane_of,
     lanes_of,
@@ -71,8 +75,106 @@ def some_of(data: st.DataObject, count: int) -> np.ndarray:
     return np.array(sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1))))
 
 
-def stream_with_bytes(data: st.DataObject, shape: KVShape) -> Stream:
-    return data.draw(st.sampled_from([s for s in streams_of(shape) if row_size(shape, s)]))
+def group_of(geometry: LayerGeometry, layout: SegmentLayout, stream: Stream) -> StreamGroup | None:
+    if stream == PROBE:
+        return geometry.probe
+    return geometry.values if holds_values(layout.shape, stream) else geometry.keys
+
+
+def chunks_of(layout: SegmentLayout, stream: Stream) -> list[int]:
+    """Bytes on disk of each chunk of a stream."""
+    count = -(-rows_in(layout.shape, stream, layout.num_tokens) // layout.chunk_tokens)
+    own = layout.shape, stream, layout.chunk_tokens, layout.num_tokens
+    return [chunk_disk_bytes(*own, chunk) for chunk in range(count)]
+
+
+def stream_starts(layout: SegmentLayout) -> dict[Stream, tuple[int, int]]:
+    """Where each stream starts in its layer: byte, and number of the first chunk."""
+    starts, place, chunk = {}, 0, 0
+    for stream in streams_of(layout.shape):
+        starts[stream] = place, chunk
+        place += sum(chunks_of(layout, stream))
+        chunk += len(chunks_of(layout, stream))
+    return starts
+
+
+@given(layouts())
+def test_geometry_of_a_layer_is_that_of_its_streams(layout: SegmentLayout) -> None:
+    geometry, starts = geometry_of(layout), stream_starts(layout)
+    chunk_of_block: list[int] = []
+    for stream in streams_of(layout.shape):
+        group, sizes = group_of(geometry, layout, stream), chunks_of(layout, stream)
+        size = row_size(layout.shape, stream)
+        if not size:
+            assert group is None
+            continue
+        assert group is not None
+        lane = 0 if stream == PROBE else lane_of(layout.shape, stream)
+        assert group.lanes == (1 if stream == PROBE else lanes_of(layout.shape))
+        assert group.start + lane * group.stream_bytes == starts[stream][0]
+        assert group.first_chunk + lane * group.chunks == starts[stream][1]
+        assert (group.stream_bytes, group.chunks) == (sum(sizes), len(sizes))
+        assert (group.row_bytes, group.chunk_rows) == (size, layout.chunk_tokens)
+        total = rows_in(layout.shape, stream, layout.num_tokens)
+        rows = [
+            min(layout.chunk_tokens, total - chunk * layout.chunk_tokens)
+            for chunk in range(len(sizes))
+        ]
+        own = slice(lane * len(sizes), (lane + 1) * len(sizes))
+        assert group.rows_of_chunk[own].tolist() == rows
+        mine = [chunk for chunk, num in enumerate(sizes) for _ in range(num // BLOCK)]
+        chunk_of_block += [starts[stream][1] + chunk for chunk in mine]
+        assert group.blocks.start == group.start // BLOCK
+        blocks = len(mine)
+        in_group = group.chunk_of_block[lane * blocks : (lane + 1) * blocks]
+        assert in_group.tolist() == [lane * len(sizes) + chunk for chunk in mine]
+        assert group.blocks.stop - group.blocks.start == group.lanes * blocks
+    assert geometry.chunk_of_block.tolist() == chunk_of_block
+    assert geometry.num_blocks == len(chunk_of_block)
+    assert geometry.num_chunks == sum(len(chunks_of(layout, s)) for s in streams_of(layout.shape))
+
+
+@given(layouts(), st.data())
+def test_wanted_blocks_are_those_that_hold_a_byte_of_a_row(
+    layout: SegmentLayout, data: st.DataObject
+) -> None:
+    geometry = geometry_of(layout)
+    group = data.draw(
+        st.sampled_from([g for g in (geometry.probe, geometry.keys, geometry.values) if g])
+    )
+    places = [(lane, row) for lane in range(group.lanes) for row in range(group.rows)]
+    chosen = [places[place] for place in some_of(data, len(places))]
+    lanes, rows = np.array(chosen).T
+    expected = np.zeros(group.lanes * group.stream_bytes // BLOCK, np.bool_)
+    stride = -(-layout.chunk_tokens * group.row_bytes // BLOCK) * BLOCK
+    offsets = []
+    for lane, row in chosen:
+        chunk, place = divmod(row, layout.chunk_tokens)
+        offsets.append(lane * group.stream_bytes + chunk * stride + place * group.row_bytes)
+        last = offsets[-1] + group.row_bytes - 1
+        expected[offsets[-1] // BLOCK : last // BLOCK + 1] = True
+
+    assert group.row_offsets(lanes, rows).tolist() == offsets
+    assert group.blocks_of_rows(lanes, rows).tolist() == expected.tolist()
+
+
+@given(layouts(), st.data())
+def test_groups_that_look_alike_have_the_same_blocks(
+    layout: SegmentLayout, data: st.DataObject
+) -> None:
+    geometry = geometry_of(layout)
+    keys, values = geometry.keys, geometry.values
+    if keys is None:
+        return
+    shape = layout.shape
+    alike = row_size(shape, shape.key_streams[0]) == row_size(shape, shape.value_streams[0])
+    assert keys.looks_like(values) == values.looks_like(keys) == alike
+    if alike:
+        rows = some_of(data, values.rows)
+        lanes = np.full(len(rows), values.lanes - 1)
+        assert (keys.blocks_of_rows(lanes, rows) == values.blocks_of_rows(lanes, rows)).all()
+    if geometry.probe is not None and shape.sketch_bits:
+        assert not geometry.probe.looks_like(values), "it has fewer rows"
 
 
 def span_of(
@@ -95,40 +197,39 @@ def span_of(
 def test_rows_are_planned_where_they_stand(
     tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
 ) -> None:
+    """Of all lanes at once, each with tokens of its own, in the order in which they are asked."""
     shape = SPAN_SHAPES[name]
     layout = SegmentLayout(shape, 8 * data.draw(st.integers(1, 3)), 45, BLOCK)
     seed = data.draw(st.sampled_from([None, 1, 2]))
     span, mapping = span_of(tmp_path_factory.mktemp("plan"), layout, seed, 3, 45)
-    tokens, layer = some_of(data, 45), data.draw(st.integers(0, 1))
-    lane = data.draw(st.integers(0, lanes_of(shape) - 1))
-    rows = [int(token if mapping is None else mapping[layer, lane][token]) for token in tokens]
-    chunks = [row // layout.chunk_tokens for row in rows]
-
-    plan = plan_rows(span, layer, lane, tokens)
-
-    assert plan.num_rows == len(tokens)
-    assert plan.chunks.tolist() == sorted(set(chunks))
-    assert plan.counts.tolist() == [chunks.count(chunk) for chunk in sorted(set(chunks))]
-    assert plan.chunks[plan.chunk_of_row].tolist() == chunks
-    assert plan.offset_of_row.tolist() == [row % layout.chunk_tokens for row in rows]
-    sizes = [min(layout.chunk_tokens, 45 - c * layout.chunk_tokens) for c in sorted(set(chunks))]
-    assert plan.shares().tolist() == [
-        chunks.count(chunk) / size for chunk, size in zip(sorted(set(chunks)), sizes, strict=True)
+    layer, num_chunks = data.draw(st.integers(0, 1)), -(-45 // layout.chunk_tokens)
+    asked = [
+        (lane, token) for lane in range(lanes_of(shape)) for token in some_of(data, 45).tolist()
     ]
-    for stream in kv_of(shape):
-        if lane_of(shape, stream) == lane:
-            first = first_id(span, layer, stream)
-            assert plan.chunk_ids(layer, stream).tolist() == (first + plan.chunks).tolist()
+    asked = data.draw(st.permutations(asked))
+    lanes, tokens = np.array(asked, np.int64).T
+    rows = [t if mapping is None else int(mapping[layer, lane][t]) for lane, t in asked]
+    chunks = [
+        lane * num_chunks + row // layout.chunk_tokens
+        for (lane, _), row in zip(asked, rows, strict=True)
+    ]
+    positions = np.arange(len(asked))
+
+    plan = plan_rows(span, layer, lanes, tokens, positions)
+
+    assert plan.span is span and plan.positions is positions
+    assert plan.lanes.tolist() == lanes.tolist()
+    assert plan.rows.tolist() == rows and plan.rows.dtype == np.int64
+    assert plan.chunks.tolist() == chunks
+    everything = range(lanes_of(shape) * num_chunks)
+    assert plan.counts.tolist() == [chunks.count(chunk) for chunk in everything]
     span.segment.close()
 
 
 def first_id(span: SourceSpan, layer: int, stream: Stream) -> int:
     """Chunks are numbered by layer, then by stream; sketches have fewer."""
     layout = span.segment.layout
-    counts = [
-        -(-rows_in(layout.shape, other, layout.num_tokens) // layout.chunk_tokens)
-        for other in streams_of(layout.shape)
-    ]
+    counts = [len(chunks_of(layout, other)) for other in streams_of(layout.shape)]
     return span.base + layer * sum(counts) + sum(counts[:stream])
 
 
@@ -147,42 +248,24 @@ def test_the_probe_stream_is_planned_whole_and_in_logical_order(
     span, _ = span_of(tmp_path_factory.mktemp("plan"), layout, seed, start, stop)
     rows = sorted({token // tokens_in_row(shape, PROBE) for token in range(start, stop)})
     chunks = [row // layout.chunk_tokens for row in rows]
+    cache = make_cache(shape)
+    assert cache.attach(layout) == span.base
+    planner = PrefixPlanner(shape, [span], cache.placement, cache.page.page_bytes)
 
-    plan = plan_probe(span)
-
-    assert plan.unbroken
-    assert plan.num_rows == len(rows)
-    assert plan.chunks.tolist() == sorted(set(chunks))
-    assert plan.chunks[plan.chunk_of_row].tolist() == chunks
-    assert plan.offset_of_row.tolist() == [row % layout.chunk_tokens for row in rows]
-    total = rows_in(shape, PROBE, count)
-    sizes = [min(layout.chunk_tokens, total - c * layout.chunk_tokens) for c in sorted(set(chunks))]
-    assert plan.shares().tolist() == [
-        chunks.count(chunk) / size for chunk, size in zip(sorted(set(chunks)), sizes, strict=True)
-    ]
+    assert list(span.probe_rows) == rows
     for layer in range(2):
-        ids = first_id(span, layer, PROBE) + plan.chunks
-        assert plan.chunk_ids(layer, PROBE).tolist() == ids.tolist()
+        (own,) = planner.plan_probe(layer).spans
+        (part,) = own.parts
+        assert own.rows is None and part.group is span.geometry.probe
+        assert part.chunks.tolist() == sorted(set(chunks))
+        assert part.counts.tolist() == [chunks.count(chunk) for chunk in sorted(set(chunks))]
+        assert part.ids.tolist() == (first_id(span, layer, PROBE) + part.chunks).tolist()
+        assert own.blocks is not None
+        assert own.blocks.tolist() == span.probe_blocks.tolist()
+        wanted = np.zeros(span.geometry.num_blocks, np.bool_)
+        wanted[part.group.blocks] = part.group.blocks_of_rows(np.zeros_like(rows), np.array(rows))
+        assert own.blocks.tolist() == wanted.tolist()
     span.segment.close()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "unbroken"),
-    [([7], True), ([7, 8, 9], True), (range(45), True), ([7, 9], False), ([7, 8, 10], False)],
-)
-@pytest.mark.parametrize("name", SPAN_SHAPES)
-def test_only_neighbouring_rows_are_unbroken(
-    tmp_path: Path, name: str, tokens: list[int], unbroken: bool
-) -> None:
-    layout = SegmentLayout(SPAN_SHAPES[name], 8, 45, BLOCK)
-    lane = lanes_of(layout.shape) - 1
-    plain, _ = span_of(tmp_path, layout, None, 0, 45)
-    assert plan_rows(plain, 0, lane, np.array(tokens)).unbroken == unbroken
-    plain.segment.close()
-
-    reordered, _ = span_of(tmp_path, layout, 1, 0, 45)
-    assert not plan_rows(reordered, 0, lane, np.array(tokens)).unbroken
-    reordered.segment.close()
 
 
 @pytest.mark.parametrize("name", SPAN_SHAPES)
@@ -190,116 +273,143 @@ def test_ids_of_a_second_segment_follow_its_own_base(tmp_path: Path, name: str) 
     shape = SPAN_SHAPES[name]
     path = write_kvs(tmp_path, make_info(shape, range(20)), *random_kvs(shape, 20, seed=1))
     cache = make_cache(shape)
-    first, second = open_span(path, cache), open_span(path, cache)
+    spans = [open_span(path, cache), open_span(path, cache)]
+    planner = PrefixPlanner(shape, spans, cache.placement, cache.page.page_bytes)
 
     every: list[int] = []
-    for span in (first, second):
-        for layer in range(2):
-            every += plan_probe(span).chunk_ids(layer, PROBE).tolist()
-            for stream in kv_of(shape):
-                plan = plan_rows(span, layer, lane_of(shape, stream), np.arange(20))
-                every += plan.chunk_ids(layer, stream).tolist()
+    for layer in range(2):
+        for plan in (planner.plan_probe(layer), planner.plan(layer, None)):
+            for own in plan.spans:
+                for part in own.parts:
+                    streams = [
+                        stream
+                        for stream in streams_of(shape)
+                        if group_of(own.span.geometry, own.span.segment.layout, stream)
+                        is part.group
+                    ]
+                    first = first_id(own.span, layer, streams[0])
+                    assert part.ids.tolist() == (first + part.chunks).tolist()
+                    every += part.ids.tolist()
 
-    assert len(set(every)) == len(every) == 2 * first.segment.layout.total_chunks
-    first.segment.close()
-    second.segment.close()
+    assert len(set(every)) == len(every) == 2 * spans[0].segment.layout.total_chunks
+    for span in spans:
+        span.segment.close()
 
 
-@given(layouts(), st.data())
-def test_wanted_blocks_are_those_that_hold_a_byte_of_a_row(
-    layout: SegmentLayout, data: st.DataObject
+@given(data=st.data())
+@pytest.mark.parametrize("name", SPAN_SHAPES)
+def test_blocks_of_a_span_are_those_that_hold_its_rows(
+    tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
 ) -> None:
-    stream = stream_with_bytes(data, layout.shape)
-    chunks = some_of(data, layout.stream_chunks(stream))
-    whole = np.array([data.draw(st.booleans()) for _ in chunks])
-    row_bytes = row_size(layout.shape, stream)
-    expected, positions, offsets = [], [], []
-    for position, chunk in enumerate(chunks.tolist()):
-        rows = rows_in(layout.shape, stream, layout.num_tokens) - chunk * layout.chunk_tokens
-        rows = min(rows, layout.chunk_tokens)
-        wanted = list(range(rows)) if whole[position] else some_of(data, rows).tolist()
-        touched = {
-            byte // BLOCK
-            for row in wanted
-            for byte in (
-                *range(row * row_bytes, (row + 1) * row_bytes, 64),
-                (row + 1) * row_bytes - 1,
-            )
-        }
-        blocks = -(-layout.chunk_tokens * row_bytes // BLOCK)
-        expected.append([block in touched for block in range(blocks)])
-        # A chunk that is wanted whole need not say all its rows.
-        said = wanted[:1] if whole[position] else wanted
-        positions += [position] * len(said)
-        offsets += said
+    """And of these, those whose chunks are in a cache are not missing."""
+    shape = SPAN_SHAPES[name]
+    count = data.draw(st.integers(1, 60))
+    start = data.draw(st.integers(0, count - 1))
+    stop = data.draw(st.integers(start + 1, count))
+    layout = SegmentLayout(shape, 8 * data.draw(st.integers(1, 2)), count, BLOCK)
+    info = make_info(shape, range(count), chunk_tokens=layout.chunk_tokens)
+    path = write_kvs(tmp_path_factory.mktemp("plan"), info, *random_kvs(shape, count, seed=1))
+    cache = make_cache(shape, host_chunks=3, chunk_tokens=16)
+    span = open_span(path, cache, start, stop)
+    ids = first_id(span, 1, PROBE) + np.arange(span.geometry.num_chunks)
+    ids = ids[some_of(data, len(ids))]
+    cache.placement.access(ids, np.ones(len(ids)))
+    planner = PrefixPlanner(shape, [span], cache.placement, cache.page.page_bytes)
 
-    found = wanted_blocks(layout, stream, chunks, whole, np.array(positions), np.array(offsets))
+    expected: dict[bool, list[bool]] = {True: [], False: []}
+    possible: dict[bool, list[bool]] = {True: [], False: []}
+    for stream in streams_of(shape):
+        size, sizes = row_size(shape, stream), chunks_of(layout, stream)
+        per_row = tokens_in_row(shape, stream)
+        rows = {token // per_row for token in range(start, stop)}
+        for chunk, num_bytes in enumerate(sizes):
+            first = chunk * layout.chunk_tokens
+            held = {
+                ((row - first) * size + byte) // BLOCK
+                for row in rows
+                if first <= row < first + layout.chunk_tokens
+                for byte in range(size)
+            }
+            tier = int(cache.placement.tiers(first_id(span, 1, stream) + chunk, 1)[0])
+            for block in range(num_bytes // BLOCK):
+                for probe in (True, False):
+                    here = block in held and (stream == PROBE) == probe
+                    possible[probe].append(here)
+                    expected[probe].append(here and tier == Tier.SSD)
 
-    assert found.tolist() == expected
+    assert span.probe_blocks.tolist() == possible[True]
+    assert span.kv_blocks.tolist() == possible[False]
+    for probe in (True, False):
+        for layers, found in ((1, [expected[probe]]), (2, [possible[probe], expected[probe]])):
+            first = 2 - layers
+            missing = planner.missing(first, span, probe=probe)
+            assert missing.tolist() == found
+            for count in range(1, layers + 1):
+                some = planner.missing(first, span, probe=probe, layers=count)
+                assert some.tolist() == found[:count]
+    span.segment.close()
 
 
-def naive_runs(
-    layout: SegmentLayout,
-    layer: int,
-    stream: Stream,
-    chunks: np.ndarray,
-    wanted: np.ndarray,
-    gap_bytes: int,
-) -> list[StagedRun]:
+@given(data=st.data())
+@pytest.mark.parametrize("name", SPAN_SHAPES)
+def test_a_block_is_wanted_if_any_of_its_tokens_is(
+    tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
+) -> None:
+    """Chances of tokens in any order of the rows; each row counts where it begins."""
+    shape = SPAN_SHAPES[name]
+    layout = SegmentLayout(shape, 8 * data.draw(st.integers(1, 2)), 45, BLOCK)
+    seed = data.draw(st.sampled_from([None, 1]))
+    span, mapping = span_of(tmp_path_factory.mktemp("plan"), layout, seed, 5, 40)
+    kinds = st.sampled_from([0.0, 0.0, 0.01, 0.5, 0.9])
+    chances = np.array([data.draw(kinds) for _ in range(35)])
+    layer = data.draw(st.integers(0, 1))
+    unwanted = np.ones(span.geometry.num_blocks)
+    starts = stream_starts(layout)
+    for stream in kv_of(shape):
+        size, sizes = row_size(shape, stream), chunks_of(layout, stream)
+        for token in range(5, 40) if size else ():
+            lane = lane_of(shape, stream)
+            row = token if mapping is None else int(mapping[layer, lane][token])
+            chunk, place = divmod(row, layout.chunk_tokens)
+            byte = starts[stream][0] + sum(sizes[:chunk]) + place * size
+            unwanted[byte // BLOCK] *= 1.0 - chances[token - 5]
+
+    found = chances_by_tokens(span, layer, chances)
+
+    np.testing.assert_allclose(found, 1.0 - unwanted, rtol=0, atol=1e-9)
+    assert (chances_by_tokens(span, layer, np.ones(35)) <= 1.0).all()
+    span.segment.close()
+
+
+def naive_runs(wanted: np.ndarray, gap_bytes: int) -> list[tuple[int, int]]:
     """Block by block: go on with the last run where that costs no more than the gap."""
-    runs: list[StagedRun] = []
-    width = wanted.shape[1]
-    for position, chunk in enumerate(chunks.tolist()):
-        start = layout.stream_offset(layer, stream) + chunk * width * BLOCK
-        for block in np.flatnonzero(wanted[position]).tolist():
-            offset, staged = start + block * BLOCK, (position * width + block) * BLOCK
-            last = runs[-1] if runs else None
-            if last is not None:
-                behind = last.offset + last.stop - last.start
-                gap = offset - behind
-                if gap == staged - last.stop and gap <= gap_bytes:
-                    runs[-1] = StagedRun(last.offset, last.start, staged + BLOCK)
-                    continue
-            runs.append(StagedRun(offset, staged, staged + BLOCK))
+    runs: list[tuple[int, int]] = []
+    for block in np.flatnonzero(wanted).tolist():
+        if runs and (block - runs[-1][1]) * BLOCK <= gap_bytes:
+            runs[-1] = runs[-1][0], block + 1
+        else:
+            runs.append((block, block + 1))
     return runs
 
 
 GAPS = st.sampled_from([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 1 << 20])
 
 
-@given(layouts(), GAPS, st.data())
-def test_runs_of_blocks_are_those_of_a_loop_over_blocks(
-    layout: SegmentLayout, gap_bytes: int, data: st.DataObject
-) -> None:
-    stream = stream_with_bytes(data, layout.shape)
-    layer = data.draw(st.integers(0, 1))
-    chunks = some_of(data, layout.stream_chunks(stream))
-    width = layout.chunk_stride(stream) // BLOCK
-    wanted = np.array([[data.draw(st.booleans()) for _ in range(width)] for _ in chunks])
+@given(st.lists(st.booleans(), max_size=60), GAPS)
+def test_runs_of_blocks_are_those_of_a_loop_over_blocks(flags: list[bool], gap_bytes: int) -> None:
+    wanted = np.array(flags, np.bool_)
 
-    found = block_runs(layout, layer, stream, chunks, wanted, gap_bytes)
+    starts, stops = runs_of(wanted, gap_bytes)
 
-    assert found == naive_runs(layout, layer, stream, chunks, wanted, gap_bytes)
-    staged = np.zeros(wanted.size, np.bool_)
-    for run in found:
-        assert not staged[run.start // BLOCK : run.stop // BLOCK].any(), "read twice"
-        staged[run.start // BLOCK : run.stop // BLOCK] = True
-    assert staged[wanted.reshape(-1)].all(), "all that is wanted"
+    found = list(zip(starts.tolist(), stops.tolist(), strict=True))
+    assert found == naive_runs(wanted, gap_bytes)
+    read = np.zeros(len(wanted), np.bool_)
+    for start, stop in found:
+        assert not read[start:stop].any(), "read twice"
+        read[start:stop] = True
+    assert read[wanted].all(), "all that is wanted"
     if gap_bytes < BLOCK:
-        assert staged.sum() == wanted.sum(), "nothing else"
-
-
-def test_chunks_that_are_apart_on_disk_are_never_one_run() -> None:
-    """However cheap the gap: their memory is in one piece, so there is no place for it."""
-    layout = SegmentLayout(make_shape(), 8, 40, BLOCK)
-    chunks, wanted = np.array([0, 1, 3]), np.ones((3, 1), np.bool_)
-
-    found = block_runs(layout, 0, PROBE, chunks, wanted, 1 << 20)
-
-    assert found == [
-        StagedRun(BLOCK, 0, 2 * BLOCK),
-        StagedRun(4 * BLOCK, 2 * BLOCK, 3 * BLOCK),
-    ]
+        assert read.sum() == wanted.sum(), "nothing else"
 
 
 @pytest.mark.parametrize(
@@ -309,20 +419,12 @@ def test_chunks_that_are_apart_on_disk_are_never_one_run() -> None:
 def test_a_gap_is_read_through_when_it_is_no_larger_than_told(
     gap_bytes: int, runs: list[tuple[int, int]]
 ) -> None:
-    """Chunks of three blocks: blocks 0 and 2 of the first one, and the last of the second."""
-    layout = SegmentLayout(make_shape(key_dim=192, value_dim=192), 8, 16, BLOCK)
-    assert layout.chunk_stride(VALUES) == 3 * BLOCK
-    wanted = np.array([[True, False, True], [False, False, True]])
+    starts, stops = runs_of(np.array([1, 0, 1, 0, 0, 1, 0], np.bool_), gap_bytes)
 
-    found = block_runs(layout, 0, VALUES, np.array([0, 1]), wanted, gap_bytes)
-
-    base = layout.stream_offset(0, VALUES)
-    assert found == [
-        StagedRun(base + start * BLOCK, start * BLOCK, stop * BLOCK) for start, stop in runs
-    ]
+    assert list(zip(starts.tolist(), stops.tolist(), strict=True)) == runs
 
 
 def test_nothing_wanted_is_no_run() -> None:
-    layout = SegmentLayout(make_shape(), 8, 16, BLOCK)
+    starts, stops = runs_of(np.zeros(9, np.bool_), 1 << 20)
 
-    assert not block_runs(layout, 0, VALUES, np.array([0, 1]), np.zeros((2, 1), np.bool_), 1 << 20)
+    assert not len(starts) and not len(stops)

@@ -138,7 +138,25 @@ def test_reads_that_say_nothing_change_nothing(num_bytes: int, seconds: float) -
     """No bytes, or a clock that did not move."""
     cost, same = taught(50e-6, 5e8), taught(50e-6, 5e8)
 
-    cost.observe(1, num_bytes, seconds)
+    for _ in range(100):
+        cost.observe(1, num_bytes, seconds)
 
     assert cost.seconds_per_piece == same.seconds_per_piece
     assert cost.bytes_per_second == same.bytes_per_second
+    assert cost.seconds_for(1e8) == same.seconds_for(1e8)
+
+
+def test_bytes_are_read_in_pieces_as_long_as_they_were_lately() -> None:
+    cost = ReadCost()
+    assert cost.seconds_for(1e9) == pytest.approx(1e9 * START_SECONDS_PER_BYTE)
+    for _ in range(300):
+        cost.observe(10, 10 * 65_536, 10 * 100e-6 + 10 * 65_536 / 1e9)
+        cost.observe(2, 2 * 4096, 2 * 100e-6 + 2 * 4096 / 1e9)
+    pieces = 1e8 * 12 / (10 * 65_536 + 2 * 4096)
+
+    assert cost.seconds_for(1e8) == pytest.approx(pieces * 100e-6 + 0.1, rel=0.05)
+    assert cost.seconds_for(0) == 0.0
+    for _ in range(1500):
+        cost.observe(10, 10 * 4096, 10 * 100e-6 + 10 * 4096 / 1e9)
+
+    assert cost.seconds_for(4096e4) == pytest.approx(1e4 * (100e-6 + 4096 / 1e9), rel=0.05)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
 import threading
 import time
@@ -242,16 +242,13 @@ def test_a_slow_device_reads_what_is_waited_for_first(stored: Stored) -> None:
         ahead.wait()
 
 
-@dataclasses.dataclass
-class reading_slowly:  # noqa: N801
-    bytes_per_second: float
-
-    def __enter__(self) -> ChunkReader:
-        self.reader = ChunkReader(4, TokenBucket(self.bytes_per_second, burst_bytes=0))
-        return self.reader
-
-    def __exit__(self, *_: object) -> None:
-        self.reader.close()
+@contextlib.contextmanager
+def reading_slowly(bytes_per_second: float) -> Iterator[ChunkReader]:
+    reader = ChunkReader(4, TokenBucket(bytes_per_second, burst_bytes=0))
+    try:
+        yield reader
+    finally:
+        reader.close()
 
 
 def listed(rest: Sequence[tuple[BlockRuns, Integers, Integers]]) -> list[tuple[str, int]]:
@@ -465,7 +462,7 @@ class Crashing(ThreadEngine):
 def settled_in_time(read: PendingRead) -> bool:
     thread = threading.Thread(target=read.settled, daemon=True)
     thread.start()
-    thread.join(3.0)
+    thread.join(2.0)
     return not thread.is_alive()
 
 
@@ -513,9 +510,7 @@ def test_close_waits_for_what_was_asked_for(
     stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with stepping(2, monkeypatch) as (reader, engine):
-        reads = [
-            reader.submit([stored.runs((n, n + 1))], ahead=n % 2 == 1) for n in range(6)
-        ]
+        reads = [reader.submit([stored.runs((n, n + 1))], ahead=n % 2 == 1) for n in range(6)]
         closing = threading.Thread(target=reader.close)
         closing.start()
         closing.join(0.1)

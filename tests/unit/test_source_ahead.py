@@ -26,12 +26,12 @@ from tests.unit.source_factory import (
     SHAPES,
     Case,
     Part,
-    StepEngine,
     counting,
     open_case,
     quick_files,
     random_tokens,
     reading,
+    same_tokens,
     stepping,
 )
 
@@ -107,7 +107,8 @@ def run_requests(data: st.DataObject, case: Case) -> list[SegmentSource]:
     """Requests that take turns, read ahead at any time, and skip layers; rows are checked."""
     done, live = [], []
     for _ in range(data.draw(st.integers(2, 14))):
-        step = data.draw(st.sampled_from(["open", "ahead", "ahead", "read", "read", "close"]))
+        steps = ["open", "ahead", "ahead", "refine", "read", "read", "close"]
+        step = data.draw(st.sampled_from(steps))
         if step == "open" or not live:
             assert case.cache is not None
             case.cache.placement.advance()
@@ -118,6 +119,8 @@ def run_requests(data: st.DataObject, case: Case) -> list[SegmentSource]:
         if step == "ahead":
             if source.next_ahead < source.num_layers:
                 source.read_ahead(data.draw(st.sampled_from([0.0, 0.2, 1.0, 100.0])))
+        elif step == "refine":
+            source.refine(data.draw(st.sampled_from([0.0, 1.0, 100.0])))
         elif step == "close" or source.layer + 1 == source.num_layers:
             source.close()
             live.remove(source)
@@ -125,8 +128,14 @@ def run_requests(data: st.DataObject, case: Case) -> list[SegmentSource]:
         else:
             layer = data.draw(st.integers(source.layer + 1, source.num_layers - 1))
             case.source = source
+            chosen = None
             for kinds, tokens in draw_reads(data, case):
                 case.check_more(layer, kinds, tokens)
+                chosen = tokens
+            if chosen is None:
+                source.note_whole(layer)
+            else:
+                source.note_selection(layer, chosen, None)
     for source in live:
         source.close()
     case.source = case.make_source()
@@ -139,7 +148,9 @@ def test_rows_are_the_stored_bits_whatever_was_read_ahead(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Chunks move between the caches after they were read ahead, and before they are asked for."""
-    with reading(data.draw(st.integers(1, 6)), data.draw(st.sampled_from(["auto", "threads"]))) as r:
+    with reading(
+        data.draw(st.integers(1, 6)), data.draw(st.sampled_from(["auto", "threads"]))
+    ) as r:
         case = draw_case(data, tmp_path_factory.mktemp("any"), r)
         run_requests(data, case)
         case.close()
@@ -188,9 +199,7 @@ def test_what_a_demand_is_certain_of_is_read_ahead(
     certain += ["values"] if demand.whole else []
     with counting(monkeypatch) as (reader, engine):
         parts = [Part(61, 8, 0, 61), Part(30, 8, 0, 30)]
-        case = open_case(
-            tmp_path, SHAPES[name], parts, reader, reordered=reordered, retention=0.02
-        )
+        case = open_case(tmp_path, SHAPES[name], parts, reader, reordered=reordered, retention=0.02)
         source = case.make_source(demand)
 
         source.read_ahead(0.0)
@@ -262,7 +271,7 @@ def test_all_that_is_certain_is_read_ahead(
 def test_what_requests_want_is_read_ahead_for_later_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with counting(monkeypatch) as (reader, engine):
+    with counting(monkeypatch) as (reader, _):
         parts = [Part(77, 8, 0, 77)]
         case = open_case(tmp_path, SHAPES["cut-rows-float32"], parts, reader, retention=0.02)
         tokens = torch.tensor([[1, 2, 40, 70]])
@@ -280,6 +289,69 @@ def test_what_requests_want_is_read_ahead_for_later_ones(
             # The first one that learns has nothing to learn from.
             assert used == 3 * wanted[0] + (2 * wanted[1] if learns else 0)
             assert case.stats.ahead_bytes - before.ahead_bytes == used, "nothing in vain"
+        case.close()
+
+
+@pytest.mark.usefixtures("no_gaps")
+@pytest.mark.parametrize("name", ["cut-rows-float32", "sketch-2-cut-rows"])
+@pytest.mark.parametrize("reordered", [False, True])
+def test_what_the_layers_above_chose_is_read_ahead_of_a_prefix_that_is_not_known(
+    name: str, reordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of the same tokens in the next layer; three requests say more than that."""
+    with counting(monkeypatch) as (reader, engine):
+        parts = [Part(61, 8, 0, 61), Part(30, 8, 0, 30)]
+        shape = SHAPES[name]
+        case = open_case(tmp_path, shape, parts, reader, reordered=reordered, retention=0.0)
+        above, learnt = (same_tokens(case, own) for own in ([2, 33, 60, 61, 90], [12, 45, 75]))
+        for known in range(5):
+            case.request(learns=True)
+            source = case.segment_source
+            for _ in range(2):
+                source.read_ahead(0.0)
+            source.refine(100.0)
+            case.check_more(0, ["probe"])
+            case.check_more(0, KVS, above)
+            source.note_selection(0, above, None)
+            wait_for_reads(source)
+            before = engine.started_bytes
+
+            source.refine(100.0)
+            source.refine(100.0)
+            wait_for_reads(source)
+
+            likely = case.blocks_of_starts(1, above) if known < 3 else set()
+            if known:
+                # What was wanted by then was read ahead before.
+                likely -= {
+                    (stream, *block)
+                    for stream in case.kv_streams
+                    for block in case.blocks(1, stream, learnt)
+                }
+            assert engine.started_bytes - before == BLOCK * len(likely)
+            assert known >= 3 or likely
+            case.check_more(1, ["probe"])
+            case.check_more(1, KVS, learnt)
+            case.finish()
+        case.close()
+
+
+def test_a_whole_prefix_needs_no_hints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with counting(monkeypatch) as (reader, engine):
+        case = open_case(tmp_path, SHAPES["gqa-float32"], [Part(61, 8, 0, 61)], reader)
+        case.request(Demand(whole=True))
+        source = case.segment_source
+        source.read_ahead(0.0)
+        source.read_ahead(0.0)
+        case.check_more(0)
+        source.note_selection(0, same_tokens(case, [1, 2]), None)
+        wait_for_reads(source)
+        begun = engine.started_bytes
+
+        source.refine(1.0)
+        wait_for_reads(source)
+
+        assert engine.started_bytes == begun
         case.close()
 
 

@@ -1,4 +1,4 @@
-"""Sources and the caches: what is cached, what is found there, what moves, and how it is counted."""
+"""Sources and the caches: what is cached, what is found there and what moves, and the counters."""
 
 from __future__ import annotations
 

@@ -77,9 +77,7 @@ def test_a_throttled_reader_takes_the_time_of_its_bytes(tmp_path: Path) -> None:
     untouched = ReadCost()
     segment = OpenSegment(path, direct=False)
     memory, starts = AlignedMemory(size), np.arange(0, size, 4096)
-    runs = BlockRuns(
-        segment, memory, info.layout().stream_offset(0, VALUES), starts, starts + 4096
-    )
+    runs = BlockRuns(segment, memory, info.layout().stream_offset(0, VALUES), starts, starts + 4096)
 
     began = time.monotonic()
     read = reader.read([runs])

@@ -1,0 +1,387 @@
+"""Which layers of which sources are read ahead, when there is room and when there is not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impress_sglang.transfer.ahead import FIRST_ALLOWANCE_BYTES, LAYERS_AHEAD, ReadAhead
+from impress_sglang.transfer.area import AreaPool, PooledMemory
+from impress_sglang.transfer.planner import ReadStats
+
+MIB = 1 << 20
+WASTE = 0.25
+
+
+@dataclasses.dataclass(eq=False)
+class FakeSource:
+    """Takes memory for each layer that is read ahead, and keeps what it was told to read."""
+
+    pool: AreaPool
+    log: list[tuple[str, int]]
+    name: str = "a"
+    num_layers: int = 6
+    layer_bytes: int = MIB
+    layer: int = -1
+    next_ahead: int = 0
+    stats: ReadStats = dataclasses.field(default_factory=ReadStats)
+    wastes: list[float] = dataclasses.field(default_factory=list)
+    refined: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    memory: dict[int, PooledMemory] = dataclasses.field(default_factory=dict)
+
+    def read_ahead(self, waste: float) -> None:
+        assert self.next_ahead < self.num_layers
+        self.log.append((self.name, self.next_ahead))
+        self.wastes.append(waste)
+        self.memory[self.next_ahead] = self.pool.take(self.layer_bytes)
+        self.next_ahead += 1
+
+    def refine(self, waste: float) -> None:
+        self.refined.append((self.layer, waste))
+
+    def ask_for(self, layer: int) -> None:
+        """As `SegmentSource` when a layer is read: memory of earlier ones is given back."""
+        self.layer = layer
+        self.next_ahead = max(self.next_ahead, layer + 1)
+        for earlier in [number for number in self.memory if number < layer]:
+            self.pool.give(self.memory.pop(earlier), [])
+
+    def close(self) -> None:
+        for memory in self.memory.values():
+            self.pool.give(memory, [])
+        self.memory.clear()
+
+
+class Bench:
+    """Reading ahead with room for so many layers of 1 MiB, and what it asks for, in order."""
+
+    def __init__(self, room: int, waste: float = WASTE) -> None:
+        self.pool = AreaPool(room * MIB)
+        self.ahead = ReadAhead(self.pool, waste)
+        self.log: list[tuple[str, int]] = []
+
+    def source(self, name: str = "a", num_layers: int = 6, size: int = MIB) -> FakeSource:
+        return FakeSource(self.pool, self.log, name, num_layers, size)
+
+    def take_log(self) -> list[tuple[str, int]]:
+        log, self.log[:] = list(self.log), []
+        return log
+
+    def leave(self, source: FakeSource) -> None:
+        source.close()
+        self.ahead.leave(source)
+
+    def waste_of_next(self) -> float:
+        """What a new source is told."""
+        source = self.source("next", 1)
+        self.ahead.join(source)
+        (waste,) = source.wastes
+        self.leave(source)
+        return waste
+
+
+def layers(name: str, *numbers: int) -> list[tuple[str, int]]:
+    return [(name, number) for number in numbers]
+
+
+def test_a_request_is_read_ahead_layer_after_layer_to_its_end() -> None:
+    bench = Bench(room=100)
+    source = bench.source()
+
+    bench.ahead.join(source)
+
+    assert bench.log == layers("a", 0, 1, 2, 3, 4, 5)
+    assert source.wastes == [WASTE] * 6
+    bench.ahead.top_up()
+    assert len(bench.log) == 6, "there is nothing more"
+
+
+def test_the_next_layers_are_read_whether_there_is_room_or_not() -> None:
+    """A layer is not held up by the memory of those after it."""
+    bench = Bench(room=0)
+    source = bench.source()
+
+    bench.ahead.join(source)
+    assert bench.take_log() == layers("a", *range(LAYERS_AHEAD))
+    for layer in range(source.num_layers):
+        source.ask_for(layer)
+        bench.ahead.top_up()
+        expected = [layer + LAYERS_AHEAD] if layer + LAYERS_AHEAD < source.num_layers else []
+        assert bench.take_log() == layers("a", *expected)
+
+
+@pytest.mark.parametrize("room", [3, 4, 5])
+def test_more_layers_are_read_as_far_as_there_is_room(room: int) -> None:
+    bench = Bench(room)
+    source = bench.source(num_layers=12)
+
+    bench.ahead.join(source)
+    assert bench.take_log() == layers("a", *range(room))
+    bench.ahead.top_up()
+    assert bench.take_log() == [], "the room is taken"
+    source.ask_for(2)
+    bench.ahead.top_up()
+    assert bench.take_log() == layers("a", room, room + 1), "that of two layers is free again"
+    assert bench.pool.used_bytes == bench.pool.limit_bytes
+
+
+def test_room_is_what_a_layer_of_the_source_takes() -> None:
+    bench = Bench(room=7)
+    source = bench.source(num_layers=9, size=2 * MIB)
+
+    bench.ahead.join(source)
+
+    assert bench.log == layers("a", 0, 1, 2)
+
+
+def test_the_request_that_is_nearest_to_what_it_has_goes_first() -> None:
+    bench = Bench(room=3)
+    first, second = bench.source("a", 20), bench.source("b", 20)
+    bench.ahead.join(first)
+    bench.ahead.join(second)
+    assert bench.take_log() == layers("a", 0, 1, 2) + layers("b", 0, 1)
+    first.ask_for(2)
+    bench.pool.limit_bytes = 100 * MIB
+
+    bench.ahead.top_up()
+
+    # a has nothing beyond its layer, b has two layers: a catches up, then they take turns.
+    assert bench.log[:6] == [("a", 3), ("a", 4), ("a", 5), ("b", 2), ("a", 6), ("b", 3)]
+    assert sorted(bench.log) == sorted(layers("a", *range(3, 20)) + layers("b", *range(2, 20)))
+
+
+def test_without_room_a_request_far_ahead_does_not_keep_another_from_its_next_layer() -> None:
+    bench = Bench(room=4)
+    first, second = bench.source("a", 20), bench.source("b", 20)
+    bench.ahead.join(first)
+    assert bench.take_log() == layers("a", 0, 1, 2, 3)
+
+    bench.ahead.join(second)
+
+    assert bench.take_log() == layers("b", *range(LAYERS_AHEAD))
+    second.ask_for(0)
+    bench.ahead.top_up()
+    assert bench.take_log() == layers("b", LAYERS_AHEAD)
+
+
+def test_who_waits_is_read_after_those_under_way_in_the_order_of_arrival() -> None:
+    bench = Bench(room=0)
+    waiting = [bench.source(name, 3) for name in "bc"]
+    for source in waiting:
+        bench.ahead.wait(source, 100 * MIB)
+    assert bench.take_log() == [], "no room"
+    bench.pool.limit_bytes = 100 * MIB
+
+    bench.ahead.join(bench.source("a", 4))
+
+    assert bench.log == layers("a", 0, 1, 2, 3) + layers("b", 0, 1, 2) + layers("c", 0, 1, 2)
+
+
+def test_who_waits_gets_no_room_that_those_under_way_can_use() -> None:
+    bench = Bench(room=5)
+    bench.ahead.join(bench.source("a", 8))
+    assert bench.take_log() == layers("a", 0, 1, 2, 3, 4)
+
+    bench.ahead.wait(bench.source("b"), 100 * MIB)
+
+    assert bench.log == []
+
+
+def test_a_place_in_the_queue_is_kept_while_there_is_no_room() -> None:
+    """A small one that came later must not overtake for ever."""
+    bench = Bench(room=3)
+    bench.ahead.wait(bench.source("large", size=4 * MIB), 100 * MIB)
+    bench.ahead.wait(bench.source("small"), 100 * MIB)
+
+    assert bench.log == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "count"), [(0, 1), (MIB - 1, 1), (2 * MIB, 2), (3.5 * MIB, 3), (100 * MIB, 6)]
+)
+def test_who_waits_is_read_up_to_a_limit_but_one_layer_in_any_case(
+    limit: float, count: int
+) -> None:
+    bench = Bench(room=100)
+    source = bench.source()
+
+    bench.ahead.wait(source, limit)
+    bench.ahead.top_up()
+
+    assert bench.log == layers("a", *range(count))
+
+
+def test_who_has_waited_goes_on_where_it_was() -> None:
+    bench = Bench(room=100)
+    source = bench.source()
+    bench.ahead.wait(source, 2 * MIB)
+    assert bench.take_log() == layers("a", 0, 1)
+
+    bench.ahead.join(source)
+    assert bench.take_log() == layers("a", 2, 3, 4, 5)
+
+    bench.leave(source)
+    bench.ahead.top_up()
+    assert bench.log == []
+
+
+def test_who_has_joined_does_not_wait_any_more() -> None:
+    """Else it would take room of its limit after it has left."""
+    bench = Bench(room=0)
+    source = bench.source()
+    bench.ahead.wait(source, 100 * MIB)
+    bench.ahead.join(source)
+    assert bench.take_log() == layers("a", *range(LAYERS_AHEAD))
+    bench.ahead.leave(source)
+    bench.pool.limit_bytes = 100 * MIB
+
+    bench.ahead.top_up()
+
+    assert bench.log == []
+
+
+@pytest.mark.parametrize("under_way", [True, False])
+def test_nothing_is_read_for_who_has_left(under_way: bool) -> None:
+    bench = Bench(room=0)
+    gone, stays = bench.source("gone"), bench.source("stays", 3)
+    for source in (gone, stays):
+        if under_way:
+            bench.ahead.join(source)
+        else:
+            bench.ahead.wait(source, 100 * MIB)
+    bench.take_log()
+    bench.leave(gone)
+    bench.pool.limit_bytes = 100 * MIB
+
+    bench.ahead.top_up()
+
+    assert {name for name, _ in bench.log} == {"stays"}
+
+
+def test_a_source_that_never_joined_may_leave() -> None:
+    """As one that only measures how fast reading is."""
+    bench = Bench(room=100)
+    source = bench.source()
+
+    bench.leave(source)
+
+    assert bench.waste_of_next() == WASTE
+
+
+def test_without_waste_nothing_is_ever_read_ahead() -> None:
+    bench = Bench(room=100, waste=0.0)
+    source = bench.source()
+
+    bench.ahead.join(source)
+    bench.ahead.wait(bench.source("b"), 100 * MIB)
+    bench.ahead.top_up()
+
+    assert not bench.ahead.enabled and bench.log == [] and source.refined == []
+    assert Bench(1, waste=1e-9).ahead.enabled
+
+
+def test_those_under_way_are_told_to_look_again_at_each_turn() -> None:
+    bench = Bench(room=0)
+    live, waiting = bench.source("a"), bench.source("b")
+    bench.ahead.join(live)
+    bench.ahead.wait(waiting, 0.0)
+    for layer in (0, 1):
+        live.ask_for(layer)
+        bench.ahead.top_up()
+
+    assert live.refined[-2:] == [(0, WASTE), (1, WASTE)]
+    assert waiting.refined == [], "it has chosen nothing yet"
+    bench.leave(live)
+    turns = len(live.refined)
+    bench.ahead.top_up()
+    assert len(live.refined) == turns
+
+
+def gone(bench: Bench, ahead: float, used: float, demanded: float = 0.0) -> None:
+    """A source has left that read so many bytes ahead, of which so many were wanted."""
+    source = bench.source("past")
+    source.stats.ahead_bytes, source.stats.ahead_used_bytes = int(ahead), int(used)
+    source.stats.ssd_bytes = int(ahead + demanded)
+    bench.leave(source)
+
+
+def test_at_first_so_much_may_be_read_in_vain() -> None:
+    bench = Bench(room=100)
+    gone(bench, ahead=FIRST_ALLOWANCE_BYTES, used=0)
+    assert bench.waste_of_next() == WASTE
+
+    gone(bench, ahead=1, used=0)
+
+    assert bench.waste_of_next() == 0.0
+
+
+def test_after_too_much_in_vain_only_what_is_certain_is_read_until_it_is_a_small_share() -> None:
+    bench = Bench(room=100)
+    gone(bench, ahead=FIRST_ALLOWANCE_BYTES + 40 * MIB, used=0)
+    assert bench.waste_of_next() == 0.0
+
+    # A quarter of 159 MiB, whether they were read ahead or not, is less than 40 MiB.
+    gone(bench, ahead=100 * MIB, used=100 * MIB)
+    gone(bench, ahead=0, used=0, demanded=59 * MIB)
+    assert bench.waste_of_next() == 0.0
+    gone(bench, ahead=0, used=0, demanded=MIB)
+    assert bench.waste_of_next() == WASTE
+    gone(bench, ahead=5, used=3)
+    assert bench.waste_of_next() == 0.0, "so near to the bound each byte counts"
+
+
+def test_the_bound_holds_for_all_kinds_of_sources() -> None:
+    bench = Bench(room=100)
+    live, waiting = bench.source("a"), bench.source("b")
+    gone(bench, ahead=FIRST_ALLOWANCE_BYTES + 1, used=0)
+
+    bench.ahead.join(live)
+    bench.ahead.wait(waiting, 100 * MIB)
+
+    assert live.wastes == waiting.wastes == [0.0] * 6, "certain ones are still asked for"
+    assert {waste for _, waste in live.refined} == {0.0}
+
+
+STEPS = st.tuples(
+    st.sampled_from(["join", "wait", "ask", "leave", "top up"]),
+    st.integers(0, 3),
+    st.integers(0, 9),
+)
+
+
+@given(room=st.integers(0, 8), steps=st.lists(STEPS, max_size=40))
+def test_no_layer_is_read_twice_and_room_is_kept(
+    room: int, steps: list[tuple[str, int, int]]
+) -> None:
+    bench = Bench(room)
+    sources: dict[int, FakeSource] = {}
+    live: set[int] = set()
+    for step, number, amount in steps:
+        source = sources.get(number)
+        if step == "wait" and source is None:
+            sources[number] = bench.source(str(number))
+            bench.ahead.wait(sources[number], amount * MIB)
+        elif step == "join" and number not in live:
+            sources.setdefault(number, bench.source(str(number)))
+            live.add(number)
+            bench.ahead.join(sources[number])
+        elif step == "ask" and number in live and source is not None:
+            if source.layer + 1 < source.num_layers:
+                source.ask_for(source.layer + 1)
+        elif step == "leave" and source is not None:
+            bench.leave(sources.pop(number))
+            live.discard(number)
+        else:
+            bench.ahead.top_up()
+
+        for name, own in sources.items():
+            assert list(own.memory) == sorted(own.memory)
+            if name in live and step != "ask":
+                done = own.next_ahead == own.num_layers
+                assert done or own.next_ahead > own.layer + LAYERS_AHEAD
+        # Each source under way may have its next layers beyond the room, and the present one.
+        beyond = sum(LAYERS_AHEAD + 1 for _ in live)
+        assert bench.pool.used_bytes <= (room + beyond) * MIB

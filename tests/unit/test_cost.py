@@ -1,0 +1,163 @@
+"""The two terms of what something costs are learnt from what it took, whatever their scale."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impress_sglang.cost import LEAST, MEMORY, TwoTermCost
+
+
+def sizes(seed: int, count: int = 300) -> Iterator[tuple[float, float]]:
+    """Both terms vary on their own, over two orders of magnitude."""
+    pick = random.Random(seed)
+    for _ in range(count):
+        yield 10 ** pick.uniform(0, 2), 10 ** pick.uniform(2, 4)
+
+
+def teach(
+    cost: TwoTermCost, per_x: float, per_y: float, *, seed: int = 1, noise: float = 0.0
+) -> None:
+    pick = random.Random(seed + 100)
+    for x, y in sizes(seed):
+        cost.observe(x, y, (per_x * x + per_y * y) * pick.uniform(1 - noise, 1 + noise))
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("common", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("wrong", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("ratio", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_both_terms_are_learnt_from_a_wrong_first_guess(
+    scale: float, common: float, wrong: float, ratio: float, noise: float
+) -> None:
+    """The guess is wrong by `common`, and by `wrong` in one term and the inverse in the other."""
+    per_x, per_y = scale, scale * ratio / 100
+    cost = TwoTermCost(common * per_x * wrong, common * per_y / wrong)
+
+    teach(cost, per_x, per_y, noise=noise)
+
+    assert cost.solve() == pytest.approx((per_x, per_y), rel=0.15)
+    assert cost.seconds(30, 2000) == pytest.approx(30 * per_x + 2000 * per_y, rel=0.05)
+
+
+def test_the_first_guess_stands_until_something_was_seen() -> None:
+    cost = TwoTermCost(3e-3, 5e-9)
+
+    assert cost.observations == 0
+    assert cost.solve() == pytest.approx((3e-3, 5e-9))
+    assert cost.seconds(2, 1e6) == pytest.approx(6e-3 + 5e-3)
+
+
+def test_one_observation_weighs_more_than_the_guess() -> None:
+    cost = TwoTermCost(1e-3, 1e-6)
+
+    cost.observe(100, 100_000, 2.0)
+
+    assert cost.observations == 1
+    assert cost.seconds(100, 100_000) == pytest.approx(2.0, rel=0.05)
+
+
+def test_short_ones_count_as_much_as_long_ones() -> None:
+    """The cost of x shows in short ones only, of which there are as many."""
+    cost = TwoTermCost(1.0, 1.0)
+    for _ in range(100):
+        cost.observe(1, 1e-3, 0.5)
+        cost.observe(1, 1e6, 0.5 + 2e3)
+
+    assert cost.solve() == pytest.approx((0.5, 2e-3), rel=0.1)
+
+
+@given(
+    x=st.floats(0, 1e6),
+    y=st.floats(1e-3, 1e9),
+    seconds=st.floats(1e-7, 1e4),
+    count=st.integers(1, 300),
+)
+def test_identical_observations_leave_both_terms_finite_and_positive(
+    x: float, y: float, seconds: float, count: int
+) -> None:
+    cost = TwoTermCost(1e-3, 1e-6)
+    for _ in range(count):
+        cost.observe(x, y, seconds)
+
+    for term in cost.solve():
+        assert math.isfinite(term) and term > 0
+
+
+@pytest.mark.parametrize("seconds", [1e-3, 0.1, 20.0])
+def test_identical_observations_are_explained(seconds: float) -> None:
+    """They cannot tell the terms apart, but say what both make together."""
+    cost = TwoTermCost(1e-3, 1e-6)
+    for _ in range(300):
+        cost.observe(40, 30_000, seconds)
+
+    assert cost.seconds(40, 30_000) == pytest.approx(seconds, rel=0.05)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1e6), st.floats(1e-3, 1e9), st.floats(1e-7, 1e4)),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_any_observations_leave_both_terms_finite_and_positive(
+    observations: list[tuple[float, float, float]],
+) -> None:
+    cost = TwoTermCost(1e-3, 1e-6)
+    for observation in observations:
+        cost.observe(*observation)
+
+        for term in cost.solve():
+            assert math.isfinite(term) and term > 0
+
+
+def test_a_term_that_costs_nothing_is_bounded_and_the_other_is_right() -> None:
+    cost = TwoTermCost(1e-3, 1e-6)
+
+    teach(cost, 0.0, 1e-5)
+
+    per_x, per_y = cost.solve()
+    assert 0 < per_x <= 10 * LEAST * 1e-3
+    assert per_y == pytest.approx(1e-5, rel=0.02)
+
+
+@pytest.mark.parametrize("changed", [0.1, 10.0])
+def test_what_was_is_forgotten(changed: float) -> None:
+    cost = TwoTermCost(1e-3, 1e-5)
+    teach(cost, 1e-3, 1e-5)
+    before = cost.solve()
+
+    for seed in range(2, 8):
+        teach(cost, 1e-3 * changed, 1e-5 / changed, seed=seed)
+
+    assert before == pytest.approx((1e-3, 1e-5), rel=0.05)
+    assert cost.solve() == pytest.approx((1e-3 * changed, 1e-5 / changed), rel=0.1)
+
+
+def test_it_takes_more_than_one_odd_observation_to_forget() -> None:
+    cost = TwoTermCost(1e-3, 1e-5)
+    for _ in range(MEMORY):
+        cost.observe(10, 1000, 0.02)
+
+    cost.observe(10, 1000, 2.0)
+
+    assert cost.seconds(10, 1000) == pytest.approx(0.02, rel=0.02)
+
+
+@pytest.mark.parametrize(("y", "seconds"), [(0.0, 1.0), (-1.0, 1.0), (5.0, 0.0), (5.0, -1.0)])
+def test_what_says_nothing_changes_nothing(y: float, seconds: float) -> None:
+    """Nothing was done, or the clock did not move."""
+    cost = TwoTermCost(1e-3, 1e-5)
+    teach(cost, 2e-3, 2e-5)
+    before, count = cost.solve(), cost.observations
+
+    cost.observe(3.0, y, seconds)
+
+    assert (cost.solve(), cost.observations) == (before, count)

@@ -1,0 +1,267 @@
+"""Whether to load or to compute, and how much to load, on machines that are known exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from impress_sglang.management.estimate import (
+    LEAST_OBSERVED_TOKENS,
+    RETENTIONS,
+    Estimate,
+    Estimator,
+    StoredBytes,
+    Work,
+    buffer_bytes,
+    pairs_of,
+)
+
+HIDDEN_SIZE = 2048
+CODES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Seconds per unit: tokens and pairs of the model, tokens and pairs of identification."""
+
+    per_token: float
+    per_pair: float
+    per_loaded: float
+    per_scored: float
+    per_copied: float
+
+    def forward(self, before: float, new: int) -> float:
+        return self.per_token * new + self.per_pair * new * (before + (new + 1) / 2)
+
+    def load(self, work: Work, *, whole: bool) -> float:
+        if whole:
+            return 2 * self.per_copied * work.stored
+        return self.per_loaded * work.stored + self.per_scored * work.stored * work.new
+
+
+MACHINES = {
+    "two cores": Machine(2e-3, 3e-7, 2e-6, 2e-8, 1e-6),
+    "a small GPU": Machine(2e-4, 1e-8, 4e-6, 1e-9, 4e-7),
+    "a large GPU": Machine(4e-5, 1.5e-9, 1e-6, 2e-10, 1e-7),
+    "far slower": Machine(3e-2, 1e-6, 5e-5, 1e-7, 5e-5),
+}
+
+
+def taught(machine: Machine, *, noise: float = 0.0) -> Estimator:
+    """After some hundred requests of all lengths."""
+    pick, estimator = random.Random(5), Estimator(HIDDEN_SIZE)
+    for _ in range(300):
+        work = Work(0, stored=pick.randint(256, 20_000), new=pick.randint(16, 4000))
+        factor = pick.uniform(1 - noise, 1 + noise)
+        before = pick.choice([0, 0, pick.randint(0, 20_000)])
+        seconds = machine.forward(before, work.new)
+        estimator.note_forward(work.new, pairs_of(before, work.new), seconds * factor)
+        for whole in (False, True):
+            estimator.note_load(work, machine.load(work, whole=whole) * factor, whole=whole)
+    return estimator
+
+
+WORKS = [
+    Work(resident=0, stored=300, new=20),
+    Work(resident=0, stored=8000, new=100),
+    Work(resident=4000, stored=2000, new=500),
+    Work(resident=0, stored=16_000, new=3000),
+]
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("retention", [0.05, 0.25, 0.75, 1.0])
+def test_what_requests_take_is_learnt_within_a_tenth(
+    name: str, noise: float, retention: float
+) -> None:
+    machine = MACHINES[name]
+    estimator = taught(machine, noise=noise)
+
+    for work in WORKS:
+        found = estimator.estimate(work, retention, 1.25)
+
+        hit = machine.forward(work.resident + retention * work.stored, work.new)
+        hit += machine.load(work, whole=retention == 1.0)
+        miss = machine.forward(work.resident, work.stored + work.new)
+        assert found.compute == pytest.approx(hit, rel=0.1)
+        assert found.recompute == pytest.approx(miss, rel=0.1)
+        assert (found.retention, found.io) == (retention, 1.25)
+
+
+def test_pairs_are_those_of_new_tokens_and_what_they_attend_to() -> None:
+    """Each attends to all before it, and to itself."""
+    for before, new in ((0, 1), (0, 5), (7, 1), (7, 4)):
+        assert pairs_of(before, new) == sum(before + own for own in range(1, new + 1))
+
+
+def test_where_nothing_is_known_it_loads() -> None:
+    found = Estimator(HIDDEN_SIZE).estimate(WORKS[1], 0.25, 1e9)
+
+    assert found.load is None and found.recompute is None and found.compute is None
+    assert found.loads_faster, "there is nothing that speaks against it"
+    assert not found.hidden, "but nothing says that reading is hidden"
+
+
+def test_passes_of_a_few_tokens_say_nothing() -> None:
+    """They are all overhead."""
+    estimator = Estimator(HIDDEN_SIZE)
+
+    estimator.note_forward(LEAST_OBSERVED_TOKENS - 1, 1e3, 5.0)
+    assert estimator.estimate(WORKS[0], 0.25, 0.0).load is None
+    estimator.note_forward(LEAST_OBSERVED_TOKENS, 1e3, 5.0)
+
+    assert estimator.estimate(WORKS[0], 0.25, 0.0).load is not None
+
+
+def test_loading_is_guessed_before_any_was_seen() -> None:
+    """One pass of the model is enough to choose by."""
+    estimator = Estimator(HIDDEN_SIZE)
+    estimator.note_forward(1000, pairs_of(0, 1000), 1.0)
+
+    found = estimator.estimate(Work(0, 8000, 100), 0.25, 0.01)
+
+    assert found.compute is not None and found.recompute is not None
+    assert 0.1 < found.compute < 1.0 < 8.0 < found.recompute
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_slow_ssd_is_worse_than_computing_a_short_prefix_and_a_fast_one_better(name: str) -> None:
+    machine, work = MACHINES[name], Work(resident=0, stored=300, new=50)
+    estimator = taught(machine)
+    recompute = machine.forward(0, 350)
+
+    slow = estimator.estimate(work, 0.25, 1.2 * recompute)
+    fast = estimator.estimate(work, 0.25, 0.5 * recompute)
+
+    assert not slow.loads_faster and slow.load == slow.io and not slow.hidden
+    assert fast.loads_faster
+    nothing_to_read = estimator.estimate(work, 0.25, 0.0)
+    assert nothing_to_read.loads_faster and nothing_to_read.hidden
+    assert nothing_to_read.load == nothing_to_read.compute
+
+
+def test_reading_and_computing_run_at_the_same_time() -> None:
+    for io, compute, load in ((2.0, 3.0, 3.0), (3.0, 2.0, 3.0)):
+        found = Estimate(0.25, io, compute, 10.0)
+        assert found.load == load
+        assert found.hidden == (io <= compute)
+
+
+@pytest.mark.parametrize(("recompute", "faster"), [(2.9, False), (3.0, True), (3.1, True)])
+def test_loads_where_that_takes_no_longer(recompute: float, faster: bool) -> None:
+    assert Estimate(0.25, 3.0, 2.0, recompute).loads_faster is faster
+
+
+def estimates(*ios: float) -> list[Estimate]:
+    """By falling retention, beside half a second of computing."""
+    retentions = (*RETENTIONS, 0.25)
+    return [Estimate(r, io, 0.5, 9.0) for r, io in zip(retentions, ios, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("ios", "retention"),
+    [
+        ((0.1, 0.1, 0.1, 0.1, 0.1), 1.0),
+        ((0.9, 0.7, 0.5, 0.4, 0.3), 0.5),
+        ((0.9, 0.9, 0.9, 0.6, 0.4), 0.25),
+        ((9.0, 8.0, 7.0, 6.0, 5.0), 0.25),
+        ((0.9, 0.4, 0.9, 0.9, 0.9), 0.75),
+    ],
+    ids=["all are hidden", "some", "the floor", "none: the floor", "only one"],
+)
+def test_auto_takes_the_largest_hidden_retention_and_else_its_floor(
+    ios: tuple[float, ...], retention: float
+) -> None:
+    assert Estimator(HIDDEN_SIZE).largest_hidden(estimates(*ios)).retention == retention
+
+
+def test_auto_takes_its_floor_where_nothing_is_known() -> None:
+    estimator = Estimator(HIDDEN_SIZE)
+    unknown = [estimator.estimate(WORKS[1], retention, 0.0) for retention in (1.0, 0.5, 0.25)]
+
+    assert estimator.largest_hidden(unknown).retention == 0.25
+
+
+def test_retentions_that_auto_tries_fall_from_all() -> None:
+    assert RETENTIONS[0] == 1.0 and list(RETENTIONS) == sorted(set(RETENTIONS), reverse=True)
+
+
+def stored(chances: dict[int, float], *, probe_bytes: int = 0, usual: float = 0.25) -> StoredBytes:
+    counts = np.zeros(CODES)
+    for code, num_bytes in chances.items():
+        counts[code] = num_bytes
+    return StoredBytes(probe_bytes, counts, usual)
+
+
+def test_usual_requests_are_expected_to_read_by_the_chances() -> None:
+    found = stored({0: 4e6, 51: 1e6, 255: 2e5}, probe_bytes=300)
+
+    assert found.expected(0.25) == pytest.approx(300 + 0.2 * 1e6 + 2e5)
+
+
+def test_a_whole_prefix_is_all_that_is_on_the_ssd() -> None:
+    assert stored({0: 4e6, 51: 1e6, 255: 2e5}, probe_bytes=300).expected(1.0) == 300 + 5.2e6
+
+
+def test_twice_the_retention_asks_twice() -> None:
+    """As if each block were wanted by either of two requests."""
+    found = stored({102: 1e6}, usual=0.2)
+
+    assert found.expected(0.2) == pytest.approx(0.4e6)
+    assert found.expected(0.4) == pytest.approx((1 - 0.6**2) * 1e6)
+    assert found.expected(0.1) == pytest.approx((1 - 0.6**0.5) * 1e6)
+
+
+def test_rules_that_look_at_all_keys_read_half_of_all_and_a_part_of_the_rest() -> None:
+    found = stored({51: 1e6}, probe_bytes=300)
+
+    assert found.expected(0.25, all_keys=True) == pytest.approx(300 + 0.5e6 + 0.1e6)
+    assert found.expected(1.0, all_keys=True) == found.expected(1.0) == 300 + 1e6
+
+
+COUNTS = arrays.arrays(np.float64, CODES, elements=st.sampled_from([0.0, 0.0, 4096.0, 1e7]))
+
+
+@given(
+    counts=COUNTS,
+    probe_bytes=st.integers(0, 1 << 20),
+    usual=st.floats(0.05, 1.0),
+    retentions=st.lists(st.floats(0.01, 1.0), min_size=2, max_size=6),
+    all_keys=st.booleans(),
+)
+def test_a_larger_retention_never_reads_less(
+    counts: np.ndarray,
+    probe_bytes: int,
+    usual: float,
+    retentions: list[float],
+    all_keys: bool,
+) -> None:
+    found = StoredBytes(probe_bytes, counts, usual)
+
+    by_retention = [found.expected(own, all_keys=all_keys) for own in sorted([*retentions, 1.0])]
+
+    rounding = 1e-9 * (1 + counts.sum())
+    assert all(a <= b + rounding for a, b in itertools.pairwise(by_retention))
+    assert probe_bytes <= by_retention[0] + rounding
+    assert by_retention[-1] == pytest.approx(probe_bytes + counts.sum())
+
+
+@pytest.mark.parametrize(
+    ("io", "compute", "expected"), [(0.5, 0.2, 3e8), (0.2, 0.5, 0.0), (0.5, None, 5e8)]
+)
+def test_as_much_is_read_before_as_would_be_waited_for(
+    io: float, compute: float | None, expected: float
+) -> None:
+    found = buffer_bytes(1e9, Estimate(0.25, io, compute, None))
+
+    assert found == pytest.approx(expected)
+    assert math.isfinite(found)

@@ -1,0 +1,294 @@
+"""Chances of blocks: learnt from what requests wanted, and what is worth reading by them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
+from impress_sglang.transfer.expectation import (
+    AVERAGE_WEIGHT,
+    LEAST_CHANCE,
+    ORDERED_REST,
+    ORDERED_SHARES,
+    STEPS,
+    BlockHistory,
+    chances_after,
+    first_shares,
+    likely_blocks,
+)
+from tests.unit.kv_factory import (
+    PROBE,
+    chunk_disk_bytes,
+    make_shape,
+    row_size,
+    rows_in,
+    streams_of,
+)
+
+BLOCK = 4096
+FIRST_REQUESTS = round(1 / AVERAGE_WEIGHT)
+# Each update rounds by half a step at most, and later ones forget that with their weight.
+NEAR = 1.001 / 2 / AVERAGE_WEIGHT / STEPS
+
+# Rows of keys and of values of 1 KiB; a chunk of 8 tokens has two blocks.
+SHAPE = make_shape(query_heads=4, kv_heads=4, key_dim=85, value_dim=64, probe=(3,))
+SHAPES = {
+    "two blocks": SHAPE,
+    "padding": make_shape(),
+    "no other keys": make_shape(query_heads=2, kv_heads=1, probe=(0,)),
+    "rows of several blocks": make_shape(query_heads=2, key_dim=500, value_dim=1500),
+    "sketch": make_shape(key_dim=16, sketch_bits=4),
+    "sketch, cut rows": make_shape(
+        query_heads=3, kv_heads=3, key_dim=128, value_dim=160, dtype=torch.bfloat16, sketch_bits=4
+    ),
+}
+CHUNK_TOKENS, NUM_TOKENS = 8, 83
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request: pytest.FixtureRequest) -> KVShape:
+    return SHAPES[request.param]
+
+
+def layout_of(shape: KVShape, num_tokens: int = NUM_TOKENS) -> SegmentLayout:
+    return SegmentLayout(shape, CHUNK_TOKENS, num_tokens, BLOCK)
+
+
+def chunks_in(shape: KVShape, stream: Stream) -> int:
+    """By hand; those of a stream without heads are empty."""
+    return -(-rows_in(shape, stream, NUM_TOKENS) // CHUNK_TOKENS)
+
+
+def split(shape: KVShape, layer_shares: np.ndarray) -> dict[Stream, np.ndarray]:
+    """Shares of a layer by stream."""
+    streams = streams_of(shape)
+    edges = list(itertools.accumulate(chunks_in(shape, stream) for stream in streams))
+    assert edges[-1] == len(layer_shares)
+    return dict(zip(streams, np.split(layer_shares, edges[:-1]), strict=True))
+
+
+@pytest.mark.parametrize("retention", [0.05, 0.25, 0.5, 1.0])
+def test_without_an_order_each_chunk_is_expected_to_be_wanted_as_much(
+    shape: KVShape, retention: float
+) -> None:
+    shares = first_shares(layout_of(shape), retention, ordered=False)
+
+    layers = shares.reshape(shape.num_layers, -1)
+    assert (layers == layers[0]).all()
+    for stream, own in split(shape, layers[0]).items():
+        assert own.tolist() == [1.0 if stream == PROBE else retention] * len(own)
+
+
+@pytest.mark.parametrize("retention", [0.1, 0.25])
+def test_with_an_order_the_first_part_has_most(shape: KVShape, retention: float) -> None:
+    """By the middle of a chunk: up to once the retention, up to twice, and the rest."""
+    shares = first_shares(layout_of(shape), retention, ordered=True)
+
+    layers = shares.reshape(shape.num_layers, -1)
+    assert (layers == layers[0]).all()
+    (once, first), (twice, second) = ORDERED_SHARES
+    for stream, own in split(shape, layers[0]).items():
+        if stream == PROBE:
+            assert (own == 1.0).all(), "every probe reads all of it"
+            continue
+        for chunk, share in enumerate(own):
+            middle = (chunk + 0.5) * CHUNK_TOKENS / NUM_TOKENS / retention
+            assert share == (first if middle < once else second if middle < twice else ORDERED_REST)
+        assert (np.diff(own) <= 0).all() and own[0] > own[-1]
+
+
+def test_chances_begin_with_what_is_expected_of_the_chunks(shape: KVShape) -> None:
+    """A block is wanted if one of its rows is, as if they were wanted independently."""
+    layout = layout_of(shape)
+    pick = np.random.default_rng(4)
+    shares = pick.random(shape.num_layers * sum(chunks_in(shape, s) for s in streams_of(shape)))
+    shares[::7], shares[::11] = 0.0, 1.0
+
+    history = BlockHistory(layout, shares)
+
+    assert history.codes.dtype == np.uint8
+    assert history.codes.shape == (shape.num_layers, layout.layer_bytes // BLOCK)
+    assert history.num_bytes == history.codes.size
+    for layer, own in enumerate(shares.reshape(shape.num_layers, -1)):
+        expected: list[float] = []
+        for stream, by_chunk in split(shape, own).items():
+            rows = max(1, round(BLOCK / max(row_size(shape, stream), 1)))
+            for chunk, share in enumerate(by_chunk):
+                size = chunk_disk_bytes(shape, stream, CHUNK_TOKENS, NUM_TOKENS, chunk)
+                expected += [1 - (1 - share) ** rows] * (size // BLOCK)
+        np.testing.assert_allclose(history.codes[layer] / STEPS, expected, atol=0.51 / STEPS)
+
+
+def test_shares_out_of_range_are_bounded() -> None:
+    layout = layout_of(SHAPE)
+    shares = np.tile([-0.5, 1.5], layout.total_chunks // 2 + 1)[: layout.total_chunks]
+
+    assert set(BlockHistory(layout, shares).codes.reshape(-1).tolist()) == {0, STEPS}
+
+
+KEY_BLOCKS, VALUE_BLOCKS = slice(11, 14), slice(40, 43)
+
+
+def fresh() -> BlockHistory:
+    layout = layout_of(SHAPE)
+    return BlockHistory(layout, first_shares(layout, 0.25, ordered=False))
+
+
+def averaged(wanted: list[bool]) -> float:
+    """By the definition: the mean of the first ones, then a tenth of each newer one."""
+    first = wanted[:FIRST_REQUESTS]
+    average = sum(first) / len(first)
+    for own in wanted[FIRST_REQUESTS:]:
+        average = (1 - AVERAGE_WEIGHT) * average + AVERAGE_WEIGHT * own
+    return average
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, FIRST_REQUESTS])
+def test_first_requests_give_their_plain_mean(count: int) -> None:
+    """What was expected at first is gone with the first one."""
+    history = fresh()
+    for number in range(count):
+        wanted = np.array([True, False, number % 3 == 0])
+        history.note(0, values=False, blocks=KEY_BLOCKS, wanted=wanted)
+
+    found = history.codes[0, KEY_BLOCKS] / STEPS
+    third = len(range(0, count, 3)) / count
+    np.testing.assert_allclose(found, [1.0, 0.0, third], atol=NEAR)
+    assert found[:2].tolist() == [1.0, 0.0]
+
+
+def test_later_requests_move_an_exponential_average() -> None:
+    history = fresh()
+    for number in range(40):
+        history.note(1, values=True, blocks=VALUE_BLOCKS, wanted=np.full(3, number < 20))
+
+    found = history.codes[1, VALUE_BLOCKS] / STEPS
+    np.testing.assert_allclose(found, 0.9**20, atol=NEAR)
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=60))
+def test_chances_are_those_of_the_definition(wanted: list[list[bool]]) -> None:
+    history = fresh()
+    for own in wanted:
+        history.note(0, values=False, blocks=KEY_BLOCKS, wanted=np.array(own))
+
+    expected = [averaged([own[block] for own in wanted]) for block in range(3)]
+    np.testing.assert_allclose(history.codes[0, KEY_BLOCKS] / STEPS, expected, atol=NEAR)
+
+
+def test_a_block_that_is_always_or_never_wanted_becomes_certain() -> None:
+    """Rounding must not stop it short."""
+    history = fresh()
+    for _ in range(FIRST_REQUESTS):
+        for wanted in ([True, False, False], [False, True, True]):
+            history.note(0, values=False, blocks=KEY_BLOCKS, wanted=np.array(wanted))
+    for _ in range(200):
+        history.note(0, values=False, blocks=KEY_BLOCKS, wanted=np.array([True, False, True]))
+
+    found = history.codes[0, KEY_BLOCKS] / STEPS
+    np.testing.assert_allclose(found, [1.0, 0.0, 1.0], atol=NEAR)
+
+
+def test_keys_and_values_and_layers_are_counted_apart() -> None:
+    """Where all keys are read, values have fewer requests that say something, or more."""
+    history, wanted = fresh(), np.array([True, False, True])
+    before = history.codes.copy()
+    for _ in range(4):
+        history.note(1, values=True, blocks=VALUE_BLOCKS, wanted=wanted)
+    history.note(1, values=False, blocks=KEY_BLOCKS, wanted=wanted)
+
+    assert history.codes[1, KEY_BLOCKS].tolist() == [STEPS, 0, STEPS], "the first one of keys"
+    history.note(1, values=False, blocks=KEY_BLOCKS, wanted=~wanted)
+    history.note(1, values=True, blocks=VALUE_BLOCKS, wanted=~wanted)
+
+    np.testing.assert_allclose(history.codes[1, KEY_BLOCKS] / STEPS, 0.5, atol=NEAR)
+    np.testing.assert_allclose(history.codes[1, VALUE_BLOCKS] / STEPS, [0.8, 0.2, 0.8], atol=NEAR)
+    history.codes[1, KEY_BLOCKS] = before[1, KEY_BLOCKS]
+    history.codes[1, VALUE_BLOCKS] = before[1, VALUE_BLOCKS]
+    assert np.array_equal(history.codes, before), "nothing else has changed"
+    assert [history.requests(layer) for layer in (0, 1)] == [0, 2], "of both"
+
+
+CODES = arrays.arrays(np.uint8, st.integers(0, 60))
+CASES = CODES.flatmap(
+    lambda codes: st.tuples(
+        st.just(codes),
+        arrays.arrays(np.bool_, len(codes)),
+        st.sampled_from([0.0, 0.05, 0.2, 1.0, 10.0]) | st.floats(0, 5),
+    )
+)
+
+
+@given(CASES)
+def test_what_is_likely_keeps_the_bound_and_is_the_likeliest(
+    case: tuple[np.ndarray, np.ndarray, float],
+) -> None:
+    codes, candidates, waste = case
+    given_codes, given_candidates = codes.copy(), candidates.copy()
+
+    found = likely_blocks(codes, candidates, waste)
+
+    assert not (found & ~candidates).any(), "others are there, or nobody needs them"
+    chances = codes.astype(np.int64)
+    in_vain, wanted = (STEPS - chances)[found].sum(), chances[candidates].sum()
+    assert in_vain <= waste * wanted
+    left = candidates & ~found
+    if found.any() and left.any():
+        assert chances[found].min() > chances[left].max()
+    # As many as possible: with the next likeliest ones as well the bound would be broken.
+    if left.any() and chances[left].max() >= round(LEAST_CHANCE * STEPS):
+        more = candidates & (chances >= chances[left].max())
+        assert (STEPS - chances)[more].sum() > waste * wanted
+    assert np.array_equal(codes, given_codes) and np.array_equal(candidates, given_candidates)
+
+
+def test_without_waste_only_what_is_certain_is_read() -> None:
+    codes = np.array([STEPS, STEPS - 1, 0, STEPS, 128, STEPS], np.uint8)
+    candidates = np.array([True, True, True, False, True, True])
+
+    assert likely_blocks(codes, candidates, 0.0).tolist() == [True, *[False] * 4, True]
+    assert not likely_blocks(codes[1:3], candidates[1:3], 0.0).any()
+
+
+def test_what_is_hardly_ever_wanted_is_never_read() -> None:
+    least = round(LEAST_CHANCE * STEPS)
+    codes = np.array([least - 1, least, 0, 200], np.uint8)
+
+    found = likely_blocks(codes, np.ones(4, np.bool_), 1e9)
+
+    assert found.tolist() == [False, True, False, True]
+
+
+def test_nothing_is_likely_where_there_is_nothing() -> None:
+    empty = np.zeros(0, np.bool_)
+
+    assert len(likely_blocks(np.zeros(0, np.uint8), empty, 1.0)) == 0
+    assert not likely_blocks(np.zeros(3, np.uint8), np.ones(3, np.bool_), 1.0).any()
+
+
+def test_the_bound_is_kept_over_all_layers_together() -> None:
+    """Not for each: what is certain in one layer pays for what is not in another."""
+    codes = np.array([[STEPS] * 8, [STEPS // 2] * 8], np.uint8)
+    candidates = np.ones((2, 8), np.bool_)
+
+    assert not likely_blocks(codes[1], candidates[1], 0.5).any()
+    assert likely_blocks(codes, candidates, 0.5).all()
+
+
+@pytest.mark.parametrize(("requests", "weight"), [(0, 1 / 2), (1, 1 / 2), (2, 1 / 3), (9, 1 / 10)])
+def test_layers_above_count_like_one_request(requests: int, weight: float) -> None:
+    chances = np.array([0, 51, 255, 102], np.uint8)
+    seen = np.array([1.0, 0.0, 0.5, 0.4])
+
+    found = chances_after(chances, requests, seen)
+
+    expected = (1 - weight) * chances / STEPS + weight * seen
+    np.testing.assert_allclose(found / STEPS, expected, atol=0.51 / STEPS)
+    assert found.dtype == np.uint8

@@ -1,0 +1,333 @@
+"""What a store knows before it reads, what it reads to measure, and reads that nobody waits for."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from impress_sglang.management.estimate import StoredBytes
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.transfer.source import Demand, SegmentSource
+from tests.unit import store_factory
+from tests.unit.kv_factory import (
+    PROBE,
+    SequenceKVs,
+    chunk_disk_bytes,
+    flip_byte,
+    holds_values,
+    kv_of,
+    lanes_of,
+    rows_in,
+    streams_of,
+)
+from tests.unit.store_factory import (
+    Workbench,
+    check_rows,
+    gb,
+    length,
+    look_up,
+    open_source,
+    path_of,
+    prompt,
+    rows,
+    three_prefixes,
+    use,
+)
+
+bench = store_factory.bench
+store = store_factory.store
+no_gaps = store_factory.no_gaps
+
+TOKENS = prompt(1, 40)
+CHUNK_TOKENS = 8
+
+
+def disk_bytes(bench: Workbench, *streams: int, num_tokens: int = len(TOKENS)) -> int:
+    """Bytes of streams of all layers of a segment."""
+    shape = bench.shape
+    sizes = [
+        chunk_disk_bytes(shape, stream, CHUNK_TOKENS, num_tokens, chunk)
+        for stream in streams
+        for chunk in range(-(-rows_in(shape, stream, num_tokens) // CHUNK_TOKENS))
+    ]
+    return shape.num_layers * sum(sizes)
+
+
+def bytes_of(
+    store: PrefixStore, tokens: tuple[int, ...] = TOKENS, *, start: int = 0, probe: bool = True
+) -> StoredBytes:
+    return store.stored_bytes(look_up(store, tokens), start, len(tokens), probe=probe)
+
+
+def read_layers(store: PrefixStore, *, probe: bool = True, keys: bool = True) -> SegmentSource:
+    """A request that reads all of the stored prefix, and is done."""
+    source = open_source(store, look_up(store, TOKENS))
+    for layer in range(source.num_layers):
+        if probe:
+            source.read_probe(layer)
+        source.read(layer, None, keys=keys)
+    store.close_source(source)
+    return source
+
+
+def wait_for_reads(source: SegmentSource) -> None:
+    deadline = time.monotonic() + 30
+    while source.is_reading:
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def test_before_the_first_read_all_is_on_the_ssd(bench: Workbench, store: PrefixStore) -> None:
+    bench.put(store, TOKENS)
+
+    found = bytes_of(store)
+
+    assert found.probe_bytes == disk_bytes(bench, PROBE)
+    assert found.expected(1.0) == disk_bytes(bench, *streams_of(bench.shape))
+    assert found.usual == 0.25
+    without = bytes_of(store, probe=False)
+    assert without.probe_bytes == 0
+    assert without.expected(1.0) == disk_bytes(bench, *kv_of(bench.shape))
+    assert 0 < without.expected(0.25) <= without.expected(0.5) <= without.expected(1.0)
+
+
+def test_a_part_counts_by_its_share_and_segments_are_added(bench: Workbench) -> None:
+    store = three_prefixes(bench)
+    everything = streams_of(bench.shape)
+    first, second = (disk_bytes(bench, *everything, num_tokens=n) for n in (13, 27))
+
+    assert bytes_of(store).expected(1.0) == pytest.approx(first + second, abs=2)
+    part = bytes_of(store, start=13).expected(1.0)
+    assert part == pytest.approx(second, abs=2)
+    part = bytes_of(store, start=22).expected(1.0)
+    assert part == pytest.approx(second * 18 / 27, abs=2)
+
+
+@pytest.mark.parametrize("cache", ["device_gb", "host_gb"])
+def test_what_is_cached_need_not_come_from_the_ssd(bench: Workbench, cache: str) -> None:
+    store = bench.open(**{cache: 0.001})
+    bench.put(store, TOKENS)
+    values = [stream for stream in kv_of(bench.shape) if holds_values(bench.shape, stream)]
+    keys = [stream for stream in kv_of(bench.shape) if stream not in values]
+
+    read_layers(store, probe=False, keys=False)
+    found = bytes_of(store)
+    assert found.probe_bytes == disk_bytes(bench, PROBE)
+    assert found.expected(1.0) == disk_bytes(bench, PROBE, *keys)
+
+    read_layers(store)
+    found = bytes_of(store)
+    assert found.probe_bytes == 0 and found.expected(1.0) == 0 and found.expected(0.1) == 0
+    assert read_layers(store).stats.ssd_bytes == 0, "which is so"
+
+
+def test_what_requests_wanted_is_expected_of_the_next_one(bench: Workbench) -> None:
+    """Only with reading ahead: what nobody asks for is not counted."""
+    for readahead in (0.0, 0.2):
+        store = bench.open(readahead=readahead)
+        if not readahead:
+            bench.put(store, TOKENS)
+        before = bytes_of(store, probe=False)
+        selected = torch.tensor([0, 3]).expand(lanes_of(bench.shape), -1)
+        for _ in range(2):
+            source = open_source(store, look_up(store, TOKENS))
+            for layer in range(source.num_layers):
+                source.read(layer, selected)
+            store.close_source(source)
+
+        after = bytes_of(store, probe=False)
+
+        assert after.expected(1.0) == before.expected(1.0)
+        if readahead:
+            # One block of each stream has both tokens.
+            wanted = disk_bytes(bench, *kv_of(bench.shape), num_tokens=CHUNK_TOKENS)
+            assert after.expected(0.25) == wanted < before.expected(0.25)
+        else:
+            assert after.expected(0.25) == before.expected(0.25)
+        bench.close(store)
+
+
+def test_measuring_reads_a_little_and_gives_all_back(bench: Workbench, store: PrefixStore) -> None:
+    bench.put(store, TOKENS)
+    match = look_up(store, TOKENS)
+    observed = store._reader.cost.observations
+
+    store.measure_reading(match)
+    measured = store._measuring
+    assert measured is not None
+    store.measure_reading(match)
+    assert store._measuring is measured, "one at a time"
+    assert store._readers.is_read(match.spans[0].segment.segment_id)
+    wait_for_reads(measured)
+    store.check_integrity()
+    store.poll()
+
+    assert store._measuring is None
+    assert not store._readers.is_read(match.spans[0].segment.segment_id)
+    assert store._reader.cost.observations > observed
+    per_layer = disk_bytes(bench, *streams_of(bench.shape)) // bench.shape.num_layers
+    assert store.stats.bytes_read == store.stats.bytes_read_ahead == per_layer
+    assert store.summary()["buffer_used_bytes"] == 0
+    store.check_integrity()
+    store.measure_reading(match)
+    assert store._measuring is not None, "and again"
+
+
+def test_measuring_teaches_what_a_slow_ssd_takes(bench: Workbench) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1, 400))
+    store.emulate_ssd(2.0)
+    before = store.seconds_to_read(1e6)
+
+    for _ in range(3):
+        store.measure_reading(look_up(store, prompt(1, 400)))
+        assert store._measuring is not None
+        wait_for_reads(store._measuring)
+        store.poll()
+
+    after = store.seconds_to_read(1e6)
+    # Without what the bucket lets pass at once.
+    assert before < 0.1 < 0.2 < after < 2.0
+    assert store.bytes_per_second < 1e7
+
+
+@pytest.mark.parametrize("damage", ["gone", "damaged header", "damaged block"])
+def test_measuring_never_fails(bench: Workbench, store: PrefixStore, damage: str) -> None:
+    bench.put(store, TOKENS)
+    match = look_up(store, TOKENS)
+    path = path_of(bench, match)
+    if damage == "gone":
+        path.unlink()
+    else:
+        flip_byte(path, 100 if "header" in damage else 4096)
+
+    store.measure_reading(match)
+    if store._measuring is not None:
+        wait_for_reads(store._measuring)
+    store.poll()
+
+    store.check_integrity()
+    assert store._measuring is None
+    if damage != "damaged block":
+        assert length(store, TOKENS) == 0, "what cannot be opened is dropped"
+        assert store.stats.segments_unreadable == 1
+
+
+def test_measuring_a_match_that_was_dropped_does_nothing(
+    bench: Workbench, store: PrefixStore
+) -> None:
+    bench.put(store, TOKENS)
+    match = look_up(store, TOKENS)
+    store.drop(match.spans[0].segment.segment_id)
+
+    store.measure_reading(match)
+
+    assert store._measuring is None
+    store.check_integrity()
+
+
+def slow_store(bench: Workbench, **options: float) -> PrefixStore:
+    """Reads take some tenths of a second, and begin without delay."""
+    store = bench.open(readahead=0.5, host_gb=0.1, **options)
+    bench.put(store, prompt(1, 200))
+    store.emulate_ssd(1.0)
+    return store
+
+
+def test_a_store_that_measures_is_closed_cleanly(bench: Workbench) -> None:
+    store = slow_store(bench)
+    store.measure_reading(look_up(store, prompt(1, 200)))
+    measured = store._measuring
+    assert measured is not None and measured.is_reading
+
+    bench.close(store)
+
+    assert not measured.is_reading and store._measuring is None
+    assert store.summary()["buffer_used_bytes"] == 0
+    check_rows(bench.open(), prompt(1, 200))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_store_is_closed_cleanly_while_a_source_is_read_ahead(
+    bench: Workbench, waits: bool
+) -> None:
+    """A server that ends closes its sources first, whatever they are doing."""
+    store = slow_store(bench)
+    source = store.open_source(look_up(store, prompt(1, 200)), 0, 200, Demand(whole=True))
+    if waits:
+        store.ahead.wait(source, 1e9)
+    else:
+        store.ahead.join(source)
+    assert source.is_reading and source.next_ahead == source.num_layers
+    began = time.monotonic()
+
+    store.close_source(source)
+    assert not source.is_reading
+    bench.close(store)
+
+    whole = disk_bytes(bench, *streams_of(bench.shape), num_tokens=200)
+    assert time.monotonic() - began < whole / 1e6, "what is not begun is not read"
+    assert store.stats.bytes_read_ahead < whole
+    check_rows(bench.open(), prompt(1, 200))
+
+
+def test_what_was_read_ahead_is_used_and_counted(bench: Workbench, no_gaps: None) -> None:
+    store = bench.open(readahead=0.5, host_gb=0.1)
+    bench.put(store, TOKENS)
+    source = store.open_source(look_up(store, TOKENS), 0, 40, Demand(whole=True))
+    store.ahead.join(source)
+    assert source.next_ahead == source.num_layers
+    wait_for_reads(source)
+
+    kvs = SequenceKVs(bench.shape, "", TOKENS)
+    for layer in range(source.num_layers):
+        keys, values = rows(bench.shape, source, layer)
+        source.read_probe(layer)
+        assert torch.equal(keys, kvs.keys(layer)) and torch.equal(values, kvs.values(layer))
+    store.close_source(source)
+
+    whole = disk_bytes(bench, *streams_of(bench.shape))
+    stats = store.stats
+    assert stats.bytes_read == stats.bytes_read_ahead == stats.bytes_read_ahead_used == whole
+
+
+def test_what_was_read_ahead_in_vain_is_counted_too(bench: Workbench) -> None:
+    store = bench.open(readahead=0.5, host_gb=0.1)
+    bench.put(store, TOKENS)
+    source = store.open_source(look_up(store, TOKENS), 0, 40, Demand(whole=True))
+    store.ahead.wait(source, 0.0)
+    wait_for_reads(source)
+
+    store.close_source(source)
+
+    per_layer = disk_bytes(bench, *streams_of(bench.shape)) // bench.shape.num_layers
+    assert (store.stats.bytes_read, store.stats.bytes_read_ahead) == (per_layer, per_layer)
+    assert store.stats.bytes_read_ahead_used == 0
+
+
+def test_nothing_that_is_read_ahead_is_evicted(bench: Workbench) -> None:
+    store = bench.open(ssd_gb=gb(2 * bench.one), readahead=0.5, host_gb=0.1)
+    for number in (1, 2):
+        bench.put(store, prompt(number))
+    source = store.open_source(look_up(store, prompt(1)), 0, 8, Demand())
+    store.ahead.wait(source, 1e9)
+    use(store, prompt(2))
+
+    bench.put(store, prompt(3))
+
+    assert [length(store, prompt(n)) for n in (1, 2, 3)] == [8, 0, 8]
+    store.close_source(source)
+
+
+def test_memory_for_reading_ahead_is_taken_from_the_host_cache(bench: Workbench) -> None:
+    with_buffer = bench.open(readahead=0.2, host_gb=0.02)
+    capacity = with_buffer.cache.placement.capacity
+    bench.close(with_buffer)
+    without = bench.open(readahead=0.0, host_gb=0.02)
+
+    pages = [list(own.values())[1] for own in (capacity, without.cache.placement.capacity)]
+    assert pages[0] == pytest.approx(0.75 * pages[1], rel=0.01)
+    assert with_buffer.summary()["buffer_bytes"] == 5_000_000
+    assert without.summary()["buffer_bytes"] == 0
