@@ -82,13 +82,15 @@ class Tiers:
     """What stands in front of the SSD, and how fast it is.
 
     Caches in MB, the bandwidth it is slowed down to (0 = it is not), and the share of bytes that
-    may be read ahead in vain (0 = nothing is read ahead).
+    may be read ahead in vain (0 = nothing is read ahead). `load`: what is compared is loading, so
+    it is never computing instead, unless asked for.
     """
 
     device_mb: float
     host_mb: float
     ssd_mbps: float
     readahead: float = ImpressConfig().readahead
+    load: str = "always"
 
 
 NO_TIERS = Tiers(0, 0, 0)
@@ -120,8 +122,7 @@ def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> li
         f"--impress-device-gb={tiers.device_mb / 1e3:.6f}",
         f"--impress-host-gb={tiers.host_mb / 1e3:.6f}",
         f"--impress-readahead={tiers.readahead}",
-        # What is compared is loading.
-        "--impress-load=always",
+        f"--impress-load={tiers.load}",
     ]
     if name in REORDERING:
         flags.append("--impress-reorder-interval=0")

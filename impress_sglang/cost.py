@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 # Observations that the fit remembers, as the time constant of an exponential.
-MEMORY = 100
+MEMORY = 200
 GUESS_WEIGHT = 1e-4
 RIDGE = 1e-9
 # How strongly the unknowns keep the ratio of the first guess, where observations say little of it.
@@ -17,9 +17,9 @@ RATIO_WEIGHT = 1e-3
 # A device that has become so many times slower or faster, over so many observations, is another
 # one: what was learnt is scaled.
 CHANGED_FACTOR = 1.5
-CHANGED_MEMORY = 16
+CHANGED_MEMORY = 8
 # Before that the fit is still learning the ratio of the terms.
-CHANGED_AFTER = 64
+CHANGED_AFTER = 16
 # Bound of the unknowns, in units of the first guess.
 LEAST = 1e-3
 
@@ -75,13 +75,18 @@ class TwoTermCost:
         Relative rows of slow observations are small, so that a fit alone would follow a device that
         becomes slower only when the fast times are forgotten.
         """
+        if self.observations == 0:
+            # The first guess may be off by orders of magnitude; its ratio is what it is about.
+            self._scale(math.exp(error))
         if self.observations < CHANGED_AFTER:
             return
         self._drift += (error - self._drift) / CHANGED_MEMORY
-        if abs(self._drift) < math.log(CHANGED_FACTOR):
-            return
-        factor = math.exp(self._drift)
-        self._drift = 0.0
+        if abs(self._drift) >= math.log(CHANGED_FACTOR):
+            self._scale(math.exp(self._drift))
+            self._drift = 0.0
+
+    def _scale(self, factor: float) -> None:
+        """Take all that was learnt as if it had taken `factor` times as long."""
         self._xx, self._yy, self._xy = (own / factor**2 for own in (self._xx, self._yy, self._xy))
         self._x, self._y = self._x / factor, self._y / factor
         self._solution = None

@@ -465,9 +465,12 @@ def same_tokens(case: Case, tokens: Sequence[int]) -> Tensor:
 
 def poison(case: Case) -> None:
     """Fill the memory that reads land in with NaN of every floating-point type."""
-    # Two layers of each span and some more.
-    sizes = [2 * (span.segment.layout.layer_bytes + BLOCK) for span in case.spans] * 3
-    taken = [case.pool.take(size) for size in sizes + [1] * len(sizes)]
+    # What a layer of each span takes.
+    layouts = [span.segment.layout for span in case.spans]
+    taken = [
+        case.pool.take(own.layer_bytes + max(map(own.chunk_stride, streams_of(case.shape))))
+        for own in layouts
+    ]
     for memory in taken:
         memory.view[:] = b"\xff" * len(memory)
         case.pool.give(memory, [])

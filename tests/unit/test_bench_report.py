@@ -30,7 +30,10 @@ COUNTED = {
     "important_bytes": 1000,
     "important_device_bytes": 250,
     "probe_ms": 12.5,
-    "load_ms": 300.0,
+    "load_ms": 400.0,
+    "wait_ms": 300.0,
+    "ahead_bytes": 3_000_000,
+    "ahead_used_bytes": 2_000_000,
     "attention_ms": 50.0,
 }
 AFTER = {"totals": {name: BEFORE["totals"][name] + COUNTED[name] for name in report.COUNTERS}}

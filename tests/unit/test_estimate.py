@@ -51,6 +51,7 @@ MACHINES = {
     "two cores": Machine(2e-3, 3e-7, 2e-6, 2e-8, 1e-6),
     "a small GPU": Machine(2e-4, 1e-8, 4e-6, 1e-9, 4e-7),
     "a large GPU": Machine(4e-5, 1.5e-9, 1e-6, 2e-10, 1e-7),
+    "a tiny model on a large GPU": Machine(2e-6, 1e-10, 1e-6, 2e-10, 1e-7),
     "far slower": Machine(3e-2, 1e-6, 5e-5, 1e-7, 5e-5),
 }
 

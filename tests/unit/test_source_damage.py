@@ -146,13 +146,14 @@ def test_a_flipped_byte_in_any_chunk_is_found_and_only_there(several: Case, plac
             assert caught.value.segment_id == "segment1"
             assert f"block at {offset} " in str(caught.value)
         for other in ("probe", "keys", "values"):
-            if other != kind:
+            if other != kind and place == "first":
                 case.check(layer, [other])
         if kind != "probe":
             others = every[:, : len(outside)].clone()
             others[lane] = torch.tensor(outside)
             case.check(layer, [kind], others)
-        case.check(1 - layer)
+        if chunk == 0:
+            case.check(1 - layer)
         flip_byte(path, bad)
     assert found > 20, "nearly every chunk of the segment has tokens of the request"
     check_everything(case)
@@ -258,7 +259,7 @@ def test_caches_stay_right_after_failures_in_between(
     case = opened(f"several-segments, {name}, reordered: {shape}", tmp_path, reader)
     assert case.cache is not None
     failures = 0
-    for seed in range(16):
+    for seed in range(9):
         number = seed % 2
         places = list(all_chunks(case.shape, case.parts[number], case.paths[number]))
         damaged = [offset for layer, _, chunk, offset in places if layer == 0 and chunk < 3]
@@ -278,7 +279,7 @@ def test_caches_stay_right_after_failures_in_between(
             flip_byte(case.paths[number], offset)
         case.check(0, tokens=random_tokens(case, 3, seed // 2))
     check_everything(case)
-    assert failures > 3
+    assert failures > 2
     case.close()
 
 

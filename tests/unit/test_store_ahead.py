@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.unit.kv_factory import (
     kv_of,
     lanes_of,
     rows_in,
+    sketch_of,
     streams_of,
 )
 from tests.unit.store_factory import (
@@ -178,7 +180,7 @@ def test_measuring_reads_a_little_and_gives_all_back(bench: Workbench, store: Pr
 def test_measuring_teaches_what_a_slow_ssd_takes(bench: Workbench) -> None:
     store = bench.open()
     bench.put(store, prompt(1, 400))
-    store.emulate_ssd(2.0)
+    store.emulate_ssd(20.0)
     before = store.seconds_to_read(1e6)
 
     for _ in range(3):
@@ -188,9 +190,7 @@ def test_measuring_teaches_what_a_slow_ssd_takes(bench: Workbench) -> None:
         store.poll()
 
     after = store.seconds_to_read(1e6)
-    # Without what the bucket lets pass at once.
-    assert before < 0.1 < 0.2 < after < 2.0
-    assert store.bytes_per_second < 1e7
+    assert 2 * before < after < 0.1
 
 
 @pytest.mark.parametrize("damage", ["gone", "damaged header", "damaged block"])
@@ -331,3 +331,28 @@ def test_memory_for_reading_ahead_is_taken_from_the_host_cache(bench: Workbench)
     assert pages[0] == pytest.approx(0.75 * pages[1], rel=0.01)
     assert with_buffer.summary()["buffer_bytes"] == 5_000_000
     assert without.summary()["buffer_bytes"] == 0
+
+
+def test_a_short_sketch_is_read_from_the_cache_where_a_long_one_was(tmp_path: Path) -> None:
+    """Chunk ids are given again; pages that a short chunk does not have are not read."""
+    bench = Workbench(tmp_path / "kv", store_factory.SHAPES["sketch float32"])
+    # Room on the device for three pages of 8 vectors of 32 bytes, and on the host for many.
+    store = bench.open(device_gb=3 * 256.5 / 1e9, host_gb=0.001)
+    bench.put(store, prompt(1, 64))
+    source = open_source(store, look_up(store, prompt(1, 64)))
+    for layer in range(source.num_layers):
+        source.read(layer, None)
+        source.read_probe(layer)
+    store.close_source(source)
+    store.drop(look_up(store, prompt(1, 64)).spans[0].segment.segment_id)
+    bench.put(store, prompt(2, 20))
+
+    for _ in range(4):
+        source = open_source(store, look_up(store, prompt(2, 20)))
+        for layer in range(source.num_layers):
+            keys = SequenceKVs(bench.shape, "", prompt(2, 20)).keys(layer)
+            assert torch.equal(source.read_probe(layer), sketch_of(keys, 4))
+        store.close_source(source)
+
+    assert source.stats.device_chunks == source.num_layers
+    bench.close_all()
