@@ -91,7 +91,8 @@ class ImpressConfig:
         rules = f"0 < r <= 1, or {AUTO}"
         number = not isinstance(self.retention, str)
         _require(number or self.auto_retention, "retention", self.retention, rules)
-        _require(0.0 < self.usual_retention <= 1.0, "retention", self.retention, rules)
+        fixed = 0.0 if self.auto_retention else self.usual_retention
+        _require(self.auto_retention or 0.0 < fixed <= 1.0, "retention", self.retention, rules)
         most = 1.0 if self.auto_retention else self.usual_retention
         _require(
             0.0 <= self.min_retention <= most,

@@ -11,17 +11,19 @@ import math
 # Observations that the fit remembers, as the time constant of an exponential.
 MEMORY = 200
 GUESS_WEIGHT = 1e-4
+# How strongly the unknowns keep the ratio of the first guess, where observations say nothing of it.
 RIDGE = 1e-9
-# How strongly the unknowns keep the ratio of the first guess, where observations say little of it.
-RATIO_WEIGHT = 1e-3
-# A device that has become so many times slower or faster, over so many observations, is another
-# one: what was learnt is scaled.
+# If of late all took so many times longer or shorter than expected, the device is another one: what
+# was learnt is scaled, and becomes a faint guess.
 CHANGED_FACTOR = 1.5
 CHANGED_MEMORY = 8
+SCALED_WEIGHT = 0.05
+# By how much errors must be alike: their mean against their mean deviation from it.
+ALIKE = 2.0
 # Before that the fit is still learning the ratio of the terms.
 CHANGED_AFTER = 16
 # Bound of the unknowns, in units of the first guess.
-LEAST = 1e-3
+LEAST = 1e-6
 
 
 class TwoTermCost:
@@ -39,8 +41,8 @@ class TwoTermCost:
         # The first guess is a faint observation of each unknown, and fades like any other.
         self._xx = self._yy = self._x = self._y = GUESS_WEIGHT
         self._xy = 0.0
-        # Mean logarithm of how much longer things took than expected.
-        self._drift = 0.0
+        # Logarithm of how much longer things took than expected: mean, and mean deviation from it.
+        self._drift = self._deviation = 0.0
         self._solution: tuple[float, float] | None = None
 
     def observe(self, x: float, y: float, seconds: float) -> None:
@@ -77,18 +79,22 @@ class TwoTermCost:
         """
         if self.observations == 0:
             # The first guess may be off by orders of magnitude; its ratio is what it is about.
-            self._scale(math.exp(error))
+            self._scale(math.exp(error), 1.0)
         if self.observations < CHANGED_AFTER:
             return
         self._drift += (error - self._drift) / CHANGED_MEMORY
-        if abs(self._drift) >= math.log(CHANGED_FACTOR):
-            self._scale(math.exp(self._drift))
-            self._drift = 0.0
+        self._deviation += (abs(error - self._drift) - self._deviation) / CHANGED_MEMORY
+        changed = abs(self._drift) >= math.log(CHANGED_FACTOR)
+        if changed and abs(self._drift) >= ALIKE * self._deviation:
+            self._scale(math.exp(self._drift), SCALED_WEIGHT)
+            self._drift = self._deviation = 0.0
 
-    def _scale(self, factor: float) -> None:
-        """Take all that was learnt as if it had taken `factor` times as long."""
-        self._xx, self._yy, self._xy = (own / factor**2 for own in (self._xx, self._yy, self._xy))
-        self._x, self._y = self._x / factor, self._y / factor
+    def _scale(self, factor: float, weight: float) -> None:
+        """Take all that was learnt as if it had taken `factor` times as long, with this weight."""
+        self._xx, self._yy, self._xy = (
+            weight * own / factor**2 for own in (self._xx, self._yy, self._xy)
+        )
+        self._x, self._y = weight * self._x / factor, weight * self._y / factor
         self._solution = None
 
     def _fit(self) -> tuple[float, float]:

@@ -217,6 +217,7 @@ class ChunkReader:
         )
         self._flying: dict[int, tuple[PendingRead, int]] = {}
         self._flying_ahead = 0
+        self._unsettled: set[PendingRead] = set()
         self._closed = False
         self._failed: Exception | None = None
         self._changed = threading.Condition()
@@ -247,6 +248,7 @@ class ChunkReader:
             elif read.next == read.last:
                 read.settle()
             else:
+                self._unsettled.add(read)
                 self._queues[ahead].append(read)
                 self._changed.notify()
         return read
@@ -269,7 +271,7 @@ class ChunkReader:
             rest = read.not_begun()
             if rest:
                 # Where it stands in the queue it now has nothing to give.
-                read.settle()
+                self._settle(read)
             return rest
 
     def close(self) -> None:
@@ -289,8 +291,7 @@ class ChunkReader:
             logger.exception("the reader of the SSD store has failed")
             with self._changed:
                 self._failed = error
-                flying = [read for read, _ in self._flying.values()]
-                for read in (*flying, *self._queues[0], *self._queues[1]):
+                for read in self._unsettled:
                     read.fail(error)
 
     def _serve(self) -> bool:
@@ -375,7 +376,12 @@ class ChunkReader:
             for read, _ in ended:
                 read.in_flight -= 1
                 self._flying_ahead -= read.ahead
-                read.settle()
+                self._settle(read)
+
+    def _settle(self, read: PendingRead) -> None:
+        read.settle()
+        if read.done:
+            self._unsettled.discard(read)
 
 
 class _Watch:

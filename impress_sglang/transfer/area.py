@@ -108,6 +108,7 @@ class LayerArea:
         self._pool = pool
         # Number of the read that brings each block.
         self._owner = np.full(layout.layer_bytes // BLOCK_BYTES, _NO_READ, np.int16)
+        self._wanted = np.zeros(len(self._owner), np.bool_)
         self._reads: list[PendingRead] = []
 
     @property
@@ -127,7 +128,8 @@ class LayerArea:
         Of what was to be read ahead and is not begun, only what is wanted is read.
         """
         self._stop_reading_ahead(reader)
-        begun = self._owner[wanted]
+        begun = self._owner[wanted & ~self._wanted]
+        self._wanted |= wanted
         ahead = np.array([read.ahead for read in self._reads], np.bool_)
         found = begun[begun != _NO_READ]
         self.ahead_used_bytes += int(np.count_nonzero(ahead[found])) * BLOCK_BYTES

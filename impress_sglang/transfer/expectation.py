@@ -127,7 +127,7 @@ def chances_after(chances: Codes, requests: int, seen: npt.NDArray[np.float64]) 
         seen: float64 [blocks], the chance by the layers above.
     """
     before = max(requests, 1)
-    mixed = (before * chances + STEPS * seen) / (before + 1)
+    mixed = (before * chances.astype(np.float64) + STEPS * seen) / (before + 1)
     codes: Codes = np.rint(mixed).astype(np.uint8)
     return codes
 

@@ -210,6 +210,8 @@ class PrefixPlanner:
         """
         wishes = []
         for own in self._by_span(self._everything() if tokens is None else tokens):
+            if not len(own.tokens):
+                continue
             plan = plan_rows(own.span, layer, own.lanes, own.tokens, own.positions)
             geometry = own.span.geometry
             chunks = np.flatnonzero(plan.counts)
@@ -322,7 +324,7 @@ class PrefixPlanner:
         return PlannedRead(layer, reads, access, whole)
 
     def _by_span(self, tokens: Indices) -> Iterator[_Tokens]:
-        """The tokens [lanes, k] of each span that has any, token after token and lane by lane."""
+        """The tokens [lanes, k] of each span, token after token and lane by lane."""
         num_lanes, k = tokens.shape
         flat = tokens.T.reshape(-1)
         lanes = _lanes(num_lanes, k)
@@ -333,9 +335,8 @@ class PrefixPlanner:
         first = 0
         for span in self._spans:
             positions = np.flatnonzero((flat >= first) & (flat < first + len(span)))
-            if len(positions):
-                own = flat[positions] + (span.start - first)
-                yield _Tokens(span, first, positions, lanes[positions], own)
+            own = flat[positions] + (span.start - first)
+            yield _Tokens(span, first, positions, lanes[positions], own)
             first += len(span)
 
     def _count_important(self, layer: int, selected: Indices, rows: Sequence[_Tokens]) -> None:
@@ -346,9 +347,7 @@ class PrefixPlanner:
         for read, part, whole in self._found:
             on_device = part.tiers == _DEVICE
             if whole and not everything:
-                if (own := by_span.get(id(read.span))) is None:
-                    continue
-                chunks = _chunks_of(layer, read, part, own)
+                chunks = _chunks_of(layer, read, part, by_span[id(read.span)])
                 wanted, hits = len(chunks), int(part.by_chunk(on_device)[chunks].sum())
             else:
                 wanted, hits = int(part.counts.sum()), int(part.counts[on_device].sum())

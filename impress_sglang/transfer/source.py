@@ -332,8 +332,10 @@ class SegmentSource:
             self.stats.ahead_used_bytes += area.ahead_used_bytes
             if self.timeline.enabled:
                 for read in area.reads:
-                    name = "ahead" if read.ahead else "demand"
-                    self.timeline.add(SSD_TRACK, name, read.began, read.ended, layer)
+                    if read.began:
+                        name = "ahead" if read.ahead else "demand"
+                        ended = read.ended or time.perf_counter()
+                        self.timeline.add(SSD_TRACK, name, read.began, ended, layer)
 
     def _area(self, layer: int, number: int) -> LayerArea:
         """The area of a layer of the span with this number."""
@@ -415,10 +417,26 @@ class SegmentSource:
                 staged = self._staged_chunks(layer, span, group, first, count)
                 contents = staged.view(size)[torch.from_numpy(place)]
             else:
-                pages = self._cache.page.row_vectors_of(width)
-                contents = self._cache.read_chunks(tier, part.pages[place, :pages])
+                contents = self._cached_chunks(tier, part, place)
             chunks[torch.from_numpy(place).to(chunks.device)] = contents.to(chunks.device)
         return chunks.view(-1, width)
+
+    def _cached_chunks(self, tier: int, part: GroupPart, place: Indices) -> Tensor:
+        """Chunks of one stream, [chunks, rows of a chunk * heads * dim]; missing rows undefined."""
+        group, page = part.group, self._cache.page
+        vectors = page.row_vectors_of(group.heads * group.head_dim)
+        if group.chunk_rows != page.page_vectors:
+            # Of a store with another chunk size: pages do not end where chunks do.
+            rows = np.tile(np.arange(group.chunk_rows), len(place))
+            held = group.rows_of_chunk[part.chunks[place]].astype(np.int64)
+            offsets = np.minimum(rows, np.repeat(held, group.chunk_rows) - 1)
+            pages = np.repeat(part.pages[place], group.chunk_rows, axis=0)
+            return self._cache.read_rows(tier, pages, offsets, vectors).view(len(place), -1)
+        # A short chunk has fewer pages; what stands behind their numbers means nothing.
+        owned = np.ceil(group.rows_of_chunk[part.chunks[place]] * vectors / page.page_vectors)
+        pages = part.pages[place, :vectors].copy()
+        pages[np.arange(vectors) >= owned[:, None]] = 0
+        return self._cache.read_chunks(tier, pages)
 
     def _staged_chunks(
         self, layer: int, span: SourceSpan, group: StreamGroup, first: int, count: int
