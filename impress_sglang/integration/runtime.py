@@ -111,7 +111,7 @@ class ServingRuntime:
         rule = self.policy.identification_rule()
         self._evidence = rule.evidence
         self._loader = PrefixLoader(shape, rule)
-        self.estimator = Estimator(hidden_size)
+        self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
         self._timelines = TimelineWriter(config.trace_path) if config.trace_path else None
         self._recorded = itertools.count()
         if config.record_path is not None:

@@ -69,18 +69,21 @@ class Work:
 class Estimate:
     """Seconds that a request would take; None before any pass of the model was seen.
 
-    `io` and `compute` are what loading consists of.
+    `io` and `compute` are what loading consists of, at the same time if `overlapped`.
     """
 
     retention: float
     io: float
     compute: float | None
     recompute: float | None
+    overlapped: bool = True
 
     @property
     def load(self) -> float | None:
         """Seconds with the stored prefix."""
-        return None if self.compute is None else max(self.io, self.compute)
+        if self.compute is None:
+            return None
+        return max(self.io, self.compute) if self.overlapped else self.io + self.compute
 
     @property
     def loads_faster(self) -> bool:
@@ -90,14 +93,18 @@ class Estimate:
     @property
     def hidden(self) -> bool:
         """Whether reading takes no longer than computing."""
-        return self.compute is not None and self.io <= self.compute
+        return self.overlapped and self.compute is not None and self.io <= self.compute
 
 
 class Estimator:
     """Learns what computing and loading take; one thread."""
 
-    def __init__(self, hidden_size: int) -> None:
-        """`hidden_size` of the model sets the first ratio of its two terms."""
+    def __init__(self, hidden_size: int, *, overlapped: bool = True) -> None:
+        """`hidden_size` of the model sets the first ratio of its two terms.
+
+        `overlapped`: layers are read while others are computed.
+        """
+        self._overlapped = overlapped
         per_pair = START_SECONDS_PER_TOKEN / (ATTENDED_PER_HIDDEN * hidden_size)
         self.computing = TwoTermCost(START_SECONDS_PER_TOKEN, per_pair)
         # Of a part of a prefix, and of a whole one, where nothing is scored.
@@ -119,14 +126,14 @@ class Estimator:
     def estimate(self, work: Work, retention: float, io_seconds: float) -> Estimate:
         """What a request would take with this retention."""
         if not self.computing.observations:
-            return Estimate(retention, io_seconds, None, None)
+            return Estimate(retention, io_seconds, None, None, self._overlapped)
         hit = self._compute_seconds(work.resident + retention * work.stored, work.new)
         if retention >= 1.0:
             hit += self.copying.seconds(work.stored, work.stored)
         else:
             hit += self.loading.seconds(work.stored, work.stored * work.new)
         miss = self._compute_seconds(work.resident, work.stored + work.new)
-        return Estimate(retention, io_seconds, hit, miss)
+        return Estimate(retention, io_seconds, hit, miss, self._overlapped)
 
     def largest_hidden(self, estimates: Sequence[Estimate]) -> Estimate:
         """Of estimates by falling retention the first whose reading is hidden, else the last."""

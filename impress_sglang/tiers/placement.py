@@ -81,6 +81,13 @@ class Access:
     moves: tuple[Move, ...]
 
 
+def _place_of(ids: Ids) -> Ids | slice:
+    """Neighbouring ids as a slice, which is looked up several times faster."""
+    if len(ids) and (np.diff(ids) == 1).all():
+        return slice(int(ids[0]), int(ids[-1]) + 1)
+    return ids
+
+
 class _FreePages:
     """Pages of a tier that no chunk stands in: those given back, and those never used."""
 
@@ -220,13 +227,15 @@ class Placement:
             ids: int64 [n].
             shares: float64 [n], share of each chunk's rows that is wanted.
         """
-        tiers, pages = self._tiers[ids], self._pages[ids]
-        before = self._rule.priorities[ids]
-        self._rule.record(ids, shares)
-        after = self._rule.priorities[ids]
-        self._note_falls(ids[after < before])
+        place = _place_of(ids)
+        tiers, pages = self._tiers[place].copy(), self._pages[place].copy()
         if not self.enabled:
+            self._rule.record(place, shares)
             return Access(tiers, pages, np.zeros(len(ids), np.bool_), ())
+        before = self._rule.priorities[place].copy()
+        self._rule.record(place, shares)
+        after = self._rule.priorities[place]
+        self._note_falls(ids[(after < before) & (tiers != _SSD)])
         moves = self._place(ids, after, tiers)
         kept = (tiers == _SSD) & (self._tiers[ids] != _SSD)
         return Access(tiers, pages, kept, moves)

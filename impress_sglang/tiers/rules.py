@@ -46,8 +46,11 @@ class ReplacementRule(Protocol):
         """A new request begins; returns the factor by which all priorities were scaled."""
         ...
 
-    def record(self, ids: Ids, shares: Floats) -> None:
-        """Count an access to distinct chunks, of which `shares` (0, 1] of the rows are wanted."""
+    def record(self, ids: Ids | slice, shares: Floats) -> None:
+        """Count an access to distinct chunks, of which `shares` (0, 1] of the rows are wanted.
+
+        Ids that follow each other may come as a slice.
+        """
         ...
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
@@ -75,7 +78,7 @@ class LeastRecentlyUsed:
         self._now += 1
         return 1.0
 
-    def record(self, ids: Ids, shares: Floats) -> None:
+    def record(self, ids: Ids | slice, shares: Floats) -> None:
         """See `ReplacementRule`."""
         self.priorities[ids] = max(self._now, 1)
 
@@ -102,7 +105,7 @@ class LeastFrequentlyUsed:
         """See `ReplacementRule`."""
         return 1.0
 
-    def record(self, ids: Ids, shares: Floats) -> None:
+    def record(self, ids: Ids | slice, shares: Floats) -> None:
         """See `ReplacementRule`."""
         self.priorities[ids] += 1.0
 
@@ -159,7 +162,7 @@ class ImportanceScore:
         self.priorities = np.maximum(self.priorities * factor, least)
         return factor
 
-    def record(self, ids: Ids, shares: Floats) -> None:
+    def record(self, ids: Ids | slice, shares: Floats) -> None:
         """See `ReplacementRule`."""
         self._accesses[ids] = np.minimum(self._accesses[ids] + 1, 1000)
         weight = np.maximum(1.0 / self._accesses[ids], AVERAGE_WEIGHT)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, SegmentLayout
 from impress_sglang.storage.reader import OpenSegment
 from impress_sglang.transfer.expectation import BlockHistory
 
+_I = TypeVar("_I", bound=np.integer[Any])
 Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
@@ -207,21 +209,33 @@ class SourceSpan:
         return blocks
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class RowPlan:
     """Rows of a span that a read wants, the same of keys and of values.
 
-    `lanes` and `rows` int64 [n] say where each stands: `rows` in the streams of its lane.
-    `positions` int64 [n] is its place in the read, None if the read has no other rows. `chunks`
-    [n] are lane * chunks of a stream + chunk, `counts` [lanes * chunks] the rows wanted of each.
+    `lanes` int64 [n] and `stored` (some integer type) [n] say where each stands: its row in the
+    streams of its lane. `positions` int64 [n] is its place in the read, None if the read has no
+    other rows. `counts` [lanes * chunks of a stream] are the rows wanted of each chunk, `blocks`
+    [blocks of the group] says which blocks of the values hold wanted rows.
     """
 
     span: SourceSpan
     positions: Indices | None
     lanes: Indices
-    rows: Indices
-    chunks: Indices
+    stored: npt.NDArray[np.integer[Any]]
     counts: Indices
+    blocks: Flags
+
+    @functools.cached_property
+    def rows(self) -> Indices:
+        """`stored` as int64."""
+        return self.stored.astype(np.int64)
+
+    @functools.cached_property
+    def chunks(self) -> Indices:
+        """[n] lane * chunks of a stream + chunk, of each row."""
+        group = self.span.geometry.values
+        return divided(self.rows, group.chunk_rows) + self.lanes * group.chunks
 
 
 def plan_rows(
@@ -240,15 +254,24 @@ def plan_rows(
         tokens: int64 [n], counted from the start of the segment.
         positions: see `RowPlan`.
     """
-    segment = span.segment
-    group = span.geometry.values
-    rows = tokens
+    segment, group = span.segment, span.geometry.values
+    stored: npt.NDArray[np.integer[Any]] = tokens
     if segment.mapping is not None:
         flat = segment.mapping[layer].reshape(-1)
-        rows = flat[lanes * segment.layout.num_tokens + tokens].astype(np.int64)
-    chunks = divided(rows, group.chunk_rows) + lanes * group.chunks
-    counts = np.bincount(chunks, minlength=group.lanes * group.chunks)
-    return RowPlan(span, positions, lanes, rows, chunks, counts)
+        stored = flat.take(lanes * segment.layout.num_tokens + tokens)
+    if not (group.unbroken and BLOCK_BYTES % group.row_bytes == 0):
+        rows = stored.astype(np.int64)
+        chunks = divided(rows, group.chunk_rows) + lanes * group.chunks
+        counts = np.bincount(chunks, minlength=group.lanes * group.chunks)
+        blocks = group.blocks_of_rows(lanes, rows)
+        return RowPlan(span, positions, lanes, stored, counts, blocks)
+    # One pass for both: rows are counted by block, as if the last chunks were whole ones.
+    per_chunk = group.stride // BLOCK_BYTES
+    own = divided(stored, BLOCK_BYTES // group.row_bytes) + lanes * (group.chunks * per_chunk)
+    by_block = np.bincount(own, minlength=group.lanes * group.chunks * per_chunk)
+    counts = by_block.reshape(-1, per_chunk).sum(1)
+    present = by_block.reshape(group.lanes, -1)[:, : group.stream_bytes // BLOCK_BYTES] > 0
+    return RowPlan(span, positions, lanes, stored, counts, present.reshape(-1))
 
 
 def chances_by_tokens(
@@ -280,11 +303,12 @@ def chances_by_tokens(
     return result
 
 
-def divided(values: Indices, divisor: int) -> Indices:
+def divided(values: npt.NDArray[_I], divisor: int) -> npt.NDArray[_I]:
     """`values` // `divisor`, of which a shift is several times faster."""
     if divisor & (divisor - 1):
         return values // divisor
-    return values >> (divisor.bit_length() - 1)
+    shifted: npt.NDArray[_I] = np.right_shift(values, divisor.bit_length() - 1)
+    return shifted
 
 
 def runs_of(wanted: Flags, gap_bytes: int) -> tuple[Indices, Indices]:

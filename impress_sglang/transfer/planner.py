@@ -85,7 +85,7 @@ class ReadStats:
         }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class GroupPart:
     """The chunks of one group of streams that a read of a span touches.
 
@@ -102,6 +102,16 @@ class GroupPart:
     tiers: npt.NDArray[np.uint8]
     pages: npt.NDArray[np.int32]
     kept: npt.NDArray[np.bool_]
+
+    @functools.cached_property
+    def by_tier(self) -> tuple[list[int], list[int]]:
+        """Wanted rows, and touched chunks, by the tier where they were found."""
+        chunks = np.bincount(self.tiers, minlength=len(Tier)).tolist()
+        if max(chunks) == len(self.tiers):
+            total = int(self.counts.sum())
+            return [total if own else 0 for own in chunks], chunks
+        rows = np.bincount(self.tiers, self.counts, len(Tier))
+        return rows.astype(np.int64).tolist(), chunks
 
     def is_values(self, span: SourceSpan) -> bool:
         """Whether the group has values."""
@@ -267,13 +277,12 @@ class PrefixPlanner:
             span = own.span
             for part in own.parts:
                 row_bytes = part.group.row_bytes
-                rows = np.bincount(part.tiers, part.counts, len(Tier)).astype(np.int64)
-                chunks = np.bincount(part.tiers, minlength=len(Tier))
-                stats.ssd_needed_bytes += int(rows[_SSD]) * row_bytes
-                stats.h2d_bytes += int(rows[_SSD] + rows[_HOST]) * row_bytes
-                stats.ssd_chunks += int(chunks[_SSD])
-                stats.host_chunks += int(chunks[_HOST])
-                stats.device_chunks += int(chunks[_DEVICE])
+                rows, chunks = part.by_tier
+                stats.ssd_needed_bytes += rows[_SSD] * row_bytes
+                stats.h2d_bytes += (rows[_SSD] + rows[_HOST]) * row_bytes
+                stats.ssd_chunks += chunks[_SSD]
+                stats.host_chunks += chunks[_HOST]
+                stats.device_chunks += chunks[_DEVICE]
                 if own.rows is not None:
                     stats.selected_chunks += len(part.tiers)
                     if self._learns:
@@ -345,12 +354,13 @@ class PrefixPlanner:
         by_span = {id(own.span): own for own in rows}
         stats = self.stats
         for read, part, whole in self._found:
-            on_device = part.tiers == _DEVICE
             if whole and not everything:
+                on_device = part.by_chunk(part.tiers == _DEVICE)
                 chunks = _chunks_of(layer, read, part, by_span[id(read.span)])
-                wanted, hits = len(chunks), int(part.by_chunk(on_device)[chunks].sum())
+                wanted, hits = len(chunks), int(on_device[chunks].sum())
             else:
-                wanted, hits = int(part.counts.sum()), int(part.counts[on_device].sum())
+                found, _ = part.by_tier
+                wanted, hits = sum(found), found[_DEVICE]
             stats.important_bytes += wanted * part.group.row_bytes
             stats.important_device_bytes += hits * part.group.row_bytes
         self._found.clear()
@@ -369,8 +379,8 @@ def _wanted_blocks(wish: _Wish) -> list[Flags | None]:
     for group in wish.groups:
         if wish.rows is None:
             blocks.append(wish.span.probe_blocks[group.blocks])
-        elif blocks and group.looks_like(wish.groups[0]):
-            blocks.append(blocks[0])
+        elif group.looks_like(wish.span.geometry.values):
+            blocks.append(wish.rows.blocks)
         else:
             blocks.append(group.blocks_of_rows(wish.rows.lanes, wish.rows.rows))
     return blocks
