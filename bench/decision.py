@@ -2,8 +2,8 @@
 
     python -m bench.decision [--prefix-tokens 400 --ssd-mbps 2 --requests 24] [--json FILE]
 
-Two servers answer the same requests for short stored prefixes, one after another: `recompute`, which
-never stores anything, and `impress` as it is by default, in front of an emulated slow SSD and without
+Two servers answer the same requests for short stored prefixes, in turns: `recompute`, which
+never stores anything, and `impress` as it is by default, in front of an emulated slow SSD, without
 caches. The first requests of the second server teach it how fast it computes and reads; they are
 not counted. The two servers take turns, so that a machine that becomes slower does so for both.
 """

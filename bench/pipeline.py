@@ -4,10 +4,10 @@
 
 The SSD is emulated at the bandwidth at which the policy `as`, which loads the whole prefix and here
 reads nothing ahead, waits for it for --share of its TTFT. At that bandwidth the chosen policies
-answer the same requests with reading ahead off and on. The first half of them is answered at the
-full speed of the drive; what of its TTFT is not waiting for the drive is "compute". "reading"
-is the time in which the drive delivers what the slow requests have read. A pipeline without loss
-takes the longer of the two.
+answer requests in turns: at the full speed of the drive; at the emulated one with reading ahead
+off; and with it on. What of the first one's TTFT is not waiting for the drive is "compute".
+"reading" is the time in which the emulated drive delivers what a request has read. A pipeline
+without loss takes the longer of the two.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ from bench import report
 from bench.client import Client
 from bench.comparison import Comparison, step
 from bench.machine import describe_machine
-from bench.servers import SPARE_TOKENS, BenchFailed, Server, Setup, Tiers, server_environment
+from bench.servers import (
+    REORDERING,
+    SPARE_TOKENS,
+    BenchFailed,
+    Server,
+    Setup,
+    Tiers,
+    server_environment,
+)
 from bench.serving import read_data
 from bench.serving_options import DATASETS
 from bench.session import interrupt_on_signals, load_tokenize, work_folder
@@ -41,19 +49,6 @@ from impress_sglang.demo.model import DemoModelMissing, model_path
 
 # Requests at full speed after the warm-up, that fill what fills once.
 SETTLE = 2
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Variant:
-    """A policy with reading ahead (share of bytes that may be read in vain) or without (0)."""
-
-    policy: str
-    readahead: float
-
-    @property
-    def name(self) -> str:
-        """For tables."""
-        return f"{self.policy}, read ahead {f'{self.readahead:g}' if self.readahead else 'off'}"
 
 
 def main() -> int:
@@ -80,11 +75,11 @@ def _parse_arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--policies", default="impress,impress+itf", help="(default: %(default)s)")
+    parser.add_argument("--policies", default="impress", help="(default: %(default)s)")
     parser.add_argument("--prefixes", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--prefix-tokens", type=int, default=1500, help="(default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=32, help="(default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=24, help="(default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=36, help="(default: %(default)s)")
     parser.add_argument("--retention", type=float, default=0.25, help="(default: %(default)s)")
     parser.add_argument("--share", type=float, default=0.7, help="I/O share of as (default: 0.7)")
     parser.add_argument(
@@ -126,7 +121,8 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         comparison.prepare(["sketch"])
         bench = _Bench(args, comparison, client, trace, console)
         mbps = bench.calibrate()
-        rows = [bench.measure(variant, mbps) for variant in _variants(args)]
+        policies = ["as", *args.policies.split(",")]
+        rows = [row for policy in policies for row in bench.measure(policy, mbps)]
     return {
         "command": " ".join(["python -m bench.pipeline", *_options(args)]),
         "machine": describe_machine(),
@@ -136,11 +132,6 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "emulated_ssd_mbps": round(mbps, 2),
         "rows": rows,
     }
-
-
-def _variants(args: argparse.Namespace) -> list[Variant]:
-    policies = ["as", *args.policies.split(",")]
-    return [Variant(policy, ahead) for policy in policies for ahead in (0.0, args.readahead)]
 
 
 class _Bench:
@@ -163,52 +154,59 @@ class _Bench:
     def calibrate(self) -> float:
         """The bandwidth in MB/s at which `as` without reading ahead waits for `share` of TTFT."""
         share = self._args.share
-        variant = Variant("as", 0.0)
-        with self._server(variant) as server:
-            self._ask(server, self._trace.measured[:SETTLE])
+        with self._server("as") as server:
+            server.set_readahead(0.0)
+            self._ask(server, self._trace.settle[:SETTLE])
             before = server.stats()
-            ttft = self._ask(server, self._trace.measured[SETTLE:][:8])
+            ttft = self._ask(server, self._trace.settle[SETTLE:])
             counted = report.difference(before, server.stats())
         compute = sum(ttft) - counted["wait_ms"]
         seconds = compute / 1e3 * share / (1.0 - share)
         return float(counted["ssd_bytes"] / 1e6 / seconds)
 
-    def measure(self, variant: Variant, mbps: float) -> dict[str, Any]:
-        """The figures of one variant at an emulated bandwidth."""
-        with self._server(variant) as server:
-            self._warm_up(variant, server)
-            half = len(self._trace.measured) // 2
-            fast = self._side(variant, server, self._trace.measured[:half], 0.0)
-            server.emulate_ssd(mbps)
-            # How reads are cut follows the speed that is seen.
-            self._ask(server, self._trace.settle)
-            slow = self._side(variant, server, self._trace.measured[half:], mbps)
-        return _row(variant, fast, slow, mbps)
+    def measure(self, policy: str, mbps: float) -> list[dict[str, Any]]:
+        """The figures of one policy at an emulated bandwidth, reading ahead off and on."""
+        share = self._args.readahead
+        # Full speed, and slow without and with reading ahead, take turns.
+        kinds = ((0.0, share), (mbps, 0.0), (mbps, share))
+        sides = [_Side(), _Side(), _Side()]
+        with self._server(policy) as server:
+            self._warm_up(policy, server, mbps)
+            requests = self._trace.measured
+            with step(self._console, f"{policy}: measuring", len(requests)) as tick:
+                for number, request in enumerate(requests):
+                    turn = (number + number // len(kinds)) % len(kinds)
+                    rate, ahead = kinds[turn]
+                    server.emulate_ssd(rate)
+                    server.set_readahead(ahead)
+                    before = server.stats()
+                    sides[turn].ttft += self._ask(server, [request])
+                    sides[turn].counted.append(report.difference(before, server.stats()))
+                    tick()
+        fast, off, on = sides
+        compute = statistics.mean(fast.ttft) - fast.mean("wait_ms")
+        rows = [_row(policy, ahead, own, compute, mbps) for ahead, own in ((0.0, off), (share, on))]
+        rows[1]["off_over_on"] = round(rows[0]["ttft_ms"] / rows[1]["ttft_ms"], 3)
+        rows[1]["off_over_on_medians"] = round(
+            rows[0]["ttft_ms_median"] / rows[1]["ttft_ms_median"], 3
+        )
+        rows[1]["ssd_bytes_on_over_off"] = round(rows[1]["ssd_mb"] / rows[0]["ssd_mb"], 3)
+        rows[1]["all_ttft_ms_full_speed"] = [round(ms, 1) for ms in fast.ttft]
+        return rows
 
-    def _side(
-        self, variant: Variant, server: Server, requests: Sequence[Request], mbps: float
-    ) -> _Side:
-        side = _Side()
-        text = f"{variant.name}: measuring at {f'{mbps:.1f} MB/s' if mbps else 'full speed'}"
-        with step(self._console, text, len(requests)) as tick:
-            for request in requests:
-                before = server.stats()
-                side.ttft += self._ask(server, [request])
-                side.counted.append(report.difference(before, server.stats()))
-                tick()
-        return side
-
-    def _warm_up(self, variant: Variant, server: Server) -> None:
-        with step(self._console, f"{variant.name}: warm-up"):
+    def _warm_up(self, policy: str, server: Server, mbps: float) -> None:
+        with step(self._console, f"{policy}: warm-up"):
             self._ask(server, self._trace.warmup)
-            if variant.policy in ("impress", "impress+itf+reorder"):
+            if policy in REORDERING:
                 server.reorder()
+            server.emulate_ssd(mbps)
             self._ask(server, self._trace.settle)
 
-    def _server(self, variant: Variant) -> contextlib.AbstractContextManager[Server]:
+    def _server(self, policy: str) -> contextlib.AbstractContextManager[Server]:
         args = self._args
-        tiers = Tiers(args.device_mb, args.host_mb, 0.0, variant.readahead)
-        return self._comparison.serving(variant.policy, tiers)
+        return self._comparison.serving(
+            policy, Tiers(args.device_mb, args.host_mb, 0.0, args.readahead)
+        )
 
     def _ask(self, server: Server, requests: Sequence[Request]) -> list[float]:
         prompts = [request.tokens for request in requests]
@@ -226,28 +224,25 @@ class _Side:
         return statistics.mean(own[name] for own in self.counted)
 
 
-def _row(variant: Variant, fast: _Side, slow: _Side, mbps: float) -> dict[str, Any]:
-    compute = statistics.mean(fast.ttft) - fast.mean("wait_ms")
-    reading = slow.mean("ssd_bytes") / (mbps * 1e3)
-    ttft, wait = statistics.mean(slow.ttft), slow.mean("wait_ms")
-    ahead = slow.mean("ahead_bytes")
+def _row(policy: str, readahead: float, side: _Side, compute: float, mbps: float) -> dict[str, Any]:
+    reading = side.mean("ssd_bytes") / (mbps * 1e3)
+    ttft, wait = statistics.mean(side.ttft), side.mean("wait_ms")
+    ahead = side.mean("ahead_bytes")
     return {
-        "variant": variant.name,
-        "policy": variant.policy,
-        "readahead": variant.readahead,
-        "requests": len(slow.ttft),
+        "policy": policy,
+        "readahead": readahead,
+        "requests": len(side.ttft),
         "ttft_ms": round(ttft, 1),
-        "ttft_ms_median": round(statistics.median(slow.ttft), 1),
+        "ttft_ms_median": round(statistics.median(side.ttft), 1),
         "wait_ms": round(wait, 1),
         "io_share": round(wait / ttft, 3),
         "compute_ms": round(compute, 1),
         "reading_ms": round(reading, 1),
         "over_longer": round(ttft / max(compute, reading), 3),
-        "ssd_mb": round(slow.mean("ssd_bytes") / 1e6, 3),
+        "ssd_mb": round(side.mean("ssd_bytes") / 1e6, 3),
         "ahead_mb": round(ahead / 1e6, 3),
-        "ahead_hit_ratio": round(slow.mean("ahead_used_bytes") / ahead, 3) if ahead else None,
-        "all_ttft_ms": [round(ms, 1) for ms in slow.ttft],
-        "all_ttft_ms_full_speed": [round(ms, 1) for ms in fast.ttft],
+        "ahead_hit_ratio": round(side.mean("ahead_used_bytes") / ahead, 3) if ahead else None,
+        "all_ttft_ms": [round(ms, 1) for ms in side.ttft],
     }
 
 
@@ -289,7 +284,8 @@ def _table(result: dict[str, Any]) -> Table:
         title=f"SSD emulated at {result['emulated_ssd_mbps']:g} MB/s", title_justify="left"
     )
     columns = (
-        ("variant", "variant"),
+        ("policy", "policy"),
+        ("read ahead", "readahead"),
         ("TTFT ms", "ttft_ms"),
         ("waiting", "wait_ms"),
         ("I/O share", "io_share"),
@@ -301,7 +297,7 @@ def _table(result: dict[str, Any]) -> Table:
         ("ahead hit", "ahead_hit_ratio"),
     )
     for heading, _ in columns:
-        table.add_column(heading, justify="left" if heading == "variant" else "right")
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
     for row in result["rows"]:
         table.add_row(*("" if row[key] is None else str(row[key]) for _, key in columns))
     return table

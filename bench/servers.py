@@ -180,6 +180,10 @@ class Server:
         """Slow reads from SSD down from now on; 0 for as fast as they are."""
         self._request("POST", "/impress/emulate_ssd", json={"mbps": mbps})
 
+    def set_readahead(self, share: float) -> None:
+        """Let so much be read ahead in vain from now on; 0 for nothing read ahead."""
+        self._request("POST", "/impress/readahead", json={"share": share})
+
     def stop(self) -> None:
         """Let the server finish its writes and close its store."""
         with contextlib.suppress(ProcessLookupError):

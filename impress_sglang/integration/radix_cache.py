@@ -305,6 +305,10 @@ class ImpressRadixCache(RadixCache):
         """For benchmarks: see `PrefixStore.emulate_ssd`."""
         self._runtime.store.emulate_ssd(mbps)
 
+    def set_readahead(self, waste: float) -> None:
+        """See `PrefixStore.set_readahead`."""
+        self._runtime.store.set_readahead(waste)
+
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
         self._runtime.store.poll()

@@ -10,8 +10,10 @@ from impress_sglang.integration.radix_cache import REPORT_KEY, ImpressRadixCache
 STATS_ROUTE = "/impress/stats"
 REORDER_ROUTE = "/impress/reorder"
 EMULATE_ROUTE = "/impress/emulate_ssd"
+READAHEAD_ROUTE = "/impress/readahead"
 REORDER_ORDER = "impress_reorder"
 EMULATE_ORDER = "impress_ssd_mbps"
+READAHEAD_ORDER = "impress_readahead"
 _STATE_ATTRIBUTE = "_impress_report"
 
 
@@ -51,7 +53,7 @@ def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> An
     SGLang lets only numbers through, so an order is a name and a number.
     """
     orders = request.server_args
-    if not orders.keys() & {REORDER_ORDER, EMULATE_ORDER}:
+    if not orders.keys() & {REORDER_ORDER, EMULATE_ORDER, READAHEAD_ORDER}:
         return original(scheduler, request)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
@@ -61,6 +63,8 @@ def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> An
         cache.reorder(force=bool(orders[REORDER_ORDER]))
     if taken and EMULATE_ORDER in orders:
         cache.emulate_ssd(float(orders[EMULATE_ORDER]))
+    if taken and READAHEAD_ORDER in orders:
+        cache.set_readahead(float(orders[READAHEAD_ORDER]))
     return SetInternalStateReqOutput(updated=taken)
 
 
@@ -97,5 +101,10 @@ def add_routes(*_: Any, **__: Any) -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def impress_emulate_ssd(mbps: float = Body(ge=0, embed=True)) -> dict[str, Any]:
         return (await order(EMULATE_ORDER, mbps))["store"]
+
+    @router.post(READAHEAD_ROUTE)
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def impress_readahead(share: float = Body(ge=0, embed=True)) -> dict[str, Any]:
+        return (await order(READAHEAD_ORDER, share))["store"]
 
     http_server.app.include_router(router)

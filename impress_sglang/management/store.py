@@ -303,6 +303,10 @@ class PrefixStore:
         """Let reads from SSD be as slow as `mbps` MB/s from now on; 0 as fast as they are."""
         self._bucket.set_rate(mbps * 1e6)
 
+    def set_readahead(self, waste: float) -> None:
+        """Let so much be read ahead in vain from now on, as a share of what is wanted; 0: none."""
+        self.ahead.set_waste(waste)
+
     def reorder_summary(self) -> dict[str, int]:
         """Counters for the statistics page; `pending` are in work or wait."""
         stats = dataclasses.asdict(self._reorderer.stats)

@@ -84,6 +84,11 @@ class ReadAhead:
         """Whether anything is read ahead."""
         return self._waste > 0
 
+    def set_waste(self, waste: float) -> None:
+        """Change the bound from now on; what is under way goes on."""
+        assert waste >= 0
+        self._waste = waste
+
     def join(self, source: AheadSource) -> None:
         """A request begins to use a source, which may have waited."""
         self._waiting = [own for own in self._waiting if own.source is not source]
