@@ -72,8 +72,8 @@ class BlockEngine(Protocol):
         """
         ...
 
-    def finish(self) -> tuple[Integers, Integers]:
-        """Wait until at least one read has ended; there must be one in flight.
+    def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
+        """Wait until `at_least` reads have ended; so many must be in flight.
 
         Returns:
             Numbers of the reads that have ended, and of each the bytes it has read, which may be
@@ -145,13 +145,13 @@ class AioEngine:
             begun += count
         return slots
 
-    def finish(self) -> tuple[Integers, Integers]:
-        """See `BlockEngine.finish`."""
+    def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
+        """See `BlockEngine.finish`; with reads that the kernel refused it does not wait."""
         refused, self._refused = self._refused, []
         slots = np.array([slot for slot, _ in refused], np.int64)
         results = np.array([-number for _, number in refused], np.int64)
         if not refused:
-            ended = self._events[: self._wait_for_events()]
+            ended = self._events[: self._wait_for_events(at_least)]
             slots, results = ended["data"].astype(np.int64), ended["result"].copy()
         self._free.extend(slots.tolist())
         return slots, results
@@ -160,12 +160,12 @@ class AioEngine:
         """See `BlockEngine.close`."""
         self._call(self._destroy_call, self._context)
 
-    def _wait_for_events(self) -> int:
+    def _wait_for_events(self, at_least: int) -> int:
         while True:
             count: int = self._call(
                 self._getevents_call,
                 self._context,
-                ctypes.c_long(1),
+                ctypes.c_long(at_least),
                 ctypes.c_long(self.depth),
                 ctypes.c_void_p(self._events.ctypes.data),
                 None,
@@ -198,9 +198,9 @@ class ThreadEngine:
             self._pool.submit(self._read, *read)
         return numbers
 
-    def finish(self) -> tuple[Integers, Integers]:
+    def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
         """See `BlockEngine.finish`."""
-        ended = [self._ended.get()]
+        ended = [self._ended.get() for _ in range(at_least)]
         while not self._ended.empty():
             ended.append(self._ended.get())
         numbers, results = np.array(ended, np.int64).T

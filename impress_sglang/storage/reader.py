@@ -43,6 +43,10 @@ Integers = npt.NDArray[np.int64]
 # Large enough that a piece is not dominated by its start, small enough that what a layer waits for
 # is not far behind a piece that is read ahead.
 PIECE_BYTES = 256 << 10
+# What an emulated drive reads at once.
+SLOW_BYTES = 128 << 10
+# Of the reads in flight a quarter must have ended before the thread looks at them.
+WAKE_SHARE = 4
 # One observation of what reading costs is made of so many pieces, or of a busy time that ended.
 OBSERVED_PIECES = 64
 
@@ -156,9 +160,17 @@ class PendingRead:
         """Wait until nothing more is read, whatever became of it."""
         self._done.wait()
 
-    def take(self, count: int) -> tuple[int, Integers, Integers, Integers, Integers]:
-        """At most `count` pieces to begin: the first one, and columns as for an engine."""
+    def take(
+        self, count: int, max_bytes: int | None = None
+    ) -> tuple[int, Integers, Integers, Integers, Integers]:
+        """At most `count` pieces to begin: the first one, and columns as for an engine.
+
+        With `max_bytes` no more than fit, but one in any case.
+        """
         first, stop = self.next, min(self.next + count, self.last)
+        if max_bytes is not None and stop > first + 1:
+            sizes = np.cumsum(self._sizes[first:stop])
+            stop = first + max(1, int(np.searchsorted(sizes, max_bytes, side="right")))
         self.next = stop
         self.in_flight += stop - first
         part = slice(first, stop)
@@ -306,7 +318,8 @@ class ChunkReader:
         for read, batch in batches:
             self._begin(read, batch)
         if self._flying:
-            numbers, results = self._engine.finish()
+            # Several at once, so that the thread wakes up seldom.
+            numbers, results = self._engine.finish(max(1, len(self._flying) // WAKE_SHARE))
             # Numbers may be given again as soon as there is room.
             ended = [self._flying.pop(number) for number in numbers.tolist()]
             self._refill()
@@ -331,14 +344,14 @@ class ChunkReader:
         self,
     ) -> list[tuple[PendingRead, tuple[int, Integers, Integers, Integers, Integers]]]:
         """Pieces to begin now, as far as the depth allows."""
-        slow = self._bucket is not None and self._bucket.limited
-        depth = 1 if slow else self._engine.depth
-        room = depth - len(self._flying)
+        if self._bucket is not None and self._bucket.limited:
+            return [] if self._flying else self._take_slowly()
+        room = self._engine.depth - len(self._flying)
         batches = []
         for waiting, ahead in zip(self._queues, (False, True), strict=True):
             limit = room
             if ahead:
-                limit = min(room, max(depth // 2, 1) - self._flying_ahead)
+                limit = min(room, max(self._engine.depth // 2, 1) - self._flying_ahead)
             while limit > 0 and waiting:
                 read = waiting[0]
                 batch = read.take(limit)
@@ -352,6 +365,20 @@ class ChunkReader:
                 self._flying_ahead += count * ahead
                 batches.append((read, batch))
         return batches
+
+    def _take_slowly(
+        self,
+    ) -> list[tuple[PendingRead, tuple[int, Integers, Integers, Integers, Integers]]]:
+        """What an emulated drive reads next: a little, so that others need not wait for long."""
+        for waiting, ahead in zip(self._queues, (False, True), strict=True):
+            if waiting:
+                read = waiting[0]
+                batch = read.take(self._engine.depth, SLOW_BYTES)
+                if read.next == read.last:
+                    waiting.popleft()
+                self._flying_ahead += len(batch[-1]) * ahead
+                return [(read, batch)]
+        return []
 
     def _begin(
         self, read: PendingRead, batch: tuple[int, Integers, Integers, Integers, Integers]

@@ -557,7 +557,7 @@ class StepEngine:
             self._changed.notify_all()
         return np.array(numbers, np.int64)
 
-    def finish(self) -> tuple[Integers, Integers]:
+    def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
         with self._changed:
             assert self._waiting
             self._changed.wait_for(lambda: self._allowed)

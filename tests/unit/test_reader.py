@@ -421,7 +421,7 @@ def test_a_read_that_ended_early_is_completed(
     """A system may give fewer bytes than there are; the rest is read, and all of it verified."""
 
     class Hasty(StepEngine):
-        def finish(self) -> tuple[Integers, Integers]:
+        def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
             numbers, _ = super().finish()
             return numbers, np.array([int(numbers[0]) % 4096])
 
@@ -448,7 +448,7 @@ class Crashing(ThreadEngine):
         self._count("start")
         return super().start(descriptors, offsets, addresses, sizes)
 
-    def finish(self) -> tuple[Integers, Integers]:
+    def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
         self._count("finish")
         return super().finish()
 
