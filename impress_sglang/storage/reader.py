@@ -44,7 +44,7 @@ Integers = npt.NDArray[np.int64]
 # is not far behind a piece that is read ahead.
 PIECE_BYTES = 256 << 10
 # What an emulated drive reads at once.
-SLOW_BYTES = 128 << 10
+SLOW_BYTES = 256 << 10
 # Of the reads in flight a quarter must have ended before the thread looks at them.
 WAKE_SHARE = 4
 # One observation of what reading costs is made of so many pieces, or of a busy time that ended.

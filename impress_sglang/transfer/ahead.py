@@ -16,7 +16,7 @@ from impress_sglang.transfer.area import AreaPool
 from impress_sglang.transfer.planner import ReadStats
 
 # So far a request under way is read ahead whether there is room or not.
-LAYERS_AHEAD = 2
+LAYERS_AHEAD = 3
 # Before anything was wanted, so much may be read in vain.
 FIRST_ALLOWANCE_BYTES = 4 << 20
 
