@@ -82,8 +82,8 @@ class TwoTermCost:
             self._scale(math.exp(error), 1.0)
         if self.observations < CHANGED_AFTER:
             return
-        self._drift += (error - self._drift) / CHANGED_MEMORY
         self._deviation += (abs(error - self._drift) - self._deviation) / CHANGED_MEMORY
+        self._drift += (error - self._drift) / CHANGED_MEMORY
         changed = abs(self._drift) >= math.log(CHANGED_FACTOR)
         if changed and abs(self._drift) >= ALIKE * self._deviation:
             self._scale(math.exp(self._drift), SCALED_WEIGHT)

@@ -53,6 +53,10 @@ from impress_sglang.transfer.source import Demand, SegmentSource
 logger = logging.getLogger(__name__)
 
 
+# What an emulated drive may be behind its rate; threads wake up late by less.
+BURST_SECONDS = 2e-3
+
+
 class StoreOutcome(enum.Enum):
     """What became of an offer to store a prefix."""
 
@@ -122,7 +126,7 @@ class PrefixStore:
             device_bytes=config.device_bytes if policy.stores else 0,
             host_bytes=config.host_bytes - config.buffer_bytes if policy.stores else 0,
         )
-        self._bucket = TokenBucket(config.ssd_mbps * 1e6)
+        self._bucket = TokenBucket(config.ssd_mbps * 1e6, burst_seconds=BURST_SECONDS)
         self._reader = ChunkReader(config.io_depth, self._bucket, engine=config.io_engine)
         self._pool = AreaPool(config.buffer_bytes)
         self.ahead = ReadAhead(self._pool, config.readahead)
@@ -204,7 +208,7 @@ class PrefixStore:
         if self._measuring is not None:
             return
         try:
-            source = self.open_source(match, 0, match.num_tokens, Demand(whole=True))
+            source = self.open_source(match, 0, match.num_tokens, Demand(whole=True, probe=False))
         except ChunkUnreadable as error:
             self.drop(error.segment_id)
             return

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
 
 class TokenBucket:
-    """Lets `bytes_per_second` pass, over all threads; an idle bucket holds `burst_bytes`."""
+    """Lets `bytes_per_second` pass, over all threads.
 
-    def __init__(self, bytes_per_second: float, burst_bytes: int = 64 << 10) -> None:
+    An idle bucket holds `burst_bytes`, but no more than pass in `burst_seconds`: what it holds
+    makes up for a late start of a thread, and must not make short reads free.
+    """
+
+    def __init__(
+        self,
+        bytes_per_second: float,
+        burst_bytes: int = 64 << 10,
+        burst_seconds: float = math.inf,
+    ) -> None:
         """A rate of 0 lets everything pass."""
         self._burst_bytes = burst_bytes
+        self._most_burst_seconds = burst_seconds
         self._lock = threading.Lock()
         self._paid_until = 0.0
         self.set_rate(bytes_per_second)
@@ -20,7 +31,9 @@ class TokenBucket:
         """Change the rate; 0 lets everything pass."""
         assert bytes_per_second >= 0
         self._seconds_per_byte = 1.0 / bytes_per_second if bytes_per_second else 0.0
-        self._burst_seconds = self._burst_bytes * self._seconds_per_byte
+        self._burst_seconds = min(
+            self._burst_bytes * self._seconds_per_byte, self._most_burst_seconds
+        )
 
     @property
     def limited(self) -> bool:
