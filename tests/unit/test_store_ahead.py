@@ -303,8 +303,7 @@ def test_what_was_read_ahead_in_vain_is_counted_too(bench: Workbench) -> None:
 
     store.close_source(source)
 
-    # One read of all but the probe stream, so that it is one observation.
-    per_layer = disk_bytes(bench, *bench.shape.streams[1:]) // bench.shape.num_layers
+    per_layer = disk_bytes(bench, *streams_of(bench.shape)) // bench.shape.num_layers
     assert (store.stats.bytes_read, store.stats.bytes_read_ahead) == (per_layer, per_layer)
     assert store.stats.bytes_read_ahead_used == 0
 
