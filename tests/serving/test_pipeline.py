@@ -214,6 +214,19 @@ def test_requests_that_wait_are_read_ahead(narrow: Server) -> None:
     assert any(report(answer)["prefetched"] for answer in together)
 
 
+def test_reading_ahead_can_be_turned_off_and_on_while_the_server_runs(narrow: Server) -> None:
+    (prefix,) = store_prefixes(narrow, 1, seed=650)
+    ahead = []
+    for number, share in enumerate((0.0, 0.2)):
+        narrow.post("/impress/readahead", share=share).raise_for_status()
+        # Another prefix each time: the caches have what was read before.
+        prompt = [*(prefix if number else random_tokens(1000, seed=600)), 5, 6, 7]
+        ahead.append(report(narrow.generate(prompt, 1))["ahead_bytes"])
+        narrow.flush()
+    assert narrow.post("/impress/readahead", share=-1).status_code == 422
+    assert ahead[0] == 0 < ahead[1]
+
+
 def test_a_timeline_is_written_for_a_loaded_prefix(
     narrow: Server, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
