@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import statistics
 import sys
@@ -115,6 +116,10 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             (ttft,) = client.ask(server.url, [request.tokens], lambda: None)
             return ttft
 
+        # A prompt that no prefix begins: before it has computed one, a server always loads.
+        unknown = dataclasses.replace(trace.warmup[0], tokens=trace.warmup[0].tokens[::-1])
+        for server in servers.values():
+            ask(server, unknown)
         with step(console, "warm-up", len(trace.warmup)) as tick:
             for request in trace.warmup:
                 for server in servers.values():

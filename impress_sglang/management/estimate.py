@@ -25,8 +25,9 @@ ATTENDED_PER_HIDDEN = 6
 # First guess for identification and copying, per token of the prefix and per pair.
 START_SECONDS_PER_LOADED = 1e-5
 START_SECONDS_PER_SCORED = 1e-8
-# Shorter passes say more about overheads than about the model.
-LEAST_OBSERVED_TOKENS = 16
+# Shorter passes, as of a question after a stored prefix, say more about overheads than about the
+# model; before a longer one was seen, prefixes are loaded.
+LEAST_OBSERVED_TOKENS = 64
 # Retentions that auto chooses from, besides its floor.
 RETENTIONS = (1.0, 0.75, 0.5, 0.35)
 
