@@ -213,8 +213,9 @@ class ServingRuntime:
     def release_source(self, request: PrefixRequest) -> None:
         """Give a request's source back to the store."""
         if isinstance(request.source, SegmentSource):
-            request.reads.add(request.source.stats)
+            # What was read ahead is counted when the source is closed.
             self.store.close_source(request.source)
+            request.reads.add(request.source.stats)
         request.source = None
 
     def _note_load(self, request: PrefixRequest) -> None:
