@@ -66,8 +66,8 @@ def test_a_request_that_asks_for_nothing_gets_the_retention_of_the_server(
 ) -> None:
     config = ImpressConfig(retention=0.3)
 
-    assert requested_retention(SimpleNamespace(custom_params=custom_params), config) == 0.3
-    assert requested_retention(SimpleNamespace(), config) == 0.3
+    assert requested_retention(SimpleNamespace(custom_params=custom_params), config) is None
+    assert requested_retention(SimpleNamespace(), config) is None
 
 
 @pytest.mark.parametrize(
