@@ -47,8 +47,8 @@ def server(smollm: Path, workdir: Path) -> Iterator[Server]:
 def test_bytes_of_a_three_thousand_token_prefix(server: Server, workdir: Path) -> None:
     """The sketch + chunks touched, by our count, by arithmetic, and by the kernel's count.
 
-    Beside these there is what was read ahead in vain, which is bounded. The caches are empty and have room, so each touched chunk is read whole; the next question finds
-    most of them there.
+    Beside these there is what was read ahead in vain, which is bounded. The caches are empty and
+    have room, so each touched chunk is read whole; the next question finds most of them there.
     """
     prefix = [3 + (i * 7919) % 40000 for i in range(3000)]
     server.generate(prefix, 1)
