@@ -39,7 +39,7 @@ class PageShape:
 
     def row_vectors(self, shape: KVShape, stream: Stream) -> int:
         """Vectors of one token in a stream."""
-        return len(shape.heads(stream)) * shape.head_dim(stream) // self.unit
+        return self.row_vectors_of(len(shape.heads(stream)) * shape.head_dim(stream))
 
     def row_vectors_of(self, elements: int) -> int:
         """Vectors of a row of so many elements; also the pages of a whole chunk of such rows."""

@@ -18,7 +18,7 @@ from impress_sglang.importance.identify import IdentificationRule
 from impress_sglang.importance.scores import column_sums
 from impress_sglang.storage.layout import PROBE, KVShape
 from impress_sglang.timeline import COPY, PROBE_COMPUTE, SELECT
-from impress_sglang.transfer.source import PrefixSource
+from impress_sglang.transfer.source import PrefixSource, rows_of_lanes
 
 
 @dataclasses.dataclass(slots=True)
@@ -126,10 +126,12 @@ class PrefixLoader:
         assert rows.values is not None
         with source.timeline.span(COPY, layer):
             if evidence.all_keys is not None:
-                keys = _rows(evidence.all_keys, selected)
+                keys = rows_of_lanes(evidence.all_keys, selected)
             else:
                 assert rows.keys is not None
-                probe = _rows(evidence.probe_keys, selected) if shape.probe_kv_heads else None
+                probe = (
+                    rows_of_lanes(evidence.probe_keys, selected) if shape.probe_kv_heads else None
+                )
                 keys = self._all_heads(probe, rows.keys)
             values = rows.values
             if shape.num_lanes < len(sets):
@@ -224,14 +226,6 @@ def join_keys(shape: KVShape, probe: Tensor, other: Tensor) -> Tensor:
 def _query_heads(shape: KVShape, kv_heads: Sequence[int]) -> list[int]:
     """Query heads that share the given KV heads, grouped by KV head."""
     return [h * shape.group_size + g for h in kv_heads for g in range(shape.group_size)]
-
-
-def _rows(keys: Tensor, selected: Tensor) -> Tensor:
-    """From keys [m, G, D] the tokens [lanes, k] of each lane: [k, G, D]."""
-    if len(selected) == 1:
-        return keys.index_select(0, selected[0].to(keys.device))
-    heads = torch.arange(keys.shape[1], device=keys.device)
-    return keys[selected.T.to(keys.device), heads]
 
 
 def _pick(rows: Tensor, sets: Tensor, known: Tensor) -> Tensor:

@@ -551,8 +551,8 @@ class MemorySource:
         shape = self._shape
         own = list(shape.other_kv_heads)
         return LayerRows(
-            self._rows(self._keys[layer], tokens)[:, own] if keys else None,
-            self._rows(self._values[layer], tokens) if values else None,
+            _of_lanes(self._keys[layer], tokens)[:, own] if keys else None,
+            _of_lanes(self._values[layer], tokens) if values else None,
         )
 
     def note_selection(self, layer: int, selected: Tensor, importance: Tensor | None) -> None:
@@ -561,13 +561,17 @@ class MemorySource:
     def note_whole(self, layer: int) -> None:
         """See `PrefixSource.note_whole`."""
 
-    def _rows(self, whole: Tensor, tokens: Tensor | None) -> Tensor:
-        """Rows [k, G, D] of the tokens of each lane."""
-        if tokens is None:
-            return whole
-        if len(tokens) == 1:
-            return whole[tokens[0]]
-        return whole[tokens.T, torch.arange(len(tokens))]
+
+def rows_of_lanes(whole: Tensor, tokens: Tensor) -> Tensor:
+    """From rows [m, G, D] of all tokens those of the tokens [lanes, k] of each lane: [k, G, D]."""
+    if len(tokens) == 1:
+        return whole.index_select(0, tokens[0].to(whole.device))
+    heads = torch.arange(whole.shape[1], device=whole.device)
+    return whole[tokens.T.to(whole.device), heads]
+
+
+def _of_lanes(whole: Tensor, tokens: Tensor | None) -> Tensor:
+    return whole if tokens is None else rows_of_lanes(whole, tokens)
 
 
 def _vector_index(first: Indices, count: int) -> Tensor:
