@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from impress_sglang import loops
+
 # Weight of the newest access; the first ones count alike, so that few accesses give their mean.
 AVERAGE_WEIGHT = 0.1
 _MAX_COUNT = 255
@@ -66,8 +68,8 @@ class TokenHistory:
         layer: int,
         start: int,
         num_tokens: int,
-        lanes: npt.NDArray[np.int64],
-        tokens: npt.NDArray[np.int64],
+        selected: npt.NDArray[np.int64],
+        first: int,
         importance: Tensor | None,
     ) -> None:
         """Take in one layer of an access to the tokens from `start` on.
@@ -78,8 +80,9 @@ class TokenHistory:
             layer: from 0.
             start: first token of the access, counted from the start of the segment.
             num_tokens: of the access.
-            lanes: int64 [n], of each selected token.
-            tokens: int64 [n], the selected tokens, counted from `start`; distinct in a lane.
+            selected: int64 [lanes, k], contiguous, the selected tokens of a prefix, distinct in a
+                lane; those that belong to the access are `first` to `first + num_tokens`.
+            first: the number in the prefix of the token `start`.
             importance: scores [H, num_tokens], grouped by lane, None if there are none: then all
                 tokens count alike.
         """
@@ -88,18 +91,17 @@ class TokenHistory:
         if layer == 0:
             part += part < _MAX_COUNT
             self._means = None
-        average = self._selected[layer, :, start:stop]
         fewest, most = int(part.min()), int(part.max())
         if _weight_of(fewest) == _weight_of(most):
             kept, raised = _MOVED[min(max(fewest, 1), len(_MOVED)) - 1]
-            flat = self._selected[layer].reshape(-1)
-            chosen = lanes * self._selected.shape[2] + tokens + start
-            before = flat.take(chosen)
-            average[:] = kept.take(average)
-            flat[chosen] = raised.take(before)
+            loops.move_averages(
+                self._selected[layer], selected, first, first + num_tokens, start, kept, raised
+            )
         else:
+            average = self._selected[layer, :, start:stop]
+            lanes, places = np.nonzero((selected >= first) & (selected < first + num_tokens))
             seen = np.zeros(average.shape, np.float32)
-            seen[lanes, tokens] = _STEPS
+            seen[lanes, selected[lanes, places] - first] = _STEPS
             average[:] = np.rint(_moved(average, seen, _weights(part)))
         if self._importance is not None:
             sums = self._importance[layer, :, start:stop]

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
+from impress_sglang import loops
 from impress_sglang.tiers.heap import LowestFirst
 from impress_sglang.tiers.rules import Floats, Ids, ReplacementRule
 
@@ -56,7 +58,7 @@ class PlacementStats:
     dropped: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Move:
     """A chunk whose bytes must be brought to another place (tiers and pages)."""
 
@@ -67,25 +69,18 @@ class Move:
     target_pages: list[int]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Access:
-    """Where the accessed chunks stood, int/uint arrays in the order of the ids, and what moves now.
+    """Where the accessed chunks stood, in the order of the ids, and what moves now.
 
-    `tiers` uint8 [n]; `pages` int32 [n, width], of which a chunk uses the first few; `kept` bool
-    [n]: found on SSD and now to be cached, so its whole chunk is wanted.
+    `tiers` uint8 [n]; `pages` int32 [n, width], of which a chunk uses the first few, empty if none
+    was cached; `kept` bool [n]: found on SSD and now to be cached, so its whole chunk is wanted.
     """
 
     tiers: npt.NDArray[np.uint8]
     pages: Pages
     kept: npt.NDArray[np.bool_]
     moves: tuple[Move, ...]
-
-
-def _place_of(ids: Ids) -> Ids | slice:
-    """Neighbouring ids as a slice, which is looked up several times faster."""
-    if len(ids) and (np.diff(ids) == 1).all():
-        return slice(int(ids[0]), int(ids[-1]) + 1)
-    return ids
 
 
 class _FreePages:
@@ -227,59 +222,69 @@ class Placement:
             ids: int64 [n].
             shares: float64 [n], share of each chunk's rows that is wanted.
         """
-        place = _place_of(ids)
-        tiers, pages = self._tiers[place].copy(), self._pages[place].copy()
-        if not self.enabled:
-            self._rule.record(place, shares)
-            return Access(tiers, pages, np.zeros(len(ids), np.bool_), ())
-        before = self._rule.priorities[place].copy()
-        self._rule.record(place, shares)
-        after = self._rule.priorities[place]
-        self._note_falls(ids[(after < before) & (tiers != _SSD)])
-        moves = self._place(ids, after, tiers)
-        kept = (tiers == _SSD) & (self._tiers[ids] != _SSD)
+        tiers = self._tiers.take(ids)
+        cached = bool(self._own_pages) and bool(tiers.any())
+        pages = self._pages[ids] if cached else self._pages[:0]
+        fallen = self._rule.record(ids, shares)
+        if cached and len(fallen):
+            self._note_falls(fallen[self._tiers.take(fallen) != _SSD])
+        moves = self._place(ids, tiers) if self.enabled else ()
+        if moves:
+            kept = (tiers == _SSD) & (self._tiers.take(ids) != _SSD)
+        else:
+            kept = np.zeros(len(ids), np.bool_)
         return Access(tiers, pages, kept, moves)
 
-    def _place(
-        self, ids: Ids, priorities: Floats, tiers: npt.NDArray[np.uint8]
-    ) -> tuple[Move, ...]:
-        movable = (tiers != _DEVICE) & (self._num_pages[ids] <= self._width)
-        if not movable.any():
-            return ()
-        candidates = np.flatnonzero(movable & (priorities > self._floors(ids)))
+    def _place(self, ids: Ids, tiers: npt.NDArray[np.uint8]) -> tuple[Move, ...]:
+        candidates = loops.find_candidates(
+            ids,
+            tiers,
+            self._num_pages,
+            self._rule.priorities,
+            self._width,
+            _DEVICE,
+            self._lowest(_DEVICE),
+            self._lowest(_HOST),
+            len(self._free[_DEVICE]),
+            len(self._free[_HOST]),
+        )
         if not len(candidates):
             return ()
         origins: _Origins = {}
-        order = candidates[np.argsort(-priorities[candidates], kind="stable")]
-        for chunk, priority in zip(ids[order].tolist(), priorities[order].tolist(), strict=True):
-            self._place_one(chunk, priority, origins)
+        chosen = ids[candidates]
+        order = chosen[np.argsort(-self._rule.priorities[chosen], kind="stable")]
+        self._place_in_order(order, origins)
         for tier, heap in self._heaps.items():
             if len(heap) > self._counts[tier] * 5 // 4 + 64:
                 heap.compact(np.flatnonzero(self._tiers == tier), self._rule.priorities)
         return tuple(self._moves(origins))
 
-    def _floors(self, ids: Ids) -> Floats:
-        """A priority that each chunk must exceed to have any chance.
+    def _lowest(self, tier: int) -> float:
+        lowest = self._heaps[tier].lowest(self._rule.priorities.data)
+        return math.inf if lowest is None else lowest[0]
 
-        Where one chunk has a chance all have, for it may displace a larger one and leave room.
+    def _place_in_order(self, ids: Ids, origins: _Origins) -> None:
+        """Place chunks, best first.
+
+        Where one finds no place, none that follows and is as large does, until something moves.
         """
-        num_pages = self._num_pages[ids]
-        floors = np.full(len(ids), np.inf)
-        for tier in CACHES:
-            lowest = self._heaps[tier].lowest(self._rule.priorities.data)
-            if lowest is not None:
-                np.minimum(floors, lowest[0], out=floors)
-            floors[num_pages <= len(self._free[tier])] = -np.inf
-        if (self._rule.priorities[ids] > floors).any():
-            floors[:] = -np.inf
-        return floors
+        refused = self._width + 1
+        columns = (self._num_pages[ids], self._rule.priorities[ids])
+        rows = zip(ids.tolist(), *(column.tolist() for column in columns), strict=True)
+        for chunk, num_pages, priority in rows:
+            if num_pages >= refused and self._tier_of[chunk] == _SSD:
+                continue
+            if self._place_one(chunk, priority, origins):
+                refused = self._width + 1
+            elif self._tier_of[chunk] == _SSD:
+                refused = num_pages
 
-    def _place_one(self, chunk: int, priority: float, origins: _Origins) -> None:
+    def _place_one(self, chunk: int, priority: float, origins: _Origins) -> bool:
+        """Move a chunk to the best tier where it beats the lowest; returns whether it moved."""
         victims = self._victims(_DEVICE, int(self._num_pages[chunk]), priority)
         if victims is None:
-            if self._tier_of[chunk] == _SSD:
-                self._place_on_host(chunk, priority, origins)
-            return
+            on_ssd = self._tier_of[chunk] == _SSD
+            return on_ssd and self._place_on_host(chunk, priority, origins)
         for victim, _ in victims:
             self._remember(victim, origins)
             self._release(victim)
@@ -289,16 +294,18 @@ class Placement:
         self._occupy(chunk, _DEVICE, priority)
         for victim, worth in reversed(victims):
             self._place_on_host(victim, worth, origins)
+        return True
 
-    def _place_on_host(self, chunk: int, priority: float, origins: _Origins) -> None:
+    def _place_on_host(self, chunk: int, priority: float, origins: _Origins) -> bool:
         victims = self._victims(_HOST, int(self._num_pages[chunk]), priority)
         if victims is None:
-            return
+            return False
         for victim, _ in victims:
             self._remember(victim, origins)
             self._release(victim)
         self._remember(chunk, origins)
         self._occupy(chunk, _HOST, priority)
+        return True
 
     def _victims(
         self, tier: int, num_pages: int, priority: float

@@ -16,12 +16,16 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from impress_sglang import loops
+
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 _T = TypeVar("_T", bound=np.generic)
 
 # Weight of the newest share in the moving average; the first observations count alike.
 AVERAGE_WEIGHT = 0.1
+# Counting accesses stops long after the last of them that would change a weight.
+MOST_ACCESSES = 1000
 # Weights of a forward decay double at every half-life; this keeps them finite.
 MAX_EXPONENT = 500.0
 # Of a chunk that is expected to hold nothing of importance.
@@ -46,10 +50,11 @@ class ReplacementRule(Protocol):
         """A new request begins; returns the factor by which all priorities were scaled."""
         ...
 
-    def record(self, ids: Ids | slice, shares: Floats) -> None:
+    def record(self, ids: Ids, shares: Floats) -> Ids:
         """Count an access to distinct chunks, of which `shares` (0, 1] of the rows are wanted.
 
-        Ids that follow each other may come as a slice.
+        Returns:
+            Those of the ids whose priority is lower than before.
         """
         ...
 
@@ -78,9 +83,10 @@ class LeastRecentlyUsed:
         self._now += 1
         return 1.0
 
-    def record(self, ids: Ids | slice, shares: Floats) -> None:
+    def record(self, ids: Ids, shares: Floats) -> Ids:
         """See `ReplacementRule`."""
         self.priorities[ids] = max(self._now, 1)
+        return ids[:0]
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """See `ReplacementRule`."""
@@ -105,9 +111,10 @@ class LeastFrequentlyUsed:
         """See `ReplacementRule`."""
         return 1.0
 
-    def record(self, ids: Ids | slice, shares: Floats) -> None:
+    def record(self, ids: Ids, shares: Floats) -> Ids:
         """See `ReplacementRule`."""
         self.priorities[ids] += 1.0
+        return ids[:0]
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """See `ReplacementRule`."""
@@ -162,16 +169,19 @@ class ImportanceScore:
         self.priorities = np.maximum(self.priorities * factor, least)
         return factor
 
-    def record(self, ids: Ids | slice, shares: Floats) -> None:
+    def record(self, ids: Ids, shares: Floats) -> Ids:
         """See `ReplacementRule`."""
-        self._accesses[ids] = np.minimum(self._accesses[ids] + 1, 1000)
-        weight = np.maximum(1.0 / self._accesses[ids], AVERAGE_WEIGHT)
-        old = self.shares[ids]
-        average = old + weight * (shares - old)
-        frequency = self.frequencies[ids] + 2.0**self._exponent
-        self.shares[ids] = average
-        self.frequencies[ids] = frequency
-        self.priorities[ids] = frequency * average
+        return loops.record_scores(
+            ids,
+            shares,
+            self._accesses,
+            self.shares,
+            self.frequencies,
+            self.priorities,
+            2.0**self._exponent,
+            AVERAGE_WEIGHT,
+            MOST_ACCESSES,
+        )
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """See `ReplacementRule`."""

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.loops.types import Flags
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
 from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment, PendingRead
-from impress_sglang.transfer.plan import Flags, runs_of
+from impress_sglang.transfer.plan import runs_of
 
 _GRAIN = 1 << 20
 _NO_READ = -1

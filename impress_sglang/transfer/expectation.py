@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from impress_sglang import loops
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, SegmentLayout
 
 Codes = npt.NDArray[np.uint8]
@@ -114,8 +115,7 @@ class BlockHistory:
         requests = self._requests[layer]
         requests[int(values)] += 1
         kept, raised = _MOVED[min(int(requests[int(values)]), len(_MOVED)) - 1]
-        own = self._codes[layer, blocks]
-        self._codes[layer, blocks] = np.where(wanted, raised[own], kept[own])
+        loops.move_codes(self._codes[layer, blocks], wanted, kept, raised)
 
 
 def chances_after(chances: Codes, requests: int, seen: npt.NDArray[np.float64]) -> Codes:
@@ -142,10 +142,10 @@ def likely_blocks(chances: Codes, candidates: Flags, waste: float) -> Flags:
         candidates: bool of the same shape, the blocks that would have to be read.
         waste: 0 or more.
     """
-    counts = np.bincount(chances[candidates], minlength=STEPS + 1)
+    flat, possible = chances.reshape(-1), candidates.reshape(-1)
+    counts = loops.weigh_codes(flat, possible)
     in_vain = np.cumsum((counts * (STEPS - _CODES))[::-1])[::-1]
     fits = np.flatnonzero(in_vain <= waste * float(counts @ _CODES))
     lowest = int(fits[0]) if len(fits) else STEPS + 1
     threshold = max(lowest, round(LEAST_CHANCE * STEPS))
-    found: Flags = candidates & (chances >= threshold)
-    return found
+    return loops.likely_flags(flat, possible, threshold).reshape(chances.shape)

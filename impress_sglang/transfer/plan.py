@@ -14,14 +14,17 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from impress_sglang import loops
 from impress_sglang.importance.history import TokenHistory
+from impress_sglang.loops.types import Flags, Floats, Indices, Int32s
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, SegmentLayout
 from impress_sglang.storage.reader import OpenSegment
 from impress_sglang.transfer.expectation import BlockHistory
 
 _I = TypeVar("_I", bound=np.integer[Any])
-Indices = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
+MappingRow = npt.NDArray[np.unsignedinteger[Any]]
+NO_MAPPING = np.empty(0, np.uint16)
+_NO_BLOCKS = np.empty(0, np.int32), np.empty(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +85,27 @@ class StreamGroup:
             inside = chunks * self.stride + offsets * self.row_bytes
         return inside if self.lanes == 1 else inside + lanes * self.stream_bytes
 
+    @functools.cached_property
+    def rows_of_block(self) -> tuple[Int32s, Int32s]:
+        """The first and the last row of which each block of a lane holds a part.
+
+        Blocks of padding hold none: their last row is the one before their first.
+        """
+        rows = np.arange(self.rows)
+        offsets = self.row_offsets(np.zeros_like(rows), rows)
+        blocks = np.arange(self.stream_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        first = np.searchsorted(offsets + self.row_bytes, blocks, side="right")
+        last = np.searchsorted(offsets, blocks + BLOCK_BYTES) - 1
+        return first.astype(np.int32), last.astype(np.int32)
+
+    def chunks_of_rows(self, lanes: Indices, rows: Indices) -> Indices:
+        """lane * chunks of a stream + chunk, of each row."""
+        return divided(rows, self.chunk_rows) + lanes * self.chunks
+
     def blocks_of_rows(self, lanes: Indices, rows: Indices) -> Flags:
         """Which blocks of the group hold some rows."""
-        wanted = np.zeros(len(self.chunk_of_block), np.bool_)
+        wanted = np.zeros(self.lanes * self.stream_bytes // BLOCK_BYTES, np.bool_)
         offsets = self.row_offsets(lanes, rows)
-        if self.unbroken and BLOCK_BYTES % self.row_bytes == 0:
-            wanted[divided(offsets, BLOCK_BYTES)] = True
-            return wanted
         first, last = offsets // BLOCK_BYTES, (offsets + self.row_bytes - 1) // BLOCK_BYTES
         for step in range((self.row_bytes - 2) // BLOCK_BYTES + 2):
             wanted[np.minimum(first + step, last)] = True
@@ -105,6 +122,11 @@ class LayerGeometry:
     num_blocks: int
     num_chunks: int
     chunk_of_block: Indices  # counted from the start of the layer
+
+    @functools.cached_property
+    def keys_like_values(self) -> bool:
+        """Whether a key stands in its stream where the value of its token does."""
+        return self.keys is not None and self.keys.looks_like(self.values)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -174,16 +196,23 @@ class SourceSpan:
         per_row = self.segment.layout.shape.tokens_per_row(PROBE)
         return range(self.start // per_row, -(-self.stop // per_row))
 
+    def mapping(self, layer: int) -> MappingRow:
+        """The row of each token of the segment, lane after lane; empty if rows are tokens."""
+        if self.segment.mapping is None:
+            return NO_MAPPING
+        row: MappingRow = self.segment.mapping[layer].reshape(-1)
+        return row
+
     @functools.cached_property
-    def probe_chunks(self) -> tuple[Indices, Indices]:
-        """Chunks that hold `probe_rows`, ascending, and how many of their rows."""
+    def probe_chunks(self) -> tuple[Indices, Indices, Floats]:
+        """Chunks that hold `probe_rows`, ascending; how many of their rows, and their share."""
         group, rows = self.geometry.probe, self.probe_rows
         assert group is not None, "there is no probe stream"
         chunks = np.arange(rows[0] // group.chunk_rows, rows[-1] // group.chunk_rows + 1)
         counts = np.full(len(chunks), group.chunk_rows)
         counts[-1] -= (int(chunks[-1]) + 1) * group.chunk_rows - rows.stop
         counts[0] -= rows.start - int(chunks[0]) * group.chunk_rows
-        return chunks, counts
+        return chunks, counts, counts / group.rows_of_chunk[chunks]
 
     @functools.cached_property
     def probe_blocks(self) -> Flags:
@@ -209,69 +238,64 @@ class SourceSpan:
         return blocks
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class RowPlan:
     """Rows of a span that a read wants, the same of keys and of values.
 
-    `lanes` int64 [n] and `stored` (some integer type) [n] say where each stands: its row in the
-    streams of its lane. `positions` int64 [n] is its place in the read, None if the read has no
-    other rows. `counts` [lanes * chunks of a stream] are the rows wanted of each chunk, `blocks`
-    [blocks of the group] says which blocks of the values hold wanted rows.
+    `lanes` and `rows` int64 [n] say where each stands: its row in the streams of its lane.
+    `positions` int64 [n] is its place in the read, None if the read has no other rows. `chunks`
+    int64 [c] are those that hold the rows, ascending (lane * chunks of a stream + chunk), `counts`
+    how many rows of each are wanted, `shares` float64 how large a part of it. `value_blocks` and
+    `key_blocks` say which blocks of the groups hold wanted rows; None where there are no keys.
     """
 
-    span: SourceSpan
     positions: Indices | None
     lanes: Indices
-    stored: npt.NDArray[np.integer[Any]]
+    rows: Indices
+    chunks: Indices
     counts: Indices
-    blocks: Flags
-
-    @functools.cached_property
-    def rows(self) -> Indices:
-        """`stored` as int64."""
-        return self.stored.astype(np.int64)
-
-    @functools.cached_property
-    def chunks(self) -> Indices:
-        """[n] lane * chunks of a stream + chunk, of each row."""
-        group = self.span.geometry.values
-        return divided(self.rows, group.chunk_rows) + self.lanes * group.chunks
+    shares: Floats
+    value_blocks: Flags
+    key_blocks: Flags | None
 
 
-def plan_rows(
-    span: SourceSpan,
-    layer: int,
-    lanes: Indices,
-    tokens: Indices,
-    positions: Indices | None,
-) -> RowPlan:
-    """Where tokens of a segment stand in the keys and in the values.
+def plan_rows(span: SourceSpan, layer: int, tokens: Indices, first: int, *, alone: bool) -> RowPlan:
+    """Where those of some tokens that a span has stand in its keys and in its values.
 
     Args:
-        span: the part of the segment that a request uses.
+        span: the part of a segment that a request uses.
         layer: from 0.
-        lanes: int64 [n], of each row.
-        tokens: int64 [n], counted from the start of the segment.
-        positions: see `RowPlan`.
+        tokens: int64 [lanes, k], counted from the start of the prefix.
+        first: of the span, counted likewise.
+        alone: whether no other span has any of the tokens.
     """
-    segment, group = span.segment, span.geometry.values
-    stored: npt.NDArray[np.integer[Any]] = tokens
-    if segment.mapping is not None:
-        flat = segment.mapping[layer].reshape(-1)
-        stored = flat.take(lanes * segment.layout.num_tokens + tokens)
-    if not (group.unbroken and BLOCK_BYTES % group.row_bytes == 0):
-        rows = stored.astype(np.int64)
-        chunks = divided(rows, group.chunk_rows) + lanes * group.chunks
-        counts = np.bincount(chunks, minlength=group.lanes * group.chunks)
-        blocks = group.blocks_of_rows(lanes, rows)
-        return RowPlan(span, positions, lanes, stored, counts, blocks)
-    # One pass for both: rows are counted by block, as if the last chunks were whole ones.
-    per_chunk = group.stride // BLOCK_BYTES
-    own = divided(stored, BLOCK_BYTES // group.row_bytes) + lanes * (group.chunks * per_chunk)
-    by_block = np.bincount(own, minlength=group.lanes * group.chunks * per_chunk)
-    counts = by_block.reshape(-1, per_chunk).sum(1)
-    present = by_block.reshape(group.lanes, -1)[:, : group.stream_bytes // BLOCK_BYTES] > 0
-    return RowPlan(span, positions, lanes, stored, counts, present.reshape(-1))
+    geometry, stop = span.geometry, first + len(span)
+    values, keys = geometry.values, geometry.keys
+    # Where keys stand like values their blocks are the same.
+    other = None if geometry.keys_like_values else keys
+    positions, lanes, rows, by_chunk, value_blocks, key_blocks = loops.locate_rows(
+        tokens,
+        first,
+        stop,
+        span.start,
+        span.mapping(layer),
+        span.segment.layout.num_tokens,
+        values.chunk_rows,
+        *values.rows_of_block,
+        *(_NO_BLOCKS if other is None else other.rows_of_block),
+        not alone,
+    )
+    chunks, counts, shares = loops.touched_chunks(by_chunk, values.rows_of_chunk)
+    return RowPlan(
+        None if alone else positions,
+        lanes,
+        rows,
+        chunks,
+        counts,
+        shares,
+        value_blocks,
+        value_blocks if geometry.keys_like_values else None if other is None else key_blocks,
+    )
 
 
 def chances_by_tokens(
@@ -293,11 +317,10 @@ def chances_by_tokens(
     for group in (geometry.keys, geometry.values):
         if group is None:
             continue
-        lanes = np.repeat(np.arange(group.lanes), len(span))
-        tokens = np.tile(np.arange(span.start, span.stop), group.lanes)
-        plan = plan_rows(span, layer, lanes, tokens, None)
+        tokens = np.tile(np.arange(len(span)), (group.lanes, 1))
+        plan = plan_rows(span, layer, tokens, 0, alone=True)
         blocks = divided(group.row_offsets(plan.lanes, plan.rows), BLOCK_BYTES)
-        weights = np.tile(unwanted, group.lanes)
+        weights = np.repeat(unwanted, group.lanes)
         sums = np.bincount(blocks, weights, minlength=len(group.chunk_of_block))
         result[group.blocks] = -np.expm1(sums)
     return result

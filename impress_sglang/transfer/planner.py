@@ -10,22 +10,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from impress_sglang import loops
+from impress_sglang.loops.types import Flags, Floats, Indices
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.tiers.placement import Access, Placement, Tier
 from impress_sglang.transfer.plan import (
-    Flags,
-    Indices,
+    NO_MAPPING,
     RowPlan,
     SourceSpan,
     StreamGroup,
-    divided,
     plan_rows,
 )
 
@@ -85,60 +85,54 @@ class ReadStats:
         }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class GroupPart:
     """The chunks of one group of streams that a read of a span touches.
 
     `chunks` are lane * chunks of a stream + chunk, ascending; `counts` the rows wanted of each;
     `ids`, `tiers`, `pages` and `kept` are those of `Access`. `blocks` [blocks of the group] says
-    which hold wanted rows, wherever they are found; None if nobody asks.
+    which hold wanted rows, wherever they are found. `rows_by_tier` and `chunks_by_tier` are how
+    many wanted rows, and touched chunks, were found in each tier.
     """
 
     group: StreamGroup
-    blocks: Flags | None
+    blocks: Flags
     chunks: Indices
     counts: Indices
     ids: Indices
     tiers: npt.NDArray[np.uint8]
     pages: npt.NDArray[np.int32]
     kept: npt.NDArray[np.bool_]
-
-    @functools.cached_property
-    def by_tier(self) -> tuple[list[int], list[int]]:
-        """Wanted rows, and touched chunks, by the tier where they were found."""
-        chunks = np.bincount(self.tiers, minlength=len(Tier)).tolist()
-        if max(chunks) == len(self.tiers):
-            total = int(self.counts.sum())
-            return [total if own else 0 for own in chunks], chunks
-        rows = np.bincount(self.tiers, self.counts, len(Tier))
-        return rows.astype(np.int64).tolist(), chunks
+    rows_by_tier: tuple[int, int, int]
+    chunks_by_tier: tuple[int, int, int]
 
     def is_values(self, span: SourceSpan) -> bool:
         """Whether the group has values."""
         return self.group is span.geometry.values
 
-    def by_chunk(self, flags: Flags) -> Flags:
-        """Flags of the touched chunks as flags of all chunks of the group."""
+    def found_in(self, tier: int) -> Flags:
+        """Of all chunks of the group, those that were touched and found in a tier."""
         everything = np.zeros(self.group.lanes * self.group.chunks, np.bool_)
-        everything[self.chunks] = flags
+        everything[self.chunks[self.tiers == tier]] = True
         return everything
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class SpanRead:
-    """What a read wants of a span.
+    """What a read wants of a span, which begins `first` tokens after the start of the prefix.
 
     `rows` is None where the probe stream is read. `blocks` says which blocks of the layer must come
-    from SSD, None if none.
+    from SSD, None if none; not to be changed.
     """
 
     span: SourceSpan
+    first: int
     rows: RowPlan | None
     parts: list[GroupPart]
     blocks: Flags | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class PlannedRead:
     """A read of the probe stream, or of keys or values or both, of one layer.
 
@@ -151,26 +145,20 @@ class PlannedRead:
     whole: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class _Wish:
-    """What a read wants of a span, before it is known where the chunks stand."""
+    """What a read wants of a span, before it is known where the chunks stand.
+
+    `groups` come with the blocks that are wanted of each; the rest is alike for all of them.
+    """
 
     span: SourceSpan
+    first: int
     rows: RowPlan | None
-    groups: tuple[StreamGroup, ...]
-    chunks: Indices  # of each of the groups
+    groups: Sequence[tuple[StreamGroup, Flags]]
+    chunks: Indices
     counts: Indices
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Tokens:
-    """Tokens of a span, counted from the start of its segment, and their lanes and positions."""
-
-    span: SourceSpan
-    first: int  # of the span, counted from the start of the prefix
-    positions: Indices | None
-    lanes: Indices
-    tokens: Indices
+    shares: Floats
 
 
 class PrefixPlanner:
@@ -189,7 +177,8 @@ class PrefixPlanner:
         self.num_tokens = sum(len(span) for span in spans)
         self.stats = ReadStats()
         self._shape = shape
-        self._spans = tuple(spans)
+        firsts = itertools.accumulate((len(span) for span in spans[:-1]), initial=0)
+        self._spans = tuple(zip(firsts, spans, strict=True))
         self._placement = placement
         self._page_bytes = page_bytes
         self._learns = learns
@@ -199,11 +188,11 @@ class PrefixPlanner:
     def plan_probe(self, layer: int) -> PlannedRead:
         """Decide how the probe stream is read, and where its chunks stand from now on."""
         wishes = []
-        for span in self._spans:
+        for first, span in self._spans:
             group = span.geometry.probe
-            chunks, counts = span.probe_chunks
             assert group is not None
-            wishes.append(_Wish(span, None, (group,), chunks, counts))
+            blocks = span.probe_blocks[group.blocks]
+            wishes.append(_Wish(span, first, None, ((group, blocks),), *span.probe_chunks))
         return self._decide(layer, wishes, whole=True)
 
     def plan(
@@ -218,16 +207,20 @@ class PrefixPlanner:
             keys: whether keys are wanted, of the heads that the probe stream does not have.
             values: whether values are wanted.
         """
+        wanted = self._everything if tokens is None else np.ascontiguousarray(tokens)
+        alone = len(self._spans) == 1
         wishes = []
-        for own in self._by_span(self._everything() if tokens is None else tokens):
-            if not len(own.tokens):
+        for first, span in self._spans:
+            rows = plan_rows(span, layer, wanted, first, alone=alone)
+            if not len(rows.rows):
                 continue
-            plan = plan_rows(own.span, layer, own.lanes, own.tokens, own.positions)
-            geometry = own.span.geometry
-            chunks = np.flatnonzero(plan.counts)
-            both = ((geometry.keys, keys), (geometry.values, values))
-            groups = tuple(group for group, wanted in both if wanted and group is not None)
-            wishes.append(_Wish(own.span, plan, groups, chunks, plan.counts[chunks]))
+            geometry, groups = span.geometry, []
+            if keys and geometry.keys is not None:
+                assert rows.key_blocks is not None
+                groups.append((geometry.keys, rows.key_blocks))
+            if values:
+                groups.append((geometry.values, rows.value_blocks))
+            wishes.append(_Wish(span, first, rows, groups, rows.chunks, rows.counts, rows.shares))
         return self._decide(layer, wishes, whole=tokens is None)
 
     def missing(
@@ -243,11 +236,10 @@ class PrefixPlanner:
         geometry = span.geometry
         layers = self._shape.num_layers - layer if layers is None else layers
         first = span.base + layer * geometry.num_chunks
-        on_ssd = self._placement.tiers(first, layers * geometry.num_chunks) == _SSD
+        tiers = self._placement.tiers(first, layers * geometry.num_chunks)
         possible = span.probe_blocks if probe else span.kv_blocks
-        by_block = on_ssd.reshape(layers, -1)[:, geometry.chunk_of_block]
-        blocks: Flags = by_block & possible
-        return blocks
+        by_layer = tiers.reshape(layers, geometry.num_chunks)
+        return loops.missing_blocks(by_layer, geometry.chunk_of_block, possible, _SSD)
 
     def note_selection(self, layer: int, selected: Indices, importance: Tensor | None) -> None:
         """Say which tokens the layer uses; updates the averages.
@@ -258,17 +250,15 @@ class PrefixPlanner:
             importance: scores [H, m] of all query heads, or of those of the probe heads; None if
                 the tokens were not chosen by scores.
         """
-        rows = list(self._by_span(selected))
-        self._count_important(layer, selected, rows)
-        for own in rows:
-            span = own.span
-            part = None if importance is None else importance[:, own.first : own.first + len(span)]
-            tokens = own.tokens - span.start if span.start else own.tokens
-            span.history.note(layer, span.start, len(span), own.lanes, tokens, part)
+        selected = np.ascontiguousarray(selected)
+        self._count_important(layer, selected)
+        for first, span in self._spans:
+            part = None if importance is None else importance[:, first : first + len(span)]
+            span.history.note(layer, span.start, len(span), selected, first, part)
 
     def note_whole(self, layer: int) -> None:
         """Say that the layer uses all tokens."""
-        self.note_selection(layer, self._everything(), None)
+        self.note_selection(layer, self._everything, None)
 
     def count(self, read: PlannedRead) -> None:
         """The read was carried out: count it. Bytes from SSD are counted by who reads them."""
@@ -277,16 +267,15 @@ class PrefixPlanner:
             span = own.span
             for part in own.parts:
                 row_bytes = part.group.row_bytes
-                rows, chunks = part.by_tier
+                rows, chunks = part.rows_by_tier, part.chunks_by_tier
                 stats.ssd_needed_bytes += rows[_SSD] * row_bytes
                 stats.h2d_bytes += (rows[_SSD] + rows[_HOST]) * row_bytes
                 stats.ssd_chunks += chunks[_SSD]
                 stats.host_chunks += chunks[_HOST]
                 stats.device_chunks += chunks[_DEVICE]
                 if own.rows is not None:
-                    stats.selected_chunks += len(part.tiers)
+                    stats.selected_chunks += len(part.chunks)
                     if self._learns:
-                        assert part.blocks is not None
                         span.blocks.note(
                             read.layer,
                             values=part.is_values(span),
@@ -295,120 +284,105 @@ class PrefixPlanner:
                         )
                 if own.rows is not None or not self._shape.sketch_bits:
                     self._found.append((own, part, read.whole))
-        moved = (move for move in read.access.moves if move.target == _DEVICE)
-        stats.h2d_bytes += sum(len(move.target_pages) for move in moved) * self._page_bytes
+        if read.access.moves:
+            moved = (move for move in read.access.moves if move.target == _DEVICE)
+            stats.h2d_bytes += sum(len(move.target_pages) for move in moved) * self._page_bytes
 
+    @functools.cached_property
     def _everything(self) -> Indices:
-        return np.broadcast_to(np.arange(self.num_tokens), (self._shape.num_lanes, self.num_tokens))
+        return np.tile(np.arange(self.num_tokens), (self._shape.num_lanes, 1))
 
     def _decide(self, layer: int, wishes: Sequence[_Wish], *, whole: bool) -> PlannedRead:
         ids, shares = [], []
         for wish in wishes:
-            base = wish.span.base + layer * wish.span.segment.layout.layer_chunks
-            for group in wish.groups:
+            geometry = wish.span.geometry
+            base = wish.span.base + layer * geometry.num_chunks
+            for group, _ in wish.groups:
                 ids.append(wish.chunks + (base + group.first_chunk))
-                shares.append(wish.counts / group.rows_of_chunk[wish.chunks])
+                shares.append(wish.shares)
         access = self._placement.access(_joined(ids, np.int64), _joined(shares, np.float64))
-        ends = list(itertools.accumulate((len(own) for own in ids), initial=0))
-        places = zip(ids, (slice(*pair) for pair in itertools.pairwise(ends)), strict=True)
-        reads = []
+        groups, start, reads = iter(ids), 0, []
         for wish in wishes:
-            found = [(group, *next(places)) for group in wish.groups]
-            on_ssd = self._learns or any((access.tiers[place] == _SSD).any() for *_, place in found)
-            blocks = _wanted_blocks(wish) if on_ssd else [None] * len(found)
-            parts = [
-                GroupPart(
-                    group,
-                    own,
-                    wish.chunks,
-                    wish.counts,
-                    group_ids,
-                    access.tiers[place],
-                    access.pages[place],
-                    access.kept[place],
+            parts = []
+            for group, blocks in wish.groups:
+                place = slice(start, start := start + len(wish.chunks))
+                tiers = access.tiers[place]
+                *found, on_ssd, on_host, on_device = loops.tally(tiers, wish.counts)
+                parts.append(
+                    GroupPart(
+                        group,
+                        blocks,
+                        wish.chunks,
+                        wish.counts,
+                        next(groups),
+                        tiers,
+                        access.pages[place],
+                        access.kept[place],
+                        (found[0], found[1], found[2]),
+                        (on_ssd, on_host, on_device),
+                    )
                 )
-                for own, (group, group_ids, place) in zip(blocks, found, strict=True)
-            ]
-            reads.append(SpanRead(wish.span, wish.rows, parts, _blocks_from_ssd(wish, parts)))
+            blocks_read = _blocks_from_ssd(wish.span, parts, bool(access.moves))
+            reads.append(SpanRead(wish.span, wish.first, wish.rows, parts, blocks_read))
         return PlannedRead(layer, reads, access, whole)
 
-    def _by_span(self, tokens: Indices) -> Iterator[_Tokens]:
-        """The tokens [lanes, k] of each span, token after token and lane by lane."""
-        num_lanes, k = tokens.shape
-        flat = tokens.T.reshape(-1)
-        lanes = _lanes(num_lanes, k)
-        if len(self._spans) == 1:
-            span = self._spans[0]
-            yield _Tokens(span, 0, None, lanes, flat + span.start if span.start else flat)
-            return
-        first = 0
-        for span in self._spans:
-            positions = np.flatnonzero((flat >= first) & (flat < first + len(span)))
-            own = flat[positions] + (span.start - first)
-            yield _Tokens(span, first, positions, lanes[positions], own)
-            first += len(span)
-
-    def _count_important(self, layer: int, selected: Indices, rows: Sequence[_Tokens]) -> None:
+    def _count_important(self, layer: int, selected: Indices) -> None:
         """Count which KVs of the tokens that a layer uses were found on the device."""
         everything = selected.shape[1] == self.num_tokens
-        by_span = {id(own.span): own for own in rows}
         stats = self.stats
         for read, part, whole in self._found:
             if whole and not everything:
-                on_device = part.by_chunk(part.tiers == _DEVICE)
-                chunks = _chunks_of(layer, read, part, by_span[id(read.span)])
-                wanted, hits = len(chunks), int(on_device[chunks].sum())
+                wanted, hits = _hits(layer, selected, read, part)
             else:
-                found, _ = part.by_tier
-                wanted, hits = sum(found), found[_DEVICE]
+                wanted, hits = sum(part.rows_by_tier), part.rows_by_tier[_DEVICE]
             stats.important_bytes += wanted * part.group.row_bytes
             stats.important_device_bytes += hits * part.group.row_bytes
         self._found.clear()
 
 
-def _chunks_of(layer: int, read: SpanRead, part: GroupPart, own: _Tokens) -> Indices:
-    """The chunk of each of some tokens in a group whose rows were all read."""
-    if read.rows is None:
-        return divided(own.tokens, part.group.chunk_rows)
-    return plan_rows(own.span, layer, own.lanes, own.tokens, None).chunks
+def _hits(layer: int, selected: Indices, read: SpanRead, part: GroupPart) -> tuple[int, int]:
+    """Of a group whose rows were all read: how many are selected, and were on the device."""
+    span, group = read.span, part.group
+    return loops.chunk_hits(
+        selected,
+        read.first,
+        read.first + len(span),
+        span.start,
+        NO_MAPPING if read.rows is None else span.mapping(layer),
+        span.segment.layout.num_tokens,
+        group.chunk_rows,
+        part.found_in(_DEVICE),
+    )
 
 
-def _wanted_blocks(wish: _Wish) -> list[Flags | None]:
-    """For each group which of its blocks hold wanted rows; keys and values are often alike."""
-    blocks: list[Flags | None] = []
-    for group in wish.groups:
-        if wish.rows is None:
-            blocks.append(wish.span.probe_blocks[group.blocks])
-        elif group.looks_like(wish.span.geometry.values):
-            blocks.append(wish.rows.blocks)
-        else:
-            blocks.append(group.blocks_of_rows(wish.rows.lanes, wish.rows.rows))
-    return blocks
+def _blocks_from_ssd(span: SourceSpan, parts: Sequence[GroupPart], moves: bool) -> Flags | None:
+    """Blocks of the layer that must come from SSD: of wanted rows, and all that will be cached.
 
-
-def _blocks_from_ssd(wish: _Wish, parts: Sequence[GroupPart]) -> Flags | None:
-    """Blocks of the layer that must come from SSD: of wanted rows, and all that will be cached."""
+    `moves`: whether any chunk will be.
+    """
     blocks = None
     for part in parts:
-        on_ssd = part.tiers == _SSD
-        if not on_ssd.any():
+        if not part.chunks_by_tier[_SSD]:
             continue
         if blocks is None:
-            blocks = np.zeros(wish.span.geometry.num_blocks, np.bool_)
-        assert part.blocks is not None
-        group = part.group
-        own = part.blocks & part.by_chunk(on_ssd)[group.chunk_of_block]
-        if part.kept.any():
-            own |= part.by_chunk(part.kept)[group.chunk_of_block]
-        blocks[group.blocks] = own
+            blocks = np.zeros(span.geometry.num_blocks, np.bool_)
+        own = blocks[part.group.blocks]
+        if part.chunks_by_tier[_SSD] == len(part.chunks) and not moves:
+            own[:] = part.blocks
+        else:
+            loops.add_cached_blocks(
+                own,
+                part.blocks,
+                part.group.chunk_of_block,
+                part.chunks,
+                part.tiers,
+                part.kept,
+                _SSD,
+            )
     return blocks
-
-
-@functools.lru_cache(maxsize=64)
-def _lanes(num_lanes: int, k: int) -> Indices:
-    """The lane of each of k tokens per lane, token after token; not to be changed."""
-    return np.tile(np.arange(num_lanes), k)
 
 
 def _joined(parts: Sequence[npt.NDArray[_T]], dtype: type[_T]) -> npt.NDArray[_T]:
+    if len(parts) == 1:
+        return parts[0]
     return np.concatenate(parts) if parts else np.empty(0, dtype)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from impress_sglang.loops.types import Flags, Indices
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, KVShape
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.sketch import restore_keys
@@ -26,13 +27,7 @@ from impress_sglang.tiers.placement import Tier
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
 from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
 from impress_sglang.transfer.expectation import chances_after, likely_blocks
-from impress_sglang.transfer.plan import (
-    Flags,
-    Indices,
-    SourceSpan,
-    StreamGroup,
-    chances_by_tokens,
-)
+from impress_sglang.transfer.plan import SourceSpan, StreamGroup, chances_by_tokens
 from impress_sglang.transfer.planner import (
     GroupPart,
     PlannedRead,
@@ -406,7 +401,7 @@ class SegmentSource:
         """All rows of neighbouring chunks of one stream, [rows, heads * dim], on the device."""
         group, width = part.group, part.group.heads * part.group.head_dim
         first, count = int(part.chunks[0]), len(part.chunks)
-        found = np.flatnonzero(np.bincount(part.tiers, minlength=len(Tier))).tolist()
+        found = [tier for tier, chunks in enumerate(part.chunks_by_tier) if chunks]
         if found == [Tier.SSD]:
             return self._staged_chunks(layer, span, group, first, count).to(self._cache.device)
         size = (count, group.chunk_rows * width)
@@ -475,12 +470,12 @@ class SegmentSource:
         """The wanted rows [n, heads * dim] of a span, on the device."""
         plan, device = own.rows, self._cache.device
         assert plan is not None
-        found = np.flatnonzero(np.bincount(part.tiers, minlength=len(Tier))).tolist()
+        found = [tier for tier, chunks in enumerate(part.chunks_by_tier) if chunks]
         if len(found) == 1:
             return self._gather_tier(layer, own, part, found[0], slice(None)).to(device)
-        tier_of_chunk = np.zeros(len(plan.counts), np.uint8)
+        tier_of_chunk = np.zeros(part.group.lanes * part.group.chunks, np.uint8)
         tier_of_chunk[part.chunks] = part.tiers
-        tier_of_row = tier_of_chunk[plan.chunks]
+        tier_of_row = tier_of_chunk[part.group.chunks_of_rows(plan.lanes, plan.rows)]
         chosen = [np.flatnonzero(tier_of_row == tier) for tier in found]
         by_tier = [
             self._gather_tier(layer, own, part, tier, rows).to(device)
@@ -504,19 +499,17 @@ class SegmentSource:
             index = _vector_index(first, group.row_bytes // vector)
             vectors = self._memory(layer, own.span).vectors(self._shape.dtype, vector)
             return vectors.index_select(0, index).view(len(rows), -1)
-        place = np.zeros(len(plan.counts), np.int64)
+        place = np.zeros(group.lanes * group.chunks, np.int64)
         place[part.chunks] = np.arange(len(part.chunks))
-        pages = part.pages[place[plan.chunks[chosen]]]
+        pages = part.pages[place[group.chunks_of_rows(lanes, rows)]]
         width = self._cache.page.row_vectors_of(group.heads * group.head_dim)
         return self._cache.read_rows(tier, pages, rows % group.chunk_rows, width)
 
     def _kept_chunks(self, plan: PlannedRead) -> dict[int, Tensor]:
         """Bytes of the chunks that were read whole to be cached, by id."""
-        found = {}
-        for own in plan.spans:
+        found: dict[int, Tensor] = {}
+        for own in plan.spans if plan.access.moves else ():
             for part in own.parts:
-                if not part.kept.any():
-                    continue
                 group, memory = part.group, self._memory(plan.layer, own.span)
                 flat = memory.vectors(torch.uint8, 1).view(-1)
                 kept = np.flatnonzero(part.kept)

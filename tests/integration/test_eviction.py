@@ -47,10 +47,9 @@ def stored(num_tokens: int, *selected: int) -> StoredMatch:
     """A stored prefix of which every access selected these tokens."""
     shape = make_shape()
     history = TokenHistory(shape.num_layers, shape.num_lanes, num_tokens)
-    lanes = np.repeat(np.arange(shape.num_lanes), len(selected))
-    tokens = np.tile(np.array(selected, np.int64), shape.num_lanes)
+    tokens = np.tile(np.array(selected, np.int64), (shape.num_lanes, 1))
     for layer in range(shape.num_layers):
-        history.note(layer, 0, num_tokens, lanes, tokens, None)
+        history.note(layer, 0, num_tokens, tokens, 0, None)
     segment = StoredSegment(make_info(shape, range(num_tokens)), 1, history=history)
     return StoredMatch((StoredSpan(segment, 0, num_tokens),))
 

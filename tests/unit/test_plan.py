@@ -197,32 +197,52 @@ def span_of(
 def test_rows_are_planned_where_they_stand(
     tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
 ) -> None:
-    """Of all lanes at once, each with tokens of its own, in the order in which they are asked."""
+    """Of all lanes at once, each with tokens of its own; those of other spans do not count."""
     shape = SPAN_SHAPES[name]
     layout = SegmentLayout(shape, 8 * data.draw(st.integers(1, 3)), 45, BLOCK)
     seed = data.draw(st.sampled_from([None, 1, 2]))
     span, mapping = span_of(tmp_path_factory.mktemp("plan"), layout, seed, 3, 45)
     layer, num_chunks = data.draw(st.integers(0, 1)), -(-45 // layout.chunk_tokens)
+    num_lanes, num_rows = lanes_of(shape), layout.num_tokens
+    alone = data.draw(st.booleans())
+    # Tokens of other spans stand before and behind in the prefix.
+    first = 0 if alone else data.draw(st.integers(0, 4))
+    count = data.draw(st.integers(1, len(span)))
+    numbers = st.integers(0, len(span) - 1 if alone else len(span) + 9)
+    some = st.sets(numbers, min_size=count, max_size=count).map(sorted)
+    tokens = np.array([data.draw(some) for _ in range(num_lanes)])
     asked = [
-        (lane, token) for lane in range(lanes_of(shape)) for token in some_of(data, 45).tolist()
+        (place * num_lanes + lane, lane, token - first + span.start)
+        for place in range(count)
+        for lane, token in enumerate(tokens[:, place].tolist())
+        if first <= token < first + len(span)
     ]
-    asked = data.draw(st.permutations(asked))
-    lanes, tokens = np.array(asked, np.int64).T
-    rows = [t if mapping is None else int(mapping[layer, lane][t]) for lane, t in asked]
-    chunks = [
-        lane * num_chunks + row // layout.chunk_tokens
-        for (lane, _), row in zip(asked, rows, strict=True)
+    rows = [
+        (position, lane, token if mapping is None else int(mapping[layer, lane][token]))
+        for position, lane, token in asked
     ]
-    positions = np.arange(len(asked))
 
-    plan = plan_rows(span, layer, lanes, tokens, positions)
+    plan = plan_rows(span, layer, tokens, first, alone=alone)
 
-    assert plan.span is span and plan.positions is positions
-    assert plan.lanes.tolist() == lanes.tolist()
-    assert plan.rows.tolist() == rows and plan.rows.dtype == np.int64
-    assert plan.chunks.tolist() == chunks
-    everything = range(lanes_of(shape) * num_chunks)
-    assert plan.counts.tolist() == [chunks.count(chunk) for chunk in everything]
+    found = list(zip(plan.lanes.tolist(), plan.rows.tolist(), strict=True))
+    if alone:
+        assert plan.positions is None and found == [own[1:] for own in rows]
+    else:
+        assert plan.positions is not None and plan.positions.dtype == np.int64
+        placed = zip(plan.positions.tolist(), found, strict=True)
+        assert sorted((position, *own) for position, own in placed) == sorted(rows)
+    chunks = [lane * num_chunks + row // layout.chunk_tokens for _, lane, row in rows]
+    assert plan.chunks.tolist() == sorted(set(chunks))
+    assert plan.counts.tolist() == [chunks.count(chunk) for chunk in plan.chunks.tolist()]
+    for chunk, own, share in zip(plan.chunks, plan.counts, plan.shares, strict=True):
+        start = chunk % num_chunks * layout.chunk_tokens
+        assert share == own / (min(start + layout.chunk_tokens, num_rows) - start)
+    geometry = span.geometry
+    for group, blocks in ((geometry.keys, plan.key_blocks), (geometry.values, plan.value_blocks)):
+        assert (group is None) == (blocks is None)
+        if group is not None and blocks is not None:
+            expected = group.blocks_of_rows(plan.lanes, plan.rows)
+            assert blocks.tolist() == expected.tolist()
     span.segment.close()
 
 

@@ -205,10 +205,10 @@ def test_expected_shares_of_all_chunks_are_those_of_their_lane(shape: KVShape) -
 def test_token_means_are_the_means_over_layers() -> None:
     history = TokenHistory(2, 1, 3)
     for layer, selected in enumerate([[0, 1], [1]]):
-        history.note(layer, 0, 3, np.zeros(len(selected), int), np.array(selected), None)
+        history.note(layer, 0, 3, np.array([selected]), 0, None)
 
     assert history.token_means().tolist() == [0.5, 1.0, 0.0]
     for layer in range(2):
-        history.note(layer, 0, 3, np.array([0]), np.array([0]), None)
+        history.note(layer, 0, 3, np.array([[0]]), 0, None)
     # Averages have steps of 1/255, and half of it is none.
     assert history.token_means().tolist() == pytest.approx([0.75, 0.5, 0.0], abs=0.51 / 255)

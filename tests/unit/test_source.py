@@ -450,11 +450,14 @@ def listened(case: Case) -> tuple[SegmentSource, list[Noted]]:
             layer: int,
             start: int,
             num_tokens: int,
-            lanes: np.ndarray,
-            tokens: np.ndarray,
+            selected: np.ndarray,
+            first: int,
             importance: Tensor | None,
         ) -> None:
             told = None if importance is None else importance.tolist()
+            own = (selected >= first) & (selected < first + num_tokens)
+            lanes, places = np.nonzero(own)
+            tokens = selected[lanes, places] - first
             pairs = sorted(zip(lanes.tolist(), tokens.tolist(), strict=True))
             heard.append(
                 (layer, start, num_tokens, [p[0] for p in pairs], [p[1] for p in pairs], told)

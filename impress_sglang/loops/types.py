@@ -1,0 +1,16 @@
+"""Types of the arrays that the loops take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Flags = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+Mapping = npt.NDArray[np.unsignedinteger[Any]]
+Uint8s = npt.NDArray[np.uint8]
+Uint16s = npt.NDArray[np.uint16]
