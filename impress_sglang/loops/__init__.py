@@ -27,12 +27,14 @@ if importlib.util.find_spec("numba") is not None:
         touched_chunks,
         weigh_codes,
     )
+    from impress_sglang.loops.xxh3 import first_bad_block
 else:
     from impress_sglang.loops.vectorised import (
         NAME,
         add_cached_blocks,
         chunk_hits,
         find_candidates,
+        first_bad_block,
         likely_flags,
         locate_rows,
         missing_blocks,
@@ -49,6 +51,7 @@ __all__ = [
     "add_cached_blocks",
     "chunk_hits",
     "find_candidates",
+    "first_bad_block",
     "likely_flags",
     "locate_rows",
     "missing_blocks",

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
+import xxhash
 
-from impress_sglang.loops.types import Flags, Floats, Indices, Int32s, Mapping, Uint8s, Uint16s
+from impress_sglang.loops.types import (
+    Flags,
+    Floats,
+    Indices,
+    Int32s,
+    Mapping,
+    Uint8s,
+    Uint16s,
+    Words,
+)
 
 NAME = "numpy"
+
+BLOCK_WORDS = 512
 
 
 def locate_rows(
@@ -287,3 +299,19 @@ def likely_flags(codes: Uint8s, candidates: Flags, threshold: int) -> Flags:
     """The candidates whose code is at least `threshold`; both arrays are flat."""
     likely: Flags = candidates & (codes >= threshold)
     return likely
+
+
+def first_bad_block(words: Words, blocks: Indices, checksums: Words, first: int) -> int:
+    """The place in `blocks` of the first block that fails its checksum, -1 if none does.
+
+    Args:
+        words: uint64, memory that has blocks of `BLOCK_WORDS` words.
+        blocks: int64 [n], the blocks of the memory that are verified.
+        checksums: uint64, XXH3-64 of blocks.
+        first: which of them is that of the first block of the memory.
+    """
+    for place, block in enumerate(blocks.tolist()):
+        own = words[block * BLOCK_WORDS : (block + 1) * BLOCK_WORDS]
+        if xxhash.xxh3_64_intdigest(own.data) != checksums[first + block]:
+            return place
+    return -1

@@ -13,11 +13,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
 
 
 class AlignedMemory:
-    """Memory that starts at a page boundary, as O_DIRECT wants, and its address."""
+    """Memory that starts at a page boundary, as O_DIRECT wants, and its address.
+
+    `view` and `words` (uint64) are the same bytes; their number is a multiple of 8.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self._memory = mmap.mmap(-1, num_bytes)
@@ -25,6 +30,7 @@ class AlignedMemory:
         with contextlib.suppress(OSError, AttributeError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._memory)
+        self.words = np.frombuffer(self._memory, np.uint64)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def __len__(self) -> int:

@@ -1,10 +1,11 @@
-"""Reads runs of blocks of segments, many at a time, and verifies each block.
+"""Reads runs of blocks of segments, many at a time.
 
 Stage: load. In: runs of blocks of open segments and the memory to fill. Out: filled memory, or
 `ChunkUnreadable`. It knows nothing of tokens, requests or policies.
 
-One thread starts reads and verifies them. What a layer waits for goes before what is read ahead,
-and reads ahead leave half of the device's queue free for it.
+One thread starts reads and collects them. What a layer waits for goes before what is read ahead,
+and reads ahead leave half of the device's queue free for it. Who takes blocks verifies those that
+it takes: what was read in vain costs no checksums, and the one thread keeps the device busy.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from impress_sglang import loops
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.storage.direct_io import AlignedMemory, read_exactly
 from impress_sglang.storage.engines import BlockEngine, make_engine
@@ -31,7 +33,6 @@ from impress_sglang.storage.segment import (
     MappingLists,
     SegmentInfo,
     SketchTables,
-    block_checksums,
     read_header,
 )
 from impress_sglang.storage.throttle import TokenBucket
@@ -75,6 +76,23 @@ class OpenSegment:
     def segment_id(self) -> str:
         """Name of the segment."""
         return self.info.segment_id
+
+    def check_blocks(self, memory: AlignedMemory, offset: int, blocks: Integers) -> None:
+        """Verify blocks that were read.
+
+        Args:
+            memory: whose byte 0 took byte `offset` of the file.
+            offset: see there; a block begins here.
+            blocks: int64 [n], counted from the start of the memory.
+
+        Raises:
+            ChunkUnreadable: one of them fails its checksum.
+        """
+        first = (offset - self.layout.header_bytes) // BLOCK_BYTES
+        bad = loops.first_bad_block(memory.words, blocks, self.checksums, first)
+        if bad >= 0:
+            at = offset + int(blocks[bad]) * BLOCK_BYTES
+            raise ChunkUnreadable(self.segment_id, f"the block at {at} fails its checksum")
 
     def close(self) -> None:
         """Close the file; no read may be in flight."""
@@ -147,10 +165,22 @@ class PendingRead:
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Wait until all is read.
+        """Wait until all is read, and verify it.
 
         Raises:
             ChunkUnreadable: a block is missing, short or corrupt; the memory is then undefined.
+        """
+        self.arrived()
+        for number, own in enumerate(self.runs):
+            pieces = self._owner[: self.last] == number
+            starts, sizes = self._starts[: self.last][pieces], self._sizes[: self.last][pieces]
+            own.segment.check_blocks(own.memory, own.offset, _blocks_in(starts, sizes))
+
+    def arrived(self) -> None:
+        """Wait until all is read; nothing is verified.
+
+        Raises:
+            ChunkUnreadable: a block is missing or short; the memory is then undefined.
         """
         self.settled()
         if self.error is not None:
@@ -181,6 +211,10 @@ class PendingRead:
             self._addresses[part],
             self._sizes[part],
         )
+
+    def size(self, number: int) -> int:
+        """Bytes of a piece."""
+        return int(self._sizes[number])
 
     def piece(self, number: int) -> tuple[BlockRuns, int, int]:
         """The runs that a piece belongs to, and where it starts and stops in their memory."""
@@ -394,11 +428,11 @@ class ChunkReader:
             self._flying[number] = (read, first + place)
 
     def _take_in(self, ended: list[tuple[PendingRead, int]], results: list[int]) -> None:
-        """Verify what has arrived, and tell who waits for it."""
+        """Complete what has arrived, and tell who waits for it."""
         self._watch.ended(len(ended))
         for (read, place), result in zip(ended, results, strict=True):
-            if read.error is None:
-                read.error = _check_piece(*read.piece(place), result)
+            if read.error is None and result != read.size(place):
+                read.error = _complete_piece(*read.piece(place), result)
         with self._changed:
             for read, _ in ended:
                 read.in_flight -= 1
@@ -450,27 +484,25 @@ class _Watch:
         self._pieces = self._open
 
 
-def _check_piece(runs: BlockRuns, start: int, stop: int, result: int) -> ChunkUnreadable | None:
-    """What is wrong with a piece that was read with `result`, if anything."""
-    segment, offset = runs.segment, runs.offset + start
-    target = runs.memory.view[start:stop]
+def _complete_piece(runs: BlockRuns, start: int, stop: int, result: int) -> ChunkUnreadable | None:
+    """Read a piece again that was read with an unexpected `result`; what is wrong, if anything."""
+    segment = runs.segment
     if result < 0:
         return ChunkUnreadable(segment.segment_id, os.strerror(-result))
-    if result < len(target):
-        try:
-            # A read may end early without an error; the rest says whether there is one.
-            read_exactly(segment.descriptor, offset, target)
-        except (OSError, EOFError) as error:
-            return ChunkUnreadable(segment.segment_id, str(error))
-    first = (offset - segment.layout.header_bytes) // BLOCK_BYTES
-    found = block_checksums(target)
-    expected = segment.checksums[first : first + len(found)].tolist()
-    if found == expected:
-        return None
-    bad = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
-    return ChunkUnreadable(
-        segment.segment_id, f"the block at {offset + bad * BLOCK_BYTES} fails its checksum"
-    )
+    try:
+        # A read may end early without an error; the rest says whether there is one.
+        read_exactly(segment.descriptor, runs.offset + start, runs.memory.view[start:stop])
+    except (OSError, EOFError) as error:
+        return ChunkUnreadable(segment.segment_id, str(error))
+    return None
+
+
+def _blocks_in(starts: Integers, sizes: Integers) -> Integers:
+    """The blocks of pieces that start at and have so many bytes."""
+    counts = sizes // BLOCK_BYTES
+    skipped = np.repeat(starts // BLOCK_BYTES - (np.cumsum(counts) - counts), counts)
+    blocks: Integers = skipped + np.arange(counts.sum())
+    return blocks
 
 
 def _each(counts: Sequence[int], values: Sequence[int]) -> Integers:

@@ -220,7 +220,7 @@ def _decode_body(name: str, body: bytes, description_bytes: int) -> SegmentHeade
     offset = description_bytes + tokens.nbytes
     mapping, offset = _read_array(body, offset, info.mapping_dtype, info.mapping_shape)
     tables, offset = _read_array(body, offset, np.dtype("<f4"), info.sketch_shape)
-    checksums = np.frombuffer(body, "<u8", info.layout().num_blocks, offset)
+    checksums, _ = _read_array(body, offset, np.dtype("<u8"), (info.layout().num_blocks,))
     return SegmentHeader(
         info,
         checksums,
@@ -234,5 +234,5 @@ def _read_array(
 ) -> tuple[npt.NDArray[Any], int]:
     """An array of the header, and where the next one begins."""
     flat = np.frombuffer(body, dtype, math.prod(shape), offset)
-    # A copy, because tensors want memory that could be written to.
+    # A copy, because tensors and loops want memory that is aligned and could be written to.
     return flat.reshape(shape).copy(), offset + flat.nbytes

@@ -104,7 +104,9 @@ class Slab:
 
     def write_pages(self, pages: npt.NDArray[np.int32], contents: Tensor) -> None:
         """Fill pages int32 [p] with [p, page_vectors * unit] from any device."""
-        self._by_page()[self._index(pages)] = contents.to(self.device, non_blocking=True)
+        # A copy to the CPU that is not waited for may not have arrived when it is used.
+        on_its_own = self.device.type == "cuda"
+        self._by_page()[self._index(pages)] = contents.to(self.device, non_blocking=on_its_own)
 
     def _by_page(self) -> Tensor:
         return self._vectors.view(-1, self._page.page_vectors * self._page.unit)

@@ -138,21 +138,22 @@ class LayerArea:
         return self._submit(missing, gap_bytes, reader, ahead=False) if missing.any() else 0
 
     def wait(self, wanted: Flags) -> None:
-        """Wait until the wanted blocks are there; all were asked for.
+        """Wait until the wanted blocks are there, and verify them; all were asked for.
 
         Raises:
-            ChunkUnreadable: one of the reads that bring them failed.
+            ChunkUnreadable: one of the reads that bring them failed, or one of them is corrupt.
         """
-        owners = np.unique(self._owner[wanted]).tolist()
+        owners = np.flatnonzero(np.bincount(self._owner[wanted] + 1)) - 1
         assert _NO_READ not in owners
         errors = []
-        for owner in owners:
+        for owner in owners.tolist():
             try:
-                self._reads[owner].wait()
+                self._reads[owner].arrived()
             except ChunkUnreadable as error:
                 errors.append(error)
         if errors:
             raise errors[0]
+        self._segment.check_blocks(self.memory, self._offset, np.flatnonzero(wanted))
 
     def close(self, reader: ChunkReader) -> None:
         """Give the memory back; what is not begun is not read any more."""

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import copy
-from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impress_sglang import loops
-from impress_sglang.loops import compiled, vectorised
+from impress_sglang.loops import compiled, vectorised, xxh3
 
 SEEDS = st.integers(0, 2**32 - 1)
+COMPILED = {
+    name: getattr(xxh3 if name == "first_bad_block" else compiled, name)
+    for name in loops.__all__
+    if name != "NAME"
+}
 
 
 def both(name: str, *arguments: Any) -> Any:
     """What a loop returns; both modules return it and leave the same in their arguments."""
     outcomes = []
-    for module in (compiled, vectorised):
+    for loop in (COMPILED[name], getattr(vectorised, name)):
         own = copy.deepcopy(arguments)
-        outcomes.append((getattr(module, name)(*own), own))
+        outcomes.append((loop(*own), own))
     (found, changed), (expected, expected_changed) = outcomes
     check_same(found, expected)
     check_same(changed, expected_changed)
@@ -43,12 +47,8 @@ def check_same(found: Any, expected: Any) -> None:
 
 def test_the_compiled_loops_are_used_where_numba_is_installed() -> None:
     assert loops.NAME == compiled.NAME
-    assert all(getattr(loops, name) is getattr(compiled, name) for name in loops.__all__)
-
-
-@pytest.mark.parametrize("module", [compiled, vectorised])
-def test_both_modules_have_all_functions(module: ModuleType) -> None:
-    assert all(hasattr(module, name) for name in loops.__all__)
+    assert all(getattr(loops, name) is loop for name, loop in COMPILED.items())
+    assert all(hasattr(vectorised, name) for name in loops.__all__)
 
 
 def ascending(rng: np.random.Generator, lanes: int, k: int, stop: int) -> np.ndarray:
@@ -184,3 +184,22 @@ def test_loops_over_blocks(seed: int) -> None:
     assert (both("likely_flags", codes, missing, 26) <= missing).all()
     kept, raised = rng.integers(0, 256, (2, 256)).astype(np.uint8)
     both("move_codes", codes, missing, kept, raised)
+
+
+@given(SEEDS)
+def test_first_bad_block(seed: int) -> None:
+    """The reference asks the library."""
+    rng = np.random.default_rng(seed)
+    count, first = rng.integers(1, 6, 2).tolist()
+    words = rng.integers(0, 2**64, count * xxh3.BLOCK_WORDS, np.uint64, endpoint=False)
+    # Ones and zeros are carried differently from random bits.
+    words[rng.integers(0, len(words), 99)] = rng.choice(np.array([0, 2**64 - 1], np.uint64), 99)
+    digests = [xxhash.xxh3_64_intdigest(own.tobytes()) for own in np.split(words, count)]
+    checksums = np.array([7] * first + digests, np.uint64)
+    blocks = np.flatnonzero(rng.integers(0, 2, count))
+    assert both("first_bad_block", words, blocks, checksums, first) == -1
+    place = int(rng.integers(len(words)))
+    words[place] ^= np.uint64(1) << rng.integers(0, 64, dtype=np.uint64)
+    found = both("first_bad_block", words, blocks, checksums, first)
+    hit = np.flatnonzero(blocks == place // xxh3.BLOCK_WORDS).tolist()
+    assert found == (hit[0] if hit else -1)

@@ -485,7 +485,7 @@ def test_nobody_waits_for_a_reader_that_has_failed(
 
     monkeypatch.setattr(reader_module, "make_engine", make)
     if method == "check":
-        monkeypatch.setattr(reader_module, "_check_piece", fail)
+        monkeypatch.setattr(reader_module.PendingRead, "size", fail)
     reader = ChunkReader(4)
     reads = []
     for n in range(7):
