@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from impress_sglang.importance.selection import (
-    mean_jaccard,
-    per_head_tokens,
+    agreed_tokens,
+    own_tokens,
     similarity_threshold,
-    top_tokens,
-    vote,
 )
 
 # Tokens at the start of a sequence that the baselines keep.
@@ -85,8 +83,8 @@ class IdentificationRule(Protocol):
         """The tokens that a layer uses.
 
         Returns:
-            int64, ascending and distinct in each row, in [0, m): [1, k] if one set serves all
-            heads, else [G, k], a set per KV head.
+            int64 on the CPU, ascending and distinct in each row, in [0, m): [1, k] if one set
+            serves all heads, else [G, k], a set per KV head.
         """
         ...
 
@@ -113,13 +111,11 @@ class PaperRule:
 
     def select(self, evidence: Evidence, k: int) -> Tensor:
         """See `IdentificationRule.select`."""
-        scores = evidence.probe_scores()
-        sets = top_tokens(scores, k)
-        similarity = mean_jaccard(sets, evidence.num_tokens)
         threshold = similarity_threshold(k, evidence.num_tokens, self.alpha)
-        if similarity > threshold or len(sets) == 1:
-            return vote(scores, sets, k)[None]
-        return per_head_tokens(evidence.exact_scores(), evidence.group_size, k)
+        agreed = agreed_tokens(evidence.probe_scores(), k, threshold)
+        if agreed is not None:
+            return agreed[None]
+        return own_tokens(evidence.exact_scores(), evidence.group_size, k)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,7 +126,7 @@ class SketchRule:
 
     def select(self, evidence: Evidence, k: int) -> Tensor:
         """See `IdentificationRule.select`."""
-        return per_head_tokens(evidence.probe_scores(), evidence.group_size, k)
+        return own_tokens(evidence.probe_scores(), evidence.group_size, k)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,7 +137,7 @@ class H2ORule:
 
     def select(self, evidence: Evidence, k: int) -> Tensor:
         """See `IdentificationRule.select`."""
-        return per_head_tokens(evidence.exact_scores(), evidence.group_size, k)
+        return own_tokens(evidence.exact_scores(), evidence.group_size, k)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

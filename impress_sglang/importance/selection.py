@@ -1,11 +1,14 @@
 """From scores to tokens: top-k sets, their similarity, the vote, the per-head fallback.
 
-Stage: select. Pure functions of scores; they read no keys and know no storage (IMPRESS, 4.3).
+Stage: select. Pure functions of scores; they read no keys and know no storage (IMPRESS, 4.3). What
+a rule calls, `agreed_tokens` and `own_tokens`, is computed where the scores are: on a GPU by
+kernels, with one copy of the result; the other functions are their reference.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +24,42 @@ def similarity_threshold(k: int, num_tokens: int, alpha: float) -> float:
     """t = j**alpha, where j is the Jaccard index that two random sets of size k would have."""
     share = k / num_tokens
     return float((share / (2.0 - share)) ** alpha)
+
+
+def agreed_tokens(scores: Tensor, k: int, threshold: float) -> Tensor | None:
+    """The tokens that all heads use, if their own sets are alike (IMPRESS, 4.3).
+
+    Args:
+        scores: float32 [Hp, m] >= 0 of the probe heads.
+        k: tokens per head.
+        threshold: the sets are alike if their mean Jaccard index is greater; a single head's is.
+
+    Returns:
+        Ascending int64 [k] on the CPU: those that most heads chose; None if heads differ.
+    """
+    if (kernels := _kernels(scores)) is not None:
+        choice = kernels.paper_choice(scores, k, threshold).to_host()
+        return choice.tokens.long() if choice.alike else None
+    sets = top_tokens(scores, k)
+    if len(sets) > 1 and mean_jaccard(sets, scores.shape[1]) <= threshold:
+        return None
+    return vote(scores, sets, k).cpu()
+
+
+def own_tokens(scores: Tensor, group_size: int, k: int) -> Tensor:
+    """Each KV head's own best tokens, see `per_head_tokens`; on the CPU."""
+    if (kernels := _kernels(scores)) is not None:
+        return kernels.to_host(kernels.top_tokens_per_head(scores, group_size, k)).long()
+    return per_head_tokens(scores, group_size, k).cpu()
+
+
+def _kernels(scores: Tensor) -> Any:
+    """The kernels, where the scores are on a GPU; Triton is not needed on a CPU."""
+    if scores.device.type != "cuda":
+        return None
+    from impress_sglang.triton import selection
+
+    return selection
 
 
 def top_tokens(scores: Tensor, k: int) -> Tensor:

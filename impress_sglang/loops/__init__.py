@@ -25,6 +25,7 @@ if importlib.util.find_spec("numba") is not None:
         record_scores,
         tally,
         touched_chunks,
+        vector_index,
         weigh_codes,
     )
     from impress_sglang.loops.xxh3 import first_bad_block
@@ -43,6 +44,7 @@ else:
         record_scores,
         tally,
         touched_chunks,
+        vector_index,
         weigh_codes,
     )
 
@@ -60,5 +62,6 @@ __all__ = [
     "record_scores",
     "tally",
     "touched_chunks",
+    "vector_index",
     "weigh_codes",
 ]

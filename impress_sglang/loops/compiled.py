@@ -331,3 +331,43 @@ def likely_flags(codes: Uint8s, candidates: Flags, threshold: int) -> Flags:
     for block in range(len(codes)):
         likely[block] = candidates[block] and codes[block] >= threshold
     return likely
+
+
+@_compiled(
+    "(int64[::1], int64[::1], uint8[::1], int64[::1], int32[:, ::1], int64, int64, int64, int64, "
+    "int64, int64, int64, int64, int64[::1])"
+)
+def vector_index(
+    lanes: Indices,
+    rows: Indices,
+    tiers: Uint8s,
+    place_of_chunk: Indices,
+    pages: Int32s,
+    lane_chunks: int,
+    chunk_rows: int,
+    row_vectors: int,
+    page_vectors: int,
+    vector_bytes: int,
+    start: int,
+    lane_bytes: int,
+    stride: int,
+    spaces: Indices,
+) -> Indices:
+    """See `vectorised.vector_index`."""
+    index = np.empty(len(rows) * row_vectors, np.int64)
+    for j in range(len(rows)):
+        chunk = rows[j] // chunk_rows
+        offset = rows[j] - chunk * chunk_rows
+        place = place_of_chunk[lanes[j] * lane_chunks + chunk]
+        own = index[j * row_vectors : (j + 1) * row_vectors]
+        space = spaces[tiers[place]]
+        if tiers[place] == 0:
+            begin = (start + lanes[j] * lane_bytes + chunk * stride) // vector_bytes
+            for vector in range(row_vectors):
+                own[vector] = space + begin + offset * row_vectors + vector
+        else:
+            for vector in range(row_vectors):
+                at = offset * row_vectors + vector
+                page = np.int64(pages[place, at // page_vectors])
+                own[vector] = space + page * page_vectors + at % page_vectors
+    return index

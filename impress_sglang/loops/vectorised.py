@@ -315,3 +315,51 @@ def first_bad_block(words: Words, blocks: Indices, checksums: Words, first: int)
         if xxhash.xxh3_64_intdigest(own.data) != checksums[first + block]:
             return place
     return -1
+
+
+def vector_index(
+    lanes: Indices,
+    rows: Indices,
+    tiers: Uint8s,
+    place_of_chunk: Indices,
+    pages: Int32s,
+    lane_chunks: int,
+    chunk_rows: int,
+    row_vectors: int,
+    page_vectors: int,
+    vector_bytes: int,
+    start: int,
+    lane_bytes: int,
+    stride: int,
+    spaces: Indices,
+) -> Indices:
+    """Where the vectors of rows stand: on SSD in an image of the layer, in caches in pages.
+
+    Args:
+        lanes: int64 [n], of each row.
+        rows: int64 [n], in its lane.
+        tiers: uint8 [c], where each touched chunk is found; 0 is SSD.
+        place_of_chunk: int64 [lanes * lane_chunks], which of the c each chunk is.
+        pages: int32 [c, width] of the touched chunks; may be empty if none is cached.
+        lane_chunks: chunks of a lane.
+        chunk_rows: rows of a chunk.
+        row_vectors: vectors of a row.
+        page_vectors: vectors of a page.
+        vector_bytes: bytes of a vector, which divide those of a row.
+        start: byte of the image where the lanes begin.
+        lane_bytes: bytes of a lane.
+        stride: bytes from chunk to chunk.
+        spaces: int64 [3], added to a vector's number by tier.
+
+    Returns:
+        int64 [n * row_vectors].
+    """
+    chunks = rows // chunk_rows
+    place = place_of_chunk[lanes * lane_chunks + chunks]
+    at = (rows % chunk_rows * row_vectors)[:, None] + np.arange(row_vectors)
+    index = at + ((start + lanes * lane_bytes + chunks * stride) // vector_bytes)[:, None]
+    cached = tiers[place] != 0
+    if cached.any():
+        page = pages[place[cached, None], at[cached] // page_vectors].astype(np.int64)
+        index[cached] = page * page_vectors + at[cached] % page_vectors
+    return (index + spaces[tiers[place]][:, None]).reshape(-1)

@@ -8,8 +8,32 @@ p of a channel has token 2p in its low and token 2p + 1 in its high half.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sketch:
+    """The tokens [start, stop) of a sketch, still in few bits.
+
+    codes uint8 [bytes, G, D] and table float32 [2, G, D] of `sketch_keys`, on one device; `start`
+    and `stop` are counted from the first token in `codes`.
+    """
+
+    codes: Tensor
+    table: Tensor
+    bits: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def restore(self) -> Tensor:
+        """The keys that it stands for: see `restore_keys`."""
+        return restore_keys(self.codes, self.table, self.bits, self.start, self.stop)
 
 
 def sketch_keys(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:

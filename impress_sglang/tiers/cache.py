@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.storage.layout import KVShape, SegmentLayout
+from impress_sglang.tiers.fence import Fence
 from impress_sglang.tiers.placement import CACHES, Access, Move, Placement, Tier
 from impress_sglang.tiers.rules import Floats, Ids, ReplacementRule
 from impress_sglang.tiers.slab import PageShape, Slab
@@ -85,6 +86,17 @@ class ChunkCache:
     ) -> Tensor:
         """Rows of cached chunks; see `Slab.read_rows`."""
         return self._slabs[tier].read_rows(pages, offsets, row_vectors)
+
+    def vectors(self, tier: int, unit: int) -> Tensor:
+        """See `Slab.vectors`."""
+        return self._slabs[tier].vectors(unit)
+
+    def note_reading(self, fence: Fence) -> None:
+        """The device reads cached chunks by itself until then; see `Fence`.
+
+        What is written to the device's own cache comes later on the same stream.
+        """
+        self._slabs[Tier.HOST].note_reading(fence)
 
     def read_chunks(self, tier: int, pages: npt.NDArray[np.int32]) -> Tensor:
         """Whole cached chunks, pages int32 [chunks, pages of each]: [chunks, elements]."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
+from impress_sglang.tiers.fence import Fence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +80,11 @@ class Slab:
                 f"{device}; lower {option}: {error}"
             ) from error
         self._page = page
+        self._reading: Fence | None = None
+
+    def note_reading(self, fence: Fence) -> None:
+        """Until then a device reads pages by itself: in host memory they must not change."""
+        self._reading = fence
 
     @property
     def device(self) -> torch.device:
@@ -98,12 +104,18 @@ class Slab:
         flat = np.take_along_axis(pages, page, axis=1).astype(np.int64) * self._page.page_vectors
         return self._take((flat + slot).reshape(-1)).view(len(offsets), -1)
 
+    def vectors(self, unit: int) -> Tensor:
+        """All pages as vectors of `unit` elements, which divides those of a page."""
+        return self._vectors.view(self._vectors.numel() // unit, unit)
+
     def read_pages(self, pages: npt.NDArray[np.int32]) -> Tensor:
         """Contents of pages int32 [p]: [p, page_vectors * unit]."""
         return self._by_page()[self._index(pages)]
 
     def write_pages(self, pages: npt.NDArray[np.int32], contents: Tensor) -> None:
         """Fill pages int32 [p] with [p, page_vectors * unit] from any device."""
+        if self._reading is not None:
+            self._reading.wait()
         # A copy to the CPU that is not waited for may not have arrived when it is used.
         on_its_own = self.device.type == "cuda"
         self._by_page()[self._index(pages)] = contents.to(self.device, non_blocking=on_its_own)

@@ -7,26 +7,50 @@ memory would cost as much as the reading.
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import ChunkUnreadable, ConfigError
 from impress_sglang.loops.types import Flags
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
 from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment, PendingRead
+from impress_sglang.tiers.fence import Fence
 from impress_sglang.transfer.plan import runs_of
 
 _GRAIN = 1 << 20
 _NO_READ = -1
 
 
+def pin_memory(memory: AlignedMemory) -> None:
+    """Lock memory for the current CUDA device, which then reads it by itself; for good.
+
+    Raises:
+        ConfigError: the system does not lock so much memory.
+    """
+    runtime = torch.cuda.cudart()
+    error = runtime.cudaHostRegister(memory.address, len(memory), 0)
+    if int(error) != 0:
+        raise ConfigError(
+            f"{len(memory) / 1e6:.0f} MB of read buffer cannot be pinned (CUDA: {int(error)}); "
+            "lower --impress-host-gb or raise the limit of locked memory (ulimit -l)"
+        )
+    weakref.finalize(memory, runtime.cudaHostUnregister, memory.address)
+
+
 class PooledMemory(AlignedMemory):
     """Memory of an area, also as vectors of a length that divides a block."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, *, pin: bool = False) -> None:
+        """`pin` locks it, so that an accelerator can read it by itself."""
         super().__init__(num_bytes)
+        self.fence: Fence | None = None
+        """Until then a device reads it."""
+        if pin:
+            pin_memory(self)
         self._views: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def vectors(self, dtype: torch.dtype, vector_bytes: int) -> Tensor:
@@ -41,12 +65,14 @@ class PooledMemory(AlignedMemory):
 class AreaPool:
     """Memory for areas, `limit_bytes` of it; what a layer cannot do without is given beyond that.
 
-    One thread uses a pool, but its memory is filled by others: it is given again only when no read
-    into it is under way.
+    One thread uses a pool, but its memory is filled by others and read by devices: it is given
+    again only when no read into it is under way, and no device reads it.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, *, pin: bool = False) -> None:
+        """`pin` locks the memory, so that an accelerator can read it by itself."""
         self.limit_bytes = limit_bytes
+        self._pin = pin
         self.used_bytes = 0
         self._most_used = 0
         self._free: list[PooledMemory] = []
@@ -65,7 +91,7 @@ class AreaPool:
             memory = min(fitting, key=len)
             self._free.remove(memory)
         else:
-            memory = PooledMemory(size)
+            memory = PooledMemory(size, pin=self._pin)
         self.used_bytes += len(memory)
         self._most_used = max(self._most_used, self.used_bytes)
         return memory
@@ -77,14 +103,18 @@ class AreaPool:
         self._collect()
 
     def close(self) -> None:
-        """Forget all memory."""
+        """Forget all memory, when no device reads it."""
+        for memory, _ in self._draining:
+            if memory.fence is not None:
+                memory.fence.wait()
         self._free.clear()
         self._draining.clear()
 
     def _collect(self) -> None:
         waiting = []
         for memory, reads in self._draining:
-            if all(read.done for read in reads):
+            if all(read.done for read in reads) and (memory.fence is None or memory.fence.done):
+                memory.fence = None
                 self._free.append(memory)
             else:
                 waiting.append((memory, reads))

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from impress_sglang.importance.identify import IdentificationRule
-from impress_sglang.importance.scores import column_sums
 from impress_sglang.storage.layout import PROBE, KVShape
+from impress_sglang.storage.sketch import Sketch
 from impress_sglang.timeline import COPY, PROBE_COMPUTE, SELECT
+from impress_sglang.transfer.scoring import Scorer, scorer_for
 from impress_sglang.transfer.source import PrefixSource, rows_of_lanes
 
 
@@ -75,9 +76,13 @@ class LoadedLayer:
 class PrefixLoader:
     """Loads the part of a prefix that a layer uses, by an identification rule."""
 
-    def __init__(self, shape: KVShape, rule: IdentificationRule) -> None:
+    def __init__(
+        self, shape: KVShape, rule: IdentificationRule, scorer: Scorer | None = None
+    ) -> None:
+        """`scorer`: None for what fits the device of the queries."""
         self._shape = shape
         self._rule = rule
+        self._scorer = scorer
 
     def load(
         self, layer: int, source: PrefixSource, inputs: LayerInputs, k: int, stats: LoadStats
@@ -91,10 +96,12 @@ class PrefixLoader:
             stats.layers_whole += 1
             with stats.timed("load_ms"):
                 return self._load_whole(layer, source)
-        evidence = LayerEvidence(self._shape, layer, source, inputs, stats)
+        if self._scorer is None:
+            self._scorer = scorer_for(inputs.queries.device)
+        evidence = LayerEvidence(self._shape, layer, source, inputs, stats, self._scorer)
         began, loading = time.perf_counter(), stats.load_ms
         with source.timeline.span(SELECT, layer):
-            tokens = self._rule.select(evidence, k).cpu()
+            tokens = self._rule.select(evidence, k)
         # What the rule had to read is counted as loading.
         stats.probe_ms += (time.perf_counter() - began) * 1e3 - (stats.load_ms - loading)
         if evidence.all_keys is None:
@@ -107,7 +114,7 @@ class PrefixLoader:
         return loaded
 
     def _load_whole(self, layer: int, source: PrefixSource) -> LoadedLayer:
-        probe = source.read_probe(layer) if self._shape.probe_kv_heads else None
+        probe = _in_full(source.read_probe(layer)) if self._shape.probe_kv_heads else None
         rows = source.read(layer, None)
         source.note_whole(layer)
         assert rows.keys is not None and rows.values is not None
@@ -129,9 +136,9 @@ class PrefixLoader:
                 keys = rows_of_lanes(evidence.all_keys, selected)
             else:
                 assert rows.keys is not None
-                probe = (
-                    rows_of_lanes(evidence.probe_keys, selected) if shape.probe_kv_heads else None
-                )
+                probe = None
+                if shape.probe_kv_heads:
+                    probe = rows_of_lanes(_in_full(evidence.probe_keys), selected)
                 keys = self._all_heads(probe, rows.keys)
             values = rows.values
             if shape.num_lanes < len(sets):
@@ -153,6 +160,7 @@ class LayerEvidence:
         source: PrefixSource,
         inputs: LayerInputs,
         stats: LoadStats,
+        scorer: Scorer,
     ) -> None:
         self.layer = layer
         self.num_tokens = source.num_tokens
@@ -161,7 +169,8 @@ class LayerEvidence:
         """[m, G, Dk] once they were read."""
         self.scores: Tensor | None = None
         """The newest scores that were asked for."""
-        self._probe_keys: Tensor | None = None
+        self._scorer = scorer
+        self._probe_keys: Tensor | Sketch | None = None
         self._probe_scores: Tensor | None = None
         self._shape = shape
         self._source = source
@@ -169,8 +178,8 @@ class LayerEvidence:
         self._stats = stats
 
     @property
-    def probe_keys(self) -> Tensor:
-        """[m, heads of the probe stream, Dk]; see `PrefixSource.read_probe`."""
+    def probe_keys(self) -> Tensor | Sketch:
+        """[m, heads of the probe stream, Dk], or a sketch; see `PrefixSource.read_probe`."""
         if self._probe_keys is None:
             with self._stats.timed("load_ms"):
                 self._probe_keys = self._source.read_probe(self.layer)
@@ -187,7 +196,7 @@ class LayerEvidence:
     def exact_scores(self) -> Tensor:
         """See `Evidence.exact_scores`; probe heads that were scored are not scored again."""
         shape = self._shape
-        probe = self.probe_keys if shape.probe_kv_heads else None
+        probe = _in_full(self.probe_keys) if shape.probe_kv_heads else None
         with self._stats.timed("load_ms"):
             others = self._source.read(self.layer, None, values=False).keys
             assert others is not None
@@ -203,16 +212,21 @@ class LayerEvidence:
         self.scores = scores
         return scores
 
-    def _column_sums(self, keys: Tensor, kv_heads: Sequence[int]) -> Tensor:
-        inputs, heads = self._inputs, list(kv_heads)
+    def _column_sums(self, keys: Tensor | Sketch, kv_heads: Sequence[int]) -> Tensor:
+        inputs, heads = self._inputs, tuple(kv_heads)
+        queries = inputs.queries
+        if len(heads) < self._shape.num_kv_heads:
+            queries = queries[:, _query_heads(self._shape, heads)]
         with self._source.timeline.span(PROBE_COMPUTE, self.layer):
-            return column_sums(
-                inputs.queries[:, _query_heads(self._shape, heads)],
-                keys.to(inputs.queries.device, non_blocking=True),
-                inputs.resident_keys[:, heads],
-                inputs.new_keys[:, heads],
-                inputs.scaling,
+            return self._scorer.column_sums(
+                queries, keys, inputs.resident_keys, inputs.new_keys, heads, inputs.scaling
             )
+
+
+def _in_full(keys: Tensor | Sketch) -> Tensor:
+    """Keys of probe heads, which are never sketched."""
+    assert isinstance(keys, Tensor)
+    return keys
 
 
 def join_keys(shape: KVShape, probe: Tensor, other: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -21,12 +20,13 @@ from torch import Tensor
 from impress_sglang.loops.types import Flags, Indices
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, KVShape
 from impress_sglang.storage.reader import ChunkReader
-from impress_sglang.storage.sketch import restore_keys
+from impress_sglang.storage.sketch import Sketch
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
 from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
 from impress_sglang.transfer.expectation import chances_after, likely_blocks
+from impress_sglang.transfer.gather import RowGatherer, make_gatherer
 from impress_sglang.transfer.plan import SourceSpan, StreamGroup, chances_by_tokens
 from impress_sglang.transfer.planner import (
     GroupPart,
@@ -37,6 +37,8 @@ from impress_sglang.transfer.planner import (
 )
 
 _T = TypeVar("_T")
+# Positions of rows in a read, None if they are all there are; and the rows.
+_Piece = tuple[Indices | None, Tensor]
 
 # Layers whose choice says something of the next one; more add next to nothing.
 LAYERS_ABOVE = 2
@@ -94,12 +96,13 @@ class PrefixSource(Protocol):
         """Where the time goes."""
         ...
 
-    def read_probe(self, layer: int) -> Tensor:
+    def read_probe(self, layer: int) -> Tensor | Sketch:
         """The keys from which important tokens are found.
 
         Returns:
             [num_tokens, heads, Dk]: the probe heads' keys in the KV's dtype, or where the shape has
-            sketches an approximation of the keys of all heads in float32.
+            sketches an approximation of the keys of all heads in float32, or the sketch of all
+            tokens, where that is what a scorer likes best.
 
         Raises:
             ChunkUnreadable: a chunk is missing, short or corrupt.
@@ -145,8 +148,13 @@ class SegmentSource:
         *,
         learns: bool = False,
         timeline: Timeline = NO_TIMELINE,
+        gatherer: RowGatherer | None = None,
     ) -> None:
-        """`learns`: what layers want teaches what is read ahead for later requests."""
+        """Begin with nothing read.
+
+        `learns`: what layers want teaches what is read ahead for later requests. `gatherer`: None
+        for what fits the device.
+        """
         assert spans
         self.segment_ids = [span.segment.segment_id for span in spans]
         self.layer_bytes = sum(span.segment.layout.layer_bytes for span in spans)
@@ -167,6 +175,9 @@ class SegmentSource:
         self._reader = reader
         self._pool = pool
         self._cache = cache
+        self._gatherer = make_gatherer(cache) if gatherer is None else gatherer
+        # A kernel restores keys as it reads them.
+        self._gives_sketches = cache.device.type == "cuda"
         self._demand = demand
         self._areas: dict[int, dict[int, LayerArea]] = {}
         # By span; found once for all layers, which is faster and at worst out of date.
@@ -236,14 +247,17 @@ class SegmentSource:
             if likely.any():
                 self._area(layer, number).read_ahead(likely, self._reader)
 
-    def read_probe(self, layer: int) -> Tensor:
+    def read_probe(self, layer: int) -> Tensor | Sketch:
         """See `PrefixSource.read_probe`."""
         self._begin(layer)
         with self.timeline.span(PLAN, layer):
             plan = self._planner.plan_probe(layer)
 
-        def take() -> Tensor:
-            rows = [self._probe_keys(layer, own) for own in plan.spans]
+        def take() -> Tensor | Sketch:
+            found = [self._probe_keys(layer, own) for own in plan.spans]
+            if len(found) == 1 and self._gives_sketches:
+                return found[0]
+            rows = [own.restore() if isinstance(own, Sketch) else own for own in found]
             return rows[0] if len(rows) == 1 else torch.cat(rows)
 
         return self._carry_out(plan, PROBE_READ, take)
@@ -258,13 +272,9 @@ class SegmentSource:
             plan = self._planner.plan(layer, wanted, keys=keys, values=values)
         count = self.num_tokens if tokens is None else tokens.shape[1]
 
-        def take() -> LayerRows:
-            return LayerRows(
-                self._rows(plan, count, values=False) if keys else None,
-                self._rows(plan, count, values=True) if values else None,
-            )
-
-        return self._carry_out(plan, SSD_READ, take)
+        return self._carry_out(
+            plan, SSD_READ, lambda: self._rows(plan, count, keys=keys, values=values)
+        )
 
     @property
     def is_reading(self) -> bool:
@@ -377,8 +387,8 @@ class SegmentSource:
     def _memory(self, layer: int, span: SourceSpan) -> PooledMemory:
         return self._area(layer, self._number(span)).memory
 
-    def _probe_keys(self, layer: int, own: SpanRead) -> Tensor:
-        """Keys [tokens, heads, Dk] of the probe stream of a span."""
+    def _probe_keys(self, layer: int, own: SpanRead) -> Tensor | Sketch:
+        """Keys [tokens, heads, Dk] of the probe stream of a span, or their sketch."""
         (part,), span, shape = own.parts, own.span, self._shape
         wanted = span.probe_rows
         first = int(part.chunks[0]) * part.group.chunk_rows
@@ -389,7 +399,7 @@ class SegmentSource:
         assert tables is not None
         codes = rows.contiguous().view(torch.uint8)
         start = span.start - wanted.start * shape.tokens_per_row(PROBE)
-        return restore_keys(
+        return Sketch(
             codes.view(-1, shape.num_kv_heads, shape.key_dim),
             torch.from_numpy(tables[layer]).to(codes.device),
             shape.sketch_bits,
@@ -446,64 +456,33 @@ class SegmentSource:
         shape = (count, group.chunk_rows * width)
         return flat.as_strided(shape, (stride, 1), start).reshape(-1, width)
 
-    def _rows(self, plan: PlannedRead, count: int, *, values: bool) -> Tensor:
-        """Rows [count, heads of all lanes, dim] of the keys or the values."""
-        shape, dim = self._shape, self._shape.value_dim if values else self._shape.key_dim
+    def _rows(self, plan: PlannedRead, count: int, *, keys: bool, values: bool) -> LayerRows:
+        """The `count` rows of each lane that a read wants, in the order of the tokens."""
+        pieces: tuple[list[_Piece], list[_Piece]] = ([], [])
+        for own in plan.spans:
+            assert own.rows is not None
+            memory = None if own.blocks is None else self._memory(plan.layer, own.span)
+            gathered = self._gatherer.gather(own, memory)
+            for part, rows in zip(own.parts, gathered, strict=True):
+                pieces[part.is_values(own.span)].append((own.rows.positions, rows))
+        shape = self._shape
+        return LayerRows(
+            self._joined(pieces[0], count, shape.key_dim) if keys else None,
+            self._joined(pieces[1], count, shape.value_dim) if values else None,
+        )
+
+    def _joined(self, pieces: Sequence[_Piece], count: int, dim: int) -> Tensor:
+        """Rows [count, heads of all lanes, dim] from those of each span."""
         device = self._cache.device
-        pieces = [
-            (own.rows.positions, self._gather(plan.layer, own, part))
-            for own in plan.spans
-            for part in own.parts
-            if own.rows is not None and part.is_values(own.span) == values
-        ]
         if not pieces:
-            return torch.empty(count, 0, dim, dtype=shape.dtype, device=device)
+            return torch.empty(count, 0, dim, dtype=self._shape.dtype, device=device)
         if len(pieces) == 1 and pieces[0][0] is None:
             return pieces[0][1].view(count, -1, dim)
-        joined = pieces[0][1].new_empty(count * shape.num_lanes, pieces[0][1].shape[1])
+        joined = pieces[0][1].new_empty(count * self._shape.num_lanes, pieces[0][1].shape[1])
         for positions, rows in pieces:
             assert positions is not None
             joined.index_copy_(0, torch.from_numpy(positions).to(device), rows)
         return joined.view(count, -1, dim)
-
-    def _gather(self, layer: int, own: SpanRead, part: GroupPart) -> Tensor:
-        """The wanted rows [n, heads * dim] of a span, on the device."""
-        plan, device = own.rows, self._cache.device
-        assert plan is not None
-        found = [tier for tier, chunks in enumerate(part.chunks_by_tier) if chunks]
-        if len(found) == 1:
-            return self._gather_tier(layer, own, part, found[0], slice(None)).to(device)
-        tier_of_chunk = np.zeros(part.group.lanes * part.group.chunks, np.uint8)
-        tier_of_chunk[part.chunks] = part.tiers
-        tier_of_row = tier_of_chunk[part.group.chunks_of_rows(plan.lanes, plan.rows)]
-        chosen = [np.flatnonzero(tier_of_row == tier) for tier in found]
-        by_tier = [
-            self._gather_tier(layer, own, part, tier, rows).to(device)
-            for tier, rows in zip(found, chosen, strict=True)
-        ]
-        # Joining and reordering is faster than writing scattered rows.
-        position = np.empty(len(plan.rows), np.int64)
-        position[np.concatenate(chosen)] = np.arange(len(plan.rows))
-        return torch.cat(by_tier).index_select(0, torch.from_numpy(position).to(device))
-
-    def _gather_tier(
-        self, layer: int, own: SpanRead, part: GroupPart, tier: int, chosen: slice | Indices
-    ) -> Tensor:
-        """Rows [n, heads * dim] that stand in one tier, where it is."""
-        plan, group = own.rows, part.group
-        assert plan is not None
-        rows, lanes = plan.rows[chosen], plan.lanes[chosen]
-        if tier == Tier.SSD:
-            vector = math.gcd(group.row_bytes, BLOCK_BYTES)
-            first = (group.row_offsets(lanes, rows) + group.start) // vector
-            index = _vector_index(first, group.row_bytes // vector)
-            vectors = self._memory(layer, own.span).vectors(self._shape.dtype, vector)
-            return vectors.index_select(0, index).view(len(rows), -1)
-        place = np.zeros(group.lanes * group.chunks, np.int64)
-        place[part.chunks] = np.arange(len(part.chunks))
-        pages = part.pages[place[group.chunks_of_rows(lanes, rows)]]
-        width = self._cache.page.row_vectors_of(group.heads * group.head_dim)
-        return self._cache.read_rows(tier, pages, rows % group.chunk_rows, width)
 
     def _kept_chunks(self, plan: PlannedRead) -> dict[int, Tensor]:
         """Bytes of the chunks that were read whole to be cached, by id."""
@@ -532,7 +511,7 @@ class MemorySource:
         self._keys = keys
         self._values = values
 
-    def read_probe(self, layer: int) -> Tensor:
+    def read_probe(self, layer: int) -> Tensor | Sketch:
         """See `PrefixSource.read_probe`; instead of a sketch the keys themselves."""
         keys = self._keys[layer][:, list(self._shape.heads(PROBE))]
         return keys.float() if self._shape.sketch_bits else keys
@@ -565,10 +544,3 @@ def rows_of_lanes(whole: Tensor, tokens: Tensor) -> Tensor:
 
 def _of_lanes(whole: Tensor, tokens: Tensor | None) -> Tensor:
     return whole if tokens is None else rows_of_lanes(whole, tokens)
-
-
-def _vector_index(first: Indices, count: int) -> Tensor:
-    """The numbers of `count` neighbouring vectors from each first one on, one after another."""
-    if count == 1:
-        return torch.from_numpy(first)
-    return torch.from_numpy((first[:, None] + np.arange(count)).reshape(-1))

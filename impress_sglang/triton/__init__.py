@@ -1,4 +1,5 @@
-"""Place of the Triton kernels (probe scoring, top-k, gather); none is needed on a CPU.
+"""Triton kernels: scores of the probe stream, selection, gathering rows.
 
-The torch code in `impress_sglang.importance` is the reference that kernels are compared with.
+Each has its torch reference beside it or in `impress_sglang.importance`. Nothing here is needed on
+a CPU, and nothing imports it there, but tests run the kernels in Triton's interpreter.
 """

@@ -203,3 +203,20 @@ def test_first_bad_block(seed: int) -> None:
     found = both("first_bad_block", words, blocks, checksums, first)
     hit = np.flatnonzero(blocks == place // xxh3.BLOCK_WORDS).tolist()
     assert found == (hit[0] if hit else -1)
+
+
+@given(SEEDS)
+def test_vector_index(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lanes, lane_chunks, chunk_rows, row_vectors, page_vectors = rng.integers(1, 6, 5).tolist()
+    count = int(rng.integers(1, 12))
+    lane, row = rng.integers(0, lanes, count), rng.integers(0, lane_chunks * chunk_rows, count)
+    touched = np.unique(lane * lane_chunks + row // chunk_rows)
+    place_of_chunk = np.zeros(lanes * lane_chunks, np.int64)
+    place_of_chunk[touched] = np.arange(len(touched))
+    tiers = rng.integers(0, 3, len(touched)).astype(np.uint8) * (seed % 3 > 0)
+    width = -(-chunk_rows * row_vectors // page_vectors)
+    pages = rng.integers(0, 99, (len(touched) if tiers.any() else 0, width)).astype(np.int32)
+    sizes = (lane_chunks, chunk_rows, row_vectors, page_vectors, 32, 4096, 8192, 512)
+    spaces = np.array([7, 3, 5], np.int64) << 56
+    both("vector_index", lane, row, tiers, place_of_chunk, pages, *sizes, spaces)

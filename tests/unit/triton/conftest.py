@@ -1,0 +1,101 @@
+"""Where kernels run in these tests: on a GPU if there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction, _patch_lang
+
+KERNELS = "impress_sglang.triton"
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """ "cuda", or "cpu" while kernels are interpreted.
+
+    Kernels are decorated when their module is imported, and Triton's own library when Triton is,
+    which may long have happened in this process. So what was compiled is exchanged, for the test
+    only. Kernel modules are to be imported before the test runs, and kernels to be looked up in
+    them (`module.kernel`, or a function of the module that launches it).
+    """
+    if torch.cuda.is_available():
+        yield "cuda"
+        return
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with _unchanged(_language()), _interpreted():
+        yield "cpu"
+
+
+def _language() -> list[Any]:
+    """Modules and classes that the interpreter patches while it runs."""
+    modules = [module for name, module in sys.modules.items() if _in(name, "triton.language")]
+    classes = [value for value in vars(tl.core).values() if inspect.isclass(value)]
+    return modules + classes
+
+
+def _in(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+@contextmanager
+def _unchanged(owners: list[Any]) -> Iterator[None]:
+    """Undo changes of attributes: the interpreter leaves some of its own behind."""
+    before = [(owner, dict(vars(owner))) for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, attributes in before:
+            for name, value in list(vars(owner).items()):
+                if name not in attributes:
+                    # Interpreted functions of a module need the names that it got.
+                    if inspect.isclass(owner):
+                        delattr(owner, name)
+                elif value is not attributes[name]:
+                    setattr(owner, name, attributes[name])
+
+
+class _Function(InterpretedFunction):
+    """Patches the language when a function of a module is first called, not at each call."""
+
+    def __init__(self, function: Any, patched: set[str]) -> None:
+        super().__init__(function)
+        self._patched = patched
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if self.fn.__module__ not in self._patched:
+            self._patched.add(self.fn.__module__)
+            _patch_lang(self.fn)
+        return self.rewrite()(*arguments, **options)
+
+
+@contextmanager
+def _interpreted() -> Iterator[None]:
+    """Exchange compiled functions for interpreted ones, in our kernels and Triton's library."""
+    names = [name for name in sys.modules if _in(name, KERNELS) or _in(name, "triton.language")]
+    exchanged: dict[int, Any] = {}
+    # A launch has patched the language for its kernel's module.
+    patched = {name for name in names if _in(name, KERNELS)}
+    changes = []
+    for owner in [*(sys.modules[name] for name in names), tl.tensor]:
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, triton.JITFunction):
+                own = exchanged.setdefault(id(value), _Function(value.fn, patched))
+                setattr(owner, name, _method(own) if inspect.isclass(owner) else own)
+                changes.append((owner, name, value))
+    try:
+        yield
+    finally:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+
+
+def _method(function: Any) -> Any:
+    return lambda *arguments, **options: function(*arguments, **options)

@@ -1,0 +1,187 @@
+"""What a GPU uses instead of torch code gives the same: gathering, scoring and choosing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from impress_sglang.importance import selection
+from impress_sglang.importance.identify import PaperRule, SketchRule
+from impress_sglang.importance.selection import agreed_tokens, own_tokens
+from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.sketch import Sketch, sketch_keys
+from impress_sglang.transfer import source as source_module
+from impress_sglang.transfer.gather import KernelGatherer
+from impress_sglang.transfer.loader import LayerInputs, LoadedLayer, LoadStats, PrefixLoader
+from impress_sglang.transfer.scoring import KernelScorer, TorchScorer
+from impress_sglang.triton import gather as gather_kernels
+from impress_sglang.triton import scores as score_kernels
+from impress_sglang.triton import selection as selection_kernels
+from tests.unit.source_factory import Case, check_everything, opened, quick_files, reading
+
+# Kernels are interpreted only in modules that were imported before.
+KERNELS = (gather_kernels, score_kernels)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with quick_files():
+        yield
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[ChunkReader]:
+    with reading() as reader:
+        yield reader
+
+
+@pytest.fixture
+def interpreted(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that a GPU would do with kernels is done with them, on CPU tensors."""
+    if device == "cuda":
+        pytest.skip("there it is what all tests on a GPU run")
+    monkeypatch.setattr(source_module, "make_gatherer", KernelGatherer)
+    monkeypatch.setattr(selection, "_kernels", lambda _: selection_kernels)
+
+
+CASES = [
+    f"several-segments, {caches}, {order}: {shape}"
+    for caches in ("tiny", "room on both", "tiny score")
+    for order in ("reordered", "logical")
+    for shape in ("cut-rows-float32", "sketch-2-cut-rows", "tiny-float16", "mha-bfloat16")
+]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", CASES)
+def test_a_kernel_gathers_what_indexing_does(
+    name: str, tmp_path: Path, reader: ChunkReader
+) -> None:
+    """All layers, all tokens and some, from SSD first and then from the caches, several times."""
+    case = opened(name, tmp_path, reader)
+    for _ in range(3):
+        case.request()
+        assert isinstance(case.segment_source._gatherer, KernelGatherer)
+        check_everything(case)
+    case.close()
+
+
+def inputs(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("resident", [0, 5])
+@pytest.mark.parametrize("heads", [(0, 1, 2, 3), (1, 3)])
+def test_scores_of_keys(
+    device: str, dtype: torch.dtype, resident: int, heads: tuple[int, ...]
+) -> None:
+    queries = inputs((7, 3 * len(heads), 32), 0, dtype).to(device)
+    prefix = inputs((50, len(heads), 32), 1, dtype).to(device)
+    before = inputs((resident, 4, 32), 2, dtype).to(device)
+    new = inputs((7, 4, 32), 3, dtype).to(device)
+    arguments = (queries, prefix, before, new, heads, 0.3)
+
+    found = KernelScorer().column_sums(*arguments)
+
+    expected = TorchScorer().column_sums(*arguments)
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 50), (3, 41)])
+def test_scores_of_a_sketch(device: str, start: int, stop: int) -> None:
+    codes, table = sketch_keys(inputs((50, 4, 32), 1, torch.float32), 4)
+    sketch = Sketch(codes.to(device), table.to(device), 4, start, stop)
+    queries, new = (inputs((7, heads, 32), heads, torch.float32).to(device) for heads in (8, 4))
+    arguments = (queries, sketch, new[:0], new, (0, 1, 2, 3), 0.3)
+
+    found = KernelScorer().column_sums(*arguments)
+
+    assert found.shape == (8, stop - start) and len(sketch) == stop - start
+    torch.testing.assert_close(found, TorchScorer().column_sums(*arguments), rtol=5e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kernels_choose_what_torch_does(
+    device: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads that are alike, and heads that are not; scores without ties."""
+    generator = torch.Generator().manual_seed(seed)
+    common, own = torch.rand(1, 300, generator=generator), torch.rand(6, 300, generator=generator)
+    scores = (common + own * (0.05, 2.0)[seed % 2]).to(device)
+
+    expected = agreed_tokens(scores.cpu(), 40, 0.4), own_tokens(scores.cpu(), 3, 40)
+    monkeypatch.setattr(selection, "_kernels", lambda _: selection_kernels)
+    agreed, each = agreed_tokens(scores, 40, 0.4), own_tokens(scores, 3, 40)
+
+    assert (agreed is None) == (expected[0] is None) == bool(seed % 2)
+    if agreed is not None:
+        assert agreed.dtype == torch.int64 and torch.equal(agreed, expected[0])
+    assert each.dtype == torch.int64 and torch.equal(each, expected[1])
+
+
+def loaded_layers(case: Case, loader: PrefixLoader) -> list[LoadedLayer]:
+    shape, layers = case.shape, []
+    case.request()
+    for layer in range(shape.num_layers):
+        queries, new = (
+            inputs((6, heads, shape.key_dim), layer, shape.dtype)
+            for heads in (shape.num_query_heads, shape.num_kv_heads)
+        )
+        given = LayerInputs(queries, new, new[:2], 0.2)
+        layers.append(loader.load(layer, case.source, given, 20, LoadStats()))
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("one-segment, tiny score, reordered: sketch-float32", SketchRule()),
+        ("several-segments, tiny score, reordered: sketch-float32", SketchRule()),
+        ("several-segments, tiny score, reordered: cut-rows-float32", PaperRule(0.6)),
+        ("one-segment, tiny score, logical: cut-rows-float32", PaperRule(9.0)),
+    ],
+)
+def test_a_layer_is_loaded_alike(
+    device: str,
+    name: str,
+    rule: PaperRule | SketchRule,
+    tmp_path: Path,
+    reader: ChunkReader,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Probing, choosing and loading, sketches as they are; what is cached meanwhile is the same."""
+    if device == "cuda":
+        pytest.skip("the stores of these tests are on the CPU")
+    folders = [tmp_path / "torch", tmp_path / "kernels"]
+    for folder in folders:
+        folder.mkdir()
+    reference = opened(name, folders[0], reader)
+    expected = [loaded_layers(reference, PrefixLoader(reference.shape, rule)) for _ in range(2)]
+    monkeypatch.setattr(source_module, "make_gatherer", KernelGatherer)
+    monkeypatch.setattr(selection, "_kernels", lambda _: selection_kernels)
+    case = opened(name, folders[1], reader)
+    make_source = case.make_source
+
+    def with_sketches(*args: object, **options: object) -> source_module.SegmentSource:
+        source = make_source(*args, **options)  # type: ignore[arg-type]
+        source._gives_sketches = True
+        return source
+
+    monkeypatch.setattr(case, "make_source", with_sketches)
+    loader = PrefixLoader(case.shape, rule, KernelScorer())
+    found = [loaded_layers(case, loader) for _ in range(2)]
+
+    for own, other in zip(found, expected, strict=True):
+        for layer, reference_layer in zip(own, other, strict=True):
+            assert torch.equal(layer.selected, reference_layer.selected)
+            assert torch.equal(layer.keys, reference_layer.keys)
+            assert torch.equal(layer.values, reference_layer.values)
+    assert case.stats == reference.stats
+    case.close()
+    reference.close()
