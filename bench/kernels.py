@@ -1,0 +1,236 @@
+"""The Triton kernels on a GPU, against what the card itself can do.
+
+    python -m bench.kernels [--tokens 8192 --new-tokens 128 --heads 32 --probe-heads 3 --json FILE]
+
+Measures the card first (reading its memory, copying from pinned host memory), then
+
+  * scoring the probe heads and taking their top k, against reading their keys once and against the
+    torch reference; the same for a sketch of all KV heads of a grouped-query model;
+  * gathering keys and values of the chosen tokens from pinned host memory, against a plain copy of
+    as many bytes, and from the device.
+
+Times are medians of CUDA events; before each run a buffer larger than the L2 cache is written, so
+that nothing is found there. Results are compared with the reference before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.machine import describe_machine
+from impress_sglang.importance import scores as reference
+from impress_sglang.importance.identify import probe_kv_heads
+from impress_sglang.importance.selection import per_head_tokens, similarity_threshold
+from impress_sglang.storage.sketch import restore_keys, sketch_keys
+from impress_sglang.triton import gather, scores, selection
+
+FLUSH_BYTES = 256 << 20
+PLAIN_BYTES = 1 << 30
+
+
+def main() -> int:
+    """Run the benchmark; returns the exit status."""
+    args = _parse_arguments()
+    if not torch.cuda.is_available():
+        print("there is no CUDA device; on a CPU kernels are only tested", file=sys.stderr)
+        return 1
+    torch.manual_seed(0)
+    watch = _Watch(args.repeat)
+    card = _measure_card(watch)
+    result = {
+        "command": " ".join(["python -m bench.kernels", *sys.argv[1:]]),
+        "machine": {**describe_machine(), "gpu": torch.cuda.get_device_name()},
+        "card": card,
+        "identification": _identification(args, watch, card),
+        "sketch": _sketch(args, watch, card),
+        "gather": _gather(args, watch, card),
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.json:
+        args.json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--tokens", type=int, default=8192, help="of the prefix (8192)")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=32, help="query heads (32)")
+    parser.add_argument("--kv-heads", type=int, default=8, help="of the sketched model (8)")
+    parser.add_argument("--probe-heads", type=int, default=3)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--retention", type=float, default=0.25)
+    parser.add_argument("--repeat", type=int, default=50)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+class _Watch:
+    """Times work on the device."""
+
+    def __init__(self, repeat: int) -> None:
+        self._repeat = repeat
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def microseconds(self, work: Callable[[], Any]) -> float:
+        """Median over the repeats, caches cold."""
+        for _ in range(3):
+            work()
+        times = []
+        for _ in range(self._repeat):
+            self._flush.zero_()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # The launches of short work are queued while the device still writes the buffer.
+            start.record()
+            work()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) * 1e3)
+        return float(statistics.median(times))
+
+
+def _measure_card(watch: _Watch) -> dict[str, float]:
+    """GB/s of reading device memory, and of a plain copy from pinned host memory."""
+    words = torch.ones(PLAIN_BYTES // 4, dtype=torch.float32, device="cuda")
+    pinned = torch.empty(PLAIN_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(PLAIN_BYTES, dtype=torch.uint8, device="cuda")
+    read = watch.microseconds(lambda: words.sum())
+    copy = watch.microseconds(lambda: target.copy_(pinned, non_blocking=True))
+    return {
+        "memory_gbps": round(PLAIN_BYTES / read / 1e3, 1),
+        "host_to_device_gbps": round(PLAIN_BYTES / copy / 1e3, 2),
+        "empty_launch_us": round(watch.microseconds(lambda: words[:1].add_(1)), 2),
+    }
+
+
+def _identification(
+    args: argparse.Namespace, watch: _Watch, card: dict[str, float]
+) -> dict[str, Any]:
+    """Probe heads of a multi-head model (IMPRESS, 4.3)."""
+    m, n, dim = args.tokens, args.new_tokens, args.dim
+    k = max(1, int(m * args.retention))
+    probes = probe_kv_heads(args.heads, args.heads, args.probe_heads)
+    queries, new = (_random(n, len(probes), dim) for _ in range(2))
+    keys = _random(m, len(probes), dim)
+    threshold, scaling = similarity_threshold(k, m, 0.6), dim**-0.5
+    lengths = {"new_lengths": [n], "prefix_lengths": [m], "resident_lengths": [0]}
+
+    def score() -> Tensor:
+        return scores.column_sums(queries, scores.KeyRows(keys), None, new, scaling, **lengths)
+
+    def score_reference() -> Tensor:
+        return reference.column_sums(queries, keys, new[:0], new, scaling)
+
+    def chosen_reference() -> Tensor:
+        return per_head_tokens(score_reference(), 1, k)
+
+    torch.testing.assert_close(score(), score_reference(), rtol=2e-3, atol=1e-5)
+    found = score()
+    kernel = watch.microseconds(lambda: selection.paper_choice(score(), k, threshold))
+    scoring = watch.microseconds(score)
+    choosing = watch.microseconds(lambda: selection.paper_choice(found, k, threshold))
+    torch_us = watch.microseconds(chosen_reference)
+    reading = keys.numel() * keys.element_size() / card["memory_gbps"] / 1e3
+    return {
+        "shape": {"m": m, "n": n, "heads": len(probes), "of": args.heads, "dim": dim, "k": k},
+        "microseconds": round(kernel, 1),
+        "scoring_us": round(scoring, 1),
+        "choosing_us": round(choosing, 1),
+        "torch_us": round(torch_us, 1),
+        "reading_keys_us": round(reading, 1),
+        "over_reading_keys": round(kernel / reading, 2),
+        "torch_over_kernel": round(torch_us / kernel, 2),
+    }
+
+
+def _sketch(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> dict[str, Any]:
+    """All KV heads of a grouped-query model from 4 bits."""
+    m, n, dim, group = args.tokens, args.new_tokens, args.dim, args.heads // args.kv_heads
+    k = max(1, int(m * args.retention))
+    queries, new = _random(n, args.heads, dim), _random(n, args.kv_heads, dim)
+    codes, table = sketch_keys(_random(m, args.kv_heads, dim), 4)
+    rows = scores.SketchRows(codes, table.contiguous(), 4)
+    lengths = {"new_lengths": [n], "prefix_lengths": [m], "resident_lengths": [0]}
+    scaling = dim**-0.5
+
+    def score() -> Tensor:
+        return scores.column_sums(queries, rows, None, new, scaling, **lengths)
+
+    def score_reference() -> Tensor:
+        keys = restore_keys(codes, table, 4, 0, m)
+        return reference.column_sums(queries, keys, new[:0], new, scaling)
+
+    torch.testing.assert_close(score(), score_reference(), rtol=2e-2, atol=1e-3)
+    kernel = watch.microseconds(lambda: selection.top_tokens_per_head(score(), group, k))
+    torch_us = watch.microseconds(lambda: per_head_tokens(score_reference(), group, k))
+    reading = codes.numel() / card["memory_gbps"] / 1e3
+    flops = 2 * 2 * m * n * args.heads * dim
+    return {
+        "shape": {"m": m, "n": n, "heads": args.heads, "kv_heads": args.kv_heads, "k": k},
+        "microseconds": round(kernel, 1),
+        "scoring_us": round(watch.microseconds(score), 1),
+        "torch_us": round(torch_us, 1),
+        "reading_codes_us": round(reading, 1),
+        "tflops": round(flops / kernel / 1e6, 1),
+        "torch_over_kernel": round(torch_us / kernel, 2),
+    }
+
+
+def _gather(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> dict[str, Any]:
+    """Chosen tokens of all KV heads, each head's own, from one space at a time."""
+    m, heads, dim = args.tokens, args.kv_heads, args.dim
+    k = max(1, int(m * args.retention))
+    count = 2 * m * heads
+    host = torch.randn(count, dim, dtype=torch.bfloat16).pin_memory()
+    nothing = torch.empty(0, dim, dtype=torch.bfloat16, device="cuda")
+    rng = np.random.default_rng(0)
+    tokens = np.stack([np.sort(rng.permutation(m)[:k]) for _ in range(heads)], 1)
+    key_pool, value_pool = (_random(k + 1, heads, dim) for _ in range(2))
+    expected = torch.zeros_like(key_pool), torch.zeros_like(value_pool)
+    slots = torch.randperm(k, device="cuda") + 1
+    spaces = {
+        "host": gather.Spaces(nothing, host, nothing.cpu().pin_memory()),
+        "device": gather.Spaces(host.cuda(), nothing, nothing),
+    }
+    num_bytes = 2 * k * heads * dim * 2
+    figures: dict[str, Any] = {"bytes": num_bytes, "shape": {"k": k, "kv_heads": heads, "dim": dim}}
+    for name, space in spaces.items():
+        number = gather.Space.HOST if name == "host" else gather.Space.DEVICE
+        rows = [tokens * heads + np.arange(heads) + part * m * heads for part in (0, 1)]
+        keys, values = (torch.from_numpy(gather.pack_index(number, own)).cuda() for own in rows)
+        run = functools.partial(
+            gather.gather_vectors, key_pool, value_pool, slots, keys, values, space
+        )
+        run()
+        gather.gather_vectors_reference(*expected, slots, keys, values, space)
+        assert torch.equal(key_pool[slots], expected[0][slots])
+        assert torch.equal(value_pool[slots], expected[1][slots])
+        gbps = num_bytes / watch.microseconds(run) / 1e3
+        figures[f"{name}_gbps"] = round(gbps, 2)
+        limit = card["host_to_device_gbps" if name == "host" else "memory_gbps"]
+        figures[f"{name}_share_of_card"] = round(gbps / limit, 3)
+    return figures
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
