@@ -19,7 +19,7 @@ KERNELS = "impress_sglang.triton"
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """ "cuda", or "cpu" while kernels are interpreted.
+    """Either "cuda", or "cpu" while kernels are interpreted.
 
     Kernels are decorated when their module is imported, and Triton's own library when Triton is,
     which may long have happened in this process. So what was compiled is exchanged, for the test

@@ -23,6 +23,9 @@ from impress_sglang.triton.scores import KeyRows, Lengths, SketchRows, column_su
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 SCALING = 0.1
 
+# What numpy says of arithmetic with infinities in the interpreter.
+pytestmark = pytest.mark.filterwarnings("error:invalid value:RuntimeWarning")
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,6 +347,21 @@ def test_tiles_hold_whole_tokens_and_fit_into_shared_memory(
     # Queries, with a sketch two factors of them besides, and two stages of keys.
     vectors = tile.rows * (3 if bits else 1) + tile.keys * tile.stages
     assert vectors * tile.dim * dtype.itemsize <= 227 * 1024
+
+
+def test_tiles_are_not_given_keys_that_they_cannot_see() -> None:
+    tile = tile_shape(Lengths((300,), (100,), (70,)), 1, 1, 64, HALF, 0, 4)
+    assert (tile.tokens, tile.keys) == (128, 64)
+
+    plan = scores._plan(
+        Lengths((300,), (100,), (70,)), (0,), tile, 1, 4, torch.device("cpu"), stream=0
+    )
+
+    seen: dict[int, list[int]] = {}
+    for _, first, _, begin, end, *_ in plan.row_items.tolist():
+        seen.setdefault(first, []).extend(range(begin, end))
+    # Two blocks of resident tokens, two of the prefix, and new ones up to the tile's last.
+    assert seen == {0: list(range(6)), 128: list(range(8)), 256: list(range(9))}
 
 
 Launch = tuple[Any, tuple[Any, ...], scores.Tile, dict[str, int]]
