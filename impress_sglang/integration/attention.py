@@ -1,28 +1,36 @@
-"""The attention backend: loads a request's prefix layer by layer, and starts its row at the offset.
+"""What every attention backend does for IMPRESS: loads a request's prefix, layer by layer.
 
 SGLang's own backend object is kept; `adopt_backend` changes its class, so that its attributes,
-graph flags and identity checks stay what they are. Decode needs nothing but the start of each row.
+graph flags and identity checks stay what they are. How a backend starts a row at its offset differs
+between kinds: `torch_native.py` and `paged.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
+import pkgutil
 from typing import Any
 
-import torch
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
-from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.errors import ChunkUnreadable, UnsupportedError
+from impress_sglang.integration.pass_clock import PassClock, clock_for
 from impress_sglang.integration.recompute import PrefixCapture, recompute_prefix
 from impress_sglang.integration.request import PrefixRequest
+from impress_sglang.integration.row_starts import RowStarts
 from impress_sglang.integration.runtime import ServingRuntime
 from impress_sglang.integration.saving import EarlySave
 from impress_sglang.management.estimate import pairs_of
-from impress_sglang.timeline import ATTENTION, COPY, NO_TIMELINE
+from impress_sglang.timeline import COPY
 from impress_sglang.transfer.loader import LayerInputs
+
+# From SGLang's class to ours; names, so that only the one in use is imported.
+ADOPTED = {
+    "torch_native_backend.TorchNativeAttnBackend": "torch_native.ImpressTorchNativeBackend",
+    "triton_backend.TritonAttnBackend": "paged.ImpressTritonBackend",
+    "flashinfer_backend.FlashInferAttnBackend": "paged.ImpressFlashInferBackend",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,45 +44,66 @@ class _BatchRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pass:
-    """An extend pass under way: when it began, and `loading_ms` of its requests until then."""
+    """An extend pass under way: its work, and `loading_ms` of its requests when it began."""
 
-    began: float
     new_tokens: int
     pairs: float
     loading_ms: float
 
 
-class ImpressTorchNativeBackend(TorchNativeAttnBackend):
-    """torch_native with rectangular attention, row starts and prefix loading.
+class PrefixAttention(AttentionBackend):
+    """Notes which requests of a batch have a stored prefix, and loads what each layer uses of it.
 
-    Invariant: `_row_starts[row]` is the first entry of that request's row which attention sees; it
-    is set in every extend batch for every row of the batch, so a row that is reused needs no reset.
+    Stands before a backend of SGLang among the bases of a class, and is never made by itself. It is
+    a subclass of `AttentionBackend` because Python only lets an object change to a class with the
+    same layout. Prefixes are loaded in eager passes only: prefill must run without CUDA graphs.
     """
 
     _runtime: ServingRuntime | None
     _capture: PrefixCapture | None
-    _row_starts: Tensor
+    _starts: RowStarts
+    _clock: PassClock
     _rows: list[_BatchRow]
     _pass: _Pass | None
     _saves: list[EarlySave]
     _layer: int
     _model_runner: Any
 
+    def begin_serving(self, model_runner: Any) -> None:
+        """Set what this class needs on an object that was made as SGLang's own."""
+        self._runtime = None
+        self._capture = None
+        self._rows = []
+        self._pass = None
+        self._saves = []
+        self._layer = 0
+        self._model_runner = model_runner
+        table = model_runner.req_to_token_pool.req_to_token
+        self._starts = RowStarts(table.shape[0], table.device)
+        self._clock = clock_for(table.device)
+
     def connect(self, runtime: ServingRuntime) -> None:
         """Give the backend its requests; until then no row has a stored prefix."""
         self._runtime = runtime
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Note which requests of the batch have a stored prefix, and where their rows start."""
-        super().init_forward_metadata(forward_batch)
+        """Note which requests have a stored prefix, and where their rows start, then plan."""
         self._rows = []
         self._pass = None
         self._saves = []
-        if not forward_batch.forward_mode.is_extend():
-            return
+        if forward_batch.forward_mode.is_extend():
+            self._begin_extend(forward_batch)
+        self._plan(forward_batch)
+
+    def _plan(self, forward_batch: Any) -> None:
+        """SGLang's preparation of a batch."""
+        super().init_forward_metadata(forward_batch)
+
+    def _begin_extend(self, forward_batch: Any) -> None:
         live = {} if self._runtime is None else self._runtime.live
         starts, first, lengths = [], 0, forward_batch.seq_lens_cpu.tolist()
-        began, new_tokens, pairs = time.perf_counter(), 0, 0.0
+        new_tokens, pairs = 0, 0.0
+        self._clock.start()
         # SGLang's warm-up batches have no requests.
         rids = forward_batch.rids or [None] * forward_batch.batch_size
         for index, rid in enumerate(rids):
@@ -87,13 +116,13 @@ class ImpressTorchNativeBackend(TorchNativeAttnBackend):
             if request is not None and not request.adopted:
                 self._rows.append(_BatchRow(index, request, slice(first, stop)))
             first = stop
-        self._row_starts[forward_batch.req_pool_indices] = torch.tensor(
-            starts, device=self._row_starts.device
-        )
+        rows = forward_batch.req_pool_indices
+        host_rows = forward_batch.req_pool_indices_cpu
+        self._starts.set(rows, rows.cpu() if host_rows is None else host_rows, starts)
         if self._runtime is not None and self._runtime.begin_saves is not None:
             self._saves = self._runtime.begin_saves(rids, lengths)
         loading = sum(row.request.loading_ms for row in self._rows)
-        self._pass = _Pass(began, new_tokens, pairs, loading)
+        self._pass = _Pass(new_tokens, pairs, loading)
 
     def forward(
         self,
@@ -119,17 +148,23 @@ class ImpressTorchNativeBackend(TorchNativeAttnBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        **kwargs: Any,
     ) -> Tensor:
         """Load what the layer uses of each stored prefix, then attend."""
         for row in self._rows:
             if row.request.layers_loaded == layer.layer_id:
                 self._load_layer(row, q, k, layer, forward_batch)
         self._layer = layer.layer_id
-        output: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        output = self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         for save in self._saves:
             save.open(self._layer + 1)
         if self._runtime is not None and self._layer == self._runtime.shape.num_layers - 1:
             self._note_pass(self._runtime)
+        return output
+
+    def _attend(self, *arguments: Any, **keywords: Any) -> Tensor:
+        """SGLang's attention of a layer."""
+        output: Tensor = super().forward_extend(*arguments, **keywords)
         return output
 
     def _note_pass(self, runtime: ServingRuntime) -> None:
@@ -138,8 +173,15 @@ class ImpressTorchNativeBackend(TorchNativeAttnBackend):
         if noted is None or any(request.recomputed for request in requests):
             return
         loading = sum(request.loading_ms for request in requests) - noted.loading_ms
-        seconds = time.perf_counter() - noted.began - loading / 1e3
-        runtime.estimator.note_forward(noted.new_tokens, noted.pairs, seconds)
+        if loading and self._starts.on_device.device.type != "cpu":
+            # The host also waited for layers before: what is left says nothing of computing.
+            return
+
+        def note(seconds: float) -> None:
+            computing = seconds - loading / 1e3
+            runtime.estimator.note_forward(noted.new_tokens, noted.pairs, computing)
+
+        self._clock.stop(note)
 
     def _load_layer(
         self, row: _BatchRow, q: Tensor, k: Tensor, layer: Any, forward_batch: Any
@@ -180,110 +222,6 @@ class ImpressTorchNativeBackend(TorchNativeAttnBackend):
         finally:
             self._capture = None
 
-    def _run_sdpa_forward_extend(
-        self,
-        query: Tensor,
-        output: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        req_to_token: Tensor,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        extend_prefix_lens: Tensor,
-        extend_seq_lens: Tensor,
-        encoder_lens: Tensor | None = None,
-        scaling: float | None = None,
-        enable_gqa: bool = False,
-        causal: bool = False,
-        is_cross_attn: bool = False,
-        sliding_window_size: int | None = None,
-    ) -> Tensor:
-        assert encoder_lens is None and not is_cross_attn
-        return self._attend_rows(
-            query,
-            output,
-            k_cache,
-            v_cache,
-            req_to_token,
-            req_pool_indices,
-            seq_lens,
-            extend_seq_lens.tolist(),
-            scaling,
-            causal,
-            sliding_window_size,
-        )
-
-    def _run_sdpa_forward_decode(
-        self,
-        query: Tensor,
-        output: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        req_to_token: Tensor,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        encoder_lens: Tensor | None = None,
-        scaling: float | None = None,
-        enable_gqa: bool = False,
-        causal: bool = False,
-        is_cross_attn: bool = False,
-        sliding_window_size: int | None = None,
-    ) -> Tensor:
-        assert encoder_lens is None and not is_cross_attn
-        # A decode step extends each row by one token, which sees all of it.
-        return self._attend_rows(
-            query,
-            output,
-            k_cache,
-            v_cache,
-            req_to_token,
-            req_pool_indices,
-            seq_lens,
-            [1] * len(seq_lens),
-            scaling,
-            True,
-            sliding_window_size,
-        )
-
-    def _attend_rows(
-        self,
-        query: Tensor,
-        output: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        req_to_token: Tensor,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        new_lens: list[int],
-        scaling: float | None,
-        causal: bool,
-        window: int | None,
-    ) -> Tensor:
-        """Attention of each request's last new tokens over its row, from the row's start on."""
-        starts = self._row_starts[req_pool_indices].tolist()
-        requests = {row.index: row.request for row in self._rows}
-        first = 0
-        for index, (row, kv_len, new_len) in enumerate(
-            zip(req_pool_indices.tolist(), seq_lens.tolist(), new_lens, strict=True)
-        ):
-            began = time.perf_counter()
-            request = requests.get(index)
-            timeline = NO_TIMELINE if request is None else request.timeline
-            slots = req_to_token[row, starts[index] : kv_len]
-            with timeline.span(ATTENTION, self._layer):
-                output[first : first + new_len] = rectangular_attention(
-                    query[first : first + new_len],
-                    k_cache[slots],
-                    v_cache[slots],
-                    scaling=scaling,
-                    causal=causal,
-                    window=window,
-                )
-            if request is not None:
-                request.attention_ms += (time.perf_counter() - began) * 1e3
-            first += new_len
-        return output
-
 
 def adopt_backend(backend: Any, model_runner: Any) -> None:
     """Turn SGLang's backend object into ours, in place.
@@ -291,18 +229,13 @@ def adopt_backend(backend: Any, model_runner: Any) -> None:
     Raises:
         UnsupportedError: this kind of backend cannot carry a start offset.
     """
-    if type(backend) is not TorchNativeAttnBackend:
+    kind = type(backend)
+    # A subclass may read rows in its own way.
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("sglang.srt.layers.attention.")
+    if name not in ADOPTED:
         raise UnsupportedError(
-            f"IMPRESS cannot start rows at an offset in {type(backend).__name__}; "
-            "use --attention-backend torch_native"
+            f"IMPRESS cannot start rows at an offset in {kind.__name__}; "
+            "use --attention-backend triton, flashinfer or torch_native"
         )
-    backend.__class__ = ImpressTorchNativeBackend
-    backend._runtime = None
-    backend._capture = None
-    backend._rows = []
-    backend._pass = None
-    backend._saves = []
-    backend._layer = 0
-    backend._model_runner = model_runner
-    num_rows = model_runner.req_to_token_pool.req_to_token.shape[0]
-    backend._row_starts = torch.zeros(num_rows, dtype=torch.int64, device=backend.device)
+    backend.__class__ = pkgutil.resolve_name(f"impress_sglang.integration.{ADOPTED[name]}")
+    backend.begin_serving(model_runner)

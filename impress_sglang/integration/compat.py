@@ -18,6 +18,7 @@ HOOKED_NAMES = (
     "sglang.srt.server_args.ServerArgs.from_cli_args",
     "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
     "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
     "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache",
     "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
     "sglang.srt.managers.scheduler.Scheduler.set_internal_state",

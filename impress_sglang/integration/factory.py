@@ -8,7 +8,7 @@ from typing import Any
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.identify import stored_probe
-from impress_sglang.integration.attention import ImpressTorchNativeBackend
+from impress_sglang.integration.attention import PrefixAttention
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.runtime import ServingRuntime
 from impress_sglang.management.identity import model_identity, weights_digest
@@ -30,7 +30,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     """
     runner = context.tp_worker.model_runner
     backend = runner.attn_backend
-    if not isinstance(backend, ImpressTorchNativeBackend):
+    if not isinstance(backend, PrefixAttention):
         raise UnsupportedError(
             f"the attention hook of IMPRESS is not in place ({type(backend).__name__} is active), "
             "so prefixes would be read wrong; check that no other plugin replaces "

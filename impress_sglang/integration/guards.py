@@ -11,7 +11,9 @@ from typing import Any
 
 from impress_sglang.errors import UnsupportedError
 
-SUPPORTED_ATTENTION = ("torch_native",)
+SUPPORTED_ATTENTION = ("triton", "flashinfer", "torch_native")
+# What is used on a device where nothing is asked for; SGLang's own choice may carry no offset.
+DEFAULT_ATTENTION = {"cpu": "torch_native", "cuda": "triton"}
 SUPPORTED_KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32")
 
 _Check = tuple[Callable[[Any], object], str]
@@ -59,6 +61,27 @@ OPTION_CHECKS: tuple[_Check, ...] = (
         "IMPRESS does not support decode context parallelism: use --dcp-size 1",
     ),
     (
+        lambda o: o.attn_cp_size > 1,
+        "IMPRESS does not support context parallelism: use --attn-cp-size 1",
+    ),
+    (
+        lambda o: o.enable_two_batch_overlap,
+        "IMPRESS does not support two-batch overlap: drop --enable-two-batch-overlap",
+    ),
+    (
+        lambda o: o.enable_pdmux,
+        "IMPRESS does not support PD multiplexing: drop --enable-pdmux",
+    ),
+    (
+        lambda o: o.enable_unified_memory,
+        "IMPRESS writes KVs to slots that do not move: drop --enable-unified-memory",
+    ),
+    (
+        lambda _: _captures_metadata(),
+        "IMPRESS prepares each decode step outside of CUDA graphs: unset "
+        "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
+    ),
+    (
         lambda o: o.page_size not in (None, 1),
         "IMPRESS supports page size 1 only: use --page-size 1",
     ),
@@ -94,6 +117,11 @@ MODEL_CHECKS: tuple[_Check, ...] = (
         "IMPRESS does not support sliding-window models: their window counts positions, which a "
         "partly loaded prefix does not have",
     ),
+    (
+        lambda m: getattr(m.hf_text_config, "attn_temperature_len", -1) > 0,
+        "IMPRESS does not support attention whose temperature counts positions, which a partly "
+        "loaded prefix does not have",
+    ),
     (lambda m: m.is_encoder_decoder, "IMPRESS does not support encoder-decoder models"),
     (lambda m: m.is_multimodal, "IMPRESS does not support multimodal models yet"),
     (lambda m: not m.is_generation, "IMPRESS serves generation models only"),
@@ -118,9 +146,14 @@ def check_attention(prefill: str | None, decode: str | None) -> None:
     for name in (prefill, decode):
         if name not in SUPPORTED_ATTENTION:
             raise UnsupportedError(
-                f"IMPRESS supports --attention-backend {', '.join(SUPPORTED_ATTENTION)}, which "
-                f"can start a request's row at an offset; this server would use {name}"
+                f"IMPRESS supports --attention-backend {'|'.join(SUPPORTED_ATTENTION)}, which can "
+                f"start a request's row at an offset; this server would use {name}"
             )
+    if prefill != decode:
+        raise UnsupportedError(
+            f"IMPRESS does not support {prefill} for prefill with {decode} for decode: use one "
+            f"--attention-backend of {'|'.join(SUPPORTED_ATTENTION)} for both"
+        )
 
 
 def check_model(model_config: Any) -> None:
@@ -136,6 +169,13 @@ def _run(checks: tuple[_Check, ...], subject: Any) -> None:
     for is_unsupported, sentence in checks:
         if is_unsupported(subject):
             raise UnsupportedError(sentence)
+
+
+def _captures_metadata() -> bool:
+    from sglang.srt.environ import envs
+
+    captures: bool = envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get()
+    return captures
 
 
 def _has_linear_layers(model_config: Any) -> bool:

@@ -41,6 +41,11 @@ def activate() -> None:
             HookType.AFTER,
         ),
         ("srt.model_executor.model_runner.ModelRunner.load_model", _before_load, HookType.BEFORE),
+        (
+            "srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+            _after_batch,
+            HookType.AFTER,
+        ),
         ("srt.sampling.sampling_params.SamplingParams.verify", _before_verify, HookType.BEFORE),
         ("srt.managers.scheduler.Scheduler._prefetch_kvcache", _after_queued, HookType.AFTER),
         ("srt.managers.scheduler.Scheduler.get_internal_state", _after_state, HookType.AFTER),
@@ -85,23 +90,55 @@ def _after_from_cli_args(server_args: Any, *arguments: Any) -> Any:
 
 
 def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Choose torch_native on a CPU if nothing was asked for, then check what came out."""
+    """Choose a backend if nothing was asked for, check what came out, and keep prefill eager."""
     if config_of(server_args) is None:
         previous(server_args)
         return
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
 
-    from impress_sglang.integration.guards import check_attention
+    from impress_sglang.integration.guards import (
+        DEFAULT_ATTENTION,
+        SUPPORTED_ATTENTION,
+        check_attention,
+    )
 
+    # What was asked for, which declarations do not change.
+    asked = (
+        server_args.attention_backend,
+        server_args.prefill_attention_backend,
+        server_args.decode_attention_backend,
+    )
     view = resolved_view(server_args)
-    chosen = (view.attention_backend, view.prefill_attention_backend, view.decode_attention_backend)
-    if view.device == "cpu" and chosen == (None, None, None):
-        declare_resolution(server_args, BACKEND_NAME, attention_backend="torch_native")
+    default = DEFAULT_ATTENTION.get(view.device)
+    unsupported = view.attention_backend not in SUPPORTED_ATTENTION
+    if asked == (None, None, None) and unsupported and default is not None:
+        declare_resolution(server_args, BACKEND_NAME, attention_backend=default)
     previous(server_args)
     view = resolved_view(server_args)
     prefill = view.prefill_attention_backend or view.attention_backend
     decode = view.decode_attention_backend or view.attention_backend
     _or_exit_if_cli(server_args, lambda: check_attention(prefill, decode))
+    _or_exit_if_cli(server_args, lambda: _keep_prefill_eager(server_args))
+
+
+def _keep_prefill_eager(server_args: Any) -> None:
+    """Turn off CUDA graphs of prefill: a graph would skip what loads a prefix between layers."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    graphs = resolved_view(server_args).cuda_graph_config
+    if graphs is None or graphs.prefill.backend == Backend.DISABLED:
+        return
+    if (Phase.PREFILL, "backend") in server_args._cuda_graph_config_locked:
+        raise UnsupportedError(
+            "IMPRESS loads a prefix between the layers of prefill, which a CUDA graph would skip: "
+            f"drop --cuda-graph-backend-prefill {graphs.prefill.backend}"
+        )
+    declare_resolution(
+        server_args,
+        BACKEND_NAME,
+        cuda_graph_config=with_phase(graphs, Phase.PREFILL, backend=Backend.DISABLED),
+    )
 
 
 def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -150,6 +187,14 @@ def _after_backend_wrapper(backend: Any, runner: Any, *_: Any, **__: Any) -> Any
 
         adopt_backend(backend, runner)
     return backend
+
+
+def _after_batch(forward_batch: Any, _: Any, batch: Any, runner: Any, **__: Any) -> Any:
+    if getattr(getattr(runner, "attn_backend", None), "keeps_host_rows", False):
+        from impress_sglang.integration.paged import keep_host_rows
+
+        keep_host_rows(forward_batch, batch)
+    return forward_batch
 
 
 def _make_tree_cache(context: Any) -> Any:

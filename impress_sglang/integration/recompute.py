@@ -81,6 +81,9 @@ def _block_batch(forward_batch: Any, token_ids: Tensor, start: int) -> Any:
     block.seq_lens = torch.tensor([start + length], device=device)
     block.seq_lens_cpu = torch.tensor([start + length])
     block.seq_lens_sum = start + length
+    # Nothing is written to the pool, but some models write keys and values before they attend: to
+    # slot 0, which belongs to nobody.
+    block.out_cache_loc = torch.zeros(length, dtype=torch.int64, device=device)
     block.extend_num_tokens = length
     block.extend_seq_lens = torch.tensor([length], dtype=torch.int32, device=device)
     block.extend_seq_lens_cpu = [length]

@@ -82,6 +82,31 @@ def test_accepted(llama: Path, tmp_path: Path) -> None:
     assert view.attention_backend == "torch_native"
 
 
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+def test_backends_of_accelerators(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """They run with CUDA graphs for decode only, whatever SGLang's default for prefill is."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.model_executor import cuda_graph_config
+
+    monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: "breakable")
+    flags = [f"--attention-backend={name}", f"--impress-ssd-dir={tmp_path / 'kv'}"]
+    graphs = resolved_view(resolve(llama, *flags[:1])).cuda_graph_config
+    assert graphs.prefill.backend == "breakable", "the control: without us it stays"
+    view = resolved_view(resolve(llama, "--enable-impress", *flags))
+    assert view.attention_backend == name
+    assert view.cuda_graph_config.prefill.backend == "disabled"
+    assert view.cuda_graph_config.decode.backend == "full"
+
+
+def test_captured_metadata_is_refused(
+    capsys: pytest.CaptureFixture[str], llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
+    assert "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH" in refusal(capsys, llama)
+
+
 def test_without_the_flag_nothing_changes(llama: Path) -> None:
     from sglang.srt.arg_groups.overrides import resolved_view
 
@@ -102,9 +127,15 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
         (["--tp-size=2", "--dp-size=2", "--enable-dp-attention"], "parallelism"),
         (["--dp-size=2"], "data parallelism"),
         (["--kv-cache-dtype=fp8_e5m2"], "--kv-cache-dtype auto"),
-        (["--attention-backend=triton"], "triton"),
-        (["--attention-backend=flashinfer"], "flashinfer"),
-        (["--attention-backend=torch_native", "--decode-attention-backend=triton"], "triton"),
+        (["--attention-backend=fa3"], "triton|flashinfer|torch_native"),
+        (["--attention-backend=flex_attention"], "this server would use flex_attention"),
+        (["--attention-backend=triton", "--prefill-attention-backend=fa4"], "would use fa4"),
+        (["--attention-backend=torch_native", "--decode-attention-backend=triton"], "for both"),
+        (
+            ["--attention-backend=triton", "--cuda-graph-backend-prefill=breakable"],
+            "--cuda-graph-backend-prefill breakable",
+        ),
+        (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
         (["--radix-cache-backend=flexkv"], "--radix-cache-backend"),
     ],
 )
@@ -185,11 +216,12 @@ HYBRID = {
     ("config", "word"),
     [
         ({**SLIDING, "sliding_window": 64}, "sliding-window"),
+        ({**LLAMA, "attn_temperature_len": 1024}, "temperature"),
         (GEMMA, "sliding-window"),
         (MLA, "MLA"),
         (HYBRID, "hybrid"),
     ],
-    ids=["mistral", "gemma2", "deepseek", "qwen3-next"],
+    ids=["mistral", "temperature", "gemma2", "deepseek", "qwen3-next"],
 )
 def test_models(tmp_path: Path, config: dict[str, Any], word: str) -> None:
     from sglang.srt.configs.model_config import ModelConfig

@@ -1,8 +1,8 @@
 """Stock SGLang on a CPU, with the rectangular attention that all compared servers share.
 
-Its radix cache, scheduler and models are SGLang's own; IMPRESS is installed but not enabled. The
-module level code runs in the main process and again in each spawned child, before plugins are
-loaded there.
+Its radix cache, scheduler and models are SGLang's own, and so is any other attention backend than
+torch_native; IMPRESS is installed but not enabled. The module level code runs in the main process
+and again in each spawned child, before plugins are loaded there.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
 def _use_rectangular_attention(backend: Any, runner: Any, *_: Any) -> Any:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
     from impress_sglang.integration.attention import adopt_backend
 
-    adopt_backend(backend, runner)
+    if isinstance(backend, TorchNativeAttnBackend):
+        adopt_backend(backend, runner)
     return backend
 
 

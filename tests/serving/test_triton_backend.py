@@ -1,0 +1,169 @@
+"""Servers with SGLang's triton backend, whose kernels run in Triton's interpreter on a CPU.
+
+The interpreter is slow, so prompts are short. It says that rows, starts and loading are right, and
+nothing of a GPU: neither of CUDA graphs nor of what runs at the same time there.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bench.zygote
+from tests.serving.compare import assert_same, logprob_distance, paths, report
+from tests.serving.conftest import TINY_FLAGS, impress_flags
+from tests.serving.harness import Server, Zygote, running, server_environment
+from tests.serving.tiny_models import make_model, random_tokens
+
+CHUNK = 128
+FLAGS = (
+    "--attention-backend=triton",
+    "--triton-attention-num-kv-splits=2",
+    "--max-total-tokens=4000",
+    f"--chunked-prefill-size={CHUNK}",
+    "--enable-mixed-chunk",
+)
+PART_FLAGS = ("--impress-retention=0.25", "--impress-min-prefix-tokens=64")
+EXACT: dict[str, Any] = {"sampling_params": {"custom_params": {"impress_retention": 1.0}}}
+
+
+class InterpretingZygote(Zygote):
+    """Triton decides when it is imported whether it interprets; torch_native does not use it."""
+
+    def __init__(self) -> None:
+        environment = server_environment({"TRITON_INTERPRET": "1"})
+        bench.zygote.Zygote.__init__(self, environment)
+
+
+@pytest.fixture(scope="module")
+def interpreting() -> Iterator[Zygote]:
+    process = InterpretingZygote()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def model(workdir: Path) -> Path:
+    return make_model("llama", workdir / "llama-two-layers", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def stock_triton(workdir: Path, model: Path, interpreting: Zygote) -> Iterator[Server]:
+    log = workdir / "stock-triton.log"
+    with running(model, log, *TINY_FLAGS, *FLAGS, zygote=interpreting, stock=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def triton(workdir: Path, model: Path, interpreting: Zygote) -> Iterator[Server]:
+    flags = (*impress_flags(workdir / "store-triton", *PART_FLAGS), *FLAGS)
+    with running(model, workdir / "triton.log", *flags, zygote=interpreting) as server:
+        yield server
+        server.assert_quiet()
+
+
+@pytest.fixture(scope="module")
+def torch_native(workdir: Path, model: Path, interpreting: Zygote) -> Iterator[Server]:
+    flags = (*impress_flags(workdir / "store-torch-native", *PART_FLAGS), *FLAGS[1:])
+    with running(model, workdir / "torch-native.log", *flags, zygote=interpreting) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _stays_whole(triton: Server) -> Iterator[None]:
+    yield
+    triton.flush()
+    stats = triton.stats()
+    assert stats["integrity"] == "ok" and stats["requests_live"] == 0
+    assert stats["device_pool"]["private_tokens"] == 0
+
+
+def store_prefix(servers: list[Server], length: int, seed: int) -> list[int]:
+    prefix = random_tokens(length, seed)
+    for server in servers:
+        server.generate(prefix, 1)
+        server.flush()
+    return prefix
+
+
+def test_whole_prefixes_give_the_answers_of_stock(stock_triton: Server, triton: Server) -> None:
+    stored = store_prefix([triton], 200, seed=1)
+    batch = [
+        [*stored, *random_tokens(20, seed=2)],
+        [*stored, *random_tokens(CHUNK + 10, seed=3)],
+        random_tokens(60, seed=4),
+    ]
+    expected = stock_triton.generate_together(batch, 4, return_logprob=True)
+    actual = triton.generate_together(batch, 4, return_logprob=True, **EXACT)
+    assert_same(expected, actual, 1e-4)
+    assert paths(actual)[2] == "computed" and "ssd" in paths(actual)[:2]
+    resident = triton.generate(batch[0], 4, return_logprob=True, **EXACT)
+    assert_same(expected[:1], [resident], 1e-4)
+    assert paths([resident]) == ["device"]
+
+
+def test_damaged_prefix_is_computed_within_the_pass(stock_triton: Server, triton: Server) -> None:
+    prompt = [*store_prefix([triton], 140, seed=41), *random_tokens(6, seed=42)]
+    directory = Path(triton.stats()["store"]["directory"])
+    newest = max(directory.glob("segments/*/*.kv"), key=lambda path: path.stat().st_mtime)
+    content = bytearray(newest.read_bytes())
+    content[len(content) * 2 // 3] ^= 0x10
+    newest.write_bytes(content)
+    expected = stock_triton.generate(prompt, 2, return_logprob=True)
+    actual = triton.generate(prompt, 2, return_logprob=True, **EXACT)
+    assert_same([expected], [actual], 1e-4)
+    assert report(actual)["recomputed"] is True
+
+
+def test_parts_of_prefixes_give_the_answers_of_torch_native(
+    triton: Server, torch_native: Server
+) -> None:
+    servers = [torch_native, triton]
+    stored = [store_prefix(servers, length, seed=length) for length in (200, 130)]
+    batch = [
+        [*stored[0], *random_tokens(16, seed=12)],
+        [*stored[1], *random_tokens(9, seed=13)],
+        random_tokens(40, seed=14),
+    ]
+    expected, actual = (s.generate_together(batch, 4, return_logprob=True) for s in servers)
+    # The same tokens are chosen from scores that differ in their last bits.
+    assert_same(expected, actual, 1e-3)
+    assert paths(actual) == ["ssd", "ssd", "computed"]
+    assert [report(answer)["used_tokens"] for answer in actual] == [50, 33, 0]
+    # The control: a part gives other answers than the whole.
+    whole = triton.generate(batch[0], 4, return_logprob=True, **EXACT)
+    assert logprob_distance(whole, actual[0]) > 1e-2
+
+
+def test_prefill_in_chunks_after_a_part(triton: Server, torch_native: Server) -> None:
+    """By itself: what is chosen depends on the queries of the first chunk."""
+    servers = [torch_native, triton]
+    prompt = [*store_prefix(servers, 130, seed=31), *random_tokens(CHUNK + 30, seed=32)]
+    expected, actual = (server.generate(prompt, 3, return_logprob=True) for server in servers)
+    assert_same([expected], [actual], 1e-3)
+    assert report(actual)["used_tokens"] == 33
+
+
+def test_decoding_beside_prefill(triton: Server, torch_native: Server) -> None:
+    """MIXED batches: one request decodes on a part of a prefix while another is computed."""
+    servers = [torch_native, triton]
+    prompt = [*store_prefix(servers, 150, seed=21), *random_tokens(8, seed=22)]
+    other = random_tokens(2 * CHUNK, seed=23)
+    expected = [torch_native.generate(ids, 6) for ids in (prompt, other)]
+    with ThreadPoolExecutor() as pool:
+        decoding = pool.submit(triton.generate, prompt, 6)
+        while "#cached-token: 150" not in triton.log_text():
+            assert not decoding.done()
+            time.sleep(0.05)
+        computed = triton.generate(other, 6)
+    actual = [decoding.result(), computed]
+    assert [own["output_ids"] for own in actual] == [own["output_ids"] for own in expected]
+    assert paths(actual) == ["ssd", "computed"]
+    # Chunks that were computed while a request was running.
+    assert re.search(r"Prefill batch.*#new-token: 12\d.*#running-req: 1", triton.log_text())
