@@ -21,7 +21,10 @@ _MAPPINGS = ("uint16[::1]", "uint32[::1]")
 
 
 def _compiled(*signatures: str) -> Callable[[_F], _F]:
-    """Compile now, so that no request waits for it; loops run without the interpreter's lock."""
+    """Compile now, so that no request waits for it; loops run without the interpreter's lock.
+
+    Numbers are int64 or float64, as Python's are: others would be converted slowly at each call.
+    """
     return cast("Callable[[_F], _F]", numba.njit(list(signatures), nogil=True, cache=True))
 
 
@@ -35,10 +38,10 @@ def _between(ascending: Indices, first: int, stop: int) -> tuple[int, int]:
 def _flag_blocks(wanted: Uint8s, first: Int32s, last: Int32s, blocks: Flags) -> None:
     """Flag the blocks of which a row, from the first to the last that it holds, is wanted."""
     for block in range(len(blocks)):
-        found = np.uint8(0)
-        for row in range(first[block], last[block] + 1):
-            found |= wanted[np.uint64(row)]
-        blocks[block] = found != 0
+        row, stop = np.uint64(first[block]), np.uint64(last[block] + 1)
+        while row < stop and not wanted[row]:
+            row += np.uint64(1)
+        blocks[block] = row < stop
 
 
 @_compiled(
@@ -71,7 +74,7 @@ def locate_rows(
     lane_chunks = -(-lane_rows // chunk_rows)
     value_blocks, key_blocks = len(value_first), len(key_first)
     positions = np.empty(num_lanes * k if placed else 0, np.int64)
-    lanes = np.empty(num_lanes * k, np.int64)
+    lanes = np.empty(num_lanes * k if placed else 0, np.int64)
     rows = np.empty(num_lanes * k, np.int64)
     wanted = np.zeros(num_lanes * lane_rows, np.uint8)
     counts = np.empty(num_lanes * lane_chunks, np.int64)
@@ -88,13 +91,13 @@ def locate_rows(
             if len(mapping):
                 row = np.uint64(mapped[row])
             marks[row] = 1
-            position = j * num_lanes + lane
-            place = np.uint64(found if placed else position)
+            place = np.uint64(j * num_lanes + lane)
             if placed:
-                positions[place] = position
-            lanes[place] = lane
+                positions[found] = np.int64(place)
+                lanes[found] = lane
+                place = np.uint64(found)
+                found += 1
             rows[place] = np.int64(row)
-            found += 1
         for chunk in range(lane_chunks):
             count = 0
             last = min((chunk + 1) * chunk_rows, lane_rows)
@@ -105,7 +108,9 @@ def locate_rows(
         _flag_blocks(marks, value_first, value_last, blocks)
         blocks = in_keys[lane * key_blocks : (lane + 1) * key_blocks]
         _flag_blocks(marks, key_first, key_last, blocks)
-    return positions[:found], lanes[:found], rows[:found], counts, in_values, in_keys
+    if placed:
+        rows = rows[:found]
+    return positions[:found], lanes[:found], rows, counts, in_values, in_keys
 
 
 @_compiled("(int64[::1], float64[::1])")
@@ -138,7 +143,7 @@ def tally(tiers: Uint8s, counts: Indices) -> tuple[int, int, int, int, int, int]
     return rows[0], rows[1], rows[2], chunks[0], chunks[1], chunks[2]
 
 
-@_compiled("(boolean[::1], boolean[::1], int64[::1], int64[::1], uint8[::1], boolean[::1], uint8)")
+@_compiled("(boolean[::1], boolean[::1], int64[::1], int64[::1], uint8[::1], boolean[::1], int64)")
 def add_cached_blocks(
     blocks: Flags,
     wanted: Flags,
@@ -195,7 +200,7 @@ def chunk_hits(
 
 @_compiled(
     "(int64[::1], float64[::1], uint16[::1], float64[::1], float64[::1], float64[::1], "
-    "float64, float64, uint16)"
+    "float64, float64, int64)"
 )
 def record_scores(
     ids: Indices,
@@ -207,14 +212,12 @@ def record_scores(
     unit: float,
     least_weight: float,
     most_accesses: int,
-) -> Indices:
+) -> None:
     """See `vectorised.record_scores`."""
     # A division takes longer than all of the rest.
     always_least = 2.0 / least_weight
-    fallen = np.empty(0, np.int64)
-    falls = 0
     for place in range(len(ids)):
-        chunk = ids[place]
+        chunk = np.uint64(ids[place])
         if accesses[chunk] < most_accesses:
             accesses[chunk] += np.uint16(1)
         weight = least_weight
@@ -224,18 +227,11 @@ def record_scores(
         average = old + weight * (shares[place] - old)
         averages[chunk] = average
         frequencies[chunk] += unit
-        before = priorities[chunk]
         priorities[chunk] = frequencies[chunk] * average
-        if priorities[chunk] < before:
-            if not len(fallen):
-                fallen = np.empty(len(ids), np.int64)
-            fallen[falls] = chunk
-            falls += 1
-    return fallen[:falls]
 
 
 @_compiled(
-    "(int64[::1], uint8[::1], uint16[::1], float64[::1], int64, uint8, float64, float64, int64, "
+    "(int64[::1], uint8[::1], uint16[::1], float64[::1], int64, int64, float64, float64, int64, "
     "int64)"
 )
 def find_candidates(
@@ -271,6 +267,26 @@ def find_candidates(
     return found
 
 
+@_compiled("(int64[::1], uint8[::1], int64, float64[::1], float64[::1])")
+def fallen_members(
+    ids: Indices, tiers: Uint8s, tier: int, priorities: Floats, noted: Floats
+) -> Indices:
+    """See `vectorised.fallen_members`."""
+    count = 0
+    for place in range(len(ids)):
+        chunk = np.uint64(ids[place])
+        count += tiers[place] == tier and priorities[chunk] < noted[chunk]
+    fallen = np.empty(count, np.int64)
+    if count:
+        count = 0
+        for place in range(len(ids)):
+            chunk = np.uint64(ids[place])
+            if tiers[place] == tier and priorities[chunk] < noted[chunk]:
+                fallen[count] = ids[place]
+                count += 1
+    return fallen
+
+
 @_compiled("(uint8[::1], boolean[::1], uint8[::1], uint8[::1])")
 def move_codes(codes: Uint8s, wanted: Flags, kept: Uint8s, raised: Uint8s) -> None:
     """See `vectorised.move_codes`."""
@@ -303,7 +319,7 @@ def move_averages(
             own[np.uint64(selected[j] - first)] = raised[before[j]]
 
 
-@_compiled("(uint8[:, ::1], int64[::1], boolean[::1], uint8)")
+@_compiled("(uint8[:, ::1], int64[::1], boolean[::1], int64)")
 def missing_blocks(tiers: Uint8s, chunk_of_block: Indices, possible: Flags, ssd: int) -> Flags:
     """See `vectorised.missing_blocks`."""
     num_layers, num_blocks = len(tiers), len(chunk_of_block)

@@ -54,9 +54,9 @@ def locate_rows(
 
     Returns:
         Of the tokens of the span int64 [n]: positions in the read (token after token and in each
-        lane by lane; empty if not `placed`), lanes and rows. If not `placed` they come in the order
-        of the read. Then the rows wanted of each chunk, int64 [lanes * chunks of a lane]; and which
-        blocks of values and of keys hold wanted rows, bool [lanes * blocks of a lane].
+        lane by lane), lanes, and rows. If not `placed` the first two are empty, and rows come in
+        the order of the read. Then the rows wanted of each chunk, int64 [lanes * chunks of a lane];
+        and which blocks of values and of keys hold wanted rows, bool [lanes * blocks of a lane].
     """
     num_lanes, k = tokens.shape
     if placed:
@@ -77,6 +77,8 @@ def locate_rows(
     before = wanted.cumsum(1)
     in_values = before[:, value_last + 1] > before[:, value_first]
     in_keys = before[:, key_last + 1] > before[:, key_first]
+    if not placed:
+        lanes = lanes[:0]
     return positions, lanes, rows, counts, in_values.reshape(-1), in_keys.reshape(-1)
 
 
@@ -167,7 +169,7 @@ def record_scores(
     unit: float,
     least_weight: float,
     most_accesses: int,
-) -> Indices:
+) -> None:
     """Count an access to distinct chunks, and give them their new priorities.
 
     Args:
@@ -180,18 +182,13 @@ def record_scores(
         unit: what an access adds to a frequency.
         least_weight: of a share in its average; the first ones count alike.
         most_accesses: where counting stops.
-
-    Returns:
-        Those of the ids whose priority fell.
     """
     accesses[ids] = np.where(accesses[ids] < most_accesses, accesses[ids] + 1, accesses[ids])
     weight = np.maximum(1.0 / accesses[ids], least_weight)
     old = averages[ids]
     averages[ids] = average = old + weight * (shares - old)
     frequencies[ids] += unit
-    before = priorities[ids]
-    priorities[ids] = after = frequencies[ids] * average
-    return ids[after < before]
+    priorities[ids] = frequencies[ids] * average
 
 
 def find_candidates(
@@ -231,6 +228,24 @@ def find_candidates(
         pages <= max(free_device, free_host)
     )
     return np.flatnonzero(movable) if (movable & chance).any() else np.empty(0, np.int64)
+
+
+def fallen_members(
+    ids: Indices, tiers: Uint8s, tier: int, priorities: Floats, noted: Floats
+) -> Indices:
+    """Chunks of a tier whose priority lies below what its heap has noted.
+
+    Args:
+        ids: int64 [n].
+        tiers: uint8 [n], where they stand.
+        tier: that of the heap.
+        priorities: float64, by id.
+        noted: float64, by id.
+
+    Returns:
+        Those of the ids.
+    """
+    return ids[(tiers == tier) & (priorities[ids] < noted[ids])]
 
 
 def move_codes(codes: Uint8s, wanted: Flags, kept: Uint8s, raised: Uint8s) -> None:

@@ -165,12 +165,14 @@ class Placement:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of tables and heaps, in bytes; a heap's entry is a tuple of two objects."""
+        """Memory of tables and heaps, in bytes."""
         own = (self._tiers, self._pages, self._num_pages)
         arrays = [v for v in (*own, *vars(self._rule).values()) if isinstance(v, np.ndarray)]
-        entries = sum(len(heap) for heap in self._heaps.values()) + len(self._own_pages)
+        heaps = sum(heap.num_bytes for heap in self._heaps.values())
         pages = sum(self.capacity.values())
-        return sum(array.nbytes for array in arrays) + 120 * entries + 8 * pages
+        return (
+            sum(array.nbytes for array in arrays) + heaps + 120 * len(self._own_pages) + 8 * pages
+        )
 
     def used_pages(self, tier: int) -> int:
         """Pages of a cache that chunks stand in."""
@@ -223,12 +225,15 @@ class Placement:
             shares: float64 [n], share of each chunk's rows that is wanted.
         """
         tiers = self._tiers.take(ids)
-        cached = bool(self._own_pages) and bool(tiers.any())
-        pages = self._pages[ids] if cached else self._pages[:0]
-        fallen = self._rule.record(ids, shares)
-        if cached and len(fallen):
-            self._note_falls(fallen[self._tiers.take(fallen) != _SSD])
-        moves = self._place(ids, tiers) if self.enabled else ()
+        cached = bool(self._own_pages) and bool(np.count_nonzero(tiers))
+        pages = self._pages.take(ids, axis=0) if cached else self._pages[:0]
+        self._rule.record(ids, shares)
+        if cached:
+            for tier, heap in self._heaps.items():
+                heap.note_falls(ids, tiers, int(tier), self._rule.priorities)
+        # Looking for the lowest corrects the heaps; where all is on the device, nothing moves.
+        settled = cached and int(tiers.min()) == _DEVICE
+        moves = self._place(ids, tiers) if self.enabled and not settled else ()
         if moves:
             kept = (tiers == _SSD) & (self._tiers.take(ids) != _SSD)
         else:
@@ -360,12 +365,6 @@ class Placement:
         self._counts[tier] -= 1
         self._tier_of[chunk] = _SSD
 
-    def _note_falls(self, ids: Ids) -> None:
-        for chunk in ids.tolist():
-            tier = self._tier_of[chunk]
-            if tier != _SSD:
-                self._heaps[tier].push(chunk, float(self._rule.priorities[chunk]))
-
     def _member_test(self, tier: int) -> Callable[[int], bool]:
         number = int(tier)
         return lambda chunk: self._tier_of[chunk] == number
@@ -396,6 +395,8 @@ class Placement:
         self._pages = np.concatenate([self._pages, np.zeros((size - old, self._width), np.int32)])
         self._num_pages = np.concatenate([self._num_pages, np.zeros(size - old, np.uint16)])
         self._rule.resize(size)
+        for heap in self._heaps.values():
+            heap.resize(size)
         self._give_range(old, size - old)
 
     def check_integrity(self) -> None:

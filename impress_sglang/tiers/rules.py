@@ -50,12 +50,8 @@ class ReplacementRule(Protocol):
         """A new request begins; returns the factor by which all priorities were scaled."""
         ...
 
-    def record(self, ids: Ids, shares: Floats) -> Ids:
-        """Count an access to distinct chunks, of which `shares` (0, 1] of the rows are wanted.
-
-        Returns:
-            Those of the ids whose priority is lower than before.
-        """
+    def record(self, ids: Ids, shares: Floats) -> None:
+        """Count an access to distinct chunks, of which `shares` (0, 1] of the rows are wanted."""
         ...
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
@@ -83,10 +79,9 @@ class LeastRecentlyUsed:
         self._now += 1
         return 1.0
 
-    def record(self, ids: Ids, shares: Floats) -> Ids:
+    def record(self, ids: Ids, shares: Floats) -> None:
         """See `ReplacementRule`."""
         self.priorities[ids] = max(self._now, 1)
-        return ids[:0]
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """See `ReplacementRule`."""
@@ -111,10 +106,9 @@ class LeastFrequentlyUsed:
         """See `ReplacementRule`."""
         return 1.0
 
-    def record(self, ids: Ids, shares: Floats) -> Ids:
+    def record(self, ids: Ids, shares: Floats) -> None:
         """See `ReplacementRule`."""
         self.priorities[ids] += 1.0
-        return ids[:0]
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """See `ReplacementRule`."""
@@ -169,9 +163,9 @@ class ImportanceScore:
         self.priorities = np.maximum(self.priorities * factor, least)
         return factor
 
-    def record(self, ids: Ids, shares: Floats) -> Ids:
+    def record(self, ids: Ids, shares: Floats) -> None:
         """See `ReplacementRule`."""
-        return loops.record_scores(
+        loops.record_scores(
             ids,
             shares,
             self._accesses,

@@ -238,6 +238,12 @@ class SourceSpan:
         return blocks
 
 
+@functools.lru_cache(maxsize=64)
+def lanes_of_tokens(num_lanes: int, k: int) -> Indices:
+    """The lane of each of k tokens per lane, token after token; not to be changed."""
+    return np.tile(np.arange(num_lanes), k)
+
+
 @dataclasses.dataclass(slots=True)
 class RowPlan:
     """Rows of a span that a read wants, the same of keys and of values.
@@ -288,7 +294,7 @@ def plan_rows(span: SourceSpan, layer: int, tokens: Indices, first: int, *, alon
     chunks, counts, shares = loops.touched_chunks(by_chunk, values.rows_of_chunk)
     return RowPlan(
         None if alone else positions,
-        lanes,
+        lanes_of_tokens(*tokens.shape) if alone else lanes,
         rows,
         chunks,
         counts,

@@ -187,13 +187,7 @@ class PrefixPlanner:
 
     def plan_probe(self, layer: int) -> PlannedRead:
         """Decide how the probe stream is read, and where its chunks stand from now on."""
-        wishes = []
-        for first, span in self._spans:
-            group = span.geometry.probe
-            assert group is not None
-            blocks = span.probe_blocks[group.blocks]
-            wishes.append(_Wish(span, first, None, ((group, blocks),), *span.probe_chunks))
-        return self._decide(layer, wishes, whole=True)
+        return self._decide(layer, self._probe_wishes, whole=True)
 
     def plan(
         self, layer: int, tokens: Indices | None, *, keys: bool = True, values: bool = True
@@ -291,6 +285,17 @@ class PrefixPlanner:
     @functools.cached_property
     def _everything(self) -> Indices:
         return np.tile(np.arange(self.num_tokens), (self._shape.num_lanes, 1))
+
+    @functools.cached_property
+    def _probe_wishes(self) -> list[_Wish]:
+        """The same for all layers."""
+        wishes = []
+        for first, span in self._spans:
+            group = span.geometry.probe
+            assert group is not None
+            blocks = span.probe_blocks[group.blocks]
+            wishes.append(_Wish(span, first, None, ((group, blocks),), *span.probe_chunks))
+        return wishes
 
     def _decide(self, layer: int, wishes: Sequence[_Wish], *, whole: bool) -> PlannedRead:
         ids, shares = [], []

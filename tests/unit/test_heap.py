@@ -25,14 +25,14 @@ class HeapMachine(RuleBasedStateMachine):
         self.members: set[int] = set()
         self.priorities = np.arange(1.0, SIZE + 1)
         self.heap = LowestFirst(self.members.__contains__)
+        self.heap.resize(SIZE)
 
     @rule(chunk=CHUNKS, priority=PRIORITIES)
     def add_or_move(self, chunk: int, priority: float) -> None:
-        """Only a fall is told; a chunk may also change while it is no member."""
-        fell = priority < self.priorities[chunk]
+        """What may be a fall is told; a chunk may also change while it is no member."""
         self.priorities[chunk] = priority
-        if chunk in self.members and fell:
-            self.heap.push(chunk, priority)
+        if chunk in self.members:
+            self.heap.note_falls(np.array([chunk]), np.ones(1, np.uint8), 1, self.priorities)
 
     @rule(chunk=CHUNKS)
     def add(self, chunk: int) -> None:
@@ -99,6 +99,7 @@ TestHeap = HeapMachine.TestCase
 def heap_of(*priorities: float) -> tuple[LowestFirst, set[int], Any]:
     members = set(range(len(priorities)))
     heap = LowestFirst(members.__contains__)
+    heap.resize(len(priorities) + 1)
     for chunk, priority in enumerate(priorities):
         heap.push(chunk, priority)
     return heap, members, np.array(priorities)
@@ -162,3 +163,20 @@ def test_a_priority_that_fell_untold_is_noticed() -> None:
 
     with pytest.raises(AssertionError):
         heap.check_integrity(members, priorities)
+
+
+def test_a_fall_adds_an_entry_only_below_what_is_noted() -> None:
+    """Priorities that rise and fall a little, as scores do, leave the heap as it is."""
+    heap, _, priorities = heap_of(1.0, 2.0, 3.0)
+    everything = np.arange(3)
+    priorities += 5.0
+    heap.note_falls(everything, np.ones(3, np.uint8), 1, priorities)
+    priorities -= 1.0
+    heap.note_falls(everything, np.ones(3, np.uint8), 1, priorities)
+    assert len(heap) == 3
+
+    priorities[2] = 0.5
+    heap.note_falls(everything, np.ones(3, np.uint8), 1, priorities)
+
+    assert len(heap) == 4
+    assert heap.lowest(priorities) == (0.5, 2)

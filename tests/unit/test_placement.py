@@ -28,10 +28,8 @@ class GivenPriorities:
         self.priorities *= self.factor
         return self.factor
 
-    def record(self, ids: Ids, shares: Floats) -> Ids:
-        fallen = ids[shares < self.priorities[ids]]
+    def record(self, ids: Ids, shares: Floats) -> None:
         self.priorities[ids] = shares
-        return fallen
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         self.priorities[ids] = self.priorities[sources]
