@@ -26,6 +26,7 @@ from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment
 from impress_sglang.storage.segment import MappingLists, SegmentInfo
 from impress_sglang.storage.throttle import TokenBucket
 from impress_sglang.storage.writer import write_segment
+from impress_sglang.threads import compute_alone
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class Rewriter:
         self._buffer = AlignedBuffer()
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(
-            1, thread_name_prefix="impress-reorder", initializer=_lower_priority
+            1, thread_name_prefix="impress-reorder", initializer=_stay_behind
         )
 
     def submit(self, rewrite: Rewrite) -> Future[Shares | None]:
@@ -131,7 +132,9 @@ def _pays(rewrite: Rewrite, mapping: MappingLists) -> bool:
     return rewrite.read_bytes * (1.0 - after / max(before, 1.0)) > layout.file_bytes
 
 
-def _lower_priority() -> None:
+def _stay_behind() -> None:
+    """Take as little as possible from the requests that are served meanwhile."""
+    compute_alone()
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     except OSError as error:

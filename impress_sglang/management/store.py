@@ -44,6 +44,7 @@ from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.segment import SegmentInfo, Tokens
 from impress_sglang.storage.throttle import TokenBucket
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned, write_segment
+from impress_sglang.threads import compute_alone
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.ahead import ReadAhead
@@ -144,7 +145,9 @@ class PrefixStore:
         self._reorders = policy.reorders
         self._next_reorder = time.monotonic() + config.reorder_interval
         self._buffer = AlignedBuffer()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="impress-write")
+        self._worker = ThreadPoolExecutor(
+            1, thread_name_prefix="impress-write", initializer=compute_alone
+        )
         self._writes: collections.deque[_Write] = collections.deque()
         self._catalog = Catalog(self._directory)
         self._closed = False

@@ -26,6 +26,7 @@ LEVELS = {
     "cost": 0,
     "errors": 0,
     "loops": 0,
+    "threads": 0,
     "timeline": 0,
     "config": 1,
     "attention": 2,
