@@ -5,36 +5,24 @@ What they do is said in `vectorised`, function by function; results are equal bi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
-import numba
 import numpy as np
 
+from impress_sglang.loops.jit import compiled
 from impress_sglang.loops.types import Flags, Floats, Indices, Int32s, Mapping, Uint8s, Uint16s
 
 NAME = "numba"
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 # As in segment files.
 _MAPPINGS = ("uint16[::1]", "uint32[::1]")
 
 
-def _compiled(*signatures: str) -> Callable[[_F], _F]:
-    """Compile now, so that no request waits for it; loops run without the interpreter's lock.
-
-    Numbers are int64 or float64, as Python's are: others would be converted slowly at each call.
-    """
-    return cast("Callable[[_F], _F]", numba.njit(list(signatures), nogil=True, cache=True))
-
-
-@_compiled("(int64[::1], int64, int64)")
+@compiled("(int64[::1], int64, int64)")
 def _between(ascending: Indices, first: int, stop: int) -> tuple[int, int]:
     """Where the values from `first` to before `stop` stand."""
     return int(np.searchsorted(ascending, first)), int(np.searchsorted(ascending, stop))
 
 
-@_compiled("(uint8[::1], int32[::1], int32[::1], boolean[::1])")
+@compiled("(uint8[::1], int32[::1], int32[::1], boolean[::1])")
 def _flag_blocks(wanted: Uint8s, first: Int32s, last: Int32s, blocks: Flags) -> None:
     """Flag the blocks of which a row, from the first to the last that it holds, is wanted."""
     for block in range(len(blocks)):
@@ -44,7 +32,7 @@ def _flag_blocks(wanted: Uint8s, first: Int32s, last: Int32s, blocks: Flags) -> 
         blocks[block] = row < stop
 
 
-@_compiled(
+@compiled(
     *(
         f"(int64[:, ::1], int64, int64, int64, {mapping}, int64, int64, int32[::1], int32[::1], "
         "int32[::1], int32[::1], boolean)"
@@ -113,7 +101,7 @@ def locate_rows(
     return positions[:found], lanes[:found], rows, counts, in_values, in_keys
 
 
-@_compiled("(int64[::1], float64[::1])")
+@compiled("(int64[::1], float64[::1])")
 def touched_chunks(counts: Indices, rows_of_chunk: Floats) -> tuple[Indices, Indices, Floats]:
     """See `vectorised.touched_chunks`."""
     found = 0
@@ -132,7 +120,7 @@ def touched_chunks(counts: Indices, rows_of_chunk: Floats) -> tuple[Indices, Ind
     return chunks, wanted, shares
 
 
-@_compiled("(uint8[::1], int64[::1])")
+@compiled("(uint8[::1], int64[::1])")
 def tally(tiers: Uint8s, counts: Indices) -> tuple[int, int, int, int, int, int]:
     """See `vectorised.tally`."""
     rows = np.zeros(3, np.int64)
@@ -143,7 +131,7 @@ def tally(tiers: Uint8s, counts: Indices) -> tuple[int, int, int, int, int, int]
     return rows[0], rows[1], rows[2], chunks[0], chunks[1], chunks[2]
 
 
-@_compiled("(boolean[::1], boolean[::1], int64[::1], int64[::1], uint8[::1], boolean[::1], int64)")
+@compiled("(boolean[::1], boolean[::1], int64[::1], int64[::1], uint8[::1], boolean[::1], int64)")
 def add_cached_blocks(
     blocks: Flags,
     wanted: Flags,
@@ -165,7 +153,7 @@ def add_cached_blocks(
             blocks[block] = True
 
 
-@_compiled(
+@compiled(
     *(
         f"(int64[:, ::1], int64, int64, int64, {mapping}, int64, int64, boolean[::1])"
         for mapping in _MAPPINGS
@@ -198,7 +186,7 @@ def chunk_hits(
     return wanted, hits
 
 
-@_compiled(
+@compiled(
     "(int64[::1], float64[::1], uint16[::1], float64[::1], float64[::1], float64[::1], "
     "float64, float64, int64)"
 )
@@ -230,7 +218,7 @@ def record_scores(
         priorities[chunk] = frequencies[chunk] * average
 
 
-@_compiled(
+@compiled(
     "(int64[::1], uint8[::1], uint16[::1], float64[::1], int64, int64, float64, float64, int64, "
     "int64)"
 )
@@ -267,7 +255,7 @@ def find_candidates(
     return found
 
 
-@_compiled("(int64[::1], uint8[::1], int64, float64[::1], float64[::1])")
+@compiled("(int64[::1], uint8[::1], int64, float64[::1], float64[::1])")
 def fallen_members(
     ids: Indices, tiers: Uint8s, tier: int, priorities: Floats, noted: Floats
 ) -> Indices:
@@ -287,14 +275,14 @@ def fallen_members(
     return fallen
 
 
-@_compiled("(uint8[::1], boolean[::1], uint8[::1], uint8[::1])")
+@compiled("(uint8[::1], boolean[::1], uint8[::1], uint8[::1])")
 def move_codes(codes: Uint8s, wanted: Flags, kept: Uint8s, raised: Uint8s) -> None:
     """See `vectorised.move_codes`."""
     for block in range(len(codes)):
         codes[block] = raised[codes[block]] if wanted[block] else kept[codes[block]]
 
 
-@_compiled("(uint8[:, ::1], int64[:, ::1], int64, int64, int64, uint8[::1], uint8[::1])")
+@compiled("(uint8[:, ::1], int64[:, ::1], int64, int64, int64, uint8[::1], uint8[::1])")
 def move_averages(
     averages: Uint8s,
     tokens: Indices,
@@ -319,7 +307,7 @@ def move_averages(
             own[np.uint64(selected[j] - first)] = raised[before[j]]
 
 
-@_compiled("(uint8[:, ::1], int64[::1], boolean[::1], int64)")
+@compiled("(uint8[:, ::1], int64[::1], boolean[::1], int64)")
 def missing_blocks(tiers: Uint8s, chunk_of_block: Indices, possible: Flags, ssd: int) -> Flags:
     """See `vectorised.missing_blocks`."""
     num_layers, num_blocks = len(tiers), len(chunk_of_block)
@@ -331,7 +319,7 @@ def missing_blocks(tiers: Uint8s, chunk_of_block: Indices, possible: Flags, ssd:
     return missing
 
 
-@_compiled("(uint8[::1], boolean[::1])")
+@compiled("(uint8[::1], boolean[::1])")
 def weigh_codes(codes: Uint8s, candidates: Flags) -> Indices:
     """See `vectorised.weigh_codes`."""
     counts = np.zeros(256, np.int64)
@@ -340,7 +328,7 @@ def weigh_codes(codes: Uint8s, candidates: Flags) -> Indices:
     return counts
 
 
-@_compiled("(uint8[::1], boolean[::1], int64)")
+@compiled("(uint8[::1], boolean[::1], int64)")
 def likely_flags(codes: Uint8s, candidates: Flags, threshold: int) -> Flags:
     """See `vectorised.likely_flags`."""
     likely = np.empty(len(codes), np.bool_)
@@ -349,7 +337,7 @@ def likely_flags(codes: Uint8s, candidates: Flags, threshold: int) -> Flags:
     return likely
 
 
-@_compiled(
+@compiled(
     "(int64[::1], int64[::1], uint8[::1], int64[::1], int32[:, ::1], int64, int64, int64, int64, "
     "int64, int64, int64, int64, int64[::1])"
 )

@@ -13,6 +13,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from impress_sglang.loops.jit import compiled
 from impress_sglang.loops.types import Indices, Words
 
 BLOCK_WORDS = 512
@@ -108,7 +109,7 @@ def _digest(words: Words, lanes: Words, scratch: Words) -> Any:
     return merged ^ (merged >> _32)
 
 
-@numba.njit("int64(uint64[::1], int64[::1], uint64[::1], int64)", nogil=True, cache=True)
+@compiled("int64(uint64[::1], int64[::1], uint64[::1], int64)")
 def first_bad_block(words: Words, blocks: Indices, checksums: Words, first: int) -> int:
     """See `vectorised.first_bad_block`."""
     lanes = np.empty(8, np.uint64)

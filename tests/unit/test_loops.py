@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -220,3 +223,27 @@ def test_vector_index(seed: int) -> None:
     sizes = (lane_chunks, chunk_rows, row_vectors, page_vectors, 32, 4096, 8192, 512)
     spaces = np.array([7, 3, 5], np.int64) << 56
     both("vector_index", lane, row, tiers, place_of_chunk, pages, *sizes, spaces)
+
+
+def test_loops_are_compiled_where_nothing_can_be_kept() -> None:
+    """A read-only container: no folder for what is compiled."""
+    script = """
+import logging
+logging.basicConfig(level=logging.WARNING)
+from impress_sglang.loops.jit import compiled
+
+@compiled("(int64,)")
+def successor(number: int) -> int:
+    return number + 1
+
+print(successor(41), type(successor).__name__)
+"""
+    environment = {
+        **os.environ,
+        "NUMBA_CACHE_LOCATOR_CLASSES": "numba.core.caching.IPythonCacheLocator",
+    }
+    found = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["42", "CPUDispatcher"]
+    assert "NUMBA_CACHE_DIR" in found.stderr
