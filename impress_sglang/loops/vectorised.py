@@ -6,6 +6,7 @@ import numpy as np
 import xxhash
 
 from impress_sglang.loops.types import (
+    BLOCK_WORDS,
     Flags,
     Floats,
     Indices,
@@ -17,8 +18,6 @@ from impress_sglang.loops.types import (
 )
 
 NAME = "numpy"
-
-BLOCK_WORDS = 512
 
 
 def locate_rows(

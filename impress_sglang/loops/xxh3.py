@@ -14,9 +14,7 @@ import numba
 import numpy as np
 
 from impress_sglang.loops.jit import compiled
-from impress_sglang.loops.types import Indices, Words
-
-BLOCK_WORDS = 512
+from impress_sglang.loops.types import BLOCK_WORDS, Indices, Words
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"

@@ -2,7 +2,7 @@
 
 Stage: load. `RowGatherer` is the contract: `IndexedGatherer` indexes tensors, tier by tier, on any
 device; `KernelGatherer` lets one kernel read all three places, those in pinned CPU memory over the
-bus, and is what a GPU uses. tests/unit/test_gather.py runs both.
+bus, and is what a GPU uses. tests/unit/triton/test_paths.py compares them.
 """
 
 from __future__ import annotations
@@ -65,9 +65,8 @@ class IndexedGatherer:
         if len(found) == 1:
             own = self._gather_tier(part, found[0], plan.lanes, plan.rows, memory)
             return own.to(device)
-        tier_of_chunk = np.zeros(part.group.lanes * part.group.chunks, np.uint8)
-        tier_of_chunk[part.chunks] = part.tiers
-        tier_of_row = tier_of_chunk[part.group.chunks_of_rows(plan.lanes, plan.rows)]
+        chunks = part.group.chunks_of_rows(plan.lanes, plan.rows)
+        tier_of_row = part.tiers[part.place_of_chunk()[chunks]]
         chosen = [np.flatnonzero(tier_of_row == tier) for tier in found]
         by_tier = [
             self._gather_tier(part, tier, plan.lanes[rows], plan.rows[rows], memory).to(device)
@@ -95,9 +94,7 @@ class IndexedGatherer:
             index = _vector_index(first, group.row_bytes // vector)
             vectors = memory.vectors(page.dtype, vector)
             return vectors.index_select(0, index).view(len(rows), -1)
-        place = np.zeros(group.lanes * group.chunks, np.int64)
-        place[part.chunks] = np.arange(len(part.chunks))
-        pages = part.pages[place[group.chunks_of_rows(lanes, rows)]]
+        pages = part.pages[part.place_of_chunk()[group.chunks_of_rows(lanes, rows)]]
         width = page.row_vectors_of(group.heads * group.head_dim)
         return self._cache.read_rows(tier, pages, rows % group.chunk_rows, width)
 
@@ -149,13 +146,11 @@ class KernelGatherer:
         plan, group, page = read.rows, part.group, self._cache.page
         assert plan is not None
         size, finer = page.dtype.itemsize, page.unit // self._unit
-        place_of_chunk = np.zeros(group.lanes * group.chunks, np.int64)
-        place_of_chunk[part.chunks] = np.arange(len(part.chunks))
         return loops.vector_index(
             plan.lanes,
             plan.rows,
             part.tiers,
-            place_of_chunk,
+            part.place_of_chunk(),
             part.pages,
             group.chunks,
             group.chunk_rows,

@@ -110,6 +110,12 @@ class GroupPart:
         """Whether the group has values."""
         return self.group is span.geometry.values
 
+    def place_of_chunk(self) -> Indices:
+        """Of all chunks of the group, where each touched one stands in `chunks`; else 0."""
+        places = np.zeros(self.group.lanes * self.group.chunks, np.int64)
+        places[self.chunks] = np.arange(len(self.chunks))
+        return places
+
     def found_in(self, tier: int) -> Flags:
         """Of all chunks of the group, those that were touched and found in a tier."""
         everything = np.zeros(self.group.lanes * self.group.chunks, np.bool_)

@@ -1,6 +1,6 @@
 """Scores tokens where their keys are: with torch on a CPU, with kernels on a GPU.
 
-Stage: probe. `Scorer` is the contract; tests/unit/triton/test_scoring.py compares the two.
+Stage: probe. `Scorer` is the contract; tests/unit/triton/test_paths.py compares the two.
 """
 
 from __future__ import annotations

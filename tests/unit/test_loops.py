@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from impress_sglang import loops
 from impress_sglang.loops import compiled, vectorised, xxh3
+from impress_sglang.loops.types import BLOCK_WORDS
 
 SEEDS = st.integers(0, 2**32 - 1)
 COMPILED = {
@@ -194,7 +195,7 @@ def test_first_bad_block(seed: int) -> None:
     """The reference asks the library."""
     rng = np.random.default_rng(seed)
     count, first = rng.integers(1, 6, 2).tolist()
-    words = rng.integers(0, 2**64, count * xxh3.BLOCK_WORDS, np.uint64, endpoint=False)
+    words = rng.integers(0, 2**64, count * BLOCK_WORDS, np.uint64, endpoint=False)
     # Ones and zeros are carried differently from random bits.
     words[rng.integers(0, len(words), 99)] = rng.choice(np.array([0, 2**64 - 1], np.uint64), 99)
     digests = [xxhash.xxh3_64_intdigest(own.tobytes()) for own in np.split(words, count)]
@@ -204,7 +205,7 @@ def test_first_bad_block(seed: int) -> None:
     place = int(rng.integers(len(words)))
     words[place] ^= np.uint64(1) << rng.integers(0, 64, dtype=np.uint64)
     found = both("first_bad_block", words, blocks, checksums, first)
-    hit = np.flatnonzero(blocks == place // xxh3.BLOCK_WORDS).tolist()
+    hit = np.flatnonzero(blocks == place // BLOCK_WORDS).tolist()
     assert found == (hit[0] if hit else -1)
 
 
