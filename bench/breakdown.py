@@ -29,6 +29,7 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import PLAN, REST, SELECT, RequestTimeline, TimelineWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
+from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import Demand
 
 LAYERS, QUERY_HEADS, KV_HEADS, DIM = 30, 9, 3, 64
@@ -127,6 +128,7 @@ def _one_request(
     ).to(shape.dtype)
     inputs = LayerInputs(queries, kv[: args.new], kv[:0], DIM**-0.5)
     k = retained_tokens(args.prefix, args.retention)
+    slots = LayerSlots.fresh(k, shape, torch.device("cpu"))
     stats = LoadStats()
     match = store.match("bench", tokens, allow_approximate=False)
     demand = Demand(whole=k == args.prefix, probe=k < args.prefix or bool(shape.probe_kv_heads))
@@ -135,7 +137,7 @@ def _one_request(
     store.ahead.join(source)
     for layer in range(LAYERS):
         store.ahead.top_up()
-        prefix_loader.load(layer, source, inputs, k, stats)
+        prefix_loader.load(layer, source, inputs, slots, stats)
         if args.compute_ms:
             with timeline.span("compute", layer):
                 time.sleep(args.compute_ms / 1e3)

@@ -34,7 +34,8 @@ from impress_sglang.management.tree import StoredMatch
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.timeline import ATTENTION, COPY, NO_TIMELINE, Timeline
-from impress_sglang.transfer.loader import LayerInputs, LoadedLayer, LoadStats, PrefixLoader
+from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
+from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import Demand, SegmentSource
 
 logger = logging.getLogger(__name__)
@@ -465,10 +466,8 @@ class StoredEngine:
         with self._open(request, asked, clock) as stored:
 
             def place(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> int:
-                loaded = stored.load(layer)
+                stored.load(layer)
                 with clock.span(COPY, layer):
-                    engine.keys[layer][: stored.k] = loaded.keys
-                    engine.values[layer][: stored.k] = loaded.values
                     queries[:] = asked.question.queries[layer]
                     count = engine.add_new(layer, stored.k, asked.question, values)
                 stored.finish_layer()
@@ -523,7 +522,9 @@ class StoredEngine:
         estimate = self._estimate(match, Work(0, length, request.new_tokens), exact=exact)
         k = self.policy.tokens_to_load(length, estimate.retention)
         source = self.store.open_source(match, 0, length, self._demand(k, length), timeline)
-        stored = _Stored(self.store, self._loader, source, asked.question, k, estimate)
+        stored = _Stored(
+            self._engine, self.store, self._loader, source, asked.question, k, estimate
+        )
         try:
             self.store.ahead.join(source)
             yield stored
@@ -566,6 +567,7 @@ class _Stored:
 
     def __init__(
         self,
+        engine: Engine,
         store: PrefixStore,
         loader: PrefixLoader,
         source: SegmentSource,
@@ -578,19 +580,20 @@ class _Stored:
         self.estimate = estimate
         self.stats = LoadStats()
         self.work = Work(0, source.num_tokens, len(question.queries[0]))
+        self._keys, self._values = engine.keys, engine.values
         self._store = store
         self._loader = loader
         self._question = question
         self._layers = 0
         self._open = True
 
-    def load(self, layer: int) -> LoadedLayer:
-        """What attention of a layer uses, on the device."""
+    def load(self, layer: int) -> None:
+        """Put what attention of a layer uses into the first rows of the pool."""
         queries, keys = self._question.queries[layer], self._question.new_keys[layer]
         inputs = LayerInputs(queries, keys, keys[:0], queries.shape[2] ** -0.5)
-        loaded = self._loader.load(layer, self.source, inputs, self.k, self.stats)
+        slots = LayerSlots.of(self._keys[layer][: self.k], self._values[layer][: self.k])
+        self._loader.load(layer, self.source, inputs, slots, self.stats)
         self._store.ahead.top_up()
-        return loaded
 
     def finish_layer(self) -> None:
         """A layer is in the pool; after the last one the source is given back."""

@@ -20,7 +20,7 @@ import functools
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from impress_sglang.importance import scores as reference
 from impress_sglang.importance.identify import probe_kv_heads
 from impress_sglang.importance.selection import per_head_tokens, similarity_threshold
 from impress_sglang.storage.sketch import restore_keys, sketch_keys
+from impress_sglang.tiers.page_copies import upload
 from impress_sglang.triton import gather, scores, selection
 
 FLUSH_BYTES = 256 << 20
@@ -193,39 +194,46 @@ def _sketch(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> 
 
 
 def _gather(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> dict[str, Any]:
-    """Chosen tokens of all KV heads, each head's own, from one space at a time."""
+    """Chosen tokens of all KV heads, each head's own, from one memory at a time, into slots."""
     m, heads, dim = args.tokens, args.kv_heads, args.dim
     k = max(1, int(m * args.retention))
-    count = 2 * m * heads
-    host = torch.randn(count, dim, dtype=torch.bfloat16).pin_memory()
-    nothing = torch.empty(0, dim, dtype=torch.bfloat16, device="cuda")
+    # Streams of keys and of values of each head, as a segment and its areas have them.
+    host = torch.randn(2 * heads * m, dim, dtype=torch.bfloat16).pin_memory()
     rng = np.random.default_rng(0)
     tokens = np.stack([np.sort(rng.permutation(m)[:k]) for _ in range(heads)], 1)
-    key_pool, value_pool = (_random(k + 1, heads, dim) for _ in range(2))
-    expected = torch.zeros_like(key_pool), torch.zeros_like(value_pool)
+    pools = [_random(k + 1, heads, dim) for _ in range(2)]
+    expected = [torch.zeros_like(pool).cpu() for pool in pools]
     slots = torch.randperm(k, device="cuda") + 1
-    spaces = {
-        "host": gather.Spaces(nothing, host, nothing.cpu().pin_memory()),
-        "device": gather.Spaces(host.cuda(), nothing, nothing),
-    }
     num_bytes = 2 * k * heads * dim * 2
     figures: dict[str, Any] = {"bytes": num_bytes, "shape": {"k": k, "kv_heads": heads, "dim": dim}}
-    for name, space in spaces.items():
-        number = gather.Space.HOST if name == "host" else gather.Space.DEVICE
-        rows = [tokens * heads + np.arange(heads) + part * m * heads for part in (0, 1)]
-        keys, values = (torch.from_numpy(gather.pack_index(number, own)).cuda() for own in rows)
-        run = functools.partial(
-            gather.gather_vectors, key_pool, value_pool, slots, keys, values, space
-        )
+    for name, memory in (("host", host), ("device", host.cuda())):
+        rows = [tokens + (np.arange(heads) + part * heads) * m for part in (0, 1)]
+        found = [own.reshape(-1, 1) * dim * 2 + memory.data_ptr() for own in rows]
+        addresses = upload(found, torch.device("cuda"))
+        targets = _targets(pools, addresses, slots)
+        run = functools.partial(gather.gather, targets, dim, grain_bytes=gather.WORD_BYTES)
         run()
-        gather.gather_vectors_reference(*expected, slots, keys, values, space)
-        assert torch.equal(key_pool[slots], expected[0][slots])
-        assert torch.equal(value_pool[slots], expected[1][slots])
+        oracle = _targets(expected, [own.cpu() for own in addresses], slots.cpu())
+        gather.gather_reference(oracle, dim, [memory])
+        for pool, own in zip(pools, expected, strict=True):
+            assert torch.equal(pool[slots].cpu(), own[slots.cpu()])
         gbps = num_bytes / watch.microseconds(run) / 1e3
         figures[f"{name}_gbps"] = round(gbps, 2)
         limit = card["host_to_device_gbps" if name == "host" else "memory_gbps"]
         figures[f"{name}_share_of_card"] = round(gbps / limit, 3)
     return figures
+
+
+def _targets(
+    pools: Sequence[Tensor], addresses: Sequence[Tensor], slots: Tensor
+) -> list[gather.Target]:
+    heads, dim = pools[0].shape[1:]
+    return [
+        gather.Target(
+            pool, gather.head_columns(pool, range(heads), dim), own, slots, None, lanes=heads
+        )
+        for pool, own in zip(pools, addresses, strict=True)
+    ]
 
 
 def _random(*shape: int) -> Tensor:

@@ -33,6 +33,7 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.tiers.placement import Placement, Tier
 from impress_sglang.transfer.plan import SourceSpan
 from impress_sglang.transfer.planner import PrefixPlanner
+from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import Demand, SegmentSource
 
 LAYERS = 8
@@ -133,9 +134,10 @@ def _plan_layers(
         for _ in sources
     ]
     if cached:
+        slots = LayerSlots.fresh(len(tokens), shape, torch.device("cpu"))
         for layer in range(LAYERS):
             sources[0].read_probe(layer)
-            sources[0].read(layer, None)
+            sources[0].read(layer, None, keys=slots.keys, values=slots.values)
             sources[0].note_whole(layer)
     stages: dict[str, list[float]] = defaultdict(list)
     for _ in range(args.repeat):

@@ -15,15 +15,15 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from impress_sglang.errors import ChunkUnreadable, UnsupportedError
-from impress_sglang.integration.pass_clock import PassClock, clock_for
+from impress_sglang.integration.clocks import Clock, Stopwatch, clock_for
 from impress_sglang.integration.recompute import PrefixCapture, recompute_prefix
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.row_starts import RowStarts
 from impress_sglang.integration.runtime import ServingRuntime
 from impress_sglang.integration.saving import EarlySave
 from impress_sglang.management.estimate import pairs_of
-from impress_sglang.timeline import COPY
 from impress_sglang.transfer.loader import LayerInputs
+from impress_sglang.transfer.slots import LayerSlots
 
 # From SGLang's class to ours; names, so that only the one in use is imported.
 ADOPTED = {
@@ -35,20 +35,24 @@ ADOPTED = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _BatchRow:
-    """A request of the batch that has a stored prefix: its place, and its rows among the new."""
+    """A request of the batch that has a stored prefix: its place, and its rows among the new.
+
+    `loading` runs while this pass loads its layers.
+    """
 
     index: int
     request: PrefixRequest
     new: slice
+    loading: Stopwatch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pass:
-    """An extend pass under way: its work, and `loading_ms` of its requests when it began."""
+    """An extend pass under way: its work, and what it takes with loading."""
 
     new_tokens: int
     pairs: float
-    loading_ms: float
+    stopwatch: Stopwatch
 
 
 class PrefixAttention(AttentionBackend):
@@ -62,7 +66,7 @@ class PrefixAttention(AttentionBackend):
     _runtime: ServingRuntime | None
     _capture: PrefixCapture | None
     _starts: RowStarts
-    _clock: PassClock
+    _clock: Clock
     _rows: list[_BatchRow]
     _pass: _Pass | None
     _saves: list[EarlySave]
@@ -103,7 +107,9 @@ class PrefixAttention(AttentionBackend):
         live = {} if self._runtime is None else self._runtime.live
         starts, first, lengths = [], 0, forward_batch.seq_lens_cpu.tolist()
         new_tokens, pairs = 0, 0.0
-        self._clock.start()
+        self._clock.poll()
+        stopwatch = self._clock.stopwatch()
+        stopwatch.begin()
         # SGLang's warm-up batches have no requests.
         rids = forward_batch.rids or [None] * forward_batch.batch_size
         for index, rid in enumerate(rids):
@@ -114,15 +120,20 @@ class PrefixAttention(AttentionBackend):
             new_tokens += stop - first
             pairs += pairs_of(lengths[index] - start - (stop - first), stop - first)
             if request is not None and not request.adopted:
-                self._rows.append(_BatchRow(index, request, slice(first, stop)))
+                self._rows.append(self._row(index, request, slice(first, stop)))
             first = stop
         rows = forward_batch.req_pool_indices
         host_rows = forward_batch.req_pool_indices_cpu
         self._starts.set(rows, rows.cpu() if host_rows is None else host_rows, starts)
         if self._runtime is not None and self._runtime.begin_saves is not None:
             self._saves = self._runtime.begin_saves(rids, lengths)
-        loading = sum(row.request.loading_ms for row in self._rows)
-        self._pass = _Pass(new_tokens, pairs, loading)
+        self._pass = _Pass(new_tokens, pairs, stopwatch)
+
+    def _row(self, index: int, request: PrefixRequest, new: slice) -> _BatchRow:
+        """A row whose loading is timed; that is the request's, if this pass loads all of it."""
+        loading = self._clock.stopwatch()
+        request.loading = None if request.layers_loaded else loading
+        return _BatchRow(index, request, new, loading)
 
     def forward(
         self,
@@ -153,7 +164,10 @@ class PrefixAttention(AttentionBackend):
         """Load what the layer uses of each stored prefix, then attend."""
         for row in self._rows:
             if row.request.layers_loaded == layer.layer_id:
-                self._load_layer(row, q, k, layer, forward_batch)
+                with row.loading:
+                    self._load_layer(row, q, k, layer, forward_batch)
+                assert self._runtime is not None
+                self._runtime.finish_layer(row.request)
         self._layer = layer.layer_id
         output = self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         for save in self._saves:
@@ -169,19 +183,17 @@ class PrefixAttention(AttentionBackend):
 
     def _note_pass(self, runtime: ServingRuntime) -> None:
         """Tell the estimator what computing took; a recompute in between is not what it means."""
-        noted, requests = self._pass, [row.request for row in self._rows]
-        if noted is None or any(request.recomputed for request in requests):
+        noted, self._pass = self._pass, None
+        if noted is None or any(row.request.recomputed for row in self._rows):
             return
-        loading = sum(request.loading_ms for request in requests) - noted.loading_ms
-        if loading and self._starts.on_device.device.type != "cpu":
-            # The host also waited for layers before: what is left says nothing of computing.
-            return
+        noted.stopwatch.end()
 
-        def note(seconds: float) -> None:
-            computing = seconds - loading / 1e3
+        def note(seconds: list[float]) -> None:
+            whole, *loading = seconds
+            computing = whole - sum(loading)
             runtime.estimator.note_forward(noted.new_tokens, noted.pairs, computing)
 
-        self._clock.stop(note)
+        self._clock.when_known([noted.stopwatch, *(row.loading for row in self._rows)], note)
 
     def _load_layer(
         self, row: _BatchRow, q: Tensor, k: Tensor, layer: Any, forward_batch: Any
@@ -198,15 +210,12 @@ class PrefixAttention(AttentionBackend):
             resident_keys=key_pool[resident],
             scaling=layer.scaling,
         )
+        slots = LayerSlots.of(key_pool, value_pool, request.slots)
         try:
-            loaded = self._runtime.load_layer(layer.layer_id, request, inputs)
+            self._runtime.load_layer(layer.layer_id, request, inputs, slots)
         except ChunkUnreadable as error:
             self._recompute(request, error, forward_batch)
-            loaded = self._runtime.load_layer(layer.layer_id, request, inputs)
-        with request.stats.timed("load_ms"), request.timeline.span(COPY, layer.layer_id):
-            key_pool[request.slots] = loaded.keys.to(key_pool.device)
-            value_pool[request.slots] = loaded.values.to(value_pool.device)
-        self._runtime.finish_layer(request)
+            self._runtime.load_layer(layer.layer_id, request, inputs, slots)
 
     def _recompute(
         self, request: PrefixRequest, error: ChunkUnreadable, forward_batch: Any

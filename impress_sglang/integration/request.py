@@ -9,6 +9,7 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.recording import SelectionRecorder
+from impress_sglang.integration.clocks import Stopwatch
 from impress_sglang.management.estimate import Estimate
 from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline
 from impress_sglang.transfer.loader import LoadStats
@@ -52,7 +53,7 @@ class PrefixRequest:
         |<- start = m - k ->|<- resident ->|<- k ->|<- new ... ->|
 
     Invariants: the k slots are private (counted as protected by the tree) until `adopted`; layers
-    below `layers_loaded` are in them.
+    below `layers_loaded` are in them. `loading` is there while a pass loads all layers.
     """
 
     rid: str
@@ -67,6 +68,7 @@ class PrefixRequest:
     timeline: Timeline = NO_TIMELINE
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)
     layers_loaded: int = 0
+    loading: Stopwatch | None = None
     attention_ms: float = 0.0
     reads: ReadStats = dataclasses.field(default_factory=ReadStats)
     recorder: SelectionRecorder | None = None
@@ -93,11 +95,6 @@ class PrefixRequest:
         """Tokens of the prompt that are not computed: resident and stored."""
         return self.resident_len + self.num_tokens
 
-    @property
-    def loading_ms(self) -> float:
-        """What identification and loading have taken so far, in milliseconds."""
-        return self.stats.probe_ms + self.stats.load_ms
-
     def finish_timeline(self) -> None:
         """The prompt is computed: what comes later is not what a timeline is about."""
         if isinstance(self.timeline, RequestTimeline):
@@ -123,6 +120,9 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
     `prefetched` says that reading began while the request waited. `path` is computed, device or ssd
     (a stored prefix, whichever tier its chunks were in); lengths are in tokens, times in
     milliseconds; the counters of reads are those of `ReadStats`.
+
+    `probe_ms` and `load_ms` are the host's time. On an accelerator that includes waiting for the
+    device, which may still be computing the layers before.
     """
     return {
         "policy": policy,

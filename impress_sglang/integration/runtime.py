@@ -19,6 +19,7 @@ import torch
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.importance.recording import SelectionRecorder
+from impress_sglang.integration.clocks import clock_for
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.saving import EarlySave
 from impress_sglang.management.estimate import RETENTIONS, Estimate, Estimator, Work
@@ -28,7 +29,8 @@ from impress_sglang.management.tree import StoredMatch, prefix_digest
 from impress_sglang.storage.directory import require_writable
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline, TimelineWriter
-from impress_sglang.transfer.loader import LayerInputs, LoadedLayer, PrefixLoader
+from impress_sglang.transfer.loader import LayerInputs, PrefixLoader
+from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import Demand, SegmentSource
 
 logger = logging.getLogger(__name__)
@@ -108,6 +110,7 @@ class ServingRuntime:
         """Of the tree cache: from a pass's requests and lengths to the writes that go with it."""
         self.store = PrefixStore(config, identity, shape, device)
         self._device = device
+        self._clock = clock_for(device)
         rule = self.policy.identification_rule()
         self._evidence = rule.evidence
         self._loader = PrefixLoader(shape, rule)
@@ -145,6 +148,8 @@ class ServingRuntime:
             work: of the request; its stored tokens are the last ones of the match.
             own: the retention that the request asks for, None for the server's.
         """
+        # What the device has passed by now counts.
+        self._clock.poll()
         config, policy = self.config, self.policy
         start = match.num_tokens - work.stored
         usual = config.usual_retention if own is None else own
@@ -174,21 +179,21 @@ class ServingRuntime:
         if self._timelines is not None and isinstance(request.timeline, RequestTimeline):
             self._timelines.write(request.timeline)
 
-    def load_layer(self, layer: int, request: PrefixRequest, inputs: LayerInputs) -> LoadedLayer:
-        """The KVs that a layer uses of a request's stored prefix.
+    def load_layer(
+        self, layer: int, request: PrefixRequest, inputs: LayerInputs, slots: LayerSlots
+    ) -> None:
+        """Fill slots with what a layer uses of a request's stored prefix.
 
         Raises:
             ChunkUnreadable: a chunk is missing, short or corrupt.
         """
         assert request.source is not None
         fallbacks = request.stats.layers_by_fallback
-        loaded = self._loader.load(layer, request.source, inputs, request.k, request.stats)
+        selected = self._loader.load(layer, request.source, inputs, slots, request.stats)
         self.store.ahead.top_up()
         if request.recorder is not None:
             fell_back = request.stats.layers_by_fallback > fallbacks
-            selected = list(loaded.selected.numpy())
-            request.recorder.note(layer, selected, all_keys=fell_back)
-        return loaded
+            request.recorder.note(layer, list(selected.numpy()), all_keys=fell_back)
 
     def recorder_for(self, request: PrefixRequest) -> SelectionRecorder | None:
         """Records what a request selects, if that is wanted."""
@@ -219,13 +224,18 @@ class ServingRuntime:
         request.source = None
 
     def _note_load(self, request: PrefixRequest) -> None:
-        stats, reads = request.stats, request.reads
-        if request.recomputed:
+        """Tell the estimator what loading took besides waiting for the drive."""
+        stopwatch, request.loading = request.loading, None
+        if stopwatch is None or request.recomputed:
             return
-        seconds = (stats.probe_ms + stats.load_ms - reads.wait_ms) / 1e3
+        waited = request.reads.wait_ms / 1e3
         work = Work(request.resident_len, request.num_tokens, request.new_tokens)
         whole = request.k == request.num_tokens
-        self.estimator.note_load(work, seconds, whole=whole)
+
+        def note(seconds: list[float]) -> None:
+            self.estimator.note_load(work, max(seconds[0] - waited, 0.0), whole=whole)
+
+        self._clock.when_known([stopwatch], note)
 
     def discard_source(self, request: PrefixRequest, error: ChunkUnreadable) -> None:
         """A chunk was unreadable: forget the segment, and note that the prefix is computed."""

@@ -26,7 +26,7 @@ if importlib.util.find_spec("numba") is not None:
         record_scores,
         tally,
         touched_chunks,
-        vector_index,
+        vector_addresses,
         weigh_codes,
     )
     from impress_sglang.loops.xxh3 import first_bad_block
@@ -46,7 +46,7 @@ else:
         record_scores,
         tally,
         touched_chunks,
-        vector_index,
+        vector_addresses,
         weigh_codes,
     )
 
@@ -65,6 +65,6 @@ __all__ = [
     "record_scores",
     "tally",
     "touched_chunks",
-    "vector_index",
+    "vector_addresses",
     "weigh_codes",
 ]

@@ -341,7 +341,7 @@ def likely_flags(codes: Uint8s, candidates: Flags, threshold: int) -> Flags:
     "(int64[::1], int64[::1], uint8[::1], int64[::1], int32[:, ::1], int64, int64, int64, int64, "
     "int64, int64, int64, int64, int64[::1])"
 )
-def vector_index(
+def vector_addresses(
     lanes: Indices,
     rows: Indices,
     tiers: Uint8s,
@@ -355,23 +355,23 @@ def vector_index(
     start: int,
     lane_bytes: int,
     stride: int,
-    spaces: Indices,
+    bases: Indices,
 ) -> Indices:
-    """See `vectorised.vector_index`."""
-    index = np.empty(len(rows) * row_vectors, np.int64)
+    """See `vectorised.vector_addresses`."""
+    addresses = np.empty(len(rows) * row_vectors, np.int64)
     for j in range(len(rows)):
         chunk = rows[j] // chunk_rows
         offset = rows[j] - chunk * chunk_rows
         place = place_of_chunk[lanes[j] * lane_chunks + chunk]
-        own = index[j * row_vectors : (j + 1) * row_vectors]
-        space = spaces[tiers[place]]
+        own = addresses[j * row_vectors : (j + 1) * row_vectors]
+        base = bases[tiers[place]]
         if tiers[place] == 0:
-            begin = (start + lanes[j] * lane_bytes + chunk * stride) // vector_bytes
+            base += start + lanes[j] * lane_bytes + chunk * stride
             for vector in range(row_vectors):
-                own[vector] = space + begin + offset * row_vectors + vector
+                own[vector] = base + (offset * row_vectors + vector) * vector_bytes
         else:
             for vector in range(row_vectors):
                 at = offset * row_vectors + vector
                 page = np.int64(pages[place, at // page_vectors])
-                own[vector] = space + page * page_vectors + at % page_vectors
-    return index
+                own[vector] = base + (page * page_vectors + at % page_vectors) * vector_bytes
+    return addresses

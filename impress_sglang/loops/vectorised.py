@@ -331,7 +331,7 @@ def first_bad_block(words: Words, blocks: Indices, checksums: Words, first: int)
     return -1
 
 
-def vector_index(
+def vector_addresses(
     lanes: Indices,
     rows: Indices,
     tiers: Uint8s,
@@ -345,9 +345,9 @@ def vector_index(
     start: int,
     lane_bytes: int,
     stride: int,
-    spaces: Indices,
+    bases: Indices,
 ) -> Indices:
-    """Where the vectors of rows stand: on SSD in an image of the layer, in caches in pages.
+    """Addresses of the vectors of rows: from SSD in an image of the layer, in caches in pages.
 
     Args:
         lanes: int64 [n], of each row.
@@ -363,7 +363,7 @@ def vector_index(
         start: byte of the image where the lanes begin.
         lane_bytes: bytes of a lane.
         stride: bytes from chunk to chunk.
-        spaces: int64 [3], added to a vector's number by tier.
+        bases: int64 [3], by tier: where the image begins, and the first page of each cache.
 
     Returns:
         int64 [n * row_vectors].
@@ -371,9 +371,9 @@ def vector_index(
     chunks = rows // chunk_rows
     place = place_of_chunk[lanes * lane_chunks + chunks]
     at = (rows % chunk_rows * row_vectors)[:, None] + np.arange(row_vectors)
-    index = at + ((start + lanes * lane_bytes + chunks * stride) // vector_bytes)[:, None]
+    inside = at * vector_bytes + (start + lanes * lane_bytes + chunks * stride)[:, None]
     cached = tiers[place] != 0
     if cached.any():
         page = pages[place[cached, None], at[cached] // page_vectors].astype(np.int64)
-        index[cached] = page * page_vectors + at[cached] % page_vectors
-    return (index + spaces[tiers[place]][:, None]).reshape(-1)
+        inside[cached] = (page * page_vectors + at[cached] % page_vectors) * vector_bytes
+    return (inside + bases[tiers[place]][:, None]).reshape(-1)

@@ -129,7 +129,12 @@ class PrefixStore:
         )
         self._bucket = TokenBucket(config.ssd_mbps * 1e6, burst_seconds=BURST_SECONDS)
         self._reader = ChunkReader(config.io_depth, self._bucket, engine=config.io_engine)
-        self._pool = AreaPool(config.buffer_bytes, pin=self.cache.device.type == "cuda")
+        # Chunks are cached by whole pages, also where they end inside one.
+        self._pool = AreaPool(
+            config.buffer_bytes,
+            pin=self.cache.device.type == "cuda",
+            spare_bytes=self.cache.page.page_bytes,
+        )
         self.ahead = ReadAhead(self._pool, config.readahead)
         self._readers = SegmentReaders(
             self._directory,

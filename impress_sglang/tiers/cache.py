@@ -8,7 +8,7 @@ Stage: load. The order of a read is fixed: `access` decides; rows are taken from
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from impress_sglang.storage.layout import KVShape, SegmentLayout
-from impress_sglang.tiers.fence import Fence
-from impress_sglang.tiers.placement import CACHES, Access, Move, Placement, Tier
+from impress_sglang.tiers.fence import CopyStream, Fence
+from impress_sglang.tiers.moves import make_mover
+from impress_sglang.tiers.placement import CACHES, Access, Placement, Tier
 from impress_sglang.tiers.rules import Floats, Ids, ReplacementRule
 from impress_sglang.tiers.slab import PageShape, Slab
 
@@ -64,6 +65,9 @@ class ChunkCache:
         cpu = torch.device("cpu")
         host_slab = Slab(self.page, host_pages, cpu, option="--impress-host-gb", pin=pin)
         self._slabs: dict[int, Slab] = {Tier.DEVICE: device_slab, Tier.HOST: host_slab}
+        self.copy_stream = CopyStream(device)
+        """Where chunks move; who reads cached chunks on the device joins it before."""
+        self._mover = make_mover(self.page, self._slabs, self.copy_stream)
 
     def attach(self, layout: SegmentLayout) -> int:
         """Ids for the chunks of a segment, in the order of `layout.chunk_index`; the first one."""
@@ -87,35 +91,27 @@ class ChunkCache:
         """Rows of cached chunks; see `Slab.read_rows`."""
         return self._slabs[tier].read_rows(pages, offsets, row_vectors)
 
-    def vectors(self, tier: int, unit: int) -> Tensor:
-        """See `Slab.vectors`."""
-        return self._slabs[tier].vectors(unit)
-
-    def note_reading(self, fence: Fence) -> None:
-        """The device reads cached chunks by itself until then; see `Fence`.
-
-        What is written to the device's own cache comes later on the same stream.
-        """
-        self._slabs[Tier.HOST].note_reading(fence)
+    def page_addresses(
+        self, tier: int, pages: npt.NDArray[np.signedinteger]
+    ) -> npt.NDArray[np.int64]:
+        """See `Slab.page_addresses`."""
+        return self._slabs[tier].page_addresses(pages)
 
     def read_chunks(self, tier: int, pages: npt.NDArray[np.int32]) -> Tensor:
         """Whole cached chunks, pages int32 [chunks, pages of each]: [chunks, elements]."""
         return self._slabs[tier].read_pages(pages.reshape(-1)).view(len(pages), -1)
 
-    def settle(self, access: Access, loaded: Mapping[int, Tensor]) -> None:
-        """Carry out the moves; `loaded` has the bytes (uint8, CPU) of each kept chunk, by id."""
-        groups: dict[tuple[int, int], list[Move]] = {}
+    def settle(self, access: Access, loaded: Mapping[int, Tensor]) -> Fence | None:
+        """Carry out the moves; `loaded` has the bytes (uint8, CPU) of each kept chunk, by id.
+
+        Returns:
+            Until when `loaded` must not change; None if there was nothing to move.
+        """
+        if not access.moves:
+            return None
         for move in access.moves:
-            groups.setdefault((move.source, move.target), []).append(move)
-        # All sources are read before any page is written: a page may be both.
-        contents = {
-            (source, target): self._contents(source, moves, loaded)
-            for (source, target), moves in groups.items()
-        }
-        for (source, target), moves in groups.items():
-            pages = _joined([move.target_pages for move in moves])
-            self._slabs[target].write_pages(pages, contents[source, target])
-            self._count(source, target, len(pages) * self.page.page_bytes)
+            self._count(move.source, move.target, len(move.target_pages) * self.page.page_bytes)
+        return self._mover.move(access.moves, loaded)
 
     def abandon(self, access: Access) -> None:
         """The read failed: what was to move is in no cache."""
@@ -123,6 +119,8 @@ class ChunkCache:
 
     def close(self) -> None:
         """Give the memory back; nothing can be read or placed any more."""
+        self.copy_stream.join()
+        Fence(self.device).wait()
         self._slabs.clear()
 
     def summary(self) -> dict[str, object]:
@@ -150,24 +148,8 @@ class ChunkCache:
             "chunks": self.placement.cached_chunks(tier),
         }
 
-    def _contents(self, source: int, moves: Sequence[Move], loaded: Mapping[int, Tensor]) -> Tensor:
-        if source == Tier.SSD:
-            return torch.cat([self._paged(loaded[m.chunk], len(m.target_pages)) for m in moves])
-        return self._slabs[source].read_pages(_joined([m.source_pages for m in moves]))
-
-    def _paged(self, data: Tensor, num_pages: int) -> Tensor:
-        """Bytes of a chunk as pages [p, page_vectors * unit]; the last one may have a rest."""
-        size = num_pages * self.page.page_bytes
-        if len(data) < size:
-            data = torch.nn.functional.pad(data, (0, size - len(data)))
-        return data[:size].view(self.page.dtype).view(num_pages, -1)
-
     def _count(self, source: int, target: int, num_bytes: int) -> None:
         if target == Tier.DEVICE and source != Tier.DEVICE:
             self.copies.promoted_bytes += num_bytes
         if (source, target) == (Tier.DEVICE, Tier.HOST):
             self.copies.demoted_bytes += num_bytes
-
-
-def _joined(pages: Sequence[list[int]]) -> npt.NDArray[np.int32]:
-    return np.array([page for part in pages for page in part], np.int32)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
-from impress_sglang.tiers.fence import Fence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,9 +33,14 @@ class PageShape:
         return cls(math.gcd(shape.key_dim, shape.value_dim), chunk_tokens, shape.dtype)
 
     @property
+    def elements(self) -> int:
+        """Elements of a page."""
+        return self.unit * self.page_vectors
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a page."""
-        return self.unit * self.page_vectors * self.dtype.itemsize
+        return self.elements * self.dtype.itemsize
 
     def row_vectors(self, shape: KVShape, stream: Stream) -> int:
         """Vectors of one token in a stream."""
@@ -80,11 +84,6 @@ class Slab:
                 f"{device}; lower {option}: {error}"
             ) from error
         self._page = page
-        self._reading: Fence | None = None
-
-    def note_reading(self, fence: Fence) -> None:
-        """Until then a device reads pages by itself: in host memory they must not change."""
-        self._reading = fence
 
     @property
     def device(self) -> torch.device:
@@ -104,24 +103,22 @@ class Slab:
         flat = np.take_along_axis(pages, page, axis=1).astype(np.int64) * self._page.page_vectors
         return self._take((flat + slot).reshape(-1)).view(len(offsets), -1)
 
-    def vectors(self, unit: int) -> Tensor:
-        """All pages as vectors of `unit` elements, which divides those of a page."""
-        return self._vectors.view(self._vectors.numel() // unit, unit)
+    @property
+    def pages(self) -> Tensor:
+        """All pages, [pages, page_vectors * unit]."""
+        return self._vectors.view(-1, self._page.elements)
+
+    def page_addresses(self, pages: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.int64]:
+        """Where pages begin in memory."""
+        return self._vectors.data_ptr() + pages.astype(np.int64) * self._page.page_bytes
 
     def read_pages(self, pages: npt.NDArray[np.int32]) -> Tensor:
         """Contents of pages int32 [p]: [p, page_vectors * unit]."""
-        return self._by_page()[self._index(pages)]
+        return self.pages[self._index(pages)]
 
     def write_pages(self, pages: npt.NDArray[np.int32], contents: Tensor) -> None:
         """Fill pages int32 [p] with [p, page_vectors * unit] from any device."""
-        if self._reading is not None:
-            self._reading.wait()
-        # A copy to the CPU that is not waited for may not have arrived when it is used.
-        on_its_own = self.device.type == "cuda"
-        self._by_page()[self._index(pages)] = contents.to(self.device, non_blocking=on_its_own)
-
-    def _by_page(self) -> Tensor:
-        return self._vectors.view(-1, self._page.page_vectors * self._page.unit)
+        self.pages[self._index(pages)] = contents.to(self.device)
 
     def _take(self, index: npt.NDArray[np.int64]) -> Tensor:
         return self._vectors.index_select(0, self._index(index))

@@ -50,6 +50,10 @@ class AheadSource(Protocol):
         """Begin to read what the next layer will want besides, by what the last ones chose."""
         ...
 
+    def copy_ahead(self) -> None:
+        """Bring what the next layer is certain to want to the device, if it is in memory."""
+        ...
+
 
 @dataclasses.dataclass(slots=True)
 class _Waiting:
@@ -110,7 +114,9 @@ class ReadAhead:
         self._wanted_bytes += stats.ssd_bytes - stats.ahead_bytes + stats.ahead_used_bytes
 
     def top_up(self) -> None:
-        """Begin to read the next layers, while there is room."""
+        """Begin to read the next layers, while there is room, and to copy what is there."""
+        for own in self._live:
+            own.copy_ahead()
         if not self.enabled:
             return
         waste = self._waste if self._may_waste() else 0.0

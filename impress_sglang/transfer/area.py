@@ -69,10 +69,14 @@ class AreaPool:
     again only when no read into it is under way, and no device reads it.
     """
 
-    def __init__(self, limit_bytes: int, *, pin: bool = False) -> None:
-        """`pin` locks the memory, so that an accelerator can read it by itself."""
+    def __init__(self, limit_bytes: int, *, pin: bool = False, spare_bytes: int = 0) -> None:
+        """`pin` locks the memory, so that an accelerator can read it by itself.
+
+        `spare_bytes` behind the memory that is asked for may be read, too.
+        """
         self.limit_bytes = limit_bytes
         self._pin = pin
+        self._spare_bytes = spare_bytes
         self.used_bytes = 0
         self._most_used = 0
         self._free: list[PooledMemory] = []
@@ -80,12 +84,12 @@ class AreaPool:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether `num_bytes` more stay within the limit."""
-        return self.used_bytes + round_up(num_bytes, _GRAIN) <= self.limit_bytes
+        return self.used_bytes + self._size(num_bytes) <= self.limit_bytes
 
     def take(self, num_bytes: int) -> PooledMemory:
         """Memory of at least `num_bytes`."""
         self._collect()
-        size = round_up(num_bytes, _GRAIN)
+        size = self._size(num_bytes)
         fitting = [own for own in self._free if size <= len(own) <= 2 * size]
         if fitting:
             memory = min(fitting, key=len)
@@ -109,6 +113,9 @@ class AreaPool:
                 memory.fence.wait()
         self._free.clear()
         self._draining.clear()
+
+    def _size(self, num_bytes: int) -> int:
+        return round_up(num_bytes + self._spare_bytes, _GRAIN)
 
     def _collect(self) -> None:
         waiting = []
@@ -153,12 +160,19 @@ class LayerArea:
         if missing.any():
             self._submit(missing, 0, reader, ahead=True)
 
-    def read(self, wanted: Flags, gap_bytes: int, reader: ChunkReader) -> int:
+    def has(self, wanted: Flags) -> bool:
+        """Whether the wanted blocks have arrived; their reads may have failed."""
+        owners = np.unique(self._owner[wanted])
+        return _NO_READ not in owners and all(self._reads[owner].done for owner in owners)
+
+    def read(self, wanted: Flags, gap_bytes: int, reader: ChunkReader, *, last: bool = True) -> int:
         """Begin to read what is missing of the wanted blocks; returns how many bytes that is.
 
-        Of what was to be read ahead and is not begun, only what is wanted is read.
+        With the last wish of the layer it is known what will be used: of what was to be read ahead
+        and is not begun, only what is wanted is read.
         """
-        self._stop_reading_ahead(reader)
+        if last:
+            self._stop_reading_ahead(reader)
         begun = self._owner[wanted & ~self._wanted]
         self._wanted |= wanted
         ahead = np.array([read.ahead for read in self._reads], np.bool_)

@@ -1,13 +1,14 @@
-"""Takes the wanted rows of a span from where they stand: device cache, host cache, area.
+"""Takes what a read wants from where it stands: device cache, host cache, areas.
 
 Stage: load. `RowGatherer` is the contract: `IndexedGatherer` indexes tensors, tier by tier, on any
 device; `KernelGatherer` lets one kernel read all three places, those in pinned CPU memory over the
-bus, and is what a GPU uses. tests/unit/triton/test_paths.py compares them.
+bus, and write into slots of a pool; a GPU uses it. tests/unit/triton/test_paths.py compares them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,26 +20,38 @@ from impress_sglang.loops.types import Indices
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.fence import Fence
-from impress_sglang.tiers.placement import Tier
+from impress_sglang.tiers.placement import CACHES, Tier
 from impress_sglang.transfer.area import PooledMemory
 from impress_sglang.transfer.planner import GroupPart, SpanRead
+from impress_sglang.transfer.slots import Slots
+
+SpanMemory = tuple[SpanRead, PooledMemory | None]
+"""What is read of a span, and the memory of its area, None if nothing is taken from SSD."""
 
 
 class RowGatherer(Protocol):
     """The contract.
 
-    Implementations must not change what they read from, and must have rows bit for bit.
+    Implementations must not change what they read from, and must have rows bit for bit. What they
+    read from may move after the call, as a cache moves it; see `PooledMemory.fence` for areas.
     """
 
-    def gather(self, read: SpanRead, memory: PooledMemory | None) -> list[Tensor]:
-        """The wanted rows of each part of a read.
+    def gather(self, reads: Sequence[SpanMemory], keys: Slots | None, values: Slots | None) -> None:
+        """Put the wanted rows of a layer into slots.
 
         Args:
-            read: of keys, of values, or of both.
-            memory: of the area of the layer; None if nothing is taken from SSD.
+            reads: of all spans, of keys, of values, or of both.
+            keys: for the heads of the key streams; None if these are not read.
+            values: likewise.
+        """
+        ...
+
+    def gather_chunks(self, part: GroupPart, memory: PooledMemory | None) -> Tensor:
+        """All rows of neighbouring chunks of a group with one stream.
 
         Returns:
-            For each part [n, heads * dim] on the device of the cache, in the order of `read.rows`.
+            [chunks * rows of a chunk, heads * dim] on the device of the cache; rows that a last,
+            short chunk has not are undefined. May share the memory of an area.
         """
         ...
 
@@ -54,9 +67,37 @@ class IndexedGatherer:
     def __init__(self, cache: ChunkCache) -> None:
         self._cache = cache
 
-    def gather(self, read: SpanRead, memory: PooledMemory | None) -> list[Tensor]:
+    def gather(self, reads: Sequence[SpanMemory], keys: Slots | None, values: Slots | None) -> None:
         """See `RowGatherer`."""
-        return [self._gather_part(read, part, memory) for part in read.parts]
+        for read, memory in reads:
+            for part in read.parts:
+                slots = values if part.is_values(read.span) else keys
+                assert slots is not None and read.rows is not None
+                rows = self._gather_part(read, part, memory)
+                if read.rows.positions is None:
+                    slots.put(rows.view(len(slots), -1, part.group.head_dim))
+                else:
+                    own = rows.view(len(rows), -1, part.group.head_dim)
+                    slots.put_at(read.rows.positions, own, part.group.lanes)
+
+    def gather_chunks(self, part: GroupPart, memory: PooledMemory | None) -> Tensor:
+        """See `RowGatherer`."""
+        group, width = part.group, part.group.heads * part.group.head_dim
+        found = [tier for tier, chunks in enumerate(part.chunks_by_tier) if chunks]
+        if found == [Tier.SSD]:
+            assert memory is not None
+            return self._staged_chunks(part, memory).to(self._cache.device)
+        size = (len(part.chunks), group.chunk_rows * width)
+        chunks = torch.empty(size, dtype=self._cache.page.dtype, device=self._cache.device)
+        for tier in found:
+            place = np.flatnonzero(part.tiers == tier)
+            if tier == Tier.SSD:
+                assert memory is not None
+                contents = self._staged_chunks(part, memory).view(size)[torch.from_numpy(place)]
+            else:
+                contents = self._cached_chunks(tier, part, place)
+            chunks[torch.from_numpy(place).to(chunks.device)] = contents.to(chunks.device)
+        return chunks.view(-1, width)
 
     def _gather_part(self, read: SpanRead, part: GroupPart, memory: PooledMemory | None) -> Tensor:
         plan, device = read.rows, self._cache.device
@@ -98,6 +139,173 @@ class IndexedGatherer:
         width = page.row_vectors_of(group.heads * group.head_dim)
         return self._cache.read_rows(tier, pages, rows % group.chunk_rows, width)
 
+    def _cached_chunks(self, tier: int, part: GroupPart, place: Indices) -> Tensor:
+        """Chunks of one stream, [chunks, rows of a chunk * heads * dim]; missing rows undefined."""
+        group, page = part.group, self._cache.page
+        vectors = page.row_vectors_of(group.heads * group.head_dim)
+        if group.chunk_rows != page.page_vectors:
+            # Of a store with another chunk size: pages do not end where chunks do.
+            rows = np.tile(np.arange(group.chunk_rows), len(place))
+            held = group.rows_of_chunk[part.chunks[place]].astype(np.int64)
+            offsets = np.minimum(rows, np.repeat(held, group.chunk_rows) - 1)
+            pages = np.repeat(part.pages[place], group.chunk_rows, axis=0)
+            return self._cache.read_rows(tier, pages, offsets, vectors).view(len(place), -1)
+        return self._cache.read_chunks(tier, _owned_pages(part, place, vectors, page.page_vectors))
+
+    def _staged_chunks(self, part: GroupPart, memory: PooledMemory) -> Tensor:
+        """Rows of chunks in an area; those that were not read are undefined."""
+        group, dtype = part.group, self._cache.page.dtype
+        width, first, count = group.heads * group.head_dim, int(part.chunks[0]), len(part.chunks)
+        flat = memory.vectors(dtype, dtype.itemsize).view(-1)
+        stride = group.stride // dtype.itemsize
+        start = group.start // dtype.itemsize + first * stride
+        if group.unbroken:
+            return flat[start : start + count * stride].view(-1, width)
+        shape = (count, group.chunk_rows * width)
+        return flat.as_strided(shape, (stride, 1), start).reshape(-1, width)
+
+
+class KernelGatherer:
+    """One launch for keys and values of all spans, which reads all tiers."""
+
+    def __init__(self, cache: ChunkCache) -> None:
+        # Only where it is used: Triton is not needed on a CPU.
+        from impress_sglang.tiers import page_copies
+        from impress_sglang.triton import gather
+
+        self._kernels = gather
+        self._upload = page_copies.upload
+        self._copier = page_copies.PageCopier(cache.page, cache.device)
+        self._cache = cache
+        page, first = cache.page, np.zeros(1, np.int64)
+        size = page.dtype.itemsize
+        # A vector of the kernel: the largest that rows, pages and blocks are made of.
+        self._unit = math.gcd(page.unit * size, BLOCK_BYTES) // size
+        self._bases = np.zeros(len(Tier), np.int64)
+        for tier in CACHES:
+            self._bases[tier] = cache.page_addresses(tier, first)[0]
+        # Areas begin at pages of memory.
+        self._grain = math.gcd(self._unit * size, *self._bases[1:].tolist())
+
+    def gather(self, reads: Sequence[SpanMemory], keys: Slots | None, values: Slots | None) -> None:
+        """See `RowGatherer`; nothing is waited for: see `Fence`."""
+        wanted, indices = [], []
+        for slots, is_values in ((keys, False), (values, True)):
+            found = self._addresses(reads, is_values=is_values)
+            if slots is not None and found:
+                wanted.append(slots)
+                indices.append(np.concatenate(found))
+        # Either one span has all rows, or each has the positions of its own.
+        positions = [
+            read.rows.positions
+            for read, _ in reads
+            if read.rows is not None and read.rows.positions is not None
+        ]
+        joined = [np.concatenate(positions)] if positions else []
+        uploaded = self._upload([*indices, *joined], self._device)
+        targets = [
+            self._target(slots, addresses, uploaded[-1] if joined else None)
+            for slots, addresses in zip(wanted, uploaded, strict=False)
+        ]
+        self._cache.copy_stream.join()
+        self._kernels.gather(targets, self._unit, grain_bytes=self._grain)
+        self._set_fence([memory for _, memory in reads])
+
+    def gather_chunks(self, part: GroupPart, memory: PooledMemory | None) -> Tensor:
+        """See `RowGatherer`; nothing is waited for, and the current stream need not be joined."""
+        page, group = self._cache.page, part.group
+        width = group.heads * group.head_dim
+        size = (len(part.chunks) * group.chunk_rows, width)
+        rows = torch.empty(size, dtype=page.dtype, device=self._device)
+        if group.chunk_rows == page.page_vectors:
+            addresses = self._page_addresses(part, memory)
+            self._copier.copy([(rows.view(-1, page.elements), None, addresses)])
+        else:
+            self._gather_all_rows(part, memory, rows)
+        self._set_fence([memory])
+        return rows
+
+    @property
+    def _device(self) -> torch.device:
+        return self._cache.device
+
+    def _target(self, slots: Slots, addresses: Tensor, positions: Tensor | None) -> Any:
+        columns = self._kernels.head_columns(slots.pool, slots.heads, self._unit)
+        lanes = columns.offsets.numel() // addresses.shape[1]
+        return self._kernels.Target(slots.pool, columns, addresses, slots.rows, positions, lanes)
+
+    def _addresses(self, reads: Sequence[SpanMemory], *, is_values: bool) -> list[Indices]:
+        """Of the vectors of wanted rows of keys or of values, span by span: see below."""
+        found = []
+        for read, memory in reads:
+            for part in read.parts:
+                if part.is_values(read.span) == is_values:
+                    assert read.rows is not None
+                    found.append(self._row_addresses(part, memory, read.rows.lanes, read.rows.rows))
+        return found
+
+    def _row_addresses(
+        self, part: GroupPart, memory: PooledMemory | None, lanes: Indices, rows: Indices
+    ) -> Indices:
+        """Of the vectors of some rows, int64 [n, vectors of a row]."""
+        group, page, unit = part.group, self._cache.page, self._unit
+        vectors = group.heads * group.head_dim // unit
+        flat = loops.vector_addresses(
+            lanes,
+            rows,
+            part.tiers,
+            part.place_of_chunk(),
+            part.pages,
+            group.chunks,
+            group.chunk_rows,
+            vectors,
+            page.elements // unit,
+            unit * page.dtype.itemsize,
+            group.start,
+            group.stream_bytes,
+            group.stride,
+            self._bases_with(memory),
+        )
+        return flat.reshape(len(rows), vectors)
+
+    def _bases_with(self, memory: PooledMemory | None) -> Indices:
+        """Where each tier begins in memory."""
+        bases = self._bases.copy()
+        if memory is not None:
+            bases[Tier.SSD] = memory.address
+        return bases
+
+    def _page_addresses(self, part: GroupPart, memory: PooledMemory | None) -> Indices:
+        """Of the pages of whole chunks of one stream, chunk after chunk."""
+        group, page = part.group, self._cache.page
+        vectors, bases = page.row_vectors_of(group.heads * group.head_dim), self._bases_with(memory)
+        begin = bases[Tier.SSD] + group.start + part.chunks * group.stride
+        addresses = begin[:, None] + np.arange(vectors) * page.page_bytes
+        for tier in CACHES:
+            if part.chunks_by_tier[tier]:
+                place = np.flatnonzero(part.tiers == tier)
+                pages = _owned_pages(part, place, vectors, page.page_vectors)
+                addresses[place] = self._cache.page_addresses(tier, pages)
+        return addresses.reshape(-1)
+
+    def _gather_all_rows(self, part: GroupPart, memory: PooledMemory | None, rows: Tensor) -> None:
+        """Row by row, of a store with another chunk size: pages do not end where chunks do."""
+        group = part.group
+        chunks = np.repeat(part.chunks, group.chunk_rows)
+        inside = np.tile(np.arange(group.chunk_rows), len(part.chunks))
+        number = np.minimum(chunks * group.chunk_rows + inside, group.rows - 1)
+        found = self._row_addresses(part, memory, np.zeros_like(number), number)
+        (addresses,) = self._upload([found], self._device)
+        columns = self._kernels.even_columns(addresses.shape[1], self._unit, self._device)
+        target = self._kernels.Target(rows, columns, addresses)
+        self._kernels.gather([target], self._unit, grain_bytes=self._grain)
+
+    def _set_fence(self, memories: Sequence[PooledMemory | None]) -> None:
+        fence = Fence(self._device)
+        for memory in memories:
+            if memory is not None:
+                memory.fence = fence
+
 
 def _vector_index(first: Indices, count: int) -> Tensor:
     """The numbers of `count` neighbouring vectors from each first one on, one after another."""
@@ -106,75 +314,12 @@ def _vector_index(first: Indices, count: int) -> Tensor:
     return torch.from_numpy((first[:, None] + np.arange(count)).reshape(-1))
 
 
-class KernelGatherer:
-    """One launch for keys and values, which reads all tiers."""
+def _owned_pages(part: GroupPart, place: Indices, vectors: int, page_vectors: int) -> Any:
+    """Pages int32 [chunks, pages of a chunk] of some of the touched chunks of one stream.
 
-    def __init__(self, cache: ChunkCache) -> None:
-        # Only where it is used: Triton is not needed on a CPU.
-        from impress_sglang.triton import gather
-
-        self._kernels = gather
-        self._cache = cache
-        page = cache.page
-        # A vector of the kernel: the largest that rows, pages and blocks are made of.
-        size = page.dtype.itemsize
-        self._unit = math.gcd(page.unit * size, BLOCK_BYTES) // size
-        space = gather.Space
-        spaces = {Tier.SSD: space.STAGING, Tier.HOST: space.HOST, Tier.DEVICE: space.DEVICE}
-        numbers = np.array([spaces[tier] for tier in Tier], np.int64)
-        self._space_of_tier = gather.pack_index(numbers, np.zeros(len(Tier), np.int64))
-
-    def gather(self, read: SpanRead, memory: PooledMemory | None) -> list[Tensor]:
-        """See `RowGatherer`; nothing is waited for: see `Fence`."""
-        cache, plan = self._cache, read.rows
-        assert plan is not None
-        found, indices = [], []
-        for part in read.parts:
-            index = self._index(read, part).reshape(len(plan.rows), -1)
-            indices.append(self._on_device(index))
-            size = (*index.shape, self._unit)
-            found.append(torch.empty(size, dtype=cache.page.dtype, device=cache.device))
-        self._kernels.gather_layer(found, indices, self._spaces(memory))
-        fence = Fence(cache.device)
-        cache.note_reading(fence)
-        if memory is not None:
-            memory.fence = fence
-        return [rows.view(len(plan.rows), -1) for rows in found]
-
-    def _index(self, read: SpanRead, part: GroupPart) -> Indices:
-        """Where each vector of each row is, for the kernel: int64 [n * vectors of a row]."""
-        plan, group, page = read.rows, part.group, self._cache.page
-        assert plan is not None
-        size, finer = page.dtype.itemsize, page.unit // self._unit
-        return loops.vector_index(
-            plan.lanes,
-            plan.rows,
-            part.tiers,
-            part.place_of_chunk(),
-            part.pages,
-            group.chunks,
-            group.chunk_rows,
-            group.heads * group.head_dim // self._unit,
-            page.page_vectors * finer,
-            self._unit * size,
-            group.start,
-            group.stream_bytes,
-            group.stride,
-            self._space_of_tier,
-        )
-
-    def _on_device(self, index: Indices) -> Tensor:
-        on_cpu = torch.from_numpy(index)
-        if self._cache.device.type != "cuda":
-            return on_cpu
-        return on_cpu.pin_memory().to(self._cache.device, non_blocking=True)
-
-    def _spaces(self, memory: PooledMemory | None) -> Any:
-        cache, unit = self._cache, self._unit
-        nothing = torch.empty(0, unit, dtype=cache.page.dtype, device=cache.device)
-        vector_bytes = unit * cache.page.dtype.itemsize
-        return self._kernels.Spaces(
-            device=cache.vectors(Tier.DEVICE, unit),
-            host=cache.vectors(Tier.HOST, unit),
-            staging=(nothing if memory is None else memory.vectors(cache.page.dtype, vector_bytes)),
-        )
+    A short chunk has fewer; what stands behind their numbers means nothing.
+    """
+    owned = np.ceil(part.group.rows_of_chunk[part.chunks[place]] * vectors / page_vectors)
+    pages = part.pages[place, :vectors].copy()
+    pages[np.arange(vectors) >= owned[:, None]] = 0
+    return pages

@@ -1,7 +1,7 @@
 """Runs one layer of one request through probe -> select -> load.
 
 In: the layer's queries and new keys, and the source of the stored prefix. Out: the k keys and
-values per head that attention uses. Where they go (slots of a pool) is the caller's business.
+values per head that attention uses, in the slots that the caller names.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from impress_sglang.storage.layout import PROBE, KVShape
 from impress_sglang.storage.sketch import Sketch
 from impress_sglang.timeline import COPY, PROBE_COMPUTE, SELECT
 from impress_sglang.transfer.scoring import Scorer, scorer_for
+from impress_sglang.transfer.slots import LayerSlots, Slots
 from impress_sglang.transfer.source import PrefixSource, rows_of_lanes
 
 
@@ -59,20 +60,6 @@ class LayerInputs:
     scaling: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoadedLayer:
-    """What attention of a layer uses of a prefix.
-
-    keys [k, G, Dk] and values [k, G, Dv] on the source's device, row j of head h is that head's own
-    j-th token; selected int64 [lanes, u] on the CPU, ascending, the tokens that the heads of each
-    lane use.
-    """
-
-    keys: Tensor
-    values: Tensor
-    selected: Tensor
-
-
 class PrefixLoader:
     """Loads the part of a prefix that a layer uses, by an identification rule."""
 
@@ -85,17 +72,28 @@ class PrefixLoader:
         self._scorer = scorer
 
     def load(
-        self, layer: int, source: PrefixSource, inputs: LayerInputs, k: int, stats: LoadStats
-    ) -> LoadedLayer:
-        """The k tokens of the prefix that this layer uses; all of them if k is its length.
+        self,
+        layer: int,
+        source: PrefixSource,
+        inputs: LayerInputs,
+        slots: LayerSlots,
+        stats: LoadStats,
+    ) -> Tensor:
+        """Fill slots with as many tokens of the prefix as they hold, those that this layer uses.
+
+        Row j of a head gets that head's own j-th token.
+
+        Returns:
+            int64 [lanes, u] on the CPU, ascending: the tokens that the heads of each lane use.
 
         Raises:
-            ChunkUnreadable: the source could not give a chunk.
+            ChunkUnreadable: the source could not give a chunk; what is in the slots is undefined.
         """
+        k = len(slots)
         if k == source.num_tokens:
             stats.layers_whole += 1
             with stats.timed("load_ms"):
-                return self._load_whole(layer, source)
+                return self._load_whole(layer, source, slots)
         if self._scorer is None:
             self._scorer = scorer_for(inputs.queries.device)
         evidence = LayerEvidence(self._shape, layer, source, inputs, stats, self._scorer)
@@ -109,45 +107,59 @@ class PrefixLoader:
         else:
             stats.layers_by_fallback += 1
         with stats.timed("load_ms"):
-            loaded = self._load_tokens(layer, source, tokens, evidence)
-        source.note_selection(layer, loaded.selected, evidence.scores)
-        return loaded
+            selected = self._load_tokens(layer, source, tokens, evidence, slots)
+        source.note_selection(layer, selected, evidence.scores)
+        return selected
 
-    def _load_whole(self, layer: int, source: PrefixSource) -> LoadedLayer:
-        probe = _in_full(source.read_probe(layer)) if self._shape.probe_kv_heads else None
-        rows = source.read(layer, None)
+    def _load_whole(self, layer: int, source: PrefixSource, slots: LayerSlots) -> Tensor:
+        shape = self._shape
+        if shape.probe_kv_heads:
+            slots.keys.only(shape.probe_kv_heads).put(_in_full(source.read_probe(layer)))
+        source.read(layer, None, keys=slots.keys.only(shape.other_kv_heads), values=slots.values)
         source.note_whole(layer)
-        assert rows.keys is not None and rows.values is not None
-        everything = torch.arange(source.num_tokens).expand(self._shape.num_lanes, -1)
-        return LoadedLayer(self._all_heads(probe, rows.keys), rows.values, everything)
+        return torch.arange(source.num_tokens).expand(shape.num_lanes, -1)
 
     def _load_tokens(
-        self, layer: int, source: PrefixSource, sets: Tensor, evidence: LayerEvidence
-    ) -> LoadedLayer:
-        """Load the sets [1, k] or [G, k]; keys that the rule has read are not read again."""
+        self,
+        layer: int,
+        source: PrefixSource,
+        sets: Tensor,
+        evidence: LayerEvidence,
+        slots: LayerSlots,
+    ) -> Tensor:
+        """Load the sets [1, k] or [G, k]; returns what the heads of each lane use, [lanes, u]."""
         shape = self._shape
+        if shape.num_lanes >= len(sets):
+            selected = sets.expand(shape.num_lanes, -1)
+            self._fill(layer, source, selected, evidence, slots)
+            return selected
         # A lane with several heads holds what any of them takes.
-        selected = sets.unique()[None] if shape.num_lanes < len(sets) else sets
-        selected = selected.expand(shape.num_lanes, -1)
-        rows = source.read(layer, selected, keys=evidence.all_keys is None)
-        assert rows.values is not None
+        selected = sets.unique()[None]
+        union = LayerSlots.fresh(selected.shape[1], shape, slots.values.pool.device)
+        self._fill(layer, source, selected, evidence, union)
         with source.timeline.span(COPY, layer):
-            if evidence.all_keys is not None:
-                keys = rows_of_lanes(evidence.all_keys, selected)
-            else:
-                assert rows.keys is not None
-                probe = None
-                if shape.probe_kv_heads:
-                    probe = rows_of_lanes(_in_full(evidence.probe_keys), selected)
-                keys = self._all_heads(probe, rows.keys)
-            values = rows.values
-            if shape.num_lanes < len(sets):
-                keys, values = (_pick(own, sets, selected[0]) for own in (keys, values))
-        return LoadedLayer(keys, values, selected)
+            for own, found in ((slots.keys, union.keys), (slots.values, union.values)):
+                own.put(_pick(found.pool, sets, selected[0]))
+        return selected
 
-    def _all_heads(self, probe: Tensor | None, others: Tensor) -> Tensor:
-        """Keys [rows, G, D] of all heads, from those of the probe heads if any, and the others."""
-        return others if probe is None else join_keys(self._shape, probe, others)
+    def _fill(
+        self,
+        layer: int,
+        source: PrefixSource,
+        selected: Tensor,
+        evidence: LayerEvidence,
+        slots: LayerSlots,
+    ) -> None:
+        """Load the tokens [lanes, u] of each lane; what the rule has read is not read again."""
+        shape, everything = self._shape, evidence.all_keys
+        others = slots.keys.only(shape.other_kv_heads) if everything is None else None
+        source.read(layer, selected, keys=others, values=slots.values)
+        with source.timeline.span(COPY, layer):
+            if everything is not None:
+                slots.keys.put(rows_of_lanes(everything, selected))
+            elif shape.probe_kv_heads:
+                probe = rows_of_lanes(_in_full(evidence.probe_keys), selected)
+                slots.keys.only(shape.probe_kv_heads).put(probe)
 
 
 class LayerEvidence:
@@ -198,8 +210,7 @@ class LayerEvidence:
         shape = self._shape
         probe = _in_full(self.probe_keys) if shape.probe_kv_heads else None
         with self._stats.timed("load_ms"):
-            others = self._source.read(self.layer, None, values=False).keys
-            assert others is not None
+            others = self._read_others()
             self.all_keys = others if probe is None else join_keys(shape, probe, others)
         if probe is None:
             self.scores = self._column_sums(self.all_keys, range(shape.num_kv_heads))
@@ -211,6 +222,14 @@ class LayerEvidence:
             scores[other_queries] = self._column_sums(others, shape.other_kv_heads)
         self.scores = scores
         return scores
+
+    def _read_others(self) -> Tensor:
+        """All keys [m, heads, Dk] of the heads that the probe stream does not have."""
+        shape = self._shape
+        like = torch.empty(0, dtype=shape.dtype, device=self._inputs.queries.device)
+        slots = Slots.fresh(self.num_tokens, len(shape.other_kv_heads), shape.key_dim, like)
+        self._source.read(self.layer, None, keys=slots)
+        return slots.pool
 
     def _column_sums(self, keys: Tensor | Sketch, kv_heads: Sequence[int]) -> Tensor:
         inputs, heads = self._inputs, tuple(kv_heads)

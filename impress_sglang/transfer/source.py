@@ -17,28 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.loops.types import Flags, Indices
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, KVShape
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.sketch import Sketch
 from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.placement import Tier
+from impress_sglang.tiers.fence import to_device
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
 from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
 from impress_sglang.transfer.expectation import chances_after, likely_blocks
 from impress_sglang.transfer.gather import RowGatherer, make_gatherer
-from impress_sglang.transfer.plan import SourceSpan, StreamGroup, chances_by_tokens
-from impress_sglang.transfer.planner import (
-    GroupPart,
-    PlannedRead,
-    PrefixPlanner,
-    ReadStats,
-    SpanRead,
-)
+from impress_sglang.transfer.plan import SourceSpan, chances_by_tokens
+from impress_sglang.transfer.planner import PlannedRead, PrefixPlanner, ReadStats, SpanRead
+from impress_sglang.transfer.slots import Slots
 
 _T = TypeVar("_T")
-# Positions of rows in a read, None if they are all there are; and the rows.
-_Piece = tuple[Indices | None, Tensor]
 
 # Layers whose choice says something of the next one; more add next to nothing.
 LAYERS_ABOVE = 2
@@ -61,24 +55,11 @@ class Demand:
     all_keys: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayerRows:
-    """Rows of a layer on the source's device, None what was not asked for.
-
-    keys [k, heads, Dk] of the heads that the probe stream does not have, values [k, G, Dv]; row j
-    of a head is the j-th token of its lane.
-    """
-
-    keys: Tensor | None
-    values: Tensor | None
-
-
 class PrefixSource(Protocol):
     """The KVs of the tokens [0, num_tokens) of a stored prefix.
 
-    Layers are read in ascending order. Implementations must return exactly the rows that are
-    wanted, in the order of the tokens, on the source's device. A returned tensor is valid until the
-    source is asked for another layer.
+    Layers are read in ascending order. Implementations must give exactly the rows that are wanted,
+    in the order of the tokens.
     """
 
     @property
@@ -102,7 +83,8 @@ class PrefixSource(Protocol):
         Returns:
             [num_tokens, heads, Dk]: the probe heads' keys in the KV's dtype, or where the shape has
             sketches an approximation of the keys of all heads in float32, or the sketch of all
-            tokens, where that is what a scorer likes best.
+            tokens, where that is what a scorer likes best. On the source's device, and valid until
+            the source is asked for another layer.
 
         Raises:
             ChunkUnreadable: a chunk is missing, short or corrupt.
@@ -110,18 +92,24 @@ class PrefixSource(Protocol):
         ...
 
     def read(
-        self, layer: int, tokens: Tensor | None, *, keys: bool = True, values: bool = True
-    ) -> LayerRows:
-        """Rows of a layer.
+        self,
+        layer: int,
+        tokens: Tensor | None,
+        *,
+        keys: Slots | None = None,
+        values: Slots | None = None,
+    ) -> None:
+        """Put rows of a layer into slots.
 
         Args:
             layer: from 0.
             tokens: int64 [lanes, k] on the CPU, ascending in each lane; None for all.
-            keys: whether keys are wanted, of the heads that the probe stream does not have.
-            values: whether values are wanted.
+            keys: for the keys of the heads that the probe stream does not have; None if they are
+                not wanted.
+            values: for the values of all heads; None if they are not wanted.
 
         Raises:
-            ChunkUnreadable: a chunk is missing, short or corrupt.
+            ChunkUnreadable: a chunk is missing, short or corrupt; the slots are undefined.
         """
         ...
 
@@ -176,8 +164,8 @@ class SegmentSource:
         self._pool = pool
         self._cache = cache
         self._gatherer = make_gatherer(cache) if gatherer is None else gatherer
-        # A kernel restores keys as it reads them.
-        self._gives_sketches = cache.device.type == "cuda"
+        # A kernel restores keys as it reads them, and copies run beside computing.
+        self._on_accelerator = cache.device.type == "cuda"
         self._demand = demand
         self._areas: dict[int, dict[int, LayerArea]] = {}
         # By span; found once for all layers, which is faster and at worst out of date.
@@ -186,6 +174,8 @@ class SegmentSource:
         # What the last layers have chosen, and the last layer that was read ahead by that.
         self._above: collections.deque[Indices] = collections.deque(maxlen=LAYERS_ABOVE)
         self._refined = 0
+        # The probe stream of a layer that was not asked for yet.
+        self._copied: tuple[int, Tensor | Sketch] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -247,15 +237,54 @@ class SegmentSource:
             if likely.any():
                 self._area(layer, number).read_ahead(likely, self._reader)
 
+    def copy_ahead(self) -> None:
+        """Bring the next layer's probe stream to the device beside computing, if it is in memory.
+
+        What identification needs is then there when it begins.
+        """
+        layer = self.layer + 1
+        if (
+            not (self._on_accelerator and self._demand.probe)
+            or self._copied is not None
+            or layer == self.num_layers
+            or not self._has_probe(layer)
+        ):
+            return
+        try:
+            with self._cache.copy_stream.beside():
+                self._copied = layer, self._take_probe(layer)
+        except ChunkUnreadable:
+            # The layer that needs it asks again, and says so.
+            self._copied = None
+
     def read_probe(self, layer: int) -> Tensor | Sketch:
         """See `PrefixSource.read_probe`."""
         self._begin(layer)
+        self._cache.copy_stream.join()
+        copied, self._copied = self._copied, None
+        if copied is None or copied[0] != layer:
+            return self._take_probe(layer)
+        keys = copied[1]
+        for tensor in (keys.codes, keys.table) if isinstance(keys, Sketch) else (keys,):
+            self._cache.copy_stream.lend(tensor)
+        return keys
+
+    def _has_probe(self, layer: int) -> bool:
+        """Whether the probe stream of a layer is in caches and areas."""
+        for number, span in enumerate(self._spans):
+            missing = self._planner.missing(layer, span, probe=True, layers=1)[0]
+            area = self._areas.get(layer, {}).get(number)
+            if missing.any() and (area is None or not area.has(missing)):
+                return False
+        return True
+
+    def _take_probe(self, layer: int) -> Tensor | Sketch:
         with self.timeline.span(PLAN, layer):
             plan = self._planner.plan_probe(layer)
 
         def take() -> Tensor | Sketch:
             found = [self._probe_keys(layer, own) for own in plan.spans]
-            if len(found) == 1 and self._gives_sketches:
+            if len(found) == 1 and self._on_accelerator:
                 return found[0]
             rows = [own.restore() if isinstance(own, Sketch) else own for own in found]
             return rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -263,18 +292,26 @@ class SegmentSource:
         return self._carry_out(plan, PROBE_READ, take)
 
     def read(
-        self, layer: int, tokens: Tensor | None, *, keys: bool = True, values: bool = True
-    ) -> LayerRows:
+        self,
+        layer: int,
+        tokens: Tensor | None,
+        *,
+        keys: Slots | None = None,
+        values: Slots | None = None,
+    ) -> None:
         """See `PrefixSource.read`."""
         self._begin(layer)
         with self.timeline.span(PLAN, layer):
             wanted = None if tokens is None else tokens.numpy()
-            plan = self._planner.plan(layer, wanted, keys=keys, values=values)
-        count = self.num_tokens if tokens is None else tokens.shape[1]
+            plan = self._planner.plan(
+                layer, wanted, keys=keys is not None, values=values is not None
+            )
 
-        return self._carry_out(
-            plan, SSD_READ, lambda: self._rows(plan, count, keys=keys, values=values)
-        )
+        def take() -> None:
+            reads = [(own, self._memory_of(layer, own)) for own in plan.spans]
+            self._gatherer.gather(reads, keys, values)
+
+        self._carry_out(plan, SSD_READ, take)
 
     @property
     def is_reading(self) -> bool:
@@ -295,6 +332,7 @@ class SegmentSource:
 
     def close(self) -> None:
         """Stop reading; afterwards nothing reads from the segments for this source."""
+        self._copied = None
         closed = [area for areas in self._areas.values() for area in areas.values()]
         for layer in list(self._areas):
             self._close_areas(layer)
@@ -356,7 +394,7 @@ class SegmentSource:
                 self._fetch(plan)
             with self.timeline.span(COPY, plan.layer):
                 rows = take()
-                self._cache.settle(plan.access, self._kept_chunks(plan))
+                self._settle(plan)
         except BaseException:
             # The placement counts on bytes that were not copied.
             self._cache.abandon(plan.access)
@@ -371,7 +409,9 @@ class SegmentSource:
         for own in plan.spans:
             if own.blocks is not None:
                 area = self._area(plan.layer, self._number(own.span))
-                num_bytes = area.read(own.blocks, gap, self._reader)
+                # After a probe the layer's rows are asked for.
+                last = own.rows is not None
+                num_bytes = area.read(own.blocks, gap, self._reader, last=last)
                 self.stats.ssd_bytes += num_bytes
                 if own.rows is not None:
                     own.span.history.ssd_bytes += int(own.blocks.sum()) * BLOCK_BYTES
@@ -387,12 +427,17 @@ class SegmentSource:
     def _memory(self, layer: int, span: SourceSpan) -> PooledMemory:
         return self._area(layer, self._number(span)).memory
 
+    def _memory_of(self, layer: int, own: SpanRead) -> PooledMemory | None:
+        """Of the area of what is read of a span, if any of it comes from SSD."""
+        return None if own.blocks is None else self._memory(layer, own.span)
+
     def _probe_keys(self, layer: int, own: SpanRead) -> Tensor | Sketch:
         """Keys [tokens, heads, Dk] of the probe stream of a span, or their sketch."""
         (part,), span, shape = own.parts, own.span, self._shape
         wanted = span.probe_rows
         first = int(part.chunks[0]) * part.group.chunk_rows
-        rows = self._whole_chunks(layer, span, part)[wanted.start - first : wanted.stop - first]
+        chunks = self._gatherer.gather_chunks(part, self._memory_of(layer, own))
+        rows = chunks[wanted.start - first : wanted.stop - first]
         if not shape.sketch_bits:
             return rows.view(-1, part.group.heads, part.group.head_dim)
         tables = span.segment.sketch_tables
@@ -401,88 +446,18 @@ class SegmentSource:
         start = span.start - wanted.start * shape.tokens_per_row(PROBE)
         return Sketch(
             codes.view(-1, shape.num_kv_heads, shape.key_dim),
-            torch.from_numpy(tables[layer]).to(codes.device),
+            to_device(torch.from_numpy(tables[layer]), codes.device),
             shape.sketch_bits,
             start,
             start + len(span),
         )
 
-    def _whole_chunks(self, layer: int, span: SourceSpan, part: GroupPart) -> Tensor:
-        """All rows of neighbouring chunks of one stream, [rows, heads * dim], on the device."""
-        group, width = part.group, part.group.heads * part.group.head_dim
-        first, count = int(part.chunks[0]), len(part.chunks)
-        found = [tier for tier, chunks in enumerate(part.chunks_by_tier) if chunks]
-        if found == [Tier.SSD]:
-            return self._staged_chunks(layer, span, group, first, count).to(self._cache.device)
-        size = (count, group.chunk_rows * width)
-        chunks = torch.empty(size, dtype=self._shape.dtype, device=self._cache.device)
-        for tier in found:
-            place = np.flatnonzero(part.tiers == tier)
-            if tier == Tier.SSD:
-                staged = self._staged_chunks(layer, span, group, first, count)
-                contents = staged.view(size)[torch.from_numpy(place)]
-            else:
-                contents = self._cached_chunks(tier, part, place)
-            chunks[torch.from_numpy(place).to(chunks.device)] = contents.to(chunks.device)
-        return chunks.view(-1, width)
-
-    def _cached_chunks(self, tier: int, part: GroupPart, place: Indices) -> Tensor:
-        """Chunks of one stream, [chunks, rows of a chunk * heads * dim]; missing rows undefined."""
-        group, page = part.group, self._cache.page
-        vectors = page.row_vectors_of(group.heads * group.head_dim)
-        if group.chunk_rows != page.page_vectors:
-            # Of a store with another chunk size: pages do not end where chunks do.
-            rows = np.tile(np.arange(group.chunk_rows), len(place))
-            held = group.rows_of_chunk[part.chunks[place]].astype(np.int64)
-            offsets = np.minimum(rows, np.repeat(held, group.chunk_rows) - 1)
-            pages = np.repeat(part.pages[place], group.chunk_rows, axis=0)
-            return self._cache.read_rows(tier, pages, offsets, vectors).view(len(place), -1)
-        # A short chunk has fewer pages; what stands behind their numbers means nothing.
-        owned = np.ceil(group.rows_of_chunk[part.chunks[place]] * vectors / page.page_vectors)
-        pages = part.pages[place, :vectors].copy()
-        pages[np.arange(vectors) >= owned[:, None]] = 0
-        return self._cache.read_chunks(tier, pages)
-
-    def _staged_chunks(
-        self, layer: int, span: SourceSpan, group: StreamGroup, first: int, count: int
-    ) -> Tensor:
-        """Rows of chunks in an area; those that were not read are undefined."""
-        dtype, width = self._shape.dtype, group.heads * group.head_dim
-        flat = self._memory(layer, span).vectors(dtype, dtype.itemsize).view(-1)
-        stride = group.stride // dtype.itemsize
-        start = group.start // dtype.itemsize + first * stride
-        if group.unbroken:
-            return flat[start : start + count * stride].view(-1, width)
-        shape = (count, group.chunk_rows * width)
-        return flat.as_strided(shape, (stride, 1), start).reshape(-1, width)
-
-    def _rows(self, plan: PlannedRead, count: int, *, keys: bool, values: bool) -> LayerRows:
-        """The `count` rows of each lane that a read wants, in the order of the tokens."""
-        pieces: tuple[list[_Piece], list[_Piece]] = ([], [])
-        for own in plan.spans:
-            assert own.rows is not None
-            memory = None if own.blocks is None else self._memory(plan.layer, own.span)
-            gathered = self._gatherer.gather(own, memory)
-            for part, rows in zip(own.parts, gathered, strict=True):
-                pieces[part.is_values(own.span)].append((own.rows.positions, rows))
-        shape = self._shape
-        return LayerRows(
-            self._joined(pieces[0], count, shape.key_dim) if keys else None,
-            self._joined(pieces[1], count, shape.value_dim) if values else None,
-        )
-
-    def _joined(self, pieces: Sequence[_Piece], count: int, dim: int) -> Tensor:
-        """Rows [count, heads of all lanes, dim] from those of each span."""
-        device = self._cache.device
-        if not pieces:
-            return torch.empty(count, 0, dim, dtype=self._shape.dtype, device=device)
-        if len(pieces) == 1 and pieces[0][0] is None:
-            return pieces[0][1].view(count, -1, dim)
-        joined = pieces[0][1].new_empty(count * self._shape.num_lanes, pieces[0][1].shape[1])
-        for positions, rows in pieces:
-            assert positions is not None
-            joined.index_copy_(0, torch.from_numpy(positions).to(device), rows)
-        return joined.view(count, -1, dim)
+    def _settle(self, plan: PlannedRead) -> None:
+        fence = self._cache.settle(plan.access, self._kept_chunks(plan))
+        if fence is not None:
+            for own in plan.spans:
+                if (memory := self._memory_of(plan.layer, own)) is not None:
+                    memory.fence = fence
 
     def _kept_chunks(self, plan: PlannedRead) -> dict[int, Tensor]:
         """Bytes of the chunks that were read whole to be cached, by id."""
@@ -517,15 +492,19 @@ class MemorySource:
         return keys.float() if self._shape.sketch_bits else keys
 
     def read(
-        self, layer: int, tokens: Tensor | None, *, keys: bool = True, values: bool = True
-    ) -> LayerRows:
+        self,
+        layer: int,
+        tokens: Tensor | None,
+        *,
+        keys: Slots | None = None,
+        values: Slots | None = None,
+    ) -> None:
         """See `PrefixSource.read`."""
-        shape = self._shape
-        own = list(shape.other_kv_heads)
-        return LayerRows(
-            _of_lanes(self._keys[layer], tokens)[:, own] if keys else None,
-            _of_lanes(self._values[layer], tokens) if values else None,
-        )
+        if keys is not None:
+            others = list(self._shape.other_kv_heads)
+            keys.put(_of_lanes(self._keys[layer], tokens)[:, others])
+        if values is not None:
+            values.put(_of_lanes(self._values[layer], tokens))
 
     def note_selection(self, layer: int, selected: Tensor, importance: Tensor | None) -> None:
         """See `PrefixSource.note_selection`; a recomputed prefix has no averages."""

@@ -1,198 +1,188 @@
-"""Rows of a layer from wherever they are to their slots, in one launch.
+"""Vectors from wherever they are in memory to their rows of a pool, in one launch.
 
-Stage: load. The kernel reads vectors on the device, and vectors in pinned CPU memory over the bus
-without a copy in between (unified addressing: a pinned address is valid on the device).
-`gather_vectors_reference` is the oracle.
+Stage: load. Sources are addresses, of memory on the device or of pinned CPU memory, which the
+kernel reads over the bus without a copy in between (unified addressing: a pinned address is valid
+on the device). So one launch takes what a layer uses from the device cache, the host cache and any
+number of read buffers. `gather_reference` is the oracle.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
+import functools
+import math
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# An index is the space above these bits, and the number of a vector in them.
-SPACE_SHIFT = 56
-VECTOR_MASK = (1 << SPACE_SHIFT) - 1
-
 # Bytes that a program moves: each thread has several loads of 16 bytes under way.
 TILE_BYTES = 8192
 MAX_TILE_ROWS = 128
+# The most bytes that a thread moves at once.
+WORD_BYTES = 16
 
-# Rows are moved as integers, so that no bit of them changes.
+# Vectors are moved as integers, so that no bit of them changes.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_SHIFT = tl.constexpr(SPACE_SHIFT)
-_MASK = tl.constexpr(VECTOR_MASK)
-
-
-class Space(enum.IntEnum):
-    """Where a vector stands."""
-
-    DEVICE = 0
-    HOST = 1
-    STAGING = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Spaces:
-    """Vectors of `unit` elements of one dtype, each contiguous [count, unit]; empty if missing.
+class Columns:
+    """Where the vectors of a row of a pool begin.
 
-    `device` is on the device, or pinned like the others: `host` is the host slab, `staging` is what
-    reads from SSD land in.
+    `offsets` int64 [vectors] on the device, elements from the begin of the row; all of them are
+    multiples of `grain` elements.
     """
 
-    device: Tensor
-    host: Tensor
-    staging: Tensor
+    offsets: Tensor
+    grain: int
+
+
+def head_columns(pool: Tensor, heads: Sequence[int], width: int) -> Columns:
+    """The vectors of `width` elements of some heads of a pool [rows, G, D], head after head."""
+    assert pool.stride(2) == 1 and pool.shape[2] % width == 0
+    return _head_columns(tuple(heads), pool.stride(1), pool.shape[2], width, pool.device)
+
+
+def even_columns(count: int, width: int, device: torch.device) -> Columns:
+    """Neighbouring vectors of `width` elements, from the begin of the row."""
+    return _head_columns((0,), 0, count * width, width, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _head_columns(
+    heads: tuple[int, ...], head_stride: int, dim: int, width: int, device: torch.device
+) -> Columns:
+    offsets = [head * head_stride + first for head in heads for first in range(0, dim, width)]
+    return Columns(torch.tensor(offsets, dtype=torch.int64, device=device), math.gcd(*offsets))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """What is filled of a pool, and from where: `n` times neighbouring vectors of one lane.
+
+    Entry i fills, in the row `slots[p // lanes]` of the pool, the vectors of lane p % lanes, where
+    p is `positions[i]`. No vector is filled twice.
+
+    Attributes:
+        pool: [rows, ...] on the device, or pinned; any strides but the last, which is 1.
+        columns: of a row of the pool, lane after lane: lanes * v vectors.
+        addresses: int64 [n, v] on the device, of the first byte of each vector.
+        slots: int64 [rows that are filled] on the device; None: row j is row j of the pool.
+        positions: int64 [n] on the device; None: entry i has the position i.
+        lanes: of a row.
+    """
+
+    pool: Tensor
+    columns: Columns
+    addresses: Tensor
+    slots: Tensor | None = None
+    positions: Tensor | None = None
+    lanes: int = 1
 
     def __post_init__(self) -> None:
-        units = {space.shape[-1] for space in self.present}
-        assert len(units) <= 1, "vectors of one unit"
-        assert all(space.is_contiguous() and space.dim() == 2 for space in self.present)
-        assert len({space.dtype for space in self.by_number}) == 1, "vectors of one dtype"
+        vectors = self.addresses.shape[1] * self.lanes
+        assert self.columns.offsets.shape == (vectors,), "each vector of a row has a column"
+        for index in self._indices:
+            assert index.dtype == torch.int64 and index.is_contiguous()
+        assert self.positions is None or len(self.positions) == len(self.addresses)
 
     @property
-    def by_number(self) -> tuple[Tensor, Tensor, Tensor]:
-        """In the order of `Space`."""
-        return self.device, self.host, self.staging
+    def _indices(self) -> list[Tensor]:
+        every = (self.columns.offsets, self.addresses, self.slots, self.positions)
+        return [index for index in every if index is not None]
 
-    @property
-    def present(self) -> list[Tensor]:
-        """Those that are not missing."""
-        return [space for space in self.by_number if space.numel()]
+    def check_readable(self) -> None:
+        """All tensors can be reached from the device of the addresses."""
+        for tensor in (self.pool, *self._indices):
+            assert_readable(tensor, self.addresses.device)
 
-    @property
-    def unit(self) -> int:
-        """Elements of a vector, of any space."""
-        return int(self.present[0].shape[-1])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of all vectors."""
-        return self.device.dtype
+    def grain_bytes(self, width: int) -> int:
+        """Of which the place of every vector in memory is a multiple; a word at most."""
+        steps = math.gcd(self.pool.stride(0), self.columns.grain, width)
+        return math.gcd(self.pool.data_ptr(), steps * self.pool.element_size(), WORD_BYTES)
 
 
-def pack_index(
-    space: int | npt.NDArray[np.integer], vector: npt.NDArray[np.integer]
-) -> npt.NDArray[np.int64]:
-    """What the kernel takes for the vector with this number in that space; shapes broadcast."""
-    return (np.asarray(space, np.int64) << SPACE_SHIFT) | np.asarray(vector, np.int64)
+def gather(targets: Sequence[Target], width: int, *, grain_bytes: int) -> None:
+    """Fill one or two targets: one launch, nothing is waited for.
 
-
-def gather_vectors(
-    key_pool: Tensor,
-    value_pool: Tensor,
-    slots: Tensor,
-    key_index: Tensor,
-    value_index: Tensor,
-    spaces: Spaces,
-) -> None:
-    """Fill keys and values of some slots of a layer: one launch, nothing is waited for.
-
-    Index tensors are on the device, or pinned. What is on the host must not change before the
-    device is done.
+    What addresses point to must stay as it is until the device is done.
 
     Args:
-        key_pool: [slots, G, Dk] with any strides but the last, which is 1.
-        value_pool: [slots, G, Dv], likewise.
-        slots: int64 [k], distinct.
-        key_index: int64 [k, G] from `pack_index`: the first of Dk / unit neighbouring vectors.
-        value_index: int64 [k, G], the first of Dv / unit.
-        spaces: what the indices refer to.
+        targets: of pools of one size of elements, for instance keys and values.
+        width: elements of a vector, of all targets.
+        grain_bytes: of which every address is a multiple; with 16 or more whole words are moved.
     """
-    _launch([(key_pool, key_index), (value_pool, value_index)], slots, spaces)
-
-
-def gather_rows(out: Tensor, index: Tensor, spaces: Spaces) -> None:
-    """Fill out [n, width], whose rows are contiguous, by index int64 [n]: see `gather_vectors`."""
-    _launch([(out[:, None], index[:, None])], None, spaces)
-
-
-def gather_layer(outputs: Sequence[Tensor], indices: Sequence[Tensor], spaces: Spaces) -> None:
-    """Fill one or two outputs [n, vectors, width] by indices int64 [n, vectors], in one launch.
-
-    Outputs may differ in `vectors` and `width`; see `gather_vectors`.
-    """
-    assert 1 <= len(outputs) == len(indices) <= 2
-    _launch(list(zip(outputs, indices, strict=True)), None, spaces)
-
-
-def gather_vectors_reference(
-    key_pool: Tensor,
-    value_pool: Tensor,
-    slots: Tensor,
-    key_index: Tensor,
-    value_index: Tensor,
-    spaces: Spaces,
-) -> None:
-    """The same as `gather_vectors` with torch indexing, on any devices."""
-    for pool, index in ((key_pool, key_index), (value_pool, value_index)):
-        rows = _rows_reference(index.reshape(-1).cpu(), pool.shape[2], spaces)
-        pool[slots.to(pool.device)] = rows.view(len(slots), *pool.shape[1:]).to(pool.device)
-
-
-def _rows_reference(index: Tensor, width: int, spaces: Spaces) -> Tensor:
-    """[n, width] on the CPU by index int64 [n]."""
-    rows = torch.empty(len(index), width, dtype=spaces.dtype)
-    space, vector = index >> SPACE_SHIFT, index & VECTOR_MASK
-    for number, vectors in enumerate(spaces.by_number):
-        chosen = (space == number).nonzero()[:, 0]
-        if len(chosen):
-            numbers = vector[chosen, None] + torch.arange(width // spaces.unit)
-            rows[chosen] = vectors[numbers.to(vectors.device)].reshape(-1, width).cpu()
-    return rows
-
-
-def _launch(targets: list[tuple[Tensor, Tensor]], slots: Tensor | None, spaces: Spaces) -> None:
-    """One launch for one or two pools and their indices [k, G]."""
-    (key_pool, key_index), (value_pool, value_index) = targets[0], targets[-1]
-    most = max(index.numel() for _, index in targets)
+    assert 1 <= len(targets) <= 2
+    first, last = targets[0], targets[-1]
+    most = max(target.addresses.numel() for target in targets)
     if not most:
         return
-    for pool, index in targets:
-        assert pool.dtype == spaces.dtype and pool.stride(2) == 1
-        assert pool.shape[2] % spaces.unit == 0, "a row is whole vectors"
-        assert index.shape == (len(key_index), pool.shape[1])
-    indices = [index for _, index in targets] + ([] if slots is None else [slots])
-    for index in indices:
-        assert index.dtype == torch.int64 and index.is_contiguous()
-        assert len(index) == len(key_index)
-    for tensor in (*indices, *spaces.present):
-        assert_readable(tensor, key_pool.device)
-    integer = _INTEGERS[spaces.dtype.itemsize]
-    widest = triton.next_power_of_2(max(pool.shape[2] for pool, _ in targets))
-    tile_rows = min(MAX_TILE_ROWS, max(1, TILE_BYTES // (widest * spaces.dtype.itemsize)))
+    size = first.pool.element_size()
+    assert last.pool.element_size() == size
+    for target in targets:
+        target.check_readable()
+    padded = triton.next_power_of_2(width)
+    tile_rows = min(MAX_TILE_ROWS, max(1, TILE_BYTES // (padded * size)))
     _gather_kernel[(triton.cdiv(most, tile_rows), len(targets))](
-        key_pool.view(integer),
-        key_pool.stride(0),
-        key_pool.stride(1),
-        key_index,
-        key_index.numel(),
-        value_pool.view(integer),
-        value_pool.stride(0),
-        value_pool.stride(1),
-        value_index,
-        value_index.numel(),
-        slots,
-        *(vectors.view(integer) for vectors in spaces.by_number),
-        KEY_HEADS=max(1, key_pool.shape[1]),
-        KEY_WIDTH=key_pool.shape[2],
-        KEY_PADDED=triton.next_power_of_2(key_pool.shape[2]),
-        VALUE_HEADS=max(1, value_pool.shape[1]),
-        VALUE_WIDTH=value_pool.shape[2],
-        VALUE_PADDED=triton.next_power_of_2(value_pool.shape[2]),
-        UNIT=spaces.unit,
-        ALIGNED=all(vectors.data_ptr() % 16 == 0 for vectors in spaces.present),
+        *_arguments(first),
+        *_arguments(last),
+        FIRST_LANES=first.lanes,
+        FIRST_VECTORS=max(1, first.addresses.shape[1]),
+        LAST_LANES=last.lanes,
+        LAST_VECTORS=max(1, last.addresses.shape[1]),
+        WIDTH=width,
+        PADDED=padded,
+        FROM_GRAIN=math.gcd(grain_bytes, WORD_BYTES),
+        TO_GRAIN=math.gcd(*(target.grain_bytes(width) for target in targets)),
         TILE_ROWS=tile_rows,
         num_warps=4,
+    )
+
+
+def gather_reference(targets: Sequence[Target], width: int, memories: Sequence[Tensor]) -> None:
+    """The same as `gather` with torch indexing; addresses point into `memories`, each flat."""
+    for target in targets:
+        entries, vectors = target.addresses.shape
+        positions = torch.arange(entries) if target.positions is None else target.positions.cpu()
+        rows = positions // target.lanes
+        rows = rows if target.slots is None else target.slots.cpu()[rows]
+        columns = target.columns.offsets.cpu().view(target.lanes, vectors)[positions % target.lanes]
+        flat = target.pool.as_strided((_extent(target.pool),), (1,))
+        for entry in range(entries):
+            for vector in range(vectors):
+                begin = int(rows[entry]) * target.pool.stride(0) + int(columns[entry, vector])
+                source = _at(memories, int(target.addresses[entry, vector]), width)
+                flat[begin : begin + width] = source.to(flat.device).view(flat.dtype)
+
+
+def _extent(pool: Tensor) -> int:
+    """Elements from the first to the last one of a pool."""
+    steps = zip(pool.shape, pool.stride(), strict=True)
+    return 1 + sum((count - 1) * stride for count, stride in steps)
+
+
+def _at(memories: Sequence[Tensor], address: int, width: int) -> Tensor:
+    """`width` elements that begin at an address inside one of the memories."""
+    for memory in memories:
+        first, rest = divmod(address - memory.data_ptr(), memory.element_size())
+        if not rest and 0 <= first <= memory.numel() - width:
+            return memory.view(-1)[first : first + width]
+    raise AssertionError(f"{address} is in none of the memories")
+
+
+def _arguments(target: Target) -> tuple[object, ...]:
+    integer = _INTEGERS[target.pool.element_size()]
+    return (
+        target.pool.view(integer),
+        target.pool.stride(0),
+        target.columns.offsets,
+        target.addresses,
+        target.addresses.numel(),
+        target.slots,
+        target.positions,
     )
 
 
@@ -202,93 +192,116 @@ def assert_readable(tensor: Tensor, device: torch.device) -> None:
         assert device.type == "cuda" and tensor.is_pinned(), f"{tensor.device} is not pinned memory"
 
 
-@triton.jit(do_not_specialize=["key_count", "value_count"])
+# Counts, and where an index begins in memory, differ from layer to layer.
+@triton.jit(
+    do_not_specialize=["first_count", "last_count"],
+    do_not_specialize_on_alignment=[
+        "first_columns",
+        "first_addresses",
+        "first_slots",
+        "first_positions",
+        "last_columns",
+        "last_addresses",
+        "last_slots",
+        "last_positions",
+    ],
+)
 def _gather_kernel(
-    key_pool: tl.tensor,
-    key_slot_stride: tl.tensor,
-    key_head_stride: tl.tensor,
-    key_index: tl.tensor,
-    key_count: tl.tensor,
-    value_pool: tl.tensor,
-    value_slot_stride: tl.tensor,
-    value_head_stride: tl.tensor,
-    value_index: tl.tensor,
-    value_count: tl.tensor,
-    slots: tl.tensor,
-    device: tl.tensor,
-    host: tl.tensor,
-    staging: tl.tensor,
-    KEY_HEADS: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    KEY_PADDED: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    UNIT: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    first_pool: tl.tensor,
+    first_stride: tl.tensor,
+    first_columns: tl.tensor,
+    first_addresses: tl.tensor,
+    first_count: tl.tensor,
+    first_slots: tl.tensor,
+    first_positions: tl.tensor,
+    last_pool: tl.tensor,
+    last_stride: tl.tensor,
+    last_columns: tl.tensor,
+    last_addresses: tl.tensor,
+    last_count: tl.tensor,
+    last_slots: tl.tensor,
+    last_positions: tl.tensor,
+    FIRST_LANES: tl.constexpr,
+    FIRST_VECTORS: tl.constexpr,
+    LAST_LANES: tl.constexpr,
+    LAST_VECTORS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    FROM_GRAIN: tl.constexpr,
+    TO_GRAIN: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ) -> None:
-    """A program per tile of rows: keys where the second number is 0, else values."""
-    rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    """A program per tile of vectors, of the first target where the second number is 0."""
+    vectors = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     if tl.program_id(1) == 0:
-        source, offset = _find(key_index, rows, key_count, device, host, staging, UNIT, ALIGNED)
-        place = _place(rows, key_count, slots, key_slot_stride, key_head_stride, KEY_HEADS)
-        _move(source, offset, key_pool, place, rows < key_count, KEY_WIDTH, KEY_PADDED)
+        inside = vectors < first_count
+        place = _place(
+            vectors,
+            inside,
+            first_stride,
+            first_columns,
+            first_slots,
+            first_positions,
+            FIRST_LANES,
+            FIRST_VECTORS,
+        )
+        source = tl.load(first_addresses + vectors, mask=inside, other=0)
+        _move(source, first_pool, place, inside, WIDTH, PADDED, FROM_GRAIN, TO_GRAIN)
     else:
-        source, offset = _find(value_index, rows, value_count, device, host, staging, UNIT, ALIGNED)
-        place = _place(rows, value_count, slots, value_slot_stride, value_head_stride, VALUE_HEADS)
-        _move(source, offset, value_pool, place, rows < value_count, VALUE_WIDTH, VALUE_PADDED)
-
-
-@triton.jit
-def _find(
-    index: tl.tensor,
-    rows: tl.tensor,
-    count: tl.tensor,
-    device: tl.tensor,
-    host: tl.tensor,
-    staging: tl.tensor,
-    UNIT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """The space of each row, and the element in it where the row begins."""
-    packed = tl.load(index + rows, mask=rows < count, other=0)
-    space = packed >> _SHIFT
-    source = tl.where(space == 0, device, tl.where(space == 1, host, staging))
-    if ALIGNED:
-        # The compiler does not see this through the choice, and would load element by element.
-        source = tl.multiple_of(source, 16)
-    return source, (packed & _MASK) * UNIT
+        inside = vectors < last_count
+        place = _place(
+            vectors,
+            inside,
+            last_stride,
+            last_columns,
+            last_slots,
+            last_positions,
+            LAST_LANES,
+            LAST_VECTORS,
+        )
+        source = tl.load(last_addresses + vectors, mask=inside, other=0)
+        _move(source, last_pool, place, inside, WIDTH, PADDED, FROM_GRAIN, TO_GRAIN)
 
 
 @triton.jit
 def _place(
-    rows: tl.tensor,
-    count: tl.tensor,
+    vectors: tl.tensor,
+    inside: tl.tensor,
+    stride: tl.tensor,
+    columns: tl.tensor,
     slots: tl.tensor,
-    slot_stride: tl.tensor,
-    head_stride: tl.tensor,
-    HEADS: tl.constexpr,
+    positions: tl.tensor,
+    LANES: tl.constexpr,
+    VECTORS: tl.constexpr,
 ) -> tl.tensor:
-    """The element of the pool where each row goes."""
-    slot = (rows // HEADS).to(tl.int64)
+    """The element of the pool where each vector goes."""
+    position = (vectors // VECTORS).to(tl.int64)
+    if positions is not None:
+        position = tl.load(positions + position, mask=inside, other=0)
+    row = position // LANES
     if slots is not None:
-        slot = tl.load(slots + slot, mask=rows < count, other=0)
-    return slot * slot_stride + (rows % HEADS).to(tl.int64) * head_stride
+        row = tl.load(slots + row, mask=inside, other=0)
+    column = (position % LANES) * VECTORS + vectors % VECTORS
+    return row * stride + tl.load(columns + column, mask=inside, other=0)
 
 
 @triton.jit
 def _move(
     source: tl.tensor,
-    offset: tl.tensor,
     pool: tl.tensor,
     place: tl.tensor,
     inside: tl.tensor,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
+    FROM_GRAIN: tl.constexpr,
+    TO_GRAIN: tl.constexpr,
 ) -> None:
-    """Rows of WIDTH elements from `source + offset` to `pool + place`."""
+    """Vectors of WIDTH elements from the addresses `source` to `pool + place`."""
     columns = tl.arange(0, PADDED)
     mask = inside[:, None] & (columns < WIDTH)[None, :]
-    words = tl.load((source + offset)[:, None] + columns[None, :], mask=mask)
-    tl.store(pool + place[:, None] + columns[None, :], words, mask=mask)
+    # The compiler sees no divisibility in what is loaded, and would move element by element. A hint
+    # counts only on what was computed in the same function; that of a pointer is in bytes.
+    begin = tl.multiple_of(source.to(tl.pointer_type(pool.dtype.element_ty)), FROM_GRAIN)
+    words = tl.load(begin[:, None] + columns[None, :], mask=mask)
+    target = tl.multiple_of(pool + place, TO_GRAIN)
+    tl.store(target[:, None] + columns[None, :], words, mask=mask)

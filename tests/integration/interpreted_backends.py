@@ -36,7 +36,8 @@ from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.integration.attention import adopt_backend
 from impress_sglang.integration.paged import keep_host_rows
 from impress_sglang.integration.request import PrefixRequest
-from impress_sglang.transfer.loader import LayerInputs, LoadedLayer
+from impress_sglang.transfer.loader import LayerInputs
+from impress_sglang.transfer.slots import LayerSlots
 
 LAYERS, QUERY_HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 SCALING = DIM**-0.5
@@ -55,11 +56,13 @@ class Store:
         self.loaded: list[tuple[str, int]] = []
         self.inputs: dict[str, LayerInputs] = {}
 
-    def load_layer(self, layer: int, request: PrefixRequest, inputs: LayerInputs) -> LoadedLayer:
+    def load_layer(
+        self, layer: int, request: PrefixRequest, inputs: LayerInputs, slots: LayerSlots
+    ) -> None:
         self.loaded.append((request.rid, layer))
         self.inputs[request.rid] = inputs
-        keys, values = (torch.randn(request.k, KV_HEADS, DIM) for _ in range(2))
-        return LoadedLayer(keys, values, torch.arange(request.k)[None])
+        for own in (slots.keys, slots.values):
+            own.put(torch.randn(request.k, KV_HEADS, DIM))
 
     def finish_layer(self, request: PrefixRequest) -> None:
         request.layers_loaded += 1

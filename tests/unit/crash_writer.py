@@ -26,6 +26,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.management.store import PrefixStore, StoreOutcome
 from impress_sglang.storage.catalog import Catalog
 from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, lanes_of, make_shape
+from tests.unit.reading import read_rows
 from tests.unit.store_factory import open_source, rows
 
 SHAPES = {"probe": make_shape(), "sketch": make_shape(dtype=torch.bfloat16, sketch_bits=4)}
@@ -90,7 +91,7 @@ def reorder_something(directory: Path, progress: Path) -> None:
     selected = torch.arange(1, length, 3).expand(lanes, -1)
     for layer in range(SHAPE.num_layers):
         source.read_probe(layer)
-        source.read(layer, selected)
+        read_rows(source, layer, selected)
         source.note_selection(layer, selected, torch.ones(lanes, length))
     store.close_source(source)
     assert store.reorder(force=True) == 1

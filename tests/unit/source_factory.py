@@ -47,6 +47,7 @@ from tests.unit.kv_factory import (
     tokens_in_row,
     write_kvs,
 )
+from tests.unit.reading import read_rows
 
 BLOCK = 4096
 # Tiny heads leave most of a chunk's stride to padding; the large ones fill it exactly, or have
@@ -260,7 +261,7 @@ class Case:
             found["probe"] = self.source.read_probe(layer)
         keys, values = "keys" in kinds, "values" in kinds
         if keys or values:
-            rows = self.source.read(layer, tokens, keys=keys, values=values)
+            rows = read_rows(self.source, layer, tokens, keys=keys, values=values)
             assert (rows.keys is None, rows.values is None) == (not keys, not values)
             found |= {"keys": rows.keys} if rows.keys is not None else {}
             found |= {"values": rows.values} if rows.values is not None else {}

@@ -26,6 +26,7 @@ from tests.unit.kv_factory import (
     make_shape,
     streams_of,
 )
+from tests.unit.reading import read_rows
 
 SHAPES = {
     "probe heads": make_shape(),
@@ -192,7 +193,7 @@ def rows(
     shape: KVShape, source: SegmentSource, layer: int, tokens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of all heads, of the same tokens; probe heads come first in these shapes."""
-    found = source.read(layer, None if tokens is None else tokens.expand(lanes_of(shape), -1))
+    found = read_rows(source, layer, None if tokens is None else tokens.expand(lanes_of(shape), -1))
     keys, values = found.keys, found.values
     assert keys is not None and values is not None
     if shape.sketch_bits:

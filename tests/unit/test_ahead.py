@@ -30,7 +30,11 @@ class FakeSource:
     stats: ReadStats = dataclasses.field(default_factory=ReadStats)
     wastes: list[float] = dataclasses.field(default_factory=list)
     refined: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    copied: list[int] = dataclasses.field(default_factory=list)
     memory: dict[int, PooledMemory] = dataclasses.field(default_factory=dict)
+
+    def copy_ahead(self) -> None:
+        self.copied.append(self.layer + 1)
 
     def read_ahead(self, waste: float) -> None:
         assert self.next_ahead < self.num_layers
@@ -281,6 +285,21 @@ def test_without_waste_nothing_is_ever_read_ahead() -> None:
 
     assert not bench.ahead.enabled and bench.log == [] and source.refined == []
     assert Bench(1, waste=1e-9).ahead.enabled
+
+
+@pytest.mark.parametrize("waste", [0.0, WASTE])
+def test_those_under_way_may_copy_at_each_turn(waste: float) -> None:
+    """Also what caches hold, where nothing is read ahead."""
+    bench = Bench(room=100, waste=waste)
+    source, waiting = bench.source("a"), bench.source("b")
+    bench.ahead.wait(waiting, 0)
+    bench.ahead.join(source)
+    source.ask_for(0)
+    bench.ahead.top_up()
+    assert source.copied == [0, 1] and waiting.copied == []
+    bench.leave(source)
+    bench.ahead.top_up()
+    assert source.copied == [0, 1]
 
 
 def test_those_under_way_are_told_to_look_again_at_each_turn() -> None:

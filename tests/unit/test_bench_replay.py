@@ -22,6 +22,7 @@ from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.planner import ReadStats
 from tests.unit.kv_factory import as_tokens, lanes_of, make_shape, random_kvs
+from tests.unit.reading import load_layer
 from tests.unit.store_factory import open_source, prompt
 
 SHAPE = make_shape(layers=3, query_heads=8, kv_heads=4, key_dim=32, value_dim=32, probe=(0,))
@@ -111,7 +112,7 @@ class RealStore:
             rule = RecordedRule(question)
             whole = self._rule == "whole"
             k = len(tokens) if whole else int(question.selected[layer, 0].sum())
-            PrefixLoader(self._shape, rule).load(layer, source, self._inputs(), k, stats)
+            load_layer(PrefixLoader(self._shape, rule), layer, source, self._inputs(), k, stats)
         self.store.close_source(source)
         return dataclasses.replace(source.stats, wait_ms=0.0)
 

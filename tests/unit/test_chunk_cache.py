@@ -113,10 +113,15 @@ class Bench:
         access = self.begin(worths)
         kept = np.array(list(worths))[access.kept].tolist()
         # As they come from disk: behind the rows are the rest of a block and old bytes.
-        loaded = {c: torch.cat([self.bytes[c], self.random(padding)]) for c in kept}
+        loaded = {c: self.in_area(self.bytes[c], padding) for c in kept}
         self.cache.settle(access, loaded)
         self.cache.check_integrity()
         return access
+
+    def in_area(self, chunk: Tensor, padding: int) -> Tensor:
+        """A chunk in memory that goes on for a page behind it."""
+        area = torch.cat([chunk, self.random(padding + self.cache.page.page_bytes)])
+        return area[: len(chunk) + padding]
 
     def check_all(self) -> int:
         """Compare all that is cached; returns how many chunks that are."""

@@ -27,12 +27,12 @@ from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastFrequentlyUsed
 from impress_sglang.transfer.area import AreaPool
-from impress_sglang.transfer.loader import LayerInputs, LoadedLayer, LoadStats, PrefixLoader
+from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.plan import SourceSpan
 from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.slots import Slots
 from impress_sglang.transfer.source import (
     Demand,
-    LayerRows,
     MemorySource,
     PrefixSource,
     SegmentSource,
@@ -54,6 +54,7 @@ from tests.unit.kv_factory import (
     streams_of,
     write_kvs,
 )
+from tests.unit.reading import LoadedLayer, load_layer
 
 SHAPES = {
     "mha": make_shape(query_heads=5, kv_heads=5, probe=(0, 1, 2)),
@@ -120,18 +121,23 @@ class CountingSource:
         return self._source.read_probe(layer)
 
     def read(
-        self, layer: int, tokens: Tensor | None, *, keys: bool = True, values: bool = True
-    ) -> LayerRows:
+        self,
+        layer: int,
+        tokens: Tensor | None,
+        *,
+        keys: Slots | None = None,
+        values: Slots | None = None,
+    ) -> None:
         if tokens is not None:
             lanes = 1 + max(lane_of(self._shape, stream) for stream in kv_of(self._shape))
             assert tokens.shape[0] == lanes and tokens.device.type == "cpu"
             for own in tokens:
                 assert torch.equal(own, own.unique()), "ascending and distinct"
         for stream in kv_of(self._shape):
-            if values if holds_values(self._shape, stream) else keys:
+            if (values if holds_values(self._shape, stream) else keys) is not None:
                 own = slice(None) if tokens is None else tokens[lane_of(self._shape, stream)]
                 self.reads[layer, stream][own] += 1
-        return self._source.read(layer, tokens, keys=keys, values=values)
+        self._source.read(layer, tokens, keys=keys, values=values)
 
     def note_selection(self, layer: int, selected: Tensor, importance: Tensor | None) -> None:
         scores = None if importance is None else importance.clone()
@@ -193,7 +199,9 @@ class Setting:
         return [[head] for head in everything] if self.shape.sketch_bits else [everything]
 
     def load(self, layer: int, rule: IdentificationRule, k: int) -> LoadedLayer:
-        return PrefixLoader(self.shape, rule).load(layer, self.source, self.inputs, k, self.stats)
+        return load_layer(
+            PrefixLoader(self.shape, rule), layer, self.source, self.inputs, k, self.stats
+        )
 
     def check(self, layer: int, loaded: LoadedLayer, tokens: Tensor) -> None:
         """Each head has the rows of its set, [1, k] or [G, k], and each lane those of its heads."""
@@ -569,7 +577,9 @@ def test_rows_from_ssd_are_the_stored_bits(
                 if ahead and layer == 0:
                     source.read_ahead(1.0)
                     source.read_ahead(1.0)
-                loaded = PrefixLoader(shape, rule).load(layer, source, inputs, 9, setting.stats)
+                loaded = load_layer(
+                    PrefixLoader(shape, rule), layer, source, inputs, 9, setting.stats
+                )
 
                 assert loaded.keys.dtype == loaded.values.dtype == dtype
                 setting.check(layer, loaded, rule.tokens)
@@ -589,8 +599,13 @@ def test_shared_path_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
     setting = Setting(SHAPES["gqa-apart"])
     with stored(tmp_path, setting, make_cache(setting.shape)) as request:
         source = request()
-        PrefixLoader(setting.shape, shared([3, 20])).load(
-            0, source, setting.inputs, 2, setting.stats
+        load_layer(
+            PrefixLoader(setting.shape, shared([3, 20])),
+            0,
+            source,
+            setting.inputs,
+            2,
+            setting.stats,
         )
 
     # Each chunk of these small heads is one disk block: 8 of the probe keys, 2 and 2 of the rest.
@@ -608,8 +623,13 @@ def test_a_sketch_load_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
     tokens = torch.tensor([[3, 20], [4, 5], [0, 59]])
     with stored(tmp_path, setting, make_cache(setting.shape)) as request:
         source = request()
-        PrefixLoader(setting.shape, FixedRule(tokens)).load(
-            0, source, setting.inputs, 2, setting.stats
+        load_layer(
+            PrefixLoader(setting.shape, FixedRule(tokens)),
+            0,
+            source,
+            setting.inputs,
+            2,
+            setting.stats,
         )
 
     # Chunks of keys and of values of heads 0, 1 and 2, a block each.
@@ -625,8 +645,8 @@ def test_a_whole_load_of_sketched_segments_takes_no_sketches_from_ssd(tmp_path: 
     setting = Setting(SHAPES["sketch"])
     with stored(tmp_path, setting, make_cache(setting.shape), reordered=True) as request:
         source = request()
-        loaded = PrefixLoader(setting.shape, SketchRule()).load(
-            1, source, setting.inputs, M, setting.stats
+        loaded = load_layer(
+            PrefixLoader(setting.shape, SketchRule()), 1, source, setting.inputs, M, setting.stats
         )
 
         setting.check(1, loaded, torch.arange(M)[None])
@@ -648,8 +668,8 @@ def test_sketch_rule_gives_each_head_its_top_tokens_by_sketched_scores(
     own = torch.tensor([sorted(np.argsort(-row)[:15].tolist()) for row in by_head])
     setting.keys = exact
     with stored(tmp_path, setting, make_cache(shape), reordered=reordered) as request:
-        loaded = PrefixLoader(shape, SketchRule()).load(
-            1, request(), setting.inputs, 15, setting.stats
+        loaded = load_layer(
+            PrefixLoader(shape, SketchRule()), 1, request(), setting.inputs, 15, setting.stats
         )
 
         setting.check(1, loaded, own)
@@ -670,12 +690,17 @@ class BrokenSource(CountingSource):
         return super().read_probe(layer)
 
     def read(
-        self, layer: int, tokens: Tensor | None, *, keys: bool = True, values: bool = True
-    ) -> LayerRows:
+        self,
+        layer: int,
+        tokens: Tensor | None,
+        *,
+        keys: Slots | None = None,
+        values: Slots | None = None,
+    ) -> None:
         asked = values if holds_values(self._shape, self._broken) else keys
-        if self._broken != PROBE and asked:
+        if self._broken != PROBE and asked is not None:
             raise ChunkUnreadable("ab12", "test")
-        return super().read(layer, tokens, keys=keys, values=values)
+        super().read(layer, tokens, keys=keys, values=values)
 
 
 @pytest.mark.parametrize("mode", ["whole", "shared", "fallback"])

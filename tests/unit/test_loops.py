@@ -210,7 +210,7 @@ def test_first_bad_block(seed: int) -> None:
 
 
 @given(SEEDS)
-def test_vector_index(seed: int) -> None:
+def test_vector_addresses(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lanes, lane_chunks, chunk_rows, row_vectors, page_vectors = rng.integers(1, 6, 5).tolist()
     count = int(rng.integers(1, 12))
@@ -222,8 +222,8 @@ def test_vector_index(seed: int) -> None:
     width = -(-chunk_rows * row_vectors // page_vectors)
     pages = rng.integers(0, 99, (len(touched) if tiers.any() else 0, width)).astype(np.int32)
     sizes = (lane_chunks, chunk_rows, row_vectors, page_vectors, 32, 4096, 8192, 512)
-    spaces = np.array([7, 3, 5], np.int64) << 56
-    both("vector_index", lane, row, tiers, place_of_chunk, pages, *sizes, spaces)
+    bases = np.array([7, 3, 5], np.int64) << 40
+    both("vector_addresses", lane, row, tiers, place_of_chunk, pages, *sizes, bases)
 
 
 def test_loops_are_compiled_where_nothing_can_be_kept() -> None:

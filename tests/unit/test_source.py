@@ -21,6 +21,7 @@ from impress_sglang.transfer.plan import SourceSpan
 from impress_sglang.transfer.planner import ReadStats
 from impress_sglang.transfer.source import Demand, SegmentSource
 from tests.unit.kv_factory import PROBE, lanes_of, make_shape, row_size
+from tests.unit.reading import read_rows
 from tests.unit.source_factory import (
     BLOCK,
     CACHES,
@@ -195,7 +196,7 @@ def test_rows_stay_valid_while_the_layer_is_read(case: Case) -> None:
     """Probing reads keys first; the rest of the layer follows while they are in use."""
     case.request()
     probe = case.source.read_probe(0)
-    keys = case.source.read(0, None, values=False).keys
+    keys = read_rows(case.source, 0, None, values=False).keys
     assert keys is not None
     if case.paths:
         case.segment_source.read_ahead(1.0)

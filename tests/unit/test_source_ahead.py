@@ -19,6 +19,7 @@ from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.timeline import RequestTimeline
 from impress_sglang.transfer.source import SSD_TRACK, Demand, SegmentSource
 from tests.unit.kv_factory import make_cache, make_shape
+from tests.unit.reading import read_rows
 from tests.unit.source_factory import (
     BLOCK,
     KVS,
@@ -500,7 +501,7 @@ def test_reads_are_shown_on_the_timeline(tmp_path: Path, monkeypatch: pytest.Mon
         engine.allow()
         tokens = random_tokens(case, 3, 1)
         source.read_probe(0)
-        source.read(0, tokens)
+        read_rows(source, 0, tokens)
         engine.stop()
         closing = threading.Thread(target=source.close)
         closing.start()

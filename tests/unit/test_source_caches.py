@@ -18,6 +18,7 @@ from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.planner import ReadStats
 from tests.unit.kv_factory import flip_byte, make_cache, make_shape
+from tests.unit.reading import read_rows
 from tests.unit.source_factory import (
     BLOCK,
     CACHES,
@@ -260,7 +261,7 @@ def test_sources_share_the_caches_and_the_memory(
             case.request()
         for layer in range(2):
             tokens = random_tokens(cases[0], 9, seed)
-            values = again.read(layer, tokens, keys=False).values
+            values = read_rows(again, layer, tokens, keys=False).values
             for case in cases:
                 case.check_more(layer, KVS, random_tokens(case, 9, seed // 2))
             cases[0].check_more(layer, ["probe"])

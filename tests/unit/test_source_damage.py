@@ -31,6 +31,7 @@ from tests.unit.kv_factory import (
     rows_in,
     write_kvs,
 )
+from tests.unit.reading import read_rows
 from tests.unit.source_factory import (
     BLOCK,
     CACHES,
@@ -321,7 +322,7 @@ def open_and_read_everything(path: Path, shape: KVShape, reader: ChunkReader, di
         try:
             for layer in range(shape.num_layers):
                 source.read_probe(layer)
-                source.read(layer, None)
+                read_rows(source, layer, None)
         finally:
             source.close()
     finally:

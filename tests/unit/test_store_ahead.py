@@ -24,6 +24,7 @@ from tests.unit.kv_factory import (
     sketch_of,
     streams_of,
 )
+from tests.unit.reading import read_rows
 from tests.unit.store_factory import (
     Workbench,
     check_rows,
@@ -69,7 +70,7 @@ def read_layers(store: PrefixStore, *, probe: bool = True, keys: bool = True) ->
     for layer in range(source.num_layers):
         if probe:
             source.read_probe(layer)
-        source.read(layer, None, keys=keys)
+        read_rows(source, layer, None, keys=keys)
     store.close_source(source)
     return source
 
@@ -136,7 +137,7 @@ def test_what_requests_wanted_is_expected_of_the_next_one(bench: Workbench) -> N
         for _ in range(2):
             source = open_source(store, look_up(store, TOKENS))
             for layer in range(source.num_layers):
-                source.read(layer, selected)
+                read_rows(source, layer, selected)
             store.close_source(source)
 
         after = bytes_of(store, probe=False)
@@ -342,7 +343,7 @@ def test_a_short_sketch_is_read_from_the_cache_where_a_long_one_was(tmp_path: Pa
     bench.put(store, prompt(1, 64))
     source = open_source(store, look_up(store, prompt(1, 64)))
     for layer in range(source.num_layers):
-        source.read(layer, None)
+        read_rows(source, layer, None)
         source.read_probe(layer)
     store.close_source(source)
     store.drop(look_up(store, prompt(1, 64)).spans[0].segment.segment_id)

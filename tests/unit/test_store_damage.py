@@ -13,6 +13,7 @@ from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.management.store import PrefixStore, StoreOutcome
 from tests.unit import store_factory
 from tests.unit.kv_factory import SequenceKVs, flip_byte
+from tests.unit.reading import read_rows
 from tests.unit.store_factory import (
     Gate,
     Workbench,
@@ -144,7 +145,7 @@ def test_a_damaged_chunk_is_unreadable_and_the_rest_is_served(bench: Workbench) 
     source = open_source(store, match, 0, 40)
 
     with pytest.raises(ChunkUnreadable) as caught:
-        source.read(1, None, keys=False)
+        read_rows(source, 1, None, keys=False)
 
     assert caught.value.segment_id == path.stem
     store.drop(caught.value.segment_id)

@@ -10,6 +10,7 @@ from impress_sglang.management.store import PrefixStore, StoreOutcome
 from impress_sglang.storage.layout import KVShape
 from tests.unit import store_factory
 from tests.unit.kv_factory import PROBE, SequenceKVs, lanes_of, rows_in, streams_of
+from tests.unit.reading import read_rows
 from tests.unit.store_factory import (
     Gate,
     Workbench,
@@ -115,10 +116,10 @@ def test_stats_count_what_was_written_and_read(
     bench.put(store, prompt(1, 40))
     source = open_source(store, look_up(store, prompt(1, 40)), 0, 40)
     lanes = lanes_of(bench.shape)
-    source.read(0, None, keys=False)
-    source.read(0, torch.tensor([0, 39]).expand(lanes, -1), keys=False)
+    read_rows(source, 0, None, keys=False)
+    read_rows(source, 0, torch.tensor([0, 39]).expand(lanes, -1), keys=False)
     assert source.stats.ssd_chunks == 7 * lanes
-    source.read(1, torch.tensor([0, 39]).expand(lanes, -1), keys=False)
+    read_rows(source, 1, torch.tensor([0, 39]).expand(lanes, -1), keys=False)
     assert source.stats.ssd_chunks == 9 * lanes
     store.close_source(source)
 

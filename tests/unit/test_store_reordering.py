@@ -36,6 +36,7 @@ from tests.unit.kv_factory import (
     row_size,
     rows_of,
 )
+from tests.unit.reading import read_rows
 from tests.unit.store_factory import (
     Workbench,
     check_rows,
@@ -64,7 +65,7 @@ def select(store: PrefixStore, tokens: tuple[int, ...], *chosen: int, **options:
     shape = store._shape
     selected = torch.tensor(sorted(chosen)).expand(lanes_of(shape), -1)
     for layer in range(shape.num_layers):
-        source.read(layer, selected)
+        read_rows(source, layer, selected)
         scores = torch.ones(lanes_of(shape), len(tokens))
         source.note_selection(layer, selected, scores)
     store.close_source(source)
@@ -453,11 +454,11 @@ def test_new_chunks_inherit_the_priority_of_the_old_ones(bench: Workbench) -> No
     reorder(store)
     for number in (2, 1):
         source = open_source(store, look_up(store, prompt(number)), 0, 8)
-        source.read(0, None, keys=False)
+        read_rows(source, 0, None, keys=False)
         store.close_source(source)
 
     source = open_source(store, look_up(store, prompt(1)), 0, 8)
-    source.read(0, None, keys=False)
+    read_rows(source, 0, None, keys=False)
     store.close_source(source)
 
     assert source.stats.device_chunks == lanes_of(bench.shape)

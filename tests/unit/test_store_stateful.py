@@ -43,6 +43,7 @@ from tests.unit.kv_factory import (
 )
 from tests.unit.prefix_model import Known, PrefixModel
 from tests.unit.prefix_model import Path as TokenPath
+from tests.unit.reading import read_rows
 
 SHAPE = make_shape(query_heads=2, kv_heads=2, key_dim=4, value_dim=4, probe=(0,))
 SKETCHED = make_shape(
@@ -339,7 +340,7 @@ class StoreMachine(RuleBasedStateMachine):
         keys, values = expected_rows(shape, namespace, path[start:], path[:start], layer)
 
         probe = source.read_probe(layer)
-        found = source.read(layer, selected)
+        found = read_rows(source, layer, selected)
 
         self.check_probe(probe, keys, source, layer)
         own_keys = keys if shape.sketch_bits else keys[:, heads_of(shape, KEYS)]

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
+import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from impress_sglang.tiers.slab import PageShape, Slab
+from impress_sglang.tiers.page_copies import PageCopier, upload
+from impress_sglang.tiers.slab import PageShape
 from impress_sglang.triton import gather
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -34,22 +38,23 @@ def pinned(tensor: Tensor, device: str) -> Tensor:
     return tensor.pin_memory() if device == "cuda" else tensor
 
 
-def make_spaces(
-    unit: int, dtype: torch.dtype, device: str, *, counts: tuple[int, int, int] = (50, 70, 60)
-) -> gather.Spaces:
-    slab, host, staging = (random_bits((count, unit), dtype) for count in counts)
-    return gather.Spaces(slab.to(device), pinned(host, device), pinned(staging, device))
+def make_memories(unit: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Vectors on the device and in memory of the host, as of a cache and of two areas."""
+    slab, *others = (random_bits((count, unit), dtype) for count in (50, 70, 60, 20))
+    return [slab.to(device), *(pinned(own, device) for own in others)]
 
 
-def random_index(
-    spaces: gather.Spaces, shape: tuple[int, ...], width: int, of: tuple[int, ...] = (0, 1, 2)
-) -> Tensor:
-    """First vectors of rows anywhere in the spaces with these numbers, the last ones among them."""
-    limits = np.array([len(vectors) - width // spaces.unit for vectors in spaces.by_number])
-    space = np.random.choice(of, shape)
-    vector = np.random.randint(0, limits[space] + 1)
-    vector.reshape(-1)[-1] = limits[space.reshape(-1)[-1]]
-    return torch.from_numpy(gather.pack_index(space, vector))
+def random_addresses(memories: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Of vectors anywhere in the memories, the last one of each among them."""
+    number = np.random.choice(len(memories), shape)
+    counts = np.array([len(memory) for memory in memories])
+    vector = np.random.randint(0, counts[number])
+    flat_number, flat_vector = number.reshape(-1), vector.reshape(-1)
+    last = min(len(memories), flat_number.size)
+    flat_number[:last], flat_vector[:last] = np.arange(last), counts[:last] - 1
+    bases = np.array([memory.data_ptr() for memory in memories])
+    step = memories[0].shape[1] * memories[0].element_size()
+    return torch.from_numpy(bases[number] + vector * step)
 
 
 @dataclasses.dataclass
@@ -78,148 +83,179 @@ class Pools:
         return self.memory[:, 1, 1:, : self.value_dim]
 
 
+@dataclasses.dataclass
+class Wish:
+    """What goes where, on the CPU; one index for keys and values, or for one of them."""
+
+    unit: int
+    addresses: list[Tensor]
+    heads: list[tuple[int, ...]]
+    slots: Tensor | None = None
+    positions: Tensor | None = None
+    lanes: int = 1
+
+    def targets(self, pools: Sequence[Tensor], device: str) -> list[gather.Target]:
+        def there(index: Tensor | None) -> Tensor | None:
+            return None if index is None else index.to(device)
+
+        return [
+            gather.Target(
+                pool,
+                gather.head_columns(pool, heads, self.unit),
+                addresses.to(device),
+                there(self.slots),
+                there(self.positions),
+                self.lanes,
+            )
+            for pool, addresses, heads in zip(pools, self.addresses, self.heads, strict=True)
+        ]
+
+
 def check_gather(
-    pools: Pools, slots: Tensor, indices: tuple[Tensor, Tensor], spaces: gather.Spaces, device: str
+    pools: Pools, wish: Wish, memories: Sequence[Tensor], device: str, *, grain: int | None = None
 ) -> None:
     """All of the pools' memory is as the oracle leaves it."""
     wanted, found = pools.on("cpu"), pools.on(device)
-    gather.gather_vectors_reference(wanted.keys, wanted.values, slots, *indices, spaces)
-    on_device = [tensor.to(device) for tensor in (slots, *indices)]
-    gather.gather_vectors(found.keys, found.values, *on_device, spaces)
+    both = len(wish.addresses) == 2
+    gather.gather_reference(
+        wish.targets([wanted.keys, wanted.values][: 1 + both], "cpu"), wish.unit, memories
+    )
+    targets = wish.targets([found.keys, found.values][: 1 + both], device)
+    size = pools.memory.element_size()
+    gather.gather(targets, wish.unit, grain_bytes=grain or wish.unit * size)
     assert not torch.equal(bits(wanted.memory), bits(pools.memory))
     assert_same_bits(found.memory, wanted.memory)
 
 
+SHAPES = [
+    (64, (64, 64), 2, 40),
+    (32, (96, 64), 3, 21),
+    (16, (128, 128), 1, 33),
+    (64, (192, 128), 8, 5),
+    (5, (5, 15), 2, 50),
+    (8, (8, 8), 4, 1),
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    ("unit", "dims", "heads", "k"),
-    [
-        (64, (64, 64), 2, 40),
-        (32, (96, 64), 3, 21),
-        (16, (128, 128), 1, 33),
-        (64, (192, 128), 8, 5),
-        (5, (5, 15), 2, 50),
-        (8, (8, 8), 4, 1),
-    ],
-)
-def test_all_spaces_mixed(
+@pytest.mark.parametrize(("unit", "dims", "heads", "k"), SHAPES)
+def test_rows_of_all_heads(
     device: str, dtype: torch.dtype, unit: int, dims: tuple[int, int], heads: int, k: int
 ) -> None:
-    spaces = make_spaces(unit, dtype, device)
-    pools = Pools.make(64, heads, dims, dtype)
-    keys, values = (random_index(spaces, (k, heads), width) for width in dims)
-    check_gather(pools, torch.randperm(64)[:k], (keys, values), spaces, device)
+    """One lane: a row has the vectors of all heads."""
+    memories, pools = make_memories(unit, dtype, device), Pools.make(64, heads, dims, dtype)
+    addresses = [random_addresses(memories, (k, heads * dim // unit)) for dim in dims]
+    wish = Wish(unit, addresses, [tuple(range(heads))] * 2, torch.randperm(64)[:k])
+    check_gather(pools, wish, memories, device)
 
 
-@pytest.mark.parametrize("space", list(gather.Space))
-def test_one_space_and_the_others_missing(device: str, space: gather.Space) -> None:
-    counts = [0, 0, 0]
-    counts[space] = 40
-    spaces = make_spaces(16, torch.bfloat16, device, counts=(counts[0], counts[1], counts[2]))
-    pools = Pools.make(30, 2, (32, 16), torch.bfloat16)
-    keys, values = (random_index(spaces, (9, 2), width, (space,)) for width in (32, 16))
-    check_gather(pools, torch.randperm(30)[:9], (keys, values), spaces, device)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("unit", "dims", "heads", "k"), SHAPES)
+def test_rows_of_lanes_in_any_order(
+    device: str, dtype: torch.dtype, unit: int, dims: tuple[int, int], heads: int, k: int
+) -> None:
+    """A lane per head: two spans have some of the positions each, none has the rest."""
+    memories, pools = make_memories(unit, dtype, device), Pools.make(64, heads, dims, dtype)
+    positions = torch.randperm(k * heads)[: max(1, k * heads - 3)]
+    addresses = [random_addresses(memories, (len(positions), dim // unit)) for dim in dims]
+    heads_of = [tuple(range(heads))] * 2
+    for slots in (torch.randperm(64)[:k], None):
+        wish = Wish(unit, addresses, heads_of, slots, positions, lanes=heads)
+        check_gather(pools, wish, memories, device)
 
 
-def test_a_missing_space_needs_no_unit(device: str) -> None:
-    spaces = make_spaces(16, torch.float16, device)
-    none = torch.empty(0, dtype=torch.float16)
-    spaces = dataclasses.replace(spaces, host=none, device=none.to(device))
-    pools = Pools.make(30, 2, (16, 16), torch.float16)
-    index = random_index(spaces, (9, 2), 16, (gather.Space.STAGING,))
-    check_gather(pools, torch.randperm(30)[:9], (index, index.flip(0)), spaces, device)
+def test_lanes_that_are_whole_need_no_positions(device: str) -> None:
+    memories = make_memories(16, torch.bfloat16, device)
+    pools = Pools.make(30, 3, (32, 16), torch.bfloat16)
+    addresses = [random_addresses(memories, (9 * 3, dim // 16)) for dim in (32, 16)]
+    wish = Wish(16, addresses, [(0, 1, 2)] * 2, torch.randperm(30)[:9], lanes=3)
+    check_gather(pools, wish, memories, device)
 
 
-def test_vectors_that_do_not_begin_at_16_bytes(device: str) -> None:
-    spaces = make_spaces(16, torch.bfloat16, device)
-    moved = pinned(random_bits((16 * 60 + 1,), torch.bfloat16), device)[1:].view(60, 16)
-    spaces = dataclasses.replace(spaces, staging=moved)
-    pools = Pools.make(30, 2, (32, 16), torch.bfloat16)
-    keys, values = (random_index(spaces, (9, 2), width) for width in (32, 16))
-    check_gather(pools, torch.randperm(30)[:9], (keys, values), spaces, device)
-
-
-def test_keys_and_values_with_different_heads(device: str) -> None:
-    """Keys of probe heads are elsewhere: fewer heads of keys, or none."""
-    spaces = make_spaces(16, torch.bfloat16, device)
+def test_some_heads_of_keys_and_all_of_values(device: str) -> None:
+    """Keys of probe heads are elsewhere: other heads of keys are filled, or none."""
+    memories = make_memories(16, torch.bfloat16, device)
     slots = torch.randperm(30)[:9]
-    values = random_index(spaces, (9, 3), 32)
-    for key_heads in (2, 0):
+    for heads in ((0, 2), (1,), ()):
         pools = Pools.make(30, 3, (32, 32), torch.bfloat16)
-        wanted, found = pools.on("cpu"), pools.on(device)
-        keys = random_index(spaces, (9, 3), 32)[:, :key_heads].contiguous()
-        gather.gather_vectors_reference(
-            wanted.keys[:, :key_heads], wanted.values, slots, keys, values, spaces
-        )
-        gather.gather_vectors(
-            found.keys[:, :key_heads],
-            found.values,
-            *(tensor.to(device) for tensor in (slots, keys, values)),
-            spaces,
-        )
-        assert_same_bits(found.memory, wanted.memory)
+        addresses = [random_addresses(memories, (9, 2 * len(own))) for own in (heads, (0, 1, 2))]
+        check_gather(pools, Wish(16, addresses, [heads, (0, 1, 2)], slots), memories, device)
 
 
-def test_no_slots(device: str) -> None:
-    spaces = make_spaces(16, torch.bfloat16, device)
+def test_one_target(device: str) -> None:
+    memories = make_memories(16, torch.float16, device)
+    pools = Pools.make(30, 2, (48, 16), torch.float16)
+    addresses = [random_addresses(memories, (9, 2 * 3))]
+    check_gather(pools, Wish(16, addresses, [(0, 1)], torch.randperm(30)[:9]), memories, device)
+
+
+@pytest.mark.parametrize("shift", [1, 4])
+def test_vectors_that_do_not_begin_at_16_bytes(device: str, shift: int) -> None:
+    moved = random_bits((16 * 60 + shift,), torch.bfloat16)
+    memories = [pinned(moved, device)[shift:].view(60, 16)]
+    pools = Pools.make(30, 2, (32, 16), torch.bfloat16)
+    addresses = [random_addresses(memories, (9, 2 * dim // 16)) for dim in (32, 16)]
+    wish = Wish(16, addresses, [(0, 1)] * 2, torch.randperm(30)[:9])
+    check_gather(pools, wish, memories, device, grain=2 * shift)
+
+
+def test_nothing_to_gather(device: str) -> None:
     pools = Pools.make(10, 2, (16, 16), torch.bfloat16).on(device)
     before = pools.memory.clone()
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    gather.gather_vectors(pools.keys, pools.values, none, none.view(0, 2), none.view(0, 2), spaces)
+    none = torch.empty(0, 2, dtype=torch.int64)
+    wish = Wish(16, [none, none], [(0, 1)] * 2, torch.empty(0, dtype=torch.int64))
+    gather.gather(wish.targets([pools.keys, pools.values], device), 16, grain_bytes=16)
     assert_same_bits(pools.memory, before)
 
 
-@pytest.mark.parametrize("width", [16, 48, 4800])
-def test_rows(device: str, width: int) -> None:
-    """Rows of an output with gaps."""
-    spaces = make_spaces(16, torch.float32, device, counts=(400, 410, 420))
-    index = random_index(spaces, (37,), width)
-    memory = random_bits((40, width + 8), torch.float32)
-    wanted, found = memory.clone(), memory.to(device, copy=True)
-    wanted[:37, None, :width] = rows_by_numpy(spaces, index, width)[:, None]
-    gather.gather_rows(found[:37, :width], index.to(device), spaces)
-    assert_same_bits(found, wanted)
+@pytest.mark.parametrize(
+    ("unit", "vectors", "dtype"),
+    [(8, 4, torch.float32), (128, 64, torch.bfloat16), (5, 7, torch.float16)],
+)
+def test_pages(device: str, unit: int, vectors: int, dtype: torch.dtype) -> None:
+    """Pages of two pools from each other's memory, in one launch: some of one, all of the other."""
+    page = PageShape(unit, vectors, dtype)
+    sources = random_bits((12, page.elements), dtype)
+    some = random_bits((9, page.elements), dtype)
+    numbers, chosen = np.random.permutation(9)[:5], np.random.permutation(12)
+    expected = some.clone()
+    expected[torch.from_numpy(numbers)] = sources[torch.from_numpy(chosen[:5])]
+    found = some.to(device, copy=True)
+    everything = torch.empty(7, page.elements, dtype=dtype, device=device)
+    memory = pinned(sources, device)
+    addresses = memory.data_ptr() + chosen * page.page_bytes
+    PageCopier(page, torch.device(device)).copy(
+        [(found, numbers, addresses[:5]), (everything, None, addresses[5:])]
+    )
+    assert_same_bits(found, expected)
+    assert_same_bits(everything, sources[torch.from_numpy(chosen[5:])])
 
 
-def rows_by_numpy(spaces: gather.Spaces, index: Tensor, width: int) -> Tensor:
-    """Row by row, from what `pack_index` promises."""
-    flat = [vectors.cpu().reshape(-1) for vectors in spaces.by_number]
-    firsts = [divmod(number, 1 << 56) for number in index.tolist()]
-    rows = [flat[space][first * spaces.unit :][:width] for space, first in firsts]
-    return torch.stack(rows)
+def test_upload_keeps_shapes_and_order() -> None:
+    indices = [np.arange(6, dtype=np.int32).reshape(2, 3), np.array([7]), np.empty((0, 2), int)]
+    found = upload(indices, torch.device("cpu"))
+    assert [own.tolist() for own in found] == [own.tolist() for own in indices]
+    assert all(own.dtype == torch.int64 for own in found)
 
 
-def test_rows_are_a_slabs(device: str) -> None:
-    """What `Slab.read_rows` gives for chunks whose rows have two vectors."""
-    page = PageShape(8, 4, torch.float32)
-    slab = Slab(page, 12, torch.device("cpu"), option="--impress-host-gb", pin=device == "cuda")
-    slab.write_pages(np.arange(12, dtype=np.int32), random_bits((12, 32), torch.float32))
-    pages = np.random.permutation(12).astype(np.int32).reshape(6, 2)
-    offsets = np.random.randint(0, 4, 6)
-    vector = offsets * 2
-    page_of_row = np.take_along_axis(pages, vector[:, None] // 4, axis=1)[:, 0]
-    index = gather.pack_index(gather.Space.HOST, page_of_row.astype(np.int64) * 4 + vector % 4)
-    none = torch.empty(0, dtype=torch.float32)
-    vectors = slab.read_pages(np.arange(12, dtype=np.int32)).view(-1, 8)
-    spaces = gather.Spaces(none.to(device), pinned(vectors, device), none)
-    out = torch.full((6, 16), float("nan"), device=device)
-    gather.gather_rows(out, torch.from_numpy(index).to(device), spaces)
-    assert_same_bits(out, slab.read_rows(pages, offsets, 2))
+def test_the_oracle_reads_only_the_memories() -> None:
+    memory = torch.zeros(4, 8)
+    pool = torch.ones(2, 1, 8)
+    for address in (memory.data_ptr() - 4, memory.data_ptr() + 25 * 4, memory.data_ptr() + 2):
+        wish = Wish(8, [torch.tensor([[address]])], [(0,)], torch.tensor([1]))
+        with pytest.raises(AssertionError, match="in none of the memories"):
+            gather.gather_reference(wish.targets([pool], "cpu"), 8, [memory])
 
 
-def test_packed_index_has_room_for_any_vector() -> None:
-    index = gather.pack_index(np.array([0, 1, 2], np.uint8), np.array([[7], [2**56 - 1]]))
-    assert index.dtype == np.int64 and index.shape == (2, 3)
-    assert [divmod(number, 1 << 56) for number in index.reshape(-1).tolist()] == [
-        (space, vector) for vector in (7, 2**56 - 1) for space in range(3)
-    ]
-
-
-def test_spaces_fit_together() -> None:
-    vectors = torch.zeros(4, 8)
-    for other in (torch.zeros(4, 16), torch.zeros(4, 8).half(), torch.zeros(8, 4).T):
-        with pytest.raises(AssertionError):
-            gather.Spaces(vectors, other, vectors)
+def test_targets_fit_together() -> None:
+    pool = torch.zeros(4, 2, 8)
+    columns = gather.head_columns(pool, (0, 1), 8)
+    with pytest.raises(AssertionError, match="each vector of a row has a column"):
+        gather.Target(pool, columns, torch.zeros(3, 1, dtype=torch.int64))
+    with pytest.raises(AssertionError):
+        gather.Target(pool, columns, torch.zeros(3, 2, dtype=torch.int32))
+    with pytest.raises(AssertionError):
+        gather.head_columns(pool, (0,), 3)
 
 
 def test_memory_that_is_not_pinned_is_refused() -> None:
@@ -227,14 +263,54 @@ def test_memory_that_is_not_pinned_is_refused() -> None:
         gather.assert_readable(torch.zeros(4), torch.device("cuda", 0))
 
 
+WORDS = {  # elements of a vector, grain of addresses and of places in bytes: loads and stores
+    (128, 16, 16): ("ld.global.v4.b32", "st.global.v4.b32"),
+    (2048, 16, 16): ("ld.global.v4.b32", "st.global.v4.b32"),
+    (80, 16, 16): ("ld.global.v4.b32", "st.global.v4.b32"),
+    (64, 16, 2): ("ld.global.v4.b32", "st.global.b16"),
+    (5, 2, 2): ("ld.global.b16", "st.global.b16"),
+}
+
+
+@pytest.mark.parametrize(("case", "words"), WORDS.items())
+def test_threads_move_16_bytes_at_once(case: tuple[int, int, int], words: tuple[str, str]) -> None:
+    """Compiled for compute capability 9.0, which needs no GPU: loads by address are whole words."""
+    width, from_grain, to_grain = case
+    kernel = gather._gather_kernel
+    padded = triton.next_power_of_2(width)
+    constants = {
+        **{f"{own}_LANES": 8 for own in ("FIRST", "LAST")},
+        **{f"{own}_VECTORS": 1 for own in ("FIRST", "LAST")},
+        **{f"{own}_positions": None for own in ("first", "last")},
+        "WIDTH": width,
+        "PADDED": padded,
+        "FROM_GRAIN": from_grain,
+        "TO_GRAIN": to_grain,
+        "TILE_ROWS": max(1, gather.TILE_BYTES // (2 * padded)),
+    }
+    kinds = {"pool": "*i16", "stride": "i64", "count": "i32"}
+    signature, attributes = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        kind = "constexpr" if name in constants else kinds.get(name.split("_")[-1], "*i64")
+        signature[name] = kind
+        if kind in ("*i16", "i64"):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert all(word in ptx for word in words)
+    narrow = {"ld.global.b16", "st.global.b16"} - set(words)
+    assert not any(word in ptx for word in narrow)
+
+
 @needs_cuda
-def test_a_gather_from_memory_that_is_not_pinned_is_refused(device: str) -> None:
-    spaces = make_spaces(16, torch.bfloat16, device)
-    spaces = dataclasses.replace(spaces, host=spaces.host.clone())
-    pools = Pools.make(10, 1, (16, 16), torch.bfloat16).on(device)
-    index = torch.zeros(3, 1, dtype=torch.int64, device=device)
+def test_a_pool_that_is_not_pinned_is_refused(device: str) -> None:
+    memories = make_memories(16, torch.bfloat16, device)
+    pool = torch.zeros(10, 1, 16, dtype=torch.bfloat16)
+    addresses = random_addresses(memories, (3, 1))
+    columns = gather.head_columns(pool.to(device), (0,), 16)
+    target = gather.Target(pool, columns, addresses.to(device))
     with pytest.raises(AssertionError, match="not pinned"):
-        gather.gather_vectors(pools.keys, pools.values, index[:, 0], index, index, spaces)
+        gather.gather([target], 16, grain_bytes=16)
 
 
 @pytest.fixture
@@ -246,15 +322,15 @@ def no_synchronisation() -> Iterator[Callable[[], None]]:
 
 @needs_cuda
 def test_nothing_is_waited_for(device: str, no_synchronisation: Callable[[], None]) -> None:
-    """Also index tensors may be pinned."""
-    spaces = make_spaces(64, torch.bfloat16, device)
+    memories = make_memories(64, torch.bfloat16, device)
     pools = Pools.make(64, 8, (128, 128), torch.bfloat16)
+    addresses = [random_addresses(memories, (40, 16)) for _ in range(2)]
+    wish = Wish(64, addresses, [tuple(range(8))] * 2, torch.randperm(64)[:40])
     wanted, found = pools.on("cpu"), pools.on(device)
-    keys, values = (random_index(spaces, (40, 8), 128) for _ in range(2))
-    slots = torch.randperm(64)[:40]
-    gather.gather_vectors_reference(wanted.keys, wanted.values, slots, keys, values, spaces)
-    by_bus = [tensor.pin_memory() for tensor in (slots, keys, values)]
+    gather.gather_reference(wish.targets([wanted.keys, wanted.values], "cpu"), 64, memories)
+    targets = wish.targets([found.keys, found.values], device)
     no_synchronisation()
-    gather.gather_vectors(found.keys, found.values, *by_bus, spaces)
+    gather.gather(targets, 64, grain_bytes=16)
+    upload([addresses[0].numpy()], torch.device(device))
     torch.cuda.set_sync_debug_mode("default")
     assert_same_bits(found.memory, wanted.memory)

@@ -14,13 +14,16 @@ from impress_sglang.importance.identify import PaperRule, SketchRule
 from impress_sglang.importance.selection import agreed_tokens, own_tokens
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.sketch import Sketch, sketch_keys
+from impress_sglang.tiers import cache as cache_module
+from impress_sglang.tiers.moves import KernelMover
 from impress_sglang.transfer import source as source_module
 from impress_sglang.transfer.gather import KernelGatherer
-from impress_sglang.transfer.loader import LayerInputs, LoadedLayer, LoadStats, PrefixLoader
+from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.scoring import KernelScorer, TorchScorer
 from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import scores as score_kernels
 from impress_sglang.triton import selection as selection_kernels
+from tests.unit.reading import LoadedLayer, load_layer
 from tests.unit.source_factory import Case, check_everything, opened, quick_files, reading
 
 # Kernels are interpreted only in modules that were imported before.
@@ -45,6 +48,7 @@ def interpreted(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cuda":
         pytest.skip("there it is what all tests on a GPU run")
     monkeypatch.setattr(source_module, "make_gatherer", KernelGatherer)
+    monkeypatch.setattr(cache_module, "make_mover", KernelMover)
     monkeypatch.setattr(selection, "_kernels", lambda _: selection_kernels)
 
 
@@ -134,7 +138,7 @@ def loaded_layers(case: Case, loader: PrefixLoader) -> list[LoadedLayer]:
             for heads in (shape.num_query_heads, shape.num_kv_heads)
         )
         given = LayerInputs(queries, new, new[:2], 0.2)
-        layers.append(loader.load(layer, case.source, given, 20, LoadStats()))
+        layers.append(load_layer(loader, layer, case.source, given, 20, LoadStats()))
     return layers
 
 
@@ -170,7 +174,7 @@ def test_a_layer_is_loaded_alike(
 
     def with_sketches(*args: object, **options: object) -> source_module.SegmentSource:
         source = make_source(*args, **options)  # type: ignore[arg-type]
-        source._gives_sketches = True
+        source._on_accelerator = True
         return source
 
     monkeypatch.setattr(case, "make_source", with_sketches)

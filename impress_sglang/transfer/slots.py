@@ -1,0 +1,102 @@
+"""Where the rows that a read asks for go: slots of a pool, or fresh memory.
+
+Stage: load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from impress_sglang.loops.types import Indices
+from impress_sglang.storage.layout import KVShape
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slots:
+    """Rows of a pool for the keys, or the values, of k tokens per head.
+
+    Attributes:
+        pool: [rows, G, D] in the dtype of the KVs; the last stride is 1.
+        heads: those of the pool that are filled, ascending.
+        rows: int64 [k] on the device of the pool, distinct: where the j-th token of every head
+            goes; None: row j of the pool, which has k.
+    """
+
+    pool: Tensor
+    heads: tuple[int, ...]
+    rows: Tensor | None = None
+
+    @classmethod
+    def of(cls, pool: Tensor, rows: Tensor | None = None) -> Slots:
+        """All heads of a pool."""
+        return cls(pool, tuple(range(pool.shape[1])), rows)
+
+    @classmethod
+    def fresh(cls, k: int, heads: int, dim: int, like: Tensor) -> Slots:
+        """New memory in the dtype and on the device of a tensor."""
+        return cls.of(like.new_empty(k, heads, dim))
+
+    def __len__(self) -> int:
+        return len(self.pool if self.rows is None else self.rows)
+
+    def only(self, heads: tuple[int, ...]) -> Slots:
+        """The same for other heads."""
+        return dataclasses.replace(self, heads=heads)
+
+    def put(self, rows: Tensor) -> None:
+        """Fill all with rows [k, heads, D] from any device."""
+        rows = rows.to(self.pool.device)
+        everything = len(self.heads) == self.pool.shape[1]
+        if everything:
+            self.pool[slice(None) if self.rows is None else self.rows] = rows
+        elif self.rows is None:
+            self.pool[:, self._heads] = rows
+        else:
+            self.pool[self.rows[:, None], self._heads] = rows
+
+    def put_at(self, positions: Indices, rows: Tensor, lanes: int) -> None:
+        """Fill some: position p is the token p // lanes of the heads of lane p % lanes.
+
+        Args:
+            positions: int64 [n], distinct.
+            rows: [n, heads of a lane, D], from any device.
+            lanes: of the heads; all have as many.
+        """
+        place = torch.from_numpy(positions).to(self.pool.device)
+        slots = place // lanes
+        slots = slots if self.rows is None else self.rows[slots]
+        heads = self._heads.view(lanes, -1)[place % lanes]
+        self.pool[slots[:, None], heads] = rows.to(self.pool.device)
+
+    @property
+    def _heads(self) -> Tensor:
+        return torch.tensor(self.heads, dtype=torch.int64, device=self.pool.device)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerSlots:
+    """Where keys [k, G, Dk] and values [k, G, Dv] of a layer go; both have as many rows."""
+
+    keys: Slots
+    values: Slots
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, rows: Tensor | None = None) -> LayerSlots:
+        """The same rows of two pools."""
+        return cls(Slots.of(keys, rows), Slots.of(values, rows))
+
+    @classmethod
+    def fresh(cls, k: int, shape: KVShape, device: torch.device) -> LayerSlots:
+        """New memory for k tokens."""
+        like = torch.empty(0, dtype=shape.dtype, device=device)
+        heads = shape.num_kv_heads
+        return cls(
+            Slots.fresh(k, heads, shape.key_dim, like),
+            Slots.fresh(k, heads, shape.value_dim, like),
+        )
+
+    def __len__(self) -> int:
+        return len(self.values)

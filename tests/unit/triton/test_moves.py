@@ -1,0 +1,45 @@
+"""Chunks that a kernel moves hold the bytes that indexing would give them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.tiers import cache as cache_module
+from impress_sglang.tiers.moves import KernelMover
+from impress_sglang.tiers.placement import Tier
+from tests.unit.test_chunk_cache import SHAPE, SKETCHED, Bench, make_cache
+
+SHAPES = {
+    "probe": SHAPE,
+    "sketch": SKETCHED,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("device_pages", "host_pages"), [(24, 20), (0, 12), (12, 0), (80, 80)])
+def test_random_accesses(
+    device: str,
+    shape: KVShape,
+    device_pages: int,
+    host_pages: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From SSD, between the caches, and through pages that others have just left."""
+    if device == "cuda":
+        pytest.skip("this cache is on the CPU")
+    monkeypatch.setattr(cache_module, "make_mover", KernelMover)
+    bench, rng = Bench(make_cache(device_pages, host_pages, shape), shape), np.random.default_rng(0)
+    for num_tokens, chunk_tokens in ((19, 8), (11, 4), (20, 16)):
+        bench.attach(num_tokens, chunk_tokens)
+    chunks, moves = sorted(bench.bytes), set()
+    for _ in range(60):
+        chosen = rng.choice(chunks, 7, replace=False).tolist()
+        access = bench.access(dict(zip(chosen, rng.random(7).tolist(), strict=True)))
+        moves |= {(Tier(move.source), Tier(move.target)) for move in access.moves}
+    assert bench.check_all() > 0
+    if device_pages and host_pages < 80:
+        assert (Tier.SSD, Tier.DEVICE) in moves
+    if device_pages and host_pages and host_pages < 80:
+        assert {(Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.HOST), (Tier.SSD, Tier.HOST)} <= moves

@@ -1,0 +1,252 @@
+"""What is copied beside computing comes in the right order, however late or early it is done.
+
+On a CPU all is done at once, and a missing wait would not be seen. Here kernels that a GPU would
+run on one of two streams are kept back, and run at the last or at the first moment that the waits
+allow; meanwhile all memory that is said to be free is overwritten.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from impress_sglang.importance import selection
+from impress_sglang.importance.identify import SketchRule
+from impress_sglang.importance.selection import per_head_tokens
+from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.tiers import cache as cache_module
+from impress_sglang.tiers import moves as moves_module
+from impress_sglang.tiers.moves import KernelMover
+from impress_sglang.transfer import gather as gather_module
+from impress_sglang.transfer import source as source_module
+from impress_sglang.transfer.gather import KernelGatherer
+from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
+from impress_sglang.transfer.scoring import KernelScorer, TorchScorer
+from impress_sglang.transfer.slots import LayerSlots
+from impress_sglang.triton import gather as gather_kernels
+from impress_sglang.triton import scores as score_kernels
+from impress_sglang.triton import selection as selection_kernels
+from tests.unit.reading import ScatteredSlots
+from tests.unit.source_factory import Case, opened, quick_files, reading
+
+Action = Callable[[], None]
+
+
+class Stream:
+    """What was launched, in order; the first `done` of it have run."""
+
+    def __init__(self) -> None:
+        self.launched: list[Action] = []
+        self.done = 0
+
+    def run(self, until: int | None = None) -> None:
+        stop = len(self.launched) if until is None else until
+        while self.done < stop:
+            self.done += 1
+            self.launched[self.done - 1]()
+
+    def wait_for(self, other: Stream) -> None:
+        """What is launched here from now on comes after what was launched there."""
+        until = len(other.launched)
+        self.launched.append(lambda: other.run(until))
+
+
+class Device:
+    """Two streams, of which one runs as late as the waits allow and the other at once."""
+
+    def __init__(self, *, late_copies: bool) -> None:
+        self.computing, self.copies = Stream(), Stream()
+        self.current = self.computing
+        self.eager = self.computing if late_copies else self.copies
+
+    def launch(self, action: Action) -> None:
+        self.current.launched.append(action)
+        self.eager.run()
+
+
+class FakeCopyStream:
+    """`CopyStream` on such a device."""
+
+    device: Device
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        before, self.device.current = self.device.current, self.device.copies
+        try:
+            yield
+        finally:
+            self.device.current = before
+
+    @contextmanager
+    def after_computing(self) -> Iterator[None]:
+        self.device.copies.wait_for(self.device.computing)
+        with self.beside():
+            yield
+
+    def join(self) -> None:
+        self.device.computing.wait_for(self.device.copies)
+
+    def lend(self, tensor: Tensor) -> None:
+        pass
+
+
+class FakeFence:
+    """`Fence` on such a device."""
+
+    device: Device
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = self.device.current
+        self._place = len(self._stream.launched)
+
+    @property
+    def done(self) -> bool:
+        return self._stream.done >= self._place
+
+    def wait(self) -> None:
+        self._stream.run(self._place)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with quick_files():
+        yield
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[ChunkReader]:
+    with reading() as reader:
+        yield reader
+
+
+@pytest.fixture(params=[True, False], ids=["late copies", "early copies"])
+def fake(device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """What kernels do is done on it; the host waits for it before it looks at scores."""
+    if device == "cuda":
+        pytest.skip("there streams are real")
+    fake = Device(late_copies=request.param)
+    stream = type("OwnStream", (FakeCopyStream,), {"device": fake})
+    fence = type("OwnFence", (FakeFence,), {"device": fake})
+    gather, score = gather_kernels.gather, score_kernels.column_sums
+
+    def launched(*args: Any, **options: Any) -> None:
+        fake.launch(lambda: gather(*args, **options))
+
+    def waited_for(*args: Any, **options: Any) -> Tensor:
+        assert fake.current is fake.computing
+        fake.computing.run()
+        return score(*args, **options)
+
+    monkeypatch.setattr(gather_kernels, "gather", launched)
+    monkeypatch.setattr(score_kernels, "column_sums", waited_for)
+    monkeypatch.setattr(cache_module, "CopyStream", stream)
+    for module in (cache_module, moves_module, gather_module):
+        monkeypatch.setattr(module, "Fence", fence)
+    monkeypatch.setattr(cache_module, "make_mover", KernelMover)
+    monkeypatch.setattr(source_module, "make_gatherer", KernelGatherer)
+    monkeypatch.setattr(selection, "_kernels", lambda _: selection_kernels)
+    return fake
+
+
+def layer_inputs(case: Case, seed: int) -> LayerInputs:
+    generator, shape = torch.Generator().manual_seed(seed), case.shape
+    queries, new = (
+        torch.randn(6, heads, shape.key_dim, generator=generator).to(shape.dtype)
+        for heads in (shape.num_query_heads, shape.num_kv_heads)
+    )
+    return LayerInputs(queries, new, new[:2], 0.2)
+
+
+def overwrite_free_memory(case: Case) -> None:
+    case.pool.has_room(0)
+    case.pool._collect()
+    for memory in case.pool._free:
+        memory.view[:] = b"\xff" * len(memory)
+
+
+def new_slots(case: Case, k: int) -> tuple[ScatteredSlots, ScatteredSlots]:
+    shape = case.shape
+    keys, values = (
+        ScatteredSlots(k, shape.num_kv_heads, dim, shape.dtype)
+        for dim in (shape.key_dim, shape.value_dim)
+    )
+    return keys, values
+
+
+def chosen(case: Case, layer: int, inputs: LayerInputs, k: int) -> Tensor:
+    """What the rule chooses, by the references."""
+    assert case.sketches is not None
+    sums = TorchScorer().column_sums(
+        inputs.queries,
+        case.sketches[layer],
+        inputs.resident_keys,
+        inputs.new_keys,
+        tuple(range(case.shape.num_kv_heads)),
+        inputs.scaling,
+    )
+    return per_head_tokens(sums, case.shape.group_size, k)
+
+
+def load_request(case: Case, fake: Device, k: int, seed: int, *, neighbour: bool) -> int:
+    """Load all layers, each while others are copied; returns how many were copied ahead.
+
+    A neighbour reads the same rows right after, from where they have moved.
+    """
+    found, ahead = [], 0
+    case.request()
+    source, other = case.segment_source, case.make_source()
+    source._on_accelerator = True
+    loader = PrefixLoader(case.shape, SketchRule(), KernelScorer())
+    for layer in range(case.shape.num_layers):
+        inputs, pools, others = (
+            layer_inputs(case, seed + layer),
+            new_slots(case, k),
+            new_slots(case, k),
+        )
+        overwrite_free_memory(case)
+        slots = LayerSlots(pools[0].whole, pools[1].whole)
+        selected = loader.load(layer, source, inputs, slots, LoadStats())
+        assert torch.equal(selected, chosen(case, layer, inputs, k))
+        found.append((layer, selected, pools))
+        if neighbour:
+            others = new_slots(case, k)
+            other.read(layer, selected, keys=others[0].whole, values=others[1].whole)
+            found.append((layer, selected, others))
+        while source.next_ahead < source.num_layers:
+            source.read_ahead(1.0)
+        while source.is_reading:
+            time.sleep(0.001)
+        source.copy_ahead()
+        ahead += source._copied is not None
+        overwrite_free_memory(case)
+    for own in (source, other):
+        own.close()
+    overwrite_free_memory(case)
+    fake.computing.run()
+    for layer, selected, (keys, values) in found:
+        for head, tokens in enumerate(selected):
+            assert torch.equal(keys.rows()[:, head], case.keys[layer][tokens, head])
+            assert torch.equal(values.rows()[:, head], case.values[layer][tokens, head])
+    return ahead
+
+
+@pytest.mark.parametrize("caches", ["tiny score", "tiny LFU", "room on both", "room on the host"])
+def test_each_layer_has_its_tokens(
+    fake: Device, caches: str, tmp_path: Path, reader: ChunkReader
+) -> None:
+    """Chunks move through the same pages from request to request, behind what reads them."""
+    case = opened(f"one-segment, {caches}, reordered: sketch-float32", tmp_path, reader)
+    ahead = [load_request(case, fake, 20, 10 * n, neighbour=n % 2 == 1) for n in range(6)]
+    assert sum(ahead) > 0
+    assert fake.copies.launched
+    case.close()
