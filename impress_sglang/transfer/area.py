@@ -8,6 +8,7 @@ memory would cost as much as the reading.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -169,10 +170,11 @@ class LayerArea:
         """Begin to read what is missing of the wanted blocks; returns how many bytes that is.
 
         With the last wish of the layer it is known what will be used: of what was to be read ahead
-        and is not begun, only what is wanted is read.
+        and is not begun, only what is wanted is read. Before that only reads that would bring
+        wanted blocks are ended, for these are waited for now.
         """
-        if last:
-            self._stop_reading_ahead(reader)
+        bringing = range(len(self._reads)) if last else np.unique(self._owner[wanted]).tolist()
+        self._stop_reading_ahead(bringing, reader)
         begun = self._owner[wanted & ~self._wanted]
         self._wanted |= wanted
         ahead = np.array([read.ahead for read in self._reads], np.bool_)
@@ -201,7 +203,7 @@ class LayerArea:
 
     def close(self, reader: ChunkReader) -> None:
         """Give the memory back; what is not begun is not read any more."""
-        self._stop_reading_ahead(reader)
+        self._stop_reading_ahead(range(len(self._reads)), reader)
         self.ahead_bytes = sum(read.num_bytes for read in self._reads if read.ahead)
         self._pool.give(self.memory, self._reads)
 
@@ -210,8 +212,12 @@ class LayerArea:
         for read in self._reads:
             read.settled()
 
-    def _stop_reading_ahead(self, reader: ChunkReader) -> None:
-        for number, read in enumerate(self._reads):
+    def _stop_reading_ahead(self, numbers: Iterable[int], reader: ChunkReader) -> None:
+        """Do not begin what is not begun of these reads, if they are ahead."""
+        for number in numbers:
+            if number == _NO_READ:
+                continue
+            read = self._reads[number]
             if read.ahead and not read.done:
                 for _, starts, stops in reader.cancel(read):
                     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):

@@ -230,6 +230,7 @@ class KernelGatherer:
         return self._cache.device
 
     def _target(self, slots: Slots, addresses: Tensor, positions: Tensor | None) -> Any:
+        assert slots.pool.dtype == self._cache.page.dtype
         columns = self._kernels.head_columns(slots.pool, slots.heads, self._unit)
         lanes = columns.offsets.numel() // addresses.shape[1]
         return self._kernels.Target(slots.pool, columns, addresses, slots.rows, positions, lanes)

@@ -6,6 +6,7 @@ Stage: load.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -73,7 +74,13 @@ class Slots:
 
     @property
     def _heads(self) -> Tensor:
-        return torch.tensor(self.heads, dtype=torch.int64, device=self.pool.device)
+        return _head_index(self.heads, self.pool.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _head_index(heads: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept, because a device waits for a copy from the host."""
+    return torch.tensor(heads, dtype=torch.int64, device=device)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -182,6 +182,31 @@ def test_what_was_not_begun_is_read_only_if_it_is_wanted(
     assert (area.ahead_bytes, area.ahead_used_bytes) == (2 * BLOCK, BLOCK)
 
 
+def test_a_first_wish_ends_only_what_it_waits_for(
+    stored: Stored, step: tuple[ChunkReader, StepEngine]
+) -> None:
+    """As a probe, after which rows are asked for: it overtakes, and these go on being read."""
+    reader, engine = step
+    area, wanted = stored.area(), stored.flags(11, 12)
+    # Reads ahead take half of the queue, so only block 1 and 2 are begun.
+    area.read_ahead(stored.flags(1, 2, 3, 4), reader)
+    area.read_ahead(stored.flags(10, 11, 12), reader)
+    engine.wait_started(2)
+
+    assert area.read(wanted, 0, reader, last=False) == 2 * BLOCK
+    assert not area.has(wanted)
+    engine.allow()
+    area.wait(wanted)
+    for read in area.reads:
+        read.settled()
+
+    assert stored.started(engine) == [1, 2, 11, 12, 3, 4]
+    assert area.has(stored.flags(1, 4, 11)) and not area.has(stored.flags(1, 10))
+    assert area.read(stored.flags(4), 0, reader) == 0
+    area.close(reader)
+    assert (area.ahead_bytes, area.ahead_used_bytes) == (4 * BLOCK, BLOCK)
+
+
 def test_waiting_is_for_what_is_wanted(
     stored: Stored, step: tuple[ChunkReader, StepEngine]
 ) -> None:
