@@ -12,7 +12,9 @@ from impress_sglang.integration.attention import PrefixAttention
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.runtime import ServingRuntime
 from impress_sglang.management.identity import model_identity, weights_digest
+from impress_sglang.management.policies import make_policy
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.transfer.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     """The tree cache for SGLang's `TreeCacheBuildContext`.
 
     Raises:
-        UnsupportedError: the attention backend is not ours, so that sink rows would be read wrong.
+        UnsupportedError: the attention backend is not ours, so that sink rows would be read wrong,
+            or a kernel for this model does not fit into the GPU.
         ConfigError: a directory cannot be written, or the caches do not fit in memory.
         StoreInUseError: another server uses it for the same model.
     """
@@ -54,6 +57,12 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
         )
 
     device = runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer).device
+    # Before the store is opened, which takes much memory.
+    policy = make_policy(config)
+    if policy.stores:
+        selects = not policy.exact(config.min_retention)
+        rule = policy.identification_rule() if selects else None
+        warm_up(shape, rule, config.chunk_tokens, device)
     hidden_size = runner.model_config.hidden_size
     runtime = ServingRuntime(config, shape, identify(), device, hidden_size)
     backend.connect(runtime)

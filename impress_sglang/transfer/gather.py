@@ -189,6 +189,9 @@ class KernelGatherer:
 
     def gather(self, reads: Sequence[SpanMemory], keys: Slots | None, values: Slots | None) -> None:
         """See `RowGatherer`; nothing is waited for: see `Fence`."""
+        if not any(read.parts for read, _ in reads):
+            # Keys, where all heads are probe heads.
+            return
         wanted, indices = [], []
         for slots, is_values in ((keys, False), (values, True)):
             found = self._addresses(reads, is_values=is_values)

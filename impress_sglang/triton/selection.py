@@ -215,7 +215,8 @@ def _float32_at_most(number: float) -> float:
     return float(rounded)
 
 
-@triton.jit(do_not_specialize=["k"])
+# Lengths differ from request to request, and where rows begin with them.
+@triton.jit(do_not_specialize=["row_stride", "m", "k"])
 def _top_kernel(
     scores: tl.tensor,
     row_stride: tl.tensor,
@@ -259,7 +260,7 @@ def _top_kernel(
             tl.store(common + row * rows + others, 0, mask=others < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_stride", "m"])
 def _vote_kernel(
     scores: tl.tensor,
     row_stride: tl.tensor,
@@ -298,7 +299,7 @@ def _vote_kernel(
     tl.store(keys + tokens, tl.where(inside, _vote_order(votes, summed, DROPPED_BITS), -1))
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["m", "k"])
 def _choice_kernel(
     keys: tl.tensor,
     common: tl.tensor,

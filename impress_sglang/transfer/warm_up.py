@@ -1,0 +1,308 @@
+"""Compiles kernels before the first request needs them; a GPU takes seconds for each variant.
+
+Stages: probe, select, load. Triton compiles a kernel for the constants and the kinds of arguments
+of a launch. Nearly all of these follow from the shape of the KVs, the identification rule and the
+device; lengths of requests choose among a few tiles of scores and two blocks of selection. So the
+stages themselves are run here on made-up requests, once for each of these: whatever real ones
+launch is compiled then. tests/unit/triton/test_warm_up.py compares the two.
+
+Heads whose dimension is no multiple of 16 may be an exception: where their vectors begin, and how
+far they are apart, differs between requests and models. What that takes is compiled when it occurs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.importance.history import TokenHistory
+from impress_sglang.importance.identify import H2ORule, IdentificationRule, PaperRule
+from impress_sglang.importance.selection import agreed_tokens, own_tokens
+from impress_sglang.storage.direct_io import AlignedMemory
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.reader import ChunkReader, Integers, OpenSegment
+from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.storage.sketch import Sketch
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.placement import Access, Move, Tier
+from impress_sglang.tiers.rules import LeastRecentlyUsed
+from impress_sglang.tiers.slab import PageShape
+from impress_sglang.transfer.area import AreaPool
+from impress_sglang.transfer.expectation import BlockHistory
+from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
+from impress_sglang.transfer.plan import SourceSpan
+from impress_sglang.transfer.scoring import KernelScorer
+from impress_sglang.transfer.slots import LayerSlots
+from impress_sglang.transfer.source import Demand, SegmentSource
+
+logger = logging.getLogger(__name__)
+
+# Of a made-up segment.
+SEGMENT_TOKENS = 20
+# Tiles are looked for up to these lengths.
+LONGEST_PREFIX = 1 << 20
+MOST_NEW_TOKENS = 1 << 12
+# Of each made-up cache.
+CACHE_PAGES = 2
+
+
+def warm_up(
+    shape: KVShape,
+    rule: IdentificationRule | None,
+    chunk_tokens: int,
+    device: torch.device,
+    *,
+    in_slots: bool = True,
+) -> float:
+    """Compile all kernels with which requests load their prefixes; on a CPU there are none.
+
+    Args:
+        shape: of the KVs.
+        rule: which tokens a layer uses; None if prefixes are always loaded whole.
+        chunk_tokens: of the store.
+        device: where attention runs.
+        in_slots: layers are loaded into named slots of a pool, and not into its first rows.
+
+    Returns:
+        Seconds that it took.
+
+    Raises:
+        UnsupportedError: a kernel of this shape does not fit into the device.
+    """
+    if device.type != "cuda":
+        return 0.0
+    began = time.perf_counter()
+    run_stages(shape, rule, chunk_tokens, device, in_slots=in_slots)
+    torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - began
+    logger.info("kernels that load prefixes are compiled (%.1f s)", seconds)
+    return seconds
+
+
+def run_stages(
+    shape: KVShape,
+    rule: IdentificationRule | None,
+    chunk_tokens: int,
+    device: torch.device,
+    *,
+    in_slots: bool = True,
+) -> None:
+    """Launch all kernels in all their variants, in Triton's interpreter, too; see `warm_up`."""
+    if rule is not None and rule.evidence != "nothing":
+        _score(shape, rule, device)
+        with _fitting(shape, "choosing tokens", "--impress-policy as, which loads whole prefixes"):
+            _choose(shape, rule, device)
+    with _fitting(shape, "loading KVs", "--impress-policy recompute, which loads none"):
+        _load(replace(shape, num_layers=1), rule, chunk_tokens, device, in_slots=in_slots)
+
+
+@contextlib.contextmanager
+def _fitting(shape: KVShape, what: str, instead: str) -> Iterator[None]:
+    """Say what to do where a kernel does not fit into the device."""
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        yield
+    except OutOfResources as error:
+        raise UnsupportedError(
+            f"the kernel for {what} does not fit into this GPU: for {shape.group_size} query heads "
+            f"per KV head and {shape.key_dim} elements per key ({shape.dtype}) it takes "
+            f"{error.required} of {error.name}, and there is {error.limit}; use {instead}"
+        ) from error
+
+
+def _score(shape: KVShape, rule: IdentificationRule, device: torch.device) -> None:
+    """Score keys, and sketches if the rule asks for them.
+
+    Keys are scored with every rule: sketches of several segments, and of a prefix that was computed
+    again, come as keys. They go first: if they fit, the rule of the paper can be used.
+    """
+    everything = tuple(range(shape.num_kv_heads))
+    with _fitting(shape, "scoring keys", "--impress-policy as, which loads whole prefixes"):
+        for heads in (shape.probe_kv_heads, shape.other_kv_heads):
+            if heads:
+                _score_all_tiles(shape, heads, 0, device)
+    if shape.sketch_bits and rule.evidence == "probe":
+        with _fitting(shape, "scoring sketches", "--impress-identify paper"):
+            _score_all_tiles(shape, everything, shape.sketch_bits, device)
+
+
+def _score_all_tiles(
+    shape: KVShape, heads: tuple[int, ...], bits: int, device: torch.device
+) -> None:
+    """Score the keys of some heads, or sketches, with and without resident keys."""
+
+    def zeros(tokens: int, num_heads: int) -> Tensor:
+        return torch.zeros(tokens, num_heads, shape.key_dim, dtype=shape.dtype, device=device)
+
+    for new, tokens in _lengths_of_tiles(shape, len(heads), bits, device):
+        prefix = _sketch(shape, tokens, device) if bits else zeros(tokens, len(heads))
+        queries = zeros(new, len(heads) * shape.group_size)
+        new_keys = zeros(new, shape.num_kv_heads)
+        for resident in (0, 1):
+            resident_keys = zeros(resident, shape.num_kv_heads)
+            KernelScorer().column_sums(queries, prefix, resident_keys, new_keys, heads, 1.0)
+
+
+def _sketch(shape: KVShape, tokens: int, device: torch.device) -> Sketch:
+    heads, bits = (shape.num_kv_heads, shape.key_dim), shape.sketch_bits
+    codes = torch.zeros(-(-tokens * bits // 8), *heads, dtype=torch.uint8, device=device)
+    table = torch.zeros(2, *heads, dtype=torch.float32, device=device)
+    return Sketch(codes, table, bits, 0, tokens)
+
+
+def _lengths_of_tiles(
+    shape: KVShape, num_heads: int, bits: int, device: torch.device
+) -> list[tuple[int, int]]:
+    """Numbers of new and of prefix tokens for each tile that there is."""
+    from impress_sglang.triton import scores
+
+    processors = scores.INTERPRETED_PROCESSORS
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    found: dict[scores.Tile, tuple[int, int]] = {}
+    # Short ones first: long ones take memory.
+    for tokens in _powers_of_two(LONGEST_PREFIX):
+        for new in _powers_of_two(MOST_NEW_TOKENS):
+            lengths = scores.Lengths((new,), (tokens,), (0,))
+            tile = scores.tile_shape(
+                lengths, num_heads, shape.group_size, shape.key_dim, shape.dtype, bits, processors
+            )
+            found.setdefault(tile, (new, tokens))
+    return list(found.values())
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << bit for bit in range(most.bit_length())]
+
+
+def _choose(shape: KVShape, rule: IdentificationRule, device: torch.device) -> None:
+    """Choose tokens of a short and of a long prefix."""
+    from impress_sglang.triton.selection import SMALL_BLOCK
+
+    for tokens in (2, SMALL_BLOCK + 1):
+        scores = torch.zeros(shape.num_query_heads, tokens, dtype=torch.float32, device=device)
+        own_tokens(scores, shape.group_size, 1)
+        if shape.probe_kv_heads and rule.evidence == "probe":
+            agreed_tokens(scores[: len(shape.probe_kv_heads) * shape.group_size], 1, 0.5)
+
+
+def _load(
+    shape: KVShape,
+    rule: IdentificationRule | None,
+    chunk_tokens: int,
+    device: torch.device,
+    *,
+    in_slots: bool,
+) -> None:
+    """Move chunks, and load a layer of requests with one segment and with two."""
+    size = CACHE_PAGES * PageShape.of(shape, chunk_tokens).page_bytes
+    with contextlib.ExitStack() as at_end:
+        cache = ChunkCache(
+            shape,
+            chunk_tokens,
+            LeastRecentlyUsed(),
+            device=device,
+            device_bytes=size,
+            host_bytes=size,
+        )
+        at_end.callback(cache.close)
+        _move_chunks(cache)
+        # A store may have segments that were written with another size of chunks.
+        spans = [_span(shape, own, cache, at_end) for own in (chunk_tokens, 2 * chunk_tokens)]
+        # Nothing can be read asynchronously from what is no file.
+        reader = ChunkReader(1, engine="threads")
+        at_end.callback(reader.close)
+        pool = AreaPool(0, pin=device.type == "cuda", spare_bytes=cache.page.page_bytes)
+        at_end.callback(pool.close)
+        for prefix in (spans[:1], spans):
+            num_tokens = sum(map(len, prefix))
+            branches = [] if rule is None else _branches(rule)
+            wanted = [(branch, num_tokens // 2 + 1) for branch in branches]
+            # Of a whole prefix no rule is asked.
+            for used, k in (*wanted, (H2ORule(), num_tokens)):
+                source = SegmentSource(shape, prefix, reader, pool, cache, Demand())
+                at_end.callback(source.close)
+                slots = _slots(shape, k, device, in_slots=in_slots)
+                loader = PrefixLoader(shape, used, KernelScorer())
+                loader.load(0, source, _inputs(shape, device), slots, LoadStats())
+
+
+def _branches(rule: IdentificationRule) -> list[IdentificationRule]:
+    """Rules that between them ask for all that a rule may ask for, where k is more than half of m.
+
+    Then sets of heads overlap, and with the exponents 0 and infinity they are never and always
+    alike enough.
+    """
+    if isinstance(rule, PaperRule):
+        return [replace(rule, alpha=alpha) for alpha in (0.0, math.inf)]
+    return [rule]
+
+
+def _inputs(shape: KVShape, device: torch.device) -> LayerInputs:
+    queries, keys, resident = (
+        torch.zeros(tokens, heads, shape.key_dim, dtype=shape.dtype, device=device)
+        for tokens, heads in (
+            (1, shape.num_query_heads),
+            (1, shape.num_kv_heads),
+            (0, shape.num_kv_heads),
+        )
+    )
+    return LayerInputs(queries, keys, resident, 1.0)
+
+
+def _slots(shape: KVShape, k: int, device: torch.device, *, in_slots: bool) -> LayerSlots:
+    slots = LayerSlots.fresh(k, shape, device)
+    if not in_slots:
+        return slots
+    return LayerSlots.of(slots.keys.pool, slots.values.pool, torch.arange(k, device=device))
+
+
+def _move_chunks(cache: ChunkCache) -> None:
+    """A chunk from SSD to the device, another one from there to the host."""
+    loaded = torch.zeros(
+        cache.page.page_bytes, dtype=torch.uint8, pin_memory=cache.device.type == "cuda"
+    )
+    moves = Move(0, Tier.SSD, [], Tier.DEVICE, [0]), Move(1, Tier.DEVICE, [0], Tier.HOST, [0])
+    nothing = np.empty(0, np.uint8), np.empty((0, 0), np.int32), np.empty(0, np.bool_)
+    fence = cache.settle(Access(*nothing, moves), {0: loaded})
+    assert fence is not None
+    fence.wait()
+
+
+class _Zeros(OpenSegment):
+    """A segment without a file: all its bytes are 0, and none is verified."""
+
+    def __init__(self, shape: KVShape, chunk_tokens: int) -> None:
+        tokens = np.zeros(SEGMENT_TOKENS, np.int32)
+        self.info = SegmentInfo("warm-up", "", "", "", 0, tokens, False, shape, chunk_tokens)
+        self.layout = self.info.layout()
+        self.checksums = np.empty(0, np.uint64)
+        self.mapping = None
+        self.sketch_tables = np.zeros(self.info.sketch_shape, np.float32)
+        self.descriptor = os.open("/dev/zero", os.O_RDONLY)
+
+    def check_blocks(self, memory: AlignedMemory, offset: int, blocks: Integers) -> None:
+        """See `OpenSegment`."""
+
+
+def _span(
+    shape: KVShape, chunk_tokens: int, cache: ChunkCache, at_end: contextlib.ExitStack
+) -> SourceSpan:
+    """All of a made-up segment."""
+    segment = _Zeros(shape, chunk_tokens)
+    at_end.callback(segment.close)
+    layout = segment.layout
+    history = TokenHistory(shape.num_layers, shape.num_lanes, SEGMENT_TOKENS)
+    blocks = BlockHistory(layout, np.zeros(layout.total_chunks))
+    return SourceSpan(segment, 0, SEGMENT_TOKENS, cache.attach(layout), history, blocks)

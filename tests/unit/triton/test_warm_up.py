@@ -1,0 +1,387 @@
+"""What is compiled when a server starts is all that its requests launch.
+
+Kernels are interpreted, and each launch is noted as Triton would tell compiled variants apart on a
+GPU: by constants, types, alignment, and by which numbers are 1 or multiples of 16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.errors import OutOfResources
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import create_function_from_signature
+
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.importance import selection
+from impress_sglang.importance.identify import (
+    H2ORule,
+    IdentificationRule,
+    PaperRule,
+    RecentRule,
+    SketchRule,
+)
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.tiers import cache as cache_module
+from impress_sglang.tiers.moves import KernelMover
+from impress_sglang.transfer import source as source_module
+from impress_sglang.transfer.gather import KernelGatherer
+from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
+from impress_sglang.transfer.scoring import KernelScorer
+from impress_sglang.transfer.slots import LayerSlots
+from impress_sglang.transfer.source import MemorySource, SegmentSource
+from impress_sglang.transfer.warm_up import run_stages, warm_up
+from impress_sglang.triton import gather as gather_kernels
+from impress_sglang.triton import scores as score_kernels
+from impress_sglang.triton import selection as selection_kernels
+from tests.unit.kv_factory import make_shape, random_kvs
+from tests.unit.reading import load_layer
+from tests.unit.source_factory import (
+    SEVERAL,
+    CacheKind,
+    Case,
+    Part,
+    open_case,
+    quick_files,
+    reading,
+)
+
+CPU = torch.device("cpu")
+CHUNK = 8
+# As they were decorated, before the interpreter takes their place.
+COMPILED = {
+    (module.__name__, name): value
+    for module in (gather_kernels, score_kernels, selection_kernels)
+    for name, value in vars(module).items()
+    if isinstance(value, triton.JITFunction)
+}
+BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+
+# Kernel, options of its launch, and kinds of its arguments.
+Variant = tuple[str, str, str]
+
+
+class Launches:
+    """Variants that were launched since the last look.
+
+    They are carried out only with `everything`, for the interpreter is slow. Else what the host
+    looks at is made up: which tokens are chosen, and by the threshold whether heads are alike.
+    """
+
+    def __init__(self) -> None:
+        self.everything = False
+        self._seen: set[Variant] = set()
+        self._binders = {
+            name: create_function_from_signature(kernel.signature, kernel.params, BACKEND)
+            for name, kernel in COMPILED.items()
+        }
+
+    def note(self, function: Any, positional: Sequence[Any], options: dict[str, Any]) -> bool:
+        """Note a launch; returns whether it is to be carried out."""
+        name = function.__name__
+        arguments, kinds, launch = self._binders[function.__module__, name](*positional, **options)
+        named = dict(zip(arguments, kinds, strict=True))
+        self._seen.add((name, str(sorted(launch.items())), str(named)))
+        if self.everything:
+            return True
+        if name == "_top_kernel" and arguments["common"] is None:
+            arguments["out"][:] = torch.arange(arguments["k"])
+        elif name == "_choice_kernel":
+            arguments["out"][0] = arguments["threshold"] < 0.5
+            arguments["out"][arguments["HEADER"] :] = torch.arange(arguments["k"])
+        return False
+
+    def take(self) -> set[Variant]:
+        seen, self._seen = self._seen, set()
+        return seen
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with quick_files():
+        yield
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[ChunkReader]:
+    with reading() as reader:
+        yield reader
+
+
+@pytest.fixture
+def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """What a GPU would do with kernels is done with them, on CPU tensors."""
+    if device == "cuda":
+        pytest.skip("the stores of these tests are on the CPU")
+    launches, run, begin = Launches(), InterpretedFunction.run, SegmentSource.__init__
+
+    def noted(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if launches.note(self.fn, args, options):
+            run(self, *args, grid=grid, warmup=warmup, **options)
+
+    def on_accelerator(self: SegmentSource, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        self._on_accelerator = True
+
+    monkeypatch.setattr(InterpretedFunction, "run", noted)
+    monkeypatch.setattr(SegmentSource, "__init__", on_accelerator)
+    monkeypatch.setattr(source_module, "make_gatherer", KernelGatherer)
+    monkeypatch.setattr(cache_module, "make_mover", KernelMover)
+    monkeypatch.setattr(selection, "_kernels", lambda _: selection_kernels)
+    return launches
+
+
+SKETCHES = make_shape(query_heads=6, key_dim=16, value_dim=32, sketch_bits=4)
+MHA = make_shape(query_heads=5, kv_heads=5, key_dim=32, value_dim=32, probe=(0, 1, 2))
+GQA = make_shape(query_heads=8, kv_heads=4, key_dim=16, value_dim=16, probe=(0,))
+MQA = make_shape(query_heads=4, kv_heads=1, key_dim=32, value_dim=32, probe=(0,))
+BYTES = make_shape(query_heads=3, kv_heads=3, key_dim=80, value_dim=48, sketch_bits=8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """What it is started with; `branches` make its requests ask for all that its rule may ask."""
+
+    shape: KVShape
+    rule: IdentificationRule | None
+    branches: tuple[IdentificationRule, ...]
+
+    @classmethod
+    def of(cls, shape: KVShape, dtype: torch.dtype, rule: IdentificationRule | None) -> Server:
+        branches: tuple[IdentificationRule, ...] = () if rule is None else (rule,)
+        if isinstance(rule, PaperRule):
+            branches = PaperRule(9.0), PaperRule(0.001)
+        return cls(dataclasses.replace(shape, dtype=dtype), rule, branches)
+
+
+SERVERS = {
+    "sketches-bfloat16": Server.of(SKETCHES, torch.bfloat16, SketchRule()),
+    "sketches-float16": Server.of(SKETCHES, torch.float16, SketchRule()),
+    "sketches-float32": Server.of(SKETCHES, torch.float32, SketchRule()),
+    "paper-mha-bfloat16": Server.of(MHA, torch.bfloat16, PaperRule(0.6)),
+    "paper-mha-float32": Server.of(MHA, torch.float32, PaperRule(0.6)),
+    "sketches-8-bfloat16": Server.of(BYTES, torch.bfloat16, SketchRule()),
+    "paper-gqa-float16": Server.of(GQA, torch.float16, PaperRule(0.6)),
+    "paper-mqa-bfloat16": Server.of(MQA, torch.bfloat16, PaperRule(0.6)),
+    "h2o-mqa-bfloat16": Server.of(MQA, torch.bfloat16, H2ORule()),
+    "h2o-float16": Server.of(SKETCHES, torch.float16, H2ORule()),
+    "h2o-mha-bfloat16": Server.of(MHA, torch.bfloat16, H2ORule()),
+    "recent-bfloat16": Server.of(SKETCHES, torch.bfloat16, RecentRule()),
+    "whole-bfloat16": Server.of(SKETCHES, torch.bfloat16, None),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """A stored prefix; of how many of its tokens requests use, and their numbers of new tokens."""
+
+    parts: list[Part]
+    used: tuple[int, ...]
+    new: tuple[int, ...]
+
+
+# Lengths with and without a factor of 16, that need one tile or block and several.
+NEW, RESIDENT = (1, 2, 12, 16, 40, 150), (0, 1, 6, 0, 16, 3)
+SHORT, LONG = Part(77, CHUNK, 13, 77), Part(2100, CHUNK, 0, 2100)
+PREFIXES = {
+    "short": Prefix([SHORT], (64, 20, 16, 1), NEW),
+    "even": Prefix([Part(64, CHUNK, 0, 64)], (16,), (16, 5)),
+    "several segments": Prefix(SEVERAL, (77, 20), NEW),
+    "long": Prefix([LONG], (40,), NEW),
+    "long after short": Prefix([SHORT, LONG], (40,), NEW),
+}
+
+
+def layer_inputs(shape: KVShape, new: int, resident: int) -> LayerInputs:
+    """Of a request that is not the first of its batch; queries and keys are computed as one."""
+    heads = shape.num_query_heads, shape.num_kv_heads
+    widths = [own * shape.key_dim for own in (*heads, shape.num_kv_heads)]
+    queries, keys, _ = torch.zeros(new + 7, sum(widths), dtype=shape.dtype).split(widths, dim=1)
+    pool = torch.zeros(50, shape.num_kv_heads, shape.key_dim, dtype=shape.dtype)
+    return LayerInputs(
+        queries.view(-1, heads[0], shape.key_dim)[7:],
+        keys.view(-1, heads[1], shape.key_dim)[7:],
+        pool[torch.arange(resident)],
+        0.2,
+    )
+
+
+def make_requests(server: Server, directory: Path, reader: ChunkReader) -> None:
+    """Of all lengths, for each of the branches of the rule, and for the whole prefix."""
+    # On the device prefixes displace each other.
+    cache = CacheKind(device=2, host=400, page_tokens=CHUNK).make(server.shape)
+    for number, prefix in enumerate(PREFIXES.values()):
+        folder = directory / str(number)
+        folder.mkdir()
+        case = open_case(folder, server.shape, prefix.parts, reader, cache=cache, reordered=True)
+        for new, resident in zip(prefix.new, RESIDENT, strict=False):
+            inputs = layer_inputs(server.shape, new, resident)
+            for k in prefix.used:
+                for rule in server.branches if k < case.num_tokens else (H2ORule(),):
+                    load(case, rule, k, inputs)
+        case.close()
+
+
+def load(case: Case, rule: IdentificationRule, k: int, inputs: LayerInputs) -> None:
+    loader = PrefixLoader(case.shape, rule, KernelScorer())
+    case.request()
+    for layer in range(case.shape.num_layers):
+        load_layer(loader, layer, case.source, inputs, k, LoadStats())
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_requests_launch_nothing_new(
+    name: str, launches: Launches, tmp_path: Path, reader: ChunkReader
+) -> None:
+    """And everything that was compiled is launched by some request."""
+    server = SERVERS[name]
+    run_stages(server.shape, server.rule, CHUNK, CPU)
+    warm = launches.take()
+
+    make_requests(server, tmp_path, reader)
+
+    seen = launches.take()
+    assert sorted(seen - warm) == []
+    assert sorted(warm - seen) == []
+
+
+@pytest.mark.parametrize("name", ["sketches-float16", "paper-mha-bfloat16"])
+def test_a_prefix_that_is_computed_again_launches_nothing_new(
+    name: str, launches: Launches
+) -> None:
+    """Its keys are in memory, instead of a sketch of them."""
+    server = SERVERS[name]
+    run_stages(server.shape, server.rule, CHUNK, CPU)
+    warm = launches.take()
+
+    for tokens in (30, 700):
+        for new in NEW:
+            keys, values = random_kvs(server.shape, tokens, seed=0)
+            source = MemorySource(server.shape, list(keys), list(values))
+            for rule in server.branches:
+                loader = PrefixLoader(server.shape, rule, KernelScorer())
+                inputs = layer_inputs(server.shape, new, 2)
+                load_layer(loader, 0, source, inputs, tokens // 3, LoadStats())
+
+    seen = launches.take()
+    assert {variant[0] for variant in seen} >= {"_row_sums", "_weight_sums", "_top_kernel"}
+    assert sorted(seen - warm) == []
+
+
+@pytest.mark.parametrize("name", ["sketches-bfloat16", "paper-gqa-float16", "h2o-mha-bfloat16"])
+def test_loading_into_the_first_rows_of_a_pool_launches_nothing_new(
+    name: str, launches: Launches, tmp_path: Path, reader: ChunkReader
+) -> None:
+    server = SERVERS[name]
+    run_stages(server.shape, server.rule, CHUNK, CPU, in_slots=False)
+    warm = launches.take()
+
+    case = open_case(tmp_path, server.shape, [SHORT], reader)
+    for rule in server.branches:
+        for k in (20, case.num_tokens):
+            case.request()
+            pools = LayerSlots.fresh(100, server.shape, CPU)
+            slots = LayerSlots.of(pools.keys.pool[:k], pools.values.pool[:k])
+            loader = PrefixLoader(server.shape, rule, KernelScorer())
+            loader.load(0, case.source, layer_inputs(server.shape, 9, 0), slots, LoadStats())
+    case.close()
+
+    assert sorted(launches.take() - warm) == []
+
+
+def test_what_was_not_compiled_is_seen(
+    launches: Launches, tmp_path: Path, reader: ChunkReader
+) -> None:
+    """Guards the tests above: a server was started for another rule than its requests follow."""
+    server = SERVERS["sketches-bfloat16"]
+    run_stages(server.shape, H2ORule(), CHUNK, CPU)
+    warm = launches.take()
+
+    make_requests(server, tmp_path, reader)
+
+    missing = launches.take() - warm
+    assert {variant[0] for variant in missing} == {
+        "_apply_table",
+        "_row_sums",
+        "_weight_sums",
+        "_gather_kernel",
+    }
+    assert all("'BITS': ('constexpr', 4)" in v[2] for v in missing if v[0] == "_row_sums")
+
+
+@pytest.mark.parametrize(
+    ("shape", "rule"), [(SKETCHES, SketchRule()), (GQA, PaperRule(0.6)), (MHA, None)]
+)
+def test_what_is_launched_can_be_carried_out(
+    shape: KVShape, rule: IdentificationRule | None, launches: Launches
+) -> None:
+    launches.everything = True
+    run_stages(shape, rule, CHUNK, CPU)
+    assert launches.take()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind", "instead"),
+    [
+        ("_row_sums", "'BITS': ('constexpr', 4)", "--impress-identify paper"),
+        ("_weight_sums", "'BITS': ('constexpr', 0)", "--impress-policy as,"),
+        ("_top_kernel", "", "--impress-policy as,"),
+        ("_gather_kernel", "", "--impress-policy recompute,"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused(
+    kernel: str, kind: str, instead: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = launches.note
+
+    def compiled(function: Any, positional: Sequence[Any], options: dict[str, Any]) -> bool:
+        carried_out = note(function, positional, options)
+        if any(name == kernel and kind in kinds for name, _, kinds in launches.take()):
+            raise OutOfResources(147456, 101376, "shared memory")
+        return carried_out
+
+    monkeypatch.setattr(launches, "note", compiled)
+
+    with pytest.raises(UnsupportedError) as refusal:
+        run_stages(SKETCHES, SketchRule(), CHUNK, CPU)
+
+    text = str(refusal.value)
+    assert text.partition("; use ")[2].startswith(instead)
+    assert "3 query heads per KV head and 16 elements per key (torch.float32)" in text
+    assert "147456 of shared memory" in text and "101376" in text
+
+
+def test_on_a_cpu_there_is_nothing_to_compile(launches: Launches) -> None:
+    assert warm_up(SKETCHES, SketchRule(), CHUNK, CPU) == 0.0
+    assert not launches.take()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles for a GPU")
+def test_on_a_gpu_lengths_compile_nothing_new() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    server = SERVERS["sketches-bfloat16"]
+
+    def compiled() -> int:
+        return sum(len(own.device_caches[device.index][0]) for own in COMPILED.values())
+
+    before = compiled()
+    assert warm_up(server.shape, server.rule, 64, device) > 0
+    warm = compiled()
+    assert warm > before
+    for new, tokens in ((1, 77), (33, 4096), (500, 50000)):
+        queries, keys, prefix = (
+            torch.zeros(rows, heads, 16, dtype=torch.bfloat16, device=device)
+            for rows, heads in ((new, 6), (new, 2), (tokens, 2))
+        )
+        scores = KernelScorer().column_sums(queries, prefix, keys[:0], keys, (0, 1), 0.3)
+        assert selection.own_tokens(scores, 3, tokens // 4).shape == (2, tokens // 4)
+    assert compiled() == warm
