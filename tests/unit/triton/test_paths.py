@@ -21,13 +21,13 @@ from impress_sglang.transfer.gather import KernelGatherer
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.scoring import KernelScorer, TorchScorer
 from impress_sglang.triton import gather as gather_kernels
-from impress_sglang.triton import scores as score_kernels
+from impress_sglang.triton import scores as score_module
 from impress_sglang.triton import selection as selection_kernels
 from tests.unit.reading import LoadedLayer, load_layer
 from tests.unit.source_factory import Case, check_everything, opened, quick_files, reading
 
 # Kernels are interpreted only in modules that were imported before.
-KERNELS = (gather_kernels, score_kernels)
+KERNELS = (gather_kernels, score_module)
 
 
 @pytest.fixture(scope="module", autouse=True)

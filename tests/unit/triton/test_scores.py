@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.scores import column_sums as oracle
 from impress_sglang.storage.sketch import restore_keys, sketch_keys
-from impress_sglang.triton import scores
+from impress_sglang.triton import score_kernels, scores
 from impress_sglang.triton.scores import KeyRows, Lengths, SketchRows, column_sums, tile_shape
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -386,7 +386,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Batch, SketchRows | N
     return run
 
 
-@pytest.mark.skipif(not isinstance(scores._row_sums, triton.JITFunction), reason="interpreted")
+@pytest.mark.skipif(
+    not isinstance(score_kernels.row_sums, triton.JITFunction), reason="interpreted"
+)
 @pytest.mark.parametrize(
     ("dtype", "heads", "dim", "bits"),
     [(BRAIN, 8, 128, 0), (HALF, 6, 80, 4), (SINGLE, 2, 64, 0)],
@@ -409,7 +411,7 @@ def test_kernels_compile_for_hopper(
         code = compiled(kernel, arguments, tile, constants)
         assert "tf32" not in code.asm["ptx"]
         assert code.metadata.shared <= 227 * 1024
-        if dtype != SINGLE and kernel is not scores._apply_table:
+        if dtype != SINGLE and kernel is not score_kernels.apply_table:
             assert "wgmma" in code.asm["ptx"]
 
 

@@ -31,7 +31,7 @@ from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.scoring import KernelScorer, TorchScorer
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.triton import gather as gather_kernels
-from impress_sglang.triton import scores as score_kernels
+from impress_sglang.triton import scores as score_module
 from impress_sglang.triton import selection as selection_kernels
 from tests.unit.reading import ScatteredSlots
 from tests.unit.source_factory import Case, opened, quick_files, reading
@@ -137,7 +137,7 @@ def fake(device: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     fake = Device(late_copies=request.param)
     stream = type("OwnStream", (FakeCopyStream,), {"device": fake})
     fence = type("OwnFence", (FakeFence,), {"device": fake})
-    gather, score = gather_kernels.gather, score_kernels.column_sums
+    gather, score = gather_kernels.gather, score_module.column_sums
 
     def launched(*args: Any, **options: Any) -> None:
         fake.launch(lambda: gather(*args, **options))
@@ -148,7 +148,7 @@ def fake(device: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         return score(*args, **options)
 
     monkeypatch.setattr(gather_kernels, "gather", launched)
-    monkeypatch.setattr(score_kernels, "column_sums", waited_for)
+    monkeypatch.setattr(score_module, "column_sums", waited_for)
     monkeypatch.setattr(cache_module, "CopyStream", stream)
     for module in (cache_module, moves_module, gather_module):
         monkeypatch.setattr(module, "Fence", fence)

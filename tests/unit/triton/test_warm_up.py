@@ -41,7 +41,7 @@ from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import MemorySource, SegmentSource
 from impress_sglang.transfer.warm_up import run_stages, warm_up
 from impress_sglang.triton import gather as gather_kernels
-from impress_sglang.triton import scores as score_kernels
+from impress_sglang.triton import score_kernels
 from impress_sglang.triton import selection as selection_kernels
 from tests.unit.kv_factory import make_shape, random_kvs
 from tests.unit.reading import load_layer
@@ -273,7 +273,7 @@ def test_a_prefix_that_is_computed_again_launches_nothing_new(
                 load_layer(loader, 0, source, inputs, tokens // 3, LoadStats())
 
     seen = launches.take()
-    assert {variant[0] for variant in seen} >= {"_row_sums", "_weight_sums", "_top_kernel"}
+    assert {variant[0] for variant in seen} >= {"row_sums", "weight_sums", "_top_kernel"}
     assert sorted(seen - warm) == []
 
 
@@ -310,12 +310,12 @@ def test_what_was_not_compiled_is_seen(
 
     missing = launches.take() - warm
     assert {variant[0] for variant in missing} == {
-        "_apply_table",
-        "_row_sums",
-        "_weight_sums",
+        "apply_table",
+        "row_sums",
+        "weight_sums",
         "_gather_kernel",
     }
-    assert all("'BITS': ('constexpr', 4)" in v[2] for v in missing if v[0] == "_row_sums")
+    assert all("'BITS': ('constexpr', 4)" in v[2] for v in missing if v[0] == "row_sums")
 
 
 @pytest.mark.parametrize(
@@ -332,8 +332,8 @@ def test_what_is_launched_can_be_carried_out(
 @pytest.mark.parametrize(
     ("kernel", "kind", "instead"),
     [
-        ("_row_sums", "'BITS': ('constexpr', 4)", "--impress-identify paper"),
-        ("_weight_sums", "'BITS': ('constexpr', 0)", "--impress-policy as,"),
+        ("row_sums", "'BITS': ('constexpr', 4)", "--impress-identify paper"),
+        ("weight_sums", "'BITS': ('constexpr', 0)", "--impress-policy as,"),
         ("_top_kernel", "", "--impress-policy as,"),
         ("_gather_kernel", "", "--impress-policy recompute,"),
     ],
