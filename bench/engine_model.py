@@ -33,7 +33,7 @@ from impress_sglang.management.store import PrefixStore, StoreOutcome
 from impress_sglang.management.tree import StoredMatch
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
-from impress_sglang.timeline import ATTENTION, COPY, NO_TIMELINE, Timeline
+from impress_sglang.timeline import ATTENTION, COPY, NO_TIMELINE, STAGES, Timeline
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import Demand, SegmentSource
@@ -475,11 +475,13 @@ class StoredEngine:
 
             logits = engine.forward(asked.tokens[-new:], clock, place)
         clock.finish()
-        self._learn(stored, clock.duration_ms)
+        totals = clock.totals()
+        loading = sum(totals.get(stage, 0.0) for stage in STAGES if stage != ATTENTION)
+        self._learn(stored, loading, clock.duration_ms)
         estimated = stored.estimate.load
         return Served(
             clock.duration_ms,
-            clock.totals(),
+            totals,
             logits,
             stored.source.stats,
             stored.stats,
@@ -497,7 +499,7 @@ class StoredEngine:
             for layer in range(self._shape.num_layers):
                 stored.load(layer)
                 stored.finish_layer()
-        self._learn(stored, None)
+        self._learn(stored, stored.stats.probe_ms + stored.stats.load_ms, None)
 
     def reorder(self) -> None:
         """Rewrite all segments that were selected from, and wait for it.
@@ -549,14 +551,14 @@ class StoredEngine:
         seconds = self.store.seconds_to_read(stored.expected(retention, all_keys=all_keys))
         return self._estimator.estimate(work, retention, seconds)
 
-    def _learn(self, stored: _Stored, ttft_ms: float | None) -> None:
+    def _learn(self, stored: _Stored, loading_ms: float, ttft_ms: float | None) -> None:
         """What the server does after a request; `ttft_ms` None if the model did not run."""
-        work, loading = stored.work, stored.stats.probe_ms + stored.stats.load_ms
-        copying = max(loading - stored.source.stats.wait_ms, 0.0)
+        work = stored.work
+        copying = max(loading_ms - stored.source.stats.wait_ms, 0.0)
         whole = stored.k == work.stored
         self._estimator.note_load(work, copying / 1e3, whole=whole)
         if ttft_ms is not None:
-            seconds = max(ttft_ms - loading, 0.0) / 1e3
+            seconds = max(ttft_ms - loading_ms, 0.0) / 1e3
             self._estimator.note_forward(work.new, pairs_of(stored.k, work.new), seconds)
         self.store.poll()
         self.store.ahead.top_up()

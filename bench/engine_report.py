@@ -134,8 +134,28 @@ class EventTimeline:
 def stage_clock(rid: str, device: torch.device) -> StageClock:
     """The clock for requests on a device: of its own where it works by itself."""
     if device.type == "cuda":
-        return EventTimeline(rid, lambda: torch.cuda.Event(enable_timing=True))
+        stream = torch.cuda.current_stream(device)
+        return EventTimeline(rid, lambda: _ModelEvent(stream))
     return RequestTimeline(rid)
+
+
+class _ModelEvent:
+    """An event on the stream on which the model runs, whichever is current.
+
+    What is copied beside computing is a part of no stage.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._event = torch.cuda.Event(enable_timing=True)
+
+    def record(self) -> None:
+        """See `DeviceEvent`."""
+        self._event.record(self._stream)
+
+    def elapsed_time(self, end_event: _ModelEvent) -> float:
+        """See `DeviceEvent`."""
+        return float(self._event.elapsed_time(end_event._event))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,27 +13,44 @@ class PoolLayerReader:
     """Gives the KVs of some slots layer by layer, on the writing thread.
 
     The slots must not be given away before the last layer is read. On an accelerator the copies run
-    on a stream of their own, after all forward passes that were launched when the reader was made.
+    on a stream of their own, after all forward passes that were launched when the reader was made,
+    and after what makes `slots` on the current stream.
     """
 
     def __init__(self, pool: Any, slots: Tensor, forward_stream: Any) -> None:
         self._pool = pool
         self._slots = slots
         self._stream = None
+        self._after: list[Any] = []
         if slots.is_cuda:
-            self._stream = torch.cuda.Stream(slots.device)
-            self._stream.wait_stream(forward_stream)
+            current = torch.cuda.current_stream(slots.device)
+            self._stream = reading_stream(slots.device, forward_stream, current)
+            # Other readers share the stream, so it waits only when this one begins.
+            self._after = [forward_stream.record_event(), current.record_event()]
 
     def wait_for(self, event: Any) -> None:
         """Let the copies that follow wait for an event of an accelerator."""
         if self._stream is not None:
-            self._stream.wait_event(event)
+            self._after.append(event)
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [t, G, D] of a layer, on the CPU."""
         layer_id = layer + self._pool.start_layer
-        # A stream of None leaves the current one, which is all there is on a CPU.
-        with torch.cuda.stream(self._stream):
+        # A device of None leaves the current one, and so does a stream.
+        with torch.cuda.device_of(self._slots), torch.cuda.stream(self._stream):
+            while self._stream is not None and self._after:
+                self._stream.wait_event(self._after.pop())
             keys = self._pool.get_key_buffer(layer_id)[self._slots]
             values = self._pool.get_value_buffer(layer_id)[self._slots]
             return keys.cpu(), values.cpu()
+
+
+@functools.lru_cache(maxsize=8)
+def reading_stream(device: torch.device, *others: Any) -> Any:
+    """The stream of a device on which pools are read, another one than these.
+
+    Streams come from a small pool of the process, so that a new one may be one that is in use.
+    """
+    taken = {other.cuda_stream for other in others}
+    streams = (torch.cuda.Stream(device) for _ in range(len(taken) + 64))
+    return next(stream for stream in streams if stream.cuda_stream not in taken)

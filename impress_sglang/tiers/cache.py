@@ -66,7 +66,7 @@ class ChunkCache:
         host_slab = Slab(self.page, host_pages, cpu, option="--impress-host-gb", pin=pin)
         self._slabs: dict[int, Slab] = {Tier.DEVICE: device_slab, Tier.HOST: host_slab}
         self.copy_stream = CopyStream(device)
-        """Where chunks move; who reads cached chunks on the device joins it before."""
+        """Where chunks move; who reads them on the device joins it before, and then tells it."""
         self._mover = make_mover(self.page, self._slabs, self.copy_stream)
 
     def attach(self, layout: SegmentLayout) -> int:
@@ -119,8 +119,9 @@ class ChunkCache:
 
     def close(self) -> None:
         """Give the memory back; nothing can be read or placed any more."""
-        self.copy_stream.join()
-        Fence(self.device).wait()
+        if self.device.type == "cuda":
+            # Kernels on any stream may still be reading.
+            torch.cuda.synchronize(self.device)
         self._slabs.clear()
 
     def summary(self) -> dict[str, object]:

@@ -16,9 +16,9 @@ class Fence:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record()
+        self._event = None
+        if device.type == "cuda":
+            self._event = torch.cuda.current_stream(device).record_event()
 
     @property
     def done(self) -> bool:
@@ -39,28 +39,36 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._computing: torch.cuda.Stream | None = None
+        self._last_read: torch.cuda.Event | None = None
+        self._is_current = False
 
     @contextmanager
     def beside(self) -> Iterator[None]:
         """What is launched in the block waits for earlier copies, and for nothing else."""
-        if self._stream is None or self._computing is not None:
+        if self._stream is None or self._is_current:
             yield
             return
-        self._computing = torch.cuda.current_stream(self._stream.device)
+        self._is_current = True
         try:
             with torch.cuda.stream(self._stream):
                 yield
         finally:
-            self._computing = None
+            self._is_current = False
 
     @contextmanager
-    def after_computing(self) -> Iterator[None]:
-        """What is launched in the block comes after all that was launched before it."""
+    def after_reading(self) -> Iterator[None]:
+        """What is launched in the block comes after all reads of cached chunks, too."""
         with self.beside():
-            if self._stream is not None and self._computing is not None:
-                self._stream.wait_stream(self._computing)
+            # Whoever calls: reads are on the stream of the model, which may not be the current one.
+            if self._stream is not None and self._last_read is not None:
+                self._stream.wait_event(self._last_read)
             yield
+
+    def note_reading(self) -> None:
+        """What was launched on the current stream by now reads cached chunks."""
+        if self._stream is not None and not self._is_current:
+            current = torch.cuda.current_stream(self._stream.device)
+            self._last_read = current.record_event()
 
     def join(self) -> None:
         """What is launched on the current stream from now on comes after all copies."""

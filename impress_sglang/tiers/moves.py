@@ -24,7 +24,7 @@ class ChunkMover(Protocol):
     """The contract.
 
     All sources are as they were before the first page is written: a page may be both. Who reads
-    slabs on a device joins the copy stream before.
+    slabs on a device joins the copy stream before, and tells it afterwards.
     """
 
     def move(self, moves: Sequence[Move], loaded: Mapping[int, Tensor]) -> Fence:
@@ -97,8 +97,7 @@ class KernelMover:
     def move(self, moves: Sequence[Move], loaded: Mapping[int, Tensor]) -> Fence:
         """See `ChunkMover`; nothing is waited for."""
         cached = [move for move in moves if move.source != Tier.SSD]
-        # Of computing only what reads the slabs matters, and it was launched before.
-        with self._stream.after_computing():
+        with self._stream.after_reading():
             aside = self._set_aside(cached)
             first_bytes = {}
             start = aside.data_ptr()

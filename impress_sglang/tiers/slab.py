@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from impress_sglang.errors import ConfigError
-from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
+from impress_sglang.storage.direct_io import AlignedMemory
+from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, Stream, round_up
+from impress_sglang.tiers.pinning import pin_memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,8 +79,17 @@ class Slab:
         """
         size = (num_pages * page.page_vectors, page.unit)
         try:
-            self._vectors = torch.empty(size, dtype=page.dtype, device=device, pin_memory=pin)
-        except RuntimeError as error:
+            if pin and num_pages:
+                memory = AlignedMemory(round_up(num_pages * page.page_bytes, BLOCK_BYTES))
+                pin_memory(memory)
+                count = size[0] * size[1]
+                flat = torch.frombuffer(memory.view, dtype=page.dtype, count=count)
+                self._vectors = flat.view(size)
+                # The tensor keeps the bytes; they stay locked as long as this object is there.
+                self._memory = memory
+            else:
+                self._vectors = torch.empty(size, dtype=page.dtype, device=device)
+        except (RuntimeError, OSError) as error:
             raise ConfigError(
                 f"{num_pages * page.page_bytes / 1e9:.1f} GB for chunks cannot be allocated on "
                 f"{device}; lower {option}: {error}"

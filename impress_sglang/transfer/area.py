@@ -7,39 +7,23 @@ memory would cost as much as the reading.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.errors import ChunkUnreadable, ConfigError
+from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.loops.types import Flags
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
 from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment, PendingRead
 from impress_sglang.tiers.fence import Fence
+from impress_sglang.tiers.pinning import pin_memory
 from impress_sglang.transfer.plan import runs_of
 
 _GRAIN = 1 << 20
 _NO_READ = -1
-
-
-def pin_memory(memory: AlignedMemory) -> None:
-    """Lock memory for the current CUDA device, which then reads it by itself; for good.
-
-    Raises:
-        ConfigError: the system does not lock so much memory.
-    """
-    runtime = torch.cuda.cudart()
-    error = runtime.cudaHostRegister(memory.address, len(memory), 0)
-    if int(error) != 0:
-        raise ConfigError(
-            f"{len(memory) / 1e6:.0f} MB of read buffer cannot be pinned (CUDA: {int(error)}); "
-            "lower --impress-host-gb or raise the limit of locked memory (ulimit -l)"
-        )
-    weakref.finalize(memory, runtime.cudaHostUnregister, memory.address)
 
 
 class PooledMemory(AlignedMemory):

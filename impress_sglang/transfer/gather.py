@@ -212,7 +212,7 @@ class KernelGatherer:
         ]
         self._cache.copy_stream.join()
         self._kernels.gather(targets, self._unit, grain_bytes=self._grain)
-        self._set_fence([memory for _, memory in reads])
+        self._note_reading([memory for _, memory in reads])
 
     def gather_chunks(self, part: GroupPart, memory: PooledMemory | None) -> Tensor:
         """See `RowGatherer`; nothing is waited for, and the current stream need not be joined."""
@@ -225,7 +225,7 @@ class KernelGatherer:
             self._copier.copy([(rows.view(-1, page.elements), None, addresses)])
         else:
             self._gather_all_rows(part, memory, rows)
-        self._set_fence([memory])
+        self._note_reading([memory])
         return rows
 
     @property
@@ -304,7 +304,9 @@ class KernelGatherer:
         target = self._kernels.Target(rows, columns, addresses)
         self._kernels.gather([target], self._unit, grain_bytes=self._grain)
 
-    def _set_fence(self, memories: Sequence[PooledMemory | None]) -> None:
+    def _note_reading(self, memories: Sequence[PooledMemory | None]) -> None:
+        """Until what was launched is done neither caches nor areas may change."""
+        self._cache.copy_stream.note_reading()
         fence = Fence(self._device)
         for memory in memories:
             if memory is not None:

@@ -17,9 +17,10 @@ from torch import Tensor
 from impress_sglang.importance.identify import IdentificationRule
 from impress_sglang.storage.layout import PROBE, KVShape
 from impress_sglang.storage.sketch import Sketch
+from impress_sglang.tiers.fence import to_device
 from impress_sglang.timeline import COPY, PROBE_COMPUTE, SELECT
 from impress_sglang.transfer.scoring import Scorer, scorer_for
-from impress_sglang.transfer.slots import LayerSlots, Slots
+from impress_sglang.transfer.slots import LayerSlots, Slots, head_index
 from impress_sglang.transfer.source import PrefixSource, rows_of_lanes
 
 
@@ -216,9 +217,9 @@ class LayerEvidence:
             self.scores = self._column_sums(self.all_keys, range(shape.num_kv_heads))
             return self.scores
         scores = self.probe_scores().new_empty(shape.num_query_heads, self.num_tokens)
-        scores[_query_heads(shape, shape.probe_kv_heads)] = self.probe_scores()
+        scores[self._query_heads(shape.probe_kv_heads)] = self.probe_scores()
         if shape.other_kv_heads:
-            other_queries = _query_heads(shape, shape.other_kv_heads)
+            other_queries = self._query_heads(shape.other_kv_heads)
             scores[other_queries] = self._column_sums(others, shape.other_kv_heads)
         self.scores = scores
         return scores
@@ -235,11 +236,17 @@ class LayerEvidence:
         inputs, heads = self._inputs, tuple(kv_heads)
         queries = inputs.queries
         if len(heads) < self._shape.num_kv_heads:
-            queries = queries[:, _query_heads(self._shape, heads)]
+            queries = queries[:, self._query_heads(heads)]
         with self._source.timeline.span(PROBE_COMPUTE, self.layer):
             return self._scorer.column_sums(
                 queries, keys, inputs.resident_keys, inputs.new_keys, heads, inputs.scaling
             )
+
+    def _query_heads(self, kv_heads: Sequence[int]) -> Tensor:
+        """Query heads that share the given KV heads, grouped by KV head; where the queries are."""
+        size = self._shape.group_size
+        heads = tuple(h * size + g for h in kv_heads for g in range(size))
+        return head_index(heads, self._inputs.queries.device)
 
 
 def _in_full(keys: Tensor | Sketch) -> Tensor:
@@ -251,18 +258,13 @@ def _in_full(keys: Tensor | Sketch) -> Tensor:
 def join_keys(shape: KVShape, probe: Tensor, other: Tensor) -> Tensor:
     """Keys of probe and other heads -> [rows, G, D] in the order of the heads."""
     joined = probe.new_empty(probe.shape[0], shape.num_kv_heads, probe.shape[2])
-    joined[:, list(shape.probe_kv_heads)] = probe
-    joined[:, list(shape.other_kv_heads)] = other
+    joined[:, head_index(shape.probe_kv_heads, probe.device)] = probe
+    joined[:, head_index(shape.other_kv_heads, probe.device)] = other
     return joined
-
-
-def _query_heads(shape: KVShape, kv_heads: Sequence[int]) -> list[int]:
-    """Query heads that share the given KV heads, grouped by KV head."""
-    return [h * shape.group_size + g for h in kv_heads for g in range(shape.group_size)]
 
 
 def _pick(rows: Tensor, sets: Tensor, known: Tensor) -> Tensor:
     """From the rows [u, G, D] of the tokens `known` [u] those of each head's set [G, k]."""
-    position = torch.searchsorted(known, sets).T.to(rows.device)
+    position = to_device(torch.searchsorted(known, sets), rows.device).T
     heads = torch.arange(rows.shape[1], device=rows.device)
     return rows[position, heads]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from impress_sglang.loops.types import Indices
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.tiers.fence import to_device
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Slots:
             rows: [n, heads of a lane, D], from any device.
             lanes: of the heads; all have as many.
         """
-        place = torch.from_numpy(positions).to(self.pool.device)
+        place = to_device(torch.from_numpy(positions), self.pool.device)
         slots = place // lanes
         slots = slots if self.rows is None else self.rows[slots]
         heads = self._heads.view(lanes, -1)[place % lanes]
@@ -74,12 +75,12 @@ class Slots:
 
     @property
     def _heads(self) -> Tensor:
-        return _head_index(self.heads, self.pool.device)
+        return head_index(self.heads, self.pool.device)
 
 
 @functools.lru_cache(maxsize=64)
-def _head_index(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    """Kept, because a device waits for a copy from the host."""
+def head_index(heads: tuple[int, ...], device: torch.device) -> Tensor:
+    """Numbers of heads as int64 on a device; kept, because a copy from the host is waited for."""
     return torch.tensor(heads, dtype=torch.int64, device=device)
 
 

@@ -515,10 +515,11 @@ class MemorySource:
 
 def rows_of_lanes(whole: Tensor, tokens: Tensor) -> Tensor:
     """From rows [m, G, D] of all tokens those of the tokens [lanes, k] of each lane: [k, G, D]."""
+    index = to_device(tokens, whole.device)
     if len(tokens) == 1:
-        return whole.index_select(0, tokens[0].to(whole.device))
+        return whole.index_select(0, index[0])
     heads = torch.arange(whole.shape[1], device=whole.device)
-    return whole[tokens.T.to(whole.device), heads]
+    return whole[index.T, heads]
 
 
 def _of_lanes(whole: Tensor, tokens: Tensor | None) -> Tensor:

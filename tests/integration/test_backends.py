@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import inspect
+import itertools
 import os
 import pkgutil
 import subprocess
@@ -29,6 +31,7 @@ from impress_sglang.integration.attention import ADOPTED, PrefixAttention, adopt
 from impress_sglang.integration.clocks import Clock, HostEvent, clock_for
 from impress_sglang.integration.paged import PagedPrefixAttention, _host_rows
 from impress_sglang.integration.plugin import _after_batch
+from impress_sglang.integration.pool import reading_stream
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.row_starts import RowStarts
 from impress_sglang.integration.runtime import ServingRuntime
@@ -457,3 +460,26 @@ def test_estimates_count_what_the_device_has_passed(serving: Serving, device: De
     device.catch_up()
     serving.runtime.decide(StoredMatch(), Work(0, 0, 70), None)
     assert serving.notes.loads == [(Work(0, 30, 70), LAYERS * 3.0, False)]
+
+
+def test_pools_are_read_on_a_stream_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of a process come round: a new one may be the model's."""
+    numbers = itertools.chain([7, 3, 7, 5], itertools.repeat(9))
+
+    def new_stream(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(cuda_stream=next(numbers))
+
+    monkeypatch.setattr(torch.cuda, "Stream", new_stream)
+    reading_stream.cache_clear()
+    model, scheduler = Handle(7), Handle(3)
+    found = reading_stream(torch.device("cuda", 0), model, scheduler)
+    assert found.cuda_stream == 5
+    assert reading_stream(torch.device("cuda", 0), model, scheduler) is found, "one for all writes"
+    reading_stream.cache_clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class Handle:
+    """A stream, as far as it is looked at."""
+
+    cuda_stream: int

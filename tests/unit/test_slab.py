@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from impress_sglang.errors import ConfigError
+from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import SegmentLayout
+from impress_sglang.tiers import slab as slab_module
 from impress_sglang.tiers.slab import PageShape, Slab
 from tests.unit.kv_factory import make_shape, row_size, streams_of
 
@@ -160,3 +162,22 @@ def test_memory_that_a_device_has_not_is_a_config_error(monkeypatch: pytest.Monk
 
     with pytest.raises(ConfigError, match=r"--impress-device-gb.*out of memory"):
         Slab(PAGE, 10, torch.device("cuda"), option="--impress-device-gb", pin=False)
+
+
+@pytest.mark.parametrize(("unit", "pages"), [(5, 3), (64, 100), (8, 0)])
+def test_pinned_pages_take_no_more_memory_than_they_have(
+    unit: int, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole blocks of it, and not the next power of two; here nothing is locked."""
+    locked: list[AlignedMemory] = []
+    monkeypatch.setattr(slab_module, "pin_memory", locked.append)
+    page = PageShape(unit, 24, torch.float16)
+    slab = Slab(page, pages, torch.device("cpu"), option="--impress-host-gb", pin=True)
+
+    assert slab.pages.shape == (pages, page.elements) and slab.pages.dtype == torch.float16
+    assert sum(map(len, locked)) == -(-pages * page.page_bytes // 4096) * 4096
+    if pages:
+        assert slab.page_addresses(np.array([0]))[0] == locked[0].address
+        contents = torch.arange(2 * page.elements, dtype=torch.float16).view(2, -1)
+        slab.write_pages(np.array([2, 0], np.int32), contents)
+        assert torch.equal(slab.read_pages(np.array([0, 2], np.int32)), contents.flip(0))
