@@ -2,7 +2,7 @@
 
 Stage: load. `ChunkMover` is the contract: `IndexedMover` indexes tensors, on any device;
 `KernelMover` launches kernels on a stream of their own, beside computing, and is what a GPU uses.
-tests/unit/test_chunk_cache.py and tests/unit/triton/test_paths.py run both.
+tests/unit/test_chunk_cache.py runs the first, tests/unit/triton/test_moves.py the second.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,22 +23,10 @@ from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import scores as score_module
 from impress_sglang.triton import selection as selection_kernels
 from tests.unit.reading import LoadedLayer, load_layer
-from tests.unit.source_factory import Case, check_everything, opened, quick_files, reading
+from tests.unit.source_factory import Case, check_everything, opened
 
 # Kernels are interpreted only in modules that were imported before.
 KERNELS = (gather_kernels, score_module)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    with quick_files():
-        yield
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[ChunkReader]:
-    with reading() as reader:
-        yield reader
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import scores as score_module
 from impress_sglang.triton import selection as selection_kernels
 from tests.unit.reading import ScatteredSlots
-from tests.unit.source_factory import Case, opened, quick_files, reading
+from tests.unit.source_factory import Case, opened
 
 Action = Callable[[], None]
 
@@ -123,18 +123,6 @@ class FakeFence:
         self._stream.run(self._place)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    with quick_files():
-        yield
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[ChunkReader]:
-    with reading() as reader:
-        yield reader
-
-
 @pytest.fixture(params=[True, False], ids=["late copies", "early copies"])
 def fake(device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
     """What kernels do is done on it; the host waits for it before it looks at scores."""
@@ -174,7 +162,6 @@ def layer_inputs(case: Case, seed: int) -> LayerInputs:
 
 
 def overwrite_free_memory(case: Case) -> None:
-    case.pool.has_room(0)
     case.pool._collect()
     for memory in case.pool._free:
         memory.view[:] = b"\xff" * len(memory)

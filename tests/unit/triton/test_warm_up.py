@@ -7,7 +7,7 @@ GPU: by constants, types, alignment, and by which numbers are 1 or multiples of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,6 @@ from tests.unit.source_factory import (
     Case,
     Part,
     open_case,
-    quick_files,
-    reading,
 )
 
 CPU = torch.device("cpu")
@@ -103,18 +101,6 @@ class Launches:
     def take(self) -> set[Variant]:
         seen, self._seen = self._seen, set()
         return seen
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    with quick_files():
-        yield
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[ChunkReader]:
-    with reading() as reader:
-        yield reader
 
 
 @pytest.fixture
