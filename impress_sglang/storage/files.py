@@ -1,0 +1,117 @@
+"""Every touch of the disk by the store, behind one class.
+
+The store is given a `FileSystem` and does nothing to the disk beside it, so that what a disk can do
+wrong has one place where it happens. Tests put a class between that fails; benchmarks put one
+between that is slow. Methods raise what the operating system raises: `OSError`, `EOFError` for a
+file that ends too early, `sqlite3.Error`; what that means is decided by who calls.
+
+Files are 0600 and directories 0700, and symbolic links are not followed, because what is stored are
+prompts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from pathlib import Path
+
+from impress_sglang.storage.direct_io import read_exactly, write_exactly
+from impress_sglang.storage.engines import BlockEngine, make_engine
+
+_FILE_MODE = 0o600
+_DIRECTORY_MODE = 0o700
+
+
+class FileSystem:
+    """The operating system's files, as the store uses them.
+
+    Stateless, and may be used by several threads. Descriptors are ints as of `os.open`.
+    """
+
+    def open(self, path: Path, flags: int) -> int:
+        """A descriptor; `flags` as of `os.open`, a new file is 0600."""
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, _FILE_MODE)
+
+    def close(self, descriptor: int) -> None:
+        """Close a descriptor."""
+        os.close(descriptor)
+
+    def read(self, descriptor: int, offset: int, target: memoryview) -> None:
+        """Fill `target` from a file; `EOFError` if the file ends before."""
+        read_exactly(descriptor, offset, target)
+
+    def write(self, descriptor: int, offset: int, source: memoryview) -> None:
+        """Write all of `source` to a file."""
+        write_exactly(descriptor, offset, source)
+
+    def sync(self, descriptor: int) -> None:
+        """Make what was written to a file durable."""
+        os.fsync(descriptor)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make renames and removals in a directory durable."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file another name in one step; a file of that name is replaced."""
+        os.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; no error if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def make_directory(self, path: Path) -> None:
+        """Make a directory that is 0700, and those above it; no error if it is there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=_DIRECTORY_MODE, exist_ok=True)
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove an empty directory."""
+        os.rmdir(path)
+
+    def list(self, path: Path) -> list[str]:
+        """Names in a directory, sorted; none if there is no directory."""
+        try:
+            return sorted(os.listdir(path))
+        except FileNotFoundError:
+            return []
+
+    def stat(self, path: Path) -> os.stat_result:
+        """What is known of a file or directory, of a symbolic link itself."""
+        return os.stat(path, follow_symlinks=False)
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that an unprivileged process may still write to a file system."""
+        stat = os.statvfs(path)
+        return stat.f_bavail * stat.f_frsize
+
+    def engine(self, name: str, depth: int) -> BlockEngine:
+        """What reads blocks of open segments; see `engines.make_engine`."""
+        return make_engine(name, depth)
+
+    def database(self, path: Path) -> sqlite3.Connection:
+        """A connection that threads may use one after another; its files are 0600."""
+        # SQLite gives its other files the mode of this one.
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, _FILE_MODE))
+        return sqlite3.connect(path, check_same_thread=False)
+
+
+_installed = FileSystem()
+
+
+def install(files: FileSystem) -> None:
+    """Let stores that this process opens from now on use another file system: for benchmarks and
+    tests, which are slow or fail on purpose in a server's own processes."""
+    global _installed
+    _installed = files
+
+
+def installed() -> FileSystem:
+    """The file system of stores that are given none."""
+    return _installed
