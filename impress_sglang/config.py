@@ -75,7 +75,8 @@ class ImpressConfig:
     io_depth: int = 32
     readahead: float = 0.2
     load: str = "faster"
-    store_approximate: bool = True
+    approximation_depth: int = 1
+    io_timeout: float = 10.0
     device_gb: float = 0.5
     host_gb: float = 4.0
     half_life: float = 200.0
@@ -123,6 +124,11 @@ class ImpressConfig:
         engines = f"one of {', '.join(IO_ENGINES)}"
         _require(self.io_engine in IO_ENGINES, "io_engine", self.io_engine, engines)
         _require(1 <= self.io_depth <= 1024, "io_depth", self.io_depth, "1 to 1024")
+        _require(
+            0 < self.io_timeout < math.inf, "io_timeout", self.io_timeout, "more than 0 and finite"
+        )
+        depth = self.approximation_depth
+        _require(depth >= 0, "approximation_depth", depth, "0 or more")
         _require(self.load in LOADS, "load", self.load, f"one of {', '.join(LOADS)}")
         _require(self.policy in POLICIES, "policy", self.policy, f"one of {', '.join(POLICIES)}")
         _require(bool(self.ssd_dir.strip()), "ssd_dir", self.ssd_dir, "a directory")
@@ -248,14 +254,6 @@ def _parse_retention(text: str) -> float | str:
     return AUTO if text == AUTO else float(text)
 
 
-def _parse_switch(text: str) -> bool:
-    values = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
-    try:
-        return values[text.lower()]
-    except KeyError:
-        raise ValueError(f"expected on or off, got {text!r}") from None
-
-
 OPTIONS: tuple[Option, ...] = (
     Option("ssd_dir", "--impress-ssd-dir", str, "Directory of the SSD store."),
     Option("ssd_gb", "--impress-ssd-gb", float, "Quota of the SSD store, in GB (10^9 bytes)."),
@@ -334,6 +332,13 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("io_depth", "--impress-io-depth", int, "Reads of the SSD store in flight."),
     Option(
+        "io_timeout",
+        "--impress-io-timeout",
+        float,
+        "Seconds after which a read or write of the SSD store that makes no progress is given up; "
+        "the store is then left alone until it answers again.",
+    ),
+    Option(
         "readahead",
         "--impress-readahead",
         float,
@@ -349,11 +354,11 @@ OPTIONS: tuple[Option, ...] = (
         LOADS,
     ),
     Option(
-        "store_approximate",
-        "--impress-store-approximate",
-        _parse_switch,
-        "on: also store KVs that were computed after a partly loaded prefix "
-        "(marked, never used where an exact prefix is promised); off: do not.",
+        "approximation_depth",
+        "--impress-approximation-depth",
+        int,
+        "How many approximations, one on top of the other, a stored KV may rest on: 1 also stores "
+        "what was computed after a part of an exact prefix, 0 nothing of the kind.",
     ),
     Option(
         "device_gb",
@@ -416,7 +421,6 @@ _ACCEPTED_TYPES: dict[str, set[type]] = {
     "float": {float, int},
     "float | str": {float, int, str},
     "int": {int},
-    "bool": {bool},
 }
 
 

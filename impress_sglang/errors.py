@@ -5,7 +5,9 @@
     ├── UnsupportedError     model, SGLang version or another feature does not fit us
     └── StoreError
         ├── StoreInUseError  another process serves from the same SSD directory
-        └── ChunkUnreadable  a chunk is missing, short or corrupt: a miss, never an answer
+        └── PrefixUnreadable a stored prefix cannot be had: a miss, never an answer
+            ├── ChunkUnreadable   bytes are missing, short or corrupt; a second look decides
+            └── StoreUnavailable  nothing can be read now; what is stored is kept
 
 A shortage that is expected (quota, free space, write queue full) is a value, not an exception.
 """
@@ -33,9 +35,17 @@ class StoreInUseError(StoreError):
     """Another process holds the lock of this store."""
 
 
-class ChunkUnreadable(StoreError):
-    """Bytes of a segment are missing, short or do not match their checksum."""
+class PrefixUnreadable(StoreError):
+    """KVs of a segment cannot be had; who wanted them computes them."""
 
     def __init__(self, segment_id: str, detail: str) -> None:
         super().__init__(f"segment {segment_id}: {detail}")
         self.segment_id = segment_id
+
+
+class ChunkUnreadable(PrefixUnreadable):
+    """Bytes of a segment are missing, short or do not match their checksum."""
+
+
+class StoreUnavailable(PrefixUnreadable):
+    """A segment cannot be read now: an error of the medium or the machine, or no answer in time."""

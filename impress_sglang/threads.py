@@ -1,13 +1,20 @@
-"""Background threads must not take the processors that the model computes on."""
+"""Background threads, which must neither take the model's processors nor be waited for."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import queue
 import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+
+_T = TypeVar("_T")
 
 
 def compute_alone() -> None:
@@ -31,3 +38,45 @@ def _openmp() -> ctypes.CDLL | None:
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     found = re.search(r"\S*/lib(gomp|iomp5|omp)[^/\s]*\.so\S*", maps)
     return None if found is None else ctypes.CDLL(found[0])
+
+
+class BackgroundThread:
+    """One thread that runs functions in order, for work that may never return.
+
+    Unlike with `concurrent.futures`, the end of the process does not wait for it: a disk that hangs
+    must not keep a server from ending. No exception ends it before `close`.
+    """
+
+    def __init__(self, name: str, initializer: Callable[[], None] | None = None) -> None:
+        """`initializer` runs first, on the thread."""
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._initializer = initializer
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[..., _T], *arguments: Any) -> Future[_T]:
+        """Run a function after all that was submitted before."""
+        future: Future[_T] = Future()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._jobs.put(job)
+        return future
+
+    def close(self, seconds: float) -> bool:
+        """End the thread after what was submitted; False if that takes longer than `seconds`."""
+        self._jobs.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        if self._initializer is not None:
+            self._initializer()
+        while (job := self._jobs.get()) is not None:
+            job()

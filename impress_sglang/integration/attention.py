@@ -14,13 +14,13 @@ from typing import Any
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
-from impress_sglang.errors import ChunkUnreadable, UnsupportedError
+from impress_sglang.errors import PrefixUnreadable, UnsupportedError
 from impress_sglang.integration.clocks import Clock, Stopwatch, clock_for
 from impress_sglang.integration.recompute import PrefixCapture, recompute_prefix
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.row_starts import RowStarts
 from impress_sglang.integration.runtime import ServingRuntime
-from impress_sglang.integration.saving import EarlySave
+from impress_sglang.integration.saving import Save
 from impress_sglang.management.estimate import pairs_of
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
@@ -69,7 +69,7 @@ class PrefixAttention(AttentionBackend):
     _clock: Clock
     _rows: list[_BatchRow]
     _pass: _Pass | None
-    _saves: list[EarlySave]
+    _saves: list[Save]
     _layer: int
     _model_runner: Any
 
@@ -213,12 +213,12 @@ class PrefixAttention(AttentionBackend):
         slots = LayerSlots.of(key_pool, value_pool, request.slots)
         try:
             self._runtime.load_layer(layer.layer_id, request, inputs, slots)
-        except ChunkUnreadable as error:
+        except PrefixUnreadable as error:
             self._recompute(request, error, forward_batch)
             self._runtime.load_layer(layer.layer_id, request, inputs, slots)
 
     def _recompute(
-        self, request: PrefixRequest, error: ChunkUnreadable, forward_batch: Any
+        self, request: PrefixRequest, error: PrefixUnreadable, forward_batch: Any
     ) -> None:
         """Replace an unreadable source by KVs computed here, so that the answer is still right."""
         assert self._runtime is not None

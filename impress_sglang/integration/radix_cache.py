@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from torch import Tensor
 
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.integration.eviction import ScoreEviction
 from impress_sglang.integration.pool import PoolLayerReader
 from impress_sglang.integration.request import (
@@ -41,10 +41,11 @@ from impress_sglang.integration.request import (
     requested_retention,
 )
 from impress_sglang.integration.runtime import ServingRuntime
-from impress_sglang.integration.saving import EarlySave, GatedLayerReader
+from impress_sglang.integration.saving import GatedLayerReader, Save
 from impress_sglang.management.estimate import Estimate, Work, buffer_bytes
 from impress_sglang.management.store import StoreOutcome
 from impress_sglang.management.tree import StoredMatch
+from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.storage.writer import LayerReader
 from impress_sglang.timeline import Timeline
@@ -109,6 +110,7 @@ class ImpressRadixCache(RadixCache):
         self._offers: dict[str, _Offer] = {}
         self._prefetches: dict[str, _Prefetch] = {}
         self._declined: set[str] = set()
+        self._refused: set[str] = set()
         self._counted: set[str] = set()
         self._private_tokens = 0
         self._held_tokens = 0
@@ -123,7 +125,7 @@ class ImpressRadixCache(RadixCache):
         self._started = True
         # Requests that are not finished, for what begins in the middle of a pass.
         self._requests: dict[str, Any] = {}
-        self._saves: dict[str, EarlySave] = {}
+        self._saves: dict[str, Save] = {}
         runtime.begin_saves = self.begin_saves
 
     def reset(self) -> None:
@@ -142,6 +144,7 @@ class ImpressRadixCache(RadixCache):
             self._drop_prefetch(rid)
         self._offers.clear()
         self._declined.clear()
+        self._refused.clear()
         self._counted.clear()
         super().reset()
 
@@ -206,9 +209,9 @@ class ImpressRadixCache(RadixCache):
         runtime, timeline = self._runtime, self._runtime.timeline_for(req.rid)
         try:
             source = self._open_source(offer, timeline)
-        except ChunkUnreadable as error:
+        except PrefixUnreadable as error:
             logger.warning("request %s does without its stored prefix: %s", req.rid, error)
-            runtime.store.drop(error.segment_id)
+            runtime.store.report(error)
             return
         self._prefetches[req.rid] = _Prefetch(offer, source, timeline)
         runtime.store.ahead.wait(
@@ -274,17 +277,27 @@ class ImpressRadixCache(RadixCache):
     def evict(self, params: EvictParams) -> EvictResult:
         """SGLang's eviction, after finished writes have let go of their slots.
 
-        Only when nothing else is left to evict does it wait for writes.
+        When nothing else is left, writes are given up, the latest first; nobody waits for them.
         """
         store = self._runtime.store
         store.poll()
-        result = super().evict(params)
-        missing = params.num_tokens - result.num_tokens_evicted
-        if missing <= 0 or not store.is_writing:
-            return result
-        store.drain()
-        more = super().evict(EvictParams(num_tokens=missing))
-        return EvictResult(num_tokens_evicted=result.num_tokens_evicted + more.num_tokens_evicted)
+        evicted = super().evict(params).num_tokens_evicted
+
+        def enough() -> bool:
+            nonlocal evicted
+            missing = params.num_tokens - evicted
+            if missing > 0:
+                evicted += (
+                    super(ImpressRadixCache, self)
+                    .evict(EvictParams(num_tokens=missing))
+                    .num_tokens_evicted
+                )
+            return evicted >= params.num_tokens
+
+        if evicted < params.num_tokens and store.is_writing:
+            store.abandon_writes(enough)
+            enough()
+        return EvictResult(num_tokens_evicted=evicted)
 
     def flush_pending_backups(self) -> None:
         """SGLang's tick after each batch."""
@@ -300,10 +313,6 @@ class ImpressRadixCache(RadixCache):
         queued = self._runtime.store.reorder(force=force)
         self._runtime.store.poll()
         return queued
-
-    def emulate_ssd(self, mbps: float) -> None:
-        """For benchmarks: see `PrefixStore.emulate_ssd`."""
-        self._runtime.store.emulate_ssd(mbps)
 
     def set_readahead(self, waste: float) -> None:
         """See `PrefixStore.set_readahead`."""
@@ -347,9 +356,12 @@ class ImpressRadixCache(RadixCache):
         if req.rid in self._declined or not policy.stores:
             return StoredMatch()
         own = requested_retention(req.sampling_params, config)
-        exact = policy.exact(config.usual_retention if own is None else own)
+        retention = config.usual_retention if own is None else own
+        least = EXACT
+        if not policy.exact(retention) and config.approximation_depth:
+            least = Quality(config.approximation_depth, retention)
         return self._runtime.store.match(
-            _namespace(key), _as_tokens(key.raw_token_ids()), allow_approximate=not exact
+            _namespace(key), _as_tokens(key.raw_token_ids()), least=least
         )
 
     def _make_offer(
@@ -401,9 +413,9 @@ class ImpressRadixCache(RadixCache):
         try:
             prefetched = req.rid in self._prefetches
             source, timeline = self._take_source(req.rid, offer)
-        except ChunkUnreadable as error:
+        except PrefixUnreadable as error:
             logger.warning("request %s does without its stored prefix: %s", req.rid, error)
-            self._runtime.store.drop(error.segment_id)
+            self._runtime.store.report(error)
             return None
         slots = self._allocate(offer.k)
         if slots is None:
@@ -411,7 +423,9 @@ class ImpressRadixCache(RadixCache):
             return None
         resident_slots = self.path_device_indices(req.last_node)[: offer.resident_len]
         num_tokens = offer.stop - offer.resident_len
-        approximate = offer.k < num_tokens or offer.match.approximate
+        quality = offer.match.quality
+        if offer.k < num_tokens:
+            quality = quality.after(offer.estimate.retention)
         report = req.customized_info[REPORT_KEY][0]
         report.update(
             path="ssd",
@@ -419,7 +433,7 @@ class ImpressRadixCache(RadixCache):
             used_tokens=offer.resident_len + offer.k,
             stored_tokens=num_tokens,
             loaded_tokens=offer.k,
-            approximate=approximate,
+            approximate=quality != EXACT,
             prefetched=prefetched,
         )
         request = PrefixRequest(
@@ -428,7 +442,7 @@ class ImpressRadixCache(RadixCache):
             resident_slots=resident_slots,
             slots=slots.to(torch.int64),
             num_tokens=num_tokens,
-            approximate=approximate,
+            quality=quality,
             source=source,
             report=report,
             new_tokens=offer.work.new,
@@ -454,21 +468,14 @@ class ImpressRadixCache(RadixCache):
 
     def _offer_exact(self, req: Any, up_to: int) -> None:
         """Offer a computed prefix; its slots are resident, and locked while a write reads them."""
-        if up_to < len(req.origin_input_ids) or not self._wants(up_to):
+        if up_to < len(req.origin_input_ids) or not self._wants(req, up_to):
             return
-        node = req.last_node
-        slots = self.path_device_indices(node)
+        save = Save(self.path_device_indices(req.last_node), self._runtime.shape.num_layers)
+        if self._offer(req, save, 0, EXACT):
+            save.node = req.last_node
+            self.inc_lock_ref(save.node)
 
-        def on_done() -> None:
-            self.dec_lock_ref(node)
-            self._writing_tokens -= up_to
-
-        outcome = self._offer_to_store(req, slots, 0, on_done, approximate=False)
-        if outcome is StoreOutcome.ACCEPTED:
-            self.inc_lock_ref(node)
-            self._writing_tokens += up_to
-
-    def begin_saves(self, rids: Sequence[str], lengths: Sequence[int]) -> list[EarlySave]:
+    def begin_saves(self, rids: Sequence[str], lengths: Sequence[int]) -> list[Save]:
         """Offer the prompts that the pass which begins now completes, to be saved behind it.
 
         `lengths` are tokens of each request after the pass.
@@ -478,29 +485,20 @@ class ImpressRadixCache(RadixCache):
             request, req = self._runtime.live.get(rid), self._requests.get(rid)
             if req is None or length != len(req.origin_input_ids) or rid in self._saves:
                 continue
-            if (request is None or not request.approximate) and self._wants(length):
+            if (request is None or not request.approximate) and self._wants(req, length):
                 save = self._begin_save(req, length)
                 saves += [] if save is None else [save]
         return saves
 
-    def _begin_save(self, req: Any, length: int) -> EarlySave | None:
+    def _begin_save(self, req: Any, length: int) -> Save | None:
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        save = EarlySave(row[:length].to(torch.int64, copy=True))
-
-        def on_done() -> None:
-            save.finished = True
-            self._writing_tokens -= length
-            if save.node is not None:
-                self.dec_lock_ref(save.node)
-
-        outcome = self._offer_to_store(req, save.slots, 0, on_done, approximate=False, save=save)
-        if outcome is not StoreOutcome.ACCEPTED:
+        save = Save(row[:length].to(torch.int64, copy=True))
+        if not self._offer(req, save, 0, EXACT):
             return None
-        self._writing_tokens += length
         self._saves[req.rid] = save
         return save
 
-    def _settle_save(self, save: EarlySave, req: Any) -> None:
+    def _settle_save(self, save: Save, req: Any) -> None:
         """The prompt is computed: its slots are the tree's, unless that had the same KVs before."""
         owned = self.path_device_indices(req.last_node)[: len(save.slots)]
         if len(owned) < len(save.slots) or not torch.equal(owned, save.slots):
@@ -511,66 +509,68 @@ class ImpressRadixCache(RadixCache):
 
     def _offer_approximate(self, req: Any, request: PrefixRequest, up_to: int) -> None:
         """Offer what was computed after a partly loaded prefix, holding its slots for the write."""
-        first = request.prefix_len
-        if not self._runtime.config.store_approximate or not self._wants(up_to):
+        first, quality = request.prefix_len, request.quality
+        too_deep = quality.depth > self._runtime.config.approximation_depth
+        if too_deep or not self._wants(req, up_to):
             return
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         slots = row[first:up_to].to(torch.int64, copy=True)
-
-        def on_done() -> None:
-            self._held_tokens -= len(slots)
-            self._writing_tokens -= len(slots)
-            self.token_to_kv_pool_allocator.free(slots)
-
-        outcome = self._offer_to_store(req, slots, first, on_done, approximate=True)
-        if outcome is StoreOutcome.ACCEPTED:
+        save = Save(slots, self._runtime.shape.num_layers)
+        if self._offer(req, save, first, quality):
             # SGLang frees [cache_protected_len, up_to) next: these slots are ours now.
             req.kv.cache_protected_len = up_to
+            save.held = True
             self._held_tokens += len(slots)
-            self._writing_tokens += len(slots)
 
-    def _wants(self, num_tokens: int) -> bool:
+    def _wants(self, req: Any, num_tokens: int) -> bool:
         """Whether a prefix is long enough, and the pool can spare its slots for a while.
 
-        Writes hold at most half of the pool, or a single long prefix.
+        Writes hold at most half of the pool, or a single long prefix. What was refused once for
+        want of space is not offered again by the same request.
         """
         runtime = self._runtime
         if not runtime.policy.stores or num_tokens < runtime.config.min_prefix_tokens:
             return False
         spare = self.token_to_kv_pool_allocator.size // 2 - self._writing_tokens
-        return self._writing_tokens == 0 or num_tokens <= spare
+        fits = self._writing_tokens == 0 or num_tokens <= spare
+        return fits and req.rid not in self._refused
 
-    def _offer_to_store(
-        self,
-        req: Any,
-        slots: Tensor,
-        first: int,
-        on_done: Callable[[], None],
-        *,
-        approximate: bool,
-        save: EarlySave | None = None,
-    ) -> StoreOutcome:
-        """Offer the tokens of a request, whose KVs from token `first` on are in `slots`.
-
-        They are computed, or with `save` being computed.
-        """
+    def _offer(self, req: Any, save: Save, first: int, quality: Quality) -> bool:
+        """Offer the tokens of a request, whose KVs from token `first` on are in a save's slots."""
         pool = self.token_to_kv_pool_allocator.get_kvcache()
-        tokens = _as_tokens(req.full_untruncated_fill_ids[: first + len(slots)])
+        stop = first + len(save.slots)
+        tokens = _as_tokens(req.full_untruncated_fill_ids[:stop])
         key = RadixKey(req.full_untruncated_fill_ids[:1], req.extra_key, cache_salt=req.cache_salt)
 
         def read_layers(start: int) -> LayerReader:
-            reader = PoolLayerReader(pool, slots[start - first :], self._forward_stream)
-            return reader if save is None else GatedLayerReader(save, reader)
+            reader = PoolLayerReader(pool, save.slots[start - first :], self._forward_stream)
+            return GatedLayerReader(save, reader)
 
-        return self._runtime.store.offer(
+        outcome = self._runtime.store.offer(
             _namespace(key),
             tokens,
             read_layers,
-            on_done,
+            lambda: self._finish_save(save),
+            save.abandon,
             available_from=first,
-            approximate=approximate,
+            quality=quality,
             min_tokens=self._runtime.config.chunk_tokens,
         )
+        if outcome is StoreOutcome.NO_SPACE:
+            self._refused.add(req.rid)
+        if outcome is StoreOutcome.ACCEPTED:
+            self._writing_tokens += len(save.slots)
+        return outcome is StoreOutcome.ACCEPTED
+
+    def _finish_save(self, save: Save) -> None:
+        """The slots of a save are not read any more, or given up."""
+        save.finished = True
+        self._writing_tokens -= len(save.slots)
+        if save.node is not None:
+            self.dec_lock_ref(save.node)
+        if save.held:
+            self._held_tokens -= len(save.slots)
+            self.token_to_kv_pool_allocator.free(save.slots)
 
     def _forget(self, rid: str) -> None:
         self._offers.pop(rid, None)
@@ -578,6 +578,7 @@ class ImpressRadixCache(RadixCache):
         self._requests.pop(rid, None)
         self._declined.discard(rid)
         self._counted.discard(rid)
+        self._refused.discard(rid)
 
 
 def _namespace(key: RadixKey) -> str:

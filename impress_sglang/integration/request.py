@@ -11,6 +11,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.recording import SelectionRecorder
 from impress_sglang.integration.clocks import Stopwatch
 from impress_sglang.management.estimate import Estimate
+from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.planner import ReadStats
@@ -61,7 +62,7 @@ class PrefixRequest:
     resident_slots: Tensor  # int64 [resident]
     slots: Tensor  # int64 [k]
     num_tokens: int
-    approximate: bool  # the stored KVs, or our selection of them, are not the full prefix
+    quality: Quality  # of what is computed after the prefix
     source: SegmentSource | MemorySource | None
     report: dict[str, object]
     new_tokens: int = 0
@@ -74,6 +75,11 @@ class PrefixRequest:
     recorder: SelectionRecorder | None = None
     recomputed: bool = False
     adopted: bool = False
+
+    @property
+    def approximate(self) -> bool:
+        """Whether the stored KVs, or our selection of them, are not the full prefix."""
+        return self.quality != EXACT
 
     @property
     def k(self) -> int:

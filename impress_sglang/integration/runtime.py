@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.importance.recording import SelectionRecorder
 from impress_sglang.integration.clocks import clock_for
 from impress_sglang.integration.request import PrefixRequest
-from impress_sglang.integration.saving import EarlySave
+from impress_sglang.integration.saving import Save
 from impress_sglang.management.estimate import RETENTIONS, Estimate, Estimator, Work
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.store import PrefixStore
@@ -106,7 +106,7 @@ class ServingRuntime:
         self.policy = make_policy(config)
         self.totals = RequestTotals()
         self.live: dict[str, PrefixRequest] = {}
-        self.begin_saves: Callable[[Sequence[str], Sequence[int]], list[EarlySave]] | None = None
+        self.begin_saves: Callable[[Sequence[str], Sequence[int]], list[Save]] | None = None
         """Of the tree cache: from a pass's requests and lengths to the writes that go with it."""
         self.store = PrefixStore(config, identity, shape, device)
         self._device = device
@@ -185,7 +185,7 @@ class ServingRuntime:
         """Fill slots with what a layer uses of a request's stored prefix.
 
         Raises:
-            ChunkUnreadable: a chunk is missing, short or corrupt.
+            PrefixUnreadable: a chunk is missing, short or corrupt.
         """
         assert request.source is not None
         fallbacks = request.stats.layers_by_fallback
@@ -237,11 +237,11 @@ class ServingRuntime:
 
         self._clock.when_known([stopwatch], note)
 
-    def discard_source(self, request: PrefixRequest, error: ChunkUnreadable) -> None:
+    def discard_source(self, request: PrefixRequest, error: PrefixUnreadable) -> None:
         """A chunk was unreadable: forget the segment, and note that the prefix is computed."""
         logger.warning("stored prefix of request %s is computed again: %s", request.rid, error)
         self.release_source(request)
-        self.store.drop(error.segment_id)
+        self.store.report(error)
         request.recomputed = True
 
     def summary(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Saving a prefix layer by layer while it is computed (AttentionStore, 3.2.2).
+"""Saving KVs from slots of the pool, which may be wanted back at any time.
 
-A write is offered when the pass begins that completes a prompt. The writing thread waits at a gate
-for each layer, so that its copies and writes run behind the layers after it, and goes on behind
-decoding. Nothing is buffered: what cannot be written yet stays in its slots, which are held for it.
+A prompt is offered when the pass begins that completes it (AttentionStore, 3.2.2). The writing
+thread waits at a gate for each layer, so that its copies and writes run behind the layers after it,
+and goes on behind decoding. Nothing is buffered: what cannot be written yet stays in its slots,
+which are held for it.
 
 A slot that is given away before it was read would make a file with wrong KVs and right checksums.
 So a save is abandoned before its slots can be given away, and what is written is only published if
@@ -21,20 +22,23 @@ from impress_sglang.integration.pool import PoolLayerReader
 from impress_sglang.storage.writer import WriteAbandoned
 
 
-class EarlySave:
-    """The write of a prompt that is being computed.
+class Save:
+    """The write of what is in some slots, or is being computed into them.
 
-    `slots` int64 [tokens] are those of the whole prompt. The scheduler's thread opens the gate and
-    abandons; the writing thread waits.
+    `slots` int64 [tokens]. The scheduler's thread opens the gate and abandons; the writing thread
+    waits.
     """
 
-    def __init__(self, slots: Tensor) -> None:
+    def __init__(self, slots: Tensor, layers: int = 0) -> None:
+        """`layers` of them are computed already."""
         self.slots = slots
         self.finished = False
         """Whether the slots are not needed any more."""
         self.node: Any = None
         """The locked node of SGLang's tree that owns the slots, after the prompt is computed."""
-        self._layers = 0
+        self.held = False
+        """Whether the slots belong to the save alone."""
+        self._layers = layers
         self._abandoned = False
         self._events: list[Any] = []
         self._changed = threading.Condition()
@@ -62,7 +66,7 @@ class EarlySave:
         with self._changed:
             self._changed.wait_for(lambda: self._abandoned or self._layers > layer)
             self.check()
-            return self._events[layer] if self._events else None
+            return self._events[layer] if layer < len(self._events) else None
 
     def check(self) -> None:
         """See that the slots still are what they were.
@@ -75,9 +79,9 @@ class EarlySave:
 
 
 class GatedLayerReader:
-    """Gives the KVs of a prompt layer by layer as they are computed, on the writing thread."""
+    """Gives the KVs of a save layer by layer as they are computed, on the writing thread."""
 
-    def __init__(self, save: EarlySave, reader: PoolLayerReader) -> None:
+    def __init__(self, save: Save, reader: PoolLayerReader) -> None:
         self._save = save
         self._reader = reader
 

@@ -3,24 +3,29 @@
 A version of a segment (one file) gets a range of chunk ids when it is first read, and keeps it
 until it has left the tree *and* its last reader is done: a request goes on with the version that it
 began with, whatever is published meanwhile.
+
+Files are opened on a thread of their own, and nobody waits for longer than `patience` seconds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.management.estimate import StoredBytes
 from impress_sglang.management.reorder import expected_shares
 from impress_sglang.management.tree import StoredSegment, StoredSpan
-from impress_sglang.storage.catalog import segment_path
+from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
 from impress_sglang.storage.reader import ChunkReader, OpenSegment
+from impress_sglang.threads import BackgroundThread
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import Floats
@@ -48,7 +53,7 @@ class SegmentReaders:
 
     def __init__(
         self,
-        directory: Path,
+        directory: StoreDirectory,
         shape: KVShape,
         reader: ChunkReader,
         cache: ChunkCache,
@@ -58,9 +63,26 @@ class SegmentReaders:
         reorder_by_importance: bool,
         retention: float,
         learns: bool,
+        patience: float,
     ) -> None:
-        """`retention` is what requests usually ask for; `learns`: blocks are read ahead."""
+        """Begin with no reader.
+
+        Args:
+            directory: of the segments.
+            shape: of the KVs.
+            reader: reads blocks.
+            cache: holds chunks.
+            pool: holds what is read.
+            direct: files can be opened with O_DIRECT.
+            reorder_by_importance: averages are of importance, not of selections.
+            retention: what requests usually ask for.
+            learns: blocks are read ahead.
+            patience: seconds to wait for a file to open.
+        """
         self._directory = directory
+        self._opener = BackgroundThread("impress-open")
+        self._patience = patience
+        self._closing: list[SegmentSource] = []
         self._shape = shape
         self._reader = reader
         self._cache = cache
@@ -77,7 +99,7 @@ class SegmentReaders:
         """A source for consecutive spans; `close_source` gives it back.
 
         Raises:
-            ChunkUnreadable: a segment cannot be opened.
+            PrefixUnreadable: a segment cannot be opened.
         """
         self._cache.placement.advance()
         opened: list[SourceSpan] = []
@@ -124,16 +146,33 @@ class SegmentReaders:
         return StoredBytes(round(probe_bytes), chances, self._retention)
 
     def close_source(self, source: SegmentSource) -> None:
-        """Stop what a source reads, and give its segments back."""
+        """Stop what a source reads, and give its segments back when nothing is in flight."""
         source.close()
-        for segment_id in source.segment_ids:
-            self.release(segment_id)
+        self._closing.append(source)
+        self.settle()
+
+    def settle(self) -> None:
+        """Give back the segments of closed sources whose last reads have ended."""
+        ended = [source for source in self._closing if not source.is_reading]
+        for source in ended:
+            self._closing.remove(source)
+            for segment_id in source.segment_ids:
+                self.release(segment_id)
+
+    def close(self, seconds: float) -> None:
+        """Give back what can be given back within some seconds, and end the thread."""
+        deadline = time.monotonic() + seconds
+        while self._closing and time.monotonic() < deadline:
+            self.settle()
+            time.sleep(1e-3)
+        self._opener.close(seconds)
 
     def acquire(self, stored: StoredSegment) -> OpenSegment:
         """Open a segment for one more reader.
 
         Raises:
             ChunkUnreadable: the file is missing, damaged, or not what the index says.
+            StoreUnavailable: it cannot be opened now, or not in time.
         """
         if (version := self._versions.get(stored.segment_id)) is None or version.segment is None:
             segment = self._open(stored)
@@ -230,10 +269,23 @@ class SegmentReaders:
         return stored.history
 
     def _open(self, stored: StoredSegment) -> OpenSegment:
-        path = segment_path(self._directory, stored.segment_id)
-        segment = OpenSegment(path, direct=self._direct)
+        path = self._directory.segment_path(stored.segment_id)
+        opening = self._opener.submit(self._open_file, path)
+        try:
+            segment = opening.result(self._patience)
+        except TimeoutError:
+            opening.add_done_callback(_close_late)
+            raise StoreUnavailable(stored.segment_id, "takes too long to open") from None
         # The index has no checksums; the header has.
         if not segment.info.describes_same(stored.info):
             segment.close()
             raise ChunkUnreadable(stored.segment_id, "index and segment file do not agree")
         return segment
+
+    def _open_file(self, path: Path) -> OpenSegment:
+        return OpenSegment(path, self._directory.files, direct=self._direct)
+
+
+def _close_late(opening: Future[OpenSegment]) -> None:
+    if opening.exception() is None:
+        opening.result().close()

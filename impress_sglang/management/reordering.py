@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.management.readers import SegmentReaders
 from impress_sglang.management.rewriting import Rewrite, Rewriter, Shares
 from impress_sglang.management.tree import StoredSegment, StoredTree
@@ -38,7 +37,7 @@ class Outcome:
     """How a rewrite ended.
 
     `taken_over`: the segment, which was `old_id` with `old_bytes`, has its new version in the tree.
-    `discard`: the new file has no use and must be removed. `unreadable`: the old one is damaged.
+    `discard`: the new file has no use and must be removed. `error`: why there is none.
     """
 
     segment: StoredSegment
@@ -46,7 +45,7 @@ class Outcome:
     old_bytes: int
     taken_over: bool = False
     discard: str | None = None
-    unreadable: bool = False
+    error: BaseException | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,17 +96,17 @@ class Reorderer:
         """Begin a rewrite if none is in work; `has_room` says whether a file of so many bytes fits.
 
         Raises:
-            ChunkUnreadable: a segment cannot be opened.
+            PrefixUnreadable: a segment cannot be opened.
         """
         while self._queue and self._job is None:
             segment, force = self._queue.popleft()
-            if self._tree.get(segment.segment_id) is segment:
+            if self._tree.get(segment.segment_id) is segment and segment.ready:
                 self._begin(segment, force, gap_bytes, has_room)
 
-    def take_finished(self, *, wait: bool = False) -> Outcome | None:
-        """What became of the rewrite in work, if it has ended; `wait` for it."""
+    def take_finished(self) -> Outcome | None:
+        """What became of the rewrite in work, if it has ended."""
         job = self._job
-        if job is None or not (wait or job.future.done()):
+        if job is None or not job.future.done():
             return None
         error = job.future.exception()
         self._job = None
@@ -116,20 +115,20 @@ class Reorderer:
         if error is not None:
             self.stats.failed += 1
             logger.warning("a segment could not be reordered: %s", error)
-            return dataclasses.replace(ended, unreadable=isinstance(error, ChunkUnreadable))
+            return dataclasses.replace(ended, error=error)
         shares = job.future.result()
         if shares is None:
             self.stats.not_worth += 1
             return ended
-        if self._tree.get(job.old_id) is not job.segment:
+        if self._tree.get(job.old_id) is not job.segment or not job.segment.on_disk:
             return dataclasses.replace(ended, discard=job.info.segment_id)
         self._take_over(job, shares)
         return dataclasses.replace(ended, taken_over=True)
 
-    def close(self) -> None:
-        """Forget what waits, and let the rewrite in work end; `take_finished` still has it."""
+    def close(self, seconds: float) -> None:
+        """Forget what waits, and let the rewrite in work end; `take_finished` has it if it did."""
         self._queue.clear()
-        self._rewriter.close()
+        self._rewriter.close(seconds)
 
     def _begin(
         self,

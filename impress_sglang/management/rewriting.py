@@ -11,22 +11,20 @@ import logging
 import os
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import Future
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from impress_sglang.management import reorder
-from impress_sglang.storage.catalog import segment_path
 from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
+from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.layer_codec import decode_layer
 from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment
 from impress_sglang.storage.segment import MappingLists, SegmentInfo
-from impress_sglang.storage.throttle import TokenBucket
 from impress_sglang.storage.writer import write_segment
-from impress_sglang.threads import compute_alone
+from impress_sglang.threads import BackgroundThread, compute_alone
 
 logger = logging.getLogger(__name__)
 
@@ -59,41 +57,41 @@ class Rewrite:
 class Rewriter:
     """Writes one segment at a time, on a thread of low priority."""
 
-    def __init__(self, directory: Path, bucket: TokenBucket | None, *, direct: bool) -> None:
-        """`bucket` is shared with the requests' reads, as a device is."""
+    def __init__(self, directory: StoreDirectory, *, direct: bool, patience: float) -> None:
+        """`patience`: see `ChunkReader`."""
         self._directory = directory
         self._direct = direct
-        self._reader = ChunkReader(1, bucket)
+        self._reader = ChunkReader(1, directory.files, patience=patience)
         self._buffer = AlignedBuffer()
         self._closing = threading.Event()
-        self._pool = ThreadPoolExecutor(
-            1, thread_name_prefix="impress-reorder", initializer=_stay_behind
-        )
+        self._thread = BackgroundThread("impress-reorder", _stay_behind)
 
     def submit(self, rewrite: Rewrite) -> Future[Shares | None]:
         """Write and publish the file of `rewrite.info`; None if that does not pay.
 
         The result is the expected share of selected rows of each chunk, float64 [L, lanes, chunks].
 
-        The future raises `ChunkUnreadable` (the old segment is damaged) or `OSError`.
+        The future raises `PrefixUnreadable` (of the old segment) or `OSError`.
         """
-        return self._pool.submit(self._run, rewrite)
+        return self._thread.submit(self._run, rewrite)
 
-    def close(self) -> None:
-        """Finish without resting, and end the thread."""
+    def close(self, seconds: float) -> None:
+        """Finish without resting, and end the thread, unless that takes longer than `seconds`."""
         self._closing.set()
-        self._pool.shutdown(wait=True)
-        self._reader.close()
+        if self._thread.close(seconds):
+            self._reader.close()
 
     def _run(self, rewrite: Rewrite) -> Shares | None:
+        self._reader.revive()
         mapping = reorder.mapping_lists(rewrite.order_key, rewrite.node_starts)
         if not rewrite.force and not _pays(rewrite, mapping):
             return None
         write_segment(
-            segment_path(self._directory, rewrite.info.segment_id),
+            self._directory.segment_path(rewrite.info.segment_id),
             rewrite.info,
             _PacedReader(rewrite.segment, self._reader, self._closing),
             self._buffer,
+            self._directory.files,
             direct=self._direct,
             mapping=mapping,
         )

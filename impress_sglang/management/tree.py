@@ -1,18 +1,20 @@
 """The tree of stored prefixes: which segments hold the KVs of a token sequence.
 
 A radix tree per namespace (SGLang's `extra_key` and `cache_salt`). A node is a run of tokens inside
-one segment; splitting a node moves no data, both halves refer to the same segment. Exact and
-approximate KVs of the same tokens are different children, so that they are never mixed unseen.
+one segment; splitting a node moves no data, both halves refer to the same segment. KVs of the same
+tokens in different qualities are different children, so that they are never mixed unseen.
 
 Invariants (`check_integrity`):
   * a node's tokens are `segment.tokens[start : start + len]`, and its parent ends where it begins;
   * the nodes of a segment form one path; `dependents` counts the segments that hang below it;
-  * below an approximate node everything is approximate.
+  * no node is of better quality than the one above it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
 import hashlib
 import itertools
 from collections import Counter
@@ -21,22 +23,34 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from impress_sglang.importance.history import TokenHistory
+from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import SegmentInfo, Tokens
 
-_ChildKey = tuple[int, bool]
+
+class SegmentState(enum.Enum):
+    """What can be done with a segment of the tree."""
+
+    PENDING = "pending"
+    """Its file is being written."""
+    READY = "ready"
+    """It can be read."""
+    SUSPECT = "suspect"
+    """It could not be read; a second look decides."""
+    LOST = "lost"
+    """It has no file, but others build on it: the same tokens can be stored in its place."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class StoredSegment:
     """A segment in the tree.
 
-    `ready` is False until its file is published; `dependents` counts segments attached below it;
-    `last_access` is a logical time; `history` exists once a request has read the segment.
+    `dependents` counts segments attached below it; `last_access` is a logical time; `history`
+    exists once a request has read the segment.
     """
 
     info: SegmentInfo
     file_bytes: int
-    ready: bool = True
+    state: SegmentState = SegmentState.READY
     dependents: int = 0
     last_access: int = 0
     hits: int = 0
@@ -48,24 +62,60 @@ class StoredSegment:
         """Name of the segment."""
         return self.info.segment_id
 
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read."""
+        return self.state is SegmentState.READY
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether it has a file, which may be damaged."""
+        return self.state in (SegmentState.READY, SegmentState.SUSPECT)
+
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Node:
-    """Tokens [start, start + len(tokens)) of a segment, below `parent`."""
+    """Tokens [start, start + len(tokens)) of a segment, below `parent`.
+
+    `children` by first token, of each the best quality first.
+    """
 
     tokens: Tokens
     segment: StoredSegment | None
     start: int
     parent: _Node | None
-    children: dict[_ChildKey, _Node] = dataclasses.field(default_factory=dict)
+    children: dict[int, list[_Node]] = dataclasses.field(default_factory=dict)
 
     @property
-    def approximate(self) -> bool:
-        return self.segment is not None and self.segment.info.approximate
+    def quality(self) -> Quality:
+        return EXACT if self.segment is None else self.segment.info.quality
 
     @property
-    def key(self) -> _ChildKey:
-        return int(self.tokens[0]), self.approximate
+    def first_token(self) -> int:
+        return int(self.tokens[0])
+
+    def child(self, token: int, least: Quality) -> _Node | None:
+        """The best child that begins with a token, if it suffices."""
+        for child in self.children.get(token, ()):
+            if child.quality.suffices(least):
+                return child
+        return None
+
+    def add(self, child: _Node) -> bool:
+        """Take a child; False if there is one of its first token and quality."""
+        siblings = self.children.setdefault(child.first_token, [])
+        if any(own.quality == child.quality for own in siblings):
+            return False
+        siblings.append(child)
+        siblings.sort(key=lambda own: (own.quality.depth, -own.quality.retention))
+        return True
+
+    def remove(self, child: _Node) -> None:
+        """Give a child up."""
+        siblings = self.children[child.first_token]
+        siblings.remove(child)
+        if not siblings:
+            del self.children[child.first_token]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,9 +142,9 @@ class StoredMatch:
         return sum(map(len, self.spans))
 
     @property
-    def approximate(self) -> bool:
-        """Whether part of it was computed after a partly loaded prefix."""
-        return any(span.segment.info.approximate for span in self.spans)
+    def quality(self) -> Quality:
+        """Of the whole: as its worst part."""
+        return functools.reduce(Quality.worst, (s.segment.info.quality for s in self.spans), EXACT)
 
     def slice(self, start: int, stop: int) -> tuple[StoredSpan, ...]:
         """The spans of the tokens [start, stop)."""
@@ -136,18 +186,19 @@ class StoredTree:
         namespace: str,
         tokens: Tokens,
         *,
-        allow_approximate: bool,
-        include_pending: bool = False,
+        least: Quality = EXACT,
+        only_ready: bool = True,
     ) -> StoredMatch:
         """The longest stored prefix of `tokens`. O(len(tokens)); changes nothing.
 
-        Where exact and approximate children begin with the same token, the exact one is followed.
+        Of children that begin with the same token the best one is followed, if it suffices. It ends
+        before a segment that cannot be read, unless `only_ready` is False.
         """
         spans: list[StoredSpan] = []
-        for node, length in self._walk(namespace, tokens, allow_approximate):
+        for node, length in self._walk(namespace, tokens, least):
             segment = node.segment
             assert segment is not None
-            if not (segment.ready or include_pending):
+            if only_ready and not segment.ready:
                 break
             if spans and spans[-1].segment is segment:
                 spans[-1] = StoredSpan(segment, spans[-1].start, node.start + length)
@@ -169,7 +220,7 @@ class StoredTree:
         first and stores only what is new.
         """
         info = segment.info
-        parent = self._node_at(info.namespace, prefix, info.approximate)
+        parent = self._node_at(info.namespace, prefix, info.quality)
         if parent is None:
             return False
         return self._attach(segment, parent)
@@ -199,18 +250,25 @@ class StoredTree:
             assert not node.children
             parent = node.parent
             assert parent is not None
-            del parent.children[node.key]
+            parent.remove(node)
             node = parent
+        if node is not None and node.parent is None and not node.children:
+            del self._roots[segment.info.namespace]
         if segment.parent is not None:
             segment.parent.dependents -= 1
         del self._segments[segment.segment_id]
 
-    def remove_subtree(self, segment: StoredSegment) -> list[StoredSegment]:
-        """Take out a segment and all that hang below it; returns them, deepest first."""
-        below = [s for s in list(self._segments.values()) if s.parent is segment]
-        removed = [gone for child in below for gone in self.remove_subtree(child)]
-        self.remove(segment)
-        return [*removed, segment]
+    def below(self, segment: StoredSegment) -> list[StoredSegment]:
+        """A segment and all that hang below it, deepest first."""
+        children: dict[str, list[StoredSegment]] = {}
+        for own in self._segments.values():
+            if own.parent is not None:
+                children.setdefault(own.parent.segment_id, []).append(own)
+        found = [segment]
+        # Grows while it is walked; no recursion, for a chat is a long chain.
+        for own in found:
+            found += children.get(own.segment_id, ())
+        return found[::-1]
 
     def check_integrity(self) -> None:
         """Recompute every invariant from the nodes.
@@ -230,7 +288,7 @@ class StoredTree:
             above = segment.parent
             assert above is parents[segment.segment_id]
             assert segment.dependents == dependents[segment.segment_id]
-            assert above is None or segment.info.approximate or not above.info.approximate
+            assert above is None or above.info.quality.suffices(segment.info.quality)
 
     def _check_node(
         self,
@@ -246,7 +304,8 @@ class StoredTree:
         stop = node.start + len(node.tokens)
         assert len(node.tokens) > 0
         assert np.array_equal(node.tokens, segment.info.tokens[node.start : stop])
-        assert parent.children.get(node.key) is node
+        siblings = parent.children[node.first_token]
+        assert node in siblings and len({own.quality for own in siblings}) == len(siblings)
         if parent.segment is segment:
             assert parent.start + len(parent.tokens) == node.start
         else:
@@ -259,9 +318,8 @@ class StoredTree:
     def _attach(self, segment: StoredSegment, parent: _Node) -> bool:
         info = segment.info
         node = _Node(info.tokens, segment, 0, parent)
-        if node.key in parent.children or segment.segment_id in self._segments:
+        if segment.segment_id in self._segments or not parent.add(node):
             return False
-        parent.children[node.key] = node
         self._segments[segment.segment_id] = segment
         self._tails[segment.segment_id] = node
         segment.parent = parent.segment
@@ -270,14 +328,12 @@ class StoredTree:
             parent.segment.dependents += 1
         return True
 
-    def _walk(
-        self, namespace: str, tokens: Tokens, allow_approximate: bool
-    ) -> Iterator[tuple[_Node, int]]:
+    def _walk(self, namespace: str, tokens: Tokens, least: Quality) -> Iterator[tuple[_Node, int]]:
         """Nodes along `tokens`, each with the number of its tokens that match."""
         node = self._roots.get(namespace)
         position = 0
         while node is not None and position < len(tokens):
-            child = _child_for(node, int(tokens[position]), allow_approximate)
+            child = node.child(int(tokens[position]), least)
             if child is None:
                 return
             length = common_prefix_len(child.tokens, tokens[position:])
@@ -286,12 +342,12 @@ class StoredTree:
                 return
             node, position = child, position + length
 
-    def _node_at(self, namespace: str, prefix: Tokens, approximate: bool) -> _Node | None:
+    def _node_at(self, namespace: str, prefix: Tokens, least: Quality) -> _Node | None:
         """The node that ends exactly after `prefix`, splitting one if need be."""
         node = self._roots.setdefault(namespace, _Node(np.empty(0, np.int32), None, 0, None))
         found = 0
         # A list, for splitting a node while walking would change where the walk goes on.
-        for child, length in list(self._walk(namespace, prefix, allow_approximate=approximate)):
+        for child, length in list(self._walk(namespace, prefix, least)):
             node = self._split(child, length) if length < len(child.tokens) else child
             found += length
         return node if found == len(prefix) else None
@@ -300,9 +356,10 @@ class StoredTree:
         """Cut a node after `length` tokens; returns the upper half."""
         assert node.parent is not None
         upper = _Node(node.tokens[:length], node.segment, node.start, node.parent)
-        node.parent.children[node.key] = upper
+        node.parent.remove(node)
+        node.parent.add(upper)
         node.tokens, node.start, node.parent = node.tokens[length:], node.start + length, upper
-        upper.children[node.key] = node
+        upper.add(node)
         return upper
 
 
@@ -349,16 +406,11 @@ def restore_segments(tree: StoredTree, segments: Iterable[StoredSegment]) -> lis
     return lost
 
 
-def _child_for(node: _Node, token: int, allow_approximate: bool) -> _Node | None:
-    child = node.children.get((token, False))
-    if child is None and allow_approximate:
-        child = node.children.get((token, True))
-    return child
-
-
 def _descendants(root: _Node) -> Iterator[_Node]:
-    stack = list(root.children.values())
+    stack = [root]
     while stack:
         node = stack.pop()
-        yield node
-        stack.extend(node.children.values())
+        if node is not root:
+            yield node
+        for siblings in node.children.values():
+            stack.extend(siblings)

@@ -1,24 +1,28 @@
 """The index of the segment files: SQLite in WAL mode, so that a start reads one file, not all.
 
 The segment files are the truth. A catalog that is missing or damaged is rebuilt from their headers,
-a row without its file is dropped, a file without a row is read and added.
+a row without its file is dropped, a file without a row is read and added. So a change that the
+database does not take now is kept and tried again, and nothing else depends on it.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import logging
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.storage.directory import CATALOG
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.segment import SEGMENT_SUFFIX, SegmentInfo, read_header
-from impress_sglang.storage.writer import TEMPORARY_SUFFIX
+from impress_sglang.storage.quality import Quality
+from impress_sglang.storage.segment import SegmentInfo
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +34,8 @@ CREATE TABLE IF NOT EXISTS segments (
     prefix_digest TEXT NOT NULL,
     prefix_len INTEGER NOT NULL,
     tokens BLOB NOT NULL,
-    approximate INTEGER NOT NULL,
+    depth INTEGER NOT NULL,
+    retention REAL NOT NULL,
     shape TEXT NOT NULL,
     chunk_tokens INTEGER NOT NULL,
     generation INTEGER NOT NULL,
@@ -40,7 +45,11 @@ CREATE TABLE IF NOT EXISTS segments (
 ) STRICT
 """
 
-_INSERT = "INSERT OR REPLACE INTO segments VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)"
+_INSERT = "INSERT OR REPLACE INTO segments VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
+_DELETE = "DELETE FROM segments WHERE segment_id = ?"
+_ACCESS = "UPDATE segments SET last_access = ?2, hits = ?3 WHERE segment_id = ?1"
+# Changes that wait for the database at most; the next start mends what is forgotten.
+_MOST_WAITING = 100_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,118 +62,117 @@ class CatalogEntry:
     hits: int = 0
 
 
-def segment_path(directory: Path, segment_id: str) -> Path:
-    """Where a segment stands; 256 folders keep each one short."""
-    return directory / "segments" / segment_id[:2] / f"{segment_id}{SEGMENT_SUFFIX}"
-
-
 class Catalog:
     """The rows of one store directory; used by one thread at a time."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._path = directory / "catalog.sqlite"
-        self._connection = self._connect()
+    def __init__(self, files: FileSystem, directory: Path) -> None:
+        """Connects when it is first used."""
+        self._files = files
+        self._path = directory / CATALOG
+        self._connection: sqlite3.Connection | None = None
+        self._waiting: collections.deque[tuple[str, Sequence[Any]]] = collections.deque(
+            maxlen=_MOST_WAITING
+        )
 
     def add(self, entry: CatalogEntry) -> None:
-        """Record a published segment."""
-        with self._connection as connection:
-            connection.execute(_INSERT, _to_row(entry))
+        """Record a published segment; like each change it waits where it cannot be made now.
+
+        Raises:
+            sqlite3.Error: the database refuses.
+            OSError: the database cannot be opened.
+        """
+        self._waiting.append((_INSERT, _to_row(entry)))
+        self.flush()
 
     def remove(self, segment_id: str) -> None:
         """Forget a segment; no error if it is unknown."""
-        with self._connection as connection:
-            connection.execute("DELETE FROM segments WHERE segment_id = ?", (segment_id,))
+        self._waiting.append((_DELETE, (segment_id,)))
+        self.flush()
 
     def replace(self, segment_id: str, entry: CatalogEntry) -> None:
         """Record a published segment in the place of another."""
-        with self._connection as connection:
-            connection.execute(_INSERT, _to_row(entry))
-            connection.execute("DELETE FROM segments WHERE segment_id = ?", (segment_id,))
+        self._waiting.append((_INSERT, _to_row(entry)))
+        self.remove(segment_id)
 
     def record_accesses(self, accesses: Iterable[tuple[str, int, int]]) -> None:
         """Keep (segment_id, last_access, hits) for the next start."""
-        with self._connection as connection:
-            connection.executemany(
-                "UPDATE segments SET last_access = ?2, hits = ?3 WHERE segment_id = ?1", accesses
-            )
+        self._waiting.extend((_ACCESS, access) for access in accesses)
+        self.flush()
 
-    def recover(self, identity: str) -> list[CatalogEntry]:
-        """All published segments of this identity, after comparing the rows with the files.
+    def flush(self) -> None:
+        """Make the changes that wait, all or none.
 
-        Unfinished files, and files that cannot be used, are removed and logged.
+        Raises:
+            sqlite3.Error: the database refuses; it is opened anew next time.
+            OSError: it cannot be opened.
         """
-        self._sweep_temporary_files()
-        known = {entry.info.segment_id: entry for entry in self._entries()}
-        found = []
-        for path in sorted(self._directory.glob(f"segments/*/*{SEGMENT_SUFFIX}")):
-            segment_id = path.name.removesuffix(SEGMENT_SUFFIX)
-            entry = self._usable_entry(path, known.pop(segment_id, None), identity)
-            if entry is not None:
-                found.append(entry)
-        for segment_id in known:
-            logger.warning("segment %s is in the index but has no file", segment_id)
-            self.remove(segment_id)
-        return found
+        try:
+            with self._connected() as connection:
+                for statement, values in self._waiting:
+                    connection.execute(statement, values)
+        except (sqlite3.Error, OSError):
+            self.close()
+            raise
+        self._waiting.clear()
+
+    def entries(self) -> dict[str, CatalogEntry]:
+        """All rows by segment; none of a database that is damaged, which is made anew.
+
+        Raises:
+            sqlite3.Error: the database cannot be read now.
+            OSError: it cannot be opened now.
+        """
+        try:
+            rows = self._connected().execute("SELECT * FROM segments").fetchall()
+            entries = [_from_row(row) for row in rows]
+        except sqlite3.OperationalError:
+            self.close()
+            raise
+        except (sqlite3.DatabaseError, AssertionError, KeyError, ValueError) as error:
+            self._begin_anew(error)
+            return {}
+        return {entry.info.segment_id: entry for entry in entries}
 
     def indexed(self) -> dict[str, int]:
         """Segments of the index and the sizes that their files should have."""
-        return dict(self._connection.execute("SELECT segment_id, file_bytes FROM segments"))
+        self.flush()
+        return dict(self._connected().execute("SELECT segment_id, file_bytes FROM segments"))
 
     def close(self) -> None:
-        """Close the database."""
-        self._connection.close()
+        """Close the database; the next use opens it again."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connected(self) -> sqlite3.Connection:
+        if self._connection is None:
+            try:
+                self._connection = self._open()
+            except sqlite3.OperationalError:
+                raise
+            except sqlite3.DatabaseError as error:
+                self._begin_anew(error)
+                self._connection = self._open()
+        return self._connection
+
+    def _begin_anew(self, error: Exception) -> None:
+        logger.warning("%s is damaged (%s); rebuilding it from the segments", self._path, error)
+        self.close()
+        for suffix in ("", "-wal", "-shm"):
+            self._files.unlink(self._path.with_name(self._path.name + suffix))
+
+    def _open(self) -> sqlite3.Connection:
+        connection = self._files.database(self._path)
         try:
-            return _open_database(self._path)
-        except sqlite3.DatabaseError as error:
-            logger.warning("%s is damaged (%s); rebuilding it from the segments", self._path, error)
-            for suffix in ("", "-wal", "-shm"):
-                Path(f"{self._path}{suffix}").unlink(missing_ok=True)
-            return _open_database(self._path)
-
-    def _entries(self) -> list[CatalogEntry]:
-        return [_from_row(row) for row in self._connection.execute("SELECT * FROM segments")]
-
-    def _usable_entry(
-        self, path: Path, entry: CatalogEntry | None, identity: str
-    ) -> CatalogEntry | None:
-        segment_id = path.name.removesuffix(SEGMENT_SUFFIX)
-        try:
-            if entry is None:
-                info = read_header(path).info
-                if info.segment_id != segment_id:
-                    raise ChunkUnreadable(segment_id, f"is a copy of segment {info.segment_id}")
-                entry = CatalogEntry(info, info.layout().file_bytes)
-                self.add(entry)
-            if path.stat().st_size != entry.file_bytes or entry.info.identity != identity:
-                raise ChunkUnreadable(entry.info.segment_id, "wrong size or identity")
-            return entry
-        except ChunkUnreadable as error:
-            logger.warning("%s; removed", error)
-            path.unlink(missing_ok=True)
-            self.remove(segment_id)
-            return None
-
-    def _sweep_temporary_files(self) -> None:
-        for path in self._directory.glob(f"segments/*/*{TEMPORARY_SUFFIX}"):
-            logger.info("removing unfinished %s", path.name)
-            path.unlink()
-
-
-def _open_database(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, check_same_thread=False)
-    try:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute(_SCHEMA)
-        if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
-            raise sqlite3.DatabaseError("quick_check failed")
-    except sqlite3.DatabaseError:
-        connection.close()
-        raise
-    return connection
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute(_SCHEMA)
+            if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+                raise sqlite3.DatabaseError("quick_check failed")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
 
 def _to_row(entry: CatalogEntry) -> tuple[object, ...]:
@@ -176,7 +184,8 @@ def _to_row(entry: CatalogEntry) -> tuple[object, ...]:
         info.prefix_digest,
         info.prefix_len,
         info.tokens.astype("<i4", copy=False).tobytes(),
-        int(info.approximate),
+        info.quality.depth,
+        info.quality.retention,
         json.dumps(info.shape.to_fields()),
         info.chunk_tokens,
         info.generation,
@@ -194,7 +203,8 @@ def _from_row(row: tuple[object, ...]) -> CatalogEntry:
         digest,
         prefix_len,
         tokens,
-        approximate,
+        depth,
+        retention,
         shape_json,
         chunk_tokens,
         generation,
@@ -210,9 +220,9 @@ def _from_row(row: tuple[object, ...]) -> CatalogEntry:
         prefix_digest=str(digest),
         prefix_len=int(str(prefix_len)),
         tokens=np.frombuffer(tokens, "<i4").astype(np.int32),
-        approximate=bool(approximate),
         shape=KVShape.from_fields(json.loads(str(shape_json))),
         chunk_tokens=int(str(chunk_tokens)),
+        quality=Quality(int(str(depth)), float(str(retention))),
         generation=int(str(generation)),
     )
     return CatalogEntry(info, int(str(file_bytes)), int(str(last_access)), int(str(hits)))

@@ -1,4 +1,4 @@
-"""Aligned memory and unbuffered file access, without any policy.
+"""Aligned memory, and reads and writes that are complete or fail.
 
 O_DIRECT keeps the page cache out of the way where the file system has it (ext4, xfs); where it
 has not (tmpfs, some network file systems) the same calls go through the page cache.
@@ -10,8 +10,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -53,21 +51,6 @@ class AlignedBuffer:
         return memoryview(self._memory)[:num_bytes]
 
 
-def supports_direct_io(directory: Path) -> bool:
-    """Whether files in `directory` can be opened with O_DIRECT."""
-    probe = directory / f".direct-{os.getpid()}"
-    try:
-        descriptor = os.open(probe, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
-    except OSError:
-        return False
-    else:
-        os.close(descriptor)
-        return True
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            probe.unlink()
-
-
 def read_exactly(descriptor: int, offset: int, target: memoryview) -> None:
     """Fill `target` from a file.
 
@@ -92,23 +75,3 @@ def write_exactly(descriptor: int, offset: int, source: memoryview) -> None:
     done = 0
     while done < len(source):
         done += os.pwritev(descriptor, [source[done:]], offset + done)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make renames and removals in `directory` durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def open_for_writing(path: Path, *, direct: bool) -> Iterator[int]:
-    """A descriptor of a new file; the caller renames the file when it is complete."""
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if direct else 0)
-    descriptor = os.open(path, flags, 0o644)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

@@ -1,89 +1,290 @@
-"""The directory of the SSD store: one folder per model identity, each with a lock.
+"""The directory of the SSD store: one folder per model identity.
 
-    <ssd dir>/<identity>/{lock, catalog.sqlite, segments/<2 hex digits>/<segment>.kv}
+    <ssd dir>/<identity>/{store.json, lock, catalog.sqlite, segments/<2 hex digits>/<segment>.kv,
+                          quarantine/<segment>.kv}
 
-The quota is for the whole directory. Folders of other models that nobody serves are removed, oldest
+A folder is a store if its name is an identity and its marker `store.json` says so; nothing else is
+read as ours or removed, and in a store only files that have our names. The marker holds the key of
+the store's namespaces, so it is as secret as what is stored.
+
+The quota is for the whole directory. Stores of other models that nobody serves are removed, oldest
 first, before segments of the model being served.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import hashlib
+import json
 import logging
 import os
-import shutil
+import re
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 from impress_sglang.errors import ConfigError, StoreInUseError
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.segment import SEGMENT_SUFFIX
+from impress_sglang.storage.writer import TEMPORARY_SUFFIX
 
 logger = logging.getLogger(__name__)
 
+MARKER = "store.json"
+LOCK = "lock"
+CATALOG = "catalog.sqlite"
+SEGMENTS = "segments"
+QUARANTINE = "quarantine"
+_PROBE = "probe"
+_KIND = "impress-sglang store"
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
+_FOLDER = re.compile(r"[0-9a-f]{2}")
+_SEGMENT = re.compile(
+    rf"([0-9a-f]{{32}}){re.escape(SEGMENT_SUFFIX)}({re.escape(TEMPORARY_SUFFIX)})?"
+)
+_LONGEST_MARKER = 4096
 
-def claim_directory(root: Path, identity: str) -> tuple[Path, int]:
-    """Create the folder of a model and lock it; returns it and the descriptor that holds the lock.
+
+class StoreDirectory:
+    """The folder of the model that is served: its lock, its key, and whether it answers."""
+
+    def __init__(self, files: FileSystem, root: Path, identity: str) -> None:
+        """Create the folder or take an existing one, and lock it.
+
+        Raises:
+            ConfigError: it cannot be written, or is not a store of ours.
+            StoreInUseError: another process has the lock.
+        """
+        self.files = files
+        self.root = root
+        self.path = root / identity
+        try:
+            self._lock, self._marker = self._claim(secrets.token_hex(32))
+            self._device = files.stat(self.root).st_dev
+            self._key = bytes.fromhex(json.loads(self._marker)["key"])
+        except OSError as error:
+            raise ConfigError(f"--impress-ssd-dir {root} cannot be written: {error}") from error
+
+    def namespace(self, text: str) -> str:
+        """The name under which a namespace is stored: a keyed hash, for it may hold a secret."""
+        return hashlib.blake2b(text.encode(), key=self._key, digest_size=16).hexdigest()
+
+    def segment_path(self, segment_id: str) -> Path:
+        """Where a segment stands; 256 folders keep each one short."""
+        return self.path / SEGMENTS / segment_id[:2] / f"{segment_id}{SEGMENT_SUFFIX}"
+
+    def quarantine_path(self, segment_id: str) -> Path:
+        """Where a damaged segment is kept for a while."""
+        return self.path / QUARANTINE / f"{segment_id}{SEGMENT_SUFFIX}"
+
+    def check_readable(self) -> None:
+        """See that the folder is there, and is the one that was opened.
+
+        Raises:
+            OSError: it is not.
+        """
+        if _read_small(self.files, self.path / MARKER) != self._marker:
+            raise FileNotFoundError(f"{self.path} is not the store that was opened")
+
+    def check_writable(self) -> None:
+        """See that a file can be written, synced, read back and removed.
+
+        Raises:
+            OSError: it cannot.
+        """
+        _write_small(self.files, self.path / _PROBE, self._marker)
+        if _read_small(self.files, self.path / _PROBE) != self._marker:
+            raise OSError("a probe was not read as it was written")
+        self.files.unlink(self.path / _PROBE)
+
+    def restore(self) -> None:
+        """Make the folder anew where somebody removed it, but not in place of another disk.
+
+        Raises:
+            OSError: the disk is not mounted, or cannot be written.
+            StoreInUseError: another process was faster.
+        """
+        if _stat_existing(self.files, self.root).st_dev != self._device:
+            raise FileNotFoundError(f"the file system of {self.root} is not mounted")
+        lock, marker = self._claim(self._key.hex())
+        os.close(self._lock)
+        self._lock, self._marker = lock, marker
+        logger.warning("%s was removed; it begins anew", self.path)
+
+    def close(self) -> None:
+        """Release the lock."""
+        os.close(self._lock)
+
+    def _claim(self, key: str) -> tuple[int, bytes]:
+        """Lock the folder and read its marker, which is written if there is none."""
+        self.files.make_directory(self.root, parents=True)
+        self.files.make_directory(self.path)
+        lock = self.files.open(self.path / LOCK, os.O_CREAT | os.O_RDWR)
+        try:
+            if not _try_lock(lock):
+                raise StoreInUseError(
+                    f"--impress-ssd-dir {self.root} already serves this model in another process; "
+                    "give each server its own directory"
+                )
+            if not is_store(self.files, self.path):
+                self._mark(key)
+            for name in (SEGMENTS, QUARANTINE):
+                self.files.make_directory(self.path / name)
+            return lock, _read_small(self.files, self.path / MARKER)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    def _mark(self, key: str) -> None:
+        temporary = self.path / f"{MARKER}{TEMPORARY_SUFFIX}"
+        foreign = set(self.files.list(self.path)) - {LOCK, temporary.name}
+        if foreign:
+            raise ConfigError(
+                f"{self.path} has files but no {MARKER}, so it is not a store of this version of "
+                "impress-sglang; remove it, or choose another --impress-ssd-dir"
+            )
+        _write_small(self.files, temporary, json.dumps({"kind": _KIND, "key": key}).encode())
+        self.files.rename(temporary, self.path / MARKER)
+        self.files.sync_directory(self.path)
+
+
+def is_store(files: FileSystem, path: Path) -> bool:
+    """Whether a folder is a store of this package: by its name and its marker.
 
     Raises:
-        ConfigError: the directory cannot be written.
-        StoreInUseError: another process has the lock.
+        OSError: that cannot be seen now.
     """
-    directory = root / identity
+    if not _IDENTITY.fullmatch(path.name):
+        return False
     try:
-        (directory / "segments").mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / "lock", os.O_CREAT | os.O_RDWR, 0o644)
-    except OSError as error:
-        raise ConfigError(f"--impress-ssd-dir {root} cannot be written: {error}") from error
-    if not _try_lock(descriptor):
-        os.close(descriptor)
-        raise StoreInUseError(
-            f"--impress-ssd-dir {root} already serves this model in another process; "
-            "give each server its own directory"
-        )
-    return directory, descriptor
+        marker = json.loads(_read_small(files, path / MARKER))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    return isinstance(marker, dict) and marker.get("kind") == _KIND
+
+
+def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, Path, bool]]:
+    """Files of a store's segments: id, path, and whether the file is finished.
+
+    Raises:
+        OSError: a folder cannot be listed.
+    """
+    for folder in files.list(store / SEGMENTS):
+        if not _FOLDER.fullmatch(folder):
+            continue
+        for name in files.list(store / SEGMENTS / folder):
+            found = _SEGMENT.fullmatch(name)
+            if found and name.startswith(folder):
+                yield found[1], store / SEGMENTS / folder / name, found[2] is None
+
+
+def quarantined_files(files: FileSystem, store: Path) -> list[Path]:
+    """Damaged segments that a store keeps, oldest first."""
+    folder = store / QUARANTINE
+    paths = [folder / name for name in files.list(folder) if _SEGMENT.fullmatch(name)]
+    return sorted(paths, key=lambda path: files.stat(path).st_mtime_ns)
+
+
+def other_stores(files: FileSystem, own: Path) -> dict[Path, int]:
+    """Stores of other models beside this one, latest first, and the bytes of their segments."""
+    found = []
+    for name in files.list(own.parent):
+        path = own.parent / name
+        with contextlib.suppress(OSError):
+            if path != own and is_store(files, path):
+                found.append((files.stat(path).st_mtime_ns, path))
+    return {path: _store_bytes(files, path) for _, path in sorted(found, reverse=True)}
+
+
+def remove_store(files: FileSystem, path: Path) -> bool:
+    """Remove the store of another model, if no process serves it; whether it is gone.
+
+    Files that are not ours stay, and the folder with them.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    if not is_store(files, path):
+        return not files.list(path)
+    lock = files.open(path / LOCK, os.O_CREAT | os.O_RDWR)
+    try:
+        if not _try_lock(lock):
+            return False
+        logger.info("removing the store of another model to make room: %s", path.name)
+        for _, own, _ in segment_files(files, path):
+            files.unlink(own)
+        for own in quarantined_files(files, path):
+            files.unlink(own)
+        # The marker goes last: what is left of a store after a crash is still one.
+        for name in (CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm", _PROBE, LOCK, MARKER):
+            files.unlink(path / name)
+        for folder in (*_folders(files, path / SEGMENTS), path / QUARANTINE, path / SEGMENTS, path):
+            try:
+                files.remove_directory(folder)
+            except OSError as error:
+                logger.warning("%s stays: %s", folder, error)
+        return True
+    finally:
+        os.close(lock)
 
 
 def require_writable(root: Path) -> None:
-    """Check early that the store can be created.
+    """Check early that files can be created in a directory, which is made if need be.
 
     Raises:
-        ConfigError: the directory cannot be written.
+        ConfigError: they cannot.
     """
     probe = root / f".probe-{os.getpid()}"
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"--impress-ssd-dir {root} cannot be written: {error}") from error
 
 
-def free_bytes(directory: Path) -> int:
-    """Bytes that an unprivileged process may still write to the file system."""
-    stat = os.statvfs(directory)
-    return stat.f_bavail * stat.f_frsize
+def _folders(files: FileSystem, path: Path) -> list[Path]:
+    return [path / name for name in files.list(path) if _FOLDER.fullmatch(name)]
 
 
-class OtherModels:
-    """Folders of other models under the same directory, and the bytes they take."""
+def _store_bytes(files: FileSystem, path: Path) -> int:
+    total = 0
+    for _, own, _ in segment_files(files, path):
+        # The server of that model may have just removed it.
+        with contextlib.suppress(FileNotFoundError):
+            total += files.stat(own).st_size
+    return total
 
-    def __init__(self, root: Path, own: Path) -> None:
-        others = [path for path in root.iterdir() if path != own and (path / "segments").is_dir()]
-        others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-        self._sizes = {path: _tree_bytes(path) for path in others}
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all other models' files, as of the start of this process."""
-        return sum(self._sizes.values())
+def _stat_existing(files: FileSystem, path: Path) -> os.stat_result:
+    """Of a path, or of the nearest folder above it that exists."""
+    try:
+        return files.stat(path)
+    except FileNotFoundError:
+        return _stat_existing(files, path.parent)
 
-    def remove_oldest(self) -> int:
-        """Remove the least recently opened folder that no process serves; returns its bytes."""
-        for path in reversed(self._sizes):
-            try:
-                if not path.exists() or _remove_unlocked(path):
-                    return self._sizes.pop(path)
-            except OSError as error:
-                logger.warning("the store of another model cannot be removed: %s", error)
-        return 0
+
+def _read_small(files: FileSystem, path: Path) -> bytes:
+    size = min(files.stat(path).st_size, _LONGEST_MARKER)
+    content = bytearray(size)
+    descriptor = files.open(path, os.O_RDONLY)
+    try:
+        files.read(descriptor, 0, memoryview(content))
+    except EOFError as error:
+        raise OSError(f"{path} became shorter while it was read") from error
+    finally:
+        files.close(descriptor)
+    return bytes(content)
+
+
+def _write_small(files: FileSystem, path: Path, content: bytes) -> None:
+    descriptor = files.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    try:
+        files.write(descriptor, 0, memoryview(content))
+        files.sync(descriptor)
+    finally:
+        files.close(descriptor)
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -92,27 +293,3 @@ def _try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _remove_unlocked(path: Path) -> bool:
-    descriptor = os.open(path / "lock", os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        if not _try_lock(descriptor):
-            return False
-        logger.info("removing the store of another model to make room: %s", path.name)
-        shutil.rmtree(path)
-        return True
-    finally:
-        os.close(descriptor)
-
-
-def _tree_bytes(path: Path) -> int:
-    return sum(_file_bytes(file) for file in path.glob("segments/*/*"))
-
-
-def _file_bytes(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except FileNotFoundError:
-        # The server of that model has just removed it.
-        return 0

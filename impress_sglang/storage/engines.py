@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 import queue
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from typing import Protocol
 
 import numpy as np
@@ -183,9 +183,14 @@ class ThreadEngine:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth = min(depth, MAX_THREADS)
-        self._pool = ThreadPoolExecutor(depth, thread_name_prefix="impress-read")
+        self._wanted: queue.SimpleQueue[tuple[int, int, int, int, int] | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._next = 0
+        # The end of the process must not wait for a disk that hangs.
+        names = [f"impress-read-{number}" for number in range(depth)]
+        self._threads = [threading.Thread(target=self._run, name=n, daemon=True) for n in names]
+        for thread in self._threads:
+            thread.start()
 
     def start(
         self, descriptors: Integers, offsets: Integers, addresses: Integers, sizes: Integers
@@ -195,7 +200,7 @@ class ThreadEngine:
         self._next += len(sizes)
         columns = (numbers, descriptors, offsets, addresses, sizes)
         for read in zip(*(column.tolist() for column in columns), strict=True):
-            self._pool.submit(self._read, *read)
+            self._wanted.put(read)
         return numbers
 
     def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
@@ -208,7 +213,14 @@ class ThreadEngine:
 
     def close(self) -> None:
         """See `BlockEngine.close`."""
-        self._pool.shutdown(wait=True)
+        for _ in self._threads:
+            self._wanted.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (read := self._wanted.get()) is not None:
+            self._read(*read)
 
     def _read(self, number: int, descriptor: int, offset: int, address: int, size: int) -> None:
         target = memoryview((ctypes.c_char * size).from_address(address)).cast("B")

@@ -66,10 +66,9 @@ class FileSystem:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
-    def make_directory(self, path: Path) -> None:
-        """Make a directory that is 0700, and those above it; no error if it is there."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=_DIRECTORY_MODE, exist_ok=True)
+    def make_directory(self, path: Path, *, parents: bool = False) -> None:
+        """Make a directory that is 0700, with `parents` those above it; no error if it is there."""
+        path.mkdir(mode=_DIRECTORY_MODE, parents=parents, exist_ok=True)
 
     def remove_directory(self, path: Path) -> None:
         """Remove an empty directory."""
@@ -90,6 +89,17 @@ class FileSystem:
         """Bytes that an unprivileged process may still write to a file system."""
         stat = os.statvfs(path)
         return stat.f_bavail * stat.f_frsize
+
+    def supports_direct_io(self, path: Path) -> bool:
+        """Whether files in a directory can be opened with O_DIRECT."""
+        probe = path / f".direct-{os.getpid()}"
+        try:
+            self.close(self.open(probe, os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+        except OSError:
+            return False
+        finally:
+            self.unlink(probe)
+        return True
 
     def engine(self, name: str, depth: int) -> BlockEngine:
         """What reads blocks of open segments; see `engines.make_engine`."""

@@ -6,26 +6,34 @@ Stage: load. In: runs of blocks of open segments and the memory to fill. Out: fi
 One thread starts reads and collects them. What a layer waits for goes before what is read ahead,
 and reads ahead leave half of the device's queue free for it. Who takes blocks verifies those that
 it takes: what was read in vain costs no checksums, and the one thread keeps the device busy.
+
+Nobody waits for a device that has stopped: when nothing arrives for `patience` seconds although
+reads are in flight, who waits gets `StoreUnavailable`; memory and files of such reads are not given
+away before they end.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import functools
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from impress_sglang import loops
-from impress_sglang.errors import ChunkUnreadable
-from impress_sglang.storage.direct_io import AlignedMemory, read_exactly
-from impress_sglang.storage.engines import BlockEngine, make_engine
+from impress_sglang.errors import ChunkUnreadable, PrefixUnreadable, StoreUnavailable
+from impress_sglang.storage.direct_io import AlignedMemory
+from impress_sglang.storage.engines import BlockEngine
+from impress_sglang.storage.files import FileSystem, installed
 from impress_sglang.storage.layout import BLOCK_BYTES, SegmentLayout
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.segment import (
@@ -34,8 +42,8 @@ from impress_sglang.storage.segment import (
     SegmentInfo,
     SketchTables,
     read_header,
+    reading,
 )
-from impress_sglang.storage.throttle import TokenBucket
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +52,8 @@ Integers = npt.NDArray[np.int64]
 # Large enough that a piece is not dominated by its start, small enough that what a layer waits for
 # is not far behind a piece that is read ahead.
 PIECE_BYTES = 256 << 10
-# What an emulated drive reads at once.
-SLOW_BYTES = 256 << 10
+# Who waits looks so often whether the device has stopped.
+LOOK_SECONDS = 0.25
 # Of the reads in flight a quarter must have ended before the thread looks at them.
 WAKE_SHARE = 4
 # One observation of what reading costs is made of so many pieces, or of a busy time that ended.
@@ -55,22 +63,22 @@ OBSERVED_PIECES = 64
 class OpenSegment:
     """A segment file open for reading, with all of its header in memory."""
 
-    def __init__(self, path: Path, *, direct: bool) -> None:
+    def __init__(self, path: Path, files: FileSystem, *, direct: bool) -> None:
         """Open the file.
 
         Raises:
             ChunkUnreadable: the file is missing or its header is not valid.
+            StoreUnavailable: it cannot be opened or read now.
         """
-        header = read_header(path)
+        header = read_header(path, files)
+        self.files = files
         self.info: SegmentInfo = header.info
         self.checksums: Checksums = header.checksums
         self.mapping: MappingLists | None = header.mapping
         self.sketch_tables: SketchTables | None = header.sketch_tables
         self.layout: SegmentLayout = self.info.layout()
-        try:
-            self.descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-        except OSError as error:
-            raise ChunkUnreadable(self.segment_id, f"cannot be opened: {error}") from error
+        with reading(self.segment_id):
+            self.descriptor = files.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
 
     @property
     def segment_id(self) -> str:
@@ -96,7 +104,7 @@ class OpenSegment:
 
     def close(self) -> None:
         """Close the file; no read may be in flight."""
-        os.close(self.descriptor)
+        self.files.close(self.descriptor)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,7 +145,10 @@ class PendingRead:
     `began` and `ended` are `time.perf_counter()` of the first start and the last end, 0.0 before.
     """
 
-    def __init__(self, runs: Sequence[BlockRuns], *, ahead: bool) -> None:
+    def __init__(
+        self, runs: Sequence[BlockRuns], has_stopped: Callable[[], bool], *, ahead: bool
+    ) -> None:
+        self._has_stopped = has_stopped
         self.runs = [own.split(PIECE_BYTES) for own in runs]
         self.ahead = ahead
         self.began = self.ended = 0.0
@@ -153,7 +164,7 @@ class PendingRead:
         # Pieces before `next` are begun; `last` is where a cancelled read stops.
         self.next, self.last = 0, len(self._sizes)
         self.in_flight = 0
-        self.error: Exception | None = None
+        self.error: PrefixUnreadable | None = None
         self._done = threading.Event()
 
     @property
@@ -170,7 +181,7 @@ class PendingRead:
         """Wait until all is read, and verify it.
 
         Raises:
-            ChunkUnreadable: a block is missing, short or corrupt; the memory is then undefined.
+            PrefixUnreadable: see `arrived`, and a block may be corrupt.
         """
         self.arrived()
         for number, own in enumerate(self.runs):
@@ -182,15 +193,15 @@ class PendingRead:
         """Wait until all is read; nothing is verified.
 
         Raises:
-            ChunkUnreadable: a block is missing or short; the memory is then undefined.
+            ChunkUnreadable: the file ends before a block; the memory is then undefined.
+            StoreUnavailable: the device failed, or has stopped; as long as the read is not `done`
+                the memory may still be written to.
         """
-        self.settled()
+        while not self._done.wait(LOOK_SECONDS):
+            if self._has_stopped():
+                raise StoreUnavailable(self._segment_id, "the device does not answer")
         if self.error is not None:
             raise self.error
-
-    def settled(self) -> None:
-        """Wait until nothing more is read, whatever became of it."""
-        self._done.wait()
 
     def take(
         self, count: int, max_bytes: int | None = None
@@ -233,9 +244,14 @@ class PendingRead:
             for own in [rest[self._owner[rest] == owner]]
         ]
 
-    def fail(self, error: Exception) -> None:
+    @property
+    def _segment_id(self) -> str:
+        return self.runs[0].segment.segment_id
+
+    def fail(self, error: BaseException) -> None:
         """Nothing more will be read, because of a bug or the machine."""
-        self.error = error
+        self.error = StoreUnavailable(self._segment_id, f"the reader has failed: {error}")
+        self.error.__cause__ = error
         self._done.set()
 
     def settle(self) -> None:
@@ -249,16 +265,29 @@ class ChunkReader:
     """Reads in order, what is waited for before what is read ahead; see the module."""
 
     def __init__(
-        self, depth: int, bucket: TokenBucket | None = None, *, engine: str = "auto"
+        self,
+        depth: int,
+        files: FileSystem | None = None,
+        *,
+        engine: str = "auto",
+        patience: float = math.inf,
     ) -> None:
-        """`depth` reads are in flight at most; `bucket` emulates a slower device.
+        """Begin with nothing to read.
+
+        Args:
+            depth: reads in flight at most.
+            files: gives the engine; None for what is installed.
+            engine: name of the engine.
+            patience: seconds without any arrival after which the device counts as stopped.
 
         Raises:
             ConfigError: there is no such engine here.
         """
         self.cost = ReadCost()
-        self._engine: BlockEngine = make_engine(engine, depth)
-        self._bucket = bucket
+        self._make_engine = functools.partial((files or installed()).engine, engine, depth)
+        self._engine: BlockEngine = self._make_engine()
+        self._patience = patience
+        self._arrived_at = time.monotonic()
         self._queues: tuple[collections.deque[PendingRead], ...] = (
             collections.deque(),
             collections.deque(),
@@ -267,11 +296,10 @@ class ChunkReader:
         self._flying_ahead = 0
         self._unsettled: set[PendingRead] = set()
         self._closed = False
-        self._failed: Exception | None = None
+        self._failed: BaseException | None = None
         self._changed = threading.Condition()
         self._watch = _Watch(self.cost)
-        self._thread = threading.Thread(target=self._run, name="impress-read", daemon=True)
-        self._thread.start()
+        self._thread = self._start()
 
     @property
     def engine(self) -> str:
@@ -288,7 +316,7 @@ class ChunkReader:
 
         The memory must stay alive and the segments open until the read is done.
         """
-        read = PendingRead(runs, ahead=ahead)
+        read = PendingRead(runs, self._has_stopped, ahead=ahead)
         with self._changed:
             assert not self._closed
             if self._failed is not None:
@@ -305,7 +333,7 @@ class ChunkReader:
         """Fill the memory of all runs; returns the bytes read.
 
         Raises:
-            ChunkUnreadable: a block is missing, short or corrupt; the memory is then undefined.
+            PrefixUnreadable: see `PendingRead.wait`.
         """
         read = self.submit(runs)
         read.wait()
@@ -323,24 +351,53 @@ class ChunkReader:
             return rest
 
     def close(self) -> None:
-        """Wait for all reads and end the thread."""
+        """Wait for all reads, as long as the device answers, and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
-        self._engine.close()
+        while self._thread.is_alive() and not self._has_stopped():
+            self._thread.join(LOOK_SECONDS)
+
+    def revive(self) -> None:
+        """Begin again after a failure of the thread or its engine, if there was one.
+
+        Raises:
+            ConfigError: there is no engine any more.
+        """
+        if self._failed is None or self._thread.is_alive():
+            return
+        self._engine = self._make_engine()
+        self._flying, self._flying_ahead = {}, 0
+        for waiting in self._queues:
+            waiting.clear()
+        self._failed = None
+        self._thread = self._start()
+
+    def _start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name="impress-read", daemon=True)
+        thread.start()
+        return thread
+
+    def _has_stopped(self) -> bool:
+        """Whether nothing has arrived for too long, although something is in flight."""
+        return bool(self._flying) and time.monotonic() - self._arrived_at > self._patience
 
     def _run(self) -> None:
+        failure: BaseException | None = None
         try:
             while self._serve():
                 pass
-        except Exception as error:
-            # Nobody may wait for ever; who waits raises this.
+        except BaseException as error:
             logger.exception("the reader of the SSD store has failed")
-            with self._changed:
-                self._failed = error
-                for read in self._unsettled:
-                    read.fail(error)
+            failure = error
+        # Waits until the kernel writes to no memory any more.
+        with contextlib.suppress(Exception):
+            self._engine.close()
+        with self._changed:
+            self._failed = failure
+            for read in self._unsettled:
+                read.fail(failure or RuntimeError("closed"))
+            self._unsettled.clear()
 
     def _serve(self) -> bool:
         """Begin what can begin and take in what has ended; False when there is nothing left."""
@@ -380,8 +437,6 @@ class ChunkReader:
         self,
     ) -> list[tuple[PendingRead, tuple[int, Integers, Integers, Integers, Integers]]]:
         """Pieces to begin now, as far as the depth allows."""
-        if self._bucket is not None and self._bucket.limited:
-            return [] if self._flying else self._take_slowly()
         room = self._engine.depth - len(self._flying)
         batches = []
         for waiting, ahead in zip(self._queues, (False, True), strict=True):
@@ -402,20 +457,6 @@ class ChunkReader:
                 batches.append((read, batch))
         return batches
 
-    def _take_slowly(
-        self,
-    ) -> list[tuple[PendingRead, tuple[int, Integers, Integers, Integers, Integers]]]:
-        """What an emulated drive reads next: a little, so that others need not wait for long."""
-        for waiting, ahead in zip(self._queues, (False, True), strict=True):
-            if waiting:
-                read = waiting[0]
-                batch = read.take(self._engine.depth, SLOW_BYTES)
-                if read.next == read.last:
-                    waiting.popleft()
-                self._flying_ahead += len(batch[-1]) * ahead
-                return [(read, batch)]
-        return []
-
     def _begin(
         self, read: PendingRead, batch: tuple[int, Integers, Integers, Integers, Integers]
     ) -> None:
@@ -423,14 +464,15 @@ class ChunkReader:
         self._watch.began(len(columns[-1]), int(columns[-1].sum()))
         if not read.began:
             read.began = time.perf_counter()
-        if self._bucket is not None:
-            self._bucket.take(int(columns[-1].sum()))
+        if not self._flying:
+            self._arrived_at = time.monotonic()
         numbers = self._engine.start(*columns).tolist()
         for place, number in enumerate(numbers):
             self._flying[number] = (read, first + place)
 
     def _take_in(self, ended: list[tuple[PendingRead, int]], results: list[int]) -> None:
         """Complete what has arrived, and tell who waits for it."""
+        self._arrived_at = time.monotonic()
         self._watch.ended(len(ended))
         arrived: dict[PendingRead, int] = {}
         for (read, place), result in zip(ended, results, strict=True):
@@ -488,16 +530,18 @@ class _Watch:
         self._pieces = self._open
 
 
-def _complete_piece(runs: BlockRuns, start: int, stop: int, result: int) -> ChunkUnreadable | None:
+def _complete_piece(runs: BlockRuns, start: int, stop: int, result: int) -> PrefixUnreadable | None:
     """Read a piece again that was read with an unexpected `result`; what is wrong, if anything."""
     segment = runs.segment
     if result < 0:
-        return ChunkUnreadable(segment.segment_id, os.strerror(-result))
+        return StoreUnavailable(segment.segment_id, os.strerror(-result))
     try:
-        # A read may end early without an error; the rest says whether there is one.
-        read_exactly(segment.descriptor, runs.offset + start, runs.memory.view[start:stop])
-    except (OSError, EOFError) as error:
-        return ChunkUnreadable(segment.segment_id, str(error))
+        with reading(segment.segment_id):
+            # A read may end early without an error; the rest says whether there is one.
+            target = runs.memory.view[start:stop]
+            segment.files.read(segment.descriptor, runs.offset + start, target)
+    except PrefixUnreadable as error:
+        return error
     return None
 
 

@@ -9,10 +9,13 @@ bytes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, round_up
+from impress_sglang.storage.quality import EXACT, Quality
 
-MAGIC = b"IMPRSEG\x03"
-FORMAT_VERSION = 3
+MAGIC = b"IMPRSEG\x04"
+FORMAT_VERSION = 4
 SEGMENT_SUFFIX = ".kv"
 # magic, header bytes, bytes of the JSON description, xxh3-64 of the two sizes and all that follows
 _PREAMBLE = struct.Struct("<8sQQQ")
@@ -42,9 +47,9 @@ SketchTables = npt.NDArray[np.float32]
 class SegmentInfo:
     """What a segment is, apart from its KVs.
 
-    `prefix_digest` is the digest of the namespace and all `prefix_len` tokens before `tokens`;
-    `approximate` says that the KVs were computed after a partly loaded prefix; `generation` counts
-    how often the segment was reordered (0: tokens stand in logical order).
+    `namespace` is a keyed hash (`StoreDirectory.namespace`); `prefix_digest` is the digest of it
+    and of all `prefix_len` tokens before `tokens`; `quality` says how the KVs were computed;
+    `generation` counts how often the segment was reordered (0: tokens stand in logical order).
     """
 
     segment_id: str
@@ -53,15 +58,20 @@ class SegmentInfo:
     prefix_digest: str
     prefix_len: int
     tokens: Tokens
-    approximate: bool
     shape: KVShape
     chunk_tokens: int
+    quality: Quality = EXACT
     generation: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens in this segment."""
         return len(self.tokens)
+
+    @property
+    def approximate(self) -> bool:
+        """Whether the KVs were computed after a partly loaded prefix."""
+        return self.quality != EXACT
 
     @property
     def reordered(self) -> bool:
@@ -111,7 +121,8 @@ class SegmentInfo:
             "prefix_digest": self.prefix_digest,
             "prefix_len": self.prefix_len,
             "num_tokens": self.num_tokens,
-            "approximate": self.approximate,
+            "depth": self.quality.depth,
+            "retention": self.quality.retention,
             "chunk_tokens": self.chunk_tokens,
             "generation": self.generation,
             "shape": self.shape.to_fields(),
@@ -167,33 +178,50 @@ def encode_header(header: SegmentHeader) -> bytes:
     return _PREAMBLE.pack(MAGIC, layout.header_bytes, len(description), digest) + body
 
 
-def read_header(path: Path) -> SegmentHeader:
+def read_header(path: Path, files: FileSystem) -> SegmentHeader:
     """Read and verify the header of a segment file.
 
     Raises:
         ChunkUnreadable: the file is missing, short, of another format, or fails its checksum.
+        StoreUnavailable: it cannot be read now.
     """
     name = path.name.removesuffix(SEGMENT_SUFFIX)
-    try:
-        with path.open("rb") as file:
-            preamble = file.read(_PREAMBLE.size)
+    with reading(name):
+        descriptor = files.open(path, os.O_RDONLY)
+        try:
+            preamble = bytearray(_PREAMBLE.size)
+            files.read(descriptor, 0, memoryview(preamble))
             header_bytes, description_bytes, expected = _parse_preamble(name, preamble)
-            body = file.read(header_bytes - _PREAMBLE.size)
+            body = bytearray(header_bytes - _PREAMBLE.size)
+            files.read(descriptor, _PREAMBLE.size, memoryview(body))
+        finally:
+            files.close(descriptor)
+    if _header_checksum(header_bytes, description_bytes, body) != expected:
+        raise ChunkUnreadable(name, "the header fails its checksum")
+    return _decode_body(name, bytes(body), description_bytes)
+
+
+@contextlib.contextmanager
+def reading(segment_id: str) -> Iterator[None]:
+    """Say of what fails inside whether the file is at fault, or cannot be read now.
+
+    Raises:
+        ChunkUnreadable: the file is missing or ends too early.
+        StoreUnavailable: any other error of the operating system.
+    """
+    try:
+        yield
+    except (FileNotFoundError, EOFError) as error:
+        raise ChunkUnreadable(segment_id, str(error)) from error
     except OSError as error:
-        raise ChunkUnreadable(name, f"header cannot be read: {error}") from error
-    complete = len(body) == header_bytes - _PREAMBLE.size
-    if not complete or _header_checksum(header_bytes, description_bytes, body) != expected:
-        raise ChunkUnreadable(name, "header is short or fails its checksum")
-    return _decode_body(name, body, description_bytes)
+        raise StoreUnavailable(segment_id, str(error)) from error
 
 
-def _header_checksum(header_bytes: int, description_bytes: int, body: bytes) -> int:
-    return checksum(struct.pack("<QQ", header_bytes, description_bytes) + body)
+def _header_checksum(header_bytes: int, description_bytes: int, body: bytes | bytearray) -> int:
+    return checksum(struct.pack("<QQ", header_bytes, description_bytes) + bytes(body))
 
 
-def _parse_preamble(name: str, preamble: bytes) -> tuple[int, int, int]:
-    if len(preamble) < _PREAMBLE.size:
-        raise ChunkUnreadable(name, "file ends before its header")
+def _parse_preamble(name: str, preamble: bytes | bytearray) -> tuple[int, int, int]:
     magic, header_bytes, description_bytes, expected = _PREAMBLE.unpack(preamble)
     if magic != MAGIC or not _PREAMBLE.size < header_bytes <= _MAX_HEADER_BYTES:
         raise ChunkUnreadable(name, "not a segment of this format")
@@ -212,9 +240,9 @@ def _decode_body(name: str, body: bytes, description_bytes: int) -> SegmentHeade
         prefix_digest=fields["prefix_digest"],
         prefix_len=fields["prefix_len"],
         tokens=tokens.astype(np.int32),
-        approximate=fields["approximate"],
         shape=KVShape.from_fields(fields["shape"]),
         chunk_tokens=fields["chunk_tokens"],
+        quality=Quality(fields["depth"], fields["retention"]),
         generation=fields["generation"],
     )
     offset = description_bytes + tokens.nbytes

@@ -16,12 +16,8 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from impress_sglang.storage.direct_io import (
-    AlignedBuffer,
-    open_for_writing,
-    sync_directory,
-    write_exactly,
-)
+from impress_sglang.storage.direct_io import AlignedBuffer
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layer_codec import encode_layer
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.segment import (
@@ -55,6 +51,7 @@ def write_segment(
     info: SegmentInfo,
     read_layer: LayerReader,
     buffer: AlignedBuffer,
+    files: FileSystem,
     *,
     direct: bool,
     mapping: MappingLists | None = None,
@@ -65,26 +62,33 @@ def write_segment(
         OSError: the file system refused, for example because it is full; nothing is left behind.
         WriteAbandoned: the reader gave up; nothing is left behind.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    files.make_directory(path.parent)
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    with _removed_on_error(temporary):
-        with open_for_writing(temporary, direct=direct) as descriptor:
-            _write_contents(descriptor, info, read_layer, buffer, mapping)
-            os.fsync(descriptor)
-        os.rename(temporary, path)
-        sync_directory(path.parent)
+    with _removed_on_error(temporary, files):
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if direct else 0)
+        descriptor = files.open(temporary, flags)
+        try:
+            _write_contents(files, descriptor, info, read_layer, buffer, mapping)
+            files.sync(descriptor)
+        finally:
+            files.close(descriptor)
+        files.rename(temporary, path)
+    files.sync_directory(path.parent)
 
 
 @contextlib.contextmanager
-def _removed_on_error(path: Path) -> Iterator[None]:
+def _removed_on_error(path: Path, files: FileSystem) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        path.unlink(missing_ok=True)
+        # Else the next start sweeps it.
+        with contextlib.suppress(OSError):
+            files.unlink(path)
         raise
 
 
 def _write_contents(
+    files: FileSystem,
     descriptor: int,
     info: SegmentInfo,
     read_layer: LayerReader,
@@ -102,8 +106,8 @@ def _write_contents(
         body = memory[: layout.layer_bytes]
         tables.append(encode_layer(layout, keys, values, own_mapping, body))
         checksums[layer * blocks : (layer + 1) * blocks] = block_checksums(body)
-        write_exactly(descriptor, layout.layer_offset(layer), body)
+        files.write(descriptor, layout.layer_offset(layer), body)
     header = memory[: layout.header_bytes]
     sketch_tables = np.stack([t for t in tables if t is not None]) if shape.sketch_bits else None
     header[:] = encode_header(SegmentHeader(info, checksums, mapping, sketch_tables))
-    write_exactly(descriptor, 0, header)
+    files.write(descriptor, 0, header)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.loops.types import Flags
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
@@ -171,7 +171,7 @@ class LayerArea:
         """Wait until the wanted blocks are there, and verify them; all were asked for.
 
         Raises:
-            ChunkUnreadable: one of the reads that bring them failed, or one of them is corrupt.
+            PrefixUnreadable: one of the reads that bring them failed, or one of them is corrupt.
         """
         owners = np.flatnonzero(np.bincount(self._owner[wanted] + 1)) - 1
         assert _NO_READ not in owners
@@ -179,7 +179,7 @@ class LayerArea:
         for owner in owners.tolist():
             try:
                 self._reads[owner].arrived()
-            except ChunkUnreadable as error:
+            except PrefixUnreadable as error:
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -190,11 +190,6 @@ class LayerArea:
         self._stop_reading_ahead(range(len(self._reads)), reader)
         self.ahead_bytes = sum(read.num_bytes for read in self._reads if read.ahead)
         self._pool.give(self.memory, self._reads)
-
-    def drain(self) -> None:
-        """Wait until nothing more is read; the area is closed."""
-        for read in self._reads:
-            read.settled()
 
     def _stop_reading_ahead(self, numbers: Iterable[int], reader: ChunkReader) -> None:
         """Do not begin what is not begun of these reads, if they are ahead."""

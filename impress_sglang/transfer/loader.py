@@ -88,7 +88,7 @@ class PrefixLoader:
             int64 [lanes, u] on the CPU, ascending: the tokens that the heads of each lane use.
 
         Raises:
-            ChunkUnreadable: the source could not give a chunk; what is in the slots is undefined.
+            PrefixUnreadable: the source could not give a chunk; what is in the slots is undefined.
         """
         k = len(slots)
         if k == source.num_tokens:

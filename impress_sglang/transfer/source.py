@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -17,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.loops.types import Flags, Indices
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, KVShape
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import ChunkReader, PendingRead
 from impress_sglang.storage.sketch import Sketch
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.fence import to_device
@@ -87,7 +88,7 @@ class PrefixSource(Protocol):
             the source is asked for another layer.
 
         Raises:
-            ChunkUnreadable: a chunk is missing, short or corrupt.
+            PrefixUnreadable: a chunk is missing, short or corrupt, or cannot be read now.
         """
         ...
 
@@ -109,7 +110,7 @@ class PrefixSource(Protocol):
             values: for the values of all heads; None if they are not wanted.
 
         Raises:
-            ChunkUnreadable: a chunk is missing, short or corrupt; the slots are undefined.
+            PrefixUnreadable: as of `read_probe`; the slots are undefined.
         """
         ...
 
@@ -168,6 +169,8 @@ class SegmentSource:
         self._on_accelerator = cache.device.type == "cuda"
         self._demand = demand
         self._areas: dict[int, dict[int, LayerArea]] = {}
+        # Reads into closed areas that are in flight.
+        self._ending: list[PendingRead] = []
         # By span; found once for all layers, which is faster and at worst out of date.
         self._expected: list[list[Flags]] | None = None
         self._expected_from = 0
@@ -253,7 +256,7 @@ class SegmentSource:
         try:
             with self._cache.copy_stream.beside():
                 self._copied = layer, self._take_probe(layer)
-        except ChunkUnreadable:
+        except PrefixUnreadable:
             # The layer that needs it asks again, and says so.
             self._copied = None
 
@@ -317,7 +320,8 @@ class SegmentSource:
     def is_reading(self) -> bool:
         """Whether reads that were asked for have not ended."""
         areas = (area for own in self._areas.values() for area in own.values())
-        return any(not read.done for area in areas for read in area.reads)
+        reads = itertools.chain(self._ending, *(area.reads for area in areas))
+        return any(not read.done for read in reads)
 
     def note_selection(self, layer: int, selected: Tensor, importance: Tensor | None) -> None:
         """See `PrefixSource.note_selection`; counts hits and updates the moving averages."""
@@ -331,13 +335,10 @@ class SegmentSource:
             self._planner.note_whole(layer)
 
     def close(self) -> None:
-        """Stop reading; afterwards nothing reads from the segments for this source."""
+        """Begin no more reads; nothing reads from the segments when `is_reading` is over."""
         self._copied = None
-        closed = [area for areas in self._areas.values() for area in areas.values()]
         for layer in list(self._areas):
             self._close_areas(layer)
-        for area in closed:
-            area.drain()
 
     def expect(self, layer: int, span: SourceSpan, waste: float) -> list[Flags]:
         """What the layers from this one on will probably want from SSD.
@@ -370,6 +371,7 @@ class SegmentSource:
     def _close_areas(self, layer: int) -> None:
         for area in self._areas.pop(layer).values():
             area.close(self._reader)
+            self._ending = [read for read in (*self._ending, *area.reads) if not read.done]
             self.stats.ssd_bytes += area.ahead_bytes
             self.stats.ahead_bytes += area.ahead_bytes
             self.stats.ahead_used_bytes += area.ahead_used_bytes

@@ -29,6 +29,7 @@ from impress_sglang.importance.history import TokenHistory
 from impress_sglang.importance.identify import H2ORule, IdentificationRule, PaperRule
 from impress_sglang.importance.selection import agreed_tokens, own_tokens
 from impress_sglang.storage.direct_io import AlignedMemory
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import ChunkReader, Integers, OpenSegment
 from impress_sglang.storage.segment import SegmentInfo
@@ -221,7 +222,7 @@ def _load(
         # A store may have segments that were written with another size of chunks.
         spans = [_span(shape, own, cache, at_end) for own in (chunk_tokens, 2 * chunk_tokens)]
         # Nothing can be read asynchronously from what is no file.
-        reader = ChunkReader(1, engine="threads")
+        reader = ChunkReader(1, FileSystem(), engine="threads")
         at_end.callback(reader.close)
         pool = AreaPool(0, pin=device.type == "cuda", spare_bytes=cache.page.page_bytes)
         at_end.callback(pool.close)
@@ -285,11 +286,12 @@ class _Zeros(OpenSegment):
 
     def __init__(self, shape: KVShape, chunk_tokens: int) -> None:
         tokens = np.zeros(SEGMENT_TOKENS, np.int32)
-        self.info = SegmentInfo("warm-up", "", "", "", 0, tokens, False, shape, chunk_tokens)
+        self.info = SegmentInfo("warm-up", "", "", "", 0, tokens, shape, chunk_tokens)
         self.layout = self.info.layout()
         self.checksums = np.empty(0, np.uint64)
         self.mapping = None
         self.sketch_tables = np.zeros(self.info.sketch_shape, np.float32)
+        self.files = FileSystem()
         self.descriptor = os.open("/dev/zero", os.O_RDONLY)
 
     def check_blocks(self, memory: AlignedMemory, offset: int, blocks: Integers) -> None:

@@ -1,0 +1,272 @@
+"""What the store does to its disk in the background: writes, removals, second looks, the index.
+
+One thread does it all in order, so that what makes room comes before what needs it. Results are
+futures; what fails is in them, or reported to `Health`, and nothing is raised anywhere else.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import sqlite3
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
+from impress_sglang.storage.catalog import Catalog, CatalogEntry
+from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
+from impress_sglang.storage.directory import (
+    StoreDirectory,
+    quarantined_files,
+    remove_store,
+    segment_files,
+)
+from impress_sglang.storage.health import Health
+from impress_sglang.storage.layout import BLOCK_BYTES
+from impress_sglang.storage.reader import OpenSegment
+from impress_sglang.storage.segment import SegmentInfo, read_header, reading
+from impress_sglang.storage.writer import LayerReader, write_segment
+from impress_sglang.threads import BackgroundThread, compute_alone
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# Damaged segments that are kept for who wants to know what happened to them.
+QUARANTINED_FILES = 4
+
+
+class Verdict(enum.Enum):
+    """What a second look at a segment has found."""
+
+    GOOD = "good"
+    BAD = "bad"
+    """It is damaged, and stands in quarantine now."""
+    GONE = "gone"
+    UNCLEAR = "unclear"
+    """It cannot be read now."""
+
+
+class Keeper:
+    """Owned by the store's thread; its own thread does the work."""
+
+    def __init__(self, directory: StoreDirectory, health: Health, *, direct: bool) -> None:
+        self._directory = directory
+        self._files = directory.files
+        self._health = health
+        self._direct = direct
+        self._catalog = Catalog(self._files, directory.path)
+        self._buffer = AlignedBuffer()
+        self._thread = BackgroundThread("impress-write", compute_alone)
+        self.progress = time.monotonic()
+        """When something was last done; of two values the later one means that work goes on."""
+        self.quarantined_bytes = 0
+        self.undeleted: dict[str, int] = {}
+        """Bytes of segments whose files could not be removed yet."""
+        self.unused_files = 0
+        """Files that could not be read at the start; nobody knows what builds on them."""
+
+    def recover(self, identity: str) -> list[CatalogEntry]:
+        """All published segments of this identity, after comparing the rows with the files.
+
+        Unfinished files are removed, damaged ones go to quarantine; what cannot be read now is left
+        where it is. Called once, before anything else.
+
+        Raises:
+            OSError: the directory cannot be read.
+            sqlite3.Error: the index can neither be read nor made anew.
+        """
+        known, found = self._catalog.entries(), []
+        for segment_id, path, finished in segment_files(self._files, self._directory.path):
+            if not finished:
+                logger.info("removing unfinished %s", path.name)
+                self._files.unlink(path)
+            elif (
+                entry := self._recovered(path, known.pop(segment_id, None), identity)
+            ) is not None:
+                found.append(entry)
+        for segment_id in known:
+            logger.warning("segment %s is in the index but has no file", segment_id)
+            self._catalog.remove(segment_id)
+        self._limit_quarantine()
+        return found
+
+    def write(self, entry: CatalogEntry, read_layer: LayerReader) -> Future[None]:
+        """Write and publish a segment.
+
+        The future raises `WriteAbandoned` or what the disk did; then nothing is left behind.
+        """
+        return self._submit(self._write, entry, read_layer)
+
+    def delete(
+        self, segment_id: str, num_bytes: int, successor: CatalogEntry | None = None
+    ) -> None:
+        """Remove a file and its row; readers that have it open go on reading it."""
+        self._submit(self._delete, segment_id, num_bytes, successor)
+
+    def look(self, info: SegmentInfo) -> Future[Verdict]:
+        """Read a whole segment again and verify it; what is damaged goes to quarantine."""
+        return self._submit(self._look, info)
+
+    def remove_store(self, path: Path) -> Future[bool]:
+        """See `directory.remove_store`."""
+        return self._submit(remove_store, self._files, path)
+
+    def record_accesses(self, accesses: list[tuple[str, int, int]]) -> Future[None]:
+        """Keep (segment_id, last_access, hits) for the next start."""
+        return self._submit(self._catalog.record_accesses, accesses)
+
+    def indexed(self) -> Future[dict[str, int]]:
+        """Segments of the index and the sizes that their files should have."""
+        return self._submit(self._catalog.indexed)
+
+    def catch_up(self) -> None:
+        """The disk answers again: do what it refused meanwhile."""
+        for segment_id, num_bytes in list(self.undeleted.items()):
+            self.delete(segment_id, num_bytes)
+        self._submit(self._flush_catalog)
+
+    def close(self, seconds: float) -> bool:
+        """End the thread after what was submitted; False if that takes longer than `seconds`."""
+        self._submit(self._catalog.close)
+        return self._thread.close(seconds)
+
+    def _submit(self, function: Callable[..., _T], *arguments: Any) -> Future[_T]:
+        return self._thread.submit(function, *arguments)
+
+    def _write(self, entry: CatalogEntry, read_layer: LayerReader) -> None:
+        path = self._directory.segment_path(entry.info.segment_id)
+
+        def read_and_note(layer: int) -> tuple[Tensor, Tensor]:
+            self.progress = time.monotonic()
+            return read_layer(layer)
+
+        try:
+            write_segment(
+                path, entry.info, read_and_note, self._buffer, self._files, direct=self._direct
+            )
+        except OSError as error:
+            self._health.failed("a prefix could not be stored", error, reading=False)
+            raise
+        finally:
+            self.progress = time.monotonic()
+        # The file is the truth; the next start reads what the index does not have.
+        self._index(self._catalog.add, entry)
+
+    def _delete(
+        self, segment_id: str, num_bytes: int, successor: CatalogEntry | None = None
+    ) -> None:
+        try:
+            self._files.unlink(self._directory.segment_path(segment_id))
+            self.undeleted.pop(segment_id, None)
+        except OSError as error:
+            self.undeleted[segment_id] = num_bytes
+            logger.warning("segment %s cannot be removed now: %s", segment_id, error)
+            self._health.failed("a segment could not be removed", error, reading=False)
+        if successor is None:
+            self._index(self._catalog.remove, segment_id)
+        else:
+            self._index(self._catalog.replace, segment_id, successor)
+        self.progress = time.monotonic()
+
+    def _flush_catalog(self) -> None:
+        self._index(self._catalog.flush)
+
+    def _index(self, change: Callable[..., None], *arguments: Any) -> None:
+        try:
+            change(*arguments)
+        except (OSError, sqlite3.Error) as error:
+            self._health.failed("the index could not be written", error, reading=False)
+
+    def _look(self, info: SegmentInfo) -> Verdict:
+        path = self._directory.segment_path(info.segment_id)
+        try:
+            self._verify(path, info)
+            return Verdict.GOOD
+        except ChunkUnreadable as error:
+            return self._condemn(path, error)
+        except StoreUnavailable as error:
+            logger.warning("a second look has to wait: %s", error)
+            return Verdict.UNCLEAR
+
+    def _condemn(self, path: Path, error: ChunkUnreadable) -> Verdict:
+        """A segment is missing or damaged; if not the whole disk is, it is set aside."""
+        try:
+            self._directory.check_readable()
+            missing = path.name not in self._files.list(path.parent)
+            if not missing:
+                self._quarantine(path, error)
+        except OSError as failure:
+            self._health.failed("the store is not there", failure, reading=True)
+            return Verdict.UNCLEAR
+        if missing:
+            logger.warning("%s; its file is gone", error)
+        self._index(self._catalog.remove, error.segment_id)
+        return Verdict.GONE if missing else Verdict.BAD
+
+    def _quarantine(self, path: Path, error: ChunkUnreadable) -> None:
+        logger.error("%s; set aside in quarantine", error)
+        target = self._directory.quarantine_path(error.segment_id)
+        self._files.rename(path, target)
+        self._limit_quarantine()
+
+    def _limit_quarantine(self) -> None:
+        paths = quarantined_files(self._files, self._directory.path)
+        for path in paths[:-QUARANTINED_FILES]:
+            self._files.unlink(path)
+        kept = paths[-QUARANTINED_FILES:]
+        self.quarantined_bytes = sum(self._files.stat(path).st_size for path in kept)
+
+    def _verify(self, path: Path, info: SegmentInfo) -> None:
+        """Read all of a segment.
+
+        Raises:
+            ChunkUnreadable: it is missing, short or damaged, or not what the index says.
+            StoreUnavailable: it cannot be read now.
+        """
+        segment = OpenSegment(path, self._files, direct=self._direct)
+        try:
+            if not segment.info.describes_same(info):
+                raise ChunkUnreadable(info.segment_id, "index and segment file do not agree")
+            layout = segment.layout
+            memory = AlignedMemory(layout.layer_bytes)
+            blocks = np.arange(layout.layer_bytes // BLOCK_BYTES)
+            for layer in range(layout.shape.num_layers):
+                offset = layout.layer_offset(layer)
+                with reading(info.segment_id):
+                    self._files.read(segment.descriptor, offset, memory.view)
+                segment.check_blocks(memory, offset, blocks)
+                self.progress = time.monotonic()
+        finally:
+            segment.close()
+
+    def _recovered(
+        self, path: Path, entry: CatalogEntry | None, identity: str
+    ) -> CatalogEntry | None:
+        """The entry of a file that can be used."""
+        try:
+            if entry is None:
+                info = read_header(path, self._files).info
+                if path != self._directory.segment_path(info.segment_id):
+                    raise ChunkUnreadable(path.stem, f"is a copy of segment {info.segment_id}")
+                entry = CatalogEntry(info, info.layout().file_bytes)
+                self._index(self._catalog.add, entry)
+            if self._files.stat(path).st_size != entry.file_bytes:
+                raise ChunkUnreadable(path.stem, "has the wrong size")
+            if entry.info.identity != identity:
+                raise ChunkUnreadable(path.stem, "belongs to another model")
+            return entry
+        except ChunkUnreadable as error:
+            self._condemn(path, ChunkUnreadable(path.stem, str(error)))
+        except (OSError, StoreUnavailable) as error:
+            # What the index knows is verified when it is opened.
+            if entry is not None:
+                return entry
+            self.unused_files += 1
+            logger.warning("%s stays where it is, unused: %s", path.name, error)
+        return None

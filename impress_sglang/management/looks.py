@@ -1,0 +1,78 @@
+"""Segments that could not be read, until a second look has decided about them.
+
+That a block cannot be read now does not mean that it is damaged, and a block that was read wrong
+once may be right on the disk. So nothing is removed at first sight: the whole segment is read again
+in the background, and again after a pause that doubles as long as it cannot be read at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from concurrent.futures import Future
+
+from impress_sglang.management.keeper import Keeper, Verdict
+from impress_sglang.management.tree import SegmentState, StoredSegment
+
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 600.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Suspect:
+    segment: StoredSegment
+    look_at: float
+    pause: float = FIRST_PAUSE_S
+    look: Future[Verdict] | None = None
+
+
+class SecondLooks:
+    """Owned by the store's thread; the keeper looks."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._suspects: dict[str, _Suspect] = {}
+
+    def __len__(self) -> int:
+        return len(self._suspects)
+
+    def add(self, segment: StoredSegment) -> None:
+        """A segment could not be read; it is not used before it is found good."""
+        assert segment.ready
+        segment.state = SegmentState.SUSPECT
+        self._suspects[segment.segment_id] = _Suspect(segment, time.monotonic())
+
+    def hurry(self) -> None:
+        """The disk answers again: look at all of them now."""
+        for suspect in self._suspects.values():
+            suspect.look_at, suspect.pause = time.monotonic(), FIRST_PAUSE_S
+
+    def forget(self, segment_id: str) -> None:
+        """A segment has left the tree."""
+        self._suspects.pop(segment_id, None)
+
+    def poll(self) -> list[tuple[StoredSegment, Verdict]]:
+        """Begin the looks that are due; what was found of others. Good ones are ready again."""
+        decided: list[tuple[StoredSegment, Verdict]] = []
+        for segment_id, suspect in list(self._suspects.items()):
+            if suspect.look is None:
+                if time.monotonic() >= suspect.look_at:
+                    suspect.look = self._keeper.look(suspect.segment.info)
+            elif suspect.look.done():
+                verdict = self._take(suspect)
+                if verdict is not Verdict.UNCLEAR:
+                    del self._suspects[segment_id]
+                    decided.append((suspect.segment, verdict))
+        return decided
+
+    def _take(self, suspect: _Suspect) -> Verdict:
+        look, suspect.look = suspect.look, None
+        assert look is not None
+        # A look that failed for another reason has not seen anything.
+        verdict = Verdict.UNCLEAR if look.exception() is not None else look.result()
+        if verdict is Verdict.UNCLEAR:
+            suspect.look_at = time.monotonic() + suspect.pause
+            suspect.pause = min(2 * suspect.pause, LONGEST_PAUSE_S)
+        elif verdict is Verdict.GOOD:
+            suspect.segment.state = SegmentState.READY
+        return verdict
