@@ -21,10 +21,10 @@ from torch import Tensor
 from impress_sglang.management import reorder
 from impress_sglang.storage.catalog import segment_path
 from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layer_codec import decode_layer
 from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment
 from impress_sglang.storage.segment import MappingLists, SegmentInfo
-from impress_sglang.storage.throttle import TokenBucket
 from impress_sglang.storage.writer import write_segment
 from impress_sglang.threads import compute_alone
 
@@ -59,11 +59,11 @@ class Rewrite:
 class Rewriter:
     """Writes one segment at a time, on a thread of low priority."""
 
-    def __init__(self, directory: Path, bucket: TokenBucket | None, *, direct: bool) -> None:
-        """`bucket` is shared with the requests' reads, as a device is."""
+    def __init__(self, directory: Path, *, direct: bool, files: FileSystem | None = None) -> None:
+        """`files`: None for those that are installed."""
         self._directory = directory
         self._direct = direct
-        self._reader = ChunkReader(1, bucket)
+        self._reader = ChunkReader(1, files)
         self._buffer = AlignedBuffer()
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(

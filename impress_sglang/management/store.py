@@ -39,10 +39,10 @@ from impress_sglang.management.tree import (
 from impress_sglang.storage.catalog import Catalog, CatalogEntry, segment_path
 from impress_sglang.storage.direct_io import AlignedBuffer, supports_direct_io
 from impress_sglang.storage.directory import OtherModels, claim_directory, free_bytes
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.segment import SegmentInfo, Tokens
-from impress_sglang.storage.throttle import TokenBucket
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned, write_segment
 from impress_sglang.threads import compute_alone
 from impress_sglang.tiers.cache import ChunkCache
@@ -52,10 +52,6 @@ from impress_sglang.transfer.area import AreaPool
 from impress_sglang.transfer.source import Demand, SegmentSource
 
 logger = logging.getLogger(__name__)
-
-
-# What an emulated drive may be behind its rate; threads wake up late by less.
-BURST_SECONDS = 2e-3
 
 
 class StoreOutcome(enum.Enum):
@@ -99,6 +95,7 @@ class PrefixStore:
         identity: str,
         shape: KVShape,
         device: torch.device | None = None,
+        files: FileSystem | None = None,
     ) -> None:
         """Open the store, and find what an earlier process left in it.
 
@@ -107,6 +104,7 @@ class PrefixStore:
             identity: names the model.
             shape: of its KVs.
             device: where attention runs, the CPU if not given.
+            files: through which segments are read, those that are installed if not given.
 
         Raises:
             ConfigError: the directory cannot be written, or the caches do not fit in memory.
@@ -127,8 +125,7 @@ class PrefixStore:
             device_bytes=config.device_bytes if policy.stores else 0,
             host_bytes=config.host_bytes - config.buffer_bytes if policy.stores else 0,
         )
-        self._bucket = TokenBucket(config.ssd_mbps * 1e6, burst_seconds=BURST_SECONDS)
-        self._reader = ChunkReader(config.io_depth, self._bucket, engine=config.io_engine)
+        self._reader = ChunkReader(config.io_depth, files, engine=config.io_engine)
         # Chunks are cached by whole pages, also where they end inside one.
         self._pool = AreaPool(
             config.buffer_bytes,
@@ -159,7 +156,7 @@ class PrefixStore:
         self._measuring: SegmentSource | None = None
         self.stats = StoreStats()
         self.tree, self._used_bytes = self._recover()
-        rewriter = Rewriter(self._directory, self._bucket, direct=self._direct)
+        rewriter = Rewriter(self._directory, direct=self._direct, files=files)
         self._reorderer = Reorderer(self.tree, self._readers, rewriter)
 
     @property
@@ -310,14 +307,6 @@ class PrefixStore:
         """
         self._next_reorder = time.monotonic() + self._config.reorder_interval
         return self._reorderer.enqueue(force=force) if self._reorders else 0
-
-    def emulate_ssd(self, mbps: float) -> None:
-        """Let reads from SSD be as slow as `mbps` MB/s from now on; 0 as fast as they are."""
-        self._bucket.set_rate(mbps * 1e6)
-
-    def set_readahead(self, waste: float) -> None:
-        """Let so much be read ahead in vain from now on, as a share of what is wanted; 0: none."""
-        self.ahead.set_waste(waste)
 
     def reorder_summary(self) -> dict[str, int]:
         """Counters for the statistics page; `pending` are in work or wait."""

@@ -25,7 +25,8 @@ import numpy.typing as npt
 from impress_sglang import loops
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.storage.direct_io import AlignedMemory, read_exactly
-from impress_sglang.storage.engines import BlockEngine, make_engine
+from impress_sglang.storage.engines import BlockEngine
+from impress_sglang.storage.files import FileSystem, installed
 from impress_sglang.storage.layout import BLOCK_BYTES, SegmentLayout
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.segment import (
@@ -35,7 +36,6 @@ from impress_sglang.storage.segment import (
     SketchTables,
     read_header,
 )
-from impress_sglang.storage.throttle import TokenBucket
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,6 @@ Integers = npt.NDArray[np.int64]
 # Large enough that a piece is not dominated by its start, small enough that what a layer waits for
 # is not far behind a piece that is read ahead.
 PIECE_BYTES = 256 << 10
-# What an emulated drive reads at once.
-SLOW_BYTES = 256 << 10
 # Of the reads in flight a quarter must have ended before the thread looks at them.
 WAKE_SHARE = 4
 # One observation of what reading costs is made of so many pieces, or of a busy time that ended.
@@ -192,17 +190,9 @@ class PendingRead:
         """Wait until nothing more is read, whatever became of it."""
         self._done.wait()
 
-    def take(
-        self, count: int, max_bytes: int | None = None
-    ) -> tuple[int, Integers, Integers, Integers, Integers]:
-        """At most `count` pieces to begin: the first one, and columns as for an engine.
-
-        With `max_bytes` no more than fit, but one in any case.
-        """
+    def take(self, count: int) -> tuple[int, Integers, Integers, Integers, Integers]:
+        """At most `count` pieces to begin: the first one, and columns as for an engine."""
         first, stop = self.next, min(self.next + count, self.last)
-        if max_bytes is not None and stop > first + 1:
-            sizes = np.cumsum(self._sizes[first:stop])
-            stop = first + max(1, int(np.searchsorted(sizes, max_bytes, side="right")))
         self.next = stop
         self.in_flight += stop - first
         part = slice(first, stop)
@@ -249,16 +239,15 @@ class ChunkReader:
     """Reads in order, what is waited for before what is read ahead; see the module."""
 
     def __init__(
-        self, depth: int, bucket: TokenBucket | None = None, *, engine: str = "auto"
+        self, depth: int, files: FileSystem | None = None, *, engine: str = "auto"
     ) -> None:
-        """`depth` reads are in flight at most; `bucket` emulates a slower device.
+        """`depth` reads of `files` are in flight at most; None for those that are installed.
 
         Raises:
             ConfigError: there is no such engine here.
         """
         self.cost = ReadCost()
-        self._engine: BlockEngine = make_engine(engine, depth)
-        self._bucket = bucket
+        self._engine: BlockEngine = (files or installed()).engine(engine, depth)
         self._queues: tuple[collections.deque[PendingRead], ...] = (
             collections.deque(),
             collections.deque(),
@@ -380,8 +369,6 @@ class ChunkReader:
         self,
     ) -> list[tuple[PendingRead, tuple[int, Integers, Integers, Integers, Integers]]]:
         """Pieces to begin now, as far as the depth allows."""
-        if self._bucket is not None and self._bucket.limited:
-            return [] if self._flying else self._take_slowly()
         room = self._engine.depth - len(self._flying)
         batches = []
         for waiting, ahead in zip(self._queues, (False, True), strict=True):
@@ -402,20 +389,6 @@ class ChunkReader:
                 batches.append((read, batch))
         return batches
 
-    def _take_slowly(
-        self,
-    ) -> list[tuple[PendingRead, tuple[int, Integers, Integers, Integers, Integers]]]:
-        """What an emulated drive reads next: a little, so that others need not wait for long."""
-        for waiting, ahead in zip(self._queues, (False, True), strict=True):
-            if waiting:
-                read = waiting[0]
-                batch = read.take(self._engine.depth, SLOW_BYTES)
-                if read.next == read.last:
-                    waiting.popleft()
-                self._flying_ahead += len(batch[-1]) * ahead
-                return [(read, batch)]
-        return []
-
     def _begin(
         self, read: PendingRead, batch: tuple[int, Integers, Integers, Integers, Integers]
     ) -> None:
@@ -423,8 +396,6 @@ class ChunkReader:
         self._watch.began(len(columns[-1]), int(columns[-1].sum()))
         if not read.began:
             read.began = time.perf_counter()
-        if self._bucket is not None:
-            self._bucket.take(int(columns[-1].sum()))
         numbers = self._engine.start(*columns).tolist()
         for place, number in enumerate(numbers):
             self._flying[number] = (read, first + place)
