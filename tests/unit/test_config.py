@@ -397,6 +397,12 @@ def test_json_gives_the_same_configuration_back(config: ImpressConfig) -> None:
     assert ImpressConfig.from_environment({CONFIG_VARIABLE: config.to_json()}) == config
 
 
+@pytest.mark.parametrize("field", ["ssd_mbps", "record_dir", "emulate_ssd"])
+def test_there_are_no_options_for_benchmarks(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown IMPRESS option {field}"):
+        enable_for_engine(**{field: ""})
+
+
 def test_enable_for_engine_sets_the_variable_that_children_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
