@@ -26,6 +26,7 @@ from bench.comparison import Comparison
 from bench.examples import MADE, make_examples
 from bench.machine import describe_machine
 from bench.servers import (
+    DEFAULT_IDENTIFICATION,
     SPARE_TOKENS,
     Server,
     Setup,
@@ -73,9 +74,11 @@ def _run(
         recompute_requests=0,
         keep_stores=True,
     )
-    stored_mb = comparison.prepare() / 1e6
+    stored_mb = comparison.prepare([DEFAULT_IDENTIFICATION]) / 1e6
     tiers = Tiers(0.06 * stored_mb, 0.12 * stored_mb, 0)
-    flags = policy_flags(POLICY, folder / "prepared", args.retention, tiers)
+    flags = policy_flags(
+        POLICY, folder / f"prepared-{DEFAULT_IDENTIFICATION}", args.retention, tiers
+    )
     with running(zygote, setup, folder / "server.log", flags) as server:
         _ask(client, server, trace)
         windows = []

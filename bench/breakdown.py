@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench.emulation import SlowFileSystem
 from bench.machine import describe_machine
 from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.identify import IdentificationRule, make_rule, stored_probe
@@ -92,7 +93,8 @@ def _measure(args: argparse.Namespace, shape: KVShape, directory: str) -> list[d
         reorder_interval=0,
         readahead=args.readahead,
     )
-    store = PrefixStore(config, "bench", shape)
+    files = SlowFileSystem()
+    store = PrefixStore(config, "bench", shape, files=files)
     tokens = np.arange(args.prefix, dtype=np.int32)
     kv = torch.randn(args.prefix, KV_HEADS, DIM).to(shape.dtype)
     store.offer(
@@ -104,7 +106,7 @@ def _measure(args: argparse.Namespace, shape: KVShape, directory: str) -> list[d
         min_tokens=1,
     )
     store.drain()
-    store.emulate_ssd(args.ssd_mbps)
+    files.set_rate(args.ssd_mbps)
     writer = TimelineWriter(args.trace) if args.trace else None
     rule = make_rule(args.identify, 0.6)
     runs = [_one_request(args, store, shape, rule, tokens, kv, writer) for _ in range(REPEATS)]

@@ -141,12 +141,11 @@ class Comparison:
     @contextlib.contextmanager
     def _server(self, name: str, policy: str, store: Path, tiers: Tiers) -> Iterator[Server]:
         flags = policy_flags(policy, store, self._setup.retention, tiers)
-        if self._record is not None and name == policy:
-            flags.append(f"--impress-record-dir={self._record.resolve() / policy}")
+        record = self._record / policy if self._record and name == policy else None
         log = self._folder / f"{name}.log"
         with contextlib.ExitStack() as stack:
             with self._step(f"{name}: starting a server"):
-                server = stack.enter_context(running(self._zygote, self._setup, log, flags))
+                server = stack.enter_context(running(self._zygote, self._setup, log, flags, record))
             yield server
 
     def _step(self, text: str, total: int | None = None) -> contextlib.AbstractContextManager[Tick]:

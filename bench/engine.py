@@ -388,7 +388,7 @@ class CellRun:
                 engine.reorder()
             _warm(engine, self._workload.warmup[first:])
             # Caches fill alike at any speed; how reads are cut follows the speed that is seen.
-            engine.store.emulate_ssd(self._args.ssd_mbps)
+            engine.emulate_ssd(self._args.ssd_mbps)
             for request in self._workload.settle:
                 engine.serve(request)
             served = [engine.serve(request) for request in self._workload.measured]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bench.emulation import SlowFileSystem
 from bench.engine_report import MODEL, Served, stage_clock
 from bench.engine_workload import ModelShape, Planter, Question, Request, Workload
 from impress_sglang.attention.rectangular import rectangular_attention
@@ -442,7 +443,8 @@ class StoredEngine:
             ImpressError: it cannot be opened, or its caches do not fit in memory.
         """
         self.policy = make_policy(config)
-        self.store = PrefixStore(config, NAMESPACE, shape, engine.model.device)
+        self._files = SlowFileSystem()
+        self.store = PrefixStore(config, NAMESPACE, shape, engine.model.device, self._files)
         self._engine = engine
         self._retention = config.usual_retention
         self._shape = shape
@@ -500,6 +502,10 @@ class StoredEngine:
                 stored.load(layer)
                 stored.finish_layer()
         self._learn(stored, stored.stats.probe_ms + stored.stats.load_ms, None)
+
+    def emulate_ssd(self, mbps: float) -> None:
+        """Read no faster than so many MB/s from now on; 0 for as fast as it goes."""
+        self._files.set_rate(mbps)
 
     def reorder(self) -> None:
         """Rewrite all segments that were selected from, and wait for it.

@@ -1,7 +1,14 @@
-"""Recordings of selections as one file: `python -m bench.recording DIRECTORY FILE.npz`.
+"""Recordings of what requests selected, so that policies can be compared without a model.
 
-A server writes one file per request (`--impress-record-dir`); a packed recording is a single file
-of bits, small enough to be kept. It holds no text: a prefix is named by a number.
+`bench.server` writes a directory with one `.npz` file per request, if BENCH_RECORD_DIR names it:
+
+    prefix      digest of the prefix's tokens, as a string
+    num_tokens  m
+    selected    uint8 [L, lanes, ceil(m / 8)]: bit i says whether a lane selected token i
+    all_keys    bool [L]: whether the layer read all keys (it fell back)
+
+`python -m bench.recording DIRECTORY FILE.npz` packs it into a single file of bits, small enough to
+be kept. It holds no text: a prefix is named by a number.
 
 For each prefix p it has `p.tokens` m, `p.selected` uint8 [requests, L, lanes, ceil(m / 8)] and
 `p.all_keys` bool [requests, L]; `order` says in which order the requests came. Files from before
@@ -16,8 +23,79 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
-from impress_sglang.importance.recording import RecordedSelection
+from impress_sglang.integration.request import PrefixRequest
+from impress_sglang.management.tree import prefix_digest
+from impress_sglang.storage.layout import KVShape
+
+RECORD_VARIABLE = "BENCH_RECORD_DIR"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecordedSelection:
+    """One request: selected bool [L, lanes, m], all_keys bool [L]."""
+
+    prefix: str
+    selected: npt.NDArray[np.bool_]
+    all_keys: npt.NDArray[np.bool_]
+
+    def save(self, path: Path) -> None:
+        """Write a file of the recording."""
+        np.savez(
+            path,
+            prefix=np.array(self.prefix),
+            num_tokens=np.array(self.selected.shape[2]),
+            selected=np.packbits(self.selected, axis=2),
+            all_keys=self.all_keys,
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> RecordedSelection:
+        """Read a file of a recording."""
+        with np.load(path) as file:
+            num_tokens = int(file["num_tokens"])
+            selected = np.unpackbits(file["selected"], axis=2, count=num_tokens).astype(np.bool_)
+            return cls(str(file["prefix"]), selected, file["all_keys"])
+
+
+class SelectionRecorder:
+    """A `SelectionObserver` that writes a file for each request that uses a part of its prefix."""
+
+    def __init__(self, directory: Path) -> None:
+        """Make the directory if there is none."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._begun = 0
+        self._open: dict[str, tuple[Path, RecordedSelection]] = {}
+
+    def selected(self, shape: KVShape, layer: int, request: PrefixRequest, tokens: Tensor) -> None:
+        """See `SelectionObserver.selected`; the last layer writes the file."""
+        if request.k == request.num_tokens:
+            return
+        if layer == 0:
+            self._open[request.rid] = self._next_path(), _nothing_selected(shape, request)
+        path, selection = self._open[request.rid]
+        for lane, own in enumerate(tokens.numpy()):
+            selection.selected[layer, lane, own] = True
+        fallbacks = int(selection.all_keys.sum())
+        selection.all_keys[layer] = request.stats.layers_by_fallback > fallbacks
+        if layer == shape.num_layers - 1:
+            del self._open[request.rid]
+            selection.save(path)
+
+    def _next_path(self) -> Path:
+        self._begun += 1
+        return self._directory / f"{self._begun - 1:08d}.npz"
+
+
+def _nothing_selected(shape: KVShape, request: PrefixRequest) -> RecordedSelection:
+    tokens = request.token_ids.numpy().astype(np.int32)[request.resident_len :]
+    size = shape.num_layers, shape.num_lanes, request.num_tokens
+    return RecordedSelection(
+        prefix_digest("", tokens), np.zeros(size, np.bool_), np.zeros(size[0], np.bool_)
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

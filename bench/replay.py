@@ -26,10 +26,9 @@ import numpy as np
 import torch
 
 from bench.machine import describe_machine
-from bench.recording import Recording, load_recording
+from bench.recording import RecordedSelection, Recording, load_recording
 from impress_sglang.config import SKETCH_BITS, ImpressConfig
 from impress_sglang.importance.history import TokenHistory
-from impress_sglang.importance.recording import RecordedSelection
 from impress_sglang.management import reorder
 from impress_sglang.management.policies import Policy, make_policy
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout

@@ -15,6 +15,7 @@ from typing import Any
 
 import requests
 
+from bench.recording import RECORD_VARIABLE
 from bench.zygote import ForkedProcess, Zygote
 from impress_sglang.config import ImpressConfig
 
@@ -169,7 +170,7 @@ class Server:
         Raises:
             BenchFailed: it took too long, or the server does not tell how far it is.
         """
-        self._request("POST", "/impress/reorder", json={"force": True})
+        self._request("POST", "/bench/reorder")
         deadline = time.monotonic() + REORDER_SECONDS
         while self._reorder_pending():
             if time.monotonic() > deadline:
@@ -178,11 +179,11 @@ class Server:
 
     def emulate_ssd(self, mbps: float) -> None:
         """Slow reads from SSD down from now on; 0 for as fast as they are."""
-        self._request("POST", "/impress/emulate_ssd", json={"mbps": mbps})
+        self._request("POST", "/bench/ssd_mbps", json={"mbps": mbps})
 
     def set_readahead(self, share: float) -> None:
         """Let so much be read ahead in vain from now on; 0 for nothing read ahead."""
-        self._request("POST", "/impress/readahead", json={"share": share})
+        self._request("POST", "/bench/readahead", json={"share": share})
 
     def stop(self) -> None:
         """Let the server finish its writes and close its store."""
@@ -229,11 +230,18 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(zygote: Zygote, setup: Setup, log: Path, flags: list[str]) -> Iterator[Server]:
-    """A server for the time of a `with` block, killed at the end unless it was stopped."""
+def running(
+    zygote: Zygote, setup: Setup, log: Path, flags: list[str], record: Path | None = None
+) -> Iterator[Server]:
+    """A `bench.server` for the time of a `with` block, killed at the end unless it was stopped.
+
+    It writes what requests select to the directory `record`.
+    """
     port = _free_port()
     argv = [*setup.flags(), f"--port={port}", *flags]
-    server = Server(zygote.fork(argv, log), port, log)
+    recording = {} if record is None else {RECORD_VARIABLE: str(record.resolve())}
+    process = zygote.fork(argv, log, preload="bench.server", environment=recording)
+    server = Server(process, port, log)
     try:
         server.wait_ready()
         yield server

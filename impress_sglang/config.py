@@ -82,8 +82,6 @@ class ImpressConfig:
     half_life: float = 200.0
     reorder_interval: float = 60.0
     reorder_key: str = "selected"
-    ssd_mbps: float = 0.0
-    record_dir: str = ""
     trace_dir: str = ""
 
     def __post_init__(self) -> None:
@@ -132,14 +130,7 @@ class ImpressConfig:
         _require(self.load in LOADS, "load", self.load, f"one of {', '.join(LOADS)}")
         _require(self.policy in POLICIES, "policy", self.policy, f"one of {', '.join(POLICIES)}")
         _require(bool(self.ssd_dir.strip()), "ssd_dir", self.ssd_dir, "a directory")
-        for name in (
-            "device_gb",
-            "host_gb",
-            "half_life",
-            "readahead",
-            "reorder_interval",
-            "ssd_mbps",
-        ):
+        for name in ("device_gb", "host_gb", "half_life", "readahead", "reorder_interval"):
             value = getattr(self, name)
             _require(0 <= value < math.inf, name, value, "0 or more and finite")
         keys = f"one of {', '.join(REORDER_KEYS)}"
@@ -191,11 +182,6 @@ class ImpressConfig:
     def trace_path(self) -> Path | None:
         """Directory for the timelines of requests, None if none are wanted."""
         return Path(self.trace_dir).expanduser() if self.trace_dir.strip() else None
-
-    @property
-    def record_path(self) -> Path | None:
-        """Directory for recordings of selections, None if none are wanted."""
-        return Path(self.record_dir).expanduser() if self.record_dir.strip() else None
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ImpressConfig:
@@ -393,18 +379,6 @@ OPTIONS: tuple[Option, ...] = (
         "What tokens are ordered by, as a moving average: selected (how often the token was "
         "selected) or importance (its attention column sum, the paper's).",
         REORDER_KEYS,
-    ),
-    Option(
-        "ssd_mbps",
-        "--impress-ssd-mbps",
-        float,
-        "For benchmarks: emulate a slower SSD that reads so many MB/s (0: off).",
-    ),
-    Option(
-        "record_dir",
-        "--impress-record-dir",
-        str,
-        "Write what each request selected to this directory, for bench.replay (empty: off).",
     ),
     Option(
         "trace_dir",

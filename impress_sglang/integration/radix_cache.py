@@ -308,15 +308,10 @@ class ImpressRadixCache(RadixCache):
         """Tokens that cannot be evicted: SGLang's, and the slots only we know."""
         return int(super().protected_size()) + self._private_tokens + self._held_tokens
 
-    def reorder(self, *, force: bool) -> int:
-        """Begin to reorder segments; returns how many are queued."""
-        queued = self._runtime.store.reorder(force=force)
-        self._runtime.store.poll()
-        return queued
-
-    def set_readahead(self, waste: float) -> None:
-        """See `PrefixStore.set_readahead`."""
-        self._runtime.store.set_readahead(waste)
+    @property
+    def runtime(self) -> ServingRuntime:
+        """What it shares with the attention backend."""
+        return self._runtime
 
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
@@ -449,7 +444,6 @@ class ImpressRadixCache(RadixCache):
             timeline=timeline,
         )
         self._runtime.store.ahead.join(source)
-        request.recorder = self._runtime.recorder_for(request)
         return request
 
     def _allocate(self, num_tokens: int) -> Tensor | None:

@@ -6,15 +6,28 @@ from collections.abc import Callable
 from typing import Any
 
 from impress_sglang.integration.radix_cache import REPORT_KEY, ImpressRadixCache
+from impress_sglang.integration.runtime import ServingRuntime
 
 STATS_ROUTE = "/impress/stats"
 REORDER_ROUTE = "/impress/reorder"
-EMULATE_ROUTE = "/impress/emulate_ssd"
-READAHEAD_ROUTE = "/impress/readahead"
 REORDER_ORDER = "impress_reorder"
-EMULATE_ORDER = "impress_ssd_mbps"
-READAHEAD_ORDER = "impress_readahead"
 _STATE_ATTRIBUTE = "_impress_report"
+
+Order = Callable[[ServingRuntime, float], None]
+
+
+def _reorder(runtime: ServingRuntime, _: float) -> None:
+    runtime.store.reorder()
+    runtime.store.poll()
+
+
+_orders: dict[str, Order] = {REORDER_ORDER: _reorder}
+
+
+def add_order(name: str, order: Order) -> None:
+    """Let the scheduler's thread do something else when it is told this name; for benchmarks."""
+    assert name not in _orders
+    _orders[name] = order
 
 
 def add_totals(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
@@ -50,61 +63,59 @@ def keep_report_as_object(
 def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     """Around `Scheduler.set_internal_state`, the way for orders to the scheduler's process.
 
-    SGLang lets only numbers through, so an order is a name and a number.
+    SGLang lets only numbers through, so an order is a name and a number. Its own route
+    `/set_internal_state` comes here, too: an order does what may be asked for there.
     """
     orders = request.server_args
-    if not orders.keys() & {REORDER_ORDER, EMULATE_ORDER, READAHEAD_ORDER}:
+    known = _orders.keys() & orders.keys()
+    if not known:
         return original(scheduler, request)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     cache = scheduler.tree_cache
     taken = isinstance(cache, ImpressRadixCache)
-    if taken and REORDER_ORDER in orders:
-        cache.reorder(force=bool(orders[REORDER_ORDER]))
-    if taken and EMULATE_ORDER in orders:
-        cache.emulate_ssd(float(orders[EMULATE_ORDER]))
-    if taken and READAHEAD_ORDER in orders:
-        cache.set_readahead(float(orders[READAHEAD_ORDER]))
+    if taken:
+        for name in known:
+            _orders[name](cache.runtime, orders[name])
     return SetInternalStateReqOutput(updated=taken)
+
+
+async def totals() -> dict[str, Any]:
+    """What `GET /impress/stats` shows; in the process of the HTTP server."""
+    states = await _tokenizer_manager().get_internal_state()
+    report: dict[str, Any] = states[0][REPORT_KEY]
+    return report
+
+
+async def give_order(name: str, value: float = 1) -> dict[str, Any]:
+    """Let the scheduler's process take an order; the totals after it."""
+    from sglang.srt.managers.io_struct import SetInternalStateReq
+
+    await _tokenizer_manager().set_internal_state(SetInternalStateReq(server_args={name: value}))
+    return await totals()
 
 
 def add_routes(*_: Any, **__: Any) -> None:
     """Before the HTTP server starts: add our routes under `/impress`."""
-    from fastapi import APIRouter, Body
+    from fastapi import APIRouter
     from sglang.srt.entrypoints import http_server
-    from sglang.srt.managers.io_struct import SetInternalStateReq
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     router = APIRouter()
 
-    async def stats() -> dict[str, Any]:
-        manager = http_server.get_global_state().tokenizer_manager
-        states = await manager.get_internal_state()
-        report: dict[str, Any] = states[0][REPORT_KEY]
-        return report
-
     @router.get(STATS_ROUTE)
     async def impress_stats() -> dict[str, Any]:
-        return await stats()
-
-    async def order(name: str, value: float) -> dict[str, Any]:
-        manager = http_server.get_global_state().tokenizer_manager
-        await manager.set_internal_state(SetInternalStateReq(server_args={name: value}))
-        return await stats()
+        return await totals()
 
     @router.post(REORDER_ROUTE)
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def impress_reorder(force: bool = Body(default=False, embed=True)) -> dict[str, Any]:
-        return (await order(REORDER_ORDER, int(force)))["reorder"]
-
-    @router.post(EMULATE_ROUTE)
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def impress_emulate_ssd(mbps: float = Body(ge=0, embed=True)) -> dict[str, Any]:
-        return (await order(EMULATE_ORDER, mbps))["store"]
-
-    @router.post(READAHEAD_ROUTE)
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def impress_readahead(share: float = Body(ge=0, embed=True)) -> dict[str, Any]:
-        return (await order(READAHEAD_ORDER, share))["store"]
+    async def impress_reorder() -> dict[str, Any]:
+        return (await give_order(REORDER_ORDER))["reorder"]
 
     http_server.app.include_router(router)
+
+
+def _tokenizer_manager() -> Any:
+    from sglang.srt.entrypoints import http_server
+
+    return http_server.get_global_state().tokenizer_manager

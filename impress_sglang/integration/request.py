@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.importance.recording import SelectionRecorder
 from impress_sglang.integration.clocks import Stopwatch
 from impress_sglang.management.estimate import Estimate
 from impress_sglang.storage.quality import EXACT, Quality
@@ -72,7 +71,6 @@ class PrefixRequest:
     loading: Stopwatch | None = None
     attention_ms: float = 0.0
     reads: ReadStats = dataclasses.field(default_factory=ReadStats)
-    recorder: SelectionRecorder | None = None
     recomputed: bool = False
     adopted: bool = False
 

@@ -8,25 +8,22 @@ the backend loads their layers.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.importance.recording import SelectionRecorder
 from impress_sglang.integration.clocks import clock_for
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.saving import Save
 from impress_sglang.management.estimate import RETENTIONS, Estimate, Estimator, Work
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.tree import StoredMatch, prefix_digest
-from impress_sglang.storage.directory import require_writable
+from impress_sglang.management.tree import StoredMatch
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline, TimelineWriter
 from impress_sglang.transfer.loader import LayerInputs, PrefixLoader
@@ -83,8 +80,19 @@ class RequestTotals:
                 setattr(self, field.name, getattr(self, field.name) + report[field.name])
 
 
+class SelectionObserver(Protocol):
+    """Sees what requests select; for benchmarks. It runs where requests are served."""
+
+    def selected(self, shape: KVShape, layer: int, request: PrefixRequest, tokens: Tensor) -> None:
+        """A layer of a request is loaded: int64 `tokens` [lanes, u] of its prefix, on the CPU."""
+        ...
+
+
 class ServingRuntime:
     """Store, policy, loader and live requests of one scheduler."""
+
+    observer: SelectionObserver | None = None
+    """Of all that a process makes; a benchmark sets it before its server starts."""
 
     def __init__(
         self,
@@ -116,9 +124,6 @@ class ServingRuntime:
         self._loader = PrefixLoader(shape, rule)
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
         self._timelines = TimelineWriter(config.trace_path) if config.trace_path else None
-        self._recorded = itertools.count()
-        if config.record_path is not None:
-            require_writable(config.record_path)
 
     def reopen(self, identity: str) -> None:
         """Serve another identity: the model's weights were replaced."""
@@ -188,24 +193,10 @@ class ServingRuntime:
             PrefixUnreadable: a chunk is missing, short or corrupt.
         """
         assert request.source is not None
-        fallbacks = request.stats.layers_by_fallback
         selected = self._loader.load(layer, request.source, inputs, slots, request.stats)
         self.store.ahead.top_up()
-        if request.recorder is not None:
-            fell_back = request.stats.layers_by_fallback > fallbacks
-            request.recorder.note(layer, list(selected.numpy()), all_keys=fell_back)
-
-    def recorder_for(self, request: PrefixRequest) -> SelectionRecorder | None:
-        """Records what a request selects, if that is wanted."""
-        if self.config.record_path is None or request.k == request.num_tokens:
-            return None
-        tokens = request.token_ids.numpy().astype(np.int32)
-        return SelectionRecorder(
-            self.config.record_path,
-            next(self._recorded),
-            prefix_digest("", tokens[request.resident_len :]),
-            (self.shape.num_layers, self.shape.num_lanes, request.num_tokens),
-        )
+        if self.observer is not None:
+            self.observer.selected(self.shape, layer, request, selected)
 
     def finish_layer(self, request: PrefixRequest) -> None:
         """Count a layer that is in its slots; after the last one the source is given back."""

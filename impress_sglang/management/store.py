@@ -400,10 +400,6 @@ class PrefixStore:
         self._next_reorder = time.monotonic() + self._config.reorder_interval
         return self._reorderer.enqueue(force=force) if self._reorders else 0
 
-    def set_readahead(self, waste: float) -> None:
-        """Let so much be read ahead in vain from now on, as a share of what is wanted; 0: none."""
-        self.ahead.set_waste(waste)
-
     def reorder_summary(self) -> dict[str, int]:
         """Counters for the statistics page; `pending` are in work or wait."""
         stats = dataclasses.asdict(self._reorderer.stats)

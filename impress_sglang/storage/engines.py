@@ -55,12 +55,16 @@ MAX_THREADS = 8
 class BlockEngine(Protocol):
     """The contract; tests/unit/test_engines.py runs it on every implementation.
 
-    One thread uses an engine. At most `depth` reads are in flight. The memory of a read must stay
-    alive and untouched until `finish` has returned it.
+    One thread uses an engine. The memory of a read must stay alive and untouched until `finish` has
+    returned it.
     """
 
     name: str
-    depth: int
+
+    @property
+    def depth(self) -> int:
+        """At most so many reads are begun; may change between calls, also with reads in flight."""
+        ...
 
     def start(
         self, descriptors: Integers, offsets: Integers, addresses: Integers, sizes: Integers

@@ -203,17 +203,9 @@ class PendingRead:
         if self.error is not None:
             raise self.error
 
-    def take(
-        self, count: int, max_bytes: int | None = None
-    ) -> tuple[int, Integers, Integers, Integers, Integers]:
-        """At most `count` pieces to begin: the first one, and columns as for an engine.
-
-        With `max_bytes` no more than fit, but one in any case.
-        """
+    def take(self, count: int) -> tuple[int, Integers, Integers, Integers, Integers]:
+        """At most `count` pieces to begin: the first one, and columns as for an engine."""
         first, stop = self.next, min(self.next + count, self.last)
-        if max_bytes is not None and stop > first + 1:
-            sizes = np.cumsum(self._sizes[first:stop])
-            stop = first + max(1, int(np.searchsorted(sizes, max_bytes, side="right")))
         self.next = stop
         self.in_flight += stop - first
         part = slice(first, stop)

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 
 import requests
 
-import bench.zygote
+from bench.zygote import Zygote as ZygoteProcess
 
 ROOT = Path(__file__).parents[2]
 STOCK = "tests.serving.stock_server"
+BENCH = "bench.server"
 START_TIMEOUT_S = 240
 REQUEST_TIMEOUT_S = 600
 
@@ -53,7 +54,7 @@ class LaunchedProcess:
         return self._child.poll() is None
 
 
-class Zygote(bench.zygote.Zygote):
+class Zygote(ZygoteProcess):
     """Forks servers under test."""
 
     def __init__(self) -> None:
@@ -171,18 +172,21 @@ def launch(
     *flags: str,
     zygote: Zygote | None,
     stock: bool = False,
+    bench: bool = False,
     env: dict[str, str] | None = None,
 ) -> Server:
     """Start a server without waiting for it: forked, or by the real command if there is no zygote.
 
-    `env` needs the real command, for SGLang reads much of it while it is imported.
+    `stock` is the one to compare with, `bench` one that can be slowed down and commanded. `env`
+    needs the real command, for SGLang reads much of it while it is imported.
     """
     port = free_port()
     argv = [f"--model-path={model}", f"--port={port}", *CPU_FLAGS, *flags]
+    own = STOCK if stock else BENCH if bench else None
     if zygote is not None:
         assert env is None
-        return Server(zygote.fork(argv, log, preload=STOCK if stock else None), port, log)
-    module = STOCK if stock else "sglang.launch_server"
+        return Server(zygote.fork(argv, log, preload=own), port, log)
+    module = own or "sglang.launch_server"
     with log.open("wb") as output:
         child = subprocess.Popen(
             [sys.executable, "-m", module, *argv],
@@ -215,10 +219,11 @@ def running(
     *flags: str,
     zygote: Zygote | None,
     stock: bool = False,
+    bench: bool = False,
     env: dict[str, str] | None = None,
 ) -> Iterator[Server]:
     """A server for the time of a `with` block."""
-    server = launch(model, log, *flags, zygote=zygote, stock=stock, env=env)
+    server = launch(model, log, *flags, zygote=zygote, stock=stock, bench=bench, env=env)
     try:
         yield wait_until_ready(server)
     finally:

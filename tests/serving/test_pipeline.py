@@ -49,7 +49,7 @@ def ask_fifty(server: Server) -> list[dict[str, Any]]:
 
 
 def reorder(server: Server) -> None:
-    server.post("/impress/reorder", force=True).raise_for_status()
+    server.post("/bench/reorder").raise_for_status()
     while server.stats()["reorder"]["pending"]:
         pass
 
@@ -66,7 +66,7 @@ def test_reading_ahead_changes_no_answer(workdir: Path, tiny_llama: Path, zygote
             "--impress-reorder-interval=0",
         )
         log = workdir / f"ahead-{share}.log"
-        with running(tiny_llama, log, *own, zygote=zygote) as server:
+        with running(tiny_llama, log, *own, zygote=zygote, bench=True) as server:
             answers[share] = ask_fifty(server)
             totals[share] = server.stats()["totals"]
             assert server.stats()["integrity"] == "ok"
@@ -87,7 +87,9 @@ def deciding(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server
     own = flags(workdir / "store-deciding", "--impress-host-gb=0", "--impress-retention=auto")
     own = tuple(flag for flag in own if not flag.startswith("--max-running-requests"))
     log = workdir / "deciding.log"
-    with running(tiny_llama, log, *own, "--max-running-requests=1", zygote=zygote) as server:
+    with running(
+        tiny_llama, log, *own, "--max-running-requests=1", zygote=zygote, bench=True
+    ) as server:
         # What computing takes is learnt from some long prompts.
         for seed in range(4):
             server.generate(random_tokens(1500, seed=900 + seed), 1)
@@ -101,7 +103,7 @@ def _full_speed(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "deciding" in request.fixturenames:
         server = request.getfixturevalue("deciding")
-        server.post("/impress/emulate_ssd", mbps=0).raise_for_status()
+        server.post("/bench/ssd_mbps", mbps=0).raise_for_status()
         server.flush()
         assert server.stats()["integrity"] == "ok"
         assert server.stats()["device_pool"]["private_tokens"] == 0
@@ -109,7 +111,7 @@ def _full_speed(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def test_a_prefix_is_computed_where_reading_takes_longer(deciding: Server, stock: Server) -> None:
     prefix = random_tokens(1500, seed=900)
-    deciding.post("/impress/emulate_ssd", mbps=0.5).raise_for_status()
+    deciding.post("/bench/ssd_mbps", mbps=0.5).raise_for_status()
     said = []
     for seed in range(12):
         prompt = [*prefix, *random_tokens(12, seed=seed)]
@@ -187,7 +189,9 @@ def narrow(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
     )
     own = tuple(flag for flag in own if not flag.startswith("--max-running-requests"))
     log = workdir / "narrow.log"
-    with running(tiny_llama, log, *own, "--max-running-requests=1", zygote=zygote) as server:
+    with running(
+        tiny_llama, log, *own, "--max-running-requests=1", zygote=zygote, bench=True
+    ) as server:
         yield server
         server.flush()
         assert server.stats()["integrity"] == "ok"
@@ -218,12 +222,12 @@ def test_reading_ahead_can_be_turned_off_and_on_while_the_server_runs(narrow: Se
     (prefix,) = store_prefixes(narrow, 1, seed=650)
     ahead = []
     for number, share in enumerate((0.0, 0.2)):
-        narrow.post("/impress/readahead", share=share).raise_for_status()
+        narrow.post("/bench/readahead", share=share).raise_for_status()
         # Another prefix each time: the caches have what was read before.
         prompt = [*(prefix if number else random_tokens(1000, seed=600)), 5, 6, 7]
         ahead.append(report(narrow.generate(prompt, 1))["ahead_bytes"])
         narrow.flush()
-    assert narrow.post("/impress/readahead", share=-1).status_code == 400
+    assert narrow.post("/bench/readahead", share=-1).status_code == 400
     assert ahead[0] == 0 < ahead[1]
 
 

@@ -24,9 +24,9 @@ def question(prefix: int, seed: int) -> list[int]:
     return [*PREFIXES[prefix], *random_tokens(12, seed)]
 
 
-def reorder(server: Server, *, force: bool = True) -> None:
+def reorder(server: Server, route: str = "/bench/reorder", **body: object) -> None:
     """Order a reordering and wait until it is done."""
-    server.post("/impress/reorder", force=force).raise_for_status()
+    server.post(route, **body).raise_for_status()
     wait_for(lambda: server.stats()["reorder"]["pending"] == 0)
 
 
@@ -42,14 +42,14 @@ def reordered_store(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Path:
     """Four prefixes, each reordered by what three questions selected."""
     store = workdir / "store-reordered"
     flags = impress_flags(store, *COMMON, "--impress-retention=0.25", "--max-total-tokens=1600")
-    with running(tiny_llama, workdir / "reorder.log", *flags, zygote=zygote) as server:
+    with running(tiny_llama, workdir / "reorder.log", *flags, zygote=zygote, bench=True) as server:
         for prefix in PREFIXES:
             server.generate(prefix, 1)
             # While a prefix is written, the small pool has no room to write another.
             server.flush()
         before = set(store.glob("*/segments/*/*.kv"))
         first = [server.generate(question(i, 0), 1) for i in range(4)]
-        reorder(server, force=False)
+        reorder(server, "/impress/reorder", force=True)
         assert server.stats()["reorder"]["segments"] == 0, "one request has not paid for it"
         more = [server.generate(question(i, seed), 1) for seed in (1, 2) for i in range(4)]
         assert set(paths([*first, *more])) == {"ssd"}
@@ -76,13 +76,13 @@ def test_eight_clients_while_segments_are_rewritten_and_chunks_evicted(
     flags = impress_flags(
         reordered_store, *COMMON, "--impress-retention=1.0", "--max-total-tokens=2500"
     )
-    with running(tiny_llama, workdir / "eight.log", *flags, zygote=zygote) as server:
+    with running(tiny_llama, workdir / "eight.log", *flags, zygote=zygote, bench=True) as server:
         busy = threading.Event()
         busy.set()
 
         def keep_reordering() -> None:
             while busy.is_set():
-                server.post("/impress/reorder", force=True)
+                server.post("/bench/reorder")
                 time.sleep(0.1)
 
         background = threading.Thread(target=keep_reordering)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.storage import reader as reader_module
 from impress_sglang.storage.direct_io import read_exactly, supports_direct_io
 from impress_sglang.storage.engines import BlockEngine, Integers
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape, Stream
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.segment import MappingLists
@@ -598,34 +598,35 @@ class StepEngine:
             assert self._changed.wait_for(lambda: len(self.started) >= count, timeout=20)
 
 
+class OneEngine(FileSystem):
+    """The operating system's files, read by an engine of the test."""
+
+    def __init__(self, engine: BlockEngine) -> None:
+        self._engine = engine
+
+    def engine(self, name: str, depth: int) -> BlockEngine:
+        return self._engine
+
+
 @contextlib.contextmanager
-def stepping(
-    depth: int, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[ChunkReader, StepEngine]]:
+def stepping(depth: int) -> Iterator[tuple[ChunkReader, StepEngine]]:
     """A reader whose reads end when the test says so; at the end all do."""
-    with with_engine(StepEngine(depth), monkeypatch) as (reader, engine):
+    with with_engine(StepEngine(depth)) as (reader, engine):
         yield reader, engine
 
 
 @contextlib.contextmanager
-def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ChunkReader, StepEngine]]:
+def counting() -> Iterator[tuple[ChunkReader, StepEngine]]:
     """A reader that keeps what it reads, at full speed."""
     engine = StepEngine(3)
     engine.allow()
-    with with_engine(engine, monkeypatch) as (reader, _):
+    with with_engine(engine) as (reader, _):
         yield reader, engine
 
 
 @contextlib.contextmanager
-def with_engine(
-    engine: StepEngine, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[ChunkReader, StepEngine]]:
-    def make(name: str, depth: int) -> BlockEngine:
-        return engine
-
-    with monkeypatch.context() as patch:
-        patch.setattr(reader_module, "make_engine", make)
-        reader = ChunkReader(engine.depth)
+def with_engine(engine: StepEngine) -> Iterator[tuple[ChunkReader, StepEngine]]:
+    reader = ChunkReader(engine.depth, OneEngine(engine))
     try:
         yield reader, engine
     finally:

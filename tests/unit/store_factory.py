@@ -14,6 +14,7 @@ from torch import Tensor
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.store import PrefixStore, StoreOutcome
 from impress_sglang.management.tree import StoredMatch
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.writer import LayerReader
@@ -64,9 +65,11 @@ class Workbench:
         self.done: list[tuple[int, ...]] = []
         self._open: list[PrefixStore] = []
 
-    def open(self, identity: str = IDENTITY, **options: Any) -> PrefixStore:
+    def open(
+        self, identity: str = IDENTITY, *, files: FileSystem | None = None, **options: Any
+    ) -> PrefixStore:
         config = ImpressConfig(ssd_dir=str(self.root), **(DEFAULTS | options))
-        store = PrefixStore(config, identity, self.shape)
+        store = PrefixStore(config, identity, self.shape, files=files)
         self._open.append(store)
         return store
 

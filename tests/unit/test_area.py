@@ -82,8 +82,8 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stored]:
 
 
 @pytest.fixture
-def step(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ChunkReader, StepEngine]]:
-    with stepping(4, monkeypatch) as pair:
+def step() -> Iterator[tuple[ChunkReader, StepEngine]]:
+    with stepping(4) as pair:
         yield pair
 
 
@@ -295,11 +295,11 @@ def test_a_closed_area_stops_reading_ahead(
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_any_order_of_reads(stored: Stored, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_order_of_reads(stored: Stored, seed: int) -> None:
     """Wanted blocks are there, no block is read twice, and every byte is counted once."""
     random = np.random.default_rng(seed)
     gap = int(random.choice([0, 0, 2 * BLOCK]))
-    with stepping(4, monkeypatch) as (reader, engine):
+    with stepping(4) as (reader, engine):
         area, counted, wanted_ever = stored.area(), 0, np.zeros(stored.blocks, np.bool_)
         for _ in range(8):
             blocks = random.random(stored.blocks) < random.choice([0.1, 0.5])

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench.recording import Recording, load_recording, pack_recording
+from bench.recording import RecordedSelection, Recording, load_recording, pack_recording
 from bench.replay import CHUNK_TOKENS, RECORDINGS, Replay, Request, draw_requests, shape_of
 from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.identify import Evidence
-from impress_sglang.importance.recording import RecordedSelection
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.layout import KVShape

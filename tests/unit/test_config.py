@@ -33,7 +33,7 @@ FIELDS = {field.name for field in dataclasses.fields(ImpressConfig)}
 FLAG_OF = {option.field: option.flag for option in OPTIONS}
 
 # Of what is written for people; empty for nothing.
-DIRECTORIES = ("record_dir", "trace_dir")
+DIRECTORIES = ("trace_dir",)
 
 WRONG_VALUES: list[tuple[str, Any]] = [
     ("retention", 0.0),
@@ -76,14 +76,7 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     ("ssd_dir", "   "),
     *[
         (field, value)
-        for field in (
-            "device_gb",
-            "host_gb",
-            "half_life",
-            "readahead",
-            "reorder_interval",
-            "ssd_mbps",
-        )
+        for field in ("device_gb", "host_gb", "half_life", "readahead", "reorder_interval")
         for value in (-0.001, float("nan"), float("inf"))
     ],
     ("reorder_key", "frequency"),
@@ -113,7 +106,6 @@ WRONG_TYPES: list[tuple[str, Any]] = [
     ("half_life", "1000"),
     ("reorder_interval", True),
     ("reorder_key", None),
-    ("ssd_mbps", "0"),
     ("io_engine", None),
     ("io_depth", 8.0),
     ("io_depth", True),
@@ -142,7 +134,7 @@ EDGE_VALUES: list[tuple[str, Any]] = [
     *[("io_engine", engine) for engine in IO_ENGINES],
     *[("load", load) for load in LOADS],
     *[("policy", policy) for policy in POLICIES],
-    *[(field, 0) for field in ("device_gb", "host_gb", "half_life", "readahead", "ssd_mbps")],
+    *[(field, 0) for field in ("device_gb", "host_gb", "half_life", "readahead")],
     ("readahead", 7.5),
     ("reorder_interval", 0),
     ("reorder_interval", 0.001),
@@ -161,8 +153,7 @@ def test_defaults_are_the_papers_and_are_valid() -> None:
     assert config.ssd_gb > 0 and config.min_free_gb > 0, "quota and floor are on by default"
     assert config.device_gb > 0 and config.host_gb > 0, "so are both caches"
     assert config.readahead > 0 and config.load == "faster", "and what makes loading pay"
-    assert config.ssd_mbps == 0, "but no tool of a benchmark"
-    assert config.record_path is None and config.trace_path is None
+    assert config.trace_path is None
 
 
 @pytest.mark.parametrize(("field", "value"), WRONG_VALUES)
@@ -327,13 +318,11 @@ def test_home_directory_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert ImpressConfig(ssd_dir="~/kv").ssd_path == Path("/home/somebody/kv")
     assert ImpressConfig(ssd_dir="/nvme/kv").ssd_path == Path("/nvme/kv")
-    assert ImpressConfig(record_dir="~/records").record_path == Path("/home/somebody/records")
     assert ImpressConfig(trace_dir="~/traces").trace_path == Path("/home/somebody/traces")
 
 
 @pytest.mark.parametrize("text", ["", "  "])
-def test_nothing_is_recorded_without_a_directory(text: str) -> None:
-    assert ImpressConfig(record_dir=text).record_path is None
+def test_no_timelines_are_written_without_a_directory(text: str) -> None:
     assert ImpressConfig(trace_dir=text).trace_path is None
 
 
@@ -398,8 +387,6 @@ CONFIGS = st.builds(
     half_life=st.floats(0, 1e6),
     reorder_interval=st.floats(0, 1e6),
     reorder_key=st.sampled_from(REORDER_KEYS),
-    ssd_mbps=st.floats(0, 1e6),
-    record_dir=st.text(),
     trace_dir=st.text(),
 )
 
@@ -408,6 +395,12 @@ CONFIGS = st.builds(
 def test_json_gives_the_same_configuration_back(config: ImpressConfig) -> None:
     assert isinstance(json.loads(config.to_json()), dict)
     assert ImpressConfig.from_environment({CONFIG_VARIABLE: config.to_json()}) == config
+
+
+@pytest.mark.parametrize("field", ["ssd_mbps", "record_dir", "emulate_ssd"])
+def test_there_are_no_options_for_benchmarks(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown IMPRESS option {field}"):
+        enable_for_engine(**{field: ""})
 
 
 def test_enable_for_engine_sets_the_variable_that_children_read(

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.emulation import Drive, SlowEngine
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage import engines
 from impress_sglang.storage.direct_io import AlignedMemory, supports_direct_io
@@ -28,14 +29,22 @@ BLOCKS = 128
 DEPTH = 7
 
 
-@pytest.fixture(params=["aio", "threads"])
+KINDS = ("aio", "threads", "aio at full speed", "threads at full speed", "aio slowly")
+
+
+@pytest.fixture(params=KINDS)
 def engine(request: pytest.FixtureRequest) -> Iterator[BlockEngine]:
     engine = one_of(request.param, DEPTH)
     yield engine
     engine.close()
 
 
-def one_of(name: str, depth: int) -> BlockEngine:
+def one_of(kind: str, depth: int) -> BlockEngine:
+    name, _, speed = kind.partition(" ")
+    if speed:
+        drive = Drive()
+        drive.set_rate(40e6 if speed == "slowly" else 0.0)
+        return SlowEngine(one_of(name, depth), drive)
     if name == "threads":
         return ThreadEngine(depth)
     try:
@@ -220,7 +229,7 @@ def test_a_read_beyond_the_end_gives_fewer_bytes(
     file.check(0, 3)
 
 
-@pytest.mark.parametrize("name", ["aio", "threads"])
+@pytest.mark.parametrize("name", KINDS)
 def test_several_engines_do_not_disturb_each_other(name: str, tmp_path: Path) -> None:
     file = File(tmp_path / "file", direct=False)
     some = [one_of(name, 2) for _ in range(3)]

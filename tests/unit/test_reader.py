@@ -13,14 +13,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.emulation import SlowFileSystem
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.storage import reader as reader_module
 from impress_sglang.storage.direct_io import AlignedMemory, supports_direct_io
-from impress_sglang.storage.engines import BlockEngine, Integers, ThreadEngine
+from impress_sglang.storage.engines import Integers, ThreadEngine
 from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment, PendingRead
-from impress_sglang.storage.throttle import TokenBucket
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
-from tests.unit.source_factory import StepEngine, quick_files, reading, stepping, with_engine
+from tests.unit.source_factory import (
+    OneEngine,
+    StepEngine,
+    quick_files,
+    reading,
+    stepping,
+    with_engine,
+)
 
 BLOCK = 4096
 TIMEOUT = 20.0
@@ -89,9 +96,9 @@ def reader(request: pytest.FixtureRequest) -> Iterator[ChunkReader]:
 
 
 @pytest.fixture
-def step(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ChunkReader, StepEngine]]:
+def step() -> Iterator[tuple[ChunkReader, StepEngine]]:
     """4 reads in flight at most, which end when the test says so."""
-    with stepping(4, monkeypatch) as pair:
+    with stepping(4) as pair:
         yield pair
 
 
@@ -244,7 +251,7 @@ def test_a_slow_device_reads_what_is_waited_for_first(stored: Stored) -> None:
 
 @contextlib.contextmanager
 def reading_slowly(bytes_per_second: float) -> Iterator[ChunkReader]:
-    reader = ChunkReader(4, TokenBucket(bytes_per_second, burst_bytes=0))
+    reader = ChunkReader(4, SlowFileSystem(bytes_per_second / 1e6))
     try:
         yield reader
     finally:
@@ -415,9 +422,7 @@ def test_a_read_that_the_system_refuses_is_unreadable(
 
 
 @pytest.mark.usefixtures("single_blocks")
-def test_a_read_that_ended_early_is_completed(
-    stored: Stored, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_ended_early_is_completed(stored: Stored) -> None:
     """A system may give fewer bytes than there are; the rest is read, and all of it verified."""
 
     class Hasty(StepEngine):
@@ -427,7 +432,7 @@ def test_a_read_that_ended_early_is_completed(
 
     engine = Hasty(3)
     engine.allow()
-    with with_engine(engine, monkeypatch) as (reader, _):
+    with with_engine(engine) as (reader, _):
         reader.read([stored.runs((0, 9))])
         stored.check((0, 9))
         flip_byte(stored.path, stored.offset + 5)
@@ -477,16 +482,12 @@ def test_nobody_waits_for_a_reader_that_has_failed(
 ) -> None:
     """Whoever waits is told, and so is who comes later; reads of one piece are like all others."""
 
-    def make(name: str, depth: int) -> BlockEngine:
-        return Crashing(method, call)
-
     def fail(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(reader_module, "make_engine", make)
     if method == "check":
         monkeypatch.setattr(reader_module.PendingRead, "size", fail)
-    reader = ChunkReader(4)
+    reader = ChunkReader(4, OneEngine(Crashing(method, call)))
     reads = []
     for n in range(7):
         reads.append(reader.submit([stored.runs((n, n + blocks))], ahead=n in (3, 5)))
@@ -506,10 +507,8 @@ def test_nobody_waits_for_a_reader_that_has_failed(
     reader.close()
 
 
-def test_close_waits_for_what_was_asked_for(
-    stored: Stored, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with stepping(2, monkeypatch) as (reader, engine):
+def test_close_waits_for_what_was_asked_for(stored: Stored) -> None:
+    with stepping(2) as (reader, engine):
         reads = [reader.submit([stored.runs((n, n + 1))], ahead=n % 2 == 1) for n in range(6)]
         closing = threading.Thread(target=reader.close)
         closing.start()

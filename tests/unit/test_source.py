@@ -357,7 +357,7 @@ def test_single_reads_are_no_larger_than_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, name: str
 ) -> None:
     monkeypatch.setattr(reader_module, "PIECE_BYTES", piece)
-    with counting(monkeypatch) as (reader, engine):
+    with counting() as (reader, engine):
         case = open_case(tmp_path, SHAPES[name], SEVERAL, reader)
 
         case.check(0, ["values"])
@@ -368,11 +368,9 @@ def test_single_reads_are_no_larger_than_told(
 
 
 @pytest.mark.parametrize("name", ["gqa-float32", "sketch-float32"])
-def test_neighbouring_blocks_are_one_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_neighbouring_blocks_are_one_read(tmp_path: Path, name: str) -> None:
     """Values of all lanes, too."""
-    with counting(monkeypatch) as (reader, engine):
+    with counting() as (reader, engine):
         case = open_case(tmp_path, SHAPES[name], SEVERAL[3:4], reader)
 
         case.check(0, ["values"])

@@ -166,7 +166,7 @@ def test_every_byte_is_counted_once(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader_module, "PIECE_BYTES", BLOCK)
         patch.setattr(ReadCost, "gap_bytes", 0)
-        with counting(patch) as (reader, engine):
+        with counting() as (reader, engine):
             case = draw_case(data, tmp_path_factory.mktemp("any"), reader)
             sources = run_requests(data, case)
 
@@ -192,13 +192,13 @@ def wait_for_reads(source: SegmentSource) -> None:
 @pytest.mark.parametrize("demand", DEMANDS)
 @pytest.mark.parametrize("reordered", [False, True])
 def test_what_a_demand_is_certain_of_is_read_ahead(
-    name: str, demand: Demand, reordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, demand: Demand, reordered: bool, tmp_path: Path
 ) -> None:
     """Whatever waste is allowed; nothing of it is left to be read, and nothing else was read."""
     certain = ["probe"] if demand.probe else []
     certain += ["keys"] if demand.whole or demand.all_keys else []
     certain += ["values"] if demand.whole else []
-    with counting(monkeypatch) as (reader, engine):
+    with counting() as (reader, engine):
         parts = [Part(61, 8, 0, 61), Part(30, 8, 0, 30)]
         case = open_case(tmp_path, SHAPES[name], parts, reader, reordered=reordered, retention=0.02)
         source = case.make_source(demand)
@@ -221,11 +221,9 @@ def test_what_a_demand_is_certain_of_is_read_ahead(
 
 @pytest.mark.usefixtures("no_gaps")
 @pytest.mark.parametrize("reordered", [False, True])
-def test_only_blocks_of_the_span_are_read_ahead(
-    reordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_blocks_of_the_span_are_read_ahead(reordered: bool, tmp_path: Path) -> None:
     """A request that uses a part of a segment does not pay for the rest."""
-    with counting(monkeypatch) as (reader, engine):
+    with counting() as (reader, engine):
         parts = [Part(77, 8, 13, 30)]
         shape = SHAPES["cut-rows-float32"]
         case = open_case(tmp_path, shape, parts, reader, reordered=reordered)
@@ -237,7 +235,7 @@ def test_only_blocks_of_the_span_are_read_ahead(
         case.close()
 
     (tmp_path / "plain").mkdir()
-    with counting(monkeypatch) as (reader, _):
+    with counting() as (reader, _):
         plain = open_case(tmp_path / "plain", shape, parts, reader)
         # Where the rows of a node stay together, as the store reorders them.
         assert engine.started_bytes == plain.block_bytes(0)
@@ -246,10 +244,8 @@ def test_only_blocks_of_the_span_are_read_ahead(
 
 @pytest.mark.usefixtures("no_gaps")
 @pytest.mark.parametrize("name", ["cut-rows-float32", "sketch-2-cut-rows"])
-def test_all_that_is_certain_is_read_ahead(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with counting(monkeypatch) as (reader, engine):
+def test_all_that_is_certain_is_read_ahead(name: str, tmp_path: Path) -> None:
+    with counting() as (reader, engine):
         parts = [Part(61, 8, 9, 50), Part(30, 8, 0, 30)]
         case = open_case(tmp_path, SHAPES[name], parts, reader)
         case.request(Demand(whole=True))
@@ -269,10 +265,8 @@ def test_all_that_is_certain_is_read_ahead(
 
 
 @pytest.mark.usefixtures("no_gaps")
-def test_what_requests_want_is_read_ahead_for_later_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with counting(monkeypatch) as (reader, _):
+def test_what_requests_want_is_read_ahead_for_later_ones(tmp_path: Path) -> None:
+    with counting() as (reader, _):
         parts = [Part(77, 8, 0, 77)]
         case = open_case(tmp_path, SHAPES["cut-rows-float32"], parts, reader, retention=0.02)
         tokens = torch.tensor([[1, 2, 40, 70]])
@@ -297,10 +291,10 @@ def test_what_requests_want_is_read_ahead_for_later_ones(
 @pytest.mark.parametrize("name", ["cut-rows-float32", "sketch-2-cut-rows"])
 @pytest.mark.parametrize("reordered", [False, True])
 def test_what_the_layers_above_chose_is_read_ahead_of_a_prefix_that_is_not_known(
-    name: str, reordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, reordered: bool, tmp_path: Path
 ) -> None:
     """The blocks of the same tokens in the next layer; three requests say more than that."""
-    with counting(monkeypatch) as (reader, engine):
+    with counting() as (reader, engine):
         parts = [Part(61, 8, 0, 61), Part(30, 8, 0, 30)]
         shape = SHAPES[name]
         case = open_case(tmp_path, shape, parts, reader, reordered=reordered, retention=0.0)
@@ -337,8 +331,8 @@ def test_what_the_layers_above_chose_is_read_ahead_of_a_prefix_that_is_not_known
         case.close()
 
 
-def test_a_whole_prefix_needs_no_hints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with counting(monkeypatch) as (reader, engine):
+def test_a_whole_prefix_needs_no_hints(tmp_path: Path) -> None:
+    with counting() as (reader, engine):
         case = open_case(tmp_path, SHAPES["gqa-float32"], [Part(61, 8, 0, 61)], reader)
         case.request(Demand(whole=True))
         source = case.segment_source
@@ -357,10 +351,8 @@ def test_a_whole_prefix_needs_no_hints(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("single_blocks", "no_gaps")
-def test_chunks_that_were_cached_meanwhile_are_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with counting(monkeypatch) as (reader, engine):
+def test_chunks_that_were_cached_meanwhile_are_not_read_again(tmp_path: Path) -> None:
+    with counting() as (reader, engine):
         shape = SHAPES["gqa-float32"]
         cache = make_cache(shape, device_chunks=500)
         case = open_case(tmp_path, shape, [Part(40, 8, 0, 40)], reader, cache=cache)
@@ -380,11 +372,9 @@ def test_chunks_that_were_cached_meanwhile_are_not_read_again(
 
 @pytest.mark.usefixtures("single_blocks")
 @pytest.mark.parametrize("asked", [False, True])
-def test_nothing_reads_from_the_files_of_a_closed_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
-) -> None:
+def test_nothing_reads_from_the_files_of_a_closed_source(tmp_path: Path, asked: bool) -> None:
     """Reads that were begun end first, and no others begin; then the file can be closed."""
-    with stepping(4, monkeypatch) as (reader, engine):
+    with stepping(4) as (reader, engine):
         parts = [Part(77, 8, 0, 77), Part(33, 8, 0, 33)]
         case = open_case(tmp_path, SHAPES["cut-rows-float32"], parts, reader)
         source = case.make_source(Demand(whole=True))
@@ -467,7 +457,7 @@ def test_a_layer_that_was_asked_for_is_not_read_ahead(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("single_blocks", "no_gaps")
-def test_reads_are_shown_on_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_are_shown_on_the_timeline(tmp_path: Path) -> None:
     """Only those that began, each from its start to its end."""
     heard: list[tuple[str, float, float, int | None]] = []
 
@@ -481,7 +471,7 @@ def test_reads_are_shown_on_the_timeline(tmp_path: Path, monkeypatch: pytest.Mon
             if track == SSD_TRACK:
                 heard.append((name, start, stop, layer))
 
-    with stepping(4, monkeypatch) as (reader, engine):
+    with stepping(4) as (reader, engine):
         case = open_case(tmp_path, SHAPES["cut-rows-float32"], [Part(77, 8, 0, 77)], reader)
         assert case.cache is not None
         timeline = Listening("r")

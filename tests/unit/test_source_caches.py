@@ -70,10 +70,8 @@ ROOMY = [
 
 
 @pytest.mark.parametrize("name", ROOMY)
-def test_a_second_read_comes_from_the_caches_alone(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with counting(monkeypatch) as (reader, engine):
+def test_a_second_read_comes_from_the_caches_alone(name: str, tmp_path: Path) -> None:
+    with counting() as (reader, engine):
         roomy = opened(name, tmp_path, reader)
         check_everything(roomy)
         first = roomy.stats

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.emulation import SlowFileSystem
 from impress_sglang.management.estimate import StoredBytes
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.transfer.source import Demand, SegmentSource
@@ -180,9 +181,10 @@ def test_measuring_reads_a_little_and_gives_all_back(bench: Workbench, store: Pr
 
 
 def test_measuring_teaches_what_a_slow_ssd_takes(bench: Workbench) -> None:
-    store = bench.open()
+    files = SlowFileSystem()
+    store = bench.open(files=files)
     bench.put(store, prompt(1, 400))
-    store.emulate_ssd(20.0)
+    files.set_rate(20.0)
     before = store.seconds_to_read(1e6)
 
     for _ in range(3):
@@ -232,9 +234,8 @@ def test_measuring_a_match_that_was_dropped_does_nothing(
 
 def slow_store(bench: Workbench, **options: float) -> PrefixStore:
     """Reads take some tenths of a second, and begin without delay."""
-    store = bench.open(readahead=0.5, host_gb=0.1, **options)
+    store = bench.open(files=SlowFileSystem(1.0), readahead=0.5, host_gb=0.1, **options)
     bench.put(store, prompt(1, 200))
-    store.emulate_ssd(1.0)
     return store
 
 

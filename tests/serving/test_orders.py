@@ -1,0 +1,119 @@
+"""What a key may order, and what the statistics tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.serving.conftest import impress_flags
+from tests.serving.harness import Server, Zygote, running
+from tests.serving.tiny_models import random_tokens
+
+KEYS = {"user": "a-users-key", "admin": "the-admins-key"}
+OF_BENCHMARKS = (
+    "/impress/emulate_ssd",
+    "/impress/readahead",
+    "/bench/ssd_mbps",
+    "/bench/readahead",
+    "/bench/reorder",
+)
+
+
+@pytest.fixture(scope="module")
+def server(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
+    """As anybody starts it, with both of SGLang's keys."""
+    flags = impress_flags(
+        workdir / "store-orders",
+        "--impress-min-prefix-tokens=64",
+        "--impress-reorder-interval=0",
+        "--max-total-tokens=3000",
+        f"--api-key={KEYS['user']}",
+        f"--admin-api-key={KEYS['admin']}",
+    )
+    with running(tiny_llama, workdir / "orders.log", *flags, zygote=zygote) as server:
+        yield server
+        server.assert_quiet()
+
+
+def ask(
+    server: Server, method: str, path: str, who: str | None = None, **body: Any
+) -> requests.Response:
+    headers = {} if who is None else {"Authorization": f"Bearer {KEYS[who]}"}
+    return requests.request(method, server.url + path, headers=headers, json=body, timeout=120)
+
+
+def generate(server: Server, tokens: list[int], **fields: Any) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+    body = {"input_ids": tokens, "sampling_params": sampling, **fields}
+    response = ask(server, "POST", "/generate", "user", **body)
+    response.raise_for_status()
+    ask(server, "POST", "/flush_cache?timeout=60", "admin").raise_for_status()
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+@pytest.mark.parametrize("path", OF_BENCHMARKS)
+def test_there_are_no_routes_for_benchmarks(server: Server, path: str) -> None:
+    assert ask(server, "POST", path, "admin", mbps=1e-6, share=0).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "name", ["impress_ssd_mbps", "impress_readahead", "bench_ssd_mbps", "bench_reorder"]
+)
+def test_there_are_no_orders_for_benchmarks(server: Server, name: str) -> None:
+    """SGLang's own way to the scheduler's process is no way round."""
+    body = {"server_args": {name: 1e-6}}
+    response = ask(server, "POST", "/set_internal_state", "admin", **body)
+    response.raise_for_status()
+
+    assert [own["updated"] for own in response.json()] == [False]
+    assert generate(server, random_tokens(100, seed=1))["meta_info"]["completion_tokens"] == 2
+
+
+def test_reordering_asks_for_the_admins_key_and_rewrites_what_pays(server: Server) -> None:
+    prefix = random_tokens(500, seed=2)
+    generate(server, prefix)
+    said = generate(server, [*prefix, *random_tokens(9, seed=3)])["meta_info"]["impress"]
+    assert said["path"] == "ssd" and said["used_tokens"] < said["prefix_tokens"]
+
+    assert ask(server, "POST", "/impress/reorder", None).status_code == 401
+    assert ask(server, "POST", "/impress/reorder", "user").status_code == 401
+    response = ask(server, "POST", "/impress/reorder", "admin", force=True)
+    orders = {"server_args": {"impress_reorder": 1}}
+    ask(server, "POST", "/set_internal_state", "admin", **orders).raise_for_status()
+
+    assert response.json()["pending"] == 0, "one request has not paid for it"
+    stats = ask(server, "GET", "/impress/stats", "user").json()
+    assert stats["reorder"]["pending"] == stats["reorder"]["segments"] == 0
+
+
+def test_statistics_ask_for_a_key_and_tell_nothing_of_prompts(server: Server) -> None:
+    assert ask(server, "GET", "/impress/stats", None).status_code == 401
+    before = texts_of(ask(server, "GET", "/impress/stats", "user").json())
+    for seed in range(3):
+        own = {"rid": f"request-{seed}", "extra_key": f"tenant-{seed}"}
+        generate(server, random_tokens(300, seed=20 + seed), **own)
+
+    stats = ask(server, "GET", "/impress/stats", "user").json()
+
+    assert stats["store"]["segments"] >= 3
+    # Numbers change; whatever else there is, is known before anybody asks anything.
+    assert texts_of(stats) == before
+    assert not any(isinstance(own, list) and len(own) > 8 for own in values_of(stats))
+
+
+def values_of(value: Any) -> Iterator[Any]:
+    yield value
+    if isinstance(value, dict | list):
+        for own in value.values() if isinstance(value, dict) else value:
+            yield from values_of(own)
+
+
+def texts_of(value: Any) -> list[str]:
+    """All texts in it, keys and values."""
+    found = [own for own in values_of(value) if isinstance(own, str)]
+    return sorted(found + [key for own in values_of(value) if isinstance(own, dict) for key in own])

@@ -1,0 +1,209 @@
+"""The emulated drive: no faster than told, over all its engines, and hardly slower."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.emulation import SLOW_BYTES, Drive, SlowEngine, SlowFileSystem
+from impress_sglang.storage.direct_io import AlignedMemory
+from impress_sglang.storage.engines import AioEngine, BlockEngine, ThreadEngine
+from impress_sglang.storage.files import FileSystem, install, installed
+from impress_sglang.storage.read_cost import ReadCost
+from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment
+from tests.unit.kv_factory import VALUES, make_info, make_shape, random_kvs, write_kvs
+
+BLOCK = 4096
+# A busy machine delays the end of a wait, never its beginning.
+SLACK_SECONDS = 0.5
+
+
+@pytest.fixture
+def drive() -> Drive:
+    """A megabyte a second."""
+    drive = Drive()
+    drive.set_rate(1e6)
+    return drive
+
+
+def take(drive: Drive, num_bytes: int) -> None:
+    drive.wait(int(drive.ask(np.array([num_bytes]))[-1]))
+
+
+def seconds_of(drive: Drive, sizes: list[int], threads: int = 1) -> float:
+    began = time.monotonic()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda size: take(drive, size), sizes))
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_bytes_take_their_time_over_all_threads(drive: Drive, threads: int) -> None:
+    assert 0.29 <= seconds_of(drive, [10_000] * 30, threads) < 0.3 + SLACK_SECONDS
+
+
+def test_an_idle_drive_saves_hardly_anything(drive: Drive) -> None:
+    take(drive, 1)
+    time.sleep(0.2)
+
+    assert seconds_of(drive, [100_000]) >= 0.095
+
+
+def test_a_drive_without_a_rate_keeps_nobody(drive: Drive) -> None:
+    drive.set_rate(0)
+
+    assert seconds_of(drive, [1 << 40] * 10) < SLACK_SECONDS
+    # And nothing of that is owed afterwards.
+    drive.set_rate(1e6)
+    assert 0.09 <= seconds_of(drive, [100_000]) < 0.1 + SLACK_SECONDS
+
+
+@pytest.mark.parametrize(("rate", "least"), [(0.0, 0.0), (1e6, 0.09)])
+def test_a_new_rate_is_that_of_what_was_asked_for(drive: Drive, rate: float, least: float) -> None:
+    """At a byte a second nobody would live to see the end."""
+    drive.set_rate(1.0)
+    began = time.monotonic()
+    waiting = threading.Thread(target=take, args=(drive, 100_000), daemon=True)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+
+    drive.set_rate(rate)
+    waiting.join(10)
+
+    assert not waiting.is_alive()
+    assert 0.1 + least <= time.monotonic() - began < 0.3 + SLACK_SECONDS
+
+
+@pytest.fixture(params=[AioEngine, ThreadEngine])
+def kind(request: pytest.FixtureRequest) -> type[AioEngine | ThreadEngine]:
+    kind: type[AioEngine | ThreadEngine] = request.param
+    try:
+        kind(1).close()
+    except OSError as error:
+        pytest.skip(f"the kernel has no AIO: {error}")
+    return kind
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[int]:
+    (tmp_path / "file").write_bytes(os.urandom(64 * BLOCK))
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
+
+
+def read_blocks(engine: BlockEngine, descriptor: int, count: int, blocks: int) -> float:
+    """Seconds for so many reads of so many blocks, as many in flight as the engine takes."""
+    memory = AlignedMemory(blocks * BLOCK * engine.depth)
+    begun = ended = 0
+    began = time.monotonic()
+    while ended < count:
+        room = min(engine.depth - (begun - ended), count - begun)
+        if room > 0:
+            sizes = np.full(room, blocks * BLOCK)
+            places = np.arange(begun, begun + room) % engine.depth * blocks * BLOCK
+            engine.start(np.full(room, descriptor), 0 * sizes, memory.address + places, sizes)
+            begun += room
+        _, results = engine.finish()
+        assert set(results.tolist()) == {blocks * BLOCK}
+        ended += len(results)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_an_engine_reads_at_the_rate_of_its_drive(
+    kind: type[AioEngine | ThreadEngine], file: int, blocks: int
+) -> None:
+    drive = Drive()
+    drive.set_rate(20e6)
+    engine = SlowEngine(kind(8), drive)
+    count = 2_000 // blocks
+
+    seconds = read_blocks(engine, file, count, blocks)
+
+    engine.close()
+    rate = count * blocks * BLOCK / seconds / 1e6
+    assert 14 <= rate <= 20.2
+
+
+def test_engines_share_the_drive(kind: type[AioEngine | ThreadEngine], file: int) -> None:
+    drive = Drive()
+    drive.set_rate(10e6)
+    engines = [SlowEngine(kind(depth), drive) for depth in (4, 1)]
+    began = time.monotonic()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda engine: read_blocks(engine, file, 400, 1), engines))
+
+    assert 800 * BLOCK / 10e6 - 0.01 <= time.monotonic() - began < 0.33 + SLACK_SECONDS
+    for engine in engines:
+        engine.close()
+
+
+def test_what_fails_is_told_when_its_turn_has_come(drive: Drive, file: int) -> None:
+    engine = SlowEngine(ThreadEngine(2), drive)
+    memory, sizes = AlignedMemory(2 * BLOCK), np.full(2, 40 * BLOCK)
+    began = time.monotonic()
+
+    engine.start(np.full(2, 1 << 20), 0 * sizes, np.full(2, memory.address), sizes)
+    _, results = engine.finish(2)
+
+    assert time.monotonic() - began >= 0.3 and (results < 0).all()
+    engine.close()
+
+
+def test_few_large_reads_are_begun_on_a_slow_drive(file: int) -> None:
+    """What a layer waits for is begun after them."""
+    drive = Drive()
+    engine = SlowEngine(ThreadEngine(8), drive)
+    assert engine.depth == 8
+    read_blocks(engine, file, 1, 64)
+    assert engine.depth == 8, "of a fast drive as many as it takes"
+
+    drive.set_rate(100e6)
+    assert engine.depth == 2 == max(2, SLOW_BYTES // (64 * BLOCK))
+    read_blocks(engine, file, 1, 16)
+    assert engine.depth == 4
+    read_blocks(engine, file, 1, 1)
+    assert engine.depth == 8
+    engine.close()
+    narrow = SlowEngine(ThreadEngine(1), drive)
+    assert narrow.depth == 1
+    narrow.close()
+
+
+def test_a_reader_of_an_installed_slow_file_system_learns_that_it_is_slow(tmp_path: Path) -> None:
+    shape = make_shape(layers=1, key_dim=128, value_dim=128)
+    info = make_info(shape, range(64))
+    path = write_kvs(tmp_path, info, *random_kvs(shape, 64, seed=1))
+    size = info.layout().stream_bytes(VALUES)
+    install(SlowFileSystem(2 * size / 1e6))
+    try:
+        reader = ChunkReader(3)
+    finally:
+        install(FileSystem())
+    assert not isinstance(installed(), SlowFileSystem)
+    untouched = ReadCost()
+    segment = OpenSegment(path, direct=False)
+    memory, starts = AlignedMemory(size), np.arange(0, size, BLOCK)
+    runs = BlockRuns(
+        segment, memory, info.layout().stream_offset(0, VALUES), starts, starts + BLOCK
+    )
+
+    began = time.monotonic()
+    read = reader.read([runs])
+    seconds = time.monotonic() - began
+
+    assert read == size
+    assert 0.49 <= seconds < 0.5 + SLACK_SECONDS
+    assert reader.cost.bytes_per_second < untouched.bytes_per_second
+    segment.close()
+    reader.close()
