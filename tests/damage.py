@@ -1,0 +1,79 @@
+"""Damages files of a store at rest, as disks and people do."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+BLOCK_BYTES = 4096
+
+
+def segments(root: Path) -> list[Path]:
+    """The segment files under a store's directory."""
+    return sorted(root.rglob("*.kv"))
+
+
+def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
+    """One bit is wrong."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        assert byte, f"{path} ends before {offset}"
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ (1 << bit)]))
+
+
+def flip_header_bit(segment: Path, offset: int = 100) -> None:
+    """One bit of a segment's header is wrong."""
+    assert offset < header_bytes(segment)
+    flip_bit(segment, offset)
+
+
+def flip_data_bit(segment: Path, block: int = 0) -> None:
+    """One bit of a block of a segment's KVs is wrong."""
+    flip_bit(segment, header_bytes(segment) + block * BLOCK_BYTES + 17)
+
+
+def zero_block(segment: Path, block: int = 0) -> None:
+    """A block of a segment's KVs was never written."""
+    with segment.open("r+b") as file:
+        file.seek(header_bytes(segment) + block * BLOCK_BYTES)
+        file.write(bytes(BLOCK_BYTES))
+
+
+def truncate(path: Path, by: int = BLOCK_BYTES) -> None:
+    """A file ends too early."""
+    os.truncate(path, max(path.stat().st_size - by, 0))
+
+
+def damage_index(root: Path) -> Path:
+    """The pages of the index after its first are garbage; returns its path."""
+    (path,) = root.rglob("catalog.sqlite")
+    size = max(path.stat().st_size, 2 * BLOCK_BYTES)
+    with path.open("r+b") as file:
+        # The header of the database stays, so that it looks like one.
+        file.seek(100)
+        file.write(b"\xa5" * (size - 100))
+    return path
+
+
+def take_away(root: Path) -> Path:
+    """The directory is gone; returns where it is."""
+    away = root.with_name(root.name + ".away")
+    root.rename(away)
+    return away
+
+
+def put_back(root: Path) -> None:
+    """The directory is back, in the place of what was made meanwhile."""
+    if root.exists():
+        root.rename(root.with_name(root.name + ".meanwhile"))
+    root.with_name(root.name + ".away").rename(root)
+
+
+def header_bytes(segment: Path) -> int:
+    """Bytes of a segment before its KVs."""
+    with segment.open("rb") as file:
+        size: int = struct.unpack("<8sQ", file.read(16))[1]
+    return size
