@@ -318,9 +318,9 @@ class FaultyFileSystem(FileSystem):
             self._journal.unlink(path)
         super().unlink(path)
 
-    def make_directory(self, path: Path) -> None:
+    def make_directory(self, path: Path, *, parents: bool = False) -> None:
         self.enter("make_directory", path)
-        super().make_directory(path)
+        super().make_directory(path, parents=parents)
 
     def remove_directory(self, path: Path) -> None:
         self.enter("remove_directory", path)

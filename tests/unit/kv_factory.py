@@ -13,7 +13,9 @@ from torch import Tensor
 
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.storage.direct_io import AlignedBuffer
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape, Stream
+from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.reader import OpenSegment
 from impress_sglang.storage.segment import MappingLists, SegmentInfo, Tokens
 from impress_sglang.storage.writer import LayerReader, write_segment
@@ -55,7 +57,7 @@ def make_info(
     *,
     chunk_tokens: int = 8,
     segment_id: str = "ab12",
-    approximate: bool = False,
+    quality: Quality = EXACT,
     namespace: str = "",
     prefix_len: int = 0,
     prefix_digest: str = "d0",
@@ -68,9 +70,9 @@ def make_info(
         prefix_digest=prefix_digest,
         prefix_len=prefix_len,
         tokens=as_tokens(tokens),
-        approximate=approximate,
         shape=shape,
         chunk_tokens=chunk_tokens,
+        quality=quality,
         generation=generation,
     )
 
@@ -107,6 +109,7 @@ def write_kvs(
         info,
         lambda i: (keys[i], values[i]),
         AlignedBuffer(),
+        FileSystem(),
         direct=direct,
         mapping=mapping,
     )
@@ -146,7 +149,7 @@ def open_span(
 
     Of each chunk a share of `retention` is expected to be wanted.
     """
-    segment = OpenSegment(path, direct=direct)
+    segment = OpenSegment(path, FileSystem(), direct=direct)
     info, layout = segment.info, segment.layout
     history = TokenHistory(info.shape.num_layers, lanes_of(info.shape), info.num_tokens)
     blocks = BlockHistory(layout, first_shares(layout, retention, ordered=False))

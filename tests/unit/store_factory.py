@@ -16,6 +16,7 @@ from impress_sglang.management.store import PrefixStore, StoreOutcome
 from impress_sglang.management.tree import StoredMatch
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.writer import LayerReader
 from impress_sglang.transfer.source import Demand, SegmentSource
@@ -35,6 +36,8 @@ SHAPES = {
     "sketch bfloat16": make_shape(dtype=torch.bfloat16, sketch_bits=4),
 }
 OTHER_IDENTITY = "f" * 32
+# Of what is computed after a quarter of an exact prefix.
+QUARTER = Quality(1, 0.25)
 # No caches, no reading ahead and no reordering unless a test asks for them, so that bytes can be
 # counted.
 DEFAULTS = {
@@ -63,6 +66,7 @@ class Workbench:
         # Up to 8 tokens: one header, and one disk block for each stream of 2 layers.
         self.one = (1 + 2 * len(streams_of(shape))) * 4096
         self.done: list[tuple[int, ...]] = []
+        self.abandoned: list[tuple[int, ...]] = []
         self._open: list[PrefixStore] = []
 
     def open(
@@ -76,6 +80,7 @@ class Workbench:
     def close(self, store: PrefixStore) -> None:
         self._open.remove(store)
         store.check_integrity()
+        store.check_index()
         store.close()
 
     def reopen(self, store: PrefixStore, **options: Any) -> PrefixStore:
@@ -103,8 +108,9 @@ class Workbench:
             as_tokens(tokens),
             read_layers or kvs.read_from,
             lambda: self.done.append(tuple(tokens)),
+            lambda: self.abandoned.append(tuple(tokens)),
             available_from=available_from,
-            approximate=approximate,
+            quality=QUARTER if approximate else EXACT,
             min_tokens=min_tokens,
         )
         store.check_integrity()
@@ -170,7 +176,7 @@ def gb(num_bytes: int) -> float:
 def look_up(
     store: PrefixStore, tokens: Sequence[int], namespace: str = "", *, approximate: bool = False
 ) -> StoredMatch:
-    return store.match(namespace, as_tokens(tokens), allow_approximate=approximate)
+    return store.match(namespace, as_tokens(tokens), least=QUARTER if approximate else EXACT)
 
 
 def length(store: PrefixStore, tokens: Sequence[int], **options: Any) -> int:

@@ -24,6 +24,8 @@ from tests.unit.kv_factory import as_tokens, make_info, make_shape
 
 SHAPE = make_shape()
 P = (1, 2, 3, 4, 5, 6)  # a prompt that others share
+# Computed after a part of an exact prefix.
+ONCE = Quality(1, 0.25)
 
 
 def segment(
@@ -32,7 +34,7 @@ def segment(
     prefix: Sequence[int] = (),
     *,
     namespace: str = "",
-    approximate: bool = False,
+    quality: Quality = EXACT,
     ready: bool = True,
     last_access: int = 0,
 ) -> StoredSegment:
@@ -41,11 +43,12 @@ def segment(
         tokens,
         segment_id=name,
         namespace=namespace,
-        approximate=approximate,
+        quality=quality,
         prefix_len=len(prefix),
         prefix_digest=prefix_digest(namespace, as_tokens(prefix)),
     )
-    return StoredSegment(info, info.layout().file_bytes, ready=ready, last_access=last_access)
+    state = SegmentState.READY if ready else SegmentState.PENDING
+    return StoredSegment(info, info.layout().file_bytes, state, last_access=last_access)
 
 
 Put = Callable[..., StoredSegment]
@@ -74,13 +77,11 @@ def found(
     tokens: Sequence[int],
     *,
     namespace: str = "",
-    approximate: bool = False,
+    least: Quality = EXACT,
     pending: bool = False,
 ) -> list[tuple[str, int, int]]:
     """A match as (segment, start, stop)."""
-    match = tree.match(
-        namespace, as_tokens(tokens), allow_approximate=approximate, include_pending=pending
-    )
+    match = tree.match(namespace, as_tokens(tokens), least=least, only_ready=not pending)
     return spans_of(match)
 
 
@@ -143,7 +144,7 @@ def test_a_split_below_a_split_keeps_the_ranges(tree: StoredTree, put: Put) -> N
 def test_a_matched_part_can_be_cut_out(tree: StoredTree, put: Put) -> None:
     put("a", P)
     put("b", [40, 50], P[:3])
-    match = tree.match("", as_tokens([1, 2, 3, 40, 50]), allow_approximate=False)
+    match = tree.match("", as_tokens([1, 2, 3, 40, 50]))
 
     def cut(start: int, stop: int) -> list[tuple[str, int, int]]:
         return spans_of(StoredMatch(match.slice(start, stop)))
@@ -170,24 +171,24 @@ def test_approximate_segments_are_seen_only_where_they_are_allowed(
     tree: StoredTree, put: Put
 ) -> None:
     put("a", P)
-    put("b", [7, 8], P, approximate=True)
+    put("b", [7, 8], P, quality=ONCE)
 
     tokens = [*P, 7, 8]
     assert found(tree, tokens) == [("a", 0, 6)]
-    assert found(tree, tokens, approximate=True) == [("a", 0, 6), ("b", 0, 2)]
-    assert not tree.match("", as_tokens(tokens), allow_approximate=False).approximate
-    assert tree.match("", as_tokens(tokens), allow_approximate=True).approximate
+    assert found(tree, tokens, least=ONCE) == [("a", 0, 6), ("b", 0, 2)]
+    assert not tree.match("", as_tokens(tokens)).approximate
+    assert tree.match("", as_tokens(tokens), least=ONCE).approximate
 
 
 def test_exact_and_approximate_kvs_of_the_same_tokens_live_side_by_side(
     tree: StoredTree, put: Put
 ) -> None:
     put("a", P)
-    put("b", [7, 8], P, approximate=True)
+    put("b", [7, 8], P, quality=ONCE)
     put("c", [7, 8], P)
 
     assert found(tree, [*P, 7, 8]) == [("a", 0, 6), ("c", 0, 2)]
-    assert found(tree, [*P, 7, 8], approximate=True) == [("a", 0, 6), ("c", 0, 2)], "exact first"
+    assert found(tree, [*P, 7, 8], least=ONCE) == [("a", 0, 6), ("c", 0, 2)], "exact first"
 
 
 def test_pending_segments_are_invisible_until_they_are_ready(tree: StoredTree, put: Put) -> None:
@@ -216,7 +217,7 @@ def test_matching_changes_nothing(tree: StoredTree, put: Put) -> None:
 def test_touching_a_match_makes_its_segments_the_latest(tree: StoredTree, put: Put) -> None:
     first, second, third = put("a", P), put("b", [7], P), put("c", [8], P)
 
-    tree.touch(tree.match("", as_tokens([*P, 7]), allow_approximate=False))
+    tree.touch(tree.match("", as_tokens([*P, 7])))
 
     assert first.last_access == second.last_access > third.last_access
     assert (first.hits, second.hits, third.hits) == (1, 1, 0)
@@ -279,10 +280,10 @@ def test_a_prefix_that_leaves_a_node_midway_is_not_found_below_its_end(
 
 def test_exact_segments_do_not_hang_below_approximate_ones(tree: StoredTree, put: Put) -> None:
     put("a", P)
-    put("b", [7, 8], P, approximate=True)
+    put("b", [7, 8], P, quality=ONCE)
 
     assert not tree.insert(segment("c", [9], [*P, 7, 8]), as_tokens([*P, 7, 8]))
-    put("d", [9], [*P, 7, 8], approximate=True)
+    put("d", [9], [*P, 7, 8], quality=ONCE)
 
 
 def test_removing_a_leaf_leaves_the_rest(tree: StoredTree, put: Put) -> None:
@@ -350,7 +351,7 @@ def in_another_file(old: StoredSegment, name: str) -> SegmentInfo:
 def test_a_replaced_segment_has_its_place_under_another_name(tree: StoredTree, put: Put) -> None:
     first, second = put("a", P), put("b", [40, 50], P[:3])
     third = put("c", [7], P)
-    match = tree.match("", as_tokens(P), allow_approximate=False)
+    match = tree.match("", as_tokens(P))
 
     tree.replace(first, in_another_file(first, "z"), 12345)
 
@@ -414,8 +415,8 @@ def family() -> list[StoredSegment]:
         segment("a", P),
         segment("b", [40, 50], P[:3]),
         segment("c", [60], [*P[:3], 40]),
-        segment("d", [7, 8], P, approximate=True),
-        segment("e", [9], [*P, 7, 8], approximate=True),
+        segment("d", [7, 8], P, quality=ONCE),
+        segment("e", [9], [*P, 7, 8], quality=ONCE),
         segment("f", P, namespace="other"),
         segment("g", [7], P, namespace="other"),
     ]
@@ -431,7 +432,7 @@ def test_segments_are_restored_from_any_order(tree: StoredTree, seed: int) -> No
     assert lost == []
     tree.check_integrity()
     assert found(tree, [*P[:3], 40, 60]) == [("a", 0, 3), ("b", 0, 1), ("c", 0, 1)]
-    assert found(tree, [*P, 7, 8, 9], approximate=True) == [("a", 0, 6), ("d", 0, 2), ("e", 0, 1)]
+    assert found(tree, [*P, 7, 8, 9], least=ONCE) == [("a", 0, 6), ("d", 0, 2), ("e", 0, 1)]
     assert found(tree, [*P, 7, 8, 9]) == [("a", 0, 6)]
     assert found(tree, [*P, 7], namespace="other") == [("f", 0, 6), ("g", 0, 1)]
 
@@ -472,14 +473,14 @@ def test_a_restored_segment_is_never_hung_below_other_tokens(tree: StoredTree) -
     restore_segments(
         tree,
         [
-            segment("a", [1, 2, 3, 4], approximate=True),
+            segment("a", [1, 2, 3, 4], quality=ONCE),
             segment("b", [1, 2, 7]),
             segment("c", [3, 4], [1, 2, 7]),
-            segment("d", [5, 6], [1, 2, 3, 4], approximate=True),
+            segment("d", [5, 6], [1, 2, 3, 4], quality=ONCE),
         ],
     )
 
-    match = found(tree, [1, 2, 7, 3, 4, 5, 6], approximate=True)
+    match = found(tree, [1, 2, 7, 3, 4, 5, 6], least=ONCE)
     assert match == [("b", 0, 3), ("c", 0, 2)]
 
 
