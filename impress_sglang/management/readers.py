@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
+from impress_sglang.errors import ChunkUnreadable, PrefixUnreadable, StoreUnavailable
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.management.estimate import StoredBytes
 from impress_sglang.management.reorder import expected_shares
@@ -272,10 +272,15 @@ class SegmentReaders:
         path = self._directory.segment_path(stored.segment_id)
         opening = self._opener.submit(self._open_file, path)
         try:
-            segment = opening.result(self._patience)
+            error = opening.exception(self._patience)
         except TimeoutError:
             opening.add_done_callback(_close_late)
             raise StoreUnavailable(stored.segment_id, "takes too long to open") from None
+        if isinstance(error, PrefixUnreadable):
+            raise error
+        if error is not None:
+            raise StoreUnavailable(stored.segment_id, f"cannot be opened: {error}") from error
+        segment = opening.result()
         # The index has no checksums; the header has.
         if not segment.info.describes_same(stored.info):
             segment.close()

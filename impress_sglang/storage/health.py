@@ -79,6 +79,7 @@ class Health:
         with self._lock:
             self._readable = self._readable or readable
             if error is not None:
+                self._last_failure = f"a probe: {error}"
                 self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
                 self._probe_at = self._clock() + self._pause
                 return

@@ -1,0 +1,483 @@
+"""What a disk does wrong, and what the store makes of it: no exception, and nothing good lost."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from impress_sglang.errors import ChunkUnreadable, PrefixUnreadable, StoreUnavailable
+from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.management.tree import SegmentState
+from tests import damage
+from tests.faults import SQL, Faults, FaultyFileSystem, Rule, dead_disk, read_only
+from tests.unit import store_factory
+from tests.unit.kv_factory import SequenceKVs
+from tests.unit.store_factory import (
+    Gate,
+    Workbench,
+    check_rows,
+    gb,
+    length,
+    look_up,
+    open_source,
+    path_of,
+    prompt,
+    rows,
+)
+
+PATIENCE_S = 0.4
+# The first one holds a sketch, which reading a whole prefix leaves out.
+KEYS_BLOCK = 1
+RECOVERY_S = 10.0
+
+
+@pytest.fixture
+def faults() -> Iterator[Faults]:
+    faults = Faults(seed=1)
+    yield faults
+    faults.clear()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Workbench]:
+    bench = Workbench(tmp_path / "kv", store_factory.SHAPES["sketch float32"])
+    yield bench
+    bench.close_all()
+
+
+@pytest.fixture
+def store(bench: Workbench, faults: Faults) -> PrefixStore:
+    return bench.open(files=FaultyFileSystem(faults), io_timeout=PATIENCE_S)
+
+
+def until(store: PrefixStore, condition: Callable[[], bool]) -> None:
+    """Poll as the scheduler does after each batch."""
+    deadline = time.monotonic() + RECOVERY_S
+    while not condition():
+        assert time.monotonic() < deadline, store.summary()
+        store.poll()
+        time.sleep(0.01)
+    store.check_integrity()
+
+
+def until_well(store: PrefixStore) -> None:
+    until(store, lambda: store.health.state == "ok" and not len(store._looks))
+
+
+def read(store: PrefixStore, tokens: tuple[int, ...]) -> None:
+    """What a request does with a stored prefix: right rows, or `PrefixUnreadable`, reported."""
+    match = look_up(store, tokens)
+    expected = SequenceKVs(store._shape, "", tokens)
+    source = None
+    try:
+        source = open_source(store, match)
+        for layer in range(store._shape.num_layers):
+            keys, values = rows(store._shape, source, layer)
+            assert torch.equal(keys, expected.keys(layer)[: match.num_tokens])
+            assert torch.equal(values, expected.values(layer)[: match.num_tokens])
+    except PrefixUnreadable as error:
+        store.report(error)
+        raise
+    finally:
+        if source is not None:
+            store.close_source(source)
+        store.check_integrity()
+
+
+READ_FAULTS = {
+    "EIO of a block": Rule("EIO", "block"),
+    "EIO at open": Rule("EIO", "open", "*.kv"),
+    "EMFILE at open": Rule("EMFILE", "open", "*.kv"),
+    "ETIMEDOUT of the header": Rule("ETIMEDOUT", "read", "*.kv"),
+    "ENODEV of a block": Rule("ENODEV", "block"),
+    "the engine dies": Rule("raise", "finish", count=1),
+    "an unforeseen exception": Rule("raise", "open", "*.kv"),
+    "a block hangs": Rule("hang", "block"),
+    "an open hangs": Rule("hang", "open", "*.kv"),
+}
+
+
+@pytest.mark.parametrize("rule", READ_FAULTS.values(), ids=READ_FAULTS)
+def test_what_cannot_be_read_now_is_kept_and_comes_back(
+    bench: Workbench, store: PrefixStore, faults: Faults, rule: Rule
+) -> None:
+    bench.put(store, prompt(1, 40))
+    began = time.monotonic()
+    with faults.injected(rule), pytest.raises(PrefixUnreadable) as caught:
+        match = look_up(store, prompt(1, 40))
+        source = None
+        try:
+            source = open_source(store, match)
+            rows(bench.shape, source, 0)
+        finally:
+            if source is not None:
+                store.close_source(source)
+            # What the fault does goes on until the end of this block.
+            raised = time.monotonic() - began
+            assert raised < 3.0, "the scheduler's thread must not wait for a disk"
+    store.report(caught.value)
+
+    assert isinstance(caught.value, StoreUnavailable)
+    assert store.health.state == "degraded"
+    assert length(store, prompt(1, 40)) == 0, "it is left alone"
+    assert bench.offer(store, prompt(2)) is StoreOutcome.UNAVAILABLE
+    until_well(store)
+    check_rows(store, prompt(1, 40))
+    bench.put(store, prompt(2))
+    check_rows(store, prompt(2))
+    assert store.stats.segments_quarantined == store.stats.segments_gone == 0
+    assert store.health.summary()["recoveries"] == 1
+
+
+WRITE_FAULTS = {
+    "ENOSPC": [Rule("ENOSPC", "write", "*.tmp")],
+    "EIO": [Rule("EIO", "write", "*.tmp")],
+    "EIO of the sync": [Rule("EIO", "sync", "*.tmp")],
+    "EMFILE": [Rule("EMFILE", "open-write", "*.tmp")],
+    "torn": [Rule("torn", "write", "*.tmp")],
+    "rename": [Rule("EIO", "rename", "*.tmp")],
+    "sync of the folder": [Rule("EIO", "sync_directory")],
+    "an unforeseen exception": [Rule("raise", "write", "*.tmp")],
+    "read-only": read_only(),
+}
+
+
+@pytest.mark.parametrize("rules", WRITE_FAULTS.values(), ids=WRITE_FAULTS)
+def test_what_cannot_be_written_is_a_miss_and_leaves_nothing(
+    bench: Workbench, store: PrefixStore, faults: Faults, rules: list[Rule]
+) -> None:
+    bench.put(store, prompt(1, 40))
+    faults.add(*rules)
+    bench.offer(store, prompt(2, 40))
+    store.drain()
+
+    assert store.stats.segments_failed == 1
+    assert length(store, prompt(2, 40)) == 0
+    check_rows(store, prompt(1, 40))
+    assert any(faults.hits[rule.name] for rule in rules)
+    faults.clear()
+    until_well(store)
+    bench.put(store, prompt(2, 40))
+    check_rows(store, prompt(2, 40))
+    assert len([name for name in bench.files() if name.endswith(".kv")]) == 2
+
+
+def test_writes_that_hang_are_given_up_and_their_slots_with_them(
+    bench: Workbench, store: PrefixStore, faults: Faults
+) -> None:
+    rule = Rule("hang", "write", "*.tmp")
+    faults.add(rule)
+    bench.offer(store, prompt(1))
+    began = time.monotonic()
+    store.drain()
+
+    assert time.monotonic() - began < 3.0
+    assert bench.abandoned == bench.done == [prompt(1)]
+    assert store.health.state == "read-only"
+    faults.clear()
+    until(store, lambda: not store.is_writing)
+    until_well(store)
+
+
+def test_writes_are_given_up_at_once_when_their_slots_are_wanted_back(
+    bench: Workbench, store: PrefixStore
+) -> None:
+    gates = [Gate(SequenceKVs(bench.shape, "", prompt(n))) for n in range(3)]
+    for number, gate in enumerate(gates):
+        bench.offer(store, prompt(number), read_layers=gate)
+    began = time.monotonic()
+    store.abandon_writes(lambda: len(bench.done) == 2)
+
+    assert time.monotonic() - began < 0.1
+    assert bench.abandoned == bench.done == [prompt(2), prompt(1)], "the latest first"
+    for gate in gates:
+        gate.opened.set()
+    store.drain()
+    assert sorted(bench.done) == [prompt(0), prompt(1), prompt(2)], "each is told once"
+
+
+@pytest.mark.parametrize("fault", ["EIO", "locked", "malformed", "raise"])
+def test_the_index_may_refuse(
+    bench: Workbench, store: PrefixStore, faults: Faults, fault: str
+) -> None:
+    """The files are the truth: what the index does not take is stored all the same."""
+    with faults.injected(Rule(fault, SQL)):
+        bench.offer(store, prompt(1, 40))
+        store.drain()
+    if fault != "raise":
+        check_rows(store, prompt(1, 40))
+    until_well(store)
+    bench.close(store)
+    again = bench.open()
+    assert length(again, prompt(1, 40)) in (0, 40) if fault == "raise" else 40
+
+
+def test_a_directory_that_goes_and_comes_back(
+    bench: Workbench, store: PrefixStore, tmp_path: Path
+) -> None:
+    """Unmounted, say: nothing is made in its place, and all is found again."""
+    bench.put(store, prompt(1, 40))
+    away = tmp_path / "away"
+    own = next(bench.root.iterdir())
+    shutil.move(own, away)
+    own.write_text("what stands there now is not ours")
+    with pytest.raises(PrefixUnreadable):
+        read(store, prompt(1, 40))
+    until(store, lambda: store.health.state == "degraded")
+
+    assert length(store, prompt(1, 40)) == 0
+    assert bench.offer(store, prompt(2)) is StoreOutcome.UNAVAILABLE
+    assert own.is_file()
+    own.unlink()
+    shutil.move(away, own)
+    until_well(store)
+    check_rows(store, prompt(1, 40))
+    assert store.stats.segments_gone == 0
+
+
+def test_a_directory_that_was_removed_begins_anew(
+    bench: Workbench, store: PrefixStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.put(store, prompt(1, 40))
+    shutil.rmtree(bench.root)
+    with pytest.raises(ChunkUnreadable):
+        read(store, prompt(1, 40))
+    until(store, lambda: store.health.state == "degraded")
+    until_well(store)
+
+    assert "was removed; it begins anew" in caplog.text
+    assert length(store, prompt(1, 40)) == 0
+    assert store.summary()["used_bytes"] == 0
+    bench.put(store, prompt(1, 40))
+    check_rows(store, prompt(1, 40))
+
+
+class _OtherDisk(FaultyFileSystem):
+    """The mount point without what was mounted there."""
+
+    gone = False
+
+    def stat(self, path: Path) -> os.stat_result:
+        found = super().stat(path)
+        fields = [*found[:2], found.st_dev + self.gone, *found[3:]]
+        return os.stat_result(fields)
+
+
+def test_nothing_is_made_in_the_place_of_a_disk_that_is_not_mounted(bench: Workbench) -> None:
+    files = _OtherDisk()
+    store = bench.open(files=files)
+    bench.put(store, prompt(1, 40))
+    files.gone = True
+    shutil.rmtree(bench.root)
+    bench.root.mkdir()
+    with pytest.raises(ChunkUnreadable):
+        read(store, prompt(1, 40))
+    until(store, lambda: "not mounted" in store.health.summary()["last_failure"])
+
+    assert store.health.state == "degraded"
+    assert list(bench.root.iterdir()) == []
+    files.gone = False
+    until_well(store)
+
+
+def test_a_dead_disk_raises_nothing(bench: Workbench, store: PrefixStore, faults: Faults) -> None:
+    bench.put(store, prompt(1, 40))
+    gate = Gate(SequenceKVs(bench.shape, "", prompt(2)))
+    bench.offer(store, prompt(2), read_layers=gate)
+    faults.add(*dead_disk())
+    gate.opened.set()
+    with pytest.raises(PrefixUnreadable):
+        read(store, prompt(1, 40))
+    for _ in range(100):
+        store.poll()
+        assert length(store, prompt(1, 40)) == 0
+        assert bench.offer(store, prompt(3)) is not StoreOutcome.ACCEPTED
+    store.drain()
+    faults.clear()
+    until_well(store)
+    check_rows(store, prompt(1, 40))
+
+
+def test_the_free_space_may_not_be_known(
+    bench: Workbench, store: PrefixStore, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`statvfs` of a directory that is gone once killed the server."""
+    monkeypatch.setattr("impress_sglang.management.monitor.MEASURE_SECONDS", 0.0)
+    with faults.injected(Rule("EIO", "free_bytes")):
+        until(store, lambda: store.health.state == "degraded")
+    until_well(store)
+
+
+def test_a_full_disk_takes_nothing_more(
+    bench: Workbench, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("impress_sglang.management.monitor.MEASURE_SECONDS", 0.0)
+    store = bench.open(files=FaultyFileSystem(faults))
+    with faults.injected(Rule("full", "free_bytes")):
+        until(store, lambda: store._monitor.free_bytes == 0)
+        assert bench.offer(store, prompt(1)) is StoreOutcome.NO_SPACE
+    until(store, lambda: store._monitor.free_bytes > 0)
+    bench.put(store, prompt(1))
+
+
+def shared_prefix(bench: Workbench, store: PrefixStore) -> tuple[Path, list[tuple[int, ...]]]:
+    """A stored prefix and two that build on it; the file of the first."""
+    first = prompt(1, 24)
+    chats = [(*first, *prompt(number, 16)) for number in (7, 8)]
+    for tokens in (first, *chats):
+        bench.put(store, tokens)
+    return path_of(bench, look_up(store, first)), chats
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        functools.partial(damage.flip_data_bit, block=KEYS_BLOCK),
+        functools.partial(damage.zero_block, block=KEYS_BLOCK),
+        damage.flip_header_bit,
+        damage.truncate,
+    ],
+    ids=["a bit of a block", "a block of zeros", "a bit of the header", "too short"],
+)
+def test_a_damaged_segment_is_set_aside_and_what_builds_on_it_stays(
+    bench: Workbench, store: PrefixStore, harm: Callable[[Path], None]
+) -> None:
+    path, chats = shared_prefix(bench, store)
+    harm(path)
+    with pytest.raises(ChunkUnreadable):
+        read(store, chats[0])
+    assert length(store, chats[0]) == 0, "it is not used before it is known to be good"
+    until(store, lambda: store.stats.segments_quarantined == 1)
+
+    assert store.health.state == "ok", "a bad block is not a bad disk"
+    assert not path.exists()
+    assert [own.name for own in bench.root.glob("*/quarantine/*")] == [path.name]
+    assert length(store, chats[1]) == 0
+    bench.put(store, chats[0])
+    for tokens in chats:
+        check_rows(store, tokens)
+    assert store.stats.segments_written == 4, "only the lost part was written again"
+
+
+def test_a_file_that_is_gone_is_lost_and_can_be_stored_again(
+    bench: Workbench, store: PrefixStore
+) -> None:
+    path, chats = shared_prefix(bench, store)
+    path.unlink()
+    with pytest.raises(ChunkUnreadable):
+        read(store, chats[0])
+    until(store, lambda: store.stats.segments_gone == 1)
+
+    assert bench.offer(store, prompt(1, 10)) is StoreOutcome.UNREACHABLE, "a part of it only"
+    bench.put(store, chats[1])
+    for tokens in chats:
+        check_rows(store, tokens)
+
+
+def test_a_bit_that_was_wrong_only_in_memory_costs_one_recompute(
+    bench: Workbench, store: PrefixStore, faults: Faults
+) -> None:
+    path, chats = shared_prefix(bench, store)
+    with faults.injected(Rule("flip", "block", count=1)), pytest.raises(ChunkUnreadable):
+        read(store, chats[0])
+    until(store, lambda: store.stats.segments_cleared == 1)
+
+    assert path.exists()
+    check_rows(store, chats[0])
+
+
+def test_a_second_look_waits_as_long_as_nothing_can_be_seen(
+    bench: Workbench, store: PrefixStore, faults: Faults
+) -> None:
+    path, chats = shared_prefix(bench, store)
+    damage.flip_data_bit(path, KEYS_BLOCK)
+    with pytest.raises(ChunkUnreadable):
+        read(store, chats[0])
+    with faults.injected(Rule("EIO", "read", f"*{path.name}")):
+        deadline = time.monotonic() + 1.5
+        while time.monotonic() < deadline:
+            store.poll()
+            time.sleep(0.01)
+        assert path.exists() and length(store, chats[0]) == 0
+    until(store, lambda: store.stats.segments_quarantined == 1)
+
+
+def test_a_long_chain_of_segments_can_lose_its_head(bench: Workbench, store: PrefixStore) -> None:
+    """A chat of a thousand turns once ended in RecursionError."""
+    turns = 1100
+    tokens = tuple(range(turns))
+    for turn in range(turns):
+        outcome = store.offer(
+            "",
+            store_factory.as_tokens(tokens[: turn + 1]),
+            SequenceKVs(bench.shape, "", tokens[: turn + 1]).read_from,
+            lambda: None,
+            lambda: None,
+            min_tokens=1,
+        )
+        assert outcome is StoreOutcome.ACCEPTED
+    store.drain()
+    first = next(store.tree.segments())
+    path = store._directory.segment_path(first.segment_id)
+    path.unlink()
+    store.report(ChunkUnreadable(first.segment_id, "is missing"))
+    until(store, lambda: first.state is SegmentState.LOST)
+
+    assert length(store, tokens) == 0
+    bench.put(store, tokens)
+    assert length(store, tokens) == turns
+
+
+def test_at_a_start_what_cannot_be_read_is_left_where_it_is(
+    bench: Workbench, faults: Faults
+) -> None:
+    store = bench.open()
+    path, chats = shared_prefix(bench, store)
+    bench.close(store)
+    for index in bench.root.glob("*/catalog.sqlite*"):
+        index.unlink()
+    with faults.injected(Rule("EMFILE", "open", f"*{path.name}")):
+        store = bench.open(files=FaultyFileSystem(faults))
+        assert length(store, chats[0]) == 0
+        bench.close(store)
+
+    store = bench.open()
+    for tokens in chats:
+        check_rows(store, tokens)
+
+
+def test_prompts_that_begin_alike_replace_each_other(bench: Workbench) -> None:
+    """With room for one, each further prompt was refused for ever."""
+    prompts = [(1, *prompt(number, 7)) for number in range(2, 6)]
+    store = bench.open(ssd_gb=gb(bench.one))
+    for tokens in prompts:
+        bench.put(store, tokens)
+        assert length(store, tokens) == 8
+    assert store.stats.offers_without_space == 0
+
+
+def test_a_prompt_that_shares_most_of_another_does_not_replace_it(bench: Workbench) -> None:
+    store = bench.open(ssd_gb=gb(bench.one))
+    bench.put(store, prompt(1))
+
+    assert bench.offer(store, (*prompt(1)[:6], 1, 2)) is StoreOutcome.NO_SPACE
+    assert length(store, prompt(1)) == 8
+
+
+def test_descriptors_are_given_back(bench: Workbench, store: PrefixStore, faults: Faults) -> None:
+    bench.put(store, prompt(1, 40))
+    check_rows(store, prompt(1, 40))
+    before = len(os.listdir("/proc/self/fd"))
+    for rule in (Rule("EIO", "block"), Rule("flip", "block", count=1)):
+        with faults.injected(rule), pytest.raises(PrefixUnreadable):
+            read(store, prompt(1, 40))
+        until_well(store)
+        check_rows(store, prompt(1, 40))
+    assert len(os.listdir("/proc/self/fd")) <= before
