@@ -63,20 +63,19 @@ def keep_report_as_object(
 def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     """Around `Scheduler.set_internal_state`, the way for orders to the scheduler's process.
 
-    SGLang lets only numbers through, so an order is a name and a number. Its own route
-    `/set_internal_state` comes here, too: an order does what may be asked for there.
+    SGLang lets only numbers through, so an order is a name and a number. What comes by its own
+    route `/set_internal_state` comes here, too. What it does not know it refuses.
     """
     orders = request.server_args
-    known = _orders.keys() & orders.keys()
-    if not known:
+    if not orders or not orders.keys() <= _orders.keys():
         return original(scheduler, request)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     cache = scheduler.tree_cache
     taken = isinstance(cache, ImpressRadixCache)
     if taken:
-        for name in known:
-            _orders[name](cache.runtime, orders[name])
+        for name, value in orders.items():
+            _orders[name](cache.runtime, value)
     return SetInternalStateReqOutput(updated=taken)
 
 
