@@ -154,7 +154,7 @@ def _in_a_pass() -> Iterator[None]:
 @pytest.mark.parametrize("resident", [0, 1, 17])
 @pytest.mark.parametrize("size", [1, 7, 40, 100])
 def test_blocks_give_the_kvs_of_the_whole_at_once(size: int, resident: int) -> None:
-    shape = make_shape(layers=3)
+    shape = make_shape(layers=3, sketch_bits=4)
     model, pool = Model(shape), Pool(shape, 64)
     tokens = torch.randint(0, 50, (57,), generator=torch.Generator().manual_seed(1))
     expected = model.kvs(tokens)
@@ -263,7 +263,7 @@ def test_torch_says_on_a_cpu_that_memory_ran_out() -> None:
 
 
 def test_host_memory_is_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = make_shape(layers=3)
+    shape = make_shape(layers=3, sketch_bits=4)
     each = 3 * shape.num_kv_heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
     assert host_shortage(shape, 100, 100 * each) is None
     assert "--impress-recompute-gb" in (host_shortage(shape, 101, 100 * each) or "")
@@ -343,7 +343,7 @@ class Serving:
 @pytest.fixture
 def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
     monkeypatch.setattr(attention_module, "block_tokens", lambda: 16)
-    shape = make_shape(layers=3)
+    shape = make_shape(layers=3, sketch_bits=4)
     each = 3 * shape.num_kv_heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
     config = ImpressConfig(ssd_dir=str(tmp_path), **DEFAULTS, recompute_gb=60 * each / 1e9)
     runtime = ServingRuntime(config, shape, IDENTITY, torch.device("cpu"), hidden_size=HIDDEN)

@@ -121,7 +121,7 @@ def test_after_a_resident_part(stock: Server, server: Server) -> None:
     actual = server.generate(prompt, 16, return_logprob=True)
     assert_same([expected], [actual], TOLERANCE)
     assert report(actual)["recomputed"] is True
-    assert 300 <= report(actual)["resident_tokens"] or report(actual)["stored_tokens"] <= 600
+    assert report(actual)["resident_tokens"] >= 300 or report(actual)["stored_tokens"] <= 600
 
 
 def test_several_in_one_batch(stock: Server, server: Server) -> None:
