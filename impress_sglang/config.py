@@ -79,6 +79,7 @@ class ImpressConfig:
     io_timeout: float = 10.0
     device_gb: float = 0.5
     host_gb: float = 4.0
+    recompute_gb: float = 8.0
     half_life: float = 200.0
     reorder_interval: float = 60.0
     reorder_key: str = "selected"
@@ -130,7 +131,14 @@ class ImpressConfig:
         _require(self.load in LOADS, "load", self.load, f"one of {', '.join(LOADS)}")
         _require(self.policy in POLICIES, "policy", self.policy, f"one of {', '.join(POLICIES)}")
         _require(bool(self.ssd_dir.strip()), "ssd_dir", self.ssd_dir, "a directory")
-        for name in ("device_gb", "host_gb", "half_life", "readahead", "reorder_interval"):
+        for name in (
+            "device_gb",
+            "host_gb",
+            "recompute_gb",
+            "half_life",
+            "readahead",
+            "reorder_interval",
+        ):
             value = getattr(self, name)
             _require(0 <= value < math.inf, name, value, "0 or more and finite")
         keys = f"one of {', '.join(REORDER_KEYS)}"
@@ -160,6 +168,11 @@ class ImpressConfig:
     def host_bytes(self) -> int:
         """Size of the host chunk cache in bytes."""
         return int(self.host_gb * 1e9)
+
+    @property
+    def recompute_bytes(self) -> int:
+        """Host memory that computing an unreadable prefix again may take, in bytes."""
+        return int(self.recompute_gb * 1e9)
 
     @property
     def buffer_bytes(self) -> int:
@@ -358,6 +371,13 @@ OPTIONS: tuple[Option, ...] = (
         float,
         "CPU memory for the host chunk cache (pinned where there is CUDA), in GB, of which a "
         "quarter is for what is read ahead (0: none).",
+    ),
+    Option(
+        "recompute_gb",
+        "--impress-recompute-gb",
+        float,
+        "Most CPU memory, in GB, for the KVs of a stored prefix that turns out unreadable and is "
+        "computed again; a request that needs more ends with status 503 (0: all do).",
     ),
     Option(
         "half_life",

@@ -8,15 +8,23 @@ between kinds: `torch_native.py` and `paged.py`.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pkgutil
 from typing import Any
 
+import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
 from impress_sglang.integration.clocks import Clock, Stopwatch, clock_for
-from impress_sglang.integration.recompute import PrefixCapture, recompute_prefix
+from impress_sglang.integration.recompute import (
+    PrefixCapture,
+    block_tokens,
+    host_shortage,
+    is_out_of_memory,
+    recompute_prefix,
+)
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.row_starts import RowStarts
 from impress_sglang.integration.runtime import ServingRuntime
@@ -24,6 +32,8 @@ from impress_sglang.integration.saving import Save
 from impress_sglang.management.estimate import pairs_of
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
+
+logger = logging.getLogger(__name__)
 
 # From SGLang's class to ours; names, so that only the one in use is imported.
 ADOPTED = {
@@ -165,7 +175,7 @@ class PrefixAttention(AttentionBackend):
         for row in self._rows:
             if row.request.layers_loaded == layer.layer_id:
                 with row.loading:
-                    self._load_layer(row, q, k, layer, forward_batch)
+                    self._load_layer(row, q, k, layer)
                 assert self._runtime is not None
                 self._runtime.finish_layer(row.request)
         self._layer = layer.layer_id
@@ -184,7 +194,7 @@ class PrefixAttention(AttentionBackend):
     def _note_pass(self, runtime: ServingRuntime) -> None:
         """Tell the estimator what computing took; a recompute in between is not what it means."""
         noted, self._pass = self._pass, None
-        if noted is None or any(row.request.recomputed for row in self._rows):
+        if noted is None or not all(row.request.undisturbed for row in self._rows):
             return
         noted.stopwatch.end()
 
@@ -195,41 +205,72 @@ class PrefixAttention(AttentionBackend):
 
         self._clock.when_known([noted.stopwatch, *(row.loading for row in self._rows)], note)
 
-    def _load_layer(
-        self, row: _BatchRow, q: Tensor, k: Tensor, layer: Any, forward_batch: Any
-    ) -> None:
+    def _load_layer(self, row: _BatchRow, q: Tensor, k: Tensor, layer: Any) -> None:
+        """Fill a request's slots of a layer; a request that cannot have them fails alone."""
         assert self._runtime is not None
         request = row.request
         key_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         value_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        slots = LayerSlots.of(key_pool, value_pool, request.slots)
+        if not request.failed:
+            reason = self._try_to_load(row, q, k, layer, slots)
+            if reason is None:
+                return
+            self._runtime.fail(request, reason)
+        # The row goes through the rest of the pass, and must not bring NaN into it.
+        slots.keys.clear()
+        slots.values.clear()
+
+    def _try_to_load(
+        self, row: _BatchRow, q: Tensor, k: Tensor, layer: Any, slots: LayerSlots
+    ) -> str | None:
+        """Load a layer, from KVs that are computed here if need be; returns why it cannot be."""
+        try:
+            return self._load(row, q, k, layer, slots)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("request %s: out of memory: %s", row.request.rid, error)
+            return "out of memory"
+
+    def _load(
+        self, row: _BatchRow, q: Tensor, k: Tensor, layer: Any, slots: LayerSlots
+    ) -> str | None:
+        assert self._runtime is not None
+        request = row.request
         # Only a selection needs the resident keys, for its softmax.
         resident = request.resident_slots[: request.resident_len if request.start else 0]
         inputs = LayerInputs(
             queries=q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[row.new],
             new_keys=k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)[row.new],
-            resident_keys=key_pool[resident],
+            resident_keys=slots.keys.pool[resident],
             scaling=layer.scaling,
         )
-        slots = LayerSlots.of(key_pool, value_pool, request.slots)
         try:
             self._runtime.load_layer(layer.layer_id, request, inputs, slots)
+            return None
         except PrefixUnreadable as error:
-            self._recompute(request, error, forward_batch)
+            self._runtime.discard_source(request, error)
+        shortage = self._recompute(request, q.device)
+        if shortage is None:
             self._runtime.load_layer(layer.layer_id, request, inputs, slots)
+        return shortage
 
-    def _recompute(
-        self, request: PrefixRequest, error: PrefixUnreadable, forward_batch: Any
-    ) -> None:
-        """Replace an unreadable source by KVs computed here, so that the answer is still right."""
+    def _recompute(self, request: PrefixRequest, device: torch.device) -> str | None:
+        """Compute the KVs of an unreadable source here; returns why the host has no room."""
         assert self._runtime is not None
-        self._runtime.discard_source(request, error)
-        pool = self.token_to_kv_pool
-        self._capture = PrefixCapture(pool, request.resident_slots, self._runtime.shape)
+        shape, num_tokens = self._runtime.shape, request.num_tokens
+        shortage = host_shortage(shape, num_tokens, self._runtime.config.recompute_bytes)
+        if shortage is not None:
+            return shortage
+        pool, model = self.token_to_kv_pool, self._model_runner.model
+        self._capture = PrefixCapture(pool, request.resident_slots, shape, num_tokens)
         try:
-            recompute_prefix(self._model_runner, self._capture, request, forward_batch)
-            request.source = self._capture.source()
+            recompute_prefix(model, request, device, block_tokens())
+            request.source = self._capture.source(request.layers_loaded)
         finally:
             self._capture = None
+        return None
 
 
 def adopt_backend(backend: Any, model_runner: Any) -> None:

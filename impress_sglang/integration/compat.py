@@ -20,6 +20,8 @@ HOOKED_NAMES = (
     "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
     "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache",
+    "sglang.srt.managers.scheduler.Scheduler.run_batch",
+    "sglang.srt.managers.scheduler.Scheduler.process_pending_chunked_abort",
     "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
     "sglang.srt.managers.scheduler.Scheduler.set_internal_state",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._accumulate_request_meta_info",

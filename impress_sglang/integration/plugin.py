@@ -48,6 +48,7 @@ def activate() -> None:
         ),
         ("srt.sampling.sampling_params.SamplingParams.verify", _before_verify, HookType.BEFORE),
         ("srt.managers.scheduler.Scheduler._prefetch_kvcache", _after_queued, HookType.AFTER),
+        ("srt.managers.scheduler.Scheduler.run_batch", _after_pass, HookType.AFTER),
         ("srt.managers.scheduler.Scheduler.get_internal_state", _after_state, HookType.AFTER),
         ("srt.managers.scheduler.Scheduler.set_internal_state", _around_order, HookType.AROUND),
         (
@@ -211,6 +212,19 @@ def _after_queued(result: Any, scheduler: Any, req: Any, *_: Any, **__: Any) -> 
 
     if isinstance(scheduler.tree_cache, ImpressRadixCache):
         scheduler.tree_cache.prefetch(req)
+    return result
+
+
+def _after_pass(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
+    """A request that failed in a chunk of its prefill gets no further chunk.
+
+    SGLang says so itself, at this place, where an external cache could not load.
+    """
+    from impress_sglang.integration.radix_cache import ImpressRadixCache
+
+    cache, chunked = scheduler.tree_cache, scheduler.chunked_req
+    if chunked is not None and isinstance(cache, ImpressRadixCache) and cache.has_failed(chunked):
+        scheduler._pending_chunked_abort_req = chunked
     return result
 
 

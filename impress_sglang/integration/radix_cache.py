@@ -15,10 +15,12 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     EvictParams,
@@ -127,6 +129,7 @@ class ImpressRadixCache(RadixCache):
         self._requests: dict[str, Any] = {}
         self._saves: dict[str, Save] = {}
         runtime.begin_saves = self.begin_saves
+        runtime.abort = self.abort
 
     def reset(self) -> None:
         """SGLang's flush: what is resident goes, what is stored stays.
@@ -232,6 +235,8 @@ class ImpressRadixCache(RadixCache):
         assert request is None or request.layers_loaded == self._runtime.shape.num_layers
         if request is not None:
             request.finish_timeline()
+        if request is not None and request.failed:
+            return
         if request is not None and request.approximate:
             if req.finished():
                 self._offer_approximate(req, request, up_to)
@@ -257,9 +262,27 @@ class ImpressRadixCache(RadixCache):
                 self._private_tokens -= request.k
                 self.token_to_kv_pool_allocator.free(request.slots)
             self._runtime.keep_timeline(request)
+            self._end_failed(req, request)
         reports = (req.customized_info or {}).get(REPORT_KEY)
         if req.finished() and reports:
             self._runtime.totals.add(reports[0])
+
+    def abort(self, rid: str, message: str) -> None:
+        """End a request of the pass under way with status 503, and nothing of it is kept.
+
+        SGLang does so itself where an external cache could not load: the request goes through its
+        pass, whose output is dropped.
+        """
+        logger.error("request %s fails: %s", rid, message)
+        if (save := self._saves.pop(rid, None)) is not None:
+            save.abandon()
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        self._requests[rid].discard_output_reason = FINISH_ABORT(message, status)
+
+    def has_failed(self, req: Any) -> bool:
+        """Whether a request was ended by `abort`."""
+        request = self._runtime.live.get(req.rid)
+        return request is not None and request.failed
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         """A request that was never admitted is gone."""
@@ -454,6 +477,13 @@ class ImpressRadixCache(RadixCache):
         slots: Tensor | None = allocator.alloc(num_tokens)
         return slots
 
+    def _end_failed(self, req: Any, request: PrefixRequest) -> None:
+        """Count a failed request; one that was put back to the queue may try again."""
+        if request.failed and req.finished():
+            self._runtime.totals.requests_failed += 1
+        elif request.failed:
+            req.discard_output_reason = None
+
     def _adopt(self, req: Any, request: PrefixRequest) -> None:
         """Hand the slots of a whole, exact prefix to SGLang's tree, like computed ones."""
         req.kv.cache_protected_len = request.resident_len
@@ -479,7 +509,9 @@ class ImpressRadixCache(RadixCache):
             request, req = self._runtime.live.get(rid), self._requests.get(rid)
             if req is None or length != len(req.origin_input_ids) or rid in self._saves:
                 continue
-            if (request is None or not request.approximate) and self._wants(req, length):
+            if request is not None and (request.approximate or request.failed):
+                continue
+            if self._wants(req, length):
                 save = self._begin_save(req, length)
                 saves += [] if save is None else [save]
         return saves

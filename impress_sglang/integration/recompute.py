@@ -1,96 +1,195 @@
 """Computes a prefix again, inside a forward pass, when its stored chunks cannot be read.
 
 The request was admitted with a prefix of m tokens, and other requests of the batch are under way,
-so it can neither be turned away nor sent back. The model is run over the prefix in blocks;
-attention keeps the keys and values of those tokens in memory instead of the pool, and they become
-the request's source. The answer is what an intact store would have given.
+so it cannot be sent back. The model is run over the prefix in blocks, which attend to the blocks
+before them; their keys and values become the request's source. The answer is what an intact store
+would have given.
+
+Memory. On the device a block's activations, and a tile of keys and values with its scores: the same
+for every prefix. On the host the KVs of all layers of m tokens, asked for before anything is
+computed, and let go layer by layer as they are loaded.
+
+Time. All of it is on the scheduler's thread, so nothing else runs meanwhile. It is what m tokens
+take to compute, with attention in float32, and the KVs of earlier blocks cross to the device once
+for each block after them: m² / (2 · block) tokens, which are 32 GB for 32k tokens of an 8B model.
+`--impress-recompute-gb` bounds m, and so the time.
 """
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.forward_context import forward_context, get_forward_context
+from sglang.srt.runtime_context import get_schedule
 from torch import Tensor
 
-from impress_sglang.attention.rectangular import rectangular_attention
+from impress_sglang.attention.tiled import tiled_attention, tiles_of
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.transfer.source import MemorySource
+from impress_sglang.tiers.host_memory import available_bytes
+from impress_sglang.transfer.memory import MemorySource
 
-# Bounds the activations of a recompute; its KVs are kept for all m tokens.
+# Most tokens of a block.
 BLOCK_TOKENS = 2048
+
+# How torch says that memory ran out, where that has no class of its own.
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class PrefixCapture:
-    """Attention over [resident, captured so far, this block], which keeps the new KVs."""
+    """Attention over [resident, earlier blocks, this block]; keeps the new KVs on the host."""
 
-    def __init__(self, pool: Any, resident_slots: Tensor, shape: KVShape) -> None:
+    def __init__(self, pool: Any, resident_slots: Tensor, shape: KVShape, num_tokens: int) -> None:
+        """For a prefix of `num_tokens` after the resident ones; takes the host memory for it."""
         self._pool = pool
         self._resident_slots = resident_slots
         self._shape = shape
-        self._keys: list[list[Tensor]] = [[] for _ in range(shape.num_layers)]
-        self._values: list[list[Tensor]] = [[] for _ in range(shape.num_layers)]
+        self._done = 0
+
+        def host_memory(dim: int) -> list[Tensor | None]:
+            size = (num_tokens, shape.num_kv_heads, dim)
+            layers = range(shape.num_layers)
+            return [torch.empty(size, dtype=shape.dtype, device="cpu") for _ in layers]
+
+        self._keys, self._values = host_memory(shape.key_dim), host_memory(shape.value_dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
-        """Attention of one block in one layer, [n, Hq * Dv]."""
-        index = layer.layer_id
-        self._keys[index].append(k.view(-1, layer.tp_k_head_num, layer.qk_head_dim).clone())
-        self._values[index].append(v.view(-1, layer.tp_v_head_num, layer.v_head_dim).clone())
-        keys = [self._pool.get_key_buffer(index)[self._resident_slots], *self._keys[index]]
-        values = [self._pool.get_value_buffer(index)[self._resident_slots], *self._values[index]]
-        output = rectangular_attention(
+        """Attention of one block in one layer, [n, Hq * Dv].
+
+        Raises:
+            _BlockComputed: this was the last layer, whose output nobody needs.
+        """
+        index, shape = layer.layer_id, self._shape
+        keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim).to(shape.dtype)
+        values = v.view(-1, layer.tp_v_head_num, layer.v_head_dim).to(shape.dtype)
+        block = slice(self._done, self._done + len(keys))
+        kept_keys, kept_values = self._layer(index)
+        kept_keys[block].copy_(keys)
+        kept_values[block].copy_(values)
+        if index == shape.num_layers - 1:
+            self._done = block.stop
+            raise _BlockComputed
+        output = tiled_attention(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            torch.cat(keys),
-            torch.cat(values),
+            self._tiles(index, keys, values),
+            first=len(self._resident_slots) + block.start,
             scaling=layer.scaling,
-            causal=True,
         )
-        return output.reshape(q.shape[0], -1)
+        return output.reshape(len(keys), -1)
 
-    def source(self) -> MemorySource:
-        """The captured KVs, in the dtype of the store."""
-        dtype = self._shape.dtype
-        keys = [torch.cat(blocks).to("cpu", dtype) for blocks in self._keys]
-        values = [torch.cat(blocks).to("cpu", dtype) for blocks in self._values]
-        return MemorySource(self._shape, keys, values)
+    def source(self, first_layer: int) -> MemorySource:
+        """The captured KVs of the layers from `first_layer` on."""
+        assert all(self._done == len(own) for own in self._keys if own is not None)
+        for earlier in range(first_layer):
+            self._keys[earlier] = self._values[earlier] = None
+        return MemorySource(self._shape, self._keys, self._values)
+
+    def _layer(self, index: int) -> tuple[Tensor, Tensor]:
+        keys, values = self._keys[index], self._values[index]
+        assert keys is not None and values is not None
+        return keys, values
+
+    def _tiles(self, index: int, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of all tokens up to the end of the block, which has these."""
+        key_pool = self._pool.get_key_buffer(index)
+        value_pool = self._pool.get_value_buffer(index)
+        for tile in tiles_of(len(self._resident_slots)):
+            slots = self._resident_slots[tile]
+            yield key_pool[slots], value_pool[slots]
+        kept_keys, kept_values = self._layer(index)
+        for tile in tiles_of(self._done):
+            yield kept_keys[tile].to(keys.device), kept_values[tile].to(keys.device)
+        for tile in tiles_of(len(keys)):
+            yield keys[tile], values[tile]
 
 
-def recompute_prefix(
-    model_runner: Any, capture: PrefixCapture, request: PrefixRequest, forward_batch: Any
-) -> None:
-    """Run the model over the stored part of a request's prefix, under `capture`."""
+class _BlockComputed(Exception):
+    """The KVs of a block are captured: leaves the model before it computes what nobody needs.
+
+    That is the rest of the last layer, and logits.
+    """
+
+
+def host_shortage(shape: KVShape, num_tokens: int, limit_bytes: int) -> str | None:
+    """Why a prefix cannot be computed again in the host's memory, None if it can."""
+    heads = shape.num_kv_heads * (shape.key_dim + shape.value_dim)
+    needed = shape.num_layers * num_tokens * heads * shape.dtype.itemsize
+    if needed > limit_bytes:
+        return (
+            f"computing it again takes {needed / 1e9:.3g} GB of host memory, "
+            f"more than --impress-recompute-gb {limit_bytes / 1e9:g}"
+        )
+    if needed > (available := available_bytes()):
+        return (
+            f"computing it again takes {needed / 1e9:.3g} GB of host memory, "
+            f"and {available / 1e9:.3g} GB are left"
+        )
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that the device or the host had no memory left."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(name in str(error) for name in _OUT_OF_MEMORY)
+
+
+def block_tokens() -> int:
+    """Tokens that are computed at once: no more than SGLang computes of a prompt at once."""
+    chunk = get_schedule().chunked_prefill_size
+    return min(BLOCK_TOKENS, chunk) if chunk is not None and chunk > 0 else BLOCK_TOKENS
+
+
+def recompute_prefix(model: Any, request: PrefixRequest, device: torch.device, size: int) -> None:
+    """Run SGLang's model over the stored part of a prefix, in blocks of `size` tokens.
+
+    The attention backend must hand what it is asked for to a `PrefixCapture` meanwhile.
+    """
     stop = request.prefix_len
-    for start in range(request.resident_len, stop, BLOCK_TOKENS):
-        end = min(start + BLOCK_TOKENS, stop)
-        block = _block_batch(forward_batch, request.token_ids[start:end], start)
-        model_runner.model.forward(block.input_ids, block.positions, block)
+    for start in range(request.resident_len, stop, size):
+        tokens = request.token_ids[start : min(start + size, stop)]
+        block = _block_batch(tokens.to(device), start)
+        try:
+            with forward_context(get_forward_context(), forward_batch=block):
+                model.forward(block.input_ids, block.positions, block)
+        except _BlockComputed:
+            continue
+        raise AssertionError("the model ended without attention of its last layer")
 
 
-def _block_batch(forward_batch: Any, token_ids: Tensor, start: int) -> Any:
-    """A batch of one request that extends by `token_ids` at position `start`."""
-    device = forward_batch.input_ids.device
-    length = len(token_ids)
-    block = copy.copy(forward_batch)
-    block.forward_mode = ForwardMode.EXTEND
-    block.batch_size = 1
-    block.input_ids = token_ids.to(device)
-    block.positions = torch.arange(start, start + length, device=device)
-    block.seq_lens = torch.tensor([start + length], device=device)
-    block.seq_lens_cpu = torch.tensor([start + length])
-    block.seq_lens_sum = start + length
-    # Nothing is written to the pool, but some models write keys and values before they attend: to
-    # slot 0, which belongs to nobody.
-    block.out_cache_loc = torch.zeros(length, dtype=torch.int64, device=device)
-    block.extend_num_tokens = length
-    block.extend_seq_lens = torch.tensor([length], dtype=torch.int32, device=device)
-    block.extend_seq_lens_cpu = [length]
-    block.extend_prefix_lens = torch.tensor([start], dtype=torch.int32, device=device)
-    block.extend_prefix_lens_cpu = [start]
-    block.extend_start_loc = torch.zeros(1, dtype=torch.int32, device=device)
-    block.global_num_token_non_padded_cpu = length
-    block.return_logprob = False
-    block.capture_hidden_mode = CaptureHiddenMode.NULL
-    return block
+def _block_batch(token_ids: Tensor, start: int) -> ForwardBatch:
+    """A batch of one request that extends by `token_ids` at position `start`.
+
+    Nothing of the batch under way is in it: that belongs to other tokens.
+    """
+    device, length = token_ids.device, len(token_ids)
+    end = start + length
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=1,
+        input_ids=token_ids,
+        positions=torch.arange(start, end, device=device),
+        req_pool_indices=torch.zeros(1, dtype=torch.int64, device=device),
+        seq_lens=torch.tensor([end], device=device),
+        seq_lens_cpu=torch.tensor([end]),
+        seq_lens_sum=end,
+        # Nothing is written to the pool, but some models write keys and values before they attend:
+        # to slot 0, which belongs to nobody.
+        out_cache_loc=torch.zeros(length, dtype=torch.int64, device=device),
+        out_cache_loc_is_physical=True,
+        extend_num_tokens=length,
+        extend_seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
+        extend_seq_lens_cpu=[length],
+        extend_prefix_lens=torch.tensor([start], dtype=torch.int32, device=device),
+        extend_prefix_lens_cpu=[start],
+        extend_start_loc=torch.zeros(1, dtype=torch.int32, device=device),
+        global_num_token_non_padded_cpu=length,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )

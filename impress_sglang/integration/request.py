@@ -13,8 +13,9 @@ from impress_sglang.management.estimate import Estimate
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline
 from impress_sglang.transfer.loader import LoadStats
+from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.planner import ReadStats
-from impress_sglang.transfer.source import MemorySource, SegmentSource
+from impress_sglang.transfer.source import SegmentSource
 
 # Of `sampling_params.custom_params`: the retention that a request asks for.
 RETENTION_KEY = "impress_retention"
@@ -53,7 +54,8 @@ class PrefixRequest:
         |<- start = m - k ->|<- resident ->|<- k ->|<- new ... ->|
 
     Invariants: the k slots are private (counted as protected by the tree) until `adopted`; layers
-    below `layers_loaded` are in them. `loading` is there while a pass loads all layers.
+    below `layers_loaded` are in them, zeros if the request has `failed`. `loading` is there while a
+    pass loads all layers.
     """
 
     rid: str
@@ -71,7 +73,8 @@ class PrefixRequest:
     loading: Stopwatch | None = None
     attention_ms: float = 0.0
     reads: ReadStats = dataclasses.field(default_factory=ReadStats)
-    recomputed: bool = False
+    recomputed: bool = False  # the stored KVs could not be read
+    failed: bool = False  # nor computed: it ends with an error
     adopted: bool = False
 
     @property
@@ -98,6 +101,11 @@ class PrefixRequest:
     def prefix_len(self) -> int:
         """Tokens of the prompt that are not computed: resident and stored."""
         return self.resident_len + self.num_tokens
+
+    @property
+    def undisturbed(self) -> bool:
+        """Whether its times say what loading takes."""
+        return not (self.recomputed or self.failed)
 
     def finish_timeline(self) -> None:
         """The prompt is computed: what comes later is not what a timeline is about."""

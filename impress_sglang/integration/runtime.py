@@ -42,6 +42,7 @@ class RequestTotals:
     requests_device: int = 0
     requests_computed: int = 0
     requests_recomputed: int = 0
+    requests_failed: int = 0
     requests_declined: int = 0
     requests_prefetched: int = 0
     prefix_tokens: int = 0
@@ -116,6 +117,8 @@ class ServingRuntime:
         self.live: dict[str, PrefixRequest] = {}
         self.begin_saves: Callable[[Sequence[str], Sequence[int]], list[Save]] | None = None
         """Of the tree cache: from a pass's requests and lengths to the writes that go with it."""
+        self.abort: Callable[[str, str], None] | None = None
+        """Of the tree cache: ends a request of the pass under way, with what the user is told."""
         self.store = PrefixStore(config, identity, shape, device)
         self._device = device
         self._clock = clock_for(device)
@@ -217,7 +220,7 @@ class ServingRuntime:
     def _note_load(self, request: PrefixRequest) -> None:
         """Tell the estimator what loading took besides waiting for the drive."""
         stopwatch, request.loading = request.loading, None
-        if stopwatch is None or request.recomputed:
+        if stopwatch is None or not request.undisturbed:
             return
         waited = request.reads.wait_ms / 1e3
         work = Work(request.resident_len, request.num_tokens, request.new_tokens)
@@ -234,6 +237,16 @@ class ServingRuntime:
         self.release_source(request)
         self.store.report(error)
         request.recomputed = True
+
+    def fail(self, request: PrefixRequest, reason: str) -> None:
+        """End a request whose prefix can neither be read nor computed now; others go on."""
+        request.failed = True
+        self.release_source(request)
+        assert self.abort is not None
+        self.abort(
+            request.rid,
+            f"the stored prefix of this request cannot be used now: {reason}; send it again",
+        )
 
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""

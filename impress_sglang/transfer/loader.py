@@ -19,9 +19,10 @@ from impress_sglang.storage.layout import PROBE, KVShape
 from impress_sglang.storage.sketch import Sketch
 from impress_sglang.tiers.fence import to_device
 from impress_sglang.timeline import COPY, PROBE_COMPUTE, SELECT
+from impress_sglang.transfer.memory import rows_of_lanes
 from impress_sglang.transfer.scoring import Scorer, scorer_for
 from impress_sglang.transfer.slots import LayerSlots, Slots, head_index
-from impress_sglang.transfer.source import PrefixSource, rows_of_lanes
+from impress_sglang.transfer.source import PrefixSource
 
 
 @dataclasses.dataclass(slots=True)

@@ -48,6 +48,12 @@ class Slots:
         """The same for other heads."""
         return dataclasses.replace(self, heads=heads)
 
+    def part(self, start: int, stop: int) -> Slots:
+        """Those of the tokens [start, stop)."""
+        if self.rows is None:
+            return dataclasses.replace(self, pool=self.pool[start:stop])
+        return dataclasses.replace(self, rows=self.rows[start:stop])
+
     def put(self, rows: Tensor) -> None:
         """Fill all with rows [k, heads, D] from any device."""
         rows = rows.to(self.pool.device)
@@ -58,6 +64,14 @@ class Slots:
             self.pool[:, self._heads] = rows
         else:
             self.pool[self.rows[:, None], self._heads] = rows
+
+    def clear(self) -> None:
+        """Fill all heads with zeros; takes no memory."""
+        assert len(self.heads) == self.pool.shape[1]
+        if self.rows is None:
+            self.pool.zero_()
+        else:
+            self.pool.index_fill_(0, self.rows, 0)
 
     def put_at(self, positions: Indices, rows: Tensor, lanes: int) -> None:
         """Fill some: position p is the token p // lanes of the heads of lane p % lanes.

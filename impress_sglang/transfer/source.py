@@ -1,8 +1,8 @@
 """Where the KVs of a request's stored prefix come from.
 
 Stage: load. A source gives rows (tokens) of a layer. `SegmentSource` takes them from the device
-cache, the host cache and SSD; `MemorySource` has them in memory, after a recompute of a prefix
-whose chunks were unreadable.
+cache, the host cache and SSD; `transfer.memory.MemorySource` has them in memory, after a recompute
+of a prefix whose chunks were unreadable.
 """
 
 from __future__ import annotations
@@ -474,55 +474,3 @@ class SegmentSource:
                 for place, start in zip(kept.tolist(), starts.tolist(), strict=True):
                     found[int(part.ids[place])] = flat[start : start + group.stride]
         return found
-
-
-class MemorySource:
-    """A prefix whose KVs are in memory: `keys` [L, m, G, Dk] and `values` [L, m, G, Dv]."""
-
-    def __init__(self, shape: KVShape, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        assert len(keys) == len(values) == shape.num_layers
-        self.num_tokens = keys[0].shape[0]
-        self.stats = ReadStats()
-        self.timeline = NO_TIMELINE
-        self._shape = shape
-        self._keys = keys
-        self._values = values
-
-    def read_probe(self, layer: int) -> Tensor | Sketch:
-        """See `PrefixSource.read_probe`; instead of a sketch the keys themselves."""
-        keys = self._keys[layer][:, list(self._shape.heads(PROBE))]
-        return keys.float() if self._shape.sketch_bits else keys
-
-    def read(
-        self,
-        layer: int,
-        tokens: Tensor | None,
-        *,
-        keys: Slots | None = None,
-        values: Slots | None = None,
-    ) -> None:
-        """See `PrefixSource.read`."""
-        if keys is not None:
-            others = list(self._shape.other_kv_heads)
-            keys.put(_of_lanes(self._keys[layer], tokens)[:, others])
-        if values is not None:
-            values.put(_of_lanes(self._values[layer], tokens))
-
-    def note_selection(self, layer: int, selected: Tensor, importance: Tensor | None) -> None:
-        """See `PrefixSource.note_selection`; a recomputed prefix has no averages."""
-
-    def note_whole(self, layer: int) -> None:
-        """See `PrefixSource.note_whole`."""
-
-
-def rows_of_lanes(whole: Tensor, tokens: Tensor) -> Tensor:
-    """From rows [m, G, D] of all tokens those of the tokens [lanes, k] of each lane: [k, G, D]."""
-    index = to_device(tokens, whole.device)
-    if len(tokens) == 1:
-        return whole.index_select(0, index[0])
-    heads = torch.arange(whole.shape[1], device=whole.device)
-    return whole[index.T, heads]
-
-
-def _of_lanes(whole: Tensor, tokens: Tensor | None) -> Tensor:
-    return whole if tokens is None else rows_of_lanes(whole, tokens)

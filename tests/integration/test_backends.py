@@ -323,7 +323,7 @@ class Serving(PrefixAttention, Stock):
         self.recomputed = ""
         self.fails_at = -1
 
-    def _load_layer(self, row: Any, q: Any, k: Any, layer: Any, forward_batch: Any) -> None:
+    def _load_layer(self, row: Any, q: Any, k: Any, layer: Any) -> None:
         self.device.catch_up()
         if layer.layer_id == self.fails_at:
             raise ZeroDivisionError

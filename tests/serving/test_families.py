@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.compare import Answer, assert_same, paths
-from tests.serving.harness import Server, Zygote, launch, wait_until_ready
+from tests.serving.compare import Answer, assert_same, paths, report
+from tests.serving.conftest import impress_flags
+from tests.serving.damage import store_damaged
+from tests.serving.harness import Server, Zygote, launch, running, wait_until_ready
 from tests.serving.tiny_models import make_model, random_tokens
 
 PROMPTS = [random_tokens(length, seed=length) for length in (500, 1100, 2300, 4000)]
@@ -28,6 +30,29 @@ def test_bfloat16_is_as_close_as_stock_is_to_itself(workdir: Path, zygote: Zygot
     ours = [_distance(a, b) for a, b in zip(cached, stored, strict=True)]
     theirs = [_distance(a, b) for a, b in zip(cached, cold, strict=True)]
     assert sum(ours) <= sum(theirs)
+
+
+@pytest.mark.parametrize("family", ["opt", "qwen2", "qwen3"])
+def test_family_computes_an_unreadable_prefix_again(
+    family: str, workdir: Path, zygote: Zygote
+) -> None:
+    """Each model is left in the middle of a pass within a pass, which then goes on."""
+    model = make_model(family, workdir / f"unreadable-{family}")
+    flags = (
+        "--max-total-tokens=9000",
+        "--chunked-prefill-size=128",
+        "--impress-retention=1.0",
+    )
+    store_flags = impress_flags(workdir / f"store-unreadable-{family}", *flags)
+    with running(model, workdir / f"unreadable-{family}.log", *store_flags, zygote=zygote) as own:
+        prompt = [*store_damaged(own, 900, seed=81), *random_tokens(3, seed=82)]
+        recomputed = own.generate(prompt, 12, return_logprob=True)
+        assert report(recomputed)["recomputed"] is True
+        # The same prompt in a namespace of its own, of which nothing is stored.
+        computed = own.generate(prompt, 12, return_logprob=True, extra_key="other")
+        assert report(computed)["path"] == "computed"
+        assert_same([computed], [recomputed], 1e-4)
+        own.assert_quiet()
 
 
 def _answers(

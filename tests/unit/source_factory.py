@@ -23,9 +23,10 @@ from impress_sglang.storage.segment import MappingLists
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
 from impress_sglang.transfer.area import AreaPool
+from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.plan import SourceSpan
 from impress_sglang.transfer.planner import ReadStats
-from impress_sglang.transfer.source import Demand, MemorySource, PrefixSource, SegmentSource
+from impress_sglang.transfer.source import Demand, PrefixSource, SegmentSource
 from tests.unit.kv_factory import (
     PROBE,
     chunk_disk_bytes,
@@ -198,6 +199,7 @@ class Case:
     def request(self, demand: Demand | None = None, *, learns: bool = False) -> None:
         """Another request begins: the source of the one before is closed."""
         if self.cache is None:
+            self.source = MemorySource(self.shape, list(self.keys), list(self.values))
             return
         self.finish()
         self.cache.placement.advance()

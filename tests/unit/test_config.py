@@ -76,7 +76,14 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     ("ssd_dir", "   "),
     *[
         (field, value)
-        for field in ("device_gb", "host_gb", "half_life", "readahead", "reorder_interval")
+        for field in (
+            "device_gb",
+            "host_gb",
+            "recompute_gb",
+            "half_life",
+            "readahead",
+            "reorder_interval",
+        )
         for value in (-0.001, float("nan"), float("inf"))
     ],
     ("reorder_key", "frequency"),
@@ -135,6 +142,8 @@ EDGE_VALUES: list[tuple[str, Any]] = [
     *[("load", load) for load in LOADS],
     *[("policy", policy) for policy in POLICIES],
     *[(field, 0) for field in ("device_gb", "host_gb", "half_life", "readahead")],
+    ("recompute_gb", 0),
+    ("recompute_gb", 0.001),
     ("readahead", 7.5),
     ("reorder_interval", 0),
     ("reorder_interval", 0.001),
@@ -244,6 +253,7 @@ def test_sizes_are_decimal_gigabytes() -> None:
     assert config.min_free_bytes == 250_000_000
     assert config.device_bytes == 125_000_000
     assert config.host_bytes == 2_000_000_000
+    assert ImpressConfig(recompute_gb=0.5).recompute_bytes == 500_000_000
 
 
 def test_memory_for_what_is_read_ahead_is_a_part_of_the_hosts() -> None:
@@ -384,6 +394,7 @@ CONFIGS = st.builds(
     store_approximate=st.booleans(),
     device_gb=st.floats(0, 1e3),
     host_gb=st.floats(0, 1e3),
+    recompute_gb=st.floats(0, 1e3),
     half_life=st.floats(0, 1e6),
     reorder_interval=st.floats(0, 1e6),
     reorder_key=st.sampled_from(REORDER_KEYS),

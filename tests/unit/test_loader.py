@@ -28,12 +28,12 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastFrequentlyUsed
 from impress_sglang.transfer.area import AreaPool
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
+from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.plan import SourceSpan
 from impress_sglang.transfer.planner import ReadStats
 from impress_sglang.transfer.slots import Slots
 from impress_sglang.transfer.source import (
     Demand,
-    MemorySource,
     PrefixSource,
     SegmentSource,
 )
@@ -500,7 +500,7 @@ def test_stats_add_up_over_layers(setting: Setting) -> None:
     earlier = dataclasses.replace(setting.stats)
     setting.load(1, alone, 1)
     setting.load(1, one, 1)
-    setting.load(0, one, M)
+    setting.load(1, one, M)
 
     assert setting.stats.layers_by_probe == 2
     assert setting.stats.layers_by_fallback == 1

@@ -36,9 +36,10 @@ from impress_sglang.tiers.moves import KernelMover
 from impress_sglang.transfer import source as source_module
 from impress_sglang.transfer.gather import KernelGatherer
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
+from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.scoring import KernelScorer
 from impress_sglang.transfer.slots import LayerSlots
-from impress_sglang.transfer.source import MemorySource, SegmentSource
+from impress_sglang.transfer.source import SegmentSource
 from impress_sglang.transfer.warm_up import run_stages, warm_up
 from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import score_kernels

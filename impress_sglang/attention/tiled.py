@@ -1,0 +1,108 @@
+"""Causal attention over keys that come in tiles, in memory that does not grow with their number.
+
+For KVs that do not fit on the device together: only one tile is there at a time. The softmax is
+kept as a running maximum and sum (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867), all in
+float32, so that the result is that of `rectangular_attention` up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+# Tokens of a tile of keys, and of queries that are scored with it at once: they bound the scores to
+# 256 x 1,024 per query head, 32 MiB for 32 heads.
+KEY_TILE = 1024
+QUERY_TILE = 256
+
+
+def tiles_of(count: int, size: int = KEY_TILE) -> Iterator[slice]:
+    """The tiles of `count` tokens, in their order; the last one may be shorter."""
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def tiled_attention(
+    queries: Tensor,
+    tiles: Iterable[tuple[Tensor, Tensor]],
+    *,
+    first: int,
+    scaling: float,
+) -> Tensor:
+    """Attention of the tokens at positions [first, first + n) over all tokens up to their own.
+
+    Args:
+        queries: [n, Hq, D].
+        tiles: keys [t, Hk, D] and values [t, Hk, Dv] of the positions from 0 on, without a gap, on
+            the device of the queries; each is let go before the next one is asked for. Hq is a
+            multiple of Hk.
+        first: position of the first query.
+        scaling: factor of the logits.
+
+    Returns:
+        [n, Hq, Dv] in the dtype of the queries.
+    """
+    softmax, position = None, 0
+    for keys, values in tiles:
+        if softmax is None:
+            softmax = _RunningSoftmax(queries, keys.shape[1], values.shape[2], first, scaling)
+        softmax.add(keys.float().permute(1, 2, 0), values.float().transpose(0, 1), position)
+        position += len(keys)
+        del keys, values
+    assert softmax is not None and position >= first + len(queries)
+    return softmax.output().to(queries.dtype)
+
+
+class _RunningSoftmax:
+    """Attention over the tiles so far: per query head and query a peak, a sum, and weighted values.
+
+    Invariant: after the first tile every query has seen a key, so that its peak is finite.
+    """
+
+    def __init__(
+        self, queries: Tensor, key_heads: int, value_dim: int, first: int, scaling: float
+    ) -> None:
+        count, heads, dim = queries.shape
+        grouped = queries.view(count, key_heads, heads // key_heads, dim).permute(1, 2, 0, 3)
+        self._queries = grouped.float() * scaling
+        self._first = first
+        self._peak = self._queries.new_full((*grouped.shape[:3], 1), float("-inf"))
+        self._sum = torch.zeros_like(self._peak)
+        self._weighted = self._queries.new_zeros(*grouped.shape[:3], value_dim)
+
+    def add(self, keys: Tensor, values: Tensor, position: int) -> None:
+        """Add keys [Hk, D, t] and values [Hk, t, Dv] of the positions from `position` on."""
+        for rows in tiles_of(self._queries.shape[2], QUERY_TILE):
+            # Queries before the tile see nothing of it.
+            if position < self._first + rows.stop:
+                self._add_to(rows, keys, values, position)
+
+    def _add_to(self, rows: slice, keys: Tensor, values: Tensor, position: int) -> None:
+        queries = self._queries[:, :, rows]
+        heads, group, count, _ = queries.shape
+        logits = torch.bmm(queries.flatten(1, 2), keys).view(heads, group, count, -1)
+        self._hide_later(logits, self._first + rows.start, position)
+        old = self._peak[:, :, rows]
+        peak = torch.maximum(old, logits.amax(-1, keepdim=True))
+        fade = (old - peak).exp_()
+        weights = logits.sub_(peak).exp_()
+        self._sum[:, :, rows].mul_(fade).add_(weights.sum(-1, keepdim=True))
+        added = torch.bmm(weights.flatten(1, 2), values).view(heads, group, count, -1)
+        self._weighted[:, :, rows].mul_(fade).add_(added)
+        old.copy_(peak)
+
+    @staticmethod
+    def _hide_later(logits: Tensor, first: int, position: int) -> None:
+        """Hide keys of the positions from `position` on that come after their query's."""
+        count, keys = logits.shape[-2:]
+        if position + keys - 1 <= first:
+            return
+        queries = torch.arange(first, first + count, device=logits.device)
+        later = torch.arange(position, position + keys, device=logits.device) > queries[:, None]
+        logits.masked_fill_(later, float("-inf"))
+
+    def output(self) -> Tensor:
+        """float32 [n, Hq, Dv]."""
+        return (self._weighted / self._sum).permute(2, 0, 1, 3).flatten(1, 2)

@@ -1,0 +1,64 @@
+"""How much memory the host can still give.
+
+Linux promises more than it has, so an allocation that is too large is not refused: the kernel ends
+a process when the pages are touched. What takes gigabytes asks here before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+# Left for everything else that runs on the host.
+MARGIN_BYTES = 1 << 30
+
+_ROOT = Path("/")
+
+
+def available_bytes(root: Path = _ROOT) -> int:
+    """Bytes that may be taken: what the machine and each control group above us have left.
+
+    The margin is off. `root` is where `proc` and `sys` are mounted.
+    """
+    found = [_machine_bytes(root), *_group_bytes(root)]
+    return max(0, min(found) - MARGIN_BYTES)
+
+
+def _machine_bytes(root: Path) -> int:
+    """What the kernel estimates can be had without swapping."""
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise AssertionError("Linux 3.14 and later tell MemAvailable")
+
+
+def _group_bytes(root: Path) -> Iterator[int]:
+    """What is left of each limit of a control group that we are in, of version 2 or 1."""
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        mounted = root / "sys/fs/cgroup"
+        if controllers == "":
+            names = ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            mounted /= "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # In a container the path may be the host's; then only the mounted root is there.
+        group = mounted / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if (folder / names[0]).exists():
+                yield from _left_in(folder, *names)
+            if folder == mounted:
+                break
+
+
+def _left_in(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> Iterator[int]:
+    limit = (folder / limit_name).read_text().strip()
+    if limit == "max":
+        return
+    usage = int((folder / usage_name).read_text())
+    # Pages of files that nobody used of late are given up when memory is short.
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    yield int(limit) - usage + int(stat.get(cache_name, 0))

@@ -1,0 +1,92 @@
+"""A prefix whose KVs are in host memory, after a recompute of a prefix that could not be read.
+
+Stage: load. See `transfer.source.PrefixSource` for the contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from impress_sglang.storage.layout import PROBE, KVShape
+from impress_sglang.storage.sketch import Sketch
+from impress_sglang.tiers.fence import to_device
+from impress_sglang.timeline import NO_TIMELINE
+from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.slots import Slots
+
+# Rows that are on their way to the device at once.
+TILE_TOKENS = 1024
+
+
+class MemorySource:
+    """Keys [m, G, Dk] and values [m, G, Dv] of each layer; a layer is let go after its last read.
+
+    The first layers may be missing: their KVs are in the slots of the request.
+    """
+
+    def __init__(
+        self, shape: KVShape, keys: Sequence[Tensor | None], values: Sequence[Tensor | None]
+    ) -> None:
+        assert len(keys) == len(values) == shape.num_layers
+        self._keys, self._values = list(keys), list(values)
+        self.num_tokens = next(len(own) for own in self._keys if own is not None)
+        self.stats = ReadStats()
+        self.timeline = NO_TIMELINE
+        self._shape = shape
+
+    def read_probe(self, layer: int) -> Tensor | Sketch:
+        """See `PrefixSource.read_probe`; instead of a sketch the keys themselves."""
+        own, _ = self._take(layer)
+        keys = own[:, list(self._shape.heads(PROBE))]
+        return keys.float() if self._shape.sketch_bits else keys
+
+    def read(
+        self,
+        layer: int,
+        tokens: Tensor | None,
+        *,
+        keys: Slots | None = None,
+        values: Slots | None = None,
+    ) -> None:
+        """See `PrefixSource.read`."""
+        own_keys, own_values = self._take(layer)
+        if keys is not None:
+            _put(own_keys, tokens, list(self._shape.other_kv_heads), keys)
+        if values is not None:
+            _put(own_values, tokens, list(range(self._shape.num_kv_heads)), values)
+
+    def note_selection(self, layer: int, selected: Tensor, importance: Tensor | None) -> None:
+        """See `PrefixSource.note_selection`; a recomputed prefix has no averages."""
+
+    def note_whole(self, layer: int) -> None:
+        """See `PrefixSource.note_whole`."""
+
+    def _take(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer; those above it are not needed any more."""
+        for earlier in range(layer):
+            self._keys[earlier] = self._values[earlier] = None
+        keys, values = self._keys[layer], self._values[layer]
+        assert keys is not None and values is not None, "layers are read in ascending order"
+        return keys, values
+
+
+def rows_of_lanes(whole: Tensor, tokens: Tensor) -> Tensor:
+    """From rows [m, G, D] of all tokens those of the tokens [lanes, k] of each lane: [k, G, D]."""
+    index = to_device(tokens, whole.device)
+    if len(tokens) == 1:
+        return whole.index_select(0, index[0])
+    heads = torch.arange(whole.shape[1], device=whole.device)
+    return whole[index.T, heads]
+
+
+def _put(whole: Tensor, tokens: Tensor | None, heads: list[int], slots: Slots) -> None:
+    """Fill slots with some heads of the tokens [lanes, k], or of all, tile by tile."""
+    count = len(whole) if tokens is None else tokens.shape[1]
+    for start in range(0, count, TILE_TOKENS):
+        stop = min(start + TILE_TOKENS, count)
+        part = slice(start, stop)
+        rows = whole[part] if tokens is None else rows_of_lanes(whole, tokens[:, part])
+        slots.part(start, stop).put(rows[:, heads])

@@ -1,0 +1,457 @@
+"""A prefix that cannot be read is computed again: what that takes, gives, and how it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from impress_sglang.attention.rectangular import rectangular_attention
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.integration import attention as attention_module
+from impress_sglang.integration import recompute as recompute_module
+from impress_sglang.integration.attention import PrefixAttention
+from impress_sglang.integration.recompute import (
+    PrefixCapture,
+    host_shortage,
+    is_out_of_memory,
+    recompute_prefix,
+)
+from impress_sglang.integration.request import PrefixRequest
+from impress_sglang.integration.runtime import ServingRuntime
+from impress_sglang.storage.layout import KVShape
+from tests.unit.kv_factory import IDENTITY, make_shape
+from tests.unit.store_factory import DEFAULTS
+
+HIDDEN = 24
+
+
+def request_of(
+    tokens: Tensor, resident: int, slots: Tensor | None = None, rid: str = "r"
+) -> PrefixRequest:
+    """A request whose prefix of these tokens is resident up to `resident`, and stored after it."""
+    m = len(tokens) - resident
+    slots = torch.arange(100, 100 + m) if slots is None else slots
+    return PrefixRequest(
+        rid, tokens, torch.arange(1, 1 + resident), slots, m, len(slots) < m, None, {}
+    )
+
+
+class Pool:
+    """Of SGLang: the KVs of all slots."""
+
+    def __init__(self, shape: KVShape, size: int, device: str = "cpu") -> None:
+        def buffers(dim: int) -> list[Tensor]:
+            sizes = (size, shape.num_kv_heads, dim)
+            return [
+                torch.full(sizes, 7.0, dtype=shape.dtype, device=device)
+                for _ in range(shape.num_layers)
+            ]
+
+        self.keys, self.values = buffers(shape.key_dim), buffers(shape.value_dim)
+
+    def get_key_buffer(self, layer: int) -> Tensor:
+        return self.keys[layer]
+
+    def get_value_buffer(self, layer: int) -> Tensor:
+        return self.values[layer]
+
+
+class Model:
+    """Embeds, and per layer projects, attends and adds; positions count, as in any model."""
+
+    def __init__(self, shape: KVShape) -> None:
+        self.shape = shape
+        generator = torch.Generator().manual_seed(4)
+
+        def weights(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, generator=generator) * 0.2
+
+        heads, groups = shape.num_query_heads, shape.num_kv_heads
+        self.embedding = weights(50, HIDDEN)
+        self.projections = [
+            (
+                weights(HIDDEN, heads * shape.key_dim),
+                weights(HIDDEN, groups * shape.key_dim),
+                weights(HIDDEN, groups * shape.value_dim),
+                weights(heads * shape.value_dim, HIDDEN),
+            )
+            for _ in range(shape.num_layers)
+        ]
+        self.layers = [layer_of(shape, index) for index in range(shape.num_layers)]
+        self.attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+        self.blocks: list[int] = []
+        self.logits = 0
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: Any) -> None:
+        assert batch.forward_mode == ForwardMode.EXTEND and batch.batch_size == 1
+        assert batch.seq_lens.tolist() == [positions[-1] + 1]
+        self.blocks.append(len(input_ids))
+        hidden = self.embedding[input_ids] + positions[:, None].sin()
+        for own, layer in zip(self.projections, self.layers, strict=True):
+            q, k, v = (hidden @ weight for weight in own[:3])
+            hidden = hidden + self.attend(q, k, v, layer) @ own[3]
+        self.logits += 1
+
+    def kvs(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [t, G, D] of each layer, all tokens at once."""
+        found, shape = [], self.shape
+
+        def whole(q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
+            keys = k.view(-1, shape.num_kv_heads, shape.key_dim)
+            values = v.view(-1, shape.num_kv_heads, shape.value_dim)
+            found.append((keys, values))
+            queries = q.view(-1, shape.num_query_heads, shape.key_dim)
+            return rectangular_attention(
+                queries, keys, values, scaling=layer.scaling, causal=True
+            ).reshape(len(q), -1)
+
+        self.attend = whole
+        positions = torch.arange(len(tokens))
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=1,
+            seq_lens=torch.tensor([len(tokens)]),
+        )
+        self.forward(tokens, positions, batch)
+        self.blocks.clear()
+        self.logits = 0
+        return found
+
+
+def layer_of(shape: KVShape, index: int) -> Any:
+    return SimpleNamespace(
+        layer_id=index,
+        scaling=0.3,
+        tp_q_head_num=shape.num_query_heads,
+        tp_k_head_num=shape.num_kv_heads,
+        tp_v_head_num=shape.num_kv_heads,
+        qk_head_dim=shape.key_dim,
+        v_head_dim=shape.value_dim,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _in_a_pass() -> Iterator[None]:
+    with forward_context(ForwardContext(attn_backend=SimpleNamespace())):
+        yield
+
+
+@pytest.mark.parametrize("resident", [0, 1, 17])
+@pytest.mark.parametrize("size", [1, 7, 40, 100])
+def test_blocks_give_the_kvs_of_the_whole_at_once(size: int, resident: int) -> None:
+    shape = make_shape(layers=3, sketch_bits=4)
+    model, pool = Model(shape), Pool(shape, 64)
+    tokens = torch.randint(0, 50, (57,), generator=torch.Generator().manual_seed(1))
+    expected = model.kvs(tokens)
+    for layer, (keys, values) in enumerate(expected):
+        pool.keys[layer][1 : 1 + resident] = keys[:resident]
+        pool.values[layer][1 : 1 + resident] = values[:resident]
+    request = request_of(tokens, resident)
+    capture = PrefixCapture(pool, request.resident_slots, shape, request.num_tokens)
+    model.attend = capture.attend
+
+    recompute_prefix(model, request, torch.device("cpu"), size)
+    source = capture.source(0)
+
+    m = request.num_tokens
+    assert model.blocks == [size] * (m // size) + ([m % size] if m % size else [])
+    assert model.logits == 0, "nothing is computed after the last layer's KVs"
+    assert source.num_tokens == m
+    for layer, (keys, values) in enumerate(expected):
+        found_keys, found_values = source._take(layer)
+        assert torch.allclose(found_keys, keys[resident:], rtol=1e-4, atol=1e-5)
+        assert torch.allclose(found_values, values[resident:], rtol=1e-4, atol=1e-5)
+
+
+class DeviceBytes(TorchDispatchMode):
+    """Bytes of tensors on an accelerator, beside those that are given: now, and at most."""
+
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in given)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage: Any) -> None:
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        self.live += (size := storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, size)
+
+    def _gone(self, size: int) -> None:
+        self.live -= size
+
+
+def peak_on_device(m: int, resident: int, layers: int) -> int:
+    """Device bytes of recomputing m tokens of a model with the heads of Llama-3.1-8B.
+
+    No memory is taken: tensors have sizes and devices, and no content.
+    """
+    shape = KVShape(layers, 32, 8, 128, 128, torch.bfloat16, (), 4)
+    with FakeTensorMode():
+        pool = Pool(shape, 8192, "cuda")
+        request = request_of(torch.zeros(resident + m, dtype=torch.int64), resident)
+        request = dataclasses.replace(request, resident_slots=request.resident_slots.to("cuda"))
+        with DeviceBytes(request.resident_slots) as used:
+            capture = PrefixCapture(pool, request.resident_slots, shape, m)
+            model = SimpleNamespace(forward=lambda ids, *_: attend_all(capture, shape, len(ids)))
+            recompute_prefix(model, request, torch.device("cuda"), recompute_module.BLOCK_TOKENS)
+            peak = used.peak
+            source = capture.source(0)
+            assert source.num_tokens == m and used.live < 1e6
+        return peak
+
+
+def attend_all(capture: PrefixCapture, shape: KVShape, count: int) -> None:
+    for index in range(shape.num_layers):
+        q, k, v = (
+            torch.empty(count, heads * 128, dtype=torch.bfloat16, device="cuda")
+            for heads in (32, 8, 8)
+        )
+        capture.attend(q, k, v, layer_of(shape, index))
+
+
+def test_memory_on_the_device_does_not_grow_with_the_prefix() -> None:
+    short = peak_on_device(4096, 0, 3)
+    assert peak_on_device(12 * 1024, 0, 3) == short
+    assert peak_on_device(4096, 4096, 3) == short, "resident keys come in tiles, too"
+    assert peak_on_device(4096, 0, 6) == short, "layers are not kept there"
+    assert short < 200e6
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("DefaultCPUAllocator"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: Exception, found: bool) -> None:
+    assert is_out_of_memory(error) is found
+
+
+def test_torch_says_on_a_cpu_that_memory_ran_out() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+def test_host_memory_is_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = make_shape(layers=3, sketch_bits=4)
+    each = 3 * shape.num_kv_heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
+    assert host_shortage(shape, 100, 100 * each) is None
+    assert "--impress-recompute-gb" in (host_shortage(shape, 101, 100 * each) or "")
+    assert host_shortage(shape, 1, 0) is not None
+    monkeypatch.setattr(recompute_module, "available_bytes", lambda: 50 * each)
+    assert host_shortage(shape, 50, 100 * each) is None
+    assert "are left" in (host_shortage(shape, 51, 100 * each) or "")
+
+
+class Unreadable:
+    """A source that breaks at a layer."""
+
+    def __init__(self, num_tokens: int, layer: int, values: float) -> None:
+        self.num_tokens, self.layer, self.value = num_tokens, layer, values
+
+    def read(self, layer: int, tokens: Any, *, keys: Any = None, values: Any = None) -> None:
+        if layer >= self.layer:
+            raise ChunkUnreadable("ab12", "test")
+        for slots in (keys, values):
+            slots.put(torch.full_like(slots.pool[slots.rows], self.value))
+
+    def note_whole(self, layer: int) -> None: ...
+
+
+class Stock(AttentionBackend):
+    def forward_extend(self, q: Tensor, *_: Any, **__: Any) -> Tensor:
+        return q
+
+
+class Backend(PrefixAttention, Stock):
+    """Of one pass over all layers, with a model behind it that it may run again."""
+
+    def __init__(self, runtime: ServingRuntime, model: Model, pool: Pool) -> None:
+        table = torch.zeros(8, 512, dtype=torch.int32)
+        self.begin_serving(
+            SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table), model=model)
+        )
+        self.connect(runtime)
+        self.token_to_kv_pool = pool
+        model.attend = lambda q, k, v, layer: self.forward(q, k, v, layer, None)
+
+    def extend(self, runtime: ServingRuntime, requests: list[PrefixRequest]) -> None:
+        """A pass of one new token per request."""
+        shape, clock = runtime.shape, self._clock
+        self._rows = [
+            attention_module._BatchRow(i, own, slice(i, i + 1), clock.stopwatch())
+            for i, own in enumerate(requests)
+        ]
+        new = torch.ones(len(requests), shape.num_query_heads * shape.key_dim)
+        keys = torch.ones(len(requests), shape.num_kv_heads * shape.key_dim)
+        batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+        for index in range(shape.num_layers):
+            self.forward(new, keys, keys, layer_of(shape, index), batch)
+
+
+@dataclasses.dataclass
+class Serving:
+    runtime: ServingRuntime
+    model: Model
+    pool: Pool
+    backend: Backend
+    aborted: list[tuple[str, str]]
+
+    def request(self, rid: str, m: int, broken_at: int = 1) -> tuple[PrefixRequest, Tensor]:
+        first = 100 * (1 + len(self.runtime.live))
+        tokens = torch.randint(0, 50, (m,), generator=torch.Generator().manual_seed(m))
+        request = request_of(tokens, 0, torch.arange(first, first + m), rid)
+        request.source = Unreadable(m, broken_at, 3.0)  # type: ignore[assignment]
+        self.runtime.live[rid] = request
+        return request, tokens
+
+    def kvs_in(self, request: PrefixRequest, layer: int) -> tuple[Tensor, Tensor]:
+        slots = request.slots
+        return self.pool.keys[layer][slots], self.pool.values[layer][slots]
+
+
+@pytest.fixture
+def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
+    monkeypatch.setattr(attention_module, "block_tokens", lambda: 16)
+    shape = make_shape(layers=3, sketch_bits=4)
+    each = 3 * shape.num_kv_heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
+    config = ImpressConfig(ssd_dir=str(tmp_path), **DEFAULTS, recompute_gb=60 * each / 1e9)
+    runtime = ServingRuntime(config, shape, IDENTITY, torch.device("cpu"), hidden_size=HIDDEN)
+    aborted: list[tuple[str, str]] = []
+    runtime.abort = lambda rid, message: aborted.append((rid, message))
+    model, pool = Model(shape), Pool(shape, 512)
+    yield Serving(runtime, model, pool, Backend(runtime, model, pool), aborted)
+    runtime.live.clear()
+    runtime.close()
+
+
+def assert_computed(serving: Serving, request: PrefixRequest, tokens: Tensor, since: int) -> None:
+    attend = serving.model.attend
+    expected = serving.model.kvs(tokens)
+    serving.model.attend = attend
+    for layer, kvs in enumerate(expected):
+        for found, want in zip(serving.kvs_in(request, layer), kvs, strict=True):
+            if layer < since:
+                assert bool((found == 3.0).all()), "what was loaded stays"
+            else:
+                assert torch.allclose(found, want, rtol=1e-4, atol=1e-5)
+
+
+def assert_zeros(serving: Serving, request: PrefixRequest, since: int) -> None:
+    for layer in range(since, 3):
+        for found in serving.kvs_in(request, layer):
+            assert not found.any()
+
+
+def test_two_requests_that_break_in_the_same_layer_and_one_later(serving: Serving) -> None:
+    requests = [serving.request("a", 40), serving.request("b", 33), serving.request("c", 50, 2)]
+
+    serving.backend.extend(serving.runtime, [request for request, _ in requests])
+
+    for since, (request, tokens) in zip((1, 1, 2), requests, strict=True):
+        assert request.recomputed and not request.failed and request.source is None
+        assert request.layers_loaded == 3
+        assert_computed(serving, request, tokens, since)
+    assert serving.aborted == [] and serving.backend._capture is None
+
+
+def test_one_without_room_fails_alone(serving: Serving) -> None:
+    (large, _), (small, tokens) = serving.request("large", 61), serving.request("small", 60)
+
+    serving.backend.extend(serving.runtime, [large, small])
+
+    assert large.failed and large.source is None and large.layers_loaded == 3
+    assert_zeros(serving, large, 1)
+    ((rid, message),) = serving.aborted
+    assert rid == "large" and "--impress-recompute-gb" in message and "again" in message
+    assert not small.failed
+    assert_computed(serving, small, tokens, 1)
+    assert bool((serving.pool.keys[1][:100] == 7.0).all()), "other slots are as they were"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+@pytest.mark.parametrize("block", [0, 2])
+def test_memory_that_runs_out_fails_one_request(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, error: Exception, block: int
+) -> None:
+    (first, _), (second, tokens) = serving.request("first", 50), serving.request("second", 45)
+    forward, passes = serving.model.forward, itertools.count()
+
+    def run_out(*arguments: Any) -> None:
+        if next(passes) == block:
+            raise error
+        forward(*arguments)
+
+    monkeypatch.setattr(serving.model, "forward", run_out)
+    serving.backend.extend(serving.runtime, [first, second])
+    monkeypatch.undo()
+
+    assert [rid for rid, _ in serving.aborted] == ["first"]
+    assert first.failed and first.source is None
+    assert_zeros(serving, first, 1)
+    assert serving.backend._capture is None
+    assert not second.failed
+    assert_computed(serving, second, tokens, 1)
+
+
+def test_another_error_is_not_hidden(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    request, _ = serving.request("request", 50)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(serving.model, "forward", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        serving.backend.extend(serving.runtime, [request])
+    assert serving.aborted == [] and serving.backend._capture is None
+
+
+def test_memory_that_runs_out_while_loading_fails_one_request(serving: Serving) -> None:
+    (first, _), (second, tokens) = serving.request("first", 50), serving.request("second", 45)
+
+    def run_out(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    first.source.read = run_out  # type: ignore[union-attr, method-assign]
+    serving.backend.extend(serving.runtime, [first, second])
+
+    assert [rid for rid, _ in serving.aborted] == ["first"]
+    assert_zeros(serving, first, 0)
+    assert_computed(serving, second, tokens, 1)

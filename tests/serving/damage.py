@@ -1,0 +1,31 @@
+"""Prefixes on SSD, and damage to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.serving.harness import Server
+from tests.serving.tiny_models import random_tokens
+
+
+def store(server: Server, length: int, seed: int) -> list[int]:
+    """A prefix on SSD only."""
+    prefix = random_tokens(length, seed)
+    server.generate(prefix, 1)
+    server.flush()
+    return prefix
+
+
+def segments(server: Server) -> set[Path]:
+    return set(Path(server.stats()["store"]["directory"]).glob("segments/*/*.kv"))
+
+
+def store_damaged(server: Server, length: int, seed: int) -> list[int]:
+    """A prefix on SSD with a byte flipped in a layer after the first one."""
+    before = segments(server)
+    prefix = store(server, length, seed)
+    (new,) = segments(server) - before
+    content = bytearray(new.read_bytes())
+    content[len(content) * 2 // 3] ^= 0x10
+    new.write_bytes(content)
+    return prefix
