@@ -1,7 +1,8 @@
 """The SGLang versions and names that the integration relies on, checked at start.
 
 SGLang swallows exceptions of a plugin, so a name that moved would not be seen until a request gives
-a wrong answer. `check_sglang` names what is missing before anything is served.
+a wrong answer. `check_sglang` names what is missing before anything is served; what is hooked is
+checked in `hooks.py`.
 """
 
 from __future__ import annotations
@@ -12,19 +13,6 @@ import pkgutil
 from impress_sglang.errors import UnsupportedError
 
 SUPPORTED_SGLANG = ("0.5.23",)
-
-HOOKED_NAMES = (
-    "sglang.srt.server_args.ServerArgs.add_cli_args",
-    "sglang.srt.server_args.ServerArgs.from_cli_args",
-    "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
-    "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
-    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
-    "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache",
-    "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
-    "sglang.srt.managers.scheduler.Scheduler.set_internal_state",
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager._accumulate_request_meta_info",
-    "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
-)
 
 RELIED_ON = (
     "sglang.srt.arg_groups.overrides.declare_resolution",

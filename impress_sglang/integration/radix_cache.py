@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from torch import Tensor
 
 from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.integration.eligibility import serve_refusal, store_refusal
 from impress_sglang.integration.eviction import ScoreEviction
 from impress_sglang.integration.pool import PoolLayerReader
 from impress_sglang.integration.request import (
@@ -153,6 +154,7 @@ class ImpressRadixCache(RadixCache):
             return resident
         self._requests[req.rid] = req
         report = new_report(self._runtime.policy.name, resident.device_prefix_len)
+        report.update(not_served=serve_refusal(req), not_stored=store_refusal(req))
         req.customized_info = {REPORT_KEY: [report]}
         match = self._find_stored(params.key, req)
         if self._score_eviction is not None and req.rid not in self._counted:
@@ -344,7 +346,7 @@ class ImpressRadixCache(RadixCache):
 
     def _find_stored(self, key: RadixKey, req: Any) -> StoredMatch:
         policy, config = self._runtime.policy, self._runtime.config
-        if req.rid in self._declined or not policy.stores:
+        if req.rid in self._declined or not policy.stores or serve_refusal(req) is not None:
             return StoredMatch()
         own = requested_retention(req.sampling_params, config)
         exact = policy.exact(config.usual_retention if own is None else own)
@@ -454,7 +456,7 @@ class ImpressRadixCache(RadixCache):
 
     def _offer_exact(self, req: Any, up_to: int) -> None:
         """Offer a computed prefix; its slots are resident, and locked while a write reads them."""
-        if up_to < len(req.origin_input_ids) or not self._wants(up_to):
+        if up_to < len(req.origin_input_ids) or not self._wants(req, up_to):
             return
         node = req.last_node
         slots = self.path_device_indices(node)
@@ -478,7 +480,7 @@ class ImpressRadixCache(RadixCache):
             request, req = self._runtime.live.get(rid), self._requests.get(rid)
             if req is None or length != len(req.origin_input_ids) or rid in self._saves:
                 continue
-            if (request is None or not request.approximate) and self._wants(length):
+            if (request is None or not request.approximate) and self._wants(req, length):
                 save = self._begin_save(req, length)
                 saves += [] if save is None else [save]
         return saves
@@ -512,7 +514,7 @@ class ImpressRadixCache(RadixCache):
     def _offer_approximate(self, req: Any, request: PrefixRequest, up_to: int) -> None:
         """Offer what was computed after a partly loaded prefix, holding its slots for the write."""
         first = request.prefix_len
-        if not self._runtime.config.store_approximate or not self._wants(up_to):
+        if not self._runtime.config.store_approximate or not self._wants(req, up_to):
             return
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         slots = row[first:up_to].to(torch.int64, copy=True)
@@ -529,13 +531,15 @@ class ImpressRadixCache(RadixCache):
             self._held_tokens += len(slots)
             self._writing_tokens += len(slots)
 
-    def _wants(self, num_tokens: int) -> bool:
-        """Whether a prefix is long enough, and the pool can spare its slots for a while.
+    def _wants(self, req: Any, num_tokens: int) -> bool:
+        """Whether a request may be stored, is long enough, and the pool can spare its slots.
 
         Writes hold at most half of the pool, or a single long prefix.
         """
         runtime = self._runtime
         if not runtime.policy.stores or num_tokens < runtime.config.min_prefix_tokens:
+            return False
+        if store_refusal(req) is not None:
             return False
         spare = self.token_to_kv_pool_allocator.size // 2 - self._writing_tokens
         return self._writing_tokens == 0 or num_tokens <= spare

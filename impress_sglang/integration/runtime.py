@@ -47,6 +47,8 @@ class RequestTotals:
     requests_recomputed: int = 0
     requests_declined: int = 0
     requests_prefetched: int = 0
+    requests_not_served: dict[str, int] = dataclasses.field(default_factory=dict)
+    requests_not_stored: dict[str, int] = dataclasses.field(default_factory=dict)
     prefix_tokens: int = 0
     used_tokens: int = 0
     ssd_bytes: int = 0
@@ -78,9 +80,16 @@ class RequestTotals:
         self.requests_recomputed += bool(report["recomputed"])
         self.requests_prefetched += bool(report["prefetched"])
         self.requests_declined += report["decision"] == "recompute"
+        for use in ("not_served", "not_stored"):
+            _count(getattr(self, f"requests_{use}"), report[use])
         for field in dataclasses.fields(self):
             if not field.name.startswith("requests"):
                 setattr(self, field.name, getattr(self, field.name) + report[field.name])
+
+
+def _count(reasons: dict[str, int], reason: str | None) -> None:
+    if reason is not None:
+        reasons[reason] = reasons.get(reason, 0) + 1
 
 
 class ServingRuntime:
