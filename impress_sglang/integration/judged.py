@@ -43,7 +43,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _is_no_stream(session: Any) -> bool:
-    return session is None or session.streaming is False
+    return session is None or getattr(session, "streaming", None) is False
 
 
 def _is_one(width: Any) -> bool:
