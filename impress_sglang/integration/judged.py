@@ -54,7 +54,6 @@ def _is_one(width: Any) -> bool:
 REQUEST_NAMESPACE = _words("origin_input_ids extra_key cache_salt")
 
 REQUEST_GUARDS: dict[str, Guard] = {
-    "skip_radix_cache_insert": Guard(_is_false, "SGLang keeps its KVs out of every tree"),
     "positional_embed_overrides": Guard(_is_none, "embeddings replace those of its tokens"),
     "input_embeds": Guard(_is_none, "embeddings stand for its tokens"),
     "multimodal_inputs": Guard(_is_none, "media stand for some of its tokens"),
@@ -83,6 +82,8 @@ REQUEST_GUARDS: dict[str, Guard] = {
     "kv_rotation_base": Guard(_is_none, "its KVs are spread over ranks"),
     "discard_output_reason": Guard(_is_none, "its pass ran on KVs that never came"),
     "weight_version_events": Guard(_is_empty, "weights changed while it ran"),
+    # Last, for what is above says why.
+    "skip_radix_cache_insert": Guard(_is_false, "SGLang keeps its KVs out of every tree"),
 }
 
 # Cannot change a KV: how tokens are chosen, what is returned, who asks and when.

@@ -18,7 +18,7 @@ from impress_sglang.integration.eligibility import serve_refusal, store_refusal
 OVERRIDES = PositionalEmbeds(embeds=[torch.ones(4)], positions=[1])
 # What SGLang gives a request at its making, and the field that stands against the store.
 MADE_SO: dict[str, tuple[dict[str, Any], str]] = {
-    "overrides": ({"positional_embed_overrides": OVERRIDES}, "skip_radix_cache_insert"),
+    "overrides": ({"positional_embed_overrides": OVERRIDES}, "positional_embed_overrides"),
     "embeds": ({"input_embeds": [[1.0]]}, "input_embeds"),
     "types": ({"token_type_ids": [0, 1]}, "token_type_ids"),
     "lora": ({"lora_id": "a"}, "lora_id"),

@@ -96,9 +96,8 @@ def test_stored_prefixes_are_not_served_to_overrides(stock: Server, exact: Serve
     totals = exact.stats()["totals"]
     assert totals["requests_ssd"] == before["requests_ssd"]
     for use in ("requests_not_served", "requests_not_stored"):
-        assert totals[use].get("skip_radix_cache_insert", 0) == 1 + before[use].get(
-            "skip_radix_cache_insert", 0
-        )
+        refused = totals[use]["positional_embed_overrides"]
+        assert refused == 1 + before[use].get("positional_embed_overrides", 0)
 
 
 def test_plain_scores_are_stored_and_served(stock: Server, exact: Server) -> None:
@@ -120,7 +119,7 @@ def test_beam_search_does_without_the_store(stock: Server, exact: Server) -> Non
     wanted, got = (answers(server.generate(prompt, 8, **beam)) for server in (stock, exact))
     assert [a["output_ids"] for a in got] == [a["output_ids"] for a in wanted]
     assert segments(exact) == before
-    assert exact.stats()["totals"]["requests_not_served"]["skip_radix_cache_insert"]
+    assert exact.stats()["totals"]["requests_not_served"]["beam_group"]
 
 
 def answers(answer: Answer | list[Answer]) -> list[Answer]:
