@@ -40,7 +40,7 @@ def check_in_place(hooks: Sequence[Hook]) -> None:
     Raises:
         UnsupportedError: naming the targets of those that are not.
     """
-    missing = [hook.target for hook in hooks if hook.function not in _wrapped_at(hook.target)]
+    missing = [hook.target for hook in hooks if not _is_in_place(hook)]
     if missing:
         raise UnsupportedError(
             f"hooks of IMPRESS are not in place at {', '.join(missing)}; check that no other "
@@ -48,13 +48,14 @@ def check_in_place(hooks: Sequence[Hook]) -> None:
         )
 
 
-def _wrapped_at(target: str) -> list[object]:
-    """All that the wrappers of a function refer to, from the outermost to the innermost."""
+def _is_in_place(hook: Hook) -> bool:
+    """Whether a wrapper of the target, however deep, refers to the hook's function."""
     try:
-        function = pkgutil.resolve_name(target)
+        function = pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError):
-        return []
-    return [value for wrapper in _unwrap(function) for value in _closure(wrapper)]
+        return False
+    held = (value for wrapper in _unwrap(function) for value in _closure(wrapper))
+    return any(value is hook.function for value in held)
 
 
 def _unwrap(function: Any) -> Iterator[Any]:
