@@ -1,7 +1,8 @@
 """The SGLang versions and names that the integration relies on, checked at start.
 
 SGLang swallows exceptions of a plugin, so a name that moved would not be seen until a request gives
-a wrong answer. `check_sglang` names what is missing before anything is served.
+a wrong answer. `check_sglang` names what is missing before anything is served; what is hooked is
+checked in `hooks.py`.
 """
 
 from __future__ import annotations
@@ -13,26 +14,12 @@ from impress_sglang.errors import UnsupportedError
 
 SUPPORTED_SGLANG = ("0.5.23",)
 
-HOOKED_NAMES = (
-    "sglang.srt.server_args.ServerArgs.add_cli_args",
-    "sglang.srt.server_args.ServerArgs.from_cli_args",
-    "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
-    "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
-    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
-    "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache",
-    "sglang.srt.managers.scheduler.Scheduler.run_batch",
-    "sglang.srt.managers.scheduler.Scheduler.process_pending_chunked_abort",
-    "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
-    "sglang.srt.managers.scheduler.Scheduler.set_internal_state",
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager._accumulate_request_meta_info",
-    "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
-)
-
 RELIED_ON = (
     "sglang.srt.arg_groups.overrides.declare_resolution",
     "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook",
     "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
     "sglang.srt.layers.rotary_embedding.base._is_cpu",
+    "sglang.srt.managers.scheduler.Scheduler.process_pending_chunked_abort",
     "sglang.srt.mem_cache.radix_cache.RadixCache._insert_cache",
     "sglang.srt.mem_cache.radix_cache.RadixCache.path_device_indices",
     "sglang.srt.mem_cache.registry.register_radix_cache_backend",

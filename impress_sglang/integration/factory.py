@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sglang.srt.arg_groups.overrides import resolved_view
+
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.identify import stored_probe
 from impress_sglang.integration.attention import PrefixAttention
+from impress_sglang.integration.guards import check_options, identity_of_options
+from impress_sglang.integration.layers import check_layers
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.runtime import ServingRuntime
 from impress_sglang.management.identity import model_identity, weights_digest
@@ -27,7 +31,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
 
     Raises:
         UnsupportedError: the attention backend is not ours, so that sink rows would be read wrong,
-            or a kernel for this model does not fit into the GPU.
+            the options or the model are not what is known to be right, or a kernel for this model
+            does not fit into the GPU.
         ConfigError: a directory cannot be written, or the caches do not fit in memory.
         StoreInUseError: another server uses it for the same model.
     """
@@ -39,6 +44,9 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
             "so prefixes would be read wrong; check that no other plugin replaces "
             "attn_backend_wrapper, and that SGLANG_PLUGINS includes impress"
         )
+    options = resolved_view(context.server_args)
+    check_options(options)
+    check_layers(runner)
     shape = kv_shape(runner, config)
     if config.identify == "paper" and not shape.other_kv_heads:
         logger.warning(
@@ -50,7 +58,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     def identify() -> str:
         return model_identity(
             weights=weights_digest(runner.model.named_parameters()),
-            architecture=_architecture(runner.model_config.hf_text_config),
+            architecture=_architecture(runner.model_config.hf_text_config)
+            | identity_of_options(options),
             shape=shape,
             tp_rank=context.tp_rank,
             tp_size=context.tp_size,

@@ -14,13 +14,15 @@ FROM_CLI_ATTRIBUTE = "_impress_from_cli"
 _DEST_PREFIX = "impress_"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the `--enable-impress` group to SGLang's parser."""
+def add_flags(parser: argparse.ArgumentParser, enable: type[argparse.Action]) -> None:
+    """Add the `--enable-impress` group to SGLang's parser; `enable` is what that flag does."""
     defaults = ImpressConfig()
     group = parser.add_argument_group("IMPRESS: importance-informed prefix storage")
     group.add_argument(
         "--enable-impress",
-        action="store_true",
+        action=enable,
+        nargs=0,
+        default=False,
         help="Keep prefixes on SSD and load only their important part.",
     )
     for option in OPTIONS:

@@ -1,7 +1,8 @@
 """What cannot be served, said at start in one sentence each.
 
 The checks run in the main process, on SGLang's resolved options and the model's configuration,
-before any process is started. The list is data: a check is a condition and what to tell the user.
+before any process is started, and again in the scheduler, where they are final. What is known is in
+tables (`judged_arguments.py`, `judged_models.py`); an option that is in none must have its default.
 """
 
 from __future__ import annotations
@@ -10,98 +11,29 @@ from collections.abc import Callable
 from typing import Any
 
 from impress_sglang.errors import UnsupportedError
+from impress_sglang.integration.judged_arguments import (
+    HARMLESS,
+    IDENTITY,
+    INERT,
+    RESTRICTED,
+    SUPPORTED_ATTENTION,
+    is_off,
+)
+from impress_sglang.integration.judged_models import (
+    CONFIG_UNSET,
+    ENVIRONMENT,
+    ENVIRONMENT_IDENTITY,
+    LAYER_TYPES,
+    MODEL_UNSET,
+    ROPE_TYPES,
+    ROPE_UNSET,
+)
+from impress_sglang.integration.layers import check_architecture
 
-SUPPORTED_ATTENTION = ("triton", "flashinfer", "torch_native")
 # What is used on a device where nothing is asked for; SGLang's own choice may carry no offset.
 DEFAULT_ATTENTION = {"cpu": "torch_native", "cuda": "triton"}
-SUPPORTED_KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32")
 
 _Check = tuple[Callable[[Any], object], str]
-
-OPTION_CHECKS: tuple[_Check, ...] = (
-    (
-        lambda o: o.disable_radix_cache,
-        "IMPRESS finds prefixes through the radix cache: drop --disable-radix-cache",
-    ),
-    (
-        lambda o: o.enable_hierarchical_cache,
-        "IMPRESS has its own tiers: drop --enable-hierarchical-cache",
-    ),
-    (lambda o: o.enable_lmcache, "IMPRESS has its own tiers: drop --enable-lmcache"),
-    (lambda o: o.enable_flexkv, "IMPRESS has its own tiers: drop --enable-flexkv"),
-    (
-        lambda o: o.enable_unified_cache_external_linker,
-        "IMPRESS has its own tiers: drop --enable-unified-cache-external-linker",
-    ),
-    (
-        lambda o: o.radix_cache_backend not in (None, "impress"),
-        "IMPRESS is a radix cache backend itself: drop --radix-cache-backend",
-    ),
-    (
-        lambda o: o.speculative_algorithm is not None,
-        "IMPRESS does not support speculative decoding: drop --speculative-algorithm",
-    ),
-    (lambda o: o.pp_size > 1, "IMPRESS does not support pipeline parallelism: use --pp-size 1"),
-    (
-        lambda o: o.tp_size > 1,
-        "IMPRESS does not support tensor parallelism yet, because ranks would have to agree on "
-        "every stored prefix: use --tp-size 1",
-    ),
-    (
-        lambda o: o.enable_dp_attention,
-        "IMPRESS does not support DP attention: drop --enable-dp-attention",
-    ),
-    (
-        lambda o: o.dp_size > 1,
-        "IMPRESS does not support data parallelism, whose replicas would share one store: run one "
-        "server per replica, each with its own --impress-ssd-dir",
-    ),
-    (
-        lambda o: o.dcp_size > 1,
-        "IMPRESS does not support decode context parallelism: use --dcp-size 1",
-    ),
-    (
-        lambda o: o.attn_cp_size > 1,
-        "IMPRESS does not support context parallelism: use --attn-cp-size 1",
-    ),
-    (
-        lambda o: o.enable_two_batch_overlap,
-        "IMPRESS does not support two-batch overlap: drop --enable-two-batch-overlap",
-    ),
-    (
-        lambda o: o.enable_pdmux,
-        "IMPRESS does not support PD multiplexing: drop --enable-pdmux",
-    ),
-    (
-        lambda o: o.enable_unified_memory,
-        "IMPRESS writes KVs to slots that do not move: drop --enable-unified-memory",
-    ),
-    (
-        lambda _: _captures_metadata(),
-        "IMPRESS prepares each decode step outside of CUDA graphs: unset "
-        "SGLANG_ENABLE_METADATA_GLUE_GRAPH",
-    ),
-    (
-        lambda o: o.page_size not in (None, 1),
-        "IMPRESS supports page size 1 only: use --page-size 1",
-    ),
-    (
-        lambda o: o.disaggregation_mode not in (None, "null"),
-        "IMPRESS does not support prefill/decode disaggregation: drop --disaggregation-mode",
-    ),
-    (
-        lambda o: bool(o.enable_lora or o.lora_paths),
-        "IMPRESS does not support LoRA yet: drop --enable-lora and --lora-paths",
-    ),
-    (
-        lambda o: o.kv_cache_dtype not in SUPPORTED_KV_DTYPES,
-        "IMPRESS stores KVs in the model's dtype: use --kv-cache-dtype auto",
-    ),
-    (
-        lambda o: o.tokenizer_worker_num > 1,
-        "IMPRESS reports through a single tokenizer process: use --tokenizer-worker-num 1",
-    ),
-)
 
 MODEL_CHECKS: tuple[_Check, ...] = (
     (
@@ -134,7 +66,53 @@ def check_options(options: Any) -> None:
     Raises:
         UnsupportedError: with one sentence for the first option that does not fit.
     """
-    _run(OPTION_CHECKS, options)
+    for name, restriction in RESTRICTED.items():
+        if not restriction.allows(getattr(options, name)):
+            raise UnsupportedError(restriction.sentence)
+    for name, default in option_defaults().items():
+        if name in RESTRICTED or name in IDENTITY | HARMLESS | INERT:
+            continue
+        value = getattr(options, name)
+        if value != default and not (is_off(value) and is_off(default)):
+            flag = name.replace("_", "-")
+            raise UnsupportedError(
+                f"IMPRESS does not know what --{flag} {value} does to stored prefixes: drop "
+                f"--{flag}"
+            )
+
+
+def option_defaults() -> dict[str, Any]:
+    """All fields of SGLang's `ServerArgs` and their defaults, None for one that must be given."""
+    import msgspec
+    from sglang.srt.server_args import ServerArgs
+
+    def default(field: Any) -> Any:
+        if field.default_factory is not msgspec.NODEFAULT:
+            return field.default_factory()
+        return None if field.default is msgspec.NODEFAULT else field.default
+
+    return {field.name: default(field) for field in msgspec.structs.fields(ServerArgs)}
+
+
+def identity_of_options(options: Any) -> dict[str, object]:
+    """The options and environment variables that change KVs, for `model_identity`."""
+    from sglang.srt.environ import envs
+
+    arguments = {f"--{name}": getattr(options, name) for name in IDENTITY}
+    return arguments | {name: getattr(envs, name).get() for name in ENVIRONMENT_IDENTITY}
+
+
+def check_environment() -> None:
+    """Refuse variables of SGLang that change how KVs lie or who checks requests.
+
+    Raises:
+        UnsupportedError: with one sentence that names the variable.
+    """
+    from sglang.srt.environ import envs
+
+    for name, (right, why) in ENVIRONMENT.items():
+        if getattr(envs, name).get() != right:
+            raise UnsupportedError(f"{why}: unset {name}")
 
 
 def check_attention(prefill: str | None, decode: str | None) -> None:
@@ -157,25 +135,36 @@ def check_attention(prefill: str | None, decode: str | None) -> None:
 
 
 def check_model(model_config: Any) -> None:
-    """Refuse models whose attention IMPRESS cannot serve; `model_config` is SGLang's.
+    """Refuse models whose attention is not known to be right; `model_config` is SGLang's.
 
     Raises:
         UnsupportedError: with one sentence for the first reason.
     """
-    _run(MODEL_CHECKS, model_config)
-
-
-def _run(checks: tuple[_Check, ...], subject: Any) -> None:
-    for is_unsupported, sentence in checks:
-        if is_unsupported(subject):
+    for is_unsupported, sentence in MODEL_CHECKS:
+        if is_unsupported(model_config):
             raise UnsupportedError(sentence)
+    config = model_config.hf_text_config
+    for name in model_config.hf_config.architectures or ["a model without a name"]:
+        check_architecture(name)
+    for subject, names in ((config, CONFIG_UNSET), (model_config, MODEL_UNSET)):
+        if found := [name for name in sorted(names) if getattr(subject, name, None)]:
+            raise UnsupportedError(f"IMPRESS does not support models with {found[0]}")
+    unknown = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if unknown:
+        raise UnsupportedError(f"IMPRESS does not know layers of type {', '.join(sorted(unknown))}")
+    _check_rope(config)
 
 
-def _captures_metadata() -> bool:
-    from sglang.srt.environ import envs
-
-    captures: bool = envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get()
-    return captures
+def _check_rope(config: Any) -> None:
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = getattr(config, name, None) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        nested = [key for key, value in rope.items() if isinstance(value, dict)]
+        if kind not in ROPE_TYPES or nested or ROPE_UNSET & rope.keys():
+            raise UnsupportedError(
+                f"IMPRESS needs positions that count tokens, and knows RoPE of types "
+                f"{', '.join(sorted(ROPE_TYPES))}; this model has {rope}"
+            )
 
 
 def _has_linear_layers(model_config: Any) -> bool:

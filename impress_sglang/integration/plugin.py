@@ -21,56 +21,40 @@ from impress_sglang.integration.flags import (
     config_from_arguments,
     config_of,
 )
+from impress_sglang.integration.hooks import Hook, check_in_place, register
 
 BACKEND_NAME = "impress"
 _T = TypeVar("_T")
 
 
 def activate() -> None:
-    """Register flags, hooks and the tree cache; called by SGLang in every process."""
+    """Register flags, hooks and the tree cache; called by SGLang in every process.
+
+    Hooks come last: if anything before them fails, there are no flags, and the server that was
+    asked for IMPRESS does not start without it.
+    """
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hooks = (
-        ("srt.server_args.ServerArgs.add_cli_args", _after_add_cli_args, HookType.AFTER),
-        ("srt.server_args.ServerArgs.from_cli_args", _after_from_cli_args, HookType.AFTER),
-        (
-            "srt.layers.attention.attention_registry.attn_backend_wrapper",
-            _after_backend_wrapper,
-            HookType.AFTER,
-        ),
-        ("srt.model_executor.model_runner.ModelRunner.load_model", _before_load, HookType.BEFORE),
-        (
-            "srt.model_executor.forward_batch_info.ForwardBatch.init_new",
-            _after_batch,
-            HookType.AFTER,
-        ),
-        ("srt.sampling.sampling_params.SamplingParams.verify", _before_verify, HookType.BEFORE),
-        ("srt.managers.scheduler.Scheduler._prefetch_kvcache", _after_queued, HookType.AFTER),
-        ("srt.managers.scheduler.Scheduler.run_batch", _after_pass, HookType.AFTER),
-        ("srt.managers.scheduler.Scheduler.get_internal_state", _after_state, HookType.AFTER),
-        ("srt.managers.scheduler.Scheduler.set_internal_state", _around_order, HookType.AROUND),
-        (
-            "srt.managers.tokenizer_manager.TokenizerManager._accumulate_request_meta_info",
-            _around_meta_info,
-            HookType.AROUND,
-        ),
-        (
-            "srt.entrypoints.http_server._setup_and_run_http_server",
-            _before_http_server,
-            HookType.BEFORE,
-        ),
-    )
-    for target, hook, kind in hooks:
-        HookRegistry.register(f"sglang.{target}", hook, kind)
+    register_radix_cache_backend(BACKEND_NAME, _make_tree_cache)
     register_resolution_hook("handle_attention_backend_compatibility")(_resolve_attention)
     register_resolution_hook("handle_cache_compatibility")(_resolve_cache)
-    register_radix_cache_backend(BACKEND_NAME, _make_tree_cache)
+    register(HOOKS)
+
+
+class _Enable(argparse.Action):
+    """`--enable-impress`: looks at once whether what it needs is there.
+
+    Later would be too late: it is a hook, too, that keeps what was parsed.
+    """
+
+    def __call__(self, parser: Any, namespace: Any, *_: Any) -> None:
+        _or_exit(_check_seams)
+        setattr(namespace, self.dest, True)
 
 
 def _after_add_cli_args(result: Any, parser: argparse.ArgumentParser) -> None:
-    add_flags(parser)
+    add_flags(parser, _Enable)
 
 
 def _after_from_cli_args(server_args: Any, *arguments: Any) -> Any:
@@ -79,7 +63,6 @@ def _after_from_cli_args(server_args: Any, *arguments: Any) -> Any:
     def configure() -> ImpressConfig | None:
         config = config_from_arguments(args)
         if config is not None:
-            check_sglang()
             _require_writable(config)
         return config
 
@@ -97,11 +80,8 @@ def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> Non
         return
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
 
-    from impress_sglang.integration.guards import (
-        DEFAULT_ATTENTION,
-        SUPPORTED_ATTENTION,
-        check_attention,
-    )
+    from impress_sglang.integration.guards import DEFAULT_ATTENTION, check_attention
+    from impress_sglang.integration.judged_arguments import SUPPORTED_ATTENTION
 
     # What was asked for, which declarations do not change.
     asked = (
@@ -150,12 +130,17 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
 
     def check() -> None:
-        from impress_sglang.integration.guards import check_model, check_options
+        from impress_sglang.integration.guards import (
+            check_environment,
+            check_model,
+            check_options,
+        )
 
         config = config_of(server_args)
         assert config is not None
-        check_sglang()
+        _check_seams()
         _require_writable(config)
+        check_environment()
         check_options(resolved_view(server_args))
         check_model(_model_config(server_args))
 
@@ -204,6 +189,7 @@ def _make_tree_cache(context: Any) -> Any:
     config = config_of(context.server_args)
     if config is None:
         raise UnsupportedError("--radix-cache-backend impress needs --enable-impress")
+    _check_seams()
     return make_tree_cache(context, config)
 
 
@@ -253,6 +239,12 @@ def _before_http_server(server_args: Any, *_: Any, **__: Any) -> None:
         add_routes()
 
 
+def _check_seams() -> None:
+    """See that SGLang is the one that is known, and that all hooks are in place in this process."""
+    check_sglang()
+    check_in_place(HOOKS)
+
+
 def _model_config(server_args: Any) -> Any:
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
@@ -279,3 +271,35 @@ def _or_exit(action: Callable[[], _T]) -> _T:
     except ImpressError as error:
         print(f"sglang: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+HOOKS = (
+    Hook("sglang.srt.server_args.ServerArgs.add_cli_args", _after_add_cli_args, "after"),
+    Hook("sglang.srt.server_args.ServerArgs.from_cli_args", _after_from_cli_args, "after"),
+    Hook(
+        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+        _after_backend_wrapper,
+        "after",
+    ),
+    Hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _before_load, "before"),
+    Hook(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        _after_batch,
+        "after",
+    ),
+    Hook("sglang.srt.sampling.sampling_params.SamplingParams.verify", _before_verify, "before"),
+    Hook("sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache", _after_queued, "after"),
+    Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", _after_pass, "after"),
+    Hook("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _after_state, "after"),
+    Hook("sglang.srt.managers.scheduler.Scheduler.set_internal_state", _around_order, "around"),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._accumulate_request_meta_info",
+        _around_meta_info,
+        "around",
+    ),
+    Hook(
+        "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+        _before_http_server,
+        "before",
+    ),
+)

@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.integration.eligibility import serve_refusal, store_refusal
 from impress_sglang.integration.eviction import ScoreEviction
 from impress_sglang.integration.pool import PoolLayerReader
 from impress_sglang.integration.request import (
@@ -159,6 +160,7 @@ class ImpressRadixCache(RadixCache):
             return resident
         self._requests[req.rid] = req
         report = new_report(self._runtime.policy.name, resident.device_prefix_len)
+        report.update(not_served=serve_refusal(req), not_stored=store_refusal(req))
         req.customized_info = {REPORT_KEY: [report]}
         match = self._find_stored(params.key, req)
         if self._score_eviction is not None and req.rid not in self._counted:
@@ -371,7 +373,7 @@ class ImpressRadixCache(RadixCache):
 
     def _find_stored(self, key: RadixKey, req: Any) -> StoredMatch:
         policy, config = self._runtime.policy, self._runtime.config
-        if req.rid in self._declined or not policy.stores:
+        if req.rid in self._declined or not policy.stores or serve_refusal(req) is not None:
             return StoredMatch()
         own = requested_retention(req.sampling_params, config)
         retention = config.usual_retention if own is None else own
@@ -549,13 +551,15 @@ class ImpressRadixCache(RadixCache):
             self._held_tokens += len(slots)
 
     def _wants(self, req: Any, num_tokens: int) -> bool:
-        """Whether a prefix is long enough, and the pool can spare its slots for a while.
+        """Whether a request may be stored, is long enough, and the pool can spare its slots.
 
         Writes hold at most half of the pool, or a single long prefix. What was refused once for
         want of space is not offered again by the same request.
         """
         runtime = self._runtime
         if not runtime.policy.stores or num_tokens < runtime.config.min_prefix_tokens:
+            return False
+        if store_refusal(req) is not None:
             return False
         spare = self.token_to_kv_pool_allocator.size // 2 - self._writing_tokens
         fits = self._writing_tokens == 0 or num_tokens <= spare

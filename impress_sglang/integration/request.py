@@ -131,7 +131,8 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
 
     `prefetched` says that reading began while the request waited. `path` is computed, device or ssd
     (a stored prefix, whichever tier its chunks were in); lengths are in tokens, times in
-    milliseconds; the counters of reads are those of `ReadStats`.
+    milliseconds; the counters of reads are those of `ReadStats`. `not_served` and `not_stored` are
+    what keeps a request from the store (`eligibility.py`).
 
     `probe_ms` and `load_ms` are the host's time. On an accelerator that includes waiting for the
     device, which may still be computing the layers before.
@@ -158,6 +159,8 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
         "retention": None,
         "estimated_load_ms": None,
         "estimated_recompute_ms": None,
+        "not_served": None,
+        "not_stored": None,
     }
 
 

@@ -45,6 +45,8 @@ class RequestTotals:
     requests_failed: int = 0
     requests_declined: int = 0
     requests_prefetched: int = 0
+    requests_not_served: dict[str, int] = dataclasses.field(default_factory=dict)
+    requests_not_stored: dict[str, int] = dataclasses.field(default_factory=dict)
     prefix_tokens: int = 0
     used_tokens: int = 0
     ssd_bytes: int = 0
@@ -76,6 +78,8 @@ class RequestTotals:
         self.requests_recomputed += bool(report["recomputed"])
         self.requests_prefetched += bool(report["prefetched"])
         self.requests_declined += report["decision"] == "recompute"
+        for use in ("not_served", "not_stored"):
+            _count(getattr(self, f"requests_{use}"), report[use])
         for field in dataclasses.fields(self):
             if not field.name.startswith("requests"):
                 setattr(self, field.name, getattr(self, field.name) + report[field.name])
@@ -87,6 +91,11 @@ class SelectionObserver(Protocol):
     def selected(self, shape: KVShape, layer: int, request: PrefixRequest, tokens: Tensor) -> None:
         """A layer of a request is loaded: int64 `tokens` [lanes, u] of its prefix, on the CPU."""
         ...
+
+
+def _count(reasons: dict[str, int], reason: str | None) -> None:
+    if reason is not None:
+        reasons[reason] = reasons.get(reason, 0) + 1
 
 
 class ServingRuntime:

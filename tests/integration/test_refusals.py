@@ -7,6 +7,7 @@ other process; one case goes through the real command.
 from __future__ import annotations
 
 import json
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from typing import Any
 import pytest
 
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.integration import compat, guards
+from impress_sglang.integration import compat, guards, hooks, judged_arguments, plugin
+from impress_sglang.integration.hooks import Hook
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -136,6 +138,12 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
             "--cuda-graph-backend-prefill breakable",
         ),
         (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
+        (["--enable-torch-compile"], "--enable-torch-compile"),
+        (["--enable-streaming-session"], "--enable-streaming-session"),
+        (["--cpu-offload-gb=4"], "--cpu-offload-gb"),
+        (["--enable-memory-saver"], "--enable-memory-saver"),
+        (["--model-impl=transformers"], "--model-impl"),
+        (["--forward-hooks=[{}]"], "--forward-hooks"),
         (["--radix-cache-backend=flexkv"], "--radix-cache-backend"),
     ],
 )
@@ -199,6 +207,7 @@ MLA = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 HYBRID = {
     **LLAMA,
     "architectures": ["Qwen3NextForCausalLM"],
@@ -220,8 +229,17 @@ HYBRID = {
         (GEMMA, "sliding-window"),
         (MLA, "MLA"),
         (HYBRID, "hybrid"),
+        ({**LLAMA, "architectures": ["BaichuanForCausalLM"]}, "how BaichuanForCausalLM attends"),
+        ({**LLAMA, "layer_types": ["chunked_attention"]}, "layers of type chunked_attention"),
+        ({**LLAMA, "attention_chunk_size": 64}, "attention_chunk_size"),
+        ({**LLAMA, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({**LLAMA, "rope_scaling": LONG_ROPE}, "longrope"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1]}}, "mrope"),
     ],
-    ids=["mistral", "temperature", "gemma2", "deepseek", "qwen3-next"],
+    ids=[
+        *("mistral", "temperature", "gemma2", "deepseek", "qwen3-next", "baichuan"),
+        *("layer-types", "chunks", "soft-cap", "longrope", "mrope"),
+    ],
 )
 def test_models(tmp_path: Path, config: dict[str, Any], word: str) -> None:
     from sglang.srt.configs.model_config import ModelConfig
@@ -238,7 +256,8 @@ def test_model_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path:
 
 def test_speculative_decoding() -> None:
     """SGLang itself refuses most of these on a CPU, before it asks us."""
-    assert any("speculative" in sentence for _, sentence in guards.OPTION_CHECKS)
+    restriction = judged_arguments.RESTRICTED["speculative_algorithm"]
+    assert not restriction.allows("EAGLE") and "speculative" in restriction.sentence
 
 
 def test_unsupported_sglang(
@@ -254,9 +273,47 @@ def test_missing_name_in_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         compat.check_sglang()
 
 
-def test_all_hooked_names_exist() -> None:
-    """A hook on a name that is gone would only be logged."""
-    assert [name for name in compat.HOOKED_NAMES if not compat._exists(name)] == []
+def test_hook_that_cannot_be_applied(
+    capsys: pytest.CaptureFixture[str], llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang only logs it, so we look ourselves, and name it."""
+    gone = Hook("sglang.srt.managers.scheduler.Scheduler.no_such_method", test_models, "after")
+    monkeypatch.setattr(plugin, "HOOKS", (*plugin.HOOKS, gone))
+    assert "no_such_method" in refusal(capsys, llama)
+
+
+@pytest.mark.parametrize("hook", plugin.HOOKS, ids=lambda hook: hook.target.rpartition(".")[2])
+def test_every_hook_is_looked_for(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another plugin that replaces a function leaves our hook out of it."""
+    hooks.check_in_place(plugin.HOOKS)
+    holder, _, name = hook.target.rpartition(".")
+    monkeypatch.setattr(pkgutil.resolve_name(holder), name, lambda *_, **__: None)
+    with pytest.raises(UnsupportedError, match=name):
+        hooks.check_in_place(plugin.HOOKS)
+
+
+def test_hook_below_that_of_another_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
+
+    theirs = _wrap_fn(Scheduler.get_internal_state, lambda result, *_: None, HookType.AFTER)
+    monkeypatch.setattr(Scheduler, "get_internal_state", theirs)
+    hooks.check_in_place(plugin.HOOKS)
+
+
+def test_scheduler_looks_for_hooks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The tree factory runs in the scheduler's process, whose hooks are its own."""
+    from types import SimpleNamespace
+
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from impress_sglang.config import ImpressConfig
+    from impress_sglang.integration.flags import CONFIG_ATTRIBUTE
+
+    monkeypatch.setattr(Scheduler, "_prefetch_kvcache", lambda *_: None)
+    server_args = SimpleNamespace(**{CONFIG_ATTRIBUTE: ImpressConfig(ssd_dir=str(tmp_path))})
+    with pytest.raises(UnsupportedError, match="_prefetch_kvcache"):
+        plugin._make_tree_cache(SimpleNamespace(server_args=server_args))
 
 
 def test_attention_hook_not_in_place(tmp_path: Path) -> None:

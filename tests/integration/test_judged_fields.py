@@ -1,0 +1,247 @@
+"""Every field of SGLang that could matter is judged, and nothing that is judged is gone.
+
+The fields come from SGLang's own classes, so that a field of another version fails here until
+somebody has judged it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import re
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import sglang.srt.models
+from sglang.srt import environ
+from sglang.srt.configs import model_config as sglang_model_config
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.managers import io_struct, scheduler
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.integration import guards, judged, judged_arguments, judged_models
+
+# Environment variables that may have to do with how KVs are made or lie.
+TELLING = re.compile(
+    "KVCACHE|KV_CACHE|ROPE|ATTN|ATTENTION|EXTERNAL_MODEL|RUST_SERVER|TF32|DETERMIN|BATCH_INV|"
+    "BREAKABLE|GLUE|POST_CAPTURE"
+)
+PLAIN_LAYER = {"num_heads", "head_dim", "scaling", "num_kv_heads", "layer_id", "quant_config"}
+
+
+def struct_fields(cls: type) -> set[str]:
+    if dataclasses.is_dataclass(cls):
+        return {field.name for field in dataclasses.fields(cls)}
+    return {field.name for field in msgspec.structs.fields(cls)}
+
+
+def own_attributes(cls: type) -> set[str]:
+    """What the methods of a class and of its bases set on `self`, and what a class declares."""
+    found = set()
+    for base in cls.__mro__:
+        if base.__module__.startswith("sglang"):
+            found |= attributes_set(textwrap.dedent(inspect.getsource(base)))
+            found |= set(vars(base).get("__annotations__", ()))
+    return found
+
+
+def attributes_set(source: str) -> set[str]:
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute))
+    return {
+        node.attr
+        for node in nodes
+        if isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def dispatched() -> set[str]:
+    """The messages in the table of the scheduler's dispatcher."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(scheduler.Scheduler)))
+    tables = [
+        node.args[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "TypeBasedDispatcher"
+    ]
+    assert len(tables) == 1 and isinstance(tables[0], ast.List)
+    rows = tables[0].elts
+    return {row.elts[0].id for row in rows}  # type: ignore[attr-defined]
+
+
+def assert_judged(fields: Iterable[str], known: Iterable[str]) -> None:
+    fields, known = set(fields), set(known)
+    assert not fields - known, f"nobody has judged {sorted(fields - known)}"
+    assert not known - fields, f"judged, but gone: {sorted(known - fields)}"
+
+
+def assert_disjoint(*tables: Iterable[str]) -> None:
+    for one, other in itertools.combinations(map(set, tables), 2):
+        assert not one & other
+
+
+def test_request() -> None:
+    assert_judged(own_attributes(Req), judged.REQUEST_FIELDS)
+    assert_disjoint(
+        judged.REQUEST_NAMESPACE,
+        judged.REQUEST_GUARDS,
+        judged.REQUEST_HARMLESS,
+        judged.REQUEST_BOOKKEEPING,
+    )
+
+
+def test_request_parameters() -> None:
+    """What a request is made of becomes a field that is judged."""
+    becomes = {
+        "top_logprobs_num": "logprob",
+        "token_ids_logprob": "logprob",
+        "disagg_mode": "time_stats",
+    }
+    parameters = inspect.signature(Req.__init__).parameters.keys() - {"self", "origin_input_text"}
+    assert {becomes.get(name, name) for name in parameters} <= judged.REQUEST_FIELDS
+
+
+def test_sampling_params() -> None:
+    known = judged.SAMPLING_HARMLESS | judged.SAMPLING_GUARDS.keys()
+    assert_judged(struct_fields(SamplingParams), known)
+    assert_disjoint(judged.SAMPLING_HARMLESS, judged.SAMPLING_GUARDS)
+
+
+def test_messages_of_requests() -> None:
+    fields = struct_fields(io_struct.TokenizedGenerateReqInput)
+    fields |= struct_fields(io_struct.TokenizedEmbeddingReqInput)
+    assert_judged(fields, judged.MESSAGE_BECOMES.keys() | judged.MESSAGE_HARMLESS)
+    assert_disjoint(judged.MESSAGE_BECOMES, judged.MESSAGE_HARMLESS)
+    assert set(judged.MESSAGE_BECOMES.values()) <= judged.REQUEST_FIELDS
+    assert_judged(struct_fields(io_struct.SessionParams), judged.SESSION_HARMLESS)
+
+
+def test_scheduler_messages() -> None:
+    tables = (judged.MESSAGES_OF_REQUESTS, judged.MESSAGES_OF_WEIGHTS, judged.MESSAGES_HARMLESS)
+    assert_judged(dispatched(), frozenset().union(*tables))
+    assert_disjoint(*tables)
+
+
+def test_server_arguments() -> None:
+    assert_judged(struct_fields(ServerArgs), judged_arguments.ARGUMENTS)
+    assert_disjoint(
+        judged_arguments.RESTRICTED,
+        judged_arguments.OFF,
+        judged_arguments.AT_DEFAULT,
+        judged_arguments.IDENTITY,
+        judged_arguments.HARMLESS,
+        judged_arguments.INERT,
+    )
+
+
+def test_attention_layers() -> None:
+    parameters = inspect.signature(RadixAttention.__init__).parameters.keys() - {"self"}
+    becomes = {judged_models.LAYER_PARAMETERS.get(name, name) for name in parameters}
+    assert becomes <= judged_models.LAYER_ATTRIBUTES
+    assert_judged(own_attributes(RadixAttention), judged_models.LAYER_ATTRIBUTES)
+
+
+def test_environment() -> None:
+    telling = {name for name in vars(environ.Envs) if TELLING.search(name)}
+    known = (
+        judged_models.ENVIRONMENT.keys()
+        | judged_models.ENVIRONMENT_IDENTITY
+        | judged_models.ENVIRONMENT_HARMLESS
+    )
+    assert_judged(telling, known)
+    guards.check_environment()
+
+
+def test_model_config() -> None:
+    """The attributes of SGLang's model configuration that have to be unset do exist."""
+    assert own_attributes(sglang_model_config.ModelConfig) >= judged_models.MODEL_UNSET
+
+
+@pytest.mark.parametrize("file", judged_models.ARCHITECTURES_BY_FILE)
+def test_architecture(file: str) -> None:
+    """Each known class makes plain attention layers and calls them with nothing but q, k and v."""
+    source = (Path(sglang.srt.models.__path__[0]) / f"{file}.py").read_text()
+    tree = ast.parse(source)
+    entry = [
+        ast.unparse(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EntryClass"
+    ]
+    assert set(re.findall(r"\w+", entry[0])) >= judged_models.ARCHITECTURES_BY_FILE[file]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for call in calls:
+        names = {keyword.arg for keyword in call.keywords}
+        if ast.unparse(call.func) == "RadixAttention":
+            assert names <= PLAIN_LAYER | {"prefix"}
+        if ast.unparse(call.func) == "self.attn" and len(call.args) > 1:
+            assert names <= {"forward_batch", "save_kv_cache"}
+    for word in ("alibi", "sinks", "k_rope", "cross_attn"):
+        assert word not in source, word
+
+
+def test_unjudged_fields_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a field that is added, or taken away, fails each kind of enumeration."""
+    source = inspect.getsource(Req)
+    added = source.replace("self.rid = rid", "self.rid = rid\n        self.teleport = True")
+    with pytest.raises(AssertionError, match="teleport"):
+        assert_judged(attributes_set(added), judged.REQUEST_FIELDS)
+
+    class Later(SamplingParams, kw_only=True):  # type: ignore[call-arg]
+        teleport: bool = False
+
+    with pytest.raises(AssertionError, match="teleport"):
+        assert_judged(struct_fields(Later), struct_fields(SamplingParams))
+    with pytest.raises(AssertionError, match=r"gone.*teleport"):
+        assert_judged(struct_fields(SamplingParams), struct_fields(Later))
+    monkeypatch.setattr(io_struct, "TokenizedEmbeddingReqInput", Later)
+    with pytest.raises(AssertionError, match="nobody has judged"):
+        test_messages_of_requests()
+
+
+def test_unjudged_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At start, too: an option that no table knows must have its default."""
+    defaults = guards.option_defaults()
+    view = SimpleNamespace(**{**defaults, "device": "cpu"})
+    guards.check_options(view)
+    monkeypatch.setattr(guards, "HARMLESS", judged_arguments.HARMLESS - {"stream_interval"})
+    guards.check_options(view)
+    view.stream_interval = 7
+    with pytest.raises(UnsupportedError, match="--stream-interval 7"):
+        guards.check_options(view)
+
+
+@pytest.mark.parametrize("name", sorted(judged_arguments.AT_DEFAULT | judged_arguments.OFF))
+def test_switches_of_what_is_unknown(name: str) -> None:
+    view = SimpleNamespace(**{**guards.option_defaults(), "device": "cpu", name: "on"})
+    with pytest.raises(UnsupportedError, match=name.replace("_", "-")):
+        guards.check_options(view)
+
+
+def test_options_that_change_kvs_are_part_of_the_identity() -> None:
+    defaults = guards.option_defaults()
+    plain = guards.identity_of_options(SimpleNamespace(**defaults))
+    for name in judged_arguments.IDENTITY:
+        other = guards.identity_of_options(SimpleNamespace(**{**defaults, name: "other"}))
+        assert other != plain
+
+
+def test_overrides_of_the_model_are_part_of_the_identity(tmp_path: Path) -> None:
+    """--json-model-override-args changes RoPE, say, and is in no weight."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from impress_sglang.integration.factory import _architecture
+    from tests.integration.test_refusals import LLAMA, write_config
+
+    path = str(write_config(tmp_path, LLAMA))
+    plain = _architecture(ModelConfig(path).hf_text_config)
+    changed = ModelConfig(path, model_override_args='{"rope_theta": 5e5, "rms_norm_eps": 0.1}')
+    assert _architecture(changed.hf_text_config) != plain

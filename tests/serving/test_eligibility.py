@@ -1,0 +1,187 @@
+"""Requests whose KVs are not those of their tokens leave nothing behind and are served nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.compare import Answer, assert_same, paths, report
+from tests.serving.conftest import impress_flags
+from tests.serving.harness import Server, Zygote, running
+from tests.serving.tiny_models import random_tokens
+
+TOLERANCE = 1e-4
+PLACEHOLDER = 999
+HIDDEN = 128
+OVERRIDE = {
+    "query_embed_overrides": [[3.0 * (-1) ** j for j in range(HIDDEN)]] * 300,
+    "embed_override_token_id": PLACEHOLDER,
+}
+
+
+@pytest.fixture(scope="module")
+def exact(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
+    flags = ("--impress-retention=1.0", "--impress-min-prefix-tokens=64")
+    with running(
+        tiny_llama,
+        workdir / "eligibility.log",
+        *impress_flags(workdir / "store-eligibility", *flags, "--max-total-tokens=60000"),
+        zygote=zygote,
+    ) as server:
+        yield server
+        server.assert_quiet()
+
+
+@pytest.fixture(autouse=True)
+def _stays_whole(exact: Server) -> Iterator[None]:
+    yield
+    stats = exact.stats()
+    assert stats["integrity"] == "ok"
+    assert stats["requests_live"] == 0
+
+
+def score(server: Server, query: list[int], **fields: Any) -> list[float]:
+    """How likely two labels are after a query, compared to each other."""
+    labels = {"label_token_ids": [11, 12], "apply_softmax": True, "model": "m"}
+    response = server.post("/v1/score", query=query, items=[[7]], **labels, **fields)
+    response.raise_for_status()
+    scores: list[float] = response.json()["scores"][0]
+    return scores
+
+
+def with_placeholders(seed: int) -> list[int]:
+    """700 tokens, of which 300 near the end stand for embeddings."""
+    tokens = [token % PLACEHOLDER for token in random_tokens(700, seed)]
+    tokens[395:695] = [PLACEHOLDER] * 300
+    return tokens
+
+
+def segments(server: Server) -> int:
+    """How many segments are published; a flush waits for what is being written."""
+    server.flush()
+    return len(list(Path(server.stats()["store"]["directory"]).glob("segments/*/*.kv")))
+
+
+def test_embedding_overrides_do_not_poison_the_store(stock: Server, exact: Server) -> None:
+    """The same token ids with other embeddings: nothing is stored for those who come later."""
+    queries = [with_placeholders(500 + i) for i in range(5)]
+    before = segments(exact)
+    for query in queries:
+        plain = score(stock, query)
+        overridden = score(stock, query, **OVERRIDE)
+        assert plain != pytest.approx(overridden, abs=1e-3), "the control: overrides matter"
+        assert score(exact, query, **OVERRIDE) == pytest.approx(overridden, abs=TOLERANCE)
+    assert segments(exact) == before
+    expected = [stock.generate(query, 16, return_logprob=True) for query in queries]
+    actual = [exact.generate(query, 16, return_logprob=True) for query in queries]
+    assert_same(expected, actual, TOLERANCE)
+    assert paths(actual) == ["computed"] * 5
+    assert segments(exact) == before + 5, "the control: plain requests are stored"
+    again = [exact.generate(query, 16, return_logprob=True) for query in queries]
+    assert_same(expected, again, TOLERANCE)
+    assert paths(again) == ["ssd"] * 5
+
+
+def test_stored_prefixes_are_not_served_to_overrides(stock: Server, exact: Server) -> None:
+    query = with_placeholders(510)
+    exact.generate(query, 1)
+    exact.flush()
+    before = exact.stats()["totals"]
+    expected = score(stock, query, **OVERRIDE)
+    assert score(exact, query, **OVERRIDE) == pytest.approx(expected, abs=TOLERANCE)
+    totals = exact.stats()["totals"]
+    assert totals["requests_ssd"] == before["requests_ssd"]
+    for use in ("requests_not_served", "requests_not_stored"):
+        refused = totals[use]["positional_embed_overrides"]
+        assert refused == 1 + before[use].get("positional_embed_overrides", 0)
+
+
+def test_plain_scores_are_stored_and_served(stock: Server, exact: Server) -> None:
+    query = random_tokens(600, seed=520)
+    expected = score(stock, query)
+    before = segments(exact)
+    assert score(exact, query) == pytest.approx(expected, abs=TOLERANCE)
+    assert segments(exact) == before + 1
+    served = exact.stats()["totals"]["requests_ssd"]
+    assert score(exact, query) == pytest.approx(expected, abs=TOLERANCE)
+    assert exact.stats()["totals"]["requests_ssd"] == served + 1
+
+
+def test_beam_search_does_without_the_store(stock: Server, exact: Server) -> None:
+    prompt = random_tokens(600, seed=530)
+    exact.generate(prompt, 1)
+    before = segments(exact)
+    beam = {"sampling_params": {"beam_width": 2, "n": 2}}
+    wanted, got = (answers(server.generate(prompt, 8, **beam)) for server in (stock, exact))
+    assert [a["output_ids"] for a in got] == [a["output_ids"] for a in wanted]
+    assert segments(exact) == before
+    assert exact.stats()["totals"]["requests_not_served"]["beam_group"]
+
+
+def answers(answer: Answer | list[Answer]) -> list[Answer]:
+    return answer if isinstance(answer, list) else [answer]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampling_params": {"n": 2}},
+        {"return_logprob": True, "top_logprobs_num": 3},
+        {"return_logprob": True, "logprob_start_len": 300},
+        {"sampling_params": {"frequency_penalty": 0.7, "repetition_penalty": 1.3}},
+        {"sampling_params": {"logit_bias": {"5": 4.0}, "stop_token_ids": [5], "ignore_eos": False}},
+        {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True},
+        {"priority": None, "routing_key": "a", "session_id": "nobody"},
+    ],
+    ids=["n", "top-logprobs", "start-len", "penalties", "bias", "prefill-only", "routing"],
+)
+def test_harmless_fields_keep_the_store(
+    stock: Server, exact: Server, fields: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    prompt = random_tokens(500, seed=len(request.node.name) + 540)
+    exact.generate(prompt, 1)
+    exact.flush()
+    before = exact.stats()["totals"]
+    expected = answers(stock.generate(prompt, 8, **fields))
+    actual = answers(exact.generate(prompt, 8, **fields))
+    assert [a.get("output_ids") for a in actual] == [a.get("output_ids") for a in expected]
+    # Of several samples the first brings the prefix back, and it has no answer of its own.
+    totals = exact.stats()["totals"]
+    assert totals["requests_ssd"] == before["requests_ssd"] + 1
+    assert totals["requests_computed"] == before["requests_computed"]
+    assert totals["requests_not_served"] == before["requests_not_served"]
+    assert totals["requests_not_stored"] == before["requests_not_stored"]
+
+
+def test_reports_say_what_stood_against_the_store(exact: Server) -> None:
+    said = report(exact.generate(random_tokens(100, seed=550), 1))
+    assert said["not_served"] is None and said["not_stored"] is None
+
+
+def test_turns_of_a_session(stock: Server, exact: Server) -> None:
+    """A session only puts the prompt together; its ids are in the key."""
+    turns = [random_tokens(400, seed=560), random_tokens(60, seed=561)]
+    outputs = []
+    for server in (stock, exact):
+        opened = server.post("/open_session", capacity_of_str_len=100000)
+        opened.raise_for_status()
+        session: dict[str, Any] = {"id": opened.json(), "rid": None}
+        said = []
+        for turn in turns:
+            answer = server.generate(turn, 8, session_params=session)
+            session["rid"] = answer["meta_info"]["id"]
+            said.append(answer)
+            server.flush()
+        outputs.append(said)
+    assert [a["output_ids"] for a in outputs[1]] == [a["output_ids"] for a in outputs[0]]
+    assert paths(outputs[1]) == ["computed", "ssd"]
+
+
+def test_ordinary_requests_are_all_judged(exact: Server) -> None:
+    """No request of this file carried an attribute that nobody judged."""
+    totals = exact.stats()["totals"]
+    for use in ("requests_not_served", "requests_not_stored"):
+        assert not [reason for reason in totals[use] if reason.startswith("unjudged")]
