@@ -13,6 +13,22 @@ from impress_sglang.errors import UnsupportedError
 
 SUPPORTED_SGLANG = ("0.5.23",)
 
+WEIGHT_UPDATER = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+)
+# Its handlers of messages that change weights, or take them or the pool away and bring them back.
+WEIGHT_HANDLERS = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "begin_weight_update",
+    "end_weight_update",
+    "release_memory_occupation",
+    "resume_memory_occupation",
+    "check_weights",
+)
+
 HOOKED_NAMES = (
     "sglang.srt.server_args.ServerArgs.add_cli_args",
     "sglang.srt.server_args.ServerArgs.from_cli_args",
@@ -24,6 +40,7 @@ HOOKED_NAMES = (
     "sglang.srt.managers.scheduler.Scheduler.set_internal_state",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._accumulate_request_meta_info",
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+    *(f"{WEIGHT_UPDATER}.{name}" for name in WEIGHT_HANDLERS),
 )
 
 RELIED_ON = (
@@ -31,6 +48,7 @@ RELIED_ON = (
     "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook",
     "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
     "sglang.srt.layers.rotary_embedding.base._is_cpu",
+    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc_rows",
     "sglang.srt.mem_cache.radix_cache.RadixCache._insert_cache",
     "sglang.srt.mem_cache.radix_cache.RadixCache.path_device_indices",
     "sglang.srt.mem_cache.registry.register_radix_cache_backend",

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.identify import stored_probe
 from impress_sglang.integration.attention import PrefixAttention
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.runtime import ServingRuntime
+from impress_sglang.integration.weights import check_hooks
 from impress_sglang.management.identity import model_identity, weights_digest
 from impress_sglang.management.policies import make_policy
 from impress_sglang.storage.layout import KVShape
@@ -26,8 +30,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     """The tree cache for SGLang's `TreeCacheBuildContext`.
 
     Raises:
-        UnsupportedError: the attention backend is not ours, so that sink rows would be read wrong,
-            or a kernel for this model does not fit into the GPU.
+        UnsupportedError: a hook is missing, so that sink rows would be read wrong or new weights
+            not be noticed, or a kernel for this model does not fit into the GPU.
         ConfigError: a directory cannot be written, or the caches do not fit in memory.
         StoreInUseError: another server uses it for the same model.
     """
@@ -39,6 +43,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
             "so prefixes would be read wrong; check that no other plugin replaces "
             "attn_backend_wrapper, and that SGLANG_PLUGINS includes impress"
         )
+    check_hooks()
     shape = kv_shape(runner, config)
     if config.identify == "paper" and not shape.other_kv_heads:
         logger.warning(
@@ -49,7 +54,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
 
     def identify() -> str:
         return model_identity(
-            weights=weights_digest(runner.model.named_parameters()),
+            weights=weights_digest(kv_tensors(runner.model)),
             architecture=_architecture(runner.model_config.hf_text_config),
             shape=shape,
             tp_rank=context.tp_rank,
@@ -67,6 +72,17 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     runtime = ServingRuntime(config, shape, identify(), device, hidden_size)
     backend.connect(runtime)
     return ImpressRadixCache(context.params, runtime, identify, runner.forward_stream)
+
+
+def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """What of a model changes its KVs: its parameters, and the buffers that are saved with it.
+
+    Other buffers are made from the configuration, which counts by itself. While SGLang serves, it
+    gives some of them (rotary tables) another dtype or length, without effect on KVs.
+    """
+    saved = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+    return [*model.named_parameters(), *buffers]
 
 
 def kv_shape(runner: Any, config: ImpressConfig) -> KVShape:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError, UnsupportedError
-from impress_sglang.integration.compat import check_sglang
+from impress_sglang.integration.compat import WEIGHT_HANDLERS, WEIGHT_UPDATER, check_sglang
 from impress_sglang.integration.flags import (
     CONFIG_ATTRIBUTE,
     FROM_CLI_ATTRIBUTE,
@@ -63,6 +63,8 @@ def activate() -> None:
     )
     for target, hook, kind in hooks:
         HookRegistry.register(f"sglang.{target}", hook, kind)
+    for name in WEIGHT_HANDLERS:
+        HookRegistry.register(f"{WEIGHT_UPDATER}.{name}", _around_weights, HookType.AROUND)
     register_resolution_hook("handle_attention_backend_compatibility")(_resolve_attention)
     register_resolution_hook("handle_cache_compatibility")(_resolve_cache)
     register_radix_cache_backend(BACKEND_NAME, _make_tree_cache)
@@ -224,6 +226,12 @@ def _around_order(original: Callable[..., Any], *arguments: Any) -> Any:
     from impress_sglang.integration.reporting import take_order
 
     return take_order(original, *arguments)
+
+
+def _around_weights(original: Callable[..., Any], *arguments: Any) -> Any:
+    from impress_sglang.integration.weights import around_handler
+
+    return around_handler(original, *arguments)
 
 
 def _around_meta_info(original: Callable[..., None], *arguments: Any) -> None:

@@ -280,6 +280,8 @@ class PrefixStore:
 
         Also begins reordering when its interval is over, and goes on with it.
         """
+        if self._closed:
+            return
         self._end_measuring()
         while self._writes and self._writes[0].future.done():
             self._finish(self._writes.popleft())
@@ -297,6 +299,14 @@ class PrefixStore:
         """Wait until all accepted writes are finished, and take them in."""
         while self._writes:
             self._finish(self._writes.popleft())
+
+    def abandon_writes(self) -> None:
+        """Give up all accepted writes at once: none is published, and their KVs are let go."""
+        for write in self._writes:
+            write.on_done()
+            write.on_done = _nothing
+            if self.tree.get(write.segment.segment_id) is write.segment:
+                self.tree.remove_subtree(write.segment)
 
     def reorder(self, *, force: bool = False) -> int:
         """Begin to reorder, in the background, the segments for which it pays.
@@ -357,6 +367,8 @@ class PrefixStore:
         Raises:
             AssertionError: they differ, which is a bug.
         """
+        if self._closed:
+            return
         self.tree.check_integrity()
         live = {segment.segment_id: segment for segment in self.tree.segments()}
         pending = {write.segment.segment_id: write.segment for write in self._writes}
@@ -547,3 +559,7 @@ class PrefixStore:
                 logger.warning("segment %s could not be removed: %s", segment_id, error)
 
         self._worker.submit(delete)
+
+
+def _nothing() -> None:
+    """What is left to do when an abandoned write is over."""
