@@ -13,20 +13,25 @@ from impress_sglang.errors import UnsupportedError
 
 SUPPORTED_SGLANG = ("0.5.23",)
 
-WEIGHT_UPDATER = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-)
-# Its handlers of messages that change weights, or take them or the pool away and bring them back.
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+# Handlers of messages that can change weights, or take them or the pool away and bring them back.
 WEIGHT_HANDLERS = (
-    "update_weights_from_disk",
-    "update_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-    "begin_weight_update",
-    "end_weight_update",
-    "release_memory_occupation",
-    "resume_memory_occupation",
-    "check_weights",
+    f"{_UPDATER}.update_weights_from_disk",
+    f"{_UPDATER}.update_weights_from_distributed",
+    f"{_UPDATER}.update_weights_from_tensor",
+    f"{_UPDATER}.update_weights_from_ipc",
+    f"{_UPDATER}.begin_weight_update",
+    f"{_UPDATER}.end_weight_update",
+    f"{_UPDATER}.release_memory_occupation",
+    f"{_UPDATER}.resume_memory_occupation",
+    f"{_UPDATER}.check_weights",
+    f"{_SCHEDULER}.load_lora_adapter",
+    f"{_SCHEDULER}.load_lora_adapter_from_tensors",
+    f"{_SCHEDULER}.unload_lora_adapter",
+    f"{_SCHEDULER}.handle_scale_elastic_ep",
+    f"{_SCHEDULER}.handle_pd_role_switch",
+    f"{_SCHEDULER}.handle_rpc_request",
 )
 
 HOOKED_NAMES = (
@@ -40,7 +45,7 @@ HOOKED_NAMES = (
     "sglang.srt.managers.scheduler.Scheduler.set_internal_state",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._accumulate_request_meta_info",
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
-    *(f"{WEIGHT_UPDATER}.{name}" for name in WEIGHT_HANDLERS),
+    *WEIGHT_HANDLERS,
 )
 
 RELIED_ON = (

@@ -14,7 +14,6 @@ from impress_sglang.importance.identify import stored_probe
 from impress_sglang.integration.attention import PrefixAttention
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.runtime import ServingRuntime
-from impress_sglang.integration.weights import check_hooks
 from impress_sglang.management.identity import model_identity, weights_digest
 from impress_sglang.management.policies import make_policy
 from impress_sglang.storage.layout import KVShape
@@ -30,8 +29,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     """The tree cache for SGLang's `TreeCacheBuildContext`.
 
     Raises:
-        UnsupportedError: a hook is missing, so that sink rows would be read wrong or new weights
-            not be noticed, or a kernel for this model does not fit into the GPU.
+        UnsupportedError: the attention backend is not ours, so that sink rows would be read wrong,
+            or a kernel for this model does not fit into the GPU.
         ConfigError: a directory cannot be written, or the caches do not fit in memory.
         StoreInUseError: another server uses it for the same model.
     """
@@ -43,7 +42,6 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
             "so prefixes would be read wrong; check that no other plugin replaces "
             "attn_backend_wrapper, and that SGLANG_PLUGINS includes impress"
         )
-    check_hooks()
     shape = kv_shape(runner, config)
     if config.identify == "paper" and not shape.other_kv_heads:
         logger.warning(

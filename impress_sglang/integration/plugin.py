@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError, UnsupportedError
-from impress_sglang.integration.compat import WEIGHT_HANDLERS, WEIGHT_UPDATER, check_sglang
+from impress_sglang.integration.compat import WEIGHT_HANDLERS, check_sglang
 from impress_sglang.integration.flags import (
     CONFIG_ATTRIBUTE,
     FROM_CLI_ATTRIBUTE,
@@ -63,8 +63,8 @@ def activate() -> None:
     )
     for target, hook, kind in hooks:
         HookRegistry.register(f"sglang.{target}", hook, kind)
-    for name in WEIGHT_HANDLERS:
-        HookRegistry.register(f"{WEIGHT_UPDATER}.{name}", _around_weights, HookType.AROUND)
+    for target in WEIGHT_HANDLERS:
+        HookRegistry.register(target, _around_weights, HookType.AROUND)
     register_resolution_hook("handle_attention_backend_compatibility")(_resolve_attention)
     register_resolution_hook("handle_cache_compatibility")(_resolve_cache)
     register_radix_cache_backend(BACKEND_NAME, _make_tree_cache)
@@ -228,10 +228,14 @@ def _around_order(original: Callable[..., Any], *arguments: Any) -> Any:
     return take_order(original, *arguments)
 
 
-def _around_weights(original: Callable[..., Any], *arguments: Any) -> Any:
+def _around_weights(original: Callable[..., Any], owner: Any, request: Any) -> Any:
+    from impress_sglang.integration.radix_cache import ImpressRadixCache
     from impress_sglang.integration.weights import around_handler
 
-    return around_handler(original, *arguments)
+    # The scheduler handles some messages itself, and others by its updater of weights.
+    if isinstance(getattr(owner, "scheduler", owner).tree_cache, ImpressRadixCache):
+        return around_handler(original, owner, request)
+    return original(owner, request)
 
 
 def _around_meta_info(original: Callable[..., None], *arguments: Any) -> None:

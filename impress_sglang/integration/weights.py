@@ -11,20 +11,18 @@ A request that loads a stored prefix goes on with it. SGLang would go on with a 
 
 from __future__ import annotations
 
-import inspect
 import logging
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from impress_sglang.errors import UnsupportedError
-from impress_sglang.integration.compat import WEIGHT_HANDLERS, WEIGHT_UPDATER
 from impress_sglang.integration.runtime import ServingRuntime
 
 logger = logging.getLogger(__name__)
 
-# What SGLang's `check_weights` can do without changing weights; it can fill them at random, too.
-_HARMLESS_CHECKS = ("snapshot", "compare", "checksum")
+# What SGLang's `check_weights` can do besides filling weights at random, and which methods of the
+# scheduler, of all that `collective_rpc` calls, leave weights alone.
+_READING_CHECKS = ("snapshot", "compare", "checksum")
+_READING_METHODS = ("save_remote_model", "save_sharded_model")
 
 
 class WeightWatch:
@@ -85,31 +83,23 @@ class WeightWatch:
             self._runtime.suspended = cause
 
 
-def around_handler(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around each of `WEIGHT_HANDLERS` of SGLang's `SchedulerWeightUpdaterManager`."""
-    from impress_sglang.integration.radix_cache import ImpressRadixCache
+def around_handler(original: Callable[..., Any], owner: Any, request: Any) -> Any:
+    """Around each of `WEIGHT_HANDLERS` of a scheduler with our tree cache.
 
-    cache = manager.scheduler.tree_cache
-    harmless = getattr(request, "action", None) in _HARMLESS_CHECKS
-    if harmless or not isinstance(cache, ImpressRadixCache):
-        return original(manager, request)
-    cache.suspend(original.__name__)
-    result = original(manager, request)
-    cache.resume(settled=manager._session is None and not manager.offload_tags)
+    `owner` is SGLang's scheduler, or its updater of weights.
+    """
+    if _only_reads(request):
+        return original(owner, request)
+    scheduler = getattr(owner, "scheduler", owner)
+    scheduler.tree_cache.suspend(original.__name__)
+    result = original(owner, request)
+    updater = scheduler.weight_updater
+    scheduler.tree_cache.resume(settled=updater._session is None and not updater.offload_tags)
     return result
 
 
-def check_hooks() -> None:
-    """See that no weights can change unnoticed.
-
-    Raises:
-        UnsupportedError: a handler of SGLang is not hooked.
-    """
-    updater = pkgutil.resolve_name(WEIGHT_UPDATER)
-    for name in WEIGHT_HANDLERS:
-        handler = getattr(updater, name)
-        if inspect.unwrap(handler) is handler:
-            raise UnsupportedError(
-                f"the hook of IMPRESS on {name} is not in place, so replaced weights would not be "
-                "noticed; check that SGLANG_PLUGINS includes impress"
-            )
+def _only_reads(request: Any) -> bool:
+    return (
+        getattr(request, "action", None) in _READING_CHECKS
+        or getattr(request, "method", None) in _READING_METHODS
+    )

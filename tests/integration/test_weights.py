@@ -7,6 +7,8 @@ passes are stand-ins; whoever touches what is released, fails.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import pkgutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,15 +28,13 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.errors import UnsupportedError
-from impress_sglang.integration import weights
 from impress_sglang.integration.compat import WEIGHT_HANDLERS
 from impress_sglang.integration.factory import kv_tensors
+from impress_sglang.integration.plugin import _around_weights
 from impress_sglang.integration.pool import PoolAccess
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.runtime import ServingRuntime
 from impress_sglang.integration.saving import EarlySave
-from impress_sglang.integration.weights import check_hooks
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.writer import WriteAbandoned
 from tests.unit.kv_factory import make_shape
@@ -124,6 +124,7 @@ class World:
             _engine_paused=False,
             disaggregation_mode=DisaggregationMode.NULL,
             record_weight_version_change=lambda new_version: None,
+            weight_updater=updater,
         )
         updater.draft_worker = updater.metrics_collector = updater._session = None
         updater.memory_saver_adapter = self.saver
@@ -235,11 +236,12 @@ def world(tmp_path: Path) -> Iterator[World]:
     world.runtime.close()
 
 
-def test_all_handlers_are_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_hooks()
-    monkeypatch.setattr(SchedulerWeightUpdaterManager, WEIGHT_HANDLERS[-1], lambda *_: None)
-    with pytest.raises(UnsupportedError, match=f"{WEIGHT_HANDLERS[-1]} is not in place"):
-        check_hooks()
+@pytest.mark.parametrize("target", WEIGHT_HANDLERS)
+def test_handlers_are_hooked(target: str) -> None:
+    """And take what the hook takes: themselves and a message."""
+    hooked = pkgutil.resolve_name(target)
+    assert len(inspect.signature(hooked).parameters) == 2
+    assert inspect.unwrap(hooked) is not hooked
 
 
 def test_update_that_flushes(world: World) -> None:
@@ -451,10 +453,22 @@ def test_access_to_the_pool_is_of_one_term() -> None:
         pass
 
 
+@pytest.mark.parametrize(("method", "cause"), [("save_sharded_model", None), ("own", "called")])
+def test_calls_of_methods(world: World, method: str, cause: str | None) -> None:
+    """Whatever a scheduler is told to call may change weights, but for what is known."""
+    world.prefill("resident", 5)
+
+    def called(scheduler: Any, request: Any) -> str:
+        world.weights = NEW
+        return "answer"
+
+    request = SimpleNamespace(method=method)
+    assert _around_weights(called, world.updater.scheduler, request) == "answer"
+    assert world.runtime.suspended == cause
+
+
 def test_other_tree_caches_are_left_alone() -> None:
-    manager = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=object()))
-    request = SimpleNamespace()
-    assert weights.around_handler(lambda *arguments: arguments, manager, request) == (
-        manager,
-        request,
-    )
+    scheduler, request = SimpleNamespace(tree_cache=object()), SimpleNamespace()
+    for owner in (scheduler, SimpleNamespace(scheduler=scheduler)):
+        answer = _around_weights(lambda *arguments: arguments, owner, request)
+        assert answer == (owner, request)
