@@ -92,9 +92,8 @@ class PrefixAttention(AttentionBackend):
         self._saves = []
         self._layer = 0
         self._model_runner = model_runner
-        table = model_runner.req_to_token_pool.req_to_token
-        self._starts = RowStarts(table.shape[0], table.device)
-        self._clock = clock_for(table.device)
+        self._starts = RowStarts(model_runner.req_to_token_pool)
+        self._clock = clock_for(self._starts.on_device.device)
 
     def connect(self, runtime: ServingRuntime) -> None:
         """Give the backend its requests; until then no row has a stored prefix."""
@@ -105,6 +104,7 @@ class PrefixAttention(AttentionBackend):
         self._rows = []
         self._pass = None
         self._saves = []
+        self._starts.void_reallocated()
         if forward_batch.forward_mode.is_extend():
             self._begin_extend(forward_batch)
         self._plan(forward_batch)

@@ -14,12 +14,34 @@ from impress_sglang.errors import UnsupportedError
 
 SUPPORTED_SGLANG = ("0.5.23",)
 
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+# Handlers of messages that can change weights, or take them or the pool away and bring them back.
+WEIGHT_HANDLERS = (
+    f"{_UPDATER}.update_weights_from_disk",
+    f"{_UPDATER}.update_weights_from_distributed",
+    f"{_UPDATER}.update_weights_from_tensor",
+    f"{_UPDATER}.update_weights_from_ipc",
+    f"{_UPDATER}.begin_weight_update",
+    f"{_UPDATER}.end_weight_update",
+    f"{_UPDATER}.release_memory_occupation",
+    f"{_UPDATER}.resume_memory_occupation",
+    f"{_UPDATER}.check_weights",
+    f"{_SCHEDULER}.load_lora_adapter",
+    f"{_SCHEDULER}.load_lora_adapter_from_tensors",
+    f"{_SCHEDULER}.unload_lora_adapter",
+    f"{_SCHEDULER}.handle_scale_elastic_ep",
+    f"{_SCHEDULER}.handle_pd_role_switch",
+    f"{_SCHEDULER}.handle_rpc_request",
+)
+
 RELIED_ON = (
     "sglang.srt.arg_groups.overrides.declare_resolution",
     "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook",
     "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
     "sglang.srt.layers.rotary_embedding.base._is_cpu",
     "sglang.srt.managers.scheduler.Scheduler.process_pending_chunked_abort",
+    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc_rows",
     "sglang.srt.mem_cache.radix_cache.RadixCache._insert_cache",
     "sglang.srt.mem_cache.radix_cache.RadixCache.path_device_indices",
     "sglang.srt.mem_cache.registry.register_radix_cache_backend",

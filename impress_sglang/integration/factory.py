@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from sglang.srt.arg_groups.overrides import resolved_view
+from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
@@ -57,7 +59,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
 
     def identify() -> str:
         return model_identity(
-            weights=weights_digest(runner.model.named_parameters()),
+            weights=weights_digest(kv_tensors(runner.model)),
             architecture=_architecture(runner.model_config.hf_text_config)
             | identity_of_options(options),
             shape=shape,
@@ -76,6 +78,17 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     runtime = ServingRuntime(config, shape, identify(), device, hidden_size)
     backend.connect(runtime)
     return ImpressRadixCache(context.params, runtime, identify, runner.forward_stream)
+
+
+def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """What of a model changes its KVs: its parameters, and the buffers that are saved with it.
+
+    Other buffers are made from the configuration, which counts by itself. While SGLang serves, it
+    gives some of them (rotary tables) another dtype or length, without effect on KVs.
+    """
+    saved = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+    return [*model.named_parameters(), *buffers]
 
 
 def kv_shape(runner: Any, config: ImpressConfig) -> KVShape:

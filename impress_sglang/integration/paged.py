@@ -42,6 +42,7 @@ class PagedPrefixAttention(PrefixAttention):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare a captured decode step, before it is captured and before each replay."""
+        self._starts.void_reallocated()
         with self._from_starts(forward_batch) as from_starts:
             super().init_forward_metadata_out_graph(from_starts, in_capture)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError, UnsupportedError
-from impress_sglang.integration.compat import check_sglang
+from impress_sglang.integration.compat import WEIGHT_HANDLERS, check_sglang
 from impress_sglang.integration.flags import (
     CONFIG_ATTRIBUTE,
     FROM_CLI_ATTRIBUTE,
@@ -226,6 +226,16 @@ def _around_order(original: Callable[..., Any], *arguments: Any) -> Any:
     return take_order(original, *arguments)
 
 
+def _around_weights(original: Callable[..., Any], owner: Any, request: Any) -> Any:
+    from impress_sglang.integration.radix_cache import ImpressRadixCache
+    from impress_sglang.integration.weights import around_handler
+
+    # The scheduler handles some messages itself, and others by its updater of weights.
+    if isinstance(getattr(owner, "scheduler", owner).tree_cache, ImpressRadixCache):
+        return around_handler(original, owner, request)
+    return original(owner, request)
+
+
 def _around_meta_info(original: Callable[..., None], *arguments: Any) -> None:
     from impress_sglang.integration.reporting import keep_report_as_object
 
@@ -302,4 +312,5 @@ HOOKS = (
         _before_http_server,
         "before",
     ),
+    *(Hook(target, _around_weights, "around") for target in WEIGHT_HANDLERS),
 )

@@ -3,21 +3,53 @@
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from impress_sglang.storage.writer import WriteAbandoned
+
+
+class PoolAccess:
+    """Lets the writing thread read the pool until that is taken back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.term = 0
+        """Of the readers that may read."""
+
+    def revoke(self) -> None:
+        """From here on no reader that there is by now reads; waits for the layer under way."""
+        with self._lock:
+            self.term += 1
+
+    @contextmanager
+    def reading(self, term: int) -> Iterator[None]:
+        """While a layer is read by a reader of a term.
+
+        Raises:
+            WriteAbandoned: access was taken back.
+        """
+        with self._lock:
+            if term != self.term:
+                raise WriteAbandoned("the pool or the weights behind it may have changed")
+            yield
+
 
 class PoolLayerReader:
     """Gives the KVs of some slots layer by layer, on the writing thread.
 
-    The slots must not be given away before the last layer is read. On an accelerator the copies run
-    on a stream of their own, after all forward passes that were launched when the reader was made,
-    and after what makes `slots` on the current stream.
+    The slots must not be given away before the last layer is read or access is revoked. On an
+    accelerator the copies run on a stream of their own, after all forward passes that were launched
+    when the reader was made, and after what makes `slots` on the current stream.
     """
 
-    def __init__(self, pool: Any, slots: Tensor, forward_stream: Any) -> None:
+    def __init__(self, pool: Any, slots: Tensor, forward_stream: Any, access: PoolAccess) -> None:
+        self._access, self._term = access, access.term
         self._pool = pool
         self._slots = slots
         self._stream = None
@@ -34,7 +66,15 @@ class PoolLayerReader:
             self._after.append(event)
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [t, G, D] of a layer, on the CPU."""
+        """Keys and values [t, G, D] of a layer, on the CPU.
+
+        Raises:
+            WriteAbandoned: access to the pool was taken back.
+        """
+        with self._access.reading(self._term):
+            return self._read(layer)
+
+    def _read(self, layer: int) -> tuple[Tensor, Tensor]:
         layer_id = layer + self._pool.start_layer
         # A device of None leaves the current one, and so does a stream.
         with torch.cuda.device_of(self._slots), torch.cuda.stream(self._stream):

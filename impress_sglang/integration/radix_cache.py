@@ -36,7 +36,7 @@ from torch import Tensor
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.integration.eligibility import serve_refusal, store_refusal
 from impress_sglang.integration.eviction import ScoreEviction
-from impress_sglang.integration.pool import PoolLayerReader
+from impress_sglang.integration.pool import PoolAccess, PoolLayerReader
 from impress_sglang.integration.request import (
     PrefixRequest,
     estimate_fields,
@@ -45,6 +45,7 @@ from impress_sglang.integration.request import (
 )
 from impress_sglang.integration.runtime import ServingRuntime
 from impress_sglang.integration.saving import GatedLayerReader, Save
+from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.management.estimate import Estimate, Work, buffer_bytes
 from impress_sglang.management.store import StoreOutcome
 from impress_sglang.management.tree import StoredMatch
@@ -108,7 +109,8 @@ class ImpressRadixCache(RadixCache):
     ) -> None:
         """`identify` names the model's weights; it is asked again after each flush."""
         self._runtime = runtime
-        self._identify = identify
+        self._watch = WeightWatch(runtime, identify)
+        self._pool_access = PoolAccess()
         self._forward_stream = forward_stream
         self._offers: dict[str, _Offer] = {}
         self._prefetches: dict[str, _Prefetch] = {}
@@ -133,24 +135,40 @@ class ImpressRadixCache(RadixCache):
         runtime.abort = self.abort
 
     def reset(self) -> None:
-        """SGLang's flush: what is resident goes, what is stored stays.
-
-        SGLang flushes when it is idle, and after it has replaced weights.
-        """
+        """SGLang's flush, when it is idle: what is resident goes, what is stored stays."""
         if self._started:
             # Accepted writes read slots that are about to be given away.
             self._runtime.store.drain()
-            identity = self._identify()
-            if identity != self._runtime.identity:
-                self._runtime.reopen(identity)
         assert not self._runtime.live and not self._private_tokens and not self._held_tokens
-        for rid in list(self._prefetches):
-            self._drop_prefetch(rid)
-        self._offers.clear()
+        self._drop_matches()
         self._declined.clear()
         self._refused.clear()
         self._counted.clear()
         super().reset()
+        if self._started:
+            self._watch.flushed()
+
+    def suspend(self, cause: str) -> None:
+        """Set the store aside: weights or the pool may change, until `resume`.
+
+        Passes under way end first, so that each is of one kind of weights. Writes are given up, and
+        the pool is not read any more.
+        """
+        torch.get_device_module(self.device).synchronize()
+        for save in self._saves.values():
+            save.abandon()
+        self._pool_access.revoke()
+        self._runtime.store.abandon_writes()
+        self._drop_matches()
+        self._watch.begin(cause)
+
+    def resume(self, *, settled: bool) -> None:
+        """What `suspend` was called for is over; `settled` if nothing else goes on.
+
+        The store is used again now if no KV is left in the pool, and else after the next flush.
+        """
+        allocator = self.token_to_kv_pool_allocator
+        self._watch.end(settled=settled, empty=allocator.available_size() == allocator.size)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The resident prefix, extended by a stored one where that is longer."""
@@ -373,7 +391,9 @@ class ImpressRadixCache(RadixCache):
 
     def _find_stored(self, key: RadixKey, req: Any) -> StoredMatch:
         policy, config = self._runtime.policy, self._runtime.config
-        if req.rid in self._declined or not policy.stores or serve_refusal(req) is not None:
+        if req.rid in self._declined or not self._runtime.uses_store:
+            return StoredMatch()
+        if serve_refusal(req) is not None:
             return StoredMatch()
         own = requested_retention(req.sampling_params, config)
         retention = config.usual_retention if own is None else own
@@ -428,6 +448,12 @@ class ImpressRadixCache(RadixCache):
     def _drop_prefetch(self, rid: str) -> None:
         if (prefetch := self._prefetches.pop(rid, None)) is not None:
             self._runtime.store.close_source(prefetch.source)
+
+    def _drop_matches(self) -> None:
+        """Forget what waiting requests were matched with; they are matched again."""
+        for rid in list(self._prefetches):
+            self._drop_prefetch(rid)
+        self._offers.clear()
 
     def _open_request(self, req: Any, offer: _Offer) -> PrefixRequest | None:
         try:
@@ -557,7 +583,7 @@ class ImpressRadixCache(RadixCache):
         want of space is not offered again by the same request.
         """
         runtime = self._runtime
-        if not runtime.policy.stores or num_tokens < runtime.config.min_prefix_tokens:
+        if not runtime.uses_store or num_tokens < runtime.config.min_prefix_tokens:
             return False
         if store_refusal(req) is not None:
             return False
@@ -573,7 +599,8 @@ class ImpressRadixCache(RadixCache):
         key = RadixKey(req.full_untruncated_fill_ids[:1], req.extra_key, cache_salt=req.cache_salt)
 
         def read_layers(start: int) -> LayerReader:
-            reader = PoolLayerReader(pool, save.slots[start - first :], self._forward_stream)
+            part = save.slots[start - first :]
+            reader = PoolLayerReader(pool, part, self._forward_stream, self._pool_access)
             return GatedLayerReader(save, reader)
 
         outcome = self._runtime.store.offer(

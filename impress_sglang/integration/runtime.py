@@ -121,6 +121,8 @@ class ServingRuntime:
         self.config = config
         self.shape = shape
         self.identity = identity
+        self.suspended: str | None = None
+        """Why the store is set aside (see `weights.py`), None while it is used."""
         self.policy = make_policy(config)
         self.totals = RequestTotals()
         self.live: dict[str, PrefixRequest] = {}
@@ -137,12 +139,19 @@ class ServingRuntime:
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
         self._timelines = TimelineWriter(config.trace_path) if config.trace_path else None
 
+    @property
+    def uses_store(self) -> bool:
+        """Whether prefixes are looked for in the store, and offered to it."""
+        return self.policy.stores and self.suspended is None
+
     def reopen(self, identity: str) -> None:
         """Serve another identity: the model's weights were replaced."""
         logger.info("model weights have changed: prefixes of the old weights are set aside")
         self.store.close()
-        self.identity = identity
+        # If the other store cannot be opened, this one must be, even for the same weights.
+        self.identity = ""
         self.store = PrefixStore(self.config, identity, self.shape, self._device)
+        self.identity = identity
 
     def close(self) -> None:
         """Finish writes and close the store; nothing is served after that."""
@@ -264,6 +273,7 @@ class ServingRuntime:
         return {
             "config": dataclasses.asdict(self.config),
             "identity": self.identity,
+            "suspended": self.suspended,
             "probe_kv_heads": list(self.shape.probe_kv_heads),
             "sketch_bits": self.shape.sketch_bits,
             "kv_heads": self.shape.num_kv_heads,

@@ -337,6 +337,8 @@ class PrefixStore:
 
     def poll(self) -> None:
         """Take in what other threads have done, and begin what is due; never waits."""
+        if self._closed:
+            return
         self._end_measuring()
         self._readers.settle()
         while self._writes and self._writes[0].future.done():
@@ -442,6 +444,8 @@ class PrefixStore:
         Raises:
             AssertionError: they differ, which is a bug.
         """
+        if self._closed:
+            return
         self.tree.check_integrity()
         live = {segment.segment_id: segment for segment in self.tree.segments()}
         writing = {write.segment.segment_id for write in self._writes}

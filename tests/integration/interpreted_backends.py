@@ -21,6 +21,7 @@ import torch
 from sglang.srt import runtime_context
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention import flashinfer_backend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
@@ -81,7 +82,7 @@ class Row:
         """`known` tokens are resident; after them, of a sink row, k of a prefix of m."""
         self.rid = f"request-{next(self.numbers)}"
         self._world = world
-        self.index = world.free_rows.pop()
+        (self.index,) = world.rows.alloc_rows(1)
         self.zeros = 0
         resident = world.take(known)
         slots = list(resident)
@@ -161,7 +162,7 @@ class World:
             decode_attention_backend_str="flashinfer",
         )
         self.store = Store()
-        self.free_rows = list(range(rows, 0, -1))
+        self.rows = table
         # Scattered, so that neighbours in a row are none in the pool.
         self._slots = iter((torch.randperm(tokens) + 1).tolist())
 
@@ -280,6 +281,11 @@ def world(configured: tuple[Any, Any]) -> World:
 
 
 @pytest.fixture
+def torch_native_backend(world: World) -> Any:
+    return world.adopted(TorchNativeAttnBackend(world.runner))
+
+
+@pytest.fixture
 def triton_backend(world: World) -> Any:
     return world.adopted(TritonAttnBackend(world.runner))
 
@@ -344,12 +350,45 @@ def test_row_that_is_used_again(world: World, triton_backend: Any) -> None:
     batch = world.extend([(first, 2)])
     triton_backend.init_forward_metadata(batch)
     del world.store.live[first.rid]
-    world.free_rows.append(first.index)
+    world.rows.free_rows([first.index])
     second = world.row(9)
     assert second.index == first.index
     batch = world.extend([(second, 3)])
     triton_backend.init_forward_metadata(batch)
     attend_all_layers(triton_backend, world, batch, [(second, 3)])
+
+
+class Beam(Row):
+    """A row that SGLang makes of another one: it is allocated and filled, and never extended."""
+
+    def __init__(self, world: World, leader: Row) -> None:
+        super().__init__(world, 0)
+        self.slots = list(leader.slots)
+        self._write(0, self.slots)
+
+
+def beams_on_rows_of(world: World, backend: Any, starts: Sequence[tuple[int, int]]) -> list[Row]:
+    """A leader without a prefix and its beams, on rows that earlier requests started late."""
+    gone = [world.row(0, sink=sink) for sink in starts]
+    backend.init_forward_metadata(world.extend([(row, 2) for row in gone]))
+    leader = world.row(70)
+    backend.init_forward_metadata(world.extend([(leader, 3)]))
+    world.store.live.clear()
+    world.rows.free_rows([row.index for row in gone])
+    beams = [Beam(world, leader) for _ in gone]
+    assert {row.index for row in beams} == {row.index for row in gone}
+    return [leader, *beams]
+
+
+@pytest.mark.parametrize("kind", ["triton_backend", "torch_native_backend"])
+def test_beams_on_rows_that_started_late(
+    request: pytest.FixtureRequest, world: World, kind: str
+) -> None:
+    backend = request.getfixturevalue(kind)
+    rows = beams_on_rows_of(world, backend, [(4, 30), (6, 50)])
+    batch = world.decode(rows)
+    backend.init_forward_metadata(batch)
+    attend_all_layers(backend, world, batch, [(row, 1) for row in rows])
 
 
 def captured(backend: Any, world: World, size: int) -> Any:
@@ -408,6 +447,21 @@ def test_captured_decode(world: World, triton_backend: Any) -> None:
         seen = [slot for row in order for slot in row.slots]
         assert graph.kv_indices[: len(seen)].tolist() == seen
         attend_captured(triton_backend, world, batch, order)
+
+
+def test_captured_decode_of_beams(world: World, triton_backend: Any) -> None:
+    """Beside a row that does start late."""
+    triton_backend.init_cuda_graph_state(CAPTURED, CAPTURED)
+    graph = captured(triton_backend, world, CAPTURED)
+    rows = beams_on_rows_of(world, triton_backend, [(4, 30), (6, 50)])
+    rows.append(world.row(0, sink=(5, 40)))
+    triton_backend.init_forward_metadata(world.extend([(rows[-1], 2)]))
+    batch = world.decode(rows)
+    triton_backend.init_forward_metadata_out_graph(replayed(world, batch, CAPTURED))
+    triton_backend.forward_metadata = graph
+    assert graph.kv_indptr.diff().tolist() == [len(row.slots) for row in rows]
+    seen = [slot for row in rows for slot in row.slots]
+    assert graph.kv_indices[: len(seen)].tolist() == seen
 
 
 def attend_captured(backend: Any, world: World, batch: Any, rows: Sequence[Row]) -> None:
@@ -527,3 +581,27 @@ def test_flashinfer_captured_decode(world: World, flashinfer: Any, known_on_host
         assert keywords["global_override_indptr_cpu"].diff().tolist() == lengths
         seen = [slot for row in order for slot in row.slots]
         assert kv_indices[: len(seen)].tolist() == seen
+
+
+@pytest.mark.parametrize("known_on_host", [True, False])
+def test_flashinfer_captured_decode_of_beams(
+    world: World, flashinfer: Any, known_on_host: bool
+) -> None:
+    """Host and device agree on rows whose starts are void, whoever knows which rows they are."""
+    flashinfer.init_cuda_graph_state(CAPTURED, CAPTURED)
+    captured(flashinfer, world, CAPTURED)
+    wrapper = flashinfer.decode_cuda_graph_metadata[CAPTURED][0]
+    rows = beams_on_rows_of(world, flashinfer, [(4, 30)])
+    rows.append(world.row(0, sink=(5, 40)))
+    flashinfer.init_forward_metadata(world.extend([(rows[-1], 2)]))
+    batch = world.decode(rows)
+    if known_on_host:
+        host_rows = batch.req_pool_indices.clone()
+        keep_host_rows(batch, SimpleNamespace(req_pool_indices_cpu=host_rows))
+    flashinfer.init_forward_metadata_out_graph(replayed(world, batch, CAPTURED))
+    (kv_indptr, kv_indices, *_), keywords = wrapper.plans[-1]
+    lengths = [*(len(row.slots) for row in rows), 1]
+    assert kv_indptr.diff().tolist() == lengths
+    assert keywords["global_override_indptr_cpu"].diff().tolist() == lengths
+    seen = [slot for row in rows for slot in row.slots]
+    assert kv_indices[: len(seen)].tolist() == seen

@@ -22,6 +22,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from impress_sglang.config import ImpressConfig
@@ -57,7 +58,7 @@ def test_rows_in_the_interpreter() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert result.returncode == 0, result.stdout[-8000:]
-    assert "12 passed" in result.stdout
+    assert "17 passed" in result.stdout
 
 
 @pytest.mark.parametrize(("theirs", "ours"), ADOPTED.items())
@@ -95,7 +96,7 @@ def test_rows_on_the_host_are_kept_for_planners(kind: type[Any], kept: bool) -> 
 
 
 def test_row_starts_are_the_same_on_host_and_device() -> None:
-    starts = RowStarts(6, "cpu")
+    starts = RowStarts(ReqToTokenPool(5, 8, "cpu", enable_memory_saver=False))
     assert not starts
     rows = torch.tensor([4, 1, 3])
     starts.set(rows, rows, [7, 0, 9])
@@ -105,6 +106,39 @@ def test_row_starts_are_the_same_on_host_and_device() -> None:
     assert starts.on_device.tolist() == starts.on_host.tolist() == [0, 0, 0, 9, 0, 0]
     starts.set(rows[2:], rows[2:], [0])
     assert not starts
+
+
+def test_a_start_is_void_once_its_row_is_allocated_again() -> None:
+    """Whoever has the row then, and whether or not that ever passes through extend."""
+    pool = ReqToTokenPool(5, 8, "cpu", enable_memory_saver=False)
+    starts = RowStarts(pool)
+    taken = pool.alloc_rows(3)
+    rows = torch.tensor(taken)
+    starts.set(rows, rows, [7, 5, 9])
+    starts.void_reallocated()
+    assert starts.on_host[rows].tolist() == [7, 5, 9], "chunks of one request keep their start"
+    pool.free_rows(taken[:2])
+    starts.void_reallocated()
+    assert starts.on_host[rows].tolist() == [7, 5, 9], "a step that overshoots reads a freed row"
+    assert pool.alloc_rows(1) == [taken[1]]
+    starts.void_reallocated()
+    assert starts.on_device[rows].tolist() == starts.on_host[rows].tolist() == [7, 0, 9]
+    # A flush gives all rows back, and their numbers of allocations stay.
+    pool.clear()
+    pool.alloc_rows(5)
+    starts.void_reallocated()
+    assert not starts and not starts.on_device.any() and not starts.on_host.any()
+
+
+def test_a_start_is_that_of_the_last_allocation() -> None:
+    pool = ReqToTokenPool(1, 8, "cpu", enable_memory_saver=False)
+    starts, row = RowStarts(pool), torch.tensor([1])
+    for start in (6, 6, 4):
+        assert pool.alloc_rows(1) == [1]
+        starts.set(row, row, [start])
+        starts.void_reallocated()
+        assert starts.on_device[1] == starts.on_host[1] == start
+        pool.free_rows([1])
 
 
 class Device:
@@ -311,8 +345,8 @@ class Serving(PrefixAttention, Stock):
     """Loading takes what a test says, and ends after the device has come to its selection."""
 
     def __init__(self, device: Device, clock: Clock, runtime: ServingRuntime) -> None:
-        table = torch.zeros(8, 512, dtype=torch.int32)
-        self.begin_serving(SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table)))
+        pool = ReqToTokenPool(7, 512, "cpu", enable_memory_saver=False)
+        self.begin_serving(SimpleNamespace(req_to_token_pool=pool))
         self.connect(runtime)
         self.device = device
         self._clock, runtime._clock = clock, Clock(clock._new_event)

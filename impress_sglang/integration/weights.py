@@ -1,0 +1,106 @@
+"""The store is set aside while the model's weights may be others than those it is named after.
+
+SGLang can replace weights, release them with the pool, and bring them back, while it serves. From
+the moment that one of its handlers may begin to do so, the store is neither read nor written. It is
+used again once the weights are what they will be, their identity is known, and no KV that was
+computed before is left: SGLang keeps such KVs where an update does not flush, and what is computed
+on top of them belongs to no weights at all.
+
+A request that loads a stored prefix goes on with it. SGLang would go on with a resident one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from impress_sglang.integration.runtime import ServingRuntime
+
+logger = logging.getLogger(__name__)
+
+# What SGLang's `check_weights` can do besides filling weights at random, and which methods of the
+# scheduler, of all that `collective_rpc` calls, leave weights alone.
+_READING_CHECKS = ("snapshot", "compare", "checksum")
+_READING_METHODS = ("save_remote_model", "save_sharded_model")
+
+
+class WeightWatch:
+    """Says when the store is set aside, and when it is used again."""
+
+    def __init__(self, runtime: ServingRuntime, identify: Callable[[], str]) -> None:
+        """`identify` names the weights as they are."""
+        self._runtime = runtime
+        self._identify = identify
+        self._changing = False
+        self._untouched = False
+
+    def begin(self, cause: str) -> None:
+        """Weights may change from here on; no pass is under way, and no write."""
+        self._changing = True
+        self._untouched = self._runtime.suspended is None
+        self._suspend(cause)
+
+    def end(self, *, settled: bool, empty: bool) -> None:
+        """A handler is done.
+
+        Args:
+            settled: no update goes on after it, and nothing is released.
+            empty: no KV is left in the pool.
+        """
+        self._changing = not settled
+        # What was refused at once has changed nothing, so that KVs in the pool are right.
+        if settled and (empty or self._untouched):
+            self._use_again(empty=empty)
+
+    def flushed(self) -> None:
+        """No KV is left in the pool; what nobody told of is noticed here, too."""
+        if not self._changing:
+            self._use_again(empty=True)
+
+    def _use_again(self, *, empty: bool) -> None:
+        """Use the store of the weights as they are, if KVs in the pool are of the same."""
+        try:
+            identity = self._identify()
+            if identity != self._runtime.identity:
+                if not empty:
+                    return
+                self._runtime.reopen(identity)
+        except Exception:
+            # Whatever it is, answers are right without the store.
+            logger.exception(
+                "the store of these weights cannot be used; the next flush tries again"
+            )
+            self._suspend("no identity")
+            return
+        if self._runtime.suspended is not None:
+            logger.info("the store is used again, for weights %s", identity)
+            self._runtime.suspended = None
+
+    def _suspend(self, cause: str) -> None:
+        if self._runtime.suspended is None:
+            logger.info("the store is set aside (%s) until the pool has no KVs of before", cause)
+            self._runtime.suspended = cause
+
+
+def around_handler(original: Callable[..., Any], owner: Any, request: Any) -> Any:
+    """Around each of `WEIGHT_HANDLERS` of a scheduler with our tree cache.
+
+    `owner` is SGLang's scheduler, or its updater of weights.
+    """
+    if _only_reads(request):
+        return original(owner, request)
+    scheduler = getattr(owner, "scheduler", owner)
+    scheduler.tree_cache.suspend(original.__name__)
+    try:
+        return original(owner, request)
+    finally:
+        updater = scheduler.weight_updater
+        scheduler.tree_cache.resume(settled=updater._session is None and not updater.offload_tags)
+
+
+def _only_reads(request: Any) -> bool:
+    return (
+        getattr(request, "action", None) in _READING_CHECKS
+        or getattr(request, "method", None) in _READING_METHODS
+    )

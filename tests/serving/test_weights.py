@@ -1,0 +1,227 @@
+"""Weights that are replaced while a server runs: no KV under a wrong identity.
+
+SGLang's handler that releases memory does not run on a CPU: `tests/integration/test_weights.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.compare import Answer, assert_same, paths, report
+from tests.serving.conftest import TINY_FLAGS, impress_flags
+from tests.serving.harness import Server, Zygote, running
+from tests.serving.tiny_models import make_model, random_tokens
+
+TOLERANCE = 1e-4
+STORED = random_tokens(800, seed=1)
+QUESTION = [*STORED, *random_tokens(40, seed=2)]
+FRESH = random_tokens(700, seed=3)
+
+
+def ask(server: Server, prompt: list[int]) -> Answer:
+    return server.generate(prompt, 8, return_logprob=True)
+
+
+@pytest.fixture(scope="module")
+def other(workdir: Path) -> Path:
+    """Other weights of the same shape."""
+    return make_model("llama", workdir / "other-weights", initializer_range=0.1)
+
+
+@pytest.fixture(scope="module")
+def old(stock: Server) -> dict[str, Answer]:
+    """What stock SGLang answers with the weights that the server starts with."""
+    return {"question": ask(stock, QUESTION), "fresh": ask(stock, FRESH)}
+
+
+@pytest.fixture(scope="module")
+def new(workdir: Path, other: Path, zygote: Zygote) -> dict[str, Answer]:
+    """What it answers with the other weights."""
+    log, flags = workdir / "stock-other.log", (*TINY_FLAGS, "--max-total-tokens=10000")
+    with running(other, log, *flags, zygote=zygote, stock=True) as server:
+        return {"question": ask(server, QUESTION), "fresh": ask(server, FRESH)}
+
+
+@pytest.fixture(scope="module")
+def flags(workdir: Path) -> tuple[str, ...]:
+    store = impress_flags(workdir / "store-weights", "--impress-retention=1.0")
+    return (*store, "--max-total-tokens=20000")
+
+
+@pytest.fixture(scope="module")
+def shared(
+    workdir: Path, tiny_llama: Path, flags: tuple[str, ...], zygote: Zygote
+) -> Iterator[Server]:
+    with running(tiny_llama, workdir / "weights.log", *flags, zygote=zygote) as server:
+        yield server
+        server.assert_quiet()
+
+
+@pytest.fixture
+def server(shared: Server, tiny_llama: Path) -> Iterator[Server]:
+    """A server with the first weights, an empty pool, and a stored prefix."""
+    shared.generate(STORED, 1)
+    shared.flush()
+    assert shared.stats()["suspended"] is None
+    yield shared
+    update(shared, tiny_llama)
+    shared.flush()
+    stats = shared.stats()
+    assert stats["integrity"] == "ok" and stats["suspended"] is None
+    assert stats["requests_live"] == stats["device_pool"]["held_tokens"] == 0
+    assert stats["store"]["segments_failed"] == 0
+
+
+def update(server: Server, model: Path, **fields: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = server.post(
+        "/update_weights_from_disk", model_path=str(model), **fields
+    ).json()
+    return answer
+
+
+def written(server: Server) -> set[Path]:
+    """Files of all identities, once nothing is being written."""
+    deadline = time.monotonic() + 30
+    while server.stats()["store"]["writes_pending"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return set(Path(server.stats()["store"]["directory"]).parent.glob("*/segments/*/*"))
+
+
+def test_update_without_a_flush_then_a_restart(
+    server: Server,
+    workdir: Path,
+    tiny_llama: Path,
+    other: Path,
+    flags: tuple[str, ...],
+    zygote: Zygote,
+    old: dict[str, Answer],
+    new: dict[str, Answer],
+) -> None:
+    """Nothing is read nor written until a flush, and nothing of the new weights is left behind."""
+    answer = ask(server, QUESTION)
+    assert paths([answer]) == ["ssd"]
+    assert_same([old["question"]], [answer], TOLERANCE)
+    server.flush()
+    resident = random_tokens(600, seed=4)
+    server.generate(resident, 1)
+    files = written(server)
+    assert update(server, other, flush_cache=False)["success"]
+    assert server.stats()["suspended"] == "update_weights_from_disk"
+    answers = [ask(server, QUESTION), ask(server, FRESH)]
+    assert paths(answers) == ["computed", "computed"]
+    assert_same([new["question"], new["fresh"]], answers, TOLERANCE)
+    # As in stock SGLang, resident KVs of the old weights stay in use.
+    assert paths([server.generate([*resident, 5], 1)]) == ["device"]
+    assert written(server) == files
+    server.flush()
+    stats = server.stats()
+    assert stats["suspended"] is None and stats["store"]["segments"] == 0
+    for path in ("computed", "ssd"):
+        answer = ask(server, QUESTION)
+        assert paths([answer]) == [path]
+        assert_same([new["question"]], [answer], TOLERANCE)
+        server.flush()
+    assert "is set aside (update_weights_from_disk)" in server.log_text()
+    update(server, tiny_llama)
+    _assert_right_after_a_restart(server, workdir, tiny_llama, flags, zygote, old)
+
+
+def _assert_right_after_a_restart(
+    server: Server,
+    workdir: Path,
+    tiny_llama: Path,
+    flags: tuple[str, ...],
+    zygote: Zygote,
+    old: dict[str, Answer],
+) -> None:
+    """A server with the old weights on a copy of what is stored by now."""
+    source = Path(server.stats()["store"]["directory"]).parent
+    copy = workdir / "store-weights-copy"
+    shutil.copytree(source, copy)
+    own = [f"--impress-ssd-dir={copy}" if f.startswith("--impress-ssd") else f for f in flags]
+    with running(tiny_llama, workdir / "weights-again.log", *own, zygote=zygote) as again:
+        answers = [ask(again, QUESTION), ask(again, FRESH)]
+        assert paths(answers) == ["ssd", "computed"]
+        assert_same([old["question"], old["fresh"]], answers, TOLERANCE)
+        again.assert_quiet()
+
+
+def test_update_with_the_default_flush(
+    server: Server,
+    tiny_llama: Path,
+    other: Path,
+    old: dict[str, Answer],
+    new: dict[str, Answer],
+) -> None:
+    """The store follows at once, there and back."""
+    identity = server.stats()["identity"]
+    assert update(server, other)["success"]
+    stats = server.stats()
+    assert stats["suspended"] is None and stats["identity"] != identity
+    answer = ask(server, QUESTION)
+    assert report(answer)["path"] in ("computed", "ssd")
+    assert_same([new["question"]], [answer], TOLERANCE)
+    server.flush()
+    assert paths([ask(server, QUESTION)]) == ["ssd"]
+    assert update(server, tiny_llama)["success"]
+    assert server.stats()["identity"] == identity
+    answer = ask(server, QUESTION)
+    assert paths([answer]) == ["ssd"]
+    assert_same([old["question"]], [answer], TOLERANCE)
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_update_that_is_refused(server: Server, old: dict[str, Answer], flush: bool) -> None:
+    """No weight has changed, so the store goes on without a flush."""
+    resident = random_tokens(500, seed=5)
+    server.generate(resident, 1)
+    assert not update(server, Path("/no/such/model"), flush_cache=flush)["success"]
+    assert server.stats()["suspended"] is None
+    answers = [ask(server, QUESTION), ask(server, [*resident, 7])]
+    assert paths(answers) == ["ssd", "device"]
+    assert_same([old["question"]], answers[:1], TOLERANCE)
+
+
+def test_update_beside_a_request(server: Server, tiny_llama: Path, other: Path) -> None:
+    """A request runs through an update; what it computes is of no weights, and is not stored."""
+    prompt = random_tokens(2000, seed=6)
+    answers: list[Answer] = []
+    thread = threading.Thread(target=lambda: answers.append(server.generate(prompt, 300)))
+    thread.start()
+    deadline = time.monotonic() + 60
+    while "#running-req: 1" not in server.log_text()[-2000:]:
+        assert time.monotonic() < deadline and thread.is_alive()
+        time.sleep(0.02)
+    assert update(server, other, flush_cache=False)["success"]
+    assert thread.is_alive(), "the request was over before the update"
+    refused = update(server, other)
+    assert not refused["success"] and "not flushed" in refused["message"]
+    thread.join(120)
+    assert server.stats()["suspended"] == "update_weights_from_disk"
+    assert update(server, tiny_llama)["success"]
+    assert server.stats()["suspended"] is None
+    turn = [*prompt, *answers[0]["output_ids"], 7, 8]
+    assert report(server.generate(turn, 1))["stored_tokens"] <= len(prompt)
+
+
+def test_weights_that_come_in_a_session(server: Server) -> None:
+    """Between begin and end weights may change without a message, a flush there proves nothing."""
+    assert server.post("/begin_weight_update").json()["success"]
+    for _ in range(2):
+        assert server.stats()["suspended"] == "begin_weight_update"
+        assert paths([server.generate(QUESTION, 1)])[0] in ("computed", "device")
+        server.flush()
+    server.generate(random_tokens(400, seed=8), 1)
+    assert server.post("/end_weight_update").json()["success"]
+    assert server.stats()["suspended"] == "begin_weight_update"
+    server.flush()
+    assert server.stats()["suspended"] is None
+    assert paths([server.generate(QUESTION, 1)]) == ["ssd"]
