@@ -5,8 +5,9 @@ of the time of a session with many servers. The servers are forked instead, and 
 children; after that they run as `python -m sglang.launch_server` does. The command itself, and
 options that SGLang reads while it is imported, need a real start.
 
-Protocol: one JSON object a line on standard input {"argv", "log", "preload"}, where `preload` names
-a module to import before SGLang's plugins or is null; the answer is one line with the process id of
+Protocol: one JSON object a line on standard input {"argv", "log", "preload", "environment"}, where
+`preload` names a module to import before SGLang's plugins or is null, and `environment` has
+variables for what is read after SGLang was imported; the answer is one line with the process id of
 the server, which leads its own process group. Servers that are left when standard input ends, also
 because its other end was killed, are killed.
 """
@@ -61,7 +62,14 @@ class Zygote:
         )
         self._ready = False
 
-    def fork(self, argv: Sequence[str], log: Path, *, preload: str | None = None) -> ForkedProcess:
+    def fork(
+        self,
+        argv: Sequence[str],
+        log: Path,
+        *,
+        preload: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> ForkedProcess:
         """Start a server with these arguments of `sglang.launch_server`; its output goes to `log`.
 
         Raises:
@@ -69,7 +77,12 @@ class Zygote:
         """
         self._wait_ready()
         assert self._process.stdin is not None
-        order = {"argv": list(argv), "log": str(log), "preload": preload}
+        order = {
+            "argv": list(argv),
+            "log": str(log),
+            "preload": preload,
+            "environment": dict(environment or {}),
+        }
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return ForkedProcess(int(self._answer()))
@@ -155,6 +168,7 @@ def _become_server(order: dict[str, Any]) -> None:
 def _prepare_process(order: dict[str, Any]) -> None:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.update(order["environment"])
     log = os.open(order["log"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)

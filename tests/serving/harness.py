@@ -17,9 +17,11 @@ from typing import Any, Protocol
 import requests
 
 import bench.zygote
+from tests.fault_control import CONTROL_VARIABLE, FaultControl
 
 ROOT = Path(__file__).parents[2]
-STOCK = "tests.serving.stock_server"
+STOCK = "bench.stock_server"
+FAULTY = "tests.serving.faulty_server"
 START_TIMEOUT_S = 240
 REQUEST_TIMEOUT_S = 600
 
@@ -172,17 +174,24 @@ def launch(
     zygote: Zygote | None,
     stock: bool = False,
     env: dict[str, str] | None = None,
+    faults: FaultControl | None = None,
 ) -> Server:
     """Start a server without waiting for it: forked, or by the real command if there is no zygote.
 
-    `env` needs the real command, for SGLang reads much of it while it is imported.
+    `env` needs the real command, for SGLang reads much of it while it is imported; or a server with
+    `faults`, which knows how to be told later that requests are to be retracted.
     """
+    assert not (stock and faults), "stock has no store"
     port = free_port()
     argv = [f"--model-path={model}", f"--port={port}", *CPU_FLAGS, *flags]
+    preload = STOCK if stock else None
+    if faults is not None:
+        preload, env = FAULTY, {CONTROL_VARIABLE: str(faults.path), **(env or {})}
     if zygote is not None:
-        assert env is None
-        return Server(zygote.fork(argv, log, preload=STOCK if stock else None), port, log)
-    module = STOCK if stock else "sglang.launch_server"
+        assert env is None or faults is not None
+        process = zygote.fork(argv, log, preload=preload, environment=env)
+        return Server(process, port, log)
+    module = preload or "sglang.launch_server"
     with log.open("wb") as output:
         child = subprocess.Popen(
             [sys.executable, "-m", module, *argv],
@@ -216,9 +225,10 @@ def running(
     zygote: Zygote | None,
     stock: bool = False,
     env: dict[str, str] | None = None,
+    faults: FaultControl | None = None,
 ) -> Iterator[Server]:
     """A server for the time of a `with` block."""
-    server = launch(model, log, *flags, zygote=zygote, stock=stock, env=env)
+    server = launch(model, log, *flags, zygote=zygote, stock=stock, env=env, faults=faults)
     try:
         yield wait_until_ready(server)
     finally:
