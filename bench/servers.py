@@ -229,11 +229,13 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(zygote: Zygote, setup: Setup, log: Path, flags: list[str]) -> Iterator[Server]:
+def running(
+    zygote: Zygote, setup: Setup, log: Path, flags: list[str], *, preload: str | None = None
+) -> Iterator[Server]:
     """A server for the time of a `with` block, killed at the end unless it was stopped."""
     port = _free_port()
     argv = [*setup.flags(), f"--port={port}", *flags]
-    server = Server(zygote.fork(argv, log), port, log)
+    server = Server(zygote.fork(argv, log, preload=preload), port, log)
     try:
         server.wait_ready()
         yield server
