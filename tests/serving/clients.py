@@ -148,6 +148,8 @@ class Client(threading.Thread):
                 self._world.problem(f"{session} {talk.name}: {error}")
             return
         exact = (self._usual if retention is None else retention) == 1.0
+        # The second turn of other weights goes on from the answer of the first.
+        exact = exact and len(self._world.weights_since(began)) == 1
         stock = {w: a for (name, w), a in self._world.catalogue.talked.items() if name == talk.name}
         self._world.judge_answer(talk.name, answers, stock, began, exact=exact)
         if exact:

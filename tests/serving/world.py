@@ -121,9 +121,9 @@ class World:
                 span.ended = min(span.ended, now)
             self._weights.append(Span(weights, now))
 
-    def weights(self) -> set[str]:
-        """Weights that the server may have now."""
-        return self._weights_between(time.monotonic(), time.monotonic())
+    def weights_since(self, began: float) -> set[str]:
+        """Weights that the server may have had since then."""
+        return self._weights_between(began, time.monotonic())
 
     # What is right
 
@@ -150,11 +150,10 @@ class World:
         exact: bool,
     ) -> None:
         """Compare answers with stock's, by the weights that the server may have had."""
-        now = time.monotonic()
         if not exact or self.is_disturbed(MIXED, began):
             self._check_form(name, answers, next(iter(stock.values())))
             return
-        found = {w: _difference(stock[w], answers) for w in self._weights_between(began, now)}
+        found = {w: _difference(stock[w], answers) for w in self.weights_since(began)}
         if all(found.values()):
             self.problem(f"{name} differs: {found}")
 
@@ -165,13 +164,13 @@ class World:
             return any(s.what == kind and s.overlaps(began, now) for s in self._disturbances)
 
     def _check_form(self, name: str, answers: list[Answer], like: list[Answer]) -> None:
-        """An answer from a part of a prefix is of the right kind, whatever it says."""
+        """An answer is of the right kind, whatever it says."""
         shapes = [(len(answer.tokens), len(answer.scores)) for answer in answers]
         expected = [(len(answer.tokens), len(answer.scores)) for answer in like]
         numbers = [number for answer in answers for number in (*answer.numbers, *answer.scores)]
         if shapes != expected or any(math.isnan(number) for number in numbers):
             self.problem(f"{name} is malformed: {answers}")
-        self.count("answers of a part of a prefix")
+        self.count("looked at only")
 
     def _weights_between(self, began: float, ended: float) -> set[str]:
         with self._lock:
