@@ -61,7 +61,8 @@ class Client(threading.Thread):
         (kind,) = self._chance.choices(list(self._kinds), list(self._kinds.values()))
         (way,) = self._chance.choices(list(WAYS), list(WAYS.values()))
         self._asked += 1
-        rid = f"{self.name}-{self._asked}"
+        # An abort is for all ids that begin like its own.
+        rid = f"{self.name}-{self._asked}."
         if kind == "talk":
             self._talk(self._chance.choice(self._world.catalogue.talks), rid)
             return
@@ -110,7 +111,7 @@ class Client(threading.Thread):
         late.join()
         if response is None:
             return
-        if "abort" in response.text:
+        if "abort" in response.text.lower():
             self._world.count("aborted")
         elif not response.ok:
             self._world.problem(f"{rid} {ask.name}: {response.status_code} {response.text[:300]}")

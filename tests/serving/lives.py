@@ -178,13 +178,13 @@ class Life:
         # Each at least once, then as drawn.
         first = [event for event in events if event != self._reorder]
         self._chance.shuffle(first)
-        while time.monotonic() < end and not self._world.problems:
+        while (left := end - time.monotonic()) > 0 and not self._world.problems:
             event = (
                 first.pop()
                 if first
                 else self._chance.choices(*zip(*events.items(), strict=True))[0]
             )
-            time.sleep(self._chance.uniform(0.3, 2.0))
+            time.sleep(min(self._chance.uniform(0.5, 3.0), left))
             self._world.note(f"event {event.__name__}")
             event()
 
