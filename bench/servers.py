@@ -231,16 +231,22 @@ class Server:
 
 @contextlib.contextmanager
 def running(
-    zygote: Zygote, setup: Setup, log: Path, flags: list[str], record: Path | None = None
+    zygote: Zygote,
+    setup: Setup,
+    log: Path,
+    flags: list[str],
+    *,
+    record: Path | None = None,
+    preload: str | None = "bench.server",
 ) -> Iterator[Server]:
-    """A `bench.server` for the time of a `with` block, killed at the end unless it was stopped.
+    """A server for the time of a `with` block, killed at the end unless it was stopped.
 
-    It writes what requests select to the directory `record`.
+    A `bench.server` writes what requests select to the directory `record`.
     """
     port = _free_port()
     argv = [*setup.flags(), f"--port={port}", *flags]
     recording = {} if record is None else {RECORD_VARIABLE: str(record.resolve())}
-    process = zygote.fork(argv, log, preload="bench.server", environment=recording)
+    process = zygote.fork(argv, log, preload=preload, environment=recording)
     server = Server(process, port, log)
     try:
         server.wait_ready()

@@ -6,9 +6,9 @@ children; after that they run as `python -m sglang.launch_server` does. The comm
 options that SGLang reads while it is imported, need a real start.
 
 Protocol: one JSON object a line on standard input {"argv", "log", "preload", "environment"}, where
-`preload` names a module to import before SGLang's plugins or is null, and `environment` has more
-variables; the answer is one line with the process id of the server, which leads its own process
-group. Servers that are left when standard input ends, also
+`preload` names a module to import before SGLang's plugins or is null, and `environment` has
+variables for what is read after SGLang was imported; the answer is one line with the process id of
+the server, which leads its own process group. Servers that are left when standard input ends, also
 because its other end was killed, are killed.
 """
 
@@ -170,6 +170,7 @@ def _become_server(order: dict[str, Any]) -> None:
 def _prepare_process(order: dict[str, Any]) -> None:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.update(order["environment"])
     log = os.open(order["log"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)

@@ -25,6 +25,15 @@ settings.load_profile("ci")
 torch.set_num_threads(2)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("random", "the randomised run of tests/serving/test_random.py")
+    group.addoption("--random-minutes", type=float, default=2.0, help="how long its traffic lasts")
+    group.addoption("--random-seed", type=int, default=1, help="what is drawn in it")
+    group.addoption(
+        "--random-without", default="", help="kinds of requests, weights, faults: to leave out"
+    )
+
+
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
     random.seed(0)

@@ -68,7 +68,8 @@ def take_away(root: Path) -> Path:
 def put_back(root: Path) -> None:
     """The directory is back, in the place of what was made meanwhile."""
     if root.exists():
-        root.rename(root.with_name(root.name + ".meanwhile"))
+        number = len(list(root.parent.glob(f"{root.name}.meanwhile-*")))
+        root.rename(root.with_name(f"{root.name}.meanwhile-{number}"))
     root.with_name(root.name + ".away").rename(root)
 
 

@@ -411,8 +411,8 @@ class FaultyFileSystem(FileSystem):
         """Kill, and take back what was not durable.
 
         `everything`: all that was not synced is gone; else each unsynced write is kept, lost,
-        zeroed or torn, and some of the last unsynced renames are undone, by `seed`. `database`: "kept", or
-        "lost" without what SQLite had only in its log.
+        zeroed or torn, and some of the last unsynced renames are undone, by `seed`. `database`:
+        "kept", or "lost" without what SQLite had only in its log.
         """
         assert self._journal is not None, "power_loss needs a journal"
         with contextlib.suppress(Killed):

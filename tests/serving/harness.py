@@ -17,10 +17,12 @@ from typing import Any, Protocol
 import requests
 
 from bench.zygote import Zygote as ZygoteProcess
+from tests.fault_control import CONTROL_VARIABLE, FaultControl
 
 ROOT = Path(__file__).parents[2]
-STOCK = "tests.serving.stock_server"
+STOCK = "bench.stock_server"
 BENCH = "bench.server"
+FAULTY = "tests.serving.faulty_server"
 START_TIMEOUT_S = 240
 REQUEST_TIMEOUT_S = 600
 
@@ -174,19 +176,25 @@ def launch(
     stock: bool = False,
     bench: bool = False,
     env: dict[str, str] | None = None,
+    faults: FaultControl | None = None,
 ) -> Server:
     """Start a server without waiting for it: forked, or by the real command if there is no zygote.
 
     `stock` is the one to compare with, `bench` one that can be slowed down and commanded. `env`
-    needs the real command, for SGLang reads much of it while it is imported.
+    needs the real command, for SGLang reads much of it while it is imported; or a server with
+    `faults`, which knows how to be told later that requests are to be retracted.
     """
+    assert not (stock and faults), "stock has no store"
     port = free_port()
     argv = [f"--model-path={model}", f"--port={port}", *CPU_FLAGS, *flags]
-    own = STOCK if stock else BENCH if bench else None
+    preload = STOCK if stock else BENCH if bench else None
+    if faults is not None:
+        preload, env = FAULTY, {CONTROL_VARIABLE: str(faults.path), **(env or {})}
     if zygote is not None:
-        assert env is None
-        return Server(zygote.fork(argv, log, preload=own), port, log)
-    module = own or "sglang.launch_server"
+        assert env is None or faults is not None
+        process = zygote.fork(argv, log, preload=preload, environment=env)
+        return Server(process, port, log)
+    module = preload or "sglang.launch_server"
     with log.open("wb") as output:
         child = subprocess.Popen(
             [sys.executable, "-m", module, *argv],
@@ -221,9 +229,12 @@ def running(
     stock: bool = False,
     bench: bool = False,
     env: dict[str, str] | None = None,
+    faults: FaultControl | None = None,
 ) -> Iterator[Server]:
     """A server for the time of a `with` block."""
-    server = launch(model, log, *flags, zygote=zygote, stock=stock, bench=bench, env=env)
+    server = launch(
+        model, log, *flags, zygote=zygote, stock=stock, bench=bench, env=env, faults=faults
+    )
     try:
         yield wait_until_ready(server)
     finally:

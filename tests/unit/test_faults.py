@@ -18,6 +18,7 @@ import pytest
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import BlockEngine
 from tests.damage import put_back, take_away
+from tests.fault_control import ControlledFaults, FaultControl
 from tests.faults import (
     CHANGES,
     READS,
@@ -306,6 +307,32 @@ def test_a_directory_goes_and_comes_back(files: FaultyFileSystem, file: Path) ->
     files.make_directory(file.parent)
     put_back(file.parent)
     assert read_file(files, file) == CONTENT
+
+
+def test_rules_of_a_control_file(root: Path, file: Path) -> None:
+    control = FaultControl(root / "control")
+    files = FaultyFileSystem(ControlledFaults(control.path))
+    bad, hung = Rule("EIO", "stat", count=2), Rule("hang", "list", name="hung")
+    assert files.stat(file).st_size
+    control.set(bad, hung)
+    with pytest.raises(OSError):
+        files.stat(file)
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (files.list(root), done.set()))
+    thread.start()
+    assert not done.wait(0.05)
+
+    control.set(hung, bad)
+    with pytest.raises(OSError):
+        files.stat(file)
+    assert files.stat(file).st_size, "its count goes on"
+    assert not done.wait(0.05), "it still hangs"
+    control.set()
+    assert done.wait(5)
+    thread.join()
+    assert control.hits() == {bad.name: 2, "hung": 1}
+    other = FaultyFileSystem(ControlledFaults(control.path))
+    assert other.stat(file).st_size, "nobody told it of rules that are gone"
 
 
 # Power loss

@@ -1,0 +1,179 @@
+"""Clients of the randomised run: each asks one thing after another, and judges the answers."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import requests
+
+from tests.serving.traffic import Ask, Talk, TalkFailed, have_talk
+from tests.serving.world import KILL, World
+
+PART = 0.25
+# Longer than any fault lasts.
+PATIENCE_SECONDS = 120
+# How often each kind of request is asked, and each way to ask it.
+KINDS = {
+    "plain": 10,
+    "logprob": 2,
+    "many": 2,
+    "json": 1,
+    "beam": 3,
+    "score": 1,
+    "override": 2,
+    "talk": 1,
+}
+WAYS = {"whole": 8, "part": 4, "abort": 1, "hang up": 1}
+
+
+class Client(threading.Thread):
+    """Asks until it is stopped.
+
+    `usual` is the retention of a request that asks for none.
+    """
+
+    def __init__(
+        self, world: World, name: str, seed: str, usual: float, kinds: Sequence[str]
+    ) -> None:
+        super().__init__(name=name)
+        self._world, self._usual = world, usual
+        self._chance = random.Random(seed)
+        self._kinds = {kind: KINDS[kind] for kind in kinds}
+        self._asked = 0
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self.stopped.is_set():
+            with self._world.request():
+                try:
+                    self._ask_something()
+                except Exception as error:
+                    self._world.problem(f"{self.name}: {type(error).__name__}: {error}")
+
+    def _ask_something(self) -> None:
+        if self.stopped.is_set():
+            return
+        (kind,) = self._chance.choices(list(self._kinds), list(self._kinds.values()))
+        (way,) = self._chance.choices(list(WAYS), list(WAYS.values()))
+        self._asked += 1
+        # An abort is for all ids that begin like its own.
+        rid = f"{self.name}-{self._asked}."
+        if kind == "talk":
+            self._talk(self._chance.choice(self._world.catalogue.talks), rid)
+            return
+        ask = self._chance.choice(self._world.catalogue.of_kind(kind))
+        self._world.note(f"{rid} {way} {ask.name}")
+        if way == "hang up" and ask.may_be_partial:
+            self._hang_up(ask, rid)
+        elif way == "abort" and ask.may_be_partial:
+            self._abort(ask, rid)
+        else:
+            self._ask(ask, rid, self._retention(way))
+
+    def _retention(self, way: str) -> float | None:
+        """What a request asks for: sometimes nothing, where that is the same."""
+        retention = PART if way == "part" else 1.0
+        says_so = retention != self._usual or self._chance.random() < 0.5
+        return retention if says_so else None
+
+    def _is_exact(self, ask: Ask, retention: float | None) -> bool:
+        asked = retention if ask.may_be_partial else None
+        return (self._usual if asked is None else asked) == 1.0
+
+    def _ask(self, ask: Ask, rid: str, retention: float | None) -> None:
+        began = time.monotonic()
+        fields = {"rid": rid} if ask.kind not in ("many", "score", "override") else {}
+        response = self._post(ask.route, began, **ask.with_fields(retention, **fields))
+        if response is None:
+            return
+        if not response.ok:
+            self._world.problem(f"{rid} {ask.name}: {response.status_code} {response.text[:300]}")
+            return
+        told = response.json()
+        self._count_path(told)
+        self._world.judge(ask, told, began, exact=self._is_exact(ask, retention))
+
+    def _abort(self, ask: Ask, rid: str) -> None:
+        """Give a request up; one that is answered before is answered right."""
+        began = time.monotonic()
+        late = threading.Timer(
+            self._chance.random() * 0.4, self._post, ("/abort_request", began), {"rid": rid}
+        )
+        late.start()
+        retention = self._retention(self._chance.choice(("whole", "part")))
+        fields = {} if ask.kind == "many" else {"rid": rid}
+        response = self._post(ask.route, began, **ask.with_fields(retention, **fields))
+        late.join()
+        if response is None:
+            return
+        if "abort" in response.text.lower():
+            self._world.count("aborted")
+        elif not response.ok:
+            self._world.problem(f"{rid} {ask.name}: {response.status_code} {response.text[:300]}")
+        else:
+            exact = self._is_exact(ask, retention)
+            self._world.judge(ask, response.json(), began, exact=exact)
+
+    def _hang_up(self, ask: Ask, rid: str) -> None:
+        """Go away before the answer is complete."""
+        assert self._world.server is not None
+        retention = self._retention(self._chance.choice(("whole", "part")))
+        fields: dict[str, Any] = {"stream": True} if ask.kind in ("plain", "logprob") else {}
+        patience = 0.02 + self._chance.random() * 0.3
+        with (
+            contextlib.suppress(requests.RequestException),
+            requests.post(
+                self._world.server.url + ask.route,
+                json=ask.with_fields(retention, **fields),
+                stream=True,
+                timeout=(PATIENCE_SECONDS, patience),
+            ) as response,
+        ):
+            next(response.iter_content(64), None)
+        self._world.count("hung up")
+
+    def _talk(self, talk: Talk, session: str) -> None:
+        began = time.monotonic()
+        (way,) = self._chance.choices(("whole", "part"), (3, 1))
+        retention = self._retention(way)
+        self._world.note(f"{session} {way} {talk.name}")
+        try:
+            answers = have_talk(self._must_post, talk, session, retention)
+        except (TalkFailed, requests.RequestException) as error:
+            if not self._world.is_disturbed(KILL, began):
+                self._world.problem(f"{session} {talk.name}: {error}")
+            return
+        exact = (self._usual if retention is None else retention) == 1.0
+        # The second turn of other weights goes on from the answer of the first.
+        exact = exact and len(self._world.weights_since(began)) == 1
+        stock = {w: a for (name, w), a in self._world.catalogue.talked.items() if name == talk.name}
+        self._world.judge_answer(talk.name, answers, stock, began, exact=exact)
+        if exact:
+            self._world.count("compared talk")
+
+    def _must_post(self, route: str, **body: Any) -> requests.Response:
+        assert self._world.server is not None
+        url = self._world.server.url + route
+        return requests.post(url, json=body, timeout=PATIENCE_SECONDS)
+
+    def _post(self, route: str, began: float, **body: Any) -> requests.Response | None:
+        """An answer, or None where the server was killed."""
+        try:
+            return self._must_post(route, **body)
+        except requests.RequestException as error:
+            if not self._world.is_disturbed(KILL, began):
+                self._world.problem(f"{route}: {type(error).__name__}: {error}")
+            return None
+
+    def _count_path(self, told: Any) -> None:
+        for sequence in told if isinstance(told, list) else [told]:
+            report = sequence.get("meta_info", {}).get("impress", {})
+            if report:
+                self._world.count(f"path {report['path']}")
+                self._world.count("approximate", int(report["approximate"]))
+                self._world.count("recomputed", int(report["recomputed"]))

@@ -1,0 +1,41 @@
+"""SGLang whose store is on a file system that fails; see `tests.fault_control`.
+
+The module level code runs in the main process and again in each spawned child, before plugins are
+loaded there; forked children have what it did.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from impress_sglang.storage.files import install
+from tests.fault_control import CONTROL_VARIABLE, ControlledFaults
+from tests.faults import FaultyFileSystem
+
+
+def _retract_as_told() -> None:
+    """SGLang reads these variables while it is imported, which in a forked server was long ago."""
+    from sglang.srt.environ import envs
+    from sglang.srt.managers import scheduler
+
+    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
+    scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+install(FaultyFileSystem(ControlledFaults(Path(os.environ[CONTROL_VARIABLE])), kill=_kill))
+_retract_as_told()
+
+if __name__ == "__main__":
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    launch_server(prepare_server_args(sys.argv[1:]))

@@ -1,0 +1,351 @@
+"""Lives of a server in the randomised run: what is done to it meanwhile, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from tests.damage import put_back, take_away
+from tests.fault_control import FaultControl
+from tests.faults import READS, Rule, dead_disk, read_only
+from tests.serving.clients import Client
+from tests.serving.harness import Server, Zygote, running, tail
+from tests.serving.traffic import Ask, read_answer
+from tests.serving.world import KILL, MIXED, World
+
+CLIENTS = 8
+# Caches of these servers are far smaller; the rest is what allocators keep.
+MOST_GROWTH_BYTES = 300 << 20
+# Log lines of what a server must never do, and what it may when something was raised on purpose.
+BAD_WORDS = ("memory leak", "pool leak", "AssertionErr")
+TRACEBACK = "Traceback (most recent call last)"
+
+FAULTS: dict[str, tuple[Rule, ...]] = {
+    "reads fail": (Rule("EIO", READS, probability=0.3),),
+    "blocks fail": (Rule("EIO", "block", probability=0.05),),
+    "blocks time out": (Rule("ETIMEDOUT", "block", probability=0.05),),
+    "blocks are short": (Rule("short", "block", probability=0.05),),
+    "blocks are wrong": (Rule("flip", "block", probability=0.05),),
+    "blocks are late": (Rule("delay", "block", probability=0.3, seconds=0.03),),
+    "blocks hang": (Rule("hang", "block", count=3),),
+    "reads are wrong": (Rule("flip", "read", probability=0.5),),
+    "no descriptors": (Rule("EMFILE", "open|open-write|database", probability=0.7),),
+    "writes fail": (Rule("EIO", "write", probability=0.3),),
+    "writes are torn": (Rule("torn", "write", probability=0.3),),
+    "writes are torn and nobody knows": (Rule("torn-silent", "write", count=2),),
+    "writes are wrong": (Rule("flip", "write", count=2),),
+    "writes hang": (Rule("hang", "write", count=1),),
+    "disk full": (Rule("ENOSPC", "write|open-write"), Rule("full", "free_bytes")),
+    "syncs fail": (Rule("EIO", "sync|sync_directory", probability=0.5),),
+    "renames fail": (Rule("EIO", "rename", probability=0.5),),
+    "index locked": (Rule("locked", "sql.*", probability=0.5),),
+    "index fails": (Rule("EIO", "sql.*", probability=0.5),),
+    "index malformed": (Rule("malformed", "sql.*", count=1),),
+    "read-only": tuple(read_only()),
+    "slow disk": (Rule("delay", "*", probability=0.5, seconds=0.01),),
+    "dead disk": tuple(dead_disk()),
+    "no such device": tuple(dead_disk("ENODEV")),
+    "a writer dies": (Rule("raise", "write", count=1),),
+    "an engine dies": (Rule("raise", "start|finish", count=1),),
+}
+AWAY = "directory away"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How a server is started, and how it ends: killed, or told to after its accounts are seen."""
+
+    weights: str
+    usual: float
+    flags: tuple[str, ...]
+    retracts: bool
+    is_killed: bool
+
+
+def draw_setting(number: int, chance: random.Random) -> Setting:
+    """Of two lives one ends by kill -9; the other options are drawn."""
+    flags = [
+        f"--max-total-tokens={chance.choice((7000, 9000, 14000))}",
+        f"--impress-policy={chance.choice(('impress', 'impress', 'impress+itf', 'as+h2o+lru'))}",
+        f"--impress-chunk-tokens={chance.choice((16, 64))}",
+        f"--impress-ssd-gb={chance.choice((0.01, 1.0))}",
+        f"--impress-io-engine={chance.choice(('auto', 'threads'))}",
+        f"--impress-reorder-interval={chance.choice((0, 3))}",
+    ]
+    if chance.random() < 0.5:
+        flags.append("--chunked-prefill-size=256")
+    if chance.random() < 0.3:
+        flags.append("--disable-overlap-schedule")
+    usual = chance.choice((1.0, 1.0, 0.25))
+    flags.append(f"--impress-retention={usual}")
+    retracts = chance.random() < 0.5
+    return Setting(chance.choice("ab"), usual, tuple(flags), retracts, number % 2 == 0)
+
+
+@dataclasses.dataclass
+class Lives:
+    """Servers on one store directory, one after another."""
+
+    world: World
+    models: dict[str, Path]
+    store: Path
+    flags: tuple[str, ...]
+    control: FaultControl
+    kinds: Sequence[str]
+    with_faults: bool
+    with_weights: bool
+    seed: int
+
+    def live(self, number: int, seconds: float, zygote: Zygote) -> None:
+        """One life: a start, traffic with events, and an end."""
+        chance = random.Random(f"{self.seed} life {number}")
+        setting = draw_setting(number, chance)
+        self.world.note(f"life {number}: {setting}")
+        retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
+        log = self.store.with_name(f"life-{number}.log")
+        with running(
+            self.models[setting.weights],
+            log,
+            *self.flags,
+            f"--impress-ssd-dir={self.store}",
+            *setting.flags,
+            zygote=zygote,
+            env=retract if setting.retracts else {},
+            faults=self.control,
+        ) as server:
+            life = Life(self, server, setting, chance)
+            try:
+                life.run(seconds, f"{self.seed} {number}")
+            finally:
+                self.control.set()
+                self.world.server = None
+
+
+class Life:
+    """One server, from its start to its end."""
+
+    def __init__(
+        self, lives: Lives, server: Server, setting: Setting, chance: random.Random
+    ) -> None:
+        self._lives, self._world = lives, lives.world
+        self._server, self._setting, self._chance = server, setting, chance
+        self._weights = setting.weights
+        self._raised_on_purpose = False
+
+    def run(self, seconds: float, seed: str) -> None:
+        """Traffic for so long, then the end."""
+        world = self._world
+        world.server = self._server
+        world.must_have(self._weights)
+        self._probe()
+        scheduler = scheduler_of(self._server)
+        before = Footprint.of(scheduler)
+        clients = [
+            Client(world, f"c{i}", f"{seed} client {i}", self._setting.usual, self._lives.kinds)
+            for i in range(CLIENTS)
+        ]
+        for client in clients:
+            client.start()
+        try:
+            self._disturb_until(time.monotonic() + seconds)
+            if self._setting.is_killed:
+                self._kill(clients)
+        finally:
+            for client in clients:
+                client.stopped.set()
+            for client in clients:
+                client.join()
+        if not self._setting.is_killed:
+            self._check_accounts(scheduler, before)
+        self._check_log()
+
+    # Events
+
+    def _disturb_until(self, end: float) -> None:
+        events: dict[Callable[[], None], int] = {self._flush: 4, self._reorder: 1, self._poll: 2}
+        if self._lives.with_weights:
+            events |= {self._update_and_flush: 2, self._update_without_flush: 1}
+        if self._lives.with_faults:
+            events[self._fail] = 6
+        # Each at least once, then as drawn.
+        first = [event for event in events if event != self._reorder]
+        self._chance.shuffle(first)
+        while (left := end - time.monotonic()) > 0 and not self._world.problems:
+            event = (
+                first.pop()
+                if first
+                else self._chance.choices(*zip(*events.items(), strict=True))[0]
+            )
+            time.sleep(min(self._chance.uniform(0.5, 3.0), left))
+            self._world.note(f"event {event.__name__}")
+            event()
+
+    def _flush(self) -> None:
+        with self._world.pause():
+            self._server.flush()
+        self._world.count("flushed")
+
+    def _reorder(self) -> None:
+        self._require(self._server.post("/impress/reorder", force=True).ok, "reorder refused")
+
+    def _poll(self) -> None:
+        """A status poll in the middle of it all."""
+        self._require_sound(self._server.stats())
+
+    def _update_and_flush(self) -> None:
+        self._update(flush=True)
+
+    def _update_without_flush(self) -> None:
+        """What is resident stays, of the old weights, until somebody flushes."""
+        self._update(flush=False)
+
+    def _update(self, *, flush: bool) -> None:
+        world, new = self._world, "b" if self._weights == "a" else "a"
+        old = self._weights
+        with contextlib.ExitStack() as stack:
+            if not flush:
+                stack.enter_context(world.disturbed(MIXED))
+            world.may_have(new)
+            response = self._server.post(
+                "/update_weights_from_disk",
+                model_path=str(self._lives.models[new]),
+                flush_cache=flush,
+            )
+            told = response.json()
+            world.note(f"update to {new}, flush {flush}: {told}")
+            if not told["success"] and flush:
+                # SGLang changes the weights, and does not flush while an aborted request goes.
+                stack.enter_context(world.disturbed(MIXED))
+            changed = told["success"] or "were updated" in told["message"]
+            world.count(f"update {'refused' if not changed else 'flush' if flush else 'no flush'}")
+            if not flush:
+                time.sleep(self._chance.uniform(0.5, 3.0))
+            self._weights = new if changed else old
+            with world.pause():
+                self._server.flush()
+                world.must_have(self._weights)
+                self._probe()
+
+    def _fail(self) -> None:
+        name = self._chance.choice([*FAULTS, AWAY])
+        self._world.note(f"fault {name}")
+        seconds = self._chance.uniform(0.5, 3.0)
+        if name == AWAY:
+            take_away(self._lives.store)
+            time.sleep(seconds)
+            put_back(self._lives.store)
+            self._world.count(f"fault {AWAY}")
+            return
+        rules = [dataclasses.replace(rule, name=f"{name}: {rule.name}") for rule in FAULTS[name]]
+        self._raised_on_purpose |= any(rule.fault == "raise" for rule in rules)
+        before = self._lives.control.hits()
+        self._lives.control.set(*rules)
+        time.sleep(seconds)
+        self._lives.control.set()
+        hits = self._lives.control.hits() - before
+        self._world.count(f"fault {name}", hits.total())
+
+    def _probe(self) -> None:
+        """The server has the weights that we think; by a prompt that is too short to be stored."""
+        ask = next(ask for ask in self._short_asks())
+        answer = read_answer(ask, self._server.post(ask.route, **ask.body).json())
+        expected = self._world.catalogue.answers[ask.name, self._weights]
+        if difference := expected.difference(answer):
+            self._world.problem(f"the server does not have weights {self._weights}: {difference}")
+
+    def _short_asks(self) -> Iterator[Ask]:
+        answers = self._world.catalogue.answers
+        for ask in self._world.catalogue.of_kind("plain"):
+            short = len(ask.body["input_ids"]) < 64
+            if short and answers[ask.name, "a"].difference(answers[ask.name, "b"]):
+                yield ask
+
+    # Ends
+
+    def _kill(self, clients: Sequence[Client]) -> None:
+        """kill -9 in the middle of requests and writes."""
+        with self._world.disturbed(KILL):
+            for client in clients:
+                client.stopped.set()
+            self._server.stop(signal.SIGKILL)
+            for client in clients:
+                client.join()
+        self._world.count("killed")
+
+    def _check_accounts(self, scheduler: psutil.Process, before: Footprint) -> None:
+        """Idle, the server holds nothing: no slots, no locks, no descriptors, little memory."""
+        self._server.flush()
+        deadline = time.monotonic() + 30
+        stats = self._server.stats()
+        while stats["requests_live"] and time.monotonic() < deadline:
+            time.sleep(0.2)
+            stats = self._server.stats()
+        self._require_sound(stats)
+        pool = stats["device_pool"]
+        self._require(not stats["requests_live"], f"requests are left: {stats['requests_live']}")
+        self._require(
+            pool["private_tokens"] == pool["held_tokens"] == pool["writing_tokens"] == 0,
+            f"slots are left: {pool}",
+        )
+        after = Footprint.of(scheduler)
+        self._world.note(f"before {before}, after {after}")
+        self._require(
+            not after.segments, f"segments are open in an idle server: {sorted(after.segments)[:5]}"
+        )
+        self._require(after.descriptors <= before.descriptors + 2, f"{before} became {after}")
+        self._require(after.resident <= before.resident + MOST_GROWTH_BYTES, f"{before}, {after}")
+        self._world.count("accounts checked")
+
+    def _check_log(self) -> None:
+        text = self._server.log_text()
+        words = BAD_WORDS if self._raised_on_purpose else (*BAD_WORDS, TRACEBACK)
+        for word in words:
+            self._require(word not in text, f"the log says {word!r}:\n{_around(text, word)}")
+        if not self._setting.is_killed:
+            self._require(self._server.process.alive(), f"the server is dead:\n{tail(text)}")
+
+    def _require_sound(self, stats: dict[str, object]) -> None:
+        self._require(stats["integrity"] == "ok", f"integrity: {stats['integrity']}")
+
+    def _require(self, condition: bool, otherwise: str) -> None:
+        if not condition:
+            self._world.problem(otherwise)
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """What a process holds: open descriptors, segments among them, resident bytes."""
+
+    descriptors: int
+    segments: frozenset[str]
+    resident: int
+
+    @classmethod
+    def of(cls, process: psutil.Process) -> Footprint:
+        folder = Path(f"/proc/{process.pid}/fd")
+        targets = []
+        for path in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                targets.append(os.readlink(path))
+        segments = frozenset(target for target in targets if ".kv" in target)
+        return cls(len(targets), segments, process.memory_info().rss)
+
+
+def scheduler_of(server: Server) -> psutil.Process:
+    """The process of a server that has the model and the store."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return max(children, key=lambda child: child.memory_info().rss)
+
+
+def _around(text: str, word: str) -> str:
+    """The lines that follow a word."""
+    lines = text[text.find(word) :].splitlines()[:40] if word in text else []
+    return "\n".join(line[:300] for line in lines)

@@ -1,0 +1,135 @@
+"""Hours of everything at once: whatever is asked for and whatever breaks, no wrong answer, no leak.
+
+    pytest tests/serving/test_random.py --random-minutes 60 --random-seed 7
+
+Eight clients ask a finite set of requests in all ways, while caches are flushed, weights replaced,
+disks fail and servers are killed. Each answer from a whole prefix is compared with stock SGLang's
+to the same request, token for token. A run in which something of this did not happen fails.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fault_control import FaultControl
+from tests.serving.clients import KINDS
+from tests.serving.harness import Zygote, running
+from tests.serving.lives import Lives
+from tests.serving.tiny_models import make_model
+from tests.serving.tiny_tokenizer import add_tokenizer
+from tests.serving.traffic import Catalogue, answer_by_stock, drop_near_ties, make_catalogue
+from tests.serving.world import World
+
+FLAGS = ("--dtype=float32", "--max-running-requests=16")
+IMPRESS_FLAGS = (
+    "--enable-impress",
+    "--impress-load=always",
+    "--impress-min-prefix-tokens=64",
+    "--impress-min-free-gb=0",
+    "--impress-device-gb=0.002",
+    "--impress-host-gb=0.008",
+)
+LIFE_SECONDS = 30
+# Of the answers: so many at least came from SSD, whole and in part.
+LEAST_FROM_SSD = 0.1
+
+
+@pytest.fixture(scope="module")
+def models(workdir: Path) -> dict[str, Path]:
+    """Two models of one shape, with tokenizers."""
+    folders = {
+        "a": make_model("llama", workdir / "random-a"),
+        "b": make_model("llama", workdir / "random-b", initializer_range=0.13),
+    }
+    for folder in folders.values():
+        add_tokenizer(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def catalogue(models: dict[str, Path], workdir: Path, zygote: Zygote) -> Catalogue:
+    """What is asked, and stock's answers with each weights."""
+    catalogue = make_catalogue(seed=3)
+    with running(
+        models["a"],
+        workdir / "random-stock.log",
+        *FLAGS,
+        "--max-total-tokens=60000",
+        zygote=zygote,
+        stock=True,
+    ) as stock:
+        for weights in ("a", "b"):
+            if weights == "b":
+                path = str(models["b"])
+                assert stock.post("/update_weights_from_disk", model_path=path).json()["success"]
+            assert drop_near_ties(catalogue, stock) < 20
+            answer_by_stock(catalogue, stock, weights)
+        stock.assert_quiet()
+    return catalogue
+
+
+@pytest.mark.timeout(0)
+def test_random_traffic(
+    models: dict[str, Path],
+    catalogue: Catalogue,
+    workdir: Path,
+    zygote: Zygote,
+    request: pytest.FixtureRequest,
+) -> None:
+    seed = request.config.getoption("--random-seed")
+    minutes = request.config.getoption("--random-minutes")
+    without = set(request.config.getoption("--random-without").split(",")) - {""}
+    assert without <= {*KINDS, "faults", "weights"}, without
+    folder = workdir / f"random-{seed}"
+    folder.mkdir()
+    world = World(catalogue)
+    lives = Lives(
+        world,
+        models,
+        folder / "store",
+        (*FLAGS, *IMPRESS_FLAGS),
+        FaultControl(folder / "faults", seed),
+        kinds=[kind for kind in KINDS if kind not in without],
+        with_faults="faults" not in without,
+        with_weights="weights" not in without,
+        seed=seed,
+    )
+    end, number = time.monotonic() + 60 * minutes, 0
+    # An even number: half of them are killed.
+    while (time.monotonic() < end or number % 2) and not world.problems:
+        try:
+            lives.live(number, LIFE_SECONDS, zygote)
+        except Exception as error:
+            world.problem(f"life {number}: {type(error).__name__}: {error}")
+        number += 1
+    print(f"seed {seed}, {number} lives: {dict(sorted(world.counts.items()))}")
+    if world.problems:
+        pytest.fail(_story(world, seed, folder))
+    _assert_that_it_happened(world, lives)
+
+
+def _story(world: World, seed: int, folder: Path) -> str:
+    """What went wrong, and what was done before."""
+    operations, problems = "\n".join(world.operations), "\n".join(world.problems[:10])
+    return f"seed {seed}, logs in {folder}\n{operations}\n\n{problems}"
+
+
+def _assert_that_it_happened(world: World, lives: Lives) -> None:
+    """The run was about something."""
+    counts = world.counts
+    for kind in lives.kinds:
+        assert counts[f"compared {kind}"], f"no {kind} was compared: {counts}"
+    for what in ("killed", "accounts checked", "flushed", "aborted", "hung up", "approximate"):
+        assert counts[what], f"never {what}: {counts}"
+    paths = {path: counts[f"path {path}"] for path in ("ssd", "device", "computed")}
+    assert min(paths.values()), paths
+    assert paths["ssd"] >= LEAST_FROM_SSD * sum(paths.values()), paths
+    if lives.with_weights:
+        assert counts["update flush"]
+        assert counts["update no flush"] + counts["update refused"]
+    if lives.with_faults:
+        hit = [name for name, hits in counts.items() if name.startswith("fault ") and hits]
+        assert len(hit) >= 3, f"hardly any fault happened: {hit}"

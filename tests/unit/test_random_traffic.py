@@ -1,0 +1,101 @@
+"""The randomised run's own judgement: it must not pass what is wrong."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from tests.serving.clients import KINDS
+from tests.serving.traffic import TOLERANCE, Answer, Catalogue, make_catalogue
+from tests.serving.world import KILL, MIXED, World
+
+ONE, OTHER = Answer(tokens=((1, 2, 3),)), Answer(tokens=((1, 2, 4),))
+
+
+@pytest.fixture
+def world() -> World:
+    world = World(Catalogue([], []))
+    world.must_have("a")
+    return world
+
+
+def judge(world: World, answer: Answer, began: float, *, exact: bool = True) -> bool:
+    """Whether an answer passes, where stock says `ONE` with weights a and `OTHER` with b."""
+    before = len(world.problems)
+    world.judge_answer("it", [answer], {"a": [ONE], "b": [OTHER]}, began, exact=exact)
+    return len(world.problems) == before
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "same"),
+    [
+        (ONE, ONE, True),
+        (ONE, OTHER, False),
+        (ONE, Answer(tokens=((1, 2),)), False),
+        (Answer(numbers=(1.0,)), Answer(numbers=(1.0 + TOLERANCE / 2,)), True),
+        (Answer(numbers=(1.0,)), Answer(numbers=(1.0 + TOLERANCE * 2,)), False),
+        (Answer(numbers=(1.0,)), Answer(numbers=(float("nan"),)), False),
+        (Answer(numbers=(1.0,)), Answer(), False),
+        (Answer(((1,),), scores=(2.0,)), Answer(((5,),), scores=(2.0,)), True),
+        (Answer(((1,),), scores=(2.0,)), Answer(((1,),), scores=(2.1,)), False),
+    ],
+)
+def test_answers_differ(left: Answer, right: Answer, same: bool) -> None:
+    assert (left.difference(right) == "") is same
+
+
+def test_an_answer_is_of_the_weights_of_its_time(world: World) -> None:
+    began = time.monotonic()
+    assert judge(world, ONE, began) and not judge(world, OTHER, began)
+    world.may_have("b")
+    assert judge(world, ONE, began) and judge(world, OTHER, began)
+    assert not judge(world, Answer(tokens=((9,),)), began)
+    world.must_have("b")
+    time.sleep(0.01)
+    now = time.monotonic()
+    assert judge(world, ONE, began), "it may have been computed before"
+    assert judge(world, OTHER, now) and not judge(world, ONE, now)
+
+
+def test_what_is_not_exact_has_the_right_form(world: World) -> None:
+    now = time.monotonic()
+    assert judge(world, OTHER, now, exact=False)
+    assert not judge(world, Answer(), now, exact=False)
+    with world.disturbed(MIXED):
+        assert judge(world, OTHER, now)
+        assert not judge(world, Answer(tokens=((1,), (2,))), now)
+    time.sleep(0.01)
+    assert not judge(world, OTHER, time.monotonic())
+
+
+def test_a_disturbance_has_an_end(world: World) -> None:
+    before = time.monotonic()
+    with world.disturbed(KILL):
+        assert world.is_disturbed(KILL, before) and not world.is_disturbed(MIXED, before)
+    time.sleep(0.01)
+    assert world.is_disturbed(KILL, before)
+    assert not world.is_disturbed(KILL, time.monotonic())
+
+
+def test_nothing_is_asked_in_a_pause(world: World) -> None:
+    asked = threading.Event()
+
+    def ask() -> None:
+        with world.request():
+            asked.set()
+
+    with world.pause():
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert not asked.wait(0.05)
+    assert asked.wait(5)
+    thread.join()
+
+
+def test_the_catalogue_has_all_kinds_and_is_of_its_seed() -> None:
+    catalogue = make_catalogue(3)
+    assert catalogue.kinds() == set(KINDS) - {"talk"}
+    assert len({ask.name for ask in catalogue.asks}) == len(catalogue.asks)
+    assert make_catalogue(3).asks == catalogue.asks != make_catalogue(4).asks
