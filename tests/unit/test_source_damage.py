@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from impress_sglang.errors import ChunkUnreadable
-from impress_sglang.storage.direct_io import supports_direct_io
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import ChunkReader
@@ -351,7 +351,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 def test_a_short_or_missing_file_is_unreadable(
     tmp_path: Path, any_reader: ChunkReader, damage: str, direct: bool, name: str
 ) -> None:
-    if direct and not supports_direct_io(tmp_path):
+    if direct and not FileSystem().supports_direct_io(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
     shape = SHAPES[name]
     info = make_info(shape, range(32), segment_id="c0ffee")
