@@ -258,18 +258,6 @@ class StoredTree:
             segment.parent.dependents -= 1
         del self._segments[segment.segment_id]
 
-    def below(self, segment: StoredSegment) -> list[StoredSegment]:
-        """A segment and all that hang below it, deepest first."""
-        children: dict[str, list[StoredSegment]] = {}
-        for own in self._segments.values():
-            if own.parent is not None:
-                children.setdefault(own.parent.segment_id, []).append(own)
-        found = [segment]
-        # Grows while it is walked; no recursion, for a chat is a long chain.
-        for own in found:
-            found += children.get(own.segment_id, ())
-        return found[::-1]
-
     def check_integrity(self) -> None:
         """Recompute every invariant from the nodes.
 

@@ -256,14 +256,14 @@ def flip_byte(path: Path, offset: int) -> None:
 class SequenceKVs:
     """KVs as a model has them: the row of a token depends on all tokens up to it.
 
-    The namespace and whether the KVs are approximate count as well, so that a row of another
+    The namespace and the quality of the KVs count as well, so that a row of another
     sequence, namespace or kind is never equal by chance.
     """
 
     shape: KVShape
     namespace: str
     tokens: tuple[int, ...]
-    approximate: bool = False
+    quality: Quality = EXACT
 
     def keys(self, layer: int) -> Tensor:
         """[m, G, Dk]"""
@@ -278,7 +278,7 @@ class SequenceKVs:
         return lambda layer: (self.keys(layer)[start:], self.values(layer)[start:])
 
     def _rows(self, kind: int, dim: int) -> Tensor:
-        state = zlib.crc32(f"{self.namespace}|{self.approximate}|{kind}".encode())
+        state = zlib.crc32(f"{self.namespace}|{self.quality}|{kind}".encode())
         states = []
         for token in self.tokens:
             state = (state * 1_000_003 + token + 1) % ((1 << 61) - 1)

@@ -1,7 +1,7 @@
 """A plain model of stored prefixes: which segment holds each position of each stored sequence.
 
-There is no tree in it: a position is a namespace and, for each token up to it, whether its KVs are
-approximate.
+There is no tree in it: a position is a namespace and, for each token up to it, the quality of its
+KVs.
 """
 
 from __future__ import annotations
@@ -9,8 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-# (token, approximate) of every token up to a position
-Path = tuple[tuple[int, bool], ...]
+from impress_sglang.management.tree import SegmentState
+from impress_sglang.storage.quality import EXACT, Quality
+
+# Best first. Of the last two neither takes the place of the other.
+QUALITIES = (EXACT, Quality(1, 0.5), Quality(1, 0.25), Quality(2, 0.5))
+# (token, quality) of every token up to a position
+Path = tuple[tuple[int, Quality], ...]
 Position = tuple[str, Path]
 
 
@@ -22,7 +27,15 @@ class Known:
     namespace: str
     above: Path
     own: Path
-    ready: bool
+    state: SegmentState = SegmentState.READY
+
+    @property
+    def ready(self) -> bool:
+        return self.state is SegmentState.READY
+
+    @property
+    def quality(self) -> Quality:
+        return self.own[0][1]
 
     @property
     def path(self) -> Path:
@@ -40,11 +53,12 @@ class PrefixModel:
         self.segments: dict[str, Known] = {}
         self.owner: dict[Position, Known] = {}
 
-    def follow(self, namespace: str, tokens: Sequence[int], approximate: bool) -> Path:
-        """The longest stored path along `tokens`; exact KVs are preferred at every step."""
+    def follow(self, namespace: str, tokens: Sequence[int], least: Quality) -> Path:
+        """The longest stored path along `tokens`; the best KVs are preferred at every step."""
         path: Path = ()
+        taken = [quality for quality in QUALITIES if quality.suffices(least)]
         for token in tokens:
-            steps = [(token, False), (token, True)] if approximate else [(token, False)]
+            steps = [(token, quality) for quality in taken]
             known = [s for s in steps if (namespace, (*path, s)) in self.owner]
             if not known:
                 break
@@ -70,11 +84,11 @@ class PrefixModel:
         return spans
 
     def place_for(
-        self, namespace: str, prefix: Sequence[int], first: int, approximate: bool
+        self, namespace: str, prefix: Sequence[int], first: int, quality: Quality
     ) -> Path | None:
         """Where a segment that begins with `first` may hang; None if it must be refused."""
-        path = self.follow(namespace, prefix, approximate)
-        taken = (namespace, (*path, (first, approximate))) in self.owner
+        path = self.follow(namespace, prefix, quality)
+        taken = (namespace, (*path, (first, quality))) in self.owner
         return None if len(path) < len(prefix) or taken else path
 
     def add(self, known: Known) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.storage.direct_io import read_exactly, supports_direct_io
+from impress_sglang.storage.direct_io import read_exactly
 from impress_sglang.storage.engines import BlockEngine, Integers
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape, Stream
@@ -439,7 +439,7 @@ def opened(param: str, directory: Path, reader: ChunkReader) -> Case:
         case.source = MemorySource(shape, list(keys), list(values))
         return case
     direct = "O_DIRECT" in options
-    if direct and not supports_direct_io(directory):
+    if direct and not FileSystem().supports_direct_io(directory):
         pytest.skip("this file system has no O_DIRECT")
     cache = next((CACHES[option] for option in options if option in CACHES), NO_CACHE)
     return open_case(

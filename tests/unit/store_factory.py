@@ -97,12 +97,12 @@ class Workbench:
         tokens: Sequence[int],
         *,
         namespace: str = "",
-        approximate: bool = False,
+        quality: Quality = EXACT,
         available_from: int = 0,
         min_tokens: int = 1,
         read_layers: Callable[[int], LayerReader] | None = None,
     ) -> StoreOutcome:
-        kvs = SequenceKVs(self.shape, namespace, tuple(tokens), approximate)
+        kvs = SequenceKVs(self.shape, namespace, tuple(tokens), quality)
         outcome = store.offer(
             namespace,
             as_tokens(tokens),
@@ -110,7 +110,7 @@ class Workbench:
             lambda: self.done.append(tuple(tokens)),
             lambda: self.abandoned.append(tuple(tokens)),
             available_from=available_from,
-            quality=QUARTER if approximate else EXACT,
+            quality=quality,
             min_tokens=min_tokens,
         )
         store.check_integrity()
@@ -174,9 +174,9 @@ def gb(num_bytes: int) -> float:
 
 
 def look_up(
-    store: PrefixStore, tokens: Sequence[int], namespace: str = "", *, approximate: bool = False
+    store: PrefixStore, tokens: Sequence[int], namespace: str = "", *, quality: Quality = EXACT
 ) -> StoredMatch:
-    return store.match(namespace, as_tokens(tokens), least=QUARTER if approximate else EXACT)
+    return store.match(namespace, as_tokens(tokens), least=quality)
 
 
 def length(store: PrefixStore, tokens: Sequence[int], **options: Any) -> int:
@@ -216,12 +216,12 @@ def check_rows(
     tokens: Sequence[int],
     *,
     namespace: str = "",
-    approximate: bool = False,
+    quality: Quality = EXACT,
     start: int = 0,
     stop: int | None = None,
 ) -> None:
     """The whole of `tokens` is stored, and [start, stop) of it is read back right."""
-    match = look_up(store, tokens, namespace, approximate=approximate)
+    match = look_up(store, tokens, namespace, quality=quality)
     assert match.num_tokens == len(tokens)
     stop = len(tokens) if stop is None else stop
     shape = store._shape

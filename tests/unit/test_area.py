@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,21 +15,26 @@ import torch
 
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.storage import reader as reader_module
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.reader import ChunkReader, OpenSegment
 from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
 from impress_sglang.transfer.plan import Flags
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
 from tests.unit.source_factory import StepEngine, quick_files, reading, stepping
+from tests.unit.waiting import TIMEOUT, wait_until
 
 BLOCK = 4096
 MIB = 1 << 20
-TIMEOUT = 20.0
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
     with quick_files():
         yield
+
+
+def is_quiet(area: LayerArea) -> bool:
+    return all(read.done for read in area.reads)
 
 
 class Stored:
@@ -38,7 +44,7 @@ class Stored:
         shape = make_shape(layers=2, query_heads=2, key_dim=64, value_dim=64)
         info = make_info(shape, range(120))
         self.path = write_kvs(directory, info, *random_kvs(shape, 120, seed=1))
-        self.segment = OpenSegment(self.path, direct=False)
+        self.segment = OpenSegment(self.path, FileSystem(), direct=False)
         layout = self.segment.layout
         self.offset = layout.layer_offset(1)
         self.content = self.path.read_bytes()[self.offset :][: layout.layer_bytes]
@@ -121,8 +127,7 @@ def test_only_what_is_missing_is_read(stored: Stored, step: tuple[ChunkReader, S
     area = stored.area()
     area.read_ahead(stored.flags(1, 2, 3, 8), reader)
     area.read_ahead(stored.flags(2, 3, 4), reader)
-    for read in area.reads:
-        read.settled()
+    wait_until(lambda: is_quiet(area))
     assert stored.started(engine) == [1, 2, 3, 8, 4]
 
     assert area.read(stored.flags(2, 4, 9, 10), 0, reader) == 2 * BLOCK
@@ -142,7 +147,7 @@ def test_a_block_that_is_wanted_twice_was_read_ahead_once(stored: Stored) -> Non
     with reading() as reader:
         area = stored.area()
         area.read_ahead(stored.flags(1, 2), reader)
-        area.reads[0].settled()
+        wait_until(lambda: is_quiet(area))
         for _ in range(3):
             area.read(stored.flags(1), 0, reader)
         area.wait(stored.flags(1))
@@ -197,8 +202,7 @@ def test_a_first_wish_ends_only_what_it_waits_for(
     assert not area.has(wanted)
     engine.allow()
     area.wait(wanted)
-    for read in area.reads:
-        read.settled()
+    wait_until(lambda: is_quiet(area))
 
     assert stored.started(engine) == [1, 2, 11, 12, 3, 4]
     assert area.has(stored.flags(1, 4, 11)) and not area.has(stored.flags(1, 10))
@@ -239,7 +243,7 @@ def test_damage_is_told_to_who_wants_it(stored: Stored, ahead: bool) -> None:
         area, wanted = stored.area(), stored.flags(4, 5, 6, 20, 21)
         if ahead:
             area.read_ahead(stored.flags(4, 5, 6), reader)
-            area.reads[0].settled()
+            wait_until(lambda: is_quiet(area))
         area.read(wanted, 0, reader)
         with pytest.raises(ChunkUnreadable, match=f"block at {stored.offset + 5 * BLOCK} "):
             area.wait(wanted)
@@ -266,7 +270,7 @@ def test_memory_is_not_given_again_while_it_is_filled(
     engine.allow(1)
     assert stored.pool.take(size) is not memory
     engine.allow()
-    area.drain()
+    wait_until(lambda: is_quiet(area))
 
     assert stored.pool.take(size) is memory
     stored.check(area, 1, 2)
@@ -283,13 +287,10 @@ def test_a_closed_area_stops_reading_ahead(
     area.close(reader)
 
     assert area.ahead_bytes == 2 * BLOCK
-    draining = threading.Thread(target=area.drain)
-    draining.start()
-    draining.join(0.1)
-    assert draining.is_alive(), "two blocks are on their way"
+    time.sleep(0.1)
+    assert not is_quiet(area), "two blocks are on their way"
     engine.allow()
-    draining.join(TIMEOUT)
-    assert not draining.is_alive()
+    wait_until(lambda: is_quiet(area))
     assert stored.started(engine) == [0, 1]
     assert stored.untouched(area, *range(2, 10))
 
@@ -317,7 +318,7 @@ def test_any_order_of_reads(stored: Stored, seed: int) -> None:
                 engine.stop()
         engine.allow()
         area.close(reader)
-        area.drain()
+        wait_until(lambda: is_quiet(area))
         stored.check(area, *np.flatnonzero(wanted_ever).tolist())
         assert counted + area.ahead_bytes == engine.started_bytes
         assert 0 <= area.ahead_used_bytes <= area.ahead_bytes

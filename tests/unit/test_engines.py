@@ -15,7 +15,7 @@ import pytest
 from bench.emulation import Drive, SlowEngine
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage import engines
-from impress_sglang.storage.direct_io import AlignedMemory, supports_direct_io
+from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import (
     MAX_THREADS,
     AioEngine,
@@ -23,6 +23,7 @@ from impress_sglang.storage.engines import (
     ThreadEngine,
     make_engine,
 )
+from impress_sglang.storage.files import FileSystem
 
 BLOCK = 4096
 BLOCKS = 128
@@ -100,7 +101,7 @@ class File:
 @pytest.fixture(params=["buffered", "O_DIRECT"])
 def file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[File]:
     direct = request.param == "O_DIRECT"
-    if direct and not supports_direct_io(tmp_path):
+    if direct and not FileSystem().supports_direct_io(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
     file = File(tmp_path / "file", direct=direct)
     yield file

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from bench.emulation import SlowFileSystem
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
 from impress_sglang.storage import reader as reader_module
-from impress_sglang.storage.direct_io import AlignedMemory, supports_direct_io
+from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import Integers, ThreadEngine
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment, PendingRead
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
 from tests.unit.source_factory import (
@@ -28,9 +29,9 @@ from tests.unit.source_factory import (
     stepping,
     with_engine,
 )
+from tests.unit.waiting import TIMEOUT, wait_until
 
 BLOCK = 4096
-TIMEOUT = 20.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,7 +48,7 @@ class Stored:
         info = make_info(shape, range(240), segment_id=name)
         kvs = random_kvs(shape, 240, seed=len(name))
         self.path = write_kvs(directory, info, *kvs, direct=direct)
-        self.segment = OpenSegment(self.path, direct=direct)
+        self.segment = OpenSegment(self.path, FileSystem(), direct=direct)
         self.offset = self.segment.layout.layer_offset(0)
         self.content = self.path.read_bytes()[self.offset :]
         self.blocks = len(self.content) // BLOCK
@@ -102,19 +103,12 @@ def step() -> Iterator[tuple[ChunkReader, StepEngine]]:
         yield pair
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("piece", [BLOCK, 3 * BLOCK, 256 << 10])
 def test_runs_are_filled_and_nothing_else(
     reader: ChunkReader, tmp_path: Path, direct: bool, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if direct and not supports_direct_io(tmp_path):
+    if direct and not FileSystem().supports_direct_io(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
     monkeypatch.setattr(reader_module, "PIECE_BYTES", piece)
     stored = Stored(tmp_path, direct=direct)
@@ -371,7 +365,7 @@ def test_damage_is_found(
     piece: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if direct and not supports_direct_io(tmp_path):
+    if direct and not FileSystem().supports_direct_io(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
     monkeypatch.setattr(reader_module, "PIECE_BYTES", piece)
     stored, good = Stored(tmp_path, direct=direct), Stored(tmp_path, name="good", direct=direct)
@@ -404,16 +398,16 @@ def test_a_file_that_was_removed_is_still_read(reader: ChunkReader, stored: Stor
 
     stored.check((0, 20))
     with pytest.raises(ChunkUnreadable):
-        OpenSegment(stored.path, direct=False)
+        OpenSegment(stored.path, FileSystem(), direct=False)
 
 
-def test_a_read_that_the_system_refuses_is_unreadable(
+def test_a_read_that_the_system_refuses_says_so_and_condemns_nothing(
     reader: ChunkReader, stored: Stored, tmp_path: Path
 ) -> None:
     good = stored.segment.descriptor
     stored.segment.descriptor = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
 
-    with pytest.raises(ChunkUnreadable, match="Bad file descriptor"):
+    with pytest.raises(StoreUnavailable, match="Bad file descriptor"):
         reader.read([stored.runs((0, 3))])
 
     os.close(stored.segment.descriptor)
@@ -464,11 +458,11 @@ class Crashing(ThreadEngine):
                 raise RuntimeError("a bug")
 
 
-def settled_in_time(read: PendingRead) -> bool:
-    thread = threading.Thread(target=read.settled, daemon=True)
-    thread.start()
-    thread.join(2.0)
-    return not thread.is_alive()
+def ends_in_time(read: PendingRead) -> bool:
+    deadline = time.monotonic() + 2.0
+    while not read.done and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    return read.done
 
 
 @pytest.mark.usefixtures("single_blocks")
@@ -493,15 +487,15 @@ def test_nobody_waits_for_a_reader_that_has_failed(
         reads.append(reader.submit([stored.runs((n, n + blocks))], ahead=n in (3, 5)))
         if n % 2:
             # Some come while others are in flight, and some when all is quiet.
-            settled_in_time(reads[-1])
+            ends_in_time(reads[-1])
 
     late = reader.submit([stored.runs((0, 3))])
 
-    assert [n for n, read in enumerate([*reads, late]) if not settled_in_time(read)] == []
+    assert [n for n, read in enumerate([*reads, late]) if not ends_in_time(read)] == []
     failed = [read for read in (*reads, late) if read.error is not None]
     assert late in failed
     for read in failed:
-        with pytest.raises(RuntimeError, match="a bug"):
+        with pytest.raises(StoreUnavailable, match="a bug"):
             read.wait()
         assert reader.cancel(read) == []
     reader.close()

@@ -17,14 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.errors import ChunkUnreadable
-from impress_sglang.storage.direct_io import (
-    AlignedBuffer,
-    read_exactly,
-    supports_direct_io,
-    write_exactly,
-)
+from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
+from impress_sglang.storage.direct_io import AlignedBuffer, read_exactly, write_exactly
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import (
     SegmentHeader,
     SegmentInfo,
@@ -52,6 +49,7 @@ from tests.unit.kv_factory import (
     write_kvs,
 )
 
+FILES = FileSystem()
 SKETCHED = make_shape(sketch_bits=4)
 SMALL = make_info(make_shape(), range(20), segment_id="ab12")
 REORDERED = make_info(make_shape(), range(20), segment_id="ab12", generation=3)
@@ -119,14 +117,14 @@ def test_header_is_read_back(tmp_path_factory: pytest.TempPathFactory, data: st.
         shape,
         data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=300)),
         chunk_tokens=data.draw(st.sampled_from([8, 64])),
-        approximate=data.draw(st.booleans()),
+        quality=data.draw(st.sampled_from([EXACT, Quality(1, 0.25), Quality(3, 1 / 3)])),
         namespace=data.draw(st.text(max_size=50)),
         prefix_len=data.draw(st.integers(0, 10**6)),
         prefix_digest=data.draw(st.text("0123456789abcdef", min_size=32, max_size=32)),
         generation=data.draw(st.sampled_from([0, 0, 1, 1000])),
     )
 
-    found = read_header(header_file(tmp_path_factory.getbasetemp(), info))
+    found = read_header(header_file(tmp_path_factory.getbasetemp(), info), FILES)
 
     assert same_header(found, some_header(info))
 
@@ -138,7 +136,7 @@ def test_mapping_lists_have_entries_as_wide_as_they_must_be(
 ) -> None:
     info = make_info(make_shape(layers=3, sketch_bits=bits), range(num_tokens), generation=1)
 
-    found = read_header(header_file(tmp_path, info))
+    found = read_header(header_file(tmp_path, info), FILES)
 
     assert found.mapping is not None
     assert found.mapping.dtype.itemsize == width
@@ -193,7 +191,7 @@ def test_a_flipped_byte_anywhere_in_the_header_is_unreadable(
         bad[position] ^= 0xFF
         path.write_bytes(bad)
         with pytest.raises(ChunkUnreadable) as caught:
-            read_header(path)
+            read_header(path, FILES)
         assert caught.value.segment_id == "ab12"
 
 
@@ -208,7 +206,7 @@ def test_a_flipped_bit_in_the_preamble_is_unreadable(
     path.write_bytes(bad)
 
     with pytest.raises(ChunkUnreadable):
-        read_header(path)
+        read_header(path, FILES)
 
 
 @given(size=st.integers(0, 4095))
@@ -219,7 +217,7 @@ def test_a_cut_off_header_is_unreadable(
     path.write_bytes(path.read_bytes()[:size])
 
     with pytest.raises(ChunkUnreadable):
-        read_header(path)
+        read_header(path, FILES)
 
 
 @given(junk=st.binary(max_size=200))
@@ -230,7 +228,7 @@ def test_any_other_file_is_unreadable(
     path.write_bytes(junk)
 
     with pytest.raises(ChunkUnreadable):
-        read_header(path)
+        read_header(path, FILES)
 
 
 def resealed(header: bytes, body: bytes) -> bytes:
@@ -243,12 +241,12 @@ def resealed(header: bytes, body: bytes) -> bytes:
 def test_another_format_version_is_unreadable_and_says_so(tmp_path: Path) -> None:
     path = header_file(tmp_path, SMALL)
     header = path.read_bytes()
-    body = header[32:].replace(b'"version": 3', b'"version": 2')
+    body = header[32:].replace(b'"version": 4', b'"version": 3')
     assert body != header[32:]
     path.write_bytes(resealed(header, body))
 
-    with pytest.raises(ChunkUnreadable, match="version 2"):
-        read_header(path)
+    with pytest.raises(ChunkUnreadable, match="version 3"):
+        read_header(path, FILES)
 
 
 def test_resealing_an_unchanged_body_gives_the_same_header(tmp_path: Path) -> None:
@@ -264,17 +262,30 @@ def test_another_magic_is_unreadable(tmp_path: Path, magic: bytes) -> None:
     path.write_bytes(magic + path.read_bytes()[8:])
 
     with pytest.raises(ChunkUnreadable, match="format"):
-        read_header(path)
+        read_header(path, FILES)
 
 
-def test_a_missing_file_and_a_directory_are_unreadable(tmp_path: Path) -> None:
-    (tmp_path / "dir.kv").mkdir()
+def test_a_missing_file_is_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(ChunkUnreadable) as caught:
+        read_header(tmp_path / "missing.kv", FILES)
 
-    for name in ("missing", "dir"):
-        with pytest.raises(ChunkUnreadable) as caught:
-            read_header(tmp_path / f"{name}.kv")
-        assert caught.value.segment_id == name
-        assert name in str(caught.value)
+    assert caught.value.segment_id == "missing"
+    assert "missing" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["directory", "symbolic link"])
+def test_what_is_no_file_of_ours_is_not_condemned(tmp_path: Path, kind: str) -> None:
+    """The file system refuses, which says nothing about what is stored."""
+    path = tmp_path / "ab12.kv"
+    if kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(header_file(tmp_path, SMALL).rename(tmp_path / "elsewhere.kv"))
+
+    with pytest.raises(StoreUnavailable) as caught:
+        read_header(path, FILES)
+
+    assert caught.value.segment_id == "ab12"
 
 
 def test_a_file_of_holes_is_unreadable(tmp_path: Path) -> None:
@@ -283,7 +294,7 @@ def test_a_file_of_holes_is_unreadable(tmp_path: Path) -> None:
     path.write_bytes(bytes(SMALL.layout().file_bytes))
 
     with pytest.raises(ChunkUnreadable):
-        read_header(path)
+        read_header(path, FILES)
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -294,14 +305,14 @@ def test_a_file_of_holes_is_unreadable(tmp_path: Path) -> None:
 def test_written_file_has_the_size_of_its_layout_and_a_valid_header(
     tmp_path: Path, num_tokens: int, shape: KVShape, direct: bool
 ) -> None:
-    if direct and not supports_direct_io(tmp_path):
+    if direct and not FILES.supports_direct_io(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
     info = make_info(shape, range(num_tokens))
 
     path = write_kvs(tmp_path, info, *random_kvs(shape, num_tokens, seed=1), direct=direct)
 
     assert path.stat().st_size == info.layout().file_bytes
-    assert same_info(read_header(path).info, info)
+    assert same_info(read_header(path, FILES).info, info)
     assert [file.name for file in tmp_path.iterdir()] == ["ab12.kv"], "no temporary file is left"
 
 
@@ -338,7 +349,7 @@ def test_bytes_of_a_sketched_segment(tmp_path: Path) -> None:
 
     data = write_kvs(tmp_path, info, keys, values, mapping=mapping).read_bytes()
 
-    layout, header = info.layout(), read_header(tmp_path / "ab12.kv")
+    layout, header = info.layout(), read_header(tmp_path / "ab12.kv", FILES)
     assert header.sketch_tables is not None
     for layer in (0, 1):
         for stream in kv_of(shape):
@@ -373,7 +384,7 @@ def test_every_block_of_a_written_file_has_its_checksum(
     body = path.read_bytes()[info.layout().header_bytes :]
     expected = [xxhash.xxh3_64_intdigest(body[at : at + 4096]) for at in range(0, len(body), 4096)]
     assert len(set(expected)) > 20, "blocks differ"
-    assert read_header(path).checksums.tolist() == expected
+    assert read_header(path, FILES).checksums.tolist() == expected
 
 
 def test_checksums_of_blocks_are_those_of_each_alone() -> None:
@@ -394,7 +405,7 @@ def test_reordered_rows_stand_where_the_mapping_lists_say(tmp_path: Path) -> Non
     data = write_kvs(tmp_path, info, keys, values, mapping=mapping).read_bytes()
 
     layout = info.layout()
-    assert np.array_equal(read_header(tmp_path / "ab12.kv").mapping, mapping)
+    assert np.array_equal(read_header(tmp_path / "ab12.kv", FILES).mapping, mapping)
     for layer in (0, 1):
         for stream, whole, heads in (
             (PROBE, keys, [1]),
@@ -421,7 +432,7 @@ def test_old_bytes_of_the_write_buffer_are_not_written(tmp_path: Path, shape: KV
     buffer.view(1 << 20)[:] = b"\xff" * (1 << 20)
     path = tmp_path / "dirty" / "ab12.kv"
 
-    write_segment(path, info, lambda i: (keys[i], values[i]), buffer, direct=False)
+    write_segment(path, info, lambda i: (keys[i], values[i]), buffer, FILES, direct=False)
 
     (tmp_path / "clean").mkdir()
     assert path.read_bytes() == write_kvs(tmp_path / "clean", info, keys, values).read_bytes()
@@ -442,7 +453,7 @@ def test_failure_in_the_middle_leaves_nothing_behind(
         return keys[layer], values[layer]
 
     with pytest.raises(type(error)):
-        write_segment(tmp_path / "ab12.kv", info, read_layer, AlignedBuffer(), direct=False)
+        write_segment(tmp_path / "ab12.kv", info, read_layer, AlignedBuffer(), FILES, direct=False)
 
     assert list(tmp_path.iterdir()) == []
 
@@ -495,7 +506,7 @@ def test_flipped_padding_of_the_file_does_not_hurt_the_header(tmp_path: Path) ->
     path = write_kvs(tmp_path, info, *random_kvs(shape, 20, seed=7))
     flip_byte(path, path.stat().st_size - 1)
 
-    assert same_info(read_header(path).info, info)
+    assert same_info(read_header(path, FILES).info, info)
 
 
 def test_aligned_buffer_grows_and_starts_at_a_page() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from impress_sglang.errors import ChunkUnreadable
-from impress_sglang.storage.direct_io import supports_direct_io
+from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import ChunkReader
@@ -351,7 +351,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 def test_a_short_or_missing_file_is_unreadable(
     tmp_path: Path, any_reader: ChunkReader, damage: str, direct: bool, name: str
 ) -> None:
-    if direct and not supports_direct_io(tmp_path):
+    if direct and not FileSystem().supports_direct_io(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
     shape = SHAPES[name]
     info = make_info(shape, range(32), segment_id="c0ffee")
@@ -392,7 +392,7 @@ def test_a_file_that_is_removed_while_it_is_open_can_still_be_read(several: Case
     check_everything(several)
 
 
-def test_a_failed_read_is_unreadable(several: Case, tmp_path: Path) -> None:
+def test_a_read_that_the_system_refuses_condemns_nothing(several: Case, tmp_path: Path) -> None:
     """A descriptor that cannot be read, as after an error of the device."""
     segment = several.spans[1].segment
     good = segment.descriptor
@@ -401,7 +401,7 @@ def test_a_failed_read_is_unreadable(several: Case, tmp_path: Path) -> None:
 
     for kind in ("probe", "keys", "values"):
         several.request()
-        with pytest.raises(ChunkUnreadable, match="Bad file descriptor") as caught:
+        with pytest.raises(StoreUnavailable, match="Bad file descriptor") as caught:
             several.read(0, [kind])
         assert caught.value.segment_id == "segment1"
 

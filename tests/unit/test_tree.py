@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.management.tree import (
+    SegmentState,
     StoredMatch,
     StoredSegment,
     StoredTree,
@@ -19,6 +20,7 @@ from impress_sglang.management.tree import (
     prefix_digest,
     restore_segments,
 )
+from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import SegmentInfo
 from tests.unit.kv_factory import as_tokens, make_info, make_shape
 
@@ -26,6 +28,8 @@ SHAPE = make_shape()
 P = (1, 2, 3, 4, 5, 6)  # a prompt that others share
 # Computed after a part of an exact prefix.
 ONCE = Quality(1, 0.25)
+HALF = Quality(1, 0.5)
+TWICE = Quality(2, 0.5)
 
 
 def segment(
@@ -176,8 +180,8 @@ def test_approximate_segments_are_seen_only_where_they_are_allowed(
     tokens = [*P, 7, 8]
     assert found(tree, tokens) == [("a", 0, 6)]
     assert found(tree, tokens, least=ONCE) == [("a", 0, 6), ("b", 0, 2)]
-    assert not tree.match("", as_tokens(tokens)).approximate
-    assert tree.match("", as_tokens(tokens), least=ONCE).approximate
+    assert tree.match("", as_tokens(tokens)).quality == EXACT
+    assert tree.match("", as_tokens(tokens), least=ONCE).quality == ONCE
 
 
 def test_exact_and_approximate_kvs_of_the_same_tokens_live_side_by_side(
@@ -199,7 +203,7 @@ def test_pending_segments_are_invisible_until_they_are_ready(tree: StoredTree, p
     tokens = [*P, 7, 8, 9]
     assert found(tree, tokens) == [("a", 0, 6)], "nor what hangs below them"
     assert found(tree, tokens, pending=True) == [("a", 0, 6), ("b", 0, 2), ("c", 0, 1)]
-    late.ready = True
+    late.state = SegmentState.READY
     assert found(tree, tokens) == [("a", 0, 6), ("b", 0, 2), ("c", 0, 1)]
 
 
@@ -278,6 +282,65 @@ def test_a_prefix_that_leaves_a_node_midway_is_not_found_below_its_end(
     assert found(tree, [1, 2, 7, 3, 4, 5, 6]) == [("a", 0, 3), ("b", 0, 2)]
 
 
+def test_the_best_of_the_qualities_that_a_request_takes_is_followed(
+    tree: StoredTree, put: Put
+) -> None:
+    put("a", P)
+    for name, quality in (("b", TWICE), ("c", ONCE), ("d", HALF)):
+        put(name, [7, 8], P, quality=quality)
+
+    def tail(least: Quality) -> str:
+        return found(tree, [*P, 7, 8], least=least)[-1][0]
+
+    assert tail(EXACT) == "a"
+    assert tail(HALF) == tail(ONCE) == "d"
+    assert tail(Quality(1, 0.75)) == "a", "no more than half of a prefix is behind any of them"
+    assert tail(TWICE) == tail(Quality(2, 0.25)) == "d"
+    assert tail(Quality(2, 0.75)) == "a"
+    tree.remove(tree.get("d"))
+    assert tail(HALF) == "a" and tail(ONCE) == "c"
+    assert tail(TWICE) == "b" and tail(Quality(2, 0.25)) == "c"
+
+
+def test_a_match_is_as_good_as_its_worst_part(tree: StoredTree, put: Put) -> None:
+    put("a", P)
+    put("b", [7], P, quality=HALF)
+    put("c", [8], [*P, 7], quality=Quality(2, 0.25))
+
+    def quality(length: int) -> Quality:
+        tokens = as_tokens([*P, 7, 8][:length])
+        return tree.match("", tokens, least=Quality(2, 0.25)).quality
+
+    assert [quality(n) for n in (0, 6, 7, 8)] == [EXACT, EXACT, HALF, Quality(2, 0.25)]
+
+
+def test_of_each_quality_there_is_one_child(tree: StoredTree, put: Put) -> None:
+    put("a", [1, 2], quality=ONCE)
+    put("b", [1, 3], quality=HALF)
+
+    assert not tree.insert(segment("c", [1, 4], quality=ONCE), as_tokens([]))
+    put("d", [4], [1], quality=HALF)
+    assert found(tree, [1, 4], least=ONCE) == [("b", 0, 1), ("d", 0, 1)]
+
+
+@pytest.mark.parametrize("state", SegmentState)
+def test_a_match_ends_before_what_cannot_be_read(
+    tree: StoredTree, put: Put, state: SegmentState
+) -> None:
+    put("a", P)
+    second = put("b", [7, 8], P)
+    put("c", [9], [*P, 7, 8])
+    tokens = [*P, 7, 8, 9]
+
+    second.state = state
+
+    whole = [("a", 0, 6), ("b", 0, 2), ("c", 0, 1)]
+    assert found(tree, tokens, pending=True) == whole
+    assert found(tree, tokens) == (whole if state is SegmentState.READY else whole[:1])
+    assert second.ready == (state is SegmentState.READY)
+    assert second.on_disk == (state in (SegmentState.READY, SegmentState.SUSPECT))
+
+
 def test_exact_segments_do_not_hang_below_approximate_ones(tree: StoredTree, put: Put) -> None:
     put("a", P)
     put("b", [7, 8], P, quality=ONCE)
@@ -309,22 +372,6 @@ def test_a_segment_with_dependents_cannot_be_removed_alone(tree: StoredTree, put
 
     with pytest.raises(AssertionError):
         tree.remove(first)
-
-
-def test_removing_a_subtree_takes_all_that_builds_on_it(tree: StoredTree, put: Put) -> None:
-    put("a", P)
-    b = put("b", [40, 50], P[:3])
-    c = put("c", [60], [*P[:3], 40])
-    d = put("d", [70], [*P[:3], 40, 50])
-    e = put("e", [80], [*P[:3], 40, 60])
-    put("f", [90], P)
-
-    removed = tree.remove_subtree(b)
-
-    tree.check_integrity()
-    assert set(map(id, removed)) == set(map(id, (b, c, d, e)))
-    assert removed[-1] is b and removed.index(e) < removed.index(c), "deepest first"
-    assert sorted(s.segment_id for s in tree.segments()) == ["a", "f"]
 
 
 def test_digest_of_a_prefix_depends_on_namespace_and_every_token() -> None:
@@ -362,8 +409,10 @@ def test_a_replaced_segment_has_its_place_under_another_name(tree: StoredTree, p
     assert found(tree, [1, 2, 3, 40]) == [("z", 0, 3), ("b", 0, 1)]
     assert match.spans[0].segment is first, "a match is not out of date"
     assert second.parent is third.parent is first
-    assert {s.segment_id for s in tree.remove_subtree(first)} == {"z", "b", "c"}
-    tree.check_integrity()
+    for own in (second, third, first):
+        tree.remove(own)
+        tree.check_integrity()
+    assert found(tree, P) == []
 
 
 def test_a_replacement_has_the_same_tokens_and_a_new_name(tree: StoredTree, put: Put) -> None:
@@ -488,7 +537,7 @@ DAMAGE: dict[str, Callable[[StoredSegment, StoredSegment], None]] = {
     "a wrong count": lambda a, b: setattr(a, "dependents", 2),
     "a wrong parent": lambda a, b: setattr(b, "parent", None),
     "another namespace": lambda a, b: object.__setattr__(a.info, "namespace", "other"),
-    "exact below approximate": lambda a, b: object.__setattr__(a.info, "approximate", True),
+    "exact below approximate": lambda a, b: object.__setattr__(a.info, "quality", ONCE),
     "other tokens": lambda a, b: object.__setattr__(a.info, "tokens", as_tokens(range(6))),
     "more tokens": lambda a, b: object.__setattr__(a.info, "tokens", as_tokens([*P, 1])),
 }

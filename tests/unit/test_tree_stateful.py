@@ -10,18 +10,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from impress_sglang.management.tree import (
+    SegmentState,
     StoredSegment,
     StoredTree,
     prefix_digest,
     restore_segments,
 )
+from impress_sglang.storage.quality import EXACT, Quality
 from tests.unit.kv_factory import as_tokens, make_info, make_shape
-from tests.unit.prefix_model import Known, Path, PrefixModel
+from tests.unit.prefix_model import QUALITIES, Known, Path, PrefixModel
 
 SHAPE = make_shape()
 Tokens = tuple[int, ...]
 # Few tokens and short sequences, so that histories branch and meet often.
 SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
+QUALITY = st.sampled_from(QUALITIES)
+STATES = st.sampled_from(SegmentState)
 NAMESPACES = st.sampled_from(["", "other"])
 
 
@@ -34,7 +38,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.count = 0
 
     def new_segment(
-        self, namespace: str, prefix: Tokens, tokens: Tokens, approximate: bool, ready: bool
+        self, namespace: str, prefix: Tokens, tokens: Tokens, quality: Quality, state: SegmentState
     ) -> StoredSegment:
         self.count += 1
         info = make_info(
@@ -42,42 +46,42 @@ class TreeMachine(RuleBasedStateMachine):
             tokens,
             segment_id=f"s{self.count}",
             namespace=namespace,
-            approximate=approximate,
+            quality=quality,
             prefix_len=len(prefix),
             prefix_digest=prefix_digest(namespace, as_tokens(prefix)),
         )
-        return StoredSegment(info, info.layout().file_bytes, ready=ready)
+        return StoredSegment(info, info.layout().file_bytes, state)
 
     def add_to_model(self, segment: StoredSegment, above: Path) -> None:
         info = segment.info
-        own = tuple((token, info.approximate) for token in info.tokens.tolist())
+        own = tuple((token, info.quality) for token in info.tokens.tolist())
         self.segments[segment.segment_id] = segment
-        self.model.add(Known(segment.segment_id, info.namespace, above, own, segment.ready))
+        self.model.add(Known(segment.segment_id, info.namespace, above, own, segment.state))
 
     def pick(self, data: st.DataObject) -> Known:
         return self.model.segments[data.draw(st.sampled_from(sorted(self.model.segments)))]
 
-    @rule(namespace=NAMESPACES, tokens=SEQUENCES, approximate=st.booleans(), ready=st.booleans())
+    @rule(namespace=NAMESPACES, tokens=SEQUENCES, quality=QUALITY, state=STATES)
     def store_what_is_new(
-        self, namespace: str, tokens: Tokens, approximate: bool, ready: bool
+        self, namespace: str, tokens: Tokens, quality: Quality, state: SegmentState
     ) -> None:
         """As the store does it: match first, then insert the rest."""
         match = self.tree.match(
-            namespace, as_tokens(tokens), allow_approximate=approximate, include_pending=True
+            namespace, as_tokens(tokens), least=quality, only_ready=False
         )
-        path = self.model.follow(namespace, tokens, approximate)
+        path = self.model.follow(namespace, tokens, quality)
         assert match.num_tokens == len(path)
         assume(len(path) < len(tokens))
         prefix, rest = tokens[: len(path)], tokens[len(path) :]
-        segment = self.new_segment(namespace, prefix, rest, approximate, ready)
+        segment = self.new_segment(namespace, prefix, rest, quality, state)
 
         assert self.tree.insert(segment, as_tokens(prefix))
         self.add_to_model(segment, path)
 
     @precondition(lambda self: self.model.segments)
-    @rule(data=st.data(), tokens=SEQUENCES, approximate=st.booleans())
+    @rule(data=st.data(), tokens=SEQUENCES, quality=QUALITY)
     def insert_after_a_prefix_with_a_hole(
-        self, data: st.DataObject, tokens: Tokens, approximate: bool
+        self, data: st.DataObject, tokens: Tokens, quality: Quality
     ) -> None:
         """The prefix is a stored path that lacks the last tokens of one of its segments."""
         known = self.pick(data)
@@ -86,18 +90,18 @@ class TreeMachine(RuleBasedStateMachine):
         stop = sum(b - a for _, a, b in spans[: number + 1])
         hole = data.draw(st.integers(1, spans[number][2] - spans[number][1]))
         prefix = tuple(token for token, _ in known.path[: stop - hole] + known.path[stop:])
-        segment = self.new_segment(known.namespace, prefix, tokens, approximate, ready=True)
-        above = self.model.place_for(known.namespace, prefix, tokens[0], approximate)
+        segment = self.new_segment(known.namespace, prefix, tokens, quality, SegmentState.READY)
+        above = self.model.place_for(known.namespace, prefix, tokens[0], quality)
 
         assert self.tree.insert(segment, as_tokens(prefix)) == (above is not None)
         if above is not None:
             self.add_to_model(segment, above)
 
     @precondition(lambda self: self.model.segments)
-    @rule(data=st.data())
-    def publish(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), state=STATES)
+    def change_state(self, data: st.DataObject, state: SegmentState) -> None:
         known = self.pick(data)
-        self.segments[known.name].ready = known.ready = True
+        self.segments[known.name].state = known.state = state
 
     @precondition(lambda self: self.model.segments)
     @rule(data=st.data())
@@ -107,22 +111,6 @@ class TreeMachine(RuleBasedStateMachine):
 
         self.tree.remove(self.segments[name])
         self.model.remove(name)
-
-    @precondition(lambda self: self.model.segments)
-    @rule(data=st.data())
-    def remove_a_subtree(self, data: st.DataObject) -> None:
-        known = self.pick(data)
-        gone = [known, *self.model.below(known)]
-
-        removed = self.tree.remove_subtree(self.segments[known.name])
-
-        order = [s.segment_id for s in removed]
-        assert sorted(order) == sorted(k.name for k in gone)
-        for parent in gone:
-            for child in self.model.children(parent):
-                assert order.index(child.name) < order.index(parent.name), "deepest first"
-        for k in gone:
-            self.model.remove(k.name)
 
     @precondition(lambda self: self.model.segments)
     @rule(data=st.data())
@@ -140,15 +128,13 @@ class TreeMachine(RuleBasedStateMachine):
         self.segments[info.segment_id] = segment
         self.model.rename(name, info.segment_id)
 
-    @rule(namespace=NAMESPACES, tokens=SEQUENCES, approximate=st.booleans(), pending=st.booleans())
-    def match(self, namespace: str, tokens: Tokens, approximate: bool, pending: bool) -> None:
-        path = self.model.follow(namespace, tokens, approximate)
-        if not pending:
+    @rule(namespace=NAMESPACES, tokens=SEQUENCES, least=QUALITY, only_ready=st.booleans())
+    def match(self, namespace: str, tokens: Tokens, least: Quality, only_ready: bool) -> None:
+        path = self.model.follow(namespace, tokens, least)
+        if only_ready:
             path = self.model.ready_part(namespace, path)
 
-        found = self.tree.match(
-            namespace, as_tokens(tokens), allow_approximate=approximate, include_pending=pending
-        )
+        found = self.tree.match(namespace, as_tokens(tokens), least=least, only_ready=only_ready)
 
         spans = [(s.segment.segment_id, s.start, s.stop) for s in found.spans]
         assert spans == self.model.spans(namespace, path)
@@ -159,7 +145,9 @@ class TreeMachine(RuleBasedStateMachine):
         """All segments, in any order, into a new tree; at times one file is gone."""
         names = data.draw(st.permutations(sorted(self.model.segments)))[int(lose) :]
         again = [
-            dataclasses.replace(self.segments[name], ready=True, dependents=0, parent=None)
+            dataclasses.replace(
+                self.segments[name], state=SegmentState.READY, dependents=0, parent=None
+            )
             for name in names
         ]
         old, self.model, self.tree = self.model, PrefixModel(), StoredTree()
@@ -168,7 +156,7 @@ class TreeMachine(RuleBasedStateMachine):
             prefix = [token for token, _ in old.segments[segment.segment_id].above]
             info = segment.info
             above = self.model.place_for(
-                info.namespace, prefix, int(info.tokens[0]), info.approximate
+                info.namespace, prefix, int(info.tokens[0]), info.quality
             )
             if above is None:
                 expected_lost.append(segment.segment_id)
@@ -212,22 +200,22 @@ TestTree.settings = settings(max_examples=2 * settings.default.max_examples)
 def test_the_model_alone() -> None:
     """Guards the machines: the model finds what it holds, without our tree."""
     model = PrefixModel()
-    exact, approximate = ((0, False), (1, False)), ((2, True),)
-    model.add(Known("a", "", (), exact, True))
-    model.add(Known("b", "", exact, approximate, False))
+    exact, once = ((0, EXACT), (1, EXACT)), ((2, QUALITIES[1]),)
+    model.add(Known("a", "", (), exact))
+    model.add(Known("b", "", exact, once, SegmentState.LOST))
 
-    assert model.follow("", (0, 1, 2), approximate=False) == exact
-    assert model.follow("", (0, 1, 2), approximate=True) == exact + approximate
-    assert model.spans("", exact + approximate) == [("a", 0, 2), ("b", 0, 1)]
-    assert model.ready_part("", exact + approximate) == exact
-    assert model.place_for("", (0,), 5, False) == ((0, False),)
-    assert model.place_for("", (0,), 1, False) is None
-    assert model.place_for("", (1,), 1, False) is None
+    assert model.follow("", (0, 1, 2), EXACT) == exact
+    assert model.follow("", (0, 1, 2), QUALITIES[2]) == exact + once
+    assert model.spans("", exact + once) == [("a", 0, 2), ("b", 0, 1)]
+    assert model.ready_part("", exact + once) == exact
+    assert model.place_for("", (0,), 5, EXACT) == ((0, EXACT),)
+    assert model.place_for("", (0,), 1, EXACT) is None
+    assert model.place_for("", (1,), 1, EXACT) is None
     assert [k.name for k in model.below(model.segments["a"])] == ["b"]
     with pytest.raises(KeyError):
         model.spans("other", exact)
-    model.add(Known("c", "", exact[:1], ((5, False),), True))
+    model.add(Known("c", "", exact[:1], ((5, EXACT),)))
     assert (model.node_starts("a"), model.node_starts("b")) == ([0, 1], [0])
     model.rename("a", "z")
-    assert model.spans("", exact + approximate) == [("z", 0, 2), ("b", 0, 1)]
+    assert model.spans("", exact + once) == [("z", 0, 2), ("b", 0, 1)]
     assert [k.name for k in model.below(model.segments["z"])] == ["b", "c"]

@@ -1,0 +1,16 @@
+"""Waiting for what other threads do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+TIMEOUT = 20.0
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Ask again and again; a test fails if the answer stays no."""
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
