@@ -37,6 +37,7 @@ from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.integration.attention import adopt_backend
 from impress_sglang.integration.paged import keep_host_rows
 from impress_sglang.integration.request import PrefixRequest
+from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
 
@@ -97,7 +98,7 @@ class Row:
                 resident_slots=torch.tensor(resident, dtype=torch.int64),
                 slots=torch.tensor(own),
                 num_tokens=m,
-                approximate=k < m,
+                quality=Quality(1, k / m) if k < m else EXACT,
                 source=None,
                 report={},
             )

@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import pkgutil
 import threading
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +20,14 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.weight_updater import (
     SchedulerWeightUpdaterManager,
 )
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
@@ -34,7 +37,7 @@ from impress_sglang.integration.plugin import _around_weights
 from impress_sglang.integration.pool import PoolAccess
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.runtime import ServingRuntime
-from impress_sglang.integration.saving import EarlySave
+from impress_sglang.integration.saving import Save
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.writer import WriteAbandoned
 from tests.unit.kv_factory import make_shape
@@ -172,21 +175,17 @@ class World:
         }
         return getattr(self.updater, handler)(SimpleNamespace(**(request | fields)))
 
-    def prefill(self, rid: str, first: int) -> EarlySave:
+    def prefill(self, rid: str, first: int) -> Save:
         """A pass begins that completes a prompt; its write waits for the layers."""
         (row,) = self.rows.alloc_rows(1)
         slots = self.allocator.alloc(TOKENS)
         assert slots is not None
         self.rows.req_to_token[row, :TOKENS] = slots
         tokens = list(range(first, first + TOKENS))
-        self.cache._requests[rid] = SimpleNamespace(
-            rid=rid,
-            origin_input_ids=tokens,
-            full_untruncated_fill_ids=tokens,
-            extra_key=None,
-            cache_salt=None,
-            kv=SimpleNamespace(req_pool_idx=row),
-        )
+        req = Req(rid, "", array("q", tokens), SamplingParams())
+        req.full_untruncated_fill_ids = tokens
+        req.kv = SimpleNamespace(req_pool_idx=row)
+        self.cache._requests[rid] = req
         (save,) = self.cache.begin_saves([rid], [TOKENS])
         return save
 
@@ -197,7 +196,7 @@ class World:
             cache_salt=None,
             raw_token_ids=lambda: np.arange(first, first + TOKENS),
         )
-        req = SimpleNamespace(rid="looking", sampling_params=None)
+        req = Req("looking", "", array("q", [first]), SamplingParams())
         return self.cache._find_stored(key, req).num_tokens
 
     def files(self) -> int:
