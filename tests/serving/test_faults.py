@@ -1,0 +1,273 @@
+"""What a disk does to a real server: answers stay stock's, it lives, says so, and recovers."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import damage
+from tests.fault_control import FaultControl
+from tests.faults import SQL, Rule, dead_disk, read_only
+from tests.serving.compare import assert_same, report
+from tests.serving.conftest import impress_flags
+from tests.serving.harness import Server, Zygote, running
+from tests.serving.tiny_models import random_tokens
+
+TOLERANCE = 1e-4
+PATIENCE_S = 1.0
+RECOVERY_S = 30.0
+# Reads are the last to stop; what is written first must be there again before the next test.
+TOKENS = 500
+
+
+@dataclasses.dataclass
+class Bench:
+    """A server whose disk fails when it is told to, and the one to compare with."""
+
+    stock: Server
+    server: Server
+    control: FaultControl
+    store: Path
+    prompts: int = 0
+
+    def new_prompt(self) -> list[int]:
+        self.prompts += 1
+        return random_tokens(TOKENS, seed=7000 + self.prompts)
+
+    def expected(self, prompt: list[int]) -> dict[str, Any]:
+        return self.stock.generate(prompt, 4, return_logprob=True)
+
+    def ask(self, prompt: list[int]) -> dict[str, Any]:
+        """The prompt once more, after SGLang has forgotten it; it is stock's answer."""
+        self.server.flush()
+        answer = self.server.generate(prompt, 4, return_logprob=True)
+        assert_same([self.expected(prompt)], [answer], TOLERANCE)
+        return report(answer)
+
+    def totals(self) -> dict[str, Any]:
+        store: dict[str, Any] = self.server.stats()["store"]
+        return store
+
+    def until(self, condition: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait for the statistics, which the scheduler's thread looks up, to say so."""
+        deadline = time.monotonic() + RECOVERY_S
+        while not condition(found := self.totals()):
+            assert time.monotonic() < deadline, found
+            time.sleep(0.05)
+
+    def recover(self) -> None:
+        self.control.set()
+        self.until(
+            lambda s: (
+                s["health"]["state"] == "ok"
+                and not s["segments_suspect"]
+                and not s["writes_pending"]
+            )
+        )
+
+
+@pytest.fixture(scope="module")
+def bench(workdir: Path, tiny_llama: Path, stock: Server, zygote: Zygote) -> Iterator[Bench]:
+    store = workdir / "store-faults"
+    control = FaultControl(workdir / "faults.json", seed=3)
+    flags = impress_flags(
+        store,
+        "--impress-retention=1.0",
+        "--impress-min-prefix-tokens=64",
+        "--impress-device-gb=0",
+        "--impress-host-gb=0.01",
+        f"--impress-io-timeout={PATIENCE_S}",
+        "--max-total-tokens=60000",
+    )
+    log = workdir / "faults.log"
+    with running(tiny_llama, log, *flags, zygote=zygote, faults=control) as server:
+        yield Bench(stock, server, control, store)
+        assert server.process.alive()
+
+
+@pytest.fixture(autouse=True)
+def _stays_whole(bench: Bench) -> Iterator[None]:
+    yield
+    bench.recover()
+    bench.server.flush()
+    stats = bench.server.stats()
+    assert stats["integrity"] == "ok" and stats["requests_live"] == 0
+    pool = stats["device_pool"]
+    assert pool["private_tokens"] == pool["held_tokens"] == pool["writing_tokens"] == 0
+    for word in ("memory leak", "pool leak", "AssertionErr"):
+        assert word not in bench.server.log_text()
+
+
+READS = {
+    "EIO of blocks": Rule("EIO", "block"),
+    "ETIMEDOUT of blocks": Rule("ETIMEDOUT", "block"),
+    "EIO at open": Rule("EIO", "open", "*.kv"),
+    "EMFILE at open": Rule("EMFILE", "open", "*.kv"),
+    "EIO of the header": Rule("EIO", "read", "*.kv"),
+    "blocks hang": Rule("hang", "block"),
+    "open hangs": Rule("hang", "open", "*.kv"),
+    "the reading thread dies": Rule("raise", "finish", count=1),
+    "the opening thread meets a bug": Rule("raise", "open", "*.kv", count=1),
+}
+
+
+@pytest.mark.parametrize("rule", READS.values(), ids=READS)
+def test_a_prefix_that_cannot_be_read_now_is_computed(bench: Bench, rule: Rule) -> None:
+    prompt = bench.new_prompt()
+    bench.server.generate(prompt, 1)
+    assert bench.ask(prompt)["path"] == "ssd"
+    before, since = bench.totals(), len(bench.server.log_text())
+    bench.control.set(rule)
+
+    said = bench.ask(prompt)
+
+    assert bench.control.hits()[rule.name], "nothing failed"
+    assert said["recomputed"] or said["path"] == "computed"
+    now = bench.totals()
+    assert now["health"]["failures"] > before["health"]["failures"]
+    assert "the SSD store is degraded" in bench.server.log_text()[since:]
+    bench.recover()
+    assert bench.totals()["health"]["recoveries"] > before["health"]["recoveries"]
+    assert "the SSD store answers again" in bench.server.log_text()[since:]
+    assert bench.ask(prompt)["path"] == "ssd"
+    after = bench.totals()
+    assert after["segments_quarantined"] == before["segments_quarantined"]
+    assert after["segments_gone"] == before["segments_gone"]
+
+
+def test_short_reads_and_slow_disks_cost_time_only(bench: Bench) -> None:
+    prompt = bench.new_prompt()
+    bench.server.generate(prompt, 1)
+    bench.server.flush()
+    for rule in (Rule("short", "block"), Rule("delay", "block", seconds=0.02)):
+        bench.control.set(rule)
+        assert bench.ask(prompt)["path"] == "ssd"
+        assert bench.control.hits()[rule.name]
+
+
+WRITES = {
+    "ENOSPC": [Rule("ENOSPC", "write", "*.tmp")],
+    "EIO of a write": [Rule("EIO", "write", "*.tmp")],
+    "EIO of a sync": [Rule("EIO", "sync", "*.tmp")],
+    "EMFILE": [Rule("EMFILE", "open-write", "*.tmp")],
+    "torn write": [Rule("torn", "write", "*.tmp")],
+    "read-only remount": read_only(),
+    "rename fails": [Rule("EIO", "rename", "*.tmp")],
+    "writes hang": [Rule("hang", "write", "*.tmp")],
+    "the writing thread meets a bug": [Rule("raise", "write", "*.tmp", count=1)],
+}
+
+
+@pytest.mark.parametrize("rules", WRITES.values(), ids=WRITES)
+def test_a_prefix_that_cannot_be_written_is_not_stored(bench: Bench, rules: list[Rule]) -> None:
+    old, new = bench.new_prompt(), bench.new_prompt()
+    bench.server.generate(old, 1)
+    assert bench.ask(old)["path"] == "ssd"
+    before, since = bench.totals(), len(bench.server.log_text())
+    bench.control.set(*rules)
+
+    bench.server.generate(new, 1)
+    assert bench.ask(new)["path"] == "computed"
+
+    assert any(bench.control.hits()[rule.name] for rule in rules), "nothing failed"
+    assert bench.ask(old)["path"] == "ssd", "what is stored is served"
+    bench.recover()
+    after = bench.totals()
+    counters = ("segments_failed", "segments_abandoned", "offers_while_unavailable")
+    assert sum(after[name] for name in counters) > sum(before[name] for name in counters)
+    assert "could not be stored" in bench.server.log_text()[since:] or after["segments_abandoned"]
+    bench.ask(new)
+    assert bench.ask(new)["path"] == "ssd"
+
+
+@pytest.mark.parametrize("fault", ["EIO", "locked", "malformed", "ENOSPC"])
+def test_an_index_that_refuses_costs_nothing(bench: Bench, fault: str) -> None:
+    prompt = bench.new_prompt()
+    before = bench.totals()["health"]["failures"]
+    bench.control.set(Rule(fault, SQL))
+    bench.server.generate(prompt, 1)
+    assert bench.ask(prompt)["path"] == "ssd", "the files are the truth"
+    assert bench.totals()["health"]["failures"] > before
+    bench.recover()
+    assert "the index could not be written" in bench.server.log_text()
+
+
+def test_a_dead_disk(bench: Bench) -> None:
+    prompts = [bench.new_prompt() for _ in range(2)]
+    bench.server.generate(prompts[0], 1)
+    bench.server.flush()
+    bench.control.set(*dead_disk())
+    for prompt in prompts * 2:
+        assert bench.ask(prompt)["path"] == "computed" or bench.ask(prompt)["recomputed"]
+    bench.recover()
+    assert bench.ask(prompts[0])["path"] == "ssd"
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [damage.flip_data_bit, damage.flip_header_bit, damage.truncate, Path.unlink],
+    ids=["bit of the data", "bit of the header", "too short", "gone"],
+)
+def test_a_damaged_file_is_set_aside(bench: Bench, harm: Callable[[Path], None]) -> None:
+    prompt = bench.new_prompt()
+    known = set(damage.segments(bench.store))
+    bench.server.generate(prompt, 1)
+    bench.server.flush()
+    (path,) = set(damage.segments(bench.store)) - known
+    before, since = bench.totals(), len(bench.server.log_text())
+    harm(path)
+
+    said = bench.ask(prompt)
+    assert said["recomputed"] or said["path"] == "computed"
+
+    def decided(totals: dict[str, Any]) -> int:
+        return int(totals["segments_quarantined"] + totals["segments_gone"])
+
+    bench.until(lambda totals: decided(totals) == decided(before) + 1)
+    assert "a second look will decide" in bench.server.log_text()[since:]
+    bench.ask(prompt)
+    assert bench.ask(prompt)["path"] == "ssd", "it was stored again"
+
+
+def test_a_bit_that_is_wrong_in_memory_only(bench: Bench) -> None:
+    prompt = bench.new_prompt()
+    bench.server.generate(prompt, 1)
+    before = bench.totals()["segments_cleared"]
+    bench.server.flush()
+    bench.control.set(Rule("flip", "block", count=1))
+    assert bench.ask(prompt)["recomputed"]
+    bench.until(lambda totals: totals["segments_cleared"] == before + 1)
+    assert bench.ask(prompt)["path"] == "ssd"
+
+
+def test_a_directory_that_goes_and_comes_back(bench: Bench) -> None:
+    """`os.statvfs` of a directory that is gone once killed the server."""
+    prompt = bench.new_prompt()
+    bench.server.generate(prompt, 1)
+    bench.server.flush()
+    damage.take_away(bench.store)
+    bench.store.write_text("something else")
+    for _ in range(2):
+        said = bench.ask(prompt)
+        assert said["recomputed"] or said["path"] == "computed"
+        bench.server.generate(bench.new_prompt(), 1)
+    bench.until(lambda totals: totals["health"]["state"] != "ok")
+    bench.store.unlink()
+    damage.put_back(bench.store)
+    bench.recover()
+    assert bench.ask(prompt)["path"] == "ssd"
+
+
+def test_an_index_that_is_garbage(bench: Bench) -> None:
+    prompt = bench.new_prompt()
+    bench.server.generate(prompt, 1)
+    bench.server.flush()
+    damage.damage_index(bench.store)
+    assert bench.ask(prompt)["path"] == "ssd"
+    bench.server.generate(bench.new_prompt(), 1)
+    bench.recover()
