@@ -42,7 +42,7 @@ def _one(value: Any) -> bool:
     return value in (None, 1)
 
 
-# The first three tables are in order of how often they are met: the first refusal is told.
+# In the order in which they are told: one refusal, the first.
 RESTRICTED: dict[str, Restriction] = {
     "disable_radix_cache": Restriction(
         is_off, "IMPRESS finds prefixes through the radix cache: drop --disable-radix-cache"

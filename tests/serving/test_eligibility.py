@@ -74,10 +74,11 @@ def test_embedding_overrides_do_not_poison_the_store(stock: Server, exact: Serve
         overridden = score(stock, query, **OVERRIDE)
         assert plain != pytest.approx(overridden, abs=1e-3), "the control: overrides matter"
         assert score(exact, query, **OVERRIDE) == pytest.approx(overridden, abs=TOLERANCE)
-    assert segments(exact) == before
+    left = segments(exact)
     expected = [stock.generate(query, 16, return_logprob=True) for query in queries]
     actual = [exact.generate(query, 16, return_logprob=True) for query in queries]
     assert_same(expected, actual, TOLERANCE)
+    assert left == before
     assert paths(actual) == ["computed"] * 5
     assert segments(exact) == before + 5, "the control: plain requests are stored"
     again = [exact.generate(query, 16, return_logprob=True) for query in queries]
