@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -190,26 +191,58 @@ def test_update_that_is_refused(server: Server, old: dict[str, Answer], flush: b
     assert_same([old["question"]], answers[:1], TOLERANCE)
 
 
-def test_update_beside_a_request(server: Server, tiny_llama: Path, other: Path) -> None:
-    """A request runs through an update; what it computes is of no weights, and is not stored."""
-    prompt = random_tokens(2000, seed=6)
+@contextmanager
+def paused_request(server: Server, prompt: list[int], mode: str) -> Iterator[list[Answer]]:
+    """A request that is paused in the middle of decoding, as for an update; its answer comes after.
+
+    Without a pause SGLang lets an update wait for requests.
+    """
     answers: list[Answer] = []
     thread = threading.Thread(target=lambda: answers.append(server.generate(prompt, 300)))
-    thread.start()
+    known = len(server.log_text())
     deadline = time.monotonic() + 60
-    while "#running-req: 1" not in server.log_text()[-2000:]:
+    thread.start()
+    while "Prefill batch" not in server.log_text()[known:]:
         assert time.monotonic() < deadline and thread.is_alive()
         time.sleep(0.02)
-    assert update(server, other, flush_cache=False)["success"]
-    assert thread.is_alive(), "the request was over before the update"
-    refused = update(server, other)
-    assert not refused["success"] and "not flushed" in refused["message"]
-    thread.join(120)
+    assert server.post("/pause_generation", mode=mode).ok
+    assert not answers, "the request was over before it was paused"
+    try:
+        yield answers
+    finally:
+        assert server.post("/continue_generation", torch_empty_cache=False).ok
+        thread.join(120)
+    assert answers
+
+
+def test_request_that_runs_through_an_update(server: Server, tiny_llama: Path, other: Path) -> None:
+    """What it computes is of no weights, and is not stored."""
+    prompt = random_tokens(2000, seed=6)
+    with paused_request(server, prompt, "in_place") as answers:
+        refused = update(server, other)
+        assert not refused["success"] and "not flushed" in refused["message"]
+        assert server.stats()["suspended"] == "update_weights_from_disk"
     assert server.stats()["suspended"] == "update_weights_from_disk"
-    assert update(server, tiny_llama)["success"]
-    assert server.stats()["suspended"] is None
     turn = [*prompt, *answers[0]["output_ids"], 7, 8]
+    server.flush()
+    assert paths([server.generate(turn, 1)]) == ["computed"]
+    assert update(server, tiny_llama)["success"]
     assert report(server.generate(turn, 1))["stored_tokens"] <= len(prompt)
+
+
+def test_request_that_is_taken_out_for_an_update(server: Server, other: Path) -> None:
+    """It is computed again with the new weights, from its beginning, and is stored as theirs."""
+    prompt = random_tokens(2000, seed=7)
+    with paused_request(server, prompt, "retract") as answers:
+        assert update(server, other)["success"]
+        assert server.stats()["suspended"] is None
+    turn = [*prompt, *answers[0]["output_ids"], 7, 8]
+    server.flush()
+    loaded = ask(server, turn)
+    assert report(loaded)["stored_tokens"] >= len(prompt)
+    computed = server.generate(turn, 8, return_logprob=True, extra_key="alone")
+    assert paths([computed]) == ["computed"]
+    assert_same([computed], [loaded], TOLERANCE)
 
 
 def test_weights_that_come_in_a_session(server: Server) -> None:
