@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
@@ -25,6 +28,7 @@ from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.integration import attention as attention_module
 from impress_sglang.integration import recompute as recompute_module
 from impress_sglang.integration.attention import PrefixAttention
+from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.recompute import (
     PrefixCapture,
     host_shortage,
@@ -32,7 +36,7 @@ from impress_sglang.integration.recompute import (
     recompute_prefix,
 )
 from impress_sglang.integration.request import PrefixRequest
-from impress_sglang.integration.runtime import ServingRuntime
+from impress_sglang.integration.runtime import RequestTotals, ServingRuntime
 from impress_sglang.storage.layout import KVShape
 from tests.unit.kv_factory import IDENTITY, make_shape
 from tests.unit.store_factory import DEFAULTS
@@ -165,7 +169,7 @@ def test_blocks_give_the_kvs_of_the_whole_at_once(size: int, resident: int) -> N
     capture = PrefixCapture(pool, request.resident_slots, shape, request.num_tokens)
     model.attend = capture.attend
 
-    recompute_prefix(model, request, torch.device("cpu"), size)
+    assert recompute_prefix(model, request, torch.device("cpu"), size, math.inf)
     source = capture.source(0)
 
     m = request.num_tokens
@@ -218,7 +222,8 @@ def peak_on_device(m: int, resident: int, layers: int) -> int:
         with DeviceBytes(request.resident_slots) as used:
             capture = PrefixCapture(pool, request.resident_slots, shape, m)
             model = SimpleNamespace(forward=lambda ids, *_: attend_all(capture, shape, len(ids)))
-            recompute_prefix(model, request, torch.device("cuda"), recompute_module.BLOCK_TOKENS)
+            size = recompute_module.BLOCK_TOKENS
+            assert recompute_prefix(model, request, torch.device("cuda"), size, math.inf)
             peak = used.peak
             source = capture.source(0)
             assert source.num_tokens == m and used.live < 1e6
@@ -343,6 +348,7 @@ class Serving:
 @pytest.fixture
 def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
     monkeypatch.setattr(attention_module, "block_tokens", lambda: 16)
+    monkeypatch.setattr(attention_module, "pass_seconds", lambda: 100.0)
     shape = make_shape(layers=3, sketch_bits=4)
     each = 3 * shape.num_kv_heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
     config = ImpressConfig(ssd_dir=str(tmp_path), **DEFAULTS, recompute_gb=60 * each / 1e9)
@@ -455,3 +461,56 @@ def test_memory_that_runs_out_while_loading_fails_one_request(serving: Serving) 
     assert [rid for rid, _ in serving.aborted] == ["first"]
     assert_zeros(serving, first, 0)
     assert_computed(serving, second, tokens, 1)
+
+
+def test_a_pass_gives_up_in_time(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all of its requests together: each block takes 30 of 100 seconds."""
+    (first, tokens), (second, _) = serving.request("first", 40), serving.request("second", 45)
+    forward, clock = serving.model.forward, SimpleNamespace(now=5.0)
+
+    def slowly(*arguments: Any) -> None:
+        clock.now += 30.0
+        forward(*arguments)
+
+    monkeypatch.setattr(serving.model, "forward", slowly)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    serving.backend.extend(serving.runtime, [first, second])
+    monkeypatch.undo()
+
+    assert not first.failed
+    assert_computed(serving, first, tokens, 1)
+    ((rid, message),) = serving.aborted
+    assert rid == "second" and "too long" in message
+    assert_zeros(serving, second, 1)
+
+
+@pytest.mark.parametrize(("watchdog", "seconds"), [(300.0, 60.0), (20.0, 10.0)])
+def test_a_pass_ends_before_the_watchdog_does(
+    monkeypatch: pytest.MonkeyPatch, watchdog: float, seconds: float
+) -> None:
+    device = SimpleNamespace(watchdog_timeout=watchdog)
+    monkeypatch.setattr(recompute_module, "get_device", lambda: device)
+    assert recompute_module.pass_seconds() == seconds
+
+
+@pytest.mark.parametrize(("chunk", "size"), [(None, 2048), (-1, 2048), (8192, 2048), (512, 512)])
+def test_a_block_is_no_longer_than_a_chunk_of_prefill(
+    monkeypatch: pytest.MonkeyPatch, chunk: int | None, size: int
+) -> None:
+    schedule = SimpleNamespace(chunked_prefill_size=chunk)
+    monkeypatch.setattr(recompute_module, "get_schedule", lambda: schedule)
+    assert recompute_module.block_tokens() == size
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_failed_request_that_is_put_back_may_try_again(finished: bool) -> None:
+    """SGLang may retract it before it has seen its result; only an end is counted."""
+    request = request_of(torch.zeros(9, dtype=torch.int64), 0)
+    request.failed = True
+    reason = FINISH_ABORT("no room")
+    req = SimpleNamespace(finished=lambda: finished, discard_output_reason=reason)
+    totals = RequestTotals()
+    cache = SimpleNamespace(_runtime=SimpleNamespace(totals=totals))
+    ImpressRadixCache._end_failed(cache, req, request)  # type: ignore[arg-type]
+    assert totals.requests_failed == finished
+    assert req.discard_output_reason is (reason if finished else None)
