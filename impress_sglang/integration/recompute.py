@@ -130,7 +130,11 @@ def host_shortage(shape: KVShape, num_tokens: int, limit_bytes: int) -> str | No
             f"computing it again takes {needed / 1e9:.3g} GB of host memory, "
             f"more than --impress-recompute-gb {limit_bytes / 1e9:g}"
         )
-    if needed > (available := available_bytes()):
+    try:
+        available = available_bytes()
+    except OSError as error:
+        return f"how much memory the host has left is not known: {error}"
+    if needed > available:
         return (
             f"computing it again takes {needed / 1e9:.3g} GB of host memory, "
             f"and {available / 1e9:.3g} GB are left"

@@ -277,6 +277,12 @@ def test_host_memory_is_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> Non
     assert host_shortage(shape, 50, 100 * each) is None
     assert "are left" in (host_shortage(shape, 51, 100 * each) or "")
 
+    def unknown() -> int:
+        raise OSError("no such file")
+
+    monkeypatch.setattr(recompute_module, "available_bytes", unknown)
+    assert "not known: no such file" in (host_shortage(shape, 1, 100 * each) or "")
+
 
 class Unreadable:
     """A source that breaks at a layer."""
