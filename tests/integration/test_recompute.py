@@ -38,6 +38,7 @@ from impress_sglang.integration.recompute import (
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.runtime import RequestTotals, ServingRuntime
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.timeline import NO_TIMELINE
 from tests.unit.kv_factory import IDENTITY, make_shape
 from tests.unit.store_factory import DEFAULTS
 
@@ -287,8 +288,13 @@ def test_host_memory_is_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> Non
 class Unreadable:
     """A source that breaks at a layer."""
 
+    timeline = NO_TIMELINE
+
     def __init__(self, num_tokens: int, layer: int, values: float) -> None:
         self.num_tokens, self.layer, self.value = num_tokens, layer, values
+
+    def read_probe(self, layer: int) -> Tensor:
+        raise ChunkUnreadable("ab12", "test")
 
     def read(self, layer: int, tokens: Any, *, keys: Any = None, values: Any = None) -> None:
         if layer >= self.layer:
@@ -338,10 +344,12 @@ class Serving:
     backend: Backend
     aborted: list[tuple[str, str]]
 
-    def request(self, rid: str, m: int, broken_at: int = 1) -> tuple[PrefixRequest, Tensor]:
+    def request(
+        self, rid: str, m: int, broken_at: int = 1, k: int | None = None
+    ) -> tuple[PrefixRequest, Tensor]:
         first = 100 * (1 + len(self.runtime.live))
         tokens = torch.randint(0, 50, (m,), generator=torch.Generator().manual_seed(m))
-        request = request_of(tokens, 0, torch.arange(first, first + m), rid)
+        request = request_of(tokens, 0, torch.arange(first, first + (k or m)), rid)
         request.source = Unreadable(m, broken_at, 3.0)  # type: ignore[assignment]
         self.runtime.live[rid] = request
         return request, tokens
@@ -395,6 +403,22 @@ def test_two_requests_that_break_in_the_same_layer_and_one_later(serving: Servin
         assert request.layers_loaded == 3
         assert_computed(serving, request, tokens, since)
     assert serving.aborted == [] and serving.backend._capture is None
+
+
+def test_a_part_is_chosen_from_what_is_computed(serving: Serving) -> None:
+    """Each layer has 10 tokens of 50: keys and values of the same ones, in their order."""
+    request, tokens = serving.request("part", 50, broken_at=0, k=10)
+
+    serving.backend.extend(serving.runtime, [request])
+
+    assert request.recomputed and request.stats.layers_by_probe == 3
+    for layer, (keys, values) in enumerate(serving.model.kvs(tokens)):
+        found_keys, found_values = serving.kvs_in(request, layer)
+        for head in range(keys.shape[1]):
+            distance = torch.cdist(found_keys[:, head], keys[:, head])
+            chosen = distance.argmin(1)
+            assert distance.amin(1).max() < 1e-3 and bool((chosen.diff() > 0).all())
+            assert torch.allclose(found_values[:, head], values[chosen, head], rtol=1e-4, atol=1e-5)
 
 
 def test_one_without_room_fails_alone(serving: Serving) -> None:
