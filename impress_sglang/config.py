@@ -79,7 +79,7 @@ class ImpressConfig:
     io_timeout: float = 10.0
     device_gb: float = 0.5
     host_gb: float = 4.0
-    recompute_gb: float = 8.0
+    recompute_gb: float = 5.0
     half_life: float = 200.0
     reorder_interval: float = 60.0
     reorder_key: str = "selected"

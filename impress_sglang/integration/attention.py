@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pkgutil
+import time
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from impress_sglang.integration.recompute import (
     block_tokens,
     host_shortage,
     is_out_of_memory,
+    pass_seconds,
     recompute_prefix,
 )
 from impress_sglang.integration.request import PrefixRequest
@@ -75,6 +77,7 @@ class PrefixAttention(AttentionBackend):
 
     _runtime: ServingRuntime | None
     _capture: PrefixCapture | None
+    _recomputing_seconds: float
     _starts: RowStarts
     _clock: Clock
     _rows: list[_BatchRow]
@@ -87,6 +90,7 @@ class PrefixAttention(AttentionBackend):
         """Set what this class needs on an object that was made as SGLang's own."""
         self._runtime = None
         self._capture = None
+        self._recomputing_seconds = 0.0
         self._rows = []
         self._pass = None
         self._saves = []
@@ -104,6 +108,7 @@ class PrefixAttention(AttentionBackend):
         self._rows = []
         self._pass = None
         self._saves = []
+        self._recomputing_seconds = 0.0
         self._starts.void_reallocated()
         if forward_batch.forward_mode.is_extend():
             self._begin_extend(forward_batch)
@@ -257,7 +262,7 @@ class PrefixAttention(AttentionBackend):
         return shortage
 
     def _recompute(self, request: PrefixRequest, device: torch.device) -> str | None:
-        """Compute the KVs of an unreadable source here; returns why the host has no room."""
+        """Compute the KVs of an unreadable source here; returns why that cannot be."""
         assert self._runtime is not None
         shape, num_tokens = self._runtime.shape, request.num_tokens
         shortage = host_shortage(shape, num_tokens, self._runtime.config.recompute_bytes)
@@ -265,11 +270,15 @@ class PrefixAttention(AttentionBackend):
             return shortage
         pool, model = self.token_to_kv_pool, self._model_runner.model
         self._capture = PrefixCapture(pool, request.resident_slots, shape, num_tokens)
+        began = time.monotonic()
+        deadline = began + pass_seconds() - self._recomputing_seconds
         try:
-            recompute_prefix(model, request, device, block_tokens())
+            if not recompute_prefix(model, request, device, block_tokens(), deadline):
+                return "computing it again takes too long"
             request.source = self._capture.source(request.layers_loaded)
         finally:
             self._capture = None
+            self._recomputing_seconds += time.monotonic() - began
         return None
 
 

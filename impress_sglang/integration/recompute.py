@@ -12,11 +12,13 @@ computed, and let go layer by layer as they are loaded.
 Time. All of it is on the scheduler's thread, so nothing else runs meanwhile. It is what m tokens
 take to compute, with attention in float32, and the KVs of earlier blocks cross to the device once
 for each block after them: m² / (2 · block) tokens, which are 32 GB for 32k tokens of an 8B model.
-`--impress-recompute-gb` bounds m, and so the time.
+`--impress-recompute-gb` bounds m, and a pass gives up after a minute, or half of what SGLang's
+watchdog allows before it ends the server.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +29,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.forward_context import forward_context, get_forward_context
-from sglang.srt.runtime_context import get_schedule
+from sglang.srt.runtime_context import get_device, get_schedule
 from torch import Tensor
 
 from impress_sglang.attention.tiled import tiled_attention, tiles_of
@@ -38,6 +40,8 @@ from impress_sglang.transfer.memory import MemorySource
 
 # Most tokens of a block.
 BLOCK_TOKENS = 2048
+# Most seconds that a pass spends here, for all of its requests.
+PASS_SECONDS = 60.0
 
 # How torch says that memory ran out, where that has no class of its own.
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -126,7 +130,11 @@ def host_shortage(shape: KVShape, num_tokens: int, limit_bytes: int) -> str | No
             f"computing it again takes {needed / 1e9:.3g} GB of host memory, "
             f"more than --impress-recompute-gb {limit_bytes / 1e9:g}"
         )
-    if needed > (available := available_bytes()):
+    try:
+        available = available_bytes()
+    except OSError as error:
+        return f"how much memory the host has left is not known: {error}"
+    if needed > available:
         return (
             f"computing it again takes {needed / 1e9:.3g} GB of host memory, "
             f"and {available / 1e9:.3g} GB are left"
@@ -147,13 +155,23 @@ def block_tokens() -> int:
     return min(BLOCK_TOKENS, chunk) if chunk is not None and chunk > 0 else BLOCK_TOKENS
 
 
-def recompute_prefix(model: Any, request: PrefixRequest, device: torch.device, size: int) -> None:
+def pass_seconds() -> float:
+    """Seconds that a pass may spend here; SGLang's watchdog ends a server that hangs."""
+    return min(PASS_SECONDS, get_device().watchdog_timeout / 2)
+
+
+def recompute_prefix(
+    model: Any, request: PrefixRequest, device: torch.device, size: int, deadline: float
+) -> bool:
     """Run SGLang's model over the stored part of a prefix, in blocks of `size` tokens.
 
-    The attention backend must hand what it is asked for to a `PrefixCapture` meanwhile.
+    The attention backend must hand what it is asked for to a `PrefixCapture` meanwhile. Returns
+    whether that was done by `deadline`, which is a time of `time.monotonic`.
     """
     stop = request.prefix_len
     for start in range(request.resident_len, stop, size):
+        if time.monotonic() >= deadline:
+            return False
         tokens = request.token_ids[start : min(start + size, stop)]
         block = _block_batch(tokens.to(device), start)
         try:
@@ -162,6 +180,7 @@ def recompute_prefix(model: Any, request: PrefixRequest, device: torch.device, s
         except _BlockComputed:
             continue
         raise AssertionError("the model ended without attention of its last layer")
+    return True
 
 
 def _block_batch(token_ids: Tensor, start: int) -> ForwardBatch:

@@ -19,6 +19,9 @@ def available_bytes(root: Path = _ROOT) -> int:
     """Bytes that may be taken: what the machine and each control group above us have left.
 
     The margin is off. `root` is where `proc` and `sys` are mounted.
+
+    Raises:
+        OSError: that is not known here.
     """
     found = [_machine_bytes(root), *_group_bytes(root)]
     return max(0, min(found) - MARGIN_BYTES)
@@ -30,12 +33,14 @@ def _machine_bytes(root: Path) -> int:
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
-    raise AssertionError("Linux 3.14 and later tell MemAvailable")
+    raise OSError("/proc/meminfo does not say MemAvailable")
 
 
 def _group_bytes(root: Path) -> Iterator[int]:
     """What is left of each limit of a control group that we are in, of version 2 or 1."""
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    groups = root / "proc/self/cgroup"
+    # A kernel without control groups has no such file.
+    for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
         mounted = root / "sys/fs/cgroup"
         if controllers == "":

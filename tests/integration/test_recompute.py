@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
@@ -25,6 +28,7 @@ from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.integration import attention as attention_module
 from impress_sglang.integration import recompute as recompute_module
 from impress_sglang.integration.attention import PrefixAttention
+from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.recompute import (
     PrefixCapture,
     host_shortage,
@@ -32,8 +36,9 @@ from impress_sglang.integration.recompute import (
     recompute_prefix,
 )
 from impress_sglang.integration.request import PrefixRequest
-from impress_sglang.integration.runtime import ServingRuntime
+from impress_sglang.integration.runtime import RequestTotals, ServingRuntime
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.timeline import NO_TIMELINE
 from tests.unit.kv_factory import IDENTITY, make_shape
 from tests.unit.store_factory import DEFAULTS
 
@@ -165,7 +170,7 @@ def test_blocks_give_the_kvs_of_the_whole_at_once(size: int, resident: int) -> N
     capture = PrefixCapture(pool, request.resident_slots, shape, request.num_tokens)
     model.attend = capture.attend
 
-    recompute_prefix(model, request, torch.device("cpu"), size)
+    assert recompute_prefix(model, request, torch.device("cpu"), size, math.inf)
     source = capture.source(0)
 
     m = request.num_tokens
@@ -218,7 +223,8 @@ def peak_on_device(m: int, resident: int, layers: int) -> int:
         with DeviceBytes(request.resident_slots) as used:
             capture = PrefixCapture(pool, request.resident_slots, shape, m)
             model = SimpleNamespace(forward=lambda ids, *_: attend_all(capture, shape, len(ids)))
-            recompute_prefix(model, request, torch.device("cuda"), recompute_module.BLOCK_TOKENS)
+            size = recompute_module.BLOCK_TOKENS
+            assert recompute_prefix(model, request, torch.device("cuda"), size, math.inf)
             peak = used.peak
             source = capture.source(0)
             assert source.num_tokens == m and used.live < 1e6
@@ -272,12 +278,23 @@ def test_host_memory_is_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> Non
     assert host_shortage(shape, 50, 100 * each) is None
     assert "are left" in (host_shortage(shape, 51, 100 * each) or "")
 
+    def unknown() -> int:
+        raise OSError("no such file")
+
+    monkeypatch.setattr(recompute_module, "available_bytes", unknown)
+    assert "not known: no such file" in (host_shortage(shape, 1, 100 * each) or "")
+
 
 class Unreadable:
     """A source that breaks at a layer."""
 
+    timeline = NO_TIMELINE
+
     def __init__(self, num_tokens: int, layer: int, values: float) -> None:
         self.num_tokens, self.layer, self.value = num_tokens, layer, values
+
+    def read_probe(self, layer: int) -> Tensor:
+        raise ChunkUnreadable("ab12", "test")
 
     def read(self, layer: int, tokens: Any, *, keys: Any = None, values: Any = None) -> None:
         if layer >= self.layer:
@@ -327,10 +344,12 @@ class Serving:
     backend: Backend
     aborted: list[tuple[str, str]]
 
-    def request(self, rid: str, m: int, broken_at: int = 1) -> tuple[PrefixRequest, Tensor]:
+    def request(
+        self, rid: str, m: int, broken_at: int = 1, k: int | None = None
+    ) -> tuple[PrefixRequest, Tensor]:
         first = 100 * (1 + len(self.runtime.live))
         tokens = torch.randint(0, 50, (m,), generator=torch.Generator().manual_seed(m))
-        request = request_of(tokens, 0, torch.arange(first, first + m), rid)
+        request = request_of(tokens, 0, torch.arange(first, first + (k or m)), rid)
         request.source = Unreadable(m, broken_at, 3.0)  # type: ignore[assignment]
         self.runtime.live[rid] = request
         return request, tokens
@@ -343,6 +362,7 @@ class Serving:
 @pytest.fixture
 def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
     monkeypatch.setattr(attention_module, "block_tokens", lambda: 16)
+    monkeypatch.setattr(attention_module, "pass_seconds", lambda: 100.0)
     shape = make_shape(layers=3, sketch_bits=4)
     each = 3 * shape.num_kv_heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
     config = ImpressConfig(ssd_dir=str(tmp_path), **DEFAULTS, recompute_gb=60 * each / 1e9)
@@ -383,6 +403,22 @@ def test_two_requests_that_break_in_the_same_layer_and_one_later(serving: Servin
         assert request.layers_loaded == 3
         assert_computed(serving, request, tokens, since)
     assert serving.aborted == [] and serving.backend._capture is None
+
+
+def test_a_part_is_chosen_from_what_is_computed(serving: Serving) -> None:
+    """Each layer has 10 tokens of 50: keys and values of the same ones, in their order."""
+    request, tokens = serving.request("part", 50, broken_at=0, k=10)
+
+    serving.backend.extend(serving.runtime, [request])
+
+    assert request.recomputed and request.stats.layers_by_probe == 3
+    for layer, (keys, values) in enumerate(serving.model.kvs(tokens)):
+        found_keys, found_values = serving.kvs_in(request, layer)
+        for head in range(keys.shape[1]):
+            distance = torch.cdist(found_keys[:, head], keys[:, head])
+            chosen = distance.argmin(1)
+            assert distance.amin(1).max() < 1e-3 and bool((chosen.diff() > 0).all())
+            assert torch.allclose(found_values[:, head], values[chosen, head], rtol=1e-4, atol=1e-5)
 
 
 def test_one_without_room_fails_alone(serving: Serving) -> None:
@@ -455,3 +491,56 @@ def test_memory_that_runs_out_while_loading_fails_one_request(serving: Serving) 
     assert [rid for rid, _ in serving.aborted] == ["first"]
     assert_zeros(serving, first, 0)
     assert_computed(serving, second, tokens, 1)
+
+
+def test_a_pass_gives_up_in_time(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all of its requests together: each block takes 30 of 100 seconds."""
+    (first, tokens), (second, _) = serving.request("first", 40), serving.request("second", 45)
+    forward, clock = serving.model.forward, SimpleNamespace(now=5.0)
+
+    def slowly(*arguments: Any) -> None:
+        clock.now += 30.0
+        forward(*arguments)
+
+    monkeypatch.setattr(serving.model, "forward", slowly)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    serving.backend.extend(serving.runtime, [first, second])
+    monkeypatch.undo()
+
+    assert not first.failed
+    assert_computed(serving, first, tokens, 1)
+    ((rid, message),) = serving.aborted
+    assert rid == "second" and "too long" in message
+    assert_zeros(serving, second, 1)
+
+
+@pytest.mark.parametrize(("watchdog", "seconds"), [(300.0, 60.0), (20.0, 10.0)])
+def test_a_pass_ends_before_the_watchdog_does(
+    monkeypatch: pytest.MonkeyPatch, watchdog: float, seconds: float
+) -> None:
+    device = SimpleNamespace(watchdog_timeout=watchdog)
+    monkeypatch.setattr(recompute_module, "get_device", lambda: device)
+    assert recompute_module.pass_seconds() == seconds
+
+
+@pytest.mark.parametrize(("chunk", "size"), [(None, 2048), (-1, 2048), (8192, 2048), (512, 512)])
+def test_a_block_is_no_longer_than_a_chunk_of_prefill(
+    monkeypatch: pytest.MonkeyPatch, chunk: int | None, size: int
+) -> None:
+    schedule = SimpleNamespace(chunked_prefill_size=chunk)
+    monkeypatch.setattr(recompute_module, "get_schedule", lambda: schedule)
+    assert recompute_module.block_tokens() == size
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_failed_request_that_is_put_back_may_try_again(finished: bool) -> None:
+    """SGLang may retract it before it has seen its result; only an end is counted."""
+    request = request_of(torch.zeros(9, dtype=torch.int64), 0)
+    request.failed = True
+    reason = FINISH_ABORT("no room")
+    req = SimpleNamespace(finished=lambda: finished, discard_output_reason=reason)
+    totals = RequestTotals()
+    cache = SimpleNamespace(_runtime=SimpleNamespace(totals=totals))
+    ImpressRadixCache._end_failed(cache, req, request)  # type: ignore[arg-type]
+    assert totals.requests_failed == finished
+    assert req.discard_output_reason is (reason if finished else None)

@@ -68,5 +68,16 @@ def test_no_limit(tmp_path: Path) -> None:
     assert available_bytes(root) == 5 * GIB - MARGIN_BYTES
 
 
+def test_without_such_files_it_is_not_known(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        available_bytes(tmp_path)
+    root = machine(tmp_path, 5 * GIB, "")
+    (root / "proc/self/cgroup").unlink()
+    assert available_bytes(root) == 5 * GIB - MARGIN_BYTES, "a kernel without control groups"
+    (root / "proc/meminfo").write_text("MemTotal: 99 kB\n")
+    with pytest.raises(OSError, match="MemAvailable"):
+        available_bytes(root)
+
+
 def test_here_is_some() -> None:
     assert available_bytes() > 0
