@@ -582,10 +582,13 @@ class PrefixStore:
         stop = info.prefix_len + info.num_tokens
         if known.num_tokens < stop or info.prefix_len < available_from:
             return StoreOutcome.UNREACHABLE
+        # It keeps its place, although all that builds on it may go to make room.
+        lost.state = SegmentState.PENDING
         if not self._quota.make_room(info.layout().file_bytes, known, self._evict):
+            lost.state = SegmentState.LOST
+            self._prune(lost)
             self.stats.offers_without_space += 1
             return StoreOutcome.NO_SPACE
-        lost.state = SegmentState.PENDING
         read_layer = read_layers(info.prefix_len)
 
         def read_lost(layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,8 @@
 
 A folder is a store if its name is an identity and its marker `store.json` says so; nothing else is
 read as ours or removed, and in a store only files that have our names. The marker holds the key of
-the store's namespaces, so it is as secret as what is stored.
+the store's namespaces, so it is as secret as what is stored. The directory may be a symbolic link;
+links in it are those of others.
 
 The quota is for the whole directory. Stores of other models that nobody serves are removed, oldest
 first, before segments of the model being served.
@@ -21,11 +22,12 @@ import logging
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from impress_sglang.errors import ConfigError, StoreInUseError
-from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.files import FileSystem, installed
 from impress_sglang.storage.segment import SEGMENT_SUFFIX
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX
 
@@ -44,6 +46,7 @@ _SEGMENT = re.compile(
     rf"([0-9a-f]{{32}}){re.escape(SEGMENT_SUFFIX)}({re.escape(TEMPORARY_SUFFIX)})?"
 )
 _LONGEST_MARKER = 4096
+_KEY_BYTES = 32
 
 
 class StoreDirectory:
@@ -57,12 +60,12 @@ class StoreDirectory:
             StoreInUseError: another process has the lock.
         """
         self.files = files
-        self.root = root
-        self.path = root / identity
+        self.root = Path(os.path.realpath(root))
+        self.path = self.root / identity
         try:
-            self._lock, self._marker = self._claim(secrets.token_hex(32))
+            self._lock, self._marker = self._claim(secrets.token_bytes(_KEY_BYTES))
             self._device = files.stat(self.root).st_dev
-            self._key = bytes.fromhex(json.loads(self._marker)["key"])
+            self._key = _key_in(self._marker)
         except OSError as error:
             raise ConfigError(f"--impress-ssd-dir {root} cannot be written: {error}") from error
 
@@ -107,16 +110,18 @@ class StoreDirectory:
         """
         if _stat_existing(self.files, self.root).st_dev != self._device:
             raise FileNotFoundError(f"the file system of {self.root} is not mounted")
-        lock, marker = self._claim(self._key.hex())
-        os.close(self._lock)
+        lock, marker = self._claim(self._key)
+        self.close()
         self._lock, self._marker = lock, marker
         logger.warning("%s was removed; it begins anew", self.path)
 
     def close(self) -> None:
         """Release the lock."""
-        os.close(self._lock)
+        # Nothing was written through it.
+        with contextlib.suppress(OSError):
+            self.files.close(self._lock)
 
-    def _claim(self, key: str) -> tuple[int, bytes]:
+    def _claim(self, key: bytes) -> tuple[int, bytes]:
         """Lock the folder and read its marker, which is written if there is none."""
         self.files.make_directory(self.root, parents=True)
         self.files.make_directory(self.path)
@@ -133,18 +138,18 @@ class StoreDirectory:
                 self.files.make_directory(self.path / name)
             return lock, _read_small(self.files, self.path / MARKER)
         except BaseException:
-            os.close(lock)
+            self.files.close(lock)
             raise
 
-    def _mark(self, key: str) -> None:
+    def _mark(self, key: bytes) -> None:
         temporary = self.path / f"{MARKER}{TEMPORARY_SUFFIX}"
         foreign = set(self.files.list(self.path)) - {LOCK, temporary.name}
         if foreign:
             raise ConfigError(
-                f"{self.path} has files but no {MARKER}, so it is not a store of this version of "
-                "impress-sglang; remove it, or choose another --impress-ssd-dir"
+                f"{self.path} has files but no valid {MARKER}, so it is not a store of this version "
+                "of impress-sglang; remove it, or choose another --impress-ssd-dir"
             )
-        _write_small(self.files, temporary, json.dumps({"kind": _KIND, "key": key}).encode())
+        _write_small(self.files, temporary, json.dumps({"kind": _KIND, "key": key.hex()}).encode())
         self.files.rename(temporary, self.path / MARKER)
         self.files.sync_directory(self.path)
 
@@ -158,10 +163,10 @@ def is_store(files: FileSystem, path: Path) -> bool:
     if not _IDENTITY.fullmatch(path.name):
         return False
     try:
-        marker = json.loads(_read_small(files, path / MARKER))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        is_folder = stat.S_ISDIR(files.stat(path).st_mode)
+        return is_folder and bool(_key_in(_read_small(files, path / MARKER)))
+    except (FileNotFoundError, NotADirectoryError):
         return False
-    return isinstance(marker, dict) and marker.get("kind") == _KIND
 
 
 def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, Path, bool]]:
@@ -206,7 +211,7 @@ def remove_store(files: FileSystem, path: Path) -> bool:
         OSError: a file cannot be removed.
     """
     if not is_store(files, path):
-        return not files.list(path)
+        return path.name not in files.list(path.parent)
     lock = files.open(path / LOCK, os.O_CREAT | os.O_RDWR)
     try:
         if not _try_lock(lock):
@@ -216,17 +221,18 @@ def remove_store(files: FileSystem, path: Path) -> bool:
             files.unlink(own)
         for own in quarantined_files(files, path):
             files.unlink(own)
-        # The marker goes last: what is left of a store after a crash is still one.
-        for name in (CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm", _PROBE, LOCK, MARKER):
+        for name in (CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm", _PROBE):
             files.unlink(path / name)
-        for folder in (*_folders(files, path / SEGMENTS), path / QUARANTINE, path / SEGMENTS, path):
-            try:
-                files.remove_directory(folder)
-            except OSError as error:
-                logger.warning("%s stays: %s", folder, error)
+        for folder in (*_folders(files, path / SEGMENTS), path / QUARANTINE, path / SEGMENTS):
+            _remove_empty(files, folder)
+        # Marker and lock go last: what is left of a store after a crash can be served or removed.
+        if set(files.list(path)) <= {MARKER, LOCK}:
+            files.unlink(path / MARKER)
+            files.unlink(path / LOCK)
+            _remove_empty(files, path)
         return True
     finally:
-        os.close(lock)
+        files.close(lock)
 
 
 def require_writable(root: Path) -> None:
@@ -235,13 +241,30 @@ def require_writable(root: Path) -> None:
     Raises:
         ConfigError: they cannot.
     """
-    probe = root / f".probe-{os.getpid()}"
+    files, probe = installed(), root / f".probe-{os.getpid()}"
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        files.make_directory(root, parents=True)
+        files.close(files.open(probe, os.O_CREAT | os.O_RDWR))
+        files.unlink(probe)
     except OSError as error:
         raise ConfigError(f"--impress-ssd-dir {root} cannot be written: {error}") from error
+
+
+def _key_in(marker: bytes) -> bytes:
+    """The key in a marker; empty if it is none of ours."""
+    try:
+        fields = json.loads(marker)
+        key = bytes.fromhex(fields["key"]) if fields["kind"] == _KIND else b""
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return b""
+    return key if len(key) == _KEY_BYTES else b""
+
+
+def _remove_empty(files: FileSystem, path: Path) -> None:
+    try:
+        files.remove_directory(path)
+    except OSError as error:
+        logger.warning("%s stays: %s", path, error)
 
 
 def _folders(files: FileSystem, path: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import stat
 from pathlib import Path
 
 from impress_sglang.storage.direct_io import read_exactly, write_exactly
@@ -68,7 +69,16 @@ class FileSystem:
 
     def make_directory(self, path: Path, *, parents: bool = False) -> None:
         """Make a directory that is 0700, with `parents` those above it; no error if it is there."""
-        path.mkdir(mode=_DIRECTORY_MODE, parents=parents, exist_ok=True)
+        try:
+            os.mkdir(path, _DIRECTORY_MODE)
+        except FileNotFoundError:
+            if not parents:
+                raise
+            self.make_directory(path.parent, parents=True)
+            self.make_directory(path)
+        except FileExistsError:
+            if not stat.S_ISDIR(self.stat(path).st_mode):
+                raise
 
     def remove_directory(self, path: Path) -> None:
         """Remove an empty directory."""
@@ -77,9 +87,13 @@ class FileSystem:
     def list(self, path: Path) -> list[str]:
         """Names in a directory, sorted; none if there is no directory."""
         try:
-            return sorted(os.listdir(path))
-        except FileNotFoundError:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
             return []
+        try:
+            return sorted(os.listdir(descriptor))
+        finally:
+            os.close(descriptor)
 
     def stat(self, path: Path) -> os.stat_result:
         """What is known of a file or directory, of a symbolic link itself."""
@@ -87,8 +101,8 @@ class FileSystem:
 
     def free_bytes(self, path: Path) -> int:
         """Bytes that an unprivileged process may still write to a file system."""
-        stat = os.statvfs(path)
-        return stat.f_bavail * stat.f_frsize
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
 
     def supports_direct_io(self, path: Path) -> bool:
         """Whether files in a directory can be opened with O_DIRECT."""

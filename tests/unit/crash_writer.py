@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.management.store import PrefixStore, StoreOutcome
 from impress_sglang.storage.catalog import Catalog
-from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, lanes_of, make_shape
+from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, flip_byte, lanes_of, make_shape
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import open_source, rows
 
@@ -63,20 +64,28 @@ def write_forever(directory: Path, progress: Path) -> None:
             kvs = SequenceKVs(SHAPE, "", sequence(family, length))
             tokens = as_tokens(kvs.tokens)
             outcome = store.offer(
-                "", tokens, kvs.read_from, lambda: None, approximate=False, min_tokens=1
+                "", tokens, kvs.read_from, lambda: None, lambda: None, min_tokens=1
             )
             if outcome is StoreOutcome.ACCEPTED:
                 store.drain()
             with progress.open("a") as file:
                 file.write(f"{family} {length}\n")
+    # It may be done before it is killed.
+    time.sleep(1.0)
     raise AssertionError("the writer was not killed")
 
 
-def drop_something(directory: Path, progress: Path) -> None:
-    """Remove the last segment of the first family."""
+def lose_something(directory: Path, progress: Path) -> None:
+    """Find the last segment of the first family damaged."""
     store = open_store(directory)
-    match = store.match("", as_tokens(sequence(0, LONGEST)), allow_approximate=False)
-    store.drop(match.spans[-1].segment.segment_id)
+    match = store.match("", as_tokens(sequence(0, LONGEST)))
+    name = match.spans[-1].segment.segment_id
+    (path,) = directory.rglob(f"{name}.kv")
+    flip_byte(path, path.stat().st_size - 4096)
+    store.report(ChunkUnreadable(name, "a test"))
+    while store.summary()["segments_suspect"]:
+        store.poll()
+        time.sleep(0.001)
     store.close()
     raise AssertionError("the writer was not killed")
 
@@ -84,7 +93,7 @@ def drop_something(directory: Path, progress: Path) -> None:
 def reorder_something(directory: Path, progress: Path) -> None:
     """Rewrite the first segment of the first family."""
     store = open_store(directory)
-    match = store.match("", as_tokens(sequence(0, LONGEST)), allow_approximate=False)
+    match = store.match("", as_tokens(sequence(0, LONGEST)))
     length = len(match.spans[0])
     source = open_source(store, match, 0, length)
     lanes = lanes_of(SHAPE)
@@ -102,7 +111,7 @@ def reorder_something(directory: Path, progress: Path) -> None:
     raise AssertionError("the writer was not killed")
 
 
-WRITERS = {"drop": drop_something, "reorder": reorder_something}
+WRITERS = {"loss": lose_something, "reorder": reorder_something}
 
 
 def kill_self() -> None:
@@ -136,8 +145,8 @@ CRASH_POINTS: dict[str, Callable[[], None]] = {
     "after the rename": lambda: kill_at(os, "rename", 2, after=True),
     "before the index": lambda: kill_at(Catalog, "add", 2),
     "after the index": lambda: kill_at(Catalog, "add", 2, after=True),
-    "drop: before the index": lambda: kill_at(Catalog, "remove", 1),
-    "drop: after the index": lambda: kill_at(Catalog, "remove", 1, after=True),
+    "loss: before the index": lambda: kill_at(Catalog, "remove", 1),
+    "loss: after the index": lambda: kill_at(Catalog, "remove", 1, after=True),
     "reorder: between layers": lambda: kill_at(os, "pwritev", 2),
     "reorder: before the rename": lambda: kill_at(os, "rename", 1),
     "reorder: after the rename": lambda: kill_at(os, "rename", 1, after=True),
@@ -154,7 +163,7 @@ def verify(directory: Path) -> dict[str, Any]:
     lengths, covered = [], 0
     for family in range(FAMILIES):
         tokens = sequence(family, LONGEST)
-        match = store.match("", as_tokens(tokens), allow_approximate=False)
+        match = store.match("", as_tokens(tokens))
         lengths.append(match.num_tokens)
         covered += len(match.spans)
         if match.num_tokens:
@@ -167,7 +176,7 @@ def verify(directory: Path) -> dict[str, Any]:
                 assert torch.equal(values, kvs.values(layer))
             store.close_source(source)
     assert covered == len(store.tree), "a segment that no sequence reaches"
-    files = sorted(path.stem for path in directory.rglob("*.kv"))
+    files = sorted(path.stem for path in directory.glob("*/segments/*/*.kv"))
     assert files == sorted(segment.segment_id for segment in store.tree.segments())
     generations = sum(segment.info.generation for segment in store.tree.segments())
     store.close()
@@ -231,6 +240,8 @@ def main() -> None:
     global SHAPE
     directory = Path(sys.argv[1])
     SHAPE = SHAPES[sys.argv[2]]
+    # A new store has writes and renames of its own.
+    in_child(lambda: open_store(directory).close())
     for name in sys.argv[3:]:
         print(json.dumps(run_round(directory, name)), flush=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,23 +13,26 @@ import torch
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.management.store import PrefixStore, StoreOutcome
-from impress_sglang.management.tree import StoredMatch
+from impress_sglang.management.tree import SegmentState, StoredMatch
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.read_cost import ReadCost
-from impress_sglang.storage.writer import LayerReader
+from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.transfer.source import Demand, SegmentSource
 from tests.unit.kv_factory import (
     IDENTITY,
     SequenceKVs,
     as_tokens,
+    flip_byte,
     lanes_of,
     make_shape,
     streams_of,
 )
 from tests.unit.reading import read_rows
+from tests.unit.waiting import wait_until
 
 SHAPES = {
     "probe heads": make_shape(),
@@ -87,6 +91,10 @@ class Workbench:
         self.close(store)
         return self.open(**options)
 
+    def forget(self, store: PrefixStore) -> None:
+        """The test closes it, or has broken it."""
+        self._open.remove(store)
+
     def close_all(self) -> None:
         for store in list(self._open):
             self.close(store)
@@ -103,12 +111,18 @@ class Workbench:
         read_layers: Callable[[int], LayerReader] | None = None,
     ) -> StoreOutcome:
         kvs = SequenceKVs(self.shape, namespace, tuple(tokens), quality)
+
+        def abandon() -> None:
+            self.abandoned.append(tuple(tokens))
+            if isinstance(read_layers, Gate):
+                read_layers.abandon()
+
         outcome = store.offer(
             namespace,
             as_tokens(tokens),
             read_layers or kvs.read_from,
             lambda: self.done.append(tuple(tokens)),
-            lambda: self.abandoned.append(tuple(tokens)),
+            abandon,
             available_from=available_from,
             quality=quality,
             min_tokens=min_tokens,
@@ -154,8 +168,13 @@ class Gate:
 
     def __init__(self, kvs: SequenceKVs) -> None:
         self.opened = threading.Event()
+        self._abandoned = False
         self.starts: list[int] = []
         self._kvs = kvs
+
+    def abandon(self) -> None:
+        self._abandoned = True
+        self.opened.set()
 
     def __call__(self, start: int) -> LayerReader:
         self.starts.append(start)
@@ -163,6 +182,8 @@ class Gate:
 
         def wait_and_read(layer: int) -> tuple[Tensor, Tensor]:
             assert self.opened.wait(30)
+            if self._abandoned:
+                raise WriteAbandoned("a test")
             return read(layer)
 
         return wait_and_read
@@ -217,15 +238,19 @@ def check_rows(
     *,
     namespace: str = "",
     quality: Quality = EXACT,
+    rows_of: Quality = EXACT,
     start: int = 0,
     stop: int | None = None,
 ) -> None:
-    """The whole of `tokens` is stored, and [start, stop) of it is read back right."""
+    """The whole of `tokens` is stored, and [start, stop) of it is read back right.
+
+    `quality` is what the request takes, `rows_of` what it must get.
+    """
     match = look_up(store, tokens, namespace, quality=quality)
     assert match.num_tokens == len(tokens)
     stop = len(tokens) if stop is None else stop
     shape = store._shape
-    expected = SequenceKVs(shape, namespace, tuple(tokens))
+    expected = SequenceKVs(shape, namespace, tuple(tokens), rows_of)
     source = open_source(store, match, start, stop)
     try:
         for layer in range(shape.num_layers):
@@ -234,6 +259,62 @@ def check_rows(
             assert torch.equal(values, expected.values(layer)[start:stop])
     finally:
         store.close_source(source)
+
+
+def lose(bench: Workbench, store: PrefixStore, segment_id: str, *, gone: bool = False) -> None:
+    """A segment is damaged or `gone`, a request has found that, and a second look has decided."""
+    path = bench.file_of(segment_id)
+    if gone:
+        path.unlink()
+    else:
+        flip_byte(path, path.stat().st_size - 4096)
+    store.report(ChunkUnreadable(segment_id, "a test"))
+    look_again(store)
+    segment = store.tree.get(segment_id)
+    assert segment is None or segment.state is SegmentState.LOST
+    store.check_integrity()
+
+
+def look_again(store: PrefixStore) -> None:
+    """Until second looks have decided about everything that could not be read."""
+
+    def decided() -> bool:
+        store.poll()
+        return not store.summary()["segments_suspect"]
+
+    wait_until(decided)
+
+
+def recover(store: PrefixStore) -> None:
+    """Until the disk has answered again, which failed."""
+
+    def well() -> bool:
+        store.poll()
+        return store.health.state == "ok"
+
+    wait_until(well)
+
+
+class Room(FileSystem):
+    """A file system with as much room as a test says."""
+
+    def __init__(self, free: int = 1 << 40) -> None:
+        self.free = free
+
+    def free_bytes(self, path: Path) -> int:
+        return self.free
+
+    def leave(self, store: PrefixStore, free: int) -> None:
+        """So much is free now, and the store has noticed."""
+        self.free = free
+        monitor = store._monitor
+        monitor._measured_at = -math.inf
+
+        def noticed() -> bool:
+            store.poll()
+            return monitor.free_bytes == free
+
+        wait_until(noticed)
 
 
 def path_of(bench: Workbench, match: StoredMatch, number: int = 0) -> Path:

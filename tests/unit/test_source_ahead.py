@@ -406,7 +406,9 @@ def test_nothing_reads_from_the_files_of_a_closed_source(tmp_path: Path, asked: 
     assert len(engine.started) == begun
 
 
-def test_the_files_of_a_closed_source_can_be_closed_when_its_reads_have_ended(tmp_path: Path) -> None:
+def test_the_files_of_a_closed_source_can_be_closed_when_its_reads_have_ended(
+    tmp_path: Path,
+) -> None:
     """Descriptors are closed at once, many times over, with all of a prefix on its way."""
     with reading(16) as reader:
         parts = [Part(77, 8, 0, 77), Part(200, 8, 0, 200)]

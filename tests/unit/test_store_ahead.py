@@ -31,7 +31,9 @@ from tests.unit.store_factory import (
     check_rows,
     gb,
     length,
+    look_again,
     look_up,
+    lose,
     open_source,
     path_of,
     prompt,
@@ -39,6 +41,7 @@ from tests.unit.store_factory import (
     three_prefixes,
     use,
 )
+from tests.unit.waiting import wait_until
 
 bench = store_factory.bench
 store = store_factory.store
@@ -77,10 +80,7 @@ def read_layers(store: PrefixStore, *, probe: bool = True, keys: bool = True) ->
 
 
 def wait_for_reads(source: SegmentSource) -> None:
-    deadline = time.monotonic() + 30
-    while source.is_reading:
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
+    wait_until(lambda: not source.is_reading)
 
 
 def test_before_the_first_read_all_is_on_the_ssd(bench: Workbench, store: PrefixStore) -> None:
@@ -210,21 +210,19 @@ def test_measuring_never_fails(bench: Workbench, store: PrefixStore, damage: str
     store.measure_reading(match)
     if store._measuring is not None:
         wait_for_reads(store._measuring)
-    store.poll()
+    look_again(store)
 
     store.check_integrity()
     assert store._measuring is None
     if damage != "damaged block":
-        assert length(store, TOKENS) == 0, "what cannot be opened is dropped"
+        assert length(store, TOKENS) == 0, "what cannot be opened is lost"
         assert store.stats.segments_unreadable == 1
 
 
-def test_measuring_a_match_that_was_dropped_does_nothing(
-    bench: Workbench, store: PrefixStore
-) -> None:
+def test_measuring_a_match_that_was_lost_does_nothing(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, TOKENS)
     match = look_up(store, TOKENS)
-    store.drop(match.spans[0].segment.segment_id)
+    lose(bench, store, match.spans[0].segment.segment_id)
 
     store.measure_reading(match)
 
@@ -267,8 +265,8 @@ def test_a_store_is_closed_cleanly_while_a_source_is_read_ahead(
     began = time.monotonic()
 
     store.close_source(source)
-    assert not source.is_reading
     bench.close(store)
+    assert not source.is_reading
 
     whole = disk_bytes(bench, *streams_of(bench.shape), num_tokens=200)
     assert time.monotonic() - began < whole / 1e6, "what is not begun is not read"
@@ -347,7 +345,7 @@ def test_a_short_sketch_is_read_from_the_cache_where_a_long_one_was(tmp_path: Pa
         read_rows(source, layer, None)
         source.read_probe(layer)
     store.close_source(source)
-    store.drop(look_up(store, prompt(1, 64)).spans[0].segment.segment_id)
+    lose(bench, store, look_up(store, prompt(1, 64)).spans[0].segment.segment_id)
     bench.put(store, prompt(2, 20))
 
     for _ in range(4):

@@ -23,8 +23,8 @@ POINTS = (
     "after the rename",
     "before the index",
     "after the index",
-    "drop: before the index",
-    "drop: after the index",
+    "loss: before the index",
+    "loss: after the index",
     "reorder: between layers",
     "reorder: before the rename",
     "reorder: after the rename",
@@ -80,11 +80,11 @@ def test_what_was_reported_as_written_is_found(rounds: list[dict[str, Any]]) -> 
             assert found >= written, r
 
 
-def test_only_a_drop_makes_the_store_smaller(rounds: list[dict[str, Any]]) -> None:
+def test_only_a_loss_makes_the_store_smaller(rounds: list[dict[str, Any]]) -> None:
     before = [0, 0, 0]
     for r in rounds:
         lengths = r["result"]["lengths"]
-        if r["round"].startswith("drop"):
+        if r["round"].startswith("loss"):
             assert lengths == [before[0] - STEP, *before[1:]], r
         else:
             assert all(new >= old for new, old in zip(lengths, before, strict=True)), r
@@ -119,4 +119,4 @@ def test_a_rewrite_takes_over_with_its_rename_and_changes_no_row(
     assert list(generations.values()) == [0, 0, 1, 2, 3]
     for name in generations:
         (lengths,) = (r["result"]["lengths"] for r in rounds if r["round"] == name)
-        assert lengths == rounds[POINTS.index("drop: after the index")]["result"]["lengths"]
+        assert lengths == rounds[POINTS.index("loss: after the index")]["result"]["lengths"]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from impress_sglang.errors import ConfigError, StoreInUseError
-from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.storage.directory import StoreDirectory
+from impress_sglang.storage.files import FileSystem
+from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
 from tests.unit.store_factory import OTHER_IDENTITY, Workbench, check_rows, gb, length, prompt
 
@@ -43,13 +46,23 @@ def test_a_directory_that_cannot_be_written_is_a_config_error(bench: Workbench) 
 
 
 def old_model(bench: Workbench, identity: str, num_bytes: int, age: int) -> Path:
-    """The folder of a model that is not served."""
-    folder = bench.root / identity
-    (folder / "segments" / "ab").mkdir(parents=True)
-    (folder / "lock").touch()
-    (folder / "segments" / "ab" / "abcd.kv").write_bytes(bytes(num_bytes))
-    os.utime(folder, (1_700_000_000 - age, 1_700_000_000 - age))
-    return folder
+    """The store of a model that is not served."""
+    directory = StoreDirectory(FileSystem(), bench.root, identity)
+    segment = directory.segment_path("ab" + "0" * 30)
+    segment.parent.mkdir()
+    segment.write_bytes(bytes(num_bytes))
+    directory.close()
+    os.utime(directory.path, (1_700_000_000 - age, 1_700_000_000 - age))
+    return directory.path
+
+
+def put_at_last(bench: Workbench, store: PrefixStore, tokens: tuple[int, ...]) -> None:
+    """The first offer finds no room, but that stores of other models can go; a later one does."""
+    assert bench.offer(store, tokens) is StoreOutcome.NO_SPACE
+    for removing in list(store._quota._removing.values()):
+        removing.exception()
+    store.poll()
+    bench.put(store, tokens)
 
 
 def test_other_models_count_in_the_quota_and_go_first(bench: Workbench) -> None:
@@ -61,57 +74,67 @@ def test_other_models_count_in_the_quota_and_go_first(bench: Workbench) -> None:
     assert store.summary()["other_models_bytes"] == 2 * bench.one
     assert older.exists()
 
-    bench.put(store, prompt(3))
+    put_at_last(bench, store, prompt(3))
     assert not older.exists() and newer.exists()
     assert store.summary()["other_models_bytes"] == bench.one
-    bench.put(store, prompt(4))
+    put_at_last(bench, store, prompt(4))
     assert not newer.exists()
     assert store.stats.segments_evicted == 0
     bench.put(store, prompt(5))
     assert [length(store, prompt(n)) for n in range(1, 6)] == [0, 8, 8, 8, 8]
 
 
-def test_the_folder_of_a_model_that_is_served_is_not_removed(bench: Workbench) -> None:
+def test_as_many_models_go_as_are_in_the_way(bench: Workbench) -> None:
+    folders = [old_model(bench, str(n) * 32, bench.one, age=10 * n) for n in (1, 2, 3)]
+    store = bench.open(ssd_gb=gb(4 * bench.one))
+
+    # 16 tokens are two chunks a stream: almost two of the small segments.
+    put_at_last(bench, store, prompt(5, 16))
+
+    assert [folder.exists() for folder in folders] == [True, True, False]
+    put_at_last(bench, store, prompt(6, 16))
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_the_store_of_a_model_that_is_served_is_not_removed(bench: Workbench) -> None:
     other = bench.open(OTHER_IDENTITY)
     bench.put(other, prompt(1))
     store = bench.open(ssd_gb=gb(2 * bench.one))
     bench.put(store, prompt(1))
 
-    bench.put(store, prompt(2))
+    put_at_last(bench, store, prompt(2))
 
     check_rows(other, prompt(1))
     assert [length(store, prompt(n)) for n in (1, 2)] == [0, 8]
+    bench.put(store, prompt(3))
 
 
-def test_the_folder_of_another_model_may_vanish(bench: Workbench) -> None:
+def test_the_store_of_another_model_may_vanish(bench: Workbench) -> None:
     """Another server, or its user, has removed it; an offer must not fail for that."""
     folder = old_model(bench, "1" * 32, bench.one, age=10)
     store = bench.open(ssd_gb=gb(2 * bench.one))
     bench.put(store, prompt(1))
-    for path in sorted(folder.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    folder.rmdir()
+    shutil.rmtree(folder)
 
-    bench.put(store, prompt(2))
+    put_at_last(bench, store, prompt(2))
 
-    assert length(store, prompt(2)) == 8
+    assert [length(store, prompt(n)) for n in (1, 2)] == [8, 8]
     assert not folder.exists()
 
 
-def test_the_folder_of_another_model_that_cannot_be_removed_is_left_alone(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+def test_the_store_of_another_model_that_cannot_be_removed_is_left_alone(
+    bench: Workbench,
 ) -> None:
     """It belongs to another user, for example: the offer makes room elsewhere."""
     folder = old_model(bench, "1" * 32, bench.one, age=10)
-    store = bench.open(ssd_gb=gb(2 * bench.one))
+    files = FaultyFileSystem()
+    store = bench.open(ssd_gb=gb(2 * bench.one), files=files)
     bench.put(store, prompt(1))
 
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr("shutil.rmtree", refuse)
-    bench.put(store, prompt(2))
+    with files.faults.injected(Rule("EACCES", "unlink", f"{folder}/*")):
+        put_at_last(bench, store, prompt(2))
 
     assert [length(store, prompt(n)) for n in (1, 2)] == [0, 8]
     assert folder.exists()
     assert store.summary()["other_models_bytes"] == bench.one
+    assert store.health.state == "ok"

@@ -12,12 +12,15 @@ from tests.unit import store_factory
 from tests.unit.kv_factory import PROBE, SequenceKVs, lanes_of, rows_in, streams_of
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import (
+    QUARTER,
     Gate,
     Workbench,
     check_rows,
     gb,
     length,
+    look_again,
     look_up,
+    lose,
     open_source,
     prompt,
     rows,
@@ -82,13 +85,13 @@ def test_approximate_kvs_are_found_only_where_they_are_allowed(
     bench: Workbench, store: PrefixStore
 ) -> None:
     bench.put(store, prompt(1, 13))
-    bench.put(store, prompt(1, 40), approximate=True, available_from=13)
+    bench.put(store, prompt(1, 40), quality=QUARTER, available_from=13)
 
     assert length(store, prompt(1, 40)) == 13
-    match = look_up(store, prompt(1, 40), approximate=True)
-    assert (match.num_tokens, match.approximate) == (40, True)
+    match = look_up(store, prompt(1, 40), quality=QUARTER)
+    assert (match.num_tokens, match.quality) == (40, QUARTER)
     source = open_source(store, match, 0, 40)
-    kvs = SequenceKVs(bench.shape, "", prompt(1, 40), approximate=True)
+    kvs = SequenceKVs(bench.shape, "", prompt(1, 40), QUARTER)
     assert torch.equal(rows(bench.shape, source, 0)[0][13:], kvs.keys(0)[13:])
     store.close_source(source)
 
@@ -97,13 +100,13 @@ def test_exact_kvs_can_be_stored_beside_approximate_ones(
     bench: Workbench, store: PrefixStore
 ) -> None:
     bench.put(store, prompt(1, 13))
-    bench.put(store, prompt(1, 40), approximate=True, available_from=13)
+    bench.put(store, prompt(1, 40), quality=QUARTER, available_from=13)
 
     bench.put(store, prompt(1, 40))
 
     check_rows(store, prompt(1, 40))
-    check_rows(store, prompt(1, 40), approximate=True)
-    assert bench.offer(store, prompt(1, 40), approximate=True) is StoreOutcome.KNOWN
+    check_rows(store, prompt(1, 40), quality=QUARTER)
+    assert bench.offer(store, prompt(1, 40), quality=QUARTER) is StoreOutcome.KNOWN
 
 
 def probe_chunks(shape: KVShape, num_tokens: int) -> int:
@@ -147,27 +150,26 @@ def test_a_match_may_be_older_than_an_eviction(bench: Workbench) -> None:
     with pytest.raises(ChunkUnreadable) as caught:
         open_source(store, match, 0, 8)
 
-    store.drop(caught.value.segment_id)
+    store.report(caught.value)
     store.check_integrity()
     check_rows(store, prompt(2))
 
 
-def test_a_match_may_be_older_than_a_drop_whose_file_is_not_yet_removed(
-    bench: Workbench, store: PrefixStore
-) -> None:
-    """The writing thread is busy: the file of the dropped segment can still be opened."""
+def test_a_match_may_be_older_than_a_loss(bench: Workbench, store: PrefixStore) -> None:
+    """Another request has found that a segment is damaged, or only thinks so."""
     bench.put(store, prompt(1))
     match = look_up(store, prompt(1))
-    gate = Gate(SequenceKVs(bench.shape, "", prompt(2)))
-    bench.offer(store, prompt(2), read_layers=gate)
-    store.drop(match.spans[0].segment.segment_id)
+    store.report(ChunkUnreadable(match.spans[0].segment.segment_id, "a test"))
 
-    try:
-        store.close_source(open_source(store, match, 0, 8))
-    except ChunkUnreadable as error:
-        store.drop(error.segment_id)
-    finally:
-        gate.opened.set()
+    with pytest.raises(ChunkUnreadable) as caught:
+        open_source(store, match)
+    store.report(caught.value)
 
-    store.drain()
+    assert store.stats.segments_unreadable == 1
+    look_again(store)
+    store.close_source(open_source(store, match))
+    lose(bench, store, match.spans[0].segment.segment_id)
+    with pytest.raises(ChunkUnreadable) as caught:
+        open_source(store, match)
+    store.report(caught.value)
     store.check_integrity()

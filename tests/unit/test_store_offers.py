@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import sqlite3
 import threading
+from collections.abc import Callable
 
 import pytest
 from torch import Tensor
 
-from impress_sglang.management import store as store_module
 from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.storage.writer import LayerReader
+from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
 from tests.unit.kv_factory import SequenceKVs, as_tokens
-from tests.unit.store_factory import Gate, Workbench, check_rows, length, prompt
+from tests.unit.store_factory import Gate, Workbench, check_rows, length, prompt, recover
+from tests.unit.waiting import wait_until
 
 bench = store_factory.bench
 store = store_factory.store
@@ -75,7 +79,7 @@ def test_the_callback_runs_once_on_the_callers_thread(bench: Workbench, store: P
         as_tokens(kvs.tokens),
         kvs.read_from,
         lambda: threads.append(threading.get_ident()),
-        approximate=False,
+        lambda: None,
         min_tokens=1,
     )
     store.drain()
@@ -163,11 +167,25 @@ def test_a_write_that_fails_is_counted_logged_and_forgotten(
     assert bench.done == [prompt(1)], "its KVs are not needed any more"
     assert length(store, prompt(1)) == 0
     assert store.summary()["used_bytes"] == 0
+    assert bench.offer(store, prompt(1)) is StoreOutcome.UNAVAILABLE
+    assert store.stats.offers_while_unavailable == 1
+    recover(store)
     bench.put(store, prompt(1))
     check_rows(store, prompt(1))
 
 
-def test_what_builds_on_a_failed_write_is_given_up_too(
+def failing(error: Exception) -> tuple[threading.Event, Callable[[int], LayerReader]]:
+    """Readers that fail as soon as the event is set."""
+    opened = threading.Event()
+
+    def fail(layer: int) -> tuple[Tensor, Tensor]:
+        assert opened.wait(30)
+        raise error
+
+    return opened, lambda start: fail
+
+
+def test_what_builds_on_a_failed_write_waits_for_another(
     bench: Workbench, store: PrefixStore
 ) -> None:
     entered, opened = threading.Event(), threading.Event()
@@ -188,27 +206,153 @@ def test_what_builds_on_a_failed_write_is_given_up_too(
     assert bench.done == [prompt(1, 13), prompt(1, 40), prompt(2)]
     assert length(store, prompt(1, 40)) == 0
     check_rows(store, prompt(2))
+    recover(store)
+    bench.put(store, prompt(1, 13))
+    check_rows(store, prompt(1, 40))
     store = bench.reopen(store)
-    assert [len(s.info.tokens) for s in store.tree.segments()] == [8]
-    assert len(bench.files()) == 1
+    check_rows(store, prompt(1, 40))
+    assert len(bench.files()) == 3
 
 
-def test_a_row_that_cannot_be_recorded_is_a_failed_write(
-    bench: Workbench, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+def test_what_builds_on_a_failed_write_is_removed_by_the_next_start(
+    bench: Workbench, store: PrefixStore
 ) -> None:
-    def full(*_: object) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
-
-    monkeypatch.setattr(store_module.Catalog, "add", full)
-    bench.offer(store, prompt(1))
+    """Nobody knows its tokens then."""
+    gate, reader = failing(OSError(errno.ENOSPC, "No space left on device"))
+    bench.offer(store, prompt(1, 13), read_layers=reader)
+    bench.offer(store, prompt(1, 40))
+    gate.set()
     store.drain()
-    monkeypatch.undo()
 
-    store.check_integrity()
-    assert store.stats.segments_failed == 1
-    assert length(store, prompt(1)) == 0
+    store = bench.reopen(store)
+
+    assert length(store, prompt(1, 40)) == 0 and len(store.tree) == 0
     bench.close(store)
     assert bench.files() == set()
+
+
+def test_a_row_that_cannot_be_recorded_waits(bench: Workbench) -> None:
+    """The file is what counts."""
+    files = FaultyFileSystem()
+    store = bench.open(files=files)
+    with files.faults.injected(Rule("ENOSPC", "sql.insert")):
+        bench.put(store, prompt(1))
+        check_rows(store, prompt(1))
+        assert bench.offer(store, prompt(2)) is StoreOutcome.UNAVAILABLE
+        assert index_of(bench) == set()
+
+    recover(store)
+    bench.put(store, prompt(2))
+
+    store.check_index()
+    assert len(index_of(bench)) == 2
+    assert store.stats.segments_failed == 0
+
+
+def test_a_row_that_is_never_recorded_is_found_at_the_next_start(bench: Workbench) -> None:
+    files = FaultyFileSystem()
+    store = bench.open(files=files)
+    with files.faults.injected(Rule("ENOSPC", "sql.insert")):
+        bench.put(store, prompt(1))
+        bench.forget(store)
+        store.close()
+
+    check_rows(bench.open(), prompt(1))
+
+
+def index_of(bench: Workbench) -> set[str]:
+    (path,) = bench.root.glob("*/catalog.sqlite")
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        return {name for (name,) in connection.execute("SELECT segment_id FROM segments")}
+
+
+def gates(bench: Workbench, store: PrefixStore, *numbers: int) -> list[Gate]:
+    """Accepted writes that wait."""
+    found = [Gate(SequenceKVs(bench.shape, "", prompt(number))) for number in numbers]
+    for number, gate in zip(numbers, found, strict=True):
+        assert bench.offer(store, prompt(number), read_layers=gate) is StoreOutcome.ACCEPTED
+    return found
+
+
+def test_writes_are_abandoned_latest_first_until_there_is_enough(
+    bench: Workbench, store: PrefixStore
+) -> None:
+    """Their slots are wanted back: from now on nobody reads them."""
+    opened = gates(bench, store, 1, 2, 3, 4)
+
+    store.abandon_writes(lambda: len(bench.abandoned) >= 2)
+
+    assert bench.abandoned == bench.done == [prompt(4), prompt(3)]
+    store.check_integrity()
+    store.abandon_writes(lambda: len(bench.abandoned) >= 2)
+    assert bench.abandoned == [prompt(4), prompt(3)]
+    for gate in opened:
+        gate.opened.set()
+    store.drain()
+    store.check_integrity()
+    assert bench.done == [prompt(n) for n in (4, 3, 1, 2)], "each one once"
+    assert [length(store, prompt(n)) for n in (1, 2, 3, 4)] == [8, 8, 0, 0]
+    assert (store.stats.segments_abandoned, store.stats.segments_failed) == (2, 0)
+    assert store.health.state == "ok"
+    assert store.summary()["used_bytes"] == 2 * bench.one
+    bench.close(store)
+    assert len(bench.files()) == 2
+
+
+def test_all_writes_can_be_abandoned_once(bench: Workbench, store: PrefixStore) -> None:
+    gates(bench, store, 1, 2)
+
+    store.abandon_writes()
+    store.abandon_writes()
+
+    assert bench.abandoned == bench.done == [prompt(2), prompt(1)]
+    store.drain()
+    assert store.summary()["used_bytes"] == 0 and len(store.tree) == 0
+    bench.put(store, prompt(1))
+    check_rows(store, prompt(1))
+
+
+def test_a_write_that_has_read_everything_is_published_although_it_is_abandoned(
+    bench: Workbench, store: PrefixStore
+) -> None:
+    bench.offer(store, prompt(1))
+    wait_until(store._writes[0].future.done)
+
+    store.abandon_writes()
+
+    store.drain()
+    assert bench.done == [prompt(1)]
+    check_rows(store, prompt(1))
+    assert store.stats.segments_abandoned == 0
+
+
+def test_what_builds_on_an_abandoned_write_waits_for_another(
+    bench: Workbench, store: PrefixStore
+) -> None:
+    gate = Gate(SequenceKVs(bench.shape, "", prompt(1, 13)))
+    bench.offer(store, prompt(1, 13), read_layers=gate)
+    bench.offer(store, prompt(1, 40))
+    gate.abandon()
+
+    store.drain()
+
+    assert length(store, prompt(1, 40)) == 0
+    bench.put(store, prompt(1, 40))
+    check_rows(store, prompt(1, 40))
+    assert store.stats.segments_written == 2
+
+
+def test_nobody_waits_longer_than_the_timeout_for_writes(bench: Workbench) -> None:
+    store = bench.open(io_timeout=0.3)
+    gates(bench, store, 1, 2)
+
+    store.drain()
+
+    assert bench.abandoned == bench.done == [prompt(2), prompt(1)]
+    assert store.health.state == "read-only"
+    recover(store)
+    assert not store.is_writing
+    bench.put(store, prompt(1))
 
 
 def test_closing_waits_for_writes(bench: Workbench, store: PrefixStore) -> None:

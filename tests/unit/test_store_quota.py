@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from impress_sglang.management import store as store_module
 from impress_sglang.management.store import StoreOutcome
 from tests.unit import store_factory
 from tests.unit.kv_factory import SequenceKVs
 from tests.unit.store_factory import (
     Gate,
+    Room,
     Workbench,
     check_rows,
     gb,
@@ -169,26 +168,19 @@ def test_the_quota_holds_over_a_long_run(bench: Workbench) -> None:
     assert on_disk == store.summary()["used_bytes"]
 
 
-def set_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    monkeypatch.setattr(store_module, "free_bytes", lambda directory: num_bytes)
-
-
-def test_the_free_space_floor_is_kept(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = bench.open(min_free_gb=0.001)
-    set_free(monkeypatch, 1_000_000 + bench.one - 1)
+def test_the_free_space_floor_is_kept(bench: Workbench) -> None:
+    files = Room(1_000_000 + bench.one - 1)
+    store = bench.open(min_free_gb=0.001, files=files)
     assert bench.offer(store, prompt(1)) is StoreOutcome.NO_SPACE
 
-    set_free(monkeypatch, 1_000_000 + bench.one)
+    files.leave(store, 1_000_000 + bench.one)
 
     assert bench.offer(store, prompt(1)) is StoreOutcome.ACCEPTED
     assert store.stats.offers_without_space == 1
 
 
-def test_bytes_that_are_still_written_are_not_free(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = bench.open()
-    set_free(monkeypatch, 2 * bench.one)
+def test_bytes_that_are_still_written_are_not_free(bench: Workbench) -> None:
+    store = bench.open(files=Room(2 * bench.one))
     gates = [Gate(SequenceKVs(bench.shape, "", prompt(n))) for n in (1, 2, 3)]
 
     outcomes = [
@@ -201,13 +193,12 @@ def test_bytes_that_are_still_written_are_not_free(
     assert outcomes == [StoreOutcome.ACCEPTED, StoreOutcome.ACCEPTED, StoreOutcome.NO_SPACE]
 
 
-def test_a_full_file_system_makes_room_by_eviction(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = bench.open()
+def test_a_full_file_system_makes_room_by_eviction(bench: Workbench) -> None:
+    files = Room()
+    store = bench.open(files=files)
     bench.put(store, prompt(1))
     bench.put(store, prompt(2))
-    set_free(monkeypatch, 100)
+    files.leave(store, 100)
 
     assert bench.offer(store, prompt(3)) is StoreOutcome.ACCEPTED
 

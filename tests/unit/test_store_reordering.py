@@ -21,6 +21,7 @@ from impress_sglang.management import rewriting
 from impress_sglang.management import store as store_module
 from impress_sglang.management.reorder import mapping_lists
 from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import OpenSegment
 from impress_sglang.storage.segment import read_header
@@ -38,14 +39,18 @@ from tests.unit.kv_factory import (
 )
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import (
+    Room,
     Workbench,
     check_rows,
     gb,
     length,
+    look_again,
     look_up,
+    lose,
     open_source,
     path_of,
     prompt,
+    recover,
     rows,
     use,
 )
@@ -79,12 +84,12 @@ def finish(store: PrefixStore) -> None:
         store.poll()
         store.check_integrity()
         time.sleep(0.001)
-    store._worker.submit(lambda: None).result()
+    store._keeper.indexed().result()
 
 
 def mapping_of(bench: Workbench, store: PrefixStore, tokens: Sequence[int]) -> np.ndarray:
     """Mapping lists of the file that holds the first of the tokens."""
-    mapping = read_header(path_of(bench, look_up(store, tokens))).mapping
+    mapping = read_header(path_of(bench, look_up(store, tokens)), FileSystem()).mapping
     assert mapping is not None
     return mapping
 
@@ -197,7 +202,7 @@ def test_rows_stand_in_the_order_of_the_mapping_lists(bench: Workbench, store: P
     average = next(store.tree.segments()).history.average  # type: ignore[union-attr]
     reorder(store)
     path = path_of(bench, look_up(store, tokens))
-    segment = OpenSegment(path, direct=False)
+    segment = OpenSegment(path, FileSystem(), direct=False)
     segment.close()
 
     assert segment.mapping is not None
@@ -284,8 +289,10 @@ def test_what_builds_on_a_reordered_segment_stays(bench: Workbench, store: Prefi
     assert [s.info.generation for s in store.tree.segments()].count(1) == 1
     check_rows(store, prompt(1, 40))
     bench.put(store, prompt(1, 60))
-    store.drop(look_up(store, prompt(1, 20)).spans[0].segment.segment_id)
+    lose(bench, store, look_up(store, prompt(1, 20)).spans[0].segment.segment_id)
     assert length(store, prompt(1, 60)) == 0
+    bench.put(store, prompt(1, 20))
+    check_rows(store, prompt(1, 60))
 
 
 def test_the_order_stays_inside_the_nodes_of_the_tree(bench: Workbench, store: PrefixStore) -> None:
@@ -480,7 +487,7 @@ def test_a_match_from_before_the_rewrite_reads_the_new_version(
     store.close_source(source)
 
 
-def test_a_segment_that_is_dropped_meanwhile_stays_dropped(
+def test_a_segment_that_is_lost_meanwhile_stays_lost(
     bench: Workbench, store: PrefixStore, held: Held
 ) -> None:
     bench.put(store, prompt(1, 20))
@@ -488,8 +495,7 @@ def test_a_segment_that_is_dropped_meanwhile_stays_dropped(
     select(store, prompt(1, 20), 3, 17)
     held.begin(store)
 
-    store.drop(look_up(store, prompt(1, 20)).spans[0].segment.segment_id)
-    store.check_integrity()
+    lose(bench, store, look_up(store, prompt(1, 20)).spans[0].segment.segment_id)
     assert bench.offer(store, prompt(1, 20)) is StoreOutcome.ACCEPTED
     store.drain()
     held.end(store)
@@ -536,13 +542,12 @@ def test_while_it_is_rewritten_both_files_count(bench: Workbench, held: Held) ->
     bench.put(store, prompt(2))
 
 
-def test_bytes_that_are_still_rewritten_are_not_free(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch, held: Held
-) -> None:
-    store = bench.open()
+def test_bytes_that_are_still_rewritten_are_not_free(bench: Workbench, held: Held) -> None:
+    files = Room()
+    store = bench.open(files=files)
     bench.put(store, prompt(1))
     select(store, prompt(1), 3)
-    monkeypatch.setattr(store_module, "free_bytes", lambda directory: 2 * bench.one - 1)
+    files.leave(store, 2 * bench.one - 1)
     held.begin(store)
 
     outcome = bench.offer(store, prompt(2))
@@ -553,18 +558,15 @@ def test_bytes_that_are_still_rewritten_are_not_free(
 
 
 @pytest.mark.parametrize("reason", ["quota", "free space"])
-def test_without_space_it_is_not_begun(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
+def test_without_space_it_is_not_begun(bench: Workbench, reason: str) -> None:
     store = bench.open(ssd_gb=gb(2 * bench.one - 4096))
     bench.put(store, prompt(1))
     select(store, prompt(1), 3)
     name = bench.files()
     if reason == "free space":
         bench.close(store)
-        store = bench.open(min_free_gb=1e-9)
+        store = bench.open(min_free_gb=1e-9, files=Room(bench.one))
         select(store, prompt(1), 3)
-        monkeypatch.setattr(store_module, "free_bytes", lambda directory: bench.one)
 
     reorder(store)
 
@@ -581,7 +583,7 @@ def test_without_space_it_is_not_begun(
     check_rows(store, prompt(1))
 
 
-def test_a_damaged_block_drops_the_segment(bench: Workbench, store: PrefixStore) -> None:
+def test_a_damaged_block_costs_the_segment(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, prompt(1, 20))
     bench.put(store, prompt(2))
     select(store, prompt(1, 20), 3, 17)
@@ -589,6 +591,7 @@ def test_a_damaged_block_drops_the_segment(bench: Workbench, store: PrefixStore)
     flip_byte(path, path.stat().st_size - 4096)
 
     reorder(store)
+    look_again(store)
 
     store.check_integrity()
     assert store.reorder_summary()["failed"] == 1
@@ -599,7 +602,7 @@ def test_a_damaged_block_drops_the_segment(bench: Workbench, store: PrefixStore)
     assert len(bench.files()) == 1
 
 
-def test_a_file_that_is_gone_drops_the_segment(bench: Workbench, store: PrefixStore) -> None:
+def test_a_file_that_is_gone_costs_the_segment(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, prompt(1, 20))
     bench.put(store, prompt(2))
     for number, count in ((1, 20), (2, 8)):
@@ -607,6 +610,7 @@ def test_a_file_that_is_gone_drops_the_segment(bench: Workbench, store: PrefixSt
     path_of(bench, look_up(store, prompt(1, 20))).unlink()
 
     reorder(store)
+    look_again(store)
 
     assert store.stats.segments_unreadable == 1
     assert length(store, prompt(1, 20)) == 0
@@ -630,6 +634,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
     assert store.stats.segments_unreadable == 0
     check_rows(store, prompt(1, 20))
     held.error = None
+    recover(store)
     reorder(store)
     assert store.reorder_summary()["segments"] == 1
 

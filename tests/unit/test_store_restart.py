@@ -25,11 +25,13 @@ from tests.unit.kv_factory import (
 )
 from tests.unit.store_factory import (
     OTHER_IDENTITY,
+    QUARTER,
     Workbench,
     check_rows,
     check_three_prefixes,
     gb,
     length,
+    look_again,
     look_up,
     open_source,
     path_of,
@@ -101,7 +103,9 @@ def is_served(store: PrefixStore, tokens: Sequence[int], namespace: str = "") ->
     try:
         store.close_source(open_source(store, match))
     except ChunkUnreadable as error:
-        store.drop(error.segment_id)
+        store.report(error)
+        look_again(store)
+        store.check_integrity()
         return False
     return True
 
@@ -124,17 +128,22 @@ def test_a_row_with_another_namespace_than_its_file_is_not_believed(bench: Workb
     assert is_served(store, prompt(1, 13)), "guards the tests here: it can be served"
     bench.close(store)
     (catalog,) = bench.root.glob("*/catalog.sqlite")
-    rewrite_rows(catalog, "UPDATE segments SET namespace = ?", "salt")
+    store = bench.open()
+    name = store.namespace("salt")
+    bench.close(store)
+    rewrite_rows(catalog, "UPDATE segments SET namespace = ?", name)
 
-    assert not is_served(bench.open(), prompt(1, 13), "salt")
+    store = bench.open()
+    assert length(store, prompt(1, 13)) == 0
+    assert not is_served(store, prompt(1, 13), "salt")
 
 
 def test_a_row_that_calls_approximate_kvs_exact_is_not_believed(bench: Workbench) -> None:
     store = bench.open()
-    bench.put(store, prompt(1, 13), approximate=True)
+    bench.put(store, prompt(1, 13), quality=QUARTER)
     bench.close(store)
     (catalog,) = bench.root.glob("*/catalog.sqlite")
-    rewrite_rows(catalog, "UPDATE segments SET approximate = 0")
+    rewrite_rows(catalog, "UPDATE segments SET depth = 0, retention = 1.0")
 
     assert not is_served(bench.open(), prompt(1, 13))
 
@@ -143,11 +152,12 @@ def test_what_a_killed_process_leaves_unfinished_is_removed(bench: Workbench) ->
     store = three_prefixes(bench)
     folder = path_of(bench, look_up(store, prompt(1, 40))).parent
     bench.close(store)
-    (folder / "abcd.kv.tmp").write_bytes(bytes(5000))
+    unfinished = folder / f"{folder.name}{'0' * 30}.kv.tmp"
+    unfinished.write_bytes(bytes(5000))
 
     store = bench.open()
 
-    assert not (folder / "abcd.kv.tmp").exists()
+    assert not unfinished.exists()
     check_three_prefixes(store)
 
 
@@ -198,7 +208,7 @@ def test_a_prefix_whose_beginning_is_gone_is_removed(bench: Workbench) -> None:
 
 @pytest.mark.parametrize("change", [-1, -4096, 1, 4096])
 @pytest.mark.parametrize("with_row", [True, False])
-def test_a_file_of_a_wrong_size_is_removed(bench: Workbench, change: int, with_row: bool) -> None:
+def test_a_file_of_a_wrong_size_is_set_aside(bench: Workbench, change: int, with_row: bool) -> None:
     store = three_prefixes(bench)
     path = path_of(bench, look_up(store, prompt(2, 8), "salt"))
     bench.close(store)
@@ -211,10 +221,11 @@ def test_a_file_of_a_wrong_size_is_removed(bench: Workbench, change: int, with_r
     store.check_integrity()
     assert length(store, prompt(2, 8), namespace="salt") == 0
     assert not path.exists()
+    assert [own.name for own in bench.root.glob("*/quarantine/*")] == [path.name]
     check_rows(store, prompt(1, 40))
 
 
-def test_a_damaged_file_without_a_row_is_removed(bench: Workbench) -> None:
+def test_a_damaged_file_without_a_row_is_set_aside(bench: Workbench) -> None:
     store = three_prefixes(bench)
     path = path_of(bench, look_up(store, prompt(2, 8), "salt"))
     bench.close(store)
@@ -225,6 +236,7 @@ def test_a_damaged_file_without_a_row_is_removed(bench: Workbench) -> None:
 
     assert len(store.tree) == 2
     assert not path.exists()
+    assert [own.name for own in bench.root.glob("*/quarantine/*")] == [path.name]
 
 
 def test_a_file_of_another_model_is_not_adopted(bench: Workbench) -> None:
@@ -232,7 +244,8 @@ def test_a_file_of_another_model_is_not_adopted(bench: Workbench) -> None:
     bench.put(store, prompt(1))
     folder = path_of(bench, look_up(store, prompt(1))).parent
     info = dataclasses.replace(
-        make_info(bench.shape, prompt(5), segment_id="cafe"), identity=OTHER_IDENTITY
+        make_info(bench.shape, prompt(5), segment_id=folder.name + "0" * 30),
+        identity=OTHER_IDENTITY,
     )
     bench.close(store)
     write_kvs(folder, info, *random_kvs(bench.shape, 8, seed=1))
@@ -240,7 +253,7 @@ def test_a_file_of_another_model_is_not_adopted(bench: Workbench) -> None:
     store = bench.open()
 
     assert len(store.tree) == 1
-    assert "cafe.kv" not in bench.files()
+    assert f"{info.segment_id}.kv" not in bench.files()
 
 
 @pytest.mark.parametrize("with_rows", [True, False])
@@ -251,8 +264,8 @@ def test_a_copy_of_a_segment_under_another_name_does_no_harm(
     bench.put(store, prompt(1))
     path = path_of(bench, look_up(store, prompt(1)))
     bench.close(store)
-    for name in ("0", "z"):
-        path.with_name(f"{name}{path.name}").write_bytes(path.read_bytes())
+    for digit in ("0", "f"):
+        path.with_name(f"{path.name[:2]}{digit * 30}.kv").write_bytes(path.read_bytes())
     if not with_rows:
         next(bench.root.glob("*/catalog.sqlite")).unlink()
 
@@ -260,6 +273,7 @@ def test_a_copy_of_a_segment_under_another_name_does_no_harm(
 
     check_rows(store, prompt(1))
     assert store.summary()["used_bytes"] == bench.one
+    assert len(bench.files()) == 1
 
 
 def test_files_that_are_none_of_ours_stay(bench: Workbench) -> None:

@@ -66,9 +66,7 @@ class TreeMachine(RuleBasedStateMachine):
         self, namespace: str, tokens: Tokens, quality: Quality, state: SegmentState
     ) -> None:
         """As the store does it: match first, then insert the rest."""
-        match = self.tree.match(
-            namespace, as_tokens(tokens), least=quality, only_ready=False
-        )
+        match = self.tree.match(namespace, as_tokens(tokens), least=quality, only_ready=False)
         path = self.model.follow(namespace, tokens, quality)
         assert match.num_tokens == len(path)
         assume(len(path) < len(tokens))
@@ -155,9 +153,7 @@ class TreeMachine(RuleBasedStateMachine):
         for segment in sorted(again, key=lambda s: (s.info.prefix_len, -s.info.generation)):
             prefix = [token for token, _ in old.segments[segment.segment_id].above]
             info = segment.info
-            above = self.model.place_for(
-                info.namespace, prefix, int(info.tokens[0]), info.quality
-            )
+            above = self.model.place_for(info.namespace, prefix, int(info.tokens[0]), info.quality)
             if above is None:
                 expected_lost.append(segment.segment_id)
             else:

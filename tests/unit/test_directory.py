@@ -1,0 +1,320 @@
+"""The folder of a store: its marker, and what is none of ours, which is never read or removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from impress_sglang.errors import ConfigError, StoreInUseError
+from impress_sglang.storage.directory import (
+    MARKER,
+    StoreDirectory,
+    is_store,
+    other_stores,
+    quarantined_files,
+    remove_store,
+    segment_files,
+)
+from impress_sglang.storage.files import FileSystem
+from tests.faults import FaultyFileSystem, Rule
+from tests.unit.kv_factory import IDENTITY
+
+FILES = FileSystem()
+OTHER = "f" * 32
+SEGMENT = "ab" + "0" * 30
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def make_store(
+    root: Path, identity: str = OTHER, *, segments: tuple[str, ...] = (SEGMENT,)
+) -> Path:
+    """A store that nobody serves, with segments of 100 bytes."""
+    directory = StoreDirectory(FILES, root, identity)
+    for name in segments:
+        path = directory.segment_path(name)
+        FILES.make_directory(path.parent)
+        path.write_bytes(bytes(100))
+    directory.close()
+    return directory.path
+
+
+def contents(path: Path) -> dict[str, bytes | str]:
+    """All below a folder: bytes of files, targets of links."""
+    found: dict[str, bytes | str] = {}
+    for own in sorted(path.rglob("*")):
+        name = str(own.relative_to(path))
+        if own.is_symlink():
+            found[name] = os.readlink(own)
+        else:
+            found[name] = own.read_bytes() if own.is_file() else "folder"
+    return found
+
+
+def test_a_new_store_has_a_marker_with_a_key_of_its_own(root: Path) -> None:
+    keys = []
+    for identity in (IDENTITY, OTHER):
+        marker = json.loads((make_store(root, identity) / MARKER).read_text())
+        assert marker["kind"] == "impress-sglang store"
+        keys.append(marker["key"])
+
+    assert len(bytes.fromhex(keys[0])) == 32 and keys[0] != keys[1]
+
+
+def test_names_of_namespaces_last_and_differ_between_stores(root: Path) -> None:
+    names = []
+    for identity in (IDENTITY, IDENTITY, OTHER):
+        directory = StoreDirectory(FILES, root, identity)
+        names.append([directory.namespace(text) for text in ("", "salt", "a" * 10_000)])
+        directory.close()
+
+    assert names[0] == names[1]
+    assert len({name for own in names for name in own}) == 6
+    assert all(len(name) == 32 for name in names[0])
+
+
+BAD_MARKERS: dict[str, bytes | None] = {
+    "none": None,
+    "empty": b"",
+    "torn": b'{"kind": "impress-sglang sto',
+    "of others": b'{"kind": "photos"}',
+    "no object": b'["impress-sglang store"]',
+    "no text": b"\xff\xfe\x00",
+    "too long": b'{"kind": "impress-sglang store", "pad": "' + b"x" * 5000 + b'"}',
+}
+
+
+@pytest.mark.parametrize("marker", BAD_MARKERS)
+def test_a_folder_without_a_good_marker_is_neither_served_nor_removed(
+    root: Path, marker: str
+) -> None:
+    """Not even an old store of ours: who knows what is in it."""
+    folder = make_store(root)
+    content = BAD_MARKERS[marker]
+    (folder / MARKER).unlink()
+    if content is not None:
+        (folder / MARKER).write_bytes(content)
+    before = contents(root)
+
+    assert not is_store(FILES, folder)
+    assert other_stores(FILES, root / IDENTITY) == {}
+    assert not remove_store(FILES, folder)
+    with pytest.raises(ConfigError, match="store.json"):
+        StoreDirectory(FILES, root, OTHER)
+    assert contents(root) == before
+
+
+@pytest.mark.parametrize("key", [None, "", "no hex", "ab" * 100, 7])
+def test_a_marker_without_a_key_is_a_config_error(root: Path, key: object) -> None:
+    folder = make_store(root)
+    fields = {"kind": "impress-sglang store"} | ({} if key is None else {"key": key})
+    (folder / MARKER).write_text(json.dumps(fields))
+
+    with pytest.raises(ConfigError, match="store.json"):
+        StoreDirectory(FILES, root, OTHER)
+
+    (folder / MARKER).unlink()
+    shutil.rmtree(folder)
+    StoreDirectory(FILES, root, OTHER).close()
+
+
+def test_a_store_whose_making_was_cut_off_is_made_again(root: Path) -> None:
+    files = FaultyFileSystem()
+    for rule in (
+        Rule("ENOSPC", "write", "*store.json.tmp"),
+        Rule("EIO", "sync", "*store.json.tmp"),
+        Rule("EIO", "rename"),
+        Rule("EIO", "make_directory", "*segments"),
+    ):
+        with files.faults.injected(rule), pytest.raises(ConfigError, match="--impress-ssd-dir"):
+            StoreDirectory(files, root, IDENTITY)
+
+    StoreDirectory(files, root, IDENTITY).close()
+    assert is_store(FILES, root / IDENTITY)
+
+
+FOREIGN = ("photos", "0" * 31, "0" * 33, "A" * 32, "g" * 32, f"{OTHER}.old", "lost+found")
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_only_a_folder_that_is_named_like_an_identity_is_a_store(root: Path, name: str) -> None:
+    make_store(root).rename(root / name)
+
+    assert not is_store(FILES, root / name)
+    assert other_stores(FILES, root / IDENTITY) == {}
+
+
+def test_other_stores_are_listed_latest_first_with_their_bytes(root: Path) -> None:
+    sizes = {"1" * 32: 1, "2" * 32: 3, "3" * 32: 2}
+    for age, (identity, count) in enumerate(sizes.items()):
+        names = tuple(f"a{n}" + "0" * 30 for n in range(count))
+        folder = make_store(root, identity, segments=names)
+        os.utime(folder, (1_700_000_000 - age, 1_700_000_000 - age))
+    make_store(root, IDENTITY)
+    (root / "notes.txt").write_text("mine")
+    (root / ("4" * 32)).mkdir()
+
+    found = other_stores(FILES, root / IDENTITY)
+
+    assert [(path.name[0], size) for path, size in found.items()] == [
+        ("1", 100),
+        ("2", 300),
+        ("3", 200),
+    ]
+
+
+STRANGERS: dict[str, Callable[[Path], object]] = {
+    "in the folder": lambda store: (store / "notes.txt").write_text("mine"),
+    "in segments": lambda store: (store / "segments" / "README").write_text("mine"),
+    "in a folder of segments": lambda store: (store / "segments" / "ab" / "x.kv").write_text("m"),
+    "in the folder of others": lambda store: (
+        (store / "segments" / "cd").mkdir(),
+        (store / "segments" / "cd" / f"{SEGMENT}.kv").write_text("mine"),
+    ),
+    "with a longer name": lambda store: (
+        store / "segments" / "ab" / f"{SEGMENT}.kv.bak"
+    ).write_text("mine"),
+    "in quarantine": lambda store: (store / "quarantine" / "report.txt").write_text("mine"),
+    "a folder of segments that is none": lambda store: (
+        (store / "segments" / "old").mkdir(),
+        (store / "segments" / "old" / f"{SEGMENT}.kv").write_text("mine"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_files_of_others_in_a_store_are_not_seen_and_stay(root: Path, kind: str) -> None:
+    folder = make_store(root)
+    before = contents(folder)
+    STRANGERS[kind](folder)
+    strange = {name: what for name, what in contents(folder).items() if name not in before}
+    assert strange
+
+    assert [name for name, _, _ in segment_files(FILES, folder)] == [SEGMENT]
+    assert quarantined_files(FILES, folder) == []
+    assert remove_store(FILES, folder)
+
+    left = contents(folder)
+    assert {name: left[name] for name in strange} == strange
+    assert f"segments/ab/{SEGMENT}.kv" not in left
+    StoreDirectory(FILES, root, OTHER).close()
+    assert is_store(FILES, folder), "it can be used again"
+
+
+def test_a_store_is_removed_with_all_that_is_ours(root: Path) -> None:
+    folder = make_store(root, segments=(SEGMENT, "cd" + "0" * 30))
+    for name in ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "probe"):
+        (folder / name).write_text("x")
+    (folder / "quarantine" / f"{SEGMENT}.kv").write_text("x")
+    (folder / "segments" / "cd" / f"cd{'1' * 30}.kv.tmp").write_text("x")
+
+    assert remove_store(FILES, folder)
+
+    assert not folder.exists()
+    assert remove_store(FILES, folder), "it is gone, whoever removed it"
+
+
+def test_a_store_that_is_served_is_not_removed(root: Path) -> None:
+    directory = StoreDirectory(FILES, root, OTHER)
+    before = contents(root)
+
+    assert not remove_store(FILES, directory.path)
+
+    assert contents(root) == before
+    with pytest.raises(StoreInUseError):
+        StoreDirectory(FILES, root, OTHER)
+    directory.close()
+
+
+@pytest.mark.parametrize("operation", ["unlink", "remove_directory"])
+def test_what_is_left_of_a_removal_that_was_cut_off_is_still_a_store(
+    root: Path, operation: str
+) -> None:
+    """After each step: it can be removed to its end, or served again."""
+    steps = 0
+    while True:
+        folder = make_store(root)
+        files = FaultyFileSystem()
+        files.faults.add(Rule("kill", operation, after=steps))
+        try:
+            remove_store(files, folder)
+            break
+        except BaseException as error:
+            assert type(error).__name__ == "Killed"
+        left = contents(root)
+        StoreDirectory(FILES, root, OTHER).close()
+        assert is_store(FILES, folder)
+        if left:
+            assert remove_store(FILES, folder) and not folder.exists()
+        steps += 1
+    assert steps > 2
+
+
+def linked_store(root: Path, elsewhere: Path) -> Path:
+    make_store(elsewhere)
+    root.mkdir()
+    (root / OTHER).symlink_to(elsewhere / OTHER)
+    return root / OTHER
+
+
+def test_a_link_to_a_store_is_no_store(root: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    link = linked_store(root, elsewhere)
+    before = contents(elsewhere)
+
+    assert not is_store(FILES, link)
+    assert other_stores(FILES, root / IDENTITY) == {}
+    assert not remove_store(FILES, link)
+    with pytest.raises(ConfigError, match="--impress-ssd-dir"):
+        StoreDirectory(FILES, root, OTHER)
+    assert contents(elsewhere) == before
+    assert link.is_symlink()
+
+
+@pytest.mark.parametrize("name", ["segments", "segments/ab", "quarantine", "catalog.sqlite"])
+def test_links_inside_a_store_are_not_followed(root: Path, tmp_path: Path, name: str) -> None:
+    folder = make_store(root)
+    inside = folder / name
+    elsewhere = tmp_path / "elsewhere"
+    if inside.is_dir():
+        shutil.copytree(inside, elsewhere)
+        shutil.rmtree(inside)
+        (elsewhere / f"{SEGMENT}.kv").write_text("mine")
+    else:
+        elsewhere.write_text("mine")
+    inside.symlink_to(elsewhere)
+    before = contents(elsewhere) if elsewhere.is_dir() else elsewhere.read_text()
+
+    found = [name for name, _, _ in segment_files(FILES, folder)]
+    assert found == ([] if "segments" in name else [SEGMENT])
+    assert quarantined_files(FILES, folder) == []
+    remove_store(FILES, folder)
+
+    assert (contents(elsewhere) if elsewhere.is_dir() else elsewhere.read_text()) == before
+
+
+@pytest.mark.parametrize("name", [MARKER, "lock"])
+def test_a_store_whose_marker_or_lock_is_a_link_is_refused(
+    root: Path, tmp_path: Path, name: str
+) -> None:
+    folder = make_store(root)
+    (folder / name).rename(tmp_path / name)
+    (folder / name).symlink_to(tmp_path / name)
+    before = contents(root)
+
+    with pytest.raises(ConfigError, match="--impress-ssd-dir"):
+        StoreDirectory(FILES, root, OTHER)
+    assert other_stores(FILES, root / IDENTITY) in ({}, {folder: 100})
+    try:
+        assert not remove_store(FILES, folder)
+    except OSError:
+        pass
+    assert contents(root) == before
