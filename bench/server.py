@@ -45,24 +45,20 @@ def _reorder_all(runtime: ServingRuntime, _: float) -> None:
 
 
 def _add_routes(*_: Any, **__: Any) -> None:
-    from fastapi import APIRouter, Body
-    from sglang.srt.entrypoints import http_server
+    from fastapi import Body
+    from sglang.srt.entrypoints.http_server import app
 
-    router = APIRouter(prefix="/bench")
-
-    @router.post("/ssd_mbps")
+    @app.post("/bench/ssd_mbps")
     async def ssd_mbps(mbps: float = Body(ge=0, embed=True)) -> dict[str, Any]:
         return (await give_order("bench_ssd_mbps", mbps))["store"]
 
-    @router.post("/readahead")
+    @app.post("/bench/readahead")
     async def readahead(share: float = Body(ge=0, embed=True)) -> dict[str, Any]:
         return (await give_order("bench_readahead", share))["store"]
 
-    @router.post("/reorder")
+    @app.post("/bench/reorder")
     async def reorder() -> dict[str, Any]:
         return (await give_order("bench_reorder"))["reorder"]
-
-    http_server.app.include_router(router)
 
 
 install(_FILES)

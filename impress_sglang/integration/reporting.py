@@ -95,23 +95,22 @@ async def give_order(name: str, value: float = 1) -> dict[str, Any]:
 
 
 def add_routes(*_: Any, **__: Any) -> None:
-    """Before the HTTP server starts: add our routes under `/impress`."""
-    from fastapi import APIRouter
-    from sglang.srt.entrypoints import http_server
+    """Before the HTTP server starts: add our routes under `/impress`.
+
+    To the application itself: SGLang does not find the `auth_level` of a route in an included
+    router, and would let any key, or none, order.
+    """
+    from sglang.srt.entrypoints.http_server import app
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    router = APIRouter()
-
-    @router.get(STATS_ROUTE)
+    @app.get(STATS_ROUTE)
     async def impress_stats() -> dict[str, Any]:
         return await totals()
 
-    @router.post(REORDER_ROUTE)
+    @app.post(REORDER_ROUTE)
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def impress_reorder() -> dict[str, Any]:
         return (await give_order(REORDER_ORDER))["reorder"]
-
-    http_server.app.include_router(router)
 
 
 def _tokenizer_manager() -> Any:
