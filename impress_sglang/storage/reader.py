@@ -8,7 +8,7 @@ and reads ahead leave half of the device's queue free for it. Who takes blocks v
 it takes: what was read in vain costs no checksums, and the one thread keeps the device busy.
 
 Nobody waits for a device that has stopped: when nothing arrives for `patience` seconds although
-reads are in flight, who waits gets `StoreUnavailable`; memory and files of such reads are not given
+something is to be read, who waits gets `StoreUnavailable`; memory and files of such reads are not given
 away before they end.
 """
 
@@ -316,6 +316,8 @@ class ChunkReader:
             elif read.next == read.last:
                 read.settle()
             else:
+                if not self._unsettled:
+                    self._arrived_at = time.monotonic()
                 self._unsettled.add(read)
                 self._queues[ahead].append(read)
                 self._changed.notify()
@@ -371,8 +373,8 @@ class ChunkReader:
         return thread
 
     def _has_stopped(self) -> bool:
-        """Whether nothing has arrived for too long, although something is in flight."""
-        return bool(self._flying) and time.monotonic() - self._arrived_at > self._patience
+        """Whether nothing has arrived for too long, although something is to be read."""
+        return bool(self._unsettled) and time.monotonic() - self._arrived_at > self._patience
 
     def _run(self) -> None:
         failure: BaseException | None = None
@@ -456,8 +458,6 @@ class ChunkReader:
         self._watch.began(len(columns[-1]), int(columns[-1].sum()))
         if not read.began:
             read.began = time.perf_counter()
-        if not self._flying:
-            self._arrived_at = time.monotonic()
         numbers = self._engine.start(*columns).tolist()
         for place, number in enumerate(numbers):
             self._flying[number] = (read, first + place)
