@@ -31,7 +31,7 @@ COMMON_FLAGS = (
     "--enable-impress",
     "--impress-load=always",
     "--impress-reorder-interval=0",
-    "--impress-store-approximate=off",
+    "--impress-approximation-depth=0",
     f"--impress-min-prefix-tokens={MIN_PREFIX_TOKENS}",
     "--impress-device-gb=0",
     "--impress-host-gb=0",

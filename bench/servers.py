@@ -119,7 +119,7 @@ def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> li
         f"--impress-min-prefix-tokens={MIN_PREFIX_TOKENS}",
         f"--impress-retention={retention}",
         # A measured request leaves nothing behind.
-        "--impress-store-approximate=off",
+        "--impress-approximation-depth=0",
         f"--impress-device-gb={tiers.device_mb / 1e3:.6f}",
         f"--impress-host-gb={tiers.host_mb / 1e3:.6f}",
         f"--impress-readahead={tiers.readahead}",

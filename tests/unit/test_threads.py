@@ -72,9 +72,9 @@ def test_the_threads_of_a_store_compute_alone(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert store._worker.submit(torch.get_num_threads).result() == 1
+        assert store._keeper._thread.submit(torch.get_num_threads).result() == 1
         rewriter = store._reorderer._rewriter
-        assert rewriter._pool.submit(torch.get_num_threads).result() == 1
+        assert rewriter._thread.submit(torch.get_num_threads).result() == 1
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
