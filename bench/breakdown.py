@@ -94,7 +94,7 @@ def _measure(args: argparse.Namespace, shape: KVShape, directory: str) -> list[d
         readahead=args.readahead,
     )
     files = SlowFileSystem()
-    store = PrefixStore(config, "bench", shape, files=files)
+    store = PrefixStore(config, "0" * 32, shape, files=files)
     tokens = np.arange(args.prefix, dtype=np.int32)
     kv = torch.randn(args.prefix, KV_HEADS, DIM).to(shape.dtype)
     store.offer(
@@ -102,7 +102,7 @@ def _measure(args: argparse.Namespace, shape: KVShape, directory: str) -> list[d
         tokens,
         lambda start: lambda layer: (kv[start:], kv[start:]),
         lambda: None,
-        approximate=False,
+        lambda: None,
         min_tokens=1,
     )
     store.drain()
@@ -132,7 +132,7 @@ def _one_request(
     k = retained_tokens(args.prefix, args.retention)
     slots = LayerSlots.fresh(k, shape, torch.device("cpu"))
     stats = LoadStats()
-    match = store.match("bench", tokens, allow_approximate=False)
+    match = store.match("bench", tokens)
     demand = Demand(whole=k == args.prefix, probe=k < args.prefix or bool(shape.probe_kv_heads))
     timeline = RequestTimeline("breakdown")
     source = store.open_source(match, 0, args.prefix, demand, timeline)

@@ -28,8 +28,9 @@ import numpy as np
 import torch
 
 from bench.machine import describe_machine
-from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory, supports_direct_io
+from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
 from impress_sglang.storage.engines import make_engine
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment
 from impress_sglang.storage.segment import SegmentInfo
@@ -46,11 +47,11 @@ def main() -> int:
     """Run the benchmark; returns the exit status."""
     args = _parse_arguments()
     with tempfile.TemporaryDirectory(prefix="bench-disk-", dir=Path.cwd()) as folder:
-        if not supports_direct_io(Path(folder)):
+        if not FileSystem().supports_direct_io(Path(folder)):
             print("the file system of this folder has no O_DIRECT", file=sys.stderr)
             return 1
         path = _write_segment(Path(folder), args.mb)
-        segment = OpenSegment(path, direct=True)
+        segment = OpenSegment(path, FileSystem(), direct=True)
         rows = [_measure(args, segment, path, size) for size in args.sizes]
         segment.close()
     result = {
@@ -96,12 +97,12 @@ def _write_segment(folder: Path, megabytes: int) -> Path:
     shape = KVShape(LAYERS, KV_HEADS, KV_HEADS, DIM, DIM, torch.float16, (0,))
     num_tokens = megabytes * 1_000_000 // (LAYERS * 2 * KV_HEADS * DIM * 2)
     info = SegmentInfo(
-        "bench", "", "", "", 0, np.arange(num_tokens, dtype=np.int32), False, shape, CHUNK_TOKENS
+        "bench", "", "", "", 0, np.arange(num_tokens, dtype=np.int32), shape, CHUNK_TOKENS
     )
     rows = torch.randint(0, 1 << 15, (num_tokens, KV_HEADS, DIM), dtype=torch.int16)
     kvs = rows.view(torch.float16)
     path = folder / "bench.kv"
-    write_segment(path, info, lambda layer: (kvs, kvs), AlignedBuffer(), direct=True)
+    write_segment(path, info, lambda layer: (kvs, kvs), AlignedBuffer(), FileSystem(), direct=True)
     return path
 
 
@@ -136,7 +137,7 @@ def _reader_mbps(
 ) -> tuple[float, float]:
     """MB/s of the whole reader, and the cores it keeps busy."""
     pick, layout = random.Random(seed), segment.layout
-    reader = ChunkReader(args.depth, engine=args.engine)
+    reader = ChunkReader(args.depth, FileSystem(), engine=args.engine)
     places = layout.layer_bytes // size
     memories = [AlignedMemory(layout.layer_bytes) for _ in range(2)]
     for memory in memories:

@@ -44,7 +44,7 @@ import torch
 
 from bench import engine_report as report
 from bench.engine_model import (
-    NAMESPACE,
+    IDENTITY,
     Engine,
     EngineFailed,
     Model,
@@ -66,6 +66,7 @@ from impress_sglang.errors import ImpressError
 from impress_sglang.importance.identify import stored_probe
 from impress_sglang.management.policies import Policy, make_policy
 from impress_sglang.management.store import PrefixStore
+from impress_sglang.storage.directory import MARKER
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.warm_up import warm_up
 
@@ -408,7 +409,7 @@ class CellRun:
 
     def _open_store(self, system: System, folder: Path) -> PrefixStore:
         config, shape = self._config(system, folder), self._kv_shape(system.rule)
-        return PrefixStore(config, NAMESPACE, shape, self._engine.model.device)
+        return PrefixStore(config, IDENTITY, shape, self._engine.model.device)
 
     def _kv_shape(self, rule: str) -> KVShape:
         shape, defaults = self._shape, ImpressConfig()
@@ -457,9 +458,10 @@ class CellRun:
 def link_segments(source: Path, target: Path) -> None:
     """Make a store with the same prefixes: segments, which never change, are hard links.
 
-    The index is found again from them.
+    The index is found again from them; the marker, which has the key of the namespaces, says that
+    it is a store.
     """
-    for path in sorted(source.glob("*/segments/*/*")):
+    for path in sorted((*source.glob("*/segments/*/*"), *source.glob(f"*/{MARKER}"))):
         copy = target / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         os.link(path, copy)

@@ -49,6 +49,8 @@ Place = Callable[[int, Tensor, Tensor, Tensor], int]
 # How far two attention kernels may differ, in units of their outputs' size.
 KERNEL_TOLERANCE = 0.05
 NAMESPACE = "bench"
+# Names the model of the stores.
+IDENTITY = "0" * 32
 POLL_SECONDS = 0.01
 
 
@@ -417,7 +419,7 @@ def _saving(engine: Engine, store: PrefixStore, prefix: int) -> Iterator[Gate]:
         tokens,
         lambda start: gate.reader(start, len(tokens)),
         lambda: None,
-        approximate=False,
+        gate.abandon,
         min_tokens=1,
     )
     if outcome is not StoreOutcome.ACCEPTED:
@@ -444,7 +446,7 @@ class StoredEngine:
         """
         self.policy = make_policy(config)
         self._files = SlowFileSystem()
-        self.store = PrefixStore(config, NAMESPACE, shape, engine.model.device, self._files)
+        self.store = PrefixStore(config, IDENTITY, shape, engine.model.device, self._files)
         self._engine = engine
         self._retention = config.usual_retention
         self._shape = shape
@@ -523,7 +525,7 @@ class StoredEngine:
     def _open(self, request: Request, asked: _Asked, timeline: Timeline) -> Iterator[_Stored]:
         """Match, estimate and open; the source is given back at the end if it is not before."""
         exact = self.policy.exact(self._retention)
-        match = self.store.match(NAMESPACE, asked.prompt[:-1], allow_approximate=not exact)
+        match = self.store.match(NAMESPACE, asked.prompt[:-1])
         length = self._engine.workload.lengths[request.prefix]
         if match.num_tokens != length:
             raise EngineFailed(f"{match.num_tokens} of {length} tokens of a prefix are stored")

@@ -90,7 +90,7 @@ def _measure(args: argparse.Namespace, name: str, shape: KVShape, cached: bool) 
                 host_gb=0.0,
                 reorder_interval=0,
             ),
-            "bench",
+            "0" * 32,
             shape,
         )
         tokens = np.arange(args.prefix, dtype=np.int32)
@@ -100,7 +100,7 @@ def _measure(args: argparse.Namespace, name: str, shape: KVShape, cached: bool) 
             tokens,
             lambda start: lambda layer: (kvs[start:], kvs[start:]),
             lambda: None,
-            approximate=False,
+            lambda: None,
             min_tokens=1,
         )
         store.drain()
@@ -126,7 +126,7 @@ def _plan_layers(
     args: argparse.Namespace, store: PrefixStore, shape: KVShape, tokens: np.ndarray, cached: bool
 ) -> dict[str, list[float]]:
     """Microseconds of each stage for all requests, once per layer and repeat."""
-    match = store.match("bench", tokens, allow_approximate=False)
+    match = store.match("bench", tokens)
     sources = [store.open_source(match, 0, len(tokens), Demand()) for _ in range(args.requests)]
     rng, k = np.random.default_rng(0), retained_tokens(len(tokens), args.retention)
     selected = [
@@ -137,7 +137,9 @@ def _plan_layers(
         slots = LayerSlots.fresh(len(tokens), shape, torch.device("cpu"))
         for layer in range(LAYERS):
             sources[0].read_probe(layer)
-            sources[0].read(layer, None, keys=slots.keys, values=slots.values)
+            sources[0].read(
+                layer, None, keys=slots.keys.only(shape.other_kv_heads), values=slots.values
+            )
             sources[0].note_whole(layer)
     stages: dict[str, list[float]] = defaultdict(list)
     for _ in range(args.repeat):

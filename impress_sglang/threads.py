@@ -80,3 +80,5 @@ class BackgroundThread:
             self._initializer()
         while (job := self._jobs.get()) is not None:
             job()
+            # It has the arguments, which may be large.
+            del job

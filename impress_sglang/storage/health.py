@@ -7,6 +7,7 @@ degraded. A probe, after a pause that doubles with each failure, says when the d
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ class Health:
         self._clock = clock
         self._lock = threading.Lock()
         self._readable = self._writable = True
-        self._since = self._probe_at = 0.0
+        self._since, self._probe_at = -math.inf, 0.0
         self._pause = FIRST_PAUSE_S
         self._failures = self._recoveries = 0
         self._last_failure = ""

@@ -21,7 +21,7 @@ def test_baselines_use_as_many_tokens_and_leave_nothing_behind(
         workdir / f"store-{rule}",
         f"--impress-identify={rule}",
         "--impress-retention=0.25",
-        "--impress-store-approximate=off",
+        "--impress-approximation-depth=0",
         "--impress-min-prefix-tokens=64",
         "--max-total-tokens=4000",
     )

@@ -62,7 +62,7 @@ def test_reading_ahead_changes_no_answer(workdir: Path, tiny_llama: Path, zygote
             f"--impress-readahead={share}",
             "--impress-load=always",
             "--impress-host-gb=0.02",
-            "--impress-store-approximate=off",
+            "--impress-approximation-depth=0",
             "--impress-reorder-interval=0",
         )
         log = workdir / f"ahead-{share}.log"
@@ -184,7 +184,7 @@ def narrow(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
         workdir / "store-narrow",
         "--impress-host-gb=0.2",
         "--impress-load=always",
-        "--impress-store-approximate=off",
+        "--impress-approximation-depth=0",
         f"--impress-trace-dir={workdir / 'traces'}",
     )
     own = tuple(flag for flag in own if not flag.startswith("--max-running-requests"))

@@ -12,6 +12,7 @@ import pytest
 
 from impress_sglang.demo.model import model_path
 from impress_sglang.importance.selection import retained_tokens
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import PROBE
 from impress_sglang.storage.segment import read_header
 from tests.serving.compare import report
@@ -59,7 +60,7 @@ def test_bytes_of_a_three_thousand_token_prefix(server: Server, workdir: Path) -
     assert said["loaded_tokens"] == retained_tokens(3000, 0.25) == 750
     assert said["layers_by_probe"] == 30
     path = max(workdir.glob("store-smollm/*/segments/*/*.kv"), key=lambda p: p.stat().st_size)
-    layout = read_header(path).info.layout()
+    layout = read_header(path, FileSystem()).info.layout()
     assert layout.num_tokens == 3000
     probe_chunks = said["ssd_chunks"] - said["selected_chunks"]
     assert probe_chunks == 30 * layout.stream_chunks(PROBE)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import read_header
 from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import impress_flags
@@ -84,7 +85,7 @@ def test_whole_prefix_policy_other_flags_and_new_weights(
         said = report(answer)
         assert said["path"] == "ssd" and said["layers_whole"] == 3
         assert said["used_tokens"] == 1000 and said["approximate"] is False
-        layout = read_header(segment).info.layout()
+        layout = read_header(segment, FileSystem()).info.layout()
         kv_bytes = sum(layout.stream_bytes(stream) for stream in layout.shape.kv_streams)
         assert said["ssd_bytes"] == 3 * kv_bytes, "an `as` hit reads each key and value once"
         assert paths([server.generate(question, 1)]) == ["device"]

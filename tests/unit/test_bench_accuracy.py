@@ -463,7 +463,7 @@ def test_systems_and_their_flags() -> None:
         "as",
     ]
     flags = System("paper", SYSTEMS["paper"]).server_flags(Path("kv"), ["--impress-alpha=0.3"])
-    assert "--impress-ssd-dir=kv" in flags and "--impress-store-approximate=off" in flags
+    assert "--impress-ssd-dir=kv" in flags and "--impress-approximation-depth=0" in flags
     assert flags[-1] == "--impress-alpha=0.3"
 
 

@@ -192,7 +192,7 @@ def test_a_reader_of_an_installed_slow_file_system_learns_that_it_is_slow(tmp_pa
         install(FileSystem())
     assert not isinstance(installed(), SlowFileSystem)
     untouched = ReadCost()
-    segment = OpenSegment(path, direct=False)
+    segment = OpenSegment(path, FileSystem(), direct=False)
     memory, starts = AlignedMemory(size), np.arange(0, size, BLOCK)
     runs = BlockRuns(
         segment, memory, info.layout().stream_offset(0, VALUES), starts, starts + BLOCK

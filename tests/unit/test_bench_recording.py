@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as arrays
 from bench.recording import RecordedSelection, SelectionRecorder
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.management.tree import prefix_digest
+from impress_sglang.storage.quality import Quality
 from tests.unit.kv_factory import make_shape
 
 
@@ -50,7 +51,7 @@ def request_of(rid: str, length: int, k: int, resident: int = 0) -> PrefixReques
         resident_slots=torch.arange(resident),
         slots=torch.arange(k),
         num_tokens=length,
-        approximate=True,
+        quality=Quality(1, k / length),
         source=None,
         report={},
     )

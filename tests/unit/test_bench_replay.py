@@ -91,7 +91,7 @@ class RealStore:
                 tokens,
                 lambda start, k=keys, v=values: lambda layer: (k[layer, start:], v[layer, start:]),
                 lambda: None,
-                approximate=False,
+                lambda: None,
                 min_tokens=1,
             )
         self.store.drain()
@@ -104,7 +104,7 @@ class RealStore:
 
     def _serve(self, prefix: int, question: RecordedSelection) -> ReadStats:
         tokens = self._tokens[prefix]
-        match = self.store.match("", tokens, allow_approximate=False)
+        match = self.store.match("", tokens)
         source = open_source(self.store, match)
         stats = LoadStats()
         for layer in range(self._shape.num_layers):

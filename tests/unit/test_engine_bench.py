@@ -30,7 +30,7 @@ from bench.engine import (
     tokens_of,
 )
 from bench.engine_model import (
-    NAMESPACE,
+    IDENTITY,
     Engine,
     EngineFailed,
     Model,
@@ -419,7 +419,7 @@ class Bench:
         if rule not in self.cold:
             workload = self.engine.workload
             config = self.config(folder, policy="as", identify=rule)
-            with contextlib.closing(PrefixStore(config, NAMESPACE, self.shape(rule))) as store:
+            with contextlib.closing(PrefixStore(config, IDENTITY, self.shape(rule))) as store:
                 self.cold[rule] = [
                     compute_and_store(self.engine, store, Request(prefix, 100 + prefix, 6))
                     for prefix in range(len(workload.lengths))
@@ -524,7 +524,7 @@ def test_a_pass_that_fails_stores_nothing(
     def fail(*_: object) -> None:
         raise WriteAbandoned("stop")
 
-    store = PrefixStore(answers.config(tmp_path), NAMESPACE, answers.shape("sketch"))
+    store = PrefixStore(answers.config(tmp_path), IDENTITY, answers.shape("sketch"))
     monkeypatch.setattr(answers.engine.model, "finish", fail)
     with contextlib.closing(store), pytest.raises(WriteAbandoned):
         compute_and_store(answers.engine, store, Request(0, 0, 5))

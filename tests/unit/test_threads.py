@@ -1,10 +1,14 @@
-"""Background threads compute alone, so that the model keeps its processors."""
+"""Background threads: nobody waits for them, and they leave the model its processors."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +16,15 @@ import torch
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.store import PrefixStore
+from impress_sglang.threads import BackgroundThread
 from tests.unit.kv_factory import IDENTITY, make_shape
 from tests.unit.store_factory import DEFAULTS
+from tests.unit.waiting import wait_until
 
 CORES = len(os.sched_getaffinity(0))
 SCRIPT = r"""
 import re, sys, threading
+from collections.abc import Iterator
 from pathlib import Path
 import torch
 from impress_sglang.threads import compute_alone
@@ -72,10 +79,118 @@ def test_the_threads_of_a_store_compute_alone(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert store._worker.submit(torch.get_num_threads).result() == 1
+        assert store._keeper._thread.submit(torch.get_num_threads).result() == 1
         rewriter = store._reorderer._rewriter
-        assert rewriter._pool.submit(torch.get_num_threads).result() == 1
+        assert rewriter._thread.submit(torch.get_num_threads).result() == 1
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
         store.close()
+
+
+@pytest.fixture
+def thread() -> Iterator[BackgroundThread]:
+    thread = BackgroundThread("a-test")
+    yield thread
+    thread.close(10)
+
+
+def test_functions_run_in_order_on_one_thread(thread: BackgroundThread) -> None:
+    ran: list[tuple[int, str]] = []
+
+    futures = [
+        thread.submit(lambda n=n: ran.append((n, threading.current_thread().name)))
+        for n in range(100)
+    ]
+    for future in futures:
+        assert future.result(10) is None
+
+    assert ran == [(n, "a-test") for n in range(100)]
+
+
+def test_results_and_errors_are_in_the_futures(thread: BackgroundThread) -> None:
+    def fail(error: BaseException) -> None:
+        raise error
+
+    good = thread.submit(pow, 2, 10)
+    errors = [OSError(5, "gone"), RuntimeError("a bug"), KeyboardInterrupt(), SystemExit(1)]
+    failed = [thread.submit(fail, error) for error in errors]
+    after = thread.submit(pow, 2, 11)
+
+    assert good.result(10) == 1024
+    assert [future.exception(10) for future in failed] == errors
+    assert after.result(10) == 2048, "no exception ends the thread"
+
+
+def test_a_function_that_was_cancelled_does_not_run(thread: BackgroundThread) -> None:
+    go_on, ran = threading.Event(), []
+    thread.submit(go_on.wait, 10)
+    cancelled = thread.submit(ran.append, 1)
+
+    assert cancelled.cancel()
+    go_on.set()
+    thread.submit(ran.append, 2).result(10)
+
+    assert ran == [2]
+
+
+def test_closing_runs_what_was_submitted(thread: BackgroundThread) -> None:
+    ran: list[int] = []
+    for number in range(20):
+        thread.submit(ran.append, number)
+
+    assert thread.close(10)
+    assert ran == list(range(20))
+    assert thread.close(10), "twice is as good as once"
+
+
+def test_nobody_waits_longer_than_asked_for_a_thread_that_hangs() -> None:
+    hangs = threading.Event()
+    thread = BackgroundThread("hangs")
+    late = thread.submit(hangs.wait, 30)
+    behind = thread.submit(pow, 2, 2)
+    began = time.monotonic()
+
+    assert not thread.close(0.2)
+
+    assert 0.2 <= time.monotonic() - began < 5
+    assert not late.done() and not behind.done()
+    hangs.set()
+    assert behind.result(10) == 4, "it goes on where it was"
+
+
+def test_the_end_of_a_process_does_not_wait_for_a_thread_that_hangs() -> None:
+    script = """
+import threading
+from impress_sglang.threads import BackgroundThread
+
+thread = BackgroundThread("hangs")
+thread.submit(threading.Event().wait)
+print("ends", flush=True)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert (found.returncode, found.stdout) == (0, b"ends\n")
+
+
+def test_the_initializer_runs_first_and_on_the_thread() -> None:
+    ran: list[str] = []
+    thread = BackgroundThread("named", lambda: ran.append(threading.current_thread().name))
+
+    thread.submit(ran.append, "work").result(10)
+
+    assert ran == ["named", "work"]
+    assert thread.close(10)
+
+
+def test_a_thread_that_waits_keeps_nothing_of_what_it_did(thread: BackgroundThread) -> None:
+    """What it read from may be the slots of a request."""
+
+    class Slots:
+        pass
+
+    slots = Slots()
+    gone = weakref.ref(slots)
+    thread.submit(id, slots).result(10)
+    del slots
+
+    wait_until(lambda: gone() is None)

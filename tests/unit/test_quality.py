@@ -1,0 +1,81 @@
+"""How good stored KVs are, and what a request takes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impress_sglang.storage.quality import EXACT, Quality
+
+RETENTIONS = st.floats(0.0, 1.0, exclude_min=True)
+QUALITIES = st.just(EXACT) | st.builds(Quality, st.integers(1, 4), RETENTIONS)
+
+
+@pytest.mark.parametrize("bad", [(-1, 1.0), (1, 0.0), (1, -0.5), (1, 1.5), (0, 0.5)])
+def test_a_quality_that_cannot_be(bad: tuple[int, float]) -> None:
+    with pytest.raises(AssertionError):
+        Quality(*bad)
+
+
+def test_exact_kvs_rest_on_no_approximation() -> None:
+    assert Quality() == EXACT == Quality(0, 1.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EXACT.depth = 1  # type: ignore[misc]
+
+
+@given(QUALITIES)
+def test_exact_kvs_suffice_for_everybody_and_only_they_for_the_exact(quality: Quality) -> None:
+    assert EXACT.suffices(quality)
+    assert quality.suffices(EXACT) == (quality == EXACT)
+
+
+@given(QUALITIES, QUALITIES, QUALITIES)
+def test_better_is_a_partial_order(a: Quality, b: Quality, c: Quality) -> None:
+    assert a.suffices(a)
+    if a.suffices(b) and b.suffices(a):
+        assert a == b
+    if a.suffices(b) and b.suffices(c):
+        assert a.suffices(c)
+
+
+def test_neither_fewer_approximations_nor_more_tokens_make_up_for_the_other() -> None:
+    often, coarse = Quality(2, 0.5), Quality(1, 0.25)
+
+    assert not often.suffices(coarse) and not coarse.suffices(often)
+    assert Quality(1, 0.5).suffices(often) and Quality(1, 0.5).suffices(coarse)
+
+
+@given(QUALITIES, RETENTIONS)
+def test_what_is_computed_after_a_part_is_worse_by_one_approximation(
+    before: Quality, retention: float
+) -> None:
+    after = before.after(retention)
+
+    assert before.suffices(after)
+    if retention == 1.0:
+        assert after == before
+    else:
+        assert after.depth == before.depth + 1
+        assert after.retention == min(before.retention, retention)
+
+
+def test_a_chat_counts_its_turns() -> None:
+    """Each turn is computed after a part of all turns before."""
+    quality = EXACT
+    for retention in (0.25, 0.5, 0.125, 1.0):
+        quality = quality.after(retention)
+
+    assert quality == Quality(3, 0.125)
+
+
+@given(QUALITIES, QUALITIES, QUALITIES)
+def test_the_worst_of_several_is_what_a_request_must_take_to_take_each(
+    a: Quality, b: Quality, least: Quality
+) -> None:
+    worst = a.worst(b)
+
+    assert worst == b.worst(a) and a.worst(EXACT) == a
+    assert worst.suffices(least) == (a.suffices(least) and b.suffices(least))
