@@ -68,9 +68,14 @@ class FileSystem:
             os.unlink(path)
 
     def make_directory(self, path: Path, *, parents: bool = False) -> None:
-        """Make a directory that is 0700, with `parents` those above it; no error if it is there."""
+        """Make a directory that is 0700 and durable; no error if it is there.
+
+        With `parents` also those above it, which are other people's to keep.
+        """
         try:
             os.mkdir(path, _DIRECTORY_MODE)
+            if not parents:
+                self.sync_directory(path.parent)
         except FileNotFoundError:
             if not parents:
                 raise

@@ -481,3 +481,29 @@ def test_descriptors_are_given_back(bench: Workbench, store: PrefixStore, faults
         until_well(store)
         check_rows(store, prompt(1, 40))
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_was_published_outlives_a_power_loss(
+    bench: Workbench, tmp_path: Path, seed: int
+) -> None:
+    """Only what was synced is left, or with the other seeds also some of the rest."""
+    files = FaultyFileSystem(journal=tmp_path / "journal")
+    store = bench.open(files=files)
+    published = [prompt(number, 24) for number in range(3)]
+    for tokens in published:
+        bench.put(store, tokens)
+    # One that ends in the middle of a write, which nobody waited for.
+    files.faults.add(Rule("kill", "write", "*.tmp", after=seed % 3))
+    bench.offer(store, prompt(9, 24))
+    until_ended = time.monotonic() + RECOVERY_S
+    while files.faults.hits.total() == 0 and time.monotonic() < until_ended:
+        time.sleep(0.01)
+    files.power_loss(everything=not seed, seed=seed, database=("kept", "lost")[seed % 2])
+    bench._open.remove(store)
+
+    again = bench.open()
+    for tokens in published:
+        check_rows(again, tokens)
+    assert length(again, prompt(9, 24)) == 0
+    assert not [name for name in bench.files() if name.endswith(".tmp")]
