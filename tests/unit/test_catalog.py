@@ -1,0 +1,217 @@
+"""The index: what the database does not take now is kept, and made up for."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from impress_sglang.storage import catalog as catalog_module
+from impress_sglang.storage.catalog import Catalog, CatalogEntry
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.quality import Quality
+from tests.faults import SQL, FaultyFileSystem, Rule
+from tests.unit.kv_factory import make_info, make_shape
+
+SHAPE = make_shape(sketch_bits=4)
+REFUSALS = {
+    "full": Rule("ENOSPC", "sql.insert|sql.delete|sql.update|sql.commit"),
+    "locked": Rule("locked", "sql.insert|sql.delete|sql.update|sql.commit"),
+    "dead": Rule("EIO", SQL),
+    "cannot be opened": Rule("EMFILE", "database|sql.*"),
+    "commit": Rule("EIO", "sql.commit"),
+}
+
+
+def entry(name: str, count: int = 8, **fields: object) -> CatalogEntry:
+    info = make_info(SHAPE, range(count), segment_id=name, quality=Quality(2, 1 / 3))
+    return dataclasses.replace(CatalogEntry(info, 1000 + count), **fields)
+
+
+def same(left: CatalogEntry, right: CatalogEntry) -> bool:
+    rest = [(e.file_bytes, e.last_access, e.hits) for e in (left, right)]
+    return left.info.describes_same(right.info) and rest[0] == rest[1]
+
+
+@pytest.fixture
+def files() -> FaultyFileSystem:
+    return FaultyFileSystem()
+
+
+@pytest.fixture
+def catalog(files: FaultyFileSystem, tmp_path: Path) -> Iterator[Catalog]:
+    catalog = Catalog(files, tmp_path)
+    yield catalog
+    files.faults.clear()
+    catalog.close()
+
+
+def seen_by_others(directory: Path) -> dict[str, CatalogEntry]:
+    """What the next process finds."""
+    catalog = Catalog(FileSystem(), directory)
+    entries = catalog.entries()
+    catalog.close()
+    return entries
+
+
+def test_rows_are_read_back(catalog: Catalog, tmp_path: Path) -> None:
+    wanted = [entry("a"), entry("b", 300, last_access=7, hits=3)]
+    for own in wanted:
+        catalog.add(own)
+
+    for found in (catalog.entries(), seen_by_others(tmp_path)):
+        assert sorted(found) == ["a", "b"]
+        assert all(same(found[own.info.segment_id], own) for own in wanted)
+    assert catalog.indexed() == {"a": 1008, "b": 1300}
+
+
+def test_changes(catalog: Catalog, tmp_path: Path) -> None:
+    catalog.add(entry("a"))
+    catalog.add(entry("b"))
+    catalog.remove("a")
+    catalog.remove("unknown")
+    catalog.replace("b", entry("c", last_access=2))
+    catalog.record_accesses([("c", 9, 4), ("unknown", 9, 4)])
+
+    found = seen_by_others(tmp_path)
+
+    assert list(found) == ["c"]
+    assert same(found["c"], entry("c", last_access=9, hits=4))
+
+
+def changes(catalog: Catalog) -> list[Callable[[], None]]:
+    return [
+        lambda: catalog.add(entry("new")),
+        lambda: catalog.remove("old"),
+        lambda: catalog.replace("older", entry("newer")),
+        lambda: catalog.record_accesses([("kept", 9, 4)]),
+    ]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_changes_that_are_refused_are_made_later(
+    catalog: Catalog, files: FaultyFileSystem, tmp_path: Path, refusal: str
+) -> None:
+    for name in ("old", "older", "kept"):
+        catalog.add(entry(name))
+    catalog.close()
+    with files.faults.injected(REFUSALS[refusal]):
+        for change in changes(catalog):
+            with pytest.raises((sqlite3.Error, OSError)):
+                change()
+        assert sorted(seen_by_others(tmp_path)) == ["kept", "old", "older"], "all or none"
+
+    catalog.flush()
+
+    found = seen_by_others(tmp_path)
+    assert sorted(found) == ["kept", "new", "newer"]
+    assert same(found["kept"], entry("kept", last_access=9, hits=4))
+    catalog.flush()
+    assert sorted(catalog.entries()) == ["kept", "new", "newer"]
+
+
+def test_the_next_change_takes_those_that_wait_along(
+    catalog: Catalog, files: FaultyFileSystem, tmp_path: Path
+) -> None:
+    with files.faults.injected(REFUSALS["full"]), pytest.raises(sqlite3.Error):
+        catalog.add(entry("a"))
+
+    catalog.add(entry("b"))
+
+    assert sorted(seen_by_others(tmp_path)) == ["a", "b"]
+
+
+def test_changes_are_made_in_their_order(
+    catalog: Catalog, files: FaultyFileSystem, tmp_path: Path
+) -> None:
+    with files.faults.injected(REFUSALS["locked"]):
+        for change in (catalog.add, lambda own: catalog.remove(own.info.segment_id), catalog.add):
+            with pytest.raises(sqlite3.Error):
+                change(entry("a"))
+        with pytest.raises(sqlite3.Error):
+            catalog.remove("a")
+
+    catalog.flush()
+
+    assert seen_by_others(tmp_path) == {}
+
+
+def test_of_too_many_changes_the_oldest_are_forgotten(
+    files: FaultyFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next start finds these segments by their files."""
+    monkeypatch.setattr(catalog_module, "_MOST_WAITING", 2)
+    catalog = Catalog(files, tmp_path)
+    with files.faults.injected(REFUSALS["full"]):
+        for name in "abc":
+            with pytest.raises(sqlite3.Error):
+                catalog.add(entry(name))
+
+    catalog.flush()
+
+    assert sorted(seen_by_others(tmp_path)) == ["b", "c"]
+    catalog.close()
+
+
+@pytest.mark.parametrize("fault", ["EIO", "EMFILE", "locked"])
+def test_a_database_that_cannot_be_read_now_is_left_as_it_is(
+    catalog: Catalog, files: FaultyFileSystem, tmp_path: Path, fault: str
+) -> None:
+    catalog.add(entry("a"))
+    catalog.close()
+    rule = Rule("EMFILE", "database") if fault == "EMFILE" else Rule(fault, "sql.select")
+    with files.faults.injected(rule), pytest.raises((sqlite3.OperationalError, OSError)):
+        catalog.entries()
+
+    assert list(catalog.entries()) == ["a"]
+
+
+def test_a_database_that_is_malformed_is_made_anew(
+    catalog: Catalog, files: FaultyFileSystem, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalog.add(entry("a"))
+    with files.faults.injected(Rule("malformed", "sql.select", count=1)):
+        assert catalog.entries() == {}
+
+    assert "rebuilding" in caplog.text
+    catalog.add(entry("b"))
+    assert list(seen_by_others(tmp_path)) == ["b"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE segments SET shape = 'no json'",
+        "UPDATE segments SET shape = '{}'",
+        "UPDATE segments SET depth = 0",
+        "UPDATE segments SET retention = 2.0",
+        "UPDATE segments SET tokens = x'010203'",
+        "ALTER TABLE segments ADD COLUMN more TEXT",
+        "ALTER TABLE segments DROP COLUMN retention",
+    ],
+)
+def test_a_row_that_cannot_be_is_a_damaged_database(
+    catalog: Catalog, tmp_path: Path, damage: str
+) -> None:
+    catalog.add(entry("a"))
+    catalog.close()
+    connection = sqlite3.connect(tmp_path / "catalog.sqlite")
+    with connection:
+        connection.execute(damage)
+    connection.close()
+
+    assert catalog.entries() == {}
+    catalog.add(entry("b"))
+
+    assert list(seen_by_others(tmp_path)) == ["b"]
+
+
+def test_a_closed_catalog_opens_again(catalog: Catalog) -> None:
+    catalog.add(entry("a"))
+    catalog.close()
+    catalog.close()
+
+    assert catalog.indexed() == {"a": 1008}
