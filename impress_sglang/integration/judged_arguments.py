@@ -128,11 +128,6 @@ RESTRICTED: dict[str, Restriction] = {
         "IMPRESS does not promise the same bits however a prefix comes back: drop "
         "--rl-on-policy-target",
     ),
-    "enable_memory_saver": Restriction(
-        is_off,
-        "IMPRESS reads the KV pool in the background, which a memory saver takes away: drop "
-        "--enable-memory-saver",
-    ),
     "enable_mis": Restriction(
         is_off, "IMPRESS loads prefixes for causal attention, not for masks: drop --enable-mis"
     ),
@@ -191,6 +186,7 @@ HARMLESS = _words("""
     remote_instance_weight_loader_start_seed_via_transfer_engine engine_info_bootstrap_port
     modelexpress_config
 
+    enable_memory_saver
     mem_fraction_static max_running_requests max_queued_requests max_total_tokens
     chunked_prefill_size prefill_decode_interval prefill_decode_interval_min_bs
     enable_dynamic_chunking max_prefill_tokens prefill_max_requests schedule_policy

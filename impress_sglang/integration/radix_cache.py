@@ -393,7 +393,7 @@ class ImpressRadixCache(RadixCache):
         policy, config = self._runtime.policy, self._runtime.config
         if req.rid in self._declined or not self._runtime.uses_store:
             return StoredMatch()
-        if serve_refusal(req) is not None:
+        if len(key) < config.min_prefix_tokens or serve_refusal(req) is not None:
             return StoredMatch()
         own = requested_retention(req.sampling_params, config)
         retention = config.usual_retention if own is None else own

@@ -141,7 +141,6 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
         (["--enable-torch-compile"], "--enable-torch-compile"),
         (["--enable-streaming-session"], "--enable-streaming-session"),
         (["--cpu-offload-gb=4"], "--cpu-offload-gb"),
-        (["--enable-memory-saver"], "--enable-memory-saver"),
         (["--model-impl=transformers"], "--model-impl"),
         (["--forward-hooks=[{}]"], "--forward-hooks"),
         (["--radix-cache-backend=flexkv"], "--radix-cache-backend"),
