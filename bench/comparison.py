@@ -145,7 +145,9 @@ class Comparison:
         log = self._folder / f"{name}.log"
         with contextlib.ExitStack() as stack:
             with self._step(f"{name}: starting a server"):
-                server = stack.enter_context(running(self._zygote, self._setup, log, flags, record=record))
+                server = stack.enter_context(
+                    running(self._zygote, self._setup, log, flags, record=record)
+                )
             yield server
 
     def _step(self, text: str, total: int | None = None) -> contextlib.AbstractContextManager[Tick]:

@@ -8,8 +8,8 @@ and reads ahead leave half of the device's queue free for it. Who takes blocks v
 it takes: what was read in vain costs no checksums, and the one thread keeps the device busy.
 
 Nobody waits for a device that has stopped: when nothing arrives for `patience` seconds although
-something is to be read, who waits gets `StoreUnavailable`; memory and files of such reads are not given
-away before they end.
+something is to be read, who waits gets `StoreUnavailable`; memory and files of such reads are not
+given away before they end.
 """
 
 from __future__ import annotations

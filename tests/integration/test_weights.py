@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -27,6 +26,7 @@ from sglang.srt.managers.scheduler_components.weight_updater import (
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import Tensor
 
@@ -191,11 +191,7 @@ class World:
 
     def stored(self, first: int) -> int:
         """How many tokens of a prompt the tree cache would find in the store."""
-        key = SimpleNamespace(
-            extra_key=None,
-            cache_salt=None,
-            raw_token_ids=lambda: np.arange(first, first + TOKENS),
-        )
+        key = RadixKey(array("q", range(first, first + TOKENS)), None)
         req = Req("looking", "", array("q", [first]), SamplingParams())
         return self.cache._find_stored(key, req).num_tokens
 
