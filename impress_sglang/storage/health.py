@@ -16,7 +16,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 60.0
+LONGEST_PAUSE_S = 10.0
 
 
 class Health:

@@ -11,6 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
+from impress_sglang.storage import health
 from impress_sglang.storage.files import install
 from tests.fault_control import CONTROL_VARIABLE, ControlledFaults
 from tests.faults import FaultyFileSystem
@@ -29,6 +30,8 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+# One fault follows the other here, which looks like a disk that never gets well.
+health.LONGEST_PAUSE_S = 0.5
 install(FaultyFileSystem(ControlledFaults(Path(os.environ[CONTROL_VARIABLE])), kill=_kill))
 _retract_as_told()
 
