@@ -99,6 +99,22 @@ class PrefixModel:
         for position in self.segments.pop(name).positions():
             del self.owner[position]
 
+    def lose(self, name: str) -> None:
+        """A segment has no file any more; it stays as long as others build on it."""
+        known: Known | None = self.segments[name]
+        known.state = SegmentState.LOST
+        while known is not None and known.state is SegmentState.LOST and not self.children(known):
+            above = self.owner.get((known.namespace, known.above))
+            self.remove(known.name)
+            known = above
+
+    def hole(self, namespace: str, path: Path) -> Known | None:
+        """The first lost segment along a stored path."""
+        for count in range(1, len(path) + 1):
+            if self.owner[namespace, path[:count]].state is SegmentState.LOST:
+                return self.owner[namespace, path[:count]]
+        return None
+
     def rename(self, old: str, new: str) -> None:
         known = self.segments.pop(old)
         known.name = new

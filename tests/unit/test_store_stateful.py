@@ -1,19 +1,19 @@
 """The store on SSD, its caches and its reordering against a plain model, over random histories.
 
 Writes wait at a gate until a step lets them through, and steps wait for a rewrite, so that a
-history is the same each time. Every match is read back, whole or in part, some of it ahead, and its
-rows compared with those that belong to its tokens.
+history is the same each time; second looks are taken when a step takes them. Every match is read
+back, whole or in part, some of it ahead, and its rows compared with those that belong to its tokens.
 """
 
 from __future__ import annotations
 
-import errno
+import functools
 import random
 import shutil
 import tempfile
 import threading
-import time
 import uuid
+from concurrent.futures import Future
 from pathlib import Path
 from unittest import mock
 
@@ -24,11 +24,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
+from impress_sglang.management.keeper import Verdict
 from impress_sglang.management.store import PrefixStore, StoreOutcome
-from impress_sglang.management.tree import StoredMatch, StoredSegment
+from impress_sglang.management.tree import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.writer import LayerReader
+from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.transfer.source import Demand, SegmentSource
+from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import (
     IDENTITY,
     KEYS,
@@ -41,9 +46,10 @@ from tests.unit.kv_factory import (
     sketch_of,
     streams_of,
 )
-from tests.unit.prefix_model import Known, PrefixModel
+from tests.unit.prefix_model import QUALITIES, Known, PrefixModel
 from tests.unit.prefix_model import Path as TokenPath
 from tests.unit.reading import read_rows
+from tests.unit.waiting import wait_until
 
 SHAPE = make_shape(query_heads=2, kv_heads=2, key_dim=4, value_dim=4, probe=(0,))
 SKETCHED = make_shape(
@@ -56,6 +62,8 @@ SEQUENCES = st.lists(st.sampled_from(RUNS), min_size=1, max_size=4).map(
     lambda runs: tuple(token for run in runs for token in run)
 )
 CHOSEN = st.sets(st.integers(0, 40), min_size=1, max_size=8)
+QUALITY = st.sampled_from(QUALITIES)
+FAILS = st.sampled_from([False, False, False, True])
 NAMESPACES = st.sampled_from(["", "salt"])
 DEMANDS = st.sampled_from(
     [
@@ -75,15 +83,16 @@ ROOM_BYTES = 3 << 20
 def expected_rows(
     shape: KVShape, namespace: str, own: TokenPath, above: TokenPath, layer: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of `own` after `above`, part of which may be approximate."""
+    """Keys and values of `own` after `above`, each of its quality."""
     path = above + own
     tokens = tuple(token for token, _ in path)
-    exact = SequenceKVs(shape, namespace, tokens, approximate=False)
-    other = SequenceKVs(shape, namespace, tokens, approximate=True)
-    flags = torch.tensor([flag for _, flag in path])[:, None, None]
+    kvs = {q: SequenceKVs(shape, namespace, tokens, q) for q in {q for _, q in path}}
+    keys = {quality: own.keys(layer) for quality, own in kvs.items()}
+    values = {quality: own.values(layer) for quality, own in kvs.items()}
+    places = range(len(above), len(path))
     return (
-        torch.where(flags, other.keys(layer), exact.keys(layer))[len(above) :],
-        torch.where(flags, other.values(layer), exact.values(layer))[len(above) :],
+        torch.stack([keys[path[place][1]][place] for place in places]),
+        torch.stack([values[path[place][1]][place] for place in places]),
     )
 
 
@@ -103,20 +112,31 @@ class StoreMachine(RuleBasedStateMachine):
         numbers = random.Random(1)
         self.same_ids = mock.patch("uuid.uuid4", lambda: uuid.UUID(int=numbers.getrandbits(128)))
         self.same_ids.start()
+        # A disk that has failed is asked again at once.
+        self.no_pause = mock.patch.multiple(
+            "impress_sglang.storage.health", FIRST_PAUSE_S=0.0, LONGEST_PAUSE_S=0.0
+        )
+        self.no_pause.start()
+        self.files = FaultyFileSystem()
         self.gate = threading.Event()
         self.model = PrefixModel()
         # The model goes on calling a segment by its first name when it is rewritten.
         self.stored: dict[str, StoredSegment] = {}
         self.names: dict[str, str] = {}
-        self.failing: set[str] = set()
+        # Files of suspects that are not there any more.
+        self.removed: set[str] = set()
         self.age = 0
         self.done: list[str] = []
         self.accepted: list[str] = []
+        # Of the accepted ones those that are not written, in order, and those that never will be.
+        self.pending: list[str] = []
+        self.failing: set[str] = set()
+        self.abandoned: set[str] = set()
         self.sources: list[tuple[SegmentSource, str, TokenPath, int]] = []
         self.open()
         # Something to read from the first step on.
         for tokens in (tuple(range(3, 14)), (0, 1, 1, 0, 1)):
-            self.offer("", tokens, approximate=False, fails=False)
+            self.offer("", tokens, EXACT, fails=False)
         self.let_writes_through()
 
     def open(self) -> None:
@@ -134,10 +154,18 @@ class StoreMachine(RuleBasedStateMachine):
             host_gb=(12 * page_bytes + 0.5) / 1e9,
             reorder_interval=0.0,
         )
-        self.store = PrefixStore(config, IDENTITY, self.shape)
+        self.store = PrefixStore(config, IDENTITY, self.shape, files=self.files)
+        self.looks: list[tuple[SegmentInfo, Future[Verdict]]] = []
+        self.take_look = self.store._keeper.look
+        mock.patch.object(self.store._keeper, "look", self.hold_look).start()
         self.store._pool.limit_bytes = ROOM_BYTES
         self.waiting: list[SegmentSource] = []
         self.learn_names()
+
+    def hold_look(self, info: SegmentInfo) -> Future[Verdict]:
+        look: Future[Verdict] = Future()
+        self.looks.append((info, look))
+        return look
 
     def learn_names(self) -> set[str]:
         """Names of the segments in the tree; a new one has the name of its file."""
@@ -146,26 +174,42 @@ class StoreMachine(RuleBasedStateMachine):
         for segment in live:
             name = known.get(id(segment), segment.segment_id)
             self.stored[name] = segment
-            self.names[segment.segment_id] = name
+            if self.names.get(segment.segment_id) != name:
+                self.names[segment.segment_id] = name
+                if name in self.model.segments:
+                    self.note_new_file(self.model.segments[name])
         return {self.names[segment.segment_id] for segment in live}
+
+    def note_new_file(self, known: Known) -> None:
+        """A suspect that was rewritten is good: the old file was read to its end."""
+        if known.state is SegmentState.SUSPECT:
+            known.state = SegmentState.READY
+            self.removed.discard(known.name)
 
     def wait_for_rewrite(self) -> None:
         job = self.store._reorderer._job
         if job is not None:
             job.future.exception()
 
+    def poll(self) -> None:
+        self.wait_for_rewrite()
+        self.store.poll()
+        self.learn_names()
+
     def let_writes_through(self) -> None:
         self.gate.set()
         self.store.drain()
         self.gate.clear()
-        assert self.done == self.accepted, "one callback for each accepted offer, in order"
-        for name in self.accepted:
-            if name in self.model.segments and name in self.failing:
-                for known in [self.model.segments[name], *self.model.below_name(name)]:
-                    self.model.remove(known.name)
-        for known in self.model.segments.values():
-            known.ready = True
+        assert sorted(self.done) == sorted(self.accepted), "one callback for each accepted offer"
+        for name in self.pending:
+            if name in self.failing | self.abandoned:
+                self.model.lose(name)
+            else:
+                self.model.segments[name].state = SegmentState.READY
+        self.learn_names()
+        self.pending.clear()
         self.failing.clear()
+        self.abandoned.clear()
 
     def close_sources(self) -> None:
         while self.sources:
@@ -175,7 +219,8 @@ class StoreMachine(RuleBasedStateMachine):
         source = self.sources.pop(number)[0]
         self.waiting = [own for own in self.waiting if own is not source]
         self.store.close_source(source)
-        assert not source.is_reading
+        wait_until(lambda: not source.is_reading)
+        self.store._readers.settle()
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -184,66 +229,105 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.close()
             self.no_sync.stop()
             self.same_ids.stop()
+            self.no_pause.stop()
             shutil.rmtree(self.directory)
 
-    def gated(self, kvs: SequenceKVs, start: int, fails: bool) -> LayerReader:
+    def gated(self, kvs: SequenceKVs, start: int, fails: bool, ids: list[str]) -> LayerReader:
         read = kvs.read_from(start)
 
         def wait_and_read(layer: int) -> tuple[Tensor, Tensor]:
             assert self.gate.wait(60)
             if fails and layer == 1:
-                raise OSError(errno.EIO, "a test")
+                raise RuntimeError("a test")
+            if ids[0] in self.abandoned:
+                raise WriteAbandoned("a test")
             return read(layer)
 
         return wait_and_read
 
-    def offer(self, namespace: str, tokens: Tokens, approximate: bool, fails: bool) -> StoreOutcome:
+    def expected_outcome(self, namespace: str, tokens: Tokens, quality: Quality) -> StoreOutcome:
+        """With room for everything."""
+        path = self.model.follow(namespace, tokens, quality)
+        hole = self.model.hole(namespace, path)
+        if hole is not None:
+            fills = hole.quality == quality and len(path) >= len(hole.path)
+            return StoreOutcome.ACCEPTED if fills else StoreOutcome.UNREACHABLE
+        return StoreOutcome.KNOWN if len(path) == len(tokens) else StoreOutcome.ACCEPTED
+
+    def offer(self, namespace: str, tokens: Tokens, quality: Quality, fails: bool) -> StoreOutcome:
         before = self.learn_names()
-        path = self.model.follow(namespace, tokens, approximate)
-        kvs = SequenceKVs(self.shape, namespace, tokens, approximate)
+        path = self.model.follow(namespace, tokens, quality)
+        hole = self.model.hole(namespace, path)
+        kvs = SequenceKVs(self.shape, namespace, tokens, quality)
         ids: list[str] = []
         outcome = self.store.offer(
             namespace,
             as_tokens(tokens),
-            lambda start: self.gated(kvs, start, fails),
+            lambda start: self.gated(kvs, start, fails, ids),
             lambda: self.done.append(ids[0]),
-            approximate=approximate,
+            lambda: self.abandoned.add(ids[0]),
+            quality=quality,
             min_tokens=1,
         )
         after = self.learn_names()
-        if outcome is StoreOutcome.ACCEPTED:
+        if outcome is not StoreOutcome.ACCEPTED:
+            return outcome
+        if hole is not None:
+            ids.append(hole.name)
+            hole.state = SegmentState.PENDING
+        else:
             ids.extend(after - before)
-            self.accepted.append(ids[0])
-            own = tuple((token, approximate) for token in tokens[len(path) :])
-            self.model.add(Known(ids[0], namespace, path, own, ready=False))
-            if fails:
-                self.failing.add(ids[0])
+            start = self.stored[ids[0]].info.prefix_len
+            own = tuple((token, quality) for token in tokens[start:])
+            self.model.add(Known(ids[0], namespace, path[:start], own, SegmentState.PENDING))
+        self.accepted.append(ids[0])
+        self.pending.append(ids[0])
+        if fails:
+            self.failing.add(ids[0])
         return outcome
 
-    @rule(
-        namespace=NAMESPACES,
-        tokens=SEQUENCES,
-        approximate=st.booleans(),
-        fails=st.sampled_from([False, False, False, True]),
-    )
-    def offer_a_prefix(
-        self, namespace: str, tokens: Tokens, approximate: bool, fails: bool
+    @rule(namespace=NAMESPACES, tokens=SEQUENCES, quality=QUALITY, fails=FAILS)
+    def offer_a_prefix(self, namespace: str, tokens: Tokens, quality: Quality, fails: bool) -> None:
+        expected = self.expected_outcome(namespace, tokens, quality)
+
+        assert self.offer(namespace, tokens, quality, fails) is expected
+
+    @precondition(lambda self: self.lost())
+    @rule(data=st.data(), tail=SEQUENCES, fails=FAILS)
+    def offer_what_was_lost(self, data: st.DataObject, tail: Tokens, fails: bool) -> None:
+        known = self.model.segments[data.draw(st.sampled_from(self.lost()))]
+        tokens = tuple(token for token, _ in known.path)
+        self.offer_a_prefix_of(known.namespace, tokens + tail, known.quality, fails)
+
+    def offer_a_prefix_of(
+        self, namespace: str, tokens: Tokens, quality: Quality, fails: bool
     ) -> None:
-        known = len(self.model.follow(namespace, tokens, approximate)) == len(tokens)
+        expected = self.expected_outcome(namespace, tokens, quality)
+        assert self.offer(namespace, tokens, quality, fails) is expected
 
-        outcome = self.offer(namespace, tokens, approximate, fails)
+    def lost(self) -> list[str]:
+        known = self.model.segments.values()
+        return [own.name for own in known if own.state is SegmentState.LOST]
 
-        assert outcome is (StoreOutcome.KNOWN if known else StoreOutcome.ACCEPTED)
+    @precondition(lambda self: self.pending)
+    @rule(count=st.integers(1, 3))
+    def abandon_writes(self, count: int) -> None:
+        before = set(self.abandoned)
+        left = [name for name in self.pending if name not in before]
+
+        self.store.abandon_writes(lambda: len(self.abandoned - before) >= count)
+
+        assert self.abandoned - before == set(left[::-1][:count]), "the latest first"
 
     @rule()
     def finish_writes(self) -> None:
         self.let_writes_through()
 
-    @rule(namespace=NAMESPACES, tokens=SEQUENCES, approximate=st.booleans(), data=st.data())
+    @rule(namespace=NAMESPACES, tokens=SEQUENCES, least=QUALITY, data=st.data())
     def open_any_match(
-        self, namespace: str, tokens: Tokens, approximate: bool, data: st.DataObject
+        self, namespace: str, tokens: Tokens, least: Quality, data: st.DataObject
     ) -> None:
-        self.open_match(data, namespace, tokens, approximate)
+        self.open_match(data, namespace, tokens, least)
 
     @precondition(lambda self: self.model.segments)
     @rule(data=st.data(), tail=SEQUENCES)
@@ -253,7 +337,7 @@ class StoreMachine(RuleBasedStateMachine):
     def open_a_match_of(self, data: st.DataObject, tail: Tokens) -> None:
         known = self.model.segments[data.draw(st.sampled_from(list(self.model.segments)))]
         path = tuple(token for token, _ in known.path)
-        self.open_match(data, known.namespace, path + tail, known.own[0][1])
+        self.open_match(data, known.namespace, path + tail, known.quality)
 
     @precondition(lambda self: self.sources)
     @rule(data=st.data(), chosen=CHOSEN, seed=st.integers(0, 3))
@@ -280,16 +364,18 @@ class StoreMachine(RuleBasedStateMachine):
             self.close_one(before)
 
     def open_match(
-        self, data: st.DataObject, namespace: str, tokens: Tokens, approximate: bool
+        self, data: st.DataObject, namespace: str, tokens: Tokens, least: Quality
     ) -> None:
-        stored = self.model.follow(namespace, tokens, approximate)
+        self.poll()
+        stored = self.model.follow(namespace, tokens, least)
         path = self.model.ready_part(namespace, stored)
-        self.wait_for_rewrite()
 
-        match = self.store.match(namespace, as_tokens(tokens), allow_approximate=approximate)
+        self.wait_for_rewrite()
+        match = self.store.match(namespace, as_tokens(tokens), least=least)
+        self.learn_names()
 
         assert match.num_tokens == len(path)
-        assert match.approximate == any(flag for _, flag in path)
+        assert match.quality == functools.reduce(Quality.worst, (q for _, q in path), EXACT)
         if not path:
             return
         start = data.draw(st.integers(0, len(path) - 1))
@@ -313,10 +399,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.measure_reading(match)
         measured = self.store._measuring
         assert measured is not None
-        deadline = time.monotonic() + 30
-        while measured.is_reading:
-            assert time.monotonic() < deadline
-            time.sleep(1e-4)
+        wait_until(lambda: not measured.is_reading)
 
     @precondition(lambda self: self.waiting)
     @rule()
@@ -412,26 +495,95 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.store.reorder_summary()["pending"])
     @rule()
     def go_on_reordering(self) -> None:
-        self.wait_for_rewrite()
-        self.store.poll()
+        self.poll()
 
-    @precondition(lambda self: self.model.segments)
+    def ready(self) -> list[str]:
+        return [known.name for known in self.model.segments.values() if known.ready]
+
+    @precondition(lambda self: self.ready())
+    @rule(data=st.data(), damage=st.sampled_from(["none", "removed", "removed", "damaged"]))
+    def report(self, data: st.DataObject, damage: str) -> None:
+        """Who has a file open goes on reading the old one."""
+        self.poll()
+        if not self.ready():
+            return
+        name = data.draw(st.sampled_from(self.ready()))
+        segment_id = self.stored[name].segment_id
+        (path,) = self.directory.glob(f"*/segments/*/{segment_id}.kv")
+        content = bytearray(path.read_bytes())
+        if damage != "none":
+            path.unlink()
+        if damage == "removed":
+            self.removed.add(name)
+        if damage == "damaged":
+            content[-4096] ^= 1
+            path.write_bytes(content)
+
+        self.store.report(ChunkUnreadable(segment_id, "a test"))
+
+        self.model.segments[name].state = SegmentState.SUSPECT
+
+    @rule()
+    def take_second_looks(self) -> None:
+        """They are behind what is being written."""
+        self.let_writes_through()
+        self.poll()
+        for info, look in self.looks:
+            verdict = self.take_look(info).result()
+            name = self.names[info.segment_id]
+            known = self.model.segments.get(name)
+            if known is not None and known.state is SegmentState.SUSPECT:
+                self.removed.discard(name)
+                if verdict is Verdict.GOOD:
+                    known.state = SegmentState.READY
+                else:
+                    self.model.lose(name)
+            look.set_result(verdict)
+        self.looks.clear()
+        self.poll()
+
+    @precondition(lambda self: self.ready())
     @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(list(self.model.segments)))
-        gone = [self.model.segments[name], *self.model.below_name(name)]
+    def fail_and_recover(self, data: st.DataObject) -> None:
+        """Nothing is lost by a disk that does not answer for a while."""
+        self.let_writes_through()
+        self.poll()
+        if not self.ready():
+            return
+        known = self.model.segments[data.draw(st.sampled_from(self.ready()))]
+        tokens = as_tokens([token for token, _ in known.path])
+        self.wait_for_rewrite()
+        match = self.store.match(known.namespace, tokens, least=known.quality)
+        self.learn_names()
+        if not match.num_tokens:
+            return
+        self.files.faults.add(Rule("EIO", "open", "*.kv"))
+        try:
+            self.store.close_source(self.store.open_source(match, 0, match.num_tokens, Demand()))
+        except StoreUnavailable as error:
+            self.store.report(error)
+            self.model.segments[self.names[error.segment_id]].state = SegmentState.SUSPECT
+            assert self.store.health.state == "degraded"
+            # What is not there when the disk answers again is gone.
+            for name in sorted(self.removed):
+                self.model.lose(name)
+            self.removed.clear()
+            assert self.offer("", (5,), EXACT, fails=False) is StoreOutcome.UNAVAILABLE
+        finally:
+            self.files.faults.clear()
+        wait_until(self.is_well)
 
-        self.store.drop(self.stored[name].segment_id)
-
-        for known in gone:
-            self.model.remove(known.name)
+    def is_well(self) -> bool:
+        self.poll()
+        return self.store.health.state == "ok"
 
     @precondition(lambda self: self.age > 10)
     @rule(without_index=st.booleans())
     def restart(self, without_index: bool) -> None:
         self.age = 0
         self.close_sources()
-        self.let_writes_through()
+        self.take_second_looks()
+        self.store.check_index()
         self.store.close()
         self.done.clear()
         self.accepted.clear()
@@ -442,6 +594,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
         old, self.model = self.model, PrefixModel()
         # Of one place in the tree the store takes the latest version, then the first file.
+        for name in [own.name for own in old.segments.values() if not own.ready]:
+            assert old.segments.pop(name).state is SegmentState.LOST
         infos = {name: before[name].info for name in old.segments}
         order = sorted(
             old.segments.values(),
@@ -452,13 +606,12 @@ class StoreMachine(RuleBasedStateMachine):
             ),
         )
         for known in order:
-            # Approximate KVs below a branch that an exact one hides by now are lost.
-            flag = known.own[0][1]
+            # KVs below a branch that a better one hides by now are lost, and those below a hole.
             prefix = [token for token, _ in known.above]
-            above = self.model.place_for(known.namespace, prefix, known.own[0][0], flag)
+            above = self.model.place_for(known.namespace, prefix, known.own[0][0], known.quality)
             if above is not None:
                 name = infos[known.name].segment_id
-                self.model.add(Known(name, known.namespace, above, known.own, True))
+                self.model.add(Known(name, known.namespace, above, known.own))
 
     @invariant()
     def integrity(self) -> None:
@@ -477,7 +630,7 @@ class StoreMachine(RuleBasedStateMachine):
         if hasattr(self, "store"):
             assert self.learn_names() == set(self.model.segments)
             for name, known in self.model.segments.items():
-                assert self.stored[name].ready == known.ready
+                assert self.stored[name].state is known.state
 
 
 class TightStoreMachine(StoreMachine):
@@ -486,36 +639,43 @@ class TightStoreMachine(StoreMachine):
     # 5 segments of up to 8 tokens: a header, and a disk block for each stream of 2 layers.
     quota = 5 * (1 + 2 * len(streams_of(SHAPE))) * 4096 / 1e9
 
-    @rule(
-        namespace=NAMESPACES,
-        tokens=SEQUENCES,
-        approximate=st.booleans(),
-        fails=st.sampled_from([False, False, False, True]),
-    )
-    def offer_a_prefix(
-        self, namespace: str, tokens: Tokens, approximate: bool, fails: bool
+    @rule(namespace=NAMESPACES, tokens=SEQUENCES, quality=QUALITY, fails=FAILS)
+    def offer_a_prefix(self, namespace: str, tokens: Tokens, quality: Quality, fails: bool) -> None:
+        self.offer_a_prefix_of(namespace, tokens, quality, fails)
+
+    def offer_a_prefix_of(
+        self, namespace: str, tokens: Tokens, quality: Quality, fails: bool
     ) -> None:
-        path = self.model.follow(namespace, tokens, approximate)
-        keep = {name for name, _, _ in self.model.spans(namespace, path)}
+        expected = self.expected_outcome(namespace, tokens, quality)
+        path = self.model.follow(namespace, tokens, quality)
+        hole = self.model.hole(namespace, path)
         pinned = {
             self.names[segment_id]
             for source, *_ in self.sources
             for segment_id in source.segment_ids
             if self.stored[self.names[segment_id]].segment_id == segment_id
         }
-        pending = {k.name for k in self.model.segments.values() if not k.ready}
+        states = {known.name: known.state for known in self.model.segments.values()}
         before = set(self.model.segments)
 
-        outcome = self.offer(namespace, tokens, approximate, fails)
+        outcome = self.offer(namespace, tokens, quality, fails)
 
         left = self.learn_names()
-        evicted = before - left
-        assert not evicted & (keep | pinned | pending)
-        for name in evicted:
+        if outcome is StoreOutcome.ACCEPTED and hole is None:
+            path = path[: len(self.model.segments[self.accepted[-1]].above)]
+        keep = {name for name, _, _ in self.model.spans(namespace, path)}
+        gone = before - left
+        evicted = {name for name in gone if states[name] is not SegmentState.LOST}
+        assert not evicted & (keep | pinned)
+        assert all(states[name] is SegmentState.READY for name in evicted)
+        assert bool(evicted) or not gone, "holes go with what builds on them"
+        for name in gone:
             assert not {k.name for k in self.model.below_name(name)} & left, "leaves first"
-        for name in evicted:
+        for name in gone:
             self.model.remove(name)
-        assert (outcome is StoreOutcome.KNOWN) == (len(path) == len(tokens))
+        refused = (StoreOutcome.KNOWN, StoreOutcome.UNREACHABLE)
+        if expected in refused or outcome in refused:
+            assert outcome is expected
 
     @invariant()
     def quota_holds(self) -> None:
