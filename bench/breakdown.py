@@ -27,6 +27,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.identify import IdentificationRule, make_rule, stored_probe
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.writing import Offer
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import PLAN, REST, SELECT, RequestTimeline, TimelineWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
@@ -99,11 +100,13 @@ def _measure(args: argparse.Namespace, shape: KVShape, directory: str) -> list[d
     kv = torch.randn(args.prefix, KV_HEADS, DIM).to(shape.dtype)
     store.offer(
         "bench",
-        tokens,
-        lambda start: lambda layer: (kv[start:], kv[start:]),
-        lambda: None,
-        lambda: None,
-        min_tokens=1,
+        Offer(
+            tokens,
+            lambda start: lambda layer: (kv[start:], kv[start:]),
+            lambda: None,
+            lambda: None,
+            min_tokens=1,
+        ),
     )
     store.drain()
     files.set_rate(args.ssd_mbps)

@@ -30,8 +30,9 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.management import rewriting
 from impress_sglang.management.estimate import Estimate, Estimator, Work, pairs_of
 from impress_sglang.management.policies import make_policy
-from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.tree import StoredMatch
+from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.timeline import ATTENTION, COPY, NO_TIMELINE, STAGES, Timeline
@@ -416,11 +417,13 @@ def _saving(engine: Engine, store: PrefixStore, prefix: int) -> Iterator[Gate]:
     tokens, gate = engine.workload.tokens(prefix), Gate(engine)
     outcome = store.offer(
         NAMESPACE,
-        tokens,
-        lambda start: gate.reader(start, len(tokens)),
-        lambda: None,
-        gate.abandon,
-        min_tokens=1,
+        Offer(
+            tokens,
+            lambda start: gate.reader(start, len(tokens)),
+            lambda: None,
+            gate.abandon,
+            min_tokens=1,
+        ),
     )
     if outcome is not StoreOutcome.ACCEPTED:
         raise EngineFailed(f"a prefix of {len(tokens)} tokens was not stored: {outcome.value}")

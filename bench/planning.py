@@ -29,6 +29,7 @@ from bench.machine import describe_machine
 from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.writing import Offer
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.tiers.placement import Placement, Tier
 from impress_sglang.transfer.plan import SourceSpan
@@ -97,11 +98,13 @@ def _measure(args: argparse.Namespace, name: str, shape: KVShape, cached: bool) 
         kvs = torch.zeros(args.prefix, shape.num_kv_heads, shape.key_dim, dtype=shape.dtype)
         store.offer(
             "bench",
-            tokens,
-            lambda start: lambda layer: (kvs[start:], kvs[start:]),
-            lambda: None,
-            lambda: None,
-            min_tokens=1,
+            Offer(
+                tokens,
+                lambda start: lambda layer: (kvs[start:], kvs[start:]),
+                lambda: None,
+                lambda: None,
+                min_tokens=1,
+            ),
         )
         store.drain()
         stages = _plan_layers(args, store, shape, tokens, cached)

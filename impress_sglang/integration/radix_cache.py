@@ -47,8 +47,8 @@ from impress_sglang.integration.runtime import ServingRuntime
 from impress_sglang.integration.saving import GatedLayerReader, Save
 from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.management.estimate import Estimate, Work, buffer_bytes
-from impress_sglang.management.store import StoreOutcome
 from impress_sglang.management.tree import StoredMatch
+from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.storage.writer import LayerReader
@@ -603,16 +603,16 @@ class ImpressRadixCache(RadixCache):
             reader = PoolLayerReader(pool, part, self._forward_stream, self._pool_access)
             return GatedLayerReader(save, reader)
 
-        outcome = self._runtime.store.offer(
-            _namespace(key),
+        offer = Offer(
             tokens,
             read_layers,
-            lambda: self._finish_save(save),
-            save.abandon,
-            available_from=first,
+            on_done=lambda: self._finish_save(save),
+            abandon=save.abandon,
             quality=quality,
+            available_from=first,
             min_tokens=self._runtime.config.chunk_tokens,
         )
+        outcome = self._runtime.store.offer(_namespace(key), offer)
         if outcome is StoreOutcome.NO_SPACE:
             self._refused.add(req.rid)
         if outcome is StoreOutcome.ACCEPTED:

@@ -8,16 +8,12 @@ write, no lock is needed, and what a disk does wrong ends here: where it fails t
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import enum
 import functools
 import logging
 import sqlite3
 import time
-import uuid
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -43,9 +39,9 @@ from impress_sglang.management.tree import (
     StoredMatch,
     StoredSegment,
     StoredTree,
-    prefix_digest,
     restore_segments,
 )
+from impress_sglang.management.writing import Offer, SegmentWrites, StoreOutcome, StoreStats
 from impress_sglang.storage.catalog import CatalogEntry
 from impress_sglang.storage.directory import StoreDirectory, other_stores
 from impress_sglang.storage.files import FileSystem, installed
@@ -53,8 +49,7 @@ from impress_sglang.storage.health import Health
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.reader import ChunkReader
-from impress_sglang.storage.segment import SegmentInfo, Tokens
-from impress_sglang.storage.writer import LayerReader, WriteAbandoned
+from impress_sglang.storage.segment import Tokens
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.ahead import ReadAhead
@@ -63,56 +58,8 @@ from impress_sglang.transfer.source import Demand, SegmentSource
 
 logger = logging.getLogger(__name__)
 
-# Who waits for writes looks so often whether they still make progress.
-LOOK_SECONDS = 0.25
-
 # Names of namespaces that are kept; finding one anew costs a microsecond.
 _NAMESPACES = 4096
-
-
-class StoreOutcome(enum.Enum):
-    """What became of an offer to store a prefix."""
-
-    ACCEPTED = "accepted"
-    KNOWN = "known"
-    UNREACHABLE = "unreachable"
-    NO_SPACE = "no_space"
-    UNAVAILABLE = "unavailable"
-    """The disk does not take anything now."""
-
-
-@dataclasses.dataclass(slots=True)
-class StoreStats:
-    """Counters since start; sizes in bytes."""
-
-    segments_written: int = 0
-    segments_failed: int = 0
-    segments_abandoned: int = 0
-    segments_evicted: int = 0
-    segments_unreadable: int = 0
-    segments_cleared: int = 0
-    """Of the unreadable ones, those that a second look has found good."""
-    segments_quarantined: int = 0
-    segments_gone: int = 0
-    bytes_written: int = 0
-    bytes_read: int = 0
-    bytes_read_ahead: int = 0
-    bytes_read_ahead_used: int = 0
-    offers_without_space: int = 0
-    offers_while_unavailable: int = 0
-
-
-@dataclasses.dataclass(slots=True)
-class _Write:
-    """`info` and `num_bytes` are of the file, which may be for a segment that was lost."""
-
-    segment: StoredSegment
-    info: SegmentInfo
-    num_bytes: int
-    future: Future[None]
-    on_done: Callable[[], None]
-    abandon: Callable[[], None]
-    abandoned: bool = False
 
 
 class PrefixStore:
@@ -181,7 +128,6 @@ class PrefixStore:
         )
         self._reorders = policy.reorders
         self._next_reorder = time.monotonic() + config.reorder_interval
-        self._writes: collections.deque[_Write] = collections.deque()
         self._closed = False
         self._measuring: SegmentSource | None = None
         self.stats = StoreStats()
@@ -207,11 +153,22 @@ class PrefixStore:
             self._readers.is_read,
             lambda: self._reorderer.reserved_bytes,
         )
+        self._writes = SegmentWrites(
+            config,
+            identity,
+            shape,
+            self.tree,
+            self._quota,
+            self._keeper,
+            self.health,
+            self.stats,
+            self._evict,
+        )
 
     @property
     def is_writing(self) -> bool:
         """Whether accepted writes have not been taken in yet."""
-        return bool(self._writes)
+        return len(self._writes) > 0
 
     def match(self, namespace: str, tokens: Tokens, *, least: Quality = EXACT) -> StoredMatch:
         """The longest published prefix of `tokens` in a quality of at least `least`."""
@@ -282,58 +239,20 @@ class PrefixStore:
         self.stats.bytes_read_ahead += source.stats.ahead_bytes
         self.stats.bytes_read_ahead_used += source.stats.ahead_used_bytes
 
-    def offer(
-        self,
-        namespace: str,
-        tokens: Tokens,
-        read_layers: Callable[[int], LayerReader],
-        on_done: Callable[[], None],
-        abandon: Callable[[], None],
-        *,
-        available_from: int = 0,
-        quality: Quality = EXACT,
-        min_tokens: int,
-    ) -> StoreOutcome:
+    def offer(self, namespace: str, offer: Offer) -> StoreOutcome:
         """Store what is new of a prefix, in the background.
 
-        Args:
-            namespace: keeps requests with other `extra_key` or `cache_salt` apart.
-            tokens: all tokens from the start of the sequence.
-            read_layers: given the number of leading tokens that are stored already, returns the
-                reader of the KVs of the others. It is only called if the offer is accepted.
-            on_done: called when the KVs are no longer needed, written or not.
-            abandon: called if the KVs are wanted back before that: from then on the reader must
-                raise `WriteAbandoned`.
-            available_from: the reader has no KVs of earlier tokens; those must be stored.
-            quality: of the new KVs.
-            min_tokens: a shorter rest is not worth a file.
+        `namespace` keeps requests with other `extra_key` or `cache_salt` apart.
         """
-        if not self.health.writable:
-            self.stats.offers_while_unavailable += 1
-            return StoreOutcome.UNAVAILABLE
-        name = self.namespace(namespace)
-        known = self.tree.match(name, tokens, least=quality, only_ready=False)
-        lost = next((s for s in known.spans if s.segment.state is SegmentState.LOST), None)
-        if lost is not None:
-            if not quality.suffices(lost.segment.info.quality):
-                return StoreOutcome.UNREACHABLE
-            return self._refill(known, lost.segment, read_layers, on_done, abandon, available_from)
-        if len(tokens) - known.num_tokens < min_tokens:
-            return StoreOutcome.KNOWN
-        if known.num_tokens < available_from:
-            return StoreOutcome.UNREACHABLE
-        info = self._describe(name, tokens, known.num_tokens, quality)
-        if not self._quota.make_room(info.layout().file_bytes, known, self._evict):
-            shorter = self._shortened(known, available_from)
-            info = self._describe(name, tokens, shorter.num_tokens, quality)
-            if not self._replaces(known, shorter, info, tokens):
-                self.stats.offers_without_space += 1
-                return StoreOutcome.NO_SPACE
-        segment = StoredSegment(info, info.layout().file_bytes, SegmentState.PENDING)
-        attached = self.tree.insert(segment, tokens[: info.prefix_len])
-        assert attached, "the matched prefix is not in the tree"
-        self._begin_write(segment, info, read_layers(info.prefix_len), on_done, abandon)
-        return StoreOutcome.ACCEPTED
+        return self._writes.take(self.namespace(namespace), offer)
+
+    def drain(self) -> None:
+        """Wait until all accepted writes are finished; see `SegmentWrites.drain`."""
+        self._writes.drain()
+
+    def abandon_writes(self, enough: Callable[[], bool] = lambda: False) -> None:
+        """Give accepted writes up, the latest first, until there is `enough`; nothing waits."""
+        self._writes.abandon(enough)
 
     def poll(self) -> None:
         """Take in what other threads have done, and begin what is due; never waits."""
@@ -341,8 +260,7 @@ class PrefixStore:
             return
         self._end_measuring()
         self._readers.settle()
-        while self._writes and self._writes[0].future.done():
-            self._finish(self._writes.popleft())
+        self._writes.poll()
         self._quota.poll()
         if (answer := self._monitor.poll()) is not None:
             self._take_answer(answer.segments, answer.error)
@@ -359,35 +277,6 @@ class PrefixStore:
             self._reorderer.begin_next(self._reader.cost.gap_bytes, self._has_room)
         except PrefixUnreadable as error:
             self.report(error)
-
-    def drain(self) -> None:
-        """Wait until all accepted writes are finished, and take them in.
-
-        Those that make no progress for `--impress-io-timeout` are abandoned.
-        """
-        began = time.monotonic()
-        while self._writes:
-            try:
-                self._writes[0].future.exception(LOOK_SECONDS)
-            except TimeoutError:
-                idle = time.monotonic() - max(began, self._keeper.progress)
-                if idle > self._config.io_timeout:
-                    late = TimeoutError(f"no progress for {idle:.1f} s")
-                    self.health.failed("writes do not end", late, reading=False)
-                    self.abandon_writes()
-                    return
-                continue
-            self._finish(self._writes.popleft())
-
-    def abandon_writes(self, enough: Callable[[], bool] = lambda: False) -> None:
-        """Give accepted writes up, the latest first, until there is `enough`; nothing waits."""
-        for write in reversed(self._writes):
-            if enough():
-                return
-            if not write.abandoned:
-                write.abandoned = True
-                write.abandon()
-                write.on_done()
 
     def reorder(self, *, force: bool = False) -> int:
         """Begin to reorder, in the background, the segments for which it pays.
@@ -448,14 +337,14 @@ class PrefixStore:
             return
         self.tree.check_integrity()
         live = {segment.segment_id: segment for segment in self.tree.segments()}
-        writing = {write.segment.segment_id for write in self._writes}
+        writing = {segment.segment_id for segment, _ in self._writes}
         suspects = 0
         for segment_id, segment in live.items():
             assert segment.state is not SegmentState.PENDING or segment_id in writing
             assert segment.state is not SegmentState.LOST or segment.dependents
             suspects += segment.state is SegmentState.SUSPECT
         assert suspects == len(self._looks)
-        pending = sum(write.num_bytes for write in self._writes)
+        pending = sum(num_bytes for _, num_bytes in self._writes)
         on_disk = sum(s.file_bytes for s in live.values() if s.on_disk)
         assert self._quota.used_bytes == pending + on_disk
         assert self._quota.pending_bytes == pending
@@ -530,114 +419,6 @@ class PrefixStore:
         )
         return tree
 
-    def _describe(
-        self, namespace: str, tokens: Tokens, start: int, quality: Quality
-    ) -> SegmentInfo:
-        return SegmentInfo(
-            segment_id=uuid.uuid4().hex,
-            identity=self._identity,
-            namespace=namespace,
-            prefix_digest=prefix_digest(namespace, tokens[:start]),
-            prefix_len=start,
-            tokens=tokens[start:].copy(),
-            shape=self._shape,
-            chunk_tokens=self._config.chunk_tokens,
-            quality=quality,
-        )
-
-    def _shortened(self, known: StoredMatch, available_from: int) -> StoredMatch:
-        """A match without its last segment, if little of that is shared.
-
-        A prompt that begins like another one need not keep all of that one on the disk.
-        """
-        if not known.spans or 2 * len(known.spans[-1]) >= known.spans[-1].segment.info.num_tokens:
-            return known
-        shorter = StoredMatch(known.spans[:-1])
-        return shorter if shorter.num_tokens >= available_from else known
-
-    def _replaces(
-        self, known: StoredMatch, shorter: StoredMatch, info: SegmentInfo, tokens: Tokens
-    ) -> bool:
-        """Make room at the cost of the last segment of a match; whether the new one fits then."""
-        if shorter is known:
-            return False
-        victim = known.spans[-1].segment
-        if not self._quota.make_room(info.layout().file_bytes, shorter, self._evict, victim):
-            return False
-        # A worse version of the same tokens may stand there as well.
-        rest = self.tree.match(info.namespace, tokens, least=info.quality, only_ready=False)
-        return rest.num_tokens == info.prefix_len
-
-    def _refill(
-        self,
-        known: StoredMatch,
-        lost: StoredSegment,
-        read_layers: Callable[[int], LayerReader],
-        on_done: Callable[[], None],
-        abandon: Callable[[], None],
-        available_from: int,
-    ) -> StoreOutcome:
-        """Store the tokens of a segment that was lost in its place, so that others fit again."""
-        info = dataclasses.replace(lost.info, segment_id=uuid.uuid4().hex, generation=0)
-        stop = info.prefix_len + info.num_tokens
-        if known.num_tokens < stop or info.prefix_len < available_from:
-            return StoreOutcome.UNREACHABLE
-        # It keeps its place, although all that builds on it may go to make room.
-        lost.state = SegmentState.PENDING
-        if not self._quota.make_room(info.layout().file_bytes, known, self._evict):
-            lost.state = SegmentState.LOST
-            self._prune(lost)
-            self.stats.offers_without_space += 1
-            return StoreOutcome.NO_SPACE
-        read_layer = read_layers(info.prefix_len)
-
-        def read_lost(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-            keys, values = read_layer(layer)
-            return keys[: info.num_tokens], values[: info.num_tokens]
-
-        self._begin_write(lost, info, read_lost, on_done, abandon)
-        return StoreOutcome.ACCEPTED
-
-    def _begin_write(
-        self,
-        segment: StoredSegment,
-        info: SegmentInfo,
-        read_layer: LayerReader,
-        on_done: Callable[[], None],
-        abandon: Callable[[], None],
-    ) -> None:
-        num_bytes = info.layout().file_bytes
-        self._quota.begin(num_bytes)
-        future = self._keeper.write(CatalogEntry(info, num_bytes, segment.last_access), read_layer)
-        self._writes.append(_Write(segment, info, num_bytes, future, on_done, abandon))
-
-    def _finish(self, write: _Write) -> None:
-        """Take in one write that has ended."""
-        segment, error = write.segment, write.future.exception()
-        alive = self.tree.get(segment.segment_id) is segment
-        if not write.abandoned:
-            write.on_done()
-        written = error is None and alive
-        self._quota.end(write.num_bytes, written=written)
-        if written:
-            if segment.info is not write.info:
-                self.tree.replace(segment, write.info, write.num_bytes)
-            segment.state = SegmentState.READY
-            self.stats.segments_written += 1
-            self.stats.bytes_written += write.num_bytes
-            return
-        self._keeper.delete(write.info.segment_id, write.num_bytes)
-        if isinstance(error, WriteAbandoned):
-            self.stats.segments_abandoned += 1
-        elif error is not None:
-            self.stats.segments_failed += 1
-            logger.warning(
-                "a prefix of %d tokens could not be stored: %s", write.info.num_tokens, error
-            )
-        if alive:
-            segment.state = SegmentState.LOST
-            self._prune(segment)
-
     def _settle(self, outcome: Outcome) -> None:
         """Draw the consequences of a rewrite for quota and files."""
         segment = outcome.segment
@@ -674,14 +455,7 @@ class PrefixStore:
         self._looks.forget(segment.segment_id)
         self._readers.retire(segment.segment_id)
         segment.state = SegmentState.LOST
-        self._prune(segment)
-
-    def _prune(self, segment: StoredSegment | None) -> None:
-        """Take lost segments that nothing builds on out of the tree."""
-        while segment is not None and segment.state is SegmentState.LOST and not segment.dependents:
-            parent = segment.parent
-            self.tree.remove(segment)
-            segment = parent
+        self.tree.prune(segment)
 
     def _judge(self, segment: StoredSegment, verdict: Verdict) -> None:
         """Draw the consequences of a second look."""

@@ -258,6 +258,13 @@ class StoredTree:
             segment.parent.dependents -= 1
         del self._segments[segment.segment_id]
 
+    def prune(self, segment: StoredSegment | None) -> None:
+        """Take a lost segment out, and lost ones above it, if nothing else builds on them."""
+        while segment is not None and segment.state is SegmentState.LOST and not segment.dependents:
+            parent = segment.parent
+            self.remove(segment)
+            segment = parent
+
     def check_integrity(self) -> None:
         """Recompute every invariant from the nodes.
 

@@ -24,7 +24,8 @@ import torch
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ChunkUnreadable
-from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.catalog import Catalog
 from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, flip_byte, lanes_of, make_shape
 from tests.unit.reading import read_rows
@@ -64,7 +65,7 @@ def write_forever(directory: Path, progress: Path) -> None:
             kvs = SequenceKVs(SHAPE, "", sequence(family, length))
             tokens = as_tokens(kvs.tokens)
             outcome = store.offer(
-                "", tokens, kvs.read_from, lambda: None, lambda: None, min_tokens=1
+                "", Offer(tokens, kvs.read_from, lambda: None, lambda: None, min_tokens=1)
             )
             if outcome is StoreOutcome.ACCEPTED:
                 store.drain()

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ChunkUnreadable
-from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.tree import SegmentState, StoredMatch
+from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
@@ -119,13 +120,15 @@ class Workbench:
 
         outcome = store.offer(
             namespace,
-            as_tokens(tokens),
-            read_layers or kvs.read_from,
-            lambda: self.done.append(tuple(tokens)),
-            abandon,
-            available_from=available_from,
-            quality=quality,
-            min_tokens=min_tokens,
+            Offer(
+                as_tokens(tokens),
+                read_layers or kvs.read_from,
+                lambda: self.done.append(tuple(tokens)),
+                abandon,
+                available_from=available_from,
+                quality=quality,
+                min_tokens=min_tokens,
+            ),
         )
         store.check_integrity()
         return outcome

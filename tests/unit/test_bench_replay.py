@@ -16,6 +16,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.identify import Evidence
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.writing import Offer
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
@@ -88,11 +89,15 @@ class RealStore:
             keys, values = random_kvs(shape, len(tokens), seed=number)
             self.store.offer(
                 "",
-                tokens,
-                lambda start, k=keys, v=values: lambda layer: (k[layer, start:], v[layer, start:]),
-                lambda: None,
-                lambda: None,
-                min_tokens=1,
+                Offer(
+                    tokens,
+                    lambda start, k=keys, v=values: (
+                        lambda layer: (k[layer, start:], v[layer, start:])
+                    ),
+                    lambda: None,
+                    lambda: None,
+                    min_tokens=1,
+                ),
             )
         self.store.drain()
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from impress_sglang.errors import ConfigError, StoreInUseError
-from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.files import FileSystem
 from tests.faults import FaultyFileSystem, Rule

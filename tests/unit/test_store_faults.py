@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from impress_sglang.errors import ChunkUnreadable, PrefixUnreadable, StoreUnavailable
-from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.tree import SegmentState
+from impress_sglang.management.writing import Offer, StoreOutcome
 from tests import damage
 from tests.faults import SQL, Faults, FaultyFileSystem, Rule, dead_disk, read_only
 from tests.unit import store_factory
@@ -416,11 +417,13 @@ def test_a_long_chain_of_segments_can_lose_its_head(bench: Workbench, store: Pre
     for turn in range(turns):
         outcome = store.offer(
             "",
-            store_factory.as_tokens(tokens[: turn + 1]),
-            SequenceKVs(bench.shape, "", tokens[: turn + 1]).read_from,
-            lambda: None,
-            lambda: None,
-            min_tokens=1,
+            Offer(
+                store_factory.as_tokens(tokens[: turn + 1]),
+                SequenceKVs(bench.shape, "", tokens[: turn + 1]).read_from,
+                lambda: None,
+                lambda: None,
+                min_tokens=1,
+            ),
         )
         assert outcome is StoreOutcome.ACCEPTED
     store.drain()

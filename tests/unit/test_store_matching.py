@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from impress_sglang.errors import ChunkUnreadable
-from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.layout import KVShape
 from tests.unit import store_factory
 from tests.unit.kv_factory import PROBE, SequenceKVs, lanes_of, rows_in, streams_of

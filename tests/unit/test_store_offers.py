@@ -12,7 +12,8 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.writer import LayerReader
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
@@ -76,11 +77,13 @@ def test_the_callback_runs_once_on_the_callers_thread(bench: Workbench, store: P
     kvs = SequenceKVs(bench.shape, "", prompt(1))
     store.offer(
         "",
-        as_tokens(kvs.tokens),
-        kvs.read_from,
-        lambda: threads.append(threading.get_ident()),
-        lambda: None,
-        min_tokens=1,
+        Offer(
+            as_tokens(kvs.tokens),
+            kvs.read_from,
+            lambda: threads.append(threading.get_ident()),
+            lambda: None,
+            min_tokens=1,
+        ),
     )
     store.drain()
     store.poll()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from impress_sglang.management.store import StoreOutcome
+from impress_sglang.management.writing import StoreOutcome
 from tests.unit import store_factory
 from tests.unit.kv_factory import SequenceKVs
 from tests.unit.store_factory import (

@@ -20,7 +20,8 @@ from impress_sglang.config import POLICIES
 from impress_sglang.management import rewriting
 from impress_sglang.management import store as store_module
 from impress_sglang.management.reorder import mapping_lists
-from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import OpenSegment

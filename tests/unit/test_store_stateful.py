@@ -26,8 +26,9 @@ from torch import Tensor
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
 from impress_sglang.management.keeper import Verdict
-from impress_sglang.management.store import PrefixStore, StoreOutcome
+from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.tree import SegmentState, StoredMatch, StoredSegment
+from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import SegmentInfo
