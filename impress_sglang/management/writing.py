@@ -24,6 +24,7 @@ from impress_sglang.management.tree import (
     SegmentState,
     StoredMatch,
     StoredSegment,
+    StoredSpan,
     StoredTree,
     prefix_digest,
 )
@@ -152,7 +153,7 @@ class SegmentWrites:
         known = self._tree.match(namespace, tokens, least=quality, only_ready=False)
         lost = next((s for s in known.spans if s.segment.state is SegmentState.LOST), None)
         if lost is not None:
-            return self._refill(known, lost.segment, offer)
+            return self._refill(known, lost, offer)
         if len(tokens) - known.num_tokens < offer.min_tokens:
             return StoreOutcome.KNOWN
         if known.num_tokens < offer.available_from:
@@ -232,12 +233,13 @@ class SegmentWrites:
         rest = self._tree.match(info.namespace, tokens, least=info.quality, only_ready=False)
         return rest.num_tokens == info.prefix_len
 
-    def _refill(self, known: StoredMatch, lost: StoredSegment, offer: Offer) -> StoreOutcome:
+    def _refill(self, known: StoredMatch, hole: StoredSpan, offer: Offer) -> StoreOutcome:
         """Store the tokens of a segment that was lost in its place, so that others fit again."""
+        lost = hole.segment
         info = dataclasses.replace(lost.info, segment_id=uuid.uuid4().hex, generation=0)
-        stop = info.prefix_len + info.num_tokens
-        suffices = offer.quality.suffices(info.quality)
-        if not suffices or known.num_tokens < stop or info.prefix_len < offer.available_from:
+        # A match may leave the segment at a branch, and its tokens are others from there on.
+        whole = len(hole) == info.num_tokens and info.prefix_len >= offer.available_from
+        if not whole or not offer.quality.suffices(info.quality):
             return StoreOutcome.UNREACHABLE
         # It keeps its place, although all that builds on it may go to make room.
         lost.state = SegmentState.PENDING

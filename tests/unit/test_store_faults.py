@@ -382,6 +382,24 @@ def test_a_file_that_is_gone_is_lost_and_can_be_stored_again(
         check_rows(store, tokens)
 
 
+def test_a_hole_is_not_filled_with_the_tokens_of_a_branch(
+    bench: Workbench, store: PrefixStore
+) -> None:
+    """A prompt that leaves the lost segment half-way is long enough, and yet has other tokens."""
+    lost, branch = prompt(1, 24), (*prompt(1, 12), *prompt(5, 40))
+    bench.put(store, lost)
+    bench.put(store, branch)
+    path_of(bench, look_up(store, lost)).unlink()
+    with pytest.raises(ChunkUnreadable):
+        read(store, lost)
+    until(store, lambda: store.stats.segments_gone == 1)
+
+    assert bench.offer(store, (*branch, *prompt(6, 16))) is StoreOutcome.UNREACHABLE
+    bench.put(store, lost)
+    for tokens in (lost, branch):
+        check_rows(store, tokens)
+
+
 def test_a_bit_that_was_wrong_only_in_memory_costs_one_recompute(
     bench: Workbench, store: PrefixStore, faults: Faults
 ) -> None:

@@ -319,7 +319,7 @@ def test_a_write_that_has_read_everything_is_published_although_it_is_abandoned(
     bench: Workbench, store: PrefixStore
 ) -> None:
     bench.offer(store, prompt(1))
-    wait_until(store._writes[0].future.done)
+    wait_until(store._writes._writes[0].future.done)
 
     store.abandon_writes()
 
