@@ -141,7 +141,7 @@ CRASH_POINTS: dict[str, Callable[[], None]] = {
     "first write of a file": lambda: kill_at(os, "pwritev", 4),
     "between layers": lambda: kill_at(os, "pwritev", 5),
     "before the header": lambda: kill_at(os, "pwritev", 6),
-    "before the sync": lambda: kill_at(os, "fsync", 3),
+    "before the sync": lambda: kill_at(FileSystem, "sync", 2),
     "before the rename": lambda: kill_at(os, "rename", 2),
     "after the rename": lambda: kill_at(os, "rename", 2, after=True),
     "before the index": lambda: kill_at(Catalog, "add", 2),
