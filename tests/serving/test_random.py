@@ -23,7 +23,8 @@ from tests.serving.tiny_tokenizer import add_tokenizer
 from tests.serving.traffic import Catalogue, answer_by_stock, drop_near_ties, make_catalogue
 from tests.serving.world import World
 
-FLAGS = ("--dtype=float32", "--max-running-requests=16")
+# SGLang ends with an AssertionError when there are not enough rows for all beams.
+FLAGS = ("--dtype=float32", "--max-running-requests=64")
 IMPRESS_FLAGS = (
     "--enable-impress",
     "--impress-load=always",

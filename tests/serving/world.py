@@ -136,6 +136,7 @@ class World:
             {w: [a] for (name, w), a in self.catalogue.answers.items() if name == ask.name},
             began,
             exact=exact,
+            said=said_of(told),
         )
         if exact:
             self.count(f"compared {ask.kind}")
@@ -148,14 +149,18 @@ class World:
         began: float,
         *,
         exact: bool,
+        said: str = "",
     ) -> None:
-        """Compare answers with stock's, by the weights that the server may have had."""
+        """Compare answers with stock's, by the weights that the server may have had.
+
+        `said` is what the server told of where the answer came from.
+        """
         if not exact or self.is_disturbed(MIXED, began):
             self._check_form(name, answers, next(iter(stock.values())))
             return
         found = {w: _difference(stock[w], answers) for w in self.weights_since(began)}
         if all(found.values()):
-            self.problem(f"{name} differs: {found}")
+            self.problem(f"{name} differs: {found} {said}")
 
     def is_disturbed(self, kind: str, began: float) -> bool:
         """Whether something was going on since a request began."""
@@ -175,6 +180,12 @@ class World:
     def _weights_between(self, began: float, ended: float) -> set[str]:
         with self._lock:
             return {span.what for span in self._weights if span.overlaps(began, ended)}
+
+
+def said_of(told: Any) -> str:
+    """Where an answer came from, in the server's words."""
+    sequences = told if isinstance(told, list) else [told]
+    return str([sequence.get("meta_info", {}).get("impress") for sequence in sequences])
 
 
 def _difference(expected: list[Answer], answers: list[Answer]) -> str:
