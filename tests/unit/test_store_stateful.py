@@ -63,6 +63,7 @@ SEQUENCES = st.lists(st.sampled_from(RUNS), min_size=1, max_size=4).map(
 )
 CHOSEN = st.sets(st.integers(0, 40), min_size=1, max_size=8)
 QUALITY = st.sampled_from(QUALITIES)
+DAMAGES = st.sampled_from(["none", "removed", "removed", "damaged"])
 FAILS = st.sampled_from([False, False, False, True])
 NAMESPACES = st.sampled_from(["", "salt"])
 DEMANDS = st.sampled_from(
@@ -134,9 +135,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.abandoned: set[str] = set()
         self.sources: list[tuple[SegmentSource, str, TokenPath, int]] = []
         self.open()
-        # Something to read from the first step on.
-        for tokens in (tuple(range(3, 14)), (0, 1, 1, 0, 1)):
-            self.offer("", tokens, EXACT, fails=False)
+        # Something to read from the first step on, and something that builds on it.
+        first = (0, 1, 1, 0, 1)
+        for tokens, quality in (
+            (tuple(range(3, 14)), EXACT),
+            (first, EXACT),
+            (first + RUNS[2], EXACT),
+            (first + RUNS[2] + RUNS[1], QUALITIES[1]),
+        ):
+            self.offer("", tokens, quality, fails=False)
         self.let_writes_through()
 
     def open(self) -> None:
@@ -501,13 +508,14 @@ class StoreMachine(RuleBasedStateMachine):
         return [known.name for known in self.model.segments.values() if known.ready]
 
     @precondition(lambda self: self.ready())
-    @rule(data=st.data(), damage=st.sampled_from(["none", "removed", "removed", "damaged"]))
+    @rule(data=st.data(), damage=DAMAGES)
     def report(self, data: st.DataObject, damage: str) -> None:
-        """Who has a file open goes on reading the old one."""
         self.poll()
-        if not self.ready():
-            return
-        name = data.draw(st.sampled_from(self.ready()))
+        if self.ready():
+            self.damage_and_report(data.draw(st.sampled_from(self.ready())), damage)
+
+    def damage_and_report(self, name: str, damage: str) -> None:
+        """Who has a file open goes on reading the old one."""
         segment_id = self.stored[name].segment_id
         (path,) = self.directory.glob(f"*/segments/*/{segment_id}.kv")
         content = bytearray(path.read_bytes())
@@ -522,6 +530,31 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.report(ChunkUnreadable(segment_id, "a test"))
 
         self.model.segments[name].state = SegmentState.SUSPECT
+
+    def built_on(self) -> list[str]:
+        segments = self.model.segments
+        return [name for name in self.ready() if self.model.children(segments[name])]
+
+    @precondition(lambda self: self.built_on())
+    @rule(data=st.data(), reads=st.booleans(), tail=SEQUENCES, fails=FAILS)
+    def lose_what_others_build_on(
+        self, data: st.DataObject, reads: bool, tail: Tokens, fails: bool
+    ) -> None:
+        """While a request reads it, if `reads`; and at times it is offered again."""
+        self.let_writes_through()
+        self.poll()
+        if not self.built_on():
+            return
+        name = data.draw(st.sampled_from(self.built_on()))
+        known = self.model.segments[name]
+        tokens = tuple(token for token, _ in known.path)
+        if reads:
+            self.open_match(data, known.namespace, tokens, known.quality)
+        if known.ready:
+            self.damage_and_report(name, "removed")
+            self.take_second_looks()
+        if data.draw(st.booleans()):
+            self.offer_a_prefix_of(known.namespace, tokens + tail, known.quality, fails)
 
     @rule()
     def take_second_looks(self) -> None:
@@ -699,6 +732,6 @@ TestSketchStore = SketchStoreMachine.TestCase
 TestTightSketchStore = TightSketchStoreMachine.TestCase
 # Each example writes and reads many files.
 TestStore.settings = TestTightStore.settings = settings(
-    max_examples=settings.default.max_examples * 3 // 5, stateful_step_count=35
+    max_examples=settings.default.max_examples, stateful_step_count=40
 )
 TestSketchStore.settings = TestTightSketchStore.settings = TestStore.settings
