@@ -146,8 +146,8 @@ class StoreDirectory:
         foreign = set(self.files.list(self.path)) - {LOCK, temporary.name}
         if foreign:
             raise ConfigError(
-                f"{self.path} has files but no valid {MARKER}, so it is not a store of this version "
-                "of impress-sglang; remove it, or choose another --impress-ssd-dir"
+                f"{self.path} has files but no valid {MARKER}, so it is not a store of this "
+                "version of impress-sglang; remove it, or choose another --impress-ssd-dir"
             )
         _write_small(self.files, temporary, json.dumps({"kind": _KIND, "key": key.hex()}).encode())
         self.files.rename(temporary, self.path / MARKER)
