@@ -2,7 +2,8 @@
 
 Writes wait at a gate until a step lets them through, and steps wait for a rewrite, so that a
 history is the same each time; second looks are taken when a step takes them. Every match is read
-back, whole or in part, some of it ahead, and its rows compared with those that belong to its tokens.
+back, whole or in part, some of it ahead, and its rows compared with those that belong to its
+tokens.
 """
 
 from __future__ import annotations
@@ -124,8 +125,6 @@ class StoreMachine(RuleBasedStateMachine):
         # The model goes on calling a segment by its first name when it is rewritten.
         self.stored: dict[str, StoredSegment] = {}
         self.names: dict[str, str] = {}
-        # Files of suspects that are not there any more.
-        self.removed: set[str] = set()
         self.age = 0
         self.done: list[str] = []
         self.accepted: list[str] = []
@@ -191,7 +190,6 @@ class StoreMachine(RuleBasedStateMachine):
         """A suspect that was rewritten is good: the old file was read to its end."""
         if known.state is SegmentState.SUSPECT:
             known.state = SegmentState.READY
-            self.removed.discard(known.name)
 
     def wait_for_rewrite(self) -> None:
         job = self.store._reorderer._job
@@ -521,8 +519,6 @@ class StoreMachine(RuleBasedStateMachine):
         content = bytearray(path.read_bytes())
         if damage != "none":
             path.unlink()
-        if damage == "removed":
-            self.removed.add(name)
         if damage == "damaged":
             content[-4096] ^= 1
             path.write_bytes(content)
@@ -566,7 +562,6 @@ class StoreMachine(RuleBasedStateMachine):
             name = self.names[info.segment_id]
             known = self.model.segments.get(name)
             if known is not None and known.state is SegmentState.SUSPECT:
-                self.removed.discard(name)
                 if verdict is Verdict.GOOD:
                     known.state = SegmentState.READY
                 else:
@@ -597,10 +592,6 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.report(error)
             self.model.segments[self.names[error.segment_id]].state = SegmentState.SUSPECT
             assert self.store.health.state == "degraded"
-            # What is not there when the disk answers again is gone.
-            for name in sorted(self.removed):
-                self.model.lose(name)
-            self.removed.clear()
             assert self.offer("", (5,), EXACT, fails=False) is StoreOutcome.UNAVAILABLE
         finally:
             self.files.faults.clear()
