@@ -13,7 +13,7 @@ from pathlib import Path
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.keeper import Keeper
 from impress_sglang.management.monitor import Monitor
-from impress_sglang.management.tree import StoredMatch, StoredSegment, StoredTree
+from impress_sglang.management.tree import SegmentState, StoredMatch, StoredSegment, StoredTree
 
 
 class Quota:
@@ -115,24 +115,10 @@ class Quota:
         needed = self.missing(num_bytes)
         if needed > 0 and self._remove_others(needed):
             return False
-        victims = self._replaceable(keep) if needed > 0 or first is not None else []
-        if first is not None:
-            if first not in victims or first.dependents:
-                return False
-            victims.remove(first)
-            victims.insert(0, first)
-        # An upper bound: a segment below which one stays, stays as well.
-        if needed > sum(own.file_bytes for own in victims):
-            return False
-        while needed > 0 or first is not None:
-            victim = next((own for own in victims if not own.dependents), None)
-            if victim is None:
-                return False
-            victims.remove(victim)
-            needed -= victim.file_bytes
+        victims = self._victims(needed, keep, first)
+        for victim in victims or ():
             remove(victim)
-            first = None
-        return True
+        return victims is not None
 
     def poll(self) -> None:
         """Take in what became of the stores of other models."""
@@ -154,6 +140,31 @@ class Quota:
                 self._removing[path] = self._keeper.remove_store(path)
         return bool(self._removing)
 
+    def _victims(
+        self, needed: int, keep: StoredMatch, first: StoredSegment | None
+    ) -> list[StoredSegment] | None:
+        """Who goes, what builds on others before them; None if that would not be enough."""
+        candidates = self._replaceable(keep) if needed > 0 or first is not None else []
+        if first is not None:
+            if first not in candidates or first.dependents:
+                return None
+            candidates.remove(first)
+            candidates.insert(0, first)
+        if needed > sum(own.file_bytes for own in candidates):
+            return None
+        victims: list[StoredSegment] = []
+        staying: dict[str, int] = {}
+        while needed > 0 or (first is not None and not victims):
+            leaves = (c for c in candidates if not staying.get(c.segment_id, c.dependents))
+            victim = next(leaves, None)
+            if victim is None:
+                return None
+            candidates.remove(victim)
+            victims.append(victim)
+            needed -= victim.file_bytes
+            _count_out(victim, staying)
+        return victims
+
     def _replaceable(self, keep: StoredMatch) -> list[StoredSegment]:
         """Segments that may go, least recently used first."""
         kept = {span.segment.segment_id for span in keep.spans}
@@ -165,3 +176,14 @@ class Quota:
             and not self._is_read(segment.segment_id)
         ]
         return sorted(found, key=lambda segment: segment.last_access)
+
+
+def _count_out(segment: StoredSegment, staying: dict[str, int]) -> None:
+    """Of what is above a segment that goes, how many segments that build on it still stay."""
+    above = segment.parent
+    while above is not None:
+        staying[above.segment_id] = staying.get(above.segment_id, above.dependents) - 1
+        if staying[above.segment_id] or above.state is not SegmentState.LOST:
+            return
+        # It goes with the last that builds on it.
+        above = above.parent

@@ -470,7 +470,12 @@ class PrefixStore:
     def _take_answer(self, segments: dict[str, int] | None, error: Exception | None) -> None:
         """A disk that failed was asked again: go on with what is on it now."""
         if segments is not None and not self.health.readable:
-            self._reader.revive()
+            try:
+                self._reader.revive()
+            except (ConfigError, OSError) as failure:
+                self.health.probed(failure, readable=False)
+                return
+            # What is not there may have been written after the disk was asked.
             for segment in self.tree.segments():
                 if segment.ready and segment.segment_id not in segments:
                     self._looks.add(segment)

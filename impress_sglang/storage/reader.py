@@ -104,7 +104,9 @@ class OpenSegment:
 
     def close(self) -> None:
         """Close the file; no read may be in flight."""
-        self.files.close(self.descriptor)
+        # Nothing was written through it.
+        with contextlib.suppress(OSError):
+            self.files.close(self.descriptor)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -357,6 +359,7 @@ class ChunkReader:
 
         Raises:
             ConfigError: there is no engine any more.
+            OSError: it cannot be made now.
         """
         if self._failed is None or self._thread.is_alive():
             return

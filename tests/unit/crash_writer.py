@@ -27,6 +27,7 @@ from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.catalog import Catalog
+from impress_sglang.storage.files import FileSystem
 from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, flip_byte, lanes_of, make_shape
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import open_source, rows

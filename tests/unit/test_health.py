@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 
@@ -148,7 +149,7 @@ def test_a_disk_that_fails_again_at_once_is_asked_less_and_less(
         pauses.append(recover(health, clock))
         clock.now += 0.01
 
-    for earlier, later in zip(pauses, pauses[1:], strict=False):
+    for earlier, later in itertools.pairwise(pauses):
         assert later == pytest.approx(min(2 * earlier, LONGEST_PAUSE_S), abs=0.05)
     assert pauses[-1] == pytest.approx(LONGEST_PAUSE_S, abs=0.05)
 

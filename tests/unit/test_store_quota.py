@@ -150,6 +150,23 @@ def test_an_offer_that_can_never_fit_evicts_nothing(bench: Workbench) -> None:
     assert [length(store, prompt(n)) for n in (1, 2, 3)] == [8, 8, 8]
 
 
+def test_an_offer_that_does_not_fit_in_the_end_evicts_nothing(bench: Workbench) -> None:
+    """What is being written stays, and so does what it builds on."""
+    store = bench.open(ssd_gb=gb(4 * bench.one))
+    bench.put(store, prompt(1))
+    bench.put(store, prompt(2, 8))
+    gate = Gate(SequenceKVs(bench.shape, "", prompt(2, 16)))
+    bench.offer(store, prompt(2, 16), read_layers=gate)
+
+    # All but the segment that is being written would be enough.
+    assert bench.offer(store, prompt(3, 24)) is StoreOutcome.NO_SPACE
+
+    assert [length(store, prompt(n)) for n in (1, 2)] == [8, 8]
+    gate.opened.set()
+    store.drain()
+    assert length(store, prompt(2, 16)) == 16
+
+
 def test_the_quota_holds_over_a_long_run(bench: Workbench) -> None:
     """Prompts of several lengths come back in turns; extensions, evictions and misses mix."""
     quota = 5 * bench.one + 3 * 4096

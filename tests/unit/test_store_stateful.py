@@ -2,7 +2,8 @@
 
 Writes wait at a gate until a step lets them through, and steps wait for a rewrite, so that a
 history is the same each time; second looks are taken when a step takes them. Every match is read
-back, whole or in part, some of it ahead, and its rows compared with those that belong to its tokens.
+back, whole or in part, some of it ahead, and its rows compared with those that belong to its
+tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
 from impress_sglang.management.keeper import Verdict
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.tree import SegmentState, StoredMatch, StoredSegment
-from impress_sglang.management.writing import StoreOutcome
+from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import SegmentInfo
@@ -64,6 +65,7 @@ SEQUENCES = st.lists(st.sampled_from(RUNS), min_size=1, max_size=4).map(
 )
 CHOSEN = st.sets(st.integers(0, 40), min_size=1, max_size=8)
 QUALITY = st.sampled_from(QUALITIES)
+DAMAGES = st.sampled_from(["none", "removed", "removed", "damaged"])
 FAILS = st.sampled_from([False, False, False, True])
 NAMESPACES = st.sampled_from(["", "salt"])
 DEMANDS = st.sampled_from(
@@ -124,8 +126,6 @@ class StoreMachine(RuleBasedStateMachine):
         # The model goes on calling a segment by its first name when it is rewritten.
         self.stored: dict[str, StoredSegment] = {}
         self.names: dict[str, str] = {}
-        # Files of suspects that are not there any more.
-        self.removed: set[str] = set()
         self.age = 0
         self.done: list[str] = []
         self.accepted: list[str] = []
@@ -135,9 +135,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.abandoned: set[str] = set()
         self.sources: list[tuple[SegmentSource, str, TokenPath, int]] = []
         self.open()
-        # Something to read from the first step on.
-        for tokens in (tuple(range(3, 14)), (0, 1, 1, 0, 1)):
-            self.offer("", tokens, EXACT, fails=False)
+        # Something to read from the first step on, and something that builds on it.
+        first = (0, 1, 1, 0, 1)
+        for tokens, quality in (
+            (tuple(range(3, 14)), EXACT),
+            (first, EXACT),
+            (first + RUNS[2], EXACT),
+            (first + RUNS[2] + RUNS[1], QUALITIES[1]),
+        ):
+            self.offer("", tokens, quality, fails=False)
         self.let_writes_through()
 
     def open(self) -> None:
@@ -185,7 +191,6 @@ class StoreMachine(RuleBasedStateMachine):
         """A suspect that was rewritten is good: the old file was read to its end."""
         if known.state is SegmentState.SUSPECT:
             known.state = SegmentState.READY
-            self.removed.discard(known.name)
 
     def wait_for_rewrite(self) -> None:
         job = self.store._reorderer._job
@@ -263,12 +268,14 @@ class StoreMachine(RuleBasedStateMachine):
         ids: list[str] = []
         outcome = self.store.offer(
             namespace,
-            as_tokens(tokens),
-            lambda start: self.gated(kvs, start, fails, ids),
-            lambda: self.done.append(ids[0]),
-            lambda: self.abandoned.add(ids[0]),
-            quality=quality,
-            min_tokens=1,
+            Offer(
+                as_tokens(tokens),
+                lambda start: self.gated(kvs, start, fails, ids),
+                lambda: self.done.append(ids[0]),
+                lambda: self.abandoned.add(ids[0]),
+                quality=quality,
+                min_tokens=1,
+            ),
         )
         after = self.learn_names()
         if outcome is not StoreOutcome.ACCEPTED:
@@ -502,20 +509,19 @@ class StoreMachine(RuleBasedStateMachine):
         return [known.name for known in self.model.segments.values() if known.ready]
 
     @precondition(lambda self: self.ready())
-    @rule(data=st.data(), damage=st.sampled_from(["none", "removed", "removed", "damaged"]))
+    @rule(data=st.data(), damage=DAMAGES)
     def report(self, data: st.DataObject, damage: str) -> None:
-        """Who has a file open goes on reading the old one."""
         self.poll()
-        if not self.ready():
-            return
-        name = data.draw(st.sampled_from(self.ready()))
+        if self.ready():
+            self.damage_and_report(data.draw(st.sampled_from(self.ready())), damage)
+
+    def damage_and_report(self, name: str, damage: str) -> None:
+        """Who has a file open goes on reading the old one."""
         segment_id = self.stored[name].segment_id
         (path,) = self.directory.glob(f"*/segments/*/{segment_id}.kv")
         content = bytearray(path.read_bytes())
         if damage != "none":
             path.unlink()
-        if damage == "removed":
-            self.removed.add(name)
         if damage == "damaged":
             content[-4096] ^= 1
             path.write_bytes(content)
@@ -523,6 +529,31 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.report(ChunkUnreadable(segment_id, "a test"))
 
         self.model.segments[name].state = SegmentState.SUSPECT
+
+    def built_on(self) -> list[str]:
+        segments = self.model.segments
+        return [name for name in self.ready() if self.model.children(segments[name])]
+
+    @precondition(lambda self: self.built_on())
+    @rule(data=st.data(), reads=st.booleans(), tail=SEQUENCES, fails=FAILS)
+    def lose_what_others_build_on(
+        self, data: st.DataObject, reads: bool, tail: Tokens, fails: bool
+    ) -> None:
+        """While a request reads it, if `reads`; and at times it is offered again."""
+        self.let_writes_through()
+        self.poll()
+        if not self.built_on():
+            return
+        name = data.draw(st.sampled_from(self.built_on()))
+        known = self.model.segments[name]
+        tokens = tuple(token for token, _ in known.path)
+        if reads:
+            self.open_match(data, known.namespace, tokens, known.quality)
+        if known.ready:
+            self.damage_and_report(name, "removed")
+            self.take_second_looks()
+        if data.draw(st.booleans()):
+            self.offer_a_prefix_of(known.namespace, tokens + tail, known.quality, fails)
 
     @rule()
     def take_second_looks(self) -> None:
@@ -534,7 +565,6 @@ class StoreMachine(RuleBasedStateMachine):
             name = self.names[info.segment_id]
             known = self.model.segments.get(name)
             if known is not None and known.state is SegmentState.SUSPECT:
-                self.removed.discard(name)
                 if verdict is Verdict.GOOD:
                     known.state = SegmentState.READY
                 else:
@@ -565,10 +595,6 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.report(error)
             self.model.segments[self.names[error.segment_id]].state = SegmentState.SUSPECT
             assert self.store.health.state == "degraded"
-            # What is not there when the disk answers again is gone.
-            for name in sorted(self.removed):
-                self.model.lose(name)
-            self.removed.clear()
             assert self.offer("", (5,), EXACT, fails=False) is StoreOutcome.UNAVAILABLE
         finally:
             self.files.faults.clear()
@@ -700,6 +726,6 @@ TestSketchStore = SketchStoreMachine.TestCase
 TestTightSketchStore = TightSketchStoreMachine.TestCase
 # Each example writes and reads many files.
 TestStore.settings = TestTightStore.settings = settings(
-    max_examples=settings.default.max_examples * 3 // 5, stateful_step_count=35
+    max_examples=settings.default.max_examples, stateful_step_count=40
 )
 TestSketchStore.settings = TestTightSketchStore.settings = TestStore.settings
