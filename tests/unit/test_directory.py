@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,7 +24,6 @@ from impress_sglang.storage.directory import (
 from impress_sglang.storage.files import FileSystem
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import IDENTITY
-import contextlib
 
 FILES = FileSystem()
 OTHER = "f" * 32
