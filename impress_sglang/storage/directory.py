@@ -185,10 +185,11 @@ def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, Path, b
 
 
 def quarantined_files(files: FileSystem, store: Path) -> list[Path]:
-    """Damaged segments that a store keeps, oldest first."""
+    """Damaged segments that a store keeps, in the order in which they were set aside."""
     folder = store / QUARANTINE
     paths = [folder / name for name in files.list(folder) if _SEGMENT.fullmatch(name)]
-    return sorted(paths, key=lambda path: files.stat(path).st_mtime_ns)
+    # The time of the rename, not of the last write.
+    return sorted(paths, key=lambda path: files.stat(path).st_ctime_ns)
 
 
 def other_stores(files: FileSystem, own: Path) -> dict[Path, int]:
