@@ -199,3 +199,37 @@ def test_a_wrong_retention_is_refused(impress: Server, wrong: object) -> None:
     )
     assert response.status_code == 400
     assert "impress_retention must be a number above 0 and at most 1" in response.text
+
+
+def turn(server: Server, chat: list[int], retention: float, seed: int) -> tuple[list[int], int]:
+    """A turn of a chat at a retention: the chat after it, and how much of it came from SSD."""
+    prompt = [*chat, *random_tokens(100, seed=seed)]
+    params = {"custom_params": {"impress_retention": retention}}
+    answer = server.generate(prompt, 30, sampling_params=params)
+    said = report(answer)
+    assert said["path"] == "ssd"
+    server.flush()
+    return [*prompt, *answer["output_ids"]], said["prefix_tokens"]
+
+
+def test_a_request_takes_only_what_its_own_demand_allows(impress: Server) -> None:
+    """What was computed at 0.05 once served everybody, and what they computed the next ones."""
+    first = store_prefix(impress, 500, seed=41)
+    poor, _ = turn(impress, first, 0.05, seed=42)
+
+    _, found = turn(impress, poor, 0.25, seed=43)
+    assert found == 500, "who asks for a quarter gets nothing that rests on a twentieth"
+    _, found = turn(impress, poor, 1.0, seed=44)
+    assert found == 500, "nor who asks for all"
+    _, found = turn(impress, poor, 0.05, seed=45)
+    assert found > 600
+
+
+def test_approximations_do_not_pile_up(impress: Server) -> None:
+    chat = store_prefix(impress, 500, seed=51)
+    found = []
+    for number in range(4):
+        chat, known = turn(impress, chat, 0.25, seed=52 + number)
+        found.append(known)
+    assert found[0] == 500 and found[1] > 600
+    assert found[2] == found[3] == found[1], "what rests on two approximations is not stored"

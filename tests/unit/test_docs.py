@@ -34,3 +34,20 @@ def test_links_between_documents_lead_somewhere() -> None:
     for document in [ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "patches/README.md"]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_the_tests_that_reliability_names_exist() -> None:
+    """A row without its test would be a promise that nobody keeps."""
+    text = (ROOT / "docs/reliability.md").read_text()
+    files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    functions = "\n".join(re.findall(r"def (test_\w+)", "\n".join(files.values())))
+    for name in set(re.findall(r"\btest_\w+\.py", text)):
+        assert name in files, name
+    for name in set(re.findall(r"\b(test_\w+)(?!\w*\.py)\b", re.sub(r"test_\w+\.py", "", text))):
+        assert name in functions, name
+    for part in set(re.findall(r"…(\w+)", text)):
+        assert part in functions, part
+    rows = [row for row in text.splitlines() if row.startswith("| ") and "---" not in row]
+    for row in rows:
+        last = row.rstrip(" |").split("|")[-1]
+        assert "test_" in last or re.search(r"serving|unit|the same|^ test $", last), row
