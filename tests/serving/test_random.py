@@ -30,6 +30,7 @@ IMPRESS_FLAGS = (
     "--impress-load=always",
     "--impress-min-prefix-tokens=64",
     "--impress-min-free-gb=0",
+    "--impress-io-timeout=1",
     "--impress-device-gb=0.002",
     "--impress-host-gb=0.008",
 )
