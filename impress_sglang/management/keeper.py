@@ -199,21 +199,26 @@ class Keeper:
         try:
             self._directory.check_readable()
             missing = path.name not in self._files.list(path.parent)
-            if not missing:
-                self._quarantine(path, error)
         except OSError as failure:
             self._health.failed("the store is not there", failure, reading=True)
             return Verdict.UNCLEAR
         if missing:
             logger.warning("%s; its file is gone", error)
+        elif not self._quarantine(path, error):
+            return Verdict.UNCLEAR
         self._index(self._catalog.remove, error.segment_id)
         return Verdict.GONE if missing else Verdict.BAD
 
-    def _quarantine(self, path: Path, error: ChunkUnreadable) -> None:
+    def _quarantine(self, path: Path, error: ChunkUnreadable) -> bool:
+        """Set a damaged file aside; False where nothing can be changed now."""
+        try:
+            self._files.rename(path, self._directory.quarantine_path(error.segment_id))
+            self._limit_quarantine()
+        except OSError as failure:
+            self._health.failed("a segment could not be set aside", failure, reading=False)
+            return False
         logger.error("%s; set aside in quarantine", error)
-        target = self._directory.quarantine_path(error.segment_id)
-        self._files.rename(path, target)
-        self._limit_quarantine()
+        return True
 
     def _limit_quarantine(self) -> None:
         paths = quarantined_files(self._files, self._directory.path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import logging
 import sqlite3
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from impress_sglang.storage.directory import CATALOG
 from impress_sglang.storage.files import FileSystem
@@ -40,14 +42,17 @@ CREATE TABLE IF NOT EXISTS segments (
     chunk_tokens INTEGER NOT NULL,
     generation INTEGER NOT NULL,
     file_bytes INTEGER NOT NULL,
+    checksum TEXT NOT NULL,
     last_access INTEGER NOT NULL DEFAULT 0,
     hits INTEGER NOT NULL DEFAULT 0
 ) STRICT
 """
 
-_INSERT = "INSERT OR REPLACE INTO segments VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
+_INSERT = "INSERT OR REPLACE INTO segments VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
 _DELETE = "DELETE FROM segments WHERE segment_id = ?"
 _ACCESS = "UPDATE segments SET last_access = ?2, hits = ?3 WHERE segment_id = ?1"
+# The first ones never change; their checksum follows.
+_COLUMNS, _FIXED = 15, 12
 # Changes that wait for the database at most; the next start mends what is forgotten.
 _MOST_WAITING = 100_000
 
@@ -116,19 +121,23 @@ class Catalog:
         self._waiting.clear()
 
     def entries(self) -> dict[str, CatalogEntry]:
-        """All rows by segment; none of a database that is damaged, which is made anew.
+        """All sound rows by segment; none of a database that is damaged, which is made anew.
 
         Raises:
             sqlite3.Error: the database cannot be read now.
             OSError: it cannot be opened now.
         """
         try:
-            rows = self._connected().execute("SELECT * FROM segments").fetchall()
-            entries = [_from_row(row) for row in rows]
+            found = self._connected().execute("SELECT * FROM segments")
+            if len(found.description) != _COLUMNS:
+                raise sqlite3.DatabaseError("another table of that name")
+            rows = found.fetchall()
+            # Of the others the headers are read.
+            entries = [_from_row(row) for row in rows if _checksum(row[:_FIXED]) == row[_FIXED]]
         except sqlite3.OperationalError:
             self.close()
             raise
-        except (sqlite3.DatabaseError, AssertionError, KeyError, ValueError) as error:
+        except sqlite3.DatabaseError as error:
             self._begin_anew(error)
             return {}
         return {entry.info.segment_id: entry for entry in entries}
@@ -163,6 +172,8 @@ class Catalog:
 
     def _open(self) -> sqlite3.Connection:
         connection = self._files.database(self._path)
+        # What is damaged fails its checksum, not the start.
+        connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
@@ -177,7 +188,7 @@ class Catalog:
 
 def _to_row(entry: CatalogEntry) -> tuple[object, ...]:
     info = entry.info
-    return (
+    fixed = (
         info.segment_id,
         info.identity,
         info.namespace,
@@ -190,9 +201,13 @@ def _to_row(entry: CatalogEntry) -> tuple[object, ...]:
         info.chunk_tokens,
         info.generation,
         entry.file_bytes,
-        entry.last_access,
-        entry.hits,
     )
+    return *fixed, _checksum(fixed), entry.last_access, entry.hits
+
+
+def _checksum(fixed: tuple[object, ...]) -> str:
+    """Of a row: SQLite has none, and what a row says decides which files are kept."""
+    return xxhash.xxh3_64_hexdigest(repr(fixed).encode())
 
 
 def _from_row(row: tuple[object, ...]) -> CatalogEntry:
@@ -209,6 +224,7 @@ def _from_row(row: tuple[object, ...]) -> CatalogEntry:
         chunk_tokens,
         generation,
         file_bytes,
+        _,
         last_access,
         hits,
     ) = row

@@ -91,11 +91,12 @@ class StoreDirectory:
             raise FileNotFoundError(f"{self.path} is not the store that was opened")
 
     def check_writable(self) -> None:
-        """See that a file can be written, synced, read back and removed.
+        """See that a file can be written, synced, read back and removed, and folders are there.
 
         Raises:
             OSError: it cannot.
         """
+        self._make_folders()
         _write_small(self.files, self.path / _PROBE, self._marker)
         if _read_small(self.files, self.path / _PROBE) != self._marker:
             raise OSError("a probe was not read as it was written")
@@ -134,12 +135,15 @@ class StoreDirectory:
                 )
             if not is_store(self.files, self.path):
                 self._mark(key)
-            for name in (SEGMENTS, QUARANTINE):
-                self.files.make_directory(self.path / name)
+            self._make_folders()
             return lock, _read_small(self.files, self.path / MARKER)
         except BaseException:
             self.files.close(lock)
             raise
+
+    def _make_folders(self) -> None:
+        for name in (SEGMENTS, QUARANTINE):
+            self.files.make_directory(self.path / name)
 
     def _mark(self, key: bytes) -> None:
         temporary = self.path / f"{MARKER}{TEMPORARY_SUFFIX}"

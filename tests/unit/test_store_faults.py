@@ -367,6 +367,49 @@ def test_a_damaged_segment_is_set_aside_and_what_builds_on_it_stays(
     assert store.stats.segments_written == 4, "only the lost part was written again"
 
 
+def test_a_damaged_segment_on_a_read_only_disk_costs_nothing_else(
+    bench: Workbench, store: PrefixStore, faults: Faults
+) -> None:
+    """It cannot be set aside there; what else is stored is served all the same."""
+    bench.put(store, prompt(1, 40))
+    bench.put(store, prompt(2, 40))
+    path = path_of(bench, look_up(store, prompt(1, 40)))
+    faults.add(*read_only())
+    damage.flip_data_bit(path, KEYS_BLOCK)
+    with pytest.raises(ChunkUnreadable):
+        read(store, prompt(1, 40))
+    until(store, lambda: store.health.state != "ok")
+    deadline = time.monotonic() + 2.5
+    while time.monotonic() < deadline:
+        store.poll()
+        assert store.health.readable
+        time.sleep(0.01)
+    check_rows(store, prompt(2, 40))
+    assert length(store, prompt(1, 40)) == 0
+    faults.clear()
+    until(store, lambda: store.stats.segments_quarantined == 1)
+
+
+@pytest.mark.parametrize("folder", ["segments", "quarantine"])
+def test_a_folder_of_the_store_that_was_removed_is_made_anew(
+    bench: Workbench, store: PrefixStore, folder: str
+) -> None:
+    bench.put(store, prompt(1, 40))
+    path = path_of(bench, look_up(store, prompt(1, 40)))
+    shutil.rmtree(next(bench.root.glob(f"*/{folder}")))
+    if path.exists():
+        damage.flip_data_bit(path, KEYS_BLOCK)
+    with pytest.raises(ChunkUnreadable):
+        read(store, prompt(1, 40))
+    until(store, lambda: store.stats.segments_gone + store.stats.segments_quarantined == 1)
+    bench.offer(store, prompt(2, 40))
+    store.drain()
+    until_well(store)
+
+    bench.put(store, prompt(1, 40))
+    check_rows(store, prompt(1, 40))
+
+
 def test_a_file_that_is_gone_is_lost_and_can_be_stored_again(
     bench: Workbench, store: PrefixStore
 ) -> None:
