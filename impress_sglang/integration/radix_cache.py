@@ -3,10 +3,10 @@
 Stages: match, admit, write back. A request whose stored prefix is longer than its resident one is
 admitted as a sink row (docs/design.md). Only the scheduler's thread calls this class.
 
-Slots that SGLang's tree does not know are counted as protected, so that SGLang's own accounting
+Slots that SGLang's tree does not know are counted, so that SGLang's own accounting
 (available + evictable + protected + uncached == total) holds at every step:
-  * private: the k slots of a live sink row;
-  * held: slots of approximate KVs that a write still reads.
+  * private: the k slots of a live sink row, as protected;
+  * held: slots of approximate KVs that a write still reads, as evictable.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -120,6 +121,7 @@ class ImpressRadixCache(RadixCache):
         self._private_tokens = 0
         self._held_tokens = 0
         self._writing_tokens = 0
+        self._locking: set[Save] = set()
         self._started = False
         super().__init__(params)
         config = runtime.config
@@ -322,34 +324,53 @@ class ImpressRadixCache(RadixCache):
 
         When nothing else is left, writes are given up, the latest first; nobody waits for them.
         """
-        store = self._runtime.store
+        store, held, evicted = self._runtime.store, self._held_tokens, 0
         store.poll()
-        evicted = super().evict(params).num_tokens_evicted
+
+        def freed() -> int:
+            return evicted + held - self._held_tokens
 
         def enough() -> bool:
             nonlocal evicted
-            missing = params.num_tokens - evicted
+            missing = params.num_tokens - freed()
             if missing > 0:
                 evicted += (
                     super(ImpressRadixCache, self)
                     .evict(EvictParams(num_tokens=missing))
                     .num_tokens_evicted
                 )
-            return evicted >= params.num_tokens
+            return freed() >= params.num_tokens
 
-        if evicted < params.num_tokens and store.is_writing:
+        if not enough() and store.is_writing:
             store.abandon_writes(enough)
             enough()
-        return EvictResult(num_tokens_evicted=evicted)
+        return EvictResult(num_tokens_evicted=freed())
 
     def flush_pending_backups(self) -> None:
         """SGLang's tick after each batch."""
         self._runtime.store.poll()
         self._runtime.store.ahead.top_up()
 
+    def evictable_size(self) -> int:
+        """Tokens that `evict` can free: SGLang's, and those that only writes hold."""
+        return int(super().evictable_size()) + self._held_tokens + self._locked_by_writes()
+
     def protected_size(self) -> int:
         """Tokens that cannot be evicted: SGLang's, and the slots only we know."""
-        return int(super().protected_size()) + self._private_tokens + self._held_tokens
+        return int(super().protected_size()) + self._private_tokens - self._locked_by_writes()
+
+    def _locked_by_writes(self) -> int:
+        """Tokens of SGLang's tree that nothing but writes has locked.
+
+        If they did not count as room, SGLang would let a request wait for the disk.
+        """
+        locks: Counter[Any] = Counter()
+        for save in self._locking:
+            node = save.node
+            while node is not self.root_node:
+                locks[node] += 1
+                node = node.parent
+        return sum(len(node.key) for node, count in locks.items() if node.lock_ref == count)
 
     @property
     def runtime(self) -> ServingRuntime:
@@ -524,8 +545,7 @@ class ImpressRadixCache(RadixCache):
             return
         save = Save(self.path_device_indices(req.last_node), self._runtime.shape.num_layers)
         if self._offer(req, save, 0, EXACT):
-            save.node = req.last_node
-            self.inc_lock_ref(save.node)
+            self._lock_for(save, req.last_node)
 
     def begin_saves(self, rids: Sequence[str], lengths: Sequence[int]) -> list[Save]:
         """Offer the prompts that the pass which begins now completes, to be saved behind it.
@@ -558,8 +578,12 @@ class ImpressRadixCache(RadixCache):
         if len(owned) < len(save.slots) or not torch.equal(owned, save.slots):
             save.abandon()
         elif not save.finished:
-            save.node = req.last_node
-            self.inc_lock_ref(save.node)
+            self._lock_for(save, req.last_node)
+
+    def _lock_for(self, save: Save, node: Any) -> None:
+        save.node = node
+        self.inc_lock_ref(node)
+        self._locking.add(save)
 
     def _offer_approximate(self, req: Any, request: PrefixRequest, up_to: int) -> None:
         """Offer what was computed after a partly loaded prefix, holding its slots for the write."""
@@ -624,6 +648,7 @@ class ImpressRadixCache(RadixCache):
         save.finished = True
         self._writing_tokens -= len(save.slots)
         if save.node is not None:
+            self._locking.remove(save)
             self.dec_lock_ref(save.node)
         if save.held:
             self._held_tokens -= len(save.slots)

@@ -1,0 +1,100 @@
+"""A pool whose slots are being written: requests are admitted as if nothing were written."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from impress_sglang.integration.saving import Save
+from impress_sglang.storage.quality import EXACT
+from tests.integration.test_weights import SHAPE, TOKENS, World
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.pool.go_on.set()
+    world.runtime.store.drain()
+    world.cache.check_integrity()
+    assert _all_tokens(world) == TOKENS * 4
+    world.runtime.close()
+
+
+def _all_tokens(world: World) -> int:
+    """SGLang's equation, where no request runs."""
+    cache = world.cache
+    available: int = world.allocator.available_size()
+    return available + cache.evictable_size() + cache.protected_size()
+
+
+def _computed(world: World, rid: str, first: int) -> tuple[Save, Any]:
+    """A prompt is computed and resident, its request has ended, and its write hangs."""
+    save = world.prefill(rid, first)
+    req = world.cache._requests[rid]
+    req.kv = SimpleNamespace(
+        req_pool_idx=req.kv.req_pool_idx,
+        cache_protected_len=0,
+        cache_inserted_len=0,
+        swa_evict_floor=0,
+    )
+    save.open(SHAPE.num_layers)
+    world.cache.checkpoint(req, up_to=TOKENS)
+    world.cache.unlock(req.lock)
+    world.cache.on_release(req, checkpointed=True)
+    return save, req
+
+
+def test_slots_that_are_written_count_as_room(world: World) -> None:
+    """SGLang admits a prompt by its budget, and evicts only for what it has admitted."""
+    world.pool.go_on.clear()
+    _computed(world, "first", 1000)
+    _computed(world, "second", 2000)
+    assert world.runtime.store.is_writing
+
+    budget = world.allocator.create_prefill_budget(world.cache, num_mixed_decode_tokens=0)
+    assert budget.remaining_total == TOKENS * 4
+    assert _all_tokens(world) == TOKENS * 4
+    world.cache.evict(EvictParams(num_tokens=2 * TOKENS))
+    assert world.allocator.available_size() == TOKENS * 4
+
+
+def test_what_a_request_has_locked_too_is_no_room(world: World) -> None:
+    world.pool.go_on.clear()
+    _, req = _computed(world, "first", 1000)
+    lock = world.cache.lock(req.last_node)
+
+    assert world.cache.evictable_size() == 0
+    assert _all_tokens(world) == TOKENS * 4
+    world.cache.evict(EvictParams(num_tokens=TOKENS))
+    assert world.cache.protected_size() == TOKENS
+    world.cache.unlock(lock)
+    assert world.cache.evictable_size() == TOKENS
+
+
+def test_no_more_writes_are_given_up_than_are_in_the_way(world: World) -> None:
+    """The slots of an approximate prefix belong to its write alone."""
+    world.pool.go_on.clear()
+    first, _ = _computed(world, "first", 1000)
+    slots = world.allocator.alloc(TOKENS)
+    assert slots is not None
+    held = Save(slots, SHAPE.num_layers)
+    req = SimpleNamespace(
+        rid="held",
+        full_untruncated_fill_ids=array("q", range(2000, 2000 + TOKENS)),
+        extra_key=None,
+        cache_salt=None,
+    )
+    assert world.cache._offer(req, held, 0, EXACT)
+    held.held = True
+    world.cache._held_tokens += TOKENS
+    assert _all_tokens(world) == TOKENS * 4
+
+    assert world.cache.evict(EvictParams(num_tokens=TOKENS)).num_tokens_evicted == TOKENS
+    assert held.finished and not first.finished
