@@ -225,7 +225,8 @@ class ImpressRadixCache(RadixCache):
         if self.disable or not self._runtime.store.ahead.enabled or req.rid in self._prefetches:
             return
         tokens = req.full_untruncated_fill_ids or req.origin_input_ids
-        key = RadixKey(tokens[:-1], req.extra_key, cache_salt=req.cache_salt)
+        limit = req._compute_max_prefix_len(len(tokens))
+        key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
         match = self._find_stored(key, req)
         resident = super().match_prefix(MatchPrefixParams(key=key)).device_prefix_len
         offer = self._make_offer(match, key, resident, req)
