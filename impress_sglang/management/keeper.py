@@ -6,6 +6,7 @@ futures; what fails is in them, or reported to `Health`, and nothing is raised a
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import sqlite3
@@ -70,6 +71,8 @@ class Keeper:
         """Bytes of segments whose files could not be removed yet."""
         self.unused_files = 0
         """Files that could not be read at the start; nobody knows what builds on them."""
+        self.unused_bytes = 0
+        """Of these, and of what may build on them."""
 
     def recover(self, identity: str) -> list[CatalogEntry]:
         """All published segments of this identity, after comparing the rows with the files.
@@ -273,5 +276,7 @@ class Keeper:
             if entry is not None:
                 return entry
             self.unused_files += 1
+            with contextlib.suppress(OSError):
+                self.unused_bytes += self._files.stat(path).st_size
             logger.warning("%s stays where it is, unused: %s", path.name, error)
         return None

@@ -87,7 +87,8 @@ class Quota:
     def missing(self, num_bytes: int) -> int:
         """How much more must be free for a file to fit; 0 or less if it does."""
         keeper, config = self._keeper, self._config
-        beside = keeper.quarantined_bytes + sum(list(keeper.undeleted.values()))
+        beside = keeper.quarantined_bytes + keeper.unused_bytes
+        beside += sum(list(keeper.undeleted.values()))
         reserved = self._reserved()
         used = self.used_bytes + reserved + beside + self.other_models_bytes
         pending = self.pending_bytes + reserved

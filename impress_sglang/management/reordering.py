@@ -115,7 +115,9 @@ class Reorderer:
         if error is not None:
             self.stats.failed += 1
             logger.warning("a segment could not be reordered: %s", error)
-            return dataclasses.replace(ended, error=error)
+            # A file whose folder could not be synced has its name already.
+            discard = job.info.segment_id if isinstance(error, OSError) else None
+            return dataclasses.replace(ended, error=error, discard=discard)
         shares = job.future.result()
         if shares is None:
             self.stats.not_worth += 1

@@ -404,7 +404,9 @@ class PrefixStore:
         tree = StoredTree(first_time=latest + 1)
         for orphan in restore_segments(tree, segments):
             # What builds on a file that cannot be read now may be found at another start.
-            if not self._keeper.unused_files:
+            if self._keeper.unused_files:
+                self._keeper.unused_bytes += orphan.file_bytes
+            else:
                 logger.warning(
                     "segment %s has lost the prefix it builds on; removed", orphan.segment_id
                 )

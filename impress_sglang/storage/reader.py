@@ -332,7 +332,11 @@ class ChunkReader:
             PrefixUnreadable: see `PendingRead.wait`.
         """
         read = self.submit(runs)
-        read.wait()
+        try:
+            read.wait()
+        finally:
+            # Who gives up closes the file, and its descriptor becomes another file's.
+            self.cancel(read)
         return read.num_bytes
 
     def cancel(self, read: PendingRead) -> list[tuple[BlockRuns, Integers, Integers]]:
@@ -365,6 +369,7 @@ class ChunkReader:
             return
         self._engine = self._make_engine()
         self._flying, self._flying_ahead = {}, 0
+        self._watch = _Watch(self.cost)
         for waiting in self._queues:
             waiting.clear()
         self._failed = None

@@ -159,6 +159,7 @@ class LayerArea:
         """
         bringing = range(len(self._reads)) if last else np.unique(self._owner[wanted]).tolist()
         self._stop_reading_ahead(bringing, reader)
+        self._forget_failed()
         begun = self._owner[wanted & ~self._wanted]
         self._wanted |= wanted
         ahead = np.array([read.ahead for read in self._reads], np.bool_)
@@ -202,6 +203,12 @@ class LayerArea:
                     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
                         own = self._owner[start // BLOCK_BYTES : stop // BLOCK_BYTES]
                         own[own == number] = _NO_READ
+
+    def _forget_failed(self) -> None:
+        """What could not be read ahead is read when it is wanted: the disk may answer by then."""
+        for number, read in enumerate(self._reads):
+            if read.ahead and read.done and read.error is not None:
+                self._owner[self._owner == number] = _NO_READ
 
     def _submit(self, blocks: Flags, gap_bytes: int, reader: ChunkReader, *, ahead: bool) -> int:
         starts, stops = runs_of(blocks, gap_bytes)

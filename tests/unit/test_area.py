@@ -19,6 +19,7 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.reader import ChunkReader, OpenSegment
 from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
 from impress_sglang.transfer.plan import Flags
+from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
 from tests.unit.source_factory import StepEngine, quick_files, reading, stepping
 from tests.unit.waiting import TIMEOUT, wait_until
@@ -252,6 +253,23 @@ def test_damage_is_told_to_who_wants_it(stored: Stored, ahead: bool) -> None:
         area.read(stored.flags(8), 0, reader)
         area.wait(stored.flags(8))
         area.close(reader)
+
+
+def test_what_could_not_be_read_ahead_is_read_when_it_is_wanted(stored: Stored) -> None:
+    """The disk answers again: who was under way when it failed must not say it had not."""
+    files = FaultyFileSystem()
+    reader = ChunkReader(4, files)
+    area, wanted = stored.area(), stored.flags(4, 5, 6, 20)
+    with files.faults.injected(Rule("EIO", "block")):
+        area.read_ahead(stored.flags(4, 5, 6, 7), reader)
+        wait_until(lambda: is_quiet(area))
+
+    area.read(wanted, 0, reader)
+    area.wait(wanted)
+
+    stored.check(area, 4, 5, 6, 20)
+    area.close(reader)
+    reader.close()
 
 
 def test_memory_is_not_given_again_while_it_is_filled(

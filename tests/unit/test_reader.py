@@ -20,6 +20,7 @@ from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import Integers, ThreadEngine
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment, PendingRead
+from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
 from tests.unit.source_factory import (
     OneEngine,
@@ -498,6 +499,40 @@ def test_nobody_waits_for_a_reader_that_has_failed(
         with pytest.raises(StoreUnavailable, match="a bug"):
             read.wait()
         assert reader.cancel(read) == []
+    reader.close()
+
+
+@pytest.mark.usefixtures("single_blocks")
+def test_who_gives_up_waiting_leaves_nothing_to_begin(stored: Stored) -> None:
+    """The file is closed then, and its descriptor may be another file's."""
+    engine = StepEngine(1)
+    reader = ChunkReader(1, OneEngine(engine), patience=0.1)
+    with pytest.raises(StoreUnavailable, match="does not answer"):
+        reader.read([stored.runs((0, 9))])
+
+    engine.allow()
+    wait_until(lambda: not engine.in_flight)
+    reader.close()
+    assert len(engine.started) == 1
+
+
+@pytest.mark.usefixtures("single_blocks")
+def test_a_revived_reader_goes_on_learning_what_reads_cost(stored: Stored) -> None:
+    files = FaultyFileSystem()
+    reader = ChunkReader(4, files)
+    with files.faults.injected(Rule("raise", "finish")), pytest.raises(StoreUnavailable):
+        reader.read([stored.runs((0, 20))])
+    wait_until(lambda: not reader._thread.is_alive())
+    reader.revive()
+    before = reader.cost.bytes_per_second
+    with files.faults.injected(Rule("delay", "finish", seconds=0.05)):
+        for _ in range(3):
+            reader.read([stored.runs((0, 20))])
+            # A busy time has ended.
+            wait_until(lambda: not reader._flying)
+            time.sleep(0.01)
+
+    assert reader.cost.bytes_per_second < before / 2
     reader.close()
 
 

@@ -517,6 +517,20 @@ def test_at_a_start_what_cannot_be_read_is_left_where_it_is(
         check_rows(store, tokens)
 
 
+def test_files_that_cannot_be_read_at_a_start_count(bench: Workbench, faults: Faults) -> None:
+    """They, and what builds on them, stay on the disk; so there is less room for others."""
+    store = bench.open()
+    path, _ = shared_prefix(bench, store)
+    used = store.summary()["used_bytes"]
+    bench.close(store)
+    for index in bench.root.glob("*/catalog.sqlite*"):
+        index.unlink()
+    with faults.injected(Rule("EMFILE", "open", f"*{path.name}")):
+        store = bench.open(files=FaultyFileSystem(faults), ssd_gb=gb(used))
+    assert bench.offer(store, prompt(3)) is StoreOutcome.NO_SPACE
+    assert len(bench.files()) == 3
+
+
 def test_prompts_that_begin_alike_replace_each_other(bench: Workbench) -> None:
     """With room for one, each further prompt was refused for ever."""
     prompts = [(1, *prompt(number, 7)) for number in range(2, 6)]

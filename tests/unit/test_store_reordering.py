@@ -28,6 +28,7 @@ from impress_sglang.storage.reader import OpenSegment
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import write_segment
 from impress_sglang.tiers.placement import Tier
+from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
 from tests.unit.kv_factory import (
     SequenceKVs,
@@ -55,6 +56,7 @@ from tests.unit.store_factory import (
     rows,
     use,
 )
+from tests.unit.waiting import wait_until
 
 bench = store_factory.bench
 store = store_factory.store
@@ -556,6 +558,22 @@ def test_bytes_that_are_still_rewritten_are_not_free(bench: Workbench, held: Hel
 
     assert store.reorder_summary()["segments"] == 1
     assert outcome is StoreOutcome.NO_SPACE, "the floor would be crossed by both together"
+
+
+def test_a_new_file_whose_folder_cannot_be_synced_is_not_left_behind(bench: Workbench) -> None:
+    """It has its name already."""
+    files = FaultyFileSystem()
+    store = bench.open(files=files)
+    bench.put(store, prompt(1, 20))
+    select(store, prompt(1, 20), 3)
+    with files.faults.injected(Rule("EIO", "sync_directory", "*/segments/??")):
+        store.reorder(force=True)
+        wait_until(lambda: [store.poll(), store.reorder_summary()["failed"]][-1])
+    recover(store)
+    store.drain()
+
+    wait_until(lambda: len(bench.files()) == 1)
+    check_rows(store, prompt(1, 20))
 
 
 @pytest.mark.parametrize("reason", ["quota", "free space"])
