@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.segment import read_header
 from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 
@@ -18,6 +20,17 @@ def store(server: Server, length: int, seed: int) -> list[int]:
 
 def segments(server: Server) -> set[Path]:
     return set(Path(server.stats()["store"]["directory"]).glob("segments/*/*.kv"))
+
+
+def segment_of(server: Server, prompt: list[int]) -> Path:
+    """The file with the last tokens of a stored prompt; newer ones may be rewritten ones."""
+    infos = {path: read_header(path, FileSystem()).info for path in segments(server)}
+    (found,) = (path for path, info in infos.items() if ends_with(prompt, info.tokens.tolist()))
+    return found
+
+
+def ends_with(prompt: list[int], tokens: list[int]) -> bool:
+    return prompt[-len(tokens) :] == tokens
 
 
 def store_damaged(server: Server, length: int, seed: int) -> list[int]:
