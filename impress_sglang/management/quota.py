@@ -172,7 +172,7 @@ class Quota:
         found = [
             segment
             for segment in self._tree.segments()
-            if segment.ready
+            if segment.on_disk
             and segment.segment_id not in kept
             and not self._is_read(segment.segment_id)
         ]

@@ -471,6 +471,23 @@ def test_a_second_look_waits_as_long_as_nothing_can_be_seen(
     until(store, lambda: store.stats.segments_quarantined == 1)
 
 
+def test_a_segment_that_can_never_be_read_again_makes_room(
+    bench: Workbench, faults: Faults
+) -> None:
+    """As behind a bad sector: no second look decides, and its bytes would be lost for ever."""
+    store = bench.open(files=FaultyFileSystem(faults), ssd_gb=gb(bench.one))
+    bench.put(store, prompt(1))
+    path = path_of(bench, look_up(store, prompt(1)))
+    with faults.injected(Rule("EIO", "read|block", f"*{path.name}")):
+        with pytest.raises(StoreUnavailable):
+            read(store, prompt(1))
+        until(store, lambda: store.health.state == "ok")
+        bench.put(store, prompt(2))
+        check_rows(store, prompt(2))
+    assert len(bench.files()) == 1
+    assert store.summary()["segments_suspect"] == 0
+
+
 def test_a_long_chain_of_segments_can_lose_its_head(bench: Workbench, store: PrefixStore) -> None:
     """A chat of a thousand turns once ended in RecursionError."""
     turns = 1100
