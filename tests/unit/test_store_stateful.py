@@ -694,7 +694,8 @@ class TightStoreMachine(StoreMachine):
         gone = before - left
         evicted = {name for name in gone if states[name] is not SegmentState.LOST}
         assert not evicted & (keep | pinned)
-        assert all(states[name] is SegmentState.READY for name in evicted)
+        on_disk = (SegmentState.READY, SegmentState.SUSPECT)
+        assert all(states[name] in on_disk for name in evicted)
         assert bool(evicted) or not gone, "holes go with what builds on them"
         for name in gone:
             assert not {k.name for k in self.model.below_name(name)} & left, "leaves first"
