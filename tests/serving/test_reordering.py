@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.compare import assert_same, paths, report
+from tests.serving.compare import Answer, assert_same, paths, report
 from tests.serving.conftest import impress_flags
 from tests.serving.harness import Server, Zygote, running
 from tests.serving.tiny_models import random_tokens
@@ -87,18 +87,18 @@ def test_eight_clients_while_segments_are_rewritten_and_chunks_evicted(
 
         background = threading.Thread(target=keep_reordering)
         background.start()
+        found: list[Answer] = []
         try:
-            found = [
-                answer
-                for first in range(0, len(prompts), 8)
-                for answer in server.generate_together(
-                    prompts[first : first + 8], 8, return_logprob=True
-                )
-            ]
+            # A slow machine rewrites less in the time of a round.
+            while len(found) < 4 * len(prompts) and server.stats()["reorder"]["segments"] < 4:
+                for first in range(0, len(prompts), 8):
+                    found += server.generate_together(
+                        prompts[first : first + 8], 8, return_logprob=True
+                    )
         finally:
             busy.clear()
             background.join()
-        assert_same(expected, found, 1e-4)
+        assert_same(expected * (len(found) // len(prompts)), found, 1e-4)
         stored = [report(answer) for answer in found if report(answer)["path"] == "ssd"]
         assert len(stored) >= 8
         assert all(said["used_tokens"] == said["prefix_tokens"] for said in stored)
