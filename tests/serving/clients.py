@@ -30,6 +30,9 @@ KINDS = {
 }
 WAYS = {"whole": 8, "part": 4, "abort": 1, "hang up": 1}
 
+# What SGLang says when requests are retracted, which lives here do on purpose.
+NOT_RETRACTED = "Beam groups cannot be retracted"
+
 
 class Client(threading.Thread):
     """Asks until it is stopped.
@@ -90,6 +93,9 @@ class Client(threading.Thread):
         fields = {"rid": rid} if ask.kind not in ("many", "score", "override") else {}
         response = self._post(ask.route, began, **ask.with_fields(retention, **fields))
         if response is None:
+            return
+        if ask.kind == "beam" and NOT_RETRACTED in response.text:
+            self._world.count("beams that SGLang ended")
             return
         if not response.ok:
             self._world.problem(f"{rid} {ask.name}: {response.status_code} {response.text[:300]}")
