@@ -19,12 +19,12 @@ MEASURE_SECONDS = 1.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What a probe found: the finished segments and their bytes, or why there are none.
+    """What a probe found: the names of the finished segments, or why there are none.
 
     `error` with `segments`: reading works, writing does not.
     """
 
-    segments: dict[str, int] | None = None
+    segments: frozenset[str] | None = None
     error: Exception | None = None
 
 
@@ -94,11 +94,11 @@ class Monitor:
             except FileNotFoundError:
                 directory.restore()
             found = segment_files(directory.files, directory.path)
-            sizes = {name: directory.files.stat(path).st_size for name, path, done in found if done}
+            names = frozenset(name for name, _, finished in found if finished)
         except Exception as error:
             return Answer(error=error)
         try:
             directory.check_writable()
         except Exception as error:
-            return Answer(sizes, error)
-        return Answer(sizes)
+            return Answer(names, error)
+        return Answer(names)

@@ -469,7 +469,7 @@ class PrefixStore:
         if verdict is not Verdict.GOOD:
             self._lose(segment)
 
-    def _take_answer(self, segments: dict[str, int] | None, error: Exception | None) -> None:
+    def _take_answer(self, segments: frozenset[str] | None, error: Exception | None) -> None:
         """A disk that failed was asked again: go on with what is on it now."""
         if segments is not None and not self.health.readable:
             try:
