@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -130,6 +131,8 @@ class RealStore:
         self.store.reorder(force=True)
         while self.store.reorder_summary()["pending"]:
             self.store.poll()
+            # Or the thread that rewrites hardly gets to run.
+            time.sleep(0.001)
 
 
 @pytest.mark.parametrize("policy", ["as", "as+h2o+lru", "as+h2o+lfu", "impress+itf", "impress"])

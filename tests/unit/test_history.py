@@ -34,7 +34,7 @@ def note(
         [
             *range(first > 0),
             *(first + token for token in sorted(own)),
-            *range(first + count, 1 << 20),
+            *range(first + count, first + count + k),
         ]
         for own in selected
     ]
