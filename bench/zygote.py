@@ -14,6 +14,7 @@ because its other end was killed, are killed.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import importlib
@@ -115,6 +116,7 @@ class Zygote:
 def main() -> None:
     """Import, then serve orders until standard input ends."""
     _import_sglang()
+    _end_when_told()
     # As a server does after its warm-up: garbage collections pass over all that was imported.
     gc.freeze()
     children: set[int] = set()
@@ -165,6 +167,20 @@ def _become_server(order: dict[str, Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _end_when_told() -> None:
+    """SGLang looks every five seconds whether it was told to end; here it looks at once."""
+    from sglang.srt.managers.tokenizer_manager import SignalHandler
+
+    note = SignalHandler.sigterm_handler
+
+    def note_and_look(self: Any, *received: Any) -> None:
+        note(self, *received)
+        looking = asyncio.get_running_loop().create_task(self.tokenizer_manager.sigterm_watchdog())
+        self.tokenizer_manager.asyncio_tasks.add(looking)
+
+    SignalHandler.sigterm_handler = note_and_look
 
 
 def _prepare_process(order: dict[str, Any]) -> None:

@@ -11,19 +11,11 @@ import signal
 import sys
 from pathlib import Path
 
+import tests.serving.retracting_server  # noqa: F401
 from impress_sglang.storage import health
 from impress_sglang.storage.files import install
 from tests.fault_control import CONTROL_VARIABLE, ControlledFaults
 from tests.faults import FaultyFileSystem
-
-
-def _retract_as_told() -> None:
-    """SGLang reads these variables while it is imported, which in a forked server was long ago."""
-    from sglang.srt.environ import envs
-    from sglang.srt.managers import scheduler
-
-    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
-    scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
 
 
 def _kill() -> None:
@@ -33,7 +25,6 @@ def _kill() -> None:
 # One fault follows the other here, which looks like a disk that never gets well.
 health.LONGEST_PAUSE_S = 0.5
 install(FaultyFileSystem(ControlledFaults(Path(os.environ[CONTROL_VARIABLE])), kill=_kill))
-_retract_as_told()
 
 if __name__ == "__main__":
     from sglang.srt.entrypoints.http_server import launch_server

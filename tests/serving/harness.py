@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 STOCK = "bench.stock_server"
 BENCH = "bench.server"
 FAULTY = "tests.serving.faulty_server"
+RETRACTING = "tests.serving.retracting_server"
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
 START_TIMEOUT_S = 240
 REQUEST_TIMEOUT_S = 600
 
@@ -60,7 +62,8 @@ class Zygote(ZygoteProcess):
     """Forks servers under test."""
 
     def __init__(self) -> None:
-        super().__init__(server_environment())
+        # Compiling the penalties of a sampler takes longer than most tests, and changes no answer.
+        super().__init__(server_environment({"TORCH_COMPILE_DISABLE": "1"}))
 
 
 class Server:
@@ -177,22 +180,26 @@ def launch(
     bench: bool = False,
     env: dict[str, str] | None = None,
     faults: FaultControl | None = None,
+    retracts: bool = False,
 ) -> Server:
     """Start a server without waiting for it: forked, or by the real command if there is no zygote.
 
-    `stock` is the one to compare with, `bench` one that can be slowed down and commanded. `env`
-    needs the real command, for SGLang reads much of it while it is imported; or a server with
-    `faults`, which knows how to be told later that requests are to be retracted.
+    `stock` is the one to compare with, `bench` one that can be slowed down and commanded, one that
+    `retracts` takes requests out and puts them back all the time. `env` needs the real command, for
+    SGLang reads much of it while it is imported.
     """
     assert not (stock and faults), "stock has no store"
+    assert zygote is not None or not retracts, "its module does not start a server"
     port = free_port()
     argv = [f"--model-path={model}", f"--port={port}", *CPU_FLAGS, *flags]
-    preload = STOCK if stock else BENCH if bench else None
+    preload = STOCK if stock else BENCH if bench else RETRACTING if retracts else None
+    own = dict(RETRACT) if retracts else {}
     if faults is not None:
-        preload, env = FAULTY, {CONTROL_VARIABLE: str(faults.path), **(env or {})}
+        preload = FAULTY
+        own[CONTROL_VARIABLE] = str(faults.path)
     if zygote is not None:
-        assert env is None or faults is not None
-        process = zygote.fork(argv, log, preload=preload, environment=env)
+        assert env is None
+        process = zygote.fork(argv, log, preload=preload, environment=own)
         return Server(process, port, log)
     module = preload or "sglang.launch_server"
     with log.open("wb") as output:
@@ -200,7 +207,7 @@ def launch(
             [sys.executable, "-m", module, *argv],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=server_environment(env),
+            env=server_environment({**own, **(env or {})}),
             cwd=ROOT,
             start_new_session=True,
         )
@@ -208,14 +215,14 @@ def launch(
 
 
 def wait_until_ready(server: Server) -> Server:
-    """Wait for the server's health check; its last words if it dies."""
+    """Wait until the server has warmed up; its last words if it dies."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         assert server.process.alive(), tail(server.log_text())
         with contextlib.suppress(requests.RequestException):
-            if requests.get(server.url + "/health", timeout=5).ok:
+            if requests.get(server.url + "/ready", timeout=5).ok:
                 return server
-        time.sleep(0.2)
+        time.sleep(0.1)
     server.stop(signal.SIGKILL)
     raise AssertionError(f"server did not start:\n{tail(server.log_text())}")
 
@@ -230,10 +237,19 @@ def running(
     bench: bool = False,
     env: dict[str, str] | None = None,
     faults: FaultControl | None = None,
+    retracts: bool = False,
 ) -> Iterator[Server]:
     """A server for the time of a `with` block."""
     server = launch(
-        model, log, *flags, zygote=zygote, stock=stock, bench=bench, env=env, faults=faults
+        model,
+        log,
+        *flags,
+        zygote=zygote,
+        stock=stock,
+        bench=bench,
+        env=env,
+        faults=faults,
+        retracts=retracts,
     )
     try:
         yield wait_until_ready(server)

@@ -109,7 +109,6 @@ class Lives:
         chance = random.Random(f"{self.seed} life {number}")
         setting = draw_setting(number, chance)
         self.world.note(f"life {number}: {setting}")
-        retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
         log = self.store.with_name(f"life-{number}.log")
         with running(
             self.models[setting.weights],
@@ -118,8 +117,8 @@ class Lives:
             f"--impress-ssd-dir={self.store}",
             *setting.flags,
             zygote=zygote,
-            env=retract if setting.retracts else {},
             faults=self.control,
+            retracts=setting.retracts,
         ) as server:
             life = Life(self, server, setting, chance)
             try:

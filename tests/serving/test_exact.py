@@ -38,15 +38,13 @@ def exact(
             "--chunked-prefill-size=512",
         ),
     }[name]
-    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
-    # SGLang reads these variables while it is imported, so the cramped server starts for real.
-    start = {"zygote": None, "env": retract} if name == "cramped" else {"zygote": zygote}
     store = workdir / f"store-{name}"
     with running(
         tiny_llama,
         workdir / f"exact-{name}.log",
         *impress_flags(store, "--impress-retention=1.0", "--impress-min-prefix-tokens=64", *flags),
-        **start,
+        zygote=zygote,
+        retracts=name == "cramped",
     ) as server:
         server.is_calm = name == "overlap"
         yield server
@@ -71,14 +69,20 @@ def assert_from_ssd(server: Server, answers: list[Answer], cached: list[int]) ->
     assert set(paths(answers)) <= {"ssd", "device"}
 
 
-def test_twenty_prompts_computed_from_ssd_and_resident(stock: Server, exact: Server) -> None:
-    """500 to 4,000 tokens, 32 new tokens each, in batches of five."""
+@pytest.fixture(scope="module")
+def twenty(stock: Server) -> list[tuple[list[list[int]], list[Answer]]]:
+    """Prompts of 500 to 4,000 tokens in batches of five, and stock's answers."""
     lengths = [500 + 3500 * i // 19 for i in range(20)]
     prompts = [random_tokens(length, seed=length) for length in lengths]
     random.Random(0).shuffle(prompts)
-    for start in range(0, len(prompts), 5):
-        batch = prompts[start : start + 5]
-        expected = stock.generate_together(batch, 32, return_logprob=True)
+    batches = [prompts[start : start + 5] for start in range(0, len(prompts), 5)]
+    return [(own, stock.generate_together(own, 32, return_logprob=True)) for own in batches]
+
+
+def test_twenty_prompts_computed_from_ssd_and_resident(
+    twenty: list[tuple[list[list[int]], list[Answer]]], exact: Server
+) -> None:
+    for batch, expected in twenty:
         assert_same(expected, exact.generate_together(batch, 32, return_logprob=True), TOLERANCE)
         exact.flush()
         from_ssd = exact.generate_together(batch, 32, return_logprob=True)
@@ -86,6 +90,7 @@ def test_twenty_prompts_computed_from_ssd_and_resident(stock: Server, exact: Ser
         assert_from_ssd(exact, from_ssd, [len(prompt) - 1 for prompt in batch])
         resident = exact.generate_together(batch, 32, return_logprob=True)
         assert_same(expected, resident, TOLERANCE)
+    assert exact.is_calm != ("Testing retraction." in exact.log_text())
 
 
 def test_batch_of_stored_new_and_twice_the_same(stock: Server, exact: Server) -> None:
