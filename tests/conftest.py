@@ -22,7 +22,8 @@ settings.register_profile(
 settings.register_profile("dev", max_examples=500, stateful_step_count=50, deadline=None)
 settings.load_profile("ci")
 
-torch.set_num_threads(2)
+# `make unit` runs two processes.
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -44,7 +44,6 @@ from tests.unit.store_factory import DEFAULTS
 INTERPRETED = Path(__file__).with_name("interpreted_backends.py")
 
 
-@pytest.mark.slow
 def test_rows_in_the_interpreter() -> None:
     """Triton decides when it is imported whether it interprets, so this is another process."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(INTERPRETED)]

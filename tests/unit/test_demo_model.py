@@ -261,7 +261,6 @@ def test_locating_the_weights_imports_nothing_heavy() -> None:
     assert result.stdout.split() == []
 
 
-@pytest.mark.slow
 def test_fresh_conversion_has_the_weights_transformers_would_load(
     model_dir: Path, tmp_path: Path
 ) -> None:
