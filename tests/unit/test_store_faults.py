@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from impress_sglang.errors import ChunkUnreadable, PrefixUnreadable, StoreUnavailable
+from impress_sglang.management.looks import MOST_LOOKS
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.tree import SegmentState
 from impress_sglang.management.writing import Offer, StoreOutcome
@@ -471,10 +472,8 @@ def test_a_second_look_waits_as_long_as_nothing_can_be_seen(
     until(store, lambda: store.stats.segments_quarantined == 1)
 
 
-def test_a_segment_that_can_never_be_read_again_makes_room(
-    bench: Workbench, faults: Faults
-) -> None:
-    """As behind a bad sector: no second look decides, and its bytes would be lost for ever."""
+def test_a_segment_that_cannot_be_read_now_makes_room(bench: Workbench, faults: Faults) -> None:
+    """As behind a bad sector, before looks have decided."""
     store = bench.open(files=FaultyFileSystem(faults), ssd_gb=gb(bench.one))
     bench.put(store, prompt(1))
     path = path_of(bench, look_up(store, prompt(1)))
@@ -486,6 +485,89 @@ def test_a_segment_that_can_never_be_read_again_makes_room(
         check_rows(store, prompt(2))
     assert len(bench.files()) == 1
     assert store.summary()["segments_suspect"] == 0
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("impress_sglang.management.looks.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("impress_sglang.management.looks.LONGEST_PAUSE_S", 0.01)
+
+
+def looks_at(faults: Faults, store: PrefixStore, rule: Rule, count: int) -> None:
+    """Until so many looks have found the fault."""
+    before = faults.hits[rule.name]
+    until(store, lambda: faults.hits[rule.name] >= before + count)
+
+
+def test_a_segment_behind_a_bad_sector_is_set_aside(
+    bench: Workbench, store: PrefixStore, faults: Faults, short_pauses: None
+) -> None:
+    path, chats = shared_prefix(bench, store)
+    rule = Rule("EIO", "read|block", f"*{path.name}")
+    with faults.injected(rule):
+        with pytest.raises(StoreUnavailable):
+            read(store, chats[0])
+        until(store, lambda: store.stats.segments_quarantined == 1)
+        assert faults.hits[rule.name] == 1 + MOST_LOOKS, "the request, and the looks"
+        assert not path.exists()
+        assert store.health.state == "ok" and store.summary()["segments_suspect"] == 0
+        bench.put(store, chats[0])
+        for tokens in chats:
+            check_rows(store, tokens)
+    assert store.stats.segments_unreadable == 1
+
+
+def test_a_disk_that_does_not_answer_condemns_nothing(
+    bench: Workbench, store: PrefixStore, faults: Faults, short_pauses: None
+) -> None:
+    """Not even a new file can be made: what cannot be read says nothing about one segment."""
+    path, chats = shared_prefix(bench, store)
+    sector = Rule("EIO", "read|block", f"*{path.name}")
+    with faults.injected(sector):
+        with pytest.raises(StoreUnavailable):
+            read(store, chats[0])
+        with faults.injected(Rule("EMFILE", "open-write", "*/probe")):
+            # Nobody else has noticed.
+            store.health.probed(None, readable=True)
+            looks_at(faults, store, sector, 2 * MOST_LOOKS)
+        assert path.exists() and store.stats.segments_quarantined == 0
+    until_well(store)
+    check_rows(store, chats[0])
+    assert store.stats.segments_cleared == 1
+
+
+def test_looks_from_before_the_disk_failed_do_not_count(
+    bench: Workbench, store: PrefixStore, faults: Faults, short_pauses: None
+) -> None:
+    path, chats = shared_prefix(bench, store)
+    sector = Rule("EIO", "read", f"*{path.name}")
+    name = look_up(store, chats[0]).spans[0].segment.segment_id
+    with faults.injected(sector):
+        for _ in range(3):
+            if not len(store._looks):
+                store.report(ChunkUnreadable(name, "a test"))
+            looks_at(faults, store, sector, MOST_LOOKS - 2)
+            store._looks.hurry()
+        assert path.exists()
+    until_well(store)
+    check_rows(store, chats[0])
+
+
+def test_what_was_set_aside_does_not_come_back_with_a_power_loss(
+    bench: Workbench, tmp_path: Path
+) -> None:
+    files = FaultyFileSystem(journal=tmp_path / "journal")
+    store = bench.open(files=files)
+    path, chats = shared_prefix(bench, store)
+    damage.flip_data_bit(path, KEYS_BLOCK)
+    with pytest.raises(ChunkUnreadable):
+        read(store, chats[0])
+    until(store, lambda: store.stats.segments_quarantined == 1)
+    files.power_loss(database="lost")
+    bench.forget(store)
+
+    assert not path.exists()
+    assert length(bench.open(), chats[0]) == 0
 
 
 def test_a_long_chain_of_segments_can_lose_its_head(bench: Workbench, store: PrefixStore) -> None:
