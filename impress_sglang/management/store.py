@@ -33,13 +33,12 @@ from impress_sglang.management.policies import make_policy
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.readers import SegmentReaders
 from impress_sglang.management.reordering import Outcome, Reorderer
+from impress_sglang.management.restoring import recover_tree
 from impress_sglang.management.rewriting import Rewriter
 from impress_sglang.management.tree import (
     SegmentState,
     StoredMatch,
     StoredSegment,
-    StoredTree,
-    restore_segments,
 )
 from impress_sglang.management.writing import Offer, SegmentWrites, StoreOutcome, StoreStats
 from impress_sglang.storage.catalog import CatalogEntry
@@ -135,7 +134,7 @@ class PrefixStore:
         self._looks = SecondLooks(self._keeper)
         try:
             self._monitor = Monitor(self._directory, self.health, patience)
-            self.tree = self._recover()
+            self.tree = recover_tree(self._keeper, identity)
             others = other_stores(files, self._directory.path)
         except (OSError, sqlite3.Error) as error:
             self._directory.close()
@@ -144,6 +143,13 @@ class PrefixStore:
             ) from error
         rewriter = Rewriter(self._directory, direct=self._direct, patience=patience)
         self._reorderer = Reorderer(self.tree, self._readers, rewriter)
+        logger.info(
+            "SSD store %s: %d segments, %.1f MB, O_DIRECT %s",
+            self._directory.path,
+            len(self.tree),
+            sum(segment.file_bytes for segment in self.tree.segments()) / 1e6,
+            "on" if self._direct else "off",
+        )
         self._quota = Quota(
             config,
             self.tree,
@@ -341,7 +347,6 @@ class PrefixStore:
         suspects = 0
         for segment_id, segment in live.items():
             assert segment.state is not SegmentState.PENDING or segment_id in writing
-            assert segment.state is not SegmentState.LOST or segment.dependents
             suspects += segment.state is SegmentState.SUSPECT
         assert suspects == len(self._looks)
         pending = sum(num_bytes for _, num_bytes in self._writes)
@@ -395,32 +400,6 @@ class PrefixStore:
             self.close_source(self._measuring)
             self._measuring = None
 
-    def _recover(self) -> StoredTree:
-        segments = [
-            StoredSegment(e.info, e.file_bytes, last_access=e.last_access, hits=e.hits)
-            for e in self._keeper.recover(self._identity)
-        ]
-        latest = max((segment.last_access for segment in segments), default=0)
-        tree = StoredTree(first_time=latest + 1)
-        for orphan in restore_segments(tree, segments):
-            # What builds on a file that cannot be read now may be found at another start.
-            if self._keeper.unused_files:
-                self._keeper.unused_bytes += orphan.file_bytes
-            else:
-                logger.warning(
-                    "segment %s has lost the prefix it builds on; removed", orphan.segment_id
-                )
-                self._keeper.delete(orphan.segment_id, orphan.file_bytes)
-        used = sum(segment.file_bytes for segment in tree.segments())
-        logger.info(
-            "SSD store %s: %d segments, %.1f MB, O_DIRECT %s",
-            self._directory.path,
-            len(tree),
-            used / 1e6,
-            "on" if self._direct else "off",
-        )
-        return tree
-
     def _settle(self, outcome: Outcome) -> None:
         """Draw the consequences of a rewrite for quota and files."""
         segment = outcome.segment
@@ -456,8 +435,7 @@ class PrefixStore:
         self._quota.remove(segment.file_bytes)
         self._looks.forget(segment.segment_id)
         self._readers.retire(segment.segment_id)
-        segment.state = SegmentState.LOST
-        self.tree.prune(segment)
+        self.tree.lose(segment)
 
     def _judge(self, segment: StoredSegment, verdict: Verdict) -> None:
         """Draw the consequences of a second look."""
