@@ -138,7 +138,7 @@ class ImpressRadixCache(RadixCache):
 
     def reset(self) -> None:
         """SGLang's flush, when it is idle: what is resident goes, what is stored stays."""
-        if self._started:
+        if self._started and self._runtime.opened is not None:
             # Accepted writes read slots that are about to be given away.
             self._runtime.store.drain()
         assert not self._runtime.live and not self._private_tokens and not self._held_tokens
@@ -160,7 +160,8 @@ class ImpressRadixCache(RadixCache):
         for save in self._saves.values():
             save.abandon()
         self._pool_access.revoke()
-        self._runtime.store.abandon_writes()
+        if self._runtime.opened is not None:
+            self._runtime.store.abandon_writes()
         self._drop_matches()
         self._watch.begin(cause)
 
@@ -222,7 +223,11 @@ class ImpressRadixCache(RadixCache):
 
         It is never held back for that: when it is admitted, it goes on with what is there.
         """
-        if self.disable or not self._runtime.store.ahead.enabled or req.rid in self._prefetches:
+        runtime = self._runtime
+        runtime.take_over()
+        if self.disable or not runtime.uses_store or not runtime.store.ahead.enabled:
+            return
+        if req.rid in self._prefetches:
             return
         tokens = req.full_untruncated_fill_ids or req.origin_input_ids
         limit = req._compute_max_prefix_len(len(tokens))
@@ -232,7 +237,7 @@ class ImpressRadixCache(RadixCache):
         offer = self._make_offer(match, key, resident, req)
         if offer is None or not self._loads(offer):
             return
-        runtime, timeline = self._runtime, self._runtime.timeline_for(req.rid)
+        timeline = runtime.timeline_for(req.rid)
         try:
             source = self._open_source(offer, timeline)
         except PrefixUnreadable as error:
@@ -325,8 +330,9 @@ class ImpressRadixCache(RadixCache):
 
         When nothing else is left, writes are given up, the latest first; nobody waits for them.
         """
-        store, held, evicted = self._runtime.store, self._held_tokens, 0
-        store.poll()
+        store, held, evicted = self._runtime.opened, self._held_tokens, 0
+        if store is not None:
+            store.poll()
 
         def freed() -> int:
             return evicted + held - self._held_tokens
@@ -342,15 +348,16 @@ class ImpressRadixCache(RadixCache):
                 )
             return freed() >= params.num_tokens
 
-        if not enough() and store.is_writing:
+        if not enough() and store is not None and store.is_writing:
             store.abandon_writes(enough)
             enough()
         return EvictResult(num_tokens_evicted=freed())
 
     def flush_pending_backups(self) -> None:
         """SGLang's tick after each batch."""
-        self._runtime.store.poll()
-        self._runtime.store.ahead.top_up()
+        self._runtime.poll()
+        if self._runtime.opened is not None:
+            self._runtime.store.ahead.top_up()
 
     def evictable_size(self) -> int:
         """Tokens that `evict` can free: SGLang's, and those that only writes hold."""
@@ -380,7 +387,7 @@ class ImpressRadixCache(RadixCache):
 
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
-        self._runtime.store.poll()
+        self._runtime.poll()
         return {
             **self._runtime.summary(),
             "integrity": self._integrity(),
@@ -409,10 +416,12 @@ class ImpressRadixCache(RadixCache):
         live = self._runtime.live.values()
         assert self._private_tokens == sum(r.k for r in live if not r.adopted)
         assert self._held_tokens <= self._writing_tokens
-        self._runtime.store.check_integrity()
+        if self._runtime.opened is not None:
+            self._runtime.store.check_integrity()
 
     def _find_stored(self, key: RadixKey, req: Any) -> StoredMatch:
         policy, config = self._runtime.policy, self._runtime.config
+        self._runtime.take_over()
         if req.rid in self._declined or not self._runtime.uses_store:
             return StoredMatch()
         if len(key) < config.min_prefix_tokens or serve_refusal(req) is not None:
