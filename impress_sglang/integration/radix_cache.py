@@ -15,7 +15,7 @@ import dataclasses
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -328,7 +328,8 @@ class ImpressRadixCache(RadixCache):
     def evict(self, params: EvictParams) -> EvictResult:
         """SGLang's eviction, after finished writes have let go of their slots.
 
-        When nothing else is left, writes are given up, the latest first; nobody waits for them.
+        When nothing else is left, writes are given up whose slots come free by that, the latest
+        first; nobody waits for them.
         """
         store, held, evicted = self._runtime.opened, self._held_tokens, 0
         if store is not None:
@@ -372,13 +373,24 @@ class ImpressRadixCache(RadixCache):
 
         If they did not count as room, SGLang would let a request wait for the disk.
         """
-        locks: Counter[Any] = Counter()
-        for save in self._locking:
-            node = save.node
-            while node is not self.root_node:
-                locks[node] += 1
-                node = node.parent
-        return sum(len(node.key) for node, count in locks.items() if node.lock_ref == count)
+        return sum(len(node.key) for node in self._nodes_of_writes())
+
+    def _nodes_of_writes(self) -> set[Any]:
+        """Nodes of SGLang's tree that nothing but writes has locked."""
+        locks = Counter(node for save in self._locking for node in self._path(save.node))
+        return {node for node, count in locks.items() if node.lock_ref == count}
+
+    def _path(self, node: Any) -> Iterator[Any]:
+        """A node of SGLang's tree and those above it, without the root."""
+        while node is not self.root_node:
+            yield node
+            node = node.parent
+
+    def _frees(self, save: Save) -> bool:
+        """Whether giving a write up frees slots: a request that has them as well keeps them."""
+        if save.node is None:
+            return save.held
+        return not self._nodes_of_writes().isdisjoint(self._path(save.node))
 
     @property
     def runtime(self) -> ServingRuntime:
@@ -645,6 +657,7 @@ class ImpressRadixCache(RadixCache):
             quality=quality,
             available_from=first,
             min_tokens=self._runtime.config.chunk_tokens,
+            frees=lambda: self._frees(save),
         )
         outcome = self._runtime.store.offer(_namespace(key), offer)
         if outcome is StoreOutcome.NO_SPACE:

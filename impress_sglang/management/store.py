@@ -238,8 +238,8 @@ class PrefixStore:
         """Wait until all accepted writes are finished; see `SegmentWrites.drain`."""
         self._writes.drain()
 
-    def abandon_writes(self, enough: Callable[[], bool] = lambda: False) -> None:
-        """Give accepted writes up, the latest first, until there is `enough`; nothing waits."""
+    def abandon_writes(self, enough: Callable[[], bool] | None = None) -> None:
+        """Give accepted writes up; see `SegmentWrites.abandon`."""
         self._writes.abandon(enough)
 
     def poll(self) -> None:
