@@ -181,9 +181,10 @@ class ImpressRadixCache(RadixCache):
             return resident
         self._requests[req.rid] = req
         report = new_report(self._runtime.policy.name, resident.device_prefix_len)
-        report.update(not_served=serve_refusal(req), not_stored=store_refusal(req))
+        refusal = serve_refusal(req)
+        report.update(not_served=refusal, not_stored=store_refusal(req))
         req.customized_info = {REPORT_KEY: [report]}
-        match = self._find_stored(params.key, req)
+        match = StoredMatch() if refusal is not None else self._find_stored(params.key, req)
         if self._score_eviction is not None and req.rid not in self._counted:
             self._counted.add(req.rid)
             self._score_eviction.note_request(
@@ -227,7 +228,7 @@ class ImpressRadixCache(RadixCache):
         runtime.take_over()
         if self.disable or not runtime.uses_store or not runtime.store.ahead.enabled:
             return
-        if req.rid in self._prefetches:
+        if req.rid in self._prefetches or serve_refusal(req) is not None:
             return
         tokens = req.full_untruncated_fill_ids or req.origin_input_ids
         limit = req._compute_max_prefix_len(len(tokens))
@@ -432,11 +433,12 @@ class ImpressRadixCache(RadixCache):
             self._runtime.store.check_integrity()
 
     def _find_stored(self, key: RadixKey, req: Any) -> StoredMatch:
+        """The longest stored prefix that a request may take, if it may be served at all."""
         policy, config = self._runtime.policy, self._runtime.config
         self._runtime.take_over()
         if req.rid in self._declined or not self._runtime.uses_store:
             return StoredMatch()
-        if len(key) < config.min_prefix_tokens or serve_refusal(req) is not None:
+        if len(key) < config.min_prefix_tokens:
             return StoredMatch()
         own = requested_retention(req.sampling_params, config)
         retention = config.usual_retention if own is None else own
