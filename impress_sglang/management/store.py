@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import sqlite3
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,15 +24,14 @@ from impress_sglang.errors import (
     PrefixUnreadable,
     StoreUnavailable,
 )
+from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.estimate import StoredBytes
-from impress_sglang.management.keeper import Keeper, Verdict
+from impress_sglang.management.keeper import Verdict
 from impress_sglang.management.looks import SecondLooks
-from impress_sglang.management.monitor import Monitor
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.readers import SegmentReaders
 from impress_sglang.management.reordering import Outcome, Reorderer
-from impress_sglang.management.restoring import recover_tree
 from impress_sglang.management.rewriting import Rewriter
 from impress_sglang.management.tree import (
     SegmentState,
@@ -42,9 +40,7 @@ from impress_sglang.management.tree import (
 )
 from impress_sglang.management.writing import Offer, SegmentWrites, StoreOutcome, StoreStats
 from impress_sglang.storage.catalog import CatalogEntry
-from impress_sglang.storage.directory import StoreDirectory, other_stores
-from impress_sglang.storage.files import FileSystem, installed
-from impress_sglang.storage.health import Health
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.reader import ChunkReader
@@ -71,8 +67,10 @@ class PrefixStore:
         shape: KVShape,
         device: torch.device | None = None,
         files: FileSystem | None = None,
+        *,
+        disk: StoreDisk | None = None,
     ) -> None:
-        """Open the store, and find what an earlier process left in it.
+        """Open the store, or take what of it was opened on another thread.
 
         Args:
             config: of the server.
@@ -80,19 +78,21 @@ class PrefixStore:
             shape: of its KVs.
             device: where attention runs, the CPU if not given.
             files: how the disk is touched; None for what is installed.
+            disk: of the same configuration and identity; with it nothing here waits for the disk.
+                It is still the caller's if this raises.
 
         Raises:
             ConfigError: the directory cannot be used, or the caches do not fit in memory.
             StoreInUseError: another process serves the same model from it.
         """
         self._config = config
-        self._identity = identity
         self._shape = shape
-        files = files or installed()
-        self._directory = StoreDirectory(files, config.ssd_path, identity)
+        self._disk = disk or StoreDisk(config, identity, files)
+        self._directory, self._keeper = self._disk.directory, self._disk.keeper
+        self._monitor, self.health = self._disk.monitor, self._disk.health
+        self.tree = self._disk.tree
         self.namespace = functools.lru_cache(_NAMESPACES)(self._directory.namespace)
-        self.health = Health()
-        self._direct = files.supports_direct_io(self._directory.path)
+        direct, patience = self._disk.direct, config.io_timeout
         policy = make_policy(config)
         self.cache = ChunkCache(
             shape,
@@ -102,9 +102,8 @@ class PrefixStore:
             device_bytes=config.device_bytes if policy.stores else 0,
             host_bytes=config.host_bytes - config.buffer_bytes if policy.stores else 0,
         )
-        patience = config.io_timeout
         self._reader = ChunkReader(
-            config.io_depth, files, engine=config.io_engine, patience=patience
+            config.io_depth, self._disk.files, engine=config.io_engine, patience=patience
         )
         # Chunks are cached by whole pages, also where they end inside one.
         self._pool = AreaPool(
@@ -119,7 +118,7 @@ class PrefixStore:
             self._reader,
             self.cache,
             self._pool,
-            direct=self._direct,
+            direct=direct,
             reorder_by_importance=config.reorder_key == "importance",
             retention=config.usual_retention,
             learns=self.ahead.enabled,
@@ -130,32 +129,15 @@ class PrefixStore:
         self._closed = False
         self._measuring: SegmentSource | None = None
         self.stats = StoreStats()
-        self._keeper = Keeper(self._directory, self.health, direct=self._direct)
         self._looks = SecondLooks(self._keeper)
-        try:
-            self._monitor = Monitor(self._directory, self.health, patience)
-            self.tree = recover_tree(self._keeper, identity)
-            others = other_stores(files, self._directory.path)
-        except (OSError, sqlite3.Error) as error:
-            self._directory.close()
-            raise ConfigError(
-                f"--impress-ssd-dir {config.ssd_path} cannot be read: {error}"
-            ) from error
-        rewriter = Rewriter(self._directory, direct=self._direct, patience=patience)
+        rewriter = Rewriter(self._directory, direct=direct, patience=patience)
         self._reorderer = Reorderer(self.tree, self._readers, rewriter)
-        logger.info(
-            "SSD store %s: %d segments, %.1f MB, O_DIRECT %s",
-            self._directory.path,
-            len(self.tree),
-            sum(segment.file_bytes for segment in self.tree.segments()) / 1e6,
-            "on" if self._direct else "off",
-        )
         self._quota = Quota(
             config,
             self.tree,
             self._keeper,
             self._monitor,
-            others,
+            self._disk.others,
             self._readers.is_read,
             lambda: self._reorderer.reserved_bytes,
         )
@@ -256,8 +238,8 @@ class PrefixStore:
         """Wait until all accepted writes are finished; see `SegmentWrites.drain`."""
         self._writes.drain()
 
-    def abandon_writes(self, enough: Callable[[], bool] = lambda: False) -> None:
-        """Give accepted writes up, the latest first, until there is `enough`; nothing waits."""
+    def abandon_writes(self, enough: Callable[[], bool] | None = None) -> None:
+        """Give accepted writes up; see `SegmentWrites.abandon`."""
         self._writes.abandon(enough)
 
     def poll(self) -> None:
@@ -325,7 +307,7 @@ class PrefixStore:
             "quarantined_bytes": self._keeper.quarantined_bytes,
             "other_models_bytes": self._quota.other_models_bytes,
             "quota_bytes": self._config.ssd_bytes,
-            "direct_io": self._direct,
+            "direct_io": self._disk.direct,
             "io_engine": self._reader.engine,
             "buffer_bytes": self._pool.limit_bytes,
             "buffer_used_bytes": self._pool.used_bytes,
@@ -374,25 +356,31 @@ class PrefixStore:
 
         What does not end within `--impress-io-timeout` is left behind.
         """
-        if self._closed:
-            return
+        if not self._closed:
+            self.give_memory_back()
+            self.leave_disk()
+
+    def give_memory_back(self) -> None:
+        """The first half of `close`, on the store's thread: waits for the device, not for the disk.
+
+        Nothing is read or taken any more. If all writes were abandoned, so that their ends concern
+        nobody, `leave_disk` may run on another thread.
+        """
         self._closed = True
-        seconds = self._config.io_timeout
         self._end_measuring(wait=True)
+        self._pool.close()
+        self.cache.close()
+
+    def leave_disk(self) -> None:
+        """The second half, which may wait for the disk."""
+        seconds = self._config.io_timeout
         self.drain()
         self._reorderer.close(seconds)
         if (outcome := self._reorderer.take_finished()) is not None:
             self._settle(outcome)
-        accesses = [(s.segment_id, s.last_access, s.hits) for s in self.tree.segments()]
-        kept = self._keeper.record_accesses(accesses)
-        if not self._keeper.close(seconds) or kept.exception() is not None:
-            logger.warning("access times are not kept for the next start")
         self._readers.close(seconds)
-        self._monitor.close(seconds)
         self._reader.close()
-        self._pool.close()
-        self.cache.close()
-        self._directory.close()
+        self._disk.close(self.tree.segments())
 
     def _end_measuring(self, *, wait: bool = False) -> None:
         """Close the source of a measurement that has ended, or with `wait` in any case."""

@@ -86,6 +86,7 @@ class Offer:
         min_tokens: a shorter rest is not worth a file.
         quality: of the new KVs.
         available_from: the reader has no KVs of earlier tokens; those must be stored.
+        frees: whether giving the KVs up frees memory, or somebody else holds all of it as well.
     """
 
     tokens: Tokens
@@ -95,6 +96,7 @@ class Offer:
     min_tokens: int
     quality: Quality = EXACT
     available_from: int = 0
+    frees: Callable[[], bool] = lambda: True
 
 
 @dataclasses.dataclass(slots=True)
@@ -188,12 +190,15 @@ class SegmentWrites:
                 continue
             self._finish(self._writes.popleft())
 
-    def abandon(self, enough: Callable[[], bool] = lambda: False) -> None:
-        """Give writes up, the latest first, until there is `enough`; nothing waits."""
+    def abandon(self, enough: Callable[[], bool] | None = None) -> None:
+        """Give writes up, the latest first; nothing waits.
+
+        That is all of them, or those that free memory by that until there is `enough` of it.
+        """
         for write in reversed(self._writes):
-            if enough():
+            if enough is not None and enough():
                 return
-            if not write.abandoned:
+            if not write.abandoned and (enough is None or write.offer.frees()):
                 write.abandoned = True
                 write.offer.abandon()
                 write.offer.on_done()
