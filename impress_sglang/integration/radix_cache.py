@@ -351,7 +351,8 @@ class ImpressRadixCache(RadixCache):
             return freed() >= params.num_tokens
 
         if not enough() and store is not None and store.is_writing:
-            store.abandon_writes(enough)
+            nodes = self._nodes_of_writes()
+            store.abandon_writes(enough, lambda save: self._frees(save, nodes))
             enough()
         return EvictResult(num_tokens_evicted=freed())
 
@@ -387,11 +388,14 @@ class ImpressRadixCache(RadixCache):
             yield node
             node = node.parent
 
-    def _frees(self, save: Save) -> bool:
-        """Whether giving a write up frees slots: a request that has them as well keeps them."""
+    def _frees(self, save: Any, nodes: set[Any]) -> bool:
+        """Whether giving a write up frees slots: a request that has them as well keeps them.
+
+        `nodes` are those of `_nodes_of_writes`.
+        """
         if save.node is None:
-            return save.held
-        return not self._nodes_of_writes().isdisjoint(self._path(save.node))
+            return bool(save.held)
+        return not nodes.isdisjoint(self._path(save.node))
 
     @property
     def runtime(self) -> ServingRuntime:
@@ -433,7 +437,7 @@ class ImpressRadixCache(RadixCache):
             self._runtime.store.check_integrity()
 
     def _find_stored(self, key: RadixKey, req: Any) -> StoredMatch:
-        """The longest stored prefix that a request may take, if it may be served at all."""
+        """The longest stored prefix that a request may take; it is one that may be served."""
         policy, config = self._runtime.policy, self._runtime.config
         self._runtime.take_over()
         if req.rid in self._declined or not self._runtime.uses_store:
@@ -659,7 +663,7 @@ class ImpressRadixCache(RadixCache):
             quality=quality,
             available_from=first,
             min_tokens=self._runtime.config.chunk_tokens,
-            frees=lambda: self._frees(save),
+            holder=save,
         )
         outcome = self._runtime.store.offer(_namespace(key), offer)
         if outcome is StoreOutcome.NO_SPACE:

@@ -23,6 +23,7 @@ from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.saving import Save
 from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.estimate import RETENTIONS, Estimate, Estimator, Work
+from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.tree import StoredMatch
@@ -138,10 +139,11 @@ class ServingRuntime:
         """Of the tree cache: from a pass's requests and lengths to the writes that go with it."""
         self.abort: Callable[[str, str], None] | None = None
         """Of the tree cache: ends a request of the pass under way, with what the user is told."""
-        self._store: PrefixStore | None = PrefixStore(config, identity, shape, device)
+        self._memory = StoreMemory.allocate(config, shape, device)
+        """Of the store; where none is open, for the next one."""
+        self._store: PrefixStore | None = PrefixStore(config, identity, shape, memory=self._memory)
         self._opening: Future[StoreDisk] | None = None
         self._opener = BackgroundThread("impress-store")
-        self._device = device
         self._clock = clock_for(device)
         rule = self.policy.identification_rule()
         self._evidence = rule.evidence
@@ -184,7 +186,7 @@ class ServingRuntime:
         What may wait for the disk is done in the background, one thing after another: the old store
         is closed, the other one opened. `take_over` makes it ours.
         """
-        logger.info("model weights have changed: prefixes of the old weights are set aside")
+        logger.info("prefixes of other weights are set aside; opening the store of %s", identity)
         assert not self.live
         self._discard_opening()
         self._discard_store()
@@ -206,9 +208,8 @@ class ServingRuntime:
         try:
             disk = opening.result()
             try:
-                # On this thread: CUDA gives no memory to others while this one captures a graph.
                 self._store = PrefixStore(
-                    self.config, self.identity, self.shape, self._device, disk=disk
+                    self.config, self.identity, self.shape, disk=disk, memory=self._memory
                 )
             except BaseException:
                 self._opener.submit(_close_logged, disk.close)
@@ -228,7 +229,9 @@ class ServingRuntime:
 
         Another one that is being opened is waited for no longer than `--impress-io-timeout`.
         """
-        if self._store is not None:
+        if self._store is None:
+            self._memory.close()
+        else:
             self._store.close()
         self._discard_opening()
         self._opener.close(self.config.io_timeout)
@@ -239,7 +242,8 @@ class ServingRuntime:
         if store is not None:
             # So that none of them tells the tree cache of its end from the other thread.
             store.abandon_writes()
-            store.give_memory_back()
+            # Memory is not allocated again: that would take long, or what is left would not do.
+            self._memory = store.retire().emptied(self.config)
             self._opener.submit(_close_logged, store.leave_disk)
 
     def _discard_opening(self) -> None:

@@ -28,6 +28,7 @@ from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.estimate import StoredBytes
 from impress_sglang.management.keeper import Verdict
 from impress_sglang.management.looks import SecondLooks
+from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.readers import SegmentReaders
@@ -45,10 +46,8 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.ahead import ReadAhead
-from impress_sglang.transfer.area import AreaPool
 from impress_sglang.transfer.source import Demand, SegmentSource
 
 logger = logging.getLogger(__name__)
@@ -69,6 +68,7 @@ class PrefixStore:
         files: FileSystem | None = None,
         *,
         disk: StoreDisk | None = None,
+        memory: StoreMemory | None = None,
     ) -> None:
         """Open the store, or take what of it was opened on another thread.
 
@@ -80,6 +80,7 @@ class PrefixStore:
             files: how the disk is touched; None for what is installed.
             disk: of the same configuration and identity; with it nothing here waits for the disk.
                 It is still the caller's if this raises.
+            memory: for the same configuration and shape, emptied; None to allocate it.
 
         Raises:
             ConfigError: the directory cannot be used, or the caches do not fit in memory.
@@ -94,30 +95,18 @@ class PrefixStore:
         self.namespace = functools.lru_cache(_NAMESPACES)(self._directory.namespace)
         direct, patience = self._disk.direct, config.io_timeout
         policy = make_policy(config)
-        self.cache = ChunkCache(
-            shape,
-            config.chunk_tokens,
-            policy.replacement_rule(),
-            device=device or torch.device("cpu"),
-            device_bytes=config.device_bytes if policy.stores else 0,
-            host_bytes=config.host_bytes - config.buffer_bytes if policy.stores else 0,
-        )
+        self._memory = memory or StoreMemory.allocate(config, shape, device or torch.device("cpu"))
+        self.cache = self._memory.cache
         self._reader = ChunkReader(
             config.io_depth, self._disk.files, engine=config.io_engine, patience=patience
         )
-        # Chunks are cached by whole pages, also where they end inside one.
-        self._pool = AreaPool(
-            config.buffer_bytes,
-            pin=self.cache.device.type == "cuda",
-            spare_bytes=self.cache.page.page_bytes,
-        )
-        self.ahead = ReadAhead(self._pool, config.readahead)
+        self.ahead = ReadAhead(self._memory.pool, config.readahead)
         self._readers = SegmentReaders(
             self._directory,
             shape,
             self._reader,
             self.cache,
-            self._pool,
+            self._memory.pool,
             direct=direct,
             reorder_by_importance=config.reorder_key == "importance",
             retention=config.usual_retention,
@@ -238,9 +227,13 @@ class PrefixStore:
         """Wait until all accepted writes are finished; see `SegmentWrites.drain`."""
         self._writes.drain()
 
-    def abandon_writes(self, enough: Callable[[], bool] | None = None) -> None:
+    def abandon_writes(
+        self,
+        enough: Callable[[], bool] = lambda: False,
+        frees: Callable[[object], bool] = lambda holder: True,
+    ) -> None:
         """Give accepted writes up; see `SegmentWrites.abandon`."""
-        self._writes.abandon(enough)
+        self._writes.abandon(enough, frees)
 
     def poll(self) -> None:
         """Take in what other threads have done, and begin what is due; never waits."""
@@ -309,8 +302,8 @@ class PrefixStore:
             "quota_bytes": self._config.ssd_bytes,
             "direct_io": self._disk.direct,
             "io_engine": self._reader.engine,
-            "buffer_bytes": self._pool.limit_bytes,
-            "buffer_used_bytes": self._pool.used_bytes,
+            "buffer_bytes": self._memory.pool.limit_bytes,
+            "buffer_used_bytes": self._memory.pool.used_bytes,
             "gap_bytes": self._reader.cost.gap_bytes,
             "read_mbps": round(self._reader.cost.bytes_per_second / 1e6),
         }
@@ -357,30 +350,32 @@ class PrefixStore:
         What does not end within `--impress-io-timeout` is left behind.
         """
         if not self._closed:
-            self.give_memory_back()
+            memory = self.retire()
             self.leave_disk()
+            memory.close()
 
-    def give_memory_back(self) -> None:
-        """The first half of `close`, on the store's thread: waits for the device, not for the disk.
+    def retire(self) -> StoreMemory:
+        """The first half of `close`, on the store's thread, which waits for nothing.
 
-        Nothing is read or taken any more. If all writes were abandoned, so that their ends concern
-        nobody, `leave_disk` may run on another thread.
+        Nothing is read or taken any more, and the memory is the caller's. If all writes were
+        abandoned, so that their ends concern nobody, `leave_disk` may run on another thread.
         """
         self._closed = True
         self._end_measuring(wait=True)
-        self._pool.close()
-        self.cache.close()
+        return self._memory
 
     def leave_disk(self) -> None:
         """The second half, which may wait for the disk."""
         seconds = self._config.io_timeout
-        self.drain()
-        self._reorderer.close(seconds)
-        if (outcome := self._reorderer.take_finished()) is not None:
-            self._settle(outcome)
-        self._readers.close(seconds)
-        self._reader.close()
-        self._disk.close(self.tree.segments())
+        try:
+            self.drain()
+            self._reorderer.close(seconds)
+            if (outcome := self._reorderer.take_finished()) is not None:
+                self._settle(outcome)
+            self._readers.close(seconds)
+            self._reader.close()
+        finally:
+            self._disk.close(self.tree.segments())
 
     def _end_measuring(self, *, wait: bool = False) -> None:
         """Close the source of a measurement that has ended, or with `wait` in any case."""

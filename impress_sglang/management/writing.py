@@ -86,7 +86,7 @@ class Offer:
         min_tokens: a shorter rest is not worth a file.
         quality: of the new KVs.
         available_from: the reader has no KVs of earlier tokens; those must be stored.
-        frees: whether giving the KVs up frees memory, or somebody else holds all of it as well.
+        holder: of the KVs' memory, in the caller's terms.
     """
 
     tokens: Tokens
@@ -96,7 +96,7 @@ class Offer:
     min_tokens: int
     quality: Quality = EXACT
     available_from: int = 0
-    frees: Callable[[], bool] = lambda: True
+    holder: object = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -190,18 +190,23 @@ class SegmentWrites:
                 continue
             self._finish(self._writes.popleft())
 
-    def abandon(self, enough: Callable[[], bool] | None = None) -> None:
-        """Give writes up, the latest first; nothing waits.
+    def abandon(
+        self,
+        enough: Callable[[], bool] = lambda: False,
+        frees: Callable[[object], bool] = lambda holder: True,
+    ) -> None:
+        """Give writes up, the latest first, until there is `enough`; nothing waits.
 
-        That is all of them, or those that free memory by that until there is `enough` of it.
+        Those go on of whose holder `frees` says that giving them up frees nothing.
         """
         for write in reversed(self._writes):
-            if enough is not None and enough():
+            if write.abandoned or not frees(write.offer.holder):
+                continue
+            if enough():
                 return
-            if not write.abandoned and (enough is None or write.offer.frees()):
-                write.abandoned = True
-                write.offer.abandon()
-                write.offer.on_done()
+            write.abandoned = True
+            write.offer.abandon()
+            write.offer.on_done()
 
     def _describe(self, namespace: str, offer: Offer, start: int, stop: int) -> SegmentInfo:
         return SegmentInfo(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -17,8 +18,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from impress_sglang.errors import ConfigError, StoreInUseError
 from impress_sglang.integration.reporting import REORDER_ORDER, take_order
 from impress_sglang.management import store as store_module
+from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage import files as files_module
+from impress_sglang.storage.layout import SegmentLayout
 from tests.faults import Faults, FaultyFileSystem, Rule
 from tests.integration.test_weights import NEW, OLD, SHAPE, TOKENS, World, install_hooks
 from tests.unit.waiting import wait_until
@@ -168,26 +171,35 @@ def test_a_disk_that_fails_while_a_store_is_opened(
     assert world.flush() and world.used() and world.runtime.identity == NEW
 
 
-def test_memory_that_is_missing_when_a_store_is_opened(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_cannot_be_put_together(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise ConfigError("0.1 GB for chunks cannot be allocated")
+        raise ConfigError("no asynchronous reads")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store_module, "ChunkCache", refuse)
+        patched.setattr(store_module, "ChunkReader", refuse)
         assert world.call("update_weights_from_disk").success
         assert not world.used() and world.runtime.suspended == "not opened"
     assert world.flush() and world.used() and world.runtime.identity == NEW
 
 
-def test_memory_is_given_back_before_the_disk_answers(world: World, faults: Faults) -> None:
-    """And taken again by the scheduler's thread; else there would be twice as much of it."""
-    slabs = world.runtime.store.cache._slabs
-    assert slabs
-    faults.add(hang(OLD), hang(NEW))
-    assert world.call("update_weights_from_disk").success
-    assert not slabs
+def test_the_next_store_has_the_memory_of_the_last(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allocating and pinning it takes seconds, and others may have it by then."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("memory was allocated again")
+
+    before = world.runtime.store.cache
+    slabs, pool = before._slabs, world.runtime._memory.pool
+    ids = before.attach(SegmentLayout(SHAPE, 8, 16, 4096))
+    before.access(np.array([ids]), np.ones(1))
+    monkeypatch.setattr(StoreMemory, "allocate", refuse)
+    assert world.call("update_weights_from_disk").success and world.used()
+    after = world.runtime.store.cache
+    assert after._slabs is slabs and world.runtime._memory.pool is pool
+    assert after.summary()["device"]["chunks"] == after.summary()["host"]["chunks"] == 0
+    assert not before._slabs, "the old store could still read them"
 
 
 def test_the_end_of_a_server_does_not_wait_for_a_store_that_is_opened(

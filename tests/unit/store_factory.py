@@ -110,7 +110,7 @@ class Workbench:
         available_from: int = 0,
         min_tokens: int = 1,
         read_layers: Callable[[int], LayerReader] | None = None,
-        frees: Callable[[], bool] = lambda: True,
+        holder: object = None,
     ) -> StoreOutcome:
         kvs = SequenceKVs(self.shape, namespace, tuple(tokens), quality)
 
@@ -129,7 +129,7 @@ class Workbench:
                 available_from=available_from,
                 quality=quality,
                 min_tokens=min_tokens,
-                frees=frees,
+                holder=holder,
             ),
         )
         store.check_integrity()

@@ -307,11 +307,9 @@ def test_a_write_that_frees_nothing_is_only_abandoned_with_all(
 ) -> None:
     gates(bench, store, 1)
     gate = Gate(SequenceKVs(bench.shape, "", prompt(2)))
-    bench.offer(store, prompt(2), read_layers=gate, frees=lambda: False)
+    bench.offer(store, prompt(2), read_layers=gate, holder="a request")
 
-    store.abandon_writes(lambda: bool(bench.abandoned))
-    assert bench.abandoned == [prompt(1)]
-    store.abandon_writes(lambda: False)
+    store.abandon_writes(frees=lambda holder: holder != "a request")
     assert bench.abandoned == [prompt(1)]
     store.abandon_writes()
     assert bench.abandoned == [prompt(1), prompt(2)]
