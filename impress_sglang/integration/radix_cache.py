@@ -15,7 +15,7 @@ import dataclasses
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -138,7 +138,7 @@ class ImpressRadixCache(RadixCache):
 
     def reset(self) -> None:
         """SGLang's flush, when it is idle: what is resident goes, what is stored stays."""
-        if self._started:
+        if self._started and self._runtime.opened is not None:
             # Accepted writes read slots that are about to be given away.
             self._runtime.store.drain()
         assert not self._runtime.live and not self._private_tokens and not self._held_tokens
@@ -160,7 +160,8 @@ class ImpressRadixCache(RadixCache):
         for save in self._saves.values():
             save.abandon()
         self._pool_access.revoke()
-        self._runtime.store.abandon_writes()
+        if self._runtime.opened is not None:
+            self._runtime.store.abandon_writes()
         self._drop_matches()
         self._watch.begin(cause)
 
@@ -180,9 +181,10 @@ class ImpressRadixCache(RadixCache):
             return resident
         self._requests[req.rid] = req
         report = new_report(self._runtime.policy.name, resident.device_prefix_len)
-        report.update(not_served=serve_refusal(req), not_stored=store_refusal(req))
+        refusal = serve_refusal(req)
+        report.update(not_served=refusal, not_stored=store_refusal(req))
         req.customized_info = {REPORT_KEY: [report]}
-        match = self._find_stored(params.key, req)
+        match = StoredMatch() if refusal is not None else self._find_stored(params.key, req)
         if self._score_eviction is not None and req.rid not in self._counted:
             self._counted.add(req.rid)
             self._score_eviction.note_request(
@@ -222,7 +224,11 @@ class ImpressRadixCache(RadixCache):
 
         It is never held back for that: when it is admitted, it goes on with what is there.
         """
-        if self.disable or not self._runtime.store.ahead.enabled or req.rid in self._prefetches:
+        runtime = self._runtime
+        runtime.take_over()
+        if self.disable or not runtime.uses_store or not runtime.store.ahead.enabled:
+            return
+        if req.rid in self._prefetches or serve_refusal(req) is not None:
             return
         tokens = req.full_untruncated_fill_ids or req.origin_input_ids
         limit = req._compute_max_prefix_len(len(tokens))
@@ -232,7 +238,7 @@ class ImpressRadixCache(RadixCache):
         offer = self._make_offer(match, key, resident, req)
         if offer is None or not self._loads(offer):
             return
-        runtime, timeline = self._runtime, self._runtime.timeline_for(req.rid)
+        timeline = runtime.timeline_for(req.rid)
         try:
             source = self._open_source(offer, timeline)
         except PrefixUnreadable as error:
@@ -323,10 +329,12 @@ class ImpressRadixCache(RadixCache):
     def evict(self, params: EvictParams) -> EvictResult:
         """SGLang's eviction, after finished writes have let go of their slots.
 
-        When nothing else is left, writes are given up, the latest first; nobody waits for them.
+        When nothing else is left, writes are given up whose slots come free by that, the latest
+        first; nobody waits for them.
         """
-        store, held, evicted = self._runtime.store, self._held_tokens, 0
-        store.poll()
+        store, held, evicted = self._runtime.opened, self._held_tokens, 0
+        if store is not None:
+            store.poll()
 
         def freed() -> int:
             return evicted + held - self._held_tokens
@@ -342,15 +350,17 @@ class ImpressRadixCache(RadixCache):
                 )
             return freed() >= params.num_tokens
 
-        if not enough() and store.is_writing:
-            store.abandon_writes(enough)
+        if not enough() and store is not None and store.is_writing:
+            nodes = self._nodes_of_writes()
+            store.abandon_writes(enough, lambda save: self._frees(save, nodes))
             enough()
         return EvictResult(num_tokens_evicted=freed())
 
     def flush_pending_backups(self) -> None:
         """SGLang's tick after each batch."""
-        self._runtime.store.poll()
-        self._runtime.store.ahead.top_up()
+        self._runtime.poll()
+        if self._runtime.opened is not None:
+            self._runtime.store.ahead.top_up()
 
     def evictable_size(self) -> int:
         """Tokens that `evict` can free: SGLang's, and those that only writes hold."""
@@ -365,13 +375,27 @@ class ImpressRadixCache(RadixCache):
 
         If they did not count as room, SGLang would let a request wait for the disk.
         """
-        locks: Counter[Any] = Counter()
-        for save in self._locking:
-            node = save.node
-            while node is not self.root_node:
-                locks[node] += 1
-                node = node.parent
-        return sum(len(node.key) for node, count in locks.items() if node.lock_ref == count)
+        return sum(len(node.key) for node in self._nodes_of_writes())
+
+    def _nodes_of_writes(self) -> set[Any]:
+        """Nodes of SGLang's tree that nothing but writes has locked."""
+        locks = Counter(node for save in self._locking for node in self._path(save.node))
+        return {node for node, count in locks.items() if node.lock_ref == count}
+
+    def _path(self, node: Any) -> Iterator[Any]:
+        """A node of SGLang's tree and those above it, without the root."""
+        while node is not self.root_node:
+            yield node
+            node = node.parent
+
+    def _frees(self, save: Any, nodes: set[Any]) -> bool:
+        """Whether giving a write up frees slots: a request that has them as well keeps them.
+
+        `nodes` are those of `_nodes_of_writes`.
+        """
+        if save.node is None:
+            return bool(save.held)
+        return not nodes.isdisjoint(self._path(save.node))
 
     @property
     def runtime(self) -> ServingRuntime:
@@ -380,7 +404,7 @@ class ImpressRadixCache(RadixCache):
 
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
-        self._runtime.store.poll()
+        self._runtime.poll()
         return {
             **self._runtime.summary(),
             "integrity": self._integrity(),
@@ -409,13 +433,16 @@ class ImpressRadixCache(RadixCache):
         live = self._runtime.live.values()
         assert self._private_tokens == sum(r.k for r in live if not r.adopted)
         assert self._held_tokens <= self._writing_tokens
-        self._runtime.store.check_integrity()
+        if self._runtime.opened is not None:
+            self._runtime.store.check_integrity()
 
     def _find_stored(self, key: RadixKey, req: Any) -> StoredMatch:
+        """The longest stored prefix that a request may take; it is one that may be served."""
         policy, config = self._runtime.policy, self._runtime.config
+        self._runtime.take_over()
         if req.rid in self._declined or not self._runtime.uses_store:
             return StoredMatch()
-        if len(key) < config.min_prefix_tokens or serve_refusal(req) is not None:
+        if len(key) < config.min_prefix_tokens:
             return StoredMatch()
         own = requested_retention(req.sampling_params, config)
         retention = config.usual_retention if own is None else own
@@ -636,6 +663,7 @@ class ImpressRadixCache(RadixCache):
             quality=quality,
             available_from=first,
             min_tokens=self._runtime.config.chunk_tokens,
+            holder=save,
         )
         outcome = self._runtime.store.offer(_namespace(key), offer)
         if outcome is StoreOutcome.NO_SPACE:

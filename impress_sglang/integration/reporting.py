@@ -17,8 +17,9 @@ Order = Callable[[ServingRuntime, float], None]
 
 
 def _reorder(runtime: ServingRuntime, _: float) -> None:
-    runtime.store.reorder()
-    runtime.store.poll()
+    if (store := runtime.opened) is not None:
+        store.reorder()
+        store.poll()
 
 
 _orders: dict[str, Order] = {REORDER_ORDER: _reorder}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
@@ -20,17 +21,24 @@ from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.integration.clocks import clock_for
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.saving import Save
+from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.estimate import RETENTIONS, Estimate, Estimator, Work
+from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.tree import StoredMatch
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.threads import BackgroundThread
 from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline, TimelineWriter
 from impress_sglang.transfer.loader import LayerInputs, PrefixLoader
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import Demand, SegmentSource
 
 logger = logging.getLogger(__name__)
+
+# Why the store is not used while one is opened, and where that failed.
+OPENING = "opening"
+NOT_OPENED = "not opened"
 
 
 @dataclasses.dataclass(slots=True)
@@ -121,8 +129,9 @@ class ServingRuntime:
         self.config = config
         self.shape = shape
         self.identity = identity
-        self.suspended: str | None = None
-        """Why the store is set aside (see `weights.py`), None while it is used."""
+        """Of the store that is open or being opened; empty if there is none."""
+        self.aside: str | None = None
+        """Why the store may not be used (see `weights.py`), also where one is open."""
         self.policy = make_policy(config)
         self.totals = RequestTotals()
         self.live: dict[str, PrefixRequest] = {}
@@ -130,8 +139,11 @@ class ServingRuntime:
         """Of the tree cache: from a pass's requests and lengths to the writes that go with it."""
         self.abort: Callable[[str, str], None] | None = None
         """Of the tree cache: ends a request of the pass under way, with what the user is told."""
-        self.store = PrefixStore(config, identity, shape, device)
-        self._device = device
+        self._memory = StoreMemory.allocate(config, shape, device)
+        """Of the store; where none is open, for the next one."""
+        self._store: PrefixStore | None = PrefixStore(config, identity, shape, memory=self._memory)
+        self._opening: Future[StoreDisk] | None = None
+        self._opener = BackgroundThread("impress-store")
         self._clock = clock_for(device)
         rule = self.policy.identification_rule()
         self._evidence = rule.evidence
@@ -140,22 +152,109 @@ class ServingRuntime:
         self._timelines = TimelineWriter(config.trace_path) if config.trace_path else None
 
     @property
+    def opened(self) -> PrefixStore | None:
+        """The store, None while another one is being opened."""
+        return self._store
+
+    @property
+    def store(self) -> PrefixStore:
+        """The store, for who knows that one is open: it is used, or a request reads from it."""
+        assert self._store is not None
+        return self._store
+
+    @property
+    def suspended(self) -> str | None:
+        """Why the store is not used, None while it is."""
+        if self.aside is None and self._store is None:
+            return OPENING
+        return self.aside
+
+    @property
     def uses_store(self) -> bool:
         """Whether prefixes are looked for in the store, and offered to it."""
         return self.policy.stores and self.suspended is None
 
+    def use_again(self) -> None:
+        """All KVs in the pool are of `identity`: use its store, once it is open."""
+        if self.aside is not None:
+            self.aside = None
+            self._say_used()
+
     def reopen(self, identity: str) -> None:
-        """Serve another identity: the model's weights were replaced."""
-        logger.info("model weights have changed: prefixes of the old weights are set aside")
-        self.store.close()
-        # If the other store cannot be opened, this one must be, even for the same weights.
-        self.identity = ""
-        self.store = PrefixStore(self.config, identity, self.shape, self._device)
+        """Serve another identity: the model's weights were replaced. No request reads a prefix.
+
+        What may wait for the disk is done in the background, one thing after another: the old store
+        is closed, the other one opened. `take_over` makes it ours.
+        """
+        logger.info("prefixes of other weights are set aside; opening the store of %s", identity)
+        assert not self.live
+        self._discard_opening()
+        self._discard_store()
         self.identity = identity
+        self._opening = self._opener.submit(StoreDisk, self.config, identity)
+
+    def poll(self) -> None:
+        """Take in what other threads have done; never waits."""
+        self.take_over()
+        if self._store is not None:
+            self._store.poll()
+
+    def take_over(self) -> None:
+        """Take a store that was opened in the background, if it is there; never waits for it."""
+        opening = self._opening
+        if opening is None or not opening.done():
+            return
+        self._opening = None
+        try:
+            disk = opening.result()
+            try:
+                self._store = PrefixStore(
+                    self.config, self.identity, self.shape, disk=disk, memory=self._memory
+                )
+            except BaseException:
+                self._opener.submit(_close_logged, disk.close)
+                raise
+        except Exception:
+            # Whatever it is, answers are right without the store.
+            logger.exception(
+                "the store of these weights cannot be opened; the next flush tries again"
+            )
+            self.identity = ""
+            self.aside = self.aside or NOT_OPENED
+            return
+        self._say_used()
 
     def close(self) -> None:
-        """Finish writes and close the store; nothing is served after that."""
-        self.store.close()
+        """Finish writes and close the store; nothing is served after that.
+
+        Another one that is being opened is waited for no longer than `--impress-io-timeout`.
+        """
+        if self._store is None:
+            self._memory.close()
+        else:
+            self._store.close()
+        self._discard_opening()
+        self._opener.close(self.config.io_timeout)
+
+    def _discard_store(self) -> None:
+        """Close what is open, in the background where that waits for the disk."""
+        store, self._store = self._store, None
+        if store is not None:
+            # So that none of them tells the tree cache of its end from the other thread.
+            store.abandon_writes()
+            # Memory is not allocated again: that would take long, or what is left would not do.
+            self._memory = store.retire().emptied(self.config)
+            self._opener.submit(_close_logged, store.leave_disk)
+
+    def _discard_opening(self) -> None:
+        """Close what is being opened when it is there, in the background."""
+        opening, self._opening = self._opening, None
+        if opening is not None and not opening.cancel():
+            self._opener.submit(_close_late, opening)
+
+    def _say_used(self) -> None:
+        if self.suspended is None:
+            logger.info("the store is used again, for weights %s", self.identity)
 
     def demand_of(self, k: int, num_tokens: int) -> Demand:
         """What a request that uses k of a prefix's tokens will ask of each layer."""
@@ -268,7 +367,7 @@ class ServingRuntime:
 
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
-        totals = dataclasses.asdict(self.totals)
+        totals, store = dataclasses.asdict(self.totals), self._store
         rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in totals.items()}
         return {
             "config": dataclasses.asdict(self.config),
@@ -279,7 +378,20 @@ class ServingRuntime:
             "kv_heads": self.shape.num_kv_heads,
             "requests_live": len(self.live),
             "totals": rounded,
-            "store": self.store.summary(),
-            "cache": self.store.cache.summary(),
-            "reorder": self.store.reorder_summary(),
+            "store": None if store is None else store.summary(),
+            "cache": None if store is None else store.cache.summary(),
+            "reorder": None if store is None else store.reorder_summary(),
         }
+
+
+def _close_logged(close: Callable[[], None]) -> None:
+    try:
+        close()
+    except Exception:
+        logger.exception("a store that is not used any more could not be closed")
+
+
+def _close_late(opening: Future[StoreDisk]) -> None:
+    """Of an opening that has ended, and whose store nobody wants any more."""
+    if opening.exception() is None:
+        _close_logged(opening.result().close)

@@ -38,7 +38,7 @@ class WeightWatch:
     def begin(self, cause: str) -> None:
         """Weights may change from here on; no pass is under way, and no write."""
         self._changing = True
-        self._untouched = self._runtime.suspended is None
+        self._untouched = self._runtime.aside is None
         self._suspend(cause)
 
     def end(self, *, settled: bool, empty: bool) -> None:
@@ -60,27 +60,26 @@ class WeightWatch:
 
     def _use_again(self, *, empty: bool) -> None:
         """Use the store of the weights as they are, if KVs in the pool are of the same."""
+        runtime = self._runtime
+        # One that could not be opened is opened again.
+        runtime.take_over()
         try:
             identity = self._identify()
-            if identity != self._runtime.identity:
-                if not empty:
-                    return
-                self._runtime.reopen(identity)
         except Exception:
             # Whatever it is, answers are right without the store.
-            logger.exception(
-                "the store of these weights cannot be used; the next flush tries again"
-            )
+            logger.exception("these weights have no identity; the next flush tries again")
             self._suspend("no identity")
             return
-        if self._runtime.suspended is not None:
-            logger.info("the store is used again, for weights %s", identity)
-            self._runtime.suspended = None
+        if identity != runtime.identity:
+            if not empty:
+                return
+            runtime.reopen(identity)
+        runtime.use_again()
 
     def _suspend(self, cause: str) -> None:
-        if self._runtime.suspended is None:
+        if self._runtime.aside is None:
             logger.info("the store is set aside (%s) until the pool has no KVs of before", cause)
-            self._runtime.suspended = cause
+            self._runtime.aside = cause
 
 
 def around_handler(original: Callable[..., Any], owner: Any, request: Any) -> Any:

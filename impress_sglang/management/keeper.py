@@ -49,8 +49,15 @@ class Verdict(enum.Enum):
     BAD = "bad"
     """It is damaged, and stands in quarantine now."""
     GONE = "gone"
+    UNREADABLE = "unreadable"
+    """It cannot be read, although the disk answers."""
     UNCLEAR = "unclear"
     """It cannot be read now."""
+
+    @property
+    def decides(self) -> bool:
+        """Whether no other look is needed."""
+        return self in (Verdict.GOOD, Verdict.BAD, Verdict.GONE)
 
 
 class Keeper:
@@ -112,9 +119,12 @@ class Keeper:
         """Remove a file and its row; readers that have it open go on reading it."""
         self._submit(self._delete, segment_id, num_bytes, successor)
 
-    def look(self, info: SegmentInfo) -> Future[Verdict]:
-        """Read a whole segment again and verify it; what is damaged goes to quarantine."""
-        return self._submit(self._look, info)
+    def look(self, info: SegmentInfo, *, last: bool = False) -> Future[Verdict]:
+        """Read a whole segment again and verify it; what is damaged goes to quarantine.
+
+        If it is the `last` look, what cannot be read although the disk answers counts as damaged.
+        """
+        return self._submit(self._look, info, last)
 
     def remove_store(self, path: Path) -> Future[bool]:
         """See `directory.remove_store`."""
@@ -186,7 +196,7 @@ class Keeper:
         except (OSError, sqlite3.Error) as error:
             self._health.failed("the index could not be written", error, reading=False)
 
-    def _look(self, info: SegmentInfo) -> Verdict:
+    def _look(self, info: SegmentInfo, last: bool) -> Verdict:
         path = self._directory.segment_path(info.segment_id)
         try:
             self._verify(path, info)
@@ -194,8 +204,20 @@ class Keeper:
         except ChunkUnreadable as error:
             return self._condemn(path, error)
         except StoreUnavailable as error:
-            logger.warning("a second look has to wait: %s", error)
-            return Verdict.UNCLEAR
+            logger.warning("a second look has seen nothing: %s", error)
+            if not self._answers():
+                return Verdict.UNCLEAR
+            if not last:
+                return Verdict.UNREADABLE
+            return self._condemn(path, ChunkUnreadable(info.segment_id, "can never be read"))
+
+    def _answers(self) -> bool:
+        """Whether the rest of the disk can be used: as behind a bad sector, not as of a cable."""
+        try:
+            self._directory.check_writable()
+        except OSError:
+            return False
+        return True
 
     def _condemn(self, path: Path, error: ChunkUnreadable) -> Verdict:
         """A segment is missing or damaged; if not the whole disk is, it is set aside."""
@@ -215,7 +237,11 @@ class Keeper:
     def _quarantine(self, path: Path, error: ChunkUnreadable) -> bool:
         """Set a damaged file aside; False where nothing can be changed now."""
         try:
-            self._files.rename(path, self._directory.quarantine_path(error.segment_id))
+            target = self._directory.quarantine_path(error.segment_id)
+            self._files.rename(path, target)
+            # Else a power loss could bring it back beside what is stored in its place by then.
+            for folder in (target.parent, path.parent):
+                self._files.sync_directory(folder)
             self._limit_quarantine()
         except OSError as failure:
             self._health.failed("a segment could not be set aside", failure, reading=False)

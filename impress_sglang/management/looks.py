@@ -2,7 +2,8 @@
 
 That a block cannot be read now does not mean that it is damaged, and a block that was read wrong
 once may be right on the disk. So nothing is removed at first sight: the whole segment is read again
-in the background, and again after a pause that doubles as long as it cannot be read at all.
+in the background, and again after a pause that doubles as long as it cannot be read at all. If it
+cannot be read time and again while the rest of the disk answers, it is behind a bad sector.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from impress_sglang.management.tree import SegmentState, StoredSegment
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 600.0
+# With the pauses between them no less than 15 seconds: a link that is reset has come back by then.
+MOST_LOOKS = 5
 
 
 @dataclasses.dataclass(slots=True)
 class _Suspect:
     segment: StoredSegment
     look_at: float
-    pause: float = FIRST_PAUSE_S
+    pause: float
+    looks: int = 0
+    """That could not read it although the disk answered."""
     look: Future[Verdict] | None = None
 
 
@@ -40,12 +45,14 @@ class SecondLooks:
         """A segment could not be read; it is not used before it is found good."""
         assert segment.ready
         segment.state = SegmentState.SUSPECT
-        self._suspects[segment.segment_id] = _Suspect(segment, time.monotonic())
+        self._suspects[segment.segment_id] = _Suspect(segment, time.monotonic(), FIRST_PAUSE_S)
 
     def hurry(self) -> None:
         """The disk answers again: look at all of them now."""
         for suspect in self._suspects.values():
             suspect.look_at, suspect.pause = time.monotonic(), FIRST_PAUSE_S
+            # What was seen before may have been the disk.
+            suspect.looks = 0
 
     def forget(self, segment_id: str) -> None:
         """A segment has left the tree."""
@@ -57,10 +64,11 @@ class SecondLooks:
         for segment_id, suspect in list(self._suspects.items()):
             if suspect.look is None:
                 if time.monotonic() >= suspect.look_at:
-                    suspect.look = self._keeper.look(suspect.segment.info)
+                    last = suspect.looks + 1 >= MOST_LOOKS
+                    suspect.look = self._keeper.look(suspect.segment.info, last=last)
             elif suspect.look.done():
                 verdict = self._take(suspect)
-                if verdict is not Verdict.UNCLEAR:
+                if verdict.decides:
                     del self._suspects[segment_id]
                     decided.append((suspect.segment, verdict))
         return decided
@@ -70,9 +78,10 @@ class SecondLooks:
         assert look is not None
         # A look that failed for another reason has not seen anything.
         verdict = Verdict.UNCLEAR if look.exception() is not None else look.result()
-        if verdict is Verdict.UNCLEAR:
+        suspect.looks += verdict is Verdict.UNREADABLE
+        if verdict is Verdict.GOOD:
+            suspect.segment.state = SegmentState.READY
+        elif not verdict.decides:
             suspect.look_at = time.monotonic() + suspect.pause
             suspect.pause = min(2 * suspect.pause, LONGEST_PAUSE_S)
-        elif verdict is Verdict.GOOD:
-            suspect.segment.state = SegmentState.READY
         return verdict

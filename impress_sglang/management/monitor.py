@@ -40,9 +40,9 @@ class Monitor:
         self._directory = directory
         self._health = health
         self._patience = patience
-        self._thread = BackgroundThread("impress-probe")
         self.free_bytes = self._measure()
         """Bytes that may still be written to the file system, as of the last measurement."""
+        self._thread = BackgroundThread("impress-probe")
         self._measured_at = time.monotonic()
         self._measuring: Future[int] | None = None
         self._probing: Future[Answer] | None = None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import sqlite3
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +24,11 @@ from impress_sglang.errors import (
     PrefixUnreadable,
     StoreUnavailable,
 )
+from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.estimate import StoredBytes
-from impress_sglang.management.keeper import Keeper, Verdict
+from impress_sglang.management.keeper import Verdict
 from impress_sglang.management.looks import SecondLooks
-from impress_sglang.management.monitor import Monitor
+from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.readers import SegmentReaders
@@ -38,22 +38,16 @@ from impress_sglang.management.tree import (
     SegmentState,
     StoredMatch,
     StoredSegment,
-    StoredTree,
-    restore_segments,
 )
 from impress_sglang.management.writing import Offer, SegmentWrites, StoreOutcome, StoreStats
 from impress_sglang.storage.catalog import CatalogEntry
-from impress_sglang.storage.directory import StoreDirectory, other_stores
-from impress_sglang.storage.files import FileSystem, installed
-from impress_sglang.storage.health import Health
+from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.segment import Tokens
-from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.ahead import ReadAhead
-from impress_sglang.transfer.area import AreaPool
 from impress_sglang.transfer.source import Demand, SegmentSource
 
 logger = logging.getLogger(__name__)
@@ -72,8 +66,11 @@ class PrefixStore:
         shape: KVShape,
         device: torch.device | None = None,
         files: FileSystem | None = None,
+        *,
+        disk: StoreDisk | None = None,
+        memory: StoreMemory | None = None,
     ) -> None:
-        """Open the store, and find what an earlier process left in it.
+        """Open the store, or take what of it was opened on another thread.
 
         Args:
             config: of the server.
@@ -81,46 +78,36 @@ class PrefixStore:
             shape: of its KVs.
             device: where attention runs, the CPU if not given.
             files: how the disk is touched; None for what is installed.
+            disk: of the same configuration and identity; with it nothing here waits for the disk.
+                It is still the caller's if this raises.
+            memory: for the same configuration and shape, emptied; None to allocate it.
 
         Raises:
             ConfigError: the directory cannot be used, or the caches do not fit in memory.
             StoreInUseError: another process serves the same model from it.
         """
         self._config = config
-        self._identity = identity
         self._shape = shape
-        files = files or installed()
-        self._directory = StoreDirectory(files, config.ssd_path, identity)
+        self._disk = disk or StoreDisk(config, identity, files)
+        self._directory, self._keeper = self._disk.directory, self._disk.keeper
+        self._monitor, self.health = self._disk.monitor, self._disk.health
+        self.tree = self._disk.tree
         self.namespace = functools.lru_cache(_NAMESPACES)(self._directory.namespace)
-        self.health = Health()
-        self._direct = files.supports_direct_io(self._directory.path)
+        direct, patience = self._disk.direct, config.io_timeout
         policy = make_policy(config)
-        self.cache = ChunkCache(
-            shape,
-            config.chunk_tokens,
-            policy.replacement_rule(),
-            device=device or torch.device("cpu"),
-            device_bytes=config.device_bytes if policy.stores else 0,
-            host_bytes=config.host_bytes - config.buffer_bytes if policy.stores else 0,
-        )
-        patience = config.io_timeout
+        self._memory = memory or StoreMemory.allocate(config, shape, device or torch.device("cpu"))
+        self.cache = self._memory.cache
         self._reader = ChunkReader(
-            config.io_depth, files, engine=config.io_engine, patience=patience
+            config.io_depth, self._disk.files, engine=config.io_engine, patience=patience
         )
-        # Chunks are cached by whole pages, also where they end inside one.
-        self._pool = AreaPool(
-            config.buffer_bytes,
-            pin=self.cache.device.type == "cuda",
-            spare_bytes=self.cache.page.page_bytes,
-        )
-        self.ahead = ReadAhead(self._pool, config.readahead)
+        self.ahead = ReadAhead(self._memory.pool, config.readahead)
         self._readers = SegmentReaders(
             self._directory,
             shape,
             self._reader,
             self.cache,
-            self._pool,
-            direct=self._direct,
+            self._memory.pool,
+            direct=direct,
             reorder_by_importance=config.reorder_key == "importance",
             retention=config.usual_retention,
             learns=self.ahead.enabled,
@@ -131,25 +118,15 @@ class PrefixStore:
         self._closed = False
         self._measuring: SegmentSource | None = None
         self.stats = StoreStats()
-        self._keeper = Keeper(self._directory, self.health, direct=self._direct)
         self._looks = SecondLooks(self._keeper)
-        try:
-            self._monitor = Monitor(self._directory, self.health, patience)
-            self.tree = self._recover()
-            others = other_stores(files, self._directory.path)
-        except (OSError, sqlite3.Error) as error:
-            self._directory.close()
-            raise ConfigError(
-                f"--impress-ssd-dir {config.ssd_path} cannot be read: {error}"
-            ) from error
-        rewriter = Rewriter(self._directory, direct=self._direct, patience=patience)
+        rewriter = Rewriter(self._directory, direct=direct, patience=patience)
         self._reorderer = Reorderer(self.tree, self._readers, rewriter)
         self._quota = Quota(
             config,
             self.tree,
             self._keeper,
             self._monitor,
-            others,
+            self._disk.others,
             self._readers.is_read,
             lambda: self._reorderer.reserved_bytes,
         )
@@ -250,9 +227,13 @@ class PrefixStore:
         """Wait until all accepted writes are finished; see `SegmentWrites.drain`."""
         self._writes.drain()
 
-    def abandon_writes(self, enough: Callable[[], bool] = lambda: False) -> None:
-        """Give accepted writes up, the latest first, until there is `enough`; nothing waits."""
-        self._writes.abandon(enough)
+    def abandon_writes(
+        self,
+        enough: Callable[[], bool] = lambda: False,
+        frees: Callable[[object], bool] = lambda holder: True,
+    ) -> None:
+        """Give accepted writes up; see `SegmentWrites.abandon`."""
+        self._writes.abandon(enough, frees)
 
     def poll(self) -> None:
         """Take in what other threads have done, and begin what is due; never waits."""
@@ -319,10 +300,10 @@ class PrefixStore:
             "quarantined_bytes": self._keeper.quarantined_bytes,
             "other_models_bytes": self._quota.other_models_bytes,
             "quota_bytes": self._config.ssd_bytes,
-            "direct_io": self._direct,
+            "direct_io": self._disk.direct,
             "io_engine": self._reader.engine,
-            "buffer_bytes": self._pool.limit_bytes,
-            "buffer_used_bytes": self._pool.used_bytes,
+            "buffer_bytes": self._memory.pool.limit_bytes,
+            "buffer_used_bytes": self._memory.pool.used_bytes,
             "gap_bytes": self._reader.cost.gap_bytes,
             "read_mbps": round(self._reader.cost.bytes_per_second / 1e6),
         }
@@ -341,7 +322,6 @@ class PrefixStore:
         suspects = 0
         for segment_id, segment in live.items():
             assert segment.state is not SegmentState.PENDING or segment_id in writing
-            assert segment.state is not SegmentState.LOST or segment.dependents
             suspects += segment.state is SegmentState.SUSPECT
         assert suspects == len(self._looks)
         pending = sum(num_bytes for _, num_bytes in self._writes)
@@ -369,57 +349,39 @@ class PrefixStore:
 
         What does not end within `--impress-io-timeout` is left behind.
         """
-        if self._closed:
-            return
+        if not self._closed:
+            memory = self.retire()
+            self.leave_disk()
+            memory.close()
+
+    def retire(self) -> StoreMemory:
+        """The first half of `close`, on the store's thread, which waits for nothing.
+
+        Nothing is read or taken any more, and the memory is the caller's. If all writes were
+        abandoned, so that their ends concern nobody, `leave_disk` may run on another thread.
+        """
         self._closed = True
-        seconds = self._config.io_timeout
         self._end_measuring(wait=True)
-        self.drain()
-        self._reorderer.close(seconds)
-        if (outcome := self._reorderer.take_finished()) is not None:
-            self._settle(outcome)
-        accesses = [(s.segment_id, s.last_access, s.hits) for s in self.tree.segments()]
-        kept = self._keeper.record_accesses(accesses)
-        if not self._keeper.close(seconds) or kept.exception() is not None:
-            logger.warning("access times are not kept for the next start")
-        self._readers.close(seconds)
-        self._monitor.close(seconds)
-        self._reader.close()
-        self._pool.close()
-        self.cache.close()
-        self._directory.close()
+        return self._memory
+
+    def leave_disk(self) -> None:
+        """The second half, which may wait for the disk."""
+        seconds = self._config.io_timeout
+        try:
+            self.drain()
+            self._reorderer.close(seconds)
+            if (outcome := self._reorderer.take_finished()) is not None:
+                self._settle(outcome)
+            self._readers.close(seconds)
+            self._reader.close()
+        finally:
+            self._disk.close(self.tree.segments())
 
     def _end_measuring(self, *, wait: bool = False) -> None:
         """Close the source of a measurement that has ended, or with `wait` in any case."""
         if self._measuring is not None and (wait or not self._measuring.is_reading):
             self.close_source(self._measuring)
             self._measuring = None
-
-    def _recover(self) -> StoredTree:
-        segments = [
-            StoredSegment(e.info, e.file_bytes, last_access=e.last_access, hits=e.hits)
-            for e in self._keeper.recover(self._identity)
-        ]
-        latest = max((segment.last_access for segment in segments), default=0)
-        tree = StoredTree(first_time=latest + 1)
-        for orphan in restore_segments(tree, segments):
-            # What builds on a file that cannot be read now may be found at another start.
-            if self._keeper.unused_files:
-                self._keeper.unused_bytes += orphan.file_bytes
-            else:
-                logger.warning(
-                    "segment %s has lost the prefix it builds on; removed", orphan.segment_id
-                )
-                self._keeper.delete(orphan.segment_id, orphan.file_bytes)
-        used = sum(segment.file_bytes for segment in tree.segments())
-        logger.info(
-            "SSD store %s: %d segments, %.1f MB, O_DIRECT %s",
-            self._directory.path,
-            len(tree),
-            used / 1e6,
-            "on" if self._direct else "off",
-        )
-        return tree
 
     def _settle(self, outcome: Outcome) -> None:
         """Draw the consequences of a rewrite for quota and files."""
@@ -456,8 +418,7 @@ class PrefixStore:
         self._quota.remove(segment.file_bytes)
         self._looks.forget(segment.segment_id)
         self._readers.retire(segment.segment_id)
-        segment.state = SegmentState.LOST
-        self.tree.prune(segment)
+        self.tree.lose(segment)
 
     def _judge(self, segment: StoredSegment, verdict: Verdict) -> None:
         """Draw the consequences of a second look."""

@@ -4,9 +4,13 @@ A radix tree per namespace (SGLang's `extra_key` and `cache_salt`). A node is a 
 one segment; splitting a node moves no data, both halves refer to the same segment. KVs of the same
 tokens in different qualities are different children, so that they are never mixed unseen.
 
+A segment that has lost its file stays as long as others build on it, each of its nodes as a lost
+segment of its own: a hole, which whoever has its tokens can fill.
+
 Invariants (`check_integrity`):
   * a node's tokens are `segment.tokens[start : start + len]`, and its parent ends where it begins;
   * the nodes of a segment form one path; `dependents` counts the segments that hang below it;
+  * a lost segment is one node, and something hangs below it;
   * no node is of better quality than the one above it.
 """
 
@@ -17,8 +21,9 @@ import enum
 import functools
 import hashlib
 import itertools
+import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -37,7 +42,7 @@ class SegmentState(enum.Enum):
     SUSPECT = "suspect"
     """It could not be read; a second look decides."""
     LOST = "lost"
-    """It has no file, but others build on it: the same tokens can be stored in its place."""
+    """It has no file; if it is still in the tree, others build on it."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -91,13 +96,25 @@ class _Node:
         return EXACT if self.segment is None else self.segment.info.quality
 
     @property
+    def lost(self) -> bool:
+        return self.segment is not None and self.segment.state is SegmentState.LOST
+
+    @property
     def first_token(self) -> int:
         return int(self.tokens[0])
 
-    def child(self, token: int, least: Quality) -> _Node | None:
-        """The best child that begins with a token, if it suffices."""
+    def choices(
+        self, token: int, least: Quality, without: StoredSegment | None = None
+    ) -> Iterator[_Node]:
+        """Children that begin with a token and suffice, best first, but no node of `without`."""
         for child in self.children.get(token, ()):
-            if child.quality.suffices(least):
+            if child.quality.suffices(least) and child.segment is not without:
+                yield child
+
+    def hole(self, token: int, quality: Quality) -> _Node | None:
+        """The child that begins with a token and has this quality, if it is lost."""
+        for child in self.children.get(token, ()):
+            if child.quality == quality and child.lost:
                 return child
         return None
 
@@ -188,14 +205,16 @@ class StoredTree:
         *,
         least: Quality = EXACT,
         only_ready: bool = True,
+        without: StoredSegment | None = None,
     ) -> StoredMatch:
         """The longest stored prefix of `tokens`. O(len(tokens)); changes nothing.
 
         Of children that begin with the same token the best one is followed, if it suffices. It ends
-        before a segment that cannot be read, unless `only_ready` is False.
+        before a segment that cannot be read, unless `only_ready` is False. It is found as if there
+        were no segment `without`.
         """
         spans: list[StoredSpan] = []
-        for node, length in self._walk(namespace, tokens, least):
+        for node, length in self._walk(namespace, tokens, least, without):
             segment = node.segment
             assert segment is not None
             if only_ready and not segment.ready:
@@ -216,14 +235,17 @@ class StoredTree:
     def insert(self, segment: StoredSegment, prefix: Tokens) -> bool:
         """Attach a segment after the tokens `prefix`; False if that prefix is not in the tree.
 
-        A segment whose first token is already a child there is refused as well: the caller matches
-        first and stores only what is new.
+        Any path of these tokens will do that is as good as the segment. Holes of its quality that
+        its first tokens lead through are filled, the last one perhaps only in part. It is refused
+        where its other tokens begin as something that is stored there: the caller matches first
+        and stores only what is new.
         """
         info = segment.info
-        parent = self._node_at(info.namespace, prefix, info.quality)
-        if parent is None:
-            return False
-        return self._attach(segment, parent)
+        for node, length in self._ends(info.namespace, prefix, info.quality):
+            parent = self._split(node, length) if length < len(node.tokens) else node
+            if self._attach(segment, parent):
+                return True
+        return False
 
     def replace(self, segment: StoredSegment, info: SegmentInfo, file_bytes: int) -> None:
         """The same tokens are in another file now."""
@@ -242,28 +264,28 @@ class StoredTree:
             node = node.parent
         return starts[::-1]
 
-    def remove(self, segment: StoredSegment) -> None:
-        """Take a segment out; it must have no dependents."""
-        assert segment.dependents == 0
-        node: _Node | None = self._tails.pop(segment.segment_id)
-        while node is not None and node.segment is segment:
-            assert not node.children
-            parent = node.parent
-            assert parent is not None
-            parent.remove(node)
-            node = parent
-        if node is not None and node.parent is None and not node.children:
-            del self._roots[segment.info.namespace]
-        if segment.parent is not None:
-            segment.parent.dependents -= 1
-        del self._segments[segment.segment_id]
+    def lose(self, segment: StoredSegment) -> None:
+        """A segment has no file any more.
 
-    def prune(self, segment: StoredSegment | None) -> None:
-        """Take a lost segment out, and lost ones above it, if nothing else builds on them."""
-        while segment is not None and segment.state is SegmentState.LOST and not segment.dependents:
-            parent = segment.parent
-            self.remove(segment)
-            segment = parent
+        Of its nodes those that others build on are holes from now on. What nothing builds on leaves
+        the tree, and so do holes above.
+        """
+        segment.state = SegmentState.LOST
+        node = self._tails[segment.segment_id]
+        while node.lost and not node.children:
+            assert node.segment is not None and node.parent is not None
+            node.parent.remove(node)
+            if node.start == 0:
+                self._forget(node.segment)
+            node = node.parent
+        if node.parent is None and not node.children:
+            del self._roots[segment.info.namespace]
+        if segment.segment_id in self._segments:
+            self._forget(segment)
+            while node.segment is segment:
+                self._dig(node)
+                assert node.parent is not None
+                node = node.parent
 
     def check_integrity(self) -> None:
         """Recompute every invariant from the nodes.
@@ -283,6 +305,8 @@ class StoredTree:
             above = segment.parent
             assert above is parents[segment.segment_id]
             assert segment.dependents == dependents[segment.segment_id]
+            if segment.state is SegmentState.LOST:
+                assert self._tails[segment.segment_id].start == 0 and segment.dependents
             assert above is None or above.info.quality.suffices(segment.info.quality)
 
     def _check_node(
@@ -311,24 +335,85 @@ class StoredTree:
             assert self._tails[segment.segment_id] is node
 
     def _attach(self, segment: StoredSegment, parent: _Node) -> bool:
-        info = segment.info
-        node = _Node(info.tokens, segment, 0, parent)
-        if segment.segment_id in self._segments or not parent.add(node):
+        """Hang a segment below a node, into the holes that are there; False if that cannot be."""
+        if segment.segment_id in self._segments:
             return False
-        self._segments[segment.segment_id] = segment
-        self._tails[segment.segment_id] = node
-        segment.parent = parent.segment
+        nodes, rest = self._holes(parent, segment.info)
+        if len(rest):
+            above = nodes[-1] if nodes else parent
+            node = _Node(rest, segment, 0, above)
+            if not above.add(node):
+                return False
+            nodes.append(node)
+        for node in nodes:
+            if node.segment is not None and node.segment is not segment:
+                self._forget(node.segment)
+        self._own(segment, nodes)
         segment.last_access = segment.last_access or next(self._clock)
-        if parent.segment is not None:
-            parent.segment.dependents += 1
         return True
 
-    def _walk(self, namespace: str, tokens: Tokens, least: Quality) -> Iterator[tuple[_Node, int]]:
+    def _holes(self, parent: _Node, info: SegmentInfo) -> tuple[list[_Node], Tokens]:
+        """Holes below a node that the first tokens of a segment fill, and its other tokens."""
+        holes: list[_Node] = []
+        node, rest = parent, info.tokens
+        while len(rest) and (hole := node.hole(int(rest[0]), info.quality)) is not None:
+            length = common_prefix_len(hole.tokens, rest)
+            node = self._split(hole, length) if length < len(hole.tokens) else hole
+            holes.append(node)
+            rest = rest[length:]
+        return holes, rest
+
+    def _own(self, segment: StoredSegment, nodes: list[_Node]) -> None:
+        """Make nodes, each below the one before, those of a segment that is new."""
+        start = segment.info.num_tokens
+        for node in reversed(nodes):
+            start -= len(node.tokens)
+            node.segment, node.start = segment, start
+            for below in itertools.chain.from_iterable(node.children.values()):
+                if below.segment is not None and below.segment is not segment:
+                    below.segment.parent = segment
+                    segment.dependents += 1
+        assert start == 0 and nodes[0].parent is not None
+        segment.parent = nodes[0].parent.segment
+        if segment.parent is not None:
+            segment.parent.dependents += 1
+        self._segments[segment.segment_id] = segment
+        self._tails[segment.segment_id] = nodes[-1]
+
+    def _forget(self, segment: StoredSegment) -> None:
+        """A segment is gone; its nodes are another's, or gone as well."""
+        del self._segments[segment.segment_id], self._tails[segment.segment_id]
+        if segment.parent is not None:
+            segment.parent.dependents -= 1
+
+    def _dig(self, node: _Node) -> None:
+        """Make a node of a lost segment, which is forgotten already, a hole of its own."""
+        old = node.segment
+        assert old is not None
+        info = dataclasses.replace(
+            old.info,
+            segment_id=uuid.uuid4().hex,
+            # No file has it: who fills the hole has all tokens before it.
+            prefix_digest="",
+            prefix_len=old.info.prefix_len + node.start,
+            tokens=node.tokens,
+            generation=0,
+        )
+        hole = StoredSegment(info, 0, SegmentState.LOST, last_access=old.last_access, hits=old.hits)
+        self._own(hole, [node])
+
+    def _walk(
+        self,
+        namespace: str,
+        tokens: Tokens,
+        least: Quality,
+        without: StoredSegment | None,
+    ) -> Iterator[tuple[_Node, int]]:
         """Nodes along `tokens`, each with the number of its tokens that match."""
         node = self._roots.get(namespace)
         position = 0
         while node is not None and position < len(tokens):
-            child = node.child(int(tokens[position]), least)
+            child = next(node.choices(int(tokens[position]), least, without), None)
             if child is None:
                 return
             length = common_prefix_len(child.tokens, tokens[position:])
@@ -337,15 +422,22 @@ class StoredTree:
                 return
             node, position = child, position + length
 
-    def _node_at(self, namespace: str, prefix: Tokens, least: Quality) -> _Node | None:
-        """The node that ends exactly after `prefix`, splitting one if need be."""
-        node = self._roots.setdefault(namespace, _Node(np.empty(0, np.int32), None, 0, None))
-        found = 0
-        # A list, for splitting a node while walking would change where the walk goes on.
-        for child, length in list(self._walk(namespace, prefix, least)):
-            node = self._split(child, length) if length < len(child.tokens) else child
-            found += length
-        return node if found == len(prefix) else None
+    def _ends(self, namespace: str, prefix: Tokens, least: Quality) -> Iterator[tuple[_Node, int]]:
+        """Nodes in which a prefix ends, and how many of their tokens are of it, best paths first.
+
+        A match follows the best child only; what was stored when there was no better one is beside.
+        """
+        root = self._roots.setdefault(namespace, _Node(np.empty(0, np.int32), None, 0, None))
+        stack = [(root, 0, 0)]
+        while stack:
+            node, length, position = stack.pop()
+            if position == len(prefix):
+                yield node, length
+            elif length == len(node.tokens):
+                choices = list(node.choices(int(prefix[position]), least))
+                for child in reversed(choices):
+                    length = common_prefix_len(child.tokens, prefix[position:])
+                    stack.append((child, length, position + length))
 
     def _split(self, node: _Node, length: int) -> _Node:
         """Cut a node after `length` tokens; returns the upper half."""
@@ -355,6 +447,11 @@ class StoredTree:
         node.parent.add(upper)
         node.tokens, node.start, node.parent = node.tokens[length:], node.start + length, upper
         upper.add(node)
+        if upper.lost:
+            assert node.segment is not None
+            self._forget(node.segment)
+            self._dig(node)
+            self._dig(upper)
         return upper
 
 
@@ -371,34 +468,6 @@ def prefix_digest(namespace: str, tokens: Tokens) -> str:
     state.update(b"\0")
     state.update(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
     return state.hexdigest()
-
-
-def restore_segments(tree: StoredTree, segments: Iterable[StoredSegment]) -> list[StoredSegment]:
-    """Put the segments of an earlier process back into an empty tree.
-
-    A segment knows only the digest of the tokens before it; their text is that of the segments it
-    hangs below. Returns the segments whose place was not found: a segment above them is gone.
-    """
-    # Of two files of the same tokens, after a crash while one replaced the other, take the newer.
-    ordered = sorted(segments, key=lambda s: (s.info.prefix_len, -s.info.generation))
-    wanted_lens: dict[str, set[int]] = {}
-    for segment in ordered:
-        wanted_lens.setdefault(segment.info.namespace, set()).add(segment.info.prefix_len)
-    empty = np.empty(0, np.int32)
-    places = {(name, prefix_digest(name, empty)): empty for name in wanted_lens}
-    lost = []
-    for segment in ordered:
-        info = segment.info
-        prefix = places.get((info.namespace, info.prefix_digest))
-        if prefix is None or not tree.insert(segment, prefix):
-            lost.append(segment)
-            continue
-        path = np.concatenate([prefix, info.tokens])
-        for length in wanted_lens[info.namespace]:
-            if len(prefix) < length <= len(path):
-                digest = prefix_digest(info.namespace, path[:length])
-                places[info.namespace, digest] = path[:length]
-    return lost
 
 
 def _descendants(root: _Node) -> Iterator[_Node]:

@@ -24,7 +24,6 @@ from impress_sglang.management.tree import (
     SegmentState,
     StoredMatch,
     StoredSegment,
-    StoredSpan,
     StoredTree,
     prefix_digest,
 )
@@ -87,6 +86,7 @@ class Offer:
         min_tokens: a shorter rest is not worth a file.
         quality: of the new KVs.
         available_from: the reader has no KVs of earlier tokens; those must be stored.
+        holder: of the KVs' memory, in the caller's terms.
     """
 
     tokens: Tokens
@@ -96,15 +96,12 @@ class Offer:
     min_tokens: int
     quality: Quality = EXACT
     available_from: int = 0
+    holder: object = None
 
 
 @dataclasses.dataclass(slots=True)
 class _Write:
-    """`info` and `num_bytes` are of the file, which may be for a segment that was lost."""
-
     segment: StoredSegment
-    info: SegmentInfo
-    num_bytes: int
     future: Future[None]
     offer: Offer
     abandoned: bool = False
@@ -142,33 +139,31 @@ class SegmentWrites:
 
     def __iter__(self) -> Iterator[tuple[StoredSegment, int]]:
         """The segments that are being written, and the bytes of their files."""
-        return ((write.segment, write.num_bytes) for write in self._writes)
+        return ((write.segment, write.segment.file_bytes) for write in self._writes)
 
     def take(self, namespace: str, offer: Offer) -> StoreOutcome:
         """Store what is new of an offer, in the background; `namespace` is its stored name."""
         if not self._health.writable:
             self._stats.offers_while_unavailable += 1
             return StoreOutcome.UNAVAILABLE
-        tokens, quality = offer.tokens, offer.quality
-        known = self._tree.match(namespace, tokens, least=quality, only_ready=False)
-        lost = next((s for s in known.spans if s.segment.state is SegmentState.LOST), None)
-        if lost is not None:
-            return self._refill(known, lost, offer)
-        if len(tokens) - known.num_tokens < offer.min_tokens:
+        tokens = offer.tokens
+        known = self._tree.match(namespace, tokens, least=offer.quality, only_ready=False)
+        start, stop = _missing(known, offer)
+        if len(tokens) - start < offer.min_tokens:
             return StoreOutcome.KNOWN
-        if known.num_tokens < offer.available_from:
+        if start < offer.available_from or start == stop:
             return StoreOutcome.UNREACHABLE
-        info = self._describe(namespace, offer, known.num_tokens)
+        info = self._describe(namespace, offer, start, stop)
         if not self._make_room(info, known):
             shorter = _shortened(known, offer.available_from)
-            info = self._describe(namespace, offer, shorter.num_tokens)
+            info = self._describe(namespace, offer, shorter.num_tokens, len(tokens))
             if not self._replaces(known, shorter, info, tokens):
                 self._stats.offers_without_space += 1
                 return StoreOutcome.NO_SPACE
         segment = StoredSegment(info, info.layout().file_bytes, SegmentState.PENDING)
         attached = self._tree.insert(segment, tokens[: info.prefix_len])
         assert attached, "the matched prefix is not in the tree"
-        self._begin(segment, info, offer.read_layers(info.prefix_len), offer)
+        self._begin(segment, offer)
         return StoreOutcome.ACCEPTED
 
     def poll(self) -> None:
@@ -195,24 +190,32 @@ class SegmentWrites:
                 continue
             self._finish(self._writes.popleft())
 
-    def abandon(self, enough: Callable[[], bool] = lambda: False) -> None:
-        """Give writes up, the latest first, until there is `enough`; nothing waits."""
+    def abandon(
+        self,
+        enough: Callable[[], bool] = lambda: False,
+        frees: Callable[[object], bool] = lambda holder: True,
+    ) -> None:
+        """Give writes up, the latest first, until there is `enough`; nothing waits.
+
+        Those go on of whose holder `frees` says that giving them up frees nothing.
+        """
         for write in reversed(self._writes):
+            if write.abandoned or not frees(write.offer.holder):
+                continue
             if enough():
                 return
-            if not write.abandoned:
-                write.abandoned = True
-                write.offer.abandon()
-                write.offer.on_done()
+            write.abandoned = True
+            write.offer.abandon()
+            write.offer.on_done()
 
-    def _describe(self, namespace: str, offer: Offer, start: int) -> SegmentInfo:
+    def _describe(self, namespace: str, offer: Offer, start: int, stop: int) -> SegmentInfo:
         return SegmentInfo(
             segment_id=uuid.uuid4().hex,
             identity=self._identity,
             namespace=namespace,
             prefix_digest=prefix_digest(namespace, offer.tokens[:start]),
             prefix_len=start,
-            tokens=offer.tokens[start:].copy(),
+            tokens=offer.tokens[start:stop].copy(),
             shape=self._shape,
             chunk_tokens=self._config.chunk_tokens,
             quality=offer.quality,
@@ -227,69 +230,66 @@ class SegmentWrites:
         self, known: StoredMatch, shorter: StoredMatch, info: SegmentInfo, tokens: Tokens
     ) -> bool:
         """Make room at the cost of the last segment of a match; whether the new one fits then."""
-        if shorter is known or not self._make_room(info, shorter, known.spans[-1].segment):
+        if shorter is known:
             return False
+        last = known.spans[-1].segment
         # A worse version of the same tokens may stand there as well.
-        rest = self._tree.match(info.namespace, tokens, least=info.quality, only_ready=False)
-        return rest.num_tokens == info.prefix_len
+        rest = self._tree.match(
+            info.namespace, tokens, least=info.quality, only_ready=False, without=last
+        )
+        return rest.num_tokens == info.prefix_len and self._make_room(info, shorter, last)
 
-    def _refill(self, known: StoredMatch, hole: StoredSpan, offer: Offer) -> StoreOutcome:
-        """Store the tokens of a segment that was lost in its place, so that others fit again."""
-        lost = hole.segment
-        info = dataclasses.replace(lost.info, segment_id=uuid.uuid4().hex, generation=0)
-        # A match may leave the segment at a branch, and its tokens are others from there on.
-        whole = len(hole) == info.num_tokens and info.prefix_len >= offer.available_from
-        if not whole or not offer.quality.suffices(info.quality):
-            return StoreOutcome.UNREACHABLE
-        # It keeps its place, although all that builds on it may go to make room.
-        lost.state = SegmentState.PENDING
-        if not self._make_room(info, known):
-            lost.state = SegmentState.LOST
-            self._tree.prune(lost)
-            self._stats.offers_without_space += 1
-            return StoreOutcome.NO_SPACE
-        read_layer = offer.read_layers(info.prefix_len)
-
-        def read_lost(layer: int) -> tuple[Tensor, Tensor]:
-            keys, values = read_layer(layer)
-            return keys[: info.num_tokens], values[: info.num_tokens]
-
-        self._begin(lost, info, read_lost, offer)
-        return StoreOutcome.ACCEPTED
-
-    def _begin(
-        self, segment: StoredSegment, info: SegmentInfo, read_layer: LayerReader, offer: Offer
-    ) -> None:
-        num_bytes = info.layout().file_bytes
+    def _begin(self, segment: StoredSegment, offer: Offer) -> None:
+        info, num_bytes = segment.info, segment.file_bytes
         self._quota.begin(num_bytes)
-        future = self._keeper.write(CatalogEntry(info, num_bytes, segment.last_access), read_layer)
-        self._writes.append(_Write(segment, info, num_bytes, future, offer))
+        reader = _first_tokens(offer.read_layers(info.prefix_len), info.num_tokens)
+        future = self._keeper.write(CatalogEntry(info, num_bytes, segment.last_access), reader)
+        self._writes.append(_Write(segment, future, offer))
 
     def _finish(self, write: _Write) -> None:
         segment, error = write.segment, write.future.exception()
-        alive = self._tree.get(segment.segment_id) is segment
         if not write.abandoned:
             write.offer.on_done()
-        written = error is None and alive
-        self._quota.end(write.num_bytes, written=written)
-        if written:
-            if segment.info is not write.info:
-                self._tree.replace(segment, write.info, write.num_bytes)
+        self._quota.end(segment.file_bytes, written=error is None)
+        if error is None:
             segment.state = SegmentState.READY
             self._stats.segments_written += 1
-            self._stats.bytes_written += write.num_bytes
+            self._stats.bytes_written += segment.file_bytes
             return
-        self._keeper.delete(write.info.segment_id, write.num_bytes)
+        self._keeper.delete(segment.segment_id, segment.file_bytes)
         if isinstance(error, WriteAbandoned):
             self._stats.segments_abandoned += 1
-        elif error is not None:
+        else:
             self._stats.segments_failed += 1
             logger.warning(
-                "a prefix of %d tokens could not be stored: %s", write.info.num_tokens, error
+                "a prefix of %d tokens could not be stored: %s", segment.info.num_tokens, error
             )
-        if alive:
-            segment.state = SegmentState.LOST
-            self._tree.prune(segment)
+        self._tree.lose(segment)
+
+
+def _missing(known: StoredMatch, offer: Offer) -> tuple[int, int]:
+    """The first tokens of an offer that are not stored, as [start, stop), empty if nothing of its
+    quality fits there: those of a hole and of others next to it, or those after the match."""
+    lost = [span.segment.state is SegmentState.LOST for span in known.spans]
+    if True not in lost:
+        return known.num_tokens, len(offer.tokens)
+    first = lost.index(True)
+    start = stop = sum(map(len, known.spans[:first]))
+    for span, hole in zip(known.spans[first:], lost[first:], strict=True):
+        if not hole or span.segment.info.quality != offer.quality:
+            return start, stop
+        stop += len(span)
+    return start, len(offer.tokens)
+
+
+def _first_tokens(read_layer: LayerReader, count: int) -> LayerReader:
+    """A reader of fewer tokens."""
+
+    def read(layer: int) -> tuple[Tensor, Tensor]:
+        keys, values = read_layer(layer)
+        return keys[:count], values[:count]
+
+    return read
 
 
 def _shortened(known: StoredMatch, available_from: int) -> StoredMatch:
@@ -297,6 +297,8 @@ def _shortened(known: StoredMatch, available_from: int) -> StoredMatch:
 
     A prompt that begins like another one need not keep all of that one on the disk.
     """
+    if any(span.segment.state is SegmentState.LOST for span in known.spans):
+        return known
     if not known.spans or 2 * len(known.spans[-1]) >= known.spans[-1].segment.info.num_tokens:
         return known
     shorter = StoredMatch(known.spans[:-1])

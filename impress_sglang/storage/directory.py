@@ -23,6 +23,7 @@ import os
 import re
 import secrets
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +63,8 @@ class StoreDirectory:
         self.files = files
         self.root = Path(os.path.realpath(root))
         self.path = self.root / identity
+        self._closing = threading.Lock()
+        self._closed = False
         try:
             self._lock, self._marker = self._claim(secrets.token_bytes(_KEY_BYTES))
             self._device = files.stat(self.root).st_dev
@@ -112,12 +115,23 @@ class StoreDirectory:
         if _stat_existing(self.files, self.root).st_dev != self._device:
             raise FileNotFoundError(f"the file system of {self.root} is not mounted")
         lock, marker = self._claim(self._key)
-        self.close()
-        self._lock, self._marker = lock, marker
+        with self._closing:
+            # Who was given up while the disk did not answer may come here late.
+            if self._closed:
+                self.files.close(lock)
+                raise FileNotFoundError(f"{self.path} was closed")
+            self._release()
+            self._lock, self._marker = lock, marker
         logger.warning("%s was removed; it begins anew", self.path)
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock, for good."""
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._release()
+
+    def _release(self) -> None:
         # Nothing was written through it.
         with contextlib.suppress(OSError):
             self.files.close(self._lock)

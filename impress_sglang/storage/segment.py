@@ -33,7 +33,8 @@ FORMAT_VERSION = 4
 SEGMENT_SUFFIX = ".kv"
 # magic, header bytes, bytes of the JSON description, xxh3-64 of the two sizes and all that follows
 _PREAMBLE = struct.Struct("<8sQQQ")
-_MAX_HEADER_BYTES = 1 << 30
+# Some hundred bytes, and a few for each probe head.
+_MAX_DESCRIPTION_BYTES = 1 << 16
 
 Tokens = npt.NDArray[np.int32]
 Checksums = npt.NDArray[np.uint64]
@@ -187,18 +188,19 @@ def read_header(path: Path, files: FileSystem) -> SegmentHeader:
     """
     name = path.name.removesuffix(SEGMENT_SUFFIX)
     with reading(name):
+        file_bytes = files.stat(path).st_size
         descriptor = files.open(path, os.O_RDONLY)
         try:
-            preamble = bytearray(_PREAMBLE.size)
-            files.read(descriptor, 0, memoryview(preamble))
-            header_bytes, description_bytes, expected = _parse_preamble(name, preamble)
-            body = bytearray(header_bytes - _PREAMBLE.size)
-            files.read(descriptor, _PREAMBLE.size, memoryview(body))
+            preamble = _read(files, descriptor, 0, _PREAMBLE.size)
+            header_bytes, description_bytes, expected = _parse_preamble(name, preamble, file_bytes)
+            description = _read(files, descriptor, _PREAMBLE.size, description_bytes)
+            _check_size(name, description, header_bytes)
+            body = _read(files, descriptor, _PREAMBLE.size, header_bytes - _PREAMBLE.size)
         finally:
             files.close(descriptor)
     if _header_checksum(header_bytes, description_bytes, body) != expected:
         raise ChunkUnreadable(name, "the header fails its checksum")
-    return _decode_body(name, bytes(body), description_bytes)
+    return _decode_body(bytes(body), description_bytes)
 
 
 @contextlib.contextmanager
@@ -221,30 +223,58 @@ def _header_checksum(header_bytes: int, description_bytes: int, body: bytes | by
     return checksum(struct.pack("<QQ", header_bytes, description_bytes) + bytes(body))
 
 
-def _parse_preamble(name: str, preamble: bytes | bytearray) -> tuple[int, int, int]:
+def _read(files: FileSystem, descriptor: int, offset: int, size: int) -> bytearray:
+    content = bytearray(size)
+    files.read(descriptor, offset, memoryview(content))
+    return content
+
+
+def _parse_preamble(name: str, preamble: bytearray, file_bytes: int) -> tuple[int, int, int]:
     magic, header_bytes, description_bytes, expected = _PREAMBLE.unpack(preamble)
-    if magic != MAGIC or not _PREAMBLE.size < header_bytes <= _MAX_HEADER_BYTES:
+    most = min(header_bytes - _PREAMBLE.size, _MAX_DESCRIPTION_BYTES)
+    if magic != MAGIC or header_bytes > file_bytes or not 0 < description_bytes <= most:
         raise ChunkUnreadable(name, "not a segment of this format")
     return header_bytes, description_bytes, expected
 
 
-def _decode_body(name: str, body: bytes, description_bytes: int) -> SegmentHeader:
-    fields: dict[str, Any] = json.loads(body[:description_bytes])
-    if fields["version"] != FORMAT_VERSION:
-        raise ChunkUnreadable(name, f"format version {fields['version']} is not supported")
-    tokens = np.frombuffer(body, "<i4", fields["num_tokens"], description_bytes)
-    info = SegmentInfo(
+def _check_size(name: str, description: bytearray, header_bytes: int) -> None:
+    """See that a header is as long as its description says, before there is memory for it.
+
+    Nothing is verified yet, so whatever goes wrong here is the file's fault.
+    """
+    try:
+        fields = json.loads(description)
+        version = fields["version"]
+        # Takes no memory, however many they are.
+        tokens = np.broadcast_to(np.int32(0), fields["num_tokens"])
+        expected = _info_from(fields, tokens).layout().header_bytes
+    except Exception as error:
+        raise ChunkUnreadable(name, f"the header cannot be understood: {error}") from error
+    if version != FORMAT_VERSION:
+        raise ChunkUnreadable(name, f"format version {version} is not supported")
+    if header_bytes != expected:
+        raise ChunkUnreadable(name, "the header has the wrong size")
+
+
+def _info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
+    return SegmentInfo(
         segment_id=fields["segment_id"],
         identity=fields["identity"],
         namespace=fields["namespace"],
         prefix_digest=fields["prefix_digest"],
         prefix_len=fields["prefix_len"],
-        tokens=tokens.astype(np.int32),
+        tokens=tokens,
         shape=KVShape.from_fields(fields["shape"]),
         chunk_tokens=fields["chunk_tokens"],
         quality=Quality(fields["depth"], fields["retention"]),
         generation=fields["generation"],
     )
+
+
+def _decode_body(body: bytes, description_bytes: int) -> SegmentHeader:
+    fields: dict[str, Any] = json.loads(body[:description_bytes])
+    tokens = np.frombuffer(body, "<i4", fields["num_tokens"], description_bytes)
+    info = _info_from(fields, tokens.astype(np.int32))
     offset = description_bytes + tokens.nbytes
     mapping, offset = _read_array(body, offset, info.mapping_dtype, info.mapping_shape)
     tables, offset = _read_array(body, offset, np.dtype("<f4"), info.sketch_shape)

@@ -7,6 +7,7 @@ Stage: load. The order of a read is fixed: `access` decides; rows are taken from
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 
@@ -69,6 +70,15 @@ class ChunkCache:
         """Where chunks move; who reads them on the device joins it before, and then tells it."""
         self._mover = make_mover(self.page, self._slabs, self.copy_stream)
 
+    def emptied(self, rule: ReplacementRule) -> ChunkCache:
+        """An empty cache that takes the memory over; this one must not be read any more."""
+        self._synchronize()
+        taken = copy.copy(self)
+        taken.copies = CopyStats()
+        taken.placement = self.placement.emptied(rule)
+        self._slabs = {}
+        return taken
+
     def attach(self, layout: SegmentLayout) -> int:
         """Ids for the chunks of a segment, in the order of `layout.chunk_index`; the first one."""
         return self.placement.attach(self.page.chunk_pages(layout))
@@ -119,10 +129,13 @@ class ChunkCache:
 
     def close(self) -> None:
         """Give the memory back; nothing can be read or placed any more."""
-        if self.device.type == "cuda":
-            # Kernels on any stream may still be reading.
-            torch.cuda.synchronize(self.device)
+        self._synchronize()
         self._slabs.clear()
+
+    def _synchronize(self) -> None:
+        """Kernels on any stream may still be reading."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def summary(self) -> dict[str, object]:
         """Sizes and counters for the statistics page."""

@@ -182,6 +182,15 @@ class Placement:
         """Chunks in a cache."""
         return self._counts[tier]
 
+    def emptied(self, rule: ReplacementRule) -> Placement:
+        """A placement without chunks, of the same pages."""
+        return Placement(
+            rule,
+            device_pages=self.capacity[Tier.DEVICE],
+            host_pages=self.capacity[Tier.HOST],
+            max_chunk_pages=self._width,
+        )
+
     def attach(self, num_pages: npt.NDArray[np.uint16]) -> int:
         """Take a range of ids for new chunks of so many pages each; returns the first."""
         size = len(num_pages)

@@ -67,12 +67,13 @@ def test_slots_that_are_written_count_as_room(world: World) -> None:
 
 def test_what_a_request_has_locked_too_is_no_room(world: World) -> None:
     world.pool.go_on.clear()
-    _, req = _computed(world, "first", 1000)
+    save, req = _computed(world, "first", 1000)
     lock = world.cache.lock(req.last_node)
 
     assert world.cache.evictable_size() == 0
     assert _all_tokens(world) == TOKENS * 4
-    world.cache.evict(EvictParams(num_tokens=TOKENS))
+    assert world.cache.evict(EvictParams(num_tokens=TOKENS)).num_tokens_evicted == 0
+    assert not save.finished, "that would have freed nothing"
     assert world.cache.protected_size() == TOKENS
     world.cache.unlock(lock)
     assert world.cache.evictable_size() == TOKENS
@@ -98,3 +99,21 @@ def test_no_more_writes_are_given_up_than_are_in_the_way(world: World) -> None:
 
     assert world.cache.evict(EvictParams(num_tokens=TOKENS)).num_tokens_evicted == TOKENS
     assert held.finished and not first.finished
+
+
+def test_the_write_of_a_pass_under_way_is_not_given_up(world: World) -> None:
+    """Its request has the slots, so that nobody could gain them, though it is the latest write."""
+    world.pool.go_on.clear()
+    first, _ = _computed(world, "first", 1000)
+    running = world.prefill("running", 2000)
+
+    assert world.cache.evict(EvictParams(num_tokens=2 * TOKENS)).num_tokens_evicted == TOKENS
+    assert first.finished and not running.finished
+    running.check()
+    running.open(SHAPE.num_layers)
+    world.pool.go_on.set()
+    world.runtime.store.drain()
+    assert world.stored(1000) == 0 and world.stored(2000) == TOKENS
+    # Its request ends.
+    world.cache._saves.clear()
+    world.allocator.free(running.slots)

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.fault_control import FaultControl
+from tests.faults import Rule
 from tests.serving.compare import Answer, assert_same, paths, report
 from tests.serving.conftest import TINY_FLAGS, impress_flags
 from tests.serving.harness import Server, Zygote, running
@@ -57,10 +59,20 @@ def flags(workdir: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
+def control(workdir: Path) -> FaultControl:
+    return FaultControl(workdir / "weights-faults.json")
+
+
+@pytest.fixture(scope="module")
 def shared(
-    workdir: Path, tiny_llama: Path, flags: tuple[str, ...], zygote: Zygote
+    workdir: Path,
+    tiny_llama: Path,
+    flags: tuple[str, ...],
+    zygote: Zygote,
+    control: FaultControl,
 ) -> Iterator[Server]:
-    with running(tiny_llama, workdir / "weights.log", *flags, zygote=zygote) as server:
+    log = workdir / "weights.log"
+    with running(tiny_llama, log, *flags, zygote=zygote, faults=control) as server:
         yield server
         server.assert_quiet()
 
@@ -74,7 +86,7 @@ def server(shared: Server, tiny_llama: Path) -> Iterator[Server]:
     yield shared
     update(shared, tiny_llama)
     shared.flush()
-    stats = shared.stats()
+    stats = opened(shared)
     assert stats["integrity"] == "ok" and stats["suspended"] is None
     assert stats["requests_live"] == stats["device_pool"]["held_tokens"] == 0
     assert stats["store"]["segments_failed"] == 0
@@ -85,6 +97,15 @@ def update(server: Server, model: Path, **fields: Any) -> dict[str, Any]:
         "/update_weights_from_disk", model_path=str(model), **fields
     ).json()
     return answer
+
+
+def opened(server: Server) -> dict[str, Any]:
+    """The statistics, once no store is being opened: that is done in the background."""
+    deadline = time.monotonic() + 30
+    while (stats := server.stats())["suspended"] == "opening":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return stats
 
 
 def written(server: Server) -> set[Path]:
@@ -123,7 +144,7 @@ def test_update_without_a_flush_then_a_restart(
     assert paths([server.generate([*resident, 5], 1)]) == ["device"]
     assert written(server) == files
     server.flush()
-    stats = server.stats()
+    stats = opened(server)
     assert stats["suspended"] is None and stats["store"]["segments"] == 0
     for path in ("computed", "ssd"):
         answer = ask(server, QUESTION)
@@ -144,7 +165,7 @@ def _assert_right_after_a_restart(
     old: dict[str, Answer],
 ) -> None:
     """A server with the old weights on a copy of what is stored by now."""
-    source = Path(server.stats()["store"]["directory"]).parent
+    source = Path(opened(server)["store"]["directory"]).parent
     copy = workdir / "store-weights-copy"
     shutil.copytree(source, copy)
     own = [f"--impress-ssd-dir={copy}" if f.startswith("--impress-ssd") else f for f in flags]
@@ -162,10 +183,10 @@ def test_update_with_the_default_flush(
     old: dict[str, Answer],
     new: dict[str, Answer],
 ) -> None:
-    """The store follows at once, there and back."""
+    """The store follows, there and back."""
     identity = server.stats()["identity"]
     assert update(server, other)["success"]
-    stats = server.stats()
+    stats = opened(server)
     assert stats["suspended"] is None and stats["identity"] != identity
     answer = ask(server, QUESTION)
     assert report(answer)["path"] in ("computed", "ssd")
@@ -173,7 +194,40 @@ def test_update_with_the_default_flush(
     server.flush()
     assert paths([ask(server, QUESTION)]) == ["ssd"]
     assert update(server, tiny_llama)["success"]
-    assert server.stats()["identity"] == identity
+    assert opened(server)["identity"] == identity
+    answer = ask(server, QUESTION)
+    assert paths([answer]) == ["ssd"]
+    assert_same([old["question"]], [answer], TOLERANCE)
+
+
+def test_update_while_the_disk_hangs(
+    server: Server,
+    tiny_llama: Path,
+    other: Path,
+    control: FaultControl,
+    old: dict[str, Answer],
+    new: dict[str, Answer],
+) -> None:
+    """Requests are answered without a store, until one can be opened."""
+    directory = Path(server.stats()["store"]["directory"])
+    assert update(server, other)["success"]
+    opened(server)
+    control.set(Rule("hang", "*", f"{directory.parent}/*", name="weights"))
+    try:
+        assert update(server, tiny_llama)["success"]
+        stats = server.stats()
+        assert stats["suspended"] == "opening" and stats["store"] is None
+        answer = ask(server, QUESTION)
+        assert paths([answer]) == ["computed"]
+        assert_same([old["question"]], [answer], TOLERANCE)
+        assert update(server, other)["success"]
+        answer = ask(server, QUESTION)
+        assert_same([new["question"]], [answer], TOLERANCE)
+        assert update(server, tiny_llama)["success"]
+        assert server.stats()["suspended"] == "opening" and control.hits()["weights"]
+    finally:
+        control.set()
+    assert opened(server)["suspended"] is None
     answer = ask(server, QUESTION)
     assert paths([answer]) == ["ssd"]
     assert_same([old["question"]], [answer], TOLERANCE)
@@ -227,6 +281,7 @@ def test_request_that_runs_through_an_update(server: Server, tiny_llama: Path, o
     server.flush()
     assert paths([server.generate(turn, 1)]) == ["computed"]
     assert update(server, tiny_llama)["success"]
+    assert opened(server)["suspended"] is None
     assert report(server.generate(turn, 1))["stored_tokens"] <= len(prompt)
 
 
@@ -235,7 +290,7 @@ def test_request_that_is_taken_out_for_an_update(server: Server, other: Path) ->
     prompt = random_tokens(2000, seed=7)
     with paused_request(server, prompt, "retract") as answers:
         assert update(server, other)["success"]
-        assert server.stats()["suspended"] is None
+        assert opened(server)["suspended"] is None
     turn = [*prompt, *answers[0]["output_ids"], 7, 8]
     server.flush()
     loaded = ask(server, turn)

@@ -1,7 +1,7 @@
 """A plain model of stored prefixes: which segment holds each position of each stored sequence.
 
 There is no tree in it: a position is a namespace and, for each token up to it, the quality of its
-KVs.
+KVs. A position that no segment holds, though one builds on it, is a hole.
 """
 
 from __future__ import annotations
@@ -41,17 +41,22 @@ class Known:
     def path(self) -> Path:
         return self.above + self.own
 
+    def places(self) -> Iterator[Position]:
+        """All positions up to its last, whoever holds them."""
+        return ((self.namespace, self.path[: end + 1]) for end in range(len(self.path)))
+
     def positions(self) -> Iterator[Position]:
         for count in range(len(self.above) + 1, len(self.path) + 1):
             yield self.namespace, self.path[:count]
 
 
 class PrefixModel:
-    """Segments, and the owner of every stored position."""
+    """Segments, the owner of every stored position, and the places: these and the holes."""
 
     def __init__(self) -> None:
         self.segments: dict[str, Known] = {}
         self.owner: dict[Position, Known] = {}
+        self.places: set[Position] = set()
 
     def follow(self, namespace: str, tokens: Sequence[int], least: Quality) -> Path:
         """The longest stored path along `tokens`; the best KVs are preferred at every step."""
@@ -59,7 +64,7 @@ class PrefixModel:
         taken = [quality for quality in QUALITIES if quality.suffices(least)]
         for token in tokens:
             steps = [(token, quality) for quality in taken]
-            known = [s for s in steps if (namespace, (*path, s)) in self.owner]
+            known = [s for s in steps if (namespace, (*path, s)) in self.places]
             if not known:
                 break
             path = (*path, known[0])
@@ -68,15 +73,17 @@ class PrefixModel:
     def ready_part(self, namespace: str, path: Path) -> Path:
         """A stored path up to the first position that is not ready."""
         for count in range(1, len(path) + 1):
-            if not self.owner[namespace, path[:count]].ready:
+            known = self.owner.get((namespace, path[:count]))
+            if known is None or not known.ready:
                 return path[: count - 1]
         return path
 
     def spans(self, namespace: str, path: Path) -> list[tuple[str, int, int]]:
-        """The segments along a stored path, as (name, start, stop)."""
+        """The segments along a stored path, as (name, start, stop); a hole has no name."""
         spans: list[tuple[str, int, int]] = []
         for count in range(1, len(path) + 1):
-            name = self.owner[namespace, path[:count]].name
+            known = self.owner.get((namespace, path[:count]))
+            name = "" if known is None else known.name
             if spans and spans[-1][0] == name:
                 spans[-1] = (name, spans[-1][1], spans[-1][2] + 1)
             else:
@@ -84,36 +91,63 @@ class PrefixModel:
         return spans
 
     def place_for(
-        self, namespace: str, prefix: Sequence[int], first: int, quality: Quality
+        self, namespace: str, prefix: Sequence[int], tokens: Sequence[int], quality: Quality
     ) -> Path | None:
-        """Where a segment that begins with `first` may hang; None if it must be refused."""
-        path = self.follow(namespace, prefix, quality)
-        taken = (namespace, (*path, (first, quality))) in self.owner
-        return None if len(path) < len(prefix) or taken else path
+        """Where a segment may hang: the best path whose tokens are `prefix`; None if it must be
+        refused, because there is none, or all have other KVs of its quality."""
+        paths: list[Path] = [()]
+        for token in prefix:
+            steps = [(token, own) for own in QUALITIES if own.suffices(quality)]
+            paths = [(*p, s) for p in paths for s in steps if (namespace, (*p, s)) in self.places]
+        own = tuple((token, quality) for token in tokens)
+        for path in paths:
+            new = Known("", namespace, path, own)
+            if not any(position in self.owner for position in new.positions()):
+                return path
+        return None
+
+    def missing(self, namespace: str, tokens: Sequence[int], quality: Quality) -> tuple[int, int]:
+        """What a file for an offer would hold: its first hole, if that has its quality, and others
+        next to it; or what follows the match. Empty where nothing may be stored."""
+        path = self.follow(namespace, tokens, quality)
+        stop = len(self.held_part(namespace, path))
+        start = stop
+        while stop < len(path) and path[stop][1] == quality:
+            if (namespace, path[: stop + 1]) in self.owner:
+                break
+            stop += 1
+        return start, stop if stop < len(path) else len(tokens)
+
+    def held_part(self, namespace: str, path: Path) -> Path:
+        """A stored path up to its first hole."""
+        for count in range(1, len(path) + 1):
+            if (namespace, path[:count]) not in self.owner:
+                return path[: count - 1]
+        return path
 
     def add(self, known: Known) -> None:
         self.segments[known.name] = known
         self.owner.update(dict.fromkeys(known.positions(), known))
-
-    def remove(self, name: str) -> None:
-        for position in self.segments.pop(name).positions():
-            del self.owner[position]
+        self.places.update(known.places())
 
     def lose(self, name: str) -> None:
-        """A segment has no file any more; it stays as long as others build on it."""
-        known: Known | None = self.segments[name]
-        known.state = SegmentState.LOST
-        while known is not None and known.state is SegmentState.LOST and not self.children(known):
-            above = self.owner.get((known.namespace, known.above))
-            self.remove(known.name)
-            known = above
+        """A segment has no file any more; what others build on is a hole."""
+        for position in self.segments.pop(name).positions():
+            del self.owner[position]
+        self.places = {place for known in self.segments.values() for place in known.places()}
 
-    def hole(self, namespace: str, path: Path) -> Known | None:
-        """The first lost segment along a stored path."""
-        for count in range(1, len(path) + 1):
-            if self.owner[namespace, path[:count]].state is SegmentState.LOST:
-                return self.owner[namespace, path[:count]]
-        return None
+    @property
+    def num_holes(self) -> int:
+        """Positions that are holes."""
+        return len(self.places) - len(self.owner)
+
+    def above_holes(self) -> list[Known]:
+        """Segments that build on a hole."""
+        return [
+            known
+            for known in self.segments.values()
+            if len(self.held_part(known.namespace, known.above)) < len(known.above)
+        ]
 
     def rename(self, old: str, new: str) -> None:
         known = self.segments.pop(old)
@@ -123,16 +157,12 @@ class PrefixModel:
     def node_starts(self, name: str) -> list[int]:
         """Positions of a segment, from its start, where others were hung into its middle."""
         known = self.segments[name]
-        lengths = {len(k.above) - len(known.above) for k in self.children(known)}
-        return [0, *sorted(n for n in lengths if 0 < n < len(known.own))]
-
-    def children(self, known: Known) -> list[Known]:
-        own = set(known.positions())
-        return [k for k in self.segments.values() if (k.namespace, k.above) in own]
+        first = len(known.above)
+        places = set(known.places())
+        lengths = {len(places & set(k.places())) for k in self.below(known)}
+        return [0, *sorted(n - first for n in lengths if first < n < len(known.path))]
 
     def below(self, known: Known) -> list[Known]:
         """All that build on a segment, directly or not."""
-        return [k for c in self.children(known) for k in (c, *self.below(c))]
-
-    def below_name(self, name: str) -> list[Known]:
-        return self.below(self.segments[name])
+        own = set(known.positions())
+        return [k for k in self.segments.values() if k is not known and own & set(k.places())]

@@ -110,6 +110,7 @@ class Workbench:
         available_from: int = 0,
         min_tokens: int = 1,
         read_layers: Callable[[int], LayerReader] | None = None,
+        holder: object = None,
     ) -> StoreOutcome:
         kvs = SequenceKVs(self.shape, namespace, tuple(tokens), quality)
 
@@ -128,6 +129,7 @@ class Workbench:
                 available_from=available_from,
                 quality=quality,
                 min_tokens=min_tokens,
+                holder=holder,
             ),
         )
         store.check_integrity()

@@ -310,3 +310,26 @@ def test_an_integrity_check_looks_into_the_placement(bench: Bench) -> None:
 
     with pytest.raises(AssertionError):
         bench.cache.check_integrity()
+
+
+def test_an_emptied_cache_has_the_pages_and_no_chunks() -> None:
+    bench = Bench(make_cache(12, 12))
+    base = bench.attach(19)
+    worths = {base + chunk: 1.0 for chunk in range(4)}
+    bench.access(worths)
+    assert bench.check_all()
+    old = bench.cache
+
+    bench = Bench(old.emptied(GivenPriorities()))
+
+    bench.cache.check_integrity()
+    summary = bench.cache.summary()
+    assert bench.cache.placement.capacity == old.placement.capacity
+    assert all(summary[tier]["used_bytes"] == 0 for tier in ("device", "host"))
+    assert summary["promoted_bytes"] == 0
+    base = bench.attach(19)
+    bench.access({base + chunk: 1.0 for chunk in range(4)})
+    bench.access({base + chunk: 1.0 for chunk in range(4)})
+    assert bench.check_all()
+    old.detach(0, SegmentLayout(SHAPE, CHUNK, 19, 4096))
+    assert bench.check_all(), "what is done to the old one does not matter"

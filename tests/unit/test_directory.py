@@ -191,6 +191,25 @@ STRANGERS: dict[str, Callable[[Path], object]] = {
 }
 
 
+def test_a_store_that_was_closed_is_not_made_anew(root: Path) -> None:
+    """A probe that was given up while the disk hung may come back after that."""
+    directory = StoreDirectory(FILES, root, IDENTITY)
+    directory.close()
+    shutil.rmtree(directory.path)
+    with pytest.raises(FileNotFoundError, match="was closed"):
+        directory.restore()
+    StoreDirectory(FILES, root, IDENTITY).close()
+
+
+def test_a_store_that_is_closed_twice_closes_no_other_file(root: Path) -> None:
+    directory = StoreDirectory(FILES, root, IDENTITY)
+    directory.close()
+    with (root / "other").open("wb") as other:
+        assert other.fileno() == directory._lock, "the number is used again"
+        directory.close()
+        os.fstat(other.fileno())
+
+
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_files_of_others_in_a_store_are_not_seen_and_stay(root: Path, kind: str) -> None:
     folder = make_store(root)

@@ -209,6 +209,46 @@ def test_a_flipped_bit_in_the_preamble_is_unreadable(
         read_header(path, FILES)
 
 
+class Counting(FileSystem):
+    """Counts the bytes that were asked for."""
+
+    asked = 0
+
+    def read(self, descriptor: int, offset: int, target: memoryview) -> None:
+        self.asked += len(target)
+        super().read(descriptor, offset, target)
+
+
+@pytest.mark.parametrize("offset", [8, 16], ids=["header", "description"])
+@pytest.mark.parametrize("bit", range(64))
+def test_a_flipped_bit_in_a_size_costs_no_memory(tmp_path: Path, offset: int, bit: int) -> None:
+    """Of a long file, for what it asks for could be there."""
+    path = header_file(tmp_path, SMALL)
+    content = bytearray(path.read_bytes())
+    content[offset + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    os.truncate(path, 1 << 40)
+    files = Counting()
+
+    with pytest.raises(ChunkUnreadable):
+        read_header(path, files)
+
+    assert files.asked < 1 << 17
+
+
+def test_a_description_that_asks_for_more_costs_no_memory(tmp_path: Path) -> None:
+    path = header_file(tmp_path, SMALL)
+    content = path.read_bytes().replace(b'"num_tokens": 20,', b'"num_tokens":9e9,')
+    path.write_bytes(content.replace(b'"num_layers": 2', b'"num_layers":99'))
+    os.truncate(path, 1 << 40)
+    files = Counting()
+
+    with pytest.raises(ChunkUnreadable):
+        read_header(path, files)
+
+    assert files.asked < 1 << 17
+
+
 @given(size=st.integers(0, 4095))
 def test_a_cut_off_header_is_unreadable(
     tmp_path_factory: pytest.TempPathFactory, size: int

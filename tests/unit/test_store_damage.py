@@ -153,7 +153,7 @@ def test_a_hole_in_approximate_kvs_is_filled_with_as_good_ones(bench: Workbench)
     lose(bench, store, name_of(store, prompt(1, 60), 1, quality=TWICE))
     assert length(store, prompt(1, 60), quality=TWICE) == 13
 
-    bench.put(store, prompt(1, 60), quality=QUARTER)
+    bench.put(store, prompt(1, 40), quality=QUARTER)
 
     match = look_up(store, prompt(1, 60), quality=TWICE)
     assert [len(span) for span in match.spans] == [13, 27, 20]
@@ -191,20 +191,68 @@ def test_exact_kvs_are_stored_beside_a_hole_in_approximate_ones(bench: Workbench
 
 
 @pytest.mark.parametrize(
-    ("tokens", "available_from"),
-    [(prompt(1, 12), 0), (prompt(1, 40), 1), ((*prompt(1, 12), 7, 7), 0)],
-    ids=["too short", "not from its start", "others"],
+    ("tokens", "filled"),
+    [(prompt(1, 12), 12), ((*prompt(1, 12), 7, 7), 12), (prompt(1, 40), 40)],
+    ids=["a part", "a part and others", "all"],
 )
-def test_a_hole_is_filled_whole_or_not_at_all(
-    bench: Workbench, tokens: tuple[int, ...], available_from: int
+def test_a_hole_is_filled_as_far_as_an_offer_has_its_tokens(
+    bench: Workbench, tokens: tuple[int, ...], filled: int
 ) -> None:
     store = three_prefixes(bench)
     lose(bench, store, name_of(store, prompt(1, 40)))
 
-    outcome = bench.offer(store, tokens, available_from=available_from)
+    bench.put(store, tokens)
 
-    assert outcome is StoreOutcome.UNREACHABLE
+    check_rows(store, tokens)
+    assert length(store, prompt(1, 40)) == filled
+    if filled < 40:
+        bench.put(store, prompt(1, 40), available_from=12)
+    check_rows(store, prompt(1, 40))
+    check_rows(store, tokens)
+    store.check_index()
+    store = bench.reopen(store)
+    check_rows(store, prompt(1, 40))
+    check_rows(store, tokens)
+
+
+def test_an_offer_without_the_beginning_of_a_hole_does_not_fill_it(bench: Workbench) -> None:
+    store = three_prefixes(bench)
+    lose(bench, store, name_of(store, prompt(1, 40)))
+
+    assert bench.offer(store, prompt(1, 40), available_from=1) is StoreOutcome.UNREACHABLE
     assert bench.done == [prompt(1, 13), prompt(1, 40), prompt(2, 8)]
+
+
+@pytest.mark.parametrize(
+    ("least", "expected"), [(12, StoreOutcome.ACCEPTED), (13, StoreOutcome.KNOWN)]
+)
+def test_a_short_part_of_a_hole_is_not_worth_a_file(
+    bench: Workbench, least: int, expected: StoreOutcome
+) -> None:
+    store = three_prefixes(bench)
+    lose(bench, store, name_of(store, prompt(1, 40)))
+
+    assert bench.offer(store, prompt(1, 12), min_tokens=least) is expected
+
+
+def test_what_branches_off_a_lost_segment_is_found_one_by_one(bench: Workbench) -> None:
+    """A chat of which others went on from its middle; one of them comes back, and not the chat."""
+    store = bench.open()
+    chat, first, second = prompt(1, 40), (*prompt(1, 16), *prompt(5, 9)), prompt(1, 24)
+    second = (*second, *prompt(6, 9))
+    for tokens in (chat, first, second):
+        bench.put(store, tokens)
+    lose(bench, store, name_of(store, chat), gone=True)
+    assert [length(store, tokens) for tokens in (chat, first, second)] == [0, 0, 0]
+
+    bench.put(store, (*first, 7, 7))
+
+    check_rows(store, first)
+    assert [length(store, tokens) for tokens in (chat, second)] == [16, 16]
+    bench.put(store, chat)
+    for tokens in (chat, first, second):
+        check_rows(store, tokens)
+    assert len(bench.files()) == 4, "three, and the part of the lost one in two"
 
 
 def test_a_hole_in_the_middle_needs_only_its_own_tokens(bench: Workbench) -> None:
@@ -220,19 +268,20 @@ def test_a_hole_in_the_middle_needs_only_its_own_tokens(bench: Workbench) -> Non
     check_rows(store, prompt(1, 60))
 
 
-def test_two_holes_are_filled_one_after_the_other(bench: Workbench) -> None:
+def test_holes_next_to_each_other_are_filled_by_one_file(bench: Workbench) -> None:
     store = bench.open()
-    for count in (13, 40, 60):
+    for count in (13, 40, 60, 70):
         bench.put(store, prompt(1, count))
-    names = [name_of(store, prompt(1, 60), number) for number in (0, 1)]
+    names = [name_of(store, prompt(1, 70), number) for number in (0, 1, 3)]
     for name in names:
         lose(bench, store, name)
 
-    bench.put(store, prompt(1, 60))
-    assert length(store, prompt(1, 60)) == 13
-    bench.put(store, prompt(1, 60))
-
+    bench.put(store, prompt(1, 70))
     check_rows(store, prompt(1, 60))
+    assert [len(span) for span in look_up(store, prompt(1, 70)).spans] == [40, 20]
+    bench.put(store, prompt(1, 70))
+
+    check_rows(store, prompt(1, 70))
 
 
 @pytest.mark.parametrize("abandoned", [False, True])

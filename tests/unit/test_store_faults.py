@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from impress_sglang.errors import ChunkUnreadable, PrefixUnreadable, StoreUnavailable
+from impress_sglang.management.looks import MOST_LOOKS
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.tree import SegmentState
 from impress_sglang.management.writing import Offer, StoreOutcome
@@ -419,13 +420,14 @@ def test_a_file_that_is_gone_is_lost_and_can_be_stored_again(
         read(store, chats[0])
     until(store, lambda: store.stats.segments_gone == 1)
 
-    assert bench.offer(store, prompt(1, 10)) is StoreOutcome.UNREACHABLE, "a part of it only"
+    bench.put(store, prompt(1, 10))
+    assert length(store, chats[0]) == 10, "a part of it only"
     bench.put(store, chats[1])
     for tokens in chats:
         check_rows(store, tokens)
 
 
-def test_a_hole_is_not_filled_with_the_tokens_of_a_branch(
+def test_a_hole_is_filled_as_far_as_a_branch_has_its_tokens(
     bench: Workbench, store: PrefixStore
 ) -> None:
     """A prompt that leaves the lost segment half-way is long enough, and yet has other tokens."""
@@ -437,7 +439,9 @@ def test_a_hole_is_not_filled_with_the_tokens_of_a_branch(
         read(store, lost)
     until(store, lambda: store.stats.segments_gone == 1)
 
-    assert bench.offer(store, (*branch, *prompt(6, 16))) is StoreOutcome.UNREACHABLE
+    bench.put(store, (*branch, *prompt(6, 16)))
+    check_rows(store, branch)
+    assert length(store, lost) == 12
     bench.put(store, lost)
     for tokens in (lost, branch):
         check_rows(store, tokens)
@@ -471,10 +475,8 @@ def test_a_second_look_waits_as_long_as_nothing_can_be_seen(
     until(store, lambda: store.stats.segments_quarantined == 1)
 
 
-def test_a_segment_that_can_never_be_read_again_makes_room(
-    bench: Workbench, faults: Faults
-) -> None:
-    """As behind a bad sector: no second look decides, and its bytes would be lost for ever."""
+def test_a_segment_that_cannot_be_read_now_makes_room(bench: Workbench, faults: Faults) -> None:
+    """As behind a bad sector, before looks have decided."""
     store = bench.open(files=FaultyFileSystem(faults), ssd_gb=gb(bench.one))
     bench.put(store, prompt(1))
     path = path_of(bench, look_up(store, prompt(1)))
@@ -486,6 +488,89 @@ def test_a_segment_that_can_never_be_read_again_makes_room(
         check_rows(store, prompt(2))
     assert len(bench.files()) == 1
     assert store.summary()["segments_suspect"] == 0
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("impress_sglang.management.looks.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("impress_sglang.management.looks.LONGEST_PAUSE_S", 0.01)
+
+
+def looks_at(faults: Faults, store: PrefixStore, rule: Rule, count: int) -> None:
+    """Until so many looks have found the fault."""
+    before = faults.hits[rule.name]
+    until(store, lambda: faults.hits[rule.name] >= before + count)
+
+
+def test_a_segment_behind_a_bad_sector_is_set_aside(
+    bench: Workbench, store: PrefixStore, faults: Faults, short_pauses: None
+) -> None:
+    path, chats = shared_prefix(bench, store)
+    rule = Rule("EIO", "read|block", f"*{path.name}")
+    with faults.injected(rule):
+        with pytest.raises(StoreUnavailable):
+            read(store, chats[0])
+        until(store, lambda: store.stats.segments_quarantined == 1)
+        assert faults.hits[rule.name] == 1 + MOST_LOOKS, "the request, and the looks"
+        assert not path.exists()
+        assert store.health.state == "ok" and store.summary()["segments_suspect"] == 0
+        bench.put(store, chats[0])
+        for tokens in chats:
+            check_rows(store, tokens)
+    assert store.stats.segments_unreadable == 1
+
+
+def test_a_disk_that_does_not_answer_condemns_nothing(
+    bench: Workbench, store: PrefixStore, faults: Faults, short_pauses: None
+) -> None:
+    """Not even a new file can be made: what cannot be read says nothing about one segment."""
+    path, chats = shared_prefix(bench, store)
+    sector = Rule("EIO", "read|block", f"*{path.name}")
+    with faults.injected(sector):
+        with pytest.raises(StoreUnavailable):
+            read(store, chats[0])
+        with faults.injected(Rule("EMFILE", "open-write", "*/probe")):
+            # Nobody else has noticed.
+            store.health.probed(None, readable=True)
+            looks_at(faults, store, sector, 2 * MOST_LOOKS)
+        assert path.exists() and store.stats.segments_quarantined == 0
+    until_well(store)
+    check_rows(store, chats[0])
+    assert store.stats.segments_cleared == 1
+
+
+def test_looks_from_before_the_disk_failed_do_not_count(
+    bench: Workbench, store: PrefixStore, faults: Faults, short_pauses: None
+) -> None:
+    path, chats = shared_prefix(bench, store)
+    sector = Rule("EIO", "read", f"*{path.name}")
+    name = look_up(store, chats[0]).spans[0].segment.segment_id
+    with faults.injected(sector):
+        for _ in range(3):
+            if not len(store._looks):
+                store.report(ChunkUnreadable(name, "a test"))
+            looks_at(faults, store, sector, MOST_LOOKS - 2)
+            store._looks.hurry()
+        assert path.exists()
+    until_well(store)
+    check_rows(store, chats[0])
+
+
+def test_what_was_set_aside_does_not_come_back_with_a_power_loss(
+    bench: Workbench, tmp_path: Path
+) -> None:
+    files = FaultyFileSystem(journal=tmp_path / "journal")
+    store = bench.open(files=files)
+    path, chats = shared_prefix(bench, store)
+    damage.flip_data_bit(path, KEYS_BLOCK)
+    with pytest.raises(ChunkUnreadable):
+        read(store, chats[0])
+    until(store, lambda: store.stats.segments_quarantined == 1)
+    files.power_loss(database="lost")
+    bench.forget(store)
+
+    assert not path.exists()
+    assert length(bench.open(), chats[0]) == 0
 
 
 def test_a_long_chain_of_segments_can_lose_its_head(bench: Workbench, store: PrefixStore) -> None:
@@ -546,6 +631,22 @@ def test_files_that_cannot_be_read_at_a_start_count(bench: Workbench, faults: Fa
         store = bench.open(files=FaultyFileSystem(faults), ssd_gb=gb(used))
     assert bench.offer(store, prompt(3)) is StoreOutcome.NO_SPACE
     assert len(bench.files()) == 3
+
+
+def test_nothing_is_evicted_for_an_offer_that_is_refused_all_the_same(bench: Workbench) -> None:
+    """Beside the last segment of the match there is a worse version of the same tokens."""
+    store = bench.open(ssd_gb=gb(2 * bench.one))
+    worse, best, offered = ((1, *prompt(number, 7)) for number in (2, 3, 4))
+    bench.put(store, worse, quality=store_factory.QUARTER)
+    (read,) = store.tree.segments()
+    bench.put(store, best)
+    store._readers.acquire(read)
+
+    assert bench.offer(store, offered, quality=store_factory.QUARTER) is StoreOutcome.NO_SPACE
+
+    store._readers.release(read.segment_id)
+    check_rows(store, best)
+    assert store.stats.segments_evicted == 0
 
 
 def test_prompts_that_begin_alike_replace_each_other(bench: Workbench) -> None:

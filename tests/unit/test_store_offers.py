@@ -302,6 +302,19 @@ def test_writes_are_abandoned_latest_first_until_there_is_enough(
     assert len(bench.files()) == 2
 
 
+def test_a_write_that_frees_nothing_is_only_abandoned_with_all(
+    bench: Workbench, store: PrefixStore
+) -> None:
+    gates(bench, store, 1)
+    gate = Gate(SequenceKVs(bench.shape, "", prompt(2)))
+    bench.offer(store, prompt(2), read_layers=gate, holder="a request")
+
+    store.abandon_writes(frees=lambda holder: holder != "a request")
+    assert bench.abandoned == [prompt(1)]
+    store.abandon_writes()
+    assert bench.abandoned == [prompt(1), prompt(2)]
+
+
 def test_all_writes_can_be_abandoned_once(bench: Workbench, store: PrefixStore) -> None:
     gates(bench, store, 1, 2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sqlite3
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.management.store import PrefixStore
+from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
 from tests.unit.kv_factory import (
     SequenceKVs,
@@ -33,6 +35,7 @@ from tests.unit.store_factory import (
     length,
     look_again,
     look_up,
+    lose,
     open_source,
     path_of,
     prompt,
@@ -148,6 +151,7 @@ def test_a_row_that_calls_approximate_kvs_exact_is_not_believed(bench: Workbench
     assert not is_served(bench.open(), prompt(1, 13))
 
 
+FORGET = "DELETE FROM segments WHERE segment_id = ?"
 ROW_DAMAGE = {
     "tokens": "UPDATE segments SET tokens = zeroblob(length(tokens)) WHERE prefix_len = 13",
     "size": "UPDATE segments SET file_bytes = file_bytes + 4096 WHERE prefix_len = 13",
@@ -302,6 +306,57 @@ def test_a_copy_of_a_segment_under_another_name_does_no_harm(
     check_rows(store, prompt(1))
     assert store.summary()["used_bytes"] == bench.one
     assert len(bench.files()) == 1
+
+
+@pytest.mark.parametrize("digits", ["07", "70"])
+@pytest.mark.parametrize("unreadable", [False, True])
+def test_of_two_files_in_one_place_the_newer_is_kept(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, digits: str, unreadable: bool
+) -> None:
+    """A power loss has brought one back that was removed, without its row."""
+    names = [uuid.UUID(digit * 31 + "1") for digit in digits] + [uuid.uuid4() for _ in range(9)]
+    monkeypatch.setattr("uuid.uuid4", lambda: names.pop(0))
+    store = bench.open()
+    bench.put(store, prompt(1, 13))
+    older = path_of(bench, look_up(store, prompt(1, 13)))
+    content = older.read_bytes()
+    lose(bench, store, older.stem, gone=True)
+    bench.put(store, prompt(1, 13))
+    bench.put(store, prompt(1, 40))
+    bench.put(store, prompt(2))
+    newer = path_of(bench, look_up(store, prompt(1, 13)))
+    other = path_of(bench, look_up(store, prompt(2)))
+    bench.close(store)
+    older.write_bytes(content)
+    files = FaultyFileSystem()
+    if unreadable:
+        # Then what has no place stays, for nobody knows what builds on it; but this is known.
+        rewrite_rows(next(bench.root.glob("*/catalog.sqlite")), FORGET, other.stem)
+        files.faults.add(Rule("EMFILE", "open", f"*{other.name}"))
+
+    store = bench.open(files=files)
+
+    check_rows(store, prompt(1, 40))
+    bench.close(store)
+    assert bench.files() >= {newer.name, other.name} and len(bench.files()) == 3
+    check_rows(bench.open(), prompt(1, 40))
+
+
+def test_what_an_exact_sibling_hides_outlives_a_restart(bench: Workbench) -> None:
+    """An approximate chat; then an exact prompt that begins like it and goes on otherwise."""
+    store = bench.open()
+    chat, exact = prompt(1, 40), (*prompt(1, 13), *prompt(5, 9))
+    bench.put(store, prompt(1, 24), quality=QUARTER)
+    bench.put(store, chat, quality=QUARTER)
+    bench.put(store, exact)
+    hider = path_of(bench, look_up(store, exact))
+
+    store = bench.reopen(store)
+
+    assert len(store.tree) == len(bench.files()) == 3
+    assert length(store, chat, quality=QUARTER) == 13
+    lose(bench, store, hider.stem)
+    check_rows(store, chat, quality=QUARTER, rows_of=QUARTER)
 
 
 def test_files_that_are_none_of_ours_stay(bench: Workbench) -> None:

@@ -111,7 +111,7 @@ class StoreMachine(RuleBasedStateMachine):
         # Nothing here is about power cuts, and waiting for the disk takes most of the time.
         self.no_sync = mock.patch("os.fsync")
         self.no_sync.start()
-        # Of two files for one place the first by name is kept, so names must be the same each time.
+        # Of two files as new as each other the first by name is kept: names must be repeatable.
         numbers = random.Random(1)
         self.same_ids = mock.patch("uuid.uuid4", lambda: uuid.UUID(int=numbers.getrandbits(128)))
         self.same_ids.start()
@@ -169,14 +169,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.waiting: list[SegmentSource] = []
         self.learn_names()
 
-    def hold_look(self, info: SegmentInfo) -> Future[Verdict]:
+    def hold_look(self, info: SegmentInfo, *, last: bool = False) -> Future[Verdict]:
+        assert not last, "every look can see"
         look: Future[Verdict] = Future()
         self.looks.append((info, look))
         return look
 
     def learn_names(self) -> set[str]:
-        """Names of the segments in the tree; a new one has the name of its file."""
-        live = list(self.store.tree.segments())
+        """Names of the segments in the tree, without holes; a new one has that of its file."""
+        live = [s for s in self.store.tree.segments() if s.state is not SegmentState.LOST]
         known = {id(stored): name for name, stored in self.stored.items()}
         for segment in live:
             name = known.get(id(segment), segment.segment_id)
@@ -253,17 +254,15 @@ class StoreMachine(RuleBasedStateMachine):
 
     def expected_outcome(self, namespace: str, tokens: Tokens, quality: Quality) -> StoreOutcome:
         """With room for everything."""
-        path = self.model.follow(namespace, tokens, quality)
-        hole = self.model.hole(namespace, path)
-        if hole is not None:
-            fills = hole.quality == quality and len(path) >= len(hole.path)
-            return StoreOutcome.ACCEPTED if fills else StoreOutcome.UNREACHABLE
-        return StoreOutcome.KNOWN if len(path) == len(tokens) else StoreOutcome.ACCEPTED
+        start, stop = self.model.missing(namespace, tokens, quality)
+        if start == len(tokens):
+            return StoreOutcome.KNOWN
+        return StoreOutcome.ACCEPTED if start < stop else StoreOutcome.UNREACHABLE
 
     def offer(self, namespace: str, tokens: Tokens, quality: Quality, fails: bool) -> StoreOutcome:
         before = self.learn_names()
         path = self.model.follow(namespace, tokens, quality)
-        hole = self.model.hole(namespace, path)
+        start, stop = self.model.missing(namespace, tokens, quality)
         kvs = SequenceKVs(self.shape, namespace, tokens, quality)
         ids: list[str] = []
         outcome = self.store.offer(
@@ -280,14 +279,15 @@ class StoreMachine(RuleBasedStateMachine):
         after = self.learn_names()
         if outcome is not StoreOutcome.ACCEPTED:
             return outcome
-        if hole is not None:
-            ids.append(hole.name)
-            hole.state = SegmentState.PENDING
-        else:
-            ids.extend(after - before)
-            start = self.stored[ids[0]].info.prefix_len
-            own = tuple((token, quality) for token in tokens[start:])
-            self.model.add(Known(ids[0], namespace, path[:start], own, SegmentState.PENDING))
+        ids.extend(after - before)
+        info = self.stored[ids[0]].info
+        # Where there is little room it may take the place of another that begins alike.
+        assert info.prefix_len <= start
+        if info.prefix_len == start:
+            assert info.num_tokens == stop - start
+        own = tuple((token, quality) for token in info.tokens.tolist())
+        above = path[: info.prefix_len]
+        self.model.add(Known(ids[0], namespace, above, own, SegmentState.PENDING))
         self.accepted.append(ids[0])
         self.pending.append(ids[0])
         if fails:
@@ -300,22 +300,22 @@ class StoreMachine(RuleBasedStateMachine):
 
         assert self.offer(namespace, tokens, quality, fails) is expected
 
-    @precondition(lambda self: self.lost())
+    @precondition(lambda self: self.model.above_holes())
     @rule(data=st.data(), tail=SEQUENCES, fails=FAILS)
     def offer_what_was_lost(self, data: st.DataObject, tail: Tokens, fails: bool) -> None:
-        known = self.model.segments[data.draw(st.sampled_from(self.lost()))]
-        tokens = tuple(token for token, _ in known.path)
-        self.offer_a_prefix_of(known.namespace, tokens + tail, known.quality, fails)
+        """All of it, or a part, with what follows it or something else."""
+        names = [known.name for known in self.model.above_holes()]
+        known = self.model.segments[data.draw(st.sampled_from(names))]
+        start = len(self.model.held_part(known.namespace, known.above))
+        stop = data.draw(st.integers(start + 1, len(known.path)) | st.just(len(known.path)))
+        tokens = tuple(token for token, _ in known.path[:stop])
+        self.offer_a_prefix_of(known.namespace, tokens + tail, known.path[start][1], fails)
 
     def offer_a_prefix_of(
         self, namespace: str, tokens: Tokens, quality: Quality, fails: bool
     ) -> None:
         expected = self.expected_outcome(namespace, tokens, quality)
         assert self.offer(namespace, tokens, quality, fails) is expected
-
-    def lost(self) -> list[str]:
-        known = self.model.segments.values()
-        return [own.name for own in known if own.state is SegmentState.LOST]
 
     @precondition(lambda self: self.pending)
     @rule(count=st.integers(1, 3))
@@ -532,7 +532,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def built_on(self) -> list[str]:
         segments = self.model.segments
-        return [name for name in self.ready() if self.model.children(segments[name])]
+        return [name for name in self.ready() if self.model.below(segments[name])]
 
     @precondition(lambda self: self.built_on())
     @rule(data=st.data(), reads=st.booleans(), tail=SEQUENCES, fails=FAILS)
@@ -620,24 +620,24 @@ class StoreMachine(RuleBasedStateMachine):
         self.names.clear()
         self.open()
         old, self.model = self.model, PrefixModel()
-        # Of one place in the tree the store takes the latest version, then the first file.
-        for name in [own.name for own in old.segments.values() if not own.ready]:
-            assert old.segments.pop(name).state is SegmentState.LOST
-        infos = {name: before[name].info for name in old.segments}
-        order = sorted(
-            old.segments.values(),
-            key=lambda known: (
-                len(known.above),
-                -infos[known.name].generation,
-                infos[known.name].segment_id,
-            ),
-        )
-        for known in order:
-            # KVs below a branch that a better one hides by now are lost, and those below a hole.
-            prefix = [token for token, _ in known.above]
-            above = self.model.place_for(known.namespace, prefix, known.own[0][0], known.quality)
+        assert all(known.ready for known in old.segments.values())
+
+        def age(known: Known) -> tuple[int, int, str]:
+            stored = before[known.name]
+            last_access = 0 if without_index else stored.last_access
+            return -stored.info.generation, -last_access, stored.segment_id
+
+        newest: dict[object, Known] = {}
+        for known in sorted(old.segments.values(), key=age):
+            # The same tokens may have been stored twice, below a parent and a better one.
+            place = known.namespace, tuple(token for token, _ in known.above), known.own
+            newest.setdefault(place, known)
+        for known in sorted(newest.values(), key=lambda known: (len(known.above), *age(known))):
+            # KVs below a hole are lost.
+            prefix, own = ([token for token, _ in path] for path in (known.above, known.own))
+            above = self.model.place_for(known.namespace, prefix, own, known.quality)
             if above is not None:
-                name = infos[known.name].segment_id
+                name = before[known.name].segment_id
                 self.model.add(Known(name, known.namespace, above, known.own))
 
     @invariant()
@@ -658,6 +658,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.learn_names() == set(self.model.segments)
             for name, known in self.model.segments.items():
                 assert self.stored[name].state is known.state
+            lost = [s for s in self.store.tree.segments() if s.state is SegmentState.LOST]
+            assert sum(s.info.num_tokens for s in lost) == self.model.num_holes
 
 
 class TightStoreMachine(StoreMachine):
@@ -675,7 +677,6 @@ class TightStoreMachine(StoreMachine):
     ) -> None:
         expected = self.expected_outcome(namespace, tokens, quality)
         path = self.model.follow(namespace, tokens, quality)
-        hole = self.model.hole(namespace, path)
         pinned = {
             self.names[segment_id]
             for source, *_ in self.sources
@@ -684,23 +685,23 @@ class TightStoreMachine(StoreMachine):
         }
         states = {known.name: known.state for known in self.model.segments.values()}
         before = set(self.model.segments)
+        holes = len(self.model.held_part(namespace, path)) < len(path)
 
         outcome = self.offer(namespace, tokens, quality, fails)
 
         left = self.learn_names()
-        if outcome is StoreOutcome.ACCEPTED and hole is None:
+        if outcome is StoreOutcome.ACCEPTED and not holes:
             path = path[: len(self.model.segments[self.accepted[-1]].above)]
         keep = {name for name, _, _ in self.model.spans(namespace, path)}
         gone = before - left
-        evicted = {name for name in gone if states[name] is not SegmentState.LOST}
-        assert not evicted & (keep | pinned)
+        assert not gone & (keep | pinned)
         on_disk = (SegmentState.READY, SegmentState.SUSPECT)
-        assert all(states[name] in on_disk for name in evicted)
-        assert bool(evicted) or not gone, "holes go with what builds on them"
+        assert all(states[name] in on_disk for name in gone)
         for name in gone:
-            assert not {k.name for k in self.model.below_name(name)} & left, "leaves first"
+            below = self.model.below(self.model.segments[name])
+            assert not {known.name for known in below} & left, "leaves first"
         for name in gone:
-            self.model.remove(name)
+            self.model.lose(name)
         refused = (StoreOutcome.KNOWN, StoreOutcome.UNREACHABLE)
         if expected in refused or outcome in refused:
             assert outcome is expected

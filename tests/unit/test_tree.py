@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from impress_sglang.management.restoring import newest_files, restore_segments
 from impress_sglang.management.tree import (
     SegmentState,
     StoredMatch,
@@ -18,7 +19,6 @@ from impress_sglang.management.tree import (
     StoredTree,
     common_prefix_len,
     prefix_digest,
-    restore_segments,
 )
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import SegmentInfo
@@ -297,7 +297,7 @@ def test_the_best_of_the_qualities_that_a_request_takes_is_followed(
     assert tail(Quality(1, 0.75)) == "a", "no more than half of a prefix is behind any of them"
     assert tail(TWICE) == tail(Quality(2, 0.25)) == "d"
     assert tail(Quality(2, 0.75)) == "a"
-    tree.remove(tree.get("d"))
+    tree.lose(tree.get("d"))
     assert tail(HALF) == "a" and tail(ONCE) == "c"
     assert tail(TWICE) == "b" and tail(Quality(2, 0.25)) == "c"
 
@@ -349,29 +349,156 @@ def test_exact_segments_do_not_hang_below_approximate_ones(tree: StoredTree, put
     put("d", [9], [*P, 7, 8], quality=ONCE)
 
 
-def test_removing_a_leaf_leaves_the_rest(tree: StoredTree, put: Put) -> None:
+def test_losing_a_leaf_leaves_the_rest(tree: StoredTree, put: Put) -> None:
     first = put("a", P)
     second = put("b", [40, 50], P[:3])
 
-    tree.remove(second)
+    tree.lose(second)
 
     tree.check_integrity()
     assert "b" not in tree and tree.get("b") is None
+    assert second.state is SegmentState.LOST, "who holds it sees that"
     assert first.dependents == 0
     assert found(tree, [1, 2, 3, 40]) == [("a", 0, 3)]
     assert found(tree, P) == [("a", 0, 6)]
-    tree.remove(first)
+    tree.lose(first)
     tree.check_integrity()
     assert found(tree, P) == []
     put("c", P)
 
 
-def test_a_segment_with_dependents_cannot_be_removed_alone(tree: StoredTree, put: Put) -> None:
-    first = put("a", P)
-    put("b", [7], P)
+# ---- holes
 
-    with pytest.raises(AssertionError):
-        tree.remove(first)
+BRANCH, LEAF = [*P[:3], 40], [*P, 7]
+
+
+@pytest.fixture
+def lost(tree: StoredTree, put: Put) -> StoredSegment:
+    """1 to 6, with branches after 3, at its end, and one after 2 that is gone again; then lost."""
+    first = put("a", P)
+    put("b", BRANCH[3:], P[:3])
+    put("c", LEAF[6:], P)
+    tree.lose(put("x", [9], P[:2]))
+    tree.lose(first)
+    tree.check_integrity()
+    return first
+
+
+def holes(tree: StoredTree, tokens: Sequence[int], least: Quality = EXACT) -> list[int]:
+    """Tokens of the segments along a path, negative if they are lost."""
+    spans = tree.match("", as_tokens(tokens), least=least, only_ready=False).spans
+    return [-len(s) if s.segment.state is SegmentState.LOST else len(s) for s in spans]
+
+
+def test_each_run_between_branches_is_a_hole_of_its_own(
+    tree: StoredTree, lost: StoredSegment
+) -> None:
+    assert tree.get("a") is None and lost.state is SegmentState.LOST
+    assert holes(tree, LEAF) == [-2, -1, -3, 1]
+    assert holes(tree, BRANCH) == [-2, -1, 1]
+    assert found(tree, LEAF) == []
+    spans = tree.match("", as_tokens(LEAF), only_ready=False).spans
+    infos = [span.segment.info for span in spans[:3]]
+    assert [info.prefix_len for info in infos] == [0, 2, 3]
+    assert [info.tokens.tolist() for info in infos] == [[1, 2], [3], [4, 5, 6]]
+    assert len({info.segment_id for info in infos} | {"a"}) == 4
+    assert [span.segment.dependents for span in spans] == [1, 2, 1, 0]
+    assert [span.segment.parent for span in spans[1:]] == [span.segment for span in spans[:3]]
+
+
+def test_the_end_that_nothing_builds_on_is_no_hole(tree: StoredTree, put: Put) -> None:
+    first = put("a", P)
+    put("b", BRANCH[3:], P[:3])
+
+    tree.lose(first)
+
+    tree.check_integrity()
+    assert holes(tree, P) == [-3]
+
+
+def test_holes_are_filled_by_one_segment(tree: StoredTree, lost: StoredSegment, put: Put) -> None:
+    new = put("n", [*P, 8])
+
+    assert found(tree, BRANCH) == [("n", 0, 3), ("b", 0, 1)]
+    assert found(tree, LEAF) == [("n", 0, 6), ("c", 0, 1)]
+    assert found(tree, [*P, 8]) == [("n", 0, 7)]
+    assert (new.dependents, tree.node_starts(new)) == (2, [0, 2, 3, 6])
+
+
+def test_holes_are_filled_with_what_follows_them(
+    tree: StoredTree, lost: StoredSegment, put: Put
+) -> None:
+    new = put("n", [*P[:3], 50, 51])
+
+    assert found(tree, [*P[:3], 50, 51]) == [("n", 0, 5)]
+    assert found(tree, BRANCH) == [("n", 0, 3), ("b", 0, 1)]
+    assert holes(tree, LEAF) == [3, -3, 1]
+    assert new.dependents == 2
+
+
+@pytest.mark.parametrize(("length", "left"), [(1, [-1, -1, -3, 1]), (4, [-2, 1])])
+def test_a_part_of_a_hole_is_filled(
+    tree: StoredTree, lost: StoredSegment, put: Put, length: int, left: list[int]
+) -> None:
+    put("n", P[:length])
+
+    assert found(tree, LEAF) == [("n", 0, length)]
+    assert holes(tree, LEAF) == [length, *left]
+    put("m", P[length:], P[:length])
+    assert found(tree, LEAF) == [("n", 0, length), ("m", 0, 6 - length), ("c", 0, 1)]
+
+
+def test_a_branch_off_the_middle_of_a_hole_cuts_it(
+    tree: StoredTree, lost: StoredSegment, put: Put
+) -> None:
+    put("d", [60], P[:5])
+
+    assert holes(tree, LEAF) == [-2, -1, -2, -1, 1]
+    put("n", P[:5])
+    assert found(tree, [*P[:5], 60]) == [("n", 0, 5), ("d", 0, 1)]
+
+
+def test_a_hole_ends_before_what_is_stored(tree: StoredTree, put: Put) -> None:
+    first = put("a", P)
+    put("b", [7, 8], P)
+    tree.lose(first)
+
+    assert not tree.insert(segment("n", [*P, 7]), as_tokens([]))
+    tree.check_integrity()
+    put("n", P)
+    assert found(tree, [*P, 7, 8]) == [("n", 0, 6), ("b", 0, 2)]
+
+
+def test_a_hole_is_filled_in_its_own_quality_only(tree: StoredTree, put: Put) -> None:
+    first = put("a", P, quality=ONCE)
+    put("b", [7], P, quality=ONCE)
+    tree.lose(first)
+
+    put("n", P)
+    assert holes(tree, [*P, 7], ONCE) == [6], "the better branch hides it"
+    put("m", P, quality=ONCE)
+    assert [s.state for s in tree.segments()].count(SegmentState.LOST) == 0
+
+
+def test_what_fills_a_hole_can_be_lost_again(
+    tree: StoredTree, lost: StoredSegment, put: Put
+) -> None:
+    new = put("n", [*P[:3], 50, 51])
+
+    tree.lose(new)
+
+    tree.check_integrity()
+    assert holes(tree, LEAF) == [-2, -1, -3, 1]
+    assert holes(tree, [*P[:3], 50, 51]) == [-2, -1], "its own tokens are gone"
+
+
+def test_holes_go_with_the_last_that_builds_on_them(tree: StoredTree, lost: StoredSegment) -> None:
+    tree.lose(tree.get("c"))
+    tree.check_integrity()
+    assert holes(tree, LEAF) == [-2, -1]
+    tree.lose(tree.get("b"))
+    tree.check_integrity()
+    assert len(tree) == 0 and holes(tree, LEAF) == []
 
 
 def test_digest_of_a_prefix_depends_on_namespace_and_every_token() -> None:
@@ -410,7 +537,7 @@ def test_a_replaced_segment_has_its_place_under_another_name(tree: StoredTree, p
     assert match.spans[0].segment is first, "a match is not out of date"
     assert second.parent is third.parent is first
     for own in (second, third, first):
-        tree.remove(own)
+        tree.lose(own)
         tree.check_integrity()
     assert found(tree, P) == []
 
@@ -444,19 +571,39 @@ def test_nodes_of_a_segment_begin_where_others_branch_off(tree: StoredTree, put:
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize("newer", ["generation", "last_access", "name"])
 def test_of_two_files_of_the_same_tokens_the_newer_is_restored(
-    tree: StoredTree, names: tuple[str, str]
+    tree: StoredTree, names: tuple[str, str], newer: str
 ) -> None:
     """The process ended between the publication of one and the removal of the other."""
-    old = segment(names[0], P)
-    new = dataclasses.replace(old, info=in_another_file(old, names[1]))
-    below = segment("c", [7], P)
+    old, below = segment(names[0], P, last_access=5), segment("c", [7], P)
+    info = dataclasses.replace(old.info, segment_id=names[1], generation=int(newer == "generation"))
+    # An old row has a time, a new file without a row has none.
+    times = {"generation": 0, "last_access": 6, "name": 5}
+    new = dataclasses.replace(old, info=info, last_access=times[newer])
+    if newer == "name":
+        old, new = sorted([old, new], key=lambda own: own.segment_id, reverse=True)
 
-    lost = restore_segments(tree, sorted([old, new, below], key=lambda s: s.segment_id))
+    kept, others = newest_files(sorted([old, new, below], key=lambda s: s.segment_id))
 
-    assert lost == [old]
+    assert others == [old] and len(kept) == 2
+    assert restore_segments(tree, kept) == []
     tree.check_integrity()
-    assert found(tree, [*P, 7]) == [(names[1], 0, 6), ("c", 0, 1)]
+    assert found(tree, [*P, 7]) == [(new.segment_id, 0, 6), ("c", 0, 1)]
+
+
+def test_files_of_other_places_qualities_or_namespaces_are_all_kept() -> None:
+    segments = [
+        segment("a", P),
+        segment("b", P, quality=ONCE),
+        segment("c", P, namespace="other"),
+        segment("d", P, P),
+        segment("e", P[:5]),
+    ]
+
+    kept, others = newest_files(segments)
+
+    assert len(kept) == 5 and others == []
 
 
 def family() -> list[StoredSegment]:
@@ -513,13 +660,12 @@ def test_two_segments_for_the_same_place_are_not_both_restored(tree: StoredTree)
     tree.check_integrity()
 
 
-def test_a_restored_segment_is_never_hung_below_other_tokens(tree: StoredTree) -> None:
+def test_a_segment_is_restored_below_a_parent_that_a_better_one_hides(tree: StoredTree) -> None:
     """Approximate 1 2 3 4 came first, then exact 1 2 7 and 3 4 after that.
 
-    `d` was computed after 1 2 3 4. After a restart it may be lost, for the exact branch hides its
-    parent, but it must not turn up after 1 2 7 3 4.
+    `d` was computed after 1 2 3 4, and must not turn up after 1 2 7 3 4.
     """
-    restore_segments(
+    lost = restore_segments(
         tree,
         [
             segment("a", [1, 2, 3, 4], quality=ONCE),
@@ -529,8 +675,43 @@ def test_a_restored_segment_is_never_hung_below_other_tokens(tree: StoredTree) -
         ],
     )
 
+    assert lost == []
+    tree.check_integrity()
     match = found(tree, [1, 2, 7, 3, 4, 5, 6], least=ONCE)
     assert match == [("b", 0, 3), ("c", 0, 2)]
+    above = tree.get("d").parent
+    assert above is not None and above.segment_id == "a"
+    tree.lose(tree.get("c"))
+    tree.lose(tree.get("b"))
+    assert found(tree, [1, 2, 3, 4, 5, 6], least=ONCE) == [("a", 0, 4), ("d", 0, 2)]
+
+
+def test_segments_are_restored_on_any_path_that_suffices(tree: StoredTree) -> None:
+    """Twice the same tokens, and below each something that begins alike."""
+    lost = restore_segments(
+        tree,
+        [
+            segment("a", P, quality=ONCE),
+            segment("b", P),
+            segment("c", [7, 8], P, quality=ONCE),
+            segment("d", [7, 9], P, quality=ONCE),
+            segment("e", [7, 10], P, quality=HALF),
+            segment("f", [7, 11], P),
+        ],
+    )
+
+    assert lost == []
+    tree.check_integrity()
+    parents = {name: tree.get(name).parent.segment_id for name in "cdef"}
+    assert parents == {"c": "b", "d": "a", "e": "b", "f": "b"}
+
+
+def test_a_path_of_too_low_a_quality_is_no_place(tree: StoredTree) -> None:
+    lost = restore_segments(
+        tree, [segment("a", P, quality=ONCE), segment("b", [7], P, quality=HALF)]
+    )
+
+    assert [own.segment_id for own in lost] == ["b"]
 
 
 DAMAGE: dict[str, Callable[[StoredSegment, StoredSegment], None]] = {
@@ -539,6 +720,7 @@ DAMAGE: dict[str, Callable[[StoredSegment, StoredSegment], None]] = {
     "another namespace": lambda a, b: object.__setattr__(a.info, "namespace", "other"),
     "exact below approximate": lambda a, b: object.__setattr__(a.info, "quality", ONCE),
     "other tokens": lambda a, b: object.__setattr__(a.info, "tokens", as_tokens(range(6))),
+    "lost without being a hole": lambda a, b: setattr(b, "state", SegmentState.LOST),
     "more tokens": lambda a, b: object.__setattr__(a.info, "tokens", as_tokens([*P, 1])),
 }
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from impress_sglang.management.restoring import newest_files, restore_segments
 from impress_sglang.management.tree import (
     SegmentState,
+    StoredMatch,
     StoredSegment,
     StoredTree,
     prefix_digest,
-    restore_segments,
 )
 from impress_sglang.storage.quality import EXACT, Quality
 from tests.unit.kv_factory import as_tokens, make_info, make_shape
@@ -25,7 +25,7 @@ Tokens = tuple[int, ...]
 # Few tokens and short sequences, so that histories branch and meet often.
 SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
 QUALITY = st.sampled_from(QUALITIES)
-STATES = st.sampled_from(SegmentState)
+STATES = st.sampled_from([SegmentState.PENDING, SegmentState.READY, SegmentState.SUSPECT])
 NAMESPACES = st.sampled_from(["", "other"])
 
 
@@ -69,12 +69,12 @@ class TreeMachine(RuleBasedStateMachine):
         match = self.tree.match(namespace, as_tokens(tokens), least=quality, only_ready=False)
         path = self.model.follow(namespace, tokens, quality)
         assert match.num_tokens == len(path)
-        assume(len(path) < len(tokens))
-        prefix, rest = tokens[: len(path)], tokens[len(path) :]
-        segment = self.new_segment(namespace, prefix, rest, quality, state)
+        start, stop = self.model.missing(namespace, tokens, quality)
+        assume(start < stop)
+        segment = self.new_segment(namespace, tokens[:start], tokens[start:stop], quality, state)
 
-        assert self.tree.insert(segment, as_tokens(prefix))
-        self.add_to_model(segment, path)
+        assert self.tree.insert(segment, as_tokens(tokens[:start]))
+        self.add_to_model(segment, path[:start])
 
     @precondition(lambda self: self.model.segments)
     @rule(data=st.data(), tokens=SEQUENCES, quality=QUALITY)
@@ -89,7 +89,7 @@ class TreeMachine(RuleBasedStateMachine):
         hole = data.draw(st.integers(1, spans[number][2] - spans[number][1]))
         prefix = tuple(token for token, _ in known.path[: stop - hole] + known.path[stop:])
         segment = self.new_segment(known.namespace, prefix, tokens, quality, SegmentState.READY)
-        above = self.model.place_for(known.namespace, prefix, tokens[0], quality)
+        above = self.model.place_for(known.namespace, prefix, tokens, quality)
 
         assert self.tree.insert(segment, as_tokens(prefix)) == (above is not None)
         if above is not None:
@@ -103,12 +103,23 @@ class TreeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.segments)
     @rule(data=st.data())
-    def remove_a_leaf(self, data: st.DataObject) -> None:
-        leaves = [k.name for k in self.model.segments.values() if not self.model.children(k)]
-        name = data.draw(st.sampled_from(sorted(leaves)))
+    def lose(self, data: st.DataObject) -> None:
+        name = self.pick(data).name
 
-        self.tree.remove(self.segments[name])
-        self.model.remove(name)
+        self.tree.lose(self.segments[name])
+        self.model.lose(name)
+
+    @precondition(lambda self: self.model.above_holes())
+    @rule(data=st.data(), state=STATES)
+    def fill_a_hole(self, data: st.DataObject, state: SegmentState) -> None:
+        """Perhaps in part, and perhaps with what follows it, or with what leaves it."""
+        names = sorted(known.name for known in self.model.above_holes())
+        known = self.model.segments[data.draw(st.sampled_from(names))]
+        start = len(self.model.held_part(known.namespace, known.above))
+        stop = data.draw(st.integers(start + 1, len(known.path)))
+        tokens = tuple(token for token, _ in known.path[:stop])
+        tail = data.draw(st.lists(st.integers(0, 2), max_size=2).map(tuple))
+        self.store_what_is_new(known.namespace, tokens + tail, known.path[start][1], state)
 
     @precondition(lambda self: self.model.segments)
     @rule(data=st.data())
@@ -134,8 +145,7 @@ class TreeMachine(RuleBasedStateMachine):
 
         found = self.tree.match(namespace, as_tokens(tokens), least=least, only_ready=only_ready)
 
-        spans = [(s.segment.segment_id, s.start, s.stop) for s in found.spans]
-        assert spans == self.model.spans(namespace, path)
+        assert spans_of(found) == self.model.spans(namespace, path)
 
     @precondition(lambda self: self.model.segments)
     @rule(data=st.data(), lose=st.booleans())
@@ -148,26 +158,32 @@ class TreeMachine(RuleBasedStateMachine):
             )
             for name in names
         ]
+        kept, others = newest_files(again)
         old, self.model, self.tree = self.model, PrefixModel(), StoredTree()
         expected_lost = []
-        for segment in sorted(again, key=lambda s: (s.info.prefix_len, -s.info.generation)):
+        for segment in sorted(kept, key=lambda s: (s.info.prefix_len, *age(s))):
             prefix = [token for token, _ in old.segments[segment.segment_id].above]
             info = segment.info
-            above = self.model.place_for(info.namespace, prefix, int(info.tokens[0]), info.quality)
+            above = self.model.place_for(info.namespace, prefix, info.tokens.tolist(), info.quality)
             if above is None:
                 expected_lost.append(segment.segment_id)
             else:
                 self.add_to_model(segment, above)
 
-        lost = restore_segments(self.tree, again)
+        lost = restore_segments(self.tree, kept)
 
         assert sorted(s.segment_id for s in lost) == sorted(expected_lost)
+        for other in others:
+            same = [own for own in kept if same_place(own, other)]
+            assert len(same) == 1 and age(same[0]) < age(other)
 
     @invariant()
     def integrity(self) -> None:
         self.tree.check_integrity()
-        assert len(self.tree) == len(self.model.segments)
-        assert {s.segment_id for s in self.tree.segments()} == set(self.model.segments)
+        holes = [s for s in self.tree.segments() if s.state is SegmentState.LOST]
+        live = {s.segment_id for s in self.tree.segments()} - {s.segment_id for s in holes}
+        assert live == set(self.model.segments)
+        assert sum(s.info.num_tokens for s in holes) == self.model.num_holes
 
     @invariant()
     def nodes_are_cut_where_others_hang(self) -> None:
@@ -188,6 +204,28 @@ class TreeMachine(RuleBasedStateMachine):
             assert info.prefix_digest == prefix_digest(info.namespace, tokens)
 
 
+def spans_of(match: StoredMatch) -> list[tuple[str, int, int]]:
+    """As the model tells them: holes next to each other are one, without a name."""
+    spans: list[tuple[str, int, int]] = []
+    for span in match.spans:
+        lost = span.segment.state is SegmentState.LOST
+        if lost and spans and not spans[-1][0]:
+            spans[-1] = ("", 0, spans[-1][2] + len(span))
+        else:
+            spans.append(("" if lost else span.segment.segment_id, span.start, span.stop))
+    return spans
+
+
+def age(segment: StoredSegment) -> tuple[int, int, str]:
+    return -segment.info.generation, -segment.last_access, segment.segment_id
+
+
+def same_place(left: StoredSegment, right: StoredSegment) -> bool:
+    fields = ("namespace", "prefix_digest", "quality")
+    same = all(getattr(left.info, name) == getattr(right.info, name) for name in fields)
+    return same and left.info.tokens.tolist() == right.info.tokens.tolist()
+
+
 TestTree = TreeMachine.TestCase
 # Steps are cheap here, and the histories that matter are long ones.
 TestTree.settings = settings(max_examples=2 * settings.default.max_examples)
@@ -198,20 +236,46 @@ def test_the_model_alone() -> None:
     model = PrefixModel()
     exact, once = ((0, EXACT), (1, EXACT)), ((2, QUALITIES[1]),)
     model.add(Known("a", "", (), exact))
-    model.add(Known("b", "", exact, once, SegmentState.LOST))
+    model.add(Known("b", "", exact, once, SegmentState.SUSPECT))
 
     assert model.follow("", (0, 1, 2), EXACT) == exact
     assert model.follow("", (0, 1, 2), QUALITIES[2]) == exact + once
     assert model.spans("", exact + once) == [("a", 0, 2), ("b", 0, 1)]
     assert model.ready_part("", exact + once) == exact
-    assert model.place_for("", (0,), 5, EXACT) == ((0, EXACT),)
-    assert model.place_for("", (0,), 1, EXACT) is None
-    assert model.place_for("", (1,), 1, EXACT) is None
+    assert model.place_for("", (0,), (5,), EXACT) == ((0, EXACT),)
+    assert model.place_for("", (0,), (1,), EXACT) is None
+    assert model.place_for("", (1,), (1,), EXACT) is None
     assert [k.name for k in model.below(model.segments["a"])] == ["b"]
-    with pytest.raises(KeyError):
-        model.spans("other", exact)
+    assert model.missing("", (0, 1, 2, 3), EXACT) == (2, 4)
     model.add(Known("c", "", exact[:1], ((5, EXACT),)))
     assert (model.node_starts("a"), model.node_starts("b")) == ([0, 1], [0])
     model.rename("a", "z")
     assert model.spans("", exact + once) == [("z", 0, 2), ("b", 0, 1)]
     assert [k.name for k in model.below(model.segments["z"])] == ["b", "c"]
+    model.add(Known("d", "", (), ((0, QUALITIES[1]),)))
+    best, hidden = ((0, EXACT),), ((0, QUALITIES[1]),)
+    assert model.place_for("", (0,), (5,), QUALITIES[1]) == best
+    model.add(Known("e", "", best, ((5, QUALITIES[1]),)))
+    assert model.place_for("", (0,), (5,), QUALITIES[1]) == hidden
+
+
+def test_holes_of_the_model() -> None:
+    model = PrefixModel()
+    exact, once = ((0, EXACT), (1, EXACT)), ((2, QUALITIES[1]),)
+    model.add(Known("a", "", (), exact))
+    model.add(Known("b", "", exact, once))
+    model.add(Known("c", "", exact, ((3, EXACT), (4, EXACT))))
+    model.lose("a")
+
+    assert model.num_holes == 2
+    assert model.spans("", exact + once) == [("", 0, 2), ("b", 0, 1)]
+    assert model.ready_part("", exact + once) == ()
+    assert [k.name for k in model.above_holes()] == ["b", "c"]
+    assert model.missing("", (0, 1, 2), EXACT) == (0, 3), "what follows is of another quality"
+    assert model.missing("", (0, 1, 3), EXACT) == (0, 2)
+    assert model.missing("", (0, 5), EXACT) == (0, 2)
+    assert model.missing("", (0, 1), QUALITIES[1]) == (0, 0)
+    model.lose("b")
+    assert model.num_holes == 2
+    model.lose("c")
+    assert model.num_holes == len(model.places) == 0

@@ -1,0 +1,87 @@
+"""What opening a store asks of its disk: a folder and its lock, its segments, the room left.
+
+All of that may take as long as the disk likes, so a server that serves does it on another thread;
+once it is done it belongs to the store's. Memory is not taken here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+from collections.abc import Iterable
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import ConfigError
+from impress_sglang.management.keeper import Keeper
+from impress_sglang.management.monitor import Monitor
+from impress_sglang.management.restoring import recover_tree
+from impress_sglang.management.tree import StoredSegment
+from impress_sglang.storage.directory import StoreDirectory, other_stores
+from impress_sglang.storage.files import FileSystem, installed
+from impress_sglang.storage.health import Health
+
+logger = logging.getLogger(__name__)
+
+
+class StoreDisk:
+    """The disk of one model's store, and the threads that touch it."""
+
+    def __init__(
+        self, config: ImpressConfig, identity: str, files: FileSystem | None = None
+    ) -> None:
+        """Lock the folder, and find what an earlier process left in it.
+
+        Args:
+            config: of the server.
+            identity: names the model.
+            files: how the disk is touched; None for what is installed.
+
+        Raises:
+            ConfigError: the directory cannot be used.
+            StoreInUseError: another process serves the same model from it.
+        """
+        self.files = files or installed()
+        self._seconds = config.io_timeout
+        self.directory = StoreDirectory(self.files, config.ssd_path, identity)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.directory.close)
+            self.health = Health()
+            try:
+                self.direct = self.files.supports_direct_io(self.directory.path)
+                self.keeper = Keeper(self.directory, self.health, direct=self.direct)
+                undo.callback(self.keeper.close, self._seconds)
+                self.monitor = Monitor(self.directory, self.health, self._seconds)
+                undo.callback(self.monitor.close, self._seconds)
+                self.tree = recover_tree(self.keeper, identity)
+                self.others = other_stores(self.files, self.directory.path)
+                """Stores of other models, latest first, and their bytes."""
+            except (OSError, sqlite3.Error) as error:
+                raise ConfigError(
+                    f"--impress-ssd-dir {config.ssd_path} cannot be read: {error}"
+                ) from error
+            undo.pop_all()
+        self._say_what_is_there()
+
+    def close(self, segments: Iterable[StoredSegment] = ()) -> None:
+        """Keep when these were accessed, end the threads and release the lock.
+
+        What does not end within `--impress-io-timeout` is left behind.
+        """
+        kept = self.keeper.record_accesses(
+            [(s.segment_id, s.last_access, s.hits) for s in segments]
+        )
+        if not self.keeper.close(self._seconds) or kept.exception() is not None:
+            logger.warning("access times are not kept for the next start")
+        self.monitor.close(self._seconds)
+        self.directory.close()
+
+    def _say_what_is_there(self) -> None:
+        segments = list(self.tree.segments())
+        logger.info(
+            "SSD store %s: %d segments, %.1f MB, O_DIRECT %s",
+            self.directory.path,
+            len(segments),
+            sum(segment.file_bytes for segment in segments) / 1e6,
+            "on" if self.direct else "off",
+        )

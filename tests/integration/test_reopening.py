@@ -1,0 +1,215 @@
+"""The store of other weights is opened behind the scheduler, however long its disk takes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from impress_sglang.errors import ConfigError, StoreInUseError
+from impress_sglang.integration.reporting import REORDER_ORDER, take_order
+from impress_sglang.management import store as store_module
+from impress_sglang.management.memory import StoreMemory
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.storage import files as files_module
+from impress_sglang.storage.layout import SegmentLayout
+from tests.faults import Faults, FaultyFileSystem, Rule
+from tests.integration.test_weights import NEW, OLD, SHAPE, TOKENS, World, install_hooks
+from tests.unit.waiting import wait_until
+
+OTHER = "2" * 32
+IO_TIMEOUT = 0.3
+PATIENCE = 30.0
+
+
+def hang(identity: str, operations: str = "*") -> Rule:
+    """The folder of one model does not answer."""
+    return Rule("hang", operations, f"*/{identity}*")
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """What goes wrong from now on."""
+    faults = Faults()
+    monkeypatch.setattr(files_module, "_installed", FaultyFileSystem(faults))
+    return faults
+
+
+@pytest.fixture
+def world(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A test whose scheduler hangs goes on after a while, and fails."""
+    install_hooks(monkeypatch)
+    world = World(tmp_path, io_timeout=IO_TIMEOUT)
+    world.store_prompt(1000)
+    watchdog = threading.Timer(PATIENCE, faults.clear)
+    watchdog.start()
+    yield world
+    assert watchdog.is_alive(), "the scheduler's thread waited for the disk"
+    watchdog.cancel()
+    faults.clear()
+    for save in world.cache._saves.values():
+        save.abandon()
+    world.cache.check_integrity()
+    world.runtime.close()
+
+
+def opens(world: World, identity: str) -> bool:
+    """Whether nobody has the lock of a store."""
+    try:
+        PrefixStore(world.runtime.config, identity, SHAPE).close()
+    except StoreInUseError:
+        return False
+    return True
+
+
+def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults) -> None:
+    """All that the scheduler does goes on without the store, and then with it."""
+    faults.add(hang(NEW))
+    assert world.call("update_weights_from_disk").success
+    wait_until(lambda: faults.hits)
+    assert world.runtime.suspended == "opening"
+    summary = world.cache.summary()
+    assert (summary["suspended"], summary["integrity"]) == ("opening", "ok")
+    assert summary["store"] is summary["cache"] is summary["reorder"] is None
+    assert world.stored(1000) == 0
+    with pytest.raises(ValueError, match="not enough values to unpack"):
+        world.prefill("unsaved", 5)
+    world.cache.evict(EvictParams(num_tokens=4 * TOKENS))
+    world.cache.prefetch(Req("waits", "", array("q", range(1000, 1080)), SamplingParams()))
+    scheduler = SimpleNamespace(tree_cache=world.cache)
+    take_order(lambda *_: None, scheduler, SimpleNamespace(server_args={REORDER_ORDER: 1}))
+    for _ in range(2):
+        assert world.flush() and world.runtime.suspended == "opening"
+    # What is computed meanwhile is of the same weights.
+    slots = world.allocator.alloc(3)
+    assert slots is not None
+
+    faults.clear()
+
+    assert world.used() and world.runtime.identity == NEW and world.stored(1000) == 0
+    world.allocator.free(slots)
+    world.prefill("saved", 5).open(SHAPE.num_layers)
+    world.runtime.store.drain()
+    assert world.stored(5) == TOKENS
+
+
+def test_a_disk_that_hangs_while_a_store_is_closed(world: World, faults: Faults) -> None:
+    faults.add(hang(OLD, "close|sql.*"))
+    assert world.call("update_weights_from_disk").success
+    wait_until(lambda: faults.hits)
+    assert world.runtime.suspended == "opening"
+    faults.clear()
+    assert world.used() and world.runtime.identity == NEW and opens(world, OLD)
+
+
+def test_weights_that_change_while_a_store_is_opened(world: World, faults: Faults) -> None:
+    """What nobody wants any more is closed when it comes, and what has not begun never does."""
+    faults.add(hang(NEW))
+    assert world.call("update_weights_from_disk").success
+    wait_until(lambda: faults.hits)
+    assert world.call("update_weights_from_disk", model_path=OTHER).success
+    assert world.call("update_weights_from_disk", model_path=OLD).success
+    assert world.runtime.suspended == "opening" and world.runtime.identity == OLD
+
+    faults.clear()
+
+    assert world.used() and world.stored(1000) == TOKENS
+    assert opens(world, NEW)
+    assert not (world.runtime.config.ssd_path / OTHER).exists()
+
+
+def test_weights_that_change_without_a_flush_while_a_store_is_opened(
+    world: World, faults: Faults
+) -> None:
+    """It comes, and is not used: KVs of its weights are in the pool, and weights are others."""
+    faults.add(hang(NEW))
+    assert world.call("update_weights_from_disk").success
+    world.allocator.alloc(3)
+    assert world.call("update_weights_from_disk", model_path=OTHER, flush_cache=False).success
+    assert world.runtime.suspended == "update_weights_from_disk"
+    faults.clear()
+    wait_until(lambda: world.cache.summary()["store"] is not None)
+    assert world.runtime.suspended == "update_weights_from_disk" and not world.runtime.uses_store
+    assert world.flush() and world.used() and world.runtime.identity == OTHER
+    assert opens(world, NEW)
+
+
+def test_an_update_that_changes_nothing_while_a_store_is_opened(
+    world: World, faults: Faults
+) -> None:
+    """What is resident is right, and the store that comes is, too."""
+    faults.add(hang(NEW))
+    assert world.call("update_weights_from_disk").success
+    world.allocator.alloc(3)
+    assert not world.call("update_weights_from_disk", model_path="missing").success
+    assert world.runtime.suspended == "opening"
+    faults.clear()
+    assert world.used() and world.runtime.identity == NEW
+
+
+@pytest.mark.parametrize("fault", ["EIO", "raise"])
+def test_a_disk_that_fails_while_a_store_is_opened(
+    world: World, faults: Faults, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of the attempt is left, so that the next flush finds the store free."""
+    before = set(threading.enumerate())
+    # After the folder was locked, and threads were begun.
+    with faults.injected(Rule(fault, "free_bytes", f"*/{NEW}*")):
+        assert world.call("update_weights_from_disk").success
+        assert not world.used() and world.runtime.suspended == "not opened"
+    assert caplog.text.count("cannot be opened; the next flush tries again") == 1
+    assert not set(threading.enumerate()) - before, "threads of the attempt are left"
+    assert world.flush() and world.used() and world.runtime.identity == NEW
+
+
+def test_a_store_that_cannot_be_put_together(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("no asynchronous reads")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store_module, "ChunkReader", refuse)
+        assert world.call("update_weights_from_disk").success
+        assert not world.used() and world.runtime.suspended == "not opened"
+    assert world.flush() and world.used() and world.runtime.identity == NEW
+
+
+def test_the_next_store_has_the_memory_of_the_last(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allocating and pinning it takes seconds, and others may have it by then."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("memory was allocated again")
+
+    before = world.runtime.store.cache
+    slabs, pool = before._slabs, world.runtime._memory.pool
+    ids = before.attach(SegmentLayout(SHAPE, 8, 16, 4096))
+    before.access(np.array([ids]), np.ones(1))
+    monkeypatch.setattr(StoreMemory, "allocate", refuse)
+    assert world.call("update_weights_from_disk").success and world.used()
+    after = world.runtime.store.cache
+    assert after._slabs is slabs and world.runtime._memory.pool is pool
+    assert after.summary()["device"]["chunks"] == after.summary()["host"]["chunks"] == 0
+    assert not before._slabs, "the old store could still read them"
+
+
+def test_the_end_of_a_server_does_not_wait_for_a_store_that_is_opened(
+    world: World, faults: Faults
+) -> None:
+    faults.add(hang(NEW))
+    assert world.call("update_weights_from_disk").success
+    wait_until(lambda: faults.hits)
+    began = time.monotonic()
+    world.runtime.close()
+    assert time.monotonic() - began < PATIENCE / 2
+    faults.clear()
+    wait_until(lambda: opens(world, NEW))
