@@ -12,6 +12,7 @@ BLOCK_WORDS = 512
 
 Flags = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
+Float32s = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 Mapping = npt.NDArray[np.unsignedinteger[Any]]

@@ -31,6 +31,7 @@ LEVELS = {
     "config": 1,
     "attention": 2,
     "importance": 2,
+    "precision": 2,
     "storage": 2,
     "triton": 1,
     "tiers": 3,

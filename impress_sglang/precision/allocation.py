@@ -1,0 +1,58 @@
+"""Which units get how many planes: bits go where an error would weigh most.
+
+Of the attention output of a layer, an error of one key or value counts by the weight that the token
+has, and each bit more halves it. So for a given number of planes the sum of squared errors is least
+if planes go to the units in the order of
+
+    weight of the unit x 4^(-bits that it has),
+
+which is reverse water-filling (Cover and Thomas, Elements of Information Theory, 10.3.3), here in
+steps of a plane.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
+
+
+def unit_weights(weights: Tensor, unit_tokens: int) -> Tensor:
+    """Weights of units, from those of tokens.
+
+    Args:
+        weights: [G, m] float32, squared attention weights of each token, summed over the queries of
+            a KV head. Squares, because a unit is long: what counts in it are its few large weights.
+        unit_tokens: neighbouring tokens of a unit; the first unit begins with the first token.
+
+    Returns:
+        [G, ceil(m / unit_tokens)] float32.
+    """
+    rest = -weights.shape[1] % unit_tokens
+    return torch.nn.functional.pad(weights, (0, rest)).unflatten(1, (-1, unit_tokens)).sum(2)
+
+
+def allocate_planes(weights: Tensor, num_planes: int) -> Tensor:
+    """How many planes each unit gets, so that `num_planes` are given in all.
+
+    Args:
+        weights: [G, units] float32 from `unit_weights`; heads compete with each other.
+        num_planes: at most `NUM_PLANES` for each unit.
+
+    Returns:
+        int64 [G, units], from 0 to `NUM_PLANES`.
+    """
+    shrinking = 4.0 ** -(PLANE_BITS * torch.arange(NUM_PLANES, device=weights.device))
+    gains = weights.flatten() * shrinking[:, None]
+    # A unit has its planes in order: of equal gains (all zero) the first are taken first.
+    order = gains.flatten().sort(descending=True, stable=True).indices[:num_planes]
+    given = torch.zeros(weights.numel(), dtype=torch.int64, device=weights.device)
+    given.index_add_(0, order % weights.numel(), torch.ones_like(order))
+    return given.view_as(weights)
+
+
+def planes_of(bits: float, num_units: int) -> int:
+    """How many planes `num_units` units of a layer get for `bits` per element on average."""
+    most = NUM_PLANES * num_units
+    return min(most, max(0, int((bits - BASE_BITS) / PLANE_BITS * num_units)))

@@ -1,0 +1,348 @@
+"""Coded keys and values from wherever they are in memory into slots of a pool, and planes on top.
+
+Stage: load. Sources are addresses, of memory on the device or of pinned CPU memory; see `gather`.
+Bytes stand as `impress_sglang.precision.layout.CodeLayout` says, group by group and unit by unit,
+so that groups and units may be anywhere. `impress_sglang.precision.layer` does the same on the CPU
+and is the oracle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Tokens of one head that a program handles.
+TILE_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CodedGroups:
+    """Where the groups of a layer are, and the tokens [start, start + len(slots)) of them.
+
+    Attributes:
+        base: int64 [groups] on the device, addresses of the base of each group.
+        ranges: int64 [groups] on the device, addresses of its ranges, multiples of 2.
+        slots: int64 [n] on the device, where each token goes.
+        start: the first token, counted from that of the first group.
+        group_tokens: of a group.
+    """
+
+    base: Tensor
+    ranges: Tensor
+    slots: Tensor
+    start: int
+    group_tokens: int
+
+    def __post_init__(self) -> None:
+        for index in (self.base, self.ranges, self.slots):
+            assert index.dtype == torch.int64 and index.is_contiguous()
+        assert self.start + len(self.slots) <= len(self.base) * self.group_tokens
+
+
+def restore_base(groups: CodedGroups, keys: Tensor, values: Tensor) -> None:
+    """Fill slots with what the base says; one launch, nothing is waited for.
+
+    What addresses point to must stay as it is until the device is done.
+
+    Args:
+        groups: of a layer.
+        keys: pool [slots, G, Dk]; the last stride is 1.
+        values: pool [slots, G, Dv] of the same dtype.
+    """
+    count = len(groups.slots)
+    if not count:
+        return
+    _check_pools(keys, values)
+    _restore_kernel[(triton.cdiv(count, TILE_TOKENS), keys.shape[1], 2)](
+        groups.base,
+        groups.ranges,
+        groups.slots,
+        groups.start,
+        count,
+        keys,
+        values,
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        **_constants(groups, keys, values),
+    )
+
+
+def raise_units(
+    groups: CodedGroups, units: Tensor, unit_tokens: int, keys: Tensor, values: Tensor
+) -> None:
+    """Add planes to what is in slots; one launch, nothing is waited for.
+
+    Args:
+        groups: of a layer; of their bytes only ranges are read.
+        units: int64 [n, 4] on the device, one row for each unit that is raised: its head, its first
+            token, counted like `groups.start`, and the addresses of its first and of its second
+            plane, 0 for one that is not added. What is below a plane must be in the slots or added
+            as well.
+        unit_tokens: of a unit, a multiple of `TILE_TOKENS`. Tokens without a slot are left out.
+        keys: pool [slots, G, Dk]; the last stride is 1.
+        values: pool [slots, G, Dv] of the same dtype.
+    """
+    assert units.dtype == torch.int64 and units.is_contiguous() and units.shape[1] == 4
+    assert not unit_tokens % TILE_TOKENS
+    if not len(units):
+        return
+    _check_pools(keys, values)
+    _raise_kernel[(len(units), unit_tokens // TILE_TOKENS, 2)](
+        groups.ranges,
+        groups.slots,
+        groups.start,
+        len(groups.slots),
+        units,
+        keys,
+        values,
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        UNIT_TOKENS=unit_tokens,
+        **_constants(groups, keys, values),
+    )
+
+
+def _check_pools(keys: Tensor, values: Tensor) -> None:
+    assert keys.stride(2) == values.stride(2) == 1 and keys.dtype == values.dtype
+    assert keys.shape[:2] == values.shape[:2]
+
+
+def _constants(groups: CodedGroups, keys: Tensor, values: Tensor) -> dict[str, int]:
+    key_dim, value_dim = keys.shape[2], values.shape[2]
+    return {
+        "GROUP_TOKENS": groups.group_tokens,
+        "HEADS": keys.shape[1],
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "KEY_PADDED": triton.next_power_of_2(key_dim),
+        "VALUE_PADDED": triton.next_power_of_2(value_dim),
+        "TILE_TOKENS": TILE_TOKENS,
+        "num_warps": 4,
+    }
+
+
+_UNSPECIALISED = ["start", "count"]
+
+
+@triton.jit(do_not_specialize=_UNSPECIALISED)
+def _restore_kernel(
+    base: tl.tensor,
+    ranges: tl.tensor,
+    slots: tl.tensor,
+    start: tl.tensor,
+    count: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    key_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    GROUP_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+) -> None:
+    """A program per tile of tokens and head, for keys where the third number is 0."""
+    head = tl.program_id(1)
+    places = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    inside = places < count
+    slot = tl.load(slots + places, mask=inside, other=0)
+    group, token = (start + places) // GROUP_TOKENS, (start + places) % GROUP_TOKENS
+    codes = tl.load(base + group, mask=inside, other=0).to(tl.pointer_type(tl.uint8))
+    bounds = tl.load(ranges + group, mask=inside, other=0).to(tl.pointer_type(tl.float16))
+    row = token * HEADS + head
+    if tl.program_id(2) == 0:
+        target = keys + slot * key_stride + head * key_head_stride
+        own = codes + row * (KEY_DIM // 2)
+        _restore_keys(target, own, bounds + head * 2 * KEY_DIM, inside, KEY_DIM, KEY_PADDED)
+    else:
+        target = values + slot * value_stride + head * value_head_stride
+        own = codes + GROUP_TOKENS * HEADS * (KEY_DIM // 2) + row * (VALUE_DIM // 2)
+        own_bounds = bounds + HEADS * 2 * KEY_DIM + row * 2
+        _restore_values(target, own, own_bounds, inside, VALUE_DIM, VALUE_PADDED)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALISED)
+def _raise_kernel(
+    ranges: tl.tensor,
+    slots: tl.tensor,
+    start: tl.tensor,
+    count: tl.tensor,
+    units: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    key_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    UNIT_TOKENS: tl.constexpr,
+    GROUP_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+) -> None:
+    """A program per unit and tile of its tokens, for keys where the third number is 0."""
+    unit = units + tl.program_id(0) * 4
+    head, first_token = tl.load(unit), tl.load(unit + 1)
+    upper = tl.load(unit + 2).to(tl.pointer_type(tl.uint8))
+    lower = tl.load(unit + 3).to(tl.pointer_type(tl.uint8))
+    has_upper, has_lower = tl.load(unit + 2) != 0, tl.load(unit + 3) != 0
+    inner = tl.program_id(1) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    tokens = first_token + inner
+    inside = (tokens >= start) & (tokens < start + count)
+    slot = tl.load(slots + tokens - start, mask=inside, other=0)
+    group, row = tokens // GROUP_TOKENS, (tokens % GROUP_TOKENS) * HEADS + head
+    bounds = tl.load(ranges + group, mask=inside, other=0).to(tl.pointer_type(tl.float16))
+    if tl.program_id(2) == 0:
+        target = keys + slot * key_stride + head * key_head_stride
+        first = inner * (KEY_DIM // 4)
+        own_bounds = bounds + head * 2 * KEY_DIM
+        _raise_keys(
+            target,
+            upper + first,
+            has_upper,
+            lower + first,
+            has_lower,
+            own_bounds,
+            inside,
+            KEY_DIM,
+            KEY_PADDED,
+        )
+    else:
+        target = values + slot * value_stride + head * value_head_stride
+        first = UNIT_TOKENS * (KEY_DIM // 4) + inner * (VALUE_DIM // 4)
+        own_bounds = bounds + HEADS * 2 * KEY_DIM + row * 2
+        _raise_values(
+            target,
+            upper + first,
+            has_upper,
+            lower + first,
+            has_lower,
+            own_bounds,
+            inside,
+            VALUE_DIM,
+            VALUE_PADDED,
+        )
+
+
+@triton.jit
+def _restore_keys(
+    target: tl.tensor,
+    codes: tl.tensor,
+    bounds: tl.tensor,
+    inside: tl.tensor,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    """Rows of keys, each from its codes and the ranges of its channels."""
+    columns = tl.arange(0, PADDED)
+    mask = inside[:, None] & (columns < DIM)[None, :]
+    low = tl.load(bounds[:, None] + columns, mask=mask, other=0.0).to(tl.float32)
+    step = tl.load(bounds[:, None] + DIM + columns, mask=mask, other=0.0).to(tl.float32)
+    restored = low + _middles(codes, columns, mask) * step
+    tl.store(target[:, None] + columns, restored.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _restore_values(
+    target: tl.tensor,
+    codes: tl.tensor,
+    bounds: tl.tensor,
+    inside: tl.tensor,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    """Rows of values, each from its codes and its own range."""
+    columns = tl.arange(0, PADDED)
+    mask = inside[:, None] & (columns < DIM)[None, :]
+    low = tl.load(bounds, mask=inside, other=0.0).to(tl.float32)
+    step = tl.load(bounds + 1, mask=inside, other=0.0).to(tl.float32)
+    restored = low[:, None] + _middles(codes, columns, mask) * step[:, None]
+    tl.store(target[:, None] + columns, restored.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _raise_keys(
+    target: tl.tensor,
+    upper: tl.tensor,
+    has_upper: tl.tensor,
+    lower: tl.tensor,
+    has_lower: tl.tensor,
+    bounds: tl.tensor,
+    inside: tl.tensor,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    """Rows of keys, each by its planes and the steps of its channels."""
+    columns = tl.arange(0, PADDED)
+    mask = inside[:, None] & (columns < DIM)[None, :]
+    step = tl.load(bounds[:, None] + DIM + columns, mask=mask, other=0.0).to(tl.float32)
+    gained = _gained(upper, has_upper, lower, has_lower, columns, mask)
+    _add(target[:, None] + columns, gained * step, mask)
+
+
+@triton.jit
+def _raise_values(
+    target: tl.tensor,
+    upper: tl.tensor,
+    has_upper: tl.tensor,
+    lower: tl.tensor,
+    has_lower: tl.tensor,
+    bounds: tl.tensor,
+    inside: tl.tensor,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    """Rows of values, each by its planes and its own step."""
+    columns = tl.arange(0, PADDED)
+    mask = inside[:, None] & (columns < DIM)[None, :]
+    step = tl.load(bounds + 1, mask=inside, other=0.0).to(tl.float32)
+    gained = _gained(upper, has_upper, lower, has_lower, columns, mask)
+    _add(target[:, None] + columns, gained * step[:, None], mask)
+
+
+@triton.jit
+def _middles(rows: tl.tensor, columns: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """What the 4 high bits of codes of 8 stand for, two elements in a byte."""
+    packed = tl.load(rows[:, None] + (columns // 2)[None, :], mask=mask, other=0)
+    code = (packed >> ((columns % 2) * 4).to(tl.uint8)[None, :]) & 15
+    return code.to(tl.float32) * 16 + 7.5
+
+
+@triton.jit
+def _gained(
+    upper: tl.tensor,
+    has_upper: tl.tensor,
+    lower: tl.tensor,
+    has_lower: tl.tensor,
+    columns: tl.tensor,
+    mask: tl.tensor,
+) -> tl.tensor:
+    """What planes add, in steps: 2 bits of a code of 8 each, below 4 and below 6 that are known."""
+    shift = ((columns % 4) * 2).to(tl.uint8)[None, :]
+    byte = (columns // 4)[None, :]
+    first = tl.load(upper[:, None] + byte, mask=mask & has_upper, other=0)
+    second = tl.load(lower[:, None] + byte, mask=mask & has_lower, other=0)
+    high = (((first >> shift) & 3).to(tl.float32) - 1.5) * 4
+    low = ((second >> shift) & 3).to(tl.float32) - 1.5
+    return tl.where(has_upper, high, 0.0) + tl.where(has_lower, low, 0.0)
+
+
+@triton.jit
+def _add(target: tl.tensor, gained: tl.tensor, mask: tl.tensor) -> None:
+    before = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, (before + gained).to(target.dtype.element_ty), mask=mask)

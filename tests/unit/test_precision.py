@@ -1,0 +1,261 @@
+"""Codes of keys and values: how far off they are, how planes add up, and who gets them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impress_sglang.precision.allocation import allocate_planes, planes_of, unit_weights
+from impress_sglang.precision.codec import (
+    CODE_BITS,
+    GROUP_TOKENS,
+    LEVELS,
+    NUM_PLANES,
+    PLANE_BITS,
+    Codes,
+    NotCodable,
+    base_of,
+    code_keys,
+    code_values,
+    pack,
+    plane_of,
+    raised,
+    restore,
+    unpack,
+)
+from impress_sglang.precision.layer import CodedLayer, encode_layer, raise_units, restore_base
+from impress_sglang.precision.layout import CodeLayout
+
+COUNTS = [1, 2, GROUP_TOKENS - 1, GROUP_TOKENS, GROUP_TOKENS + 1, 3 * GROUP_TOKENS]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+KINDS = {"keys": code_keys, "values": code_values}
+
+
+def random_kv(num_tokens: int, heads: int = 2, dim: int = 8, seed: int = 1) -> Tensor:
+    """Rows with an offset and a scale of their own in each channel, as keys have them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(num_tokens, heads, dim, generator=generator)
+    scale = 10 ** (2 * torch.rand(heads, dim, generator=generator) - 1)
+    return rows * scale + 100 * torch.randn(heads, dim, generator=generator)
+
+
+def steps_of(codes: Codes) -> Tensor:
+    """The step of each element, float32 [t, G, D] or what broadcasts to it."""
+    if codes.step.ndim == 2:
+        return codes.step.float()[..., None]
+    return codes.step.float().repeat_interleave(GROUP_TOKENS, 0)[: len(codes.codes)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", COUNTS)
+def test_no_element_is_off_by_more_than_half_a_cell(
+    count: int, kind: str, dtype: torch.dtype
+) -> None:
+    exact = random_kv(count).to(dtype)
+    codes = KINDS[kind](exact)
+    for bits in LEVELS:
+        found = restore(codes, bits)
+        assert found.shape == exact.shape and found.dtype == torch.float32
+        cell = 2 ** (CODE_BITS - bits) * steps_of(codes)
+        # Rounding to the nearest of all codes may put an element half a step beyond its cell.
+        limit = cell / 2 + (steps_of(codes) / 2 if bits < CODE_BITS else 0)
+        assert ((found - exact.float()).abs() <= limit + 1e-4).all()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_ranges_are_no_wider_than_half_precision_makes_them(count: int) -> None:
+    keys = random_kv(count)
+    codes = code_keys(keys)
+    for group, rows in enumerate(keys.split(GROUP_TOKENS)):
+        low, step = codes.low[group].float(), codes.step[group].float()
+        high = low + (2**CODE_BITS - 1) * step
+        assert (low <= rows.amin(0)).all() and (high >= rows.amax(0)).all()
+        # Numbers of some hundred are a quarter apart in half precision.
+        assert (high - low <= (rows.amax(0) - rows.amin(0)) * 1.001 + 0.51).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_plane_adds_its_bits_to_what_is_there(kind: str) -> None:
+    codes = KINDS[kind](random_kv(200))
+    value = restore(codes, LEVELS[0])
+    for plane, bits in enumerate(LEVELS[:-1]):
+        part = plane_of(codes.codes, plane)
+        value = value + raised(part, bits, PLANE_BITS) * steps_of(codes)
+        assert torch.allclose(value, restore(codes, bits + PLANE_BITS), atol=1e-4)
+
+
+def test_planes_may_be_added_at_once() -> None:
+    codes = code_values(random_kv(200))
+    both = plane_of(codes.codes, 0).int() << PLANE_BITS | plane_of(codes.codes, 1)
+    value = restore(codes, 4) + raised(both, 4, 2 * PLANE_BITS) * steps_of(codes)
+    assert torch.allclose(value, restore(codes, CODE_BITS), atol=1e-4)
+
+
+def test_base_and_planes_are_all_of_a_code() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    parts = [base_of(codes).int(), *(plane_of(codes, plane).int() for plane in range(NUM_PLANES))]
+    assert torch.equal(parts[0] << 4 | parts[1] << 2 | parts[2], codes.int())
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_packed_codes_are_found_again(bits: int) -> None:
+    codes = torch.randint(0, 2**bits, (5, 3, 16), dtype=torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.shape == (5, 3, 16 * bits // 8)
+    assert torch.equal(unpack(packed, bits), codes)
+
+
+def test_the_first_element_is_in_the_lowest_bits() -> None:
+    assert pack(torch.tensor([1, 2], dtype=torch.uint8), 4).tolist() == [0x21]
+    assert pack(torch.tensor([1, 2, 3, 0], dtype=torch.uint8), 2).tolist() == [0b00111001]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_elements_are_kept(kind: str) -> None:
+    exact = torch.full((70, 2, 8), 3.25)
+    assert torch.allclose(restore(KINDS[kind](exact), 4), exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 1e9, -1e9])
+def test_what_no_range_holds_is_refused(bad: float, kind: str) -> None:
+    exact = random_kv(70)
+    exact[69, 1, 3] = bad
+    with pytest.raises(NotCodable):
+        KINDS[kind](exact)
+
+
+SHAPES = [(3, 64, 64), (8, 128, 128), (4, 256, 256), (8, 80, 80), (2, 192, 128), (1, 4, 4)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 3000])
+def test_layouts_hold_every_bit(shape: tuple[int, int, int], num_tokens: int) -> None:
+    heads, key_dim, value_dim = shape
+    layout = CodeLayout(num_tokens, heads, key_dim, value_dim, 4096)
+    elements = num_tokens * heads * (key_dim + value_dim)
+    assert layout.base_bytes >= elements / 2
+    assert layout.plane_bytes >= elements / 4
+    assert layout.unit_bytes <= 4096 < 2 * layout.unit_bytes
+    indices = [
+        layout.unit_index(plane, head, unit)
+        for plane, head, unit in itertools.product(
+            range(NUM_PLANES), range(heads), range(layout.num_units)
+        )
+    ]
+    assert indices == list(range(len(indices)))
+    assert len(indices) * layout.unit_bytes == layout.planes_bytes
+
+
+def test_a_layer_in_codes_is_as_long_as_the_documentation_says() -> None:
+    layout = CodeLayout(3008, 8, 128, 128, 4096)
+    exact = 3008 * 8 * 256 * 2
+    assert layout.base_bytes / exact == 0.25
+    assert layout.range_bytes / exact == pytest.approx(0.0234, abs=1e-4)
+    assert layout.planes_bytes / exact == 0.25
+
+
+def test_weights_of_units_are_sums() -> None:
+    weights = torch.arange(10.0).view(2, 5)
+    assert unit_weights(weights, 2).tolist() == [[1, 5, 4], [11, 15, 9]]
+
+
+def brute_force(weights: Tensor, num_planes: int) -> float:
+    """The least sum of squared errors of any way to give planes."""
+    best = torch.inf
+    for planes in itertools.product(range(NUM_PLANES + 1), repeat=weights.numel()):
+        if sum(planes) == num_planes:
+            error = (weights.flatten() * 4.0 ** (-PLANE_BITS * torch.tensor(planes))).sum()
+            best = min(best, float(error))
+    return best
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 8))
+def test_no_way_to_give_planes_leaves_less_error(seed: int, num_planes: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = 10 ** (4 * torch.rand(2, 2, generator=generator))
+    given_planes = allocate_planes(weights, num_planes)
+    assert given_planes.shape == weights.shape
+    assert int(given_planes.sum()) == num_planes
+    assert int(given_planes.min()) >= 0 and int(given_planes.max()) <= NUM_PLANES
+    error = float((weights * 4.0 ** (-PLANE_BITS * given_planes)).sum())
+    assert error == pytest.approx(brute_force(weights, num_planes), rel=1e-5)
+
+
+def test_units_without_weight_get_planes_in_order() -> None:
+    assert allocate_planes(torch.zeros(1, 3), 4).tolist() == [[2, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("bits", "planes"), [(3.0, 0), (4.0, 0), (5.0, 50), (6.0, 100), (8.0, 200), (16.0, 200)]
+)
+def test_planes_of_an_average(bits: float, planes: int) -> None:
+    assert planes_of(bits, 100) == planes
+
+
+class Coded:
+    """A layer, its codes and its bytes."""
+
+    def __init__(self, num_tokens: int, heads: int = 2, dims: tuple[int, int] = (16, 8)) -> None:
+        self.keys = random_kv(num_tokens, heads, dims[0])
+        self.values = random_kv(num_tokens, heads, dims[1], seed=2)
+        # Units of 32 tokens, half a group.
+        self.layout = CodeLayout(num_tokens, heads, *dims, 32 * sum(dims) * PLANE_BITS // 8)
+        self.coded = CodedLayer.empty(self.layout)
+        encode_layer(self.layout, self.keys, self.values, self.coded)
+        self.codes = code_keys(self.keys), code_values(self.values)
+
+    def at(self, bits: int) -> list[Tensor]:
+        return [restore(codes, bits) for codes in self.codes]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 31, 64, 65, 200])
+def test_a_base_is_restored_as_it_was_coded(num_tokens: int) -> None:
+    layer = Coded(num_tokens)
+    assert layer.layout.unit_tokens == 32
+    bounds = sorted({0, 1, num_tokens // 2, num_tokens - 1, num_tokens})
+    for start, stop in itertools.combinations(bounds, 2):
+        found = restore_base(layer.layout, layer.coded, start, stop)
+        for own, expected in zip(found, layer.at(4), strict=True):
+            assert torch.allclose(own, expected[start:stop], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 31, 64, 65, 200])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_units_are_raised_where_they_are(num_tokens: int, dtype: torch.dtype, seed: int) -> None:
+    """In any order of questions, each with its own wishes, and nowhere else."""
+    layer, die = Coded(num_tokens), torch.Generator().manual_seed(seed)
+    layout, heads = layer.layout, layer.layout.num_heads
+    slots = torch.randperm(num_tokens + 3, generator=die)[:num_tokens]
+    pools = [torch.zeros(num_tokens + 3, heads, part.shape[2], dtype=dtype) for part in layer.at(4)]
+    for pool, rows in zip(pools, restore_base(layout, layer.coded, 0, num_tokens), strict=True):
+        pool[slots] = rows.to(dtype)
+    have = torch.zeros(heads, layout.num_units, dtype=torch.int64)
+    for _ in range(2):
+        want = torch.randint(0, NUM_PLANES + 1, have.shape, generator=die).maximum(have)
+        raised_now = [
+            (plane, head, unit)
+            for head, unit in itertools.product(range(heads), range(layout.num_units))
+            for plane in range(int(have[head, unit]), int(want[head, unit]))
+        ]
+        planes = torch.tensor(raised_now, dtype=torch.int64).view(-1, 3)
+        raise_units(layout, layer.coded, planes, pools[0], pools[1], slots)
+        have = want
+    planes_of_tokens = have.repeat_interleave(layout.unit_tokens, 1)[:, :num_tokens].T[..., None]
+    untouched = torch.ones(num_tokens + 3, dtype=torch.bool)
+    untouched[slots] = False
+    for pool, *levels in zip(pools, *(layer.at(bits) for bits in LEVELS), strict=True):
+        expected = levels[0]
+        for planes_known, rows in enumerate(levels[1:], 1):
+            expected = torch.where(planes_of_tokens >= planes_known, rows, expected)
+        # A pool of few bits is rounded each time.
+        slack = expected.abs().max() * torch.finfo(dtype).eps * 2
+        assert ((pool[slots].float() - expected).abs() <= slack + 1e-4).all()
+        assert not pool[untouched].any()

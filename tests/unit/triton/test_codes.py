@@ -1,0 +1,163 @@
+"""Kernels restore and raise coded keys and values as the CPU does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from impress_sglang.precision import layer as oracle
+from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
+from impress_sglang.precision.layer import CodedLayer, encode_layer
+from impress_sglang.precision.layout import CodeLayout
+from impress_sglang.triton import codes
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1, 64, 64), (3, 80, 48), (2, 128, 64)]
+UNIT_TOKENS = 32
+
+
+class Case:
+    """A coded layer whose groups and units are anywhere in memory, and pools with gaps."""
+
+    def __init__(
+        self, device: str, shape: tuple[int, int, int], num_tokens: int, dtype: torch.dtype
+    ) -> None:
+        heads, key_dim, value_dim = shape
+        self.num_tokens = num_tokens
+        bits = UNIT_TOKENS * (key_dim + value_dim) * 2
+        self.layout = CodeLayout(num_tokens, *shape, bits // 8)
+        assert self.layout.unit_tokens == UNIT_TOKENS
+        keys, values = (
+            torch.randn(num_tokens, heads, dim) * 3 + torch.randn(heads, dim) * 10
+            for dim in (key_dim, value_dim)
+        )
+        self.coded = CodedLayer.empty(self.layout)
+        encode_layer(self.layout, keys, values, self.coded)
+        self.slots = torch.randperm(num_tokens + 7)[:num_tokens]
+        memory = torch.zeros(num_tokens + 7, heads + 1, max(key_dim, value_dim) + 16, dtype=dtype)
+        self.pools = [memory.clone().to(device) for _ in range(2)]
+        self.expected = [memory.clone() for _ in range(2)]
+        self._device = device
+        # One memory of the device and one of the host, each with every second group.
+        self._memories = [self._own(part) for part in (self.coded.base, self.coded.ranges)]
+        self._planes = self._own(self.coded.planes.flatten(0, 2))
+
+    def _own(self, rows: Tensor) -> list[Tensor]:
+        host = rows.flip(0).contiguous()
+        return [rows.to(self._device), host.pin_memory() if self._device == "cuda" else host]
+
+    def _address(self, memories: list[Tensor], row: int) -> int:
+        count = len(memories[0])
+        if row % 2:
+            return memories[1][count - 1 - row].data_ptr()
+        return memories[0][row].data_ptr()
+
+    def views(self, pools: list[Tensor]) -> list[Tensor]:
+        dims = (self.layout.key_dim, self.layout.value_dim)
+        heads = self.layout.num_heads
+        return [pool[:, :heads, :dim] for pool, dim in zip(pools, dims, strict=True)]
+
+    def groups(self, first: int, start: int, stop: int) -> codes.CodedGroups:
+        """Tokens [start, stop), of the groups from the first on that are told."""
+        numbers = range(first, self.layout.num_groups)
+        base, ranges = (
+            torch.tensor([self._address(own, number) for number in numbers]).to(self._device)
+            for own in self._memories
+        )
+        slots = self.slots[start:stop].to(self._device)
+        return codes.CodedGroups(base, ranges, slots, start - first * GROUP_TOKENS, GROUP_TOKENS)
+
+    def restore(self, start: int, stop: int) -> codes.CodedGroups:
+        first = start // GROUP_TOKENS
+        groups = self.groups(first, start, stop)
+        codes.restore_base(groups, *self.views(self.pools))
+        rows = oracle.restore_base(self.layout, self.coded, start, stop)
+        for view, own in zip(self.views(self.expected), rows, strict=True):
+            view[self.slots[start:stop]] = own.to(view.dtype)
+        return groups
+
+    def raise_units(self, groups: codes.CodedGroups, planes: Tensor, start: int, stop: int) -> None:
+        """`planes` bool [NUM_PLANES, G, units]."""
+        entries = []
+        first = start // GROUP_TOKENS * GROUP_TOKENS
+        for head, unit in planes.any(0).nonzero().tolist():
+            own = [
+                self._address(self._planes, self.layout.unit_index(plane, head, unit))
+                if planes[plane, head, unit]
+                else 0
+                for plane in range(NUM_PLANES)
+            ]
+            entries.append([head, unit * UNIT_TOKENS - first, *own])
+        units = torch.tensor(entries, dtype=torch.int64).view(-1, 4).to(self._device)
+        codes.raise_units(groups, units, UNIT_TOKENS, *self.views(self.pools))
+        before = [own.clone() for own in self.expected]
+        views = self.views(self.expected)
+        oracle.raise_units(self.layout, self.coded, planes.nonzero(), *views, self.slots)
+        outside = torch.ones(len(self.expected[0]), dtype=torch.bool)
+        outside[self.slots[start:stop]] = False
+        for own, old in zip(self.expected, before, strict=True):
+            own[outside] = old[outside]
+
+    def check(self) -> None:
+        for pool, expected in zip(self.pools, self.expected, strict=True):
+            # Steps of the dtype at the largest number: the interpreter cuts off, and rounds not.
+            slack = 4 * torch.finfo(pool.dtype).eps * float(expected.abs().max())
+            assert torch.allclose(pool.cpu().float(), expected.float(), rtol=0, atol=slack)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [*((dtype, SHAPES[0]) for dtype in DTYPES), *((torch.float32, own) for own in SHAPES[1:])],
+    ids=str,
+)
+@pytest.mark.parametrize("span", [(0, 150), (70, 75), (100, 129)], ids=str)
+def test_slots_hold_what_the_oracle_restores(
+    device: str, span: tuple[int, int], shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    case = Case(device, shape, 150, dtype)
+    groups = case.restore(*span)
+    case.check()
+    planes = torch.rand(NUM_PLANES, shape[0], case.layout.num_units) < 0.5
+    assert (planes[0] & ~planes[1]).any() and (planes[1] & ~planes[0]).any()
+    case.raise_units(groups, planes, *span)
+    case.check()
+
+
+def test_nothing_to_do_is_done(device: str) -> None:
+    case = Case(device, SHAPES[0], 64, torch.float32)
+    groups = case.restore(10, 10)
+    case.raise_units(groups, torch.zeros(NUM_PLANES, 1, 2, dtype=torch.bool), 10, 10)
+    case.check()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("kernel", [codes._restore_kernel, codes._raise_kernel])
+def test_kernels_compile_for_an_h100(kernel: triton.runtime.JITFunction, dim: int) -> None:
+    constants = {
+        "GROUP_TOKENS": 64,
+        "UNIT_TOKENS": 8192 // dim,
+        "HEADS": 8,
+        "KEY_DIM": dim,
+        "VALUE_DIM": dim,
+        "KEY_PADDED": dim,
+        "VALUE_PADDED": dim,
+        "TILE_TOKENS": codes.TILE_TOKENS,
+    }
+    signature, attributes = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        pool = name in ("keys", "values")
+        number = name in ("start", "count") or name.endswith("stride")
+        signature[name] = "*bf16" if pool else "i32" if number else "*i64"
+        if not name.startswith(("start", "count")):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    known = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    source = ASTSource(kernel, signature, known, attributes)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert "st.global" in ptx
