@@ -165,7 +165,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.looks: list[tuple[SegmentInfo, Future[Verdict]]] = []
         self.take_look = self.store._keeper.look
         mock.patch.object(self.store._keeper, "look", self.hold_look).start()
-        self.store._pool.limit_bytes = ROOM_BYTES
+        self.store._memory.pool.limit_bytes = ROOM_BYTES
         self.waiting: list[SegmentSource] = []
         self.learn_names()
 
