@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.errors import ImpressError, PrefixUnreadable
 from impress_sglang.integration.clocks import clock_for
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.saving import Save
@@ -214,10 +214,12 @@ class ServingRuntime:
             except BaseException:
                 self._opener.submit(_close_logged, disk.close)
                 raise
-        except Exception:
+        except Exception as error:
             # Whatever it is, answers are right without the store.
-            logger.exception(
-                "the store of these weights cannot be opened; the next flush tries again"
+            logger.error(
+                "the store of these weights cannot be opened; the next flush tries again: %s",
+                error,
+                exc_info=not isinstance(error, ImpressError),
             )
             self.identity = ""
             self.aside = self.aside or NOT_OPENED

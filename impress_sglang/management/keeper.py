@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import logging
 import sqlite3
 import time
@@ -40,6 +41,10 @@ _T = TypeVar("_T")
 
 # Damaged segments that are kept for who wants to know what happened to them.
 QUARANTINED_FILES = 4
+# Errors that speak of the place on the medium, and not of the machine or of who asks.
+_OF_MEDIA = frozenset(
+    {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO}
+)
 
 
 class Verdict(enum.Enum):
@@ -119,12 +124,15 @@ class Keeper:
         """Remove a file and its row; readers that have it open go on reading it."""
         self._submit(self._delete, segment_id, num_bytes, successor)
 
-    def look(self, info: SegmentInfo, *, last: bool = False) -> Future[Verdict]:
-        """Read a whole segment again and verify it; what is damaged goes to quarantine.
+    def look(self, info: SegmentInfo) -> Future[Verdict]:
+        """Read a whole segment again and verify it; what is damaged goes to quarantine."""
+        return self._submit(self._look, info)
 
-        If it is the `last` look, what cannot be read although the disk answers counts as damaged.
-        """
-        return self._submit(self._look, info, last)
+    def condemn(self, info: SegmentInfo) -> Future[Verdict]:
+        """Set a segment aside that looks could not read."""
+        path = self._directory.segment_path(info.segment_id)
+        error = ChunkUnreadable(info.segment_id, "can never be read")
+        return self._submit(self._condemn, path, error)
 
     def remove_store(self, path: Path) -> Future[bool]:
         """See `directory.remove_store`."""
@@ -196,7 +204,7 @@ class Keeper:
         except (OSError, sqlite3.Error) as error:
             self._health.failed("the index could not be written", error, reading=False)
 
-    def _look(self, info: SegmentInfo, last: bool) -> Verdict:
+    def _look(self, info: SegmentInfo) -> Verdict:
         path = self._directory.segment_path(info.segment_id)
         try:
             self._verify(path, info)
@@ -205,11 +213,8 @@ class Keeper:
             return self._condemn(path, error)
         except StoreUnavailable as error:
             logger.warning("a second look has seen nothing: %s", error)
-            if not self._answers():
-                return Verdict.UNCLEAR
-            if not last:
-                return Verdict.UNREADABLE
-            return self._condemn(path, ChunkUnreadable(info.segment_id, "can never be read"))
+            at_fault = isinstance(error.__cause__, OSError) and error.__cause__.errno in _OF_MEDIA
+            return Verdict.UNREADABLE if at_fault and self._answers() else Verdict.UNCLEAR
 
     def _answers(self) -> bool:
         """Whether the rest of the disk can be used: as behind a bad sector, not as of a cable."""
@@ -239,10 +244,12 @@ class Keeper:
         try:
             target = self._directory.quarantine_path(error.segment_id)
             self._files.rename(path, target)
-            # Else a power loss could bring it back beside what is stored in its place by then.
-            for folder in (target.parent, path.parent):
-                self._files.sync_directory(folder)
-            self._limit_quarantine()
+            try:
+                # Else a power loss could bring it back beside what is stored in its place by then.
+                for folder in (target.parent, path.parent):
+                    self._files.sync_directory(folder)
+            finally:
+                self._limit_quarantine()
         except OSError as failure:
             self._health.failed("a segment could not be set aside", failure, reading=False)
             return False

@@ -51,8 +51,8 @@ class SecondLooks:
         """The disk answers again: look at all of them now."""
         for suspect in self._suspects.values():
             suspect.look_at, suspect.pause = time.monotonic(), FIRST_PAUSE_S
-            # What was seen before may have been the disk.
-            suspect.looks = 0
+            # What was seen before may have been the disk, and so may what a look sees just now.
+            suspect.looks = 0 if suspect.look is None else -1
 
     def forget(self, segment_id: str) -> None:
         """A segment has left the tree."""
@@ -64,8 +64,7 @@ class SecondLooks:
         for segment_id, suspect in list(self._suspects.items()):
             if suspect.look is None:
                 if time.monotonic() >= suspect.look_at:
-                    last = suspect.looks + 1 >= MOST_LOOKS
-                    suspect.look = self._keeper.look(suspect.segment.info, last=last)
+                    suspect.look = self._keeper.look(suspect.segment.info)
             elif suspect.look.done():
                 verdict = self._take(suspect)
                 if verdict.decides:
@@ -81,6 +80,8 @@ class SecondLooks:
         suspect.looks += verdict is Verdict.UNREADABLE
         if verdict is Verdict.GOOD:
             suspect.segment.state = SegmentState.READY
+        elif suspect.looks >= MOST_LOOKS:
+            suspect.look = self._keeper.condemn(suspect.segment.info)
         elif not verdict.decides:
             suspect.look_at = time.monotonic() + suspect.pause
             suspect.pause = min(2 * suspect.pause, LONGEST_PAUSE_S)

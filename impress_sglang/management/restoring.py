@@ -36,7 +36,8 @@ def recover_tree(keeper: Keeper, identity: str) -> StoredTree:
             keeper.unused_bytes += orphan.file_bytes
         else:
             logger.warning(
-                "segment %s has lost the prefix it builds on; removed", orphan.segment_id
+                "segment %s has no place: what it builds on is gone, or others are there; removed",
+                orphan.segment_id,
             )
             keeper.delete(orphan.segment_id, orphan.file_bytes)
     return tree
@@ -65,10 +66,14 @@ def restore_segments(tree: StoredTree, segments: Iterable[StoredSegment]) -> lis
     """Put the segments of an earlier process back into an empty tree.
 
     A segment knows only the digest of the tokens before it; their text is that of the segments it
-    hangs below. Returns the segments whose place was not found: a segment above them is gone, or a
-    newer one stands there.
+    hangs below. Returns the segments whose place was not found: a segment above them is gone, or
+    one that was used later stands there.
     """
-    ordered = sorted(segments, key=lambda s: (s.info.prefix_len, *_age(s)))
+    # Generations are versions of one segment, and say nothing of others.
+    ordered = sorted(
+        segments,
+        key=lambda s: (s.info.prefix_len, -s.last_access, -s.info.generation, s.segment_id),
+    )
     wanted_lens: dict[str, set[int]] = {}
     for segment in ordered:
         wanted_lens.setdefault(segment.info.namespace, set()).add(segment.info.prefix_len)

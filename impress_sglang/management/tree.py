@@ -106,9 +106,13 @@ class _Node:
     def choices(
         self, token: int, least: Quality, without: StoredSegment | None = None
     ) -> Iterator[_Node]:
-        """Children that begin with a token and suffice, best first, but no node of `without`."""
+        """Children that begin with a token and suffice, best first, but no node of `without`.
+
+        A hole gives nothing to read, and who has worse KVs cannot fill it: they stand beside it.
+        """
         for child in self.children.get(token, ()):
-            if child.quality.suffices(least) and child.segment is not without:
+            useful = child.quality == least or not child.lost
+            if useful and child.quality.suffices(least) and child.segment is not without:
                 yield child
 
     def hole(self, token: int, quality: Quality) -> _Node | None:

@@ -63,7 +63,7 @@ class StoreDirectory:
         self.files = files
         self.root = Path(os.path.realpath(root))
         self.path = self.root / identity
-        self._closing = threading.Lock()
+        self._closing, self._probing = threading.Lock(), threading.Lock()
         self._closed = False
         try:
             self._lock, self._marker = self._claim(secrets.token_bytes(_KEY_BYTES))
@@ -99,11 +99,13 @@ class StoreDirectory:
         Raises:
             OSError: it cannot.
         """
-        self._make_folders()
-        _write_small(self.files, self.path / _PROBE, self._marker)
-        if _read_small(self.files, self.path / _PROBE) != self._marker:
-            raise OSError("a probe was not read as it was written")
-        self.files.unlink(self.path / _PROBE)
+        # Two threads ask.
+        with self._probing:
+            self._make_folders()
+            _write_small(self.files, self.path / _PROBE, self._marker)
+            if _read_small(self.files, self.path / _PROBE) != self._marker:
+                raise OSError("a probe was not read as it was written")
+            self.files.unlink(self.path / _PROBE)
 
     def restore(self) -> None:
         """Make the folder anew where somebody removed it, but not in place of another disk.

@@ -389,6 +389,9 @@ class ChunkReader:
         try:
             while self._serve():
                 pass
+        except OSError as error:
+            logger.error("the reader of the SSD store has failed: %s", error)
+            failure = error
         except BaseException as error:
             logger.exception("the reader of the SSD store has failed")
             failure = error

@@ -59,12 +59,16 @@ class PrefixModel:
         self.places: set[Position] = set()
 
     def follow(self, namespace: str, tokens: Sequence[int], least: Quality) -> Path:
-        """The longest stored path along `tokens`; the best KVs are preferred at every step."""
+        """The longest stored path along `tokens`; the best KVs are preferred at every step.
+
+        A hole is only a step for who could fill it: with KVs of its quality.
+        """
         path: Path = ()
         taken = [quality for quality in QUALITIES if quality.suffices(least)]
         for token in tokens:
             steps = [(token, quality) for quality in taken]
             known = [s for s in steps if (namespace, (*path, s)) in self.places]
+            known = [s for s in known if s[1] == least or (namespace, (*path, s)) in self.owner]
             if not known:
                 break
             path = (*path, known[0])
@@ -99,6 +103,7 @@ class PrefixModel:
         for token in prefix:
             steps = [(token, own) for own in QUALITIES if own.suffices(quality)]
             paths = [(*p, s) for p in paths for s in steps if (namespace, (*p, s)) in self.places]
+            paths = [p for p in paths if p[-1][1] == quality or (namespace, p) in self.owner]
         own = tuple((token, quality) for token in tokens)
         for path in paths:
             new = Known("", namespace, path, own)

@@ -169,15 +169,33 @@ def test_a_hole_in_approximate_kvs_is_filled_with_as_good_ones(bench: Workbench)
     assert length(store, prompt(1, 60)) == 13
 
 
-def test_a_hole_is_not_filled_with_worse_kvs(bench: Workbench) -> None:
+def test_worse_kvs_are_stored_beside_a_hole(bench: Workbench) -> None:
     store = chain(bench)
     lose(bench, store, name_of(store, prompt(1, 13)))
 
-    assert bench.offer(store, prompt(1, 60), quality=QUARTER) is StoreOutcome.UNREACHABLE
+    bench.put(store, prompt(1, 60), quality=QUARTER)
+    assert length(store, prompt(1, 60), quality=QUARTER) == 60 and length(store, prompt(1, 60)) == 0
     bench.put(store, prompt(1, 60))
 
     check_rows(store, prompt(1, 13))
     assert length(store, prompt(1, 60), quality=TWICE) == 60
+
+
+def test_a_hole_hides_no_worse_kvs(bench: Workbench) -> None:
+    """Exact KVs stood beside approximate ones, and others build on the exact ones."""
+    store = bench.open()
+    bench.put(store, prompt(1, 13))
+    bench.put(store, prompt(1, 40), quality=QUARTER)
+    bench.put(store, prompt(1, 40))
+    bench.put(store, prompt(1, 60))
+    lose(bench, store, name_of(store, prompt(1, 60), 1))
+    assert length(store, prompt(1, 60)) == 13
+
+    assert length(store, prompt(1, 60), quality=QUARTER) == 40
+    bench.put(store, prompt(1, 70), quality=QUARTER, available_from=40)
+    assert length(store, prompt(1, 70), quality=QUARTER) == 70
+    bench.put(store, prompt(1, 60))
+    assert length(store, prompt(1, 60)) == 60
 
 
 def test_exact_kvs_are_stored_beside_a_hole_in_approximate_ones(bench: Workbench) -> None:

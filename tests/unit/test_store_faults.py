@@ -539,6 +539,40 @@ def test_a_disk_that_does_not_answer_condemns_nothing(
     assert store.stats.segments_cleared == 1
 
 
+@pytest.mark.parametrize("fault", ["EMFILE", "ENOMEM", "EACCES"])
+def test_what_the_machine_refuses_condemns_nothing(
+    bench: Workbench, store: PrefixStore, faults: Faults, short_pauses: None, fault: str
+) -> None:
+    """It says nothing about the file, although the rest of the disk answers."""
+    path, chats = shared_prefix(bench, store)
+    name = look_up(store, chats[0]).spans[0].segment.segment_id
+    rule = Rule(fault, "open", f"*{path.name}")
+    with faults.injected(rule):
+        store.report(ChunkUnreadable(name, "a test"))
+        looks_at(faults, store, rule, 2 * MOST_LOOKS)
+        assert path.exists() and store.stats.segments_quarantined == 0
+    until_well(store)
+    check_rows(store, chats[0])
+
+
+def test_a_look_that_was_under_way_when_the_disk_came_back_does_not_count(
+    bench: Workbench, store: PrefixStore, faults: Faults, short_pauses: None
+) -> None:
+    path, chats = shared_prefix(bench, store)
+    name = look_up(store, chats[0]).spans[0].segment.segment_id
+    sector = Rule("EIO", "read", f"*{path.name}")
+    with faults.injected(sector):
+        store.report(ChunkUnreadable(name, "a test"))
+        looks_at(faults, store, sector, MOST_LOOKS - 1)
+        (suspect,) = store._looks._suspects.values()
+        until(store, lambda: suspect.look is not None)
+        store._looks.hurry()
+        until(store, lambda: suspect.look is None)
+        assert suspect.looks <= 0 and path.exists()
+    until_well(store)
+    check_rows(store, chats[0])
+
+
 def test_looks_from_before_the_disk_failed_do_not_count(
     bench: Workbench, store: PrefixStore, faults: Faults, short_pauses: None
 ) -> None:

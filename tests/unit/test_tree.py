@@ -592,6 +592,18 @@ def test_of_two_files_of_the_same_tokens_the_newer_is_restored(
     assert found(tree, [*P, 7]) == [(new.segment_id, 0, 6), ("c", 0, 1)]
 
 
+def test_a_file_that_came_back_takes_no_place_of_what_was_used_later(tree: StoredTree) -> None:
+    """However often it was rewritten: its generation says nothing of others."""
+    back = segment("a", P)
+    back.info = dataclasses.replace(back.info, generation=3)
+    new, below = segment("n", [*P[:3], 40], last_access=7), segment("m", [50], [*P[:3], 40])
+
+    kept, others = newest_files([back, new, below])
+
+    assert others == [] and restore_segments(tree, kept) == [back]
+    assert found(tree, [*P[:3], 40, 50]) == [("n", 0, 4), ("m", 0, 1)]
+
+
 def test_files_of_other_places_qualities_or_namespaces_are_all_kept() -> None:
     segments = [
         segment("a", P),

@@ -274,7 +274,7 @@ def test_holes_of_the_model() -> None:
     assert model.missing("", (0, 1, 2), EXACT) == (0, 3), "what follows is of another quality"
     assert model.missing("", (0, 1, 3), EXACT) == (0, 2)
     assert model.missing("", (0, 5), EXACT) == (0, 2)
-    assert model.missing("", (0, 1), QUALITIES[1]) == (0, 0)
+    assert model.missing("", (0, 1), QUALITIES[1]) == (0, 2), "beside the hole"
     model.lose("b")
     assert model.num_holes == 2
     model.lose("c")
