@@ -137,8 +137,11 @@ class PrefixModel:
 
     def lose(self, name: str) -> None:
         """A segment has no file any more; what others build on is a hole."""
-        for position in self.segments.pop(name).positions():
-            del self.owner[position]
+        known = self.segments.pop(name)
+        for position in known.positions():
+            # What was stored in its place begins alike.
+            if self.owner[position] is known:
+                del self.owner[position]
         self.places = {place for known in self.segments.values() for place in known.places()}
 
     @property
