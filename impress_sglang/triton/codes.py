@@ -2,8 +2,7 @@
 
 Stage: load. Sources are addresses, of memory on the device or of pinned CPU memory; see `gather`.
 Bytes stand as `impress_sglang.precision.layout.CodeLayout` says, group by group and unit by unit,
-so that groups and units may be anywhere. `impress_sglang.precision.layer` does the same on the CPU
-and is the oracle.
+so that groups and units may be anywhere. `impress_sglang.precision.slots` does the same on the CPU.
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ from impress_sglang.precision.codec import (
     restore,
     unpack,
 )
-from impress_sglang.precision.layer import CodedLayer, encode_layer, raise_units, restore_base
+from impress_sglang.precision.layer import CodedLayer, encode_layer
 from impress_sglang.precision.layout import CodeLayout
+from impress_sglang.precision.slots import raise_units, restore_base
 
 COUNTS = [1, 2, GROUP_TOKENS - 1, GROUP_TOKENS, GROUP_TOKENS + 1, 3 * GROUP_TOKENS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
