@@ -19,11 +19,11 @@ test:
 
 # Two processes; tests of a module share fixtures, so it stays in one.
 unit: install
-	$(BIN)/python -m pytest -m "not serving" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not serving and not alone" --numprocesses 2 --dist loadfile
 
-# One process: servers use all cores, and their tests measure time.
+# One process: servers use all cores, and some tests measure time.
 servers: install
-	$(BIN)/python -m pytest -m serving
+	$(BIN)/python -m pytest -m "serving or alone"
 
 lint: install
 	$(BIN)/ruff check .

@@ -20,6 +20,8 @@ from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment
 from tests.unit.kv_factory import VALUES, make_info, make_shape, random_kvs, write_kvs
 
+pytestmark = pytest.mark.alone
+
 BLOCK = 4096
 # A busy machine delays the end of a wait, never its beginning.
 SLACK_SECONDS = 0.5

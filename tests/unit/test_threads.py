@@ -66,6 +66,7 @@ def sleeps(kind: str) -> int:
     return count
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(CORES == 1, reason="one core has no team")
 def test_a_thread_that_computes_alone_does_not_slow_down_the_others() -> None:
     """If the second line fails, OpenMP has changed, and `compute_alone` may not be needed."""
