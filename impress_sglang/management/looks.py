@@ -80,7 +80,7 @@ class SecondLooks:
         suspect.looks += verdict is Verdict.UNREADABLE
         if verdict is Verdict.GOOD:
             suspect.segment.state = SegmentState.READY
-        elif suspect.looks >= MOST_LOOKS:
+        elif verdict is Verdict.UNREADABLE and suspect.looks >= MOST_LOOKS:
             suspect.look = self._keeper.condemn(suspect.segment.info)
         elif not verdict.decides:
             suspect.look_at = time.monotonic() + suspect.pause
