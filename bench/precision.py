@@ -232,7 +232,7 @@ class Study:
         squares = self._by_head(weights.square().sum(1))
         planes = _PLANES[rule.kind](rule, Question(prefix, layer, squares), squares, unit)
         own = planes.repeat_interleave(unit, 1)[:, : len(base)]
-        fixed = (layout.range_bytes + layout.base_bytes) / _exact_bytes(layout)
+        fixed = layout.base_bytes / _exact_bytes(layout)
         share = fixed + float(own.float().mean()) * PLANE_BITS / EXACT_BITS
         return prefix.restored(layer, own), share
 

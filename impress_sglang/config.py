@@ -37,7 +37,20 @@ AUTO_FLOOR = 0.25
 # Of the host memory, for what is read ahead.
 BUFFER_SHARE = 0.25
 SKETCH_BITS = (2, 4, 8)
+# The value of --impress-bits for KVs as they were computed, and the number that stands for it,
+# whatever their dtype has; else the bits of the base, and of base and planes (`precision.codec`).
+EXACTLY = "exact"
+EXACT_BITS = 16.0
+LEAST_BITS, MOST_BITS = 4.0, 8.0
+ALLOCATIONS = ("query", "even", "random")
 DEFAULT_SSD_DIR = "~/.cache/impress-sglang/kv"
+
+
+def is_bits(value: object) -> bool:
+    """Whether this is a precision: bits per element on average, or `EXACTLY`."""
+    # type() and not isinstance(): True is an int to isinstance.
+    number = type(value) in (int, float)
+    return value == EXACTLY or (number and LEAST_BITS <= float(str(value)) <= MOST_BITS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,8 +75,10 @@ class ImpressConfig:
     ssd_dir: str = DEFAULT_SSD_DIR
     ssd_gb: float = 32.0
     min_free_gb: float = 2.0
-    retention: float | str = 0.25
+    retention: float | str = 1.0
     min_retention: float = 0.05
+    bits: float | str = 5.0
+    allocate: str = "query"
     identify: str = "sketch"
     sketch_bits: int = 4
     probe_heads: int = 3
@@ -100,6 +115,10 @@ class ImpressConfig:
             self.min_retention,
             f"between 0 and {most:g}, the retention",
         )
+        rules = f"{LEAST_BITS:g} to {MOST_BITS:g}, or {EXACTLY}"
+        _require(is_bits(self.bits), "bits", self.bits, rules)
+        rules = f"one of {', '.join(ALLOCATIONS)}"
+        _require(self.allocate in ALLOCATIONS, "allocate", self.allocate, rules)
         rules = f"one of {', '.join(IDENTIFICATIONS)}"
         _require(self.identify in IDENTIFICATIONS, "identify", self.identify, rules)
         bits = f"one of {', '.join(map(str, SKETCH_BITS))}"
@@ -192,6 +211,16 @@ class ImpressConfig:
         return float(self.retention)
 
     @property
+    def part_retention(self) -> float:
+        """The retention that is expected of a request that uses a part of a prefix."""
+        return min(self.usual_retention, AUTO_FLOOR)
+
+    @property
+    def usual_bits(self) -> float:
+        """Bits per element of a request that asks for none."""
+        return EXACT_BITS if self.bits == EXACTLY else float(self.bits)
+
+    @property
     def trace_path(self) -> Path | None:
         """Directory for the timelines of requests, None if none are wanted."""
         return Path(self.trace_dir).expanduser() if self.trace_dir.strip() else None
@@ -253,6 +282,10 @@ def _parse_retention(text: str) -> float | str:
     return AUTO if text == AUTO else float(text)
 
 
+def _parse_bits(text: str) -> float | str:
+    return EXACTLY if text == EXACTLY else float(text)
+
+
 OPTIONS: tuple[Option, ...] = (
     Option("ssd_dir", "--impress-ssd-dir", str, "Directory of the SSD store."),
     Option("ssd_gb", "--impress-ssd-gb", float, "Quota of the SSD store, in GB (10^9 bytes)."),
@@ -266,15 +299,31 @@ OPTIONS: tuple[Option, ...] = (
         "retention",
         "--impress-retention",
         _parse_retention,
-        "Share of a stored prefix that each layer uses (1.0 = all of it, exact), or auto: as much "
-        f"as loads while the request is computed, at least {AUTO_FLOOR:g}; a request may ask for "
-        "another one with custom_params impress_retention.",
+        "Share of a stored prefix that each layer uses, or auto: as much as loads while the "
+        f"request is computed, at least {AUTO_FLOOR:g}; a request may ask for another one with "
+        "custom_params impress_retention.",
     ),
     Option(
         "min_retention",
         "--impress-min-retention",
         float,
         "Smallest share that a request gets, whatever it asks for.",
+    ),
+    Option(
+        "bits",
+        "--impress-bits",
+        _parse_bits,
+        "Bits per element, on average, in which a stored prefix is loaded where all of it is "
+        f"used: {LEAST_BITS:g} to {MOST_BITS:g}, more of them where the request looks, or exact; a "
+        "request may ask for another number with custom_params impress_bits.",
+    ),
+    Option(
+        "allocate",
+        "--impress-allocate",
+        str,
+        "Which part of a prefix gets more than the least bits. query: what the attention of the "
+        "new tokens says; to compare with: even, random.",
+        ALLOCATIONS,
     ),
     Option(
         "identify",

@@ -19,6 +19,8 @@ def column_sums(
     resident_keys: Tensor,
     new_keys: Tensor,
     scaling: float,
+    *,
+    squares: bool = False,
 ) -> Tensor:
     """Attention weights that the new tokens give to each prefix token, summed over new tokens.
 
@@ -31,6 +33,7 @@ def column_sums(
         resident_keys: [c, Hk, D], tokens before them that are in the device pool; c may be 0.
         new_keys: [n, Hk, D], keys of the new tokens.
         scaling: factor of the attention logits.
+        squares: of the weights are summed, by which an error of a token counts.
 
     Returns:
         [Hq, m] float32 on the device of `queries`. Each row sums to at most n.
@@ -45,7 +48,7 @@ def column_sums(
     )
     for start in range(0, queries.shape[0], QUERY_BLOCK):
         block = grouped[:, :, start : start + QUERY_BLOCK] * scaling
-        total += _block_sums(block, prefix, resident, new, start).view_as(total)
+        total += _block_sums(block, prefix, resident, new, start, squares).view_as(total)
     return total
 
 
@@ -57,7 +60,12 @@ def _by_key_head(queries: Tensor, num_key_heads: int) -> Tensor:
 
 
 def _block_sums(
-    block: Tensor, prefix: Tensor, resident: Tensor, new: Tensor, first_query: int
+    block: Tensor,
+    prefix: Tensor,
+    resident: Tensor,
+    new: Tensor,
+    first_query: int,
+    squares: bool,
 ) -> Tensor:
     """[Hk, g, b, D] queries and [Hk, D, *] keys -> [Hk, g, m]."""
     heads, group, rows, dim = block.shape
@@ -71,9 +79,10 @@ def _block_sums(
     peak = logits.amax(-1, keepdim=True)
     weights = logits.sub_(peak).exp_()
     total = weights.sum(-1) + (outside - peak.squeeze(-1)).exp()
-    columns = torch.bmm(
-        total.reciprocal().view(heads * group, 1, rows), weights.view(heads * group, rows, -1)
-    )
+    shares = total.reciprocal()
+    if squares:
+        weights, shares = weights.square_(), shares.square_()
+    columns = torch.bmm(shares.view(heads * group, 1, rows), weights.view(heads * group, rows, -1))
     return columns.view(heads, group, -1)
 
 

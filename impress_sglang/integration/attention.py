@@ -17,6 +17,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
+from impress_sglang.config import EXACT_BITS
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
 from impress_sglang.integration.clocks import Clock, Stopwatch, clock_for
 from impress_sglang.integration.recompute import (
@@ -243,8 +244,9 @@ class PrefixAttention(AttentionBackend):
     ) -> str | None:
         assert self._runtime is not None
         request = row.request
-        # Only a selection needs the resident keys, for its softmax.
-        resident = request.resident_slots[: request.resident_len if request.start else 0]
+        # Only who scores needs the resident keys, for its softmax.
+        scores = request.start or request.bits < EXACT_BITS
+        resident = request.resident_slots[: request.resident_len if scores else 0]
         inputs = LayerInputs(
             queries=q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[row.new],
             new_keys=k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)[row.new],

@@ -18,7 +18,7 @@ from impress_sglang.integration.layers import check_layers
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.runtime import ServingRuntime
 from impress_sglang.management.identity import model_identity, weights_digest
-from impress_sglang.management.policies import make_policy
+from impress_sglang.management.policies import Wish, make_policy
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.warm_up import warm_up
 
@@ -49,7 +49,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     options = resolved_view(context.server_args)
     check_options(options)
     check_layers(runner)
-    shape = kv_shape(runner, config)
+    policy = make_policy(config)
+    shape = kv_shape(runner, config, coded=policy.codes)
     if config.identify == "paper" and not shape.other_kv_heads:
         logger.warning(
             "this model has %d KV heads and all of them are probe heads: --impress-identify paper "
@@ -69,9 +70,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
 
     device = runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer).device
     # Before the store is opened, which takes much memory.
-    policy = make_policy(config)
     if policy.stores:
-        selects = not policy.exact(config.min_retention)
+        selects = not policy.exact(Wish(config.min_retention))
         rule = policy.identification_rule() if selects else None
         warm_up(shape, rule, config.chunk_tokens, device)
     hidden_size = runner.model_config.hidden_size
@@ -91,7 +91,7 @@ def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *buffers]
 
 
-def kv_shape(runner: Any, config: ImpressConfig) -> KVShape:
+def kv_shape(runner: Any, config: ImpressConfig, *, coded: bool) -> KVShape:
     """Shape of the KVs in the pool of a model runner."""
     pool = runner.token_to_kv_pool
     num_query_heads = runner.model_config.num_attention_heads
@@ -111,6 +111,7 @@ def kv_shape(runner: Any, config: ImpressConfig) -> KVShape:
         dtype=pool.dtype,
         probe_kv_heads=probes,
         sketch_bits=sketch_bits,
+        coded=coded,
     )
 
 

@@ -42,19 +42,19 @@ from impress_sglang.integration.request import (
     PrefixRequest,
     estimate_fields,
     new_report,
-    requested_retention,
+    wish_of,
 )
 from impress_sglang.integration.runtime import ServingRuntime
 from impress_sglang.integration.saving import GatedLayerReader, Save
 from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.management.estimate import Estimate, Work, buffer_bytes
+from impress_sglang.management.readers import AnySource
 from impress_sglang.management.tree import StoredMatch
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.storage.writer import LayerReader
 from impress_sglang.timeline import Timeline
-from impress_sglang.transfer.source import SegmentSource
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class _Offer:
         return (
             self.work == other.work
             and self.k == other.k
+            and self.estimate.bits == other.estimate.bits
             and [span.segment.segment_id for span in self.match.spans]
             == [span.segment.segment_id for span in other.match.spans]
         )
@@ -94,7 +95,7 @@ class _Prefetch:
     """What is read for a request that waits."""
 
     offer: _Offer
-    source: SegmentSource
+    source: AnySource
     timeline: Timeline
 
 
@@ -444,11 +445,10 @@ class ImpressRadixCache(RadixCache):
             return StoredMatch()
         if len(key) < config.min_prefix_tokens:
             return StoredMatch()
-        own = requested_retention(req.sampling_params, config)
-        retention = config.usual_retention if own is None else own
+        wish = wish_of(req.sampling_params, config)
         least = EXACT
-        if not policy.exact(retention) and config.approximation_depth:
-            least = Quality(config.approximation_depth, retention)
+        if not policy.exact(wish) and config.approximation_depth:
+            least = Quality(config.approximation_depth, wish.retention, policy.bits(wish))
         return self._runtime.store.match(
             _namespace(key), _as_tokens(key.raw_token_ids()), least=least
         )
@@ -462,8 +462,7 @@ class ImpressRadixCache(RadixCache):
             return None
         # SGLang leaves the last token out of the key: it is computed in any case.
         work = Work(resident_len, num_tokens, len(key) + 1 - match.num_tokens)
-        own = requested_retention(req.sampling_params, runtime.config)
-        estimate = runtime.decide(match, work, own)
+        estimate = runtime.decide(match, work, wish_of(req.sampling_params, runtime.config))
         k = runtime.policy.tokens_to_load(num_tokens, estimate.retention)
         if not k:
             return None
@@ -478,13 +477,13 @@ class ImpressRadixCache(RadixCache):
         store.measure_reading(offer.match)
         return False
 
-    def _open_source(self, offer: _Offer, timeline: Timeline) -> SegmentSource:
-        demand = self._runtime.demand_of(offer.k, offer.work.stored)
+    def _open_source(self, offer: _Offer, timeline: Timeline) -> AnySource:
+        demand = self._runtime.demand_of(offer.k, offer.work.stored, offer.estimate.bits)
         return self._runtime.store.open_source(
             offer.match, offer.resident_len, offer.stop, demand, timeline
         )
 
-    def _take_source(self, rid: str, offer: _Offer) -> tuple[SegmentSource, Timeline]:
+    def _take_source(self, rid: str, offer: _Offer) -> tuple[AnySource, Timeline]:
         """The source of a request that is admitted: what was read while it waited, or a new one."""
         prefetch = self._prefetches.pop(rid, None)
         if prefetch is not None and prefetch.offer.same_reads(offer):
@@ -518,9 +517,8 @@ class ImpressRadixCache(RadixCache):
             return None
         resident_slots = self.path_device_indices(req.last_node)[: offer.resident_len]
         num_tokens = offer.stop - offer.resident_len
-        quality = offer.match.quality
-        if offer.k < num_tokens:
-            quality = quality.after(offer.estimate.retention)
+        retention = 1.0 if offer.k == num_tokens else offer.estimate.retention
+        quality = offer.match.quality.after(retention, offer.estimate.bits)
         report = req.customized_info[REPORT_KEY][0]
         report.update(
             path="ssd",
@@ -537,6 +535,7 @@ class ImpressRadixCache(RadixCache):
             resident_slots=resident_slots,
             slots=slots.to(torch.int64),
             num_tokens=num_tokens,
+            bits=offer.estimate.bits,
             quality=quality,
             source=source,
             report=report,

@@ -7,18 +7,22 @@ from typing import Any
 
 from torch import Tensor
 
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import EXACT_BITS, EXACTLY, LEAST_BITS, MOST_BITS, ImpressConfig, is_bits
 from impress_sglang.integration.clocks import Stopwatch
 from impress_sglang.management.estimate import Estimate
+from impress_sglang.management.policies import Wish
+from impress_sglang.management.readers import AnySource
+from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.planner import ReadStats
-from impress_sglang.transfer.source import SegmentSource
 
-# Of `sampling_params.custom_params`: the retention that a request asks for.
+# Of `sampling_params.custom_params`: the retention and the bits that a request asks for.
 RETENTION_KEY = "impress_retention"
+BITS_KEY = "impress_bits"
 
 
 def check_custom_params(custom_params: object) -> None:
@@ -27,22 +31,30 @@ def check_custom_params(custom_params: object) -> None:
     Raises:
         ValueError: a wrong value; SGLang answers with status 400.
     """
-    if not isinstance(custom_params, dict) or RETENTION_KEY not in custom_params:
+    if not isinstance(custom_params, dict):
         return
-    retention = custom_params[RETENTION_KEY]
+    retention = custom_params.get(RETENTION_KEY, 1.0)
     # type() and not isinstance(): True is an int to isinstance.
     if type(retention) not in (int, float) or not 0.0 < retention <= 1.0:
         raise ValueError(
             f"custom_params {RETENTION_KEY} must be a number above 0 and at most 1, "
             f"got {retention!r}"
         )
+    bits = custom_params.get(BITS_KEY, EXACTLY)
+    if not is_bits(bits):
+        raise ValueError(
+            f"custom_params {BITS_KEY} must be a number from {LEAST_BITS:g} to {MOST_BITS:g}, or "
+            f"{EXACTLY!r}, got {bits!r}"
+        )
 
 
-def requested_retention(sampling_params: Any, config: ImpressConfig) -> float | None:
-    """The retention that a request asks for, at least the server's floor; None if it does not."""
+def wish_of(sampling_params: Any, config: ImpressConfig) -> Wish:
+    """What a request asks for, and the server's usual for the rest; at least the server's floor."""
     params = getattr(sampling_params, "custom_params", None)
-    own = params.get(RETENTION_KEY) if isinstance(params, dict) else None
-    return None if own is None else max(float(own), config.min_retention)
+    params = params if isinstance(params, dict) else {}
+    own, bits = params.get(RETENTION_KEY), params.get(BITS_KEY, config.bits)
+    retention = config.usual_retention if own is None else max(float(own), config.min_retention)
+    return Wish(retention, EXACT_BITS if bits == EXACTLY else float(bits), chosen=own is not None)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -63,8 +75,9 @@ class PrefixRequest:
     resident_slots: Tensor  # int64 [resident]
     slots: Tensor  # int64 [k]
     num_tokens: int
+    bits: float  # of the prefix, per element on average
     quality: Quality  # of what is computed after the prefix
-    source: SegmentSource | MemorySource | None
+    source: AnySource | MemorySource | None
     report: dict[str, object]
     new_tokens: int = 0
     timeline: Timeline = NO_TIMELINE
@@ -118,6 +131,9 @@ class PrefixRequest:
             layers_by_probe=self.stats.layers_by_probe,
             layers_by_fallback=self.stats.layers_by_fallback,
             layers_whole=self.stats.layers_whole,
+            bits_mean=round(self.stats.mean_bits, 3),
+            base_bytes=self.stats.base_bytes,
+            plane_bytes=[count * BLOCK_BYTES for count in self.stats.planes],
             **self.reads.as_dict(),
             probe_ms=round(self.stats.probe_ms, 3),
             load_ms=round(self.stats.load_ms, 3),
@@ -131,8 +147,10 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
 
     `prefetched` says that reading began while the request waited. `path` is computed, device or ssd
     (a stored prefix, whichever tier its chunks were in); lengths are in tokens, times in
-    milliseconds; the counters of reads are those of `ReadStats`. `not_served` and `not_stored` are
-    what keeps a request from the store (`eligibility.py`).
+    milliseconds; the counters of reads are those of `ReadStats`. `bits_mean` are bits per element
+    of a stored prefix (16: as it was computed), `base_bytes` and `plane_bytes` what of its codes
+    went into slots, from whichever tier. `not_served` and `not_stored` are what keeps a request
+    from the store (`eligibility.py`).
 
     `probe_ms` and `load_ms` are the host's time. On an accelerator that includes waiting for the
     device, which may still be computing the layers before.
@@ -149,6 +167,9 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
         "layers_by_probe": 0,
         "layers_by_fallback": 0,
         "layers_whole": 0,
+        "bits_mean": None,
+        "base_bytes": 0,
+        "plane_bytes": [0] * NUM_PLANES,
         **ReadStats().as_dict(),
         "probe_ms": 0.0,
         "load_ms": 0.0,
@@ -157,6 +178,7 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
         "prefetched": False,
         "decision": "none",
         "retention": None,
+        "bits": None,
         "estimated_load_ms": None,
         "estimated_recompute_ms": None,
         "not_served": None,
@@ -177,6 +199,7 @@ def estimate_fields(estimate: Estimate) -> dict[str, object]:
     return {
         "decision": "load" if estimate.loads_faster else "recompute",
         "retention": round(estimate.retention, 4),
+        "bits": round(estimate.bits, 3),
         "estimated_load_ms": milliseconds(estimate.load),
         "estimated_recompute_ms": milliseconds(estimate.recompute),
     }

@@ -8,6 +8,7 @@ the backend loads their layers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import EXACT_BITS, ImpressConfig
 from impress_sglang.errors import ImpressError, PrefixUnreadable
 from impress_sglang.integration.clocks import clock_for
 from impress_sglang.integration.request import PrefixRequest
@@ -24,13 +25,15 @@ from impress_sglang.integration.saving import Save
 from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.estimate import RETENTIONS, Estimate, Estimator, Work
 from impress_sglang.management.memory import StoreMemory
-from impress_sglang.management.policies import make_policy
+from impress_sglang.management.policies import Wish, make_policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.tree import StoredMatch
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.threads import BackgroundThread
 from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline, TimelineWriter
+from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, PrefixLoader
+from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import Demand, SegmentSource
 
@@ -148,6 +151,7 @@ class ServingRuntime:
         rule = self.policy.identification_rule()
         self._evidence = rule.evidence
         self._loader = PrefixLoader(shape, rule)
+        self._precise = PreciseLoader(shape, ALLOCATIONS[config.allocate])
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
         self._timelines = TimelineWriter(config.trace_path) if config.trace_path else None
 
@@ -258,8 +262,10 @@ class ServingRuntime:
         if self.suspended is None:
             logger.info("the store is used again, for weights %s", self.identity)
 
-    def demand_of(self, k: int, num_tokens: int) -> Demand:
+    def demand_of(self, k: int, num_tokens: int, bits: float) -> Demand:
         """What a request that uses k of a prefix's tokens will ask of each layer."""
+        if bits < EXACT_BITS:
+            return Demand(probe=False, coded=True)
         whole, stored_apart = k == num_tokens, bool(self.shape.probe_kv_heads)
         return Demand(
             whole=whole,
@@ -267,35 +273,40 @@ class ServingRuntime:
             all_keys=self._evidence == "keys",
         )
 
-    def decide(self, match: StoredMatch, work: Work, own: float | None) -> Estimate:
+    def decide(self, match: StoredMatch, work: Work, wish: Wish) -> Estimate:
         """How much of a stored prefix to load, and what that and computing it would take.
 
         Args:
             match: what is stored.
             work: of the request; its stored tokens are the last ones of the match.
-            own: the retention that the request asks for, None for the server's.
+            wish: of the request.
         """
         # What the device has passed by now counts.
         self._clock.poll()
         config, policy = self.config, self.policy
         start = match.num_tokens - work.stored
-        usual = config.usual_retention if own is None else own
-        exact = policy.exact(usual)
+        exact = policy.exact(wish)
         probe = not exact and self._evidence == "probe"
-        stored = self.store.stored_bytes(match, start, match.num_tokens, probe=probe)
+        stored = functools.cache(
+            lambda: self.store.stored_bytes(match, start, match.num_tokens, probe=probe)
+        )
 
         def estimate(retention: float) -> Estimate:
-            all_keys = self._evidence == "keys" and retention < 1.0
-            num_bytes = stored.expected(retention, all_keys=all_keys)
+            bits = policy.bits(dataclasses.replace(wish, retention=retention))
+            if bits < EXACT_BITS:
+                num_bytes = self.store.coded_bytes(match, start, match.num_tokens, bits)
+            else:
+                all_keys = self._evidence == "keys" and retention < 1.0
+                num_bytes = stored().expected(retention, all_keys=all_keys)
             seconds = self.store.seconds_to_read(num_bytes)
-            return self.estimator.estimate(work, retention, seconds)
+            return self.estimator.estimate(work, retention, seconds, bits)
 
         if exact:
             return estimate(1.0)
-        if own is not None or not config.auto_retention:
-            return estimate(usual)
-        choices = [retention for retention in RETENTIONS if retention > usual]
-        return self.estimator.largest_hidden([estimate(r) for r in (*choices, usual)])
+        if wish.chosen or not config.auto_retention:
+            return estimate(wish.retention)
+        choices = [retention for retention in RETENTIONS if retention > wish.retention]
+        return self.estimator.largest_hidden([estimate(r) for r in (*choices, wish.retention)])
 
     def timeline_for(self, rid: str) -> Timeline:
         """Where a request's time goes, if that is wanted."""
@@ -314,10 +325,14 @@ class ServingRuntime:
         Raises:
             PrefixUnreadable: a chunk is missing, short or corrupt.
         """
-        assert request.source is not None
-        selected = self._loader.load(layer, request.source, inputs, slots, request.stats)
+        source, selected = request.source, None
+        assert source is not None
+        if isinstance(source, CodedSource):
+            self._precise.load(layer, source, inputs, slots, request.bits, request.stats)
+        else:
+            selected = self._loader.load(layer, source, inputs, slots, request.stats)
         self.store.ahead.top_up()
-        if self.observer is not None:
+        if self.observer is not None and selected is not None:
             self.observer.selected(self.shape, layer, request, selected)
 
     def finish_layer(self, request: PrefixRequest) -> None:
@@ -330,7 +345,7 @@ class ServingRuntime:
 
     def release_source(self, request: PrefixRequest) -> None:
         """Give a request's source back to the store."""
-        if isinstance(request.source, SegmentSource):
+        if isinstance(request.source, SegmentSource | CodedSource):
             # What was read ahead is counted when the source is closed.
             self.store.close_source(request.source)
             request.reads.add(request.source.stats)
@@ -343,7 +358,7 @@ class ServingRuntime:
             return
         waited = request.reads.wait_ms / 1e3
         work = Work(request.resident_len, request.num_tokens, request.new_tokens)
-        whole = request.k == request.num_tokens
+        whole = request.k == request.num_tokens and request.bits == EXACT_BITS
 
         def note(seconds: list[float]) -> None:
             self.estimator.note_load(work, max(seconds[0] - waited, 0.0), whole=whole)
@@ -381,7 +396,7 @@ class ServingRuntime:
             "requests_live": len(self.live),
             "totals": rounded,
             "store": None if store is None else store.summary(),
-            "cache": None if store is None else store.cache.summary(),
+            "cache": None if store is None else store.cache_summary(),
             "reorder": None if store is None else store.reorder_summary(),
         }
 

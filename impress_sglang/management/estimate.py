@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from impress_sglang.config import EXACT_BITS
 from impress_sglang.cost import TwoTermCost
 
 # First guess: 1 ms per token; a model with hidden size d spends as much on a token's weights as on
@@ -78,6 +79,7 @@ class Estimate:
     compute: float | None
     recompute: float | None
     overlapped: bool = True
+    bits: float = EXACT_BITS
 
     @property
     def load(self) -> float | None:
@@ -124,17 +126,19 @@ class Estimator:
         else:
             self.loading.observe(work.stored, work.stored * work.new, seconds)
 
-    def estimate(self, work: Work, retention: float, io_seconds: float) -> Estimate:
-        """What a request would take with this retention."""
+    def estimate(
+        self, work: Work, retention: float, io_seconds: float, bits: float = EXACT_BITS
+    ) -> Estimate:
+        """What a request would take with this retention, and so many bits."""
         if not self.computing.observations:
-            return Estimate(retention, io_seconds, None, None, self._overlapped)
+            return Estimate(retention, io_seconds, None, None, self._overlapped, bits)
         hit = self._compute_seconds(work.resident + retention * work.stored, work.new)
-        if retention >= 1.0:
+        if retention >= 1.0 and bits == EXACT_BITS:
             hit += self.copying.seconds(work.stored, work.stored)
         else:
             hit += self.loading.seconds(work.stored, work.stored * work.new)
         miss = self._compute_seconds(work.resident, work.stored + work.new)
-        return Estimate(retention, io_seconds, hit, miss, self._overlapped)
+        return Estimate(retention, io_seconds, hit, miss, self._overlapped, bits)
 
     def largest_hidden(self, estimates: Sequence[Estimate]) -> Estimate:
         """Of estimates by falling retention the first whose reading is hidden, else the last."""

@@ -6,18 +6,26 @@ import dataclasses
 
 import torch
 
-from impress_sglang.config import ImpressConfig
-from impress_sglang.management.policies import make_policy
-from impress_sglang.storage.layout import KVShape
+from impress_sglang.config import EXACT_BITS, ImpressConfig
+from impress_sglang.management.policies import Wish, make_policy
+from impress_sglang.precision.layout import CodeLayout
+from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.area import AreaPool
+from impress_sglang.transfer.coded import most_pages
+from impress_sglang.transfer.frames import CODE_PAGE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreMemory:
-    """The chunk caches, and the buffers that reads fill; belongs to the store's thread."""
+    """The caches of chunks and of codes, and the buffers that reads fill; of the store's thread.
+
+    The one that usual requests read from has the memory.
+    """
 
     cache: ChunkCache
+    codes: ChunkCache
     pool: AreaPool
 
     @classmethod
@@ -28,28 +36,43 @@ class StoreMemory:
             ConfigError: there is not enough.
         """
         policy = make_policy(config)
-        cache = ChunkCache(
-            shape,
-            config.chunk_tokens,
-            policy.replacement_rule(),
-            device=device,
-            device_bytes=config.device_bytes if policy.stores else 0,
-            host_bytes=config.host_bytes - config.buffer_bytes if policy.stores else 0,
-        )
+        usual = policy.bits(Wish(config.usual_retention, config.usual_bits))
+        page = PageShape.of(shape, config.chunk_tokens)
+        layout = CodeLayout(1, shape.num_kv_heads, shape.key_dim, shape.value_dim, BLOCK_BYTES)
+
+        def make(page: PageShape, max_pages: int, *, used: bool) -> ChunkCache:
+            used = used and policy.stores
+            return ChunkCache(
+                page,
+                max_pages,
+                policy.replacement_rule(),
+                device=device,
+                device_bytes=config.device_bytes if used else 0,
+                host_bytes=config.host_bytes - config.buffer_bytes if used else 0,
+            )
+
+        cache = make(page, page.max_chunk_pages(shape), used=usual == EXACT_BITS)
+        codes = make(CODE_PAGE, most_pages(layout), used=usual < EXACT_BITS)
         # Chunks are cached by whole pages, also where they end inside one.
         pool = AreaPool(
             config.buffer_bytes, pin=device.type == "cuda", spare_bytes=cache.page.page_bytes
         )
-        return cls(cache, pool)
+        return cls(cache, codes, pool)
 
     def emptied(self, config: ImpressConfig) -> StoreMemory:
         """The same memory for another store; the one that had it must not read any more.
 
         Buffers that reads are still filling are used again when these have ended.
         """
-        return StoreMemory(self.cache.emptied(make_policy(config).replacement_rule()), self.pool)
+        policy = make_policy(config)
+        return StoreMemory(
+            self.cache.emptied(policy.replacement_rule()),
+            self.codes.emptied(policy.replacement_rule()),
+            self.pool,
+        )
 
     def close(self) -> None:
         """Give it back."""
         self.pool.close()
         self.cache.close()
+        self.codes.close()

@@ -9,7 +9,8 @@ a difference between two servers is a difference of policy. They are the paper's
     as+h2o+lfu           the same with LFU
     impress+itf          --impress-identify finds the important part; LFU
     impress+itf+reorder  the same, segments reordered
-    impress              the same, caches by score
+    impress              all of the prefix in few bits and more where a request looks, or the
+                         important part, reordered; caches by score
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import EXACT_BITS, ImpressConfig
 from impress_sglang.importance.identify import H2ORule, IdentificationRule, make_rule
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.tiers.rules import (
@@ -29,13 +30,28 @@ from impress_sglang.tiers.rules import (
 )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wish:
+    """What of a stored prefix a request wants: the share of its tokens, and their bits.
+
+    `chosen`: the request says itself which share.
+    """
+
+    retention: float = 1.0
+    bits: float = EXACT_BITS
+    chosen: bool = False
+
+
 class Policy(Protocol):
     """The contract; tests/unit/test_policies.py runs it on every implementation.
 
     * `tokens_to_load(m, r)` is 0 (do not use the stored prefix) or between 1 and m, for a request
       with the retention r; it depends on these alone, and does not fall when m or r grows.
-    * `exact(r)` says that it is m whenever it is not 0. Only then may KVs loaded or computed on top
-      be used where SGLang expects exact ones, and approximate KVs are never loaded.
+    * `exact(wish)` says that a request gets all of a prefix as it was computed. Only then may KVs
+      loaded or computed on top be used where SGLang expects exact ones, and approximate KVs are
+      never loaded.
+    * `codes` says whether segments have codes, and `bits(wish)` in how many bits a prefix is
+      loaded: below `EXACT_BITS` only with codes, and all of its tokens.
     * `stores` says whether computed prefixes are written to SSD.
     * `reorders` says whether stored segments are rewritten by importance.
     * `scores` says whether resident prefixes are evicted by score, too, and not by recency.
@@ -62,8 +78,17 @@ class Policy(Protocol):
         """Whether resident prefixes are evicted by score."""
         ...
 
-    def exact(self, retention: float) -> bool:
-        """Whether a loaded prefix is always whole."""
+    @property
+    def codes(self) -> bool:
+        """Whether segments have codes."""
+        ...
+
+    def exact(self, wish: Wish) -> bool:
+        """Whether a loaded prefix is what was computed."""
+        ...
+
+    def bits(self, wish: Wish) -> float:
+        """Bits per element, on average, of a loaded prefix."""
         ...
 
     def tokens_to_load(self, num_tokens: int, retention: float) -> int:
@@ -88,9 +113,15 @@ class Recompute:
     reorders: bool = False
     scores: bool = False
 
-    def exact(self, retention: float) -> bool:
+    codes: bool = False
+
+    def exact(self, wish: Wish) -> bool:
         """See `Policy`."""
         return True
+
+    def bits(self, wish: Wish) -> float:
+        """See `Policy`."""
+        return EXACT_BITS
 
     def tokens_to_load(self, num_tokens: int, retention: float) -> int:
         """See `Policy`."""
@@ -114,9 +145,15 @@ class WholePrefix:
     reorders: bool = False
     scores: bool = False
 
-    def exact(self, retention: float) -> bool:
+    codes: bool = False
+
+    def exact(self, wish: Wish) -> bool:
         """See `Policy`."""
         return True
+
+    def bits(self, wish: Wish) -> float:
+        """See `Policy`."""
+        return EXACT_BITS
 
     def tokens_to_load(self, num_tokens: int, retention: float) -> int:
         """See `Policy`."""
@@ -140,11 +177,16 @@ class ImportantPart:
     replacement: Callable[[], ReplacementRule]
     reorders: bool = False
     scores: bool = False
+    codes: bool = False
     stores: bool = True
 
-    def exact(self, retention: float) -> bool:
-        """True at retention 1.0."""
-        return retention >= 1.0
+    def exact(self, wish: Wish) -> bool:
+        """See `Policy`."""
+        return wish.retention >= 1.0 and self.bits(wish) == EXACT_BITS
+
+    def bits(self, wish: Wish) -> float:
+        """See `Policy`."""
+        return wish.bits if self.codes and wish.retention >= 1.0 else EXACT_BITS
 
     def tokens_to_load(self, num_tokens: int, retention: float) -> int:
         """See `Policy`."""
@@ -174,6 +216,8 @@ def make_policy(config: ImpressConfig) -> Policy:
         "as+h2o+lfu": ImportantPart(name, h2o, LeastFrequentlyUsed),
         "impress+itf": ImportantPart(name, rule, LeastFrequentlyUsed),
         "impress+itf+reorder": ImportantPart(name, rule, LeastFrequentlyUsed, reorders=True),
-        "impress": ImportantPart(name, rule, score, reorders=True, scores=True),
+        "impress": ImportantPart(
+            name, rule, score, reorders=True, scores=True, codes=config.identify == "sketch"
+        ),
     }
     return policies[name]

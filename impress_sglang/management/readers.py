@@ -22,6 +22,8 @@ from impress_sglang.importance.history import TokenHistory
 from impress_sglang.management.estimate import StoredBytes
 from impress_sglang.management.reorder import expected_shares
 from impress_sglang.management.tree import StoredSegment, StoredSpan
+from impress_sglang.precision.allocation import planes_of
+from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
 from impress_sglang.storage.reader import ChunkReader, OpenSegment
@@ -31,18 +33,25 @@ from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import Floats
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.area import AreaPool
-from impress_sglang.transfer.expectation import STEPS, BlockHistory, first_shares
+from impress_sglang.transfer.coded import CodedSource, CodedSpan, cached_pages, chunks_of
+from impress_sglang.transfer.expectation import STEPS, BlockHistory, UnitHistory, first_shares
 from impress_sglang.transfer.plan import SourceSpan, geometry_of
 from impress_sglang.transfer.source import Demand, SegmentSource
+
+AnySource = SegmentSource | CodedSource
 
 
 @dataclasses.dataclass(slots=True)
 class _Version:
-    """One file: its chunk ids, and its readers while it has any."""
+    """One file: its chunk ids, and its readers while it has any.
+
+    `codes`: the first id of its codes, and what is known of their units.
+    """
 
     base: int
     layout: SegmentLayout
     blocks: BlockHistory
+    codes: tuple[int, UnitHistory] | None
     segment: OpenSegment | None = None
     readers: int = 0
     retired: bool = False
@@ -57,6 +66,7 @@ class SegmentReaders:
         shape: KVShape,
         reader: ChunkReader,
         cache: ChunkCache,
+        codes: ChunkCache,
         pool: AreaPool,
         *,
         direct: bool,
@@ -72,6 +82,7 @@ class SegmentReaders:
             shape: of the KVs.
             reader: reads blocks.
             cache: holds chunks.
+            codes: holds those of codes.
             pool: holds what is read.
             direct: files can be opened with O_DIRECT.
             reorder_by_importance: averages are of importance, not of selections.
@@ -82,10 +93,11 @@ class SegmentReaders:
         self._directory = directory
         self._opener = BackgroundThread("impress-open")
         self._patience = patience
-        self._closing: list[SegmentSource] = []
+        self._closing: list[AnySource] = []
         self._shape = shape
         self._reader = reader
         self._cache = cache
+        self._codes = codes
         self._direct = direct
         self._by_importance = reorder_by_importance
         self._pool = pool
@@ -95,28 +107,33 @@ class SegmentReaders:
 
     def open_source(
         self, spans: Sequence[StoredSpan], demand: Demand, timeline: Timeline
-    ) -> SegmentSource:
+    ) -> AnySource:
         """A source for consecutive spans; `close_source` gives it back.
 
         Raises:
             PrefixUnreadable: a segment cannot be opened.
         """
-        self._cache.placement.advance()
-        opened: list[SourceSpan] = []
+        segments: list[OpenSegment] = []
         try:
             for span in spans:
-                segment = self.acquire(span.segment)
-                version = self._versions[segment.segment_id]
-                history = self._history(span.segment)
-                opened.append(
-                    SourceSpan(
-                        segment, span.start, span.stop, version.base, history, version.blocks
-                    )
-                )
+                segments.append(self.acquire(span.segment))
         except BaseException:
-            for done in opened:
-                self.release(done.segment.segment_id)
+            for done in segments:
+                self.release(done.segment_id)
             raise
+        pairs = list(zip(spans, segments, strict=True))
+        if demand.coded:
+            self._codes.placement.advance()
+            coded = [self._coded_span(span, segment) for span, segment in pairs]
+            return CodedSource(coded, self._reader, self._pool, self._codes, timeline=timeline)
+        self._cache.placement.advance()
+        opened = []
+        for span, segment in pairs:
+            version = self._versions[segment.segment_id]
+            history = self._history(span.segment)
+            opened.append(
+                SourceSpan(segment, span.start, span.stop, version.base, history, version.blocks)
+            )
         return SegmentSource(
             self._shape,
             opened,
@@ -127,6 +144,28 @@ class SegmentReaders:
             learns=self._learns,
             timeline=timeline,
         )
+
+    def _coded_span(self, span: StoredSpan, segment: OpenSegment) -> CodedSpan:
+        codes = self._versions[segment.segment_id].codes
+        assert codes is not None, "the store has no codes"
+        return CodedSpan(segment, span.start, span.stop, *codes)
+
+    def coded_bytes(self, spans: Sequence[StoredSpan], bits: float) -> float:
+        """What of consecutive spans would have to come from SSD, in so many bits."""
+        expected = 0.0
+        for span in spans:
+            version = self._version_of(span.segment)
+            layout = version.layout.codes
+            assert layout is not None and version.codes is not None, "the store has no codes"
+            chunks = chunks_of(layout)
+            count = self._shape.num_layers * len(chunks.count)
+            tiers = self._codes.placement.tiers(version.codes[0], count)
+            on_ssd = (tiers == Tier.SSD).reshape(self._shape.num_layers, -1).sum(0) * chunks.count
+            units = on_ssd[layout.num_pages :].sum()
+            wanted = planes_of(bits, layout.total_units // NUM_PLANES) / layout.total_units
+            share = (span.stop - span.start) / version.layout.num_tokens * BLOCK_BYTES
+            expected += share * float(on_ssd[: layout.num_pages].sum() + wanted * units)
+        return expected
 
     def stored_bytes(self, spans: Sequence[StoredSpan], *, probe: bool) -> StoredBytes:
         """What of consecutive spans would have to come from SSD; `probe`: also probe streams."""
@@ -145,7 +184,7 @@ class SegmentReaders:
             chances += share * np.bincount(codes, minlength=STEPS + 1)
         return StoredBytes(round(probe_bytes), chances, self._retention)
 
-    def close_source(self, source: SegmentSource) -> None:
+    def close_source(self, source: AnySource) -> None:
         """Stop what a source reads, and give its segments back when nothing is in flight."""
         source.close()
         self._closing.append(source)
@@ -215,13 +254,15 @@ class SegmentReaders:
         if old is None:
             return
         layout = new.info.layout()
-        base, expected = self._cache.attach(layout), expected_shares(layout, shares)
+        base = self._cache.attach(self._cache.page.chunk_pages(layout))
+        expected = expected_shares(layout, shares)
         # Averages of few requests say nothing of the tokens that none has selected, but the place
         # of these does: it counts like one more request.
         requests = 0.0 if new.history is None else float(new.history.accesses.mean())
         by_place = first_shares(layout, self._retention, ordered=True)
         chances = (requests * expected + by_place) / (requests + 1)
-        self._versions[new.segment_id] = _Version(base, layout, BlockHistory(layout, chances))
+        blocks = BlockHistory(layout, chances)
+        self._versions[new.segment_id] = _Version(base, layout, blocks, self._attach_codes(layout))
         ids = np.arange(layout.total_chunks)
         self._cache.placement.inherit(base + ids, old.base + ids, expected)
 
@@ -243,19 +284,33 @@ class SegmentReaders:
             assert version.retired == (segment_id not in known)
             assert not version.retired or version.readers
         self._cache.check_integrity()
+        self._codes.check_integrity()
 
     def _version_of(self, stored: StoredSegment) -> _Version:
         version = self._versions.get(stored.segment_id)
         if version is None:
             layout = stored.info.layout()
             shares = first_shares(layout, self._retention, ordered=stored.info.reordered)
-            version = _Version(self._cache.attach(layout), layout, BlockHistory(layout, shares))
+            base = self._cache.attach(self._cache.page.chunk_pages(layout))
+            blocks = BlockHistory(layout, shares)
+            version = _Version(base, layout, blocks, self._attach_codes(layout))
             self._versions[stored.segment_id] = version
         return version
 
+    def _attach_codes(self, layout: SegmentLayout) -> tuple[int, UnitHistory] | None:
+        if layout.codes is None:
+            return None
+        pages = cached_pages(layout.codes, self._shape.num_layers)
+        units = UnitHistory(self._shape.num_layers, layout.codes.total_units)
+        return self._codes.attach(pages), units
+
     def _forget(self, segment_id: str) -> None:
         version = self._versions.pop(segment_id)
-        self._cache.detach(version.base, version.layout)
+        if version.codes is not None:
+            assert version.layout.codes is not None
+            count = self._shape.num_layers * len(chunks_of(version.layout.codes).count)
+            self._codes.detach(version.codes[0], count)
+        self._cache.detach(version.base, version.layout.total_chunks)
 
     def _history(self, stored: StoredSegment) -> TokenHistory:
         if stored.history is None:

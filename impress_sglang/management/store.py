@@ -31,7 +31,7 @@ from impress_sglang.management.looks import SecondLooks
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.quota import Quota
-from impress_sglang.management.readers import SegmentReaders
+from impress_sglang.management.readers import AnySource, SegmentReaders
 from impress_sglang.management.reordering import Outcome, Reorderer
 from impress_sglang.management.rewriting import Rewriter
 from impress_sglang.management.tree import (
@@ -48,7 +48,7 @@ from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.ahead import ReadAhead
-from impress_sglang.transfer.source import Demand, SegmentSource
+from impress_sglang.transfer.source import Demand
 
 logger = logging.getLogger(__name__)
 
@@ -106,17 +106,18 @@ class PrefixStore:
             shape,
             self._reader,
             self.cache,
+            self._memory.codes,
             self._memory.pool,
             direct=direct,
             reorder_by_importance=config.reorder_key == "importance",
-            retention=config.usual_retention,
+            retention=config.part_retention,
             learns=self.ahead.enabled,
             patience=patience,
         )
         self._reorders = policy.reorders
         self._next_reorder = time.monotonic() + config.reorder_interval
         self._closed = False
-        self._measuring: SegmentSource | None = None
+        self._measuring: AnySource | None = None
         self.stats = StoreStats()
         self._looks = SecondLooks(self._keeper)
         rewriter = Rewriter(self._directory, direct=direct, patience=patience)
@@ -161,7 +162,7 @@ class PrefixStore:
         stop: int,
         demand: Demand,
         timeline: Timeline = NO_TIMELINE,
-    ) -> SegmentSource:
+    ) -> AnySource:
         """A source for the tokens [start, stop) of a match; `close_source` gives it back.
 
         `demand` says what will be asked of it.
@@ -183,6 +184,10 @@ class PrefixStore:
     ) -> StoredBytes:
         """What of the tokens [start, stop) of a match would have to come from SSD."""
         return self._readers.stored_bytes(match.slice(start, stop), probe=probe)
+
+    def coded_bytes(self, match: StoredMatch, start: int, stop: int, bits: float) -> float:
+        """What of the tokens [start, stop) of a match would have to come from SSD, in codes."""
+        return self._readers.coded_bytes(match.slice(start, stop), bits)
 
     def seconds_to_read(self, num_bytes: float) -> float:
         """What reading so many bytes from SSD takes, as reads went lately."""
@@ -208,7 +213,7 @@ class PrefixStore:
         source.read_ahead(0.0)
         self._measuring = source
 
-    def close_source(self, source: SegmentSource) -> None:
+    def close_source(self, source: AnySource) -> None:
         """Count what a source has read, and let its segments be removed again."""
         self._readers.close_source(source)
         self.ahead.leave(source)
@@ -307,6 +312,11 @@ class PrefixStore:
             "gap_bytes": self._reader.cost.gap_bytes,
             "read_mbps": round(self._reader.cost.bytes_per_second / 1e6),
         }
+
+    def cache_summary(self) -> dict[str, object]:
+        """Sizes and counters of the cache that has memory."""
+        codes = self._memory.codes
+        return (codes if codes.placement.enabled else self.cache).summary()
 
     def check_integrity(self) -> None:
         """Compare tree, quota, readers and caches with each other.

@@ -24,25 +24,29 @@ from impress_sglang.precision.layout import CodeLayout
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodedLayer:
-    """The bytes of a layer, or of its first groups; uint8 in memory of the CPU.
+    """The codes of a layer, or of its first groups; uint8 in memory of the CPU.
 
-    ranges [groups, group_range_bytes], base [groups, group_base_bytes], and planes
-    [NUM_PLANES, G, units, unit_bytes].
+    groups [groups, group_bytes], and planes [NUM_PLANES, G, units, unit_bytes].
     """
 
-    ranges: Tensor
-    base: Tensor
+    groups: Tensor
     planes: Tensor
 
     @classmethod
     def empty(cls, layout: CodeLayout) -> CodedLayer:
         """New memory for a layer."""
-        shapes = (
-            (layout.num_groups, layout.group_range_bytes),
-            (layout.num_groups, layout.group_base_bytes),
-            (NUM_PLANES, layout.num_heads, layout.num_units, layout.unit_bytes),
-        )
-        return cls(*(torch.zeros(shape, dtype=torch.uint8) for shape in shapes))
+        units = (NUM_PLANES, layout.num_heads, layout.num_units, layout.unit_bytes)
+        groups = torch.zeros(layout.num_groups, layout.group_bytes, dtype=torch.uint8)
+        return cls(groups, torch.zeros(units, dtype=torch.uint8))
+
+    def put(self, layout: CodeLayout, memory: Tensor) -> None:
+        """Write all as it stands on disk, into uint8 [layer_bytes]; padding is zeros."""
+        memory.zero_()
+        for page, groups in enumerate(self.groups.split(layout.page_groups)):
+            start = page * layout.page_bytes
+            memory[start : start + groups.numel()] = groups.reshape(-1)
+        units = memory[layout.base_bytes :].view(-1, layout.unit_stride)
+        units[:, : layout.unit_bytes] = self.planes.flatten(0, 2)
 
 
 def encode_layer(layout: CodeLayout, keys: Tensor, values: Tensor, coded: CodedLayer) -> None:
@@ -52,10 +56,10 @@ def encode_layer(layout: CodeLayout, keys: Tensor, values: Tensor, coded: CodedL
         NotCodable: no range holds them.
     """
     parts = (code_keys(keys), code_values(values))
-    key_ranges, value_ranges = range_views(layout, coded.ranges)
+    key_ranges, value_ranges = range_views(layout, coded.groups)
     key_ranges[:] = torch.stack([parts[0].low, parts[0].step], 2)
     value_ranges[:] = _in_groups(torch.stack([parts[1].low, parts[1].step], 2))
-    for own, base in zip(parts, base_views(layout, coded.base), strict=True):
+    for own, base in zip(parts, base_views(layout, coded.groups), strict=True):
         base[:] = _in_groups(pack(base_of(own.codes), BASE_BITS))
     for plane in range(NUM_PLANES):
         _encode_plane(layout, plane, parts, coded.planes[plane])
@@ -81,16 +85,17 @@ def _encode_plane(
         first += units.shape[2]
 
 
-def base_views(layout: CodeLayout, base: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed keys and values [groups, GROUP_TOKENS, G, D / 2] in the base of some groups."""
+def base_views(layout: CodeLayout, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed keys and values [groups, GROUP_TOKENS, G, D / 2] of some groups of the base."""
+    base = groups[:, layout.group_range_bytes :]
     split = GROUP_TOKENS * layout.num_heads * layout.key_dim * BASE_BITS // 8
     shape = (GROUP_TOKENS, layout.num_heads, -1)
     return base[:, :split].unflatten(1, shape), base[:, split:].unflatten(1, shape)
 
 
-def range_views(layout: CodeLayout, ranges: Tensor) -> tuple[Tensor, Tensor]:
+def range_views(layout: CodeLayout, groups: Tensor) -> tuple[Tensor, Tensor]:
     """Ranges of keys [groups, G, 2, Dk] and of values [groups, GROUP_TOKENS, G, 2], float16."""
-    halves = ranges.view(torch.float16)
+    halves = groups[:, : layout.group_range_bytes].view(torch.float16)
     split = layout.num_heads * 2 * layout.key_dim
     return (
         halves[:, :split].unflatten(1, (layout.num_heads, 2, layout.key_dim)),

@@ -38,6 +38,7 @@ CREATE TABLE IF NOT EXISTS segments (
     tokens BLOB NOT NULL,
     depth INTEGER NOT NULL,
     retention REAL NOT NULL,
+    bits REAL NOT NULL,
     shape TEXT NOT NULL,
     chunk_tokens INTEGER NOT NULL,
     generation INTEGER NOT NULL,
@@ -48,11 +49,11 @@ CREATE TABLE IF NOT EXISTS segments (
 ) STRICT
 """
 
-_INSERT = "INSERT OR REPLACE INTO segments VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
+_INSERT = "INSERT OR REPLACE INTO segments VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
 _DELETE = "DELETE FROM segments WHERE segment_id = ?"
 _ACCESS = "UPDATE segments SET last_access = ?2, hits = ?3 WHERE segment_id = ?1"
 # The first ones never change; their checksum follows.
-_COLUMNS, _FIXED = 15, 12
+_COLUMNS, _FIXED = 16, 13
 # Changes that wait for the database at most; the next start mends what is forgotten.
 _MOST_WAITING = 100_000
 
@@ -197,6 +198,7 @@ def _to_row(entry: CatalogEntry) -> tuple[object, ...]:
         info.tokens.astype("<i4", copy=False).tobytes(),
         info.quality.depth,
         info.quality.retention,
+        info.quality.bits,
         json.dumps(info.shape.to_fields()),
         info.chunk_tokens,
         info.generation,
@@ -220,6 +222,7 @@ def _from_row(row: tuple[object, ...]) -> CatalogEntry:
         tokens,
         depth,
         retention,
+        bits,
         shape_json,
         chunk_tokens,
         generation,
@@ -238,7 +241,7 @@ def _from_row(row: tuple[object, ...]) -> CatalogEntry:
         tokens=np.frombuffer(tokens, "<i4").astype(np.int32),
         shape=KVShape.from_fields(json.loads(str(shape_json))),
         chunk_tokens=int(str(chunk_tokens)),
-        quality=Quality(int(str(depth)), float(str(retention))),
+        quality=Quality(int(str(depth)), float(str(retention)), float(str(bits))),
         generation=int(str(generation)),
     )
     return CatalogEntry(info, int(str(file_bytes)), int(str(last_access)), int(str(hits)))

@@ -9,6 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from impress_sglang.precision.layer import CodedLayer
+from impress_sglang.precision.layer import encode_layer as encode_codes
 from impress_sglang.storage.layout import PROBE, SegmentLayout, Stream
 from impress_sglang.storage.sketch import sketch_keys
 
@@ -28,6 +30,9 @@ def encode_layer(
 
     Returns:
         What the codes of the layer's sketch stand for, float32 [2, G, Dk], if it has one.
+
+    Raises:
+        NotCodable: there shall be codes, and no range holds these KVs.
     """
     shape, table, start = layout.shape, None, 0
     for stream in shape.streams:
@@ -42,6 +47,10 @@ def encode_layer(
         size = layout.stream_bytes(stream)
         _encode_stream(layout, stream, rows, memory[start : start + size])
         start += size
+    if layout.codes is not None:
+        coded = CodedLayer.empty(layout.codes)
+        encode_codes(layout.codes, keys, values, coded)
+        coded.put(layout.codes, torch.frombuffer(memory[start:], dtype=torch.uint8))
     return table
 
 

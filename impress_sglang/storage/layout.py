@@ -12,10 +12,13 @@ are two kinds of layout:
 
 A stream is contiguous, so that neighbouring chunks are one read:
 
-    header | layer 0: probe, keys of lane 0, 1, ..., values of lane 0, 1, ... | layer 1: ... | ...
+    header | layer 0: probe, keys of lane 0, 1, ..., values of lane 0, 1, ..., codes | layer 1: ...
 
 The probe stream is always read whole and stands in logical order; a row of a sketch packs several
 tokens, so that it is as long as a row of keys of all heads.
+
+Codes are no stream: behind the streams of a layer stand all of its keys and values again in a few
+bits, as `precision.layout.CodeLayout` says, in logical order.
 
 Every chunk starts at a multiple of `BLOCK_BYTES` from the start of the file, which O_DIRECT needs.
 The last chunk of a stream has only the rows that are left. The chunk is the unit of storing,
@@ -34,6 +37,7 @@ from typing import Any
 import torch
 
 from impress_sglang.config import SKETCH_BITS
+from impress_sglang.precision.layout import CodeLayout
 
 BLOCK_BYTES = 4096
 
@@ -52,7 +56,8 @@ class KVShape:
     """Shape of a model's KV on this rank, and how a layer of it is cut into streams.
 
     `probe_kv_heads` are the KV heads whose keys are stored apart; heads count from 0. With
-    `sketch_bits` there are none: keys of all heads are stored a second time in so few bits.
+    `sketch_bits` there are none: keys of all heads are stored a second time in so few bits. Where
+    `coded`, all keys and values stand behind the streams in codes.
     """
 
     num_layers: int
@@ -63,6 +68,7 @@ class KVShape:
     dtype: torch.dtype
     probe_kv_heads: tuple[int, ...]
     sketch_bits: int = 0
+    coded: bool = False
 
     def __post_init__(self) -> None:
         assert self.num_query_heads % self.num_kv_heads == 0
@@ -206,9 +212,23 @@ class SegmentLayout:
         return tuple(itertools.accumulate(self._stream_sizes, initial=0))
 
     @functools.cached_property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer: all its streams."""
+    def streams_bytes(self) -> int:
+        """Bytes of all streams of one layer."""
         return sum(self._stream_sizes)
+
+    @functools.cached_property
+    def codes(self) -> CodeLayout | None:
+        """Of the codes of one layer, None if there are none."""
+        shape = self.shape
+        if not shape.coded:
+            return None
+        dims = shape.num_kv_heads, shape.key_dim, shape.value_dim
+        return CodeLayout(self.num_tokens, *dims, BLOCK_BYTES)
+
+    @functools.cached_property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer: its streams and its codes."""
+        return self.streams_bytes + (0 if self.codes is None else self.codes.layer_bytes)
 
     @functools.cached_property
     def file_bytes(self) -> int:
@@ -242,6 +262,10 @@ class SegmentLayout:
     def layer_offset(self, layer: int) -> int:
         """Offset of a layer in the file."""
         return self.header_bytes + layer * self.layer_bytes
+
+    def codes_offset(self, layer: int) -> int:
+        """Offset of the codes of a layer in the file."""
+        return self.layer_offset(layer) + self.streams_bytes
 
     def stream_offset(self, layer: int, stream: Stream) -> int:
         """Offset of a stream in the file."""

@@ -28,8 +28,8 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, round_up
 from impress_sglang.storage.quality import EXACT, Quality
 
-MAGIC = b"IMPRSEG\x04"
-FORMAT_VERSION = 4
+MAGIC = b"IMPRSEG\x05"
+FORMAT_VERSION = 5
 SEGMENT_SUFFIX = ".kv"
 # magic, header bytes, bytes of the JSON description, xxh3-64 of the two sizes and all that follows
 _PREAMBLE = struct.Struct("<8sQQQ")
@@ -124,6 +124,7 @@ class SegmentInfo:
             "num_tokens": self.num_tokens,
             "depth": self.quality.depth,
             "retention": self.quality.retention,
+            "bits": self.quality.bits,
             "chunk_tokens": self.chunk_tokens,
             "generation": self.generation,
             "shape": self.shape.to_fields(),
@@ -266,7 +267,7 @@ def _info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
         tokens=tokens,
         shape=KVShape.from_fields(fields["shape"]),
         chunk_tokens=fields["chunk_tokens"],
-        quality=Quality(fields["depth"], fields["retention"]),
+        quality=Quality(fields["depth"], fields["retention"], fields["bits"]),
         generation=fields["generation"],
     )
 

@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.tiers.fence import CopyStream, Fence
 from impress_sglang.tiers.moves import make_mover
 from impress_sglang.tiers.placement import CACHES, Access, Placement, Tier
@@ -33,25 +32,25 @@ class CopyStats:
 
 
 class ChunkCache:
-    """Device and host cache of the chunks of one store."""
+    """Device and host cache of chunks of one kind."""
 
     def __init__(
         self,
-        shape: KVShape,
-        chunk_tokens: int,
+        page: PageShape,
+        max_chunk_pages: int,
         rule: ReplacementRule,
         *,
         device: torch.device,
         device_bytes: int,
         host_bytes: int,
     ) -> None:
-        """Allocate both slabs.
+        """Allocate both slabs, for chunks of at most `max_chunk_pages` pages.
 
         Raises:
             ConfigError: there is not enough memory.
         """
         self.device = device
-        self.page = PageShape.of(shape, chunk_tokens)
+        self.page = page
         self.copies = CopyStats()
         device_pages = device_bytes // self.page.page_bytes
         host_pages = host_bytes // self.page.page_bytes
@@ -59,7 +58,7 @@ class ChunkCache:
             rule,
             device_pages=device_pages,
             host_pages=host_pages,
-            max_chunk_pages=self.page.max_chunk_pages(shape),
+            max_chunk_pages=max_chunk_pages,
         )
         pin = device.type == "cuda"
         device_slab = Slab(self.page, device_pages, device, option="--impress-device-gb", pin=False)
@@ -79,13 +78,13 @@ class ChunkCache:
         self._slabs = {}
         return taken
 
-    def attach(self, layout: SegmentLayout) -> int:
-        """Ids for the chunks of a segment, in the order of `layout.chunk_index`; the first one."""
-        return self.placement.attach(self.page.chunk_pages(layout))
+    def attach(self, chunk_pages: npt.NDArray[np.uint16]) -> int:
+        """Ids for new chunks of so many pages each; the first one."""
+        return self.placement.attach(chunk_pages)
 
-    def detach(self, base: int, layout: SegmentLayout) -> None:
-        """Forget the chunks of a segment."""
-        self.placement.detach(base, layout.total_chunks)
+    def detach(self, base: int, count: int) -> None:
+        """Forget chunks."""
+        self.placement.detach(base, count)
 
     def access(self, ids: Ids, shares: Floats) -> Access:
         """See `Placement.access`; every access must be settled or abandoned before the next."""
@@ -110,6 +109,10 @@ class ChunkCache:
     def read_chunks(self, tier: int, pages: npt.NDArray[np.int32]) -> Tensor:
         """Whole cached chunks, pages int32 [chunks, pages of each]: [chunks, elements]."""
         return self._slabs[tier].read_pages(pages.reshape(-1)).view(len(pages), -1)
+
+    def read_pages(self, tier: int, pages: npt.NDArray[np.signedinteger]) -> Tensor:
+        """Contents of pages [p]: [p, elements]."""
+        return self._slabs[tier].read_pages(pages)
 
     def settle(self, access: Access, loaded: Mapping[int, Tensor]) -> Fence | None:
         """Carry out the moves; `loaded` has the bytes (uint8, CPU) of each kept chunk, by id.

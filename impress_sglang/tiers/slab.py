@@ -123,8 +123,8 @@ class Slab:
         """Where pages begin in memory."""
         return self._vectors.data_ptr() + pages.astype(np.int64) * self._page.page_bytes
 
-    def read_pages(self, pages: npt.NDArray[np.int32]) -> Tensor:
-        """Contents of pages int32 [p]: [p, page_vectors * unit]."""
+    def read_pages(self, pages: npt.NDArray[np.signedinteger]) -> Tensor:
+        """Contents of pages [p]: [p, page_vectors * unit]."""
         return self.pages[self._index(pages)]
 
     def write_pages(self, pages: npt.NDArray[np.int32], contents: Tensor) -> None:

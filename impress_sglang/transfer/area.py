@@ -117,20 +117,26 @@ class AreaPool:
 
 
 class LayerArea:
-    """The blocks of one layer of a segment that were read for a request."""
+    """Those blocks of a part of a layer of a segment that were read for a request."""
 
-    def __init__(self, segment: OpenSegment, layer: int, pool: AreaPool) -> None:
-        layout = segment.layout
-        # The last chunk of a stream may be short; it is looked at as if it were not.
-        longest = max(layout.chunk_stride(stream) for stream in layout.shape.streams)
-        self.memory = pool.take(layout.layer_bytes + longest)
+    def __init__(
+        self,
+        segment: OpenSegment,
+        offset: int,
+        num_bytes: int,
+        pool: AreaPool,
+        *,
+        spare_bytes: int = 0,
+    ) -> None:
+        """The part [offset, offset + num_bytes) of the file, and memory behind it."""
+        self.memory = pool.take(num_bytes + spare_bytes)
         self.ahead_bytes = 0
         self.ahead_used_bytes = 0
         self._segment = segment
-        self._offset = layout.layer_offset(layer)
+        self._offset = offset
         self._pool = pool
         # Number of the read that brings each block.
-        self._owner = np.full(layout.layer_bytes // BLOCK_BYTES, _NO_READ, np.int16)
+        self._owner = np.full(num_bytes // BLOCK_BYTES, _NO_READ, np.int16)
         self._wanted = np.zeros(len(self._owner), np.bool_)
         self._reads: list[PendingRead] = []
 

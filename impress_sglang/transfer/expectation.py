@@ -118,6 +118,27 @@ class BlockHistory:
         loops.move_codes(self._codes[layer, blocks], wanted, kept, raised)
 
 
+class UnitHistory:
+    """Chance of every unit of planes of a segment to be wanted, uint8 [L, units of a layer]."""
+
+    def __init__(self, num_layers: int, num_units: int) -> None:
+        self._codes: Codes = np.zeros((num_layers, num_units), np.uint8)
+        self._requests = np.zeros(num_layers, np.int64)
+
+    @property
+    def codes(self) -> Codes:
+        """All chances, in steps of 1/255; not to be changed."""
+        return self._codes
+
+    def note(self, layer: int, units: npt.NDArray[np.int64]) -> None:
+        """A request wanted these units of a layer."""
+        self._requests[layer] += 1
+        kept, raised = _MOVED[min(int(self._requests[layer]), len(_MOVED)) - 1]
+        wanted = np.zeros(self._codes.shape[1], np.bool_)
+        wanted[units] = True
+        loops.move_codes(self._codes[layer], wanted, kept, raised)
+
+
 def chances_after(chances: Codes, requests: int, seen: npt.NDArray[np.float64]) -> Codes:
     """Chances with what the layers above say, which counts like one request among the earlier ones.
 

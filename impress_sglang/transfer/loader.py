@@ -14,7 +14,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from impress_sglang.config import EXACT_BITS
 from impress_sglang.importance.identify import IdentificationRule
+from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
 from impress_sglang.storage.layout import PROBE, KVShape
 from impress_sglang.storage.sketch import Sketch
 from impress_sglang.tiers.fence import to_device
@@ -29,7 +31,9 @@ from impress_sglang.transfer.source import PrefixSource
 class LoadStats:
     """What loading one request's prefix took; times in milliseconds of wall clock.
 
-    `layers_by_fallback` read all keys, `layers_by_probe` chose their tokens without that.
+    `layers_by_fallback` read all keys, `layers_by_probe` chose their tokens without that. Of
+    prefixes in codes `base_bytes` were restored; `units` counts units of all layers, `planes` those
+    of them that have each plane.
     """
 
     layers_by_probe: int = 0
@@ -37,6 +41,22 @@ class LoadStats:
     layers_whole: int = 0
     probe_ms: float = 0.0
     load_ms: float = 0.0
+    base_bytes: int = 0
+    units: int = 0
+    planes: list[int] = dataclasses.field(default_factory=lambda: [0] * NUM_PLANES)
+
+    @property
+    def mean_bits(self) -> float:
+        """Bits per element of what was loaded in codes; `EXACT_BITS` where nothing was."""
+        if not self.units:
+            return EXACT_BITS
+        return BASE_BITS + PLANE_BITS * sum(self.planes) / self.units
+
+    def note_planes(self, planes: Tensor) -> None:
+        """Units of a layer have these planes, int64 [G, units]."""
+        self.units += planes.numel()
+        for plane in range(NUM_PLANES):
+            self.planes[plane] += int((planes > plane).sum())
 
     @contextmanager
     def timed(self, field: str) -> Iterator[None]:

@@ -143,7 +143,7 @@ def geometry_of(layout: SegmentLayout) -> LayerGeometry:
         probe,
         keys,
         values,
-        layout.layer_bytes // BLOCK_BYTES,
+        layout.streams_bytes // BLOCK_BYTES,
         layout.layer_chunks,
         np.concatenate([group.first_chunk + group.chunk_of_block for group in present]),
     )

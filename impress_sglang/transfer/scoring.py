@@ -25,6 +25,8 @@ class Scorer(Protocol):
         new_keys: Tensor,
         heads: tuple[int, ...],
         scaling: float,
+        *,
+        squares: bool = False,
     ) -> Tensor:
         """Importance of the tokens of a prefix.
 
@@ -35,6 +37,7 @@ class Scorer(Protocol):
             new_keys: [n, G, D] of all KV heads.
             heads: the KV heads that are scored, ascending.
             scaling: factor of the attention logits.
+            squares: of the weights are summed.
 
         Returns:
             [Hq, m] float32 on the device of the queries.
@@ -58,12 +61,16 @@ class TorchScorer:
         new_keys: Tensor,
         heads: tuple[int, ...],
         scaling: float,
+        *,
+        squares: bool = False,
     ) -> Tensor:
         """See `Scorer`."""
         keys = prefix_keys.restore() if isinstance(prefix_keys, Sketch) else prefix_keys
         chosen = list(heads)
         resident, new = resident_keys[:, chosen], new_keys[:, chosen]
-        return column_sums(queries, keys.to(queries.device), resident, new, scaling)
+        return column_sums(
+            queries, keys.to(queries.device), resident, new, scaling, squares=squares
+        )
 
 
 class KernelScorer:
@@ -83,6 +90,8 @@ class KernelScorer:
         new_keys: Tensor,
         heads: tuple[int, ...],
         scaling: float,
+        *,
+        squares: bool = False,
     ) -> Tensor:
         """See `Scorer`; nothing is waited for."""
         kernels = self._kernels
@@ -104,4 +113,5 @@ class KernelScorer:
             new_lengths=[len(queries)],
             prefix_lengths=[len(prefix_keys)],
             resident_lengths=[len(resident_keys)],
+            squares=squares,
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.loops.types import Flags, Indices
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, KVShape
-from impress_sglang.storage.reader import ChunkReader, PendingRead
+from impress_sglang.storage.reader import ChunkReader, OpenSegment, PendingRead
 from impress_sglang.storage.sketch import Sketch
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.fence import to_device
@@ -49,11 +49,13 @@ class Demand:
     """What a request will ask of each layer, as far as that is known before.
 
     `whole`: all keys and values. `probe`: the probe stream. `all_keys`: all keys, and some values.
+    `coded`: the base, and some planes, and nothing of the others.
     """
 
     whole: bool = False
     probe: bool = True
     all_keys: bool = False
+    coded: bool = False
 
 
 class PrefixSource(Protocol):
@@ -146,7 +148,7 @@ class SegmentSource:
         """
         assert spans
         self.segment_ids = [span.segment.segment_id for span in spans]
-        self.layer_bytes = sum(span.segment.layout.layer_bytes for span in spans)
+        self.layer_bytes = sum(span.segment.layout.streams_bytes for span in spans)
         self.timeline = timeline
         self.layer = -1
         """The layer that was asked for last."""
@@ -386,7 +388,7 @@ class SegmentSource:
         """The area of a layer of the span with this number."""
         areas = self._areas.setdefault(layer, {})
         if number not in areas:
-            areas[number] = LayerArea(self._spans[number].segment, layer, self._pool)
+            areas[number] = _streams_area(self._spans[number].segment, layer, self._pool)
         return areas[number]
 
     def _carry_out(self, plan: PlannedRead, stage: str, take: Callable[[], _T]) -> _T:
@@ -474,3 +476,12 @@ class SegmentSource:
                 for place, start in zip(kept.tolist(), starts.tolist(), strict=True):
                     found[int(part.ids[place])] = flat[start : start + group.stride]
         return found
+
+
+def _streams_area(segment: OpenSegment, layer: int, pool: AreaPool) -> LayerArea:
+    """For the streams of a layer."""
+    layout = segment.layout
+    # The last chunk of a stream may be short; it is looked at as if it were not.
+    longest = max(layout.chunk_stride(stream) for stream in layout.shape.streams)
+    offset, size = layout.layer_offset(layer), layout.streams_bytes
+    return LayerArea(segment, offset, size, pool, spare_bytes=longest)

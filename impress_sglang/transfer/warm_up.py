@@ -207,11 +207,12 @@ def _load(
     in_slots: bool,
 ) -> None:
     """Move chunks, and load a layer of requests with one segment and with two."""
-    size = CACHE_PAGES * PageShape.of(shape, chunk_tokens).page_bytes
+    page = PageShape.of(shape, chunk_tokens)
+    size = CACHE_PAGES * page.page_bytes
     with contextlib.ExitStack() as at_end:
         cache = ChunkCache(
-            shape,
-            chunk_tokens,
+            page,
+            page.max_chunk_pages(shape),
             LeastRecentlyUsed(),
             device=device,
             device_bytes=size,
@@ -307,4 +308,5 @@ def _span(
     layout = segment.layout
     history = TokenHistory(shape.num_layers, shape.num_lanes, SEGMENT_TOKENS)
     blocks = BlockHistory(layout, np.zeros(layout.total_chunks))
-    return SourceSpan(segment, 0, SEGMENT_TOKENS, cache.attach(layout), history, blocks)
+    base = cache.attach(cache.page.chunk_pages(layout))
+    return SourceSpan(segment, 0, SEGMENT_TOKENS, base, history, blocks)

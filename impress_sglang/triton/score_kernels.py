@@ -299,8 +299,8 @@ def weight_sums(
     requests: tl.tensor, items: tl.tensor, partial: tl.tensor, sums: tl.tensor, scale: tl.tensor,
     num_new: tl.tensor, num_prefix: tl.tensor,
     DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PREFIX_SLOTS: tl.constexpr,
-    WIDEN: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    WIDEN: tl.constexpr, SQUARES: tl.constexpr, GROUP_PAD: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ) -> None:
     """Weights of a block of prefix keys, summed over the new tokens -> sums [Hq, M]."""
     block_tokens: tl.constexpr = BLOCK_ROWS // GROUP_PAD
@@ -334,7 +334,8 @@ def weight_sums(
             )
             products = _products(tile, keys, WIDEN)
         log_sums = _combine(partial + first * GROUP_PAD, valid, parts, part_stride, BLOCK_ROWS)
-        weights += tl.exp2(products * scale - log_sums[:, None])
+        each = tl.exp2(products * scale - log_sums[:, None])
+        weights += each * each if SQUARES else each
 
     # Rows of one query head are summed only here: in the loop that would cost exchanges each time.
     columns_of_heads = tl.sum(tl.reshape(weights, (block_tokens, GROUP_PAD, BLOCK_KEYS)), 0)

@@ -91,6 +91,7 @@ def column_sums(
     new_lengths: Sequence[int],
     prefix_lengths: Sequence[int],
     resident_lengths: Sequence[int],
+    squares: bool = False,
 ) -> Tensor:
     """Attention weights that the new tokens give to each prefix token, summed over new tokens.
 
@@ -114,6 +115,7 @@ def column_sums(
         new_lengths: new tokens n of each request; they sum to N.
         prefix_lengths: prefix tokens m of each request; 0 is allowed.
         resident_lengths: resident tokens of each request; 0 is allowed.
+        squares: of the weights are summed.
 
     Returns:
         [Hq, sum of prefix_lengths] float32 on the device of `queries`, request after request.
@@ -151,6 +153,7 @@ def column_sums(
         "PREFIX_SLOTS": isinstance(prefix, KeyRows) and prefix.slots is not None,
         "RESIDENT_SLOTS": before.slots is not None,
         "NEW_SLOTS": new.slots is not None,
+        "SQUARES": squares,
         # The interpreter takes the bits of bfloat16 numbers for integers when it multiplies.
         "WIDEN": not isinstance(row_sums, triton.JITFunction),
     }

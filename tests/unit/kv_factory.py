@@ -14,13 +14,14 @@ from torch import Tensor
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layout import KVShape, Stream
+from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.reader import OpenSegment
 from impress_sglang.storage.segment import MappingLists, SegmentInfo, Tokens
 from impress_sglang.storage.writer import LayerReader, write_segment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
+from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.expectation import BlockHistory, first_shares
 from impress_sglang.transfer.plan import SourceSpan
 
@@ -40,11 +41,12 @@ def make_shape(
     dtype: torch.dtype = torch.float32,
     probe: Sequence[int] = (0,),
     sketch_bits: int = 0,
+    coded: bool = False,
 ) -> KVShape:
     """A shape with probe heads; with `sketch_bits` it has sketches instead, and a lane per head."""
     probe = () if sketch_bits else tuple(probe)
     heads = query_heads, kv_heads
-    return KVShape(layers, *heads, key_dim, value_dim, dtype, probe, sketch_bits)
+    return KVShape(layers, *heads, key_dim, value_dim, dtype, probe, sketch_bits, coded)
 
 
 def as_tokens(tokens: Sequence[int]) -> Tokens:
@@ -126,9 +128,10 @@ def make_cache(
 ) -> ChunkCache:
     """Caches with room for so many chunks of the largest stream."""
     chunk_bytes = max(row_size(shape, stream) for stream in streams_of(shape)) * chunk_tokens
+    page = PageShape.of(shape, chunk_tokens)
     return ChunkCache(
-        shape,
-        chunk_tokens,
+        page,
+        page.max_chunk_pages(shape),
         rule or LeastRecentlyUsed(),
         device=torch.device("cpu"),
         device_bytes=device_chunks * chunk_bytes,
@@ -154,7 +157,12 @@ def open_span(
     history = TokenHistory(info.shape.num_layers, lanes_of(info.shape), info.num_tokens)
     blocks = BlockHistory(layout, first_shares(layout, retention, ordered=False))
     stop = info.num_tokens if stop is None else stop
-    return SourceSpan(segment, start, stop, cache.attach(layout), history, blocks)
+    return SourceSpan(segment, start, stop, attach(cache, layout), history, blocks)
+
+
+def attach(cache: ChunkCache, layout: SegmentLayout) -> int:
+    """Ids for the chunks of a segment."""
+    return cache.attach(cache.page.chunk_pages(layout))
 
 
 def lanes_of(shape: KVShape) -> int:

@@ -371,7 +371,7 @@ class Case:
         assert self.cache is not None
         self.close()
         for span in self.spans:
-            self.cache.detach(span.base, span.segment.layout)
+            self.cache.detach(span.base, span.segment.layout.total_chunks)
         self.cache.check_integrity()
         again = [
             open_span(path, self.cache, part.start, part.stop)

@@ -53,7 +53,7 @@ class Stored:
         self.pool = AreaPool(32 * MIB)
 
     def area(self) -> LayerArea:
-        area = LayerArea(self.segment, 1, self.pool)
+        area = LayerArea(self.segment, self.offset, self.blocks * BLOCK, self.pool)
         area.memory.view[:] = b"\xee" * len(area.memory)
         return area
 

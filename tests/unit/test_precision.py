@@ -30,7 +30,7 @@ from impress_sglang.precision.codec import (
 )
 from impress_sglang.precision.layer import CodedLayer, encode_layer
 from impress_sglang.precision.layout import CodeLayout
-from impress_sglang.precision.slots import raise_units, restore_base
+from impress_sglang.precision.slots import CodedTokens, raise_units, restore_base
 
 COUNTS = [1, 2, GROUP_TOKENS - 1, GROUP_TOKENS, GROUP_TOKENS + 1, 3 * GROUP_TOKENS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -142,8 +142,15 @@ def test_layouts_hold_every_bit(shape: tuple[int, int, int], num_tokens: int) ->
     layout = CodeLayout(num_tokens, heads, key_dim, value_dim, 4096)
     elements = num_tokens * heads * (key_dim + value_dim)
     assert layout.base_bytes >= elements / 2
-    assert layout.plane_bytes >= elements / 4
-    assert layout.unit_bytes <= 4096 < 2 * layout.unit_bytes
+    assert layout.planes_bytes >= elements / 2
+    assert 0.93 * 4096 < layout.unit_bytes <= layout.unit_stride == 4096
+    assert not layout.base_bytes % 4096 and not layout.page_bytes % 4096
+    ends = [layout.group_offset(group) + layout.group_bytes for group in range(layout.num_groups)]
+    begins = [0, *ends[:-1]]
+    for group, begin in enumerate(begins):
+        padding = layout.group_offset(group) - begin
+        assert 0 <= padding < 4096 and (not padding or not layout.group_offset(group) % 4096)
+    assert layout.base_bytes - 4096 < ends[-1] <= layout.base_bytes
     indices = [
         layout.unit_index(plane, head, unit)
         for plane, head, unit in itertools.product(
@@ -151,14 +158,15 @@ def test_layouts_hold_every_bit(shape: tuple[int, int, int], num_tokens: int) ->
         )
     ]
     assert indices == list(range(len(indices)))
-    assert len(indices) * layout.unit_bytes == layout.planes_bytes
+    assert len(indices) == layout.total_units
+    assert layout.layer_bytes == layout.base_bytes + layout.total_units * 4096
 
 
 def test_a_layer_in_codes_is_as_long_as_the_documentation_says() -> None:
     layout = CodeLayout(3008, 8, 128, 128, 4096)
     exact = 3008 * 8 * 256 * 2
-    assert layout.base_bytes / exact == 0.25
-    assert layout.range_bytes / exact == pytest.approx(0.0234, abs=1e-4)
+    assert layout.base_bytes / exact == pytest.approx(0.25 + 0.0234, abs=1e-3)
+    assert layout.num_groups * layout.group_range_bytes / exact == pytest.approx(0.0234, abs=1e-4)
     assert layout.planes_bytes / exact == 0.25
 
 
@@ -215,6 +223,10 @@ class Coded:
     def at(self, bits: int) -> list[Tensor]:
         return [restore(codes, bits) for codes in self.codes]
 
+    def tokens(self, start: int, stop: int, slots: Tensor) -> CodedTokens:
+        groups = self.coded.groups[start // GROUP_TOKENS : -(-stop // GROUP_TOKENS)]
+        return CodedTokens(self.layout, groups, start, slots)
+
 
 @pytest.mark.parametrize("num_tokens", [1, 31, 64, 65, 200])
 def test_a_base_is_restored_as_it_was_coded(num_tokens: int) -> None:
@@ -222,9 +234,11 @@ def test_a_base_is_restored_as_it_was_coded(num_tokens: int) -> None:
     assert layer.layout.unit_tokens == 32
     bounds = sorted({0, 1, num_tokens // 2, num_tokens - 1, num_tokens})
     for start, stop in itertools.combinations(bounds, 2):
-        found = restore_base(layer.layout, layer.coded, start, stop)
+        slots = torch.randperm(stop - start)
+        found = [torch.zeros(stop - start, *own.shape[1:]) for own in layer.at(4)]
+        restore_base(layer.tokens(start, stop, slots), *found)
         for own, expected in zip(found, layer.at(4), strict=True):
-            assert torch.allclose(own, expected[start:stop], rtol=1e-5, atol=1e-5)
+            assert torch.allclose(own[slots], expected[start:stop], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -234,10 +248,11 @@ def test_units_are_raised_where_they_are(num_tokens: int, dtype: torch.dtype, se
     """In any order of questions, each with its own wishes, and nowhere else."""
     layer, die = Coded(num_tokens), torch.Generator().manual_seed(seed)
     layout, heads = layer.layout, layer.layout.num_heads
-    slots = torch.randperm(num_tokens + 3, generator=die)[:num_tokens]
+    start = int(torch.randint(0, num_tokens, (), generator=die))
+    slots = torch.randperm(num_tokens + 3, generator=die)[start:num_tokens]
     pools = [torch.zeros(num_tokens + 3, heads, part.shape[2], dtype=dtype) for part in layer.at(4)]
-    for pool, rows in zip(pools, restore_base(layout, layer.coded, 0, num_tokens), strict=True):
-        pool[slots] = rows.to(dtype)
+    tokens = layer.tokens(start, num_tokens, slots)
+    restore_base(tokens, *pools)
     have = torch.zeros(heads, layout.num_units, dtype=torch.int64)
     for _ in range(2):
         want = torch.randint(0, NUM_PLANES + 1, have.shape, generator=die).maximum(have)
@@ -247,7 +262,7 @@ def test_units_are_raised_where_they_are(num_tokens: int, dtype: torch.dtype, se
             for plane in range(int(have[head, unit]), int(want[head, unit]))
         ]
         planes = torch.tensor(raised_now, dtype=torch.int64).view(-1, 3)
-        raise_units(layout, layer.coded, planes, pools[0], pools[1], slots)
+        raise_units(tokens, planes, layer.coded.planes[tuple(planes.T)], *pools)
         have = want
     planes_of_tokens = have.repeat_interleave(layout.unit_tokens, 1)[:, :num_tokens].T[..., None]
     untouched = torch.ones(num_tokens + 3, dtype=torch.bool)
@@ -258,5 +273,27 @@ def test_units_are_raised_where_they_are(num_tokens: int, dtype: torch.dtype, se
             expected = torch.where(planes_of_tokens >= planes_known, rows, expected)
         # A pool of few bits is rounded each time.
         slack = expected.abs().max() * torch.finfo(dtype).eps * 2
-        assert ((pool[slots].float() - expected).abs() <= slack + 1e-4).all()
+        assert ((pool[slots].float() - expected[start:]).abs() <= slack + 1e-4).all()
         assert not pool[untouched].any()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 600, 1100])
+def test_a_layer_stands_on_disk_where_its_layout_says(num_tokens: int) -> None:
+    layer = Coded(num_tokens, heads=3, dims=(8, 8))
+    layout = CodeLayout(num_tokens, 3, 8, 8, 256)
+    coded = CodedLayer.empty(layout)
+    encode_layer(layout, layer.keys, layer.values, coded)
+    memory = torch.full((layout.layer_bytes,), 255, dtype=torch.uint8)
+    coded.put(layout, memory)
+    rest = torch.ones_like(memory, dtype=torch.bool)
+    for group, content in enumerate(coded.groups):
+        at = layout.group_offset(group)
+        assert torch.equal(memory[at : at + layout.group_bytes], content)
+        rest[at : at + layout.group_bytes] = False
+    units = itertools.product(range(NUM_PLANES), range(3), range(layout.num_units))
+    for plane, head, unit in units:
+        at = layout.base_bytes + layout.unit_index(plane, head, unit) * layout.unit_stride
+        content = coded.planes[plane, head, unit]
+        assert torch.equal(memory[at : at + layout.unit_bytes], content)
+        rest[at : at + layout.unit_bytes] = False
+    assert not memory[rest].any()

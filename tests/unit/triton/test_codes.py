@@ -55,7 +55,8 @@ class Case:
         self.expected = [memory.clone() for _ in range(2)]
         self._device = device
         # One memory of the device and one of the host, each with every second group.
-        self._memories = [self._own(part) for part in (self.coded.base, self.coded.ranges)]
+        groups, split = self.coded.groups, self.layout.group_range_bytes
+        self._memories = [self._own(part) for part in (groups[:, split:], groups[:, :split])]
         self._planes = self._own(self.coded.planes.flatten(0, 2))
 
     def _own(self, rows: Tensor) -> list[Tensor]:

@@ -1,0 +1,422 @@
+"""A stored prefix in codes: its base, and planes unit by unit, from caches and SSD.
+
+Stage: load. Bytes come as they stand on disk; `transfer.precise` says which, and puts them into
+slots. A base is always wanted whole, so it is read ahead; of planes those that most requests
+wanted are, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from impress_sglang.loops.types import Flags, Indices
+from impress_sglang.precision.codec import GROUP_TOKENS
+from impress_sglang.precision.layout import CodeLayout
+from impress_sglang.storage.layout import BLOCK_BYTES
+from impress_sglang.storage.reader import ChunkReader, OpenSegment, PendingRead
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.placement import Access, Tier
+from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
+from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
+from impress_sglang.transfer.expectation import UnitHistory, likely_blocks
+from impress_sglang.transfer.frames import FrameTaker, make_taker
+from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.source import SSD_TRACK
+
+_SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeChunks:
+    """The chunks of the codes of a layer: pages of the base, then units; counted in blocks.
+
+    `first` int64 [chunks] is where each begins, `count` int64 [chunks] how many blocks it has.
+    """
+
+    first: Indices
+    count: Indices
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the layer."""
+        return int(self.first[-1] + self.count[-1])
+
+    def frames(self, chunks: Indices) -> tuple[Indices, Indices]:
+        """The blocks of chunks, one after another: the place of its chunk in `chunks`, and where
+        it is in the chunk."""
+        counts = self.count[chunks]
+        place = np.repeat(np.arange(len(chunks)), counts)
+        inside = np.arange(len(place)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return place, inside
+
+
+@functools.lru_cache(maxsize=4096)
+def chunks_of(layout: CodeLayout) -> CodeChunks:
+    """Where the chunks of a layer stand."""
+    pages = np.full(layout.num_pages, layout.page_bytes // BLOCK_BYTES)
+    pages[-1] = layout.base_bytes // BLOCK_BYTES - pages[:-1].sum()
+    units = np.full(layout.total_units, layout.unit_stride // BLOCK_BYTES)
+    count = np.concatenate([pages, units]).astype(np.int64)
+    return CodeChunks(np.cumsum(count) - count, count)
+
+
+def cached_pages(layout: CodeLayout, num_layers: int) -> npt.NDArray[np.uint16]:
+    """Pages that each chunk of all layers takes in a cache."""
+    return np.tile(chunks_of(layout).count.astype(np.uint16), num_layers)
+
+
+def most_pages(layout: CodeLayout) -> int:
+    """Pages of the largest chunk of any segment of the same shape."""
+    return max(layout.page_bytes, layout.unit_stride) // BLOCK_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class CodedSpan:
+    """The tokens [start, stop) of a segment whose first chunk of codes has the id `base`."""
+
+    segment: OpenSegment
+    start: int
+    stop: int
+    base: int
+    history: UnitHistory
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @functools.cached_property
+    def layout(self) -> CodeLayout:
+        """Of the codes of a layer."""
+        layout = self.segment.layout.codes
+        assert layout is not None, "the segment has no codes"
+        return layout
+
+    @functools.cached_property
+    def chunks(self) -> CodeChunks:
+        """Where the codes of a layer stand."""
+        return chunks_of(self.layout)
+
+    @functools.cached_property
+    def groups(self) -> range:
+        """Groups with tokens of the span."""
+        return range(self.start // GROUP_TOKENS, -(-self.stop // GROUP_TOKENS))
+
+    @functools.cached_property
+    def units(self) -> range:
+        """Units of a head with tokens of the span."""
+        size = self.layout.unit_tokens
+        return range(self.start // size, -(-self.stop // size))
+
+    @functools.cached_property
+    def pages(self) -> Indices:
+        """Chunks of the base with tokens of the span."""
+        per_page = self.layout.page_groups
+        return np.arange(self.groups[0] // per_page, self.groups[-1] // per_page + 1)
+
+    @functools.cached_property
+    def base_blocks(self) -> Flags:
+        """Blocks of a layer that hold `groups`; not to be changed."""
+        layout, blocks = self.layout, np.zeros(self.chunks.num_blocks, np.bool_)
+        first = layout.group_offset(self.groups[0]) // BLOCK_BYTES
+        last = layout.group_offset(self.groups[-1]) + layout.group_bytes
+        blocks[first : -(-last // BLOCK_BYTES)] = True
+        return blocks
+
+    def unit_chunks(self, raised: Indices) -> Indices:
+        """The chunks of units, int64 [n, 3]: plane, head and unit."""
+        layout = self.layout
+        place = (raised[:, 0] * layout.num_heads + raised[:, 1]) * layout.num_units + raised[:, 2]
+        chunks: Indices = layout.num_pages + place
+        return chunks
+
+
+class CodedSource:
+    """Consecutive spans of one or more segments."""
+
+    def __init__(
+        self,
+        spans: Sequence[CodedSpan],
+        reader: ChunkReader,
+        pool: AreaPool,
+        cache: ChunkCache,
+        *,
+        timeline: Timeline = NO_TIMELINE,
+        taker: FrameTaker | None = None,
+    ) -> None:
+        """Begin with nothing read; `taker`: None for what fits the device."""
+        assert spans
+        self.spans = tuple(spans)
+        self.segment_ids = [span.segment.segment_id for span in spans]
+        self.num_tokens = sum(map(len, spans))
+        self.num_layers = spans[0].segment.layout.shape.num_layers
+        self.layer_bytes = sum(span.layout.layer_bytes for span in spans)
+        self.stats = ReadStats()
+        self.timeline = timeline
+        self.layer = -1
+        """The layer that was asked for last."""
+        self.next_ahead = 0
+        """The first layer of which nothing was read ahead."""
+        self._reader = reader
+        self._pool = pool
+        self._cache = cache
+        self._taker = make_taker(cache) if taker is None else taker
+        self._areas: dict[int, dict[int, LayerArea]] = {}
+        # Reads into closed areas that are in flight.
+        self._ending: list[PendingRead] = []
+
+    def read_base(self, layer: int) -> list[Tensor]:
+        """The base of each span: its groups, uint8 [groups, group_bytes].
+
+        They are on the source's device, and valid until it is asked for another layer.
+
+        Raises:
+            PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now.
+        """
+        self._begin(layer)
+        wanted = [span.pages for span in self.spans]
+        found = self._read(layer, wanted, PROBE_READ, last=False)
+        return [_groups(span, own) for span, own in zip(self.spans, found, strict=True)]
+
+    def read_units(self, layer: int, raised: Sequence[Tensor]) -> list[Tensor]:
+        """The bytes of units of each span, uint8 [n, unit_bytes].
+
+        Args:
+            layer: whose base was read.
+            raised: of each span int64 [n, 3] on the CPU, distinct: plane, head and unit.
+
+        Raises:
+            PrefixUnreadable: as of `read_base`.
+        """
+        self._begin(layer)
+        wanted = [
+            span.unit_chunks(own.numpy()) for span, own in zip(self.spans, raised, strict=True)
+        ]
+        found = self._read(layer, wanted, SSD_READ, last=True)
+        for span, own in zip(self.spans, wanted, strict=True):
+            span.history.note(layer, own - span.layout.num_pages)
+            self.stats.selected_chunks += len(own)
+        pairs = zip(self.spans, found, strict=True)
+        return [own.view(-1, span.layout.unit_stride) for span, own in pairs]
+
+    def read_ahead(self, waste: float) -> None:
+        """Begin to read what the layer `next_ahead` wants, and what of planes is likely.
+
+        `waste` bounds what is expected to be read in vain, as a share of what is wanted.
+        """
+        layer = self.next_ahead
+        self.next_ahead += 1
+        for number, span in enumerate(self.spans):
+            missing = self._missing(layer, span)
+            base = missing & span.base_blocks
+            planes = missing
+            planes[: -span.layout.total_units] = False
+            planes[-span.layout.total_units :] = likely_blocks(
+                span.history.codes[layer], planes[-span.layout.total_units :], waste
+            )
+            # Apart, because the base is asked for first.
+            for blocks in (base, planes):
+                if blocks.any():
+                    self._area(layer, number).read_ahead(blocks, self._reader)
+
+    def refine(self, waste: float) -> None:
+        """Nothing: what layers above want of planes says little that history does not."""
+
+    def copy_ahead(self) -> None:
+        """Nothing: a base is restored as it is copied."""
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether reads that were asked for have not ended."""
+        areas = (area for own in self._areas.values() for area in own.values())
+        reads = itertools.chain(self._ending, *(area.reads for area in areas))
+        return any(not read.done for read in reads)
+
+    def close(self) -> None:
+        """Begin no more reads; nothing reads from the segments when `is_reading` is over."""
+        for layer in list(self._areas):
+            self._close_areas(layer)
+
+    def _begin(self, layer: int) -> None:
+        """Another layer is asked for: what earlier ones were read into is not needed any more."""
+        if layer == self.layer:
+            return
+        assert layer > self.layer, "layers are read in ascending order"
+        self.layer = layer
+        self.next_ahead = max(self.next_ahead, layer + 1)
+        for earlier in [number for number in self._areas if number < layer]:
+            self._close_areas(earlier)
+
+    def _close_areas(self, layer: int) -> None:
+        for area in self._areas.pop(layer).values():
+            area.close(self._reader)
+            self._ending = [read for read in (*self._ending, *area.reads) if not read.done]
+            self.stats.ssd_bytes += area.ahead_bytes
+            self.stats.ahead_bytes += area.ahead_bytes
+            self.stats.ahead_used_bytes += area.ahead_used_bytes
+            if self.timeline.enabled:
+                for read in area.reads:
+                    if read.began:
+                        name = "ahead" if read.ahead else "demand"
+                        ended = read.ended or time.perf_counter()
+                        self.timeline.add(SSD_TRACK, name, read.began, ended, layer)
+
+    def _area(self, layer: int, number: int) -> LayerArea:
+        """The area of a layer of the span with this number."""
+        areas = self._areas.setdefault(layer, {})
+        if number not in areas:
+            segment = self.spans[number].segment
+            offset, size = segment.layout.codes_offset(layer), self.spans[number].layout.layer_bytes
+            areas[number] = LayerArea(segment, offset, size, self._pool)
+        return areas[number]
+
+    def _first_id(self, layer: int, span: CodedSpan) -> int:
+        return span.base + layer * len(span.chunks.first)
+
+    def _missing(self, layer: int, span: CodedSpan) -> Flags:
+        """Blocks of a layer that are in no cache."""
+        chunks = span.chunks
+        tiers = self._cache.placement.tiers(self._first_id(layer, span), len(chunks.first))
+        missing: Flags = np.repeat(tiers == _SSD, chunks.count)
+        return missing
+
+    def _read(
+        self, layer: int, wanted: Sequence[Indices], stage: str, *, last: bool
+    ) -> list[Tensor]:
+        """The blocks of chunks of each span, uint8 [blocks, BLOCK_BYTES].
+
+        They are taken from where chunks stood before the read; then the chunks move.
+        """
+        with self.timeline.span(PLAN, layer):
+            ids = [
+                own + self._first_id(layer, span)
+                for span, own in zip(self.spans, wanted, strict=True)
+            ]
+            joined = np.concatenate(ids)
+            access = self._cache.access(joined, np.ones(len(joined)))
+        try:
+            with self.timeline.span(stage, layer):
+                blocks = self._fetch(layer, wanted, access, last=last)
+            with self.timeline.span(COPY, layer):
+                found = self._take(layer, wanted, access, blocks)
+                self._settle(layer, wanted, access, joined)
+        except BaseException:
+            # The placement counts on bytes that were not copied.
+            self._cache.abandon(access)
+            raise
+        self._count(wanted, access)
+        return found
+
+    def _fetch(
+        self, layer: int, wanted: Sequence[Indices], access: Access, *, last: bool
+    ) -> list[Flags | None]:
+        """Bring all blocks that must come from SSD into their areas; which of each span."""
+        fetched: list[Flags | None] = []
+        gap, start = self._reader.cost.gap_bytes, 0
+        for number, (span, chunks) in enumerate(zip(self.spans, wanted, strict=True)):
+            own = slice(start, start := start + len(chunks))
+            on_ssd = access.tiers[own] == _SSD
+            if not on_ssd.any():
+                fetched.append(None)
+                continue
+            blocks = _blocks_of(span, chunks[on_ssd], access.kept[own][on_ssd])
+            area = self._area(layer, number)
+            self.stats.ssd_bytes += area.read(blocks, gap, self._reader, last=last)
+            fetched.append(blocks)
+        began = time.perf_counter()
+        for number, arriving in enumerate(fetched):
+            if arriving is not None:
+                self._area(layer, number).wait(arriving)
+        self.stats.wait_ms += (time.perf_counter() - began) * 1e3
+        return fetched
+
+    def _take(
+        self,
+        layer: int,
+        wanted: Sequence[Indices],
+        access: Access,
+        blocks: Sequence[Flags | None],
+    ) -> list[Tensor]:
+        found, start = [], 0
+        for number, (span, chunks) in enumerate(zip(self.spans, wanted, strict=True)):
+            own = slice(start, start := start + len(chunks))
+            place, inside = span.chunks.frames(chunks)
+            frames = span.chunks.first[chunks][place] + inside
+            tiers = access.tiers[own][place]
+            if len(access.pages):
+                cached = tiers != _SSD
+                frames[cached] = access.pages[own][place[cached], inside[cached]]
+            found.append(self._taker.take(tiers, frames, self._memory(layer, number, blocks)))
+        return found
+
+    def _memory(
+        self, layer: int, number: int, blocks: Sequence[Flags | None]
+    ) -> PooledMemory | None:
+        return None if blocks[number] is None else self._area(layer, number).memory
+
+    def _settle(self, layer: int, wanted: Sequence[Indices], access: Access, ids: Indices) -> None:
+        """Move chunks; those that were read to be cached are taken from the areas."""
+        loaded: dict[int, Tensor] = {}
+        memories, start = [], 0
+        for number, (span, chunks) in enumerate(zip(self.spans, wanted, strict=True)):
+            own = slice(start, start := start + len(chunks))
+            kept = np.flatnonzero(access.kept[own])
+            if not len(kept):
+                continue
+            memory = self._area(layer, number).memory
+            memories.append(memory)
+            blocks = memory.vectors(torch.uint8, BLOCK_BYTES)
+            first, count = span.chunks.first[chunks[kept]], span.chunks.count[chunks[kept]]
+            columns = (ids[own][kept], first, first + count)
+            for chunk, begin, end in zip(*(column.tolist() for column in columns), strict=True):
+                loaded[chunk] = blocks[begin:end].view(-1)
+        fence = self._cache.settle(access, loaded)
+        if fence is not None:
+            for memory in memories:
+                memory.fence = fence
+
+    def _count(self, wanted: Sequence[Indices], access: Access) -> None:
+        stats, start = self.stats, 0
+        stats.ssd_chunks += int(np.count_nonzero(access.tiers == _SSD))
+        stats.host_chunks += int(np.count_nonzero(access.tiers == _HOST))
+        stats.device_chunks += int(np.count_nonzero(access.tiers == _DEVICE))
+        for span, chunks in zip(self.spans, wanted, strict=True):
+            tiers = access.tiers[start : (start := start + len(chunks))]
+            sizes = span.chunks.count[chunks] * BLOCK_BYTES
+            stats.ssd_needed_bytes += int(sizes[tiers == _SSD].sum())
+            stats.h2d_bytes += int(sizes[tiers != _DEVICE].sum())
+        moved = (move for move in access.moves if move.target == _DEVICE)
+        stats.h2d_bytes += sum(len(move.target_pages) for move in moved) * BLOCK_BYTES
+
+
+def _blocks_of(span: CodedSpan, chunks: Indices, kept: npt.NDArray[np.bool_]) -> Flags:
+    """Blocks of chunks; of pages of the base that will not be cached only what the span needs."""
+    blocks = np.zeros(span.chunks.num_blocks, np.bool_)
+    place, inside = span.chunks.frames(chunks)
+    blocks[span.chunks.first[chunks][place] + inside] = True
+    if len(chunks) and chunks[0] < span.layout.num_pages:
+        blocks &= span.base_blocks
+        place, inside = span.chunks.frames(chunks[kept])
+        blocks[span.chunks.first[chunks[kept]][place] + inside] = True
+    return blocks
+
+
+def _groups(span: CodedSpan, blocks: Tensor) -> Tensor:
+    """The span's groups, from the blocks of `span.pages`."""
+    layout, flat = span.layout, blocks.view(-1)
+    size = layout.page_groups * layout.group_bytes
+    pages = [
+        page[: len(page) // layout.group_bytes * layout.group_bytes][:size]
+        for page in flat.split(layout.page_bytes)
+    ]
+    joined = flat[: sum(map(len, pages))] if size == layout.page_bytes else torch.cat(pages)
+    groups = joined.view(-1, layout.group_bytes)
+    first = span.groups[0] - int(span.pages[0]) * layout.page_groups
+    return groups[first : first + len(span.groups)]

@@ -1,0 +1,89 @@
+"""Puts coded KVs into slots of a pool: with compiled loops on a CPU, with kernels on a GPU.
+
+Stage: load. `CodeWriter` is the contract; tests/unit/triton/test_coded_paths.py compares the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from impress_sglang.precision import slots as loops
+from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
+from impress_sglang.precision.slots import CodedTokens
+from impress_sglang.tiers.fence import to_device
+
+
+class CodeWriter(Protocol):
+    """The contract; `precision.codec` defines the numbers."""
+
+    def restore_base(self, tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
+        """See `precision.slots.restore_base`."""
+        ...
+
+    def raise_units(
+        self, tokens: CodedTokens, raised: Tensor, planes: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        """See `precision.slots.raise_units`; `planes` are where the pools are."""
+        ...
+
+
+def code_writer_for(device: torch.device) -> CodeWriter:
+    """What fits the device of the pools."""
+    return KernelCodeWriter() if device.type == "cuda" else LoopCodeWriter()
+
+
+class LoopCodeWriter:
+    """Loops over the elements."""
+
+    def restore_base(self, tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
+        """See `CodeWriter`."""
+        loops.restore_base(tokens, keys, values)
+
+    def raise_units(
+        self, tokens: CodedTokens, raised: Tensor, planes: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        """See `CodeWriter`."""
+        loops.raise_units(tokens, raised, planes, keys, values)
+
+
+class KernelCodeWriter:
+    """A launch for all keys and values of a layer; nothing is waited for."""
+
+    def __init__(self) -> None:
+        # Only where it is used: Triton is not needed on a CPU.
+        from impress_sglang.triton import codes
+
+        self._kernels = codes
+
+    def restore_base(self, tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
+        """See `CodeWriter`."""
+        self._kernels.restore_base(self._groups(tokens), keys, values)
+
+    def raise_units(
+        self, tokens: CodedTokens, raised: Tensor, planes: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        """See `CodeWriter`."""
+        layout = tokens.layout
+        places, entry_of = raised[:, 1:].unique(dim=0, return_inverse=True)
+        units = torch.zeros(len(places), 2 + NUM_PLANES, dtype=torch.int64)
+        units[:, 0] = places[:, 0]
+        units[:, 1] = places[:, 1] * layout.unit_tokens - tokens.first_token
+        rows = planes.data_ptr() + torch.arange(len(raised)) * planes.stride(0)
+        units[entry_of, 2 + raised[:, 0]] = rows
+        on_device = to_device(units, keys.device)
+        self._kernels.raise_units(self._groups(tokens), on_device, layout.unit_tokens, keys, values)
+
+    def _groups(self, tokens: CodedTokens) -> Any:
+        groups = tokens.groups
+        number = torch.arange(len(groups), device=groups.device)
+        ranges = groups.data_ptr() + number * groups.stride(0)
+        return self._kernels.CodedGroups(
+            ranges + tokens.layout.group_range_bytes,
+            ranges,
+            tokens.slots,
+            tokens.start - tokens.first_token,
+            GROUP_TOKENS,
+        )

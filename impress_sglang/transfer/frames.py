@@ -1,0 +1,112 @@
+"""Takes blocks of codes from where they stand: device cache, host cache, areas.
+
+Stage: load. A *frame* is a block in memory: a page of a cache, or a block of an area. `FrameTaker`
+is the contract; tests/unit/triton/test_coded_paths.py compares the two.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from impress_sglang.loops.types import Indices
+from impress_sglang.storage.layout import BLOCK_BYTES
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.fence import Fence
+from impress_sglang.tiers.placement import CACHES, Tier
+from impress_sglang.tiers.slab import PageShape
+from impress_sglang.transfer.area import PooledMemory
+
+# A page of a cache of codes is a block as it stands on disk.
+_WORD = torch.int32
+CODE_PAGE = PageShape(BLOCK_BYTES // _WORD.itemsize, 1, _WORD)
+
+
+class FrameTaker(Protocol):
+    """The contract: what is read from stays as it is, and may move after the call."""
+
+    def take(
+        self, tiers: npt.NDArray[np.uint8], frames: Indices, memory: PooledMemory | None
+    ) -> Tensor:
+        """Blocks of a span, in the order in which they are named.
+
+        Args:
+            tiers: uint8 [n], `Tier` values.
+            frames: int64 [n], pages of that cache, or blocks of the area.
+            memory: of the area; None if nothing is taken from there.
+
+        Returns:
+            uint8 [n, BLOCK_BYTES] on the device of the cache. May share the memory of the area.
+        """
+        ...
+
+
+def make_taker(cache: ChunkCache) -> FrameTaker:
+    """What fits the device of the cache."""
+    return KernelTaker(cache) if cache.device.type == "cuda" else IndexedTaker(cache)
+
+
+class IndexedTaker:
+    """Tensor indexing, tier by tier."""
+
+    def __init__(self, cache: ChunkCache) -> None:
+        self._cache = cache
+
+    def take(
+        self, tiers: npt.NDArray[np.uint8], frames: Indices, memory: PooledMemory | None
+    ) -> Tensor:
+        """See `FrameTaker`."""
+        found = np.flatnonzero(np.bincount(tiers, minlength=len(Tier))).tolist()
+        if len(found) == 1:
+            return self._take_from(found[0], frames, memory)
+        blocks = torch.empty(len(frames), BLOCK_BYTES, dtype=torch.uint8)
+        for tier in found:
+            place = np.flatnonzero(tiers == tier)
+            own = self._take_from(tier, frames[place], memory)
+            blocks.index_copy_(0, torch.from_numpy(place), own.cpu())
+        return blocks
+
+    def _take_from(self, tier: int, frames: Indices, memory: PooledMemory | None) -> Tensor:
+        if tier != Tier.SSD:
+            return self._cache.read_pages(tier, frames).view(torch.uint8)
+        assert memory is not None
+        blocks = memory.vectors(torch.uint8, BLOCK_BYTES)
+        first = int(frames[0])
+        if int(frames[-1]) - first == len(frames) - 1 and (np.diff(frames) == 1).all():
+            return blocks[first : first + len(frames)]
+        return blocks.index_select(0, torch.from_numpy(frames))
+
+
+class KernelTaker:
+    """One launch, which reads all tiers; nothing is waited for."""
+
+    def __init__(self, cache: ChunkCache) -> None:
+        # Only where it is used: Triton is not needed on a CPU.
+        from impress_sglang.tiers.page_copies import PageCopier
+
+        self._cache = cache
+        self._copier = PageCopier(cache.page, cache.device)
+
+    def take(
+        self, tiers: npt.NDArray[np.uint8], frames: Indices, memory: PooledMemory | None
+    ) -> Tensor:
+        """See `FrameTaker`."""
+        cache = self._cache
+        addresses = np.zeros(len(frames), np.int64)
+        if memory is not None:
+            addresses = memory.address + frames * BLOCK_BYTES
+        for tier in CACHES:
+            place = np.flatnonzero(tiers == tier)
+            if len(place):
+                addresses[place] = cache.page_addresses(tier, frames[place])
+        blocks = torch.empty(len(frames), cache.page.elements, dtype=_WORD, device=cache.device)
+        cache.copy_stream.join()
+        self._copier.copy([(blocks, None, addresses)])
+        cache.copy_stream.note_reading()
+        if memory is not None:
+            memory.fence = Fence(cache.device)
+        return blocks.view(torch.uint8)

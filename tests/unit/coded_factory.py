@@ -1,0 +1,139 @@
+"""Sources of coded prefixes on segment files, and what their slots must hold, by definition."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from impress_sglang.precision.codec import LEVELS, NUM_PLANES, code_keys, code_values, restore
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.reader import ChunkReader, OpenSegment
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
+from impress_sglang.transfer.area import AreaPool
+from impress_sglang.transfer.coded import CodedSource, CodedSpan, cached_pages, most_pages
+from impress_sglang.transfer.expectation import UnitHistory
+from impress_sglang.transfer.frames import CODE_PAGE
+from impress_sglang.transfer.slots import LayerSlots
+from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
+
+SHAPE = make_shape(
+    layers=3, query_heads=6, kv_heads=2, key_dim=64, value_dim=32, sketch_bits=4, coded=True
+)
+BLOCK = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class CodedPart:
+    """The tokens [start, stop) of a segment."""
+
+    num_tokens: int
+    start: int = 0
+    stop: int | None = None
+
+
+class CodedCase:
+    """A prefix over some segments, its exact KVs [L, m, G, D], and what they are in codes."""
+
+    def __init__(
+        self,
+        directory: Path,
+        parts: Sequence[CodedPart],
+        reader: ChunkReader,
+        *,
+        shape: KVShape = SHAPE,
+        device_pages: int = 0,
+        host_pages: int = 0,
+        rule: ReplacementRule | None = None,
+    ) -> None:
+        self.shape = shape
+        self.reader = reader
+        self.pool = AreaPool(64 << 20)
+        self.paths, self.spans = [], []
+        keys, values, self._codes = [], [], []
+        self.cache: ChunkCache | None = None
+        for number, part in enumerate(parts):
+            stop = part.num_tokens if part.stop is None else part.stop
+            info = make_info(shape, range(part.num_tokens), segment_id=f"segment{number}")
+            own = random_kvs(shape, part.num_tokens, seed=number)
+            self.paths.append(write_kvs(directory, info, *own))
+            segment = OpenSegment(self.paths[-1], FileSystem(), direct=False)
+            layout = segment.layout.codes
+            assert layout is not None
+            if self.cache is None:
+                self.cache = ChunkCache(
+                    CODE_PAGE,
+                    most_pages(layout),
+                    rule or LeastRecentlyUsed(),
+                    device=torch.device("cpu"),
+                    device_bytes=device_pages * BLOCK,
+                    host_bytes=host_pages * BLOCK,
+                )
+            base = self.cache.attach(cached_pages(layout, shape.num_layers))
+            history = UnitHistory(shape.num_layers, layout.total_units)
+            self.spans.append(CodedSpan(segment, part.start, stop, base, history))
+            keys.append(own[0][:, part.start : stop])
+            values.append(own[1][:, part.start : stop])
+            for layer in range(shape.num_layers):
+                codes = code_keys(own[0][layer]), code_values(own[1][layer])
+                self._codes.append((number, layer, codes, slice(part.start, stop)))
+        self.keys, self.values = torch.cat(keys, 1), torch.cat(values, 1)
+        self.num_tokens = self.keys.shape[1]
+        self.slots = torch.randperm(self.num_tokens + 5)[: self.num_tokens]
+        self.source = self.make_source()
+
+    def make_source(self) -> CodedSource:
+        """As a new request has it."""
+        assert self.cache is not None
+        self.cache.placement.advance()
+        return CodedSource(self.spans, self.reader, self.pool, self.cache)
+
+    def layer_slots(self) -> LayerSlots:
+        """New pools, full of what nobody wrote."""
+        shape = self.shape
+        pools = [
+            torch.full((self.num_tokens + 5, shape.num_kv_heads, dim), -77.0, dtype=shape.dtype)
+            for dim in (shape.key_dim, shape.value_dim)
+        ]
+        return LayerSlots.of(pools[0], pools[1], self.slots)
+
+    def expected(self, layer: int, planes: Tensor) -> list[Tensor]:
+        """Keys and values [m, G, D] where units, counted through all spans, have these planes."""
+        found: list[list[Tensor]] = [[], []]
+        first = 0
+        for number, own_layer, codes, part in self._codes:
+            if own_layer != layer:
+                continue
+            span = self.spans[number]
+            tokens = torch.arange(part.start, part.stop) // span.layout.unit_tokens
+            levels = planes[:, tokens - span.units[0] + first].T[..., None]
+            first += len(span.units)
+            for rows, own in zip(found, codes, strict=True):
+                kept = restore(own, LEVELS[0])[part]
+                for count in range(1, NUM_PLANES + 1):
+                    better = restore(own, LEVELS[count])[part]
+                    kept = torch.where(levels >= count, better, kept)
+                rows.append(kept)
+        return [torch.cat(rows) for rows in found]
+
+    def check(self, layer: int, slots: LayerSlots, planes: Tensor) -> None:
+        """The slots hold that, and no others were touched."""
+        for own, expected in zip(
+            (slots.keys, slots.values), self.expected(layer, planes), strict=True
+        ):
+            slack = 2 * torch.finfo(own.pool.dtype).eps * float(expected.abs().max())
+            found = own.pool[self.slots].float()
+            assert (found - expected).abs().max() <= slack + 1e-5
+            others = torch.ones(len(own.pool), dtype=torch.bool)
+            others[self.slots] = False
+            assert (own.pool[others] == -77.0).all()
+
+    def close(self) -> None:
+        self.source.close()
+        for span in self.spans:
+            span.segment.close()

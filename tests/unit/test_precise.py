@@ -1,0 +1,207 @@
+"""A prefix in codes: the bits that its slots get, what is read for that, and from where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.precision.allocation import planes_of
+from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.transfer.loader import LayerInputs, LoadStats
+from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader, PrefixUnits
+from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
+from tests.unit.kv_factory import flip_byte, make_shape
+from tests.unit.source_factory import quick_files, reading
+
+PREFIXES = {
+    "one": [CodedPart(700)],
+    "short": [CodedPart(3)],
+    "inside": [CodedPart(1500, 70, 1337)],
+    "several": [CodedPart(300, 17), CodedPart(64), CodedPart(900, 0, 555)],
+}
+BITS = [4.0, 5.0, 6.5, 8.0]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick() -> Iterator[None]:
+    with quick_files():
+        yield
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[ChunkReader]:
+    with reading() as own:
+        yield own
+
+
+def inputs(case: CodedCase, seed: int = 5) -> LayerInputs:
+    generator = torch.Generator().manual_seed(seed)
+    shape = case.shape
+
+    def rows(count: int, heads: int) -> Tensor:
+        found = torch.randn(count, heads, shape.key_dim, generator=generator)
+        return found.to(shape.dtype)
+
+    return LayerInputs(rows(4, shape.num_query_heads), rows(4, 2), rows(6, 2), 0.3)
+
+
+def squares(given: LayerInputs, prefix: Tensor) -> Tensor:
+    """Squared attention weights [G, m] of the prefix, summed over queries, in float64."""
+    keys = torch.cat([given.resident_keys.float(), prefix, given.new_keys.float()]).double()
+    group = given.queries.shape[1] // keys.shape[1]
+    found = torch.zeros(keys.shape[1], len(prefix), dtype=torch.float64)
+    first = len(given.resident_keys)
+    for row, query in enumerate(given.queries.double()):
+        seen = len(keys) - len(given.new_keys) + row + 1
+        for head, vector in enumerate(query):
+            logits = keys[:seen, head // group] @ vector * given.scaling
+            weights = logits.softmax(0)[first : first + len(prefix)]
+            found[head // group] += weights.square()
+    return found
+
+
+def load(
+    case: CodedCase, layer: int, bits: float, rule: str = "query", stats: LoadStats | None = None
+) -> Tensor:
+    """Load a layer as the request under way does; checks slots."""
+    slots = case.layer_slots()
+    loader = PreciseLoader(case.shape, ALLOCATIONS[rule])
+    stats = stats or LoadStats()
+    planes = loader.load(layer, case.source, inputs(case), slots, bits, stats)
+    case.check(layer, slots, planes)
+    return planes
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("rule", ALLOCATIONS)
+@pytest.mark.parametrize("name", PREFIXES)
+def test_slots_get_the_bits_that_were_asked_for(
+    name: str, rule: str, bits: float, tmp_path: Path, reader: ChunkReader
+) -> None:
+    case, stats = CodedCase(tmp_path, PREFIXES[name], reader), LoadStats()
+    for layer in range(SHAPE.num_layers):
+        planes = load(case, layer, bits, rule, stats)
+        assert int(planes.sum()) == planes_of(bits, planes.numel())
+        assert int(planes.min()) >= 0 and int(planes.max()) <= NUM_PLANES
+    assert stats.mean_bits <= bits
+    assert stats.mean_bits > bits - 2 / (planes.numel())
+    case.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pools_of_few_bits(dtype: torch.dtype, tmp_path: Path, reader: ChunkReader) -> None:
+    shape = make_shape(layers=1, key_dim=64, value_dim=64, dtype=dtype, sketch_bits=4, coded=True)
+    case = CodedCase(tmp_path, PREFIXES["several"], reader, shape=shape)
+    load(case, 0, 6.0)
+    case.close()
+
+
+@pytest.mark.parametrize("name", ["one", "several"])
+def test_planes_go_where_an_error_weighs_most(
+    name: str, tmp_path: Path, reader: ChunkReader
+) -> None:
+    case = CodedCase(tmp_path, PREFIXES[name], reader)
+    planes = load(case, 0, 5.0)
+    base = case.expected(0, torch.zeros_like(planes))[0]
+    by_token = squares(inputs(case), base)
+    units = PrefixUnits.of(case.spans, torch.device("cpu"))
+    weights = torch.zeros(planes.shape, dtype=torch.float64)
+    weights.index_add_(1, units.unit_of_token, by_token)
+    gains = torch.stack([weights, weights / 16])
+    given = torch.arange(NUM_PLANES)[:, None, None] < planes
+    assert gains[given].min() >= gains[~given].max() * (1 - 1e-3)
+    case.close()
+
+
+def test_what_is_read_is_the_base_and_the_planes(tmp_path: Path, reader: ChunkReader) -> None:
+    case, stats = CodedCase(tmp_path, PREFIXES["one"], reader), LoadStats()
+    planes = [load(case, layer, 5.0, stats=stats) for layer in range(SHAPE.num_layers)]
+    case.source.close()
+    (span,) = case.spans
+    count = sum(int(own.sum()) for own in planes)
+    read = case.source.stats
+    assert read.ssd_needed_bytes == span.layout.base_bytes * SHAPE.num_layers + count * BLOCK
+    assert read.ssd_bytes >= read.ssd_needed_bytes
+    assert stats.base_bytes == span.layout.num_groups * span.layout.group_bytes * SHAPE.num_layers
+    assert sum(stats.planes) == count
+    assert stats.units == sum(own.numel() for own in planes)
+    case.close()
+
+
+def test_a_part_of_a_segment_reads_little_more_than_its_own(
+    tmp_path: Path, reader: ChunkReader
+) -> None:
+    case = CodedCase(tmp_path, [CodedPart(3000, 1000, 1100)], reader)
+    case.source.read_base(0)
+    groups = 3
+    assert case.source.stats.ssd_bytes <= groups * case.spans[0].layout.group_bytes + 2 * BLOCK
+    case.close()
+
+
+@pytest.mark.parametrize(("device_pages", "host_pages"), [(400, 0), (0, 400), (9, 13), (40, 60)])
+def test_caches_give_what_the_drive_gave(
+    device_pages: int, host_pages: int, tmp_path: Path, reader: ChunkReader
+) -> None:
+    case = CodedCase(
+        tmp_path, PREFIXES["several"], reader, device_pages=device_pages, host_pages=host_pages
+    )
+    assert case.cache is not None
+    for _ in range(3):
+        for layer in range(SHAPE.num_layers):
+            load(case, layer, 6.0)
+            case.cache.check_integrity()
+        case.source.close()
+        stats, case.source = case.source.stats, case.make_source()
+    if device_pages + host_pages == 400:
+        assert stats.ssd_bytes == 0 and stats.ssd_chunks == 0
+    assert stats.device_chunks + stats.host_chunks > 0
+    case.close()
+
+
+def test_what_is_read_ahead_is_used(tmp_path: Path, reader: ChunkReader) -> None:
+    case = CodedCase(tmp_path, PREFIXES["several"], reader)
+    for layer in range(SHAPE.num_layers):
+        load(case, layer, 5.0)
+    case.source.close()
+    case.source = case.make_source()
+    while case.source.next_ahead < SHAPE.num_layers:
+        case.source.read_ahead(0.5)
+    for layer in range(SHAPE.num_layers):
+        load(case, layer, 5.0)
+    case.source.close()
+    stats = case.source.stats
+    # The same question as before: all its planes were likely.
+    assert stats.ahead_used_bytes == stats.ahead_bytes == stats.ssd_bytes
+    case.close()
+
+
+@pytest.mark.parametrize("where", ["base", "plane"])
+def test_a_damaged_block_is_found(where: str, tmp_path: Path, reader: ChunkReader) -> None:
+    case = CodedCase(tmp_path, PREFIXES["one"], reader)
+    segment, layout = case.spans[0].segment, case.spans[0].layout
+    offset = segment.layout.codes_offset(1)
+    flip_byte(case.paths[0], offset + (5 if where == "base" else layout.base_bytes + 5))
+    load(case, 0, 8.0)
+    with pytest.raises(PrefixUnreadable, match="checksum"):
+        load(case, 1, 8.0)
+    case.close()
+
+
+def test_the_same_history_gives_the_same_bits(tmp_path: Path, reader: ChunkReader) -> None:
+    found = []
+    for run in range(2):
+        (tmp_path / str(run)).mkdir()
+        case = CodedCase(tmp_path / str(run), PREFIXES["several"], reader, host_pages=60)
+        for _ in range(2):
+            case.source = case.make_source()
+            found.append([load(case, layer, 5.0) for layer in range(SHAPE.num_layers)])
+            case.source.close()
+        case.close()
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
