@@ -103,20 +103,21 @@ def raised(code_part: Tensor, bits: int, more: int) -> Tensor:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes below 2**bits, uint8 [..., D], into bytes [..., D * bits / 8].
 
-    The first element of a byte is in its lowest bits.
+    Byte b has the elements b, b + W, b + 2W, ... of W bytes, the first in its lowest bits: loops
+    then handle neighbours alike, many at once.
     """
     per_byte = 8 // bits
-    parts = codes.unflatten(-1, (-1, per_byte))
-    packed = torch.zeros_like(parts[..., 0])
+    parts = codes.unflatten(-1, (per_byte, -1))
+    packed = torch.zeros_like(parts[..., 0, :])
     for place in range(per_byte):
-        packed |= parts[..., place] << (place * bits)
+        packed |= parts[..., place, :] << (place * bits)
     return packed
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """The codes that `pack` has packed, uint8 [..., D]."""
     places = [(packed >> (place * bits)) & (2**bits - 1) for place in range(8 // bits)]
-    return torch.stack(places, -1).flatten(-2)
+    return torch.cat(places, -1)
 
 
 def base_of(codes: Tensor) -> Tensor:

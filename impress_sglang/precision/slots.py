@@ -5,7 +5,10 @@ Stage: load. `restore_base` fills slots with what the base says, `raise_units` a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,16 +52,15 @@ def restore_base(tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
         keys: pool [slots, G, Dk].
         values: pool [slots, G, Dv].
     """
-    layout, count = tokens.layout, len(tokens.slots)
+    layout = tokens.layout
     place = tokens.start - tokens.first_token
     bases, ranges = base_views(layout, tokens.groups), range_views(layout, tokens.groups)
     for loop, base, own, pool in (
         (loops.restore_keys, bases[0], ranges[0], keys),
         (loops.restore_values, bases[1], ranges[1], values),
     ):
-        rows = torch.empty(count, *pool.shape[1:])
-        loop(base.contiguous().numpy(), own.float().contiguous().numpy(), place, rows.numpy())
-        _put(pool.flatten(1), tokens.slots, rows.flatten(1))
+        with _numbers_of(pool, tokens.slots) as (numbers, slots):
+            loop(base.numpy(), own.float().contiguous().numpy(), place, slots, numbers)
 
 
 def raise_units(
@@ -74,43 +76,54 @@ def raise_units(
         keys: pool [slots, G, Dk].
         values: pool [slots, G, Dv].
     """
-    if not len(raised):
-        return
     layout = tokens.layout
-    # A token that gets several planes is rounded to the dtype of the pool once.
-    places, entry_of = raised[:, 1:].unique(dim=0, return_inverse=True)
-    heads, units = places.T
-    own = units[:, None] * layout.unit_tokens + torch.arange(layout.unit_tokens)
-    inside = (own >= tokens.start) & (own < tokens.start + len(tokens.slots))
-    near = own.clamp(tokens.start, tokens.start + len(tokens.slots) - 1)
-    cells = 2.0 ** (PLANE_BITS * (NUM_PLANES - 1 - raised[:, 0]))
+    units = planes_by_unit(raised, layout, tokens.start)
     split = layout.unit_tokens * layout.key_dim * PLANE_BITS // 8
     key_ranges, value_ranges = range_views(layout, tokens.groups)
-    within = near - tokens.first_token
-    group, place = within // GROUP_TOKENS, within % GROUP_TOKENS
-    # From the dimension of a vector to that of a pool of heads.
-    rows_of = (tokens.slots[near - tokens.start] * layout.num_heads + heads[:, None])[inside]
-    key_steps = key_ranges[group, heads[:, None], 1]
-    value_steps = value_ranges[group, place, heads[:, None], 1][..., None]
-    for pool, own_bytes, steps in (
-        (keys, planes[:, :split], key_steps),
-        (values, planes[:, split : layout.unit_bytes], value_steps),
+    for begin, steps, pool in (
+        (0, key_ranges[:, None, :, 1], keys),
+        (split, value_ranges[..., 1:], values),
     ):
-        rows = torch.zeros(len(places), layout.unit_tokens, pool.shape[2])
-        loops.add_planes(
-            own_bytes.unflatten(1, (layout.unit_tokens, -1)).contiguous().numpy(),
-            cells.float().numpy(),
-            entry_of.numpy(),
-            rows.numpy(),
-        )
-        vectors = pool.flatten(0, 1)
-        gained = (rows * steps.float())[inside]
-        _put(vectors, rows_of, vectors.index_select(0, rows_of).float().add_(gained))
+        with _numbers_of(pool, tokens.slots) as (numbers, slots):
+            loops.raise_units(
+                planes.numpy(),
+                begin,
+                layout.unit_tokens,
+                units.numpy(),
+                steps.float().contiguous().numpy(),
+                tokens.start - tokens.first_token,
+                slots,
+                numbers,
+            )
 
 
-def _put(pool: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Fill rows of a pool [n, width], faster than by indexing: words are copied, not elements."""
-    words = rows.to(pool.dtype).view(torch.uint8)
-    assert pool.data_ptr() == pool.view(torch.uint8).data_ptr(), "a copy would be filled"
-    width = torch.int64 if not words.shape[1] % 8 else torch.uint8
-    pool.view(width).index_copy_(0, index, words.view(width))
+def planes_by_unit(raised: Tensor, layout: CodeLayout, origin: int) -> Tensor:
+    """Planes that are raised, one row for each unit.
+
+    Args:
+        raised: int64 [n, 3] on the CPU, distinct: plane, head and unit.
+        layout: of the layer.
+        origin: the token from which tokens are counted.
+
+    Returns:
+        int64 [units, 2 + NUM_PLANES]: head, first token, and of each plane its row in `raised`, -1
+        if it is not there.
+    """
+    places, entry_of = raised[:, 1:].unique(dim=0, return_inverse=True)
+    units = torch.full((len(places), 2 + NUM_PLANES), -1)
+    units[:, 0] = places[:, 0]
+    units[:, 1] = places[:, 1] * layout.unit_tokens - origin
+    units[entry_of, 2 + raised[:, 0]] = torch.arange(len(raised))
+    return units
+
+
+@contextlib.contextmanager
+def _numbers_of(pool: Tensor, slots: Tensor) -> Iterator[tuple[Any, Any]]:
+    """A pool as the loops take it, and where slots are in that; what they write gets there."""
+    if pool.is_contiguous() and pool.dtype in (torch.float32, torch.bfloat16):
+        words = pool if pool.dtype == torch.float32 else pool.view(torch.uint16)
+        yield words.numpy(), slots.numpy()
+        return
+    rows = pool[slots].float()
+    yield rows.numpy(), torch.arange(len(slots)).numpy()
+    pool[slots] = rows.to(pool.dtype)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from impress_sglang.precision import slots as loops
-from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
-from impress_sglang.precision.slots import CodedTokens
+from impress_sglang.precision.codec import GROUP_TOKENS
+from impress_sglang.precision.slots import CodedTokens, planes_by_unit
 from impress_sglang.tiers.fence import to_device
 
 
@@ -67,12 +67,9 @@ class KernelCodeWriter:
     ) -> None:
         """See `CodeWriter`."""
         layout = tokens.layout
-        places, entry_of = raised[:, 1:].unique(dim=0, return_inverse=True)
-        units = torch.zeros(len(places), 2 + NUM_PLANES, dtype=torch.int64)
-        units[:, 0] = places[:, 0]
-        units[:, 1] = places[:, 1] * layout.unit_tokens - tokens.first_token
-        rows = planes.data_ptr() + torch.arange(len(raised)) * planes.stride(0)
-        units[entry_of, 2 + raised[:, 0]] = rows
+        units = planes_by_unit(raised, layout, tokens.first_token)
+        rows = units[:, 2:]
+        units[:, 2:] = torch.where(rows < 0, 0, planes.data_ptr() + rows * planes.stride(0))
         on_device = to_device(units, keys.device)
         self._kernels.raise_units(self._groups(tokens), on_device, layout.unit_tokens, keys, values)
 

@@ -252,7 +252,7 @@ def _restore_keys(
     mask = inside[:, None] & (columns < DIM)[None, :]
     low = tl.load(bounds[:, None] + columns, mask=mask, other=0.0).to(tl.float32)
     step = tl.load(bounds[:, None] + DIM + columns, mask=mask, other=0.0).to(tl.float32)
-    restored = low + _middles(codes, columns, mask) * step
+    restored = low + _middles(codes, columns, mask, DIM) * step
     tl.store(target[:, None] + columns, restored.to(target.dtype.element_ty), mask=mask)
 
 
@@ -270,7 +270,7 @@ def _restore_values(
     mask = inside[:, None] & (columns < DIM)[None, :]
     low = tl.load(bounds, mask=inside, other=0.0).to(tl.float32)
     step = tl.load(bounds + 1, mask=inside, other=0.0).to(tl.float32)
-    restored = low[:, None] + _middles(codes, columns, mask) * step[:, None]
+    restored = low[:, None] + _middles(codes, columns, mask, DIM) * step[:, None]
     tl.store(target[:, None] + columns, restored.to(target.dtype.element_ty), mask=mask)
 
 
@@ -290,7 +290,7 @@ def _raise_keys(
     columns = tl.arange(0, PADDED)
     mask = inside[:, None] & (columns < DIM)[None, :]
     step = tl.load(bounds[:, None] + DIM + columns, mask=mask, other=0.0).to(tl.float32)
-    gained = _gained(upper, has_upper, lower, has_lower, columns, mask)
+    gained = _gained(upper, has_upper, lower, has_lower, columns, mask, DIM)
     _add(target[:, None] + columns, gained * step, mask)
 
 
@@ -310,15 +310,15 @@ def _raise_values(
     columns = tl.arange(0, PADDED)
     mask = inside[:, None] & (columns < DIM)[None, :]
     step = tl.load(bounds + 1, mask=inside, other=0.0).to(tl.float32)
-    gained = _gained(upper, has_upper, lower, has_lower, columns, mask)
+    gained = _gained(upper, has_upper, lower, has_lower, columns, mask, DIM)
     _add(target[:, None] + columns, gained * step[:, None], mask)
 
 
 @triton.jit
-def _middles(rows: tl.tensor, columns: tl.tensor, mask: tl.tensor) -> tl.tensor:
+def _middles(rows: tl.tensor, columns: tl.tensor, mask: tl.tensor, DIM: tl.constexpr) -> tl.tensor:
     """What the 4 high bits of codes of 8 stand for, two elements in a byte."""
-    packed = tl.load(rows[:, None] + (columns // 2)[None, :], mask=mask, other=0)
-    code = (packed >> ((columns % 2) * 4).to(tl.uint8)[None, :]) & 15
+    packed = tl.load(rows[:, None] + (columns % (DIM // 2))[None, :], mask=mask, other=0)
+    code = (packed >> ((columns // (DIM // 2)) * 4).to(tl.uint8)[None, :]) & 15
     return code.to(tl.float32) * 16 + 7.5
 
 
@@ -330,10 +330,11 @@ def _gained(
     has_lower: tl.tensor,
     columns: tl.tensor,
     mask: tl.tensor,
+    DIM: tl.constexpr,
 ) -> tl.tensor:
     """What planes add, in steps: 2 bits of a code of 8 each, below 4 and below 6 that are known."""
-    shift = ((columns % 4) * 2).to(tl.uint8)[None, :]
-    byte = (columns // 4)[None, :]
+    shift = ((columns // (DIM // 4)) * 2).to(tl.uint8)[None, :]
+    byte = (columns % (DIM // 4))[None, :]
     first = tl.load(upper[:, None] + byte, mask=mask & has_upper, other=0)
     second = tl.load(lower[:, None] + byte, mask=mask & has_lower, other=0)
     high = (((first >> shift) & 3).to(tl.float32) - 1.5) * 4

@@ -117,6 +117,10 @@ def test_the_first_element_is_in_the_lowest_bits() -> None:
     assert pack(torch.tensor([1, 2, 3, 0], dtype=torch.uint8), 2).tolist() == [0b00111001]
 
 
+def test_neighbours_are_in_neighbouring_bytes() -> None:
+    assert pack(torch.tensor([1, 2, 3, 4], dtype=torch.uint8), 4).tolist() == [0x31, 0x42]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_elements_are_kept(kind: str) -> None:
     exact = torch.full((70, 2, 8), 3.25)
