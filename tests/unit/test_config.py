@@ -322,13 +322,13 @@ def test_retention_on_a_command_line_refuses_other_words(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("retention", "expected"),
+    ("retention", "part"),
     [(1.0, AUTO_FLOOR), (0.6, AUTO_FLOOR), (0.1, 0.1), (AUTO, AUTO_FLOOR)],
 )
 def test_who_uses_a_part_uses_no_more_than_the_floor_of_auto(
-    retention: float | str, expected: float
+    retention: float | str, part: float
 ) -> None:
-    assert ImpressConfig(retention=retention).part_retention == expected
+    assert ImpressConfig(retention=retention).part_retention == part
 
 
 @pytest.mark.parametrize("value", [4, 4.0, 5.25, 8, 8.0, EXACTLY])
