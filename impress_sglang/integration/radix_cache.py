@@ -158,7 +158,7 @@ class ImpressRadixCache(RadixCache):
         config = runtime.config
         self._score_eviction: ScoreEviction | None = None
         if runtime.policy.scores and params.eviction_policy == "lru":
-            self._score_eviction = ScoreEviction(config.half_life, config.usual_retention)
+            self._score_eviction = ScoreEviction(config.half_life, config.part_retention)
             self.eviction_strategy = self._score_eviction
         self._started = True
         # Requests that are not finished, for what begins in the middle of a pass.
