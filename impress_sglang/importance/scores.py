@@ -11,6 +11,8 @@ from torch import Tensor
 
 # Bounds the score matrix to QUERY_BLOCK x m per head, whatever the length of the new part.
 QUERY_BLOCK = 256
+# Below the largest one, a logit whose weight does not count where weights are squared.
+LEAST_LOGIT = -30.0
 
 
 def column_sums(
@@ -77,7 +79,11 @@ def _block_sums(
     # The matrix is passed over as seldom as possible: one exponential, and the division by the sum
     # of each row is folded into the product that sums the columns.
     peak = logits.amax(-1, keepdim=True)
-    weights = logits.sub_(peak).exp_()
+    logits.sub_(peak)
+    if squares:
+        # Numbers that are too small for a float's exponent are slow, and squares soon are.
+        logits.clamp_min_(LEAST_LOGIT)
+    weights = logits.exp_()
     total = weights.sum(-1) + (outside - peak.squeeze(-1)).exp()
     shares = total.reciprocal()
     if squares:

@@ -500,7 +500,7 @@ class ImpressRadixCache(RadixCache):
         wish = wish_of(req.sampling_params, config)
         least = EXACT
         if not policy.exact(wish) and config.approximation_depth:
-            least = Quality(config.approximation_depth, wish.retention, policy.bits(wish))
+            least = Quality(config.approximation_depth, wish.retention, wish.bits)
         return self._runtime.store.match(
             _namespace(key), _as_tokens(key.raw_token_ids()), least=least
         )

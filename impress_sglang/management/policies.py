@@ -112,7 +112,6 @@ class Recompute:
     stores: bool = False
     reorders: bool = False
     scores: bool = False
-
     codes: bool = False
 
     def exact(self, wish: Wish) -> bool:
@@ -144,7 +143,6 @@ class WholePrefix:
     stores: bool = True
     reorders: bool = False
     scores: bool = False
-
     codes: bool = False
 
     def exact(self, wish: Wish) -> bool:

@@ -104,7 +104,7 @@ class _PacedReader:
     def __init__(self, segment: OpenSegment, reader: ChunkReader, closing: threading.Event) -> None:
         self._segment = segment
         self._reader = reader
-        self._memory = AlignedMemory(segment.layout.layer_bytes)
+        self._memory = AlignedMemory(segment.layout.streams_bytes)
         self._closing = closing
         self._worked_since = time.monotonic()
 
@@ -113,7 +113,7 @@ class _PacedReader:
         self._closing.wait(min(REST_RATIO * worked, LONGEST_REST_S))
         self._worked_since = time.monotonic()
         segment, layout = self._segment, self._segment.layout
-        whole = np.array([0]), np.array([layout.layer_bytes])
+        whole = np.array([0]), np.array([layout.streams_bytes])
         offset = layout.layer_offset(layer)
         self._reader.read([BlockRuns(segment, self._memory, offset, *whole)])
         mapping = None if segment.mapping is None else segment.mapping[layer]

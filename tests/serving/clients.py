@@ -28,7 +28,13 @@ KINDS = {
     "override": 2,
     "talk": 1,
 }
-WAYS = {"whole": 8, "part": 4, "abort": 1, "hang up": 1}
+WAYS = {"whole": 8, "part": 3, "bits": 3, "abort": 1, "hang up": 1}
+# What a request asks for: all as it was computed, a part of that, or all in few bits.
+WISHES: dict[str, dict[str, Any]] = {
+    "whole": {"impress_retention": 1.0, "impress_bits": "exact"},
+    "part": {"impress_retention": PART},
+    "bits": {"impress_retention": 1.0, "impress_bits": 5},
+}
 
 # What SGLang says when requests are retracted, which lives here do on purpose.
 NOT_RETRACTED = "Beam groups cannot be retracted"
@@ -37,11 +43,11 @@ NOT_RETRACTED = "Beam groups cannot be retracted"
 class Client(threading.Thread):
     """Asks until it is stopped.
 
-    `usual` is the retention of a request that asks for none.
+    `usual` is what a request gets that asks for nothing, a key of `WISHES`.
     """
 
     def __init__(
-        self, world: World, name: str, seed: str, usual: float, kinds: Sequence[str]
+        self, world: World, name: str, seed: str, usual: str, kinds: Sequence[str]
     ) -> None:
         super().__init__(name=name)
         self._world, self._usual = world, usual
@@ -76,22 +82,22 @@ class Client(threading.Thread):
         elif way == "abort" and ask.may_be_partial:
             self._abort(ask, rid)
         else:
-            self._ask(ask, rid, self._retention(way))
+            self._ask(ask, rid, self._wish(way if way in WISHES else "whole"))
 
-    def _retention(self, way: str) -> float | None:
+    def _wish(self, *ways: str) -> str | None:
         """What a request asks for: sometimes nothing, where that is the same."""
-        retention = PART if way == "part" else 1.0
-        says_so = retention != self._usual or self._chance.random() < 0.5
-        return retention if says_so else None
+        way = self._chance.choice(ways)
+        says_so = way != self._usual or self._chance.random() < 0.5
+        return way if says_so else None
 
-    def _is_exact(self, ask: Ask, retention: float | None) -> bool:
-        asked = retention if ask.may_be_partial else None
-        return (self._usual if asked is None else asked) == 1.0
+    def _is_exact(self, ask: Ask, wish: str | None) -> bool:
+        asked = wish if ask.may_be_partial else None
+        return (asked or self._usual) == "whole"
 
-    def _ask(self, ask: Ask, rid: str, retention: float | None) -> None:
+    def _ask(self, ask: Ask, rid: str, wish: str | None) -> None:
         began = time.monotonic()
         fields = {"rid": rid} if ask.kind not in ("many", "score", "override") else {}
-        response = self._post(ask.route, began, **ask.with_fields(retention, **fields))
+        response = self._post(ask.route, began, **ask.with_fields(_custom(wish), **fields))
         if response is None:
             return
         if ask.kind == "beam" and NOT_RETRACTED in response.text:
@@ -102,7 +108,7 @@ class Client(threading.Thread):
             return
         told = response.json()
         self._count_path(told)
-        self._world.judge(ask, told, began, exact=self._is_exact(ask, retention))
+        self._world.judge(ask, told, began, exact=self._is_exact(ask, wish))
 
     def _abort(self, ask: Ask, rid: str) -> None:
         """Give a request up; one that is answered before is answered right."""
@@ -111,9 +117,9 @@ class Client(threading.Thread):
             self._chance.random() * 0.4, self._post, ("/abort_request", began), {"rid": rid}
         )
         late.start()
-        retention = self._retention(self._chance.choice(("whole", "part")))
+        wish = self._wish(*WISHES)
         fields = {} if ask.kind == "many" else {"rid": rid}
-        response = self._post(ask.route, began, **ask.with_fields(retention, **fields))
+        response = self._post(ask.route, began, **ask.with_fields(_custom(wish), **fields))
         late.join()
         if response is None:
             return
@@ -122,20 +128,20 @@ class Client(threading.Thread):
         elif not response.ok:
             self._world.problem(f"{rid} {ask.name}: {response.status_code} {response.text[:300]}")
         else:
-            exact = self._is_exact(ask, retention)
+            exact = self._is_exact(ask, wish)
             self._world.judge(ask, response.json(), began, exact=exact)
 
     def _hang_up(self, ask: Ask, rid: str) -> None:
         """Go away before the answer is complete."""
         assert self._world.server is not None
-        retention = self._retention(self._chance.choice(("whole", "part")))
+        wish = self._wish(*WISHES)
         fields: dict[str, Any] = {"stream": True} if ask.kind in ("plain", "logprob") else {}
         patience = 0.02 + self._chance.random() * 0.3
         with (
             contextlib.suppress(requests.RequestException),
             requests.post(
                 self._world.server.url + ask.route,
-                json=ask.with_fields(retention, **fields),
+                json=ask.with_fields(_custom(wish), **fields),
                 stream=True,
                 timeout=(PATIENCE_SECONDS, patience),
             ) as response,
@@ -145,16 +151,16 @@ class Client(threading.Thread):
 
     def _talk(self, talk: Talk, session: str) -> None:
         began = time.monotonic()
-        (way,) = self._chance.choices(("whole", "part"), (3, 1))
-        retention = self._retention(way)
+        (way,) = self._chance.choices(tuple(WISHES), (3, 1, 1))
+        wish = self._wish(way)
         self._world.note(f"{session} {way} {talk.name}")
         try:
-            answers = have_talk(self._must_post, talk, session, retention)
+            answers = have_talk(self._must_post, talk, session, _custom(wish))
         except (TalkFailed, requests.RequestException) as error:
             if not self._world.is_disturbed(KILL, began):
                 self._world.problem(f"{session} {talk.name}: {error}")
             return
-        exact = (self._usual if retention is None else retention) == 1.0
+        exact = (wish or self._usual) == "whole"
         # The second turn of other weights goes on from the answer of the first.
         exact = exact and len(self._world.weights_since(began)) == 1
         stock = {w: a for (name, w), a in self._world.catalogue.talked.items() if name == talk.name}
@@ -183,3 +189,7 @@ class Client(threading.Thread):
                 self._world.count(f"path {report['path']}")
                 self._world.count("approximate", int(report["approximate"]))
                 self._world.count("recomputed", int(report["recomputed"]))
+
+
+def _custom(wish: str | None) -> dict[str, Any] | None:
+    return None if wish is None else WISHES[wish]

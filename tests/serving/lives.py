@@ -16,7 +16,7 @@ import psutil
 from tests.damage import put_back, take_away
 from tests.fault_control import FaultControl
 from tests.faults import READS, Rule, dead_disk, read_only
-from tests.serving.clients import Client
+from tests.serving.clients import PART, Client
 from tests.serving.harness import Server, Zygote, running, tail
 from tests.serving.traffic import Ask, read_answer
 from tests.serving.world import KILL, MIXED, World
@@ -64,7 +64,7 @@ class Setting:
     """How a server is started, and how it ends: killed, or told to after its accounts are seen."""
 
     weights: str
-    usual: float
+    usual: str
     flags: tuple[str, ...]
     retracts: bool
     is_killed: bool
@@ -84,8 +84,12 @@ def draw_setting(number: int, chance: random.Random) -> Setting:
         flags.append("--chunked-prefill-size=256")
     if chance.random() < 0.3:
         flags.append("--disable-overlap-schedule")
-    usual = chance.choice((1.0, 1.0, 0.25))
-    flags.append(f"--impress-retention={usual}")
+    usual = chance.choice(("whole", "whole", "part", "bits"))
+    flags += {
+        "whole": ["--impress-bits=exact"],
+        "part": [f"--impress-retention={PART}"],
+        "bits": [],
+    }[usual]
     retracts = chance.random() < 0.5
     return Setting(chance.choice("ab"), usual, tuple(flags), retracts, number % 2 == 0)
 

@@ -24,7 +24,7 @@ OVERRIDE = {
 
 @pytest.fixture(scope="module")
 def exact(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
-    flags = ("--impress-retention=1.0", "--impress-min-prefix-tokens=64")
+    flags = ("--impress-bits=exact", "--impress-min-prefix-tokens=64")
     with running(
         tiny_llama,
         workdir / "eligibility.log",

@@ -42,7 +42,7 @@ def exact(
     with running(
         tiny_llama,
         workdir / f"exact-{name}.log",
-        *impress_flags(store, "--impress-retention=1.0", "--impress-min-prefix-tokens=64", *flags),
+        *impress_flags(store, "--impress-bits=exact", "--impress-min-prefix-tokens=64", *flags),
         zygote=zygote,
         retracts=name == "cramped",
     ) as server:

@@ -41,7 +41,7 @@ def test_family_computes_an_unreadable_prefix_again(
     flags = (
         "--max-total-tokens=9000",
         "--chunked-prefill-size=128",
-        "--impress-retention=1.0",
+        "--impress-bits=exact",
     )
     store_flags = impress_flags(workdir / f"store-unreadable-{family}", *flags)
     with running(model, workdir / f"unreadable-{family}.log", *store_flags, zygote=zygote) as own:
@@ -71,7 +71,7 @@ def _answers(
             "--enable-impress",
             "--impress-load=always",
             f"--impress-ssd-dir={workdir / f'store-{family}-{dtype}'}",
-            "--impress-retention=1.0",
+            "--impress-bits=exact",
             zygote=zygote,
         )
         stack.callback(ours.stop)

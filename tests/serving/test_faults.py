@@ -75,7 +75,7 @@ def bench(workdir: Path, tiny_llama: Path, stock: Server, zygote: Zygote) -> Ite
     control = FaultControl(workdir / "faults.json", seed=3)
     flags = impress_flags(
         store,
-        "--impress-retention=1.0",
+        "--impress-bits=exact",
         "--impress-min-prefix-tokens=64",
         "--impress-device-gb=0",
         "--impress-host-gb=0",

@@ -24,6 +24,7 @@ def impress(
             workdir / "store-impress",
             f"--impress-identify={request.param}",
             "--impress-retention=0.25",
+            "--impress-bits=exact",
             "--impress-min-prefix-tokens=64",
             "--max-total-tokens=9000",
         ),

@@ -152,7 +152,7 @@ def test_saving_behind_prefill_gives_the_right_kvs(deciding: Server, stock: Serv
     after = deciding.stats()["store"]
     assert after["segments_written"] > before["segments_written"]
     assert after["segments_failed"] == before["segments_failed"]
-    exact = {"custom_params": {"impress_retention": 1.0}}
+    exact = {"custom_params": {"impress_retention": 1.0, "impress_bits": "exact"}}
     question = [*prompt, *random_tokens(15, seed=4)]
     answer = deciding.generate(question, 6, sampling_params=exact)
     assert answer["output_ids"] == stock.generate(question, 6)["output_ids"]

@@ -41,7 +41,13 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def reordered_store(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Path:
     """Four prefixes, each reordered by what three questions selected."""
     store = workdir / "store-reordered"
-    flags = impress_flags(store, *COMMON, "--impress-retention=0.25", "--max-total-tokens=1600")
+    flags = impress_flags(
+        store,
+        *COMMON,
+        "--impress-retention=0.25",
+        "--impress-bits=exact",
+        "--max-total-tokens=1600",
+    )
     with running(tiny_llama, workdir / "reorder.log", *flags, zygote=zygote, bench=True) as server:
         for prefix in PREFIXES:
             server.generate(prefix, 1)
@@ -70,11 +76,11 @@ def reordered_store(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Path:
 def test_eight_clients_while_segments_are_rewritten_and_chunks_evicted(
     workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Server, reordered_store: Path
 ) -> None:
-    """At retention 1.0 every answer is that of stock SGLang, whatever moves meanwhile."""
+    """Where all is exact every answer is that of stock SGLang, whatever moves meanwhile."""
     prompts = [question(number % 4, 1000 + number) for number in range(32)]
     expected = stock.generate_together(prompts, 8, return_logprob=True)
     flags = impress_flags(
-        reordered_store, *COMMON, "--impress-retention=1.0", "--max-total-tokens=2500"
+        reordered_store, *COMMON, "--impress-bits=exact", "--max-total-tokens=2500"
     )
     with running(tiny_llama, workdir / "eight.log", *flags, zygote=zygote, bench=True) as server:
         busy = threading.Event()

@@ -30,7 +30,9 @@ FLAGS = (
     "--enable-mixed-chunk",
 )
 PART_FLAGS = ("--impress-retention=0.25", "--impress-min-prefix-tokens=64")
-EXACT: dict[str, Any] = {"sampling_params": {"custom_params": {"impress_retention": 1.0}}}
+EXACT: dict[str, Any] = {
+    "sampling_params": {"custom_params": {"impress_retention": 1.0, "impress_bits": "exact"}}
+}
 
 
 class InterpretingZygote(Zygote):

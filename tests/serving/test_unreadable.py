@@ -33,7 +33,7 @@ def server(
         workdir / f"unreadable-{request.param}.log",
         *impress_flags(
             workdir / f"store-unreadable-{request.param}",
-            "--impress-retention=1.0",
+            "--impress-bits=exact",
             "--impress-min-prefix-tokens=64",
             f"--impress-recompute-gb={MOST_TOKENS * TOKEN_BYTES / 1e9}",
             "--max-total-tokens=60000",

@@ -54,7 +54,7 @@ def new(workdir: Path, other: Path, zygote: Zygote) -> dict[str, Answer]:
 
 @pytest.fixture(scope="module")
 def flags(workdir: Path) -> tuple[str, ...]:
-    store = impress_flags(workdir / "store-weights", "--impress-retention=1.0")
+    store = impress_flags(workdir / "store-weights", "--impress-bits=exact")
     return (*store, "--max-total-tokens=20000")
 
 

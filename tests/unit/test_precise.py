@@ -20,6 +20,7 @@ from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
 from tests.unit.kv_factory import flip_byte, make_shape
 from tests.unit.source_factory import quick_files, reading
+from tests.unit.waiting import wait_until
 
 PREFIXES = {
     "one": [CodedPart(700)],
@@ -178,6 +179,7 @@ def test_what_is_read_ahead_is_used(tmp_path: Path, reader: ChunkReader) -> None
     case.request()
     while case.source.next_ahead < SHAPE.num_layers:
         case.source.read_ahead(0.5)
+    wait_until(lambda: not case.source.is_reading)
     for layer in range(SHAPE.num_layers):
         load(case, layer, 5.0)
     case.source.close()

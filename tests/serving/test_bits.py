@@ -1,0 +1,182 @@
+"""Prefixes in few bits on real servers: what answers get, what is read, and who shares it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.compare import assert_same, paths, report
+from tests.serving.conftest import impress_flags
+from tests.serving.harness import Server, Zygote, running
+from tests.serving.tiny_models import random_tokens
+
+EXACT = {"custom_params": {"impress_bits": "exact"}}
+
+
+def bits(number: object) -> dict[str, Any]:
+    """Sampling parameters of a request with bits of its own."""
+    return {"custom_params": {"impress_bits": number}}
+
+
+@pytest.fixture(scope="module")
+def impress(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
+    own = (
+        "--impress-min-prefix-tokens=64",
+        "--max-total-tokens=9000",
+        "--impress-host-gb=0",
+        "--impress-device-gb=0",
+    )
+    flags = impress_flags(workdir / "store-bits", *own)
+    with running(tiny_llama, workdir / "bits.log", *flags, zygote=zygote) as server:
+        yield server
+        server.assert_quiet()
+
+
+@pytest.fixture(autouse=True)
+def _stays_whole(impress: Server) -> Iterator[None]:
+    yield
+    impress.flush()
+    stats = impress.stats()
+    assert stats["integrity"] == "ok"
+    pool = stats["device_pool"]
+    assert not any(pool[kind] for kind in pool if kind not in ("tokens", "writing_tokens"))
+
+
+def store_prefix(server: Server, length: int, seed: int) -> list[int]:
+    prefix = random_tokens(length, seed)
+    server.generate(prefix, 1)
+    server.flush()
+    return prefix
+
+
+def test_report_of_a_prefix_in_few_bits(impress: Server) -> None:
+    prefix = store_prefix(impress, 1001, seed=1)
+    said = report(impress.generate([*prefix, *random_tokens(20, seed=2)], 4))
+    assert said["path"] == "ssd" and said["approximate"] is True
+    assert said["used_tokens"] == said["loaded_tokens"] == said["stored_tokens"] == 1001
+    assert said["bits"] == 5.0 and 4.9 < said["bits_mean"] <= 5.0
+    assert said["base_bytes"] > 0 and sum(said["plane_bytes"]) > 0
+    assert said["ssd_bytes"] >= said["base_bytes"] + sum(said["plane_bytes"])
+
+
+def test_more_bits_are_nearer_to_what_was_computed(impress: Server, stock: Server) -> None:
+    prefix = store_prefix(impress, 1200, seed=3)
+    question = [*prefix, *random_tokens(25, seed=4)]
+    right = logprob(stock.generate(question, 1, return_logprob=True))
+    errors = []
+    for number in (4, 6, 8):
+        answer = impress.generate(question, 1, return_logprob=True, sampling_params=bits(number))
+        assert abs(report(answer)["bits_mean"] - number) < 0.1
+        errors.append(abs(logprob(answer) - right))
+        impress.flush()
+    assert errors[2] < errors[1] and errors[2] < errors[0] / 4
+
+
+def logprob(answer: dict[str, Any]) -> float:
+    """Of the first token of an answer."""
+    number: float = answer["meta_info"]["output_token_logprobs"][0][0]
+    return number
+
+
+def test_a_request_asks_for_an_exact_answer(impress: Server) -> None:
+    prefix = random_tokens(700, seed=81)
+    question = [*prefix, *random_tokens(20, seed=82)]
+    computed = impress.generate(question, 12, return_logprob=True)
+    impress.flush()
+    # Somebody else has it in few bits by then.
+    assert report(impress.generate(question, 4))["approximate"] is True
+    exact = impress.generate(question, 12, return_logprob=True, sampling_params=EXACT)
+    assert_same([computed], [exact], 1e-4)
+    said = report(exact)
+    assert said["path"] == "ssd" and said["approximate"] is False and said["bits_mean"] == 16.0
+    assert paths([impress.generate(question, 1, sampling_params=EXACT)]) == ["device"]
+
+
+def test_a_resident_prefix_is_raised_and_not_loaded_again(impress: Server) -> None:
+    prefix = store_prefix(impress, 1500, seed=5)
+    first = report(impress.generate([*prefix, *random_tokens(20, seed=6)], 4))
+    second = report(impress.generate([*prefix, *random_tokens(20, seed=7)], 4))
+    assert first["shared_tokens"] == 0 and second["shared_tokens"] == 1500
+    assert second["path"] == "device" and second["loaded_tokens"] == second["base_bytes"] == 0
+    assert second["ssd_bytes"] < first["ssd_bytes"] / 4
+    assert second["bits_mean"] >= first["bits_mean"]
+    pool = impress.stats()["device_pool"]
+    assert pool["shared_idle_tokens"] == 1500 and pool["shared_tokens"] == 0
+
+
+def test_eight_at_once_load_a_prefix_once(impress: Server) -> None:
+    prefix = store_prefix(impress, 1500, seed=8)
+    questions = [[*prefix, *random_tokens(20, seed=20 + number)] for number in range(8)]
+    alone = report(impress.generate(questions[0], 4))["ssd_bytes"]
+    impress.flush()
+    answers = impress.generate_together(questions, 4)
+    said = [report(answer) for answer in answers]
+    assert sum(own["loaded_tokens"] for own in said) == 1500
+    # Each question wants some planes of its own.
+    assert sum(own["ssd_bytes"] for own in said) < 2 * alone
+    assert all(own["bits_mean"] >= 4.9 for own in said)
+
+
+def test_a_shorter_and_a_longer_prefix_share_what_they_have_in_common(impress: Server) -> None:
+    prefix = random_tokens(1600, seed=9)
+    for length in (800, 1600):
+        impress.generate(prefix[:length], 1)
+    impress.flush()
+    short = report(impress.generate([*prefix[:500], *random_tokens(20, seed=10)], 4))
+    assert short["loaded_tokens"] == 500
+    longer = report(impress.generate([*prefix, *random_tokens(20, seed=11)], 4))
+    assert (longer["shared_tokens"], longer["loaded_tokens"]) == (500, 1100)
+    again = report(impress.generate([*prefix[:700], *random_tokens(20, seed=12)], 4))
+    assert (again["shared_tokens"], again["loaded_tokens"]) == (700, 0)
+
+
+def test_idle_prefixes_give_way(impress: Server) -> None:
+    prefixes = [store_prefix(impress, 2500, seed=30 + number) for number in range(5)]
+    for number, prefix in enumerate(prefixes):
+        said = report(impress.generate([*prefix, *random_tokens(20, seed=40 + number)], 4))
+        assert said["loaded_tokens"] == 2500
+        pool = impress.stats()["device_pool"]
+        assert pool["shared_idle_tokens"] <= 9000
+    # The last one is still there, the first one is not.
+    last = report(impress.generate([*prefixes[-1], *random_tokens(20, seed=50)], 4))
+    assert last["shared_tokens"] == 2500
+    first = report(impress.generate([*prefixes[0], *random_tokens(20, seed=51)], 4))
+    assert first["loaded_tokens"] == 2500
+
+
+def test_what_was_computed_on_few_bits_serves_no_exact_request(impress: Server) -> None:
+    first = store_prefix(impress, 500, seed=91)
+    second = [*first, *random_tokens(200, seed=92)]
+    impress.generate(second, 1)
+    impress.flush()
+    third = [*second, *random_tokens(30, seed=93)]
+    assert report(impress.generate(third, 1))["stored_tokens"] == 700
+    impress.flush()
+    assert report(impress.generate(third, 1, sampling_params=bits(8)))["stored_tokens"] == 500
+    impress.flush()
+    exact = report(impress.generate(third, 1, sampling_params=EXACT))
+    assert exact["stored_tokens"] == 500 and exact["approximate"] is False
+
+
+def test_the_same_history_gives_the_same_answers(impress: Server) -> None:
+    prefix = store_prefix(impress, 1300, seed=60)
+    questions = [[*prefix, *random_tokens(20, seed=61 + number)] for number in range(3)]
+    runs = []
+    for _ in range(2):
+        runs.append([impress.generate(own, 6, return_logprob=True) for own in questions])
+        impress.flush()
+    assert_same(*runs, 0.0)
+    told = [[report(answer)["bits_mean"] for answer in run] for run in runs]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("wrong", [3.9, 8.1, 0, "much", True, None, [5]])
+def test_wrong_bits_are_refused(impress: Server, wrong: object) -> None:
+    response = impress.post(
+        "/generate", input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 1, **bits(wrong)}
+    )
+    assert response.status_code == 400
+    assert "impress_bits must be a number from 4 to 8, or 'exact'" in response.text
