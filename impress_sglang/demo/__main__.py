@@ -1,4 +1,4 @@
-"""`python -m impress_sglang.demo`: one shared prefix, five ways to get it, on a CPU, offline.
+"""`python -m impress_sglang.demo`: one shared prefix, six ways to get it, on a CPU, offline.
 
 Starts SGLang three times on one SSD directory, asks questions about the same handbook, and prints
 the time to the first token by where the handbook's KVs came from. Takes a few minutes, most of
@@ -29,7 +29,6 @@ from impress_sglang.demo.report import Case, DemoFailed, Row
 from impress_sglang.demo.server import Server, free_port
 
 BUILD_DIR = Path("build")
-RETENTION = 0.25
 NEW_TOKENS = 24
 # Shares no first token with the prompts, so that it leaves nothing for them to find.
 WARM_UP = "Once upon a time"
@@ -107,7 +106,8 @@ class _Scenario:
             rows = [self._ask(server, report.COMPUTED), self._ask(server, report.DEVICE)]
             with _step(self._console, "Emptying the device pool"):
                 server.flush_cache()
-            rows.append(self._ask(server, report.IMPORTANT))
+            rows.append(self._ask(server, report.FEW_BITS))
+            rows.append(self._ask(server, report.SHARED))
         return rows
 
     def _ask_new_server(self, case: Case, number: str, policy: str) -> Row:
@@ -117,7 +117,6 @@ class _Scenario:
     @contextmanager
     def _server(self, number: str, policy: str) -> Iterator[Server]:
         options = ["--impress-ssd-dir", str(self._ssd_dir), "--impress-policy", policy]
-        options += ["--impress-retention", str(RETENTION)]
         server = Server(self._model, options, free_port(self._port), self._log)
         try:
             with _step(self._console, f"Starting server {number} (policy {policy})"):

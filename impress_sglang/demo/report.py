@@ -22,14 +22,14 @@ class DemoFailed(RuntimeError):
 class Case:
     """A request of the demo, and what SGLang must report for it.
 
-    `served_by` is `meta_info["impress"]["path"]`; `partial` says that only a part of the prefix
-    is used.
+    `served_by` is `meta_info["impress"]["path"]`; `approximate` says that the prefix is loaded in
+    few bits.
     """
 
     path: str
     question: str
     served_by: str
-    partial: bool = False
+    approximate: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Row:
     ttft_ms: float
     prefix_tokens: int
     used_tokens: int
+    bits: float | None
     ssd_bytes: int
     text: str
 
@@ -47,10 +48,11 @@ class Row:
 COMPUTED = Case("computed", "Where are wicks woven?", "computed")
 DEVICE = Case("device hit", "What colour is the ribbon for a wedding?", "device")
 WHOLE = Case("SSD whole prefix", "How long does the winter model burn?", "ssd")
-IMPORTANT = Case("SSD important part", "When does the doctor come?", "ssd", partial=True)
-RESTARTED = Case("SSD after restart", "What is silver polished with?", "ssd", partial=True)
+FEW_BITS = Case("SSD in few bits", "When does the doctor come?", "ssd", approximate=True)
+SHARED = Case("shared in few bits", "How often is the brass bell rung?", "device", approximate=True)
+RESTARTED = Case("SSD after restart", "What is silver polished with?", "ssd", approximate=True)
 
-ORDER = (COMPUTED, DEVICE, WHOLE, IMPORTANT, RESTARTED)
+ORDER = (COMPUTED, DEVICE, WHOLE, FEW_BITS, SHARED, RESTARTED)
 
 
 def make_row(case: Case, ttft_ms: float, text: str, meta_info: Mapping[str, Any]) -> Row:
@@ -68,6 +70,7 @@ def make_row(case: Case, ttft_ms: float, text: str, meta_info: Mapping[str, Any]
         ttft_ms=round(ttft_ms, 1),
         prefix_tokens=report["prefix_tokens"],
         used_tokens=report["used_tokens"],
+        bits=report["bits_mean"],
         ssd_bytes=report["ssd_bytes"],
         text=text,
     )
@@ -80,10 +83,13 @@ def _check(case: Case, report: Mapping[str, Any], text: str) -> None:
     if report["recomputed"]:
         raise DemoFailed(f"{case.path!r}: the stored prefix was unreadable and was computed again")
     used, prefix = report["used_tokens"], report["prefix_tokens"]
-    if (used < prefix) != case.partial:
-        expected = "a part" if case.partial else "all"
-        raise DemoFailed(f"{case.path!r} used {used} of {prefix} tokens, expected {expected}")
-    if (report["ssd_bytes"] > 0) != (case.served_by == "ssd"):
+    if used < prefix:
+        raise DemoFailed(f"{case.path!r} used {used} of {prefix} tokens")
+    if report["approximate"] != case.approximate:
+        expected = "in few bits" if case.approximate else "as it was computed"
+        raise DemoFailed(f"{case.path!r} did not use the prefix {expected}")
+    # What a question lacks of a shared prefix is read, too.
+    if case is not SHARED and (report["ssd_bytes"] > 0) != (case.served_by == "ssd"):
         raise DemoFailed(f"{case.path!r} read {report['ssd_bytes']} bytes of SSD")
     if not text.strip():
         raise DemoFailed(f"{case.path!r}: the answer is empty")
@@ -103,7 +109,7 @@ def make_table(rows: Sequence[Row]) -> Table:
         box=box.SIMPLE,
     )
     table.add_column("path", no_wrap=True)
-    for heading in ("TTFT", "prefix", "used", "SSD read"):
+    for heading in ("TTFT", "prefix", "used", "bits", "SSD read"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("answer")
     for row in rows:
@@ -112,6 +118,7 @@ def make_table(rows: Sequence[Row]) -> Table:
             f"{row.ttft_ms:,.0f} ms",
             f"{row.prefix_tokens:,}",
             f"{row.used_tokens:,}",
+            "–" if row.bits is None else f"{row.bits:g}",
             f"{row.ssd_bytes / 1e6:,.1f} MB",
             shorten(row.text),
         )

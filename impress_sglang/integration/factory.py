@@ -50,7 +50,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     check_options(options)
     check_layers(runner)
     policy = make_policy(config)
-    shape = kv_shape(runner, config, coded=policy.codes)
+    shape = kv_shape(runner, config)
     if config.identify == "paper" and not shape.other_kv_heads:
         logger.warning(
             "this model has %d KV heads and all of them are probe heads: --impress-identify paper "
@@ -91,7 +91,7 @@ def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *buffers]
 
 
-def kv_shape(runner: Any, config: ImpressConfig, *, coded: bool) -> KVShape:
+def kv_shape(runner: Any, config: ImpressConfig) -> KVShape:
     """Shape of the KVs in the pool of a model runner."""
     pool = runner.token_to_kv_pool
     num_query_heads = runner.model_config.num_attention_heads
@@ -111,7 +111,8 @@ def kv_shape(runner: Any, config: ImpressConfig, *, coded: bool) -> KVShape:
         dtype=pool.dtype,
         probe_kv_heads=probes,
         sketch_bits=sketch_bits,
-        coded=coded,
+        # Whatever the policy, so that servers with different ones can use the same store.
+        coded=config.identify != "paper",
     )
 
 

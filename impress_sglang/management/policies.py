@@ -215,7 +215,7 @@ def make_policy(config: ImpressConfig) -> Policy:
         "impress+itf": ImportantPart(name, rule, LeastFrequentlyUsed),
         "impress+itf+reorder": ImportantPart(name, rule, LeastFrequentlyUsed, reorders=True),
         "impress": ImportantPart(
-            name, rule, score, reorders=True, scores=True, codes=config.identify == "sketch"
+            name, rule, score, reorders=True, scores=True, codes=config.identify != "paper"
         ),
     }
     return policies[name]

@@ -19,7 +19,9 @@ def meta_info(served_by: str, **changes: Any) -> dict[str, Any]:
     found = {
         "path": served_by,
         "prefix_tokens": 0 if served_by == "computed" else 2860,
-        "used_tokens": {"computed": 0, "device": 2860, "ssd": 715}[served_by],
+        "used_tokens": 0 if served_by == "computed" else 2860,
+        "approximate": False,
+        "bits_mean": None if served_by == "computed" else 16.0,
         "ssd_bytes": 1000 if served_by == "ssd" else 0,
         "recomputed": False,
     }
@@ -27,10 +29,9 @@ def meta_info(served_by: str, **changes: Any) -> dict[str, Any]:
 
 
 def row_of(case: Case, **changes: Any) -> Row:
-    whole = {} if case.partial or case.served_by != "ssd" else {"used_tokens": 2860}
-    return report.make_row(
-        case, 12.345, "An answer.", meta_info(case.served_by, **whole, **changes)
-    )
+    own = {"approximate": True, "bits_mean": 5.0} if case.approximate else {}
+    told = meta_info(case.served_by, **{**own, **changes})
+    return report.make_row(case, 12.345, "An answer.", told)
 
 
 def all_rows() -> list[Row]:
@@ -71,14 +72,15 @@ def test_paths_and_their_order() -> None:
         "computed",
         "device hit",
         "SSD whole prefix",
-        "SSD important part",
+        "SSD in few bits",
+        "shared in few bits",
         "SSD after restart",
     ]
 
 
 def test_row_has_what_the_server_reported() -> None:
-    row = row_of(report.IMPORTANT)
-    assert row == Row("SSD important part", 12.3, 2860, 715, 1000, "An answer.")
+    row = row_of(report.FEW_BITS)
+    assert row == Row("SSD in few bits", 12.3, 2860, 2860, 5.0, 1000, "An answer.")
 
 
 @pytest.mark.parametrize(
@@ -86,10 +88,11 @@ def test_row_has_what_the_server_reported() -> None:
     [
         (report.COMPUTED, {"path": "device"}, "'computed' was served by path 'device'"),
         (report.DEVICE, {"path": "ssd"}, "not 'device'"),
-        (report.IMPORTANT, {"path": "computed"}, "not 'ssd'"),
-        (report.IMPORTANT, {"recomputed": True}, "unreadable"),
-        (report.IMPORTANT, {"used_tokens": 2860}, "used 2860 of 2860 tokens, expected a part"),
-        (report.DEVICE, {"used_tokens": 100}, "expected all"),
+        (report.FEW_BITS, {"path": "computed"}, "not 'ssd'"),
+        (report.FEW_BITS, {"recomputed": True}, "unreadable"),
+        (report.FEW_BITS, {"approximate": False}, "in few bits"),
+        (report.SHARED, {"path": "ssd"}, "not 'device'"),
+        (report.DEVICE, {"used_tokens": 100}, "used 100 of 2860 tokens"),
         (report.DEVICE, {"ssd_bytes": 5}, "read 5 bytes"),
         (report.RESTARTED, {"ssd_bytes": 0}, "read 0 bytes"),
     ],
@@ -100,8 +103,8 @@ def test_row_that_is_not_what_it_claims(case: Case, changes: dict[str, Any], mes
 
 
 def test_whole_prefix_must_be_whole() -> None:
-    with pytest.raises(DemoFailed, match="expected all"):
-        report.make_row(report.WHOLE, 1.0, "text", meta_info("ssd"))
+    with pytest.raises(DemoFailed, match="as it was computed"):
+        report.make_row(report.WHOLE, 1.0, "text", meta_info("ssd", approximate=True))
 
 
 def test_server_without_the_plugin() -> None:
@@ -122,8 +125,8 @@ def test_json(tmp_path: Path) -> None:
     path = tmp_path / "demo.json"
     report.write_json(all_rows(), path)
     objects = json.loads(path.read_text(encoding="utf-8"))
-    keys = ["path", "ttft_ms", "prefix_tokens", "used_tokens", "ssd_bytes", "text"]
-    assert [list(item) for item in objects] == [keys] * 5
+    keys = ["path", "ttft_ms", "prefix_tokens", "used_tokens", "bits", "ssd_bytes", "text"]
+    assert [list(item) for item in objects] == [keys] * 6
     assert [Row(**item) for item in objects] == all_rows()
 
 
