@@ -9,6 +9,8 @@ Each system gets a server with an empty store, which computes the prefixes and s
 device pool is emptied, and questions are asked that read their prefix back from SSD. Options are
 scored by log-likelihood, answers to the other questions are generated. A request that did not use
 its prefix as asked ends the run. Chunk caches are off, so bytes are those of the store.
+With `--bits` all of a prefix is used in so many bits; requests share it in the device pool, and the
+bytes are those of the first one of each prefix. The name of such a system ends with @ and the bits.
 Accuracies, agreement with `recompute`, and byte shares have a row per system, retention and task,
 with paired bootstrap intervals. System `random` is the negative control: a rule that does not
 agree with `recompute` more than random tokens do (column "over random") has found nothing.
@@ -77,9 +79,15 @@ class Comparison:
         self._console = console
 
     def measure(
-        self, system: System, retentions: Sequence[float], extra_flags: list[str]
+        self,
+        system: System,
+        retentions: Sequence[float],
+        bits: Sequence[float],
+        extra_flags: list[str],
     ) -> list[Measured]:
-        """Ask one system all questions at each retention, which must not decrease.
+        """Ask one system all questions at each retention, and before the last in all bits.
+
+        Retentions must not decrease.
 
         Raises:
             BenchFailed: a request failed, or was not served as asked.
@@ -94,7 +102,7 @@ class Comparison:
             client = QualityClient(server.url, self._setup.concurrency)
             self._store(system, server, client)
             measured = []
-            for asked in _ways(system, retentions):
+            for asked in _ways(system, retentions, bits):
                 for task in self._tasks:
                     measured.append(self._ask(client, asked, task))
             return measured
@@ -116,10 +124,16 @@ class Comparison:
             return quality_report.measure(asked, task, client.ask(task, asked, tick))
 
 
-def _ways(system: System, retentions: Sequence[float]) -> list[Asked]:
+def _ways(system: System, retentions: Sequence[float], bits: Sequence[float]) -> list[Asked]:
     if system.exact:
         return [Asked(system.name, None, approximate=False)]
-    return [Asked(system.name, r, approximate=r < 1) for r in retentions]
+    parts = [Asked(system.name, r, approximate=True) for r in retentions if r < 1]
+    coded = [Asked(f"{system.name}@{b:g}", 1.0, approximate=True, bits=b) for b in bits]
+    return [
+        *parts,
+        *coded,
+        *(Asked(system.name, r, approximate=False) for r in retentions[-1:] if r == 1),
+    ]
 
 
 def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -142,7 +156,7 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         measured: list[Measured] = []
         difference = None
         for system in args.systems:
-            measured += comparison.measure(system, args.retentions, args.server_flag)
+            measured += comparison.measure(system, args.retentions, args.bits, args.server_flag)
             if difference is None and args.check:
                 with step(console, "comparing scores with transformers"):
                     scored = [(m.task, m.answers) for m in measured]

@@ -19,6 +19,7 @@ import requests
 
 from bench.quality_tasks import Item, Task
 from bench.servers import REQUEST_SECONDS, BenchFailed
+from impress_sglang.config import EXACTLY
 
 Report = dict[str, Any]
 
@@ -27,12 +28,14 @@ Report = dict[str, Any]
 class Asked:
     """How a system is asked; `retention` None leaves it to the server.
 
-    `approximate` systems must read the prefix from SSD and use a part of it.
+    `approximate` systems must read the prefix from SSD and use a part of it, or all of it in so
+    many `bits`, which requests share.
     """
 
     system: str
     retention: float | None
     approximate: bool
+    bits: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class QualityClient:
         Raises:
             BenchFailed: the request failed.
         """
-        params = _sampling(1, (), retention)
+        params = _sampling(1, (), retention, None)
         self._post({"input_ids": list(prefix), "sampling_params": params})
 
     def ask(self, task: Task, asked: Asked, on_done: Callable[[], None]) -> list[Answer]:
@@ -140,7 +143,7 @@ def option_order(
     """Body of `POST /generate` that scores one option."""
     return {
         "input_ids": [*prefix, *item.question, *option],
-        "sampling_params": _sampling(1, (), asked.retention),
+        "sampling_params": _sampling(1, (), asked.retention, asked.bits),
         "return_logprob": True,
         # The first entry belongs to the last token of the question and has no value. An earlier
         # start would also keep SGLang from using the whole prefix.
@@ -154,7 +157,7 @@ def generation_order(
     """Body of `POST /generate` for a greedy answer."""
     return {
         "input_ids": [*prefix, *item.question],
-        "sampling_params": _sampling(new_tokens, stop, asked.retention),
+        "sampling_params": _sampling(new_tokens, stop, asked.retention, asked.bits),
     }
 
 
@@ -200,6 +203,11 @@ def check_path(report: Mapping[str, Any], prefix_tokens: int, asked: Asked) -> N
         if report["approximate"] or (path == "ssd" and loaded != stored):
             raise BenchFailed(f"{asked.system}: an exact request was answered inexactly ({came})")
         return
+    if asked.bits is not None:
+        right = report["approximate"] and stored >= prefix_tokens
+        if not right or report["bits_mean"] < asked.bits - 0.5:
+            raise BenchFailed(f"{asked.system}: asked for all tokens in few bits, got {came}")
+        return
     assert asked.retention is not None
     # The same rounding as the server's, which forgives 0.1 * 30 > 3.
     wanted = max(1, math.ceil(asked.retention * stored - 1e-9))
@@ -211,10 +219,13 @@ def check_path(report: Mapping[str, Any], prefix_tokens: int, asked: Asked) -> N
         )
 
 
-def _sampling(new_tokens: int, stop: Sequence[str], retention: float | None) -> dict[str, Any]:
+def _sampling(
+    new_tokens: int, stop: Sequence[str], retention: float | None, bits: float | None
+) -> dict[str, Any]:
     params: dict[str, Any] = {"temperature": 0, "max_new_tokens": new_tokens}
     if stop:
         params["stop"] = list(stop)
     if retention is not None:
-        params["custom_params"] = {"impress_retention": retention, "impress_bits": "exact"}
+        own = EXACTLY if bits is None else bits
+        params["custom_params"] = {"impress_retention": retention, "impress_bits": own}
     return params

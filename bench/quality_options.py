@@ -11,6 +11,7 @@ from typing import Any
 from bench.quality_data import HUB_MARK, hub_datasets
 from bench.quality_tasks import MIN_PREFIX_TOKENS, PAPER_TASKS, TASKS
 from bench.serving_options import DEFAULT_DATA
+from impress_sglang.config import LEAST_BITS, MOST_BITS, is_bits
 
 REFERENCE = "recompute"
 EXACT_POLICIES = ("recompute", "as")
@@ -57,6 +58,7 @@ RECORDED = (
     "systems",
     "tasks",
     "retentions",
+    "bits",
     "prefixes",
     "shots",
     "prefix_tokens",
@@ -120,7 +122,7 @@ def command_of(args: argparse.Namespace) -> str:
         value = getattr(args, name)
         if name == "systems":
             value = [system.name for system in value if system.name not in added]
-        if value is not None:
+        if value is not None and value != []:
             shown = ",".join(map(str, value)) if isinstance(value, list) else value
             words.append(f"--{name.replace('_', '-')} {shown}")
     words += [shlex.quote(f"--system={s.name}={','.join(s.flags)}") for s in args.system]
@@ -163,6 +165,13 @@ def _make_parser(description: str | None) -> argparse.ArgumentParser:
         metavar="R,R",
         help="shares of the prefix that are used; 1 is exact "
         f"(default: {','.join(map(str, full['retentions']))}, with --quick 0.25)",
+    )
+    group.add_argument(
+        "--bits",
+        type=_bits,
+        default=[],
+        metavar="B,B",
+        help="ask for all of the prefix in so many bits, too (not of paper)",
     )
     _add_task_options(parser.add_argument_group("tasks"), full, quick)
     group = parser.add_argument_group("servers")
@@ -264,6 +273,13 @@ def _retentions(text: str) -> list[float]:
     values = [float(part) for part in text.split(",")]
     if not all(0 < value <= 1 for value in values):
         raise argparse.ArgumentTypeError("each must be more than 0 and at most 1")
+    return values
+
+
+def _bits(text: str) -> list[float]:
+    values = sorted({float(part) for part in text.split(",")})
+    if not all(map(is_bits, values)):
+        raise argparse.ArgumentTypeError(f"each must be from {LEAST_BITS:g} to {MOST_BITS:g}")
     return values
 
 
