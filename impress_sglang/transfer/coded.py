@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from impress_sglang.loops.types import Flags, Indices
-from impress_sglang.precision.codec import GROUP_TOKENS
+from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.reader import ChunkReader, OpenSegment, PendingRead
 from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.fence import to_device
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
 from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
@@ -138,6 +139,54 @@ class CodedSpan:
         return chunks
 
 
+@dataclasses.dataclass(frozen=True)
+class PrefixUnits:
+    """The units of a head over consecutive spans, counted through all of them.
+
+    `unit_of_token` int64 [m]; `first` the number of each span's first unit, and how many there are.
+    """
+
+    spans: tuple[CodedSpan, ...]
+    unit_of_token: Tensor
+    first: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spans: Sequence[CodedSpan], device: torch.device) -> PrefixUnits:
+        """Count them."""
+        numbers, first, count = [], [], 0
+        for span in spans:
+            first.append(count)
+            tokens = np.arange(span.start, span.stop) // span.layout.unit_tokens
+            numbers.append(tokens - span.units[0] + count)
+            count += len(span.units)
+        on_cpu = torch.from_numpy(np.concatenate(numbers))
+        return cls(tuple(spans), to_device(on_cpu, device), (*first, count))
+
+    def __len__(self) -> int:
+        return self.first[-1]
+
+    def weights(self, by_token: Tensor) -> Tensor:
+        """Weights of units [G, units], from those of tokens [G, m]."""
+        sums = by_token.new_zeros(len(by_token), len(self))
+        return sums.index_add_(1, self.unit_of_token, by_token)
+
+    def raised(self, before: Tensor, after: Tensor) -> list[Tensor]:
+        """Of each span the planes between two levels of its units, int64 [n, 3].
+
+        Args:
+            before: int64 [G, units] on the CPU, planes that are in the slots.
+            after: the same, planes that shall be there.
+        """
+        plane = torch.arange(NUM_PLANES)[:, None, None]
+        missing = (plane >= before) & (plane < after)
+        found = []
+        for span, (start, stop) in zip(self.spans, itertools.pairwise(self.first), strict=True):
+            own = missing[..., start:stop].nonzero()
+            own[:, 2] += span.units[0]
+            found.append(own)
+        return found
+
+
 class CodedSource:
     """Consecutive spans of one or more segments."""
 
@@ -171,6 +220,11 @@ class CodedSource:
         self._areas: dict[int, dict[int, LayerArea]] = {}
         # Reads into closed areas that are in flight.
         self._ending: list[PendingRead] = []
+
+    @functools.cached_property
+    def units(self) -> PrefixUnits:
+        """Of all spans; on the source's device."""
+        return PrefixUnits.of(self.spans, self._cache.device)
 
     def read_base(self, layer: int) -> list[Tensor]:
         """The base of each span: its groups, uint8 [groups, group_bytes].

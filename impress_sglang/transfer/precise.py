@@ -7,12 +7,9 @@ is nothing that attention must know.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,61 +17,12 @@ from impress_sglang.precision.allocation import allocate_planes, planes_of
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.precision.slots import CodedTokens
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.tiers.fence import to_device
 from impress_sglang.timeline import COPY, PROBE_COMPUTE, SELECT
-from impress_sglang.transfer.coded import CodedSource, CodedSpan
+from impress_sglang.transfer.coded import CodedSource, PrefixUnits
 from impress_sglang.transfer.coded_slots import CodeWriter, code_writer_for
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.scoring import Scorer, scorer_for
 from impress_sglang.transfer.slots import LayerSlots
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefixUnits:
-    """The units of a head over consecutive spans, counted through all of them.
-
-    `unit_of_token` int64 [m]; `first` the number of each span's first unit, and how many there are.
-    """
-
-    spans: tuple[CodedSpan, ...]
-    unit_of_token: Tensor
-    first: tuple[int, ...]
-
-    @classmethod
-    def of(cls, spans: Sequence[CodedSpan], device: torch.device) -> PrefixUnits:
-        """Count them."""
-        numbers, first, count = [], [], 0
-        for span in spans:
-            first.append(count)
-            tokens = np.arange(span.start, span.stop) // span.layout.unit_tokens
-            numbers.append(tokens - span.units[0] + count)
-            count += len(span.units)
-        on_cpu = torch.from_numpy(np.concatenate(numbers))
-        return cls(tuple(spans), to_device(on_cpu, device), (*first, count))
-
-    def __len__(self) -> int:
-        return self.first[-1]
-
-    def weights(self, by_token: Tensor) -> Tensor:
-        """Weights of units [G, units], from those of tokens [G, m]."""
-        sums = by_token.new_zeros(len(by_token), len(self))
-        return sums.index_add_(1, self.unit_of_token, by_token)
-
-    def raised(self, before: Tensor, after: Tensor) -> list[Tensor]:
-        """Of each span the planes between two levels of its units, int64 [n, 3].
-
-        Args:
-            before: int64 [G, units] on the CPU, planes that are in the slots.
-            after: the same, planes that shall be there.
-        """
-        plane = torch.arange(NUM_PLANES)[:, None, None]
-        missing = (plane >= before) & (plane < after)
-        found = []
-        for span, (start, stop) in zip(self.spans, itertools.pairwise(self.first), strict=True):
-            own = missing[..., start:stop].nonzero()
-            own[:, 2] += span.units[0]
-            found.append(own)
-        return found
 
 
 class Allocation(Protocol):
@@ -167,9 +115,8 @@ class PreciseLoader:
         Raises:
             PrefixUnreadable: the source could not give a block; what is in the slots is undefined.
         """
-        device = slots.keys.pool.device
-        writer = self._writer = self._writer or code_writer_for(device)
-        keys, values = slots.keys.pool, slots.values.pool
+        keys, values, units = slots.keys.pool, slots.values.pool, source.units
+        writer = self._writer = self._writer or code_writer_for(keys.device)
         stats.layers_whole += 1
         with stats.timed("load_ms"):
             groups = source.read_base(layer)
@@ -178,7 +125,6 @@ class PreciseLoader:
             with source.timeline.span(COPY, layer):
                 for part in parts:
                     writer.restore_base(part, keys, values)
-            units = PrefixUnits.of(source.spans, device)
         with stats.timed("probe_ms"):
             planes = self._allocate(layer, source, inputs, slots, units, bits)
         with stats.timed("load_ms"):
@@ -211,8 +157,9 @@ class PreciseLoader:
         units: PrefixUnits,
         bits: float,
     ) -> Tensor:
-        shape, timeline = self._shape, source.timeline
-        weights = torch.zeros(shape.num_kv_heads, len(units), device=slots.keys.pool.device)
+        timeline = source.timeline
+        # Where none are computed the host allocates, and does not wait for the device.
+        weights = torch.zeros(self._shape.num_kv_heads, len(units))
         count = planes_of(bits, weights.numel())
         if self._allocation.weighs and 0 < count < NUM_PLANES * weights.numel():
             with timeline.span(PROBE_COMPUTE, layer):
