@@ -23,7 +23,7 @@ import torch
 
 from bench.emulation import SlowFileSystem
 from bench.machine import describe_machine
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import EXACTLY, ImpressConfig
 from impress_sglang.importance.identify import IdentificationRule, make_rule, stored_probe
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.management.store import PrefixStore
@@ -89,6 +89,7 @@ def _measure(args: argparse.Namespace, shape: KVShape, directory: str) -> list[d
     config = ImpressConfig(
         ssd_dir=directory,
         min_free_gb=0.0,
+        bits=EXACTLY,
         device_gb=device,
         host_gb=host,
         reorder_interval=0,

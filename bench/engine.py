@@ -61,10 +61,10 @@ from bench.engine_workload import (
     make_workload,
     measure_planting,
 )
-from impress_sglang.config import BUFFER_SHARE, POLICIES, ImpressConfig
+from impress_sglang.config import BUFFER_SHARE, EXACTLY, POLICIES, ImpressConfig
 from impress_sglang.errors import ImpressError
 from impress_sglang.importance.identify import stored_probe
-from impress_sglang.management.policies import Policy, make_policy
+from impress_sglang.management.policies import Policy, Wish, make_policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.directory import MARKER
 from impress_sglang.storage.layout import KVShape
@@ -398,7 +398,7 @@ class CellRun:
 
     def _compile(self, policy: Policy, rule: str) -> None:
         """Compile the kernels that requests use, so that no time to first token has that in it."""
-        selects = not policy.exact(self._cell.retention)
+        selects = not policy.exact(Wish(self._cell.retention))
         warm_up(
             self._kv_shape(rule),
             policy.identification_rule() if selects else None,
@@ -434,6 +434,7 @@ class CellRun:
             identify=system.rule,
             retention=retention,
             min_retention=min(retention, ImpressConfig().min_retention),
+            bits=EXACTLY,
             chunk_tokens=self._cell.chunk_tokens,
             device_gb=system.device_share * gigabytes,
             host_gb=system.host_share * gigabytes / cached,

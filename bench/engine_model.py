@@ -29,7 +29,7 @@ from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management import rewriting
 from impress_sglang.management.estimate import Estimate, Estimator, Work, pairs_of
-from impress_sglang.management.policies import make_policy
+from impress_sglang.management.policies import Wish, make_policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.tree import StoredMatch
 from impress_sglang.management.writing import Offer, StoreOutcome
@@ -527,7 +527,7 @@ class StoredEngine:
     @contextmanager
     def _open(self, request: Request, asked: _Asked, timeline: Timeline) -> Iterator[_Stored]:
         """Match, estimate and open; the source is given back at the end if it is not before."""
-        exact = self.policy.exact(self._retention)
+        exact = self.policy.exact(Wish(self._retention))
         match = self.store.match(NAMESPACE, asked.prompt[:-1])
         length = self._engine.workload.lengths[request.prefix]
         if match.num_tokens != length:

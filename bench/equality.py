@@ -74,7 +74,7 @@ def _compare(
         "--enable-impress",
         "--impress-load=always",
         f"--impress-ssd-dir={folder / 'kv'}",
-        "--impress-retention=1.0",
+        "--impress-bits=exact",
     )
     with running(model, folder / "impress.log", *ours, zygote=None) as server:
         stored = []

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from bench.machine import describe_machine
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import EXACTLY, ImpressConfig
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import Offer
@@ -87,6 +87,7 @@ def _measure(args: argparse.Namespace, name: str, shape: KVShape, cached: bool) 
             ImpressConfig(
                 ssd_dir=folder,
                 min_free_gb=0.0,
+                bits=EXACTLY,
                 device_gb=2 * LAYERS * layer_gb if cached else 0.0,
                 host_gb=0.0,
                 reorder_interval=0,

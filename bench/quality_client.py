@@ -216,5 +216,5 @@ def _sampling(new_tokens: int, stop: Sequence[str], retention: float | None) -> 
     if stop:
         params["stop"] = list(stop)
     if retention is not None:
-        params["custom_params"] = {"impress_retention": retention}
+        params["custom_params"] = {"impress_retention": retention, "impress_bits": "exact"}
     return params

@@ -30,7 +30,7 @@ from bench.recording import RecordedSelection, Recording, load_recording
 from impress_sglang.config import SKETCH_BITS, ImpressConfig
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.management import reorder
-from impress_sglang.management.policies import Policy, make_policy
+from impress_sglang.management.policies import Policy, Wish, make_policy
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
 from impress_sglang.storage.segment import MappingLists
 from impress_sglang.tiers.placement import Placement
@@ -54,7 +54,7 @@ POLICIES = (
     "impress",
 )
 CHUNK_TOKENS = 64
-RETENTION = ImpressConfig().usual_retention
+RETENTION = 0.25
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Replay:
         gap_bytes: int,
     ) -> None:
         self._policy, self._shape, self._gap_bytes = policy, shape, gap_bytes
-        self._exact = policy.exact(RETENTION)
+        self._exact = policy.exact(Wish(RETENTION))
         recorded = recording.questions
         self._questions = [recorded[i % len(recorded)] for i in range(num_prefixes)]
         page = PageShape.of(shape, CHUNK_TOKENS)

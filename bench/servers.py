@@ -118,6 +118,7 @@ def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> li
         # Shorter than any prefix of a trace.
         f"--impress-min-prefix-tokens={MIN_PREFIX_TOKENS}",
         f"--impress-retention={retention}",
+        "--impress-bits=exact",
         # A measured request leaves nothing behind.
         "--impress-approximation-depth=0",
         f"--impress-device-gb={tiers.device_mb / 1e3:.6f}",

@@ -223,9 +223,11 @@ class PrefixAttention(AttentionBackend):
             if reason is None:
                 return
             self._runtime.fail(request, reason)
-        # The row goes through the rest of the pass, and must not bring NaN into it.
-        slots.keys.clear()
-        slots.values.clear()
+        if not request.uses:
+            # The row goes through the rest of the pass, and must not bring NaN into it. Shared
+            # slots have numbers, and may be read by others.
+            slots.keys.clear()
+            slots.values.clear()
 
     def _try_to_load(
         self, row: _BatchRow, q: Tensor, k: Tensor, layer: Any, slots: LayerSlots

@@ -6,6 +6,8 @@ admitted as a sink row (docs/design.md). Only the scheduler's thread calls this 
 Slots that SGLang's tree does not know are counted, so that SGLang's own accounting
 (available + evictable + protected + uncached == total) holds at every step:
   * private: the k slots of a live sink row, as protected;
+  * shared: slots of prefixes in codes, as protected while a request uses them, and else as
+    evictable;
   * held: slots of approximate KVs that a write still reads, as evictable.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
@@ -34,6 +37,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from torch import Tensor
 
+from impress_sglang.config import EXACT_BITS
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.integration.eligibility import serve_refusal, store_refusal
 from impress_sglang.integration.eviction import ScoreEviction
@@ -49,12 +53,16 @@ from impress_sglang.integration.saving import GatedLayerReader, Save
 from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.management.estimate import Estimate, Work, buffer_bytes
 from impress_sglang.management.readers import AnySource
-from impress_sglang.management.tree import StoredMatch
+from impress_sglang.management.residents import Cover, ResidentParts
+from impress_sglang.management.tree import StoredMatch, StoredSpan
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.storage.writer import LayerReader
 from impress_sglang.timeline import Timeline
+from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.resident import PartUse, ResidentPart, UsedUnits
+from impress_sglang.transfer.source import SegmentSource
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +71,28 @@ REPORT_KEY = "impress"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Offer:
-    """What `match_prefix` promised: k of the tokens [resident_len, stop) of a stored prefix."""
+    """What `match_prefix` promised: k of the tokens [resident_len, stop) of a stored prefix.
+
+    `covers`: of a prefix in codes, where its tokens are; `missing` slots must be allocated.
+    """
 
     match: StoredMatch
     work: Work
     k: int
     token_ids: Tokens
     estimate: Estimate
+    covers: tuple[Cover, ...] = ()
+
+    @property
+    def missing(self) -> int:
+        if not self.covers:
+            return self.k
+        return sum(len(cover.span) for cover in self.covers if cover.part is None)
+
+    @property
+    def promised(self) -> int:
+        """What SGLang is told to load; if that were nothing, it would not ask for it."""
+        return max(self.missing, 1)
 
     @property
     def resident_len(self) -> int:
@@ -77,14 +100,19 @@ class _Offer:
 
     @property
     def stop(self) -> int:
-        return self.match.num_tokens
+        return self.work.resident + self.work.stored
+
+    def same_parts(self, other: _Offer) -> bool:
+        """Whether another offer reads the same of a prefix in codes."""
+        return bool(self.covers) and self.covers == other.covers
 
     def same_reads(self, other: _Offer) -> bool:
         """Whether another offer reads the same of the same segments."""
         return (
             self.work == other.work
             and self.k == other.k
-            and self.estimate.bits == other.estimate.bits
+            and not self.covers
+            and not other.covers
             and [span.segment.segment_id for span in self.match.spans]
             == [span.segment.segment_id for span in other.match.spans]
         )
@@ -124,11 +152,13 @@ class ImpressRadixCache(RadixCache):
         self._writing_tokens = 0
         self._locking: set[Save] = set()
         self._started = False
+        self._residents = ResidentParts(lambda slots: self.token_to_kv_pool_allocator.free(slots))
+        runtime.residents = self._residents
         super().__init__(params)
         config = runtime.config
         self._score_eviction: ScoreEviction | None = None
         if runtime.policy.scores and params.eviction_policy == "lru":
-            self._score_eviction = ScoreEviction(config.half_life, config.usual_retention)
+            self._score_eviction = ScoreEviction(config.half_life, config.part_retention)
             self.eviction_strategy = self._score_eviction
         self._started = True
         # Requests that are not finished, for what begins in the middle of a pass.
@@ -143,6 +173,7 @@ class ImpressRadixCache(RadixCache):
             # Accepted writes read slots that are about to be given away.
             self._runtime.store.drain()
         assert not self._runtime.live and not self._private_tokens and not self._held_tokens
+        self._residents.forget_all()
         self._drop_matches()
         self._declined.clear()
         self._refused.clear()
@@ -164,6 +195,7 @@ class ImpressRadixCache(RadixCache):
         if self._runtime.opened is not None:
             self._runtime.store.abandon_writes()
         self._drop_matches()
+        self._residents.hide_all()
         self._watch.begin(cause)
 
     def resume(self, *, settled: bool) -> None:
@@ -199,7 +231,8 @@ class ImpressRadixCache(RadixCache):
             self._drop_prefetch(req.rid)
             return resident
         self._offers[req.rid] = offer
-        return resident._replace(device_prefix_len=offer.stop - offer.k, host_hit_length=offer.k)
+        promised = offer.promised
+        return resident._replace(device_prefix_len=offer.stop - promised, host_hit_length=promised)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any] | None:
         """Admit a sink row: allocate its k slots and open its source.
@@ -209,16 +242,17 @@ class ImpressRadixCache(RadixCache):
         req = params.req
         assert req is not None
         offer = self._offers.pop(req.rid)
-        assert offer.k == params.host_hit_length
+        assert offer.promised == params.host_hit_length
         request = self._open_request(req, offer)
         if request is None:
             self._declined.add(req.rid)
             return None
         self._runtime.live[req.rid] = request
-        self._private_tokens += request.k
+        if not request.uses:
+            self._private_tokens += request.k
         req.storage_hit_start = request.resident_len
         req.storage_hit_length = request.num_tokens
-        return request.k, req.last_node
+        return offer.promised, req.last_node
 
     def prefetch(self, req: Any) -> None:
         """A request begins to wait: read what its first layers will want, if there is room.
@@ -238,6 +272,9 @@ class ImpressRadixCache(RadixCache):
         resident = super().match_prefix(MatchPrefixParams(key=key)).device_prefix_len
         offer = self._make_offer(match, key, resident, req)
         if offer is None or not self._loads(offer):
+            return
+        if not offer.missing or any(offer.same_parts(p.offer) for p in self._prefetches.values()):
+            # Another request will have read it.
             return
         timeline = runtime.timeline_for(req.rid)
         try:
@@ -288,7 +325,8 @@ class ImpressRadixCache(RadixCache):
         if request is not None:
             self._runtime.release_source(request)
             request.publish()
-            if not request.adopted:
+            self._residents.leave(request.uses)
+            if not request.adopted and not request.uses:
                 self._private_tokens -= request.k
                 self.token_to_kv_pool_allocator.free(request.slots)
             self._runtime.keep_timeline(request)
@@ -342,20 +380,29 @@ class ImpressRadixCache(RadixCache):
 
         def enough() -> bool:
             nonlocal evicted
-            missing = params.num_tokens - freed()
-            if missing > 0:
-                evicted += (
-                    super(ImpressRadixCache, self)
-                    .evict(EvictParams(num_tokens=missing))
-                    .num_tokens_evicted
-                )
-            return freed() >= params.num_tokens
+            while (missing := params.num_tokens - freed()) > 0:
+                part = self._residents.oldest()
+                if part is not None and part.last_access <= self._oldest_access():
+                    evicted += self._residents.evict(part)
+                    continue
+                own = super(ImpressRadixCache, self).evict(EvictParams(num_tokens=missing))
+                evicted += own.num_tokens_evicted
+                if not own.num_tokens_evicted:
+                    if part is None:
+                        return False
+                    evicted += self._residents.evict(part)
+            return True
 
         if not enough() and store is not None and store.is_writing:
             nodes = self._nodes_of_writes()
             store.abandon_writes(enough, lambda save: self._frees(save, nodes))
             enough()
         return EvictResult(num_tokens_evicted=freed())
+
+    def _oldest_access(self) -> float:
+        """Of what SGLang's tree can evict now, in the time of `time.monotonic`."""
+        leaves = (node.last_access_time for node in self.evictable_leaves)
+        return min(leaves, default=math.inf)
 
     def flush_pending_backups(self) -> None:
         """SGLang's tick after each batch."""
@@ -365,11 +412,13 @@ class ImpressRadixCache(RadixCache):
 
     def evictable_size(self) -> int:
         """Tokens that `evict` can free: SGLang's, and those that only writes hold."""
-        return int(super().evictable_size()) + self._held_tokens + self._locked_by_writes()
+        own = self._held_tokens + self._residents.idle_tokens
+        return int(super().evictable_size()) + own + self._locked_by_writes()
 
     def protected_size(self) -> int:
         """Tokens that cannot be evicted: SGLang's, and the slots only we know."""
-        return int(super().protected_size()) + self._private_tokens - self._locked_by_writes()
+        own = self._private_tokens + self._residents.used_tokens
+        return int(super().protected_size()) + own - self._locked_by_writes()
 
     def _locked_by_writes(self) -> int:
         """Tokens of SGLang's tree that nothing but writes has locked.
@@ -412,6 +461,8 @@ class ImpressRadixCache(RadixCache):
             "device_pool": {
                 "tokens": self.token_to_kv_pool_allocator.size,
                 "private_tokens": self._private_tokens,
+                "shared_tokens": self._residents.used_tokens,
+                "shared_idle_tokens": self._residents.idle_tokens,
                 "held_tokens": self._held_tokens,
                 "writing_tokens": self._writing_tokens,
             },
@@ -432,7 +483,8 @@ class ImpressRadixCache(RadixCache):
             AssertionError: they differ, which is a bug.
         """
         live = self._runtime.live.values()
-        assert self._private_tokens == sum(r.k for r in live if not r.adopted)
+        assert self._private_tokens == sum(r.k for r in live if not r.adopted and not r.uses)
+        self._residents.check_integrity()
         assert self._held_tokens <= self._writing_tokens
         if self._runtime.opened is not None:
             self._runtime.store.check_integrity()
@@ -466,8 +518,23 @@ class ImpressRadixCache(RadixCache):
         k = runtime.policy.tokens_to_load(num_tokens, estimate.retention)
         if not k:
             return None
-        token_ids = _as_tokens(key.raw_token_ids()[: match.num_tokens])
-        return _Offer(match, work, k, token_ids, estimate)
+        covers: tuple[Cover, ...] = ()
+        if estimate.bits < EXACT_BITS:
+            covers = self._cover(match, work)
+            stored = sum(len(cover.span) for cover in covers)
+            k, work = stored, Work(resident_len, stored, work.new + work.stored - stored)
+        token_ids = _as_tokens(key.raw_token_ids()[: resident_len + work.stored])
+        return _Offer(match, work, k, token_ids, estimate, covers)
+
+    def _cover(self, match: StoredMatch, work: Work) -> tuple[Cover, ...]:
+        """Where the tokens of a prefix in codes are; a short rest behind them is computed."""
+        stop = work.resident + work.stored
+        covers = self._residents.cover(match.slice(work.resident, stop))
+        rest = covers[-1]
+        short = len(rest.span) < self._runtime.config.min_prefix_tokens
+        if len(covers) > 1 and rest.part is None and short:
+            covers.pop()
+        return tuple(covers)
 
     def _loads(self, offer: _Offer) -> bool:
         """Whether an offer is taken, or its tokens are computed because that is faster."""
@@ -478,20 +545,37 @@ class ImpressRadixCache(RadixCache):
         return False
 
     def _open_source(self, offer: _Offer, timeline: Timeline) -> AnySource:
-        demand = self._runtime.demand_of(offer.k, offer.work.stored, offer.estimate.bits)
+        if offer.covers:
+            spans, in_slots = _spans_of(offer.covers)
+            return self._runtime.store.open_coded(spans, in_slots, timeline)
+        demand = self._runtime.demand_of(offer.k, offer.work.stored)
         return self._runtime.store.open_source(
             offer.match, offer.resident_len, offer.stop, demand, timeline
         )
 
-    def _take_source(self, rid: str, offer: _Offer) -> tuple[AnySource, Timeline]:
+    def _take_source(self, rid: str, offer: _Offer) -> tuple[SegmentSource, Timeline]:
         """The source of a request that is admitted: what was read while it waited, or a new one."""
         prefetch = self._prefetches.pop(rid, None)
-        if prefetch is not None and prefetch.offer.same_reads(offer):
-            return prefetch.source, prefetch.timeline
         if prefetch is not None:
+            if isinstance(prefetch.source, SegmentSource) and prefetch.offer.same_reads(offer):
+                return prefetch.source, prefetch.timeline
             self._runtime.store.close_source(prefetch.source)
         timeline = self._runtime.timeline_for(rid)
-        return self._open_source(offer, timeline), timeline
+        demand = self._runtime.demand_of(offer.k, offer.work.stored)
+        source = self._runtime.store.open_source(
+            offer.match, offer.resident_len, offer.stop, demand, timeline
+        )
+        return source, timeline
+
+    def _take_coded(self, rid: str, parts: Sequence[ResidentPart]) -> CodedSource | None:
+        """What was read of these parts while a request waited."""
+        for waiting, prefetch in self._prefetches.items():
+            source = prefetch.source
+            if isinstance(source, CodedSource) and source.reads(parts):
+                del self._prefetches[waiting]
+                return source
+        self._drop_prefetch(rid)
+        return None
 
     def _drop_prefetch(self, rid: str) -> None:
         if (prefetch := self._prefetches.pop(rid, None)) is not None:
@@ -504,8 +588,10 @@ class ImpressRadixCache(RadixCache):
         self._offers.clear()
 
     def _open_request(self, req: Any, offer: _Offer) -> PrefixRequest | None:
+        prefetched = req.rid in self._prefetches
         try:
-            prefetched = req.rid in self._prefetches
+            if offer.covers:
+                return self._open_coded(req, offer, prefetched=prefetched)
             source, timeline = self._take_source(req.rid, offer)
         except PrefixUnreadable as error:
             logger.warning("request %s does without its stored prefix: %s", req.rid, error)
@@ -515,35 +601,109 @@ class ImpressRadixCache(RadixCache):
         if slots is None:
             self._runtime.store.close_source(source)
             return None
+        self._runtime.store.ahead.join(source)
+        return self._new_request(
+            req, offer, slots.to(torch.int64), timeline, source=source, prefetched=prefetched
+        )
+
+    def _open_coded(self, req: Any, offer: _Offer, *, prefetched: bool) -> PrefixRequest | None:
+        """A request that shares the slots of a prefix in codes; None if there is no room for it.
+
+        Raises:
+            PrefixUnreadable: a segment is gone or cannot be opened.
+        """
+        # Others may have brought some of it, or driven it out, since it was matched.
+        spans = offer.match.slice(offer.resident_len, offer.stop)
+        offer = dataclasses.replace(offer, covers=tuple(self._residents.cover(spans)))
+        # What is resident must not be evicted for the rest.
+        resident = [PartUse(c.part, c.span.start, c.span.stop) for c in offer.covers if c.part]
+        self._residents.use(resident)
+        slots = self._allocate(offer.missing) if offer.missing else None
+        self._residents.leave(resident)
+        if offer.missing and slots is None:
+            return None
+        uses = self._uses_of(offer, slots)
+        self._residents.use(uses)
+        try:
+            fresh = list(dict.fromkeys(use.part for use in uses if use.part.load is None))
+            loads = self._runtime.join_loads(uses, self._take_coded(req.rid, fresh))
+        except BaseException:
+            self._residents.leave(uses)
+            raise
+        timeline = self._runtime.timeline_for(req.rid)
+        request = self._new_request(
+            req,
+            offer,
+            torch.cat([use.slots for use in uses]),
+            timeline,
+            units=UsedUnits(uses, self.device),
+            prefetched=prefetched,
+        )
+        request.loads = loads
+        return request
+
+    def _uses_of(self, offer: _Offer, slots: Tensor | None) -> list[PartUse]:
+        """The parts of an offer; those that are not resident get some of the new slots."""
+        uses, first = [], 0
+        for cover in offer.covers:
+            span, part = cover.span, cover.part
+            if part is None:
+                assert slots is not None
+                layout = span.segment.info.layout().codes
+                assert layout is not None, "the store has no codes"
+                own = slots[first : (first := first + len(span))].to(torch.int64)
+                part = ResidentPart(
+                    span.segment.segment_id,
+                    layout,
+                    self._runtime.shape.num_layers,
+                    span.start,
+                    span.stop,
+                    own,
+                )
+                self._residents.add(part)
+            uses.append(PartUse(part, span.start, span.stop))
+        return uses
+
+    def _new_request(
+        self,
+        req: Any,
+        offer: _Offer,
+        slots: Tensor,
+        timeline: Timeline,
+        *,
+        prefetched: bool,
+        source: SegmentSource | None = None,
+        units: UsedUnits | None = None,
+    ) -> PrefixRequest:
         resident_slots = self.path_device_indices(req.last_node)[: offer.resident_len]
         num_tokens = offer.stop - offer.resident_len
         retention = 1.0 if offer.k == num_tokens else offer.estimate.retention
         quality = offer.match.quality.after(retention, offer.estimate.bits)
         report = req.customized_info[REPORT_KEY][0]
         report.update(
-            path="ssd",
+            path="ssd" if offer.missing else "device",
             prefix_tokens=offer.stop,
             used_tokens=offer.resident_len + offer.k,
             stored_tokens=num_tokens,
-            loaded_tokens=offer.k,
+            loaded_tokens=offer.missing,
+            shared_tokens=offer.k - offer.missing,
             approximate=quality != EXACT,
             prefetched=prefetched,
         )
-        request = PrefixRequest(
+        return PrefixRequest(
             rid=req.rid,
             token_ids=torch.from_numpy(offer.token_ids.astype(np.int64)),
             resident_slots=resident_slots,
-            slots=slots.to(torch.int64),
+            slots=slots,
             num_tokens=num_tokens,
             bits=offer.estimate.bits,
             quality=quality,
             source=source,
             report=report,
+            units=units,
             new_tokens=offer.work.new,
             timeline=timeline,
         )
-        self._runtime.store.ahead.join(source)
-        return request
 
     def _allocate(self, num_tokens: int) -> Tensor | None:
         allocator = self.token_to_kv_pool_allocator
@@ -689,6 +849,15 @@ class ImpressRadixCache(RadixCache):
         self._declined.discard(rid)
         self._counted.discard(rid)
         self._refused.discard(rid)
+
+
+def _spans_of(covers: Sequence[Cover]) -> tuple[list[StoredSpan], list[bool]]:
+    """What a source of some covers reads, and what of that is in slots."""
+    spans = []
+    for cover in covers:
+        part, span = cover.part, cover.span
+        spans.append(span if part is None else StoredSpan(span.segment, part.start, part.stop))
+    return spans, [cover.part is not None and cover.part.layers_loaded > 0 for cover in covers]
 
 
 def _namespace(key: RadixKey) -> str:

@@ -11,7 +11,6 @@ from impress_sglang.config import EXACT_BITS, EXACTLY, LEAST_BITS, MOST_BITS, Im
 from impress_sglang.integration.clocks import Stopwatch
 from impress_sglang.management.estimate import Estimate
 from impress_sglang.management.policies import Wish
-from impress_sglang.management.readers import AnySource
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.quality import EXACT, Quality
@@ -19,6 +18,8 @@ from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.resident import PartLoad, PartUse, UsedUnits
+from impress_sglang.transfer.source import SegmentSource
 
 # Of `sampling_params.custom_params`: the retention and the bits that a request asks for.
 RETENTION_KEY = "impress_retention"
@@ -65,9 +66,12 @@ class PrefixRequest:
 
         |<- start = m - k ->|<- resident ->|<- k ->|<- new ... ->|
 
-    Invariants: the k slots are private (counted as protected by the tree) until `adopted`; layers
-    below `layers_loaded` are in them, zeros if the request has `failed`. `loading` is there while a
-    pass loads all layers.
+    A prefix in codes is all there: k = m, and its slots are those of the parts that it `uses` with
+    other requests (`transfer.resident`), read from `loads`.
+
+    Invariants: the k slots of others are private (counted as protected by the tree) until
+    `adopted`; layers below `layers_loaded` are in them, zeros if the request has `failed`.
+    `loading` is there while a pass loads all layers.
     """
 
     rid: str
@@ -77,8 +81,10 @@ class PrefixRequest:
     num_tokens: int
     bits: float  # of the prefix, per element on average
     quality: Quality  # of what is computed after the prefix
-    source: AnySource | MemorySource | None
+    source: SegmentSource | MemorySource | None
     report: dict[str, object]
+    units: UsedUnits | None = None  # of a prefix in codes
+    loads: list[PartLoad] = dataclasses.field(default_factory=list)
     new_tokens: int = 0
     timeline: Timeline = NO_TIMELINE
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)
@@ -94,6 +100,11 @@ class PrefixRequest:
     def approximate(self) -> bool:
         """Whether the stored KVs, or our selection of them, are not the full prefix."""
         return self.quality != EXACT
+
+    @property
+    def uses(self) -> tuple[PartUse, ...]:
+        """Resident parts; none if the slots are private."""
+        return () if self.units is None else self.units.uses
 
     @property
     def k(self) -> int:
@@ -147,7 +158,8 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
 
     `prefetched` says that reading began while the request waited. `path` is computed, device or ssd
     (a stored prefix, whichever tier its chunks were in); lengths are in tokens, times in
-    milliseconds; the counters of reads are those of `ReadStats`. `bits_mean` are bits per element
+    milliseconds; the counters of reads are those of `ReadStats`. `shared_tokens`
+    of a stored prefix were in slots already, for other requests. `bits_mean` are bits per element
     of a stored prefix (16: as it was computed), `base_bytes` and `plane_bytes` what of its codes
     went into slots, from whichever tier. `not_served` and `not_stored` are what keeps a request
     from the store (`eligibility.py`).
@@ -163,6 +175,7 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
         "resident_tokens": resident_len,
         "stored_tokens": 0,
         "loaded_tokens": 0,
+        "shared_tokens": 0,
         "approximate": False,
         "layers_by_probe": 0,
         "layers_by_fallback": 0,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.config import EXACT_BITS, ImpressConfig
-from impress_sglang.errors import ImpressError, PrefixUnreadable
+from impress_sglang.errors import ChunkUnreadable, ImpressError, PrefixUnreadable
 from impress_sglang.integration.clocks import clock_for
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.saving import Save
@@ -26,14 +26,16 @@ from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.estimate import RETENTIONS, Estimate, Estimator, Work
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.policies import Wish, make_policy
+from impress_sglang.management.residents import ResidentParts
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.tree import StoredMatch
+from impress_sglang.management.tree import StoredMatch, StoredSpan
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.threads import BackgroundThread
 from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline, TimelineWriter
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, PrefixLoader
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
+from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import Demand, SegmentSource
 
@@ -138,6 +140,8 @@ class ServingRuntime:
         self.policy = make_policy(config)
         self.totals = RequestTotals()
         self.live: dict[str, PrefixRequest] = {}
+        self.residents: ResidentParts
+        """Of the tree cache: what is in slots in codes."""
         self.begin_saves: Callable[[Sequence[str], Sequence[int]], list[Save]] | None = None
         """Of the tree cache: from a pass's requests and lengths to the writes that go with it."""
         self.abort: Callable[[str, str], None] | None = None
@@ -262,10 +266,8 @@ class ServingRuntime:
         if self.suspended is None:
             logger.info("the store is used again, for weights %s", self.identity)
 
-    def demand_of(self, k: int, num_tokens: int, bits: float) -> Demand:
+    def demand_of(self, k: int, num_tokens: int) -> Demand:
         """What a request that uses k of a prefix's tokens will ask of each layer."""
-        if bits < EXACT_BITS:
-            return Demand(probe=False, coded=True)
         whole, stored_apart = k == num_tokens, bool(self.shape.probe_kv_heads)
         return Demand(
             whole=whole,
@@ -294,7 +296,9 @@ class ServingRuntime:
         def estimate(retention: float) -> Estimate:
             bits = policy.bits(dataclasses.replace(wish, retention=retention))
             if bits < EXACT_BITS:
-                num_bytes = self.store.coded_bytes(match, start, match.num_tokens, bits)
+                covers = self.residents.cover(match.slice(start, match.num_tokens))
+                missing = [cover.span for cover in covers if cover.part is None]
+                num_bytes = self.store.coded_bytes(missing, bits)
             else:
                 all_keys = self._evidence == "keys" and retention < 1.0
                 num_bytes = stored().expected(retention, all_keys=all_keys)
@@ -307,6 +311,67 @@ class ServingRuntime:
             return estimate(wish.retention)
         choices = [retention for retention in RETENTIONS if retention > wish.retention]
         return self.estimator.largest_hidden([estimate(r) for r in (*choices, wish.retention)])
+
+    def join_loads(self, uses: Sequence[PartUse], source: CodedSource | None) -> list[PartLoad]:
+        """Join what the parts of a request are read from now, and begin to read the others.
+
+        Args:
+            uses: of the request.
+            source: of those parts that nobody reads, if it is there already.
+
+        Raises:
+            PrefixUnreadable: a segment is gone or cannot be opened.
+        """
+        parts = list(dict.fromkeys(use.part for use in uses))
+        fresh = [part for part in parts if part.load is None]
+        if fresh:
+            if source is None:
+                source = self.open_parts(fresh)
+            PartLoad(source, fresh)
+            self.store.ahead.join(source)
+        loads = list(dict.fromkeys(part.load[0] for part in parts if part.load is not None))
+        for load in loads:
+            load.pending += 1
+        return loads
+
+    def open_parts(
+        self, parts: Sequence[ResidentPart], timeline: Timeline = NO_TIMELINE
+    ) -> CodedSource:
+        """A source for parts.
+
+        Raises:
+            PrefixUnreadable: a segment is gone or cannot be opened.
+        """
+        spans = []
+        for part in parts:
+            segment = self.store.tree.get(part.segment_id)
+            if segment is None:
+                raise ChunkUnreadable(part.segment_id, "was removed after it was matched")
+            spans.append(StoredSpan(segment, part.start, part.stop))
+        return self.store.open_coded(spans, [bool(part.layers_loaded) for part in parts], timeline)
+
+    def _renew_loads(self, request: PrefixRequest) -> None:
+        """See that no load of a request that begins its pass was read by another pass.
+
+        Raises:
+            PrefixUnreadable: a segment is gone or cannot be opened.
+        """
+        stale = [load for load in request.loads if load.source.layer > 0]
+        for load in stale:
+            request.loads.remove(load)
+            if load.leave():
+                self.store.close_source(load.source)
+                request.reads.add(load.source.stats)
+            else:
+                # Others go on with it.
+                for part in load.parts:
+                    part.load = None
+        if stale:
+            own = {id(load) for load in request.loads}
+            joined = self.join_loads(request.uses, None)
+            for load in joined:
+                load.pending -= id(load) in own
+            request.loads = joined
 
     def timeline_for(self, rid: str) -> Timeline:
         """Where a request's time goes, if that is wanted."""
@@ -325,14 +390,24 @@ class ServingRuntime:
         Raises:
             PrefixUnreadable: a chunk is missing, short or corrupt.
         """
-        source, selected = request.source, None
-        assert source is not None
-        if isinstance(source, CodedSource):
-            self._precise.load(layer, source, inputs, slots, request.bits, request.stats)
-        else:
-            selected = self._loader.load(layer, source, inputs, slots, request.stats)
+        if request.source is None:
+            assert request.units is not None
+            if not layer:
+                self._renew_loads(request)
+            self._precise.load(
+                layer,
+                request.units,
+                inputs,
+                slots,
+                request.bits,
+                request.stats,
+                request.timeline,
+            )
+            self.store.ahead.top_up()
+            return
+        selected = self._loader.load(layer, request.source, inputs, slots, request.stats)
         self.store.ahead.top_up()
-        if self.observer is not None and selected is not None:
+        if self.observer is not None:
             self.observer.selected(self.shape, layer, request, selected)
 
     def finish_layer(self, request: PrefixRequest) -> None:
@@ -345,11 +420,17 @@ class ServingRuntime:
 
     def release_source(self, request: PrefixRequest) -> None:
         """Give a request's source back to the store."""
-        if isinstance(request.source, SegmentSource | CodedSource):
+        if isinstance(request.source, SegmentSource):
             # What was read ahead is counted when the source is closed.
             self.store.close_source(request.source)
             request.reads.add(request.source.stats)
         request.source = None
+        loads, request.loads = request.loads, []
+        for load in loads:
+            # Of what several requests read together the last one tells.
+            if load.leave():
+                self.store.close_source(load.source)
+                request.reads.add(load.source.stats)
 
     def _note_load(self, request: PrefixRequest) -> None:
         """Tell the estimator what loading took besides waiting for the drive."""
@@ -369,6 +450,9 @@ class ServingRuntime:
         """A chunk was unreadable: forget the segment, and note that the prefix is computed."""
         logger.warning("stored prefix of request %s is computed again: %s", request.rid, error)
         self.release_source(request)
+        for use in request.uses:
+            # Its slots will hold something else than its levels say.
+            self.residents.hide(use.part)
         self.store.report(error)
         request.recomputed = True
 

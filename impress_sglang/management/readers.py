@@ -107,28 +107,16 @@ class SegmentReaders:
 
     def open_source(
         self, spans: Sequence[StoredSpan], demand: Demand, timeline: Timeline
-    ) -> AnySource:
+    ) -> SegmentSource:
         """A source for consecutive spans; `close_source` gives it back.
 
         Raises:
             PrefixUnreadable: a segment cannot be opened.
         """
-        segments: list[OpenSegment] = []
-        try:
-            for span in spans:
-                segments.append(self.acquire(span.segment))
-        except BaseException:
-            for done in segments:
-                self.release(done.segment_id)
-            raise
-        pairs = list(zip(spans, segments, strict=True))
-        if demand.coded:
-            self._codes.placement.advance()
-            coded = [self._coded_span(span, segment) for span, segment in pairs]
-            return CodedSource(coded, self._reader, self._pool, self._codes, timeline=timeline)
+        segments = self._acquire_all(spans)
         self._cache.placement.advance()
         opened = []
-        for span, segment in pairs:
+        for span, segment in zip(spans, segments, strict=True):
             version = self._versions[segment.segment_id]
             history = self._history(span.segment)
             opened.append(
@@ -145,13 +133,38 @@ class SegmentReaders:
             timeline=timeline,
         )
 
-    def _coded_span(self, span: StoredSpan, segment: OpenSegment) -> CodedSpan:
-        codes = self._versions[segment.segment_id].codes
-        assert codes is not None, "the store has no codes"
-        return CodedSpan(segment, span.start, span.stop, *codes)
+    def open_coded(
+        self, spans: Sequence[StoredSpan], in_slots: Sequence[bool], timeline: Timeline
+    ) -> CodedSource:
+        """A source for spans in codes; `in_slots` says of each whether its base is not needed.
+
+        Raises:
+            PrefixUnreadable: a segment cannot be opened.
+        """
+        segments = self._acquire_all(spans)
+        self._codes.placement.advance()
+        opened = []
+        for span, segment in zip(spans, segments, strict=True):
+            codes = self._versions[segment.segment_id].codes
+            assert codes is not None, "the store has no codes"
+            opened.append(CodedSpan(segment, span.start, span.stop, *codes))
+        return CodedSource(
+            opened, self._reader, self._pool, self._codes, in_slots=in_slots, timeline=timeline
+        )
+
+    def _acquire_all(self, spans: Sequence[StoredSpan]) -> list[OpenSegment]:
+        segments: list[OpenSegment] = []
+        try:
+            for span in spans:
+                segments.append(self.acquire(span.segment))
+        except BaseException:
+            for done in segments:
+                self.release(done.segment_id)
+            raise
+        return segments
 
     def coded_bytes(self, spans: Sequence[StoredSpan], bits: float) -> float:
-        """What of consecutive spans would have to come from SSD, in so many bits."""
+        """What of spans would have to come from SSD, in so many bits."""
         expected = 0.0
         for span in spans:
             version = self._version_of(span.segment)

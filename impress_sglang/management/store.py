@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from impress_sglang.management.tree import (
     SegmentState,
     StoredMatch,
     StoredSegment,
+    StoredSpan,
 )
 from impress_sglang.management.writing import Offer, SegmentWrites, StoreOutcome, StoreStats
 from impress_sglang.storage.catalog import CatalogEntry
@@ -48,7 +49,8 @@ from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.ahead import ReadAhead
-from impress_sglang.transfer.source import Demand
+from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.source import Demand, SegmentSource
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +164,7 @@ class PrefixStore:
         stop: int,
         demand: Demand,
         timeline: Timeline = NO_TIMELINE,
-    ) -> AnySource:
+    ) -> SegmentSource:
         """A source for the tokens [start, stop) of a match; `close_source` gives it back.
 
         `demand` says what will be asked of it.
@@ -170,14 +172,31 @@ class PrefixStore:
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened; the caller should `report` it.
         """
-        for span in match.spans:
+        self._check_there(match.spans)
+        self.tree.touch(match)
+        return self._readers.open_source(match.slice(start, stop), demand, timeline)
+
+    def open_coded(
+        self,
+        spans: Sequence[StoredSpan],
+        in_slots: Sequence[bool],
+        timeline: Timeline = NO_TIMELINE,
+    ) -> CodedSource:
+        """A source for spans in codes, of which some are in slots; `close_source` gives it back.
+
+        Raises:
+            PrefixUnreadable: as of `open_source`.
+        """
+        self._check_there(spans)
+        return self._readers.open_coded(spans, in_slots, timeline)
+
+    def _check_there(self, spans: Sequence[StoredSpan]) -> None:
+        for span in spans:
             segment = span.segment
             if self.tree.get(segment.segment_id) is not segment or not segment.ready:
                 raise ChunkUnreadable(segment.segment_id, "was removed after it was matched")
             if not self.health.readable:
                 raise StoreUnavailable(segment.segment_id, "the store is degraded")
-        self.tree.touch(match)
-        return self._readers.open_source(match.slice(start, stop), demand, timeline)
 
     def stored_bytes(
         self, match: StoredMatch, start: int, stop: int, *, probe: bool
@@ -185,9 +204,9 @@ class PrefixStore:
         """What of the tokens [start, stop) of a match would have to come from SSD."""
         return self._readers.stored_bytes(match.slice(start, stop), probe=probe)
 
-    def coded_bytes(self, match: StoredMatch, start: int, stop: int, bits: float) -> float:
-        """What of the tokens [start, stop) of a match would have to come from SSD, in codes."""
-        return self._readers.coded_bytes(match.slice(start, stop), bits)
+    def coded_bytes(self, spans: Sequence[StoredSpan], bits: float) -> float:
+        """What of spans would have to come from SSD, in so many bits."""
+        return self._readers.coded_bytes(spans, bits)
 
     def seconds_to_read(self, num_bytes: float) -> float:
         """What reading so many bytes from SSD takes, as reads went lately."""

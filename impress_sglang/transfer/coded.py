@@ -12,6 +12,7 @@ import functools
 import itertools
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +20,11 @@ import torch
 from torch import Tensor
 
 from impress_sglang.loops.types import Flags, Indices
-from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
+from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.reader import ChunkReader, OpenSegment, PendingRead
 from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.fence import to_device
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
 from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
@@ -139,52 +139,13 @@ class CodedSpan:
         return chunks
 
 
-@dataclasses.dataclass(frozen=True)
-class PrefixUnits:
-    """The units of a head over consecutive spans, counted through all of them.
+class ResidentRange(Protocol):
+    """The tokens [start, stop) of a segment that are, or will be, in slots."""
 
-    `unit_of_token` int64 [m]; `first` the number of each span's first unit, and how many there are.
-    """
-
-    spans: tuple[CodedSpan, ...]
-    unit_of_token: Tensor
-    first: tuple[int, ...]
-
-    @classmethod
-    def of(cls, spans: Sequence[CodedSpan], device: torch.device) -> PrefixUnits:
-        """Count them."""
-        numbers, first, count = [], [], 0
-        for span in spans:
-            first.append(count)
-            tokens = np.arange(span.start, span.stop) // span.layout.unit_tokens
-            numbers.append(tokens - span.units[0] + count)
-            count += len(span.units)
-        on_cpu = torch.from_numpy(np.concatenate(numbers))
-        return cls(tuple(spans), to_device(on_cpu, device), (*first, count))
-
-    def __len__(self) -> int:
-        return self.first[-1]
-
-    def weights(self, by_token: Tensor) -> Tensor:
-        """Weights of units [G, units], from those of tokens [G, m]."""
-        sums = by_token.new_zeros(len(by_token), len(self))
-        return sums.index_add_(1, self.unit_of_token, by_token)
-
-    def raised(self, before: Tensor, after: Tensor) -> list[Tensor]:
-        """Of each span the planes between two levels of its units, int64 [n, 3].
-
-        Args:
-            before: int64 [G, units] on the CPU, planes that are in the slots.
-            after: the same, planes that shall be there.
-        """
-        plane = torch.arange(NUM_PLANES)[:, None, None]
-        missing = (plane >= before) & (plane < after)
-        found = []
-        for span, (start, stop) in zip(self.spans, itertools.pairwise(self.first), strict=True):
-            own = missing[..., start:stop].nonzero()
-            own[:, 2] += span.units[0]
-            found.append(own)
-        return found
+    segment_id: str
+    start: int
+    stop: int
+    layers_loaded: int
 
 
 class CodedSource:
@@ -197,11 +158,24 @@ class CodedSource:
         pool: AreaPool,
         cache: ChunkCache,
         *,
+        in_slots: Sequence[bool] | None = None,
         timeline: Timeline = NO_TIMELINE,
         taker: FrameTaker | None = None,
     ) -> None:
-        """Begin with nothing read; `taker`: None for what fits the device."""
+        """Begin with nothing read.
+
+        Args:
+            spans: one or more.
+            reader: reads blocks.
+            pool: what they are read into.
+            cache: of codes.
+            in_slots: of each span whether its base is in slots; None: nowhere.
+            timeline: of the request that opens the source.
+            taker: None for what fits the device.
+        """
         assert spans
+        self._in_slots = tuple(in_slots or [False] * len(spans))
+        self._base: list[Tensor | None] | None = None
         self.spans = tuple(spans)
         self.segment_ids = [span.segment.segment_id for span in spans]
         self.num_tokens = sum(map(len, spans))
@@ -221,44 +195,55 @@ class CodedSource:
         # Reads into closed areas that are in flight.
         self._ending: list[PendingRead] = []
 
-    @functools.cached_property
-    def units(self) -> PrefixUnits:
-        """Of all spans; on the source's device."""
-        return PrefixUnits.of(self.spans, self._cache.device)
+    def read_base(self, layer: int) -> list[Tensor | None]:
+        """The base of each span that is not in slots: its groups, uint8 [groups, group_bytes].
 
-    def read_base(self, layer: int) -> list[Tensor]:
-        """The base of each span: its groups, uint8 [groups, group_bytes].
-
-        They are on the source's device, and valid until it is asked for another layer.
+        It is read once, whoever asks; they are on the source's device, and valid until the source
+        is asked for another layer.
 
         Raises:
             PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now.
         """
         self._begin(layer)
-        wanted = [span.pages for span in self.spans]
-        found = self._read(layer, wanted, PROBE_READ, last=False)
-        return [_groups(span, own) for span, own in zip(self.spans, found, strict=True)]
+        if self._base is None:
+            chosen = [number for number, own in enumerate(self._in_slots) if not own]
+            wanted = [(number, self.spans[number].pages) for number in chosen]
+            found: list[Tensor | None] = [None] * len(self.spans)
+            for number, blocks in zip(
+                chosen, self._read(layer, wanted, PROBE_READ, last=False), strict=True
+            ):
+                found[number] = _groups(self.spans[number], blocks)
+            self._base = found
+        return self._base
 
-    def read_units(self, layer: int, raised: Sequence[Tensor]) -> list[Tensor]:
-        """The bytes of units of each span, uint8 [n, unit_bytes].
+    def read_units(self, layer: int, number: int, raised: Tensor) -> Tensor:
+        """The bytes of units of a span, uint8 [n, unit_stride], on the source's device.
 
         Args:
-            layer: whose base was read.
-            raised: of each span int64 [n, 3] on the CPU, distinct: plane, head and unit.
+            layer: from 0.
+            number: of the span.
+            raised: int64 [n, 3] on the CPU, distinct: plane, head and unit.
 
         Raises:
             PrefixUnreadable: as of `read_base`.
         """
         self._begin(layer)
-        wanted = [
-            span.unit_chunks(own.numpy()) for span, own in zip(self.spans, raised, strict=True)
+        span = self.spans[number]
+        chunks = span.unit_chunks(raised.numpy())
+        (found,) = self._read(layer, [(number, chunks)], SSD_READ, last=True)
+        span.history.note(layer, chunks - span.layout.num_pages)
+        self.stats.selected_chunks += len(chunks)
+        return found.view(-1, span.layout.unit_stride)
+
+    def reads(self, parts: Sequence[ResidentRange]) -> bool:
+        """Whether it reads these parts, and of each what is not in slots."""
+        mine = [
+            (own.segment.segment_id, own.start, own.stop, there)
+            for own, there in zip(self.spans, self._in_slots, strict=True)
         ]
-        found = self._read(layer, wanted, SSD_READ, last=True)
-        for span, own in zip(self.spans, wanted, strict=True):
-            span.history.note(layer, own - span.layout.num_pages)
-            self.stats.selected_chunks += len(own)
-        pairs = zip(self.spans, found, strict=True)
-        return [own.view(-1, span.layout.unit_stride) for span, own in pairs]
+        return mine == [
+            (own.segment_id, own.start, own.stop, own.layers_loaded > 0) for own in parts
+        ]
 
     def read_ahead(self, waste: float) -> None:
         """Begin to read what the layer `next_ahead` wants, and what of planes is likely.
@@ -269,7 +254,7 @@ class CodedSource:
         self.next_ahead += 1
         for number, span in enumerate(self.spans):
             missing = self._missing(layer, span)
-            base = missing & span.base_blocks
+            base = missing & span.base_blocks & (not self._in_slots[number])
             planes = missing
             planes[: -span.layout.total_units] = False
             planes[-span.layout.total_units :] = likely_blocks(
@@ -304,6 +289,7 @@ class CodedSource:
             return
         assert layer > self.layer, "layers are read in ascending order"
         self.layer = layer
+        self._base = None
         self.next_ahead = max(self.next_ahead, layer + 1)
         for earlier in [number for number in self._areas if number < layer]:
             self._close_areas(earlier)
@@ -342,93 +328,63 @@ class CodedSource:
         return missing
 
     def _read(
-        self, layer: int, wanted: Sequence[Indices], stage: str, *, last: bool
+        self, layer: int, wanted: Sequence[tuple[int, Indices]], stage: str, *, last: bool
     ) -> list[Tensor]:
-        """The blocks of chunks of each span, uint8 [blocks, BLOCK_BYTES].
+        """The blocks of chunks of some spans, uint8 [blocks, BLOCK_BYTES].
 
         They are taken from where chunks stood before the read; then the chunks move.
         """
         with self.timeline.span(PLAN, layer):
-            ids = [
-                own + self._first_id(layer, span)
-                for span, own in zip(self.spans, wanted, strict=True)
-            ]
-            joined = np.concatenate(ids)
-            access = self._cache.access(joined, np.ones(len(joined)))
+            ids = [own + self._first_id(layer, self.spans[number]) for number, own in wanted]
+            access = self._cache.access(np.concatenate(ids), np.ones(sum(map(len, ids))))
+            parts, start = [], 0
+            for (number, chunks), own in zip(wanted, ids, strict=True):
+                place = slice(start, start := start + len(chunks))
+                parts.append(_Part(number, self.spans[number], chunks, own, place, access))
         try:
             with self.timeline.span(stage, layer):
-                blocks = self._fetch(layer, wanted, access, last=last)
+                self._fetch(layer, parts, last=last)
             with self.timeline.span(COPY, layer):
-                found = self._take(layer, wanted, access, blocks)
-                self._settle(layer, wanted, access, joined)
+                found = [self._take(layer, part) for part in parts]
+                self._settle(layer, parts, access)
         except BaseException:
             # The placement counts on bytes that were not copied.
             self._cache.abandon(access)
             raise
-        self._count(wanted, access)
+        self._count(parts, access)
         return found
 
-    def _fetch(
-        self, layer: int, wanted: Sequence[Indices], access: Access, *, last: bool
-    ) -> list[Flags | None]:
-        """Bring all blocks that must come from SSD into their areas; which of each span."""
-        fetched: list[Flags | None] = []
-        gap, start = self._reader.cost.gap_bytes, 0
-        for number, (span, chunks) in enumerate(zip(self.spans, wanted, strict=True)):
-            own = slice(start, start := start + len(chunks))
-            on_ssd = access.tiers[own] == _SSD
-            if not on_ssd.any():
-                fetched.append(None)
-                continue
-            blocks = _blocks_of(span, chunks[on_ssd], access.kept[own][on_ssd])
-            area = self._area(layer, number)
-            self.stats.ssd_bytes += area.read(blocks, gap, self._reader, last=last)
-            fetched.append(blocks)
+    def _fetch(self, layer: int, parts: Sequence[_Part], *, last: bool) -> None:
+        """Bring all blocks that must come from SSD into their areas."""
+        gap, fetched = self._reader.cost.gap_bytes, []
+        for part in parts:
+            if part.on_ssd.any():
+                blocks = part.blocks_from_ssd()
+                area = self._area(layer, part.number)
+                self.stats.ssd_bytes += area.read(blocks, gap, self._reader, last=last)
+                fetched.append((area, blocks))
         began = time.perf_counter()
-        for number, arriving in enumerate(fetched):
-            if arriving is not None:
-                self._area(layer, number).wait(arriving)
+        for area, blocks in fetched:
+            area.wait(blocks)
         self.stats.wait_ms += (time.perf_counter() - began) * 1e3
-        return fetched
 
-    def _take(
-        self,
-        layer: int,
-        wanted: Sequence[Indices],
-        access: Access,
-        blocks: Sequence[Flags | None],
-    ) -> list[Tensor]:
-        found, start = [], 0
-        for number, (span, chunks) in enumerate(zip(self.spans, wanted, strict=True)):
-            own = slice(start, start := start + len(chunks))
-            place, inside = span.chunks.frames(chunks)
-            frames = span.chunks.first[chunks][place] + inside
-            tiers = access.tiers[own][place]
-            if len(access.pages):
-                cached = tiers != _SSD
-                frames[cached] = access.pages[own][place[cached], inside[cached]]
-            found.append(self._taker.take(tiers, frames, self._memory(layer, number, blocks)))
-        return found
+    def _take(self, layer: int, part: _Part) -> Tensor:
+        memory = self._area(layer, part.number).memory if part.on_ssd.any() else None
+        return self._taker.take(*part.frames(), memory)
 
-    def _memory(
-        self, layer: int, number: int, blocks: Sequence[Flags | None]
-    ) -> PooledMemory | None:
-        return None if blocks[number] is None else self._area(layer, number).memory
-
-    def _settle(self, layer: int, wanted: Sequence[Indices], access: Access, ids: Indices) -> None:
+    def _settle(self, layer: int, parts: Sequence[_Part], access: Access) -> None:
         """Move chunks; those that were read to be cached are taken from the areas."""
         loaded: dict[int, Tensor] = {}
-        memories, start = [], 0
-        for number, (span, chunks) in enumerate(zip(self.spans, wanted, strict=True)):
-            own = slice(start, start := start + len(chunks))
-            kept = np.flatnonzero(access.kept[own])
+        memories: list[PooledMemory] = []
+        for part in parts:
+            kept = np.flatnonzero(part.kept)
             if not len(kept):
                 continue
-            memory = self._area(layer, number).memory
+            memory = self._area(layer, part.number).memory
             memories.append(memory)
-            blocks = memory.vectors(torch.uint8, BLOCK_BYTES)
-            first, count = span.chunks.first[chunks[kept]], span.chunks.count[chunks[kept]]
-            columns = (ids[own][kept], first, first + count)
+            blocks, chunks = memory.vectors(torch.uint8, BLOCK_BYTES), part.span.chunks
+            first, count = chunks.first[part.chunks[kept]], chunks.count[part.chunks[kept]]
+            columns = (part.ids[kept], first, first + count)
             for chunk, begin, end in zip(*(column.tolist() for column in columns), strict=True):
                 loaded[chunk] = blocks[begin:end].view(-1)
         fence = self._cache.settle(access, loaded)
@@ -436,41 +392,74 @@ class CodedSource:
             for memory in memories:
                 memory.fence = fence
 
-    def _count(self, wanted: Sequence[Indices], access: Access) -> None:
-        stats, start = self.stats, 0
+    def _count(self, parts: Sequence[_Part], access: Access) -> None:
+        stats = self.stats
         stats.ssd_chunks += int(np.count_nonzero(access.tiers == _SSD))
         stats.host_chunks += int(np.count_nonzero(access.tiers == _HOST))
         stats.device_chunks += int(np.count_nonzero(access.tiers == _DEVICE))
-        for span, chunks in zip(self.spans, wanted, strict=True):
-            tiers = access.tiers[start : (start := start + len(chunks))]
-            sizes = span.chunks.count[chunks] * BLOCK_BYTES
-            stats.ssd_needed_bytes += int(sizes[tiers == _SSD].sum())
-            stats.h2d_bytes += int(sizes[tiers != _DEVICE].sum())
+        for part in parts:
+            sizes = part.span.chunks.count[part.chunks] * BLOCK_BYTES
+            stats.ssd_needed_bytes += int(sizes[part.on_ssd].sum())
+            stats.h2d_bytes += int(sizes[part.tiers != _DEVICE].sum())
         moved = (move for move in access.moves if move.target == _DEVICE)
         stats.h2d_bytes += sum(len(move.target_pages) for move in moved) * BLOCK_BYTES
 
 
-def _blocks_of(span: CodedSpan, chunks: Indices, kept: npt.NDArray[np.bool_]) -> Flags:
-    """Blocks of chunks; of pages of the base that will not be cached only what the span needs."""
-    blocks = np.zeros(span.chunks.num_blocks, np.bool_)
-    place, inside = span.chunks.frames(chunks)
-    blocks[span.chunks.first[chunks][place] + inside] = True
-    if len(chunks) and chunks[0] < span.layout.num_pages:
-        blocks &= span.base_blocks
-        place, inside = span.chunks.frames(chunks[kept])
-        blocks[span.chunks.first[chunks[kept]][place] + inside] = True
-    return blocks
+class _Part:
+    """What a read wants of a span: chunks, their ids, and where they stood."""
+
+    def __init__(
+        self,
+        number: int,
+        span: CodedSpan,
+        chunks: Indices,
+        ids: Indices,
+        place: slice,
+        access: Access,
+    ) -> None:
+        self.number = number
+        self.span = span
+        self.chunks = chunks
+        self.ids = ids
+        self.tiers = access.tiers[place]
+        self.kept = access.kept[place]
+        self.on_ssd = self.tiers == _SSD
+        self._pages = access.pages[place]
+
+    def frames(self) -> tuple[npt.NDArray[np.uint8], Indices]:
+        """Tier and place there of each block of all chunks, one after another."""
+        place, inside = self.span.chunks.frames(self.chunks)
+        frames = self.span.chunks.first[self.chunks][place] + inside
+        tiers = self.tiers[place]
+        if len(self._pages):
+            cached = tiers != _SSD
+            frames[cached] = self._pages[place[cached], inside[cached]]
+        return tiers, frames
+
+    def blocks_from_ssd(self) -> Flags:
+        """Blocks of the layer; of pages of a base that will not be cached what the span needs."""
+        wanted = self._blocks(self.on_ssd)
+        if self.chunks[0] < self.span.layout.num_pages:
+            wanted = (wanted & self.span.base_blocks) | self._blocks(self.on_ssd & self.kept)
+        return wanted
+
+    def _blocks(self, chosen: npt.NDArray[np.bool_]) -> Flags:
+        chunks, blocks = self.chunks[chosen], np.zeros(self.span.chunks.num_blocks, np.bool_)
+        place, inside = self.span.chunks.frames(chunks)
+        blocks[self.span.chunks.first[chunks][place] + inside] = True
+        return blocks
 
 
 def _groups(span: CodedSpan, blocks: Tensor) -> Tensor:
     """The span's groups, from the blocks of `span.pages`."""
-    layout, flat = span.layout, blocks.view(-1)
+    layout, flat = span.layout, blocks.reshape(-1)
     size = layout.page_groups * layout.group_bytes
-    pages = [
-        page[: len(page) // layout.group_bytes * layout.group_bytes][:size]
-        for page in flat.split(layout.page_bytes)
-    ]
-    joined = flat[: sum(map(len, pages))] if size == layout.page_bytes else torch.cat(pages)
+    if size == layout.page_bytes:
+        joined = flat[: len(flat) // layout.group_bytes * layout.group_bytes]
+    else:
+        pages = flat.split(layout.page_bytes)
+        whole = (min(size, len(page) // layout.group_bytes * layout.group_bytes) for page in pages)
+        joined = torch.cat([page[:end] for page, end in zip(pages, whole, strict=True)])
     groups = joined.view(-1, layout.group_bytes)
     first = span.groups[0] - int(span.pages[0]) * layout.page_groups
     return groups[first : first + len(span.groups)]

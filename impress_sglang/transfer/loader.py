@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -52,11 +54,11 @@ class LoadStats:
             return EXACT_BITS
         return BASE_BITS + PLANE_BITS * sum(self.planes) / self.units
 
-    def note_planes(self, planes: Tensor) -> None:
-        """Units of a layer have these planes, int64 [G, units]."""
-        self.units += planes.numel()
+    def note_planes(self, levels: npt.NDArray[np.uint8]) -> None:
+        """Units of a layer have so many planes, uint8 [G, units]."""
+        self.units += levels.size
         for plane in range(NUM_PLANES):
-            self.planes[plane] += int((planes > plane).sum())
+            self.planes[plane] += int(np.count_nonzero(levels > plane))
 
     @contextmanager
     def timed(self, field: str) -> Iterator[None]:

@@ -7,20 +7,21 @@ is nothing that attention must know.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.precision.allocation import allocate_planes, planes_of
 from impress_sglang.precision.codec import NUM_PLANES
-from impress_sglang.precision.slots import CodedTokens
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.timeline import COPY, PROBE_COMPUTE, SELECT
-from impress_sglang.transfer.coded import CodedSource, PrefixUnits
+from impress_sglang.timeline import COPY, NO_TIMELINE, PROBE_COMPUTE, SELECT, Timeline
 from impress_sglang.transfer.coded_slots import CodeWriter, code_writer_for
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
+from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
 from impress_sglang.transfer.scoring import Scorer, scorer_for
 from impress_sglang.transfer.slots import LayerSlots
 
@@ -101,63 +102,69 @@ class PreciseLoader:
     def load(
         self,
         layer: int,
-        source: CodedSource,
+        units: UsedUnits,
         inputs: LayerInputs,
         slots: LayerSlots,
         bits: float,
         stats: LoadStats,
-    ) -> Tensor:
-        """Fill the slots of all tokens.
+        timeline: Timeline = NO_TIMELINE,
+    ) -> None:
+        """Load a layer of the parts that a request uses, as far as that is not done, and raise it.
 
-        Returns:
-            int64 [G, units] on the CPU, the planes that each unit has now.
+        Args:
+            layer: from 0; ascending for each source.
+            units: of the parts, all of which have a load.
+            inputs: of the request.
+            slots: of the request, one for each token of the parts.
+            bits: per element, on average.
+            stats: is changed.
+            timeline: of the request.
 
         Raises:
-            PrefixUnreadable: the source could not give a block; what is in the slots is undefined.
+            PrefixUnreadable: a block could not be had; what is in the slots of this layer is
+                undefined where it was not loaded before.
         """
-        keys, values, units = slots.keys.pool, slots.values.pool, source.units
+        keys, values = slots.keys.pool, slots.values.pool
         writer = self._writer = self._writer or code_writer_for(keys.device)
         stats.layers_whole += 1
         with stats.timed("load_ms"):
-            groups = source.read_base(layer)
-            stats.base_bytes += sum(own.numel() for own in groups)
-            parts = self._parts(source, groups, slots)
-            with source.timeline.span(COPY, layer):
-                for part in parts:
-                    writer.restore_base(part, keys, values)
+            for use in units.uses:
+                if use.part.layers_loaded == layer:
+                    self._restore(layer, use.part, writer, keys, values, stats, timeline)
         with stats.timed("probe_ms"):
-            planes = self._allocate(layer, source, inputs, slots, units, bits)
+            planes = self._allocate(layer, units, inputs, slots, bits, timeline)
         with stats.timed("load_ms"):
-            raised = units.raised(torch.zeros_like(planes), planes)
-            stats.note_planes(planes)
-            if any(map(len, raised)):
-                contents = source.read_units(layer, raised)
-                with source.timeline.span(COPY, layer):
-                    for part, own, content in zip(parts, raised, contents, strict=True):
-                        writer.raise_units(part, own, content, keys, values)
-        return planes
+            for use, place in zip(units.uses, units.places, strict=True):
+                self._raise(layer, use, planes[:, place], writer, keys, values, timeline)
+                stats.note_planes(use.part.levels[layer, :, use.units])
 
-    def _parts(
-        self, source: CodedSource, groups: Sequence[Tensor], slots: LayerSlots
-    ) -> list[CodedTokens]:
-        rows, first, parts = slots.keys.rows, 0, []
-        assert rows is not None and len(rows) == source.num_tokens
-        for span, own in zip(source.spans, groups, strict=True):
-            place = rows[first : first + len(span)]
-            parts.append(CodedTokens(span.layout, own, span.start, place))
-            first += len(span)
-        return parts
+    def _restore(
+        self,
+        layer: int,
+        part: ResidentPart,
+        writer: CodeWriter,
+        keys: Tensor,
+        values: Tensor,
+        stats: LoadStats,
+        timeline: Timeline,
+    ) -> None:
+        load, number = _load_of(part)
+        groups = load.source.read_base(layer)[number]
+        assert groups is not None
+        stats.base_bytes += groups.numel()
+        with timeline.span(COPY, layer):
+            writer.restore_base(part.begin_layer(layer, groups), keys, values)
 
     def _allocate(
         self,
         layer: int,
-        source: CodedSource,
+        units: UsedUnits,
         inputs: LayerInputs,
         slots: LayerSlots,
-        units: PrefixUnits,
         bits: float,
-    ) -> Tensor:
-        timeline = source.timeline
+        timeline: Timeline,
+    ) -> npt.NDArray[np.uint8]:
+        """Planes [G, units] that the request wants."""
         # Where none are computed the host allocates, and does not wait for the device.
         weights = torch.zeros(self._shape.num_kv_heads, len(units))
         count = planes_of(bits, weights.numel())
@@ -165,7 +172,33 @@ class PreciseLoader:
             with timeline.span(PROBE_COMPUTE, layer):
                 weights = units.weights(self._weights(inputs, slots))
         with timeline.span(SELECT, layer):
-            return self._allocation.planes(layer, weights, count).cpu()
+            planes = self._allocation.planes(layer, weights, count)
+            return planes.to(torch.uint8).cpu().numpy()
+
+    def _raise(
+        self,
+        layer: int,
+        use: PartUse,
+        wanted: npt.NDArray[np.uint8],
+        writer: CodeWriter,
+        keys: Tensor,
+        values: Tensor,
+        timeline: Timeline,
+    ) -> None:
+        """Add what a request wants and the part has not; a unit is raised in all of the part."""
+        part = use.part
+        levels = part.levels[layer, :, use.units]
+        plane = np.arange(NUM_PLANES)[:, None, None]
+        missing = np.argwhere((plane >= levels) & (plane < wanted))
+        if not len(missing):
+            return
+        missing[:, 2] += part.units[0] + use.units.start
+        raised = torch.from_numpy(missing)
+        load, number = _load_of(part)
+        content = load.source.read_units(layer, number, raised)
+        with timeline.span(COPY, layer):
+            writer.raise_units(part.tokens(layer), raised, content, keys, values)
+        np.maximum(levels, wanted, out=levels)
 
     def _weights(self, inputs: LayerInputs, slots: LayerSlots) -> Tensor:
         """Squared attention weights of tokens [G, m], from the keys in the slots."""
@@ -182,3 +215,15 @@ class PreciseLoader:
             squares=True,
         )
         return sums.unflatten(0, (len(heads), -1)).sum(1)
+
+
+def _load_of(part: ResidentPart) -> tuple[PartLoad, int]:
+    """What a part is read from.
+
+    Raises:
+        ChunkUnreadable: it is broken.
+    """
+    if part.broken:
+        raise ChunkUnreadable(part.segment_id, "could not be read for another request")
+    assert part.load is not None
+    return part.load

@@ -49,13 +49,11 @@ class Demand:
     """What a request will ask of each layer, as far as that is known before.
 
     `whole`: all keys and values. `probe`: the probe stream. `all_keys`: all keys, and some values.
-    `coded`: the base, and some planes, and nothing of the others.
     """
 
     whole: bool = False
     probe: bool = True
     all_keys: bool = False
-    coded: bool = False
 
 
 class PrefixSource(Protocol):

@@ -47,6 +47,7 @@ from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.plan import SourceSpan
 from impress_sglang.transfer.precise import Evenly, PreciseLoader
+from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
 from impress_sglang.transfer.scoring import KernelScorer
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import Demand, SegmentSource
@@ -258,8 +259,12 @@ def _load_codes(shape: KVShape, chunk_tokens: int, device: torch.device) -> None
         source = CodedSource([span], reader, pool, cache)
         at_end.callback(source.close)
         slots = _slots(shape, SEGMENT_TOKENS, device, in_slots=True)
+        assert slots.keys.rows is not None
+        part = ResidentPart("warm-up", layout, 1, 0, SEGMENT_TOKENS, slots.keys.rows)
+        PartLoad(source, [part])
+        units = UsedUnits([PartUse(part, 0, SEGMENT_TOKENS)], device)
         loader = PreciseLoader(shape, Evenly(), KernelScorer(), KernelCodeWriter())
-        loader.load(0, source, _inputs(shape, device), slots, LEVELS[-1], LoadStats())
+        loader.load(0, units, _inputs(shape, device), slots, LEVELS[-1], LoadStats())
 
 
 def _cache(

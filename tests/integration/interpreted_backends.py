@@ -34,6 +34,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import Tensor
 
 from impress_sglang.attention.rectangular import rectangular_attention
+from impress_sglang.config import EXACT_BITS
 from impress_sglang.integration.attention import adopt_backend
 from impress_sglang.integration.paged import keep_host_rows
 from impress_sglang.integration.request import PrefixRequest
@@ -98,6 +99,7 @@ class Row:
                 resident_slots=torch.tensor(resident, dtype=torch.int64),
                 slots=torch.tensor(own),
                 num_tokens=m,
+                bits=EXACT_BITS,
                 quality=Quality(1, k / m) if k < m else EXACT,
                 source=None,
                 report={},

@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import EXACT_BITS, ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration import clocks
 from impress_sglang.integration.attention import ADOPTED, PrefixAttention, adopt_backend
@@ -37,6 +37,7 @@ from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.row_starts import RowStarts
 from impress_sglang.integration.runtime import ServingRuntime
 from impress_sglang.management.estimate import Estimator, Work, pairs_of
+from impress_sglang.management.policies import Wish
 from impress_sglang.management.tree import StoredMatch
 from tests.unit.kv_factory import IDENTITY, make_shape
 from tests.unit.store_factory import DEFAULTS
@@ -367,7 +368,9 @@ class Serving(PrefixAttention, Stock):
         """A request with a stored prefix, each of whose layers takes so many milliseconds."""
         nothing = torch.zeros(0, dtype=torch.int64)
         slots = torch.arange(k)
-        request = PrefixRequest(rid, nothing, nothing, slots, m, k < m, None, {}, new_tokens=new)
+        request = PrefixRequest(
+            rid, nothing, nothing, slots, m, EXACT_BITS, k < m, None, {}, new_tokens=new
+        )
         self.runtime.live[rid] = request
         self.milliseconds[rid] = loading
         return request
@@ -491,7 +494,7 @@ def test_estimates_count_what_the_device_has_passed(serving: Serving, device: De
     serving.extend(("request", 100, 70))
     assert serving.on_host or not serving.notes.loads
     device.catch_up()
-    serving.runtime.decide(StoredMatch(), Work(0, 0, 70), None)
+    serving.runtime.decide(StoredMatch(), Work(0, 0, 70), Wish(0.25))
     assert serving.notes.loads == [(Work(0, 30, 70), LAYERS * 3.0, False)]
 
 

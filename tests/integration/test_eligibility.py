@@ -82,7 +82,7 @@ def test_harmless(fields: dict[str, Any]) -> None:
         {"n": 4, "temperature": 0.0, "top_k": 1, "sampling_seed": 3},
         {"regex": "a*", "stop": ["b"], "stop_token_ids": [7], "logit_bias": {"3": 1.0}},
         {"frequency_penalty": 1.0, "presence_penalty": 1.0, "repetition_penalty": 1.2},
-        {"custom_params": {"impress_retention": 1.0}, "max_new_tokens": 0, "beam_width": 1},
+        {"custom_params": {"impress_bits": "exact"}, "max_new_tokens": 0, "beam_width": 1},
     ],
 )
 def test_harmless_sampling(sampling: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from impress_sglang.attention.rectangular import rectangular_attention
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import EXACT_BITS, ImpressConfig
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.integration import attention as attention_module
 from impress_sglang.integration import recompute as recompute_module
@@ -51,9 +51,8 @@ def request_of(
     """A request whose prefix of these tokens is resident up to `resident`, and stored after it."""
     m = len(tokens) - resident
     slots = torch.arange(100, 100 + m) if slots is None else slots
-    return PrefixRequest(
-        rid, tokens, torch.arange(1, 1 + resident), slots, m, len(slots) < m, None, {}
-    )
+    resident_slots, approximate = torch.arange(1, 1 + resident), len(slots) < m
+    return PrefixRequest(rid, tokens, resident_slots, slots, m, EXACT_BITS, approximate, None, {})
 
 
 class Pool:

@@ -24,6 +24,7 @@ from impress_sglang.storage import files as files_module
 from impress_sglang.storage.layout import SegmentLayout
 from tests.faults import Faults, FaultyFileSystem, Rule
 from tests.integration.test_weights import NEW, OLD, SHAPE, TOKENS, World, install_hooks
+from tests.unit.kv_factory import attach
 from tests.unit.waiting import wait_until
 
 OTHER = "2" * 32
@@ -192,7 +193,7 @@ def test_the_next_store_has_the_memory_of_the_last(
 
     before = world.runtime.store.cache
     slabs, pool = before._slabs, world.runtime._memory.pool
-    ids = before.attach(SegmentLayout(SHAPE, 8, 16, 4096))
+    ids = attach(before, SegmentLayout(SHAPE, 8, 16, 4096))
     before.access(np.array([ids]), np.ones(1))
     monkeypatch.setattr(StoreMemory, "allocate", refuse)
     assert world.call("update_weights_from_disk").success and world.used()

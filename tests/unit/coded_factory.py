@@ -19,6 +19,7 @@ from impress_sglang.transfer.area import AreaPool
 from impress_sglang.transfer.coded import CodedSource, CodedSpan, cached_pages, most_pages
 from impress_sglang.transfer.expectation import UnitHistory
 from impress_sglang.transfer.frames import CODE_PAGE
+from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
 
@@ -85,22 +86,47 @@ class CodedCase:
         self.keys, self.values = torch.cat(keys, 1), torch.cat(values, 1)
         self.num_tokens = self.keys.shape[1]
         self.slots = torch.randperm(self.num_tokens + 5)[: self.num_tokens]
-        self.source = self.make_source()
-
-    def make_source(self) -> CodedSource:
-        """As a new request has it."""
-        assert self.cache is not None
-        self.cache.placement.advance()
-        return CodedSource(self.spans, self.reader, self.pool, self.cache)
-
-    def layer_slots(self) -> LayerSlots:
-        """New pools, full of what nobody wrote."""
-        shape = self.shape
-        pools = [
+        self.pools = [
             torch.full((self.num_tokens + 5, shape.num_kv_heads, dim), -77.0, dtype=shape.dtype)
             for dim in (shape.key_dim, shape.value_dim)
+            for _ in range(shape.num_layers)
         ]
-        return LayerSlots.of(pools[0], pools[1], self.slots)
+        self.parts: list[ResidentPart] = []
+        self.request()
+
+    def request(self, *, resident: bool = False) -> None:
+        """A new request, with `resident` of what an earlier one has loaded."""
+        if not resident:
+            slots = self.slots.split([len(span) for span in self.spans])
+            self.parts = [
+                ResidentPart(
+                    span.segment.segment_id,
+                    span.layout,
+                    self.shape.num_layers,
+                    span.start,
+                    span.stop,
+                    own,
+                )
+                for span, own in zip(self.spans, slots, strict=True)
+            ]
+        assert self.cache is not None
+        self.cache.placement.advance()
+        self.source = CodedSource(
+            self.spans, self.reader, self.pool, self.cache, in_slots=[resident] * len(self.spans)
+        )
+        PartLoad(self.source, self.parts, pending=1)
+        uses = [PartUse(part, part.start, part.stop) for part in self.parts]
+        self.units = UsedUnits(uses, torch.device("cpu"))
+
+    def layer_slots(self, layer: int) -> LayerSlots:
+        """The slots of all tokens in a layer."""
+        layers = self.shape.num_layers
+        return LayerSlots.of(self.pools[layer], self.pools[layers + layer], self.slots)
+
+    def levels(self, layer: int) -> Tensor:
+        """Planes of all units, int64 [G, units]."""
+        own = [torch.from_numpy(part.levels[layer]) for part in self.parts]
+        return torch.cat(own, 1).long()
 
     def expected(self, layer: int, planes: Tensor) -> list[Tensor]:
         """Keys and values [m, G, D] where units, counted through all spans, have these planes."""
@@ -121,8 +147,9 @@ class CodedCase:
                 rows.append(kept)
         return [torch.cat(rows) for rows in found]
 
-    def check(self, layer: int, slots: LayerSlots, planes: Tensor) -> None:
-        """The slots hold that, and no others were touched."""
+    def check(self, layer: int) -> None:
+        """The slots hold what the levels say, and no others were touched."""
+        slots, planes = self.layer_slots(layer), self.levels(layer)
         for own, expected in zip(
             (slots.keys, slots.values), self.expected(layer, planes), strict=True
         ):

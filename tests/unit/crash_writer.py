@@ -53,6 +53,7 @@ def open_store(directory: Path) -> PrefixStore:
         device_gb=2e-5,
         host_gb=4e-5,
         reorder_interval=0.0,
+        retention=0.25,
     )
     return PrefixStore(config, IDENTITY, SHAPE)
 

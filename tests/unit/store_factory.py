@@ -54,6 +54,7 @@ DEFAULTS = {
     "device_gb": 0.0,
     "host_gb": 0.0,
     "reorder_interval": 0.0,
+    "retention": 0.25,
 }
 
 

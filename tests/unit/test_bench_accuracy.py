@@ -252,7 +252,8 @@ def test_orders_ask_for_the_options_tokens_only() -> None:
     order = option_order([1, 2, 3], item, item.options[1], QUARTER)
     assert order["input_ids"] == [1, 2, 3, 7, 8, 6, 9]
     assert order["logprob_start_len"] == 4
-    assert order["sampling_params"]["custom_params"] == {"impress_retention": 0.25}
+    asked = {"impress_retention": 0.25, "impress_bits": "exact"}
+    assert order["sampling_params"]["custom_params"] == asked
     assert "custom_params" not in option_order([1], item, [5], EXACT)["sampling_params"]
     order = generation_order([1, 2, 3], item, EXACT, 16, ("\n",))
     assert order["input_ids"] == [1, 2, 3, 7, 8]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from bench.recording import RecordedSelection, SelectionRecorder
+from impress_sglang.config import EXACT_BITS
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.management.tree import prefix_digest
 from impress_sglang.storage.quality import Quality
@@ -51,6 +52,7 @@ def request_of(rid: str, length: int, k: int, resident: int = 0) -> PrefixReques
         resident_slots=torch.arange(resident),
         slots=torch.arange(k),
         num_tokens=length,
+        bits=EXACT_BITS,
         quality=Quality(1, k / length),
         source=None,
         report={},

@@ -12,10 +12,18 @@ import pytest
 import torch
 
 from bench.recording import RecordedSelection, Recording, load_recording, pack_recording
-from bench.replay import CHUNK_TOKENS, RECORDINGS, Replay, Request, draw_requests, shape_of
+from bench.replay import (
+    CHUNK_TOKENS,
+    RECORDINGS,
+    RETENTION,
+    Replay,
+    Request,
+    draw_requests,
+    shape_of,
+)
 from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.identify import Evidence
-from impress_sglang.management.policies import make_policy
+from impress_sglang.management.policies import Wish, make_policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import Offer
 from impress_sglang.storage.layout import KVShape
@@ -81,8 +89,9 @@ class RealStore:
             host_gb=HOST_SHARE * kv_bytes / 1e9,
             reorder_interval=0.0,
             readahead=0.0,
+            retention=RETENTION,
         )
-        whole = make_policy(config).exact(config.usual_retention)
+        whole = make_policy(config).exact(Wish(RETENTION))
         self._rule = "whole" if whole else "recorded"
         self.store = PrefixStore(config, "0" * 32, shape)
         self._tokens = [as_tokens(prompt(n + 1, length)) for n, length in enumerate(LENGTHS)]

@@ -27,7 +27,7 @@ REFUSALS = {
 
 
 def entry(name: str, count: int = 8, **fields: object) -> CatalogEntry:
-    info = make_info(SHAPE, range(count), segment_id=name, quality=Quality(2, 1 / 3))
+    info = make_info(SHAPE, range(count), segment_id=name, quality=Quality(2, 1 / 3, 5.3))
     return dataclasses.replace(CatalogEntry(info, 1000 + count), **fields)
 
 
@@ -66,6 +66,15 @@ def test_rows_are_read_back(catalog: Catalog, tmp_path: Path) -> None:
         assert sorted(found) == ["a", "b"]
         assert all(same(found[own.info.segment_id], own) for own in wanted)
     assert catalog.indexed() == {"a": 1008, "b": 1300}
+
+
+def test_a_shape_with_codes_is_read_back(catalog: Catalog) -> None:
+    shape = dataclasses.replace(SHAPE, coded=True)
+    own = dataclasses.replace(entry("a"), info=make_info(shape, range(8), segment_id="a"))
+    catalog.add(own)
+
+    assert same(catalog.entries()["a"], own)
+    assert catalog.entries()["a"].info.shape.coded
 
 
 def test_changes(catalog: Catalog, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from impress_sglang.errors import ConfigError
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Access, Tier
-from tests.unit.kv_factory import make_shape
+from impress_sglang.tiers.slab import PageShape
+from tests.unit.kv_factory import attach, make_shape
 from tests.unit.test_placement import GivenPriorities
 
 CPU = torch.device("cpu")
@@ -35,10 +36,10 @@ SKETCHED = make_shape(
 
 
 def make_cache(device_pages: int, host_pages: int, shape: KVShape = SHAPE) -> ChunkCache:
-    page_bytes = 4 * CHUNK * 2
+    page_bytes, page = 4 * CHUNK * 2, PageShape.of(shape, CHUNK)
     cache = ChunkCache(
-        shape,
-        CHUNK,
+        page,
+        page.max_chunk_pages(shape),
         GivenPriorities(),
         device=CPU,
         device_bytes=device_pages * page_bytes,
@@ -61,7 +62,7 @@ class Bench:
 
     def attach(self, num_tokens: int, chunk_tokens: int = CHUNK) -> int:
         layout = SegmentLayout(self.shape, chunk_tokens, num_tokens, 4096)
-        base = self.cache.attach(layout)
+        base = attach(self.cache, layout)
         self.segments[base] = layout
         for layer in range(self.shape.num_layers):
             for stream in self.shape.streams:
@@ -74,7 +75,7 @@ class Bench:
 
     def detach(self, base: int) -> None:
         layout = self.segments.pop(base)
-        self.cache.detach(base, layout)
+        self.cache.detach(base, layout.total_chunks)
         for chunk in range(base, base + layout.total_chunks):
             del self.bytes[chunk], self.row_vectors[chunk]
 
@@ -289,7 +290,8 @@ def test_the_summary_has_sizes_and_counters(bench: Bench) -> None:
 
 
 def test_sizes_are_rounded_down_to_pages() -> None:
-    cache = ChunkCache(SHAPE, CHUNK, GivenPriorities(), device=CPU, device_bytes=63, host_bytes=129)
+    page = PageShape.of(SHAPE, CHUNK)
+    cache = ChunkCache(page, 6, GivenPriorities(), device=CPU, device_bytes=63, host_bytes=129)
 
     assert cache.placement.capacity == {Tier.DEVICE: 0, Tier.HOST: 2}
 
@@ -298,10 +300,10 @@ def test_sizes_are_rounded_down_to_pages() -> None:
 def test_a_cache_that_does_not_fit_is_a_config_error_that_names_its_option(tier: str) -> None:
     sizes = {"device_bytes": 0, "host_bytes": 0, f"{tier}_bytes": 1 << 50}
     # Large pages: the table of free ones must not be what does not fit.
-    shape = make_shape(key_dim=1 << 24, value_dim=1 << 24)
+    page = PageShape.of(make_shape(key_dim=1 << 24, value_dim=1 << 24), 4096)
 
     with pytest.raises(ConfigError, match=f"--impress-{tier}-gb"):
-        ChunkCache(shape, 4096, GivenPriorities(), device=CPU, **sizes)
+        ChunkCache(page, 1, GivenPriorities(), device=CPU, **sizes)
 
 
 def test_an_integrity_check_looks_into_the_placement(bench: Bench) -> None:
@@ -331,5 +333,5 @@ def test_an_emptied_cache_has_the_pages_and_no_chunks() -> None:
     bench.access({base + chunk: 1.0 for chunk in range(4)})
     bench.access({base + chunk: 1.0 for chunk in range(4)})
     assert bench.check_all()
-    old.detach(0, SegmentLayout(SHAPE, CHUNK, 19, 4096))
+    old.detach(0, SegmentLayout(SHAPE, CHUNK, 19, 4096).total_chunks)
     assert bench.check_all(), "what is done to the old one does not matter"

@@ -13,10 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.config import (
+    ALLOCATIONS,
     AUTO,
     AUTO_FLOOR,
     BUFFER_SHARE,
     CONFIG_VARIABLE,
+    EXACT_BITS,
+    EXACTLY,
     IDENTIFICATIONS,
     IO_ENGINES,
     LOADS,
@@ -26,6 +29,7 @@ from impress_sglang.config import (
     SKETCH_BITS,
     ImpressConfig,
     enable_for_engine,
+    is_bits,
 )
 from impress_sglang.errors import ConfigError, ImpressError
 
@@ -42,8 +46,12 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     ("retention", float("nan")),
     *[("retention", text) for text in ("", "0.5", "Auto", "auto ", "most")],
     ("min_retention", -0.001),
-    ("min_retention", 0.2501),
+    ("min_retention", 1.0001),
     ("min_retention", float("nan")),
+    *[("bits", bits) for bits in (0, 3.999, 8.001, 16.0, -5.0, float("nan"), float("inf"))],
+    *[("bits", text) for text in ("", "5", "Exact", "exact ", "auto")],
+    ("allocate", "queries"),
+    ("allocate", ""),
     ("identify", "h2o"),
     ("identify", ""),
     *[("sketch_bits", bits) for bits in (0, 1, 3, 16, -4)],
@@ -101,6 +109,10 @@ WRONG_TYPES: list[tuple[str, Any]] = [
     ("retention", True),
     ("min_retention", "0.1"),
     ("min_retention", False),
+    ("bits", None),
+    ("bits", True),
+    ("bits", [5.0]),
+    ("allocate", None),
     ("identify", None),
     ("sketch_bits", 4.0),
     ("sketch_bits", True),
@@ -133,7 +145,9 @@ EDGE_VALUES: list[tuple[str, Any]] = [
     ("retention", 0.05),
     ("retention", AUTO),
     ("min_retention", 0),
-    ("min_retention", 0.25),
+    ("min_retention", 1.0),
+    *[("bits", bits) for bits in (4, 4.0, 5.5, 8, EXACTLY)],
+    *[("allocate", name) for name in ALLOCATIONS],
     *[("identify", name) for name in IDENTIFICATIONS],
     *[("sketch_bits", bits) for bits in SKETCH_BITS],
     ("alpha", 1.0),
@@ -161,10 +175,11 @@ EDGE_VALUES: list[tuple[str, Any]] = [
 ]
 
 
-def test_defaults_are_the_papers_and_are_valid() -> None:
+def test_defaults_are_valid() -> None:
     config = ImpressConfig()
 
-    assert (config.retention, config.probe_heads, config.alpha) == (0.25, 3, 0.6)
+    assert (config.probe_heads, config.alpha) == (3, 0.6)
+    assert (config.retention, config.bits, config.allocate) == (1.0, 5.0, "query")
     assert config.chunk_tokens == 64
     assert config.policy == "impress"
     assert config.reorder_interval == 60, "every minute"
@@ -205,6 +220,9 @@ def test_a_retention_below_the_floor_needs_a_lower_floor() -> None:
         ImpressConfig(retention=1e-6)
 
     assert ImpressConfig(retention=1e-6, min_retention=1e-6).retention == 1e-6
+    with pytest.raises(ConfigError, match=r"--impress-min-retention.*0\.25.*0\.2501"):
+        ImpressConfig(retention=0.25, min_retention=0.2501)
+    assert ImpressConfig(retention=0.25, min_retention=0.25).min_retention == 0.25
 
 
 def test_every_field_with_a_range_has_a_wrong_value_in_this_test() -> None:
@@ -303,10 +321,54 @@ def test_retention_on_a_command_line_refuses_other_words(text: str) -> None:
         parse(text)
 
 
+@pytest.mark.parametrize(
+    ("retention", "part"),
+    [(1.0, AUTO_FLOOR), (0.6, AUTO_FLOOR), (0.1, 0.1), (AUTO, AUTO_FLOOR)],
+)
+def test_who_uses_a_part_uses_no_more_than_the_floor_of_auto(
+    retention: float | str, part: float
+) -> None:
+    assert ImpressConfig(retention=retention).part_retention == part
+
+
+@pytest.mark.parametrize("value", [4, 4.0, 5.25, 8, 8.0, EXACTLY])
+def test_bits_are_a_number_in_range_or_exact(value: float | str) -> None:
+    assert is_bits(value)
+    usual = ImpressConfig(bits=value).usual_bits
+    assert usual == (EXACT_BITS if value == EXACTLY else value)
+    assert isinstance(usual, float)
+
+
+@pytest.mark.parametrize(
+    "value", [3.99, 8.01, 16, EXACT_BITS, 10**400, float("nan"), "5", "", True, None, [5.0], {}]
+)
+def test_nothing_else_is_bits(value: object) -> None:
+    assert not is_bits(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("exact", EXACTLY), ("5", 5.0), ("6.5", 6.5), ("8", 8.0)]
+)
+def test_bits_on_a_command_line_are_a_number_or_exact(text: str, value: float | str) -> None:
+    parse = next(option.parse for option in OPTIONS if option.field == "bits")
+
+    assert parse(text) == value
+    assert type(parse(text)) is type(value)
+
+
+@pytest.mark.parametrize("text", ["EXACT", "all", ""])
+def test_bits_on_a_command_line_refuse_other_words(text: str) -> None:
+    parse = next(option.parse for option in OPTIONS if option.field == "bits")
+
+    with pytest.raises(ValueError, match="could not convert"):
+        parse(text)
+
+
 def test_choices_of_an_option_are_what_is_taken() -> None:
     choices = {option.field: option.choices for option in OPTIONS if option.choices}
 
     assert choices["io_engine"] == IO_ENGINES and choices["load"] == LOADS
+    assert choices["allocate"] == ALLOCATIONS
     for field, own in choices.items():
         assert getattr(ImpressConfig(), field) in own
         for choice in own:
@@ -372,6 +434,8 @@ CONFIGS = st.builds(
     min_free_gb=st.floats(0, 1e3),
     retention=st.floats(0.05, 1) | st.just(AUTO),
     min_retention=st.floats(0, 0.05),
+    bits=st.floats(4, 8) | st.just(EXACTLY),
+    allocate=st.sampled_from(ALLOCATIONS),
     identify=st.sampled_from(IDENTIFICATIONS),
     sketch_bits=st.sampled_from(SKETCH_BITS),
     probe_heads=st.integers(1, 128),

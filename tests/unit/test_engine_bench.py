@@ -401,6 +401,7 @@ class Bench:
                 "ssd_dir": str(folder),
                 "min_free_gb": 0.0,
                 "reorder_interval": 0.0,
+                "bits": "exact",
                 "device_gb": 0.0002,
                 "host_gb": 0.0006,
                 **options,

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from impress_sglang.config import EXACT_BITS
 from impress_sglang.management.estimate import (
     LEAST_OBSERVED_TOKENS,
     RETENTIONS,
@@ -98,6 +99,21 @@ def test_what_requests_take_is_learnt_within_a_tenth(
         assert (found.retention, found.io) == (retention, 1.25)
 
 
+@pytest.mark.parametrize("bits", [4.0, 5.0, 8.0])
+def test_a_whole_prefix_in_codes_is_scored_like_a_part(bits: float) -> None:
+    machine = MACHINES["a small GPU"]
+    estimator = taught(machine)
+
+    for work in WORKS:
+        found, exact = (estimator.estimate(work, 1.0, 1.25, own) for own in (bits, EXACT_BITS))
+
+        hit = machine.forward(work.resident + work.stored, work.new)
+        assert found.compute == pytest.approx(hit + machine.load(work, whole=False), rel=0.1)
+        assert exact == estimator.estimate(work, 1.0, 1.25)
+        assert (found.recompute, found.io) == (exact.recompute, exact.io)
+        assert (found.retention, found.bits, exact.bits) == (1.0, bits, EXACT_BITS)
+
+
 def test_pairs_are_those_of_new_tokens_and_what_they_attend_to() -> None:
     """Each attends to all before it, and to itself."""
     for before, new in ((0, 1), (0, 5), (7, 1), (7, 4)):
@@ -106,6 +122,7 @@ def test_pairs_are_those_of_new_tokens_and_what_they_attend_to() -> None:
 
 def test_where_nothing_is_known_it_loads() -> None:
     found = Estimator(HIDDEN_SIZE).estimate(WORKS[1], 0.25, 1e9)
+    assert Estimator(HIDDEN_SIZE).estimate(WORKS[1], 1.0, 1e9, 5.0).bits == 5.0
 
     assert found.load is None and found.recompute is None and found.compute is None
     assert found.loads_faster, "there is nothing that speaks against it"

@@ -7,7 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from impress_sglang.precision.codec import NotCodable
+from impress_sglang.precision.layer import CodedLayer
+from impress_sglang.precision.layer import encode_layer as encode_codes
 from impress_sglang.storage.layer_codec import decode_layer, encode_layer
 from impress_sglang.storage.layout import SegmentLayout
 from tests.unit.kv_factory import (
@@ -30,15 +34,18 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def layouts(draw: st.DrawFn) -> SegmentLayout:
     """One layer; rows from two bytes to more than a block; probe heads or sketches."""
     kv_heads = draw(st.integers(1, 4))
+    key_dim = draw(st.sampled_from([1, 8, 96, 128]))
+    value_dim = draw(st.sampled_from([1, 8, 500, 1500]))
     shape = make_shape(
         layers=1,
         query_heads=kv_heads,
         kv_heads=kv_heads,
-        key_dim=draw(st.sampled_from([1, 8, 96, 128])),
-        value_dim=draw(st.sampled_from([1, 8, 500, 1500])),
+        key_dim=key_dim,
+        value_dim=value_dim,
         dtype=draw(st.sampled_from(DTYPES)),
         probe=sorted(draw(st.sets(st.integers(0, kv_heads - 1), min_size=1))),
         sketch_bits=draw(st.sampled_from([0, 0, 0, 2, 4, 8])),
+        coded=value_dim % 4 == key_dim % 4 == 0 and draw(st.booleans()),
     )
     chunk_tokens = 8 * draw(st.integers(1, 3))
     return SegmentLayout(shape, chunk_tokens, draw(st.integers(1, 60)), header_bytes=4096)
@@ -94,16 +101,35 @@ def test_bytes_of_a_layer_are_those_of_its_definition(
             if mapping is not None and stream != PROBE:
                 tokens = np.argsort(mapping[lane_of(shape, stream)])
             data = whole[torch.from_numpy(tokens)][:, heads_of(shape, stream)].contiguous()
-            rows = [row.view(torch.uint8).numpy().tobytes() for row in data]
+            rows = [row.flatten().view(torch.uint8).numpy().tobytes() for row in data]
         assert len(rows) == rows_in(shape, stream, count)
         for start in range(0, len(rows) if row_size(shape, stream) else 0, layout.chunk_tokens):
             expected += b"".join(rows[start : start + layout.chunk_tokens])
             expected += bytes(-len(expected) % 4096)
+    expected += codes_in_logical_order(layout, keys, values)
 
     memory = dirty(layout)
     encode_layer(layout, keys, values, mapping, memory)
 
     assert bytes(memory) == bytes(expected)
+
+
+def codes_in_logical_order(layout: SegmentLayout, keys: Tensor, values: Tensor) -> bytes:
+    if layout.codes is None:
+        return b""
+    coded, memory = CodedLayer.empty(layout.codes), torch.empty(layout.codes.layer_bytes).byte()
+    encode_codes(layout.codes, keys, values, coded)
+    coded.put(layout.codes, memory)
+    return memory.numpy().tobytes()
+
+
+def test_what_cannot_be_coded_is_not_encoded() -> None:
+    layout = SegmentLayout(make_shape(layers=1, coded=True), 8, 20, header_bytes=4096)
+    keys, values = (kvs[0] for kvs in random_kvs(layout.shape, 20, seed=1))
+    values[7] = torch.inf
+
+    with pytest.raises(NotCodable):
+        encode_layer(layout, keys, values, None, dirty(layout))
 
 
 def packed_rows(keys: torch.Tensor, bits: int, row_bytes: int) -> list[bytes]:

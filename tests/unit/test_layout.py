@@ -36,15 +36,19 @@ def shapes(draw: st.DrawFn) -> KVShape:
     kv_heads = draw(st.integers(1, 8))
     bits = draw(st.sampled_from([0, 0, 2, 4, 8]))
     probe = set() if bits else draw(st.sets(st.integers(0, kv_heads - 1), min_size=1))
+    key_dim = draw(st.sampled_from([1, 8, 64, 96, 128]))
+    value_dim = draw(st.sampled_from([1, 8, 64, 128]))
     return KVShape(
         num_layers=draw(st.integers(1, 4)),
         num_query_heads=kv_heads * draw(st.integers(1, 4)),
         num_kv_heads=kv_heads,
-        key_dim=draw(st.sampled_from([1, 8, 64, 96, 128])),
-        value_dim=draw(st.sampled_from([1, 8, 64, 128])),
+        key_dim=key_dim,
+        value_dim=value_dim,
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         probe_kv_heads=tuple(sorted(probe)),
         sketch_bits=bits,
+        # A byte has four elements of a plane.
+        coded=key_dim > 1 and value_dim > 1 and draw(st.booleans()),
     )
 
 
@@ -59,17 +63,21 @@ def layouts(draw: st.DrawFn) -> SegmentLayout:
 
 
 def chunk_extents(layout: SegmentLayout) -> list[tuple[int, int]]:
-    """(offset, bytes with padding) of every chunk that has bytes, in file order."""
-    return [
-        (
-            layout.stream_offset(layer, stream) + chunk * layout.chunk_stride(stream),
-            layout.run_bytes(stream, chunk, chunk + 1),
-        )
-        for layer in range(layout.shape.num_layers)
-        for stream in layout.shape.streams
-        if layout.stream_bytes(stream)
-        for chunk in range(layout.stream_chunks(stream))
-    ]
+    """(offset, bytes with padding) of every chunk that has bytes, and of codes, in file order."""
+    extents = []
+    for layer in range(layout.shape.num_layers):
+        extents += [
+            (
+                layout.stream_offset(layer, stream) + chunk * layout.chunk_stride(stream),
+                layout.run_bytes(stream, chunk, chunk + 1),
+            )
+            for stream in layout.shape.streams
+            if layout.stream_bytes(stream)
+            for chunk in range(layout.stream_chunks(stream))
+        ]
+        if layout.codes is not None:
+            extents.append((layout.codes_offset(layer), layout.codes.layer_bytes))
+    return extents
 
 
 @given(layouts())
@@ -139,13 +147,33 @@ def test_blocks_are_all_of_the_file_after_the_header(layout: SegmentLayout) -> N
 
 @given(layouts())
 def test_layers_follow_each_other_and_begin_with_the_probe_stream(layout: SegmentLayout) -> None:
-    own = sum(layout.stream_bytes(stream) for stream in layout.shape.streams)
+    streams = sum(layout.stream_bytes(stream) for stream in layout.shape.streams)
+    own = streams + (0 if layout.codes is None else layout.codes.layer_bytes)
     for layer in range(layout.shape.num_layers):
         start = layout.header_bytes + layer * own
 
         assert layout.layer_offset(layer) == start
         assert layout.stream_offset(layer, PROBE) == start
     assert layout.layer_bytes == own
+    assert layout.streams_bytes == streams
+
+
+@given(layouts())
+def test_codes_stand_behind_the_streams_and_are_no_chunks(layout: SegmentLayout) -> None:
+    shape, codes = layout.shape, layout.codes
+    plain = dataclasses.replace(layout, shape=dataclasses.replace(shape, coded=False))
+
+    assert plain.codes is None
+    assert plain.layer_bytes == plain.streams_bytes == layout.streams_bytes
+    assert (codes is not None) == shape.coded
+    assert list(shape.streams) == list(plain.shape.streams)
+    assert layout.total_chunks == plain.total_chunks
+    for layer in range(shape.num_layers):
+        assert layout.codes_offset(layer) == layout.layer_offset(layer) + layout.streams_bytes
+    if codes is not None:
+        assert (codes.num_tokens, codes.num_heads) == (layout.num_tokens, shape.num_kv_heads)
+        assert (codes.key_dim, codes.value_dim) == (shape.key_dim, shape.value_dim)
+        assert codes.block_bytes == BLOCK
 
 
 @given(shapes())
@@ -276,6 +304,34 @@ def test_sizes_of_a_known_model_with_sketches() -> None:
     assert layout.layer_chunks == 4 + 16 * 16
     assert layout.stream_offset(0, 1) == BLOCK + 125 * BLOCK
     assert layout.stream_offset(1, 9) == BLOCK * (1 + 125 + 1008 + 125 + 8 * 63)
+
+
+def test_sizes_of_a_known_model_with_codes() -> None:
+    """The same model: 16 groups of tokens in the base, and a unit has 64 tokens of a head."""
+    shape = make_shape(
+        layers=32,
+        query_heads=32,
+        kv_heads=8,
+        key_dim=128,
+        value_dim=128,
+        dtype=torch.bfloat16,
+        sketch_bits=4,
+        coded=True,
+    )
+    layout = SegmentLayout(shape, chunk_tokens=64, num_tokens=1000, header_bytes=BLOCK)
+    codes = layout.codes
+
+    assert codes is not None
+    # Two halves for each channel of keys and for each value; then 4 bits of each element.
+    assert codes.group_bytes == 2 * 2 * 8 * (128 + 64) + 64 * 8 * 256 // 2
+    assert codes.unit_tokens == 64 and codes.num_units == 16
+    assert codes.planes_bytes == 2 * 8 * 16 * BLOCK
+    # 16 groups of 71,680 bytes; a page has 2 of them, which are 35 blocks.
+    assert (codes.page_groups, codes.page_bytes) == (2, 35 * BLOCK)
+    assert codes.base_bytes == 8 * 35 * BLOCK
+    assert layout.streams_bytes == (125 + 1008) * BLOCK
+    assert layout.codes_offset(1) == BLOCK * (1 + 2 * (125 + 1008) + 280 + 256)
+    assert layout.num_blocks == 32 * (125 + 1008 + 280 + 256)
 
 
 @pytest.mark.parametrize(

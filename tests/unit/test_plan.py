@@ -25,6 +25,7 @@ from impress_sglang.transfer.plan import (
 from impress_sglang.transfer.planner import PrefixPlanner
 from tests.unit.kv_factory import (
     PROBE,
+    attach,
     chunk_disk_bytes,
     holds_values,
     kv_of,
@@ -269,7 +270,7 @@ def test_the_probe_stream_is_planned_whole_and_in_logical_order(
     rows = sorted({token // tokens_in_row(shape, PROBE) for token in range(start, stop)})
     chunks = [row // layout.chunk_tokens for row in rows]
     cache = make_cache(shape)
-    assert cache.attach(layout) == span.base
+    assert attach(cache, layout) == span.base
     planner = PrefixPlanner(shape, [span], cache.placement, cache.page.page_bytes)
 
     assert list(span.probe_rows) == rows

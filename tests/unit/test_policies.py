@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from impress_sglang.config import IDENTIFICATIONS, POLICIES, ImpressConfig
+from impress_sglang.config import EXACT_BITS, IDENTIFICATIONS, POLICIES, ImpressConfig
 from impress_sglang.importance.identify import (
     H2ORule,
     PaperRule,
@@ -15,7 +15,7 @@ from impress_sglang.importance.identify import (
     RecentRule,
     SketchRule,
 )
-from impress_sglang.management.policies import Policy, make_policy
+from impress_sglang.management.policies import Policy, Wish, make_policy
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
 
 CONFIGS = [
@@ -24,6 +24,7 @@ CONFIGS = [
     ImpressConfig(policy="impress+itf", identify="random"),
 ]
 RETENTIONS = [0.001, 0.05, 0.25, 0.5, 0.999, 1.0]
+BITS = [4.0, 5.0, 6.5, 8.0, EXACT_BITS]
 LENGTHS = [*range(1, 300), 1000, 1001, 4096, 100_000]
 
 
@@ -77,7 +78,40 @@ def test_depends_on_length_and_retention_alone(
 def test_exact_means_all_or_nothing(policy: Policy, retention: float) -> None:
     whole = all(policy.tokens_to_load(m, retention) in (0, m) for m in LENGTHS)
 
-    assert policy.exact(retention) == whole
+    assert policy.exact(Wish(retention)) == whole
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_fewer_bits_are_for_whole_prefixes_of_segments_with_codes(
+    policy: Policy, retention: float, bits: float
+) -> None:
+    for chosen in (False, True):
+        found = policy.bits(Wish(retention, bits, chosen))
+
+        assert found == (bits if policy.codes and retention == 1.0 else EXACT_BITS)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_exact_is_what_has_all_tokens_and_all_bits(
+    policy: Policy, retention: float, bits: float
+) -> None:
+    wish = Wish(retention, bits)
+    whole = all(policy.tokens_to_load(m, retention) in (0, m) for m in LENGTHS)
+
+    assert policy.exact(wish) == (whole and policy.bits(wish) == EXACT_BITS)
+    assert policy.exact(wish) == policy.exact(dataclasses.replace(wish, chosen=True))
+
+
+def test_only_the_default_stores_codes(policy: Policy, config: ImpressConfig) -> None:
+    """What has its name from the paper stores what the paper says."""
+    assert policy.codes == (config.policy == "impress" and config.identify == "sketch")
+    assert make_policy(ImpressConfig()).codes
+
+
+def test_codes_are_stored_whatever_the_server_uses_itself() -> None:
+    """A request may ask for them."""
+    for options in ({"bits": "exact"}, {"bits": 8.0}, {"retention": 0.25}, {"retention": "auto"}):
+        assert make_policy(ImpressConfig.from_options(options)).codes
 
 
 def test_what_is_never_stored_is_never_loaded(policy: Policy, retention: float) -> None:
@@ -92,7 +126,7 @@ def test_recompute_stores_nothing() -> None:
 def test_as_loads_everything_whatever_the_retention(retention: float) -> None:
     policy = make_policy(ImpressConfig(policy="as"))
 
-    assert policy.stores and policy.exact(retention)
+    assert policy.stores and policy.exact(Wish(retention))
     assert [policy.tokens_to_load(m, retention) for m in LENGTHS] == LENGTHS
 
 
@@ -100,14 +134,14 @@ def test_as_loads_everything_whatever_the_retention(retention: float) -> None:
 def test_impress_loads_its_share(retention: float, m: int, k: int) -> None:
     policy = make_policy(ImpressConfig(policy="impress"))
 
-    assert policy.stores and not policy.exact(retention)
+    assert policy.stores and not policy.exact(Wish(retention))
     assert policy.tokens_to_load(m, retention) == k
 
 
-def test_impress_at_retention_one_is_exact() -> None:
+def test_impress_at_retention_one_and_all_bits_is_exact() -> None:
     policy = make_policy(ImpressConfig(policy="impress"))
 
-    assert policy.exact(1.0)
+    assert policy.exact(Wish(1.0)) and not policy.exact(Wish(1.0, 8.0))
     assert [policy.tokens_to_load(m, 1.0) for m in LENGTHS] == LENGTHS
 
 
@@ -178,7 +212,7 @@ def test_resident_prefixes_are_scored_only_where_chunks_are(policy: Policy) -> N
 def test_baselines_with_important_values_load_their_share() -> None:
     for name in ("as+h2o+lru", "as+h2o+lfu", "impress+itf", "impress+itf+reorder"):
         policy = make_policy(ImpressConfig(policy=name))
-        assert policy.stores and not policy.exact(0.1)
+        assert policy.stores and not policy.exact(Wish(0.1))
         assert policy.tokens_to_load(30, 0.1) == 3
 
 

@@ -14,7 +14,9 @@ from impress_sglang.precision.allocation import planes_of
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
-from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader, PrefixUnits
+from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
+from impress_sglang.transfer.resident import PartUse, UsedUnits
+from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
 from tests.unit.kv_factory import flip_byte, make_shape
 from tests.unit.source_factory import quick_files, reading
@@ -67,15 +69,19 @@ def squares(given: LayerInputs, prefix: Tensor) -> Tensor:
 
 
 def load(
-    case: CodedCase, layer: int, bits: float, rule: str = "query", stats: LoadStats | None = None
+    case: CodedCase,
+    layer: int,
+    bits: float,
+    rule: str = "query",
+    stats: LoadStats | None = None,
+    seed: int = 5,
 ) -> Tensor:
-    """Load a layer as the request under way does; checks slots."""
-    slots = case.layer_slots()
+    """Load a layer as the request under way does; checks slots, and gives the levels."""
     loader = PreciseLoader(case.shape, ALLOCATIONS[rule])
-    stats = stats or LoadStats()
-    planes = loader.load(layer, case.source, inputs(case), slots, bits, stats)
-    case.check(layer, slots, planes)
-    return planes
+    slots, given = case.layer_slots(layer), inputs(case, seed)
+    loader.load(layer, case.units, given, slots, bits, stats or LoadStats())
+    case.check(layer)
+    return case.levels(layer)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -110,9 +116,7 @@ def test_planes_go_where_an_error_weighs_most(
     planes = load(case, 0, 5.0)
     base = case.expected(0, torch.zeros_like(planes))[0]
     by_token = squares(inputs(case), base)
-    units = PrefixUnits.of(case.spans, torch.device("cpu"))
-    weights = torch.zeros(planes.shape, dtype=torch.float64)
-    weights.index_add_(1, units.unit_of_token, by_token)
+    weights = case.units.weights(by_token)
     gains = torch.stack([weights, weights / 16])
     given = torch.arange(NUM_PLANES)[:, None, None] < planes
     assert gains[given].min() >= gains[~given].max() * (1 - 1e-3)
@@ -139,6 +143,7 @@ def test_a_part_of_a_segment_reads_little_more_than_its_own(
 ) -> None:
     case = CodedCase(tmp_path, [CodedPart(3000, 1000, 1100)], reader)
     case.source.read_base(0)
+    case.source.read_base(0)
     groups = 3
     assert case.source.stats.ssd_bytes <= groups * case.spans[0].layout.group_bytes + 2 * BLOCK
     case.close()
@@ -157,7 +162,8 @@ def test_caches_give_what_the_drive_gave(
             load(case, layer, 6.0)
             case.cache.check_integrity()
         case.source.close()
-        stats, case.source = case.source.stats, case.make_source()
+        stats = case.source.stats
+        case.request()
     if device_pages + host_pages == 400:
         assert stats.ssd_bytes == 0 and stats.ssd_chunks == 0
     assert stats.device_chunks + stats.host_chunks > 0
@@ -169,7 +175,7 @@ def test_what_is_read_ahead_is_used(tmp_path: Path, reader: ChunkReader) -> None
     for layer in range(SHAPE.num_layers):
         load(case, layer, 5.0)
     case.source.close()
-    case.source = case.make_source()
+    case.request()
     while case.source.next_ahead < SHAPE.num_layers:
         case.source.read_ahead(0.5)
     for layer in range(SHAPE.num_layers):
@@ -199,9 +205,81 @@ def test_the_same_history_gives_the_same_bits(tmp_path: Path, reader: ChunkReade
         (tmp_path / str(run)).mkdir()
         case = CodedCase(tmp_path / str(run), PREFIXES["several"], reader, host_pages=60)
         for _ in range(2):
-            case.source = case.make_source()
+            case.request()
             found.append([load(case, layer, 5.0) for layer in range(SHAPE.num_layers)])
             case.source.close()
         case.close()
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_a_question_raises_what_it_lacks_of_a_resident_prefix(
+    tmp_path: Path, reader: ChunkReader
+) -> None:
+    case = CodedCase(tmp_path, PREFIXES["several"], reader)
+    alone = []
+    for seed in (5, 6):
+        case.request()
+        alone.append([load(case, layer, 5.0, seed=seed) for layer in range(SHAPE.num_layers)])
+        case.source.close()
+    case.request()
+    for layer in range(SHAPE.num_layers):
+        load(case, layer, 5.0, seed=5)
+    case.source.close()
+    case.request(resident=True)
+    stats = LoadStats()
+    for layer in range(SHAPE.num_layers):
+        before = case.levels(layer)
+        after = load(case, layer, 5.0, stats=stats, seed=6)
+        assert (after >= before).all()
+        # Weights come from keys that have more bits by now: nearly the same choice.
+        assert (after >= alone[1][layer]).float().mean() > 0.9
+    case.source.close()
+    assert stats.base_bytes == 0
+    assert stats.mean_bits > 5.0
+    raised = sum(int((a - b).clamp_min(0).sum()) for a, b in zip(*alone, strict=True))
+    assert 0 < case.source.stats.ssd_needed_bytes <= 1.5 * raised * BLOCK
+    case.close()
+
+
+def test_two_requests_of_a_pass_read_a_prefix_once(tmp_path: Path, reader: ChunkReader) -> None:
+    case = CodedCase(tmp_path, PREFIXES["one"], reader)
+    for layer in range(SHAPE.num_layers):
+        for _ in range(3):
+            load(case, layer, 5.0)
+    case.source.close()
+    planes = sum(int(case.levels(layer).sum()) for layer in range(SHAPE.num_layers))
+    base = case.spans[0].layout.base_bytes * SHAPE.num_layers
+    assert case.source.stats.ssd_needed_bytes == base + planes * BLOCK
+    case.close()
+
+
+def test_a_part_of_a_part_is_enough(tmp_path: Path, reader: ChunkReader) -> None:
+    """A request that shares only some tokens raises the units that have them."""
+    case = CodedCase(tmp_path, PREFIXES["one"], reader)
+    for layer in range(SHAPE.num_layers):
+        load(case, layer, 4.0)
+    case.source.close()
+    case.request(resident=True)
+    (part,) = case.parts
+    use = PartUse(part, 130, 300)
+    units = UsedUnits([use], torch.device("cpu"))
+    loader, stats = PreciseLoader(SHAPE, ALLOCATIONS["query"]), LoadStats()
+    for layer in range(SHAPE.num_layers):
+        slots = case.layer_slots(layer)
+        own = LayerSlots.of(slots.keys.pool, slots.values.pool, use.slots)
+        loader.load(layer, units, inputs(case), own, 8.0, stats)
+        case.check(layer)
+        touched = case.levels(layer).amax(0).nonzero().flatten() * part.layout.unit_tokens
+        assert ((touched + part.layout.unit_tokens > 130) & (touched < 300)).all()
+        assert len(touched)
+    assert stats.mean_bits == 8.0
+    case.close()
+
+
+def test_a_broken_part_serves_nobody_else(tmp_path: Path, reader: ChunkReader) -> None:
+    case = CodedCase(tmp_path, PREFIXES["one"], reader)
+    case.parts[0].broken = True
+    with pytest.raises(PrefixUnreadable):
+        load(case, 0, 5.0)
+    case.close()

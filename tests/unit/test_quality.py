@@ -8,20 +8,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from impress_sglang.config import EXACT_BITS
 from impress_sglang.storage.quality import EXACT, Quality
 
 RETENTIONS = st.floats(0.0, 1.0, exclude_min=True)
-QUALITIES = st.just(EXACT) | st.builds(Quality, st.integers(1, 4), RETENTIONS)
+BITS = st.sampled_from([4.0, 5.0, 8.0]) | st.just(EXACT_BITS)
+QUALITIES = st.just(EXACT) | st.builds(Quality, st.integers(1, 4), RETENTIONS, BITS)
 
 
-@pytest.mark.parametrize("bad", [(-1, 1.0), (1, 0.0), (1, -0.5), (1, 1.5), (0, 0.5)])
-def test_a_quality_that_cannot_be(bad: tuple[int, float]) -> None:
+@pytest.mark.parametrize(
+    "bad",
+    [
+        (-1, 1.0),
+        (1, 0.0),
+        (1, -0.5),
+        (1, 1.5),
+        (0, 0.5),
+        (1, 1.0, 0.0),
+        (1, 1.0, 16.5),
+        (0, 1.0, 5.0),
+    ],
+)
+def test_a_quality_that_cannot_be(bad: tuple[int, float] | tuple[int, float, float]) -> None:
     with pytest.raises(AssertionError):
         Quality(*bad)
 
 
 def test_exact_kvs_rest_on_no_approximation() -> None:
-    assert Quality() == EXACT == Quality(0, 1.0)
+    assert Quality() == EXACT == Quality(0, 1.0) == Quality(0, 1.0, EXACT_BITS)
     with pytest.raises(dataclasses.FrozenInstanceError):
         EXACT.depth = 1  # type: ignore[misc]
 
@@ -46,20 +60,25 @@ def test_neither_fewer_approximations_nor_more_tokens_make_up_for_the_other() ->
 
     assert not often.suffices(coarse) and not coarse.suffices(often)
     assert Quality(1, 0.5).suffices(often) and Quality(1, 0.5).suffices(coarse)
+    part, few = Quality(1, 0.5), Quality(1, 1.0, 5.0)
+    assert not part.suffices(few) and not few.suffices(part)
+    assert Quality(1, 1.0, 8.0).suffices(few) and not few.suffices(Quality(1, 1.0, 8.0))
 
 
-@given(QUALITIES, RETENTIONS)
+@given(QUALITIES, RETENTIONS, BITS)
 def test_what_is_computed_after_a_part_is_worse_by_one_approximation(
-    before: Quality, retention: float
+    before: Quality, retention: float, bits: float
 ) -> None:
-    after = before.after(retention)
+    after = before.after(retention, bits)
 
     assert before.suffices(after)
-    if retention == 1.0:
+    assert before.after(retention) == before.after(retention, EXACT_BITS)
+    if retention == 1.0 and bits == EXACT_BITS:
         assert after == before
     else:
         assert after.depth == before.depth + 1
         assert after.retention == min(before.retention, retention)
+        assert after.bits == min(before.bits, bits)
 
 
 def test_a_chat_counts_its_turns() -> None:
@@ -69,6 +88,7 @@ def test_a_chat_counts_its_turns() -> None:
         quality = quality.after(retention)
 
     assert quality == Quality(3, 0.125)
+    assert quality.after(1.0, 5.0).after(1.0, 6.5) == Quality(5, 0.125, 5.0)
 
 
 @given(QUALITIES, QUALITIES, QUALITIES)

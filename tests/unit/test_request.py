@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import AUTO, AUTO_FLOOR, EXACT_BITS, EXACTLY, ImpressConfig
 from impress_sglang.integration.request import (
+    BITS_KEY,
     RETENTION_KEY,
     check_custom_params,
-    requested_retention,
+    wish_of,
 )
+from impress_sglang.management.policies import Wish
 
 
 @pytest.mark.parametrize("value", [1, 1.0, 0.25, 1e-9])
@@ -50,9 +52,27 @@ def test_anything_else_is_refused_by_name_and_value(value: Any) -> None:
     assert repr(value) in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [4, 4.0, 5.5, 8, EXACTLY])
+def test_bits_are_accepted(value: float | str) -> None:
+    check_custom_params({BITS_KEY: value})
+    check_custom_params({BITS_KEY: value, RETENTION_KEY: 0.5, "thinking_budget": 7})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3.99, 8.01, 0, -5, 16, 10**400, float("nan"), "5", "Exact", "", True, False, None, [5.0], {}],
+)
+def test_other_bits_are_refused_by_name_and_value(value: Any) -> None:
+    for more in ({}, {RETENTION_KEY: 0.5}):
+        with pytest.raises(ValueError, match=BITS_KEY) as caught:
+            check_custom_params({BITS_KEY: value, **more})
+
+        assert repr(value) in str(caught.value)
+
+
 # What SGLang itself does with the second line is its own business.
 WITHOUT = [None, {}, {"thinking_budget": 7}, {"impress": 0}]
-NO_DICTIONARY = ["x", [1], 3, "impress_retention"]
+NO_DICTIONARY = ["x", [1], 3, "impress_retention", "impress_bits"]
 
 
 @pytest.mark.parametrize("custom_params", [*WITHOUT, *NO_DICTIONARY])
@@ -61,13 +81,17 @@ def test_what_is_not_ours_is_let_through(custom_params: object) -> None:
 
 
 @pytest.mark.parametrize("custom_params", [*WITHOUT, *NO_DICTIONARY])
-def test_a_request_that_asks_for_nothing_gets_the_retention_of_the_server(
+def test_a_request_that_asks_for_nothing_gets_what_is_usual_for_the_server(
     custom_params: object,
 ) -> None:
-    config = ImpressConfig(retention=0.3)
-
-    assert requested_retention(SimpleNamespace(custom_params=custom_params), config) is None
-    assert requested_retention(SimpleNamespace(), config) is None
+    for config, usual in (
+        (ImpressConfig(), Wish(1.0, 5.0)),
+        (ImpressConfig(retention=0.3, bits=EXACTLY), Wish(0.3, EXACT_BITS)),
+        (ImpressConfig(retention=AUTO, bits=7), Wish(AUTO_FLOOR, 7.0)),
+    ):
+        for params in (SimpleNamespace(custom_params=custom_params), SimpleNamespace()):
+            assert wish_of(params, config) == usual
+            assert not wish_of(params, config).chosen
 
 
 @pytest.mark.parametrize(
@@ -79,16 +103,30 @@ def test_a_request_gets_what_it_asks_for_but_not_less_than_the_floor(
     config = ImpressConfig(retention=0.3, min_retention=0.1)
     params = SimpleNamespace(custom_params={RETENTION_KEY: asked})
 
-    found = requested_retention(params, config)
+    found = wish_of(params, config)
 
-    assert found == given
-    assert type(found) is float
+    assert found == Wish(given, 5.0, chosen=True)
+    assert type(found.retention) is float
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"), [(4, 4.0), (6.5, 6.5), (8.0, 8.0), (EXACTLY, EXACT_BITS)]
+)
+def test_a_request_gets_the_bits_that_it_asks_for(asked: float | str, given: float) -> None:
+    params = SimpleNamespace(custom_params={BITS_KEY: asked})
+    for config in (ImpressConfig(), ImpressConfig(bits=EXACTLY)):
+        found = wish_of(params, config)
+
+        assert found == Wish(1.0, given), "its bits say nothing of its share"
+        assert type(found.bits) is float
+    both = SimpleNamespace(custom_params={BITS_KEY: asked, RETENTION_KEY: 1})
+    assert wish_of(both, ImpressConfig(retention=0.3)) == Wish(1.0, given, chosen=True)
 
 
 def test_without_a_floor_any_share_is_given() -> None:
     params = SimpleNamespace(custom_params={RETENTION_KEY: 1e-6})
 
-    assert requested_retention(params, ImpressConfig(min_retention=0.0)) == 1e-6
+    assert wish_of(params, ImpressConfig(min_retention=0.0)).retention == 1e-6
 
 
 def test_the_check_needs_no_sglang() -> None:

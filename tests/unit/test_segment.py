@@ -112,12 +112,15 @@ def test_header_is_read_back(tmp_path_factory: pytest.TempPathFactory, data: st.
         dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         probe=sorted(data.draw(st.sets(st.integers(0, 3), min_size=1))),
         sketch_bits=data.draw(st.sampled_from([0, 0, 2, 4, 8])),
+        coded=data.draw(st.booleans()),
     )
     info = make_info(
         shape,
         data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=300)),
         chunk_tokens=data.draw(st.sampled_from([8, 64])),
-        quality=data.draw(st.sampled_from([EXACT, Quality(1, 0.25), Quality(3, 1 / 3)])),
+        quality=data.draw(
+            st.sampled_from([EXACT, Quality(1, 0.25), Quality(3, 1 / 3), Quality(1, 1.0, 5.3)])
+        ),
         namespace=data.draw(st.text(max_size=50)),
         prefix_len=data.draw(st.integers(0, 10**6)),
         prefix_digest=data.draw(st.text("0123456789abcdef", min_size=32, max_size=32)),
@@ -285,7 +288,7 @@ def test_another_format_version_is_unreadable_and_says_so(tmp_path: Path) -> Non
     assert body != header[32:]
     path.write_bytes(resealed(header, body))
 
-    with pytest.raises(ChunkUnreadable, match="version 3"):
+    with pytest.raises(ChunkUnreadable, match="version 4"):
         read_header(path, FILES)
 
 
@@ -296,7 +299,7 @@ def test_resealing_an_unchanged_body_gives_the_same_header(tmp_path: Path) -> No
     assert resealed(header, header[32:]) == header
 
 
-@pytest.mark.parametrize("magic", [b"IMPRSEG\x01", b"IMPRSEG\x02", b"\x00" * 8])
+@pytest.mark.parametrize("magic", [b"IMPRSEG\x01", b"IMPRSEG\x04", b"\x00" * 8])
 def test_another_magic_is_unreadable(tmp_path: Path, magic: bytes) -> None:
     path = header_file(tmp_path, SMALL)
     path.write_bytes(magic + path.read_bytes()[8:])

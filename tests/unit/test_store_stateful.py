@@ -160,6 +160,7 @@ class StoreMachine(RuleBasedStateMachine):
             # A quarter is for what is read ahead.
             host_gb=(12 * page_bytes + 0.5) / 1e9,
             reorder_interval=0.0,
+            retention=0.25,
         )
         self.store = PrefixStore(config, IDENTITY, self.shape, files=self.files)
         self.looks: list[tuple[SegmentInfo, Future[Verdict]]] = []

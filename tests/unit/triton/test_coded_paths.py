@@ -24,14 +24,13 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import KernelMover
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
+from impress_sglang.transfer import coded as coded_module
 from impress_sglang.transfer.area import PooledMemory
-from impress_sglang.transfer.coded import CodedSource, PrefixUnits
 from impress_sglang.transfer.coded_slots import CodeWriter, KernelCodeWriter, LoopCodeWriter
 from impress_sglang.transfer.frames import CODE_PAGE, IndexedTaker, KernelTaker
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.scoring import KernelScorer
-from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.triton import codes, gather, scores
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 
@@ -235,23 +234,21 @@ def layer_inputs(case: CodedCase, layer: int) -> LayerInputs:
     return LayerInputs(queries, new, resident, 0.3)
 
 
-def load_twice(
-    case: CodedCase, loader: PreciseLoader, bits: float, *, kernels: bool
-) -> list[tuple[Tensor, LayerSlots]]:
-    """All layers by two requests; the second one finds what the first has left in the caches."""
-    assert case.cache is not None
+def load_requests(case: CodedCase, loader: PreciseLoader, bits: float) -> list[list[Tensor]]:
+    """Levels, keys and values after each layer of three requests.
+
+    The second one finds what the first has left in the caches, and the third one in the slots.
+    """
     found = []
-    for _ in range(2):
+    for more, resident in ((0.0, False), (0.0, False), (1.0, True)):
         case.source.close()
-        case.cache.placement.advance()
-        taker = (KernelTaker if kernels else IndexedTaker)(case.cache)
-        case.source = CodedSource(case.spans, case.reader, case.pool, case.cache, taker=taker)
+        case.request(resident=resident)
         for layer in range(case.shape.num_layers):
-            slots = case.layer_slots()
-            inputs, stats = layer_inputs(case, layer), LoadStats()
-            planes = loader.load(layer, case.source, inputs, slots, bits, stats)
-            case.check(layer, slots, planes)
-            found.append((planes, slots))
+            slots, inputs = case.layer_slots(layer), layer_inputs(case, layer)
+            loader.load(layer, case.units, inputs, slots, min(8.0, bits + more), LoadStats())
+            case.check(layer)
+            pools = slots.keys.pool.clone(), slots.values.pool.clone()
+            found.append([case.levels(layer), *pools])
     return found
 
 
@@ -296,6 +293,7 @@ def test_a_layer_is_loaded_alike(
         folder.mkdir()
         if kernels:
             monkeypatch.setattr(cache_module, "make_mover", KernelMover)
+            monkeypatch.setattr(coded_module, "make_taker", KernelTaker)
         device_pages, host_pages = pages
         case = CodedCase(
             folder,
@@ -309,14 +307,14 @@ def test_a_layer_is_loaded_alike(
         case.slots = torch.arange(case.num_tokens).flip(0) + 2
         parts = (KernelScorer(), KernelCodeWriter()) if kernels else ()
         loader = PreciseLoader(shape, ALLOCATIONS["query"], *parts)
-        found.append(load_twice(case, loader, bits, kernels=kernels))
+        found.append(load_requests(case, loader, bits))
         stats.append(dataclasses.replace(case.source.stats, wait_ms=0.0))
         case.close()
-    for (planes, slots), (expected, reference) in zip(found[1], found[0], strict=True):
-        assert torch.equal(planes, expected)
-        for own, other in ((slots.keys, reference.keys), (slots.values, reference.values)):
-            slack = 4 * torch.finfo(dtype).eps * float(other.pool[case.slots].abs().max())
-            assert torch.allclose(own.pool.float(), other.pool.float(), rtol=0, atol=slack)
+    for (levels, *pools), (expected, *references) in zip(found[1], found[0], strict=True):
+        assert torch.equal(levels, expected)
+        for own, other in zip(pools, references, strict=True):
+            slack = 4 * torch.finfo(dtype).eps * float(other[case.slots].abs().max())
+            assert torch.allclose(own.float(), other.float(), rtol=0, atol=slack)
     assert stats[1] == stats[0]
 
 
@@ -324,8 +322,6 @@ def test_a_layer_is_loaded_alike(
 def test_allocating_asks_the_device_nothing(num_planes: int) -> None:
     """Its tensors have no contents here, so that any look at one would fail."""
     with FakeTensorMode():
-        by_token = torch.empty(2, 100, device="cuda")
-        numbers = torch.empty(100, dtype=torch.int64, device="cuda")
-        weights = PrefixUnits((), numbers, (0, 4)).weights(by_token)
+        weights = torch.empty(2, 4, device="cuda")
         planes = ALLOCATIONS["query"].planes(0, weights, num_planes)
         assert planes.shape == (2, 4) and planes.is_cuda

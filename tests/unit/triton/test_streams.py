@@ -20,6 +20,7 @@ from torch import Tensor
 from impress_sglang.importance import selection
 from impress_sglang.importance.identify import SketchRule
 from impress_sglang.importance.selection import per_head_tokens
+from impress_sglang.precision.slots import CodedTokens
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers import moves as moves_module
@@ -33,6 +34,7 @@ from impress_sglang.transfer.frames import KernelTaker
 from impress_sglang.transfer.gather import KernelGatherer
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
+from impress_sglang.transfer.resident import ResidentPart
 from impress_sglang.transfer.scoring import KernelScorer, TorchScorer
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.triton import codes as code_kernels
@@ -260,27 +262,40 @@ def test_each_layer_has_its_tokens(
 
 @pytest.mark.parametrize("pages", [(9, 13), (60, 400), (0, 400)], ids=str)
 def test_each_layer_has_its_codes(
-    fake: Device, pages: tuple[int, int], tmp_path: Path, reader: ChunkReader
+    fake: Device,
+    pages: tuple[int, int],
+    tmp_path: Path,
+    reader: ChunkReader,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks that are taken are in slots later; meanwhile they move, and areas are used again."""
     parts = [CodedPart(300, 17), CodedPart(64)]
     case = CodedCase(tmp_path, parts, reader, device_pages=pages[0], host_pages=pages[1])
+    begin_layer = ResidentPart.begin_layer
+
+    def begun(part: ResidentPart, layer: int, groups: Tensor) -> CodedTokens:
+        tokens, ranges = begin_layer(part, layer, groups), part.tokens(layer).groups
+        # Its copy of the ranges is made on the device, too.
+        fake.launch(lambda: ranges.copy_(groups[:, : ranges.shape[1]]))
+        return tokens
+
+    monkeypatch.setattr(ResidentPart, "begin_layer", begun)
     # Other rules look at slots, for which the host waits.
     loader = PreciseLoader(case.shape, ALLOCATIONS["random"], KernelScorer(), KernelCodeWriter())
-    found = []
-    for request in range(3):
+    inputs, found = LayerInputs(*[torch.empty(0)] * 3, 1.0), []
+    for bits in (5.0, 6.0, 7.0):
         case.source.close()
-        case.source = case.make_source()
+        case.request()
+        case.pools = [torch.full_like(pool, -77.0) for pool in case.pools]
+        found.append((case.pools, case.parts))
         for layer in range(case.shape.num_layers):
             overwrite_free_memory(case)
-            slots, inputs = case.layer_slots(), LayerInputs(*[torch.empty(0)] * 3, 1.0)
-            bits = (5.0, 6.0, 7.0)[request]
-            planes = loader.load(layer, case.source, inputs, slots, bits, LoadStats())
-            found.append((layer, slots, planes))
+            loader.load(layer, case.units, inputs, case.layer_slots(layer), bits, LoadStats())
     case.source.close()
     overwrite_free_memory(case)
     fake.computing.run()
-    for own in found:
-        case.check(*own)
+    for case.pools, case.parts in found:
+        for layer in range(case.shape.num_layers):
+            case.check(layer)
     assert fake.copies.launched
     case.close()

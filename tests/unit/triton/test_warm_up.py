@@ -241,10 +241,11 @@ def make_coded_requests(
     for new, resident in zip(prefix.new, RESIDENT, strict=False):
         for bits in BITS:
             case.source.close()
-            case.source, inputs = case.make_source(), layer_inputs(shape, new, resident)
+            case.request()
+            inputs = layer_inputs(shape, new, resident)
             for layer in range(shape.num_layers):
-                slots = case.layer_slots()
-                loader.load(layer, case.source, inputs, slots, bits, LoadStats())
+                slots = case.layer_slots(layer)
+                loader.load(layer, case.units, inputs, slots, bits, LoadStats())
     case.close()
 
 

@@ -1,0 +1,144 @@
+"""Which stored tokens are in slots in codes: found by segment, shared, and given up when idle.
+
+Owned by one thread. What is here was read from stored segments and is found by these alone, so that
+a request only gets it where the store would have given it the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
+
+from impress_sglang.management.tree import StoredSpan
+from impress_sglang.transfer.resident import PartUse, ResidentPart
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cover:
+    """Some tokens of a stored prefix, and the resident part that has all of them, if one has."""
+
+    span: StoredSpan
+    part: ResidentPart | None
+
+
+class ResidentParts:
+    """The parts that requests may share, and those that are used without that."""
+
+    def __init__(self, free: Callable[[Tensor], None]) -> None:
+        """`free` gives slots back, int64 [n]."""
+        self._free = free
+        self._shared: dict[str, list[ResidentPart]] = {}
+        self._parts: set[ResidentPart] = set()
+
+    def __iter__(self) -> Iterator[ResidentPart]:
+        return iter(self._parts)
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of parts that requests use."""
+        return sum(len(part) for part in self._parts if part.users)
+
+    @property
+    def idle_tokens(self) -> int:
+        """Tokens of parts that nobody uses now."""
+        return sum(len(part) for part in self._parts if not part.users)
+
+    def cover(self, spans: Sequence[StoredSpan]) -> list[Cover]:
+        """Consecutive spans, cut where resident parts begin and end."""
+        covers = []
+        for span in spans:
+            segment, at = span.segment, span.start
+            for part in self._shared.get(segment.segment_id, ()):
+                if part.stop <= at or part.start >= span.stop:
+                    continue
+                if at < part.start:
+                    covers.append(Cover(StoredSpan(segment, at, part.start), None))
+                    at = part.start
+                end = min(part.stop, span.stop)
+                covers.append(Cover(StoredSpan(segment, at, end), part))
+                at = end
+            if at < span.stop:
+                covers.append(Cover(StoredSpan(segment, at, span.stop), None))
+        return covers
+
+    def add(self, part: ResidentPart) -> None:
+        """A part that is about to be loaded, which overlaps no other one of its segment."""
+        own = self._shared.setdefault(part.segment_id, [])
+        own.append(part)
+        own.sort(key=lambda other: other.start)
+        assert all(a.stop <= b.start for a, b in itertools.pairwise(own))
+        self._parts.add(part)
+
+    def use(self, uses: Sequence[PartUse]) -> None:
+        """One more request uses these."""
+        now = time.monotonic()
+        for use in uses:
+            use.part.users += 1
+            use.part.last_access = now
+
+    def leave(self, uses: Sequence[PartUse]) -> None:
+        """A request is done with these; what nobody can use any more is given back."""
+        for use in uses:
+            part = use.part
+            part.users -= 1
+            if not part.users and (part.broken or not part.loaded):
+                self._drop(part)
+
+    def hide(self, part: ResidentPart) -> None:
+        """Nobody else may use a part: it was not read as it should be, or is out of date."""
+        part.broken = True
+        own = self._shared.get(part.segment_id, [])
+        if part in own:
+            own.remove(part)
+            if not own:
+                del self._shared[part.segment_id]
+        if not part.users and part in self._parts:
+            self._drop(part)
+
+    def hide_all(self) -> None:
+        """What is in the slots is of other weights than what is stored from now on."""
+        for part in list(self._parts):
+            self.hide(part)
+
+    def forget_all(self) -> None:
+        """The slots are somebody else's; nobody uses a part."""
+        assert not any(part.users for part in self._parts)
+        self._shared.clear()
+        self._parts.clear()
+
+    def oldest(self) -> ResidentPart | None:
+        """The part that nobody uses for the longest time."""
+        idle = (part for part in self._parts if not part.users)
+        return min(idle, key=lambda part: part.last_access, default=None)
+
+    def evict(self, part: ResidentPart) -> int:
+        """Give up a part that nobody uses; returns how many slots that were."""
+        assert not part.users
+        self.hide(part)
+        return len(part)
+
+    def _drop(self, part: ResidentPart) -> None:
+        self._parts.remove(part)
+        own = self._shared.get(part.segment_id, [])
+        if part in own:
+            own.remove(part)
+            if not own:
+                del self._shared[part.segment_id]
+        self._free(part.slots)
+
+    def check_integrity(self) -> None:
+        """See that parts are where they should be.
+
+        Raises:
+            AssertionError: they are not, which is a bug.
+        """
+        for segment_id, own in self._shared.items():
+            assert own and all(part.segment_id == segment_id for part in own)
+            assert all(part in self._parts and not part.broken for part in own)
+            assert all(a.stop <= b.start for a, b in itertools.pairwise(own))
+        for part in self._parts:
+            assert part.users >= 0 and (part.users or (part.loaded and not part.broken))

@@ -1,0 +1,156 @@
+"""Stored tokens that are in slots in codes, for all requests that use them.
+
+Stage: load. A part is loaded once; each request then raises the units that it lacks, so that the
+precision of a part only rises. Who comes while a part is being loaded joins that load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from impress_sglang.precision.codec import GROUP_TOKENS
+from impress_sglang.precision.layout import CodeLayout
+from impress_sglang.precision.slots import CodedTokens
+from impress_sglang.tiers.fence import to_device
+from impress_sglang.transfer.coded import CodedSource
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class PartLoad:
+    """A source that several requests read from, in the same pass of the model.
+
+    `parts` are those of the source's spans; `pending` requests have joined and have not loaded
+    their last layer.
+    """
+
+    source: CodedSource
+    parts: Sequence[ResidentPart]
+    pending: int = 0
+
+    def __post_init__(self) -> None:
+        for number, part in enumerate(self.parts):
+            part.load = self, number
+
+    def leave(self) -> bool:
+        """A request is done with it; whether it was the last one."""
+        self.pending -= 1
+        if self.pending:
+            return False
+        for part in self.parts:
+            if part.load is not None and part.load[0] is self:
+                part.load = None
+        return True
+
+
+@dataclasses.dataclass(eq=False)
+class ResidentPart:
+    """The tokens [start, stop) of a stored segment, and the slots that hold them in codes.
+
+    Invariants: layers below `layers_loaded` are in the slots; their units have `levels` planes. A
+    unit belongs to one part only as far as the part has its tokens.
+    """
+
+    segment_id: str
+    layout: CodeLayout
+    num_layers: int
+    start: int
+    stop: int
+    slots: Tensor  # int64 [stop - start]
+    layers_loaded: int = 0
+    users: int = 0
+    last_access: float = 0.0
+    broken: bool = False
+    """Whether a layer could not be read: nobody else may use it."""
+    load: tuple[PartLoad, int] | None = None
+    """What it is read from now, and which span of that it is."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.start < self.stop <= self.layout.num_tokens
+        assert len(self.slots) == len(self)
+        shape = self.num_layers, self.layout.num_heads, len(self.units)
+        self.levels: npt.NDArray[np.uint8] = np.zeros(shape, np.uint8)
+        self._ranges: list[Tensor] = []
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @functools.cached_property
+    def units(self) -> range:
+        """Units of a head with tokens of the part."""
+        size = self.layout.unit_tokens
+        return range(self.start // size, -(-self.stop // size))
+
+    @property
+    def loaded(self) -> bool:
+        """Whether all layers are in the slots."""
+        return self.layers_loaded == self.num_layers
+
+    def tokens(self, layer: int) -> CodedTokens:
+        """The part in a layer that is loaded; of its bytes only the ranges are there."""
+        return CodedTokens(self.layout, self._ranges[layer], self.start, self.slots)
+
+    def begin_layer(self, layer: int, groups: Tensor) -> CodedTokens:
+        """The part in the next layer, whose base is uint8 [groups, group_bytes]; keeps ranges."""
+        assert layer == self.layers_loaded == len(self._ranges)
+        assert len(groups) == -(-self.stop // GROUP_TOKENS) - self.start // GROUP_TOKENS
+        # A copy: what was read belongs to the source.
+        self._ranges.append(groups[:, : self.layout.group_range_bytes].clone())
+        self.layers_loaded += 1
+        return CodedTokens(self.layout, groups, self.start, self.slots)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartUse:
+    """The tokens [start, stop) of a part's segment that a request uses."""
+
+    part: ResidentPart
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        assert self.part.start <= self.start < self.stop <= self.part.stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def slots(self) -> Tensor:
+        """int64 [stop - start]."""
+        return self.part.slots[self.start - self.part.start : self.stop - self.part.start]
+
+    @property
+    def units(self) -> slice:
+        """Those of the part's units that have the tokens."""
+        size, first = self.part.layout.unit_tokens, self.part.units[0]
+        return slice(self.start // size - first, -(-self.stop // size) - first)
+
+
+class UsedUnits:
+    """The units of a head over the parts that a request uses, counted through all of them."""
+
+    def __init__(self, uses: Sequence[PartUse], device: torch.device) -> None:
+        numbers, self.uses, count = [], tuple(uses), 0
+        self.places: list[slice] = []
+        """Of each use, its units among all."""
+        for use in uses:
+            size, own = use.part.layout.unit_tokens, use.units
+            tokens = np.arange(use.start, use.stop) // size
+            numbers.append(tokens - use.start // size + count)
+            self.places.append(slice(count, count := count + own.stop - own.start))
+        self._count = count
+        self._unit_of_token = to_device(torch.from_numpy(np.concatenate(numbers)), device)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def weights(self, by_token: Tensor) -> Tensor:
+        """Weights of units [G, units], from those of tokens [G, m]."""
+        sums = by_token.new_zeros(len(by_token), len(self))
+        return sums.index_add_(1, self._unit_of_token, by_token)
