@@ -7,7 +7,9 @@ Measures the card first (reading its memory, copying from pinned host memory), t
   * scoring the probe heads and taking their top k, against reading their keys once and against the
     torch reference; the same for a sketch of all KV heads of a grouped-query model;
   * gathering keys and values of the chosen tokens from pinned host memory, against a plain copy of
-    as many bytes, and from the device.
+    as many bytes, and from the device;
+  * of a prefix in codes restoring the base and raising half of all units by both planes, against
+    moving as many bytes in device memory, and squared scores from keys in full.
 
 Times are medians of CUDA events; before each run a buffer larger than the L2 cache is written, so
 that nothing is found there. Results are compared with the reference before anything is timed.
@@ -32,9 +34,15 @@ from bench.machine import describe_machine
 from impress_sglang.importance import scores as reference
 from impress_sglang.importance.identify import probe_kv_heads
 from impress_sglang.importance.selection import per_head_tokens, similarity_threshold
+from impress_sglang.precision.codec import GROUP_TOKENS
+from impress_sglang.precision.layer import CodedLayer, encode_layer
+from impress_sglang.precision.layout import CodeLayout
+from impress_sglang.precision.slots import CodedTokens, planes_by_unit
+from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.sketch import restore_keys, sketch_keys
 from impress_sglang.tiers.page_copies import upload
-from impress_sglang.triton import gather, scores, selection
+from impress_sglang.transfer.coded_slots import LoopCodeWriter
+from impress_sglang.triton import codes, gather, scores, selection
 
 FLUSH_BYTES = 256 << 20
 PLAIN_BYTES = 1 << 30
@@ -56,6 +64,7 @@ def main() -> int:
         "identification": _identification(args, watch, card),
         "sketch": _sketch(args, watch, card),
         "gather": _gather(args, watch, card),
+        "codes": _codes(args, watch, card),
     }
     text = json.dumps(result, indent=1)
     print(text)
@@ -222,6 +231,93 @@ def _gather(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> 
         limit = card["host_to_device_gbps" if name == "host" else "memory_gbps"]
         figures[f"{name}_share_of_card"] = round(gbps / limit, 3)
     return figures
+
+
+def _codes(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> dict[str, Any]:
+    """A prefix in codes, all heads of it, into slots."""
+    m, heads, dim = args.tokens, args.kv_heads, args.dim
+    layout = CodeLayout(m, heads, dim, dim, BLOCK_BYTES)
+    coded = CodedLayer.empty(layout)
+    encode_layer(layout, torch.randn(m, heads, dim), torch.randn(m, heads, dim), coded)
+    units = torch.randperm(heads * layout.num_units)[: heads * layout.num_units // 2]
+    places = torch.stack([units // layout.num_units, units % layout.num_units], 1)
+    planes = torch.arange(len(coded.planes)).repeat_interleave(len(units))
+    raised = torch.cat([planes[:, None], places.repeat(len(coded.planes), 1)], 1)
+    contents = coded.planes[raised.unbind(1)]
+    slots = torch.randperm(m) + 1
+    pools = [torch.zeros(m + 1, heads, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    expected = [pool.cpu() for pool in pools]
+    oracle, tokens = LoopCodeWriter(), CodedTokens(layout, coded.groups, 0, slots)
+
+    base, bytes_of_planes = coded.groups.cuda(), contents.cuda()
+    ranges = base.data_ptr() + torch.arange(len(base), device="cuda") * base.stride(0)
+    groups = codes.CodedGroups(
+        ranges + layout.group_range_bytes, ranges, slots.cuda(), 0, GROUP_TOKENS
+    )
+    entries = planes_by_unit(raised, layout, 0)
+    entries[:, 2:] = bytes_of_planes.data_ptr() + entries[:, 2:] * bytes_of_planes.stride(0)
+    uploaded = entries.cuda()
+
+    def restore() -> None:
+        codes.restore_base(groups, *pools)
+
+    def raise_units() -> None:
+        codes.raise_units(groups, uploaded, layout.unit_tokens, *pools)
+
+    restore()
+    raise_units()
+    oracle.restore_base(tokens, *expected)
+    oracle.raise_units(tokens, raised, contents, *expected)
+    for pool, own in zip(pools, expected, strict=True):
+        torch.testing.assert_close(pool.cpu(), own, rtol=2**-6, atol=4e-3)
+
+    element_bytes = pools[0].element_size()
+    # Raised elements are read and written; ranges count where the base is read.
+    kv_bytes = 2 * m * heads * dim * element_bytes
+    raised_bytes = 2 * len(units) * layout.unit_tokens * 2 * dim * element_bytes
+    figures: dict[str, Any] = {
+        "shape": {"m": m, "kv_heads": heads, "dim": dim, "units": len(units)},
+        "squares": _squares(args, watch, card),
+    }
+    for name, run, num_bytes in (
+        ("restoring", restore, base.numel() + kv_bytes),
+        ("raising", raise_units, contents.numel() + raised_bytes),
+    ):
+        microseconds = watch.microseconds(run)
+        gbps = num_bytes / microseconds / 1e3
+        figures[f"{name}_us"] = round(microseconds, 1)
+        figures[f"{name}_gbps"] = round(gbps, 2)
+        figures[f"{name}_share_of_card"] = round(gbps / card["memory_gbps"], 3)
+    return figures
+
+
+def _squares(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> dict[str, Any]:
+    """Squared scores from the keys of all KV heads of a grouped-query model."""
+    m, n, dim = args.tokens, args.new_tokens, args.dim
+    queries, new = _random(n, args.heads, dim), _random(n, args.kv_heads, dim)
+    keys, scaling = _random(m, args.kv_heads, dim), dim**-0.5
+    lengths = {"new_lengths": [n], "prefix_lengths": [m], "resident_lengths": [0]}
+
+    def score() -> Tensor:
+        rows = scores.KeyRows(keys)
+        return scores.column_sums(queries, rows, None, new, scaling, **lengths, squares=True)
+
+    def score_reference() -> Tensor:
+        return reference.column_sums(queries, keys, new[:0], new, scaling, squares=True)
+
+    # Most weights are far below 1 / m, and their squares far below those that count.
+    expected = score_reference()
+    torch.testing.assert_close(score(), expected, rtol=2e-3, atol=1e-4 * float(expected.max()))
+    kernel, torch_us = watch.microseconds(score), watch.microseconds(score_reference)
+    reading = keys.numel() * keys.element_size() / card["memory_gbps"] / 1e3
+    return {
+        "shape": {"m": m, "n": n, "heads": args.heads, "kv_heads": args.kv_heads, "dim": dim},
+        "microseconds": round(kernel, 1),
+        "torch_us": round(torch_us, 1),
+        "reading_keys_us": round(reading, 1),
+        "over_reading_keys": round(kernel / reading, 2),
+        "torch_over_kernel": round(torch_us / kernel, 2),
+    }
 
 
 def _targets(

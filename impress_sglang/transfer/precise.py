@@ -165,7 +165,8 @@ class PreciseLoader:
         timeline: Timeline,
     ) -> npt.NDArray[np.uint8]:
         """Planes [G, units] that the request wants."""
-        weights = torch.zeros(self._shape.num_kv_heads, len(units), device=slots.keys.pool.device)
+        # Where none are computed the host allocates, and does not wait for the device.
+        weights = torch.zeros(self._shape.num_kv_heads, len(units))
         count = planes_of(bits, weights.numel())
         if self._allocation.weighs and 0 < count < NUM_PLANES * weights.numel():
             with timeline.span(PROBE_COMPUTE, layer):

@@ -18,6 +18,7 @@ from torch import Tensor
 from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.precision.slots import CodedTokens
+from impress_sglang.tiers.fence import to_device
 from impress_sglang.transfer.coded import CodedSource
 
 
@@ -144,7 +145,7 @@ class UsedUnits:
             numbers.append(tokens - use.start // size + count)
             self.places.append(slice(count, count := count + own.stop - own.start))
         self._count = count
-        self._unit_of_token = torch.from_numpy(np.concatenate(numbers)).to(device)
+        self._unit_of_token = to_device(torch.from_numpy(np.concatenate(numbers)), device)
 
     def __len__(self) -> int:
         return self._count

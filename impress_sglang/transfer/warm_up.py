@@ -28,6 +28,7 @@ from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.importance.identify import H2ORule, IdentificationRule, PaperRule
 from impress_sglang.importance.selection import agreed_tokens, own_tokens
+from impress_sglang.precision.codec import LEVELS
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
@@ -39,9 +40,14 @@ from impress_sglang.tiers.placement import Access, Move, Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.area import AreaPool
-from impress_sglang.transfer.expectation import BlockHistory
+from impress_sglang.transfer.coded import CodedSource, CodedSpan, cached_pages, most_pages
+from impress_sglang.transfer.coded_slots import KernelCodeWriter
+from impress_sglang.transfer.expectation import BlockHistory, UnitHistory
+from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.plan import SourceSpan
+from impress_sglang.transfer.precise import Evenly, PreciseLoader
+from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
 from impress_sglang.transfer.scoring import KernelScorer
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import Demand, SegmentSource
@@ -105,6 +111,11 @@ def run_stages(
             _choose(shape, rule, device)
     with _fitting(shape, "loading KVs", "--impress-policy recompute, which loads none"):
         _load(replace(shape, num_layers=1), rule, chunk_tokens, device, in_slots=in_slots)
+    if shape.coded:
+        everything = tuple(range(shape.num_kv_heads))
+        with _fitting(shape, "loading codes", "--impress-identify paper, which has none"):
+            _score_all_tiles(shape, everything, 0, device, squares=True)
+            _load_codes(replace(shape, num_layers=1), chunk_tokens, device)
 
 
 @contextlib.contextmanager
@@ -139,7 +150,12 @@ def _score(shape: KVShape, rule: IdentificationRule, device: torch.device) -> No
 
 
 def _score_all_tiles(
-    shape: KVShape, heads: tuple[int, ...], bits: int, device: torch.device
+    shape: KVShape,
+    heads: tuple[int, ...],
+    bits: int,
+    device: torch.device,
+    *,
+    squares: bool = False,
 ) -> None:
     """Score the keys of some heads, or sketches, with and without resident keys."""
 
@@ -152,7 +168,9 @@ def _score_all_tiles(
         new_keys = zeros(new, shape.num_kv_heads)
         for resident in (0, 1):
             resident_keys = zeros(resident, shape.num_kv_heads)
-            KernelScorer().column_sums(queries, prefix, resident_keys, new_keys, heads, 1.0)
+            KernelScorer().column_sums(
+                queries, prefix, resident_keys, new_keys, heads, 1.0, squares=squares
+            )
 
 
 def _sketch(shape: KVShape, tokens: int, device: torch.device) -> Sketch:
@@ -208,25 +226,11 @@ def _load(
 ) -> None:
     """Move chunks, and load a layer of requests with one segment and with two."""
     page = PageShape.of(shape, chunk_tokens)
-    size = CACHE_PAGES * page.page_bytes
     with contextlib.ExitStack() as at_end:
-        cache = ChunkCache(
-            page,
-            page.max_chunk_pages(shape),
-            LeastRecentlyUsed(),
-            device=device,
-            device_bytes=size,
-            host_bytes=size,
-        )
-        at_end.callback(cache.close)
-        _move_chunks(cache)
+        cache = _cache(page, page.max_chunk_pages(shape), device, at_end)
         # A store may have segments that were written with another size of chunks.
         spans = [_span(shape, own, cache, at_end) for own in (chunk_tokens, 2 * chunk_tokens)]
-        # Nothing can be read asynchronously from what is no file.
-        reader = ChunkReader(1, FileSystem(), engine="threads")
-        at_end.callback(reader.close)
-        pool = AreaPool(0, pin=device.type == "cuda", spare_bytes=cache.page.page_bytes)
-        at_end.callback(pool.close)
+        reader, pool = _reading(cache, at_end)
         for prefix in (spans[:1], spans):
             num_tokens = sum(map(len, prefix))
             branches = [] if rule is None else _branches(rule)
@@ -238,6 +242,58 @@ def _load(
                 slots = _slots(shape, k, device, in_slots=in_slots)
                 loader = PrefixLoader(shape, used, KernelScorer())
                 loader.load(0, source, _inputs(shape, device), slots, LoadStats())
+
+
+def _load_codes(shape: KVShape, chunk_tokens: int, device: torch.device) -> None:
+    """Move blocks, and load a layer in all bits that there are."""
+    with contextlib.ExitStack() as at_end:
+        segment = _Zeros(shape, chunk_tokens)
+        at_end.callback(segment.close)
+        layout = segment.layout.codes
+        assert layout is not None
+        cache = _cache(CODE_PAGE, most_pages(layout), device, at_end)
+        reader, pool = _reading(cache, at_end)
+        base = cache.attach(cached_pages(layout, shape.num_layers))
+        history = UnitHistory(shape.num_layers, layout.total_units)
+        span = CodedSpan(segment, 0, SEGMENT_TOKENS, base, history)
+        source = CodedSource([span], reader, pool, cache)
+        at_end.callback(source.close)
+        slots = _slots(shape, SEGMENT_TOKENS, device, in_slots=True)
+        assert slots.keys.rows is not None
+        part = ResidentPart("warm-up", layout, 1, 0, SEGMENT_TOKENS, slots.keys.rows)
+        PartLoad(source, [part])
+        units = UsedUnits([PartUse(part, 0, SEGMENT_TOKENS)], device)
+        loader = PreciseLoader(shape, Evenly(), KernelScorer(), KernelCodeWriter())
+        loader.load(0, units, _inputs(shape, device), slots, LEVELS[-1], LoadStats())
+
+
+def _cache(
+    page: PageShape, max_chunk_pages: int, device: torch.device, at_end: contextlib.ExitStack
+) -> ChunkCache:
+    """A small one, in which chunks have moved."""
+    size = CACHE_PAGES * page.page_bytes
+    cache = ChunkCache(
+        page,
+        max_chunk_pages,
+        LeastRecentlyUsed(),
+        device=device,
+        device_bytes=size,
+        host_bytes=size,
+    )
+    at_end.callback(cache.close)
+    _move_chunks(cache)
+    return cache
+
+
+def _reading(cache: ChunkCache, at_end: contextlib.ExitStack) -> tuple[ChunkReader, AreaPool]:
+    """What sources read with."""
+    # Nothing can be read asynchronously from what is no file.
+    reader = ChunkReader(1, FileSystem(), engine="threads")
+    at_end.callback(reader.close)
+    pin = cache.device.type == "cuda"
+    pool = AreaPool(0, pin=pin, spare_bytes=cache.page.page_bytes)
+    at_end.callback(pool.close)
+    return reader, pool
 
 
 def _branches(rule: IdentificationRule) -> list[IdentificationRule]:

@@ -128,10 +128,14 @@ def _constants(groups: CodedGroups, keys: Tensor, values: Tensor) -> dict[str, i
     }
 
 
-_UNSPECIALISED = ["start", "count"]
+# Numbers of tokens, and where the slots of a span begin in memory, differ from launch to launch.
+_UNSPECIALISED: dict[str, list[str]] = {
+    "do_not_specialize": ["start", "count"],
+    "do_not_specialize_on_alignment": ["slots"],
+}
 
 
-@triton.jit(do_not_specialize=_UNSPECIALISED)
+@triton.jit(**_UNSPECIALISED)
 def _restore_kernel(
     base: tl.tensor,
     ranges: tl.tensor,
@@ -172,7 +176,7 @@ def _restore_kernel(
         _restore_values(target, own, own_bounds, inside, VALUE_DIM, VALUE_PADDED)
 
 
-@triton.jit(do_not_specialize=_UNSPECIALISED)
+@triton.jit(**_UNSPECIALISED)
 def _raise_kernel(
     ranges: tl.tensor,
     slots: tl.tensor,

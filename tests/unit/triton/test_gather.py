@@ -210,7 +210,12 @@ def test_nothing_to_gather(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("unit", "vectors", "dtype"),
-    [(8, 4, torch.float32), (128, 64, torch.bfloat16), (5, 7, torch.float16)],
+    [
+        (8, 4, torch.float32),
+        (128, 64, torch.bfloat16),
+        (5, 7, torch.float16),
+        (1024, 1, torch.int32),
+    ],
 )
 def test_pages(device: str, unit: int, vectors: int, dtype: torch.dtype) -> None:
     """Pages of two pools from each other's memory, in one launch: some of one, all of the other."""

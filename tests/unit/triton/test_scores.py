@@ -69,7 +69,7 @@ class Batch:
             for lengths in (prefix, resident, new)
         )
 
-    def expected(self, prefix: Tensor | None = None) -> Tensor:
+    def expected(self, prefix: Tensor | None = None, *, squares: bool = False) -> Tensor:
         new, stored, resident = self.lengths
         parts = zip(
             self.queries.split(list(new)),
@@ -78,7 +78,8 @@ class Batch:
             self.new.split(list(new)),
             strict=True,
         )
-        return torch.cat([oracle(*each, SCALING) for each in parts if len(each[1])], 1)
+        found = [oracle(*each, SCALING, squares=squares) for each in parts if len(each[1])]
+        return torch.cat(found, 1)
 
     def found(
         self,
@@ -86,6 +87,8 @@ class Batch:
         resident: KeyRows | None = None,
         new: KeyRows | None = None,
         queries: Tensor | None = None,
+        *,
+        squares: bool = False,
     ) -> Tensor:
         return column_sums(
             self.queries if queries is None else queries,
@@ -96,6 +99,7 @@ class Batch:
             new_lengths=self.lengths[0],
             prefix_lengths=self.lengths[1],
             resident_lengths=self.lengths[2],
+            squares=squares,
         )
 
 
@@ -131,18 +135,22 @@ def test_equals_the_reference(
 ) -> None:
     batch = Batch(device, [n], [m], [c], heads, key_heads, dim, dtype)
 
-    found = batch.found()
+    for squares in (False, True):
+        found = batch.found(squares=squares)
 
-    assert found.shape == (heads, m)
-    assert_same(found, batch.expected())
+        assert found.shape == (heads, m)
+        assert_same(found, batch.expected(squares=squares))
 
 
+@pytest.mark.parametrize("squares", [False, True])
 @pytest.mark.parametrize("dtype", [BRAIN, SINGLE])
-def test_requests_of_a_batch_do_not_see_each_other(device: str, dtype: torch.dtype) -> None:
+def test_requests_of_a_batch_do_not_see_each_other(
+    device: str, dtype: torch.dtype, squares: bool
+) -> None:
     new, prefix, resident = [5, 1, 9, 0, 2], [70, 0, 33, 10, 64], [0, 7, 65, 3, 0]
     batch = Batch(device, new, prefix, resident, 4, 2, dtype=dtype)
 
-    assert_same(batch.found(), batch.expected())
+    assert_same(batch.found(squares=squares), batch.expected(squares=squares))
 
 
 @pytest.mark.parametrize("processors", [1, 3, 100])
@@ -160,20 +168,21 @@ def test_more_parts_than_are_added_up_at_once(device: str, monkeypatch: pytest.M
     monkeypatch.setattr(scores, "_processors", lambda _: 100)
     batch = Batch(device, [100], [33 * 64 - 7], [0], 1, 1)
 
-    assert_same(batch.found(), batch.expected())
+    for squares in (False, True):
+        assert_same(batch.found(squares=squares), batch.expected(squares=squares))
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_keys_may_stand_anywhere_in_a_pool(device: str, index: torch.dtype) -> None:
     batch = Batch(device, [7, 3], [70, 20], [30, 66], 6, 2, dtype=BRAIN)
-
-    found = batch.found(
+    keys = (
         scattered(batch.prefix, (2, 0), 3, index),
         scattered(batch.resident, (1, 3), 4, index),
         scattered(batch.new, (4, 1), 5, index),
     )
 
-    assert_same(found, batch.expected())
+    for squares in (False, True):
+        assert_same(batch.found(*keys, squares=squares), batch.expected(squares=squares))
 
 
 def test_a_staging_buffer_and_a_pool_in_one_call(device: str) -> None:
@@ -267,11 +276,13 @@ def test_very_large_logits_do_not_overflow(device: str, dtype: torch.dtype) -> N
     for keys in (batch.queries, batch.prefix, batch.resident, batch.new):
         keys *= 100
 
-    found = batch.found()
+    for squares in (False, True):
+        found = batch.found(squares=squares)
 
-    assert torch.isfinite(found).all()
-    assert (found.sum(1) <= 9 * (1 + 1e-5)).all()
-    torch.testing.assert_close(found, batch.expected(), rtol=1e-2, atol=1e-3)
+        assert torch.isfinite(found).all()
+        assert (found.sum(1) <= 9 * (1 + 1e-5)).all()
+        expected = batch.expected(squares=squares)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
 
 
 def test_the_weights_of_a_row_sum_to_one(device: str) -> None:
@@ -365,10 +376,11 @@ def test_tiles_are_not_given_keys_that_they_cannot_see() -> None:
 
 
 Launch = tuple[Any, tuple[Any, ...], scores.Tile, dict[str, int]]
+Launcher = Callable[..., list[Launch]]
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Batch, SketchRows | None], list[Launch]]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     """What would be launched on an H100, without running it."""
     launches: list[Launch] = []
 
@@ -377,10 +389,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Batch, SketchRows | N
     ) -> None:
         launches.append((kernel, arguments, tile, options))
 
-    def run(batch: Batch, prefix: SketchRows | None) -> list[Launch]:
+    def run(batch: Batch, prefix: SketchRows | None, *, squares: bool = False) -> list[Launch]:
         monkeypatch.setattr(scores, "_launch", note)
         monkeypatch.setattr(scores, "_processors", lambda _: 132)
-        batch.found(prefix)
+        batch.found(prefix, squares=squares)
         return launches
 
     return run
@@ -390,24 +402,32 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Batch, SketchRows | N
     not isinstance(score_kernels.row_sums, triton.JITFunction), reason="interpreted"
 )
 @pytest.mark.parametrize(
-    ("dtype", "heads", "dim", "bits"),
-    [(BRAIN, 8, 128, 0), (HALF, 6, 80, 4), (SINGLE, 2, 64, 0)],
+    ("dtype", "heads", "dim", "bits", "squares"),
+    [
+        (BRAIN, 8, 128, 0, False),
+        (HALF, 6, 80, 4, False),
+        (SINGLE, 2, 64, 0, False),
+        (BRAIN, 8, 128, 0, True),
+        (HALF, 6, 80, 0, True),
+        (SINGLE, 2, 64, 0, True),
+    ],
 )
 def test_kernels_compile_for_hopper(
-    launched: Callable[[Batch, SketchRows | None], list[Launch]],
+    launched: Launcher,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     dtype: torch.dtype,
     heads: int,
     dim: int,
     bits: int,
+    squares: bool,
 ) -> None:
     """The interpreter lets things pass that the compiler does not; no GPU is needed for that."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     batch = Batch("cpu", [100], [200], [70], heads, 2, dim, dtype)
     sketch = SketchRows(*sketch_keys(batch.prefix, bits), bits) if bits else None
 
-    for kernel, arguments, tile, constants in launched(batch, sketch):
+    for kernel, arguments, tile, constants in launched(batch, sketch, squares=squares):
         code = compiled(kernel, arguments, tile, constants)
         assert "tf32" not in code.asm["ptx"]
         assert code.metadata.shared <= 227 * 1024
@@ -449,7 +469,7 @@ def compiled(
 
 
 def test_keys_take_two_launches_and_sketches_three(
-    launched: Callable[[Batch, SketchRows | None], list[Launch]],
+    launched: Launcher,
 ) -> None:
     batch = Batch("cpu", [50, 3], [100, 70], [0, 4], 4, 2)
     codes, table = sketch_keys(torch.randn(170, 2, 64), 4)

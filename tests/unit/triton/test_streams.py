@@ -20,19 +20,28 @@ from torch import Tensor
 from impress_sglang.importance import selection
 from impress_sglang.importance.identify import SketchRule
 from impress_sglang.importance.selection import per_head_tokens
+from impress_sglang.precision.slots import CodedTokens
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers import moves as moves_module
 from impress_sglang.tiers.moves import KernelMover
+from impress_sglang.transfer import coded as coded_module
+from impress_sglang.transfer import frames as frames_module
 from impress_sglang.transfer import gather as gather_module
 from impress_sglang.transfer import source as source_module
+from impress_sglang.transfer.coded_slots import KernelCodeWriter
+from impress_sglang.transfer.frames import KernelTaker
 from impress_sglang.transfer.gather import KernelGatherer
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
+from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
+from impress_sglang.transfer.resident import ResidentPart
 from impress_sglang.transfer.scoring import KernelScorer, TorchScorer
 from impress_sglang.transfer.slots import LayerSlots
+from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import scores as score_module
 from impress_sglang.triton import selection as selection_kernels
+from tests.unit.coded_factory import CodedCase, CodedPart
 from tests.unit.reading import ScatteredSlots
 from tests.unit.source_factory import Case, opened
 
@@ -131,23 +140,29 @@ def fake(device: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     fake = Device(late_copies=request.param)
     stream = type("OwnStream", (FakeCopyStream,), {"device": fake})
     fence = type("OwnFence", (FakeFence,), {"device": fake})
-    gather, score = gather_kernels.gather, score_module.column_sums
+    score = score_module.column_sums
 
-    def launched(*args: Any, **options: Any) -> None:
-        fake.launch(lambda: gather(*args, **options))
+    def launched(kernel: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args, **options: fake.launch(lambda: kernel(*args, **options))
 
     def waited_for(*args: Any, **options: Any) -> Tensor:
         assert fake.current is fake.computing
         fake.computing.run()
         return score(*args, **options)
 
-    monkeypatch.setattr(gather_kernels, "gather", launched)
+    for module, name in (
+        (gather_kernels, "gather"),
+        (code_kernels, "restore_base"),
+        (code_kernels, "raise_units"),
+    ):
+        monkeypatch.setattr(module, name, launched(getattr(module, name)))
     monkeypatch.setattr(score_module, "column_sums", waited_for)
     monkeypatch.setattr(cache_module, "CopyStream", stream)
-    for module in (moves_module, gather_module):
-        monkeypatch.setattr(module, "Fence", fence)
+    for own in (moves_module, gather_module, frames_module):
+        monkeypatch.setattr(own, "Fence", fence)
     monkeypatch.setattr(cache_module, "make_mover", KernelMover)
     monkeypatch.setattr(source_module, "make_gatherer", KernelGatherer)
+    monkeypatch.setattr(coded_module, "make_taker", KernelTaker)
     monkeypatch.setattr(selection, "_kernels", lambda _: selection_kernels)
     return fake
 
@@ -161,7 +176,7 @@ def layer_inputs(case: Case, seed: int) -> LayerInputs:
     return LayerInputs(queries, new, new[:2], 0.2)
 
 
-def overwrite_free_memory(case: Case) -> None:
+def overwrite_free_memory(case: Case | CodedCase) -> None:
     case.pool._collect()
     for memory in case.pool._free:
         memory.view[:] = b"\xff" * len(memory)
@@ -241,5 +256,46 @@ def test_each_layer_has_its_tokens(
     case = opened(f"one-segment, {caches}, reordered: sketch-float32", tmp_path, reader)
     ahead = [load_request(case, fake, 20, 10 * n, neighbour=n % 2 == 1) for n in range(4)]
     assert sum(ahead) > 0
+    assert fake.copies.launched
+    case.close()
+
+
+@pytest.mark.parametrize("pages", [(9, 13), (60, 400), (0, 400)], ids=str)
+def test_each_layer_has_its_codes(
+    fake: Device,
+    pages: tuple[int, int],
+    tmp_path: Path,
+    reader: ChunkReader,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks that are taken are in slots later; meanwhile they move, and areas are used again."""
+    parts = [CodedPart(300, 17), CodedPart(64)]
+    case = CodedCase(tmp_path, parts, reader, device_pages=pages[0], host_pages=pages[1])
+    begin_layer = ResidentPart.begin_layer
+
+    def begun(part: ResidentPart, layer: int, groups: Tensor) -> CodedTokens:
+        tokens, ranges = begin_layer(part, layer, groups), part.tokens(layer).groups
+        # Its copy of the ranges is made on the device, too.
+        fake.launch(lambda: ranges.copy_(groups[:, : ranges.shape[1]]))
+        return tokens
+
+    monkeypatch.setattr(ResidentPart, "begin_layer", begun)
+    # Other rules look at slots, for which the host waits.
+    loader = PreciseLoader(case.shape, ALLOCATIONS["random"], KernelScorer(), KernelCodeWriter())
+    inputs, found = LayerInputs(*[torch.empty(0)] * 3, 1.0), []
+    for bits in (5.0, 6.0, 7.0):
+        case.source.close()
+        case.request()
+        case.pools = [torch.full_like(pool, -77.0) for pool in case.pools]
+        found.append((case.pools, case.parts))
+        for layer in range(case.shape.num_layers):
+            overwrite_free_memory(case)
+            loader.load(layer, case.units, inputs, case.layer_slots(layer), bits, LoadStats())
+    case.source.close()
+    overwrite_free_memory(case)
+    fake.computing.run()
+    for case.pools, case.parts in found:
+        for layer in range(case.shape.num_layers):
+            case.check(layer)
     assert fake.copies.launched
     case.close()

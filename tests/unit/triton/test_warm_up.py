@@ -33,17 +33,23 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers.moves import KernelMover
+from impress_sglang.transfer import coded as coded_module
 from impress_sglang.transfer import source as source_module
+from impress_sglang.transfer.coded_slots import KernelCodeWriter
+from impress_sglang.transfer.frames import KernelTaker
 from impress_sglang.transfer.gather import KernelGatherer
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
+from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.scoring import KernelScorer
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import SegmentSource
 from impress_sglang.transfer.warm_up import run_stages, warm_up
+from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import score_kernels
 from impress_sglang.triton import selection as selection_kernels
+from tests.unit.coded_factory import CodedCase, CodedPart
 from tests.unit.kv_factory import make_shape, random_kvs
 from tests.unit.reading import load_layer
 from tests.unit.source_factory import (
@@ -59,7 +65,7 @@ CHUNK = 8
 # As they were decorated, before the interpreter takes their place.
 COMPILED = {
     (module.__name__, name): value
-    for module in (gather_kernels, score_kernels, selection_kernels)
+    for module in (code_kernels, gather_kernels, score_kernels, selection_kernels)
     for name, value in vars(module).items()
     if isinstance(value, triton.JITFunction)
 }
@@ -122,6 +128,7 @@ def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(InterpretedFunction, "run", noted)
     monkeypatch.setattr(SegmentSource, "__init__", on_accelerator)
     monkeypatch.setattr(source_module, "make_gatherer", KernelGatherer)
+    monkeypatch.setattr(coded_module, "make_taker", KernelTaker)
     monkeypatch.setattr(cache_module, "make_mover", KernelMover)
     monkeypatch.setattr(selection, "_kernels", lambda _: selection_kernels)
     return launches
@@ -132,6 +139,7 @@ MHA = make_shape(query_heads=5, kv_heads=5, key_dim=32, value_dim=32, probe=(0, 
 GQA = make_shape(query_heads=8, kv_heads=4, key_dim=16, value_dim=16, probe=(0,))
 MQA = make_shape(query_heads=4, kv_heads=1, key_dim=32, value_dim=32, probe=(0,))
 BYTES = make_shape(query_heads=3, kv_heads=3, key_dim=80, value_dim=48, sketch_bits=8)
+CODED = dataclasses.replace(SKETCHES, coded=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +172,9 @@ SERVERS = {
     "h2o-mha-bfloat16": Server.of(MHA, torch.bfloat16, H2ORule()),
     "recent-bfloat16": Server.of(SKETCHES, torch.bfloat16, RecentRule()),
     "whole-bfloat16": Server.of(SKETCHES, torch.bfloat16, None),
+    "coded-bfloat16": Server.of(CODED, torch.bfloat16, SketchRule()),
+    "coded-float32": Server.of(CODED, torch.float32, SketchRule()),
+    "coded-whole-float16": Server.of(CODED, torch.float16, None),
 }
 
 
@@ -186,6 +197,7 @@ PREFIXES = {
     "long": Prefix([LONG], (40,), NEW),
     "long after short": Prefix([SHORT, LONG], (40,), NEW),
 }
+BITS = (4.0, 5.0, 8.0)
 
 
 def layer_inputs(shape: KVShape, new: int, resident: int) -> LayerInputs:
@@ -216,6 +228,25 @@ def make_requests(server: Server, directory: Path, reader: ChunkReader) -> None:
                 for rule in server.branches if k < case.num_tokens else (H2ORule(),):
                     load(case, rule, k, inputs)
         case.close()
+        if server.shape.coded:
+            make_coded_requests(server.shape, prefix, folder, reader)
+
+
+def make_coded_requests(
+    shape: KVShape, prefix: Prefix, directory: Path, reader: ChunkReader
+) -> None:
+    parts = [CodedPart(part.num_tokens, part.start, part.stop) for part in prefix.parts]
+    case = CodedCase(directory, parts, reader, shape=shape, device_pages=9, host_pages=13)
+    loader = PreciseLoader(shape, ALLOCATIONS["query"], KernelScorer(), KernelCodeWriter())
+    for new, resident in zip(prefix.new, RESIDENT, strict=False):
+        for bits in BITS:
+            case.source.close()
+            case.request()
+            inputs = layer_inputs(shape, new, resident)
+            for layer in range(shape.num_layers):
+                slots = case.layer_slots(layer)
+                loader.load(layer, case.units, inputs, slots, bits, LoadStats())
+    case.close()
 
 
 def load(case: Case, rule: IdentificationRule, k: int, inputs: LayerInputs) -> None:
@@ -306,7 +337,8 @@ def test_what_was_not_compiled_is_seen(
 
 
 @pytest.mark.parametrize(
-    ("shape", "rule"), [(SKETCHES, SketchRule()), (GQA, PaperRule(0.6)), (MHA, None)]
+    ("shape", "rule"),
+    [(SKETCHES, SketchRule()), (GQA, PaperRule(0.6)), (MHA, None), (CODED, None)],
 )
 def test_what_is_launched_can_be_carried_out(
     shape: KVShape, rule: IdentificationRule | None, launches: Launches
@@ -323,6 +355,9 @@ def test_what_is_launched_can_be_carried_out(
         ("weight_sums", "'BITS': ('constexpr', 0)", "--impress-policy as,"),
         ("_top_kernel", "", "--impress-policy as,"),
         ("_gather_kernel", "", "--impress-policy recompute,"),
+        ("weight_sums", "'SQUARES': ('constexpr', True)", "--impress-identify paper,"),
+        ("_restore_kernel", "", "--impress-identify paper,"),
+        ("_raise_kernel", "", "--impress-identify paper,"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused(
@@ -339,7 +374,7 @@ def test_a_shape_that_does_not_fit_is_refused(
     monkeypatch.setattr(launches, "note", compiled)
 
     with pytest.raises(UnsupportedError) as refusal:
-        run_stages(SKETCHES, SketchRule(), CHUNK, CPU)
+        run_stages(CODED, SketchRule(), CHUNK, CPU)
 
     text = str(refusal.value)
     assert text.partition("; use ")[2].startswith(instead)

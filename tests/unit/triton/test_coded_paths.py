@@ -1,0 +1,327 @@
+"""What a GPU uses to load a prefix in codes gives the same as what a CPU uses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.precision.layer import CodedLayer, encode_layer
+from impress_sglang.precision.layout import CodeLayout
+from impress_sglang.precision.slots import CodedTokens
+from impress_sglang.storage.layout import BLOCK_BYTES
+from impress_sglang.storage.read_cost import ReadCost
+from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.tiers import cache as cache_module
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.moves import KernelMover
+from impress_sglang.tiers.placement import Tier
+from impress_sglang.tiers.rules import LeastRecentlyUsed
+from impress_sglang.transfer import coded as coded_module
+from impress_sglang.transfer.area import PooledMemory
+from impress_sglang.transfer.coded_slots import CodeWriter, KernelCodeWriter, LoopCodeWriter
+from impress_sglang.transfer.frames import CODE_PAGE, IndexedTaker, KernelTaker
+from impress_sglang.transfer.loader import LayerInputs, LoadStats
+from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
+from impress_sglang.transfer.scoring import KernelScorer
+from impress_sglang.triton import codes, gather, scores
+from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
+
+# Kernels are interpreted only in modules that were imported before.
+KERNELS = (codes, gather, scores)
+CPU = torch.device("cpu")
+FRAMES = 7
+
+
+@pytest.fixture(autouse=True)
+def interpreted(device: str) -> None:
+    """Kernels run on CPU tensors."""
+    if device == "cuda":
+        pytest.skip("caches and pools of these tests are on the CPU")
+
+
+class Frames:
+    """Both caches and an area, full of blocks that differ."""
+
+    def __init__(self) -> None:
+        size = FRAMES * BLOCK_BYTES
+        self.cache = ChunkCache(
+            CODE_PAGE,
+            1,
+            LeastRecentlyUsed(),
+            device=CPU,
+            device_bytes=size,
+            host_bytes=size,
+        )
+        generator = torch.Generator().manual_seed(0)
+        self.blocks = torch.randint(
+            0, 256, (len(Tier), FRAMES, BLOCK_BYTES), dtype=torch.uint8, generator=generator
+        )
+        for tier in (Tier.DEVICE, Tier.HOST):
+            pages = self.blocks[tier].view(torch.int32)
+            self.cache._slabs[tier].write_pages(np.arange(FRAMES, dtype=np.int32), pages)
+        self.memory = PooledMemory(size)
+        self.memory.vectors(torch.uint8, BLOCK_BYTES).copy_(self.blocks[Tier.SSD])
+
+
+TAKEN = {
+    "device cache": [(Tier.DEVICE, 5), (Tier.DEVICE, 0), (Tier.DEVICE, 6)],
+    "host cache": [(Tier.HOST, 2), (Tier.HOST, 3), (Tier.HOST, 4)],
+    "neighbours in the area": [(Tier.SSD, 1), (Tier.SSD, 2), (Tier.SSD, 3)],
+    "area": [(Tier.SSD, 6), (Tier.SSD, 1), (Tier.SSD, 2)],
+    "as many as neighbours": [(Tier.SSD, 1), (Tier.SSD, 3), (Tier.SSD, 2), (Tier.SSD, 4)],
+    "mixed": [
+        (Tier.HOST, 6),
+        (Tier.SSD, 0),
+        (Tier.DEVICE, 6),
+        (Tier.SSD, 6),
+        (Tier.DEVICE, 1),
+        (Tier.HOST, 0),
+    ],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("kind", [IndexedTaker, KernelTaker])
+@pytest.mark.parametrize("name", TAKEN)
+def test_blocks_are_taken_from_where_they_are(
+    name: str, kind: type[IndexedTaker | KernelTaker]
+) -> None:
+    held, wanted = Frames(), TAKEN[name]
+    tiers = np.array([tier for tier, _ in wanted], np.uint8)
+    frames = np.array([frame for _, frame in wanted], np.int64)
+    memory = held.memory if Tier.SSD in tiers else None
+
+    found = kind(held.cache).take(tiers, frames, memory)
+
+    assert found.dtype == torch.uint8 and found.shape == (len(wanted), BLOCK_BYTES)
+    assert torch.equal(found, held.blocks[torch.from_numpy(tiers.astype(np.int64)), frames])
+
+
+def test_an_area_is_fenced_while_a_kernel_reads_it() -> None:
+    held, tiers = Frames(), np.array([Tier.SSD, Tier.DEVICE], np.uint8)
+    found = KernelTaker(held.cache).take(tiers, np.array([3, 4]), held.memory)
+
+    assert held.memory.fence is not None
+    # What it gave is its own: neither an area nor a cache.
+    found.fill_(0)
+    assert torch.equal(held.memory.vectors(torch.uint8, BLOCK_BYTES), held.blocks[Tier.SSD])
+    pages = held.cache.read_pages(Tier.DEVICE, np.arange(FRAMES))
+    assert torch.equal(pages.view(torch.uint8), held.blocks[Tier.DEVICE])
+
+
+SPARE = 6
+# Tokens, in segments of 400: groups have 64 of them; units 80 to 256, by the dimension.
+SPANS = {
+    "whole": [(0, 400)],
+    "inside a group": [(70, 75)],
+    "inside groups and units": [(33, 301)],
+    "several": [(0, 65), (130, 400), (399, 400)],
+}
+
+
+class Writing:
+    """Coded layers, each of which goes into slots that are scattered over the same pools."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]], dim: int, dtype: torch.dtype) -> None:
+        heads, count = 2, sum(stop - start for start, stop in spans)
+        generator = torch.Generator().manual_seed(dim)
+        slots = torch.randperm(count + SPARE, generator=generator)[:count]
+        self.size, self.dtype = (count + SPARE, heads, dim), dtype
+        self.parts: list[CodedTokens] = []
+        self.planes: list[tuple[Tensor, Tensor]] = []
+        first = 0
+        for start, stop in spans:
+            keys, values = (3 * torch.randn(400, heads, dim, generator=generator) for _ in range(2))
+            layout = CodeLayout(400, heads, dim, dim, BLOCK_BYTES)
+            coded = CodedLayer.empty(layout)
+            encode_layer(layout, keys, values, coded)
+            groups = coded.groups[start // 64 : -(-stop // 64)]
+            own = slots[first : first + stop - start]
+            self.parts.append(CodedTokens(layout, groups, start, own))
+            self.planes.append(self._chosen(layout, coded, start, stop, generator))
+            first += stop - start
+
+    def _chosen(
+        self,
+        layout: CodeLayout,
+        coded: CodedLayer,
+        start: int,
+        stop: int,
+        generator: torch.Generator,
+    ) -> tuple[Tensor, Tensor]:
+        """Planes in any order, and their bytes: a view of blocks, of which a rest is nothing."""
+        size = layout.unit_tokens
+        units = range(start // size, -(-stop // size))
+        # One plane, both, none, and the second alone, in turn.
+        places = [(head, unit) for head in range(layout.num_heads) for unit in units]
+        raised = torch.tensor(
+            [
+                (plane, head, unit)
+                for turn, (head, unit) in enumerate(places)
+                for plane in ((0,), (0, 1), (), (1,))[turn % 4]
+            ]
+        )
+        raised = raised[torch.randperm(len(raised), generator=generator)]
+        blocks = torch.full((len(raised), layout.unit_stride + 32), 0xFF, dtype=torch.uint8)
+        planes = blocks[:, 16 : 16 + layout.unit_stride]
+        for row, (plane, head, unit) in zip(planes, raised, strict=True):
+            row[: layout.unit_bytes] = coded.planes[plane, head, unit]
+        return raised, planes
+
+    def written(self, writer: CodeWriter, *, raises: bool) -> tuple[Tensor, Tensor]:
+        pools = [torch.full(self.size, -77.0, dtype=self.dtype) for _ in range(2)]
+        for part in self.parts:
+            writer.restore_base(part, *pools)
+        for part, (raised, planes) in zip(self.parts, self.planes, strict=True):
+            if raises:
+                writer.raise_units(part, raised, planes, *pools)
+        return pools[0], pools[1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [
+        (torch.bfloat16, 64),
+        (torch.bfloat16, 128),
+        (torch.float16, 64),
+        (torch.float32, 64),
+        (torch.float32, 80),
+        (torch.float32, 128),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", SPANS)
+def test_a_kernel_writes_what_loops_do(name: str, dtype: torch.dtype, dim: int) -> None:
+    case, found = Writing(SPANS[name], dim, dtype), []
+    for raises in (False, True):
+        pools = case.written(KernelCodeWriter(), raises=raises)
+        expected = case.written(LoopCodeWriter(), raises=raises)
+        for pool, own in zip(pools, expected, strict=True):
+            # Of the pool the interpreter cuts numbers off, where loops round them.
+            slack = 2 * torch.finfo(dtype).eps * float(own.abs().max())
+            untouched = own == -77.0
+            assert torch.equal(pool == -77.0, untouched) and untouched.any()
+            assert torch.allclose(pool.float(), own.float(), rtol=0, atol=slack)
+        found.append(expected)
+    assert all(not torch.equal(*own) for own in zip(*found, strict=True))
+
+
+def test_no_planes_are_added(device: str) -> None:
+    case = Writing([(0, 30)], 64, torch.float32)
+    (part,), nothing = case.parts, torch.empty(0, 3, dtype=torch.int64)
+    pools = case.written(KernelCodeWriter(), raises=False)
+    before = [pool.clone() for pool in pools]
+
+    KernelCodeWriter().raise_units(part, nothing, torch.empty(0, 4096, dtype=torch.uint8), *pools)
+
+    assert all(torch.equal(*own) for own in zip(pools, before, strict=True))
+
+
+def layer_inputs(case: CodedCase, layer: int) -> LayerInputs:
+    generator, shape = torch.Generator().manual_seed(layer), case.shape
+    queries, new, resident = (
+        torch.randn(count, heads, shape.key_dim, generator=generator).to(shape.dtype)
+        for count, heads in ((5, shape.num_query_heads), (5, 2), (6, 2))
+    )
+    return LayerInputs(queries, new, resident, 0.3)
+
+
+def load_requests(case: CodedCase, loader: PreciseLoader, bits: float) -> list[list[Tensor]]:
+    """Levels, keys and values after each layer of three requests.
+
+    The second one finds what the first has left in the caches, and the third one in the slots.
+    """
+    found = []
+    for more, resident in ((0.0, False), (0.0, False), (1.0, True)):
+        case.source.close()
+        case.request(resident=resident)
+        for layer in range(case.shape.num_layers):
+            slots, inputs = case.layer_slots(layer), layer_inputs(case, layer)
+            loader.load(layer, case.units, inputs, slots, min(8.0, bits + more), LoadStats())
+            case.check(layer)
+            pools = slots.keys.pool.clone(), slots.values.pool.clone()
+            found.append([case.levels(layer), *pools])
+    return found
+
+
+PREFIXES = {
+    "one": [CodedPart(600)],
+    "several": [CodedPart(300, 17), CodedPart(64), CodedPart(500, 0, 255)],
+}
+# In pages of the first there is no padding.
+DIMS = [(64, 32), (80, 48)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "dtype", "bits", "pages"),
+    [
+        ("one", DIMS[0], torch.float32, 5.0, (0, 0)),
+        ("one", DIMS[1], torch.bfloat16, 6.5, (40, 60)),
+        ("several", DIMS[0], torch.float32, 4.2, (40, 60)),
+        ("several", DIMS[1], torch.float32, 6.0, (9, 13)),
+        ("several", DIMS[0], torch.bfloat16, 5.0, (400, 0)),
+        ("several", DIMS[0], torch.float16, 8.0, (0, 400)),
+    ],
+)
+def test_a_layer_is_loaded_alike(
+    name: str,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    bits: float,
+    pages: tuple[int, int],
+    tmp_path: Path,
+    reader: ChunkReader,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same planes, from the same places, and the same slots within rounding."""
+    shape = dataclasses.replace(
+        SHAPE, num_layers=1, key_dim=dims[0], value_dim=dims[1], dtype=dtype
+    )
+    # What is read through is measured, and differs from run to run.
+    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
+    found, stats = [], []
+    for kernels in (False, True):
+        folder = tmp_path / str(kernels)
+        folder.mkdir()
+        if kernels:
+            monkeypatch.setattr(cache_module, "make_mover", KernelMover)
+            monkeypatch.setattr(coded_module, "make_taker", KernelTaker)
+        device_pages, host_pages = pages
+        case = CodedCase(
+            folder,
+            PREFIXES[name],
+            reader,
+            shape=shape,
+            device_pages=device_pages,
+            host_pages=host_pages,
+        )
+        # The same slots in both, whichever was made first.
+        case.slots = torch.arange(case.num_tokens).flip(0) + 2
+        parts = (KernelScorer(), KernelCodeWriter()) if kernels else ()
+        loader = PreciseLoader(shape, ALLOCATIONS["query"], *parts)
+        found.append(load_requests(case, loader, bits))
+        stats.append(dataclasses.replace(case.source.stats, wait_ms=0.0))
+        case.close()
+    for (levels, *pools), (expected, *references) in zip(found[1], found[0], strict=True):
+        assert torch.equal(levels, expected)
+        for own, other in zip(pools, references, strict=True):
+            slack = 4 * torch.finfo(dtype).eps * float(other[case.slots].abs().max())
+            assert torch.allclose(own.float(), other.float(), rtol=0, atol=slack)
+    assert stats[1] == stats[0]
+
+
+@pytest.mark.parametrize("num_planes", [0, 1, 7, 2 * 4 * NUM_PLANES])
+def test_allocating_asks_the_device_nothing(num_planes: int) -> None:
+    """Its tensors have no contents here, so that any look at one would fail."""
+    with FakeTensorMode():
+        weights = torch.empty(2, 4, device="cuda")
+        planes = ALLOCATIONS["query"].planes(0, weights, num_planes)
+        assert planes.shape == (2, 4) and planes.is_cuda
