@@ -1,0 +1,196 @@
+"""Parts of stored segments in slots: who gets them, and when their slots are given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch import Tensor
+
+from impress_sglang.management.residents import ResidentParts
+from impress_sglang.management.tree import SegmentState, StoredSegment, StoredSpan
+from impress_sglang.precision.layout import CodeLayout
+from impress_sglang.transfer.resident import PartUse, ResidentPart
+from tests.unit.kv_factory import make_info, make_shape
+
+SHAPE = make_shape(layers=2, key_dim=64, value_dim=64, sketch_bits=4, coded=True)
+LENGTH = 40
+
+
+def segment(name: str) -> StoredSegment:
+    info = make_info(SHAPE, range(LENGTH), segment_id=name)
+    return StoredSegment(info, info.layout().file_bytes, SegmentState.READY)
+
+
+class Residents:
+    """Parts over segments, and slots that are taken and given back."""
+
+    def __init__(self) -> None:
+        self.taken: set[int] = set()
+        self.parts = ResidentParts(self._free)
+        self._next = 0
+
+    def _free(self, slots: Tensor) -> None:
+        own = set(slots.tolist())
+        assert own <= self.taken, "slots are given back that nobody has"
+        self.taken -= own
+
+    def admit(self, spans: Sequence[StoredSpan]) -> list[PartUse]:
+        """Use some spans, as a request does when it is admitted."""
+        uses = []
+        for cover in self.parts.cover(spans):
+            span, part = cover.span, cover.part
+            if part is None:
+                slots = torch.arange(self._next, self._next + len(span))
+                self._next += len(span)
+                self.taken |= set(slots.tolist())
+                layout = span.segment.info.layout().codes
+                assert isinstance(layout, CodeLayout)
+                name = span.segment.segment_id
+                part = ResidentPart(name, layout, 2, span.start, span.stop, slots)
+                self.parts.add(part)
+            uses.append(PartUse(part, span.start, span.stop))
+        self.parts.use(uses)
+        return uses
+
+    @staticmethod
+    def load(uses: Sequence[PartUse]) -> None:
+        for use in uses:
+            use.part.layers_loaded = use.part.num_layers
+
+
+@pytest.fixture
+def residents() -> Residents:
+    return Residents()
+
+
+def ranges(uses: Sequence[PartUse]) -> list[tuple[int, int]]:
+    return [(use.start, use.stop) for use in uses]
+
+
+def test_the_second_request_gets_the_slots_of_the_first(residents: Residents) -> None:
+    span = StoredSpan(segment("a"), 0, 30)
+    first, second = residents.admit([span]), residents.admit([span])
+    assert second[0].part is first[0].part and len(residents.taken) == 30
+    assert torch.equal(second[0].slots, first[0].slots)
+
+
+def test_what_is_between_and_behind_parts_is_loaded(residents: Residents) -> None:
+    own = segment("a")
+    middle = residents.admit([StoredSpan(own, 10, 20)])
+    uses = residents.admit([StoredSpan(own, 5, 30)])
+    assert ranges(uses) == [(5, 10), (10, 20), (20, 30)]
+    assert uses[1].part is middle[0].part
+    again = residents.admit([StoredSpan(own, 8, 22)])
+    assert ranges(again) == [(8, 10), (10, 20), (20, 22)]
+    assert [use.part for use in again] == [use.part for use in uses]
+    assert again[0].slots.tolist() == uses[0].slots.tolist()[3:]
+
+
+def test_other_segments_are_other_parts(residents: Residents) -> None:
+    one = residents.admit([StoredSpan(segment("a"), 0, 10)])
+    other = residents.admit([StoredSpan(segment("b"), 0, 10)])
+    assert one[0].part is not other[0].part
+
+
+def test_a_part_that_nobody_has_loaded_goes_with_its_last_user(residents: Residents) -> None:
+    span = StoredSpan(segment("a"), 0, 10)
+    first, second = residents.admit([span]), residents.admit([span])
+    residents.parts.leave(first)
+    assert residents.taken
+    residents.parts.leave(second)
+    assert not residents.taken and residents.parts.cover([span])[0].part is None
+
+
+def test_a_loaded_part_stays_until_it_is_evicted(residents: Residents) -> None:
+    spans = [StoredSpan(segment(name), 0, 10) for name in "ab"]
+    for span in spans:
+        uses = residents.admit([span])
+        residents.load(uses)
+        residents.parts.leave(uses)
+    assert (residents.parts.used_tokens, residents.parts.idle_tokens) == (0, 20)
+    residents.parts.leave(residents.admit(spans[:1]))
+    oldest = residents.parts.oldest()
+    assert oldest is not None and oldest.segment_id == "b"
+    assert residents.parts.evict(oldest) == 10
+    assert len(residents.taken) == residents.parts.idle_tokens == 10
+
+
+def test_a_hidden_part_serves_its_users_and_nobody_else(residents: Residents) -> None:
+    span = StoredSpan(segment("a"), 0, 10)
+    uses = residents.admit([span])
+    residents.load(uses)
+    residents.parts.hide_all()
+    other = residents.admit([span])
+    assert other[0].part is not uses[0].part and len(residents.taken) == 20
+    residents.parts.leave(uses)
+    assert residents.taken == set(other[0].slots.tolist())
+
+
+def test_a_flush_forgets_all(residents: Residents) -> None:
+    uses = residents.admit([StoredSpan(segment("a"), 0, 10)])
+    residents.load(uses)
+    residents.parts.leave(uses)
+    residents.parts.forget_all()
+    assert len(residents.taken) == 10, "the pool is emptied as a whole"
+    assert not list(residents.parts) and residents.parts.oldest() is None
+
+
+class Sharing(RuleBasedStateMachine):
+    """Requests come and go in any order; slots are neither lost nor given to two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.residents = Residents()
+        self.segments = [segment(name) for name in "ab"]
+        self.live: list[list[PartUse]] = []
+
+    @rule(number=st.integers(0, 1), a=st.integers(0, LENGTH - 1), b=st.integers(1, LENGTH))
+    def admit(self, number: int, a: int, b: int) -> None:
+        start, stop = min(a, b - 1), max(a + 1, b)
+        uses = self.residents.admit([StoredSpan(self.segments[number], start, stop)])
+        assert [t for use in uses for t in range(use.start, use.stop)] == [*range(start, stop)]
+        assert not any(use.part.broken for use in uses)
+        self.live.append(uses)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def load(self, data: st.DataObject) -> None:
+        self.residents.load(data.draw(st.sampled_from(self.live)))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        place = data.draw(st.integers(0, len(self.live) - 1))
+        self.residents.parts.leave(self.live.pop(place))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def hide(self, data: st.DataObject) -> None:
+        uses = data.draw(st.sampled_from(self.live))
+        self.residents.parts.hide(data.draw(st.sampled_from(uses)).part)
+
+    @rule()
+    def evict(self) -> None:
+        part = self.residents.parts.oldest()
+        if part is not None:
+            assert not any(use.part is part for uses in self.live for use in uses)
+            self.residents.parts.evict(part)
+
+    @invariant()
+    def slots_belong_to_one_part_each(self) -> None:
+        parts = self.residents.parts
+        parts.check_integrity()
+        slots = [slot for part in parts for slot in part.slots.tolist()]
+        assert len(slots) == len(set(slots)) == len(self.residents.taken)
+        assert parts.used_tokens + parts.idle_tokens == len(slots)
+        used = {use.part for uses in self.live for use in uses}
+        assert used == {part for part in parts if part.users}
+
+
+Sharing.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSharing = Sharing.TestCase
