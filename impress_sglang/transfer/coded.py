@@ -356,7 +356,9 @@ class CodedSource:
 
     def _fetch(self, layer: int, parts: Sequence[_Part], *, last: bool) -> None:
         """Bring all blocks that must come from SSD into their areas."""
-        gap, fetched = self._reader.cost.gap_bytes, []
+        # Units are wanted here and there, many at a time: to read what is between them costs more
+        # than it saves.
+        gap, fetched = 0 if last else self._reader.cost.gap_bytes, []
         for part in parts:
             if part.on_ssd.any():
                 blocks = part.blocks_from_ssd()

@@ -38,7 +38,16 @@ def store_damaged(server: Server, length: int, seed: int) -> list[int]:
     before = segments(server)
     prefix = store(server, length, seed)
     (new,) = segments(server) - before
-    content = bytearray(new.read_bytes())
-    content[len(content) * 2 // 3] ^= 0x10
-    new.write_bytes(content)
+    flip_value(new)
     return prefix
+
+
+def flip_value(path: Path) -> None:
+    """Flip a bit of the first values of the second layer.
+
+    A prefix that is loaded as it was computed has no use for sketches and codes.
+    """
+    layout = read_header(path, FileSystem()).info.layout()
+    content = bytearray(path.read_bytes())
+    content[layout.stream_offset(1, layout.shape.value_streams[0]) + 5] ^= 0x10
+    path.write_bytes(content)

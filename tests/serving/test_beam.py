@@ -23,7 +23,9 @@ def partial(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]
     with running(
         tiny_llama,
         workdir / "beam.log",
-        *impress_flags(workdir / "store-beam", "--max-total-tokens=60000"),
+        *impress_flags(
+            workdir / "store-beam", "--impress-retention=0.25", "--max-total-tokens=60000"
+        ),
         zygote=zygote,
     ) as server:
         yield server

@@ -19,6 +19,7 @@ def test_the_command_starts_a_server_that_records_and_obeys(
     flags = impress_flags(
         workdir / "store-bench-server",
         "--impress-min-prefix-tokens=64",
+        "--impress-retention=0.25",
         "--impress-device-gb=0",
         "--impress-host-gb=0",
         "--max-total-tokens=3000",

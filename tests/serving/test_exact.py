@@ -1,4 +1,4 @@
-"""Retention 1.0: whatever way a prefix comes back, the answer is stock SGLang's."""
+"""Exact KVs: whatever way a prefix comes back, the answer is stock SGLang's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.serving.compare import Answer, assert_same, paths, report
 from tests.serving.conftest import impress_flags
-from tests.serving.damage import segment_of
+from tests.serving.damage import flip_value, segment_of
 from tests.serving.harness import Server, Zygote, running
 from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
@@ -247,9 +247,7 @@ def test_flipped_byte_is_a_logged_miss_and_the_right_answer(
     exact.generate(prompt, 1)
     exact.flush()
     path = segment_of(exact, prompt)
-    content = bytearray(path.read_bytes())
-    content[len(content) * 2 // 3] ^= 0x10
-    path.write_bytes(content)
+    flip_value(path)
     question = [*prompt, *random_tokens(25, seed=92)]
     expected = stock.generate(question, 16, return_logprob=True)
     actual = exact.generate(question, 16, return_logprob=True)

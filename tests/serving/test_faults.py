@@ -15,6 +15,7 @@ from tests.fault_control import FaultControl
 from tests.faults import SQL, Rule, dead_disk, read_only
 from tests.serving.compare import assert_same, report
 from tests.serving.conftest import impress_flags
+from tests.serving.damage import flip_value
 from tests.serving.harness import Server, Zygote, running
 from tests.serving.tiny_models import random_tokens
 
@@ -206,14 +207,9 @@ def test_a_dead_disk(bench: Bench) -> None:
     assert bench.ask(prompts[0])["path"] == "ssd"
 
 
-def _flip_last_block(path: Path) -> None:
-    """Values of the last layer, which are read in any case."""
-    damage.flip_bit(path, path.stat().st_size - damage.BLOCK_BYTES + 17)
-
-
 @pytest.mark.parametrize(
     "harm",
-    [_flip_last_block, damage.flip_header_bit, damage.truncate, Path.unlink],
+    [flip_value, damage.flip_header_bit, damage.truncate, Path.unlink],
     ids=["bit of the data", "bit of the header", "too short", "gone"],
 )
 def test_a_damaged_file_is_set_aside(bench: Bench, harm: Callable[[Path], None]) -> None:

@@ -39,6 +39,7 @@ def server(smollm: Path, workdir: Path) -> Iterator[Server]:
         "--impress-load=always",
         f"--impress-ssd-dir={workdir / 'store-smollm'}",
         "--impress-retention=0.25",
+        "--impress-bits=exact",
         zygote=None,
     ) as running_server:
         yield running_server
@@ -79,6 +80,24 @@ def test_bytes_of_a_three_thousand_token_prefix(server: Server, workdir: Path) -
     assert again["device_chunks"] > 0.8 * again["chunks_accessed"]
     assert again["ssd_bytes"] < said["ssd_bytes"] / 4
     assert again["important_device_bytes"] > 0.6 * again["important_bytes"]
+
+
+def test_bytes_of_a_prefix_in_few_bits(server: Server) -> None:
+    """A first read, as a share of 16-bit KVs, and what the kernel counted."""
+    prefix = [3 + (i * 7907) % 40000 for i in range(3000)]
+    server.generate(prefix, 1)
+    server.flush()
+    before = _bytes_read_by(server)
+    question = [*prefix, *range(1000, 1064)]
+    params = {"custom_params": {"impress_retention": 1.0, "impress_bits": 5}}
+    said = report(server.generate(question, 1, sampling_params=params))
+    from_device = _bytes_read_by(server) - before
+    assert said["loaded_tokens"] == said["used_tokens"] == 3000
+    assert said["bits_mean"] == pytest.approx(5.0, abs=0.02)
+    half_precision = 3000 * 30 * 3 * 2 * 64 * 2
+    assert said["ssd_bytes"] <= 0.36 * half_precision
+    if server.stats()["store"]["direct_io"]:
+        assert said["ssd_bytes"] <= from_device <= 1.05 * said["ssd_bytes"]
 
 
 def test_answer_with_a_quarter_of_the_prefix_makes_sense(server: Server) -> None:

@@ -18,6 +18,7 @@ import pytest
 import bench.zygote
 from tests.serving.compare import assert_same, logprob_distance, paths, report
 from tests.serving.conftest import TINY_FLAGS, impress_flags
+from tests.serving.damage import flip_value
 from tests.serving.harness import Server, Zygote, running, server_environment
 from tests.serving.tiny_models import make_model, random_tokens
 
@@ -114,9 +115,7 @@ def test_damaged_prefix_is_computed_within_the_pass(stock_triton: Server, triton
     prompt = [*store_prefix([triton], 140, seed=41), *random_tokens(6, seed=42)]
     directory = Path(triton.stats()["store"]["directory"])
     newest = max(directory.glob("segments/*/*.kv"), key=lambda path: path.stat().st_mtime)
-    content = bytearray(newest.read_bytes())
-    content[len(content) * 2 // 3] ^= 0x10
-    newest.write_bytes(content)
+    flip_value(newest)
     expected = stock_triton.generate(prompt, 2, return_logprob=True)
     actual = triton.generate(prompt, 2, return_logprob=True, **EXACT)
     assert_same([expected], [actual], 1e-4)
