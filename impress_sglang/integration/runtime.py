@@ -460,6 +460,9 @@ class ServingRuntime:
         """End a request whose prefix can neither be read nor computed now; others go on."""
         request.failed = True
         self.release_source(request)
+        for use in request.uses:
+            # A layer may be half in its slots, and nobody may go on with what it did not load.
+            self.residents.hide(use.part)
         assert self.abort is not None
         self.abort(
             request.rid,

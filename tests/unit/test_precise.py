@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.allocation import planes_of
-from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.precision.codec import LEVELS, NUM_PLANES, restore
 from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
-from impress_sglang.transfer.resident import PartUse, UsedUnits
+from impress_sglang.transfer.resident import PartLoad, PartUse, UsedUnits
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
 from tests.unit.kv_factory import flip_byte, make_shape
@@ -284,4 +286,45 @@ def test_a_broken_part_serves_nobody_else(tmp_path: Path, reader: ChunkReader) -
     case.parts[0].broken = True
     with pytest.raises(PrefixUnreadable):
         load(case, 0, 5.0)
+    case.close()
+
+
+@pytest.mark.parametrize("token", [130, 192, 320, 699])
+def test_a_part_that_is_cut_holds_what_it_held(
+    token: int, tmp_path: Path, reader: ChunkReader
+) -> None:
+    """Both pieces are raised as if each had been loaded by itself; a unit may be of both."""
+    case = CodedCase(tmp_path, PREFIXES["one"], reader)
+    for layer in range(SHAPE.num_layers):
+        load(case, layer, 5.0)
+    case.source.close()
+    (part,) = case.parts
+    assert part.load is not None and part.load[0].leave()
+    rest = part.cut(token)
+    assert (part.stop, rest.start, rest.stop) == (token, token, 700) and rest.loaded
+    whole = case.spans[0]
+    pieces = [dataclasses.replace(whole, start=own.start, stop=own.stop) for own in (part, rest)]
+    assert case.cache is not None
+    source = CodedSource(pieces, reader, case.pool, case.cache, in_slots=[True, True])
+    PartLoad(source, [part, rest], pending=1)
+    uses = [PartUse(own, own.start, own.stop) for own in (part, rest)]
+    units = UsedUnits(uses, torch.device("cpu"))
+    for layer in range(SHAPE.num_layers):
+        slots = case.layer_slots(layer)
+        loader = PreciseLoader(SHAPE, ALLOCATIONS["query"])
+        loader.load(layer, units, inputs(case, 6), slots, 7.0, LoadStats())
+        tokens = torch.arange(700)
+        held = torch.zeros(SHAPE.num_kv_heads, 700, dtype=torch.int64)
+        for own in (part, rest):
+            inside = tokens[own.start : own.stop]
+            place = inside // own.layout.unit_tokens - own.units[0]
+            held[:, inside] = torch.from_numpy(own.levels[layer]).long()[:, place]
+        _, _, codes, _ = case._codes[layer]
+        for side, coded in zip((slots.keys, slots.values), codes, strict=True):
+            expected = restore(coded, LEVELS[0])
+            for count in range(1, NUM_PLANES + 1):
+                better = held.T[..., None] >= count
+                expected = torch.where(better, restore(coded, LEVELS[count]), expected)
+            assert (side.pool[case.slots] - expected).abs().max() <= 1e-4
+    source.close()
     case.close()
