@@ -37,6 +37,7 @@ class PartLoad:
     def __post_init__(self) -> None:
         for number, part in enumerate(self.parts):
             part.load = self, number
+        self.source.levels = [part.levels for part in self.parts]
 
     def leave(self) -> bool:
         """A request is done with it; whether it was the last one."""
