@@ -365,7 +365,8 @@ class ServingRuntime:
             else:
                 # Others go on with it.
                 for part in load.parts:
-                    part.load = None
+                    if part.load is not None and part.load[0] is load:
+                        part.load = None
         if stale:
             own = {id(load) for load in request.loads}
             joined = self.join_loads(request.uses, None)

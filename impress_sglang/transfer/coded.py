@@ -182,7 +182,10 @@ class CodedSource:
         self.segment_ids = [span.segment.segment_id for span in spans]
         self.num_tokens = sum(map(len, spans))
         self.num_layers = spans[0].segment.layout.shape.num_layers
-        self.layer_bytes = sum(span.layout.layer_bytes for span in spans)
+        # Spans of a segment are read into one image of its layer: the first one's.
+        self._area_of = [self.segment_ids.index(own) for own in self.segment_ids]
+        own_areas = (spans[number] for number in set(self._area_of))
+        self.layer_bytes = sum(span.layout.layer_bytes for span in own_areas)
         self.stats = ReadStats()
         self.timeline = timeline
         self.layer = -1
@@ -323,6 +326,7 @@ class CodedSource:
 
     def _area(self, layer: int, number: int) -> LayerArea:
         """The area of a layer of the span with this number."""
+        number = self._area_of[number]
         areas = self._areas.setdefault(layer, {})
         if number not in areas:
             segment = self.spans[number].segment

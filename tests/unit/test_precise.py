@@ -359,3 +359,32 @@ def test_only_units_of_its_tokens_are_read_ahead(tmp_path: Path, reader: ChunkRe
     blocks = int(span.base_blocks.sum()) + units
     assert source.stats.ahead_bytes == blocks * BLOCK * SHAPE.num_layers
     case.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_pieces_of_a_segment_are_read_into_one_image(
+    ahead: bool, tmp_path: Path, reader: ChunkReader
+) -> None:
+    """Memory does not grow with their number, and what two of them need is read once."""
+    case = CodedCase(tmp_path, [CodedPart(1500)], reader)
+    (whole,) = case.spans
+    places = [(0, 70), (70, 300), (310, 800), (800, 1500)]
+    pieces = [dataclasses.replace(whole, start=start, stop=stop) for start, stop in places]
+    assert case.cache is not None
+    source = CodedSource(pieces, reader, case.pool, case.cache)
+    if ahead:
+        source.read_ahead(0.5)
+    found = source.read_base(0)
+    alone = CodedSource([whole], reader, case.pool, case.cache)
+    (groups,) = alone.read_base(0)
+    assert groups is not None
+    for (start, stop), own in zip(places, found, strict=True):
+        assert own is not None
+        assert torch.equal(own, groups[start // 64 : -(-stop // 64)])
+    assert source.layer_bytes == alone.layer_bytes
+    assert case.pool.used_bytes == 2 * case.pool._size(alone.layer_bytes)
+    source.close()
+    alone.close()
+    assert case.pool.used_bytes == 0
+    assert source.stats.ssd_bytes == alone.stats.ssd_bytes
+    case.close()
