@@ -641,6 +641,7 @@ class ImpressRadixCache(RadixCache):
         except BaseException:
             self._residents.leave(uses)
             raise
+        self._runtime.store.touch(offer.match)
         timeline = self._runtime.timeline_for(req.rid)
         request = self._new_request(
             req,

@@ -165,3 +165,16 @@ def test_a_taken_prefetch_leaves_none_behind(world: CodedWorld) -> None:
     short_again = world.ask("long", 40)
     assert world.admit(short_again) is not None
     assert "long" not in world.cache._prefetches
+
+
+def test_a_prefix_that_is_used_in_codes_is_the_last_to_be_removed(world: CodedWorld) -> None:
+    """Also where all of it is in slots: the quota removes what was used longest ago."""
+    (segment,) = world.runtime.store.tree.segments()
+    for _ in range(2):
+        before = segment.hits, segment.last_access
+        request = world.admit(world.ask("r"))
+        assert request is not None
+        for layer in range(SHAPE.num_layers):
+            world.load(request, layer)
+        world.end(request)
+        assert segment.hits == before[0] + 1 and segment.last_access > before[1]
