@@ -73,7 +73,8 @@ REPORT_KEY = "impress"
 class _Offer:
     """What `match_prefix` promised: k of the tokens [resident_len, stop) of a stored prefix.
 
-    `covers`: of a prefix in codes, where its tokens are; `missing` slots must be allocated.
+    `covers`: of a prefix in codes, where its tokens are; `missing` slots must be allocated, and
+    `idle` ones, which counted as room, will not be room any more.
     """
 
     match: StoredMatch
@@ -82,6 +83,7 @@ class _Offer:
     token_ids: Tokens
     estimate: Estimate
     covers: tuple[Cover, ...] = ()
+    idle: int = 0
 
     @property
     def missing(self) -> int:
@@ -91,8 +93,11 @@ class _Offer:
 
     @property
     def promised(self) -> int:
-        """What SGLang is told to load; if that were nothing, it would not ask for it."""
-        return max(self.missing, 1)
+        """What SGLang is told to load; if that were nothing, it would not ask for it.
+
+        It takes this much from the room by which it admits requests.
+        """
+        return max(self.missing + self.idle, 1)
 
     @property
     def resident_len(self) -> int:
@@ -524,7 +529,8 @@ class ImpressRadixCache(RadixCache):
             stored = sum(len(cover.span) for cover in covers)
             k, work = stored, Work(resident_len, stored, work.new + work.stored - stored)
         token_ids = _as_tokens(key.raw_token_ids()[: resident_len + work.stored])
-        return _Offer(match, work, k, token_ids, estimate, covers)
+        idle = sum(len(own.span) for own in covers if own.part is not None and not own.part.users)
+        return _Offer(match, work, k, token_ids, estimate, covers, idle)
 
     def _cover(self, match: StoredMatch, work: Work) -> tuple[Cover, ...]:
         """Where the tokens of a prefix in codes are; a short rest behind them is computed."""
@@ -569,13 +575,16 @@ class ImpressRadixCache(RadixCache):
 
     def _take_coded(self, rid: str, parts: Sequence[ResidentPart]) -> CodedSource | None:
         """What was read of these parts while a request waited."""
-        for waiting, prefetch in self._prefetches.items():
-            source = prefetch.source
+        waiting = sorted(self._prefetches, key=lambda other: other != rid)
+        for other in waiting:
+            source = self._prefetches[other].source
             if isinstance(source, CodedSource) and source.reads(parts):
-                del self._prefetches[waiting]
-                return source
+                del self._prefetches[other]
+                break
+        else:
+            source = None
         self._drop_prefetch(rid)
-        return None
+        return source
 
     def _drop_prefetch(self, rid: str) -> None:
         if (prefetch := self._prefetches.pop(rid, None)) is not None:
@@ -614,6 +623,8 @@ class ImpressRadixCache(RadixCache):
         """
         # Others may have brought some of it, or driven it out, since it was matched.
         spans = offer.match.slice(offer.resident_len, offer.stop)
+        # What nobody will use of idle parts stays room: SGLang was not told of it.
+        self._residents.cut_idle(spans)
         offer = dataclasses.replace(offer, covers=tuple(self._residents.cover(spans)))
         # What is resident must not be evicted for the rest.
         resident = [PartUse(c.part, c.span.start, c.span.stop) for c in offer.covers if c.part]
@@ -630,6 +641,7 @@ class ImpressRadixCache(RadixCache):
         except BaseException:
             self._residents.leave(uses)
             raise
+        self._runtime.store.touch(offer.match)
         timeline = self._runtime.timeline_for(req.rid)
         request = self._new_request(
             req,

@@ -365,7 +365,8 @@ class ServingRuntime:
             else:
                 # Others go on with it.
                 for part in load.parts:
-                    part.load = None
+                    if part.load is not None and part.load[0] is load:
+                        part.load = None
         if stale:
             own = {id(load) for load in request.loads}
             joined = self.join_loads(request.uses, None)
@@ -460,6 +461,9 @@ class ServingRuntime:
         """End a request whose prefix can neither be read nor computed now; others go on."""
         request.failed = True
         self.release_source(request)
+        for use in request.uses:
+            # A layer may be half in its slots, and nobody may go on with what it did not load.
+            self.residents.hide(use.part)
         assert self.abort is not None
         self.abort(
             request.rid,

@@ -73,6 +73,17 @@ class ResidentParts:
         assert all(a.stop <= b.start for a, b in itertools.pairwise(own))
         self._parts.add(part)
 
+    def cut_idle(self, spans: Sequence[StoredSpan]) -> None:
+        """Cut parts that nobody uses where consecutive spans begin and end inside them."""
+        for cover in self.cover(spans):
+            part, span = cover.part, cover.span
+            if part is None or part.users or part.load is not None:
+                continue
+            if span.stop < part.stop:
+                self.add(part.cut(span.stop))
+            if part.start < span.start:
+                self.add(part.cut(span.start))
+
     def use(self, uses: Sequence[PartUse]) -> None:
         """One more request uses these."""
         now = time.monotonic()

@@ -190,6 +190,10 @@ class PrefixStore:
         self._check_there(spans)
         return self._readers.open_coded(spans, in_slots, timeline)
 
+    def touch(self, match: StoredMatch) -> None:
+        """Count a use of a match of which `open_coded` opens what is not in slots."""
+        self.tree.touch(match)
+
     def _check_there(self, spans: Sequence[StoredSpan]) -> None:
         for span in spans:
             segment = span.segment

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.loops.types import Flags, Indices
-from impress_sglang.precision.codec import GROUP_TOKENS
+from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.reader import ChunkReader, OpenSegment, PendingRead
@@ -176,11 +176,16 @@ class CodedSource:
         assert spans
         self._in_slots = tuple(in_slots or [False] * len(spans))
         self._base: list[Tensor | None] | None = None
+        self.levels: Sequence[npt.NDArray[np.uint8]] | None = None
+        """Of each span how many planes of its units are in slots, [L, G, units]; None: unknown."""
         self.spans = tuple(spans)
         self.segment_ids = [span.segment.segment_id for span in spans]
         self.num_tokens = sum(map(len, spans))
         self.num_layers = spans[0].segment.layout.shape.num_layers
-        self.layer_bytes = sum(span.layout.layer_bytes for span in spans)
+        # Spans of a segment are read into one image of its layer: the first one's.
+        self._area_of = [self.segment_ids.index(own) for own in self.segment_ids]
+        own_areas = (spans[number] for number in set(self._area_of))
+        self.layer_bytes = sum(span.layout.layer_bytes for span in own_areas)
         self.stats = ReadStats()
         self.timeline = timeline
         self.layer = -1
@@ -257,6 +262,7 @@ class CodedSource:
             base = missing & span.base_blocks & (not self._in_slots[number])
             planes = missing
             planes[: -span.layout.total_units] = False
+            planes[-span.layout.total_units :] &= self._open_units(layer, number)
             planes[-span.layout.total_units :] = likely_blocks(
                 span.history.codes[layer], planes[-span.layout.total_units :], waste
             )
@@ -264,6 +270,16 @@ class CodedSource:
             for blocks in (base, planes):
                 if blocks.any():
                     self._area(layer, number).read_ahead(blocks, self._reader)
+
+    def _open_units(self, layer: int, number: int) -> Flags:
+        """Units of a segment's layer that the span may still want, in their order."""
+        span = self.spans[number]
+        layout, own = span.layout, slice(span.units[0], span.units[-1] + 1)
+        opened: Flags = np.zeros((NUM_PLANES, layout.num_heads, layout.num_units), np.bool_)
+        opened[:, :, own] = True
+        if self.levels is not None:
+            opened[:, :, own] = np.arange(NUM_PLANES)[:, None, None] >= self.levels[number][layer]
+        return opened.reshape(-1)
 
     def refine(self, waste: float) -> None:
         """Nothing: what layers above want of planes says little that history does not."""
@@ -310,6 +326,7 @@ class CodedSource:
 
     def _area(self, layer: int, number: int) -> LayerArea:
         """The area of a layer of the span with this number."""
+        number = self._area_of[number]
         areas = self._areas.setdefault(layer, {})
         if number not in areas:
             segment = self.spans[number].segment

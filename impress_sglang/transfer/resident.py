@@ -37,6 +37,7 @@ class PartLoad:
     def __post_init__(self) -> None:
         for number, part in enumerate(self.parts):
             part.load = self, number
+        self.source.levels = [part.levels for part in self.parts]
 
     def leave(self) -> bool:
         """A request is done with it; whether it was the last one."""
@@ -104,6 +105,28 @@ class ResidentPart:
         self._ranges.append(groups[:, : self.layout.group_range_bytes].clone())
         self.layers_loaded += 1
         return CodedTokens(self.layout, groups, self.start, self.slots)
+
+    def cut(self, token: int) -> ResidentPart:
+        """Leave the tokens from this one on to a part of their own; nobody uses or loads it."""
+        assert self.loaded and not self.users and self.load is None
+        rest = ResidentPart(
+            self.segment_id,
+            self.layout,
+            self.num_layers,
+            token,
+            self.stop,
+            self.slots[token - self.start :],
+            self.num_layers,
+            last_access=self.last_access,
+        )
+        group, unit = self.start // GROUP_TOKENS, self.units[0]
+        rest.levels = self.levels[:, :, rest.units[0] - unit :].copy()
+        rest._ranges = [own[token // GROUP_TOKENS - group :] for own in self._ranges]
+        self.slots, self.stop = self.slots[: token - self.start], token
+        del self.units
+        self.levels = self.levels[:, :, : len(self.units)].copy()
+        self._ranges = [own[: -(-token // GROUP_TOKENS) - group] for own in self._ranges]
+        return rest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.allocation import planes_of
-from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.precision.codec import LEVELS, NUM_PLANES, restore
 from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
-from impress_sglang.transfer.resident import PartUse, UsedUnits
+from impress_sglang.transfer.resident import PartLoad, PartUse, UsedUnits
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
 from tests.unit.kv_factory import flip_byte, make_shape
@@ -284,4 +286,105 @@ def test_a_broken_part_serves_nobody_else(tmp_path: Path, reader: ChunkReader) -
     case.parts[0].broken = True
     with pytest.raises(PrefixUnreadable):
         load(case, 0, 5.0)
+    case.close()
+
+
+@pytest.mark.parametrize("token", [130, 192, 320, 699])
+def test_a_part_that_is_cut_holds_what_it_held(
+    token: int, tmp_path: Path, reader: ChunkReader
+) -> None:
+    """Both pieces are raised as if each had been loaded by itself; a unit may be of both."""
+    case = CodedCase(tmp_path, PREFIXES["one"], reader)
+    for layer in range(SHAPE.num_layers):
+        load(case, layer, 5.0)
+    case.source.close()
+    (part,) = case.parts
+    assert part.load is not None and part.load[0].leave()
+    rest = part.cut(token)
+    assert (part.stop, rest.start, rest.stop) == (token, token, 700) and rest.loaded
+    whole = case.spans[0]
+    pieces = [dataclasses.replace(whole, start=own.start, stop=own.stop) for own in (part, rest)]
+    assert case.cache is not None
+    source = CodedSource(pieces, reader, case.pool, case.cache, in_slots=[True, True])
+    PartLoad(source, [part, rest], pending=1)
+    uses = [PartUse(own, own.start, own.stop) for own in (part, rest)]
+    units = UsedUnits(uses, torch.device("cpu"))
+    for layer in range(SHAPE.num_layers):
+        slots = case.layer_slots(layer)
+        loader = PreciseLoader(SHAPE, ALLOCATIONS["query"])
+        loader.load(layer, units, inputs(case, 6), slots, 7.0, LoadStats())
+        tokens = torch.arange(700)
+        held = torch.zeros(SHAPE.num_kv_heads, 700, dtype=torch.int64)
+        for own in (part, rest):
+            inside = tokens[own.start : own.stop]
+            place = inside // own.layout.unit_tokens - own.units[0]
+            held[:, inside] = torch.from_numpy(own.levels[layer]).long()[:, place]
+        _, _, codes, _ = case._codes[layer]
+        for side, coded in zip((slots.keys, slots.values), codes, strict=True):
+            expected = restore(coded, LEVELS[0])
+            for count in range(1, NUM_PLANES + 1):
+                better = held.T[..., None] >= count
+                expected = torch.where(better, restore(coded, LEVELS[count]), expected)
+            assert (side.pool[case.slots] - expected).abs().max() <= 1e-4
+    source.close()
+    case.close()
+
+
+def test_what_is_in_slots_is_not_read_ahead(tmp_path: Path, reader: ChunkReader) -> None:
+    case = CodedCase(tmp_path, PREFIXES["several"], reader)
+    for layer in range(SHAPE.num_layers):
+        load(case, layer, 6.0)
+    case.source.close()
+    case.request(resident=True)
+    while case.source.next_ahead < SHAPE.num_layers:
+        case.source.read_ahead(0.5)
+    case.source.close()
+    assert case.source.stats.ahead_bytes == 0
+    case.close()
+
+
+def test_only_units_of_its_tokens_are_read_ahead(tmp_path: Path, reader: ChunkReader) -> None:
+    case = CodedCase(tmp_path, [CodedPart(1500)], reader)
+    for layer in range(SHAPE.num_layers):
+        load(case, layer, 8.0)
+    case.source.close()
+    assert case.cache is not None
+    span = dataclasses.replace(case.spans[0], start=1000, stop=1100)
+    source = CodedSource([span], reader, case.pool, case.cache)
+    while source.next_ahead < SHAPE.num_layers:
+        source.read_ahead(0.5)
+    wait_until(lambda: not source.is_reading)
+    source.close()
+    units = NUM_PLANES * SHAPE.num_kv_heads * len(span.units)
+    blocks = int(span.base_blocks.sum()) + units
+    assert source.stats.ahead_bytes == blocks * BLOCK * SHAPE.num_layers
+    case.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_pieces_of_a_segment_are_read_into_one_image(
+    ahead: bool, tmp_path: Path, reader: ChunkReader
+) -> None:
+    """Memory does not grow with their number, and what two of them need is read once."""
+    case = CodedCase(tmp_path, [CodedPart(1500)], reader)
+    (whole,) = case.spans
+    places = [(0, 70), (70, 300), (310, 800), (800, 1500)]
+    pieces = [dataclasses.replace(whole, start=start, stop=stop) for start, stop in places]
+    assert case.cache is not None
+    source = CodedSource(pieces, reader, case.pool, case.cache)
+    if ahead:
+        source.read_ahead(0.5)
+    found = source.read_base(0)
+    alone = CodedSource([whole], reader, case.pool, case.cache)
+    (groups,) = alone.read_base(0)
+    assert groups is not None
+    for (start, stop), own in zip(places, found, strict=True):
+        assert own is not None
+        assert torch.equal(own, groups[start // 64 : -(-stop // 64)])
+    assert source.layer_bytes == alone.layer_bytes
+    assert case.pool.used_bytes == 2 * case.pool._size(alone.layer_bytes)
+    source.close()
+    alone.close()
+    assert case.pool.used_bytes == 0
+    assert source.stats.ssd_bytes == alone.stats.ssd_bytes
     case.close()

@@ -1,0 +1,180 @@
+"""Slots of prefixes in codes: the room that they take, and requests that fail with them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.integration.request import PrefixRequest
+from impress_sglang.transfer.loader import LayerInputs
+from impress_sglang.transfer.slots import LayerSlots
+from tests.integration import test_weights
+from tests.integration.test_weights import TOKENS, World
+from tests.unit.kv_factory import make_shape
+
+SHAPE = make_shape(layers=3, sketch_bits=4, coded=True)
+
+
+class CodedWorld(World):
+    """A tree cache whose requests get 5 bits, and what a pass does of them."""
+
+    def ask(self, rid: str, length: int = TOKENS, new: int = 8, bits: object = 5.0) -> Any:
+        """A request with the first tokens of the stored prompt is matched."""
+        tokens = array("q", [*range(1000, 1000 + length), *range(5000, 5000 + new)])
+        custom = {"impress_retention": 1.0, "impress_bits": bits}
+        req = Req(rid, "", tokens, SamplingParams(custom_params=custom))
+        req.full_untruncated_fill_ids = tokens
+        key = RadixKey(tokens, None, limit=len(tokens) - 1)
+        match = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
+        req.last_node = match.last_device_node
+        req.host_hit_length = match.host_hit_length
+        req.prefix_len = match.device_prefix_len
+        return req
+
+    def admit(self, req: Any) -> PrefixRequest | None:
+        loaded = self.cache.init_load_back(
+            InitLoadBackParams(best_match_node=None, host_hit_length=req.host_hit_length, req=req)
+        )
+        return None if loaded is None else self.runtime.live[req.rid]
+
+    def load(self, request: PrefixRequest, layer: int) -> None:
+        pool = self.pool.get_key_buffer(layer)
+        inputs = LayerInputs(
+            torch.randn(4, SHAPE.num_query_heads, SHAPE.key_dim),
+            torch.randn(4, SHAPE.num_kv_heads, SHAPE.key_dim),
+            pool[:0],
+            0.3,
+        )
+        slots = LayerSlots.of(pool, pool.clone(), request.slots)
+        self.runtime.load_layer(layer, request, inputs, slots)
+        self.runtime.finish_layer(request)
+
+    def end(self, request: PrefixRequest) -> None:
+        """As `on_release` does."""
+        self.cache._forget(request.rid)
+        del self.runtime.live[request.rid]
+        self.runtime.release_source(request)
+        self.cache._residents.leave(request.uses)
+
+    def idle_part(self, length: int = TOKENS) -> None:
+        request = self.admit(self.ask("first", length))
+        assert request is not None
+        for layer in range(SHAPE.num_layers):
+            self.load(request, layer)
+        self.end(request)
+        assert self.cache._residents.idle_tokens == length
+
+    @property
+    def room(self) -> int:
+        """What SGLang admits by."""
+        return int(self.allocator.create_prefill_budget(self.cache).remaining_total)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CodedWorld]:
+    monkeypatch.setattr(test_weights, "SHAPE", SHAPE)
+    world = CodedWorld(tmp_path, load="always")
+    world.store_prompt(1000)
+    yield world
+    for rid in list(world.runtime.live):
+        world.end(world.runtime.live[rid])
+    world.cache._drop_matches()
+    world.cache.check_integrity()
+    cache = world.cache
+    held = world.allocator.available_size() + cache.evictable_size() + cache.protected_size()
+    assert held == world.allocator.size
+    world.runtime.close()
+
+
+@pytest.mark.parametrize("length", [TOKENS, 24])
+def test_admission_takes_no_more_room_than_it_promised(world: CodedWorld, length: int) -> None:
+    """SGLang counts idle parts as room until they are used; then it must have counted them."""
+    world.idle_part()
+    req, before = world.ask("second", length), world.room
+    request = world.admit(req)
+    assert request is not None and request.report["shared_tokens"] == length
+    assert before - world.room <= req.host_hit_length
+    for layer in range(SHAPE.num_layers):
+        world.load(request, layer)
+
+
+@pytest.mark.parametrize("where", ["restore_base", "raise_units"])
+def test_nobody_joins_what_ran_out_of_memory(
+    world: CodedWorld, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = world.admit(world.ask("first"))
+    second = world.admit(world.ask("second"))
+    assert first is not None and second is not None
+    for request in (first, second):
+        world.load(request, 0)
+    writer = world.runtime._precise._writer
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("out of memory")
+
+    world.runtime.abort = lambda rid, message: None
+    with monkeypatch.context() as patch:
+        patch.setattr(type(writer), where, fails)
+        with pytest.raises(MemoryError):
+            world.load(first, 1)
+    # As `attention._load_layer` does.
+    world.runtime.fail(first, "out of memory")
+    world.runtime.finish_layer(first)
+    # What is in the slots now is not what the levels say: another must not attend to it.
+    with pytest.raises(PrefixUnreadable):
+        world.load(second, 1)
+    # And who comes before the two have left loads it for itself.
+    third = world.admit(world.ask("third"))
+    assert third is not None
+    assert not set(third.slots.tolist()) & set(first.slots.tolist())
+    for layer in range(SHAPE.num_layers):
+        world.load(third, layer)
+
+
+def test_who_comes_after_one_that_ran_out_of_memory(
+    world: CodedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With SGLang's overlap a request is admitted before the failed one has left."""
+    first = world.admit(world.ask("first"))
+    assert first is not None
+    world.load(first, 0)
+    world.runtime.abort = lambda rid, message: None
+    world.runtime.fail(first, "out of memory")
+    second = world.admit(world.ask("second"))
+    assert second is not None
+    for layer in range(SHAPE.num_layers):
+        world.load(second, layer)
+
+
+def test_a_taken_prefetch_leaves_none_behind(world: CodedWorld) -> None:
+    world.runtime.store.ahead.set_waste(0.2)
+    long, short = world.ask("long"), world.ask("short", 40)
+    world.cache.prefetch(long)
+    world.cache.prefetch(short)
+    assert set(world.cache._prefetches) == {"long", "short"}
+    short_again = world.ask("long", 40)
+    assert world.admit(short_again) is not None
+    assert "long" not in world.cache._prefetches
+
+
+def test_a_prefix_that_is_used_in_codes_is_the_last_to_be_removed(world: CodedWorld) -> None:
+    """Also where all of it is in slots: the quota removes what was used longest ago."""
+    (segment,) = world.runtime.store.tree.segments()
+    for _ in range(2):
+        before = segment.hits, segment.last_access
+        request = world.admit(world.ask("r"))
+        assert request is not None
+        for layer in range(SHAPE.num_layers):
+            world.load(request, layer)
+        world.end(request)
+        assert segment.hits == before[0] + 1 and segment.last_access > before[1]
