@@ -635,14 +635,14 @@ class ImpressRadixCache(RadixCache):
             return None
         uses = self._uses_of(offer, slots)
         self._residents.use(uses)
+        timeline = self._runtime.timeline_for(req.rid)
         try:
             fresh = list(dict.fromkeys(use.part for use in uses if use.part.load is None))
-            loads = self._runtime.join_loads(uses, self._take_coded(req.rid, fresh))
+            loads = self._runtime.join_loads(uses, self._take_coded(req.rid, fresh), timeline)
         except BaseException:
             self._residents.leave(uses)
             raise
         self._runtime.store.touch(offer.match)
-        timeline = self._runtime.timeline_for(req.rid)
         request = self._new_request(
             req,
             offer,

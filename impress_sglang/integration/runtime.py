@@ -312,12 +312,18 @@ class ServingRuntime:
         choices = [retention for retention in RETENTIONS if retention > wish.retention]
         return self.estimator.largest_hidden([estimate(r) for r in (*choices, wish.retention)])
 
-    def join_loads(self, uses: Sequence[PartUse], source: CodedSource | None) -> list[PartLoad]:
+    def join_loads(
+        self,
+        uses: Sequence[PartUse],
+        source: CodedSource | None = None,
+        timeline: Timeline = NO_TIMELINE,
+    ) -> list[PartLoad]:
         """Join what the parts of a request are read from now, and begin to read the others.
 
         Args:
             uses: of the request.
             source: of those parts that nobody reads, if it is there already.
+            timeline: of the request.
 
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened.
@@ -326,7 +332,8 @@ class ServingRuntime:
         fresh = [part for part in parts if part.load is None]
         if fresh:
             if source is None:
-                source = self.open_parts(fresh)
+                source = self._open_parts(fresh)
+            source.timeline = timeline
             PartLoad(source, fresh)
             self.store.ahead.join(source)
         loads = list(dict.fromkeys(part.load[0] for part in parts if part.load is not None))
@@ -334,21 +341,14 @@ class ServingRuntime:
             load.pending += 1
         return loads
 
-    def open_parts(
-        self, parts: Sequence[ResidentPart], timeline: Timeline = NO_TIMELINE
-    ) -> CodedSource:
-        """A source for parts.
-
-        Raises:
-            PrefixUnreadable: a segment is gone or cannot be opened.
-        """
+    def _open_parts(self, parts: Sequence[ResidentPart]) -> CodedSource:
         spans = []
         for part in parts:
             segment = self.store.tree.get(part.segment_id)
             if segment is None:
                 raise ChunkUnreadable(part.segment_id, "was removed after it was matched")
             spans.append(StoredSpan(segment, part.start, part.stop))
-        return self.store.open_coded(spans, [bool(part.layers_loaded) for part in parts], timeline)
+        return self.store.open_coded(spans, [bool(part.layers_loaded) for part in parts])
 
     def _renew_loads(self, request: PrefixRequest) -> None:
         """See that no load of a request that begins its pass was read by another pass.
@@ -369,7 +369,7 @@ class ServingRuntime:
                         part.load = None
         if stale:
             own = {id(load) for load in request.loads}
-            joined = self.join_loads(request.uses, None)
+            joined = self.join_loads(request.uses, timeline=request.timeline)
             for load in joined:
                 load.pending -= id(load) in own
             request.loads = joined

@@ -93,9 +93,11 @@ class ResidentParts:
 
     def leave(self, uses: Sequence[PartUse]) -> None:
         """A request is done with these; what nobody can use any more is given back."""
+        now = time.monotonic()
         for use in uses:
             part = use.part
             part.users -= 1
+            part.last_access = now
             if not part.users and (part.broken or not part.loaded):
                 self._drop(part)
 
