@@ -32,7 +32,12 @@ class FileSystem:
 
     def open(self, path: Path, flags: int) -> int:
         """A descriptor; `flags` as of `os.open`, a new file is 0600."""
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, _FILE_MODE)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE)
+        if flags & os.O_ACCMODE == os.O_RDONLY:
+            # Headers are read to their end: what the kernel reads behind it is for nobody.
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        return descriptor
 
     def close(self, descriptor: int) -> None:
         """Close a descriptor."""

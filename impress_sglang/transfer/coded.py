@@ -379,6 +379,7 @@ class CodedSource:
         for part in parts:
             if part.on_ssd.any():
                 blocks = part.blocks_from_ssd()
+                self.stats.ssd_needed_bytes += int(np.count_nonzero(blocks)) * BLOCK_BYTES
                 area = self._area(layer, part.number)
                 self.stats.ssd_bytes += area.read(blocks, gap, self._reader, last=last)
                 fetched.append((area, blocks))
@@ -418,7 +419,6 @@ class CodedSource:
         stats.device_chunks += int(np.count_nonzero(access.tiers == _DEVICE))
         for part in parts:
             sizes = part.span.chunks.count[part.chunks] * BLOCK_BYTES
-            stats.ssd_needed_bytes += int(sizes[part.on_ssd].sum())
             stats.h2d_bytes += int(sizes[part.tiers != _DEVICE].sum())
         moved = (move for move in access.moves if move.target == _DEVICE)
         stats.h2d_bytes += sum(len(move.target_pages) for move in moved) * BLOCK_BYTES

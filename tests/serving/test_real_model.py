@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,8 @@ def server(smollm: Path, workdir: Path) -> Iterator[Server]:
         f"--impress-ssd-dir={workdir / 'store-smollm'}",
         "--impress-retention=0.25",
         "--impress-bits=exact",
+        # What is rewritten is read, too.
+        "--impress-reorder-interval=0",
         zygote=None,
     ) as running_server:
         yield running_server
@@ -84,20 +87,27 @@ def test_bytes_of_a_three_thousand_token_prefix(server: Server, workdir: Path) -
 
 def test_bytes_of_a_prefix_in_few_bits(server: Server) -> None:
     """A first read, as a share of 16-bit KVs, and what the kernel counted."""
+    params = {"custom_params": {"impress_retention": 1.0, "impress_bits": 5}}
+
+    def ask(prefix: list[int]) -> dict[str, Any]:
+        return report(server.generate([*prefix, *range(1000, 1064)], 1, sampling_params=params))
+
     prefix = [3 + (i * 7907) % 40000 for i in range(3000)]
-    server.generate(prefix, 1)
+    for stored in (prefix[:400], prefix):
+        server.generate(stored, 1)
+        server.flush()
+    # The first such request also reads pages of the code that serves it.
+    ask(prefix[:400])
     server.flush()
     before = _bytes_read_by(server)
-    question = [*prefix, *range(1000, 1064)]
-    params = {"custom_params": {"impress_retention": 1.0, "impress_bits": 5}}
-    said = report(server.generate(question, 1, sampling_params=params))
+    said = ask(prefix)
     from_device = _bytes_read_by(server) - before
     assert said["loaded_tokens"] == said["used_tokens"] == 3000
     assert said["bits_mean"] == pytest.approx(5.0, abs=0.02)
     half_precision = 3000 * 30 * 3 * 2 * 64 * 2
     assert said["ssd_bytes"] <= 0.36 * half_precision
     if server.stats()["store"]["direct_io"]:
-        assert said["ssd_bytes"] <= from_device <= 1.05 * said["ssd_bytes"]
+        assert said["ssd_bytes"] <= from_device <= 1.03 * said["ssd_bytes"]
 
 
 def test_answer_with_a_quarter_of_the_prefix_makes_sense(server: Server) -> None:
