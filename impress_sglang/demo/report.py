@@ -118,7 +118,7 @@ def make_table(rows: Sequence[Row]) -> Table:
             f"{row.ttft_ms:,.0f} ms",
             f"{row.prefix_tokens:,}",
             f"{row.used_tokens:,}",
-            "" if row.bits is None else f"{row.bits:g}",
+            "" if row.bits is None else f"{row.bits:.1f}",
             f"{row.ssd_bytes / 1e6:,.1f} MB",
             shorten(row.text),
         )
