@@ -37,7 +37,7 @@ from impress_sglang.importance.selection import per_head_tokens, similarity_thre
 from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.precision.layer import CodedLayer, encode_layer
 from impress_sglang.precision.layout import CodeLayout
-from impress_sglang.precision.slots import CodedTokens, planes_by_unit
+from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.sketch import restore_keys, sketch_keys
 from impress_sglang.tiers.page_copies import upload

@@ -6,7 +6,6 @@ Stage: load. `restore_base` fills slots with what the base says, `raise_units` a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,34 +13,9 @@ import torch
 from torch import Tensor
 
 from impress_sglang.loops import codes as loops
-from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES, PLANE_BITS
+from impress_sglang.precision.codec import PLANE_BITS
 from impress_sglang.precision.layer import base_views, range_views
-from impress_sglang.precision.layout import CodeLayout
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CodedTokens:
-    """The tokens [start, start + len(slots)) of a coded layer, and where they go.
-
-    Attributes:
-        layout: of the layer.
-        groups: uint8 [groups, group_bytes], the groups of these tokens.
-        start: the first token, counted from the start of the layer.
-        slots: int64 [n] on the device of `groups` and of the pools, distinct.
-    """
-
-    layout: CodeLayout
-    groups: Tensor
-    start: int
-    slots: Tensor
-
-    def __post_init__(self) -> None:
-        assert self.first_token + len(self.groups) * GROUP_TOKENS >= self.start + len(self.slots)
-
-    @property
-    def first_token(self) -> int:
-        """Of the first group."""
-        return self.start // GROUP_TOKENS * GROUP_TOKENS
+from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
 
 
 def restore_base(tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
@@ -95,26 +69,6 @@ def raise_units(
                 slots,
                 numbers,
             )
-
-
-def planes_by_unit(raised: Tensor, layout: CodeLayout, origin: int) -> Tensor:
-    """Planes that are raised, one row for each unit.
-
-    Args:
-        raised: int64 [n, 3] on the CPU, distinct: plane, head and unit.
-        layout: of the layer.
-        origin: the token from which tokens are counted.
-
-    Returns:
-        int64 [units, 2 + NUM_PLANES]: head, first token, and of each plane its row in `raised`, -1
-        if it is not there.
-    """
-    places, entry_of = raised[:, 1:].unique(dim=0, return_inverse=True)
-    units = torch.full((len(places), 2 + NUM_PLANES), -1)
-    units[:, 0] = places[:, 0]
-    units[:, 1] = places[:, 1] * layout.unit_tokens - origin
-    units[entry_of, 2 + raised[:, 0]] = torch.arange(len(raised))
-    return units
 
 
 @contextlib.contextmanager

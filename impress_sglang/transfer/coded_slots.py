@@ -10,9 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from impress_sglang.precision import slots as loops
 from impress_sglang.precision.codec import GROUP_TOKENS
-from impress_sglang.precision.slots import CodedTokens, planes_by_unit
+from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
 from impress_sglang.tiers.fence import to_device
 
 
@@ -38,15 +37,21 @@ def code_writer_for(device: torch.device) -> CodeWriter:
 class LoopCodeWriter:
     """Loops over the elements."""
 
+    def __init__(self) -> None:
+        # Only where it is used: Numba is not needed on a GPU.
+        from impress_sglang.precision import slots
+
+        self._loops = slots
+
     def restore_base(self, tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
         """See `CodeWriter`."""
-        loops.restore_base(tokens, keys, values)
+        self._loops.restore_base(tokens, keys, values)
 
     def raise_units(
         self, tokens: CodedTokens, raised: Tensor, planes: Tensor, keys: Tensor, values: Tensor
     ) -> None:
         """See `CodeWriter`."""
-        loops.raise_units(tokens, raised, planes, keys, values)
+        self._loops.raise_units(tokens, raised, planes, keys, values)
 
 
 class KernelCodeWriter:

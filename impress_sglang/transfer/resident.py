@@ -17,7 +17,7 @@ from torch import Tensor
 
 from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.precision.layout import CodeLayout
-from impress_sglang.precision.slots import CodedTokens
+from impress_sglang.precision.tokens import CodedTokens
 from impress_sglang.tiers.fence import to_device
 from impress_sglang.transfer.coded import CodedSource
 

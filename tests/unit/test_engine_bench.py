@@ -78,7 +78,7 @@ OPTIONS = WorkloadOptions(
 )
 NEEDED = {"torch", "numpy", "xxhash", "impress_sglang", "bench"}
 # Taken where they are, done without where they are not.
-OPTIONAL = {"triton", "numba"}
+OPTIONAL = {"triton", "numba", "llvmlite"}
 TINY = [
     *("--quick", "--device", "cpu", "--scale", "0.0625", "--layers", "2", "--prefixes", "2"),
     *("--prefix-tokens", "150-300", "--new-tokens", "4-8", "--warmup", "3", "--requests", "2"),

@@ -30,7 +30,8 @@ from impress_sglang.precision.codec import (
 )
 from impress_sglang.precision.layer import CodedLayer, encode_layer
 from impress_sglang.precision.layout import CodeLayout
-from impress_sglang.precision.slots import CodedTokens, raise_units, restore_base
+from impress_sglang.precision.slots import raise_units, restore_base
+from impress_sglang.precision.tokens import CodedTokens
 
 COUNTS = [1, 2, GROUP_TOKENS - 1, GROUP_TOKENS, GROUP_TOKENS + 1, 3 * GROUP_TOKENS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.precision.layer import CodedLayer, encode_layer
 from impress_sglang.precision.layout import CodeLayout
-from impress_sglang.precision.slots import CodedTokens
+from impress_sglang.precision.tokens import CodedTokens
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import ChunkReader

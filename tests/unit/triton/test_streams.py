@@ -20,7 +20,7 @@ from torch import Tensor
 from impress_sglang.importance import selection
 from impress_sglang.importance.identify import SketchRule
 from impress_sglang.importance.selection import per_head_tokens
-from impress_sglang.precision.slots import CodedTokens
+from impress_sglang.precision.tokens import CodedTokens
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers import moves as moves_module

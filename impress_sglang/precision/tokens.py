@@ -1,0 +1,59 @@
+"""Which tokens of a coded layer go where, for whoever restores and raises them.
+
+Stage: load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
+from impress_sglang.precision.layout import CodeLayout
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CodedTokens:
+    """The tokens [start, start + len(slots)) of a coded layer, and where they go.
+
+    Attributes:
+        layout: of the layer.
+        groups: uint8 [groups, group_bytes], the groups of these tokens.
+        start: the first token, counted from the start of the layer.
+        slots: int64 [n] on the device of `groups` and of the pools, distinct.
+    """
+
+    layout: CodeLayout
+    groups: Tensor
+    start: int
+    slots: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.first_token + len(self.groups) * GROUP_TOKENS >= self.start + len(self.slots)
+
+    @property
+    def first_token(self) -> int:
+        """Of the first group."""
+        return self.start // GROUP_TOKENS * GROUP_TOKENS
+
+
+def planes_by_unit(raised: Tensor, layout: CodeLayout, origin: int) -> Tensor:
+    """Planes that are raised, one row for each unit.
+
+    Args:
+        raised: int64 [n, 3] on the CPU, distinct: plane, head and unit.
+        layout: of the layer.
+        origin: the token from which tokens are counted.
+
+    Returns:
+        int64 [units, 2 + NUM_PLANES]: head, first token, and of each plane its row in `raised`, -1
+        if it is not there.
+    """
+    places, entry_of = raised[:, 1:].unique(dim=0, return_inverse=True)
+    units = torch.full((len(places), 2 + NUM_PLANES), -1)
+    units[:, 0] = places[:, 0]
+    units[:, 1] = places[:, 1] * layout.unit_tokens - origin
+    units[entry_of, 2 + raised[:, 0]] = torch.arange(len(raised))
+    return units
