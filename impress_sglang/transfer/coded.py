@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -23,7 +22,7 @@ from impress_sglang.loops.types import Flags, Indices
 from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES
-from impress_sglang.storage.reader import ChunkReader, OpenSegment, PendingRead
+from impress_sglang.storage.reader import ChunkReader, OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
@@ -31,7 +30,7 @@ from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
 from impress_sglang.transfer.expectation import UnitHistory, likely_blocks
 from impress_sglang.transfer.frames import FrameTaker, make_taker
 from impress_sglang.transfer.planner import ReadStats
-from impress_sglang.transfer.source import SSD_TRACK
+from impress_sglang.transfer.source_areas import SourceAreas
 
 _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
 
@@ -196,9 +195,7 @@ class CodedSource:
         self._pool = pool
         self._cache = cache
         self._taker = make_taker(cache) if taker is None else taker
-        self._areas: dict[int, dict[int, LayerArea]] = {}
-        # Reads into closed areas that are in flight.
-        self._ending: list[PendingRead] = []
+        self._areas = SourceAreas(reader)
 
     def read_base(self, layer: int) -> list[Tensor | None]:
         """The base of each span that is not in slots: its groups, uint8 [groups, group_bytes].
@@ -290,14 +287,11 @@ class CodedSource:
     @property
     def is_reading(self) -> bool:
         """Whether reads that were asked for have not ended."""
-        areas = (area for own in self._areas.values() for area in own.values())
-        reads = itertools.chain(self._ending, *(area.reads for area in areas))
-        return any(not read.done for read in reads)
+        return self._areas.is_reading
 
     def close(self) -> None:
         """Begin no more reads; nothing reads from the segments when `is_reading` is over."""
-        for layer in list(self._areas):
-            self._close_areas(layer)
+        self._areas.close(self.stats, self.timeline)
 
     def _begin(self, layer: int) -> None:
         """Another layer is asked for: what earlier ones were read into is not needed any more."""
@@ -307,32 +301,18 @@ class CodedSource:
         self.layer = layer
         self._base = None
         self.next_ahead = max(self.next_ahead, layer + 1)
-        for earlier in [number for number in self._areas if number < layer]:
-            self._close_areas(earlier)
-
-    def _close_areas(self, layer: int) -> None:
-        for area in self._areas.pop(layer).values():
-            area.close(self._reader)
-            self._ending = [read for read in (*self._ending, *area.reads) if not read.done]
-            self.stats.ssd_bytes += area.ahead_bytes
-            self.stats.ahead_bytes += area.ahead_bytes
-            self.stats.ahead_used_bytes += area.ahead_used_bytes
-            if self.timeline.enabled:
-                for read in area.reads:
-                    if read.began:
-                        name = "ahead" if read.ahead else "demand"
-                        ended = read.ended or time.perf_counter()
-                        self.timeline.add(SSD_TRACK, name, read.began, ended, layer)
+        self._areas.close(self.stats, self.timeline, below=layer)
 
     def _area(self, layer: int, number: int) -> LayerArea:
         """The area of a layer of the span with this number."""
         number = self._area_of[number]
-        areas = self._areas.setdefault(layer, {})
-        if number not in areas:
-            segment = self.spans[number].segment
-            offset, size = segment.layout.codes_offset(layer), self.spans[number].layout.layer_bytes
-            areas[number] = LayerArea(segment, offset, size, self._pool)
-        return areas[number]
+        span = self.spans[number]
+        offset = span.segment.layout.codes_offset(layer)
+
+        def make() -> LayerArea:
+            return LayerArea(span.segment, offset, span.layout.layer_bytes, self._pool)
+
+        return self._areas.take(layer, number, make)
 
     def _first_id(self, layer: int, span: CodedSpan) -> int:
         return span.base + layer * len(span.chunks.first)

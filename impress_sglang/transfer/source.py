@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -21,7 +20,7 @@ from torch import Tensor
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.loops.types import Flags, Indices
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, KVShape
-from impress_sglang.storage.reader import ChunkReader, OpenSegment, PendingRead
+from impress_sglang.storage.reader import ChunkReader, OpenSegment
 from impress_sglang.storage.sketch import Sketch
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.fence import to_device
@@ -32,6 +31,7 @@ from impress_sglang.transfer.gather import RowGatherer, make_gatherer
 from impress_sglang.transfer.plan import SourceSpan, chances_by_tokens
 from impress_sglang.transfer.planner import PlannedRead, PrefixPlanner, ReadStats, SpanRead
 from impress_sglang.transfer.slots import Slots
+from impress_sglang.transfer.source_areas import SourceAreas
 
 _T = TypeVar("_T")
 
@@ -39,9 +39,6 @@ _T = TypeVar("_T")
 LAYERS_ABOVE = 2
 # From so many requests on their wishes say more than the layers above.
 WELL_KNOWN_REQUESTS = 3
-
-# The track of reads on a timeline.
-SSD_TRACK = "SSD"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -168,9 +165,7 @@ class SegmentSource:
         # A kernel restores keys as it reads them, and copies run beside computing.
         self._on_accelerator = cache.device.type == "cuda"
         self._demand = demand
-        self._areas: dict[int, dict[int, LayerArea]] = {}
-        # Reads into closed areas that are in flight.
-        self._ending: list[PendingRead] = []
+        self._areas = SourceAreas(reader)
         # By span; found once for all layers, which is faster and at worst out of date.
         self._expected: list[list[Flags]] | None = None
         self._expected_from = 0
@@ -276,7 +271,7 @@ class SegmentSource:
         """Whether the probe stream of a layer is in caches and areas."""
         for number, span in enumerate(self._spans):
             missing = self._planner.missing(layer, span, probe=True, layers=1)[0]
-            area = self._areas.get(layer, {}).get(number)
+            area = self._areas.find(layer, number)
             if missing.any() and (area is None or not area.has(missing)):
                 return False
         return True
@@ -319,9 +314,7 @@ class SegmentSource:
     @property
     def is_reading(self) -> bool:
         """Whether reads that were asked for have not ended."""
-        areas = (area for own in self._areas.values() for area in own.values())
-        reads = itertools.chain(self._ending, *(area.reads for area in areas))
-        return any(not read.done for read in reads)
+        return self._areas.is_reading
 
     def note_selection(self, layer: int, selected: Tensor, importance: Tensor | None) -> None:
         """See `PrefixSource.note_selection`; counts hits and updates the moving averages."""
@@ -337,8 +330,7 @@ class SegmentSource:
     def close(self) -> None:
         """Begin no more reads; nothing reads from the segments when `is_reading` is over."""
         self._copied = None
-        for layer in list(self._areas):
-            self._close_areas(layer)
+        self._areas.close(self.stats, self.timeline)
 
     def expect(self, layer: int, span: SourceSpan, waste: float) -> list[Flags]:
         """What the layers from this one on will probably want from SSD.
@@ -365,29 +357,12 @@ class SegmentSource:
         assert layer > self.layer, "layers are read in ascending order"
         self.layer = layer
         self.next_ahead = max(self.next_ahead, layer + 1)
-        for earlier in [number for number in self._areas if number < layer]:
-            self._close_areas(earlier)
-
-    def _close_areas(self, layer: int) -> None:
-        for area in self._areas.pop(layer).values():
-            area.close(self._reader)
-            self._ending = [read for read in (*self._ending, *area.reads) if not read.done]
-            self.stats.ssd_bytes += area.ahead_bytes
-            self.stats.ahead_bytes += area.ahead_bytes
-            self.stats.ahead_used_bytes += area.ahead_used_bytes
-            if self.timeline.enabled:
-                for read in area.reads:
-                    if read.began:
-                        name = "ahead" if read.ahead else "demand"
-                        ended = read.ended or time.perf_counter()
-                        self.timeline.add(SSD_TRACK, name, read.began, ended, layer)
+        self._areas.close(self.stats, self.timeline, below=layer)
 
     def _area(self, layer: int, number: int) -> LayerArea:
         """The area of a layer of the span with this number."""
-        areas = self._areas.setdefault(layer, {})
-        if number not in areas:
-            areas[number] = _streams_area(self._spans[number].segment, layer, self._pool)
-        return areas[number]
+        segment = self._spans[number].segment
+        return self._areas.take(layer, number, lambda: _streams_area(segment, layer, self._pool))
 
     def _carry_out(self, plan: PlannedRead, stage: str, take: Callable[[], _T]) -> _T:
         """Rows are taken from where chunks stood before the read; then the chunks move."""

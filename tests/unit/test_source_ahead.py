@@ -16,7 +16,8 @@ from impress_sglang.storage import reader as reader_module
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.timeline import RequestTimeline
-from impress_sglang.transfer.source import SSD_TRACK, Demand, SegmentSource
+from impress_sglang.transfer.source import Demand, SegmentSource
+from impress_sglang.transfer.source_areas import SSD_TRACK
 from tests.unit.kv_factory import make_cache, make_shape
 from tests.unit.reading import read_rows
 from tests.unit.source_factory import (
@@ -180,7 +181,7 @@ def test_every_byte_is_counted_once(
 
 
 def wait_for_reads(source: SegmentSource) -> None:
-    for areas in source._areas.values():
+    for areas in source._areas._areas.values():
         for area in areas.values():
             for read in area.reads:
                 read.wait()
