@@ -13,8 +13,8 @@ A rule says how many planes each unit of a prefix gets (`impress_sglang.precisio
     random B      B bits on average, to units that a die chooses
     drop R        nothing but the share R of each head's tokens, exactly, found by keys of 4 bits
 
-`unit=N` after a rule takes units of N tokens in place of those that fill a block of 4 KiB. The base
-has 4 bits. `bytes` are what is read of a prefix that nothing is known of, as a share of 16-bit KVs:
+After a rule, `unit=N` takes units of N tokens in place of those that fill a block of 4 KiB, and
+`queries=N` only the last N tokens of a question to allocate by. The base has 4 bits. `bytes` are what is read of a prefix that nothing is known of, as a share of 16-bit KVs:
 ranges, base and planes; for `drop`, the 4-bit keys and all blocks of 4 KiB with a wanted row.
 
 Tasks with options: `agreement` is the share of questions with the answer of exact KVs, `shift` the
@@ -80,19 +80,24 @@ class Rule:
     kind: str
     number: float
     unit: int | None = None
+    queries: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """From `KIND NUMBER [unit=N]`."""
+        """From `KIND NUMBER [unit=N] [queries=N]`."""
         words = text.split()
-        unit = int(words[2].removeprefix("unit=")) if len(words) > 2 else None
+        options = dict(word.partition("=")[::2] for word in words[2:])
         if len(words) < 2 or (words[0] not in _PLANES and words[0] != "drop"):
             raise argparse.ArgumentTypeError(f"{text!r} is not a rule")
-        return cls(words[0], float(words[1]), unit)
+        if not options.keys() <= {"unit", "queries"}:
+            raise argparse.ArgumentTypeError(f"{text!r} has an unknown option")
+        numbers = {name: int(value) for name, value in options.items()}
+        return cls(words[0], float(words[1]), **numbers)
 
     def __str__(self) -> str:
         unit = "" if self.unit is None else f" unit={self.unit}"
-        return f"{self.kind} {self.number:g}{unit}"
+        queries = "" if self.queries is None else f" queries={self.queries}"
+        return f"{self.kind} {self.number:g}{unit}{queries}"
 
 
 @dataclasses.dataclass(slots=True)
@@ -229,7 +234,8 @@ class Study:
         if rule.kind == "drop":
             return self._dropped(rule, exact, weights.sum(1))
         unit = rule.unit or layout.unit_tokens
-        squares = self._by_head(weights.square().sum(1))
+        asking = weights if rule.queries is None else weights[:, -rule.queries :]
+        squares = self._by_head(asking.square().sum(1))
         planes = _PLANES[rule.kind](rule, Question(prefix, layer, squares), squares, unit)
         own = planes.repeat_interleave(unit, 1)[:, : len(base)]
         fixed = layout.base_bytes / _exact_bytes(layout)

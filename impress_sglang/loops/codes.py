@@ -76,62 +76,75 @@ def _set_compiled(row: Any, element: Any, number: Any) -> Any:
     return same if row.dtype == types.float32 else rounded
 
 
-@compiled(*(f"(uint8[:, :, :, :], float32[:, :, :, ::1], int64, int64[::1], {p})" for p in _POOLS))
-def restore_keys(base: Uint8s, ranges: Float32s, first: int, slots: Indices, pool: Any) -> None:
+@compiled(
+    *(f"(uint8[:, ::1], int64, float32[:, :, :, ::1], int64, int64[::1], {p})" for p in _POOLS)
+)
+def restore_keys(
+    groups: Uint8s, begin: int, ranges: Float32s, first: int, slots: Indices, pool: Any
+) -> None:
     """Fill slots with the keys of the tokens from `first` on.
 
     Args:
-        base: [groups, tokens of a group, G, Dk / 2].
+        groups: [groups, bytes of a group]; from `begin` on codes [tokens of a group, G, Dk / 2].
+        begin: see there.
         ranges: [groups, G, 2, Dk], low and step of each channel.
-        first: counted from the first token of the base.
+        first: counted from the first token of the groups.
         slots: [n], distinct.
         pool: [slots, G, Dk].
     """
-    group_tokens = base.shape[1]
+    heads, dim = pool.shape[1:]
+    width, codes = dim // 2, np.empty(dim, np.float32)
     for place in range(len(slots)):
-        group, token = divmod(first + place, group_tokens)
-        for head in range(pool.shape[1]):
-            codes, row = base[group, token, head], pool[slots[place], head]
+        group, token = divmod(first + place, GROUP_TOKENS)
+        for head in range(heads):
+            at = begin + (token * heads + head) * width
+            both = groups[group, at : at + width]
+            for byte in range(width):
+                codes[byte] = np.float32(both[byte] & 15)
+                codes[width + byte] = np.float32(both[byte] >> 4)
+            row = pool[slots[place], head]
             low, step = ranges[group, head, 0], ranges[group, head, 1]
-            width = len(codes)
-            for byte in range(width):
-                middle = np.float32(codes[byte] & 15) * np.float32(16) + np.float32(7.5)
-                _set(row, byte, low[byte] + middle * step[byte])
-            for byte in range(width):
-                middle = np.float32(codes[byte] >> 4) * np.float32(16) + np.float32(7.5)
-                other = width + byte
-                _set(row, other, low[other] + middle * step[other])
+            for element in range(dim):
+                middle = codes[element] * np.float32(16) + np.float32(7.5)
+                _set(row, element, low[element] + middle * step[element])
 
 
-@compiled(*(f"(uint8[:, :, :, :], float32[:, :, :, ::1], int64, int64[::1], {p})" for p in _POOLS))
-def restore_values(base: Uint8s, ranges: Float32s, first: int, slots: Indices, pool: Any) -> None:
+@compiled(
+    *(f"(uint8[:, ::1], int64, float32[:, :, :, ::1], int64, int64[::1], {p})" for p in _POOLS)
+)
+def restore_values(
+    groups: Uint8s, begin: int, ranges: Float32s, first: int, slots: Indices, pool: Any
+) -> None:
     """Fill slots with the values of the tokens from `first` on.
 
     Args:
-        base: [groups, tokens of a group, G, Dv / 2].
+        groups: [groups, bytes of a group]; from `begin` on codes [tokens of a group, G, Dv / 2].
+        begin: see there.
         ranges: [groups, tokens of a group, G, 2], low and step of each vector.
-        first: counted from the first token of the base.
+        first: counted from the first token of the groups.
         slots: [n], distinct.
         pool: [slots, G, Dv].
     """
-    group_tokens = base.shape[1]
+    heads, dim = pool.shape[1:]
+    width, codes = dim // 2, np.empty(dim, np.float32)
     for place in range(len(slots)):
-        group, token = divmod(first + place, group_tokens)
-        for head in range(pool.shape[1]):
-            codes, row = base[group, token, head], pool[slots[place], head]
+        group, token = divmod(first + place, GROUP_TOKENS)
+        for head in range(heads):
+            at = begin + (token * heads + head) * width
+            both = groups[group, at : at + width]
+            for byte in range(width):
+                codes[byte] = np.float32(both[byte] & 15)
+                codes[width + byte] = np.float32(both[byte] >> 4)
+            row = pool[slots[place], head]
             low, step = ranges[group, token, head, 0], ranges[group, token, head, 1]
-            width = len(codes)
-            for byte in range(width):
-                middle = np.float32(codes[byte] & 15) * np.float32(16) + np.float32(7.5)
-                _set(row, byte, low + middle * step)
-            for byte in range(width):
-                middle = np.float32(codes[byte] >> 4) * np.float32(16) + np.float32(7.5)
-                _set(row, width + byte, low + middle * step)
+            for element in range(dim):
+                middle = codes[element] * np.float32(16) + np.float32(7.5)
+                _set(row, element, low + middle * step)
 
 
 @compiled(
     *(
-        f"(uint8[:, :], int64, int64, int64[:, ::1], float32[:, :, :, ::1], int64, int64[::1], {p})"
+        f"(uint8[:, ::1], int64, int64, int64[:, ::1], float32[:, :, :, ::1], int64, int64[::1], {p})"
         for p in _POOLS
     )
 )
@@ -158,27 +171,39 @@ def raise_units(
         slots: [n], distinct.
         pool: [slots, G, D].
     """
-    width, group_tokens = pool.shape[2] // 4, GROUP_TOKENS
-    each_token, each_channel = steps.shape[1] > 1, steps.shape[3] > 1
+    dim, each_token, each_channel = pool.shape[2], steps.shape[1] > 1, steps.shape[3] > 1
+    # What the codes of a token add: a row of its own, which a compiler fills many at a time.
+    width, gained = dim // 4, np.empty(dim, np.float32)
+    half, middle = np.float32(1.5), np.float32(7.5)
     for number in range(len(units)):
         head, start, upper, lower = units[number]
-        # A plane that is not there counts nothing, whatever stands for it.
-        high = np.float32(4.0 if upper >= 0 else 0.0)
-        low = np.float32(1.0 if lower >= 0 else 0.0)
-        middle = np.float32(1.5) * (high + low)
         for inner in range(max(0, -start), min(unit_tokens, len(slots) - start)):
-            group, token = divmod(first + start + inner, group_tokens)
-            step = steps[group, token if each_token else 0, head]
-            row, at = pool[slots[start + inner], head], begin + inner * width
-            first_codes = planes[max(upper, 0), at : at + width]
-            second_codes = planes[max(lower, 0), at : at + width]
-            for part in range(4):
-                shift, place = np.uint8(2 * part), part * width
-                own, own_step = row[place : place + width], step[0]
+            group, token = divmod(first + start + inner, GROUP_TOKENS)
+            at = begin + inner * width
+            if upper >= 0 and lower >= 0:
+                first_codes = planes[upper, at : at + width]
+                second_codes = planes[lower, at : at + width]
                 for byte in range(width):
-                    one = np.float32((first_codes[byte] >> shift) & np.uint8(3))
-                    two = np.float32((second_codes[byte] >> shift) & np.uint8(3))
-                    gained = one * high + two * low - middle
-                    if each_channel:
-                        own_step = step[place + byte]
-                    _set(own, byte, _get(own, byte) + gained * own_step)
+                    one, two = first_codes[byte], second_codes[byte]
+                    gained[byte] = np.float32((one & 3) << 2 | two & 3) - middle
+                    gained[width + byte] = np.float32(one & 12 | two >> 2 & 3) - middle
+                    gained[2 * width + byte] = np.float32(one >> 2 & 12 | two >> 4 & 3) - middle
+                    gained[3 * width + byte] = np.float32(one >> 4 & 12 | two >> 6) - middle
+            else:
+                codes = planes[upper if upper >= 0 else lower, at : at + width]
+                factor = np.float32(4 if upper >= 0 else 1)
+                for byte in range(width):
+                    four = codes[byte]
+                    gained[byte] = factor * (np.float32(four & 3) - half)
+                    gained[width + byte] = factor * (np.float32(four >> 2 & 3) - half)
+                    gained[2 * width + byte] = factor * (np.float32(four >> 4 & 3) - half)
+                    gained[3 * width + byte] = factor * (np.float32(four >> 6) - half)
+            row = pool[slots[start + inner], head]
+            step = steps[group, token if each_token else 0, head]
+            if each_channel:
+                for element in range(dim):
+                    _set(row, element, _get(row, element) + gained[element] * step[element])
+            else:
+                alike = step[0]
+                for element in range(dim):
+                    _set(row, element, _get(row, element) + gained[element] * alike)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from impress_sglang.loops import codes as loops
-from impress_sglang.precision.codec import PLANE_BITS
-from impress_sglang.precision.layer import base_views, range_views
+from impress_sglang.precision.codec import BASE_BITS, GROUP_TOKENS, PLANE_BITS
+from impress_sglang.precision.layer import range_views
 from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
 
 
@@ -28,13 +28,16 @@ def restore_base(tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
     """
     layout = tokens.layout
     place = tokens.start - tokens.first_token
-    bases, ranges = base_views(layout, tokens.groups), range_views(layout, tokens.groups)
-    for loop, base, own, pool in (
-        (loops.restore_keys, bases[0], ranges[0], keys),
-        (loops.restore_values, bases[1], ranges[1], values),
+    key_ranges, value_ranges = range_views(layout, tokens.groups)
+    begin = layout.group_range_bytes
+    split = begin + GROUP_TOKENS * layout.num_heads * layout.key_dim * BASE_BITS // 8
+    groups = tokens.groups.contiguous().numpy()
+    for loop, begin, ranges, pool in (
+        (loops.restore_keys, begin, key_ranges, keys),
+        (loops.restore_values, split, value_ranges, values),
     ):
         with _numbers_of(pool, tokens.slots) as (numbers, slots):
-            loop(base.numpy(), own.float().contiguous().numpy(), place, slots, numbers)
+            loop(groups, begin, ranges.float().contiguous().numpy(), place, slots, numbers)
 
 
 def raise_units(
@@ -60,7 +63,7 @@ def raise_units(
     ):
         with _numbers_of(pool, tokens.slots) as (numbers, slots):
             loops.raise_units(
-                planes.numpy(),
+                planes.contiguous().numpy(),
                 begin,
                 layout.unit_tokens,
                 units.numpy(),

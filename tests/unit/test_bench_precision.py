@@ -131,8 +131,13 @@ def test_what_is_no_rule_is_refused(text: str) -> None:
         Rule.parse(text)
 
 
+def test_an_option_that_is_none_is_refused() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="unknown option"):
+        Rule.parse("query 5 units=16")
+
+
 def test_a_rule_is_written_as_it_was_read() -> None:
-    for text in ("query 4.5", "query 5 unit=16", "drop 0.25"):
+    for text in ("query 4.5", "query 5 unit=16", "query 5 queries=8", "drop 0.25"):
         assert str(Rule.parse(text)) == text
 
 

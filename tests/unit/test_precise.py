@@ -16,7 +16,7 @@ from impress_sglang.precision.codec import LEVELS, NUM_PLANES, restore
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
-from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
+from impress_sglang.transfer.precise import ALLOCATIONS, SCORED_QUERIES, PreciseLoader
 from impress_sglang.transfer.resident import PartLoad, PartUse, UsedUnits
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
@@ -45,7 +45,7 @@ def reader() -> Iterator[ChunkReader]:
         yield own
 
 
-def inputs(case: CodedCase, seed: int = 5) -> LayerInputs:
+def inputs(case: CodedCase, seed: int = 5, new: int = 4) -> LayerInputs:
     generator = torch.Generator().manual_seed(seed)
     shape = case.shape
 
@@ -53,16 +53,18 @@ def inputs(case: CodedCase, seed: int = 5) -> LayerInputs:
         found = torch.randn(count, heads, shape.key_dim, generator=generator)
         return found.to(shape.dtype)
 
-    return LayerInputs(rows(4, shape.num_query_heads), rows(4, 2), rows(6, 2), 0.3)
+    return LayerInputs(rows(new, shape.num_query_heads), rows(new, 2), rows(6, 2), 0.3)
 
 
 def squares(given: LayerInputs, prefix: Tensor) -> Tensor:
-    """Squared attention weights [G, m] of the prefix, summed over queries, in float64."""
+    """Squared attention weights [G, m] of the prefix, of the queries that score, in float64."""
     keys = torch.cat([given.resident_keys.float(), prefix, given.new_keys.float()]).double()
     group = given.queries.shape[1] // keys.shape[1]
     found = torch.zeros(keys.shape[1], len(prefix), dtype=torch.float64)
     first = len(given.resident_keys)
     for row, query in enumerate(given.queries.double()):
+        if row < len(given.queries) - SCORED_QUERIES:
+            continue
         seen = len(keys) - len(given.new_keys) + row + 1
         for head, vector in enumerate(query):
             logits = keys[:seen, head // group] @ vector * given.scaling
@@ -78,10 +80,11 @@ def load(
     rule: str = "query",
     stats: LoadStats | None = None,
     seed: int = 5,
+    new: int = 4,
 ) -> Tensor:
     """Load a layer as the request under way does; checks slots, and gives the levels."""
     loader = PreciseLoader(case.shape, ALLOCATIONS[rule])
-    slots, given = case.layer_slots(layer), inputs(case, seed)
+    slots, given = case.layer_slots(layer), inputs(case, seed, new)
     loader.load(layer, case.units, given, slots, bits, stats or LoadStats())
     case.check(layer)
     return case.levels(layer)
@@ -111,14 +114,15 @@ def test_pools_of_few_bits(dtype: torch.dtype, tmp_path: Path, reader: ChunkRead
     case.close()
 
 
+@pytest.mark.parametrize("new", [4, SCORED_QUERIES, SCORED_QUERIES + 23])
 @pytest.mark.parametrize("name", ["one", "several"])
 def test_planes_go_where_an_error_weighs_most(
-    name: str, tmp_path: Path, reader: ChunkReader
+    name: str, new: int, tmp_path: Path, reader: ChunkReader
 ) -> None:
     case = CodedCase(tmp_path, PREFIXES[name], reader)
-    planes = load(case, 0, 5.0)
+    planes = load(case, 0, 5.0, new=new)
     base = case.expected(0, torch.zeros_like(planes))[0]
-    by_token = squares(inputs(case), base)
+    by_token = squares(inputs(case, new=new), base)
     weights = case.units.weights(by_token)
     gains = torch.stack([weights, weights / 16])
     given = torch.arange(NUM_PLANES)[:, None, None] < planes
