@@ -14,8 +14,9 @@ A rule says how many planes each unit of a prefix gets (`impress_sglang.precisio
     drop R        nothing but the share R of each head's tokens, exactly, found by keys of 4 bits
 
 After a rule, `unit=N` takes units of N tokens in place of those that fill a block of 4 KiB, and
-`queries=N` only the last N tokens of a question to allocate by. The base has 4 bits. `bytes` are what is read of a prefix that nothing is known of, as a share of 16-bit KVs:
-ranges, base and planes; for `drop`, the 4-bit keys and all blocks of 4 KiB with a wanted row.
+`queries=N` only the last N tokens of a question to allocate by. The base has 4 bits. `bytes` are
+what is read of a prefix that nothing is known of, as a share of 16-bit KVs: ranges, base and
+planes; for `drop`, the 4-bit keys and all blocks of 4 KiB with a wanted row.
 
 Tasks with options: `agreement` is the share of questions with the answer of exact KVs, `shift` the
 mean change of an option's log-likelihood, in nats, after the mean over the options is taken off.

@@ -144,8 +144,9 @@ def restore_values(
 
 @compiled(
     *(
-        f"(uint8[:, ::1], int64, int64, int64[:, ::1], float32[:, :, :, ::1], int64, int64[::1], {p})"
-        for p in _POOLS
+        "(uint8[:, ::1], int64, int64, int64[:, ::1], float32[:, :, :, ::1], int64, int64[::1], "
+        f"{pool})"
+        for pool in _POOLS
     )
 )
 def raise_units(

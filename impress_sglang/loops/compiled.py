@@ -255,26 +255,6 @@ def find_candidates(
     return found
 
 
-@compiled("(int64[::1], uint8[::1], int64, float64[::1], float64[::1])")
-def fallen_members(
-    ids: Indices, tiers: Uint8s, tier: int, priorities: Floats, noted: Floats
-) -> Indices:
-    """See `vectorised.fallen_members`."""
-    count = 0
-    for place in range(len(ids)):
-        chunk = np.uint64(ids[place])
-        count += tiers[place] == tier and priorities[chunk] < noted[chunk]
-    fallen = np.empty(count, np.int64)
-    if count:
-        count = 0
-        for place in range(len(ids)):
-            chunk = np.uint64(ids[place])
-            if tiers[place] == tier and priorities[chunk] < noted[chunk]:
-                fallen[count] = ids[place]
-                count += 1
-    return fallen
-
-
 @compiled("(uint8[::1], boolean[::1], uint8[::1], uint8[::1])")
 def move_codes(codes: Uint8s, wanted: Flags, kept: Uint8s, raised: Uint8s) -> None:
     """See `vectorised.move_codes`."""

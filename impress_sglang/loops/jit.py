@@ -1,12 +1,15 @@
-"""Compiles a loop when its module is imported, so that no request waits for it."""
+"""Compiles a loop when its module is imported, so that no request waits for it.
+
+Where Numba is not installed a loop stays as it is written, which is right and slow.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
-
-import numba
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +24,9 @@ def compiled(*signatures: str) -> Callable[[_F], _F]:
     """
 
     def decorate(loop: _F) -> _F:
+        if importlib.util.find_spec("numba") is None:
+            return loop
+        numba = importlib.import_module("numba")
         try:
             found = numba.njit(list(signatures), nogil=True, cache=True)(loop)
         except RuntimeError as error:

@@ -229,24 +229,6 @@ def find_candidates(
     return np.flatnonzero(movable) if (movable & chance).any() else np.empty(0, np.int64)
 
 
-def fallen_members(
-    ids: Indices, tiers: Uint8s, tier: int, priorities: Floats, noted: Floats
-) -> Indices:
-    """Chunks of a tier whose priority lies below what its heap has noted.
-
-    Args:
-        ids: int64 [n].
-        tiers: uint8 [n], where they stand.
-        tier: that of the heap.
-        priorities: float64, by id.
-        noted: float64, by id.
-
-    Returns:
-        Those of the ids.
-    """
-    return ids[(tiers == tier) & (priorities[ids] < noted[ids])]
-
-
 def move_codes(codes: Uint8s, wanted: Flags, kept: Uint8s, raised: Uint8s) -> None:
     """Move the chance of every block, in place.
 

@@ -29,11 +29,11 @@ def restore_base(tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
     layout = tokens.layout
     place = tokens.start - tokens.first_token
     key_ranges, value_ranges = range_views(layout, tokens.groups)
-    begin = layout.group_range_bytes
-    split = begin + GROUP_TOKENS * layout.num_heads * layout.key_dim * BASE_BITS // 8
+    first = layout.group_range_bytes
+    split = first + GROUP_TOKENS * layout.num_heads * layout.key_dim * BASE_BITS // 8
     groups = tokens.groups.contiguous().numpy()
     for loop, begin, ranges, pool in (
-        (loops.restore_keys, begin, key_ranges, keys),
+        (loops.restore_keys, first, key_ranges, keys),
         (loops.restore_values, split, value_ranges, values),
     ):
         with _numbers_of(pool, tokens.slots) as (numbers, slots):

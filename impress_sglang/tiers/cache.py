@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.tiers.fence import CopyStream, Fence
-from impress_sglang.tiers.moves import make_mover
+from impress_sglang.tiers.moves import LoadedChunks, make_mover
 from impress_sglang.tiers.placement import CACHES, Access, Placement, Tier
 from impress_sglang.tiers.rules import Floats, Ids, ReplacementRule
 from impress_sglang.tiers.slab import PageShape, Slab
@@ -114,21 +114,25 @@ class ChunkCache:
         """Contents of pages [p]: [p, elements]."""
         return self._slabs[tier].read_pages(pages)
 
-    def settle(self, access: Access, loaded: Mapping[int, Tensor]) -> Fence | None:
-        """Carry out the moves; `loaded` has the bytes (uint8, CPU) of each kept chunk, by id.
+    def settle(self, access: Access, loaded: Sequence[LoadedChunks]) -> Fence | None:
+        """Carry out the moves; `loaded` has each kept chunk once.
 
         Returns:
             Until when `loaded` must not change; None if there was nothing to move.
         """
-        if not access.moves:
+        moves, size = access.moves, self.page.page_bytes
+        if not len(moves):
             return None
-        for move in access.moves:
-            self._count(move.source, move.target, len(move.target_pages) * self.page.page_bytes)
-        return self._mover.move(access.moves, loaded)
+        up = moves.pages_between(Tier.SSD, Tier.DEVICE) + moves.pages_between(
+            Tier.HOST, Tier.DEVICE
+        )
+        self.copies.promoted_bytes += up * size
+        self.copies.demoted_bytes += moves.pages_between(Tier.DEVICE, Tier.HOST) * size
+        return self._mover.move(moves, loaded)
 
     def abandon(self, access: Access) -> None:
         """The read failed: what was to move is in no cache."""
-        self.placement.drop(np.array([move.chunk for move in access.moves], np.int64))
+        self.placement.drop(access.moves.chunks)
 
     def close(self) -> None:
         """Give the memory back; nothing can be read or placed any more."""
@@ -164,9 +168,3 @@ class ChunkCache:
             "used_bytes": self.placement.used_pages(tier) * size,
             "chunks": self.placement.cached_chunks(tier),
         }
-
-    def _count(self, source: int, target: int, num_bytes: int) -> None:
-        if target == Tier.DEVICE and source != Tier.DEVICE:
-            self.copies.promoted_bytes += num_bytes
-        if (source, target) == (Tier.DEVICE, Tier.HOST):
-            self.copies.demoted_bytes += num_bytes

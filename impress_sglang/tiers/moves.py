@@ -7,6 +7,7 @@ tests/unit/test_chunk_cache.py runs the first, tests/unit/triton/test_moves.py t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -16,8 +17,24 @@ import torch
 from torch import Tensor
 
 from impress_sglang.tiers.fence import CopyStream, Fence
-from impress_sglang.tiers.placement import Move, Tier
+from impress_sglang.tiers.placement import CACHES, Moves, Tier
 from impress_sglang.tiers.slab import PageShape, Slab
+
+_Integers = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedChunks:
+    """Chunks that were read from SSD into one memory, uint8 on the CPU.
+
+    `chunks` int64 [n] are their ids, distinct; `starts` int64 [n] the byte where each begins. From
+    there on its pages stand one after another; behind a last page that has a rest the memory goes
+    on, whatever stands there.
+    """
+
+    memory: Tensor
+    chunks: _Integers
+    starts: _Integers
 
 
 class ChunkMover(Protocol):
@@ -27,14 +44,12 @@ class ChunkMover(Protocol):
     slabs on a device joins the copy stream before, and tells it afterwards.
     """
 
-    def move(self, moves: Sequence[Move], loaded: Mapping[int, Tensor]) -> Fence:
+    def move(self, moves: Moves, loaded: Sequence[LoadedChunks]) -> Fence:
         """Copy chunks to their new pages.
 
         Args:
             moves: at least one.
-            loaded: bytes (uint8, CPU) of each chunk that comes from SSD, by id; as many as its
-                pages have, or fewer if the last page has a rest, for which the memory behind them
-                may be read. They must not change before the fence.
+            loaded: each chunk that comes from SSD, once. They must not change before the fence.
 
         Returns:
             When all is copied.
@@ -55,30 +70,36 @@ class IndexedMover:
         self._page = page
         self._slabs = slabs
 
-    def move(self, moves: Sequence[Move], loaded: Mapping[int, Tensor]) -> Fence:
+    def move(self, moves: Moves, loaded: Sequence[LoadedChunks]) -> Fence:
         """See `ChunkMover`."""
-        groups: dict[tuple[int, int], list[Move]] = {}
-        for move in moves:
-            groups.setdefault((move.source, move.target), []).append(move)
-        contents = {
-            (source, target): self._contents(source, own, loaded)
-            for (source, target), own in groups.items()
-        }
-        for (source, target), own in groups.items():
-            self._slabs[target].write_pages(target_pages(own), contents[source, target])
+        writes = []
+        for source in CACHES:
+            for target in CACHES:
+                own = moves.chosen((moves.sources == source) & (moves.targets == target))
+                if len(own):
+                    contents = self._slabs[source].read_pages(flat(own.source_pages, own.counts))
+                    writes.append((target, flat(own.target_pages, own.counts), contents))
+        for part, own in by_memory(moves, loaded):
+            for target in CACHES:
+                chosen = own.targets == target
+                if chosen.any():
+                    there = own.chosen(chosen)
+                    contents = self._read(part.memory, part.starts[chosen], there.counts)
+                    writes.append((target, flat(there.target_pages, there.counts), contents))
+        for target, pages, contents in writes:
+            self._slabs[target].write_pages(pages, contents)
         return Fence(self._slabs[Tier.DEVICE].device)
 
-    def _contents(self, source: int, moves: Sequence[Move], loaded: Mapping[int, Tensor]) -> Tensor:
-        if source == Tier.SSD:
-            return torch.cat([self._paged(loaded[m.chunk], len(m.target_pages)) for m in moves])
-        return self._slabs[source].read_pages(source_pages(moves))
-
-    def _paged(self, data: Tensor, num_pages: int) -> Tensor:
-        """Bytes of a chunk as pages [p, page_vectors * unit]; the last one may have a rest."""
-        size = num_pages * self._page.page_bytes
-        if len(data) < size:
-            data = torch.nn.functional.pad(data, (0, size - len(data)))
-        return data[:size].view(self._page.dtype).view(num_pages, -1)
+    def _read(self, memory: Tensor, starts: _Integers, counts: npt.NDArray[np.uint16]) -> Tensor:
+        """Pages [p, page_vectors * unit] of chunks, one after another."""
+        size = self._page.page_bytes
+        first = page_starts(starts, counts, size)
+        # Rows of which all pages begin with one.
+        grain = int(np.gcd.reduce(first, initial=size))
+        rows = memory[: len(memory) // grain * grain].view(-1, grain)
+        index = first[:, None] // grain + np.arange(size // grain)
+        found = rows.index_select(0, torch.from_numpy(index.reshape(-1)))
+        return found.view(self._page.dtype).view(len(first), -1)
 
 
 class KernelMover:
@@ -94,53 +115,64 @@ class KernelMover:
         self._stream = stream
         self._copier = PageCopier(page, self._device)
 
-    def move(self, moves: Sequence[Move], loaded: Mapping[int, Tensor]) -> Fence:
+    def move(self, moves: Moves, loaded: Sequence[LoadedChunks]) -> Fence:
         """See `ChunkMover`; nothing is waited for."""
-        cached = [move for move in moves if move.source != Tier.SSD]
+        size = self._page.page_bytes
+        cached = moves.chosen(moves.sources != Tier.SSD)
+        parts = []
         with self._stream.after_reading():
             aside = self._set_aside(cached)
-            first_bytes = {}
-            start = aside.data_ptr()
-            for move in cached:
-                first_bytes[move.chunk] = start
-                start += len(move.target_pages) * self._page.page_bytes
-            for move in moves:
-                if move.source == Tier.SSD:
-                    first_bytes[move.chunk] = loaded[move.chunk].data_ptr()
-            self._write(moves, first_bytes)
+            ends = np.cumsum(cached.counts, dtype=np.int64)
+            parts.append((cached, aside.data_ptr() + (ends - cached.counts) * size))
+            for part, own in by_memory(moves, loaded):
+                parts.append((own, part.memory.data_ptr() + part.starts))
+            copies = []
+            for tier in CACHES:
+                pages, addresses = [], []
+                for own, starts in parts:
+                    there = own.targets == tier
+                    counts = own.counts[there]
+                    pages.append(flat(own.target_pages[there], counts))
+                    addresses.append(page_starts(starts[there], counts, size))
+                joined = np.concatenate(pages)
+                if len(joined):
+                    copies.append((self._slabs[tier].pages, joined, np.concatenate(addresses)))
+            self._copier.copy(copies)
             return Fence(self._device)
 
-    def _set_aside(self, moves: Sequence[Move]) -> Tensor:
+    def _set_aside(self, moves: Moves) -> Tensor:
         """Pages [p, elements] on the device with what cached chunks hold, one after another."""
-        sources = [
-            self._slabs[move.source].page_addresses(np.array(move.source_pages, np.int64))
-            for move in moves
-        ]
-        count = sum(map(len, sources))
-        aside = torch.empty(count, self._page.elements, dtype=self._page.dtype, device=self._device)
-        if count:
-            self._copier.copy([(aside, None, np.concatenate(sources))])
+        pages, counts = flat(moves.source_pages, moves.counts), moves.counts
+        tiers, addresses = np.repeat(moves.sources, counts), np.empty(len(pages), np.int64)
+        for tier in CACHES:
+            own = tiers == tier
+            addresses[own] = self._slabs[tier].page_addresses(pages[own])
+        shape = len(pages), self._page.elements
+        aside = torch.empty(shape, dtype=self._page.dtype, device=self._device)
+        if len(pages):
+            self._copier.copy([(aside, None, addresses)])
         return aside
 
-    def _write(self, moves: Sequence[Move], first_bytes: Mapping[int, int]) -> None:
-        """Fill the target pages of all moves from neighbouring pages in memory."""
-        copies = []
-        for tier in (Tier.DEVICE, Tier.HOST):
-            own = [move for move in moves if move.target == tier]
-            if own:
-                counts = np.array([len(move.target_pages) for move in own])
-                begin = np.array([first_bytes[move.chunk] for move in own], np.int64)
-                number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-                addresses = np.repeat(begin, counts) + number * self._page.page_bytes
-                copies.append((self._slabs[tier].pages, target_pages(own), addresses))
-        self._copier.copy(copies)
+
+def by_memory(moves: Moves, loaded: Sequence[LoadedChunks]) -> list[tuple[LoadedChunks, Moves]]:
+    """The moves of the chunks of each memory, in their order."""
+    order = np.argsort(moves.chunks)
+    found = []
+    for part in loaded:
+        place = order[np.searchsorted(moves.chunks, part.chunks, sorter=order)]
+        own = moves.chosen(place)
+        assert np.array_equal(own.chunks, part.chunks) and not own.sources.any()
+        found.append((part, own))
+    return found
 
 
-def source_pages(moves: Sequence[Move]) -> npt.NDArray[np.int32]:
-    """Where some cached chunks are, one after another."""
-    return np.array([page for move in moves for page in move.source_pages], np.int32)
+def flat(pages: npt.NDArray[np.int32], counts: npt.NDArray[np.uint16]) -> npt.NDArray[np.int32]:
+    """The first `counts` of each row, one after another."""
+    return pages[np.arange(pages.shape[1]) < counts[:, None]]
 
 
-def target_pages(moves: Sequence[Move]) -> npt.NDArray[np.int32]:
-    """Where some chunks go, one after another."""
-    return np.array([page for move in moves for page in move.target_pages], np.int32)
+def page_starts(starts: _Integers, counts: npt.NDArray[np.uint16], page_bytes: int) -> _Integers:
+    """Where the pages of chunks begin that begin at `starts`, one after another."""
+    ends = np.cumsum(counts, dtype=np.int64)
+    number = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return np.repeat(starts, counts) + number * page_bytes

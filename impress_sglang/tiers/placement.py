@@ -20,17 +20,20 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from impress_sglang import loops
-from impress_sglang.tiers.heap import LowestFirst
+from impress_sglang.loops import placing
 from impress_sglang.tiers.rules import Floats, Ids, ReplacementRule
 
 Pages = npt.NDArray[np.int32]
+_State = tuple[
+    npt.NDArray[np.uint8], Pages, npt.NDArray[np.uint16], Ids, Ids, Ids, Floats, Pages, Ids
+]
 _FIRST_CHUNKS = 1024
+_FIRST_TOUCHED = 4096
 
 
 class Tier(enum.IntEnum):
@@ -42,9 +45,7 @@ class Tier(enum.IntEnum):
 
 
 CACHES = (Tier.DEVICE, Tier.HOST)
-# Looking a member of an enumeration up costs more than most steps of a decision.
 _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
-_Origins = dict[int, tuple[int, list[int]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,15 +59,42 @@ class PlacementStats:
     dropped: int = 0
 
 
-@dataclasses.dataclass(slots=True)
-class Move:
-    """A chunk whose bytes must be brought to another place (tiers and pages)."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moves:
+    """Chunks whose bytes must be brought to another place, each once.
 
-    chunk: int
-    source: int
-    source_pages: list[int]
-    target: int
-    target_pages: list[int]
+    `chunks` int64 [n]; `sources` and `targets` uint8 [n], `Tier` values; `source_pages` and
+    `target_pages` int32 [n, width], of which a chunk uses the first `counts` uint16 [n], and none
+    of the former if it comes from SSD.
+    """
+
+    chunks: Ids
+    counts: npt.NDArray[np.uint16]
+    sources: npt.NDArray[np.uint8]
+    source_pages: Pages
+    targets: npt.NDArray[np.uint8]
+    target_pages: Pages
+
+    @classmethod
+    def none(cls) -> Moves:
+        """Nothing moves."""
+        tiers, pages = np.empty(0, np.uint8), np.empty((0, 0), np.int32)
+        return cls(np.empty(0, np.int64), np.empty(0, np.uint16), tiers, pages, tiers, pages)
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def chosen(self, which: npt.NDArray[np.bool_] | Ids) -> Moves:
+        """Some of them, by flags or by their places."""
+        return Moves(*(getattr(self, field.name)[which] for field in dataclasses.fields(self)))
+
+    def pages_between(self, source: int, target: int) -> int:
+        """How many pages go from one tier to another."""
+        return int(self.counts[(self.sources == source) & (self.targets == target)].sum())
+
+    def pages_to(self, target: int) -> int:
+        """How many pages of a tier are filled."""
+        return int(self.counts[self.targets == target].sum())
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,43 +108,7 @@ class Access:
     tiers: npt.NDArray[np.uint8]
     pages: Pages
     kept: npt.NDArray[np.bool_]
-    moves: tuple[Move, ...]
-
-
-class _FreePages:
-    """Pages of a tier that no chunk stands in: those given back, and those never used."""
-
-    def __init__(self, num_pages: int) -> None:
-        self._num_pages = num_pages
-        self._returned: list[int] = []
-        self._fresh = 0
-
-    def __len__(self) -> int:
-        return len(self._returned) + self._num_pages - self._fresh
-
-    def take(self, count: int) -> list[int]:
-        """`count` pages, which must be there."""
-        assert count <= len(self)
-        first = max(len(self._returned) - count, 0)
-        pages = self._returned[first:]
-        del self._returned[first:]
-        missing = count - len(pages)
-        pages.extend(range(self._fresh, self._fresh + missing))
-        self._fresh += missing
-        return pages
-
-    def give(self, pages: list[int]) -> None:
-        """Take pages back."""
-        self._returned.extend(pages)
-
-    def check_integrity(self, held: list[int]) -> None:
-        """The pages that are held and those that are free are all there are, once.
-
-        Raises:
-            AssertionError: they are not, which is a bug.
-        """
-        assert 0 <= self._fresh <= self._num_pages
-        assert sorted([*held, *self._returned]) == list(range(self._fresh))
+    moves: Moves
 
 
 class Placement:
@@ -127,29 +119,34 @@ class Placement:
     ) -> None:
         """Capacities are in pages; a chunk of more than `max_chunk_pages` is never cached."""
         # How many chunks went from tier to tier, by 3 * source + target.
-        self._moved = [0] * 9
+        self._moved = np.zeros(9, np.int64)
         self.capacity: dict[int, int] = {Tier.DEVICE: device_pages, Tier.HOST: host_pages}
         self._rule = rule
-        self._width = max_chunk_pages
-        # Two views of the same bytes: single elements are read faster from the second.
+        self._width = width = max_chunk_pages
+        # Of each chunk; see `loops.placing`, of each tier, too.
         self._tiers = np.zeros(0, np.uint8)
-        self._tier_of = self._tiers.data
-        self._pages: Pages = np.zeros((0, max_chunk_pages), np.int32)
+        self._pages: Pages = np.zeros((0, width), np.int32)
         self._num_pages = np.zeros(0, np.uint16)
-        # Pages of the cached chunks again, as lists: decisions take one chunk at a time.
-        self._own_pages: dict[int, list[int]] = {}
-        self._free = {tier: _FreePages(pages) for tier, pages in self.capacity.items()}
-        self._heaps: dict[int, LowestFirst] = {
-            tier: LowestFirst(self._member_test(tier)) for tier in CACHES
-        }
-        self._counts: dict[int, int] = dict.fromkeys(CACHES, 0)
+        self._heaps = np.zeros((2, 0), np.int64)
+        self._places = np.zeros(0, np.int64)
+        self._noted: Floats = np.zeros(0)
+        self._marks = np.zeros(0, np.int64)
+        self._sizes = np.zeros(2, np.int64)
+        self._capacity = np.array([host_pages, device_pages])
+        self._free = self._capacity.copy()
+        self._stacks = np.zeros((2, max(host_pages, device_pages)), np.int32)
+        for row, own in zip(self._stacks, self._capacity.tolist(), strict=True):
+            row[:own] = np.arange(own)[::-1]
+        self._displaced, self._dropped = np.zeros((2, width), np.int64)
+        self._touched: tuple[Ids, npt.NDArray[np.uint8], Pages]
+        self._make_touched(_FIRST_TOUCHED)
         self._gaps: list[tuple[int, int]] = []
         self._grow(_FIRST_CHUNKS)
 
     @property
     def stats(self) -> PlacementStats:
         """Counters since start."""
-        moved = self._moved
+        moved = self._moved.tolist()
         return PlacementStats(
             promoted=moved[3 * _HOST + _DEVICE],
             demoted=moved[3 * _DEVICE + _HOST],
@@ -166,21 +163,16 @@ class Placement:
     @property
     def num_bytes(self) -> int:
         """Memory of tables and heaps, in bytes."""
-        own = (self._tiers, self._pages, self._num_pages)
-        arrays = [v for v in (*own, *vars(self._rule).values()) if isinstance(v, np.ndarray)]
-        heaps = sum(heap.num_bytes for heap in self._heaps.values())
-        pages = sum(self.capacity.values())
-        return (
-            sum(array.nbytes for array in arrays) + heaps + 120 * len(self._own_pages) + 8 * pages
-        )
+        values = (*vars(self).values(), *vars(self._rule).values())
+        return sum(array.nbytes for array in values if isinstance(array, np.ndarray))
 
     def used_pages(self, tier: int) -> int:
         """Pages of a cache that chunks stand in."""
-        return self.capacity[tier] - len(self._free[tier])
+        return self.capacity[tier] - int(self._free[tier - 1])
 
     def cached_chunks(self, tier: int) -> int:
         """Chunks in a cache."""
-        return self._counts[tier]
+        return int(self._sizes[tier - 1])
 
     def emptied(self, rule: ReplacementRule) -> Placement:
         """A placement without chunks, of the same pages."""
@@ -208,8 +200,8 @@ class Placement:
     def drop(self, ids: Ids) -> None:
         """Remove chunks from the caches, without a decision."""
         for chunk in ids.tolist():
-            if self._tier_of[chunk] != _SSD:
-                self._release(chunk)
+            if self._tiers[chunk] != _SSD:
+                placing.release(chunk, *self._state)
 
     def tiers(self, first: int, count: int) -> npt.NDArray[np.uint8]:
         """Where neighbouring chunks stand now, `Tier` values; not to be changed."""
@@ -219,8 +211,7 @@ class Placement:
         """A new request begins."""
         factor = self._rule.advance()
         if factor != 1.0:
-            for heap in self._heaps.values():
-                heap.scale(factor)
+            self._noted *= factor
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """New chunks replace old ones in the history of accesses; the caches keep the old ones."""
@@ -234,149 +225,92 @@ class Placement:
             shares: float64 [n], share of each chunk's rows that is wanted.
         """
         tiers = self._tiers.take(ids)
-        cached = bool(self._own_pages) and bool(np.count_nonzero(tiers))
+        cached = bool(np.count_nonzero(tiers))
         pages = self._pages.take(ids, axis=0) if cached else self._pages[:0]
         self._rule.record(ids, shares)
         if cached:
-            for tier, heap in self._heaps.items():
-                heap.note_falls(ids, tiers, int(tier), self._rule.priorities)
-        # Looking for the lowest corrects the heaps; where all is on the device, nothing moves.
+            placing.note_falls(ids, tiers, *self._heap, self._rule.priorities)
+        # Where all is on the device, nothing moves.
         settled = cached and int(tiers.min()) == _DEVICE
-        moves = self._place(ids, tiers) if self.enabled and not settled else ()
-        if moves:
+        moves = self._place(ids, tiers) if self.enabled and not settled else Moves.none()
+        if len(moves):
             kept = (tiers == _SSD) & (self._tiers.take(ids) != _SSD)
         else:
             kept = np.zeros(len(ids), np.bool_)
         return Access(tiers, pages, kept, moves)
 
-    def _place(self, ids: Ids, tiers: npt.NDArray[np.uint8]) -> tuple[Move, ...]:
+    @property
+    def _heap(self) -> tuple[Ids, Ids, Ids, Floats]:
+        return self._heaps, self._sizes, self._places, self._noted
+
+    @property
+    def _state(self) -> _State:
+        chunks = self._tiers, self._pages, self._num_pages
+        return *chunks, *self._heap, self._stacks, self._free
+
+    def _place(self, ids: Ids, tiers: npt.NDArray[np.uint8]) -> Moves:
+        priorities = self._rule.priorities
         candidates = loops.find_candidates(
             ids,
             tiers,
             self._num_pages,
-            self._rule.priorities,
+            priorities,
             self._width,
             _DEVICE,
             self._lowest(_DEVICE),
             self._lowest(_HOST),
-            len(self._free[_DEVICE]),
-            len(self._free[_HOST]),
+            int(self._free[_DEVICE - 1]),
+            int(self._free[_HOST - 1]),
         )
         if not len(candidates):
-            return ()
-        origins: _Origins = {}
+            return Moves.none()
         chosen = ids[candidates]
-        order = chosen[np.argsort(-self._rule.priorities[chosen], kind="stable")]
-        self._place_in_order(order, origins)
-        for tier, heap in self._heaps.items():
-            if len(heap) > self._counts[tier] * 5 // 4 + 64:
-                heap.compact(np.flatnonzero(self._tiers == tier), self._rule.priorities)
-        return tuple(self._moves(origins))
+        order = chosen[np.argsort(-priorities[chosen], kind="stable")]
+        begin, refused, count = 0, self._width + 1, 0
+        while True:
+            begin, refused, count = placing.place(
+                order,
+                begin,
+                refused,
+                count,
+                priorities,
+                self._capacity,
+                *self._state,
+                *self._touched,
+                self._marks,
+                self._displaced,
+                self._dropped,
+            )
+            if begin == len(order):
+                return self._moves(count)
+            self._make_touched(2 * len(self._touched[0]), count)
+
+    def _make_touched(self, size: int, kept: int = 0) -> None:
+        """Room to remember where so many chunks stood, and at least those that one can touch."""
+        size = max(size, 1 + self._width + self._width**2)
+        chunks, sources = np.empty(size, np.int64), np.empty(size, np.uint8)
+        pages = np.empty((size, self._width), np.int32)
+        if kept:
+            before = self._touched
+            chunks[:kept], sources[:kept], pages[:kept] = (own[:kept] for own in before)
+        self._touched = chunks, sources, pages
+
+    def _moves(self, count: int) -> Moves:
+        """What of the chunks that were touched is now somewhere else."""
+        own_chunks, own_sources, own_pages = self._touched
+        chunks, sources, before = own_chunks[:count], own_sources[:count], own_pages[:count]
+        self._marks[chunks] = 0
+        targets, pages, counts = self._tiers[chunks], self._pages[chunks], self._num_pages[chunks]
+        changed = targets != sources
+        self._moved += np.bincount(3 * sources[changed] + targets[changed], minlength=9)
+        used = np.arange(self._width) < counts[:, None]
+        other = changed | ((pages != before) & used).any(1)
+        moves = Moves(chunks, counts, sources, before, targets, pages)
+        return moves.chosen((targets != _SSD) & other)
 
     def _lowest(self, tier: int) -> float:
-        lowest = self._heaps[tier].lowest(self._rule.priorities.data)
-        return math.inf if lowest is None else lowest[0]
-
-    def _place_in_order(self, ids: Ids, origins: _Origins) -> None:
-        """Place chunks, best first.
-
-        Where one finds no place, none that follows and is as large does, until something moves.
-        """
-        refused = self._width + 1
-        columns = (self._num_pages[ids], self._rule.priorities[ids])
-        rows = zip(ids.tolist(), *(column.tolist() for column in columns), strict=True)
-        for chunk, num_pages, priority in rows:
-            if num_pages >= refused and self._tier_of[chunk] == _SSD:
-                continue
-            if self._place_one(chunk, priority, origins):
-                refused = self._width + 1
-            elif self._tier_of[chunk] == _SSD:
-                refused = num_pages
-
-    def _place_one(self, chunk: int, priority: float, origins: _Origins) -> bool:
-        """Move a chunk to the best tier where it beats the lowest; returns whether it moved."""
-        victims = self._victims(_DEVICE, int(self._num_pages[chunk]), priority)
-        if victims is None:
-            on_ssd = self._tier_of[chunk] == _SSD
-            return on_ssd and self._place_on_host(chunk, priority, origins)
-        for victim, _ in victims:
-            self._remember(victim, origins)
-            self._release(victim)
-        self._remember(chunk, origins)
-        if self._tier_of[chunk] != _SSD:
-            self._release(chunk)
-        self._occupy(chunk, _DEVICE, priority)
-        for victim, worth in reversed(victims):
-            self._place_on_host(victim, worth, origins)
-        return True
-
-    def _place_on_host(self, chunk: int, priority: float, origins: _Origins) -> bool:
-        victims = self._victims(_HOST, int(self._num_pages[chunk]), priority)
-        if victims is None:
-            return False
-        for victim, _ in victims:
-            self._remember(victim, origins)
-            self._release(victim)
-        self._remember(chunk, origins)
-        self._occupy(chunk, _HOST, priority)
-        return True
-
-    def _victims(
-        self, tier: int, num_pages: int, priority: float
-    ) -> list[tuple[int, float]] | None:
-        """Members to displace so that `num_pages` are free, lowest first; None if one is better."""
-        free = len(self._free[tier])
-        if free >= num_pages:
-            return []
-        if self.capacity[tier] < num_pages:
-            return None
-        heap, priorities = self._heaps[tier], self._rule.priorities.data
-        victims: dict[int, float] = {}
-        while free < num_pages:
-            lowest = heap.lowest(priorities)
-            if lowest is None or lowest[0] >= priority:
-                for victim, worth in victims.items():
-                    heap.push(victim, worth)
-                return None
-            heap.pop()
-            worth, victim = lowest
-            # A member may have several entries.
-            if victim not in victims:
-                victims[victim] = worth
-                free += int(self._num_pages[victim])
-        return list(victims.items())
-
-    def _remember(self, chunk: int, origins: _Origins) -> None:
-        if chunk not in origins:
-            origins[chunk] = (self._tier_of[chunk], self._own_pages.get(chunk, []))
-
-    def _moves(self, origins: _Origins) -> list[Move]:
-        moves = []
-        for chunk, (source, pages) in origins.items():
-            target = self._tier_of[chunk]
-            if target != source:
-                self._moved[3 * source + target] += 1
-            now = self._own_pages.get(chunk, [])
-            if target != _SSD and (target != source or now != pages):
-                moves.append(Move(chunk, source, pages, target, now))
-        return moves
-
-    def _occupy(self, chunk: int, tier: int, priority: float) -> None:
-        count = int(self._num_pages[chunk])
-        self._own_pages[chunk] = self._pages[chunk, :count] = self._free[tier].take(count)
-        self._tier_of[chunk] = tier
-        self._counts[tier] += 1
-        self._heaps[tier].push(chunk, priority)
-
-    def _release(self, chunk: int) -> None:
-        tier = self._tier_of[chunk]
-        self._free[tier].give(self._own_pages.pop(chunk))
-        self._counts[tier] -= 1
-        self._tier_of[chunk] = _SSD
-
-    def _member_test(self, tier: int) -> Callable[[int], bool]:
-        number = int(tier)
-        return lambda chunk: self._tier_of[chunk] == number
+        chunk = placing.lowest(*self._heap, tier - 1, self._rule.priorities)
+        return math.inf if chunk < 0 else float(self._rule.priorities[chunk])
 
     def _take_range(self, size: int) -> int:
         for position, (base, length) in enumerate(self._gaps):
@@ -399,14 +333,16 @@ class Placement:
 
     def _grow(self, size: int) -> None:
         old = len(self._tiers)
-        self._tiers = np.concatenate([self._tiers, np.zeros(size - old, np.uint8)])
-        self._tier_of = self._tiers.data
-        self._pages = np.concatenate([self._pages, np.zeros((size - old, self._width), np.int32)])
-        self._num_pages = np.concatenate([self._num_pages, np.zeros(size - old, np.uint16)])
+        more = size - old
+        self._tiers = np.concatenate([self._tiers, np.zeros(more, np.uint8)])
+        self._pages = np.concatenate([self._pages, np.zeros((more, self._width), np.int32)])
+        self._num_pages = np.concatenate([self._num_pages, np.zeros(more, np.uint16)])
+        self._heaps = np.concatenate([self._heaps, np.zeros((2, more), np.int64)], axis=1)
+        self._places = np.concatenate([self._places, np.full(more, -1)])
+        self._noted = np.concatenate([self._noted, np.zeros(more)])
+        self._marks = np.concatenate([self._marks, np.zeros(more, np.int64)])
         self._rule.resize(size)
-        for heap in self._heaps.values():
-            heap.resize(size)
-        self._give_range(old, size - old)
+        self._give_range(old, more)
 
     def check_integrity(self) -> None:
         """Check that pages, tiers and heaps agree.
@@ -414,20 +350,24 @@ class Placement:
         Raises:
             AssertionError: they do not, which is a bug.
         """
+        priorities = self._rule.priorities
         for tier in CACHES:
-            members = np.flatnonzero(self._tiers == tier)
-            assert len(members) == self._counts[tier]
-            held = []
-            for chunk in members.tolist():
-                own = self._own_pages[chunk]
-                assert self._pages[chunk, : self._num_pages[chunk]].tolist() == own
-                held += own
-            self._free[tier].check_integrity(held)
-            self._heaps[tier].check_integrity(members.tolist(), self._rule.priorities)
-        free = np.zeros(len(self._tiers), np.bool_)
+            row, members = tier - 1, np.flatnonzero(self._tiers == tier)
+            heap = self._heaps[row, : self._sizes[row]]
+            assert np.array_equal(np.sort(heap), members)
+            assert np.array_equal(self._places[heap], np.arange(len(heap)))
+            noted = self._noted[heap]
+            assert (noted <= priorities[heap]).all()
+            assert (noted[1:] >= noted[(np.arange(1, len(heap)) - 1) // 2]).all()
+            used = np.arange(self._width) < self._num_pages[members][:, None]
+            held = self._pages[members][used].tolist()
+            free = self._stacks[row, : self._free[row]].tolist()
+            assert sorted([*held, *free]) == list(range(self.capacity[tier]))
+        assert (self._places[self._tiers == _SSD] < 0).all()
+        assert not self._marks.any()
+        owned = np.ones(len(self._tiers), np.bool_)
         for base, length in self._gaps:
-            assert not free[base : base + length].any()
-            free[base : base + length] = True
-        assert not self._tiers[free].any(), "a chunk without an owner is cached"
-        assert len(self._own_pages) == sum(self._counts.values())
-        assert not self._rule.priorities[free].any()
+            assert owned[base : base + length].all()
+            owned[base : base + length] = False
+        assert not self._tiers[~owned].any(), "a chunk without an owner is cached"
+        assert not priorities[~owned].any()

@@ -24,6 +24,7 @@ from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.reader import ChunkReader, OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
 from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
@@ -374,19 +375,15 @@ class CodedSource:
 
     def _settle(self, layer: int, parts: Sequence[_Part], access: Access) -> None:
         """Move chunks; those that were read to be cached are taken from the areas."""
-        loaded: dict[int, Tensor] = {}
+        loaded: list[LoadedChunks] = []
         memories: list[PooledMemory] = []
         for part in parts:
-            kept = np.flatnonzero(part.kept)
-            if not len(kept):
-                continue
-            memory = self._area(layer, part.number).memory
-            memories.append(memory)
-            blocks, chunks = memory.vectors(torch.uint8, BLOCK_BYTES), part.span.chunks
-            first, count = chunks.first[part.chunks[kept]], chunks.count[part.chunks[kept]]
-            columns = (part.ids[kept], first, first + count)
-            for chunk, begin, end in zip(*(column.tolist() for column in columns), strict=True):
-                loaded[chunk] = blocks[begin:end].view(-1)
+            if part.kept.any():
+                memory = self._area(layer, part.number).memory
+                memories.append(memory)
+                flat = memory.vectors(torch.uint8, 1).view(-1)
+                starts = part.span.chunks.first[part.chunks[part.kept]] * BLOCK_BYTES
+                loaded.append(LoadedChunks(flat, part.ids[part.kept], starts))
         fence = self._cache.settle(access, loaded)
         if fence is not None:
             for memory in memories:
@@ -400,8 +397,7 @@ class CodedSource:
         for part in parts:
             sizes = part.span.chunks.count[part.chunks] * BLOCK_BYTES
             stats.h2d_bytes += int(sizes[part.tiers != _DEVICE].sum())
-        moved = (move for move in access.moves if move.target == _DEVICE)
-        stats.h2d_bytes += sum(len(move.target_pages) for move in moved) * BLOCK_BYTES
+        stats.h2d_bytes += access.moves.pages_to(_DEVICE) * BLOCK_BYTES
 
 
 class _Part:

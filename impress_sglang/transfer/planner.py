@@ -284,9 +284,7 @@ class PrefixPlanner:
                         )
                 if own.rows is not None or not self._shape.sketch_bits:
                     self._found.append((own, part, read.whole))
-        if read.access.moves:
-            moved = (move for move in read.access.moves if move.target == _DEVICE)
-            stats.h2d_bytes += sum(len(move.target_pages) for move in moved) * self._page_bytes
+        stats.h2d_bytes += read.access.moves.pages_to(_DEVICE) * self._page_bytes
 
     @functools.cached_property
     def _everything(self) -> Indices:
@@ -333,7 +331,7 @@ class PrefixPlanner:
                         (on_ssd, on_host, on_device),
                     )
                 )
-            blocks_read = _blocks_from_ssd(wish.span, parts, bool(access.moves))
+            blocks_read = _blocks_from_ssd(wish.span, parts, bool(len(access.moves)))
             reads.append(SpanRead(wish.span, wish.first, wish.rows, parts, blocks_read))
         return PlannedRead(layer, reads, access, whole)
 

@@ -24,6 +24,7 @@ from impress_sglang.storage.reader import ChunkReader, OpenSegment
 from impress_sglang.storage.sketch import Sketch
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.fence import to_device
+from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
 from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
 from impress_sglang.transfer.expectation import chances_after, likely_blocks
@@ -436,18 +437,17 @@ class SegmentSource:
                 if (memory := self._memory_of(plan.layer, own)) is not None:
                     memory.fence = fence
 
-    def _kept_chunks(self, plan: PlannedRead) -> dict[int, Tensor]:
-        """Bytes of the chunks that were read whole to be cached, by id."""
-        found: dict[int, Tensor] = {}
-        for own in plan.spans if plan.access.moves else ():
+    def _kept_chunks(self, plan: PlannedRead) -> list[LoadedChunks]:
+        """The chunks that were read whole to be cached."""
+        found = []
+        for own in plan.spans:
             for part in own.parts:
-                group, memory = part.group, self._memory(plan.layer, own.span)
-                flat = memory.vectors(torch.uint8, 1).view(-1)
-                kept = np.flatnonzero(part.kept)
-                lanes, chunks = np.divmod(part.chunks[kept], group.chunks)
-                starts = group.start + lanes * group.stream_bytes + chunks * group.stride
-                for place, start in zip(kept.tolist(), starts.tolist(), strict=True):
-                    found[int(part.ids[place])] = flat[start : start + group.stride]
+                if part.kept.any():
+                    group, memory = part.group, self._memory(plan.layer, own.span)
+                    lanes, chunks = np.divmod(part.chunks[part.kept], group.chunks)
+                    starts = group.start + lanes * group.stream_bytes + chunks * group.stride
+                    flat = memory.vectors(torch.uint8, 1).view(-1)
+                    found.append(LoadedChunks(flat, part.ids[part.kept], starts))
         return found
 
 

@@ -36,7 +36,8 @@ from impress_sglang.storage.reader import ChunkReader, Integers, OpenSegment
 from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.storage.sketch import Sketch
 from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.placement import Access, Move, Tier
+from impress_sglang.tiers.moves import LoadedChunks
+from impress_sglang.tiers.placement import Access, Moves, Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.area import AreaPool
@@ -46,7 +47,7 @@ from impress_sglang.transfer.expectation import BlockHistory, UnitHistory
 from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.plan import SourceSpan
-from impress_sglang.transfer.precise import Evenly, PreciseLoader
+from impress_sglang.transfer.precise import SCORED_QUERIES, Evenly, PreciseLoader
 from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
 from impress_sglang.transfer.scoring import KernelScorer
 from impress_sglang.transfer.slots import LayerSlots
@@ -114,7 +115,7 @@ def run_stages(
     if shape.coded:
         everything = tuple(range(shape.num_kv_heads))
         with _fitting(shape, "loading codes", "--impress-identify paper, which has none"):
-            _score_all_tiles(shape, everything, 0, device, squares=True)
+            _score_all_tiles(shape, everything, 0, device, squares=True, most_new=SCORED_QUERIES)
             _load_codes(replace(shape, num_layers=1), chunk_tokens, device)
 
 
@@ -156,13 +157,14 @@ def _score_all_tiles(
     device: torch.device,
     *,
     squares: bool = False,
+    most_new: int = MOST_NEW_TOKENS,
 ) -> None:
     """Score the keys of some heads, or sketches, with and without resident keys."""
 
     def zeros(tokens: int, num_heads: int) -> Tensor:
         return torch.zeros(tokens, num_heads, shape.key_dim, dtype=shape.dtype, device=device)
 
-    for new, tokens in _lengths_of_tiles(shape, len(heads), bits, device):
+    for new, tokens in _lengths_of_tiles(shape, len(heads), bits, device, most_new):
         prefix = _sketch(shape, tokens, device) if bits else zeros(tokens, len(heads))
         queries = zeros(new, len(heads) * shape.group_size)
         new_keys = zeros(new, shape.num_kv_heads)
@@ -181,7 +183,7 @@ def _sketch(shape: KVShape, tokens: int, device: torch.device) -> Sketch:
 
 
 def _lengths_of_tiles(
-    shape: KVShape, num_heads: int, bits: int, device: torch.device
+    shape: KVShape, num_heads: int, bits: int, device: torch.device, most_new: int
 ) -> list[tuple[int, int]]:
     """Numbers of new and of prefix tokens for each tile that there is."""
     from impress_sglang.triton import scores
@@ -192,7 +194,7 @@ def _lengths_of_tiles(
     found: dict[scores.Tile, tuple[int, int]] = {}
     # Short ones first: long ones take memory.
     for tokens in _powers_of_two(LONGEST_PREFIX):
-        for new in _powers_of_two(MOST_NEW_TOKENS):
+        for new in _powers_of_two(most_new):
             lengths = scores.Lengths((new,), (tokens,), (0,))
             tile = scores.tile_shape(
                 lengths, num_heads, shape.group_size, shape.key_dim, shape.dtype, bits, processors
@@ -331,9 +333,18 @@ def _move_chunks(cache: ChunkCache) -> None:
     loaded = torch.zeros(
         cache.page.page_bytes, dtype=torch.uint8, pin_memory=cache.device.type == "cuda"
     )
-    moves = Move(0, Tier.SSD, [], Tier.DEVICE, [0]), Move(1, Tier.DEVICE, [0], Tier.HOST, [0])
+    pages = np.zeros((2, 1), np.int32)
+    moves = Moves(
+        np.arange(2),
+        np.ones(2, np.uint16),
+        np.array([Tier.SSD, Tier.DEVICE], np.uint8),
+        pages,
+        np.array([Tier.DEVICE, Tier.HOST], np.uint8),
+        pages,
+    )
     nothing = np.empty(0, np.uint8), np.empty((0, 0), np.int32), np.empty(0, np.bool_)
-    fence = cache.settle(Access(*nothing, moves), {0: loaded})
+    kept = LoadedChunks(loaded, np.zeros(1, np.int64), np.zeros(1, np.int64))
+    fence = cache.settle(Access(*nothing, moves), [kept])
     assert fence is not None
     fence.wait()
 

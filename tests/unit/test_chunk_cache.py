@@ -12,10 +12,11 @@ from torch import Tensor
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.tiers.slab import PageShape
 from tests.unit.kv_factory import attach, make_shape
-from tests.unit.test_placement import GivenPriorities
+from tests.unit.test_placement import GivenPriorities, each_move
 
 CPU = torch.device("cpu")
 CHUNK = 8
@@ -114,15 +115,18 @@ class Bench:
         access = self.begin(worths)
         kept = np.array(list(worths))[access.kept].tolist()
         # As they come from disk: behind the rows are the rest of a block and old bytes.
-        loaded = {c: self.in_area(self.bytes[c], padding) for c in kept}
+        start = np.zeros(1, np.int64)
+        loaded = [
+            LoadedChunks(self.in_area(self.bytes[chunk], padding), np.array([chunk]), start)
+            for chunk in kept
+        ]
         self.cache.settle(access, loaded)
         self.cache.check_integrity()
         return access
 
     def in_area(self, chunk: Tensor, padding: int) -> Tensor:
         """A chunk in memory that goes on for a page behind it."""
-        area = torch.cat([chunk, self.random(padding + self.cache.page.page_bytes)])
-        return area[: len(chunk) + padding]
+        return torch.cat([chunk, self.random(padding + self.cache.page.page_bytes)])
 
     def check_all(self) -> int:
         """Compare all that is cached; returns how many chunks that are."""
@@ -165,7 +169,7 @@ class CacheMachine(RuleBasedStateMachine):
         access = self.bench.begin(worths)
         self.bench.cache.abandon(access)
 
-        moved = {move.chunk for move in access.moves}
+        moved = set(access.moves.chunks.tolist())
         again = self.bench.begin(worths)
         for number, chunk in enumerate(worths):
             assert chunk not in moved or again.tiers[number] == Tier.SSD
@@ -213,7 +217,7 @@ def test_chunks_change_places_through_the_same_pages(bench: Bench) -> None:
 
     access = bench.access({VALUES: 0.6})
 
-    moves = {move.chunk: move for move in access.moves}
+    moves = {move.chunk: move for move in each_move(access)}
     assert (moves[VALUES].source, moves[VALUES].target) == (Tier.HOST, Tier.DEVICE)
     assert (moves[OTHER].source, moves[OTHER].target) == (Tier.DEVICE, Tier.HOST)
     assert sorted(moves[OTHER].target_pages) == sorted(moves[VALUES].source_pages)

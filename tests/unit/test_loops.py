@@ -167,7 +167,6 @@ def test_find_candidates(seed: int) -> None:
     num_pages = rng.integers(1, 5, size).astype(np.uint16)
     # Few different values, so that some are equal.
     priorities = rng.integers(0, 4, size).astype(np.float64)
-    both("fallen_members", ids, tiers, 2, priorities, rng.permutation(priorities))
     lowest = rng.choice([0.0, 1.0, 2.0, np.inf], 2).tolist()
     both("find_candidates", ids, tiers, num_pages, priorities, 3, 2, *lowest, *FREE[seed % 3])
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from impress_sglang.tiers.placement import Access, Move, Placement, PlacementStats, Tier
+from impress_sglang.tiers.placement import Access, Placement, PlacementStats, Tier
 from impress_sglang.tiers.rules import Floats, Ids, LeastFrequentlyUsed
 
 SSD, HOST, DEVICE = Tier.SSD, Tier.HOST, Tier.DEVICE
@@ -68,8 +69,32 @@ class Bench:
         return self.on(DEVICE), self.on(HOST)
 
 
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """One of the moves of an access."""
+
+    chunk: int
+    source: Tier
+    source_pages: tuple[int, ...]
+    target: Tier
+    target_pages: tuple[int, ...]
+
+
+def each_move(access: Access) -> list[Move]:
+    moves = access.moves
+    columns = (moves.chunks, moves.counts, moves.sources, moves.targets)
+    found = []
+    for row, (chunk, count, source, target) in enumerate(
+        zip(*(column.tolist() for column in columns), strict=True)
+    ):
+        before = tuple(moves.source_pages[row, :count].tolist()) if source else ()
+        now = tuple(moves.target_pages[row, :count].tolist())
+        found.append(Move(chunk, Tier(source), before, Tier(target), now))
+    return found
+
+
 def moves_of(access: Access) -> set[tuple[int, Tier, Tier]]:
-    return {(move.chunk, move.source, move.target) for move in access.moves}
+    return {(move.chunk, move.source, move.target) for move in each_move(access)}
 
 
 def equal_chunks(device: int, host: int, count: int = 8) -> Bench:
@@ -92,7 +117,7 @@ def test_a_chunk_found_on_the_device_stays() -> None:
 
     found = bench.access({0: 1.0})
 
-    assert found.tiers.tolist() == [DEVICE] and not found.kept.any() and found.moves == ()
+    assert found.tiers.tolist() == [DEVICE] and not found.kept.any() and len(found.moves) == 0
     assert bench.stand == ({0, 1}, {2}), "although it is the lowest now"
 
 
@@ -113,7 +138,7 @@ def test_a_chunk_found_on_the_host_that_does_not_stays_there() -> None:
 
     found = bench.access({3: 3.9})
 
-    assert found.moves == ()
+    assert len(found.moves) == 0
     assert bench.stand == ({0, 1}, {2, 3})
 
 
@@ -147,7 +172,7 @@ def test_a_chunk_found_on_ssd_that_beats_nothing_stays_there() -> None:
     found = bench.access({4: 1.5})
 
     assert found.tiers.tolist() == [SSD] and found.kept.tolist() == [False]
-    assert found.moves == ()
+    assert len(found.moves) == 0
     assert bench.stand == ({0, 1}, {2, 3})
 
 
@@ -219,7 +244,7 @@ def test_the_two_caches_are_exclusive() -> None:
 def test_pages_of_cached_chunks_are_their_own() -> None:
     bench = Bench(4, 4, [2, 2, 2, 2])
     found = bench.access({0: 4.0, 1: 3.0, 2: 2.0, 3: 1.0})
-    targets = {move.chunk: (move.target, list(move.target_pages)) for move in found.moves}
+    targets = {move.chunk: (move.target, list(move.target_pages)) for move in each_move(found)}
 
     assert {tier for tier, _ in targets.values()} == {DEVICE, HOST}
     for tier in (DEVICE, HOST):
@@ -249,7 +274,7 @@ def test_a_chunk_larger_than_both_tiers_is_never_cached() -> None:
 
     found = bench.access({0: 9.0})
 
-    assert found.moves == () and not found.kept.any()
+    assert len(found.moves) == 0 and not found.kept.any()
     assert bench.stand == ({1, 2}, {3, 4})
 
 
@@ -298,7 +323,7 @@ def test_a_newcomer_that_would_need_a_better_victim_gets_none_and_nothing_change
 
     found = bench.access({3: 4.0})
 
-    assert found.moves == () and not found.kept.any()
+    assert len(found.moves) == 0 and not found.kept.any()
     assert bench.stand == ({0, 1, 2}, set())
     assert bench.placement.stats == PlacementStats(admitted_device=3)
     bench.access({3: 5.5})
@@ -358,7 +383,7 @@ def test_without_caches_nothing_is_placed() -> None:
     found = bench.access({0: 1.0, 1: 2.0})
 
     assert not bench.placement.enabled
-    assert found.tiers.tolist() == [SSD, SSD] and found.moves == () and not found.kept.any()
+    assert found.tiers.tolist() == [SSD, SSD] and len(found.moves) == 0 and not found.kept.any()
 
 
 @pytest.mark.parametrize(("device", "host"), [(2, 0), (0, 2)])
@@ -498,11 +523,15 @@ DAMAGE: dict[str, Damage] = {
     "two chunks in one page": lambda p: corrupt(p._pages, (0, 0), p._pages[1, 0]),
     "a page that is not there": lambda p: corrupt(p._pages, (0, 0), 99),
     "more pages": lambda p: corrupt(p._num_pages, 0, 2),
-    "a wrong count": lambda p: p._counts.update({HOST: 5}),
-    "a page lost": lambda p: p._free[HOST].take(1),
-    "a page free twice": lambda p: p._free[HOST].give(2 * p._free[HOST].take(1)),
-    "a used page free": lambda p: p._free[DEVICE].give([int(p._pages[0, 0])]),
-    "an entry lost": lambda p: p._heaps[HOST].pop(),
+    "a wrong count": lambda p: corrupt(p._sizes, 0, 5),
+    "a page lost": lambda p: corrupt(p._free, 0, p._free[0] - 1),
+    "a page free twice": lambda p: corrupt(p._stacks, (0, 0), p._stacks[0, 1]),
+    "a used page free": lambda p: corrupt(p._stacks, (0, 0), p._pages[3, 0]),
+    "an entry lost": lambda p: corrupt(p._heaps, (1, 0), p._heaps[1, 1]),
+    "a place that is not its own": lambda p: corrupt(p._places, 0, p._places[1]),
+    "a place of none": lambda p: corrupt(p._places, 5, 0),
+    "heaps in no order": lambda p: corrupt(p._noted, 0, -1.0),
+    "a chunk that was touched": lambda p: corrupt(p._marks, 0, 1),
     "a priority that fell": lambda p: corrupt(p._rule.priorities, 0, 0.5),
     "a gap over a chunk": lambda p: p._gaps.append((0, 1)),
     "two gaps over each other": lambda p: p._gaps.append((500, 1)),
@@ -524,10 +553,10 @@ def test_damage_is_noticed(damage: str) -> None:
 
 def test_a_move_says_where_from_and_where_to() -> None:
     bench = Bench(1, 1, [1, 1])
-    (first,) = bench.access({0: 1.0}).moves
-    moves = {move.chunk: move for move in bench.access({1: 2.0}).moves}
+    (first,) = each_move(bench.access({0: 1.0}))
+    moves = {move.chunk: move for move in each_move(bench.access({1: 2.0}))}
 
-    assert isinstance(first, Move) and first.source == SSD
+    assert first.source == SSD and not first.source_pages
     assert moves[0].source == DEVICE
     assert list(moves[0].source_pages) == list(first.target_pages) == [0]
     assert list(moves[1].target_pages) == [0], "the page is source and target at once"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from impress_sglang.tiers.placement import CACHES, Access, Placement, Tier
-from tests.unit.test_placement import GivenPriorities
+from tests.unit.test_placement import GivenPriorities, each_move
 
 WIDTH = 3
 SIZES = st.lists(st.integers(1, WIDTH + 1), min_size=1, max_size=6)
@@ -129,7 +129,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     def check_access(self, names: list[str], before: dict[str, Tier], found: Access) -> None:
         by_id = {chunk: name for name, chunk in self.ids.items()}
-        moved = {by_id[move.chunk]: move for move in found.moves}
+        moved = {by_id[move.chunk]: move for move in each_move(found)}
         assert len(moved) == len(found.moves), "one move for a chunk"
         for number, name in enumerate(names):
             assert found.tiers[number] == before[name]

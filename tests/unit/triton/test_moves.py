@@ -10,6 +10,7 @@ from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers.moves import KernelMover
 from impress_sglang.tiers.placement import Tier
 from tests.unit.test_chunk_cache import SHAPE, SKETCHED, Bench, make_cache
+from tests.unit.test_placement import each_move
 
 SHAPES = {
     "probe": SHAPE,
@@ -37,7 +38,7 @@ def test_random_accesses(
     for _ in range(60):
         chosen = rng.choice(chunks, 7, replace=False).tolist()
         access = bench.access(dict(zip(chosen, rng.random(7).tolist(), strict=True)))
-        moves |= {(Tier(move.source), Tier(move.target)) for move in access.moves}
+        moves |= {(move.source, move.target) for move in each_move(access)}
     assert bench.check_all() > 0
     if device_pages and host_pages < 80:
         assert (Tier.SSD, Tier.DEVICE) in moves

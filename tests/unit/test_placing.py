@@ -1,0 +1,65 @@
+"""The heaps of a placement against a plain set that is searched."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from impress_sglang.loops import placing
+
+CHUNKS = 12
+HOST, DEVICE = 1, 2
+
+
+class HeapMachine(RuleBasedStateMachine):
+    """Priorities live outside: they rise untold, and fall with `note_falls`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiers = np.zeros(CHUNKS, np.uint8)
+        self.priorities = np.zeros(CHUNKS)
+        self.sizes = np.zeros(2, np.int64)
+        self.places = np.full(CHUNKS, -1)
+        self.noted = np.zeros(CHUNKS)
+        self.heap = np.zeros((2, CHUNKS), np.int64), self.sizes, self.places, self.noted
+
+    def members(self, tier: int) -> list[int]:
+        return np.flatnonzero(self.tiers == tier).tolist()
+
+    @rule(chunk=st.integers(0, CHUNKS - 1), tier=st.sampled_from([HOST, DEVICE]))
+    def enter(self, chunk: int, tier: int) -> None:
+        if not self.tiers[chunk]:
+            self.tiers[chunk] = tier
+            placing.enter(*self.heap, tier - 1, chunk, self.priorities[chunk])
+
+    @precondition(lambda self: self.tiers.any())
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        chunk = data.draw(st.sampled_from(np.flatnonzero(self.tiers).tolist()))
+        placing.leave(*self.heap, self.tiers[chunk] - 1, chunk)
+        self.tiers[chunk] = 0
+
+    @rule(worths=st.dictionaries(st.integers(0, CHUNKS - 1), st.integers(0, 9), min_size=1))
+    def change(self, worths: dict[int, int]) -> None:
+        ids = np.array(list(worths))
+        self.priorities[ids] = list(worths.values())
+        placing.note_falls(ids, self.tiers[ids], *self.heap, self.priorities)
+
+    @invariant()
+    def the_lowest_is_found(self) -> None:
+        for tier in (HOST, DEVICE):
+            members = self.members(tier)
+            found = placing.lowest(*self.heap, tier - 1, self.priorities)
+            assert self.sizes[tier - 1] == len(members)
+            expected = min(members, key=lambda own: (self.priorities[own], own), default=-1)
+            assert found == expected
+
+    @invariant()
+    def what_is_noted_is_no_more_than_the_priority(self) -> None:
+        own = self.tiers > 0
+        assert (self.noted[own] <= self.priorities[own]).all()
+        assert (self.places[~own] == -1).all()
+
+
+TestHeap = HeapMachine.TestCase
