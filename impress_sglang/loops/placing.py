@@ -7,9 +7,13 @@ A heap has each member of its tier once, the lowest first, of equal ones that wi
 What it goes by is `noted`, which is at most a chunk's priority: one that rises is corrected when
 the chunk comes up, one that falls is told by `note_falls`.
 
+    tiers uint8 [chunks]          where each chunk stands
+    first int64 [chunks]          where in `pages` its own begin
+    num_pages uint16 [chunks]     how many these are
+    pages int32                   their numbers, if the chunk is in a cache
     noted float64 [chunks]        what the heap of a chunk's tier goes by
-    places int64 [chunks]         where in the heap a chunk is, -1 for none
-    heaps int64 [2, chunks]       ids
+    places int64 [chunks]         where in the heap a chunk is, 0 for nowhere
+    heaps int64 [2, 1 + chunks]   ids, from place 1 on
     sizes int64 [2]               members
     stacks int32 [2, pages]       free pages, the next one last
     free int64 [2]                how many these are
@@ -22,7 +26,8 @@ from impress_sglang.loops.types import Floats, Indices, Int32s, Uint8s, Uint16s
 
 _SSD, _DEVICE = 0, 2
 _HEAP = "int64[:, ::1], int64[::1], int64[::1], float64[::1]"
-_STATE = f"uint8[::1], int32[:, ::1], uint16[::1], {_HEAP}, int32[:, ::1], int64[::1]"
+_CHUNKS = "uint8[::1], int64[::1], uint16[::1], int32[::1]"
+_STATE = f"{_CHUNKS}, {_HEAP}, int32[:, ::1], int64[::1]"
 
 
 @compiled("(float64[::1], int64, int64)")
@@ -34,13 +39,10 @@ def _before(noted: Floats, one: int, other: int) -> bool:
 def _rise(heap: Indices, places: Indices, noted: Floats, at: int) -> None:
     """The chunk at this place may be lower than those above."""
     chunk = heap[at]
-    while at > 0:
-        parent = (at - 1) // 2
-        if not _before(noted, chunk, heap[parent]):
-            break
-        heap[at] = heap[parent]
+    while at > 1 and _before(noted, chunk, heap[at // 2]):
+        heap[at] = heap[at // 2]
         places[heap[at]] = at
-        at = parent
+        at //= 2
     heap[at] = chunk
     places[chunk] = at
 
@@ -49,9 +51,9 @@ def _rise(heap: Indices, places: Indices, noted: Floats, at: int) -> None:
 def _sink(heap: Indices, size: int, places: Indices, noted: Floats, at: int) -> None:
     """The chunk at this place may be higher than those below."""
     chunk = heap[at]
-    while 2 * at + 1 < size:
-        child = 2 * at + 1
-        if child + 1 < size and _before(noted, heap[child + 1], heap[child]):
+    while 2 * at <= size:
+        child = 2 * at
+        if child < size and _before(noted, heap[child + 1], heap[child]):
             child += 1
         if not _before(noted, heap[child], chunk):
             break
@@ -73,11 +75,10 @@ def enter(
     priority: float,
 ) -> None:
     """A chunk becomes a member."""
-    at = sizes[row]
-    heaps[row, at] = chunk
     sizes[row] += 1
+    heaps[row, sizes[row]] = chunk
     noted[chunk] = priority
-    _rise(heaps[row], places, noted, at)
+    _rise(heaps[row], places, noted, sizes[row])
 
 
 @compiled(f"({_HEAP}, int64, int64)")
@@ -86,9 +87,9 @@ def leave(
 ) -> None:
     """A chunk that is a member is none any more."""
     at = places[chunk]
-    sizes[row] -= 1
     last = heaps[row, sizes[row]]
-    places[chunk] = -1
+    sizes[row] -= 1
+    places[chunk] = 0
     if last != chunk:
         heaps[row, at] = last
         places[last] = at
@@ -102,11 +103,11 @@ def lowest(
 ) -> int:
     """The member with the lowest priority, -1 if there is none; it stays."""
     while sizes[row]:
-        chunk = heaps[row, 0]
+        chunk = heaps[row, 1]
         if priorities[chunk] <= noted[chunk]:
             return int(chunk)
         noted[chunk] = priorities[chunk]
-        _sink(heaps[row], sizes[row], places, noted, 0)
+        _sink(heaps[row], sizes[row], places, noted, 1)
     return -1
 
 
@@ -132,8 +133,9 @@ def note_falls(
 def release(
     chunk: int,
     tiers: Uint8s,
-    pages: Int32s,
+    first: Indices,
     num_pages: Uint16s,
+    pages: Int32s,
     heaps: Indices,
     sizes: Indices,
     places: Indices,
@@ -144,11 +146,11 @@ def release(
     """A chunk leaves its cache."""
     row = tiers[chunk] - 1
     # Who is chosen to be displaced has left the heap before.
-    if places[chunk] >= 0:
+    if places[chunk]:
         leave(heaps, sizes, places, noted, row, chunk)
     count = num_pages[chunk]
     for number in range(count):
-        stacks[row, free[row] + number] = pages[chunk, count - 1 - number]
+        stacks[row, free[row] + number] = pages[first[chunk] + count - 1 - number]
     free[row] += count
     tiers[chunk] = _SSD
 
@@ -159,8 +161,9 @@ def _occupy(
     tier: int,
     priority: float,
     tiers: Uint8s,
-    pages: Int32s,
+    first: Indices,
     num_pages: Uint16s,
+    pages: Int32s,
     heaps: Indices,
     sizes: Indices,
     places: Indices,
@@ -172,7 +175,7 @@ def _occupy(
     row, count = tier - 1, num_pages[chunk]
     free[row] -= count
     for number in range(count):
-        pages[chunk, number] = stacks[row, free[row] + count - 1 - number]
+        pages[first[chunk] + number] = stacks[row, free[row] + count - 1 - number]
     tiers[chunk] = tier
     enter(heaps, sizes, places, noted, row, chunk, priority)
 
@@ -222,11 +225,13 @@ def _victims(
 _TOUCHED = "int64[::1], uint8[::1], int32[:, ::1], int64[::1]"
 
 
-@compiled(f"(int64, int64, uint8[::1], int32[:, ::1], {_TOUCHED})")
+@compiled(f"(int64, int64, {_CHUNKS}, {_TOUCHED})")
 def _remember(
     chunk: int,
     count: int,
     tiers: Uint8s,
+    first: Indices,
+    num_pages: Uint16s,
     pages: Int32s,
     touched: Indices,
     sources: Uint8s,
@@ -239,7 +244,8 @@ def _remember(
     marks[chunk] = 1
     touched[count] = chunk
     sources[count] = tiers[chunk]
-    source_pages[count] = pages[chunk]
+    for number in range(num_pages[chunk]):
+        source_pages[count, number] = pages[first[chunk] + number]
     return count + 1
 
 
@@ -255,8 +261,9 @@ def place(
     priorities: Floats,
     capacity: Indices,
     tiers: Uint8s,
-    pages: Int32s,
+    first: Indices,
     num_pages: Uint16s,
+    pages: Int32s,
     heaps: Indices,
     sizes: Indices,
     places: Indices,
@@ -273,7 +280,7 @@ def place(
     """Place chunks, best first; returns `begin`, `refused` and `count` to go on with.
 
     Args:
-        order: the chunks; none has more pages than `pages` has columns.
+        order: the chunks; none has more pages than `displaced` has room for.
         begin: the first one that was not considered yet.
         refused: chunks of so many pages find no place until something moves.
         count: chunks that were touched so far; their ids, and where they stood before, are in
@@ -283,9 +290,9 @@ def place(
         tiers, ..., free: the state.
         touched, sources, source_pages: see there.
         marks: int64 [chunks], 1 for those that were touched.
-        displaced, dropped: int64 [columns of `pages`], for victims on the device and on the host.
+        displaced, dropped: int64 [most pages of a chunk], for victims on the device and the host.
     """
-    width = pages.shape[1]
+    width = len(displaced)
     # Who enters, who makes room for it, and who makes room for them.
     most = 1 + width + width * width
     while begin < len(order) and count + most <= len(touched):
@@ -317,18 +324,36 @@ def place(
                 continue
             for number in range(victims):
                 own = displaced[number]
-                count = _remember(own, count, tiers, pages, touched, sources, source_pages, marks)
-                release(own, tiers, pages, num_pages, heaps, sizes, places, noted, stacks, free)
-            count = _remember(chunk, count, tiers, pages, touched, sources, source_pages, marks)
+                count = _remember(
+                    own,
+                    count,
+                    tiers,
+                    first,
+                    num_pages,
+                    pages,
+                    touched,
+                    sources,
+                    source_pages,
+                    marks,
+                )
+                release(
+                    own, tiers, first, num_pages, pages, heaps, sizes, places, noted, stacks, free
+                )
+            count = _remember(
+                chunk, count, tiers, first, num_pages, pages, touched, sources, source_pages, marks
+            )
             if tiers[chunk] != _SSD:
-                release(chunk, tiers, pages, num_pages, heaps, sizes, places, noted, stacks, free)
+                release(
+                    chunk, tiers, first, num_pages, pages, heaps, sizes, places, noted, stacks, free
+                )
             _occupy(
                 chunk,
                 tier,
                 priorities[chunk],
                 tiers,
-                pages,
+                first,
                 num_pages,
+                pages,
                 heaps,
                 sizes,
                 places,
@@ -359,18 +384,38 @@ def place(
                 for other in range(fewer):
                     gone = dropped[other]
                     count = _remember(
-                        gone, count, tiers, pages, touched, sources, source_pages, marks
+                        gone,
+                        count,
+                        tiers,
+                        first,
+                        num_pages,
+                        pages,
+                        touched,
+                        sources,
+                        source_pages,
+                        marks,
                     )
                     release(
-                        gone, tiers, pages, num_pages, heaps, sizes, places, noted, stacks, free
+                        gone,
+                        tiers,
+                        first,
+                        num_pages,
+                        pages,
+                        heaps,
+                        sizes,
+                        places,
+                        noted,
+                        stacks,
+                        free,
                     )
                 _occupy(
                     own,
                     1,
                     priorities[own],
                     tiers,
-                    pages,
+                    first,
                     num_pages,
+                    pages,
                     heaps,
                     sizes,
                     places,

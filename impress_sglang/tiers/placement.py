@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +31,9 @@ from impress_sglang.tiers.rules import Floats, Ids, ReplacementRule
 
 Pages = npt.NDArray[np.int32]
 _State = tuple[
-    npt.NDArray[np.uint8], Pages, npt.NDArray[np.uint16], Ids, Ids, Ids, Floats, Pages, Ids
+    npt.NDArray[np.uint8], Ids, npt.NDArray[np.uint16], Pages, Ids, Ids, Ids, Floats, Pages, Ids
 ]
+_T = TypeVar("_T", bound=np.generic)
 _FIRST_CHUNKS = 1024
 _FIRST_TOUCHED = 4096
 
@@ -101,8 +103,9 @@ class Moves:
 class Access:
     """Where the accessed chunks stood, in the order of the ids, and what moves now.
 
-    `tiers` uint8 [n]; `pages` int32 [n, width], of which a chunk uses the first few, empty if none
-    was cached; `kept` bool [n]: found on SSD and now to be cached, so its whole chunk is wanted.
+    `tiers` uint8 [n]; `pages` int32 [n, most of any], of which a chunk uses the first few, empty if
+    none was cached; `kept` bool [n]: found on SSD and now to be cached, so its whole chunk is
+    wanted.
     """
 
     tiers: npt.NDArray[np.uint8]
@@ -123,11 +126,12 @@ class Placement:
         self.capacity: dict[int, int] = {Tier.DEVICE: device_pages, Tier.HOST: host_pages}
         self._rule = rule
         self._width = width = max_chunk_pages
-        # Of each chunk; see `loops.placing`, of each tier, too.
+        # See `loops.placing`.
         self._tiers = np.zeros(0, np.uint8)
-        self._pages: Pages = np.zeros((0, width), np.int32)
+        self._first = np.zeros(0, np.int64)
         self._num_pages = np.zeros(0, np.uint16)
-        self._heaps = np.zeros((2, 0), np.int64)
+        self._pages: Pages = np.zeros(0, np.int32)
+        self._heaps = np.zeros((2, 1), np.int64)
         self._places = np.zeros(0, np.int64)
         self._noted: Floats = np.zeros(0)
         self._marks = np.zeros(0, np.int64)
@@ -140,7 +144,8 @@ class Placement:
         self._displaced, self._dropped = np.zeros((2, width), np.int64)
         self._touched: tuple[Ids, npt.NDArray[np.uint8], Pages]
         self._make_touched(_FIRST_TOUCHED)
-        self._gaps: list[tuple[int, int]] = []
+        # Of ids, and of places in `_pages`.
+        self._ids, self._own_pages = _Ranges(), _Ranges()
         self._grow(_FIRST_CHUNKS)
 
     @property
@@ -185,9 +190,14 @@ class Placement:
 
     def attach(self, num_pages: npt.NDArray[np.uint16]) -> int:
         """Take a range of ids for new chunks of so many pages each; returns the first."""
-        size = len(num_pages)
-        base = self._take_range(size)
-        self._num_pages[base : base + size] = num_pages
+        ends = np.cumsum(num_pages, dtype=np.int64)
+        while (base := self._ids.take(len(num_pages))) is None:
+            self._grow(max(2 * len(self._tiers), len(self._tiers) + len(num_pages)))
+        while (start := self._own_pages.take(int(ends[-1]))) is None:
+            self._grow_pages(max(2 * len(self._pages), len(self._pages) + int(ends[-1])))
+        own = slice(base, base + len(num_pages))
+        self._num_pages[own] = num_pages
+        self._first[own] = start + ends - num_pages
         return base
 
     def detach(self, base: int, size: int) -> None:
@@ -195,7 +205,9 @@ class Placement:
         ids = np.arange(base, base + size)
         self.drop(ids[self._tiers[ids] != Tier.SSD])
         self._rule.forget(ids)
-        self._give_range(base, size)
+        start, stop = self._first[base], self._first[ids[-1]] + self._num_pages[ids[-1]]
+        self._own_pages.give(int(start), int(stop - start))
+        self._ids.give(base, size)
 
     def drop(self, ids: Ids) -> None:
         """Remove chunks from the caches, without a decision."""
@@ -226,7 +238,7 @@ class Placement:
         """
         tiers = self._tiers.take(ids)
         cached = bool(np.count_nonzero(tiers))
-        pages = self._pages.take(ids, axis=0) if cached else self._pages[:0]
+        pages = self._pages_of(ids) if cached else np.empty((0, 0), np.int32)
         self._rule.record(ids, shares)
         if cached:
             placing.note_falls(ids, tiers, *self._heap, self._rule.priorities)
@@ -245,8 +257,13 @@ class Placement:
 
     @property
     def _state(self) -> _State:
-        chunks = self._tiers, self._pages, self._num_pages
+        chunks = self._tiers, self._first, self._num_pages, self._pages
         return *chunks, *self._heap, self._stacks, self._free
+
+    def _pages_of(self, ids: Ids) -> Pages:
+        """Pages of chunks [n, most of any]; what is behind a chunk's own is anything."""
+        columns = np.arange(self._num_pages.take(ids).max(initial=0))
+        return self._pages.take(self._first.take(ids)[:, None] + columns, mode="clip")
 
     def _place(self, ids: Ids, tiers: npt.NDArray[np.uint8]) -> Moves:
         priorities = self._rule.priorities
@@ -300,10 +317,15 @@ class Placement:
         own_chunks, own_sources, own_pages = self._touched
         chunks, sources, before = own_chunks[:count], own_sources[:count], own_pages[:count]
         self._marks[chunks] = 0
-        targets, pages, counts = self._tiers[chunks], self._pages[chunks], self._num_pages[chunks]
+        targets, counts, pages = (
+            self._tiers[chunks],
+            self._num_pages[chunks],
+            self._pages_of(chunks),
+        )
+        before = before[:, : pages.shape[1]]
         changed = targets != sources
         self._moved += np.bincount(3 * sources[changed] + targets[changed], minlength=9)
-        used = np.arange(self._width) < counts[:, None]
+        used = np.arange(pages.shape[1]) < counts[:, None]
         other = changed | ((pages != before) & used).any(1)
         moves = Moves(chunks, counts, sources, before, targets, pages)
         return moves.chosen((targets != _SSD) & other)
@@ -312,37 +334,22 @@ class Placement:
         chunk = placing.lowest(*self._heap, tier - 1, self._rule.priorities)
         return math.inf if chunk < 0 else float(self._rule.priorities[chunk])
 
-    def _take_range(self, size: int) -> int:
-        for position, (base, length) in enumerate(self._gaps):
-            if length >= size:
-                self._gaps[position] = (base + size, length - size)
-                if length == size:
-                    del self._gaps[position]
-                return base
-        self._grow(max(len(self._tiers) * 5 // 4, len(self._tiers) + size))
-        return self._take_range(size)
-
-    def _give_range(self, base: int, size: int) -> None:
-        merged: list[tuple[int, int]] = []
-        for start, length in sorted([*self._gaps, (base, size)]):
-            if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + length)
-            else:
-                merged.append((start, length))
-        self._gaps = merged
-
     def _grow(self, size: int) -> None:
         old = len(self._tiers)
-        more = size - old
-        self._tiers = np.concatenate([self._tiers, np.zeros(more, np.uint8)])
-        self._pages = np.concatenate([self._pages, np.zeros((more, self._width), np.int32)])
-        self._num_pages = np.concatenate([self._num_pages, np.zeros(more, np.uint16)])
-        self._heaps = np.concatenate([self._heaps, np.zeros((2, more), np.int64)], axis=1)
-        self._places = np.concatenate([self._places, np.full(more, -1)])
-        self._noted = np.concatenate([self._noted, np.zeros(more)])
-        self._marks = np.concatenate([self._marks, np.zeros(more, np.int64)])
+        self._tiers = _grown(self._tiers, size)
+        self._first = _grown(self._first, size)
+        self._num_pages = _grown(self._num_pages, size)
+        heaps, self._heaps = self._heaps, np.zeros((2, 1 + size), np.int64)
+        self._heaps[:, : heaps.shape[1]] = heaps
+        self._places = _grown(self._places, size)
+        self._noted = _grown(self._noted, size)
+        self._marks = _grown(self._marks, size)
         self._rule.resize(size)
-        self._give_range(old, more)
+        self._ids.give(old, size - old)
+
+    def _grow_pages(self, size: int) -> None:
+        old, self._pages = len(self._pages), _grown(self._pages, size)
+        self._own_pages.give(old, size - old)
 
     def check_integrity(self) -> None:
         """Check that pages, tiers and heaps agree.
@@ -353,21 +360,71 @@ class Placement:
         priorities = self._rule.priorities
         for tier in CACHES:
             row, members = tier - 1, np.flatnonzero(self._tiers == tier)
-            heap = self._heaps[row, : self._sizes[row]]
+            heap = self._heaps[row, 1 : 1 + self._sizes[row]]
             assert np.array_equal(np.sort(heap), members)
-            assert np.array_equal(self._places[heap], np.arange(len(heap)))
+            assert np.array_equal(self._places[heap], 1 + np.arange(len(heap)))
             noted = self._noted[heap]
             assert (noted <= priorities[heap]).all()
-            assert (noted[1:] >= noted[(np.arange(1, len(heap)) - 1) // 2]).all()
-            used = np.arange(self._width) < self._num_pages[members][:, None]
-            held = self._pages[members][used].tolist()
+            assert (noted[1:] >= noted[np.arange(2, 1 + len(heap)) // 2 - 1]).all()
+            pages = self._pages_of(members)
+            used = np.arange(pages.shape[1]) < self._num_pages[members][:, None]
+            held = pages[used].tolist()
             free = self._stacks[row, : self._free[row]].tolist()
             assert sorted([*held, *free]) == list(range(self.capacity[tier]))
-        assert (self._places[self._tiers == _SSD] < 0).all()
+        assert not self._places[self._tiers == _SSD].any()
         assert not self._marks.any()
-        owned = np.ones(len(self._tiers), np.bool_)
-        for base, length in self._gaps:
-            assert owned[base : base + length].all()
-            owned[base : base + length] = False
+        owned = self._ids.owned(len(self._tiers))
         assert not self._tiers[~owned].any(), "a chunk without an owner is cached"
         assert not priorities[~owned].any()
+        chunks = np.flatnonzero(owned)
+        counts = self._num_pages[chunks].astype(np.int64)
+        ends = np.cumsum(counts)
+        places = np.repeat(self._first[chunks] - ends + counts, counts) + np.arange(counts.sum())
+        table = self._own_pages.owned(len(self._pages))
+        assert np.array_equal(np.sort(places), np.flatnonzero(table))
+
+
+class _Ranges:
+    """Ranges of numbers that are given out and come back."""
+
+    def __init__(self) -> None:
+        self.gaps: list[tuple[int, int]] = []
+
+    def take(self, size: int) -> int | None:
+        """The first of `size` neighbouring numbers, None if there is no such gap."""
+        for position, (base, length) in enumerate(self.gaps):
+            if length >= size:
+                self.gaps[position] = (base + size, length - size)
+                if length == size:
+                    del self.gaps[position]
+                return base
+        return None
+
+    def give(self, base: int, size: int) -> None:
+        """Numbers are free."""
+        merged: list[tuple[int, int]] = []
+        for start, length in sorted([*self.gaps, (base, size)]):
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((start, length))
+        self.gaps = merged
+
+    def owned(self, size: int) -> npt.NDArray[np.bool_]:
+        """Which of the first `size` numbers are given out.
+
+        Raises:
+            AssertionError: gaps overlap, which is a bug.
+        """
+        found = np.ones(size, np.bool_)
+        for base, length in self.gaps:
+            assert found[base : base + length].all()
+            found[base : base + length] = False
+        return found
+
+
+def _grown(values: npt.NDArray[_T], size: int) -> npt.NDArray[_T]:
+    # Zeros that nobody has touched take no time.
+    grown = np.zeros(size, values.dtype)
+    grown[: len(values)] = values
+    return grown

@@ -326,6 +326,8 @@ def _owned_pages(part: GroupPart, place: Indices, vectors: int, page_vectors: in
     A short chunk has fewer; what stands behind their numbers means nothing.
     """
     owned = np.ceil(part.group.rows_of_chunk[part.chunks[place]] * vectors / page_vectors)
-    pages = part.pages[place, :vectors].copy()
+    known = part.pages[place, :vectors]
+    pages = np.zeros((len(place), vectors), np.int32)
+    pages[:, : known.shape[1]] = known
     pages[np.arange(vectors) >= owned[:, None]] = 0
     return pages

@@ -20,9 +20,9 @@ class HeapMachine(RuleBasedStateMachine):
         self.tiers = np.zeros(CHUNKS, np.uint8)
         self.priorities = np.zeros(CHUNKS)
         self.sizes = np.zeros(2, np.int64)
-        self.places = np.full(CHUNKS, -1)
+        self.places = np.zeros(CHUNKS, np.int64)
         self.noted = np.zeros(CHUNKS)
-        self.heap = np.zeros((2, CHUNKS), np.int64), self.sizes, self.places, self.noted
+        self.heap = np.zeros((2, 1 + CHUNKS), np.int64), self.sizes, self.places, self.noted
 
     def members(self, tier: int) -> list[int]:
         return np.flatnonzero(self.tiers == tier).tolist()
@@ -59,7 +59,7 @@ class HeapMachine(RuleBasedStateMachine):
     def what_is_noted_is_no_more_than_the_priority(self) -> None:
         own = self.tiers > 0
         assert (self.noted[own] <= self.priorities[own]).all()
-        assert (self.places[~own] == -1).all()
+        assert not self.places[~own].any()
 
 
 TestHeap = HeapMachine.TestCase
