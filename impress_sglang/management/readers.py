@@ -45,13 +45,14 @@ AnySource = SegmentSource | CodedSource
 class _Version:
     """One file: its chunk ids, and its readers while it has any.
 
-    `codes`: the first id of its codes, and what is known of their units.
+    `streams` and `codes`: the first id of their chunks, and what is known of these; None until
+    somebody asks, because that takes time in proportion to the length.
     """
 
-    base: int
     layout: SegmentLayout
-    blocks: BlockHistory
-    codes: tuple[int, UnitHistory] | None
+    reordered: bool
+    streams: tuple[int, BlockHistory] | None = None
+    codes: tuple[int, UnitHistory] | None = None
     segment: OpenSegment | None = None
     readers: int = 0
     retired: bool = False
@@ -117,11 +118,9 @@ class SegmentReaders:
         self._cache.placement.advance()
         opened = []
         for span, segment in zip(spans, segments, strict=True):
-            version = self._versions[segment.segment_id]
+            base, blocks = self._streams_of(self._versions[segment.segment_id])
             history = self._history(span.segment)
-            opened.append(
-                SourceSpan(segment, span.start, span.stop, version.base, history, version.blocks)
-            )
+            opened.append(SourceSpan(segment, span.start, span.stop, base, history, blocks))
         return SegmentSource(
             self._shape,
             opened,
@@ -145,8 +144,7 @@ class SegmentReaders:
         self._codes.placement.advance()
         opened = []
         for span, segment in zip(spans, segments, strict=True):
-            codes = self._versions[segment.segment_id].codes
-            assert codes is not None, "the store has no codes"
+            codes = self._codes_of(self._versions[segment.segment_id])
             opened.append(CodedSpan(segment, span.start, span.stop, *codes))
         return CodedSource(
             opened, self._reader, self._pool, self._codes, in_slots=in_slots, timeline=timeline
@@ -168,11 +166,12 @@ class SegmentReaders:
         expected = 0.0
         for span in spans:
             version = self._version_of(span.segment)
+            base, _ = self._codes_of(version)
             layout = version.layout.codes
-            assert layout is not None and version.codes is not None, "the store has no codes"
+            assert layout is not None
             chunks = chunks_of(layout)
             count = self._shape.num_layers * len(chunks.count)
-            tiers = self._codes.placement.tiers(version.codes[0], count)
+            tiers = self._codes.placement.tiers(base, count)
             on_ssd = (tiers == Tier.SSD).reshape(self._shape.num_layers, -1).sum(0) * chunks.count
             units = on_ssd[layout.num_pages :].sum()
             wanted = planes_of(bits, layout.total_units // NUM_PLANES) / layout.total_units
@@ -185,15 +184,16 @@ class SegmentReaders:
         probe_bytes, chances = 0.0, np.zeros(STEPS + 1)
         for span in spans:
             version = self._version_of(span.segment)
+            base, blocks = self._streams_of(version)
             geometry = geometry_of(version.layout)
-            tiers = self._cache.placement.tiers(version.base, version.layout.total_chunks)
+            tiers = self._cache.placement.tiers(base, version.layout.total_chunks)
             chunks_on_ssd = (tiers == Tier.SSD).reshape(-1, geometry.num_chunks)
             on_ssd = chunks_on_ssd[:, geometry.chunk_of_block]
             share = (span.stop - span.start) / version.layout.num_tokens * BLOCK_BYTES
             first = 0 if geometry.probe is None else geometry.probe.blocks.stop
             if probe:
                 probe_bytes += share * np.count_nonzero(on_ssd[:, :first])
-            codes = version.blocks.codes[:, first:][on_ssd[:, first:]]
+            codes = blocks.codes[:, first:][on_ssd[:, first:]]
             chances += share * np.bincount(codes, minlength=STEPS + 1)
         return StoredBytes(round(probe_bytes), chances, self._retention)
 
@@ -267,6 +267,9 @@ class SegmentReaders:
         if old is None:
             return
         layout = new.info.layout()
+        self._versions[new.segment_id] = version = _Version(layout, new.info.reordered)
+        if old.streams is None:
+            return
         base = self._cache.attach(self._cache.page.chunk_pages(layout))
         expected = expected_shares(layout, shares)
         # Averages of few requests say nothing of the tokens that none has selected, but the place
@@ -274,10 +277,9 @@ class SegmentReaders:
         requests = 0.0 if new.history is None else float(new.history.accesses.mean())
         by_place = first_shares(layout, self._retention, ordered=True)
         chances = (requests * expected + by_place) / (requests + 1)
-        blocks = BlockHistory(layout, chances)
-        self._versions[new.segment_id] = _Version(base, layout, blocks, self._attach_codes(layout))
+        version.streams = base, BlockHistory(layout, chances)
         ids = np.arange(layout.total_chunks)
-        self._cache.placement.inherit(base + ids, old.base + ids, expected)
+        self._cache.placement.inherit(base + ids, old.streams[0] + ids, expected)
 
     def is_read(self, segment_id: str) -> bool:
         """Whether a segment has readers."""
@@ -302,20 +304,26 @@ class SegmentReaders:
     def _version_of(self, stored: StoredSegment) -> _Version:
         version = self._versions.get(stored.segment_id)
         if version is None:
-            layout = stored.info.layout()
-            shares = first_shares(layout, self._retention, ordered=stored.info.reordered)
-            base = self._cache.attach(self._cache.page.chunk_pages(layout))
-            blocks = BlockHistory(layout, shares)
-            version = _Version(base, layout, blocks, self._attach_codes(layout))
+            version = _Version(stored.info.layout(), stored.info.reordered)
             self._versions[stored.segment_id] = version
         return version
 
-    def _attach_codes(self, layout: SegmentLayout) -> tuple[int, UnitHistory] | None:
-        if layout.codes is None:
-            return None
-        pages = cached_pages(layout.codes, self._shape.num_layers)
-        units = UnitHistory(self._shape.num_layers, layout.codes.total_units)
-        return self._codes.attach(pages), units
+    def _streams_of(self, version: _Version) -> tuple[int, BlockHistory]:
+        if version.streams is None:
+            layout = version.layout
+            shares = first_shares(layout, self._retention, ordered=version.reordered)
+            base = self._cache.attach(self._cache.page.chunk_pages(layout))
+            version.streams = base, BlockHistory(layout, shares)
+        return version.streams
+
+    def _codes_of(self, version: _Version) -> tuple[int, UnitHistory]:
+        if version.codes is None:
+            layout = version.layout.codes
+            assert layout is not None, "the store has no codes"
+            pages = cached_pages(layout, self._shape.num_layers)
+            units = UnitHistory(self._shape.num_layers, layout.total_units)
+            version.codes = self._codes.attach(pages), units
+        return version.codes
 
     def _forget(self, segment_id: str) -> None:
         version = self._versions.pop(segment_id)
@@ -323,7 +331,8 @@ class SegmentReaders:
             assert version.layout.codes is not None
             count = self._shape.num_layers * len(chunks_of(version.layout.codes).count)
             self._codes.detach(version.codes[0], count)
-        self._cache.detach(version.base, version.layout.total_chunks)
+        if version.streams is not None:
+            self._cache.detach(version.streams[0], version.layout.total_chunks)
 
     def _history(self, stored: StoredSegment) -> TokenHistory:
         if stored.history is None:

@@ -1,0 +1,24 @@
+"""The planning benchmark plans what a request plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from bench.planning import main
+
+
+def test_every_state_has_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    arguments = "--prefixes 1000 --shapes Llama-3-8B --repeat 1 --json".split()
+    assert main([*arguments, str(path)]) == 0
+
+    rows = json.loads(path.read_text())["rows"]
+    states = ["no cache", "first read", "in the cache", "a cache of 30%"]
+    assert [row["state"] for row in rows] == states
+    for row in rows:
+        # Pages of the base, and two planes of the units of 64 tokens of 8 heads, in 32 layers.
+        assert row["chunks"] == 32 * (8 + 2 * 8 * 16)
+        stages = (row["found again ms"], row["opened ms"], row["layers ms"])
+        assert min(stages) > 0
+        assert abs(sum(stages) - row["whole ms"]) < 0.05
