@@ -282,8 +282,7 @@ class PrefixPlanner:
                             blocks=part.group.blocks,
                             wanted=part.blocks,
                         )
-                if own.rows is not None or not self._shape.sketch_bits:
-                    self._found.append((own, part, read.whole))
+                self._found.append((own, part, read.whole))
         if read.access.moves:
             moved = (move for move in read.access.moves if move.target == _DEVICE)
             stats.h2d_bytes += sum(len(move.target_pages) for move in moved) * self._page_bytes

@@ -9,11 +9,11 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers.moves import KernelMover
 from impress_sglang.tiers.placement import Tier
-from tests.unit.test_chunk_cache import SHAPE, SKETCHED, Bench, make_cache
+from tests.unit.test_chunk_cache import LANES, SHAPE, Bench, make_cache
 
 SHAPES = {
     "probe": SHAPE,
-    "sketch": SKETCHED,
+    "lanes": LANES,
 }
 
 
