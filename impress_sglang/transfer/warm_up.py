@@ -45,7 +45,7 @@ from impress_sglang.transfer.expectation import BlockHistory, UnitHistory
 from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.plan import SourceSpan
-from impress_sglang.transfer.precise import Evenly, PreciseLoader
+from impress_sglang.transfer.precise import SCORED_QUERIES, Evenly, PreciseLoader
 from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
 from impress_sglang.transfer.scoring import KernelScorer
 from impress_sglang.transfer.slots import LayerSlots
@@ -152,7 +152,9 @@ def _score_all_tiles(
     def zeros(tokens: int, num_heads: int) -> Tensor:
         return torch.zeros(tokens, num_heads, shape.key_dim, dtype=shape.dtype, device=device)
 
-    for new, tokens in _lengths_of_tiles(shape, len(heads), device):
+    # Where squares are summed only the last new tokens score.
+    most_new = SCORED_QUERIES if squares else MOST_NEW_TOKENS
+    for new, tokens in _lengths_of_tiles(shape, len(heads), most_new, device):
         prefix = zeros(tokens, len(heads))
         queries = zeros(new, len(heads) * shape.group_size)
         new_keys = zeros(new, shape.num_kv_heads)
@@ -164,7 +166,7 @@ def _score_all_tiles(
 
 
 def _lengths_of_tiles(
-    shape: KVShape, num_heads: int, device: torch.device
+    shape: KVShape, num_heads: int, most_new: int, device: torch.device
 ) -> list[tuple[int, int]]:
     """Numbers of new and of prefix tokens for each tile that there is."""
     from impress_sglang.triton import scores
@@ -175,7 +177,7 @@ def _lengths_of_tiles(
     found: dict[scores.Tile, tuple[int, int]] = {}
     # Short ones first: long ones take memory.
     for tokens in _powers_of_two(LONGEST_PREFIX):
-        for new in _powers_of_two(MOST_NEW_TOKENS):
+        for new in _powers_of_two(most_new):
             lengths = scores.Lengths((new,), (tokens,), (0,))
             tile = scores.tile_shape(
                 lengths, num_heads, shape.group_size, shape.key_dim, shape.dtype, processors
