@@ -2,7 +2,7 @@
 
     python -m bench.background [--clients 8 --windows 6 --json FILE]
 
-One server of policy `impress` with caches so small that chunks are evicted all the time. Windows of
+One server of policy `paper` with caches so small that chunks are evicted all the time. Windows of
 the same requests alternate: in every second one, segments are reordered without pause, far more
 often than a server would do it. The windows of both kinds are pooled, so that drift of the machine
 hits both alike.
@@ -25,8 +25,8 @@ from bench.client import Client
 from bench.comparison import Comparison
 from bench.examples import MADE, make_examples
 from bench.machine import describe_machine
+from bench.policies import store_kind
 from bench.servers import (
-    DEFAULT_IDENTIFICATION,
     SPARE_TOKENS,
     Server,
     Setup,
@@ -40,7 +40,7 @@ from bench.trace import Trace, TraceOptions, make_trace
 from bench.zygote import Zygote
 from impress_sglang.demo.model import model_path
 
-POLICY = "impress"
+POLICY = "paper"
 
 
 def main() -> None:
@@ -74,11 +74,9 @@ def _run(
         recompute_requests=0,
         keep_stores=True,
     )
-    stored_mb = comparison.prepare([DEFAULT_IDENTIFICATION]) / 1e6
+    stored_mb = comparison.prepare([POLICY]) / 1e6
     tiers = Tiers(0.06 * stored_mb, 0.12 * stored_mb, 0)
-    flags = policy_flags(
-        POLICY, folder / f"prepared-{DEFAULT_IDENTIFICATION}", args.retention, tiers
-    )
+    flags = policy_flags(POLICY, folder / f"prepared-{store_kind(POLICY)}", args.retention, tiers)
     with running(zygote, setup, folder / "server.log", flags) as server:
         _ask(client, server, trace)
         windows = []

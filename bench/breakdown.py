@@ -23,9 +23,10 @@ import torch
 
 from bench.emulation import SlowFileSystem
 from bench.machine import describe_machine
-from impress_sglang.config import EXACTLY, ImpressConfig
-from impress_sglang.importance.identify import IdentificationRule, make_rule, stored_probe
+from impress_sglang.config import ImpressConfig
+from impress_sglang.importance.identify import IdentificationRule, probe_kv_heads
 from impress_sglang.importance.selection import retained_tokens
+from impress_sglang.management.policies import make_policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import Offer
 from impress_sglang.storage.layout import KVShape
@@ -53,7 +54,7 @@ def main() -> None:
         default="none",
         help="small ones evict all the time; roomy ones hold the whole prefix",
     )
-    parser.add_argument("--identify", default="sketch", choices=["sketch", "paper"])
+    parser.add_argument("--policy", default="paper", choices=["paper", "as+h2o+lfu"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--readahead", type=float, default=0.2)
     parser.add_argument(
@@ -64,10 +65,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     dtype = getattr(torch, args.dtype)
-    probes, sketch_bits = stored_probe(
-        args.identify, QUERY_HEADS, KV_HEADS, probe_heads=3, sketch_bits=4
-    )
-    shape = KVShape(LAYERS, QUERY_HEADS, KV_HEADS, DIM, DIM, dtype, probes, sketch_bits)
+    probes = probe_kv_heads(QUERY_HEADS, KV_HEADS, 3) if args.policy == "paper" else ()
+    shape = KVShape(LAYERS, QUERY_HEADS, KV_HEADS, DIM, DIM, dtype, probes)
     with tempfile.TemporaryDirectory(dir=".") as directory:
         runs = _measure(args, shape, directory)
     best = min(runs, key=lambda run: run["wall"])
@@ -89,7 +88,7 @@ def _measure(args: argparse.Namespace, shape: KVShape, directory: str) -> list[d
     config = ImpressConfig(
         ssd_dir=directory,
         min_free_gb=0.0,
-        bits=EXACTLY,
+        policy=args.policy,
         device_gb=device,
         host_gb=host,
         reorder_interval=0,
@@ -112,7 +111,7 @@ def _measure(args: argparse.Namespace, shape: KVShape, directory: str) -> list[d
     store.drain()
     files.set_rate(args.ssd_mbps)
     writer = TimelineWriter(args.trace) if args.trace else None
-    rule = make_rule(args.identify, 0.6)
+    rule = make_policy(config).identification_rule()
     runs = [_one_request(args, store, shape, rule, tokens, kv, writer) for _ in range(REPEATS)]
     store.close()
     return runs

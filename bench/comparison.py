@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench import report
 from bench.client import Client
+from bench.policies import STORED_BY, store_kind
 from bench.servers import (
     NO_TIERS,
     REORDERING,
@@ -20,8 +21,6 @@ from bench.servers import (
     Server,
     Setup,
     Tiers,
-    base_policy,
-    identification,
     link_store,
     policy_flags,
     running,
@@ -61,24 +60,24 @@ class Comparison:
         self._keep_stores = keep_stores
         self._record = record
 
-    def prepare(self, identifications: Sequence[str]) -> int:
-        """Compute and store every prefix in each layout that is needed.
+    def prepare(self, policies: Sequence[str]) -> int:
+        """Compute and store every prefix as each of the policies needs it.
 
         Returns:
-            Bytes on SSD in the layout of the first identification.
+            Bytes on SSD, as the first one has them.
 
         Raises:
             BenchFailed: not all were stored.
         """
-        sizes = [self._prepare(name) for name in dict.fromkeys(identifications)]
+        sizes = [self._prepare(kind) for kind in dict.fromkeys(map(store_kind, policies))]
         return sizes[0]
 
-    def _prepare(self, identified_by: str) -> int:
+    def _prepare(self, kind: str) -> int:
         prefixes = [prefix.tokens for prefix in self._trace.prefixes]
-        store = self._prepared(identified_by)
+        store = self._prepared(kind)
         with (
-            self._server(store.name, f"as@{identified_by}", store, NO_TIERS) as server,
-            self._step(f"computing the prefixes for {identified_by}", len(prefixes)) as tick,
+            self._server(store.name, STORED_BY[kind], store, NO_TIERS) as server,
+            self._step(f"computing the prefixes for {kind}", len(prefixes)) as tick,
         ):
             for tokens in prefixes:
                 self._client.ask(server.url, [tokens], tick)
@@ -102,14 +101,14 @@ class Comparison:
     def serving(self, policy: str, tiers: Tiers) -> Iterator[Server]:
         """A server with a policy and all prefixes, for the time of a `with` block."""
         store = self._folder / f"store-{policy}"
-        link_store(self._prepared(identification(policy)), store)
+        link_store(self._prepared(store_kind(policy)), store)
         with self._server(policy, policy, store, tiers) as server:
             yield server
         if not self._keep_stores:
             shutil.rmtree(store)
 
-    def _prepared(self, identified_by: str) -> Path:
-        return self._folder / f"prepared-{identified_by}"
+    def _prepared(self, kind: str) -> Path:
+        return self._folder / f"prepared-{kind}"
 
     def _measure(self, policy: str, server: Server, ssd_mbps: float) -> report.Row:
         measured = self._trace.measured
@@ -123,7 +122,7 @@ class Comparison:
             # An order is found from the first part; the second one fills the caches again.
             first = round(len(warmup) * FIRST_SHARE)
             self._ask(server, f"{policy}: warm-up", warmup[:first])
-            if base_policy(policy) in REORDERING:
+            if policy in REORDERING:
                 with self._step(f"{policy}: reordering"):
                     server.reorder()
             self._ask(server, f"{policy}: second warm-up", warmup[first:])

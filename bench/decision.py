@@ -104,7 +104,7 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             recompute_requests=0,
             keep_stores=False,
         )
-        comparison.prepare(["sketch"])
+        comparison.prepare(["impress"])
         tiers = Tiers(0.0, 0.0, args.ssd_mbps, load="faster")
         servers = {
             policy: stack.enter_context(comparison.serving(policy, tiers))

@@ -19,8 +19,8 @@ are still estimated, which takes time. Cache sizes are shares of the KVs of all 
 those of the paper (section 6.1: 10 GB on the device and 32 GB on the host for 55 to 65 GB).
 
 --figure 3, 16, 17, 23 and 25 choose the systems, models and sizes of the paper's figures; --shrink
-shortens their prefixes. Its data sets stand for lengths and a retention only. SYSTEM@paper and
-SYSTEM@sketch run a policy with that identification, as in bench.serving.
+shortens their prefixes. Its data sets stand for lengths and a retention only. The policy `impress`
+loads all tokens in few bits, whatever the retention.
 """
 
 from __future__ import annotations
@@ -61,25 +61,25 @@ from bench.engine_workload import (
     make_workload,
     measure_planting,
 )
-from impress_sglang.config import BUFFER_SHARE, EXACTLY, POLICIES, ImpressConfig
+from bench.policies import STORED_BY, store_kind
+from impress_sglang.config import BUFFER_SHARE, POLICIES, ImpressConfig
 from impress_sglang.errors import ImpressError
-from impress_sglang.importance.identify import stored_probe
+from impress_sglang.importance.identify import probe_kv_heads
 from impress_sglang.management.policies import Policy, Wish, make_policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.directory import MARKER
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.warm_up import warm_up
 
-RULES = ("sketch", "paper")
 COMPARED = (
     "recompute",
     "as",
     "as+h2o+lru",
     "as+h2o+lfu",
-    "impress+itf",
-    "impress+itf+reorder",
+    "paper+itf",
+    "paper+itf+reorder",
+    "paper",
     "impress",
-    "impress@paper",
 )
 # Section 6.1: 10 GB of device and 32 GB of host cache for 55, 57, 64 and 65 GB of KVs.
 DEVICE_SHARE = 10 / 60.25
@@ -96,10 +96,10 @@ SHORTEST_PREFIX = 2000
 # Below it a shortened prefix would have no chunks to choose from.
 LEAST_TOKENS = 64
 FIGURE_POLICIES = {
-    16: ("recompute", "as", "as+h2o+lru", "as+h2o+lfu", "impress@paper", "impress"),
-    17: ("as", "as+h2o+lru", "as+h2o+lfu", "impress@paper", "impress"),
-    23: ("as+h2o+lfu", "impress@paper", "impress"),
-    25: ("as+h2o+lfu", "impress@paper", "impress"),
+    16: ("recompute", "as", "as+h2o+lru", "as+h2o+lfu", "paper", "impress"),
+    17: ("as", "as+h2o+lru", "as+h2o+lfu", "paper", "impress"),
+    23: ("as+h2o+lfu", "paper", "impress"),
+    25: ("as+h2o+lfu", "paper", "impress"),
 }
 FIGURE_MODELS = {
     3: ("opt-6.7b",),
@@ -153,11 +153,10 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class System:
-    """A policy with an identification, and its caches as shares of the KVs of all prefixes."""
+    """A policy, and its caches as shares of the KVs of all prefixes."""
 
     name: str
     policy: str
-    rule: str
     device_share: float
     host_share: float
 
@@ -165,6 +164,11 @@ class System:
     def stores(self) -> bool:
         """Whether it loads stored prefixes."""
         return self.policy != "recompute"
+
+    @property
+    def kind(self) -> str:
+        """Which of the stores it reads, a key of `STORED_BY`."""
+        return store_kind(self.policy)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -256,9 +260,9 @@ def _length_cells(args: argparse.Namespace, model: str) -> Iterator[Cell]:
     everything = 1.5
     systems = (
         _system(args, "recompute"),
-        System("as, device", "as", "sketch", everything, 0.0),
-        System("as, host", "as", "sketch", 0.0, everything),
-        System("as, SSD", "as", "sketch", 0.0, 0.0),
+        System("as, device", "as", everything, 0.0),
+        System("as, host", "as", 0.0, everything),
+        System("as, SSD", "as", 0.0, 0.0),
     )
     for length in FIGURE_LENGTHS:
         tokens = max(LEAST_TOKENS, round(args.shrink * length))
@@ -266,8 +270,7 @@ def _length_cells(args: argparse.Namespace, model: str) -> Iterator[Cell]:
 
 
 def _system(args: argparse.Namespace, name: str) -> System:
-    policy, _, rule = name.partition("@")
-    return System(name, policy, rule or RULES[0], args.device_share, args.host_share)
+    return System(name, name, args.device_share, args.host_share)
 
 
 class CellRun:
@@ -338,14 +341,14 @@ class CellRun:
         for system in self._cell.systems:
             if not system.stores:
                 yield self._computed(system)
-        rules = dict.fromkeys(system.rule for system in self._cell.systems if system.stores)
-        for number, rule in enumerate(rules):
-            prepared = self._folder / f"prepared-{rule}"
-            cold = self._store_prefixes(prepared, rule, compute=number == 0)
+        kinds = dict.fromkeys(system.kind for system in self._cell.systems if system.stores)
+        for number, kind in enumerate(kinds):
+            prepared = self._folder / f"prepared-{kind}"
+            cold = self._store_prefixes(prepared, kind, compute=number == 0)
             if cold:
                 yield report.make_row("cold", "cold", cold)
             for system in self._cell.systems:
-                if system.stores and system.rule == rule:
+                if system.stores and system.kind == kind:
                     yield self._stored(system, prepared)
             shutil.rmtree(prepared)
 
@@ -357,12 +360,12 @@ class CellRun:
             served = [self._engine.serve_computed(request) for request in chosen]
         return report.make_row(system.name, system.policy, served)
 
-    def _store_prefixes(self, folder: Path, rule: str, *, compute: bool) -> list[report.Served]:
+    def _store_prefixes(self, folder: Path, kind: str, *, compute: bool) -> list[report.Served]:
         """Store all prefixes, by serving one request for each if they are to be computed."""
-        system = System("as", "as", rule, 0.0, 0.0)
+        system = System(STORED_BY[kind], STORED_BY[kind], 0.0, 0.0)
         served = []
         with (
-            _step(f"storing the prefixes for {rule}"),
+            _step(f"storing the prefixes for {kind}"),
             contextlib.closing(self._open_store(system, folder)) as store,
         ):
             for prefix in range(len(self._workload.lengths)):
@@ -378,11 +381,10 @@ class CellRun:
         """A policy that loads: warm-up, reordering, more warm-up, and the measured requests."""
         folder = self._folder / "store"
         link_segments(prepared, folder)
-        engine = StoredEngine(
-            self._engine, self._config(system, folder), self._kv_shape(system.rule)
-        )
+        config = self._config(system, folder)
+        engine = StoredEngine(self._engine, config, self._kv_shape(make_policy(config)))
         with contextlib.closing(engine.store), _step(system.name):
-            self._compile(engine.policy, system.rule)
+            self._compile(engine.policy)
             first = round(len(self._workload.warmup) * FIRST_SHARE)
             _warm(engine, self._workload.warmup[:first])
             if engine.policy.reorders:
@@ -396,11 +398,11 @@ class CellRun:
         shutil.rmtree(folder)
         return report.make_row(system.name, system.policy, served)
 
-    def _compile(self, policy: Policy, rule: str) -> None:
+    def _compile(self, policy: Policy) -> None:
         """Compile the kernels that requests use, so that no time to first token has that in it."""
         selects = not policy.exact(Wish(self._cell.retention))
         warm_up(
-            self._kv_shape(rule),
+            self._kv_shape(policy),
             policy.identification_rule() if selects else None,
             self._cell.chunk_tokens,
             self._engine.model.device,
@@ -408,22 +410,18 @@ class CellRun:
         )
 
     def _open_store(self, system: System, folder: Path) -> PrefixStore:
-        config, shape = self._config(system, folder), self._kv_shape(system.rule)
+        config = self._config(system, folder)
+        shape = self._kv_shape(make_policy(config))
         return PrefixStore(config, IDENTITY, shape, self._engine.model.device)
 
-    def _kv_shape(self, rule: str) -> KVShape:
-        shape, defaults = self._shape, ImpressConfig()
-        probes, bits = stored_probe(
-            rule,
-            shape.query_heads,
-            shape.kv_heads,
-            probe_heads=defaults.probe_heads,
-            sketch_bits=defaults.sketch_bits,
-        )
-        return shape.kv_shape(self._dtype, probes, bits)
+    def _kv_shape(self, policy: Policy) -> KVShape:
+        shape, count = self._shape, ImpressConfig().probe_heads
+        heads = probe_kv_heads(shape.query_heads, shape.kv_heads, count)
+        return shape.kv_shape(self._dtype, heads if policy.probes else ())
 
     def _config(self, system: System, folder: Path) -> ImpressConfig:
-        args, retention, gigabytes = self._args, self._cell.retention, self._kv_bytes / 1e9
+        args, gigabytes = self._args, self._kv_bytes / 1e9
+        retention = 1.0 if system.policy == "impress" else self._cell.retention
         # A part of the host memory is for what is read ahead.
         cached = 1.0 - BUFFER_SHARE if args.readahead else 1.0
         return ImpressConfig(
@@ -431,10 +429,8 @@ class CellRun:
             ssd_gb=10 * gigabytes + 1.0,
             min_free_gb=0.0,
             policy=system.policy,
-            identify=system.rule,
             retention=retention,
             min_retention=min(retention, ImpressConfig().min_retention),
-            bits=EXACTLY,
             chunk_tokens=self._cell.chunk_tokens,
             device_gb=system.device_share * gigabytes,
             host_gb=system.host_share * gigabytes / cached,
@@ -446,8 +442,8 @@ class CellRun:
         stored = (system for system in self._cell.systems if system.stores)
         reorders = any(make_policy(self._config(own, self._folder)).reorders for own in stored)
         copies = 2 if reorders else 1
-        # Sketches and padding beside the KVs.
-        needed = 1.2 * copies * self._kv_bytes
+        # Codes and padding beside the KVs.
+        needed = 1.75 * copies * self._kv_bytes
         free = shutil.disk_usage(self._folder).free
         if needed > free:
             raise EngineFailed(
@@ -515,7 +511,7 @@ def parse_arguments(options: Sequence[str] | None = None) -> argparse.Namespace:
         "--policies",
         type=_policies,
         metavar="A,B",
-        help=f"of {known}; also with @{'/@'.join(RULES)}",
+        help=f"of {known}",
     )
     add("--model", choices=MODELS, help="without --figure (default: opt-6.7b)")
     add("--models", type=_names(MODELS), metavar="A,B", help="with --figure (default: the paper's)")
@@ -575,9 +571,8 @@ def command_of(options: Sequence[str]) -> str:
 def _policies(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
-        policy, at, rule = name.partition("@")
-        if policy not in POLICIES or (at and rule not in RULES):
-            raise argparse.ArgumentTypeError(f"{name!r} is no policy, or no identification")
+        if name not in POLICIES:
+            raise argparse.ArgumentTypeError(f"{name!r} is no policy")
     return names
 
 

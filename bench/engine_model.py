@@ -26,17 +26,21 @@ from bench.emulation import SlowFileSystem
 from bench.engine_report import MODEL, Served, stage_clock
 from bench.engine_workload import ModelShape, Planter, Question, Request, Workload
 from impress_sglang.attention.rectangular import rectangular_attention
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import EXACT_BITS, ImpressConfig
 from impress_sglang.management import rewriting
 from impress_sglang.management.estimate import Estimate, Estimator, Work, pairs_of
 from impress_sglang.management.policies import Wish, make_policy
+from impress_sglang.management.readers import AnySource
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.tree import StoredMatch
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.timeline import ATTENTION, COPY, NO_TIMELINE, STAGES, Timeline
+from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
+from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
+from impress_sglang.transfer.resident import parts_alone
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import Demand, SegmentSource
 
@@ -438,6 +442,10 @@ def _saving(engine: Engine, store: PrefixStore, prefix: int) -> Iterator[Gate]:
         raise EngineFailed(f"a prefix of {len(tokens)} tokens could not be written")
 
 
+# Fills slots with what a layer uses.
+_LoadLayer = Callable[[int, LayerInputs, LayerSlots, LoadStats], None]
+
+
 class StoredEngine:
     """An engine in front of a store: prefixes are loaded by a policy."""
 
@@ -451,11 +459,12 @@ class StoredEngine:
         self._files = SlowFileSystem()
         self.store = PrefixStore(config, IDENTITY, shape, engine.model.device, self._files)
         self._engine = engine
-        self._retention = config.usual_retention
+        self._wish = Wish(config.usual_retention, config.usual_bits)
         self._shape = shape
         rule = self.policy.identification_rule()
         self._evidence = rule.evidence
         self._loader = PrefixLoader(shape, rule)
+        self._precise = PreciseLoader(shape, ALLOCATIONS[config.allocate])
         self._estimator = Estimator(engine.model.shape.hidden, overlapped=config.readahead > 0)
         for own in engine.passes:
             self._estimator.note_forward(*own)
@@ -527,46 +536,71 @@ class StoredEngine:
     @contextmanager
     def _open(self, request: Request, asked: _Asked, timeline: Timeline) -> Iterator[_Stored]:
         """Match, estimate and open; the source is given back at the end if it is not before."""
-        exact = self.policy.exact(Wish(self._retention))
+        bits = self.policy.bits(self._wish)
         match = self.store.match(NAMESPACE, asked.prompt[:-1])
         length = self._engine.workload.lengths[request.prefix]
         if match.num_tokens != length:
             raise EngineFailed(f"{match.num_tokens} of {length} tokens of a prefix are stored")
-        estimate = self._estimate(match, Work(0, length, request.new_tokens), exact=exact)
+        estimate = self._estimate(match, Work(0, length, request.new_tokens))
         k = self.policy.tokens_to_load(length, estimate.retention)
-        source = self.store.open_source(match, 0, length, self._demand(k, length), timeline)
-        stored = _Stored(
-            self._engine, self.store, self._loader, source, asked.question, k, estimate
-        )
+        source: AnySource
+        if bits < EXACT_BITS:
+            spans = match.slice(0, length)
+            source = self.store.open_coded(spans, [False] * len(spans), timeline)
+            self.store.touch(match)
+            load = self._load_coded(source)
+        else:
+            source = self.store.open_source(match, 0, length, self._demand(k, length), timeline)
+            load = self._load_exact(source)
+        stored = _Stored(self._engine, self.store, load, source, asked.question, k, estimate)
         try:
             self.store.ahead.join(source)
             yield stored
         finally:
             stored.close()
 
+    def _load_exact(self, source: SegmentSource) -> _LoadLayer:
+        def load(layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
+            self._loader.load(layer, source, inputs, slots, stats)
+
+        return load
+
+    def _load_coded(self, source: CodedSource) -> _LoadLayer:
+        """All tokens, each into the row of its number; `impress` with retention 1."""
+        bits, device = self._wish.bits, self._engine.model.device
+        units = parts_alone(source, torch.arange(source.num_tokens, device=device))
+
+        def load(layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
+            self._precise.load(layer, units, inputs, slots, bits, stats, source.timeline)
+
+        return load
+
     def _demand(self, k: int, num_tokens: int) -> Demand:
         """See `ServingRuntime.demand_of`."""
-        whole, stored_apart = k == num_tokens, bool(self._shape.probe_kv_heads)
         return Demand(
-            whole=whole,
-            probe=stored_apart or (not whole and self._evidence == "probe"),
+            whole=k == num_tokens,
+            probe=bool(self._shape.probe_kv_heads),
             all_keys=self._evidence == "keys",
         )
 
-    def _estimate(self, match: StoredMatch, work: Work, *, exact: bool) -> Estimate:
+    def _estimate(self, match: StoredMatch, work: Work) -> Estimate:
         """See `ServingRuntime.decide`; here the answer is always to load."""
-        retention = 1.0 if exact else self._retention
-        probe = not exact and self._evidence == "probe"
-        stored = self.store.stored_bytes(match, 0, work.stored, probe=probe)
-        all_keys = self._evidence == "keys" and not exact
-        seconds = self.store.seconds_to_read(stored.expected(retention, all_keys=all_keys))
-        return self._estimator.estimate(work, retention, seconds)
+        bits, exact = self.policy.bits(self._wish), self.policy.exact(self._wish)
+        retention = 1.0 if exact else self._wish.retention
+        if bits < EXACT_BITS:
+            num_bytes = self.store.coded_bytes(match.slice(0, work.stored), bits)
+        else:
+            stored = self.store.stored_bytes(match, 0, work.stored)
+            all_keys = self._evidence == "keys" and not exact
+            num_bytes = stored.expected(retention, all_keys=all_keys)
+        seconds = self.store.seconds_to_read(num_bytes)
+        return self._estimator.estimate(work, retention, seconds, bits)
 
     def _learn(self, stored: _Stored, loading_ms: float, ttft_ms: float | None) -> None:
         """What the server does after a request; `ttft_ms` None if the model did not run."""
         work = stored.work
         copying = max(loading_ms - stored.source.stats.wait_ms, 0.0)
-        whole = stored.k == work.stored
+        whole = stored.k == work.stored and stored.estimate.bits == EXACT_BITS
         self._estimator.note_load(work, copying / 1e3, whole=whole)
         if ttft_ms is not None:
             seconds = max(ttft_ms - loading_ms, 0.0) / 1e3
@@ -582,8 +616,8 @@ class _Stored:
         self,
         engine: Engine,
         store: PrefixStore,
-        loader: PrefixLoader,
-        source: SegmentSource,
+        load: _LoadLayer,
+        source: AnySource,
         question: Question,
         k: int,
         estimate: Estimate,
@@ -595,7 +629,7 @@ class _Stored:
         self.work = Work(0, source.num_tokens, len(question.queries[0]))
         self._keys, self._values = engine.keys, engine.values
         self._store = store
-        self._loader = loader
+        self._load = load
         self._question = question
         self._layers = 0
         self._open = True
@@ -605,7 +639,7 @@ class _Stored:
         queries, keys = self._question.queries[layer], self._question.new_keys[layer]
         inputs = LayerInputs(queries, keys, keys[:0], queries.shape[2] ** -0.5)
         slots = LayerSlots.of(self._keys[layer][: self.k], self._values[layer][: self.k])
-        self._loader.load(layer, self.source, inputs, slots, self.stats)
+        self._load(layer, inputs, slots, self.stats)
         self._store.ahead.top_up()
 
     def finish_layer(self) -> None:

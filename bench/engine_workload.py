@@ -82,9 +82,7 @@ class ModelShape:
         size: int = 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
         return size
 
-    def kv_shape(
-        self, dtype: torch.dtype, probe_kv_heads: tuple[int, ...], sketch_bits: int
-    ) -> KVShape:
+    def kv_shape(self, dtype: torch.dtype, probe_kv_heads: tuple[int, ...]) -> KVShape:
         """How a store sees the model."""
         return KVShape(
             self.layers,
@@ -94,7 +92,7 @@ class ModelShape:
             self.head_dim,
             dtype,
             probe_kv_heads,
-            sketch_bits,
+            coded=not probe_kv_heads,
         )
 
 

@@ -44,6 +44,8 @@ from bench.identification_rules import (
     Positional,
     Prior,
     Probing,
+    RandomRule,
+    RecentRule,
     ServerRule,
     Sketch,
     SpreadVote,
@@ -62,13 +64,10 @@ from bench.quality_tasks import TASKS, Item, Task, TaskOptions, make_task
 from bench.servers import BenchFailed
 from bench.serving_options import DEFAULT_DATA
 from bench.session import load_tokenize
-from impress_sglang.config import SKETCH_BITS
 from impress_sglang.demo.model import DemoModelMissing, model_path
 from impress_sglang.importance.identify import (
     H2ORule,
     PaperRule,
-    RandomRule,
-    RecentRule,
     probe_kv_heads,
 )
 from impress_sglang.importance.scores import column_sums
@@ -78,7 +77,6 @@ from impress_sglang.importance.selection import (
     retained_tokens,
     top_tokens,
 )
-from impress_sglang.storage.sketch import restore_keys, sketch_keys
 
 STUDIED_BITS = (2, 3, 4, 8)
 ALPHAS = (0.2, 0.4, 0.6, 0.8)
@@ -343,10 +341,7 @@ def _weights(queries: Tensor, keys: Tensor, scaling: float, num_prefix: int) -> 
 
 
 def _sketched(keys: Tensor, bits: int) -> Tensor:
-    """Keys [m, G, D] as their sketch gives them; widths that cannot be packed are only rounded."""
-    if bits in SKETCH_BITS:
-        packed, table = sketch_keys(keys, bits)
-        return restore_keys(packed, table, bits, 0, len(keys))
+    """Keys [m, G, D] rounded to equal steps between the extremes of each channel."""
     low, high = keys.amin(0), keys.amax(0)
     width = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(torch.float32).tiny)
     return ((keys - low) / width).round() * width + low

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
-from impress_sglang.importance.identify import IdentificationRule
+from impress_sglang.importance.identify import Evidence, IdentificationRule
 from impress_sglang.importance.selection import (
     mean_jaccard,
     per_head_tokens,
@@ -28,6 +29,46 @@ from impress_sglang.importance.selection import (
 SURPRISE_WEIGHT = 0.75
 SURPRISE_SMOOTHING = 0.7
 _LEAST_WEIGHT = 1e-9
+# Tokens at the start of a sequence that the baselines keep.
+SINK_TOKENS = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecentRule:
+    """A baseline that looks at nothing: the first `SINK_TOKENS` tokens and the last ones.
+
+    Without the first ones, on which attention rests, answers collapse (StreamingLLM,
+    https://arxiv.org/abs/2309.17453).
+    """
+
+    evidence: ClassVar[str] = "nothing"
+
+    def select(self, evidence: Evidence, k: int) -> Tensor:
+        """See `IdentificationRule.select`."""
+        sinks = min(SINK_TOKENS, k)
+        recent = torch.arange(evidence.num_tokens - (k - sinks), evidence.num_tokens)
+        return torch.cat([torch.arange(sinks), recent])[None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RandomRule:
+    """The negative control: random tokens, the same for the same layer and length.
+
+    With `sinks` the first `SINK_TOKENS` tokens are among them.
+    """
+
+    sinks: bool
+
+    evidence: ClassVar[str] = "nothing"
+
+    def select(self, evidence: Evidence, k: int) -> Tensor:
+        """See `IdentificationRule.select`."""
+        num_tokens = evidence.num_tokens
+        generator = torch.Generator().manual_seed(evidence.layer * 1_000_003 + num_tokens)
+        order = torch.randperm(num_tokens, generator=generator)
+        if self.sinks:
+            order = torch.cat([torch.arange(min(SINK_TOKENS, k)), order[order >= SINK_TOKENS]])
+        return order[:k].sort().values[None]
 
 
 class History:
@@ -224,7 +265,7 @@ class Blend:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sketch:
-    """The server's `SketchRule` on keys of so many bits, with a change to the scores, if any.
+    """Each head's own top k by keys of so many bits, with a change to the scores, if any.
 
     `element_bits` are those of the KVs; `change` maps scores [G, m] to scores.
     """

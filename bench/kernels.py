@@ -5,7 +5,7 @@
 Measures the card first (reading its memory, copying from pinned host memory), then
 
   * scoring the probe heads and taking their top k, against reading their keys once and against the
-    torch reference; the same for a sketch of all KV heads of a grouped-query model;
+    torch reference;
   * gathering keys and values of the chosen tokens from pinned host memory, against a plain copy of
     as many bytes, and from the device;
   * of a prefix in codes restoring the base and raising half of all units by both planes, against
@@ -39,7 +39,6 @@ from impress_sglang.precision.layer import CodedLayer, encode_layer
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
 from impress_sglang.storage.layout import BLOCK_BYTES
-from impress_sglang.storage.sketch import restore_keys, sketch_keys
 from impress_sglang.tiers.page_copies import upload
 from impress_sglang.transfer.coded_slots import LoopCodeWriter
 from impress_sglang.triton import codes, gather, scores, selection
@@ -62,7 +61,6 @@ def main() -> int:
         "machine": {**describe_machine(), "gpu": torch.cuda.get_device_name()},
         "card": card,
         "identification": _identification(args, watch, card),
-        "sketch": _sketch(args, watch, card),
         "gather": _gather(args, watch, card),
         "codes": _codes(args, watch, card),
     }
@@ -82,7 +80,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="of the prefix (8192)")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--heads", type=int, default=32, help="query heads (32)")
-    parser.add_argument("--kv-heads", type=int, default=8, help="of the sketched model (8)")
+    parser.add_argument("--kv-heads", type=int, default=8, help="of the grouped-query model (8)")
     parser.add_argument("--probe-heads", type=int, default=3)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--retention", type=float, default=0.25)
@@ -165,39 +163,6 @@ def _identification(
         "torch_us": round(torch_us, 1),
         "reading_keys_us": round(reading, 1),
         "over_reading_keys": round(kernel / reading, 2),
-        "torch_over_kernel": round(torch_us / kernel, 2),
-    }
-
-
-def _sketch(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> dict[str, Any]:
-    """All KV heads of a grouped-query model from 4 bits."""
-    m, n, dim, group = args.tokens, args.new_tokens, args.dim, args.heads // args.kv_heads
-    k = max(1, int(m * args.retention))
-    queries, new = _random(n, args.heads, dim), _random(n, args.kv_heads, dim)
-    codes, table = sketch_keys(_random(m, args.kv_heads, dim), 4)
-    rows = scores.SketchRows(codes, table.contiguous(), 4)
-    lengths = {"new_lengths": [n], "prefix_lengths": [m], "resident_lengths": [0]}
-    scaling = dim**-0.5
-
-    def score() -> Tensor:
-        return scores.column_sums(queries, rows, None, new, scaling, **lengths)
-
-    def score_reference() -> Tensor:
-        keys = restore_keys(codes, table, 4, 0, m)
-        return reference.column_sums(queries, keys, new[:0], new, scaling)
-
-    torch.testing.assert_close(score(), score_reference(), rtol=2e-2, atol=1e-3)
-    kernel = watch.microseconds(lambda: selection.top_tokens_per_head(score(), group, k))
-    torch_us = watch.microseconds(lambda: per_head_tokens(score_reference(), group, k))
-    reading = codes.numel() / card["memory_gbps"] / 1e3
-    flops = 2 * 2 * m * n * args.heads * dim
-    return {
-        "shape": {"m": m, "n": n, "heads": args.heads, "kv_heads": args.kv_heads, "k": k},
-        "microseconds": round(kernel, 1),
-        "scoring_us": round(watch.microseconds(score), 1),
-        "torch_us": round(torch_us, 1),
-        "reading_codes_us": round(reading, 1),
-        "tflops": round(flops / kernel / 1e6, 1),
         "torch_over_kernel": round(torch_us / kernel, 2),
     }
 

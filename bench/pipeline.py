@@ -118,10 +118,10 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             recompute_requests=0,
             keep_stores=False,
         )
-        comparison.prepare(["sketch"])
+        policies = ["as", *args.policies.split(",")]
+        comparison.prepare(policies)
         bench = _Bench(args, comparison, client, trace, console)
         mbps = bench.calibrate()
-        policies = ["as", *args.policies.split(",")]
         rows = [row for policy in policies for row in bench.measure(policy, mbps)]
     return {
         "command": " ".join(["python -m bench.pipeline", *_options(args)]),

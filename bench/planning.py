@@ -57,8 +57,8 @@ from impress_sglang.transfer.slots import LayerSlots
 
 CPU = torch.device("cpu")
 SHAPES = {
-    "Llama-3-8B": KVShape(32, 32, 8, 128, 128, torch.bfloat16, (), 4, coded=True),
-    "Llama-3-70B": KVShape(80, 64, 8, 128, 128, torch.bfloat16, (), 4, coded=True),
+    "Llama-3-8B": KVShape(32, 32, 8, 128, 128, torch.bfloat16, (), coded=True),
+    "Llama-3-70B": KVShape(80, 64, 8, 128, 128, torch.bfloat16, (), coded=True),
 }
 # What a cache holds of the prefix.
 CACHES = {"no cache": 0.0, "in the cache": 1.01, "a cache of 30%": 0.3}

@@ -12,9 +12,9 @@ from bench.servers import BenchFailed
 _REFERENCE = "as+h2o+lfu"
 _STEPS = {
     _REFERENCE: "AS+H2O+LFU",
-    "impress+itf": "+ITF",
-    "impress+itf+reorder": "+RO",
-    "impress": "All",
+    "paper+itf": "+ITF",
+    "paper+itf+reorder": "+RO",
+    "paper": "All",
 }
 _COLOUR = "#4c72b0"
 
@@ -86,7 +86,7 @@ def _draw_steps(axes: Any, rows: Mapping[str, Row]) -> None:
 
 def _draw_chunks(axes: Any, rows: Mapping[str, Row]) -> None:
     """Figure 20: chunks that a request loads, by logical and by reordered chunks."""
-    pair = [rows["impress+itf"], rows["impress+itf+reorder"]]
+    pair = [rows["paper+itf"], rows["paper+itf+reorder"]]
     values = [row["chunks_loaded"] / row["requests"] for row in pair]
     _bars(axes, ["without reordering", "with reordering"], values, "{:,.0f}")
     axes.set(ylabel="loaded chunks per request", title="Impact of reordering (Figure 20)")
@@ -114,6 +114,6 @@ def _bars(axes: Any, labels: Sequence[str], values: Sequence[float], form: str) 
 _FIGURES: dict[str, tuple[tuple[str, ...], Callable[[Any, Mapping[str, Row]], None]]] = {
     "figure16-ttft": ((), _draw_ttft),
     "figure18-steps": (tuple(_STEPS), _draw_steps),
-    "figure20-chunks": (("impress+itf", "impress+itf+reorder"), _draw_chunks),
+    "figure20-chunks": (("paper+itf", "paper+itf+reorder"), _draw_chunks),
     "figure21-device-hits": ((), _draw_hits),
 }

@@ -226,6 +226,8 @@ def _sampling(
     if stop:
         params["stop"] = list(stop)
     if retention is not None:
-        own = EXACTLY if bits is None else bits
-        params["custom_params"] = {"impress_retention": retention, "impress_bits": own}
+        own: dict[str, Any] = {"impress_retention": retention}
+        if bits is not None or retention >= 1.0:
+            own["impress_bits"] = EXACTLY if bits is None else bits
+        params["custom_params"] = own
     return params

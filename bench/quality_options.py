@@ -16,16 +16,14 @@ from impress_sglang.config import LEAST_BITS, MOST_BITS, is_bits
 REFERENCE = "recompute"
 EXACT_POLICIES = ("recompute", "as")
 _POLICY = "--impress-policy="
-_IMPRESS = "--impress-policy=impress"
 SYSTEMS: dict[str, tuple[str, ...]] = {
     REFERENCE: (f"{_POLICY}recompute",),
     "as": (f"{_POLICY}as",),
     "h2o": (f"{_POLICY}as+h2o+lru",),
-    "sketch": (_IMPRESS, "--impress-identify=sketch"),
-    "paper": (_IMPRESS, "--impress-identify=paper"),
-    "recent": (_IMPRESS, "--impress-identify=recent"),
-    "random": (_IMPRESS, "--impress-identify=random"),
-    "random-nosink": (_IMPRESS, "--impress-identify=random-nosink"),
+    "paper": (f"{_POLICY}paper",),
+    "impress": (f"{_POLICY}impress",),
+    "even": (f"{_POLICY}impress", "--impress-allocate=even"),
+    "random": (f"{_POLICY}impress", "--impress-allocate=random"),
 }
 # Bytes are those of the store, and what is stored are the prefixes only.
 COMMON_FLAGS = (
@@ -46,7 +44,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "examples": 100,
     },
     "quick": {
-        "systems": [REFERENCE, "h2o", "sketch", "paper", "random"],
+        "systems": [REFERENCE, "h2o", "paper", "impress"],
         "tasks": list(PAPER_TASKS),
         "retentions": [0.25],
         "prefixes": 1,
@@ -157,7 +155,7 @@ def _make_parser(description: str | None) -> argparse.ArgumentParser:
         default=[],
         metavar="NAME=FLAG,FLAG",
         help="one more system by its server flags, e.g. "
-        "--system=a03=--impress-identify=paper,--impress-alpha=0.3",
+        "--system=a03=--impress-policy=paper,--impress-alpha=0.3",
     )
     group.add_argument(
         "--retentions",

@@ -6,7 +6,7 @@ Each request takes a prefix by a normal distribution over the prefixes and one o
 recorded questions: which tokens each layer selected, and where it read all keys. Planning of reads,
 scores, heaps, placement and reordering are those of the server; what would be read or copied is
 counted. Every policy sees the same requests. `as+h2o` policies replay a recording made under that
-policy.
+policy. What `impress` reads of codes is no selection, and not replayed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 
 from bench.machine import describe_machine
 from bench.recording import RecordedSelection, Recording, load_recording
-from impress_sglang.config import SKETCH_BITS, ImpressConfig
+from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.management import reorder
 from impress_sglang.management.policies import Policy, Wish, make_policy
@@ -49,9 +49,9 @@ POLICIES = (
     "as",
     "as+h2o+lru",
     "as+h2o+lfu",
-    "impress+itf",
-    "impress+itf+reorder",
-    "impress",
+    "paper+itf",
+    "paper+itf+reorder",
+    "paper",
 )
 CHUNK_TOKENS = 64
 RETENTION = 0.25
@@ -184,7 +184,7 @@ class Replay:
             [np.flatnonzero(lanes[lane % len(lanes)]) for lane in range(shape.num_lanes)]
         )
         all_keys = bool(question.all_keys[recorded])
-        if not (all_keys and shape.sketch_bits):
+        if shape.probe_kv_heads:
             self._count(planner, planner.plan_probe(layer))
         if all_keys:
             self._count(planner, planner.plan(layer, None, values=False))
@@ -214,11 +214,10 @@ class Replay:
         stored.blocks = BlockHistory(layout, expected)
 
 
-def shape_of(name: str, sketch_bits: int) -> KVShape:
-    """A known shape, with sketches instead of keys of probe heads if there are bits."""
-    if not sketch_bits:
-        return SHAPES[name]
-    return dataclasses.replace(SHAPES[name], probe_kv_heads=(), sketch_bits=sketch_bits)
+def shape_of(name: str, policy: Policy) -> KVShape:
+    """A known shape, as a policy stores it."""
+    shape = SHAPES[name]
+    return shape if policy.probes else dataclasses.replace(shape, probe_kv_heads=())
 
 
 def draw_requests(
@@ -246,9 +245,10 @@ def replay_policy(
     config: ImpressConfig, args: argparse.Namespace, recording: Recording, gap_bytes: int
 ) -> dict[str, Any]:
     """Figures of one policy."""
+    policy = make_policy(config)
     replay = Replay(
-        make_policy(config),
-        shape_of(args.shape, args.sketch_bits),
+        policy,
+        shape_of(args.shape, policy),
         recording,
         args.prefixes,
         device_share=args.device_share,
@@ -275,7 +275,7 @@ def replay_policy(
     count = total.chunks_accessed
     return {
         "policy": config.policy,
-        "half_life": config.half_life if config.policy == "impress" else None,
+        "half_life": config.half_life if config.policy == "paper" else None,
         "requests": len(measured),
         **total.as_dict(),
         "device_hit_ratio": round(total.device_chunks / count, 4),
@@ -310,21 +310,20 @@ def _trace(
 def main() -> None:
     args = _arguments()
     recordings = {
-        "impress": load_recording(args.recording),
+        "paper": load_recording(args.recording),
         "as+h2o": load_recording(args.recording_h2o),
     }
     gap_bytes = int(args.ssd_mbps * 1e6 * args.ssd_piece_us * 1e-6)
     rows = []
     for config in _configs(args):
         h2o = config.policy.startswith("as+h2o")
-        row = replay_policy(config, args, recordings["as+h2o" if h2o else "impress"], gap_bytes)
+        row = replay_policy(config, args, recordings["as+h2o" if h2o else "paper"], gap_bytes)
         rows.append(row)
         print(_line(row), flush=True)
     result = {
         "command": _command(),
         "machine": describe_machine(),
         "shape": args.shape,
-        "sketch_bits": args.sketch_bits,
         "prefixes": args.prefixes,
         "sigma": args.sigma,
         "device_share": args.device_share,
@@ -348,7 +347,7 @@ def _command() -> str:
 
 def _configs(args: argparse.Namespace) -> Iterator[ImpressConfig]:
     for policy in args.policies:
-        for half_life in args.half_lives if policy == "impress" else args.half_lives[:1]:
+        for half_life in args.half_lives if policy == "paper" else args.half_lives[:1]:
             yield ImpressConfig(policy=policy, half_life=half_life)
 
 
@@ -389,13 +388,6 @@ def _arguments() -> argparse.Namespace:
     add("--recording", type=Path, default=RECORDINGS / "impress.npz")
     add("--recording-h2o", type=Path, default=RECORDINGS / "as+h2o.npz")
     add("--shape", choices=SHAPES, default="opt-6.7b")
-    add(
-        "--sketch-bits",
-        type=int,
-        choices=(0, *SKETCH_BITS),
-        default=0,
-        help="replay on segments with sketches of so many bits; 0: with keys of probe heads",
-    )
     add("--policies", type=lambda text: text.split(","), default=list(POLICIES))
     add("--prefixes", type=int, default=64, help="stored prefixes; recorded ones are repeated")
     add("--requests", type=int, default=400, help="measured requests")
@@ -406,7 +398,7 @@ def _arguments() -> argparse.Namespace:
     add("--ssd-mbps", type=float, default=3000.0, help="modelled bandwidth")
     add("--ssd-piece-us", type=float, default=5.0, help="modelled time of one more piece")
     half_life = [ImpressConfig().half_life]
-    add("--half-lives", type=_floats, default=half_life, help="of impress, in requests, 0 = never")
+    add("--half-lives", type=_floats, default=half_life, help="of paper, in requests, 0 = never")
     add("--shift", action="store_true", help="popularity moves to other prefixes half-way")
     add("--windows", type=int, default=1, help="parts of the trace to give hit ratios for")
     add("--seed", type=int, default=1)

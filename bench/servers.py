@@ -17,23 +17,22 @@ import requests
 
 from bench.recording import RECORD_VARIABLE
 from bench.zygote import ForkedProcess, Zygote
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import EXACTLY, ImpressConfig, is_bits
 
 POLICIES = (
     "recompute",
     "as",
     "as+h2o+lru",
     "as+h2o+lfu",
-    "impress+itf",
-    "impress+itf+reorder",
+    "paper+itf",
+    "paper+itf+reorder",
+    "paper",
     "impress",
 )
 BASELINES = POLICIES[:4]
-REORDERING = ("impress+itf+reorder", "impress")
-
-# `policy@identification` runs a policy with another --impress-identify than the default.
-IDENTIFIED = ("impress@paper", "impress+itf@paper", "impress+itf+reorder@paper")
-DEFAULT_IDENTIFICATION = "sketch"
+REORDERING = ("paper+itf+reorder", "paper")
+# `impress@BITS` loads prefixes in so many bits, `even@BITS` too, but spreads them evenly.
+WITH_BITS = ("impress", "even")
 
 START_SECONDS = 300
 STOP_SECONDS = 30
@@ -97,28 +96,35 @@ class Tiers:
 NO_TIERS = Tiers(0, 0, 0)
 
 
-def identification(policy: str) -> str:
-    """The identification of a policy's name; stores differ by it."""
-    return policy.partition("@")[2] or DEFAULT_IDENTIFICATION
+def is_policy(name: str) -> bool:
+    """Whether this names something to compare: a policy, or one of `WITH_BITS` with bits."""
+    base, at, bits = name.partition("@")
+    if not at:
+        return name in POLICIES
+    return base in WITH_BITS and (bits == EXACTLY or (is_number(bits) and is_bits(float(bits))))
 
 
-def base_policy(policy: str) -> str:
-    """The name without its identification: a value of `--impress-policy`."""
-    return policy.partition("@")[0]
+def is_number(text: str) -> bool:
+    """Whether `float` takes it."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> list[str]:
-    """Arguments of the extension for one policy."""
-    name = base_policy(policy)
-    flags = ["--enable-impress", f"--impress-ssd-dir={store}", f"--impress-policy={name}"]
-    flags.append(f"--impress-identify={identification(policy)}")
+    """Arguments of the extension for one policy; `impress` loads all tokens in few bits."""
+    name, _, bits = policy.partition("@")
+    ours = name in WITH_BITS
+    base = "impress" if ours else name
+    flags = ["--enable-impress", f"--impress-ssd-dir={store}", f"--impress-policy={base}"]
     if name == "recompute":
         return flags
     flags += [
         # Shorter than any prefix of a trace.
         f"--impress-min-prefix-tokens={MIN_PREFIX_TOKENS}",
-        f"--impress-retention={retention}",
-        "--impress-bits=exact",
+        f"--impress-retention={1.0 if ours else retention}",
         # A measured request leaves nothing behind.
         "--impress-approximation-depth=0",
         f"--impress-device-gb={tiers.device_mb / 1e3:.6f}",
@@ -126,6 +132,10 @@ def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> li
         f"--impress-readahead={tiers.readahead}",
         f"--impress-load={tiers.load}",
     ]
+    if bits:
+        flags.append(f"--impress-bits={bits}")
+    if name == "even":
+        flags.append("--impress-allocate=even")
     if name in REORDERING:
         flags.append("--impress-reorder-interval=0")
     return flags

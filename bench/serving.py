@@ -38,7 +38,6 @@ from bench.servers import (
     BenchFailed,
     Setup,
     Tiers,
-    identification,
     server_environment,
 )
 from bench.serving_options import (
@@ -104,7 +103,7 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             keep_stores=args.keep is not None,
             record=args.record,
         )
-        stored_bytes = comparison.prepare([identification(policy) for policy in args.policies])
+        stored_bytes = comparison.prepare(args.policies)
         tiers = _tiers(args, stored_bytes)
         rows = [comparison.measure(policy, tiers) for policy in args.policies]
     report.add_speedups(rows)

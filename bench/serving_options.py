@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.examples import READERS
-from bench.servers import IDENTIFIED, MIN_PREFIX_TOKENS, POLICIES
+from bench.servers import MIN_PREFIX_TOKENS, POLICIES, is_policy
 from bench.trace import MIN_SIGMA
 from bench.zygote import ROOT
 
@@ -67,7 +67,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
         default=list(POLICIES),
         metavar="A,B",
         help=f"what to compare (default: all of {', '.join(POLICIES)}); "
-        f"also {', '.join(IDENTIFIED)}",
+        "also impress@BITS (4 to 8, or exact) and even@BITS, which spreads them evenly",
     )
     group = parser.add_argument_group("trace")
     group.add_argument(
@@ -181,9 +181,11 @@ def _add_size(group: Any, name: str, what: str) -> None:
 def _policies(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in (*POLICIES, *IDENTIFIED):
-            known = ", ".join((*POLICIES, *IDENTIFIED))
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {known}")
+        if not is_policy(name):
+            known = ", ".join(POLICIES)
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is not one of {known}, impress@BITS and even@BITS"
+            )
     return names
 
 

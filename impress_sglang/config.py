@@ -20,14 +20,14 @@ from impress_sglang.errors import ConfigError
 CONFIG_VARIABLE = "IMPRESS_CONFIG"
 POLICIES = (
     "impress",
-    "impress+itf+reorder",
-    "impress+itf",
+    "paper",
+    "paper+itf+reorder",
+    "paper+itf",
     "as+h2o+lfu",
     "as+h2o+lru",
     "as",
     "recompute",
 )
-IDENTIFICATIONS = ("sketch", "paper", "recent", "random", "random-nosink")
 REORDER_KEYS = ("selected", "importance")
 IO_ENGINES = ("auto", "aio", "threads")
 LOADS = ("faster", "always")
@@ -36,7 +36,6 @@ AUTO = "auto"
 AUTO_FLOOR = 0.25
 # Of the host memory, for what is read ahead.
 BUFFER_SHARE = 0.25
-SKETCH_BITS = (2, 4, 8)
 # The value of --impress-bits for KVs as they were computed, and the number that stands for it,
 # whatever their dtype has; else the bits of the base, and of base and planes (`precision.codec`).
 EXACTLY = "exact"
@@ -79,8 +78,6 @@ class ImpressConfig:
     min_retention: float = 0.05
     bits: float | str = 5.0
     allocate: str = "query"
-    identify: str = "sketch"
-    sketch_bits: int = 4
     probe_heads: int = 3
     alpha: float = 0.6
     chunk_tokens: int = 64
@@ -119,10 +116,6 @@ class ImpressConfig:
         _require(is_bits(self.bits), "bits", self.bits, rules)
         rules = f"one of {', '.join(ALLOCATIONS)}"
         _require(self.allocate in ALLOCATIONS, "allocate", self.allocate, rules)
-        rules = f"one of {', '.join(IDENTIFICATIONS)}"
-        _require(self.identify in IDENTIFICATIONS, "identify", self.identify, rules)
-        bits = f"one of {', '.join(map(str, SKETCH_BITS))}"
-        _require(self.sketch_bits in SKETCH_BITS, "sketch_bits", self.sketch_bits, bits)
         _require(self.probe_heads >= 1, "probe_heads", self.probe_heads, "at least 1")
         _require(0.0 < self.alpha <= 1.0, "alpha", self.alpha, "0 < alpha <= 1")
         _require(
@@ -162,6 +155,12 @@ class ImpressConfig:
             _require(0 <= value < math.inf, name, value, "0 or more and finite")
         keys = f"one of {', '.join(REORDER_KEYS)}"
         _require(self.reorder_key in REORDER_KEYS, "reorder_key", self.reorder_key, keys)
+        if not self.serves(self.usual_retention, self.usual_bits):
+            raise ConfigError(
+                f"--impress-bits {EXACTLY} with --impress-retention {self.retention} is nothing "
+                "that --impress-policy impress has: give bits from "
+                f"{LEAST_BITS:g} to {MOST_BITS:g}, retention 1, or another policy"
+            )
 
     @property
     def ssd_path(self) -> Path:
@@ -219,6 +218,10 @@ class ImpressConfig:
     def usual_bits(self) -> float:
         """Bits per element of a request that asks for none."""
         return EXACT_BITS if self.bits == EXACTLY else float(self.bits)
+
+    def serves(self, retention: float, bits: float) -> bool:
+        """Whether there is such a prefix: `impress` takes a part of one from its codes only."""
+        return self.policy != "impress" or retention >= 1.0 or bits < EXACT_BITS
 
     @property
     def trace_path(self) -> Path | None:
@@ -313,9 +316,9 @@ OPTIONS: tuple[Option, ...] = (
         "bits",
         "--impress-bits",
         _parse_bits,
-        "Bits per element, on average, in which a stored prefix is loaded where all of it is "
-        f"used: {LEAST_BITS:g} to {MOST_BITS:g}, more of them where the request looks, or exact; a "
-        "request may ask for another number with custom_params impress_bits.",
+        "For --impress-policy impress: bits per element, on average, in which a stored prefix is "
+        f"loaded: {LEAST_BITS:g} to {MOST_BITS:g}, more of them where the request looks, or exact; "
+        "a request may ask for another number with custom_params impress_bits.",
     ),
     Option(
         "allocate",
@@ -326,27 +329,17 @@ OPTIONS: tuple[Option, ...] = (
         ALLOCATIONS,
     ),
     Option(
-        "identify",
-        "--impress-identify",
-        str,
-        "How important tokens are found. sketch: by the keys of all heads in few bits, a set per "
-        "KV head; paper: by the keys of a few probe heads, one set for all heads if they agree; to "
-        "compare with: recent (the first and the last tokens), random, random-nosink.",
-        IDENTIFICATIONS,
-    ),
-    Option("sketch_bits", "--impress-sketch-bits", int, "Bits per element of a sketched key."),
-    Option(
         "probe_heads",
         "--impress-probe-heads",
         int,
-        "For --impress-identify paper: number of probe heads of a multi-head model (a GQA model "
+        "For the policies of the paper: number of probe heads of a multi-head model (a GQA model "
         "probes max(1, round(N * kv_heads / 32)) KV heads).",
     ),
     Option(
         "alpha",
         "--impress-alpha",
         float,
-        "For --impress-identify paper: exponent of the similarity threshold t = j**alpha; larger "
+        "For the policies of the paper: exponent of the similarity threshold t = j**alpha; larger "
         "means fewer layers fall back.",
     ),
     Option(
@@ -365,10 +358,11 @@ OPTIONS: tuple[Option, ...] = (
         "policy",
         "--impress-policy",
         str,
-        "impress: identification, reordering and score-based caches; impress+itf+reorder and "
-        "impress+itf: without the last, and without the last two (LFU caches instead); "
-        "as+h2o+lru, as+h2o+lfu: all keys, important values; as: the whole prefix "
-        "(AttentionStore-like, LRU); recompute: no store.",
+        "impress: prefixes in few bits, and more where a request looks; to compare with: paper "
+        "(IMPRESS: important KVs by the keys of probe heads, reordering, caches by score), "
+        "paper+itf+reorder and paper+itf (without the last, and without the last two; LFU caches "
+        "instead), as+h2o+lru and as+h2o+lfu (all keys, important values), as (the whole prefix, "
+        "AttentionStore-like, LRU), recompute (no store).",
         POLICIES,
     ),
     Option(
@@ -439,7 +433,8 @@ OPTIONS: tuple[Option, ...] = (
         "reorder_interval",
         "--impress-reorder-interval",
         float,
-        "Seconds between reorderings in the background (0: only by POST /impress/reorder).",
+        "For the policies of the paper that reorder: seconds between reorderings in the background "
+        "(0: only by POST /impress/reorder).",
     ),
     Option(
         "reorder_key",

@@ -1,8 +1,9 @@
 """Identification rules: which tokens of a prefix a layer uses.
 
 A rule is a small object behind `IdentificationRule`; the loader asks it and never looks inside. It
-decides on what evidence it asks for: scores from the probe stream, or from all keys, or none.
-docs/identification.md compares them.
+decides on what evidence it asks for: scores from the probe stream, or from all keys.
+docs/identification.md compares them. Where prefixes are loaded in codes there is no rule to ask:
+`transfer.selective` scores all keys as the base has them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
 from impress_sglang.importance.selection import (
@@ -18,9 +18,6 @@ from impress_sglang.importance.selection import (
     own_tokens,
     similarity_threshold,
 )
-
-# Tokens at the start of a sequence that the baselines keep.
-SINK_TOKENS = 4
 
 
 def probe_kv_heads(num_query_heads: int, num_kv_heads: int, probe_heads: int) -> tuple[int, ...]:
@@ -71,7 +68,7 @@ class IdentificationRule(Protocol):
     """The contract; tests/unit/test_identify.py runs it on every implementation.
 
     Implementations must be pure: same evidence, same answer. `evidence` says what they ask for
-    first: probe (the probe stream), keys (all keys) or nothing.
+    first: probe (the probe stream) or keys (all keys).
     """
 
     @property
@@ -87,18 +84,6 @@ class IdentificationRule(Protocol):
             serves all heads, else [G, k], a set per KV head.
         """
         ...
-
-
-def stored_probe(
-    rule: str, num_query_heads: int, num_kv_heads: int, *, probe_heads: int, sketch_bits: int
-) -> tuple[tuple[int, ...], int]:
-    """What a store keeps for `--impress-identify`: probe KV heads, and bits of a sketch (or 0).
-
-    Baselines that look at nothing use the sketch's layout, in which each head has its own streams.
-    """
-    if rule == "paper":
-        return probe_kv_heads(num_query_heads, num_kv_heads, probe_heads), 0
-    return (), sketch_bits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,17 +104,6 @@ class PaperRule:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SketchRule:
-    """Each KV head takes its own top k by the scores of sketched keys of all heads."""
-
-    evidence: ClassVar[str] = "probe"
-
-    def select(self, evidence: Evidence, k: int) -> Tensor:
-        """See `IdentificationRule.select`."""
-        return own_tokens(evidence.probe_scores(), evidence.group_size, k)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class H2ORule:
     """The AS+H2O baselines of the paper: all keys are read, each KV head takes its own top k."""
 
@@ -138,53 +112,3 @@ class H2ORule:
     def select(self, evidence: Evidence, k: int) -> Tensor:
         """See `IdentificationRule.select`."""
         return own_tokens(evidence.exact_scores(), evidence.group_size, k)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RecentRule:
-    """A baseline that looks at nothing: the first `SINK_TOKENS` tokens and the last ones.
-
-    Without the first ones, on which attention rests, answers collapse (StreamingLLM,
-    https://arxiv.org/abs/2309.17453).
-    """
-
-    evidence: ClassVar[str] = "nothing"
-
-    def select(self, evidence: Evidence, k: int) -> Tensor:
-        """See `IdentificationRule.select`."""
-        sinks = min(SINK_TOKENS, k)
-        recent = torch.arange(evidence.num_tokens - (k - sinks), evidence.num_tokens)
-        return torch.cat([torch.arange(sinks), recent])[None]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RandomRule:
-    """The negative control: random tokens, the same for the same layer and length.
-
-    With `sinks` the first `SINK_TOKENS` tokens are among them.
-    """
-
-    sinks: bool
-
-    evidence: ClassVar[str] = "nothing"
-
-    def select(self, evidence: Evidence, k: int) -> Tensor:
-        """See `IdentificationRule.select`."""
-        num_tokens = evidence.num_tokens
-        generator = torch.Generator().manual_seed(evidence.layer * 1_000_003 + num_tokens)
-        order = torch.randperm(num_tokens, generator=generator)
-        if self.sinks:
-            order = torch.cat([torch.arange(min(SINK_TOKENS, k)), order[order >= SINK_TOKENS]])
-        return order[:k].sort().values[None]
-
-
-def make_rule(name: str, alpha: float) -> IdentificationRule:
-    """The rule that `--impress-identify` names; `alpha` is the paper's exponent."""
-    rules: dict[str, IdentificationRule] = {
-        "sketch": SketchRule(),
-        "paper": PaperRule(alpha),
-        "recent": RecentRule(),
-        "random": RandomRule(sinks=True),
-        "random-nosink": RandomRule(sinks=False),
-    }
-    return rules[name]

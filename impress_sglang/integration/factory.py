@@ -11,14 +11,14 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.importance.identify import stored_probe
+from impress_sglang.importance.identify import probe_kv_heads
 from impress_sglang.integration.attention import PrefixAttention
 from impress_sglang.integration.guards import check_options, identity_of_options
 from impress_sglang.integration.layers import check_layers
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.runtime import ServingRuntime
 from impress_sglang.management.identity import model_identity, weights_digest
-from impress_sglang.management.policies import Wish, make_policy
+from impress_sglang.management.policies import Policy, Wish, make_policy
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.warm_up import warm_up
 
@@ -50,12 +50,13 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     check_options(options)
     check_layers(runner)
     policy = make_policy(config)
-    shape = kv_shape(runner, config)
-    if config.identify == "paper" and not shape.other_kv_heads:
+    shape = kv_shape(runner, policy, config.probe_heads)
+    if policy.probes and not shape.other_kv_heads:
         logger.warning(
-            "this model has %d KV heads and all of them are probe heads: --impress-identify paper "
+            "this model has %d KV heads and all of them are probe heads: --impress-policy %s "
             "reads all keys of a stored prefix, and saves values only",
             shape.num_kv_heads,
+            policy.name,
         )
 
     def identify() -> str:
@@ -91,17 +92,11 @@ def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *buffers]
 
 
-def kv_shape(runner: Any, config: ImpressConfig) -> KVShape:
-    """Shape of the KVs in the pool of a model runner."""
+def kv_shape(runner: Any, policy: Policy, probe_heads: int) -> KVShape:
+    """Shape of the KVs in the pool of a model runner, as a policy stores them."""
     pool = runner.token_to_kv_pool
     num_query_heads = runner.model_config.num_attention_heads
-    probes, sketch_bits = stored_probe(
-        config.identify,
-        num_query_heads,
-        pool.head_num,
-        probe_heads=config.probe_heads,
-        sketch_bits=config.sketch_bits,
-    )
+    probes = probe_kv_heads(num_query_heads, pool.head_num, probe_heads) if policy.probes else ()
     return KVShape(
         num_layers=pool.layer_num,
         num_query_heads=num_query_heads,
@@ -110,9 +105,8 @@ def kv_shape(runner: Any, config: ImpressConfig) -> KVShape:
         value_dim=pool.v_head_dim,
         dtype=pool.dtype,
         probe_kv_heads=probes,
-        sketch_bits=sketch_bits,
-        # Whatever the policy, so that servers with different ones can use the same store.
-        coded=config.identify != "paper",
+        # Also where a policy reads none, so that servers with different ones use the same store.
+        coded=not policy.probes,
     )
 
 

@@ -162,9 +162,15 @@ def _before_load(runner: Any, *_: Any, **__: Any) -> None:
 
 
 def _before_verify(sampling_params: Any, *_: Any, **__: Any) -> None:
+    from sglang.srt.runtime_context import get_server_args
+
     from impress_sglang.integration.request import check_custom_params
 
-    check_custom_params(sampling_params.custom_params)
+    # Not every process that has sampling parameters is one of a server.
+    if sampling_params.custom_params:
+        config = config_of(get_server_args())
+        if config is not None:
+            check_custom_params(sampling_params.custom_params, config)
 
 
 def _after_backend_wrapper(backend: Any, runner: Any, *_: Any, **__: Any) -> Any:

@@ -62,7 +62,6 @@ from impress_sglang.storage.writer import LayerReader
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.resident import PartUse, ResidentPart, UsedUnits
-from impress_sglang.transfer.source import SegmentSource
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +72,8 @@ REPORT_KEY = "impress"
 class _Offer:
     """What `match_prefix` promised: k of the tokens [resident_len, stop) of a stored prefix.
 
-    `covers`: of a prefix in codes, where its tokens are; `missing` slots must be allocated, and
-    `idle` ones, which counted as room, will not be room any more.
+    `covers`: where the tokens are of a prefix in codes, if all of it is used; `missing` slots must
+    be allocated, and `idle` ones, which counted as room, will not be room any more.
     """
 
     match: StoredMatch
@@ -116,6 +115,7 @@ class _Offer:
         return (
             self.work == other.work
             and self.k == other.k
+            and self.estimate.bits == other.estimate.bits
             and not self.covers
             and not other.covers
             and [span.segment.segment_id for span in self.match.spans]
@@ -524,7 +524,7 @@ class ImpressRadixCache(RadixCache):
         if not k:
             return None
         covers: tuple[Cover, ...] = ()
-        if estimate.bits < EXACT_BITS:
+        if estimate.bits < EXACT_BITS and k == num_tokens:
             covers = self._cover(match, work)
             stored = sum(len(cover.span) for cover in covers)
             k, work = stored, Work(resident_len, stored, work.new + work.stored - stored)
@@ -554,31 +554,33 @@ class ImpressRadixCache(RadixCache):
         if offer.covers:
             spans, in_slots = _spans_of(offer.covers)
             return self._runtime.store.open_coded(spans, in_slots, timeline)
+        if offer.estimate.bits < EXACT_BITS:
+            part = offer.match.slice(offer.resident_len, offer.stop)
+            return self._runtime.store.open_coded(part, [False] * len(part), timeline)
         demand = self._runtime.demand_of(offer.k, offer.work.stored)
         return self._runtime.store.open_source(
             offer.match, offer.resident_len, offer.stop, demand, timeline
         )
 
-    def _take_source(self, rid: str, offer: _Offer) -> tuple[SegmentSource, Timeline]:
+    def _take_source(self, rid: str, offer: _Offer) -> tuple[AnySource, Timeline]:
         """The source of a request that is admitted: what was read while it waited, or a new one."""
+        if offer.estimate.bits < EXACT_BITS:
+            self._runtime.store.touch(offer.match)
         prefetch = self._prefetches.pop(rid, None)
         if prefetch is not None:
-            if isinstance(prefetch.source, SegmentSource) and prefetch.offer.same_reads(offer):
+            if prefetch.offer.same_reads(offer):
                 return prefetch.source, prefetch.timeline
             self._runtime.store.close_source(prefetch.source)
         timeline = self._runtime.timeline_for(rid)
-        demand = self._runtime.demand_of(offer.k, offer.work.stored)
-        source = self._runtime.store.open_source(
-            offer.match, offer.resident_len, offer.stop, demand, timeline
-        )
-        return source, timeline
+        return self._open_source(offer, timeline), timeline
 
     def _take_coded(self, rid: str, parts: Sequence[ResidentPart]) -> CodedSource | None:
         """What was read of these parts while a request waited."""
         waiting = sorted(self._prefetches, key=lambda other: other != rid)
         for other in waiting:
-            source = self._prefetches[other].source
-            if isinstance(source, CodedSource) and source.reads(parts):
+            waited = self._prefetches[other]
+            source = waited.source if isinstance(waited.source, CodedSource) else None
+            if source is not None and waited.offer.covers and source.reads(parts):
                 del self._prefetches[other]
                 break
         else:
@@ -684,7 +686,7 @@ class ImpressRadixCache(RadixCache):
         timeline: Timeline,
         *,
         prefetched: bool,
-        source: SegmentSource | None = None,
+        source: AnySource | None = None,
         units: UsedUnits | None = None,
     ) -> PrefixRequest:
         resident_slots = self.path_device_indices(req.last_node)[: offer.resident_len]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from impress_sglang.config import EXACT_BITS, EXACTLY, LEAST_BITS, MOST_BITS, Im
 from impress_sglang.integration.clocks import Stopwatch
 from impress_sglang.management.estimate import Estimate
 from impress_sglang.management.policies import Wish
+from impress_sglang.management.readers import AnySource
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.quality import EXACT, Quality
@@ -19,15 +21,15 @@ from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.planner import ReadStats
 from impress_sglang.transfer.resident import PartLoad, PartUse, UsedUnits
-from impress_sglang.transfer.source import SegmentSource
+from impress_sglang.transfer.selective import Scratch
 
 # Of `sampling_params.custom_params`: the retention and the bits that a request asks for.
 RETENTION_KEY = "impress_retention"
 BITS_KEY = "impress_bits"
 
 
-def check_custom_params(custom_params: object) -> None:
-    """Check what a request says to this extension.
+def check_custom_params(custom_params: object, config: ImpressConfig) -> None:
+    """Check what a request says to this extension, against what the server has.
 
     Raises:
         ValueError: a wrong value; SGLang answers with status 400.
@@ -47,12 +49,21 @@ def check_custom_params(custom_params: object) -> None:
             f"custom_params {BITS_KEY} must be a number from {LEAST_BITS:g} to {MOST_BITS:g}, or "
             f"{EXACTLY!r}, got {bits!r}"
         )
+    wish = _wish(custom_params, config)
+    if not config.serves(wish.retention, wish.bits):
+        raise ValueError(
+            f"custom_params: this server has a part of a prefix in {LEAST_BITS:g} to {MOST_BITS:g} "
+            f"bits only; with {BITS_KEY} {EXACTLY!r} set {RETENTION_KEY} to 1"
+        )
 
 
 def wish_of(sampling_params: Any, config: ImpressConfig) -> Wish:
     """What a request asks for, and the server's usual for the rest; at least the server's floor."""
     params = getattr(sampling_params, "custom_params", None)
-    params = params if isinstance(params, dict) else {}
+    return _wish(params if isinstance(params, dict) else {}, config)
+
+
+def _wish(params: Mapping[str, Any], config: ImpressConfig) -> Wish:
     own, bits = params.get(RETENTION_KEY), params.get(BITS_KEY, config.bits)
     retention = config.usual_retention if own is None else max(float(own), config.min_retention)
     return Wish(retention, EXACT_BITS if bits == EXACTLY else float(bits), chosen=own is not None)
@@ -66,8 +77,9 @@ class PrefixRequest:
 
         |<- start = m - k ->|<- resident ->|<- k ->|<- new ... ->|
 
-    A prefix in codes is all there: k = m, and its slots are those of the parts that it `uses` with
-    other requests (`transfer.resident`), read from `loads`.
+    Of a prefix in codes that is all there, k = m, the slots are those of the parts that it `uses`
+    with other requests (`transfer.resident`), read from `loads`. If k < m it is restored in
+    `scratch` while it is loaded (`transfer.selective`).
 
     Invariants: the k slots of others are private (counted as protected by the tree) until
     `adopted`; layers below `layers_loaded` are in them, zeros if the request has `failed`.
@@ -81,10 +93,11 @@ class PrefixRequest:
     num_tokens: int
     bits: float  # of the prefix, per element on average
     quality: Quality  # of what is computed after the prefix
-    source: SegmentSource | MemorySource | None
+    source: AnySource | MemorySource | None
     report: dict[str, object]
-    units: UsedUnits | None = None  # of a prefix in codes
+    units: UsedUnits | None = None  # of a prefix in codes, all of it
     loads: list[PartLoad] = dataclasses.field(default_factory=list)
+    scratch: Scratch | None = None
     new_tokens: int = 0
     timeline: Timeline = NO_TIMELINE
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)
@@ -158,11 +171,11 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
 
     `prefetched` says that reading began while the request waited. `path` is computed, device or ssd
     (a stored prefix, whichever tier its chunks were in); lengths are in tokens, times in
-    milliseconds; the counters of reads are those of `ReadStats`. `shared_tokens`
-    of a stored prefix were in slots already, for other requests. `bits_mean` are bits per element
-    of a stored prefix (16: as it was computed), `base_bytes` and `plane_bytes` what of its codes
-    went into slots, from whichever tier. `not_served` and `not_stored` are what keeps a request
-    from the store (`eligibility.py`).
+    milliseconds; the counters of reads are those of `ReadStats`. `shared_tokens` of a stored prefix
+    were in slots already, for other requests. `bits_mean` are bits per element of what was loaded
+    of a stored prefix (16: as it was computed), also of tokens that no layer uses; `base_bytes` and
+    `plane_bytes` what of its codes was restored, from whichever tier. `not_served` and `not_stored`
+    are what keeps a request from the store (`eligibility.py`).
 
     `probe_ms` and `load_ms` are the host's time. On an accelerator that includes waiting for the
     device, which may still be computing the layers before.

@@ -36,6 +36,7 @@ from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, PrefixLoader
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart
+from impress_sglang.transfer.selective import Scratch, SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import Demand, SegmentSource
 
@@ -155,7 +156,9 @@ class ServingRuntime:
         rule = self.policy.identification_rule()
         self._evidence = rule.evidence
         self._loader = PrefixLoader(shape, rule)
-        self._precise = PreciseLoader(shape, ALLOCATIONS[config.allocate])
+        allocation = ALLOCATIONS[config.allocate]
+        self._precise = PreciseLoader(shape, allocation)
+        self._selective = SelectiveLoader(shape, allocation)
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
         self._timelines = TimelineWriter(config.trace_path) if config.trace_path else None
 
@@ -268,10 +271,9 @@ class ServingRuntime:
 
     def demand_of(self, k: int, num_tokens: int) -> Demand:
         """What a request that uses k of a prefix's tokens will ask of each layer."""
-        whole, stored_apart = k == num_tokens, bool(self.shape.probe_kv_heads)
         return Demand(
-            whole=whole,
-            probe=stored_apart or (not whole and self._evidence == "probe"),
+            whole=k == num_tokens,
+            probe=bool(self.shape.probe_kv_heads),
             all_keys=self._evidence == "keys",
         )
 
@@ -287,17 +289,17 @@ class ServingRuntime:
         self._clock.poll()
         config, policy = self.config, self.policy
         start = match.num_tokens - work.stored
-        exact = policy.exact(wish)
-        probe = not exact and self._evidence == "probe"
-        stored = functools.cache(
-            lambda: self.store.stored_bytes(match, start, match.num_tokens, probe=probe)
-        )
+        exact, bits = policy.exact(wish), policy.bits(wish)
+        spans = match.slice(start, match.num_tokens)
+        stored = functools.cache(lambda: self.store.stored_bytes(match, start, match.num_tokens))
 
         def estimate(retention: float) -> Estimate:
-            bits = policy.bits(dataclasses.replace(wish, retention=retention))
             if bits < EXACT_BITS:
-                covers = self.residents.cover(match.slice(start, match.num_tokens))
-                missing = [cover.span for cover in covers if cover.part is None]
+                missing: Sequence[StoredSpan] = spans
+                if policy.tokens_to_load(work.stored, retention) == work.stored:
+                    # Of a part of a prefix nothing is shared.
+                    covers = self.residents.cover(spans)
+                    missing = [cover.span for cover in covers if cover.part is None]
                 num_bytes = self.store.coded_bytes(missing, bits)
             else:
                 all_keys = self._evidence == "keys" and retention < 1.0
@@ -406,7 +408,21 @@ class ServingRuntime:
             )
             self.store.ahead.top_up()
             return
-        selected = self._loader.load(layer, request.source, inputs, slots, request.stats)
+        if isinstance(request.source, CodedSource):
+            if request.scratch is None:
+                device = slots.keys.pool.device
+                request.scratch = Scratch(request.source, self.shape, device)
+            selected = self._selective.load(
+                layer,
+                request.source,
+                request.scratch,
+                inputs,
+                slots,
+                request.bits,
+                request.stats,
+            )
+        else:
+            selected = self._loader.load(layer, request.source, inputs, slots, request.stats)
         self.store.ahead.top_up()
         if self.observer is not None:
             self.observer.selected(self.shape, layer, request, selected)
@@ -421,11 +437,11 @@ class ServingRuntime:
 
     def release_source(self, request: PrefixRequest) -> None:
         """Give a request's source back to the store."""
-        if isinstance(request.source, SegmentSource):
+        if isinstance(request.source, SegmentSource | CodedSource):
             # What was read ahead is counted when the source is closed.
             self.store.close_source(request.source)
             request.reads.add(request.source.stats)
-        request.source = None
+        request.source = request.scratch = None
         loads, request.loads = request.loads, []
         for load in loads:
             # Of what several requests read together the last one tells.
@@ -479,7 +495,6 @@ class ServingRuntime:
             "identity": self.identity,
             "suspended": self.suspended,
             "probe_kv_heads": list(self.shape.probe_kv_heads),
-            "sketch_bits": self.shape.sketch_bits,
             "kv_heads": self.shape.num_kv_heads,
             "requests_live": len(self.live),
             "totals": rounded,

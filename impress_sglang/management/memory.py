@@ -36,8 +36,7 @@ class StoreMemory:
             ConfigError: there is not enough.
         """
         policy = make_policy(config)
-        retention = 1.0 if config.auto_retention else config.usual_retention
-        usual = policy.bits(Wish(retention, config.usual_bits))
+        usual = policy.bits(Wish(bits=config.usual_bits))
         page = PageShape.of(shape, config.chunk_tokens)
         layout = CodeLayout(1, shape.num_kv_heads, shape.key_dim, shape.value_dim, BLOCK_BYTES)
 

@@ -3,14 +3,17 @@
 A policy decides; it moves nothing. All policies share attention, I/O, tiers and admission, so that
 a difference between two servers is a difference of policy. They are the paper's systems (6.1, 6.3):
 
-    recompute            nothing stored
-    as                   whole prefix, LRU            AttentionStore-like
-    as+h2o+lru           all keys, important values, LRU
-    as+h2o+lfu           the same with LFU
-    impress+itf          --impress-identify finds the important part; LFU
-    impress+itf+reorder  the same, segments reordered
-    impress              all of the prefix in few bits and more where a request looks, or the
-                         important part, reordered; caches by score
+    recompute          nothing stored
+    as                 whole prefix, LRU            AttentionStore-like
+    as+h2o+lru         all keys, important values, LRU
+    as+h2o+lfu         the same with LFU
+    paper+itf          the keys of probe heads tell the important part; LFU
+    paper+itf+reorder  the same, segments reordered
+    paper              the same, caches by score    IMPRESS
+
+and ours:
+
+    impress            the prefix in few bits and more where a request looks; caches by score
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from impress_sglang.config import EXACT_BITS, ImpressConfig
-from impress_sglang.importance.identify import H2ORule, IdentificationRule, make_rule
+from impress_sglang.importance.identify import H2ORule, IdentificationRule, PaperRule
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.tiers.rules import (
     ImportanceScore,
@@ -50,12 +53,14 @@ class Policy(Protocol):
     * `exact(wish)` says that a request gets all of a prefix as it was computed. Only then may KVs
       loaded or computed on top be used where SGLang expects exact ones, and approximate KVs are
       never loaded.
-    * `codes` says whether segments have codes, and `bits(wish)` in how many bits a prefix is
-      loaded: below `EXACT_BITS` only with codes, and all of its tokens.
+    * `probes` says whether segments keep the keys of probe heads apart; others have codes. A store
+      serves all policies that say the same.
+    * `bits(wish)` says in how many bits a prefix is loaded: below `EXACT_BITS` from codes.
     * `stores` says whether computed prefixes are written to SSD.
     * `reorders` says whether stored segments are rewritten by importance.
     * `scores` says whether resident prefixes are evicted by score, too, and not by recency.
-    * `replacement_rule` gives a new rule at each call; `identification_rule` a pure one.
+    * `replacement_rule` gives a new rule at each call; `identification_rule` a pure one, which is
+      asked where exact KVs are loaded, or were computed again.
     """
 
     @property
@@ -79,8 +84,8 @@ class Policy(Protocol):
         ...
 
     @property
-    def codes(self) -> bool:
-        """Whether segments have codes."""
+    def probes(self) -> bool:
+        """Whether segments keep the keys of probe heads apart."""
         ...
 
     def exact(self, wish: Wish) -> bool:
@@ -112,7 +117,7 @@ class Recompute:
     stores: bool = False
     reorders: bool = False
     scores: bool = False
-    codes: bool = False
+    probes: bool = False
 
     def exact(self, wish: Wish) -> bool:
         """See `Policy`."""
@@ -143,7 +148,7 @@ class WholePrefix:
     stores: bool = True
     reorders: bool = False
     scores: bool = False
-    codes: bool = False
+    probes: bool = False
 
     def exact(self, wish: Wish) -> bool:
         """See `Policy`."""
@@ -168,11 +173,15 @@ class WholePrefix:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImportantPart:
-    """The important share of the prefix is loaded: AS+H2O, and IMPRESS step by step."""
+    """The important share of the prefix is loaded: AS+H2O, IMPRESS step by step, and ours.
+
+    `codes`: from its codes.
+    """
 
     name: str
     identification: IdentificationRule
     replacement: Callable[[], ReplacementRule]
+    probes: bool = False
     reorders: bool = False
     scores: bool = False
     codes: bool = False
@@ -184,7 +193,7 @@ class ImportantPart:
 
     def bits(self, wish: Wish) -> float:
         """See `Policy`."""
-        return wish.bits if self.codes and wish.retention >= 1.0 else EXACT_BITS
+        return wish.bits if self.codes else EXACT_BITS
 
     def tokens_to_load(self, num_tokens: int, retention: float) -> int:
         """See `Policy`."""
@@ -202,7 +211,7 @@ class ImportantPart:
 def make_policy(config: ImpressConfig) -> Policy:
     """The policy that the configuration names."""
     name = config.policy
-    h2o, rule = H2ORule(), make_rule(config.identify, config.alpha)
+    h2o, paper = H2ORule(), PaperRule(config.alpha)
 
     def score() -> ReplacementRule:
         return ImportanceScore(config.half_life)
@@ -212,10 +221,11 @@ def make_policy(config: ImpressConfig) -> Policy:
         "as": WholePrefix(),
         "as+h2o+lru": ImportantPart(name, h2o, LeastRecentlyUsed),
         "as+h2o+lfu": ImportantPart(name, h2o, LeastFrequentlyUsed),
-        "impress+itf": ImportantPart(name, rule, LeastFrequentlyUsed),
-        "impress+itf+reorder": ImportantPart(name, rule, LeastFrequentlyUsed, reorders=True),
-        "impress": ImportantPart(
-            name, rule, score, reorders=True, scores=True, codes=config.identify != "paper"
+        "paper+itf": ImportantPart(name, paper, LeastFrequentlyUsed, probes=True),
+        "paper+itf+reorder": ImportantPart(
+            name, paper, LeastFrequentlyUsed, probes=True, reorders=True
         ),
+        "paper": ImportantPart(name, paper, score, probes=True, reorders=True, scores=True),
+        "impress": ImportantPart(name, h2o, score, scores=True, codes=True),
     }
     return policies[name]

@@ -179,8 +179,8 @@ class SegmentReaders:
             expected += share * float(on_ssd[: layout.num_pages].sum() + wanted * units)
         return expected
 
-    def stored_bytes(self, spans: Sequence[StoredSpan], *, probe: bool) -> StoredBytes:
-        """What of consecutive spans would have to come from SSD; `probe`: also probe streams."""
+    def stored_bytes(self, spans: Sequence[StoredSpan]) -> StoredBytes:
+        """What of consecutive spans would have to come from SSD."""
         probe_bytes, chances = 0.0, np.zeros(STEPS + 1)
         for span in spans:
             version = self._version_of(span.segment)
@@ -191,8 +191,7 @@ class SegmentReaders:
             on_ssd = chunks_on_ssd[:, geometry.chunk_of_block]
             share = (span.stop - span.start) / version.layout.num_tokens * BLOCK_BYTES
             first = 0 if geometry.probe is None else geometry.probe.blocks.stop
-            if probe:
-                probe_bytes += share * np.count_nonzero(on_ssd[:, :first])
+            probe_bytes += share * np.count_nonzero(on_ssd[:, :first])
             codes = blocks.codes[:, first:][on_ssd[:, first:]]
             chances += share * np.bincount(codes, minlength=STEPS + 1)
         return StoredBytes(round(probe_bytes), chances, self._retention)

@@ -85,7 +85,7 @@ def expected_shares(
     for stream in shape.streams[1:]:
         first = layout.chunk_index(0, stream, 0)
         own = chunk_shares[:, shape.lane_of(stream)]
-        shares[:, first : first + layout.num_chunks] = own[:, : layout.stream_chunks(stream)]
+        shares[:, first : first + layout.num_chunks] = own
     return shares.reshape(-1)
 
 

@@ -202,11 +202,9 @@ class PrefixStore:
             if not self.health.readable:
                 raise StoreUnavailable(segment.segment_id, "the store is degraded")
 
-    def stored_bytes(
-        self, match: StoredMatch, start: int, stop: int, *, probe: bool
-    ) -> StoredBytes:
+    def stored_bytes(self, match: StoredMatch, start: int, stop: int) -> StoredBytes:
         """What of the tokens [start, stop) of a match would have to come from SSD."""
-        return self._readers.stored_bytes(match.slice(start, stop), probe=probe)
+        return self._readers.stored_bytes(match.slice(start, stop))
 
     def coded_bytes(self, spans: Sequence[StoredSpan], bits: float) -> float:
         """What of spans would have to come from SSD, in so many bits."""

@@ -12,11 +12,9 @@ from torch import Tensor
 from impress_sglang.precision.layer import CodedLayer
 from impress_sglang.precision.layer import encode_layer as encode_codes
 from impress_sglang.storage.layout import PROBE, SegmentLayout, Stream
-from impress_sglang.storage.sketch import sketch_keys
 
 # The mapping lists of one layer: for each lane and token the row where the token stands.
 LayerMapping = npt.NDArray[np.unsignedinteger[Any]]
-SketchTable = npt.NDArray[np.float32]
 
 
 def encode_layer(
@@ -25,25 +23,18 @@ def encode_layer(
     values: Tensor,
     mapping: LayerMapping | None,
     memory: memoryview,
-) -> SketchTable | None:
+) -> None:
     """Lay keys [t, G, Dk] and values [t, G, Dv] out in `memory`, `layout.layer_bytes` long.
-
-    Returns:
-        What the codes of the layer's sketch stand for, float32 [2, G, Dk], if it has one.
 
     Raises:
         NotCodable: there shall be codes, and no range holds these KVs.
     """
-    shape, table, start = layout.shape, None, 0
+    shape, start = layout.shape, 0
     for stream in shape.streams:
-        if stream == PROBE and shape.sketch_bits:
-            rows, sketch_table = sketch_keys(keys, shape.sketch_bits)
-            table = sketch_table.numpy()
-        else:
-            rows = values if stream in shape.value_streams else keys
-            if mapping is not None and stream != PROBE:
-                rows = rows[torch.from_numpy(np.argsort(mapping[shape.lane_of(stream)]))]
-            rows = rows[:, list(shape.heads(stream))]
+        rows = values if stream in shape.value_streams else keys
+        if mapping is not None and stream != PROBE:
+            rows = rows[torch.from_numpy(np.argsort(mapping[shape.lane_of(stream)]))]
+        rows = rows[:, list(shape.heads(stream))]
         size = layout.stream_bytes(stream)
         _encode_stream(layout, stream, rows, memory[start : start + size])
         start += size
@@ -51,7 +42,6 @@ def encode_layer(
         coded = CodedLayer.empty(layout.codes)
         encode_codes(layout.codes, keys, values, coded)
         coded.put(layout.codes, torch.frombuffer(memory[start:], dtype=torch.uint8))
-    return table
 
 
 def decode_layer(
@@ -63,7 +53,7 @@ def decode_layer(
     values = keys.new_empty(layout.num_tokens, shape.num_kv_heads, shape.value_dim)
     for stream in shape.streams:
         size = layout.stream_bytes(stream)
-        if size and stream in shape.kv_streams:
+        if size:
             rows = _decode_stream(layout, stream, memory[start : start + size])
             if mapping is not None and stream != PROBE:
                 lane = mapping[shape.lane_of(stream)].astype(np.int64)
@@ -81,7 +71,7 @@ def _encode_stream(layout: SegmentLayout, stream: Stream, rows: Tensor, memory: 
     data = rows.contiguous().view(torch.uint8).view(-1).numpy()
     target = np.frombuffer(memory, np.uint8)
     stride, chunk_bytes = layout.chunk_stride(stream), layout.chunk_bytes(stream, 0)
-    whole = layout.stream_chunks(stream) - 1
+    whole = layout.num_chunks - 1
     body = target[: whole * stride].reshape(whole, stride)
     body[:, :chunk_bytes] = data[: whole * chunk_bytes].reshape(whole, chunk_bytes)
     body[:, chunk_bytes:] = 0
@@ -95,7 +85,7 @@ def _decode_stream(layout: SegmentLayout, stream: Stream, memory: memoryview) ->
     """Rows [t, heads, D] of a stream in the order of the disk."""
     source = np.frombuffer(memory, np.uint8)
     stride, chunk_bytes = layout.chunk_stride(stream), layout.chunk_bytes(stream, 0)
-    whole = layout.stream_chunks(stream) - 1
+    whole = layout.num_chunks - 1
     data = np.empty(layout.shape.row_bytes(stream) * layout.num_tokens, np.uint8)
     body = source[: whole * stride].reshape(whole, stride)
     data[: whole * chunk_bytes] = body[:, :chunk_bytes].reshape(-1)

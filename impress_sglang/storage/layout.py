@@ -1,21 +1,20 @@
 """Where each byte of a segment stands: pure arithmetic, no I/O.
 
 A segment holds the KVs of one run of tokens. Per layer it has streams, each cut into chunks of
-`chunk_tokens` rows: a probe stream, from which important tokens are found, and the keys and values
-of each *lane*. A lane is the KV heads that share one order of their tokens and one selection. There
-are two kinds of layout:
+`chunk_tokens` rows (a row is a token): a probe stream, and the keys and values of each *lane*. A
+lane is the KV heads that share one order of their tokens and one selection. There are two kinds of
+layout:
 
-    keys of probe heads    the probe stream has the keys of a few heads; one lane has all heads,
-                           and its keys are those of the other heads (the paper's)
-    sketches               the probe stream has the keys of all heads in few bits; each KV head is
-                           a lane of its own
+    with probe heads       the probe stream has the keys of a few heads, from which important tokens
+                           are found; one lane has all heads, and its keys are those of the others
+                           (the paper's)
+    without                the probe stream is empty; each KV head is a lane of its own
 
 A stream is contiguous, so that neighbouring chunks are one read:
 
     header | layer 0: probe, keys of lane 0, 1, ..., values of lane 0, 1, ..., codes | layer 1: ...
 
-The probe stream is always read whole and stands in logical order; a row of a sketch packs several
-tokens, so that it is as long as a row of keys of all heads.
+The probe stream is always read whole and stands in logical order.
 
 Codes are no stream: behind the streams of a layer stand all of its keys and values again in a few
 bits, as `precision.layout.CodeLayout` says, in logical order.
@@ -36,7 +35,6 @@ from typing import Any
 
 import torch
 
-from impress_sglang.config import SKETCH_BITS
 from impress_sglang.precision.layout import CodeLayout
 
 BLOCK_BYTES = 4096
@@ -55,8 +53,7 @@ def round_up(value: int, multiple: int) -> int:
 class KVShape:
     """Shape of a model's KV on this rank, and how a layer of it is cut into streams.
 
-    `probe_kv_heads` are the KV heads whose keys are stored apart; heads count from 0. With
-    `sketch_bits` there are none: keys of all heads are stored a second time in so few bits. Where
+    `probe_kv_heads` are the KV heads whose keys are stored apart; heads count from 0. Where
     `coded`, all keys and values stand behind the streams in codes.
     """
 
@@ -67,15 +64,12 @@ class KVShape:
     value_dim: int
     dtype: torch.dtype
     probe_kv_heads: tuple[int, ...]
-    sketch_bits: int = 0
     coded: bool = False
 
     def __post_init__(self) -> None:
         assert self.num_query_heads % self.num_kv_heads == 0
         assert self.probe_kv_heads == tuple(sorted(set(self.probe_kv_heads)))
         assert all(0 <= head < self.num_kv_heads for head in self.probe_kv_heads)
-        assert not self.sketch_bits or self.sketch_bits in SKETCH_BITS
-        assert not (self.sketch_bits and self.probe_kv_heads)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> KVShape:
@@ -102,7 +96,7 @@ class KVShape:
     def lanes(self) -> tuple[tuple[int, ...], ...]:
         """KV heads of each lane."""
         heads = range(self.num_kv_heads)
-        return tuple((head,) for head in heads) if self.sketch_bits else (tuple(heads),)
+        return (tuple(heads),) if self.probe_kv_heads else tuple((head,) for head in heads)
 
     @property
     def num_lanes(self) -> int:
@@ -124,11 +118,6 @@ class KVShape:
         """Values of each lane."""
         return range(1 + self.num_lanes, 1 + 2 * self.num_lanes)
 
-    @property
-    def kv_streams(self) -> range:
-        """Streams that together hold every key and value once."""
-        return self.streams[1:] if self.sketch_bits else self.streams
-
     def lane_of(self, stream: Stream) -> int:
         """The lane of a stream of keys or values."""
         assert stream != PROBE
@@ -146,18 +135,11 @@ class KVShape:
         """Bytes of one row in a stream."""
         return len(self._heads[stream]) * self.head_dim(stream) * self.dtype.itemsize
 
-    def tokens_per_row(self, stream: Stream) -> int:
-        """Tokens that a row of a stream holds."""
-        if stream == PROBE and self.sketch_bits:
-            return 8 * self.dtype.itemsize // self.sketch_bits
-        return 1
-
     @functools.cached_property
     def _heads(self) -> tuple[tuple[int, ...], ...]:
-        everything = tuple(range(self.num_kv_heads))
-        if self.sketch_bits:
-            return (everything, *self.lanes, *self.lanes)
-        return (self.probe_kv_heads, self.other_kv_heads, everything)
+        if not self.probe_kv_heads:
+            return ((), *self.lanes, *self.lanes)
+        return (self.probe_kv_heads, self.other_kv_heads, *self.lanes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,21 +157,8 @@ class SegmentLayout:
 
     @functools.cached_property
     def num_chunks(self) -> int:
-        """Chunks of one stream of keys or values of one layer."""
+        """Chunks of one stream of one layer."""
         return -(-self.num_tokens // self.chunk_tokens)
-
-    @functools.cached_property
-    def _rows(self) -> tuple[int, ...]:
-        shape = self.shape
-        return tuple(-(-self.num_tokens // shape.tokens_per_row(s)) for s in shape.streams)
-
-    @functools.cached_property
-    def _chunks(self) -> tuple[int, ...]:
-        return tuple(-(-rows // self.chunk_tokens) for rows in self._rows)
-
-    @functools.cached_property
-    def _first_chunks(self) -> tuple[int, ...]:
-        return tuple(itertools.accumulate(self._chunks, initial=0))
 
     @functools.cached_property
     def _strides(self) -> tuple[int, ...]:
@@ -200,9 +169,8 @@ class SegmentLayout:
 
     @functools.cached_property
     def _stream_sizes(self) -> tuple[int, ...]:
-        sizes = []
+        sizes, last = [], self.num_chunks - 1
         for stream in self.shape.streams:
-            last = self._chunks[stream] - 1
             tail = round_up(self.chunk_bytes(stream, last), BLOCK_BYTES)
             sizes.append(last * self._strides[stream] + tail)
         return tuple(sizes)
@@ -235,17 +203,9 @@ class SegmentLayout:
         """Size of the segment file."""
         return self.header_bytes + self.shape.num_layers * self.layer_bytes
 
-    def stream_rows(self, stream: Stream) -> int:
-        """Rows of a stream."""
-        return self._rows[stream]
-
-    def stream_chunks(self, stream: Stream) -> int:
-        """Chunks of a stream of one layer."""
-        return self._chunks[stream]
-
-    def chunk_rows(self, stream: Stream, chunk: int) -> int:
+    def chunk_rows(self, chunk: int) -> int:
         """Rows of a chunk; only the last one may have fewer than `chunk_tokens`."""
-        return min(self.chunk_tokens, self._rows[stream] - chunk * self.chunk_tokens)
+        return min(self.chunk_tokens, self.num_tokens - chunk * self.chunk_tokens)
 
     def chunk_stride(self, stream: Stream) -> int:
         """Bytes from the start of one chunk to the start of the next."""
@@ -253,7 +213,7 @@ class SegmentLayout:
 
     def chunk_bytes(self, stream: Stream, chunk: int) -> int:
         """Bytes of a chunk without padding."""
-        return self.shape.row_bytes(stream) * self.chunk_rows(stream, chunk)
+        return self.shape.row_bytes(stream) * self.chunk_rows(chunk)
 
     def stream_bytes(self, stream: Stream) -> int:
         """Bytes of one stream of one layer, with padding."""
@@ -273,18 +233,18 @@ class SegmentLayout:
 
     def run_bytes(self, stream: Stream, first: int, stop: int) -> int:
         """Bytes on disk of the chunks `first` to `stop - 1` of a stream, with padding."""
-        if stop < self._chunks[stream]:
+        if stop < self.num_chunks:
             return (stop - first) * self._strides[stream]
         return self._stream_sizes[stream] - first * self._strides[stream]
 
     def chunk_index(self, layer: int, stream: Stream, chunk: int) -> int:
         """Position of a chunk among all chunks of the segment."""
-        return layer * self._first_chunks[-1] + self._first_chunks[stream] + chunk
+        return layer * self.layer_chunks + stream * self.num_chunks + chunk
 
     @property
     def layer_chunks(self) -> int:
         """Chunks of all streams of one layer."""
-        return self._first_chunks[-1]
+        return len(self.shape.streams) * self.num_chunks
 
     @property
     def total_chunks(self) -> int:

@@ -40,7 +40,6 @@ from impress_sglang.storage.segment import (
     Checksums,
     MappingLists,
     SegmentInfo,
-    SketchTables,
     read_header,
     reading,
 )
@@ -75,7 +74,6 @@ class OpenSegment:
         self.info: SegmentInfo = header.info
         self.checksums: Checksums = header.checksums
         self.mapping: MappingLists | None = header.mapping
-        self.sketch_tables: SketchTables | None = header.sketch_tables
         self.layout: SegmentLayout = self.info.layout()
         with reading(self.segment_id):
             self.descriptor = files.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))

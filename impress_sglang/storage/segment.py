@@ -2,9 +2,8 @@
 
 The header holds what is needed to find the segment again without the index: the identity of the
 model, the namespace, the digest and length of the tokens before it, its own tokens, the mapping
-lists if the segment is reordered, the tables of its sketches, and the checksum of every block. It
-is written last, so a file without a valid header was never finished. See docs/format.md for the
-bytes.
+lists if the segment is reordered, and the checksum of every block. It is written last, so a file
+without a valid header was never finished. See docs/format.md for the bytes.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, round_up
 from impress_sglang.storage.quality import EXACT, Quality
 
-MAGIC = b"IMPRSEG\x05"
-FORMAT_VERSION = 5
+MAGIC = b"IMPRSEG\x06"
+FORMAT_VERSION = 6
 SEGMENT_SUFFIX = ".kv"
 # magic, header bytes, bytes of the JSON description, xxh3-64 of the two sizes and all that follows
 _PREAMBLE = struct.Struct("<8sQQQ")
@@ -40,8 +39,6 @@ Tokens = npt.NDArray[np.int32]
 Checksums = npt.NDArray[np.uint64]
 # Per layer, lane and token: the row of the lane's streams where the token stands (paper, 4.4.1).
 MappingLists = npt.NDArray[np.unsignedinteger[Any]]
-# Per layer, what the codes of its sketch stand for: see `storage.sketch.sketch_keys`.
-SketchTables = npt.NDArray[np.float32]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +92,6 @@ class SegmentInfo:
         draft = SegmentLayout(self.shape, self.chunk_tokens, self.num_tokens, BLOCK_BYTES)
         size = _PREAMBLE.size + len(self._description()) + self.tokens.nbytes
         size += math.prod(self.mapping_shape) * self.mapping_dtype.itemsize
-        size += math.prod(self.sketch_shape) * 4
         header = round_up(size + draft.num_blocks * 8, BLOCK_BYTES)
         return dataclasses.replace(draft, header_bytes=header)
 
@@ -104,14 +100,6 @@ class SegmentInfo:
         """Shape of the mapping lists: layers, lanes, tokens; (0,) if there are none."""
         shape = self.shape
         return (shape.num_layers, shape.num_lanes, self.num_tokens) if self.reordered else (0,)
-
-    @property
-    def sketch_shape(self) -> tuple[int, ...]:
-        """Shape of the tables of sketches: layers, 2, KV heads, channels; (0,) without sketches."""
-        shape = self.shape
-        if not shape.sketch_bits:
-            return (0,)
-        return (shape.num_layers, 2, shape.num_kv_heads, shape.key_dim)
 
     def _description(self) -> bytes:
         fields = {
@@ -137,21 +125,18 @@ class SegmentHeader:
     """All that a header says.
 
     `checksums` uint64 [blocks]; `mapping` unsigned [L, lanes, t], each row a permutation, or None
-    when the tokens stand in logical order; `sketch_tables` float32 [L, 2, G, D], or None.
+    when the tokens stand in logical order.
     """
 
     info: SegmentInfo
     checksums: Checksums
     mapping: MappingLists | None = None
-    sketch_tables: SketchTables | None = None
 
     def __post_init__(self) -> None:
         info = self.info
         assert self.checksums.shape == (info.layout().num_blocks,)
         assert (self.mapping is not None) == info.reordered
         assert self.mapping is None or self.mapping.shape == info.mapping_shape
-        assert (self.sketch_tables is not None) == bool(info.shape.sketch_bits)
-        assert self.sketch_tables is None or self.sketch_tables.shape == info.sketch_shape
 
 
 def checksum(data: memoryview | bytes) -> int:
@@ -172,8 +157,6 @@ def encode_header(header: SegmentHeader) -> bytes:
     parts = [description, info.tokens.astype("<i4", copy=False).tobytes()]
     if header.mapping is not None:
         parts.append(header.mapping.astype(info.mapping_dtype, copy=False).tobytes())
-    if header.sketch_tables is not None:
-        parts.append(header.sketch_tables.astype("<f4", copy=False).tobytes())
     parts.append(header.checksums.astype("<u8", copy=False).tobytes())
     body = b"".join(parts).ljust(layout.header_bytes - _PREAMBLE.size, b"\0")
     digest = _header_checksum(layout.header_bytes, len(description), body)
@@ -278,14 +261,8 @@ def _decode_body(body: bytes, description_bytes: int) -> SegmentHeader:
     info = _info_from(fields, tokens.astype(np.int32))
     offset = description_bytes + tokens.nbytes
     mapping, offset = _read_array(body, offset, info.mapping_dtype, info.mapping_shape)
-    tables, offset = _read_array(body, offset, np.dtype("<f4"), info.sketch_shape)
     checksums, _ = _read_array(body, offset, np.dtype("<u8"), (info.layout().num_blocks,))
-    return SegmentHeader(
-        info,
-        checksums,
-        mapping if info.reordered else None,
-        tables if info.shape.sketch_bits else None,
-    )
+    return SegmentHeader(info, checksums, mapping if info.reordered else None)
 
 
 def _read_array(

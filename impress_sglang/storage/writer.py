@@ -97,17 +97,15 @@ def _write_contents(
 ) -> None:
     layout, shape = info.layout(), info.shape
     checksums = np.zeros(layout.num_blocks, np.uint64)
-    tables = []
     blocks = layout.layer_bytes // BLOCK_BYTES
     memory = buffer.view(max(layout.layer_bytes, layout.header_bytes))
     for layer in range(shape.num_layers):
         keys, values = read_layer(layer)
         own_mapping = None if mapping is None else mapping[layer]
         body = memory[: layout.layer_bytes]
-        tables.append(encode_layer(layout, keys, values, own_mapping, body))
+        encode_layer(layout, keys, values, own_mapping, body)
         checksums[layer * blocks : (layer + 1) * blocks] = block_checksums(body)
         files.write(descriptor, layout.layer_offset(layer), body)
     header = memory[: layout.header_bytes]
-    sketch_tables = np.stack([t for t in tables if t is not None]) if shape.sketch_bits else None
-    header[:] = encode_header(SegmentHeader(info, checksums, mapping, sketch_tables))
+    header[:] = encode_header(SegmentHeader(info, checksums, mapping))
     files.write(descriptor, 0, header)

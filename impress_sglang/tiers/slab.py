@@ -58,10 +58,10 @@ class PageShape:
 
     def chunk_pages(self, layout: SegmentLayout) -> npt.NDArray[np.uint16]:
         """Pages of every chunk of a segment, in the order of `layout.chunk_index`."""
+        rows = np.full(layout.num_chunks, layout.chunk_tokens)
+        rows[-1] = layout.chunk_rows(layout.num_chunks - 1)
         streams = []
         for stream in layout.shape.streams:
-            rows = np.full(layout.stream_chunks(stream), layout.chunk_tokens)
-            rows[-1] = layout.chunk_rows(stream, len(rows) - 1)
             streams.append(-(-rows * self.row_vectors(layout.shape, stream) // self.page_vectors))
         return np.tile(np.concatenate(streams), layout.shape.num_layers).astype(np.uint16)
 

@@ -56,9 +56,8 @@ def first_shares(
     Returns:
         float64 [chunks of all layers], in the order of `layout.chunk_index`.
     """
-    shape, parts = layout.shape, []
+    shape, chunks, parts = layout.shape, layout.num_chunks, []
     for stream in shape.streams:
-        chunks = layout.stream_chunks(stream)
         shares = np.full(chunks, 1.0 if stream == PROBE else retention)
         if ordered and stream != PROBE:
             rank = (np.arange(chunks) + 0.5) * layout.chunk_tokens / layout.num_tokens
@@ -86,7 +85,7 @@ class BlockHistory:
             if not blocks:
                 continue
             first = layout.chunk_index(0, stream, 0)
-            own = shares[:, first : first + layout.stream_chunks(stream)]
+            own = shares[:, first : first + layout.num_chunks]
             rows = max(1, round(BLOCK_BYTES / layout.shape.row_bytes(stream)))
             per_chunk = layout.chunk_stride(stream) // BLOCK_BYTES
             wanted = 1.0 - (1.0 - np.clip(own, 0.0, 1.0)) ** rows

@@ -19,8 +19,7 @@ from torch import Tensor
 from impress_sglang.config import EXACT_BITS
 from impress_sglang.importance.identify import IdentificationRule
 from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
-from impress_sglang.storage.layout import PROBE, KVShape
-from impress_sglang.storage.sketch import Sketch
+from impress_sglang.storage.layout import KVShape
 from impress_sglang.tiers.fence import to_device
 from impress_sglang.timeline import COPY, PROBE_COMPUTE, SELECT
 from impress_sglang.transfer.memory import rows_of_lanes
@@ -138,7 +137,7 @@ class PrefixLoader:
     def _load_whole(self, layer: int, source: PrefixSource, slots: LayerSlots) -> Tensor:
         shape = self._shape
         if shape.probe_kv_heads:
-            slots.keys.only(shape.probe_kv_heads).put(_in_full(source.read_probe(layer)))
+            slots.keys.only(shape.probe_kv_heads).put(source.read_probe(layer))
         source.read(layer, None, keys=slots.keys.only(shape.other_kv_heads), values=slots.values)
         source.note_whole(layer)
         return torch.arange(source.num_tokens).expand(shape.num_lanes, -1)
@@ -182,7 +181,7 @@ class PrefixLoader:
             if everything is not None:
                 slots.keys.put(rows_of_lanes(everything, selected))
             elif shape.probe_kv_heads:
-                probe = rows_of_lanes(_in_full(evidence.probe_keys), selected)
+                probe = rows_of_lanes(evidence.probe_keys, selected)
                 slots.keys.only(shape.probe_kv_heads).put(probe)
 
 
@@ -206,7 +205,7 @@ class LayerEvidence:
         self.scores: Tensor | None = None
         """The newest scores that were asked for."""
         self._scorer = scorer
-        self._probe_keys: Tensor | Sketch | None = None
+        self._probe_keys: Tensor | None = None
         self._probe_scores: Tensor | None = None
         self._shape = shape
         self._source = source
@@ -214,8 +213,8 @@ class LayerEvidence:
         self._stats = stats
 
     @property
-    def probe_keys(self) -> Tensor | Sketch:
-        """[m, heads of the probe stream, Dk], or a sketch; see `PrefixSource.read_probe`."""
+    def probe_keys(self) -> Tensor:
+        """[m, probe heads, Dk]; see `PrefixSource.read_probe`."""
         if self._probe_keys is None:
             with self._stats.timed("load_ms"):
                 self._probe_keys = self._source.read_probe(self.layer)
@@ -224,7 +223,7 @@ class LayerEvidence:
     def probe_scores(self) -> Tensor:
         """See `Evidence.probe_scores`."""
         if self._probe_scores is None:
-            heads = self._shape.heads(PROBE)
+            heads = self._shape.probe_kv_heads
             self._probe_scores = self._column_sums(self.probe_keys, heads)
             self.scores = self._probe_scores
         return self._probe_scores
@@ -232,7 +231,7 @@ class LayerEvidence:
     def exact_scores(self) -> Tensor:
         """See `Evidence.exact_scores`; probe heads that were scored are not scored again."""
         shape = self._shape
-        probe = _in_full(self.probe_keys) if shape.probe_kv_heads else None
+        probe = self.probe_keys if shape.probe_kv_heads else None
         with self._stats.timed("load_ms"):
             others = self._read_others()
             self.all_keys = others if probe is None else join_keys(shape, probe, others)
@@ -255,7 +254,7 @@ class LayerEvidence:
         self._source.read(self.layer, None, keys=slots)
         return slots.pool
 
-    def _column_sums(self, keys: Tensor | Sketch, kv_heads: Sequence[int]) -> Tensor:
+    def _column_sums(self, keys: Tensor, kv_heads: Sequence[int]) -> Tensor:
         inputs, heads = self._inputs, tuple(kv_heads)
         queries = inputs.queries
         if len(heads) < self._shape.num_kv_heads:
@@ -270,12 +269,6 @@ class LayerEvidence:
         size = self._shape.group_size
         heads = tuple(h * size + g for h in kv_heads for g in range(size))
         return head_index(heads, self._inputs.queries.device)
-
-
-def _in_full(keys: Tensor | Sketch) -> Tensor:
-    """Keys of probe heads, which are never sketched."""
-    assert isinstance(keys, Tensor)
-    return keys
 
 
 def join_keys(shape: KVShape, probe: Tensor, other: Tensor) -> Tensor:

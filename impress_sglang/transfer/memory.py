@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from impress_sglang.storage.layout import PROBE, KVShape
-from impress_sglang.storage.sketch import Sketch
 from impress_sglang.tiers.fence import to_device
 from impress_sglang.timeline import NO_TIMELINE
 from impress_sglang.transfer.planner import ReadStats
@@ -37,11 +36,10 @@ class MemorySource:
         self.timeline = NO_TIMELINE
         self._shape = shape
 
-    def read_probe(self, layer: int) -> Tensor | Sketch:
-        """See `PrefixSource.read_probe`; instead of a sketch the keys themselves."""
-        own, _ = self._take(layer)
-        keys = own[:, list(self._shape.heads(PROBE))]
-        return keys.float() if self._shape.sketch_bits else keys
+    def read_probe(self, layer: int) -> Tensor:
+        """See `PrefixSource.read_probe`."""
+        keys, _ = self._take(layer)
+        return keys[:, list(self._shape.heads(PROBE))]
 
     def read(
         self,

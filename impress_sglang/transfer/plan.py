@@ -158,8 +158,8 @@ def _group(layout: SegmentLayout, streams: range) -> StreamGroup | None:
         heads=len(shape.heads(first)),
         head_dim=shape.head_dim(first),
         row_bytes=shape.row_bytes(first),
-        rows=layout.stream_rows(first),
-        chunks=layout.stream_chunks(first),
+        rows=layout.num_tokens,
+        chunks=layout.num_chunks,
         chunk_rows=layout.chunk_tokens,
         stride=layout.chunk_stride(first),
         start=layout.stream_offset(0, first) - layout.layer_offset(0),
@@ -190,12 +190,6 @@ class SourceSpan:
         """Where the streams of a layer stand."""
         return geometry_of(self.segment.layout)
 
-    @functools.cached_property
-    def probe_rows(self) -> range:
-        """Rows of the probe stream that have the span's tokens; those of a sketch hold several."""
-        per_row = self.segment.layout.shape.tokens_per_row(PROBE)
-        return range(self.start // per_row, -(-self.stop // per_row))
-
     def mapping(self, layer: int) -> MappingRow:
         """The row of each token of the segment, lane after lane; empty if rows are tokens."""
         if self.segment.mapping is None:
@@ -205,21 +199,21 @@ class SourceSpan:
 
     @functools.cached_property
     def probe_chunks(self) -> tuple[Indices, Indices, Floats]:
-        """Chunks that hold `probe_rows`, ascending; how many of their rows, and their share."""
-        group, rows = self.geometry.probe, self.probe_rows
+        """Chunks of the probe stream with the span's tokens; how many of these, and their share."""
+        group, start, stop = self.geometry.probe, self.start, self.stop
         assert group is not None, "there is no probe stream"
-        chunks = np.arange(rows[0] // group.chunk_rows, rows[-1] // group.chunk_rows + 1)
+        chunks = np.arange(start // group.chunk_rows, (stop - 1) // group.chunk_rows + 1)
         counts = np.full(len(chunks), group.chunk_rows)
-        counts[-1] -= (int(chunks[-1]) + 1) * group.chunk_rows - rows.stop
-        counts[0] -= rows.start - int(chunks[0]) * group.chunk_rows
+        counts[-1] -= (int(chunks[-1]) + 1) * group.chunk_rows - stop
+        counts[0] -= start - int(chunks[0]) * group.chunk_rows
         return chunks, counts, counts / group.rows_of_chunk[chunks]
 
     @functools.cached_property
     def probe_blocks(self) -> Flags:
-        """Blocks of a layer that hold `probe_rows`; not to be changed."""
+        """Blocks of a layer's probe stream with the span's tokens; not to be changed."""
         blocks = np.zeros(self.geometry.num_blocks, np.bool_)
         if (group := self.geometry.probe) is not None:
-            rows = np.asarray(self.probe_rows)
+            rows = np.arange(self.start, self.stop)
             blocks[group.blocks] = group.blocks_of_rows(np.zeros_like(rows), rows)
         return blocks
 

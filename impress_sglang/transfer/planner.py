@@ -282,8 +282,7 @@ class PrefixPlanner:
                             blocks=part.group.blocks,
                             wanted=part.blocks,
                         )
-                if own.rows is not None or not self._shape.sketch_bits:
-                    self._found.append((own, part, read.whole))
+                self._found.append((own, part, read.whole))
         stats.h2d_bytes += read.access.moves.pages_to(_DEVICE) * self._page_bytes
 
     @functools.cached_property

@@ -129,36 +129,60 @@ class PreciseLoader:
             PrefixUnreadable: a block could not be had; what is in the slots of this layer is
                 undefined where it was not loaded before.
         """
-        keys, values = slots.keys.pool, slots.values.pool
-        writer = self._writer = self._writer or code_writer_for(keys.device)
         stats.layers_whole += 1
+        self.restore(layer, units, slots, stats, timeline)
+        self.add_planes(layer, units, inputs, slots, bits, stats, timeline)
+
+    def restore(
+        self,
+        layer: int,
+        units: UsedUnits,
+        slots: LayerSlots,
+        stats: LoadStats,
+        timeline: Timeline = NO_TIMELINE,
+    ) -> None:
+        """Bring the base into the slots of the parts that have not loaded the layer; see `load`."""
+        keys, values = slots.keys.pool, slots.values.pool
+        writer = self._writer_for(slots)
         with stats.timed("load_ms"):
             for use in units.uses:
-                if use.part.layers_loaded == layer:
-                    self._restore(layer, use.part, writer, keys, values, stats, timeline)
+                if (part := use.part).layers_loaded != layer:
+                    continue
+                load, number = _load_of(part)
+                groups = load.source.read_base(layer)[number]
+                assert groups is not None
+                stats.base_bytes += groups.numel()
+                with timeline.span(COPY, layer):
+                    writer.restore_base(part.begin_layer(layer, groups), keys, values)
+
+    def add_planes(
+        self,
+        layer: int,
+        units: UsedUnits,
+        inputs: LayerInputs,
+        slots: LayerSlots,
+        bits: float,
+        stats: LoadStats,
+        timeline: Timeline = NO_TIMELINE,
+        chosen: Tensor | None = None,
+    ) -> None:
+        """Raise a layer that is restored, see `load`.
+
+        `chosen` bool [G, m] are the tokens that each head uses, None for all: what no chosen token
+        is in is not raised, and the others have no more weight than their chosen tokens.
+        """
+        keys, values = slots.keys.pool, slots.values.pool
+        writer = self._writer_for(slots)
         with stats.timed("probe_ms"):
-            planes = self._allocate(layer, units, inputs, slots, bits, timeline)
+            planes = self._allocate(layer, units, inputs, slots, bits, chosen, timeline)
         with stats.timed("load_ms"):
             for use, place in zip(units.uses, units.places, strict=True):
                 self._raise(layer, use, planes[:, place], writer, keys, values, timeline)
                 stats.note_planes(use.part.levels[layer, :, use.units])
 
-    def _restore(
-        self,
-        layer: int,
-        part: ResidentPart,
-        writer: CodeWriter,
-        keys: Tensor,
-        values: Tensor,
-        stats: LoadStats,
-        timeline: Timeline,
-    ) -> None:
-        load, number = _load_of(part)
-        groups = load.source.read_base(layer)[number]
-        assert groups is not None
-        stats.base_bytes += groups.numel()
-        with timeline.span(COPY, layer):
-            writer.restore_base(part.begin_layer(layer, groups), keys, values)
+    def _writer_for(self, slots: LayerSlots) -> CodeWriter:
+        self._writer = self._writer or code_writer_for(slots.keys.pool.device)
+        return self._writer
 
     def _allocate(
         self,
@@ -167,6 +191,7 @@ class PreciseLoader:
         inputs: LayerInputs,
         slots: LayerSlots,
         bits: float,
+        chosen: Tensor | None,
         timeline: Timeline,
     ) -> npt.NDArray[np.uint8]:
         """Planes [G, units] that the request wants."""
@@ -175,9 +200,13 @@ class PreciseLoader:
         count = planes_of(bits, weights.numel())
         if self._allocation.weighs and 0 < count < NUM_PLANES * weights.numel():
             with timeline.span(PROBE_COMPUTE, layer):
-                weights = units.weights(self._weights(inputs, slots))
+                by_token = self._weights(inputs, slots)
+                weights = units.weights(by_token if chosen is None else by_token * chosen)
         with timeline.span(SELECT, layer):
             planes = self._allocation.planes(layer, weights, count)
+            if chosen is not None:
+                used = units.weights(chosen.float()) > 0
+                planes = planes * used.to(planes.device)
             return planes.to(torch.uint8).cpu().numpy()
 
     def _raise(
@@ -209,13 +238,13 @@ class PreciseLoader:
         """Squared attention weights of tokens [G, m], from the keys in the slots."""
         scorer = self._scorer = self._scorer or scorer_for(inputs.queries.device)
         heads, rows = tuple(range(self._shape.num_kv_heads)), slots.keys.rows
-        assert rows is not None
+        keys = slots.keys.pool
         # What the queries before them see is for the last ones what is resident.
         earlier, last = inputs.new_keys[:-SCORED_QUERIES], inputs.new_keys[-SCORED_QUERIES:]
         resident = torch.cat([inputs.resident_keys, earlier]) if len(earlier) else None
         sums = scorer.column_sums(
             inputs.queries[-SCORED_QUERIES:],
-            slots.keys.pool.index_select(0, rows),
+            keys if rows is None else keys.index_select(0, rows),
             inputs.resident_keys if resident is None else resident,
             last,
             heads,

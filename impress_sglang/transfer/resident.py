@@ -177,3 +177,27 @@ class UsedUnits:
         """Weights of units [G, units], from those of tokens [G, m]."""
         sums = by_token.new_zeros(len(by_token), len(self))
         return sums.index_add_(1, self._unit_of_token, by_token)
+
+
+def parts_alone(source: CodedSource, slots: Tensor) -> UsedUnits:
+    """Parts that nobody shares for all tokens of a source, and their load.
+
+    Args:
+        source: whose base is nowhere in slots.
+        slots: int64 [m], of all tokens.
+    """
+    parts = [
+        ResidentPart(
+            span.segment.segment_id,
+            span.layout,
+            source.num_layers,
+            span.start,
+            span.stop,
+            own,
+        )
+        for span, own in zip(
+            source.spans, slots.split([len(span) for span in source.spans]), strict=True
+        )
+    ]
+    PartLoad(source, parts, pending=1)
+    return UsedUnits([PartUse(own, own.start, own.stop) for own in parts], slots.device)

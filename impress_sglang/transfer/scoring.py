@@ -5,13 +5,12 @@ Stage: probe. `Scorer` is the contract; tests/unit/triton/test_paths.py compares
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from impress_sglang.importance.scores import column_sums
-from impress_sglang.storage.sketch import Sketch
 
 
 class Scorer(Protocol):
@@ -20,7 +19,7 @@ class Scorer(Protocol):
     def column_sums(
         self,
         queries: Tensor,
-        prefix_keys: Tensor | Sketch,
+        prefix_keys: Tensor,
         resident_keys: Tensor,
         new_keys: Tensor,
         heads: tuple[int, ...],
@@ -32,7 +31,7 @@ class Scorer(Protocol):
 
         Args:
             queries: [n, Hq, D] of all query heads that share the KV heads `heads`.
-            prefix_keys: [m, heads, D] or a sketch of all heads; on any device.
+            prefix_keys: [m, heads, D], on any device.
             resident_keys: [c, G, D] of all KV heads.
             new_keys: [n, G, D] of all KV heads.
             heads: the KV heads that are scored, ascending.
@@ -56,7 +55,7 @@ class TorchScorer:
     def column_sums(
         self,
         queries: Tensor,
-        prefix_keys: Tensor | Sketch,
+        prefix_keys: Tensor,
         resident_keys: Tensor,
         new_keys: Tensor,
         heads: tuple[int, ...],
@@ -65,16 +64,13 @@ class TorchScorer:
         squares: bool = False,
     ) -> Tensor:
         """See `Scorer`."""
-        keys = prefix_keys.restore() if isinstance(prefix_keys, Sketch) else prefix_keys
-        chosen = list(heads)
+        chosen, keys = list(heads), prefix_keys.to(queries.device)
         resident, new = resident_keys[:, chosen], new_keys[:, chosen]
-        return column_sums(
-            queries, keys.to(queries.device), resident, new, scaling, squares=squares
-        )
+        return column_sums(queries, keys, resident, new, scaling, squares=squares)
 
 
 class KernelScorer:
-    """Triton kernels that never write the weights, and restore sketches as they read them."""
+    """Triton kernels that never write the weights."""
 
     def __init__(self) -> None:
         # Only where it is used: Triton is not needed on a CPU.
@@ -85,7 +81,7 @@ class KernelScorer:
     def column_sums(
         self,
         queries: Tensor,
-        prefix_keys: Tensor | Sketch,
+        prefix_keys: Tensor,
         resident_keys: Tensor,
         new_keys: Tensor,
         heads: tuple[int, ...],
@@ -94,17 +90,10 @@ class KernelScorer:
         squares: bool = False,
     ) -> Tensor:
         """See `Scorer`; nothing is waited for."""
-        kernels = self._kernels
-        rows = kernels.KeyRows
-        prefix: Any
-        if isinstance(prefix_keys, Sketch):
-            own = prefix_keys
-            prefix = kernels.SketchRows(own.codes, own.table, own.bits, own.start)
-        else:
-            # Keys of several sketches were restored in float32.
-            prefix = rows(prefix_keys.to(queries.device, queries.dtype))
+        rows = self._kernels.KeyRows
+        prefix = rows(prefix_keys.to(queries.device))
         resident = rows(resident_keys, heads=heads) if len(resident_keys) else None
-        return kernels.column_sums(
+        return self._kernels.column_sums(
             queries,
             prefix,
             resident,

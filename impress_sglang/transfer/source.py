@@ -19,11 +19,9 @@ from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.loops.types import Flags, Indices
-from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, KVShape
+from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.reader import ChunkReader, OpenSegment
-from impress_sglang.storage.sketch import Sketch
 from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.fence import to_device
 from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
 from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
@@ -76,13 +74,11 @@ class PrefixSource(Protocol):
         """Where the time goes."""
         ...
 
-    def read_probe(self, layer: int) -> Tensor | Sketch:
-        """The keys from which important tokens are found.
+    def read_probe(self, layer: int) -> Tensor:
+        """The keys from which important tokens are found; the shape has probe heads.
 
         Returns:
-            [num_tokens, heads, Dk]: the probe heads' keys in the KV's dtype, or where the shape has
-            sketches an approximation of the keys of all heads in float32, or the sketch of all
-            tokens, where that is what a scorer likes best. On the source's device, and valid until
+            [num_tokens, probe heads, Dk] in the KV's dtype, on the source's device, and valid until
             the source is asked for another layer.
 
         Raises:
@@ -163,7 +159,7 @@ class SegmentSource:
         self._pool = pool
         self._cache = cache
         self._gatherer = make_gatherer(cache) if gatherer is None else gatherer
-        # A kernel restores keys as it reads them, and copies run beside computing.
+        # Copies run beside computing.
         self._on_accelerator = cache.device.type == "cuda"
         self._demand = demand
         self._areas = SourceAreas(reader)
@@ -174,7 +170,7 @@ class SegmentSource:
         self._above: collections.deque[Indices] = collections.deque(maxlen=LAYERS_ABOVE)
         self._refined = 0
         # The probe stream of a layer that was not asked for yet.
-        self._copied: tuple[int, Tensor | Sketch] | None = None
+        self._copied: tuple[int, Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -256,17 +252,15 @@ class SegmentSource:
             # The layer that needs it asks again, and says so.
             self._copied = None
 
-    def read_probe(self, layer: int) -> Tensor | Sketch:
+    def read_probe(self, layer: int) -> Tensor:
         """See `PrefixSource.read_probe`."""
         self._begin(layer)
         self._cache.copy_stream.join()
         copied, self._copied = self._copied, None
         if copied is None or copied[0] != layer:
             return self._take_probe(layer)
-        keys = copied[1]
-        for tensor in (keys.codes, keys.table) if isinstance(keys, Sketch) else (keys,):
-            self._cache.copy_stream.lend(tensor)
-        return keys
+        self._cache.copy_stream.lend(copied[1])
+        return copied[1]
 
     def _has_probe(self, layer: int) -> bool:
         """Whether the probe stream of a layer is in caches and areas."""
@@ -277,16 +271,13 @@ class SegmentSource:
                 return False
         return True
 
-    def _take_probe(self, layer: int) -> Tensor | Sketch:
+    def _take_probe(self, layer: int) -> Tensor:
         with self.timeline.span(PLAN, layer):
             plan = self._planner.plan_probe(layer)
 
-        def take() -> Tensor | Sketch:
+        def take() -> Tensor:
             found = [self._probe_keys(layer, own) for own in plan.spans]
-            if len(found) == 1 and self._on_accelerator:
-                return found[0]
-            rows = [own.restore() if isinstance(own, Sketch) else own for own in found]
-            return rows[0] if len(rows) == 1 else torch.cat(rows)
+            return found[0] if len(found) == 1 else torch.cat(found)
 
         return self._carry_out(plan, PROBE_READ, take)
 
@@ -409,26 +400,13 @@ class SegmentSource:
         """Of the area of what is read of a span, if any of it comes from SSD."""
         return None if own.blocks is None else self._memory(layer, own.span)
 
-    def _probe_keys(self, layer: int, own: SpanRead) -> Tensor | Sketch:
-        """Keys [tokens, heads, Dk] of the probe stream of a span, or their sketch."""
-        (part,), span, shape = own.parts, own.span, self._shape
-        wanted = span.probe_rows
+    def _probe_keys(self, layer: int, own: SpanRead) -> Tensor:
+        """Keys [tokens, heads, Dk] of the probe stream of a span."""
+        (part,), span = own.parts, own.span
         first = int(part.chunks[0]) * part.group.chunk_rows
         chunks = self._gatherer.gather_chunks(part, self._memory_of(layer, own))
-        rows = chunks[wanted.start - first : wanted.stop - first]
-        if not shape.sketch_bits:
-            return rows.view(-1, part.group.heads, part.group.head_dim)
-        tables = span.segment.sketch_tables
-        assert tables is not None
-        codes = rows.contiguous().view(torch.uint8)
-        start = span.start - wanted.start * shape.tokens_per_row(PROBE)
-        return Sketch(
-            codes.view(-1, shape.num_kv_heads, shape.key_dim),
-            to_device(torch.from_numpy(tables[layer]), codes.device),
-            shape.sketch_bits,
-            start,
-            start + len(span),
-        )
+        rows = chunks[span.start - first : span.stop - first]
+        return rows.view(-1, part.group.heads, part.group.head_dim)
 
     def _settle(self, plan: PlannedRead) -> None:
         fence = self._cache.settle(plan.access, self._kept_chunks(plan))

@@ -34,7 +34,6 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import ChunkReader, Integers, OpenSegment
 from impress_sglang.storage.segment import SegmentInfo
-from impress_sglang.storage.sketch import Sketch
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Moves, Tier
@@ -106,16 +105,16 @@ def run_stages(
     in_slots: bool = True,
 ) -> None:
     """Launch all kernels in all their variants, in Triton's interpreter, too; see `warm_up`."""
-    if rule is not None and rule.evidence != "nothing":
-        _score(shape, rule, device)
+    if rule is not None:
+        _score(shape, device)
         with _fitting(shape, "choosing tokens", "--impress-policy as, which loads whole prefixes"):
             _choose(shape, rule, device)
     with _fitting(shape, "loading KVs", "--impress-policy recompute, which loads none"):
         _load(replace(shape, num_layers=1), rule, chunk_tokens, device, in_slots=in_slots)
     if shape.coded:
         everything = tuple(range(shape.num_kv_heads))
-        with _fitting(shape, "loading codes", "--impress-identify paper, which has none"):
-            _score_all_tiles(shape, everything, 0, device, squares=True, most_new=SCORED_QUERIES)
+        with _fitting(shape, "loading codes", "--impress-policy paper, which has none"):
+            _score_all_tiles(shape, everything, device, squares=True)
             _load_codes(replace(shape, num_layers=1), chunk_tokens, device)
 
 
@@ -134,38 +133,30 @@ def _fitting(shape: KVShape, what: str, instead: str) -> Iterator[None]:
         ) from error
 
 
-def _score(shape: KVShape, rule: IdentificationRule, device: torch.device) -> None:
-    """Score keys, and sketches if the rule asks for them.
-
-    Keys are scored with every rule: sketches of several segments, and of a prefix that was computed
-    again, come as keys. They go first: if they fit, the rule of the paper can be used.
-    """
-    everything = tuple(range(shape.num_kv_heads))
+def _score(shape: KVShape, device: torch.device) -> None:
+    """Score the keys of probe heads, if there are any, and of all others."""
     with _fitting(shape, "scoring keys", "--impress-policy as, which loads whole prefixes"):
         for heads in (shape.probe_kv_heads, shape.other_kv_heads):
             if heads:
-                _score_all_tiles(shape, heads, 0, device)
-    if shape.sketch_bits and rule.evidence == "probe":
-        with _fitting(shape, "scoring sketches", "--impress-identify paper"):
-            _score_all_tiles(shape, everything, shape.sketch_bits, device)
+                _score_all_tiles(shape, heads, device)
 
 
 def _score_all_tiles(
     shape: KVShape,
     heads: tuple[int, ...],
-    bits: int,
     device: torch.device,
     *,
     squares: bool = False,
-    most_new: int = MOST_NEW_TOKENS,
 ) -> None:
-    """Score the keys of some heads, or sketches, with and without resident keys."""
+    """Score the keys of some heads, with and without resident keys."""
 
     def zeros(tokens: int, num_heads: int) -> Tensor:
         return torch.zeros(tokens, num_heads, shape.key_dim, dtype=shape.dtype, device=device)
 
-    for new, tokens in _lengths_of_tiles(shape, len(heads), bits, device, most_new):
-        prefix = _sketch(shape, tokens, device) if bits else zeros(tokens, len(heads))
+    # Where squares are summed only the last new tokens score.
+    most_new = SCORED_QUERIES if squares else MOST_NEW_TOKENS
+    for new, tokens in _lengths_of_tiles(shape, len(heads), most_new, device):
+        prefix = zeros(tokens, len(heads))
         queries = zeros(new, len(heads) * shape.group_size)
         new_keys = zeros(new, shape.num_kv_heads)
         for resident in (0, 1):
@@ -175,15 +166,8 @@ def _score_all_tiles(
             )
 
 
-def _sketch(shape: KVShape, tokens: int, device: torch.device) -> Sketch:
-    heads, bits = (shape.num_kv_heads, shape.key_dim), shape.sketch_bits
-    codes = torch.zeros(-(-tokens * bits // 8), *heads, dtype=torch.uint8, device=device)
-    table = torch.zeros(2, *heads, dtype=torch.float32, device=device)
-    return Sketch(codes, table, bits, 0, tokens)
-
-
 def _lengths_of_tiles(
-    shape: KVShape, num_heads: int, bits: int, device: torch.device, most_new: int
+    shape: KVShape, num_heads: int, most_new: int, device: torch.device
 ) -> list[tuple[int, int]]:
     """Numbers of new and of prefix tokens for each tile that there is."""
     from impress_sglang.triton import scores
@@ -197,7 +181,7 @@ def _lengths_of_tiles(
         for new in _powers_of_two(most_new):
             lengths = scores.Lengths((new,), (tokens,), (0,))
             tile = scores.tile_shape(
-                lengths, num_heads, shape.group_size, shape.key_dim, shape.dtype, bits, processors
+                lengths, num_heads, shape.group_size, shape.key_dim, shape.dtype, processors
             )
             found.setdefault(tile, (new, tokens))
     return list(found.values())
@@ -358,7 +342,6 @@ class _Zeros(OpenSegment):
         self.layout = self.info.layout()
         self.checksums = np.empty(0, np.uint64)
         self.mapping = None
-        self.sketch_tables = np.zeros(self.info.sketch_shape, np.float32)
         self.files = FileSystem()
         self.descriptor = os.open("/dev/zero", os.O_RDONLY)
 

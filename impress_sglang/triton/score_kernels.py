@@ -9,7 +9,6 @@ Two launches, as in split-key attention (https://arxiv.org/abs/2311.01282), with
 
 The weights themselves stay in registers. A row is a new token and one of the query heads that share
 a KV head, so that a key which is loaded serves them all. Exponentials and logarithms have base 2.
-For sketches `apply_table` goes first: it brings the table into the queries.
 """
 
 from __future__ import annotations
@@ -60,24 +59,12 @@ def _load_keys(
 @triton.jit
 def _load_prefix(
     prefix: tl.tensor, slots: tl.tensor, stride: tl.tensor, request: tl.tensor, tokens: tl.tensor,
-    dtype: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, HAS_SLOTS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    DIM: tl.constexpr, HAS_SLOTS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_KEYS, BLOCK_DIM] of a request's tokens: keys or, if BITS is not 0, codes.
-
-    Codes have the type `dtype`; those of 8 bits are exact in bfloat16, too.
-    """
+    """Keys [BLOCK_KEYS, BLOCK_DIM] of a request's tokens."""
     valid = tokens < tl.load(request + 5)
-    if BITS:
-        per_byte: tl.constexpr = 8 // BITS
-        positions = tl.load(request + 6) + tokens
-        rows = (positions // per_byte).to(tl.int64) * stride
-        packed = _load_vectors(prefix, rows, valid, DIM, BLOCK_DIM, 0).to(tl.int32)
-        shifts = (positions % per_byte) * BITS
-        return ((packed >> shifts[:, None]) & (2**BITS - 1)).to(tl.float32).to(dtype)
-    else:
-        first = tl.load(request + 4)
-        return _load_keys(prefix, slots, stride, first + tokens, valid, DIM, HAS_SLOTS, BLOCK_DIM)
+    first = tl.load(request + 4)
+    return _load_keys(prefix, slots, stride, first + tokens, valid, DIM, HAS_SLOTS, BLOCK_DIM)
 
 
 @triton.jit
@@ -107,89 +94,12 @@ def _log_sum(peak: tl.tensor, total: tl.tensor) -> tl.tensor:
     return tl.where(total > 0, peak + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
 
 
-@triton.jit
-def _round_to_bfloat16(numbers: tl.tensor) -> tl.tensor:
-    """To nearest, as float32: the interpreter's own conversion truncates."""
-    bits = numbers.to(tl.int32, bitcast=True)
-    return ((bits + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def apply_table(
-    queries: tl.tensor, query_stride: tl.tensor, query_head_stride: tl.tensor,
-    table: tl.tensor, requests: tl.tensor, items: tl.tensor,
-    factors: tl.tensor, rests: tl.tensor, offsets: tl.tensor,
-    DIM: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-) -> None:
-    """Queries for codes: q * (low + step * code) = q * low + (q * step) * code.
-
-    So keys need no arithmetic. Of q * step, what bfloat16 holds goes to `factors` and, again, of
-    the rest to `rests`; all but 2^-17 of it. For float32 queries the factors are float32.
-    """
-    item = items + tl.program_id(0) * 8
-    if tl.load(item + 2) == 0:
-        head = tl.program_id(1)
-        num_heads = tl.num_programs(1)
-        index = tl.load(item)
-        request = requests + index * 8
-        tokens, members, valid = _tile_rows(
-            tl.load(item + 1), tl.load(request + 1), GROUP, GROUP_PAD, BLOCK_ROWS
-        )
-        tokens = (tl.load(request) + tokens).to(tl.int64)
-        heads = head * GROUP + members
-        rows = tokens * query_stride + heads * query_head_stride
-        exact = _load_vectors(queries, rows, valid, DIM, BLOCK_DIM).to(tl.float32)
-        channels = tl.arange(0, BLOCK_DIM)
-        entry = table + (index * 2 * num_heads + head) * DIM + channels
-        low = tl.load(entry, mask=channels < DIM, other=0.0)
-        step = tl.load(entry + num_heads * DIM, mask=channels < DIM, other=0.0)
-
-        out = tokens * num_heads * GROUP + heads
-        tl.store(offsets + out, tl.sum(exact * low[None, :], 1), mask=valid)
-        scaled = exact * step[None, :]
-        cells = out[:, None] * DIM + channels[None, :]
-        mask = valid[:, None] & (channels < DIM)[None, :]
-        if factors.dtype.element_ty == tl.float32:
-            tl.store(factors + cells, scaled, mask=mask)
-        else:
-            leading = _round_to_bfloat16(scaled)
-            tl.store(factors + cells, leading.to(tl.bfloat16), mask=mask)
-            rest = _round_to_bfloat16(scaled - leading)
-            tl.store(rests + cells, rest.to(tl.bfloat16), mask=mask)
-
-
-@triton.jit
-def _load_factors(
-    factors: tl.tensor, rests: tl.tensor, offsets: tl.tensor, rows: tl.tensor, valid: tl.tensor,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """What `apply_table` wrote for the rows of a tile."""
-    leading = _load_vectors(factors, rows * DIM, valid, DIM, BLOCK_DIM)
-    rest = leading
-    if factors.dtype.element_ty != tl.float32:
-        rest = _load_vectors(rests, rows * DIM, valid, DIM, BLOCK_DIM)
-    return leading, rest, tl.load(offsets + rows, mask=valid, other=0.0)
-
-
-@triton.jit
-def _code_products(
-    factors: tl.tensor, rests: tl.tensor, offsets: tl.tensor, codes: tl.tensor, WIDEN: tl.constexpr
-) -> tl.tensor:
-    """[BLOCK_ROWS, BLOCK_KEYS] float32, the products with the keys that the codes stand for."""
-    products = _products(factors, codes, WIDEN)
-    if factors.dtype != tl.float32:
-        products += _products(rests, codes, WIDEN)
-    return products + offsets[:, None]
-
-
 @triton.jit(
     do_not_specialize=["num_new"],
     do_not_specialize_on_alignment=["prefix_slots", "resident_slots", "new_slots"],
 )
 def row_sums(
     queries: tl.tensor, query_stride: tl.tensor, query_head_stride: tl.tensor,
-    factors: tl.tensor, rests: tl.tensor, offsets: tl.tensor,
     prefix: tl.tensor, prefix_slots: tl.tensor, prefix_heads: tl.tensor,
     prefix_stride: tl.tensor, prefix_head_stride: tl.tensor,
     resident: tl.tensor, resident_slots: tl.tensor, resident_heads: tl.tensor,
@@ -197,7 +107,7 @@ def row_sums(
     new: tl.tensor, new_slots: tl.tensor, new_heads: tl.tensor,
     new_stride: tl.tensor, new_head_stride: tl.tensor,
     requests: tl.tensor, items: tl.tensor, partial: tl.tensor, scale: tl.tensor, num_new: tl.tensor,
-    DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PREFIX_SLOTS: tl.constexpr,
+    DIM: tl.constexpr, GROUP: tl.constexpr, PREFIX_SLOTS: tl.constexpr,
     RESIDENT_SLOTS: tl.constexpr, NEW_SLOTS: tl.constexpr, WIDEN: tl.constexpr,
     GROUP_PAD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -237,22 +147,14 @@ def row_sums(
         seen = (columns < resident_count)[None, :]
         logits = _products(tile, keys, WIDEN) * scale
         peak, total = _fold(peak, total, tl.where(seen, logits, float("-inf")))
-    if BITS:
-        leading, rest, offset = _load_factors(
-            factors, rests, offsets, rows * num_heads * GROUP + heads, valid, DIM, BLOCK_DIM
-        )
     for block in range(tl.maximum(begin, prefix_begin), tl.minimum(end, new_begin)):
         columns = (block - prefix_begin) * BLOCK_KEYS + within
         keys = _load_prefix(
-            prefix, prefix_slots, prefix_stride, request, columns, factors.dtype.element_ty,
-            DIM, BITS, PREFIX_SLOTS, BLOCK_DIM,
+            prefix, prefix_slots, prefix_stride, request, columns, DIM, PREFIX_SLOTS, BLOCK_DIM,
         )
-        if BITS:
-            products = _code_products(leading, rest, offset, keys, WIDEN)
-        else:
-            products = _products(tile, keys, WIDEN)
         seen = (columns < prefix_count)[None, :]
-        peak, total = _fold(peak, total, tl.where(seen, products * scale, float("-inf")))
+        logits = _products(tile, keys, WIDEN) * scale
+        peak, total = _fold(peak, total, tl.where(seen, logits, float("-inf")))
     for block in range(tl.maximum(begin, new_begin), end):
         columns = (block - new_begin) * BLOCK_KEYS + within
         keys = _load_keys(
@@ -293,13 +195,12 @@ def _combine(
 )
 def weight_sums(
     queries: tl.tensor, query_stride: tl.tensor, query_head_stride: tl.tensor,
-    factors: tl.tensor, rests: tl.tensor, offsets: tl.tensor,
     prefix: tl.tensor, prefix_slots: tl.tensor, prefix_heads: tl.tensor,
     prefix_stride: tl.tensor, prefix_head_stride: tl.tensor,
     requests: tl.tensor, items: tl.tensor, partial: tl.tensor, sums: tl.tensor, scale: tl.tensor,
     num_new: tl.tensor, num_prefix: tl.tensor,
-    DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PREFIX_SLOTS: tl.constexpr,
-    WIDEN: tl.constexpr, SQUARES: tl.constexpr, GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr, GROUP: tl.constexpr, PREFIX_SLOTS: tl.constexpr, WIDEN: tl.constexpr,
+    SQUARES: tl.constexpr, GROUP_PAD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ) -> None:
     """Weights of a block of prefix keys, summed over the new tokens -> sums [Hq, M]."""
@@ -310,29 +211,22 @@ def weight_sums(
     request = requests + tl.load(item) * 8
     columns = tl.load(item + 1) + tl.arange(0, BLOCK_KEYS)
     new_first, new_count = tl.load(request), tl.load(request + 1)
-    parts = tl.load(request + 7)
+    parts = tl.load(request + 6)
     part_stride = num_heads.to(tl.int64) * num_new * GROUP_PAD
     partial += (head.to(tl.int64) * num_new + new_first) * GROUP_PAD
     prefix += tl.load(prefix_heads + head).to(tl.int64) * prefix_head_stride
     keys = _load_prefix(
-        prefix, prefix_slots, prefix_stride, request, columns, factors.dtype.element_ty,
-        DIM, BITS, PREFIX_SLOTS, BLOCK_DIM,
+        prefix, prefix_slots, prefix_stride, request, columns, DIM, PREFIX_SLOTS, BLOCK_DIM,
     )
     weights = tl.full([BLOCK_ROWS, BLOCK_KEYS], 0.0, tl.float32)
     for first in range(0, new_count, block_tokens):
         tokens, members, valid = _tile_rows(first, new_count, GROUP, GROUP_PAD, BLOCK_ROWS)
         rows = (new_first + tokens).to(tl.int64)
         heads = head * GROUP + members
-        if BITS:
-            leading, rest, offset = _load_factors(
-                factors, rests, offsets, rows * num_heads * GROUP + heads, valid, DIM, BLOCK_DIM
-            )
-            products = _code_products(leading, rest, offset, keys, WIDEN)
-        else:
-            tile = _load_vectors(
-                queries, rows * query_stride + heads * query_head_stride, valid, DIM, BLOCK_DIM
-            )
-            products = _products(tile, keys, WIDEN)
+        tile = _load_vectors(
+            queries, rows * query_stride + heads * query_head_stride, valid, DIM, BLOCK_DIM
+        )
+        products = _products(tile, keys, WIDEN)
         log_sums = _combine(partial + first * GROUP_PAD, valid, parts, part_stride, BLOCK_ROWS)
         each = tl.exp2(products * scale - log_sums[:, None])
         weights += each * each if SQUARES else each

@@ -1,7 +1,7 @@
 """Importance of prefix tokens on a GPU: column sums of the attention weights (H2O's metric).
 
 Stage: probe. In: queries of the new tokens of a batch, and keys where they stand: in slots of a
-pool, in a staging buffer, or as codes of a sketch. Out: one score per query head and prefix token.
+pool or in a staging buffer. Out: one score per query head and prefix token.
 `impress_sglang.importance.scores.column_sums` is the reference, and defines the numbers.
 
 Here the work of a batch is laid out and launched; `score_kernels` computes it.
@@ -21,7 +21,7 @@ import triton
 from torch import Tensor
 
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.triton.score_kernels import apply_table, row_sums, weight_sums
+from impress_sglang.triton.score_kernels import row_sums, weight_sums
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -55,35 +55,9 @@ class KeyRows:
         return self.vectors.shape[1] if self.heads is None else len(self.heads)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SketchRows:
-    """Keys of prefixes in few bits, see `impress_sglang.storage.sketch.sketch_keys`.
-
-    Attributes:
-        codes: uint8 [bytes, G, D] on the device of the queries; the last stride is 1. The codes of
-            several requests stand in one buffer, and each begins in a byte of its own.
-        table: float32 [2, G, D], contiguous, what code 0 stands for and the step; with several
-            requests [B, 2, G, D].
-        bits: per element; 2, 4 or 8.
-        start: the first wanted token, counted from the first one in `codes` (as in
-            `restore_keys`); with several requests one number for each, all counted from the first
-            token in `codes`.
-    """
-
-    codes: Tensor
-    table: Tensor
-    bits: int
-    start: int | tuple[int, ...] = 0
-
-    @property
-    def num_heads(self) -> int:
-        """KV heads, all of which are probed."""
-        return self.codes.shape[1]
-
-
 def column_sums(
     queries: Tensor,
-    prefix: KeyRows | SketchRows,
+    prefix: KeyRows,
     resident: KeyRows | None,
     new_keys: KeyRows | Tensor,
     scaling: float,
@@ -134,11 +108,9 @@ def column_sums(
         return sums
 
     group = num_query_heads // num_heads
-    bits = prefix.bits if isinstance(prefix, SketchRows) else 0
     processors, stream = _processors(device), _stream(device)
-    tile = tile_shape(lengths, num_heads, group, dim, queries.dtype, bits, processors)
-    starts = _starts(prefix, len(lengths.new))
-    plan = _plan(lengths, starts, tile, num_heads, processors, device, stream)
+    tile = tile_shape(lengths, num_heads, group, dim, queries.dtype, processors)
+    plan = _plan(lengths, tile, num_heads, processors, device, stream)
     partial = torch.empty(
         plan.splits, num_heads, num_new, tile.group, dtype=torch.float32, device=device
     )
@@ -148,9 +120,8 @@ def column_sums(
         "BLOCK_KEYS": tile.keys,
         "BLOCK_DIM": tile.dim,
         "DIM": dim,
-        "BITS": bits,
         "GROUP": group,
-        "PREFIX_SLOTS": isinstance(prefix, KeyRows) and prefix.slots is not None,
+        "PREFIX_SLOTS": prefix.slots is not None,
         "RESIDENT_SLOTS": before.slots is not None,
         "NEW_SLOTS": new.slots is not None,
         "SQUARES": squares,
@@ -162,12 +133,7 @@ def column_sums(
     )
     scale = scaling * math.log2(math.e)
     strided = (queries, queries.stride(0), queries.stride(1))
-    factors = (queries, queries, partial)
-    if isinstance(prefix, SketchRows):
-        factors = _new_factors(queries)
-        work = (plan.requests, plan.row_items)
-        launch(apply_table, plan.row_items, *strided, prefix.table, *work, *factors)
-    common = (*strided, *factors, *_arguments(prefix, plan, stream))
+    common = (*strided, *_arguments(prefix, plan, stream))
     others = (*_arguments(before, plan, stream), *_arguments(new, plan, stream))
     row_work = (plan.requests, plan.row_items, partial)
     launch(row_sums, plan.row_items, *common, *others, *row_work, scale, num_new)
@@ -211,16 +177,14 @@ def tile_shape(
     group: int,
     dim: int,
     dtype: torch.dtype,
-    bits: int,
     processors: int,
 ) -> Tile:
     """The tile for a batch: few different ones, because each is compiled by itself.
 
     Rows: 16, 64 or 128, as few as hold the longest request's; at most 64 if vectors have more than
-    128 channels or there are two factors of each query, so that two tiles of keys fit into shared
-    memory beside them. Keys: 64, or 128 where the prefixes are so long that each multiprocessor
-    gets several such blocks. Float32 is multiplied outside the tensor cores, from registers, so its
-    tiles are small.
+    128 channels, so that two tiles of keys fit into shared memory beside them. Keys: 64, or 128
+    where the prefixes are so long that each multiprocessor gets several such blocks. Float32 is
+    multiplied outside the tensor cores, from registers, so its tiles are small.
     """
     padded_group, padded_dim = _power_of_two(group), max(16, _power_of_two(dim))
     long = padded_dim > 128
@@ -228,10 +192,10 @@ def tile_shape(
         rows = max(16, padded_group)
         return Tile(padded_group, rows, 16 if long else 32, padded_dim, warps=8, stages=2)
     wanted = max(lengths.new, default=1) * padded_group
-    sizes = (16, 64) if long or bits else (16, 64, 128)
+    sizes = (16, 64) if long else (16, 64, 128)
     rows = max(padded_group, next((size for size in sizes if size >= wanted), sizes[-1]))
     blocks = sum(-(-tokens // 128) for tokens in lengths.prefix) * num_heads
-    keys = 64 if long or bits or blocks < 4 * processors else 128
+    keys = 64 if long or blocks < 4 * processors else 128
     return Tile(padded_group, rows, keys, padded_dim, warps=8 if rows >= 128 else 4, stages=2)
 
 
@@ -239,7 +203,7 @@ def tile_shape(
 class _Plan:
     """Who computes what; int32 on the device, `FIELDS` numbers each.
 
-    requests: first and number of new, resident and prefix tokens; first code; parts per row.
+    requests: first and number of new, resident and prefix tokens; parts per row.
     row_items: request, first token of a tile of queries, part, first and last block of keys. Blocks
     are counted through the resident, then the prefix, then the new tokens.
     key_items: request, first token of a block of prefix keys.
@@ -255,7 +219,6 @@ class _Plan:
 @functools.lru_cache(maxsize=64)
 def _plan(
     lengths: Lengths,
-    starts: tuple[int, ...],
     tile: Tile,
     num_heads: int,
     processors: int,
@@ -296,7 +259,7 @@ def _plan(
             for kind in (lengths.new, lengths.resident, lengths.prefix)
             for column in (np.cumsum((0, *kind[:-1])), kind)
         ]
-        + [starts, parts],
+        + [parts],
         axis=1,
     )
     tables = [_padded(requests), _padded(rows), _padded(keys)]
@@ -346,46 +309,23 @@ def _launch(
     kernel[(len(items), num_heads)](*arguments, **own, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def _new_factors(queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for what `apply_table` writes: factors and their rests [N, Hq, D], offsets [N, Hq]."""
-    shape, device = queries.shape, queries.device
-    offsets = torch.empty(shape[:2], dtype=torch.float32, device=device)
-    if queries.dtype == torch.float32:
-        factors = torch.empty(shape, dtype=torch.float32, device=device)
-        return factors, factors, offsets
-    factors, rests = torch.empty((2, *shape), dtype=torch.bfloat16, device=device)
-    return factors, rests, offsets
-
-
-def _starts(prefix: KeyRows | SketchRows, num_requests: int) -> tuple[int, ...]:
-    """Position in `codes` of each request's first token."""
-    if isinstance(prefix, KeyRows):
-        return (0,) * num_requests
-    return (prefix.start,) if isinstance(prefix.start, int) else prefix.start
-
-
-def _arguments(source: KeyRows | SketchRows, plan: _Plan, stream: int) -> tuple[object, ...]:
+def _arguments(source: KeyRows, plan: _Plan, stream: int) -> tuple[object, ...]:
     """Rows, slots, heads and strides as the kernels take them."""
-    heads = None
+    rows, heads = source.vectors, source.heads
     # Slots that are not there are never read; any integers stand for them.
-    slots = plan.requests
-    if isinstance(source, SketchRows):
-        rows = source.codes
-    else:
-        rows, heads = source.vectors, source.heads
-        slots = slots if source.slots is None else source.slots
+    slots = plan.requests if source.slots is None else source.slots
     heads = tuple(range(source.num_heads)) if heads is None else heads
     return rows, slots, _head_map(heads, rows.device, stream), rows.stride(0), rows.stride(1)
 
 
 def _check(
     queries: Tensor,
-    prefix: KeyRows | SketchRows,
+    prefix: KeyRows,
     resident: KeyRows | None,
     new: KeyRows,
     lengths: Lengths,
 ) -> None:
-    sources = [rows for rows in (prefix, resident, new) if isinstance(rows, KeyRows)]
+    sources = [rows for rows in (prefix, resident, new) if rows is not None]
     dtypes = {queries.dtype, *(rows.vectors.dtype for rows in sources)}
     if len(dtypes) > 1 or queries.dtype not in DTYPES:
         raise UnsupportedError(
@@ -403,12 +343,6 @@ def _check(
         assert rows.num_heads == prefix.num_heads
         assert rows.vectors.shape[2] == dim and rows.vectors.stride(2) == 1
         assert rows.heads is None or max(rows.heads) < rows.vectors.shape[1]
-    if isinstance(prefix, SketchRows):
-        assert prefix.bits in (2, 4, 8) and prefix.codes.dtype == torch.uint8
-        assert prefix.codes.shape[2] == dim and prefix.codes.stride(2) == 1
-        assert prefix.table.dtype == torch.float32 and prefix.table.is_contiguous()
-        assert prefix.table.numel() == num_requests * 2 * prefix.num_heads * dim
-        assert len(_starts(prefix, num_requests)) == num_requests
 
 
 def _power_of_two(number: int) -> int:

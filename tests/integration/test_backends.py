@@ -415,7 +415,7 @@ class Serving(PrefixAttention, Stock):
 
 @pytest.fixture
 def serving(clock: Clock, device: Device, tmp_path: Path) -> Iterator[Serving]:
-    config = ImpressConfig(ssd_dir=str(tmp_path), **DEFAULTS)
+    config = ImpressConfig(ssd_dir=str(tmp_path), **(DEFAULTS | {"policy": "impress"}))
     shape, cpu = make_shape(layers=LAYERS), torch.device("cpu")
     runtime = ServingRuntime(config, shape, IDENTITY, cpu, hidden_size=64)
     yield Serving(device, clock, runtime)

@@ -158,7 +158,7 @@ def _in_a_pass() -> Iterator[None]:
 @pytest.mark.parametrize("resident", [0, 1, 17])
 @pytest.mark.parametrize("size", [1, 7, 40, 100])
 def test_blocks_give_the_kvs_of_the_whole_at_once(size: int, resident: int) -> None:
-    shape = make_shape(layers=3, sketch_bits=4)
+    shape = make_shape(layers=3, probe=())
     model, pool = Model(shape), Pool(shape, 64)
     tokens = torch.randint(0, 50, (57,), generator=torch.Generator().manual_seed(1))
     expected = model.kvs(tokens)
@@ -214,7 +214,7 @@ def peak_on_device(m: int, resident: int, layers: int) -> int:
 
     No memory is taken: tensors have sizes and devices, and no content.
     """
-    shape = KVShape(layers, 32, 8, 128, 128, torch.bfloat16, (), 4)
+    shape = KVShape(layers, 32, 8, 128, 128, torch.bfloat16, ())
     with FakeTensorMode():
         pool = Pool(shape, 8192, "cuda")
         request = request_of(torch.zeros(resident + m, dtype=torch.int64), resident)
@@ -268,7 +268,7 @@ def test_torch_says_on_a_cpu_that_memory_ran_out() -> None:
 
 
 def test_host_memory_is_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = make_shape(layers=3, sketch_bits=4)
+    shape = make_shape(layers=3, probe=())
     each = 3 * shape.num_kv_heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
     assert host_shortage(shape, 100, 100 * each) is None
     assert "--impress-recompute-gb" in (host_shortage(shape, 101, 100 * each) or "")
@@ -362,9 +362,10 @@ class Serving:
 def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
     monkeypatch.setattr(attention_module, "block_tokens", lambda: 16)
     monkeypatch.setattr(attention_module, "pass_seconds", lambda: 100.0)
-    shape = make_shape(layers=3, sketch_bits=4)
+    shape = make_shape(layers=3, probe=())
     each = 3 * shape.num_kv_heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
-    config = ImpressConfig(ssd_dir=str(tmp_path), **DEFAULTS, recompute_gb=60 * each / 1e9)
+    own = DEFAULTS | {"policy": "impress", "recompute_gb": 60 * each / 1e9}
+    config = ImpressConfig(ssd_dir=str(tmp_path), **own)
     runtime = ServingRuntime(config, shape, IDENTITY, torch.device("cpu"), hidden_size=HIDDEN)
     aborted: list[tuple[str, str]] = []
     runtime.abort = lambda rid, message: aborted.append((rid, message))
@@ -410,7 +411,7 @@ def test_a_part_is_chosen_from_what_is_computed(serving: Serving) -> None:
 
     serving.backend.extend(serving.runtime, [request])
 
-    assert request.recomputed and request.stats.layers_by_probe == 3
+    assert request.recomputed and request.stats.layers_by_fallback == 3
     for layer, (keys, values) in enumerate(serving.model.kvs(tokens)):
         found_keys, found_values = serving.kvs_in(request, layer)
         for head in range(keys.shape[1]):

@@ -16,22 +16,31 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.integration.request import PrefixRequest
+from impress_sglang.storage.quality import Quality
+from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
 from tests.integration import test_weights
 from tests.integration.test_weights import TOKENS, World
 from tests.unit.kv_factory import make_shape
 
-SHAPE = make_shape(layers=3, sketch_bits=4, coded=True)
+SHAPE = make_shape(layers=3, probe=(), coded=True)
 
 
 class CodedWorld(World):
     """A tree cache whose requests get 5 bits, and what a pass does of them."""
 
-    def ask(self, rid: str, length: int = TOKENS, new: int = 8, bits: object = 5.0) -> Any:
+    def ask(
+        self,
+        rid: str,
+        length: int = TOKENS,
+        new: int = 8,
+        bits: object = 5.0,
+        retention: float = 1.0,
+    ) -> Any:
         """A request with the first tokens of the stored prompt is matched."""
         tokens = array("q", [*range(1000, 1000 + length), *range(5000, 5000 + new)])
-        custom = {"impress_retention": 1.0, "impress_bits": bits}
+        custom = {"impress_retention": retention, "impress_bits": bits}
         req = Req(rid, "", tokens, SamplingParams(custom_params=custom))
         req.full_untruncated_fill_ids = tokens
         key = RadixKey(tokens, None, limit=len(tokens) - 1)
@@ -65,6 +74,9 @@ class CodedWorld(World):
         del self.runtime.live[request.rid]
         self.runtime.release_source(request)
         self.cache._residents.leave(request.uses)
+        if not request.uses:
+            self.cache._private_tokens -= request.k
+            self.allocator.free(request.slots)
 
     def idle_part(self, length: int = TOKENS) -> None:
         request = self.admit(self.ask("first", length))
@@ -178,3 +190,35 @@ def test_a_prefix_that_is_used_in_codes_is_the_last_to_be_removed(world: CodedWo
             world.load(request, layer)
         world.end(request)
         assert segment.hits == before[0] + 1 and segment.last_access > before[1]
+
+
+def test_a_part_of_a_prefix_has_slots_of_its_own(world: CodedWorld) -> None:
+    """A sink row, filled from codes: nobody shares it, and it shares nothing that is there."""
+    world.idle_part()
+    req = world.ask("part", retention=0.25)
+    request = world.admit(req)
+    assert request is not None and req.host_hit_length == TOKENS // 4
+    assert request.k == TOKENS // 4 and request.start == TOKENS - TOKENS // 4
+    assert not request.uses and isinstance(request.source, CodedSource)
+    assert world.cache._private_tokens == TOKENS // 4
+    assert request.quality == Quality(1, 0.25, 5.0)
+    assert request.report["used_tokens"] == request.report["loaded_tokens"] == TOKENS // 4
+    assert request.report["shared_tokens"] == 0 and request.report["bits"] == 5.0
+    for layer in range(SHAPE.num_layers):
+        world.load(request, layer)
+    assert request.source is None and request.scratch is None, "given back after the last layer"
+    assert request.stats.layers_by_probe == SHAPE.num_layers
+    assert 4.0 <= float(str(request.report["bits_mean"])) <= 5.0
+    assert int(str(request.report["base_bytes"])) > 0
+    assert world.cache._residents.idle_tokens == TOKENS, "what others share stays"
+
+
+def test_what_was_read_for_a_part_while_it_waited_is_its_own(world: CodedWorld) -> None:
+    world.runtime.store.ahead.set_waste(0.2)
+    world.cache.prefetch(world.ask("part", retention=0.5))
+    (prefetch,) = world.cache._prefetches.values()
+    whole = world.admit(world.ask("whole"))
+    assert whole is not None and prefetch.source not in {own.source for own in whole.loads}
+    part = world.admit(world.ask("part", retention=0.5))
+    assert part is not None and part.source is prefetch.source
+    assert part.report["prefetched"] and not world.cache._prefetches

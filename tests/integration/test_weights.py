@@ -98,7 +98,8 @@ class World:
             TOKENS * 4, torch.float32, "cpu", self.pool, need_sort=False
         )
         self.weights, self.asked, self.idle = OLD, 0, True
-        config = ImpressConfig(ssd_dir=str(root), min_prefix_tokens=16, **DEFAULTS, **options)
+        own = DEFAULTS | {"policy": "impress", "min_prefix_tokens": 16} | options
+        config = ImpressConfig(ssd_dir=str(root), **own)
         self.runtime = ServingRuntime(config, SHAPE, OLD, torch.device("cpu"), hidden_size=64)
         params = CacheInitParams(
             disable=False,

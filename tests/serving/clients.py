@@ -29,10 +29,10 @@ KINDS = {
     "talk": 1,
 }
 WAYS = {"whole": 8, "part": 3, "bits": 3, "abort": 1, "hang up": 1}
-# What a request asks for: all as it was computed, a part of that, or all in few bits.
+# What a request asks for: all as it was computed, a part in few bits, or all in few bits.
 WISHES: dict[str, dict[str, Any]] = {
     "whole": {"impress_retention": 1.0, "impress_bits": "exact"},
-    "part": {"impress_retention": PART},
+    "part": {"impress_retention": PART, "impress_bits": 5},
     "bits": {"impress_retention": 1.0, "impress_bits": 5},
 }
 

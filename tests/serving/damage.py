@@ -45,11 +45,11 @@ def store_damaged(server: Server, length: int, seed: int) -> list[int]:
 def flip_value(path: Path) -> None:
     """Flip a bit of a value of one of the last tokens, in the second layer.
 
-    A prefix that is loaded as it was computed has no use for sketches and codes.
+    A prefix that is loaded as it was computed has no use for codes.
     """
     layout = read_header(path, FileSystem()).info.layout()
     stream = layout.shape.value_streams[0]
-    last = (layout.stream_chunks(stream) - 1) * layout.chunk_stride(stream)
+    last = (layout.num_chunks - 1) * layout.chunk_stride(stream)
     content = bytearray(path.read_bytes())
     content[layout.stream_offset(1, stream) + last + 5] ^= 0x10
     path.write_bytes(content)

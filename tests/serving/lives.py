@@ -74,7 +74,7 @@ def draw_setting(number: int, chance: random.Random) -> Setting:
     """Of two lives one ends by kill -9; the other options are drawn."""
     flags = [
         f"--max-total-tokens={chance.choice((7000, 9000, 14000))}",
-        f"--impress-policy={chance.choice(('impress', 'impress', 'impress+itf', 'as+h2o+lru'))}",
+        f"--impress-policy={chance.choice(('impress', 'impress', 'paper+itf', 'as+h2o+lru'))}",
         f"--impress-chunk-tokens={chance.choice((16, 64))}",
         f"--impress-ssd-gb={chance.choice((0.01, 1.0))}",
         f"--impress-io-engine={chance.choice(('auto', 'threads'))}",

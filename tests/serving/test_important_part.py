@@ -13,7 +13,7 @@ from tests.serving.harness import Server, Zygote, running
 from tests.serving.tiny_models import random_tokens
 
 
-@pytest.fixture(scope="module", params=["sketch", "paper"])
+@pytest.fixture(scope="module", params=["impress", "paper"])
 def impress(
     request: pytest.FixtureRequest, workdir: Path, tiny_llama: Path, zygote: Zygote
 ) -> Iterator[Server]:
@@ -22,9 +22,8 @@ def impress(
         workdir / f"impress-{request.param}.log",
         *impress_flags(
             workdir / "store-impress",
-            f"--impress-identify={request.param}",
+            f"--impress-policy={request.param}",
             "--impress-retention=0.25",
-            "--impress-bits=exact",
             "--impress-min-prefix-tokens=64",
             "--max-total-tokens=9000",
         ),
@@ -77,9 +76,9 @@ def test_report_in_a_stream_and_totals(impress: Server) -> None:
     events = [line for line in response.text.splitlines() if line.startswith("data: {")]
     # A busy server sends several tokens at once.
     assert 2 <= len(events) <= 5
-    assert all(
-        '"impress": {"policy": "impress", "path": "ssd"' in event for event in events
-    ) or all('"path":"ssd"' in event for event in events)
+    assert all('"path": "ssd"' in event for event in events) or all(
+        '"path":"ssd"' in event for event in events
+    )
     after = impress.stats()["totals"]
     assert after["requests_ssd"] == before["requests_ssd"] + 1
     assert after["used_tokens"] == before["used_tokens"] + 100
@@ -153,6 +152,9 @@ def asking(retention: object) -> dict[str, object]:
     return {"custom_params": {"impress_retention": retention}}
 
 
+EXACT = {"custom_params": {"impress_retention": 1.0, "impress_bits": "exact"}}
+
+
 @pytest.mark.parametrize(("asked", "used"), [(0.5, 301), (0.1, 61), (0.001, 31)])
 def test_a_request_asks_for_its_own_retention(impress: Server, asked: float, used: int) -> None:
     """Down to the floor of the server, 0.05."""
@@ -173,7 +175,7 @@ def test_a_request_asks_for_an_exact_answer(impress: Server) -> None:
     computed = impress.generate(question, 12, return_logprob=True)
     assert paths([computed]) == ["computed"]
     impress.flush()
-    exact = impress.generate(question, 12, return_logprob=True, sampling_params=asking(1.0))
+    exact = impress.generate(question, 12, return_logprob=True, sampling_params=EXACT)
     assert_same([computed], [exact], 1e-4)
     said = report(exact)
     assert said["path"] == "ssd" and said["approximate"] is False
@@ -189,7 +191,7 @@ def test_exact_requests_do_not_see_approximate_kvs(impress: Server) -> None:
     impress.flush()
     third = [*second, *random_tokens(30, seed=93)]
     assert report(impress.generate(third, 1))["stored_tokens"] == 700
-    exact = report(impress.generate(third, 1, sampling_params=asking(1.0)))
+    exact = report(impress.generate(third, 1, sampling_params=EXACT))
     assert exact["stored_tokens"] == 500 and exact["approximate"] is False
 
 

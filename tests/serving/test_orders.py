@@ -29,6 +29,7 @@ def server(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
     flags = impress_flags(
         workdir / "store-orders",
         "--impress-min-prefix-tokens=64",
+        "--impress-policy=paper",
         "--impress-retention=0.25",
         "--impress-reorder-interval=0",
         "--max-total-tokens=3000",

@@ -32,26 +32,18 @@ def flags(store: Path, *own: str) -> tuple[str, ...]:
 
 
 def ask_fifty(server: Server) -> list[dict[str, Any]]:
-    """Fifty prompts over stored prefixes, reordered half-way."""
+    """Fifty prompts over stored prefixes."""
     prefixes = [random_tokens(900 + 50 * number, seed=number) for number in range(PREFIXES)]
     for prefix in prefixes:
         server.generate(prefix, 1)
         server.flush()
     answers = []
     for question in range(QUESTIONS):
-        if question == QUESTIONS // 2:
-            reorder(server)
         for number, prefix in enumerate(prefixes):
             new = random_tokens(20, seed=100 + question * PREFIXES + number)
             answers.append(server.generate([*prefix, *new], 3, return_logprob=True))
             server.flush()
     return answers
-
-
-def reorder(server: Server) -> None:
-    server.post("/bench/reorder").raise_for_status()
-    while server.stats()["reorder"]["pending"]:
-        pass
 
 
 def test_reading_ahead_changes_no_answer(workdir: Path, tiny_llama: Path, zygote: Zygote) -> None:
@@ -63,7 +55,6 @@ def test_reading_ahead_changes_no_answer(workdir: Path, tiny_llama: Path, zygote
             "--impress-load=always",
             "--impress-host-gb=0.02",
             "--impress-approximation-depth=0",
-            "--impress-reorder-interval=0",
         )
         log = workdir / f"ahead-{share}.log"
         with running(tiny_llama, log, *own, zygote=zygote, bench=True) as server:

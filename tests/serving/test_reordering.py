@@ -17,7 +17,12 @@ from tests.serving.tiny_models import random_tokens
 PREFIXES = [random_tokens(700, seed=100 + number) for number in range(4)]
 # Of 0.74 MB of KVs per prefix.
 SMALL_CACHES = ("--impress-device-gb=0.0004", "--impress-host-gb=0.0008")
-COMMON = ("--impress-min-prefix-tokens=64", "--impress-reorder-interval=0", *SMALL_CACHES)
+COMMON = (
+    "--impress-policy=paper",
+    "--impress-min-prefix-tokens=64",
+    "--impress-reorder-interval=0",
+    *SMALL_CACHES,
+)
 
 
 def question(prefix: int, seed: int) -> list[int]:
@@ -45,7 +50,6 @@ def reordered_store(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Path:
         store,
         *COMMON,
         "--impress-retention=0.25",
-        "--impress-bits=exact",
         "--max-total-tokens=1600",
     )
     with running(tiny_llama, workdir / "reorder.log", *flags, zygote=zygote, bench=True) as server:
@@ -79,9 +83,7 @@ def test_eight_clients_while_segments_are_rewritten_and_chunks_evicted(
     """Where all is exact every answer is that of stock SGLang, whatever moves meanwhile."""
     prompts = [question(number % 4, 1000 + number) for number in range(32)]
     expected = stock.generate_together(prompts, 8, return_logprob=True)
-    flags = impress_flags(
-        reordered_store, *COMMON, "--impress-bits=exact", "--max-total-tokens=2500"
-    )
+    flags = impress_flags(reordered_store, *COMMON, "--max-total-tokens=2500")
     with running(tiny_llama, workdir / "eight.log", *flags, zygote=zygote, bench=True) as server:
         busy = threading.Event()
         busy.set()

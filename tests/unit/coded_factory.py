@@ -24,7 +24,7 @@ from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
 
 SHAPE = make_shape(
-    layers=3, query_heads=6, kv_heads=2, key_dim=64, value_dim=32, sketch_bits=4, coded=True
+    layers=3, query_heads=6, kv_heads=2, key_dim=64, value_dim=32, probe=(), coded=True
 )
 BLOCK = 4096
 

@@ -2,7 +2,7 @@
 
     python -m tests.unit.crash_writer DIRECTORY SHAPE ROUND...
 
-The shape is "probe" or "sketch". A round is the name of a crash point, or a number of milliseconds
+The shape is "probe" or "lanes". A round is the name of a crash point, or a number of milliseconds
 after which the writer is killed.
 Prints one JSON object per round. Every process is forked from this one, which never uses the store
 itself, so that PyTorch is imported once.
@@ -32,7 +32,7 @@ from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, flip_byte, l
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import open_source, rows
 
-SHAPES = {"probe": make_shape(), "sketch": make_shape(dtype=torch.bfloat16, sketch_bits=4)}
+SHAPES = {"probe": make_shape(), "lanes": make_shape(dtype=torch.bfloat16, probe=())}
 SHAPE = SHAPES["probe"]
 FAMILIES = 3
 STEP = 12  # tokens by which a prefix of a family grows
@@ -53,6 +53,7 @@ def open_store(directory: Path) -> PrefixStore:
         device_gb=2e-5,
         host_gb=4e-5,
         reorder_interval=0.0,
+        policy="paper",
         retention=0.25,
     )
     return PrefixStore(config, IDENTITY, SHAPE)
@@ -102,7 +103,8 @@ def reorder_something(directory: Path, progress: Path) -> None:
     lanes = lanes_of(SHAPE)
     selected = torch.arange(1, length, 3).expand(lanes, -1)
     for layer in range(SHAPE.num_layers):
-        source.read_probe(layer)
+        if SHAPE.probe_kv_heads:
+            source.read_probe(layer)
         read_rows(source, layer, selected)
         source.note_selection(layer, selected, torch.ones(lanes, length))
     store.close_source(source)
@@ -174,7 +176,6 @@ def verify(directory: Path) -> dict[str, Any]:
             source = open_source(store, match)
             for layer in range(SHAPE.num_layers):
                 keys, values = rows(SHAPE, source, layer)
-                source.read_probe(layer)
                 assert torch.equal(keys, kvs.keys(layer))
                 assert torch.equal(values, kvs.values(layer))
             store.close_source(source)

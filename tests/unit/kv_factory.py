@@ -27,7 +27,7 @@ from impress_sglang.transfer.plan import SourceSpan
 
 IDENTITY = "0123456789abcdef0123456789abcdef"
 DISK_BLOCK = 4096
-# The streams of a shape with one lane: with sketches there are more, see `streams_of`.
+# The streams of a shape with one lane: else there are more, see `streams_of`.
 PROBE, KEYS, VALUES = 0, 1, 2
 
 
@@ -40,13 +40,11 @@ def make_shape(
     value_dim: int = 8,
     dtype: torch.dtype = torch.float32,
     probe: Sequence[int] = (0,),
-    sketch_bits: int = 0,
     coded: bool = False,
 ) -> KVShape:
-    """A shape with probe heads; with `sketch_bits` it has sketches instead, and a lane per head."""
-    probe = () if sketch_bits else tuple(probe)
+    """A shape with probe heads; without any it has a lane per head."""
     heads = query_heads, kv_heads
-    return KVShape(layers, *heads, key_dim, value_dim, dtype, probe, sketch_bits, coded)
+    return KVShape(layers, *heads, key_dim, value_dim, dtype, tuple(probe), coded)
 
 
 def as_tokens(tokens: Sequence[int]) -> Tokens:
@@ -167,7 +165,7 @@ def attach(cache: ChunkCache, layout: SegmentLayout) -> int:
 
 def lanes_of(shape: KVShape) -> int:
     """Sets of heads with an order and a selection of their own."""
-    return shape.num_kv_heads if shape.sketch_bits else 1
+    return 1 if shape.probe_kv_heads else shape.num_kv_heads
 
 
 def streams_of(shape: KVShape) -> list[Stream]:
@@ -192,8 +190,8 @@ def lane_of(shape: KVShape, stream: Stream) -> int:
 def heads_of(shape: KVShape, stream: Stream) -> list[int]:
     """KV heads of a stream, by its definition."""
     everything = list(range(shape.num_kv_heads))
-    if shape.sketch_bits:
-        return everything if stream == PROBE else [lane_of(shape, stream)]
+    if not shape.probe_kv_heads:
+        return [] if stream == PROBE else [lane_of(shape, stream)]
     return {
         PROBE: [h for h in everything if h in shape.probe_kv_heads],
         KEYS: [h for h in everything if h not in shape.probe_kv_heads],
@@ -207,23 +205,11 @@ def row_size(shape: KVShape, stream: Stream) -> int:
     return len(heads_of(shape, stream)) * dim * torch.empty(0, dtype=shape.dtype).element_size()
 
 
-def tokens_in_row(shape: KVShape, stream: Stream) -> int:
-    """A row of a sketch is as long as one of keys, but its elements have few bits."""
-    if stream == PROBE and shape.sketch_bits:
-        return torch.empty(0, dtype=shape.dtype).element_size() * 8 // shape.sketch_bits
-    return 1
-
-
-def rows_in(shape: KVShape, stream: Stream, num_tokens: int) -> int:
-    """Rows of a stream of a segment."""
-    return -(-num_tokens // tokens_in_row(shape, stream))
-
-
 def chunk_disk_bytes(
     shape: KVShape, stream: Stream, chunk_tokens: int, num_tokens: int, chunk: int
 ) -> int:
     """Bytes of one chunk on disk: its rows, padded to whole disk blocks."""
-    rows = min(chunk_tokens, rows_in(shape, stream, num_tokens) - chunk * chunk_tokens)
+    rows = min(chunk_tokens, num_tokens - chunk * chunk_tokens)
     blocks, rest = divmod(rows * row_size(shape, stream), DISK_BLOCK)
     return (blocks + bool(rest)) * DISK_BLOCK
 
@@ -232,24 +218,8 @@ def rows_of(
     shape: KVShape, keys: Tensor, values: Tensor, layer: int, stream: Stream, tokens: Tensor
 ) -> Tensor:
     """Keys or values of a stream as any source must give them."""
-    assert stream != PROBE or not shape.sketch_bits
     whole = values[layer] if holds_values(shape, stream) else keys[layer]
     return whole[tokens][:, heads_of(shape, stream)]
-
-
-def codes_of(keys: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [t, G, D] of keys, and per channel what 0 stands for, and the step: by definition."""
-    exact = keys.float()
-    low, high = exact.min(0).values, exact.max(0).values
-    step = (high - low) / (2**bits - 1)
-    codes = torch.where(step > 0, ((exact - low) / step).round(), torch.zeros(()))
-    return codes, low, step
-
-
-def sketch_of(keys: Tensor, bits: int) -> Tensor:
-    """What is left of the keys [t, G, D] of a segment in so few bits, float32."""
-    codes, low, step = codes_of(keys, bits)
-    return codes * step + low
 
 
 def flip_byte(path: Path, offset: int) -> None:

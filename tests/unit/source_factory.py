@@ -42,10 +42,7 @@ from tests.unit.kv_factory import (
     random_kvs,
     random_mapping,
     row_size,
-    rows_in,
-    sketch_of,
     streams_of,
-    tokens_in_row,
     write_kvs,
 )
 from tests.unit.reading import read_rows
@@ -70,16 +67,14 @@ SHAPES = {
     "long-rows-float32": make_shape(query_heads=2, key_dim=500, value_dim=1500),
     "mqa-no-other-keys": make_shape(query_heads=4, kv_heads=1, key_dim=32, probe=(0,)),
     "all-probed-float16": make_shape(kv_heads=2, dtype=torch.float16, probe=(0, 1)),
-    "sketch-float32": make_shape(key_dim=16, sketch_bits=4),
-    "sketch-bfloat16": make_shape(key_dim=16, dtype=torch.bfloat16, sketch_bits=4),
-    "sketch-2-cut-rows": make_shape(
-        query_heads=3, kv_heads=3, key_dim=128, value_dim=160, sketch_bits=2
+    "lanes-float32": make_shape(key_dim=16, probe=()),
+    "lanes-bfloat16": make_shape(key_dim=16, dtype=torch.bfloat16, probe=()),
+    "lanes-cut-rows": make_shape(query_heads=3, kv_heads=3, key_dim=128, value_dim=160, probe=()),
+    "lanes-long-rows": make_shape(
+        query_heads=2, key_dim=1000, value_dim=1500, dtype=torch.float16, probe=()
     ),
-    "sketch-8-long-rows": make_shape(
-        query_heads=2, key_dim=1000, value_dim=1500, dtype=torch.float16, sketch_bits=8
-    ),
-    "sketch-full-stride": make_shape(
-        query_heads=8, key_dim=256, value_dim=256, dtype=torch.bfloat16, sketch_bits=4
+    "lanes-full-stride": make_shape(
+        query_heads=8, key_dim=256, value_dim=256, dtype=torch.bfloat16, probe=()
     ),
 }
 
@@ -159,8 +154,7 @@ class Case:
     """A source, the KVs that it must give, and what each read must cost.
 
     Each check is a request of its own, with a source of its own, on the caches that the one before
-    has left. `sketches` [L, m, G, D] are what is left of the keys in the probe stream, if it has
-    sketches.
+    has left.
     """
 
     def __init__(
@@ -169,10 +163,8 @@ class Case:
         parts: Sequence[Part],
         keys: Tensor,
         values: Tensor,
-        sketches: Tensor | None = None,
     ) -> None:
         self.shape, self.parts, self.keys, self.values = shape, parts, keys, values
-        self.sketches = sketches
         self.streams, self.kv_streams = streams_of(shape), kv_of(shape)
         self.num_tokens = keys.shape[1]
         self.source: PrefixSource
@@ -239,8 +231,6 @@ class Case:
 
     def expected(self, layer: int, kind: str, tokens: Tensor | None = None) -> Tensor:
         """Rows as any source must give them, head by head; of the probe stream all rows."""
-        if kind == "probe" and self.sketches is not None:
-            return self.sketches[layer]
         whole = self.values[layer] if kind == "values" else self.keys[layer]
         everything = torch.arange(self.num_tokens)
         columns = []
@@ -259,7 +249,7 @@ class Case:
     ) -> dict[str, Tensor]:
         """All of the probe stream, if it is among the kinds, and these tokens of the others."""
         found = {}
-        if "probe" in kinds:
+        if "probe" in self._there(kinds):
             found["probe"] = self.source.read_probe(layer)
         keys, values = "keys" in kinds, "values" in kinds
         if keys or values:
@@ -268,6 +258,10 @@ class Case:
             found |= {"keys": rows.keys} if rows.keys is not None else {}
             found |= {"values": rows.values} if rows.values is not None else {}
         return found
+
+    def _there(self, kinds: Collection[str]) -> set[str]:
+        """What can be asked for: a probe stream without heads cannot."""
+        return set(kinds) - (set() if self.shape.probe_kv_heads else {"probe"})
 
     def check(
         self, layer: int, kinds: Collection[str] = KINDS, tokens: Tensor | None = None
@@ -281,7 +275,7 @@ class Case:
     ) -> None:
         """Read in the request that is under way."""
         found = self.read(layer, kinds, tokens)
-        assert set(found) == set(kinds)
+        assert set(found) == self._there(kinds)
         for kind, rows in found.items():
             self.check_rows(rows, layer, kind, tokens)
         if self.cache is not None:
@@ -289,8 +283,7 @@ class Case:
 
     def check_rows(self, rows: Tensor, layer: int, kind: str, tokens: Tensor | None = None) -> None:
         expected = self.expected(layer, kind, tokens)
-        sketched = kind == "probe" and self.shape.sketch_bits
-        assert rows.dtype == (torch.float32 if sketched else self.shape.dtype)
+        assert rows.dtype == self.shape.dtype
         assert rows.device.type == "cpu"
         assert rows.shape == expected.shape
         assert torch.equal(rows, expected), kind
@@ -308,9 +301,7 @@ class Case:
         rows = []
         for number, token in (places[t] for t in picked):
             mapping = self.mappings[number]
-            if stream == PROBE:
-                rows.append((number, token // tokens_in_row(self.shape, PROBE)))
-            elif mapping is None:
+            if stream == PROBE or mapping is None:
                 rows.append((number, token))
             else:
                 lane = lane_of(self.shape, stream)
@@ -398,7 +389,7 @@ def open_case(
     retention: float = 0.3,
 ) -> Case:
     cache = cache or NO_CACHE.make(shape)
-    spans, keys, values, sketches, paths, mappings = [], [], [], [], [], []
+    spans, keys, values, paths, mappings = [], [], [], [], []
     for number, part in enumerate(parts):
         info = make_info(
             shape,
@@ -416,11 +407,7 @@ def open_case(
         spans.append(open_span(paths[-1], cache, *place, direct=direct, retention=retention))
         keys.append(own_keys[:, part.start : part.stop])
         values.append(own_values[:, part.start : part.stop])
-        if shape.sketch_bits:
-            whole = torch.stack([sketch_of(own, shape.sketch_bits) for own in own_keys])
-            sketches.append(whole[:, part.start : part.stop])
-    joined = torch.cat(sketches, 1) if sketches else None
-    case = Case(shape, parts, torch.cat(keys, 1), torch.cat(values, 1), joined)
+    case = Case(shape, parts, torch.cat(keys, 1), torch.cat(values, 1))
     case.paths, case.spans, case.mappings, case.cache = paths, spans, mappings, cache
     case.reader = reader
     case.source = case.make_source()
@@ -433,9 +420,7 @@ def opened(param: str, directory: Path, reader: ChunkReader) -> Case:
     shape, (name, *options) = SHAPES[shape_name], kind.split(", ")
     if name == "memory":
         keys, values = random_kvs(shape, 77, seed=9)
-        # A recomputed prefix has all keys: they are better than a sketch of them.
-        sketches = keys.float() if shape.sketch_bits else None
-        case = Case(shape, LAYOUTS["one-segment"], keys, values, sketches)
+        case = Case(shape, LAYOUTS["one-segment"], keys, values)
         case.source = MemorySource(shape, list(keys), list(values))
         return case
     direct = "O_DIRECT" in options
@@ -489,7 +474,7 @@ def all_chunks(shape: KVShape, part: Part, path: Path) -> Iterator[tuple[int, St
     sizes = {
         (stream, chunk): chunk_disk_bytes(shape, stream, part.chunk_tokens, part.num_tokens, chunk)
         for stream in streams_of(shape)
-        for chunk in range(-(-rows_in(shape, stream, part.num_tokens) // part.chunk_tokens))
+        for chunk in range(-(-part.num_tokens // part.chunk_tokens))
     }
     offset = path.stat().st_size - shape.num_layers * sum(sizes.values())
     for layer in range(shape.num_layers):

@@ -28,6 +28,7 @@ from tests.unit.kv_factory import (
     SequenceKVs,
     as_tokens,
     flip_byte,
+    heads_of,
     lanes_of,
     make_shape,
     streams_of,
@@ -37,8 +38,8 @@ from tests.unit.waiting import wait_until
 
 SHAPES = {
     "probe heads": make_shape(),
-    "sketch float32": make_shape(sketch_bits=4),
-    "sketch bfloat16": make_shape(dtype=torch.bfloat16, sketch_bits=4),
+    "lanes float32": make_shape(probe=()),
+    "lanes bfloat16": make_shape(dtype=torch.bfloat16, probe=()),
 }
 OTHER_IDENTITY = "f" * 32
 # Of what is computed after a quarter of an exact prefix.
@@ -46,6 +47,7 @@ QUARTER = Quality(1, 0.25)
 # No caches, no reading ahead and no reordering unless a test asks for them, so that bytes can be
 # counted.
 DEFAULTS = {
+    "policy": "paper",
     "ssd_gb": 1.0,
     "min_free_gb": 0.0,
     "chunk_tokens": 8,
@@ -70,7 +72,7 @@ class Workbench:
         self.root = root
         self.shape = shape
         # Up to 8 tokens: one header, and one disk block for each stream of 2 layers.
-        self.one = (1 + 2 * len(streams_of(shape))) * 4096
+        self.one = (1 + 2 * sum(bool(heads_of(shape, own)) for own in streams_of(shape))) * 4096
         self.done: list[tuple[int, ...]] = []
         self.abandoned: list[tuple[int, ...]] = []
         self._open: list[PrefixStore] = []
@@ -232,7 +234,7 @@ def rows(
     found = read_rows(source, layer, None if tokens is None else tokens.expand(lanes_of(shape), -1))
     keys, values = found.keys, found.values
     assert keys is not None and values is not None
-    if shape.sketch_bits:
+    if not shape.probe_kv_heads:
         return keys, values
     probe = source.read_probe(layer)
     return torch.cat([probe if tokens is None else probe[tokens], keys], 1), values

@@ -252,7 +252,7 @@ def test_orders_ask_for_the_options_tokens_only() -> None:
     order = option_order([1, 2, 3], item, item.options[1], QUARTER)
     assert order["input_ids"] == [1, 2, 3, 7, 8, 6, 9]
     assert order["logprob_start_len"] == 4
-    asked = {"impress_retention": 0.25, "impress_bits": "exact"}
+    asked = {"impress_retention": 0.25}
     assert order["sampling_params"]["custom_params"] == asked
     assert "custom_params" not in option_order([1], item, [5], EXACT)["sampling_params"]
     order = generation_order([1, 2, 3], item, EXACT, 16, ("\n",))
@@ -430,7 +430,7 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     runs = [measured(Asked("recompute", None, False), REFERENCE_LOGLIKS)]
     systems = {"recompute": ["--impress-policy=recompute"]}
     for alpha in ("0.3", "0.6"):
-        systems[f"a{alpha}"] = ["--impress-identify=paper", f"--impress-alpha={alpha}"]
+        systems[f"a{alpha}"] = ["--impress-policy=paper", f"--impress-alpha={alpha}"]
         for kept in (0.25, 0.5):
             runs.append(measured(Asked(f"a{alpha}", kept, True), REFERENCE_LOGLIKS))
     rows = quality_report.make_rows(runs, SIZE, 1)
@@ -451,9 +451,9 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
 
 def test_only_flags_that_alone_differ_are_drawn_against() -> None:
     systems = {
-        "a": ["--impress-identify=paper", "--impress-alpha=0.3"],
-        "b": ["--impress-identify=paper", "--impress-alpha=0.6"],
-        "c": ["--impress-identify=sketch", "--impress-chunk-tokens=32"],
+        "a": ["--impress-policy=paper", "--impress-alpha=0.3"],
+        "b": ["--impress-policy=paper", "--impress-alpha=0.6"],
+        "c": ["--impress-policy=impress", "--impress-chunk-tokens=32"],
     }
     assert quality_plots.varied_flags(systems) == {"alpha": {"a": 0.3, "b": 0.6}}
 
@@ -476,17 +476,17 @@ def test_more_systems_and_the_recorded_command() -> None:
             "--data=/a/b",
             "--json=/c",
             "--systems=paper",
-            "--system=a3=--impress-identify=paper,--impress-alpha=0.3",
+            "--system=a3=--impress-policy=paper,--impress-alpha=0.3",
             "--retentions=1,0.1",
         ],
     )
     assert [system.name for system in args.systems] == ["recompute", "paper", "a3"]
-    assert args.systems[-1].flags == ("--impress-identify=paper", "--impress-alpha=0.3")
+    assert args.systems[-1].flags == ("--impress-policy=paper", "--impress-alpha=0.3")
     assert args.retentions == [0.1, 1.0]
     command = command_of(args)
     assert "/" not in command
     assert "--systems recompute,paper " in command and "--retentions 0.1,1.0" in command
-    assert "--system=a3=--impress-identify=paper,--impress-alpha=0.3" in command
+    assert "--system=a3=--impress-policy=paper,--impress-alpha=0.3" in command
 
 
 def test_data_of_the_hub_decides_the_default_tasks() -> None:
@@ -585,10 +585,10 @@ def result_of(systems: list[str]) -> dict[str, Any]:
 
 
 def test_runs_are_joined_and_the_reference_is_taken_once() -> None:
-    runs = [result_of(["recompute", "sketch"]), result_of(["recompute", "paper"])]
+    runs = [result_of(["recompute", "impress"]), result_of(["recompute", "paper"])]
     joined = merge_results([runs[0], {**runs[1], "max_nats_from_transformers": 1e-5}])
-    assert [row["system"] for row in joined["rows"]] == ["recompute", "sketch", "paper"]
-    assert list(joined["systems"]) == ["recompute", "sketch", "paper"]
+    assert [row["system"] for row in joined["rows"]] == ["recompute", "impress", "paper"]
+    assert list(joined["systems"]) == ["recompute", "impress", "paper"]
     assert joined["seconds"] == 14 and joined["max_nats_from_transformers"] == 1e-5
     assert len(joined["command"]) == 2 and len(joined["tasks"]) == 1
 

@@ -10,7 +10,7 @@ from bench.planning import main
 
 def test_every_state_has_a_row(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    arguments = "--prefixes 1000 --shapes Llama-3-8B --repeat 1 --json".split()
+    arguments = ["--prefixes", "1000", "--shapes", "Llama-3-8B", "--repeat", "1", "--json"]
     assert main([*arguments, str(path)]) == 0
 
     rows = json.loads(path.read_text())["rows"]

@@ -60,7 +60,7 @@ def request_of(rid: str, length: int, k: int, resident: int = 0) -> PrefixReques
 
 
 def test_recorder_writes_one_file_when_the_last_layer_is_in(tmp_path: Path) -> None:
-    shape = make_shape(layers=3, kv_heads=2, sketch_bits=4)
+    shape = make_shape(layers=3, kv_heads=2, probe=())
     recorder = SelectionRecorder(tmp_path / "records")
     request, other = request_of("a", 11, 2, resident=4), request_of("b", 11, 2)
     sets = [[[0, 10], [3, 4]], [[0, 1], [9, 10]], [[2, 3], [5, 7]]]
@@ -82,7 +82,7 @@ def test_recorder_writes_one_file_when_the_last_layer_is_in(tmp_path: Path) -> N
 
 
 def test_recorder_takes_a_request_anew_that_begins_again(tmp_path: Path) -> None:
-    shape = make_shape(layers=2, kv_heads=1, sketch_bits=4)
+    shape = make_shape(layers=2, kv_heads=1, probe=())
     recorder, request = SelectionRecorder(tmp_path), request_of("a", 8, 1)
 
     for layer, token in ((0, 5), (0, 6), (1, 7)):
@@ -93,7 +93,7 @@ def test_recorder_takes_a_request_anew_that_begins_again(tmp_path: Path) -> None
 
 
 def test_recorder_leaves_whole_prefixes_out(tmp_path: Path) -> None:
-    shape = make_shape(layers=1, kv_heads=1, sketch_bits=4)
+    shape = make_shape(layers=1, kv_heads=1, probe=())
 
     SelectionRecorder(tmp_path).selected(shape, 0, request_of("a", 3, 3), torch.arange(3)[None])
 

@@ -35,7 +35,7 @@ from tests.unit.reading import load_layer
 from tests.unit.store_factory import open_source, prompt
 
 SHAPE = make_shape(layers=3, query_heads=8, kv_heads=4, key_dim=32, value_dim=32, probe=(0,))
-SKETCHED = dataclasses.replace(SHAPE, probe_kv_heads=(), sketch_bits=4)
+LANES = dataclasses.replace(SHAPE, probe_kv_heads=())
 LENGTHS = (300, 256, 333, 64)
 DEVICE_SHARE, HOST_SHARE = 0.2, 0.3
 
@@ -50,7 +50,9 @@ def make_recording(shape: KVShape = SHAPE, questions: int = 4) -> Recording:
         for _ in range(questions):
             noisy = usual + 0.3 * generator.random(usual.shape)
             selected = noisy > np.quantile(noisy, 0.75, axis=2, keepdims=True)
-            own.append(RecordedSelection(str(number), selected, generator.random(3) < 0.3))
+            # Without probe heads there is nothing else to choose by.
+            share = 0.3 if shape.probe_kv_heads else 1.0
+            own.append(RecordedSelection(str(number), selected, generator.random(3) < share))
         prefixes.append(own)
     order = [(prefix, question) for question in range(questions) for prefix in range(len(LENGTHS))]
     # In order at first, so that chunks are known by the same numbers everywhere; not in turn later.
@@ -144,8 +146,13 @@ class RealStore:
             time.sleep(0.001)
 
 
-@pytest.mark.parametrize("policy", ["as", "as+h2o+lru", "as+h2o+lfu", "impress+itf", "impress"])
-@pytest.mark.parametrize("shape", [SHAPE, SKETCHED], ids=["probe heads", "sketch"])
+@pytest.mark.parametrize(
+    ("policy", "shape"),
+    [
+        *((name, LANES) for name in ("as", "as+h2o+lru", "as+h2o+lfu")),
+        *((name, SHAPE) for name in ("as+h2o+lfu", "paper+itf", "paper")),
+    ],
+)
 def test_replay_counts_what_a_store_counts(
     policy: str, shape: KVShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +183,7 @@ def test_replay_counts_what_a_store_counts(
     real.store.close()
 
 
-@pytest.mark.parametrize("shape", [SHAPE, SKETCHED], ids=["one lane", "lanes"])
+@pytest.mark.parametrize("shape", [SHAPE, LANES], ids=["one lane", "lanes"])
 def test_a_packed_recording_is_the_recording(tmp_path: Path, shape: KVShape) -> None:
     recording = make_recording(shape, questions=2)
     directory = tmp_path / "recorded"
@@ -195,7 +202,7 @@ def test_a_packed_recording_is_the_recording(tmp_path: Path, shape: KVShape) -> 
 
 
 def test_a_packed_recording_without_lanes_has_one(tmp_path: Path) -> None:
-    """As files were before there were sketches."""
+    """As files were before there were lanes."""
     recording = make_recording(questions=2)
     arrays: dict[str, np.ndarray] = {"order": np.array(recording.order)}
     for number, own in enumerate(recording.questions):
@@ -225,13 +232,14 @@ def test_kept_recordings_can_be_replayed(path: Path) -> None:
             assert selection.selected.any(2).all(), "each layer uses something"
 
 
-@pytest.mark.parametrize("bits", [0, 4])
-def test_a_recording_of_another_model_is_replayed_by_turns(bits: int) -> None:
+@pytest.mark.parametrize("name", ["paper", "as+h2o+lfu"])
+def test_a_recording_of_another_model_is_replayed_by_turns(name: str) -> None:
     """Fewer layers and lanes were recorded than the shape has."""
-    shape = shape_of("smollm2-135m", bits)
+    policy = make_policy(ImpressConfig(policy=name))
+    shape = shape_of("smollm2-135m", policy)
     recording = make_recording(questions=1)
     replay = Replay(
-        make_policy(ImpressConfig(policy="impress")),
+        policy,
         shape,
         recording,
         6,

@@ -158,7 +158,7 @@ def test_only_reordering_policies_are_told_when_to_reorder() -> None:
         for policy in POLICIES
         if "--impress-reorder-interval=0" in policy_flags(policy, Path("kv"), 0.25, Tiers(1, 2, 3))
     ]
-    assert told == ["impress+itf+reorder", "impress"]
+    assert told == ["paper+itf+reorder", "paper"]
 
 
 def test_sizes_of_caches_are_given_in_gb() -> None:
@@ -181,7 +181,7 @@ def test_figures_of_policies_that_were_not_run_are_left_out(tmp_path: Path) -> N
     pytest.importorskip("matplotlib")
     files, left_out = plots.write_figures(rows_of("as", "impress"), "a note", tmp_path)
     assert {file.stem for file in files} == {"figure16-ttft", "figure21-device-hits"}
-    assert len(left_out) == 2 and "impress+itf" in left_out[1]
+    assert len(left_out) == 2 and "paper+itf" in left_out[1]
 
 
 def test_without_matplotlib_one_sentence_says_what_to_install(

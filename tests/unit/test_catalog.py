@@ -16,7 +16,7 @@ from impress_sglang.storage.quality import Quality
 from tests.faults import SQL, FaultyFileSystem, Rule
 from tests.unit.kv_factory import make_info, make_shape
 
-SHAPE = make_shape(sketch_bits=4)
+SHAPE = make_shape(probe=())
 REFUSALS = {
     "full": Rule("ENOSPC", "sql.insert|sql.delete|sql.update|sql.commit"),
     "locked": Rule("locked", "sql.insert|sql.delete|sql.update|sql.commit"),

@@ -24,15 +24,15 @@ CHUNK = 8
 SHAPE = make_shape(
     layers=2, kv_heads=3, query_heads=3, key_dim=12, value_dim=8, dtype=torch.bfloat16
 )
-# Sketches of 9 pages, keys of 3 and values of 2, of each head.
-SKETCHED = make_shape(
+# Keys of 3 pages and values of 2, of each head.
+LANES = make_shape(
     layers=2,
     kv_heads=3,
     query_heads=3,
     key_dim=12,
     value_dim=8,
     dtype=torch.bfloat16,
-    sketch_bits=4,
+    probe=(),
 )
 
 
@@ -67,7 +67,7 @@ class Bench:
         self.segments[base] = layout
         for layer in range(self.shape.num_layers):
             for stream in self.shape.streams:
-                for number in range(layout.stream_chunks(stream)):
+                for number in range(layout.num_chunks):
                     chunk = base + layout.chunk_index(layer, stream, number)
                     assert chunk not in self.bytes
                     self.bytes[chunk] = self.random(layout.chunk_bytes(stream, number))
@@ -190,12 +190,12 @@ class CacheMachine(RuleBasedStateMachine):
             self.bench.check_all()
 
 
-class SketchCacheMachine(CacheMachine):
-    shape = SKETCHED
+class LanesCacheMachine(CacheMachine):
+    shape = LANES
 
 
 TestCache = CacheMachine.TestCase
-TestSketchCache = SketchCacheMachine.TestCase
+TestLanesCache = LanesCacheMachine.TestCase
 
 
 @pytest.fixture

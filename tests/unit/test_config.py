@@ -20,13 +20,11 @@ from impress_sglang.config import (
     CONFIG_VARIABLE,
     EXACT_BITS,
     EXACTLY,
-    IDENTIFICATIONS,
     IO_ENGINES,
     LOADS,
     OPTIONS,
     POLICIES,
     REORDER_KEYS,
-    SKETCH_BITS,
     ImpressConfig,
     enable_for_engine,
     is_bits,
@@ -52,9 +50,6 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     *[("bits", text) for text in ("", "5", "Exact", "exact ", "auto")],
     ("allocate", "queries"),
     ("allocate", ""),
-    ("identify", "h2o"),
-    ("identify", ""),
-    *[("sketch_bits", bits) for bits in (0, 1, 3, 16, -4)],
     ("probe_heads", 0),
     ("probe_heads", -3),
     ("alpha", 0.0),
@@ -113,9 +108,6 @@ WRONG_TYPES: list[tuple[str, Any]] = [
     ("bits", True),
     ("bits", [5.0]),
     ("allocate", None),
-    ("identify", None),
-    ("sketch_bits", 4.0),
-    ("sketch_bits", True),
     ("probe_heads", 3.0),
     ("probe_heads", True),
     ("chunk_tokens", "64"),
@@ -148,8 +140,6 @@ EDGE_VALUES: list[tuple[str, Any]] = [
     ("min_retention", 1.0),
     *[("bits", bits) for bits in (4, 4.0, 5.5, 8, EXACTLY)],
     *[("allocate", name) for name in ALLOCATIONS],
-    *[("identify", name) for name in IDENTIFICATIONS],
-    *[("sketch_bits", bits) for bits in SKETCH_BITS],
     ("alpha", 1.0),
     ("probe_heads", 1),
     ("chunk_tokens", 8),
@@ -434,10 +424,8 @@ CONFIGS = st.builds(
     min_free_gb=st.floats(0, 1e3),
     retention=st.floats(0.05, 1) | st.just(AUTO),
     min_retention=st.floats(0, 0.05),
-    bits=st.floats(4, 8) | st.just(EXACTLY),
+    bits=st.floats(4, 8),
     allocate=st.sampled_from(ALLOCATIONS),
-    identify=st.sampled_from(IDENTIFICATIONS),
-    sketch_bits=st.sampled_from(SKETCH_BITS),
     probe_heads=st.integers(1, 128),
     alpha=st.floats(0, 1, exclude_min=True),
     chunk_tokens=st.integers(1, 512).map(lambda n: 8 * n),
@@ -457,6 +445,20 @@ CONFIGS = st.builds(
     reorder_key=st.sampled_from(REORDER_KEYS),
     trace_dir=st.text(),
 )
+
+
+@pytest.mark.parametrize("retention", [0.25, 0.999, AUTO])
+def test_a_part_of_a_prefix_is_not_exact(retention: float | str) -> None:
+    """`impress` has it from codes only; other policies have it as it was computed."""
+    with pytest.raises(ConfigError, match="--impress-bits exact with --impress-retention"):
+        ImpressConfig(retention=retention, bits=EXACTLY)
+    for policy in POLICIES:
+        if policy != "impress":
+            config = ImpressConfig(policy=policy, retention=retention, bits=EXACTLY)
+            assert config.serves(0.25, EXACT_BITS)
+    assert ImpressConfig(retention=retention).serves(0.25, 8.0)
+    assert not ImpressConfig().serves(0.25, EXACT_BITS)
+    assert ImpressConfig(bits=EXACTLY).serves(1.0, EXACT_BITS)
 
 
 @given(CONFIGS)

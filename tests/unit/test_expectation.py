@@ -28,7 +28,6 @@ from tests.unit.kv_factory import (
     chunk_disk_bytes,
     make_shape,
     row_size,
-    rows_in,
     streams_of,
 )
 
@@ -44,9 +43,9 @@ SHAPES = {
     "padding": make_shape(),
     "no other keys": make_shape(query_heads=2, kv_heads=1, probe=(0,)),
     "rows of several blocks": make_shape(query_heads=2, key_dim=500, value_dim=1500),
-    "sketch": make_shape(key_dim=16, sketch_bits=4),
-    "sketch, cut rows": make_shape(
-        query_heads=3, kv_heads=3, key_dim=128, value_dim=160, dtype=torch.bfloat16, sketch_bits=4
+    "lanes": make_shape(key_dim=16, probe=()),
+    "lanes, cut rows": make_shape(
+        query_heads=3, kv_heads=3, key_dim=128, value_dim=160, dtype=torch.bfloat16, probe=()
     ),
 }
 CHUNK_TOKENS, NUM_TOKENS = 8, 83
@@ -63,7 +62,7 @@ def layout_of(shape: KVShape, num_tokens: int = NUM_TOKENS) -> SegmentLayout:
 
 def chunks_in(shape: KVShape, stream: Stream) -> int:
     """By hand; those of a stream without heads are empty."""
-    return -(-rows_in(shape, stream, NUM_TOKENS) // CHUNK_TOKENS)
+    return -(-NUM_TOKENS // CHUNK_TOKENS)
 
 
 def split(shape: KVShape, layer_shares: np.ndarray) -> dict[Stream, np.ndarray]:

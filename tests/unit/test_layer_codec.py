@@ -16,7 +16,6 @@ from impress_sglang.storage.layer_codec import decode_layer, encode_layer
 from impress_sglang.storage.layout import SegmentLayout
 from tests.unit.kv_factory import (
     PROBE,
-    codes_of,
     heads_of,
     holds_values,
     lane_of,
@@ -24,7 +23,6 @@ from tests.unit.kv_factory import (
     make_shape,
     random_kvs,
     row_size,
-    rows_in,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -32,7 +30,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @st.composite
 def layouts(draw: st.DrawFn) -> SegmentLayout:
-    """One layer; rows from two bytes to more than a block; probe heads or sketches."""
+    """One layer; rows from two bytes to more than a block; with probe heads or without."""
     kv_heads = draw(st.integers(1, 4))
     key_dim = draw(st.sampled_from([1, 8, 96, 128]))
     value_dim = draw(st.sampled_from([1, 8, 500, 1500]))
@@ -43,8 +41,7 @@ def layouts(draw: st.DrawFn) -> SegmentLayout:
         key_dim=key_dim,
         value_dim=value_dim,
         dtype=draw(st.sampled_from(DTYPES)),
-        probe=sorted(draw(st.sets(st.integers(0, kv_heads - 1), min_size=1))),
-        sketch_bits=draw(st.sampled_from([0, 0, 0, 2, 4, 8])),
+        probe=sorted(draw(st.sets(st.integers(0, kv_heads - 1)))),
         coded=value_dim % 4 == key_dim % 4 == 0 and draw(st.booleans()),
     )
     chunk_tokens = 8 * draw(st.integers(1, 3))
@@ -93,16 +90,13 @@ def test_bytes_of_a_layer_are_those_of_its_definition(
     mapping = mapping_lists(layout, seed, "<u2")
     expected = bytearray()
     for stream in shape.streams:
-        if stream == PROBE and shape.sketch_bits:
-            rows = packed_rows(keys, shape.sketch_bits, row_size(shape, PROBE))
-        else:
-            whole = values if holds_values(shape, stream) else keys
-            tokens = np.arange(count)
-            if mapping is not None and stream != PROBE:
-                tokens = np.argsort(mapping[lane_of(shape, stream)])
-            data = whole[torch.from_numpy(tokens)][:, heads_of(shape, stream)].contiguous()
-            rows = [row.flatten().view(torch.uint8).numpy().tobytes() for row in data]
-        assert len(rows) == rows_in(shape, stream, count)
+        whole = values if holds_values(shape, stream) else keys
+        tokens = np.arange(count)
+        if mapping is not None and stream != PROBE:
+            tokens = np.argsort(mapping[lane_of(shape, stream)])
+        data = whole[torch.from_numpy(tokens)][:, heads_of(shape, stream)].contiguous()
+        rows = [row.flatten().view(torch.uint8).numpy().tobytes() for row in data]
+        assert len(rows) == count
         for start in range(0, len(rows) if row_size(shape, stream) else 0, layout.chunk_tokens):
             expected += b"".join(rows[start : start + layout.chunk_tokens])
             expected += bytes(-len(expected) % 4096)
@@ -132,40 +126,10 @@ def test_what_cannot_be_coded_is_not_encoded() -> None:
         encode_layer(layout, keys, values, None, dirty(layout))
 
 
-def packed_rows(keys: torch.Tensor, bits: int, row_bytes: int) -> list[bytes]:
-    """A byte has neighbouring tokens of one channel, the first one in its lowest bits."""
-    codes = codes_of(keys, bits)[0].to(torch.int64).flatten(1).tolist()
-    per_byte, packed = 8 // bits, bytearray()
-    for start in range(0, len(codes), per_byte):
-        for channel in zip(*codes[start : start + per_byte], strict=True):
-            packed.append(sum(code << (bits * slot) for slot, code in enumerate(channel)))
-    packed += bytes(-len(packed) % row_bytes)
-    return [bytes(packed[at : at + row_bytes]) for at in range(0, len(packed), row_bytes)]
-
-
-@given(layouts(), SEEDS)
-def test_the_table_of_a_sketch_says_what_its_codes_stand_for(
-    layout: SegmentLayout, seed: int | None
-) -> None:
-    """Whatever the order of the tokens: the sketch itself stands in logical order."""
-    shape = layout.shape
-    keys, values = (kvs[0] for kvs in random_kvs(shape, layout.num_tokens, seed=1))
-
-    table = encode_layer(layout, keys, values, mapping_lists(layout, seed, "<u2"), dirty(layout))
-
-    if not shape.sketch_bits:
-        assert table is None
-        return
-    assert table is not None
-    assert table.dtype == np.float32
-    _, low, step = codes_of(keys, shape.sketch_bits)
-    assert np.array_equal(table, torch.stack([low, step]).numpy())
-
-
 @pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("bits", [0, 4])
-def test_encoding_leaves_its_input_alone(seed: int | None, bits: int) -> None:
-    layout = SegmentLayout(make_shape(layers=1, sketch_bits=bits), 8, 20, header_bytes=4096)
+@pytest.mark.parametrize("probe", [(0,), ()])
+def test_encoding_leaves_its_input_alone(seed: int | None, probe: tuple[int, ...]) -> None:
+    layout = SegmentLayout(make_shape(layers=1, probe=probe), 8, 20, header_bytes=4096)
     keys, values = (kvs[0] for kvs in random_kvs(layout.shape, 20, seed=1))
     mapping = mapping_lists(layout, seed, "<u2")
     before = keys.clone(), values.clone(), None if mapping is None else mapping.copy()
@@ -176,10 +140,12 @@ def test_encoding_leaves_its_input_alone(seed: int | None, bits: int) -> None:
     assert mapping is None or np.array_equal(mapping, before[2])
 
 
-@pytest.mark.parametrize("bits", [0, 4])
-def test_a_part_of_a_longer_tensor_is_encoded_like_a_tensor_of_its_own(bits: int) -> None:
+@pytest.mark.parametrize("probe", [(0,), ()])
+def test_a_part_of_a_longer_tensor_is_encoded_like_a_tensor_of_its_own(
+    probe: tuple[int, ...],
+) -> None:
     """The store writes the end of a sequence: a view that starts in the middle."""
-    layout = SegmentLayout(make_shape(layers=1, sketch_bits=bits), 8, 20, header_bytes=4096)
+    layout = SegmentLayout(make_shape(layers=1, probe=probe), 8, 20, header_bytes=4096)
     keys, values = (kvs[0] for kvs in random_kvs(layout.shape, 33, seed=1))
     part, own = dirty(layout), dirty(layout)
 

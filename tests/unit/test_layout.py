@@ -23,9 +23,7 @@ from tests.unit.kv_factory import (
     lanes_of,
     make_shape,
     row_size,
-    rows_in,
     streams_of,
-    tokens_in_row,
 )
 
 BLOCK = 4096
@@ -34,8 +32,7 @@ BLOCK = 4096
 @st.composite
 def shapes(draw: st.DrawFn) -> KVShape:
     kv_heads = draw(st.integers(1, 8))
-    bits = draw(st.sampled_from([0, 0, 2, 4, 8]))
-    probe = set() if bits else draw(st.sets(st.integers(0, kv_heads - 1), min_size=1))
+    probe = draw(st.sets(st.integers(0, kv_heads - 1)))
     key_dim = draw(st.sampled_from([1, 8, 64, 96, 128]))
     value_dim = draw(st.sampled_from([1, 8, 64, 128]))
     return KVShape(
@@ -46,7 +43,6 @@ def shapes(draw: st.DrawFn) -> KVShape:
         value_dim=value_dim,
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         probe_kv_heads=tuple(sorted(probe)),
-        sketch_bits=bits,
         # A byte has four elements of a plane.
         coded=key_dim > 1 and value_dim > 1 and draw(st.booleans()),
     )
@@ -73,7 +69,7 @@ def chunk_extents(layout: SegmentLayout) -> list[tuple[int, int]]:
             )
             for stream in layout.shape.streams
             if layout.stream_bytes(stream)
-            for chunk in range(layout.stream_chunks(stream))
+            for chunk in range(layout.num_chunks)
         ]
         if layout.codes is not None:
             extents.append((layout.codes_offset(layer), layout.codes.layer_bytes))
@@ -95,24 +91,24 @@ def test_chunks_tile_the_file_from_header_to_end(layout: SegmentLayout) -> None:
 @given(layouts())
 def test_chunk_sizes_are_those_of_their_rows(layout: SegmentLayout) -> None:
     for stream in layout.shape.streams:
-        total, chunks = rows_in(layout.shape, stream, layout.num_tokens), 0
-        for chunk in range(layout.stream_chunks(stream)):
+        total, chunks = layout.num_tokens, 0
+        for chunk in range(layout.num_chunks):
             rows = min(layout.chunk_tokens, total - chunk * layout.chunk_tokens)
             expected = chunk_disk_bytes(
                 layout.shape, stream, layout.chunk_tokens, layout.num_tokens, chunk
             )
 
-            assert layout.chunk_rows(stream, chunk) == rows > 0
+            assert layout.chunk_rows(chunk) == rows > 0
             assert layout.chunk_bytes(stream, chunk) == rows * row_size(layout.shape, stream)
             assert layout.run_bytes(stream, chunk, chunk + 1) == expected
             chunks += rows
-        assert chunks == layout.stream_rows(stream) == total
+        assert chunks == total
 
 
 @given(layouts(), st.data())
 def test_bytes_of_a_run_add_up(layout: SegmentLayout, data: st.DataObject) -> None:
     stream = data.draw(st.sampled_from(layout.shape.streams))
-    count = layout.stream_chunks(stream)
+    count = layout.num_chunks
     first = data.draw(st.integers(0, count - 1))
     stop = data.draw(st.integers(first + 1, count))
 
@@ -128,13 +124,12 @@ def test_chunks_are_numbered_by_layer_then_stream_then_place(layout: SegmentLayo
         layout.chunk_index(layer, stream, chunk)
         for layer in range(layout.shape.num_layers)
         for stream in layout.shape.streams
-        for chunk in range(layout.stream_chunks(stream))
+        for chunk in range(layout.num_chunks)
     ]
 
     assert numbers == list(range(layout.total_chunks))
     assert layout.total_chunks == layout.shape.num_layers * layout.layer_chunks
-    for stream in kv_of(layout.shape):
-        assert layout.stream_chunks(stream) == layout.num_chunks
+    assert layout.layer_chunks == len(streams_of(layout.shape)) * layout.num_chunks
 
 
 @given(layouts())
@@ -178,14 +173,13 @@ def test_codes_stand_behind_the_streams_and_are_no_chunks(layout: SegmentLayout)
 
 @given(shapes())
 def test_keys_and_values_of_every_head_are_in_one_stream_each(shape: KVShape) -> None:
-    streams = list(shape.kv_streams)
+    streams = list(shape.streams)
     keys = [s for s in streams if not holds_values(shape, s)]
     values = [s for s in streams if holds_values(shape, s)]
 
     everything = list(range(shape.num_kv_heads))
     assert sorted(head for stream in keys for head in shape.heads(stream)) == everything
     assert sorted(head for stream in values for head in shape.heads(stream)) == everything
-    assert (PROBE in streams) == (not shape.sketch_bits), "a sketch holds no key itself"
 
 
 @given(shapes())
@@ -198,7 +192,6 @@ def test_streams_are_the_probe_stream_then_keys_then_values(shape: KVShape) -> N
     for stream in shape.streams:
         assert list(shape.heads(stream)) == heads_of(shape, stream)
         assert shape.row_bytes(stream) == row_size(shape, stream)
-        assert shape.tokens_per_row(stream) == tokens_in_row(shape, stream)
 
 
 @given(shapes())
@@ -212,7 +205,7 @@ def test_each_head_is_in_one_lane_whose_streams_hold_its_heads(shape: KVShape) -
 
 def test_the_probe_stream_is_of_no_lane() -> None:
     with pytest.raises(AssertionError):
-        make_shape(sketch_bits=4).lane_of(PROBE)
+        make_shape(probe=()).lane_of(PROBE)
 
 
 @given(shapes())
@@ -258,28 +251,7 @@ def test_sizes_of_a_known_model() -> None:
     assert layout.total_chunks == 32 * 3 * 16
 
 
-@pytest.mark.parametrize(
-    ("bits", "dtype", "tokens"),
-    [
-        (2, torch.bfloat16, 8),
-        (4, torch.bfloat16, 4),
-        (8, torch.bfloat16, 2),
-        (2, torch.float32, 16),
-        (4, torch.float32, 8),
-        (8, torch.float32, 4),
-    ],
-)
-def test_a_row_of_a_sketch_holds_as_many_tokens_as_fit(
-    bits: int, dtype: torch.dtype, tokens: int
-) -> None:
-    shape = make_shape(dtype=dtype, sketch_bits=bits)
-
-    assert shape.tokens_per_row(PROBE) == tokens
-    assert [shape.tokens_per_row(stream) for stream in kv_of(shape)] == [1] * 4
-
-
-def test_sizes_of_a_known_model_with_sketches() -> None:
-    """The same model with 4 bits: 4 tokens in a row of 2,048 bytes, 250 rows of sketches."""
+def test_sizes_of_a_known_model_without_probe_heads() -> None:
     shape = make_shape(
         layers=32,
         query_heads=32,
@@ -287,23 +259,20 @@ def test_sizes_of_a_known_model_with_sketches() -> None:
         key_dim=128,
         value_dim=128,
         dtype=torch.bfloat16,
-        sketch_bits=4,
+        probe=(),
     )
     layout = SegmentLayout(shape, chunk_tokens=64, num_tokens=1000, header_bytes=BLOCK)
 
-    assert (layout.num_chunks, layout.stream_chunks(PROBE)) == (16, 4)
-    assert layout.stream_rows(PROBE) == 250
-    assert [layout.chunk_rows(PROBE, chunk) for chunk in range(4)] == [64, 64, 64, 58]
-    assert layout.chunk_stride(PROBE) == 64 * 2048
-    assert layout.stream_bytes(PROBE) == 250 * 2048
+    assert layout.num_chunks == 16
+    assert [layout.chunk_rows(chunk) for chunk in (0, 14, 15)] == [64, 64, 40]
+    assert layout.stream_bytes(PROBE) == 0
     # A head: 15 chunks of 64 rows of 256 bytes; 40 rows are 10,240 bytes, padded to 12,288.
     for stream in kv_of(shape):
         assert layout.stream_bytes(stream) == 15 * 64 * 256 + 12_288
-    # A sketch takes an eighth of the keys and values: 125 blocks beside 16 streams of 63.
-    assert layout.num_blocks == 32 * (125 + 16 * 63)
-    assert layout.layer_chunks == 4 + 16 * 16
-    assert layout.stream_offset(0, 1) == BLOCK + 125 * BLOCK
-    assert layout.stream_offset(1, 9) == BLOCK * (1 + 125 + 1008 + 125 + 8 * 63)
+    assert layout.num_blocks == 32 * 16 * 63
+    assert layout.layer_chunks == 17 * 16
+    assert layout.stream_offset(0, 1) == BLOCK
+    assert layout.stream_offset(1, 9) == BLOCK * (1 + 1008 + 8 * 63)
 
 
 def test_sizes_of_a_known_model_with_codes() -> None:
@@ -315,7 +284,7 @@ def test_sizes_of_a_known_model_with_codes() -> None:
         key_dim=128,
         value_dim=128,
         dtype=torch.bfloat16,
-        sketch_bits=4,
+        probe=(),
         coded=True,
     )
     layout = SegmentLayout(shape, chunk_tokens=64, num_tokens=1000, header_bytes=BLOCK)
@@ -329,9 +298,9 @@ def test_sizes_of_a_known_model_with_codes() -> None:
     # 16 groups of 71,680 bytes; a page has 2 of them, which are 35 blocks.
     assert (codes.page_groups, codes.page_bytes) == (2, 35 * BLOCK)
     assert codes.base_bytes == 8 * 35 * BLOCK
-    assert layout.streams_bytes == (125 + 1008) * BLOCK
-    assert layout.codes_offset(1) == BLOCK * (1 + 2 * (125 + 1008) + 280 + 256)
-    assert layout.num_blocks == 32 * (125 + 1008 + 280 + 256)
+    assert layout.streams_bytes == 1008 * BLOCK
+    assert layout.codes_offset(1) == BLOCK * (1 + 2 * 1008 + 280 + 256)
+    assert layout.num_blocks == 32 * (1008 + 280 + 256)
 
 
 @pytest.mark.parametrize(
@@ -350,9 +319,6 @@ def test_round_up(value: int, multiple: int, expected: int) -> None:
         {"probe_kv_heads": (-1,)},
         {"probe_kv_heads": (1, 0)},
         {"probe_kv_heads": (0, 0)},
-        {"sketch_bits": 4},
-        {"sketch_bits": 3, "probe_kv_heads": ()},
-        {"sketch_bits": 16, "probe_kv_heads": ()},
     ],
 )
 def test_impossible_shape_is_refused(change: dict[str, object]) -> None:

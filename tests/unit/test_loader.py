@@ -19,7 +19,6 @@ from impress_sglang.importance.identify import (
     H2ORule,
     IdentificationRule,
     PaperRule,
-    SketchRule,
 )
 from impress_sglang.storage.layout import KVShape, Stream
 from impress_sglang.storage.read_cost import ReadCost
@@ -50,7 +49,6 @@ from tests.unit.kv_factory import (
     open_span,
     random_kvs,
     random_mapping,
-    sketch_of,
     streams_of,
     write_kvs,
 )
@@ -62,11 +60,14 @@ SHAPES = {
     "gqa-apart": make_shape(query_heads=8, kv_heads=4, value_dim=12, probe=(1, 3)),
     "mqa": make_shape(query_heads=4, kv_heads=1, probe=(0,)),
     "all-probed": make_shape(query_heads=4, kv_heads=2, probe=(0, 1)),
-    "sketch": make_shape(query_heads=6, kv_heads=3, key_dim=16, value_dim=12, sketch_bits=4),
-    "sketch-2": make_shape(query_heads=4, kv_heads=2, value_dim=12, sketch_bits=2),
-    "sketch-8": make_shape(query_heads=3, kv_heads=3, sketch_bits=8),
-    "sketch-mqa": make_shape(query_heads=4, kv_heads=1, sketch_bits=4),
 }
+# Without probe heads: nothing can be asked of the probe stream.
+LANES = {
+    "lanes": make_shape(query_heads=6, kv_heads=3, key_dim=16, value_dim=12, probe=()),
+    "lanes-mha": make_shape(query_heads=3, kv_heads=3, probe=()),
+    "lanes-mqa": make_shape(query_heads=4, kv_heads=1, probe=()),
+}
+EVERY = SHAPES | LANES
 M, N, C = 60, 6, 5
 
 
@@ -196,7 +197,7 @@ class Setting:
     def lane_heads(self) -> list[list[int]]:
         """KV heads of each lane."""
         everything = list(range(self.shape.num_kv_heads))
-        return [[head] for head in everything] if self.shape.sketch_bits else [everything]
+        return [everything] if self.shape.probe_kv_heads else [[head] for head in everything]
 
     def load(self, layer: int, rule: IdentificationRule, k: int) -> LoadedLayer:
         return load_layer(
@@ -227,18 +228,23 @@ def setting(request: pytest.FixtureRequest) -> Setting:
     return Setting(SHAPES[request.param])
 
 
+@pytest.fixture(params=EVERY)
+def either(request: pytest.FixtureRequest) -> Setting:
+    """With probe heads or without."""
+    return Setting(EVERY[request.param])
+
+
 @pytest.mark.parametrize("layer", [0, 1])
-def test_all_tokens_are_returned_exactly_and_nothing_is_probed(
-    setting: Setting, layer: int
-) -> None:
-    """Sketches stay where they are; keys of probe heads are keys, too."""
+def test_all_tokens_are_returned_exactly_and_nothing_is_probed(either: Setting, layer: int) -> None:
+    """Keys of probe heads are keys, too."""
+    setting = either
     rule = shared([0])
 
     loaded = setting.load(layer, rule, M)
 
     setting.check(layer, loaded, torch.arange(M)[None])
     assert rule.probe_scores is None
-    probes = 0 if setting.shape.sketch_bits else 1
+    probes = 1 if setting.shape.probe_kv_heads else 0
     assert setting.source.counts(layer, PROBE) == [probes] * M
     for stream in kv_of(setting.shape):
         assert setting.source.counts(layer, stream) == [1] * M
@@ -273,11 +279,12 @@ def test_shared_path_reads_the_probe_stream_and_the_selected_rows_only(setting: 
         assert not setting.source.reads[0, stream].any(), "no other layer"
 
 
-def test_a_rule_that_looks_at_nothing_reads_no_sketches(setting: Setting) -> None:
+def test_a_rule_that_looks_at_nothing_reads_what_it_chose(either: Setting) -> None:
     """Keys of probe heads are read all the same: they are a part of the keys."""
+    setting = either
     setting.load(1, FixedRule(torch.tensor([[1, 5]]), ()), 2)
 
-    probes = 0 if setting.shape.sketch_bits else 1
+    probes = 1 if setting.shape.probe_kv_heads else 0
     assert setting.source.counts(1, PROBE) == [probes] * M
     for stream in kv_of(setting.shape):
         assert setting.source.counts(1, stream) == [int(t in (1, 5)) for t in range(M)]
@@ -314,21 +321,23 @@ def test_each_head_gets_its_own_rows(setting: Setting, k: int, asks: list[str]) 
 
 def picked(shape: KVShape, stream: Stream, tokens: Tensor) -> list[int]:
     """How often each row is read where the heads of its lane take these tokens."""
-    heads = [lane_of(shape, stream)] if shape.sketch_bits else slice(None)
+    heads = slice(None) if shape.probe_kv_heads else [lane_of(shape, stream)]
     chosen = set(tokens[heads].flatten().tolist())
     return [int(t in chosen) for t in range(M)]
 
 
-def test_own_sets_read_the_rows_that_any_head_of_a_lane_picked(setting: Setting) -> None:
-    """The probe stream once; with sketches each head's own k rows and no more."""
+def test_own_sets_read_the_rows_that_any_head_of_a_lane_picked(either: Setting) -> None:
+    """The probe stream once; without probe heads each head's own k rows and no more."""
+    setting = either
     tokens = own_tokens(setting.shape, 9)
 
-    setting.load(0, FixedRule(tokens), 9)
+    setting.load(0, FixedRule(tokens, ()), 9)
 
-    assert setting.source.counts(0, PROBE) == [1] * M
+    probes = 1 if setting.shape.probe_kv_heads else 0
+    assert setting.source.counts(0, PROBE) == [probes] * M
     for stream in kv_of(setting.shape):
         assert setting.source.counts(0, stream) == picked(setting.shape, stream, tokens)
-        if setting.shape.sketch_bits:
+        if not probes:
             assert sum(setting.source.counts(0, stream)) == 9
 
 
@@ -346,13 +355,14 @@ def test_fallback_reads_every_key_once_and_the_values_that_any_head_picked(
         assert setting.source.counts(0, stream) == ([1] * M if keys else expected)
 
 
-def test_exact_scores_need_no_sketches(setting: Setting) -> None:
+def test_exact_scores_need_no_probe_heads(either: Setting) -> None:
     """The baseline that reads all keys, on segments of any kind."""
+    setting = either
     rule = FixedRule(own_tokens(setting.shape, 9), ("exact",))
 
     setting.load(0, rule, 9)
 
-    probes = 0 if setting.shape.sketch_bits else 1
+    probes = 1 if setting.shape.probe_kv_heads else 0
     assert setting.source.counts(0, PROBE) == [probes] * M
     assert rule.scores is not None
     np.testing.assert_allclose(rule.scores, setting.reference_scores(0), rtol=1e-4, atol=1e-7)
@@ -365,7 +375,6 @@ def test_rule_sees_the_scores_of_the_probe_stream_then_of_all_keys(setting: Sett
 
     expected = setting.reference_scores(1)
     assert rule.probe_scores is not None and rule.scores is not None
-    # Keys in memory are their own sketch.
     np.testing.assert_allclose(
         rule.probe_scores, expected[setting.probe_query_heads()], rtol=1e-4, atol=1e-7
     )
@@ -428,7 +437,6 @@ def test_papers_rule_loads_the_tokens_of_the_dense_reference(
     setting: Setting, k: int, alpha: float
 ) -> None:
     """End to end: dense scores in float64, sets by sorting, Jaccard of Python sets, the vote."""
-    # With sketches all heads are probed: no server does that, but nothing forbids it.
     scores = setting.reference_scores(1)
     probe = scores[setting.probe_query_heads()]
     sets = [set(np.argsort(-row)[:k].tolist()) for row in probe]
@@ -454,29 +462,14 @@ def test_papers_rule_loads_the_tokens_of_the_dense_reference(
 
 
 @pytest.mark.parametrize("k", [1, 5, 15, 45])
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        *((name, H2ORule()) for name in SHAPES),
-        *((name, SketchRule()) for name in SHAPES if SHAPES[name].sketch_bits),
-    ],
-)
-def test_each_head_gets_its_best_tokens_of_the_dense_reference(
-    name: str, k: int, rule: IdentificationRule
-) -> None:
-    """Keys in memory are their own sketch, so that both rules find the same."""
-    setting = Setting(SHAPES[name])
+def test_each_head_gets_its_best_tokens_of_the_dense_reference(either: Setting, k: int) -> None:
+    setting = either
     by_head = setting.reference_scores(1).reshape(setting.shape.num_kv_heads, -1, M).sum(1)
     own = [sorted(np.argsort(-row)[:k].tolist()) for row in by_head]
 
-    loaded = setting.load(1, rule, k)
+    loaded = setting.load(1, H2ORule(), k)
 
     setting.check(1, loaded, torch.tensor(own))
-    if isinstance(rule, SketchRule):
-        for stream in kv_of(setting.shape):
-            assert setting.source.counts(1, stream) == picked(
-                setting.shape, stream, torch.tensor(own)
-            )
 
 
 def test_the_rule_takes_both_paths_in_the_test_above() -> None:
@@ -510,7 +503,7 @@ def test_stats_add_up_over_layers(setting: Setting) -> None:
 
 
 def test_reading_for_a_rule_is_loading_and_not_probing() -> None:
-    setting = Setting(SHAPES["sketch"])
+    setting = Setting(SHAPES["gqa"])
     read = setting.source.read_probe
 
     def slowly(layer: int) -> Tensor:
@@ -519,7 +512,7 @@ def test_reading_for_a_rule_is_loading_and_not_probing() -> None:
 
     setting.source.read_probe = slowly  # type: ignore[method-assign]
 
-    setting.load(0, SketchRule(), 5)
+    setting.load(0, PaperRule(1.0), 5)
 
     assert setting.stats.load_ms >= 200 > setting.stats.probe_ms > 0
 
@@ -551,18 +544,17 @@ def stored(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mode", ["shared", "own", "fallback"])
-@pytest.mark.parametrize("name", ["gqa-apart", "sketch", "sketch-2"])
+@pytest.mark.parametrize("name", ["gqa-apart", "lanes", "lanes-mha"])
 def test_rows_from_ssd_are_the_stored_bits(
     tmp_path: Path, dtype: torch.dtype, mode: str, name: str
 ) -> None:
     """Through files and caches, in half precision, with memory that later reads use again."""
-    shape = dataclasses.replace(SHAPES[name], dtype=dtype)
+    shape = dataclasses.replace(EVERY[name], dtype=dtype)
     setting = Setting(shape)
     cache = make_cache(shape, device_chunks=3, host_chunks=3, rule=LeastFrequentlyUsed())
     tokens = own_tokens(shape, 9)
-    rule = {"shared": shared(tokens[0].tolist()), "own": FixedRule(tokens)}.get(
-        mode, fallback(tokens)
-    )
+    asks = ("exact",) if mode == "fallback" else ()
+    rule = FixedRule(tokens[:1] if mode == "shared" else tokens, asks)
     inputs = LayerInputs(
         setting.inputs.queries.to(dtype),
         setting.inputs.new_keys.to(dtype),
@@ -617,14 +609,14 @@ def test_shared_path_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_gaps")
-def test_a_sketch_load_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
-    """60 tokens, 8 to a row of sketches: one block of them; then the chunks of each head's own."""
-    setting = Setting(SHAPES["sketch"])
+def test_a_load_of_lanes_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
+    """The chunks of each head's own tokens."""
+    setting = Setting(LANES["lanes"])
     tokens = torch.tensor([[3, 20], [4, 5], [0, 59]])
     with stored(tmp_path, setting, make_cache(setting.shape)) as request:
         source = request()
         load_layer(
-            PrefixLoader(setting.shape, FixedRule(tokens)),
+            PrefixLoader(setting.shape, FixedRule(tokens, ())),
             0,
             source,
             setting.inputs,
@@ -633,47 +625,26 @@ def test_a_sketch_load_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
         )
 
     # Chunks of keys and of values of heads 0, 1 and 2, a block each.
-    assert source.stats.ssd_bytes == (1 + 2 * (2 + 1 + 2)) * 4096
+    assert source.stats.ssd_bytes == 2 * (2 + 1 + 2) * 4096
     assert source.stats.selected_chunks == 2 * (2 + 1 + 2)
-    # Two tokens of three heads; keys of 16 numbers, values of 12. Sketches are no KVs.
+    # Two tokens of three heads; keys of 16 numbers, values of 12.
     assert source.stats.important_bytes == 2 * 3 * (16 + 12) * 4
     noted = [np.flatnonzero(own).tolist() for own in setting.span.history.average[0]]
     assert noted == tokens.tolist()
 
 
-def test_a_whole_load_of_sketched_segments_takes_no_sketches_from_ssd(tmp_path: Path) -> None:
-    setting = Setting(SHAPES["sketch"])
+def test_a_whole_load_of_lanes_takes_all_of_them_from_ssd(tmp_path: Path) -> None:
+    setting = Setting(LANES["lanes"])
     with stored(tmp_path, setting, make_cache(setting.shape), reordered=True) as request:
         source = request()
         loaded = load_layer(
-            PrefixLoader(setting.shape, SketchRule()), 1, source, setting.inputs, M, setting.stats
+            PrefixLoader(setting.shape, H2ORule()), 1, source, setting.inputs, M, setting.stats
         )
 
         setting.check(1, loaded, torch.arange(M)[None])
     # Keys and values of 3 heads in 8 chunks each.
     assert source.stats.ssd_bytes == 2 * 3 * 8 * 4096
     assert source.stats.important_bytes == M * 3 * (16 + 12) * 4
-
-
-@pytest.mark.parametrize("reordered", [False, True])
-@pytest.mark.parametrize("name", ["sketch", "sketch-2", "sketch-8"])
-def test_sketch_rule_gives_each_head_its_top_tokens_by_sketched_scores(
-    tmp_path: Path, name: str, reordered: bool
-) -> None:
-    """End to end, in float64, with sketches by their definition."""
-    setting = Setting(SHAPES[name])
-    shape, exact = setting.shape, setting.keys
-    setting.keys = torch.stack([sketch_of(keys, shape.sketch_bits) for keys in exact])
-    by_head = setting.reference_scores(1).reshape(shape.num_kv_heads, -1, M).sum(1)
-    own = torch.tensor([sorted(np.argsort(-row)[:15].tolist()) for row in by_head])
-    setting.keys = exact
-    with stored(tmp_path, setting, make_cache(shape), reordered=reordered) as request:
-        loaded = load_layer(
-            PrefixLoader(shape, SketchRule()), 1, request(), setting.inputs, 15, setting.stats
-        )
-
-        setting.check(1, loaded, own)
-    assert len({tuple(tokens) for tokens in own.tolist()}) > 1, "heads do differ"
 
 
 class BrokenSource(CountingSource):
@@ -706,18 +677,18 @@ class BrokenSource(CountingSource):
 @pytest.mark.parametrize("mode", ["whole", "shared", "fallback"])
 @pytest.mark.parametrize(
     ("name", "broken"),
-    [(name, stream) for name in ("gqa-apart", "sketch") for stream in streams_of(SHAPES[name])],
+    [
+        *(("gqa-apart", stream) for stream in streams_of(SHAPES["gqa-apart"])),
+        *(("lanes", stream) for stream in kv_of(LANES["lanes"])),
+    ],
 )
 def test_an_unreadable_chunk_reaches_the_caller(name: str, broken: Stream, mode: str) -> None:
-    setting = Setting(SHAPES[name])
+    setting = Setting(EVERY[name])
     tokens = own_tokens(setting.shape, 4)
-    rule = shared(tokens[0].tolist()) if mode == "shared" else fallback(tokens)
+    asks = ("exact",) if mode == "fallback" else ()
+    rule = FixedRule(tokens[:1] if mode == "shared" else tokens, asks)
     k = M if mode == "whole" else 4
     setting.source = BrokenSource(setting, broken)
-    if (name, broken, mode) == ("sketch", PROBE, "whole"):
-        # Sketches are not read.
-        setting.check(0, setting.load(0, rule, k), torch.arange(M)[None])
-        return
 
     with pytest.raises(ChunkUnreadable):
         setting.load(0, rule, k)

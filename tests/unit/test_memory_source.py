@@ -16,7 +16,7 @@ from tests.unit.reading import read_rows
 from tests.unit.source_factory import SHAPES
 
 
-@pytest.mark.parametrize("name", ["gqa-float32", "sketch-bfloat16"])
+@pytest.mark.parametrize("name", ["gqa-float32", "lanes-bfloat16"])
 @pytest.mark.parametrize("m", [TILE_TOKENS - 1, TILE_TOKENS, 2 * TILE_TOKENS + 3])
 def test_prefixes_of_several_tiles(name: str, m: int) -> None:
     shape = SHAPES[name]
@@ -31,7 +31,7 @@ def test_prefixes_of_several_tiles(name: str, m: int) -> None:
 
 
 def test_only_tiles_are_on_their_way_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = make_shape(sketch_bits=4)
+    shape = make_shape(probe=())
     keys, values = random_kvs(shape, 3 * TILE_TOKENS + 5, seed=1)
     sizes: list[int] = []
     put = Slots.put
@@ -46,7 +46,7 @@ def test_only_tiles_are_on_their_way_to_the_device(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_layer_is_let_go_when_the_next_one_is_read() -> None:
-    shape = make_shape(layers=3, sketch_bits=4)
+    shape = make_shape(layers=3)
     keys, values = ([own.clone() for own in kvs] for kvs in random_kvs(shape, 9, seed=1))
     alive: list[Any] = [weakref.ref(own) for own in (*keys, *values)]
     source = MemorySource(shape, keys, values)
@@ -61,7 +61,7 @@ def test_a_layer_is_let_go_when_the_next_one_is_read() -> None:
 
 
 def test_first_layers_may_be_missing() -> None:
-    shape = make_shape(layers=3, sketch_bits=4)
+    shape = make_shape(layers=3)
     keys, values = random_kvs(shape, 9, seed=1)
     source = MemorySource(shape, [None, *keys[1:]], [None, *values[1:]])
     assert source.num_tokens == 9

@@ -7,28 +7,18 @@ import dataclasses
 import numpy as np
 import pytest
 
-from impress_sglang.config import EXACT_BITS, IDENTIFICATIONS, POLICIES, ImpressConfig
-from impress_sglang.importance.identify import (
-    H2ORule,
-    PaperRule,
-    RandomRule,
-    RecentRule,
-    SketchRule,
-)
+from impress_sglang.config import EXACT_BITS, POLICIES, ImpressConfig
+from impress_sglang.importance.identify import H2ORule, PaperRule
 from impress_sglang.management.policies import Policy, Wish, make_policy
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
 
-CONFIGS = [
-    *[ImpressConfig(policy=policy) for policy in POLICIES],
-    ImpressConfig(policy="impress", identify="paper"),
-    ImpressConfig(policy="impress+itf", identify="random"),
-]
+CONFIGS = [ImpressConfig(policy=policy) for policy in POLICIES]
 RETENTIONS = [0.001, 0.05, 0.25, 0.5, 0.999, 1.0]
 BITS = [4.0, 5.0, 6.5, 8.0, EXACT_BITS]
 LENGTHS = [*range(1, 300), 1000, 1001, 4096, 100_000]
 
 
-@pytest.fixture(params=CONFIGS, ids=lambda config: f"{config.policy}-{config.identify}")
+@pytest.fixture(params=CONFIGS, ids=lambda config: config.policy)
 def config(request: pytest.FixtureRequest) -> ImpressConfig:
     return request.param
 
@@ -82,13 +72,13 @@ def test_exact_means_all_or_nothing(policy: Policy, retention: float) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_fewer_bits_are_for_whole_prefixes_of_segments_with_codes(
+def test_fewer_bits_are_for_those_who_read_codes(
     policy: Policy, retention: float, bits: float
 ) -> None:
     for chosen in (False, True):
         found = policy.bits(Wish(retention, bits, chosen))
 
-        assert found == (bits if policy.codes and retention == 1.0 else EXACT_BITS)
+        assert found == (bits if policy.name == "impress" else EXACT_BITS)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -102,16 +92,8 @@ def test_exact_is_what_has_all_tokens_and_all_bits(
     assert policy.exact(wish) == policy.exact(dataclasses.replace(wish, chosen=True))
 
 
-def test_only_the_default_stores_codes(policy: Policy, config: ImpressConfig) -> None:
-    """What has its name from the paper stores what the paper says."""
-    assert policy.codes == (config.policy == "impress" and config.identify == "sketch")
-    assert make_policy(ImpressConfig()).codes
-
-
-def test_codes_are_stored_whatever_the_server_uses_itself() -> None:
-    """A request may ask for them."""
-    for options in ({"bits": "exact"}, {"bits": 8.0}, {"retention": 0.25}, {"retention": "auto"}):
-        assert make_policy(ImpressConfig.from_options(options)).codes
+def test_what_has_its_name_from_the_paper_stores_what_the_paper_says(policy: Policy) -> None:
+    assert policy.probes == policy.name.startswith("paper")
 
 
 def test_what_is_never_stored_is_never_loaded(policy: Policy, retention: float) -> None:
@@ -150,17 +132,10 @@ EXPECTED_RULES = {
     "as": (H2ORule, LeastRecentlyUsed),
     "as+h2o+lru": (H2ORule, LeastRecentlyUsed),
     "as+h2o+lfu": (H2ORule, LeastFrequentlyUsed),
-    "impress+itf": (None, LeastFrequentlyUsed),
-    "impress+itf+reorder": (None, LeastFrequentlyUsed),
-    "impress": (None, ImportanceScore),
-}
-# Which rule stands in for None above: the option says.
-NAMED_RULES = {
-    "sketch": SketchRule(),
-    "paper": PaperRule(0.6),
-    "recent": RecentRule(),
-    "random": RandomRule(sinks=True),
-    "random-nosink": RandomRule(sinks=False),
+    "paper+itf": (PaperRule, LeastFrequentlyUsed),
+    "paper+itf+reorder": (PaperRule, LeastFrequentlyUsed),
+    "paper": (PaperRule, ImportanceScore),
+    "impress": (H2ORule, ImportanceScore),
 }
 
 
@@ -168,20 +143,10 @@ def test_every_policy_of_the_paper_is_here() -> None:
     assert set(POLICIES) == set(EXPECTED_RULES)
 
 
-def test_every_rule_of_the_option_is_here() -> None:
-    assert set(IDENTIFICATIONS) == set(NAMED_RULES)
+def test_rules_are_those_of_the_names(policy: Policy) -> None:
+    identification, replacement = EXPECTED_RULES[policy.name]
 
-
-@pytest.mark.parametrize("name", IDENTIFICATIONS)
-@pytest.mark.parametrize("policy_name", POLICIES)
-def test_rules_are_those_of_the_names(policy_name: str, name: str) -> None:
-    policy = make_policy(ImpressConfig(policy=policy_name, identify=name))
-    identification, replacement = EXPECTED_RULES[policy_name]
-
-    if identification is None:
-        assert policy.identification_rule() == NAMED_RULES[name]
-    else:
-        assert type(policy.identification_rule()) is identification
+    assert type(policy.identification_rule()) is identification
     assert type(policy.replacement_rule()) is replacement
 
 
@@ -201,7 +166,7 @@ def test_the_identification_rule_is_the_same_at_each_call(policy: Policy) -> Non
 
 
 def test_reorders_only_where_the_name_says_so(policy: Policy) -> None:
-    assert policy.reorders == (policy.name == "impress" or "reorder" in policy.name)
+    assert policy.reorders == (policy.name == "paper" or "reorder" in policy.name)
     assert policy.stores or not policy.reorders
 
 
@@ -210,14 +175,14 @@ def test_resident_prefixes_are_scored_only_where_chunks_are(policy: Policy) -> N
 
 
 def test_baselines_with_important_values_load_their_share() -> None:
-    for name in ("as+h2o+lru", "as+h2o+lfu", "impress+itf", "impress+itf+reorder"):
+    for name in ("as+h2o+lru", "as+h2o+lfu", "paper+itf", "paper+itf+reorder", "paper"):
         policy = make_policy(ImpressConfig(policy=name))
         assert policy.stores and not policy.exact(Wish(0.1))
         assert policy.tokens_to_load(30, 0.1) == 3
 
 
 def test_the_options_reach_the_rules() -> None:
-    paper = make_policy(ImpressConfig(identify="paper", alpha=0.3))
+    paper = make_policy(ImpressConfig(policy="paper", alpha=0.3))
     assert paper.identification_rule() == PaperRule(0.3)
     fast = make_policy(ImpressConfig(half_life=1.0)).replacement_rule()
     never = make_policy(ImpressConfig(half_life=0.0)).replacement_rule()

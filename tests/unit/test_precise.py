@@ -108,7 +108,7 @@ def test_slots_get_the_bits_that_were_asked_for(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_pools_of_few_bits(dtype: torch.dtype, tmp_path: Path, reader: ChunkReader) -> None:
-    shape = make_shape(layers=1, key_dim=64, value_dim=64, dtype=dtype, sketch_bits=4, coded=True)
+    shape = make_shape(layers=1, key_dim=64, value_dim=64, dtype=dtype, probe=(), coded=True)
     case = CodedCase(tmp_path, PREFIXES["several"], reader, shape=shape)
     load(case, 0, 6.0)
     case.close()

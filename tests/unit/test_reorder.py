@@ -23,9 +23,7 @@ from tests.unit.kv_factory import PROBE, kv_of, lane_of, make_shape, row_size
 # A row of other keys takes a quarter of a block, a row of values half of one.
 SHAPE = make_shape(layers=2, kv_heads=2, query_heads=2, key_dim=256, value_dim=256)
 # A row of keys takes a quarter of a block, a row of values half of one, of each of two heads.
-SKETCHED = make_shape(
-    layers=2, kv_heads=2, query_heads=4, key_dim=256, value_dim=512, sketch_bits=4
-)
+LANES = make_shape(layers=2, kv_heads=2, query_heads=4, key_dim=256, value_dim=512, probe=())
 BLOCK = 4096
 
 
@@ -97,7 +95,7 @@ def brute_force(
     return total
 
 
-@pytest.mark.parametrize("shape", [SHAPE, SKETCHED], ids=["probe heads", "sketch"])
+@pytest.mark.parametrize("shape", [SHAPE, LANES], ids=["probe heads", "lanes"])
 @pytest.mark.parametrize("gap_bytes", [0, BLOCK, 6000, 2 * BLOCK, 1 << 20])
 def test_expected_bytes_are_those_of_all_selections(gap_bytes: int, shape: KVShape) -> None:
     pick = np.random.default_rng(5)
@@ -170,21 +168,21 @@ def test_shares_of_chunks_by_hand() -> None:
     assert chunk_shares(average, logical, where)[0].tolist() == [[0.25, 0.25, 0.5]]
 
 
-def test_probe_streams_of_sketches_do_not_count() -> None:
+def test_lanes_count_by_themselves() -> None:
     """All of 8 tokens of two layers: a quarter and half a block each, for both heads."""
     certain = np.ones((2, 2, 8), np.float32)
 
-    assert expected_bytes(certain, None, layout(8, SKETCHED), 0) == 2 * 2 * (2 + 4) * BLOCK
+    assert expected_bytes(certain, None, layout(8, LANES), 0) == 2 * 2 * (2 + 4) * BLOCK
 
 
 def test_each_lane_is_read_by_its_own_average() -> None:
     average = np.zeros((2, 2, 8), np.float32)
     average[1, 0] = 1.0
 
-    assert expected_bytes(average, None, layout(8, SKETCHED), 0) == (2 + 4) * BLOCK
+    assert expected_bytes(average, None, layout(8, LANES), 0) == (2 + 4) * BLOCK
 
 
-@pytest.mark.parametrize("shape", [SHAPE, SKETCHED], ids=["probe heads", "sketch"])
+@pytest.mark.parametrize("shape", [SHAPE, LANES], ids=["probe heads", "lanes"])
 def test_expected_shares_of_all_chunks_are_those_of_their_lane(shape: KVShape) -> None:
     where = layout(50, shape)
     shares = np.random.default_rng(1).random((2, shape.num_lanes, 7))
@@ -194,7 +192,7 @@ def test_expected_shares_of_all_chunks_are_those_of_their_lane(shape: KVShape) -
     assert found.shape == (where.total_chunks,)
     for layer in range(2):
         for stream in shape.streams:
-            for chunk in range(where.stream_chunks(stream)):
+            for chunk in range(where.num_chunks):
                 here = found[where.chunk_index(layer, stream, chunk)]
                 if stream == PROBE:
                     assert here == 1.0, "read whole at each access"

@@ -18,11 +18,13 @@ from impress_sglang.integration.request import (
 )
 from impress_sglang.management.policies import Wish
 
+CONFIG = ImpressConfig()
+
 
 @pytest.mark.parametrize("value", [1, 1.0, 0.25, 1e-9])
 def test_a_share_is_accepted(value: float) -> None:
-    check_custom_params({RETENTION_KEY: value})
-    check_custom_params({RETENTION_KEY: value, "thinking_budget": 7})
+    check_custom_params({RETENTION_KEY: value}, CONFIG)
+    check_custom_params({RETENTION_KEY: value, "thinking_budget": 7}, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -47,15 +49,15 @@ def test_a_share_is_accepted(value: float) -> None:
 )
 def test_anything_else_is_refused_by_name_and_value(value: Any) -> None:
     with pytest.raises(ValueError, match=RETENTION_KEY) as caught:
-        check_custom_params({RETENTION_KEY: value})
+        check_custom_params({RETENTION_KEY: value}, CONFIG)
 
     assert repr(value) in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [4, 4.0, 5.5, 8, EXACTLY])
 def test_bits_are_accepted(value: float | str) -> None:
-    check_custom_params({BITS_KEY: value})
-    check_custom_params({BITS_KEY: value, RETENTION_KEY: 0.5, "thinking_budget": 7})
+    check_custom_params({BITS_KEY: value}, CONFIG)
+    check_custom_params({BITS_KEY: value, RETENTION_KEY: 1, "thinking_budget": 7}, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +67,27 @@ def test_bits_are_accepted(value: float | str) -> None:
 def test_other_bits_are_refused_by_name_and_value(value: Any) -> None:
     for more in ({}, {RETENTION_KEY: 0.5}):
         with pytest.raises(ValueError, match=BITS_KEY) as caught:
-            check_custom_params({BITS_KEY: value, **more})
+            check_custom_params({BITS_KEY: value, **more}, CONFIG)
 
         assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [
+        (ImpressConfig(), {BITS_KEY: EXACTLY, RETENTION_KEY: 0.5}),
+        (ImpressConfig(bits=EXACTLY), {RETENTION_KEY: 0.5}),
+        (ImpressConfig(retention=0.25), {BITS_KEY: EXACTLY}),
+        (ImpressConfig(retention=AUTO), {BITS_KEY: EXACTLY}),
+    ],
+)
+def test_a_part_of_a_prefix_is_not_exact(config: ImpressConfig, asked: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{BITS_KEY} 'exact' set {RETENTION_KEY} to 1"):
+        check_custom_params(asked, config)
+
+    check_custom_params(asked | {RETENTION_KEY: 1}, config)
+    check_custom_params(asked | {BITS_KEY: 8}, config)
+    check_custom_params(asked, ImpressConfig(policy="as+h2o+lfu", retention=0.25))
 
 
 # What SGLang itself does with the second line is its own business.
@@ -77,7 +97,7 @@ NO_DICTIONARY = ["x", [1], 3, "impress_retention", "impress_bits"]
 
 @pytest.mark.parametrize("custom_params", [*WITHOUT, *NO_DICTIONARY])
 def test_what_is_not_ours_is_let_through(custom_params: object) -> None:
-    check_custom_params(custom_params)
+    check_custom_params(custom_params, CONFIG)
 
 
 @pytest.mark.parametrize("custom_params", [*WITHOUT, *NO_DICTIONARY])
@@ -86,7 +106,7 @@ def test_a_request_that_asks_for_nothing_gets_what_is_usual_for_the_server(
 ) -> None:
     for config, usual in (
         (ImpressConfig(), Wish(1.0, 5.0)),
-        (ImpressConfig(retention=0.3, bits=EXACTLY), Wish(0.3, EXACT_BITS)),
+        (ImpressConfig(policy="as+h2o+lfu", retention=0.3, bits=EXACTLY), Wish(0.3, EXACT_BITS)),
         (ImpressConfig(retention=AUTO, bits=7), Wish(AUTO_FLOOR, 7.0)),
     ):
         for params in (SimpleNamespace(custom_params=custom_params), SimpleNamespace()):

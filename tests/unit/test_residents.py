@@ -17,7 +17,7 @@ from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.transfer.resident import PartUse, ResidentPart
 from tests.unit.kv_factory import make_info, make_shape
 
-SHAPE = make_shape(layers=2, key_dim=64, value_dim=64, sketch_bits=4, coded=True)
+SHAPE = make_shape(layers=2, key_dim=64, value_dim=64, probe=(), coded=True)
 LENGTH = 40
 
 

@@ -35,7 +35,6 @@ from tests.unit.kv_factory import (
     KEYS,
     PROBE,
     VALUES,
-    codes_of,
     flip_byte,
     heads_of,
     holds_values,
@@ -45,32 +44,29 @@ from tests.unit.kv_factory import (
     make_shape,
     random_kvs,
     random_mapping,
-    sketch_of,
     write_kvs,
 )
 
 FILES = FileSystem()
-SKETCHED = make_shape(sketch_bits=4)
+LANES = make_shape(probe=())
 SMALL = make_info(make_shape(), range(20), segment_id="ab12")
 REORDERED = make_info(make_shape(), range(20), segment_id="ab12", generation=3)
-SKETCH = make_info(SKETCHED, range(20), segment_id="ab12")
-SKETCH_REORDERED = make_info(SKETCHED, range(20), segment_id="ab12", generation=3)
+IN_LANES = make_info(LANES, range(20), segment_id="ab12")
+IN_LANES_REORDERED = make_info(LANES, range(20), segment_id="ab12", generation=3)
 KINDS = {
     "in order": SMALL,
     "reordered": REORDERED,
-    "sketch": SKETCH,
-    "sketch, reordered": SKETCH_REORDERED,
+    "lanes": IN_LANES,
+    "lanes, reordered": IN_LANES_REORDERED,
 }
 
 
 def some_header(info: SegmentInfo) -> SegmentHeader:
-    """Checksums and, where there are some, mapping lists and tables of sketches by chance."""
-    generator, shape = np.random.default_rng(1), info.shape
+    """Checksums and, where there are some, mapping lists by chance."""
+    generator = np.random.default_rng(1)
     checksums = generator.integers(0, 2**63, info.layout().num_blocks, np.uint64)
     mapping = random_mapping(info, 2) if info.reordered else None
-    size = (shape.num_layers, 2, shape.num_kv_heads, shape.key_dim)
-    tables = generator.standard_normal(size, np.float32) if shape.sketch_bits else None
-    return SegmentHeader(info, checksums, mapping, tables)
+    return SegmentHeader(info, checksums, mapping)
 
 
 def header_file(directory: Path, info: SegmentInfo) -> Path:
@@ -81,11 +77,7 @@ def header_file(directory: Path, info: SegmentInfo) -> Path:
 
 def same_header(left: SegmentHeader, right: SegmentHeader) -> bool:
     same = same_info(left.info, right.info) and np.array_equal(left.checksums, right.checksums)
-    return (
-        same
-        and same_array(left.mapping, right.mapping)
-        and same_array(left.sketch_tables, right.sketch_tables)
-    )
+    return same and same_array(left.mapping, right.mapping)
 
 
 def same_array(left: np.ndarray | None, right: np.ndarray | None) -> bool:
@@ -110,8 +102,7 @@ def test_header_is_read_back(tmp_path_factory: pytest.TempPathFactory, data: st.
         key_dim=data.draw(st.sampled_from([8, 64])),
         value_dim=data.draw(st.sampled_from([8, 32])),
         dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
-        probe=sorted(data.draw(st.sets(st.integers(0, 3), min_size=1))),
-        sketch_bits=data.draw(st.sampled_from([0, 0, 2, 4, 8])),
+        probe=sorted(data.draw(st.sets(st.integers(0, 3)))),
         coded=data.draw(st.booleans()),
     )
     info = make_info(
@@ -133,11 +124,11 @@ def test_header_is_read_back(tmp_path_factory: pytest.TempPathFactory, data: st.
 
 
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 2), (65_536, 2), (65_537, 4)])
-@pytest.mark.parametrize(("bits", "lanes"), [(0, 1), (4, 2)])
+@pytest.mark.parametrize(("probe", "lanes"), [((0,), 1), ((), 2)])
 def test_mapping_lists_have_entries_as_wide_as_they_must_be(
-    tmp_path: Path, num_tokens: int, width: int, bits: int, lanes: int
+    tmp_path: Path, num_tokens: int, width: int, probe: tuple[int, ...], lanes: int
 ) -> None:
-    info = make_info(make_shape(layers=3, sketch_bits=bits), range(num_tokens), generation=1)
+    info = make_info(make_shape(layers=3, probe=probe), range(num_tokens), generation=1)
 
     found = read_header(header_file(tmp_path, info), FILES)
 
@@ -151,25 +142,20 @@ def test_mapping_lists_have_entries_as_wide_as_they_must_be(
 
 def test_a_header_must_have_what_its_description_says() -> None:
     header, reordered = some_header(SMALL), some_header(REORDERED)
-    sketch = some_header(SKETCH)
-    assert reordered.mapping is not None and sketch.sketch_tables is not None
+    assert reordered.mapping is not None
     for change in (
         {"checksums": header.checksums[1:]},
         {"mapping": reordered.mapping},
         {"info": REORDERED},
-        {"sketch_tables": sketch.sketch_tables},
     ):
         with pytest.raises(AssertionError):
             dataclasses.replace(header, **change)
     with pytest.raises(AssertionError):
         dataclasses.replace(reordered, mapping=reordered.mapping[:, :, 1:])
-    for tables in (None, sketch.sketch_tables[:, :1], sketch.sketch_tables[:1]):
-        with pytest.raises(AssertionError):
-            dataclasses.replace(sketch, sketch_tables=tables)
 
 
 @pytest.mark.parametrize("generation", [0, 3])
-@pytest.mark.parametrize("shape", [make_shape(), SKETCHED, make_shape(key_dim=512, sketch_bits=2)])
+@pytest.mark.parametrize("shape", [make_shape(), LANES, make_shape(key_dim=512, probe=())])
 def test_header_is_padded_to_its_size_in_the_layout(generation: int, shape: KVShape) -> None:
     for count in (1, 20, 900, 1100, 5000):
         info = make_info(shape, range(count), generation=generation)
@@ -343,7 +329,7 @@ def test_a_file_of_holes_is_unreadable(tmp_path: Path) -> None:
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 8, 20])
 @pytest.mark.parametrize(
-    "shape", [make_shape(probe=(0,)), make_shape(probe=(0, 1)), SKETCHED], ids=["1", "2", "sketch"]
+    "shape", [make_shape(probe=(0,)), make_shape(probe=(0, 1)), LANES], ids=["1", "2", "lanes"]
 )
 def test_written_file_has_the_size_of_its_layout_and_a_valid_header(
     tmp_path: Path, num_tokens: int, shape: KVShape, direct: bool
@@ -383,17 +369,16 @@ def test_bytes_of_a_chunk_are_its_rows_head_by_head(tmp_path: Path) -> None:
             assert not any(data[start + len(expected) : stop]), "padding is zero"
 
 
-def test_bytes_of_a_sketched_segment(tmp_path: Path) -> None:
-    """Each head's rows alone; and what the codes stand for gives the keys back, nearly."""
-    shape = make_shape(value_dim=16, sketch_bits=4)
+def test_bytes_of_a_segment_of_lanes(tmp_path: Path) -> None:
+    """Each head's rows alone."""
+    shape = make_shape(value_dim=16, probe=())
     info = make_info(shape, range(20), generation=1)
     keys, values = random_kvs(shape, 20, seed=2)
     mapping = random_mapping(info, 3)
 
     data = write_kvs(tmp_path, info, keys, values, mapping=mapping).read_bytes()
 
-    layout, header = info.layout(), read_header(tmp_path / "ab12.kv", FILES)
-    assert header.sketch_tables is not None
+    layout = info.layout()
     for layer in (0, 1):
         for stream in kv_of(shape):
             whole = values if holds_values(shape, stream) else keys
@@ -404,21 +389,15 @@ def test_bytes_of_a_sketched_segment(tmp_path: Path) -> None:
                 start = layout.stream_offset(layer, stream) + chunk * layout.chunk_stride(stream)
                 start += place * len(expected)
                 assert data[start : start + len(expected)] == expected
-        start = layout.stream_offset(layer, PROBE)
-        packed = np.frombuffer(data, np.uint8, 10 * 2 * 8, start).reshape(10, 2, 8)
-        codes = np.stack([packed & 15, packed >> 4], 1).reshape(20, 2, 8)
-        low, step = header.sketch_tables[layer]
-        restored = torch.from_numpy(codes * step + low)
-        assert torch.equal(restored, sketch_of(keys[layer], 4))
-        assert torch.equal(torch.from_numpy(codes), codes_of(keys[layer], 4)[0].to(torch.uint8))
+        assert layout.stream_bytes(PROBE) == 0
 
 
-@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("probe", [(0,), ()])
 @pytest.mark.parametrize("generation", [0, 1])
 def test_every_block_of_a_written_file_has_its_checksum(
-    tmp_path: Path, generation: int, bits: int
+    tmp_path: Path, generation: int, probe: tuple[int, ...]
 ) -> None:
-    shape = make_shape(key_dim=128, value_dim=160, sketch_bits=bits)
+    shape = make_shape(key_dim=128, value_dim=160, probe=probe)
     info = make_info(shape, range(20), generation=generation)
     mapping = random_mapping(info, 4) if generation else None
 
@@ -466,7 +445,7 @@ def test_reordered_rows_stand_where_the_mapping_lists_say(tmp_path: Path) -> Non
                 assert data[start : start + len(expected)] == expected
 
 
-@pytest.mark.parametrize("shape", [make_shape(), SKETCHED], ids=["probe heads", "sketch"])
+@pytest.mark.parametrize("shape", [make_shape(), LANES], ids=["probe heads", "lanes"])
 def test_old_bytes_of_the_write_buffer_are_not_written(tmp_path: Path, shape: KVShape) -> None:
     """The buffer is reused: what an earlier, longer segment left there must not reach a file."""
     info = make_info(shape, range(20))

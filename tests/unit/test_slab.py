@@ -46,7 +46,7 @@ def test_pages_of_each_chunk_in_the_order_of_the_layout() -> None:
     for layer in range(2):
         for stream in SHAPE.streams:
             for chunk in range(3):
-                needed = layout.chunk_rows(stream, chunk) * PAGE.row_vectors(SHAPE, stream)
+                needed = layout.chunk_rows(chunk) * PAGE.row_vectors(SHAPE, stream)
                 assert pages[layout.chunk_index(layer, stream, chunk)] == -(-needed // 16)
 
 
@@ -69,8 +69,8 @@ def test_a_stream_without_heads_takes_none() -> None:
     )
 
 
-def test_pages_of_sketches_and_of_single_heads() -> None:
-    """35 tokens with 4 bits: 9 rows of 4 tokens, in one chunk; a page is 4 of 12 or 8 elements."""
+def test_pages_of_single_heads() -> None:
+    """A page has 16 vectors of 4 elements."""
     shape = make_shape(
         layers=2,
         kv_heads=3,
@@ -78,19 +78,19 @@ def test_pages_of_sketches_and_of_single_heads() -> None:
         key_dim=12,
         value_dim=8,
         dtype=torch.bfloat16,
-        sketch_bits=4,
+        probe=(),
     )
     page, layout = PageShape.of(shape, 16), SegmentLayout(shape, 16, 35, 4096)
 
-    assert [page.row_vectors(shape, stream) for stream in shape.streams] == [9, 3, 3, 3, 2, 2, 2]
+    assert [page.row_vectors(shape, stream) for stream in shape.streams] == [0, 3, 3, 3, 2, 2, 2]
     assert [page.row_vectors_of(elements) for elements in (36, 12, 8)] == [9, 3, 2]
-    assert page.max_chunk_pages(shape) == 9
+    assert page.max_chunk_pages(shape) == 3
     pages = page.chunk_pages(layout)
-    assert pages.tolist() == [6, *[3, 3, 1] * 3, *[2, 2, 1] * 3] * 2
+    assert pages.tolist() == [0, 0, 0, *[3, 3, 1] * 3, *[2, 2, 1] * 3] * 2
     for layer in range(2):
         for stream in streams_of(shape):
-            for chunk in range(layout.stream_chunks(stream)):
-                needed = layout.chunk_rows(stream, chunk) * row_size(shape, stream)
+            for chunk in range(layout.num_chunks):
+                needed = layout.chunk_rows(chunk) * row_size(shape, stream)
                 found = pages[layout.chunk_index(layer, stream, chunk)]
                 assert found == -(-needed // page.page_bytes)
 

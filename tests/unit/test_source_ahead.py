@@ -188,7 +188,7 @@ def wait_for_reads(source: SegmentSource) -> None:
 
 
 @pytest.mark.usefixtures("no_gaps")
-@pytest.mark.parametrize("name", ["cut-rows-float32", "sketch-2-cut-rows", "sketch-float32"])
+@pytest.mark.parametrize("name", ["cut-rows-float32", "lanes-cut-rows", "lanes-float32"])
 @pytest.mark.parametrize("demand", DEMANDS)
 @pytest.mark.parametrize("reordered", [False, True])
 def test_what_a_demand_is_certain_of_is_read_ahead(
@@ -243,7 +243,7 @@ def test_only_blocks_of_the_span_are_read_ahead(reordered: bool, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("no_gaps")
-@pytest.mark.parametrize("name", ["cut-rows-float32", "sketch-2-cut-rows"])
+@pytest.mark.parametrize("name", ["cut-rows-float32", "lanes-cut-rows"])
 def test_all_that_is_certain_is_read_ahead(name: str, tmp_path: Path) -> None:
     with counting() as (reader, engine):
         parts = [Part(61, 8, 9, 50), Part(30, 8, 0, 30)]
@@ -288,7 +288,7 @@ def test_what_requests_want_is_read_ahead_for_later_ones(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("no_gaps")
-@pytest.mark.parametrize("name", ["cut-rows-float32", "sketch-2-cut-rows"])
+@pytest.mark.parametrize("name", ["cut-rows-float32", "lanes-cut-rows"])
 @pytest.mark.parametrize("reordered", [False, True])
 def test_what_the_layers_above_chose_is_read_ahead_of_a_prefix_that_is_not_known(
     name: str, reordered: bool, tmp_path: Path

@@ -65,7 +65,7 @@ ROOMY = [
     f"several-segments, {name}, reordered: {shape}"
     for name in CACHES
     if name.startswith("room")
-    for shape in ("cut-rows-float32", "sketch-2-cut-rows")
+    for shape in ("cut-rows-float32", "lanes-cut-rows")
 ]
 
 
@@ -107,7 +107,7 @@ def test_a_chunk_that_will_be_cached_is_read_whole(
     roomy.check(0, ["values"], tokens)
 
     whole = roomy.chunk_bytes(0, ["values"], tokens)
-    if not roomy.shape.sketch_bits:
+    if roomy.shape.probe_kv_heads:
         assert whole > roomy.block_bytes(0, ["values"], tokens), "else nothing is shown"
     assert roomy.stats.ssd_bytes == whole
     alike = []
@@ -145,7 +145,7 @@ def test_a_chunk_that_will_not_be_cached_is_read_in_part(
 
 
 @pytest.mark.parametrize("name", [name for name in CACHES if name.startswith("tiny")])
-@pytest.mark.parametrize("shape", ["cut-rows-float32", "sketch-bfloat16"])
+@pytest.mark.parametrize("shape", ["cut-rows-float32", "lanes-bfloat16"])
 def test_tiny_caches_evict_and_serve(
     name: str, shape: str, reader: ChunkReader, tmp_path: Path
 ) -> None:
@@ -237,13 +237,13 @@ def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
     case.close()
 
 
-@pytest.mark.parametrize("name", ["cut-rows-float32", "sketch-2-cut-rows"])
+@pytest.mark.parametrize("name", ["cut-rows-float32", "lanes-cut-rows"])
 def test_sources_share_the_caches_and_the_memory(
     reader: ChunkReader, tmp_path: Path, name: str
 ) -> None:
     """Three requests that take turns, on the same segments and on others."""
     shape = SHAPES[name]
-    room = 12 if shape.sketch_bits else 3
+    room = 3 if shape.probe_kv_heads else 12
     cache = CacheKind(device=room, host=room).make(shape)
     cases = []
     for folder, reordered in (("first", False), ("second", True)):
@@ -403,62 +403,61 @@ class TestCounters:
         case.close()
 
 
-SMALL_SKETCH = make_shape(sketch_bits=4)
+SMALL_LANES = make_shape(probe=())
 
 
 @pytest.fixture
-def small_sketch(reader: ChunkReader, tmp_path: Path) -> Callable[..., Case]:
-    """20 tokens, 8 to a row of sketches of 64 bytes; rows of 32 bytes, every chunk one block."""
+def small_lanes(reader: ChunkReader, tmp_path: Path) -> Callable[..., Case]:
+    """20 tokens; rows of 32 bytes, every chunk one block."""
 
     def make(**room: int) -> Case:
-        cache = make_cache(SMALL_SKETCH, **room)
-        return open_case(tmp_path, SMALL_SKETCH, [Part(20, 8, 0, 20)], reader, cache=cache)
+        cache = make_cache(SMALL_LANES, **room)
+        return open_case(tmp_path, SMALL_LANES, [Part(20, 8, 0, 20)], reader, cache=cache)
 
     return make
 
 
-def sketch_and_load(case: Case) -> None:
+def load_lanes(case: Case) -> None:
     """What the loader does where head 0 takes tokens 1, 2 and 17, and head 1 tokens 3, 4 and 5."""
     own = torch.tensor([[1, 2, 17], [3, 4, 5]])
-    case.check(0, ["probe"])
-    case.check_more(0, KVS, own)
+    case.check(0, KVS, own)
     case.source.note_selection(0, own, torch.ones(4, 20))
 
 
-# 3 rows of sketches in one chunk, and 3 rows of keys and of values of each head in 2 and 1 chunks.
-FIRST_SKETCH = ReadStats(
-    ssd_bytes=(1 + 2 * (2 + 1)) * BLOCK,
-    ssd_needed_bytes=3 * 64 + 3 * 4 * 32,
-    h2d_bytes=3 * 64 + 3 * 4 * 32,
-    ssd_chunks=7,
+# 3 rows of keys and of values of each head in 2 and 1 chunks.
+FIRST_LANES = ReadStats(
+    ssd_bytes=2 * (2 + 1) * BLOCK,
+    ssd_needed_bytes=3 * 4 * 32,
+    h2d_bytes=3 * 4 * 32,
+    ssd_chunks=6,
     selected_chunks=6,
     important_bytes=3 * 4 * 32,
 )
 
 
 @pytest.mark.usefixtures("no_gaps")
-class TestCountersOfSketches:
-    def test_without_caches(self, small_sketch: Callable[..., Case]) -> None:
-        case = small_sketch()
+class TestCountersOfLanes:
+    def test_without_caches(self, small_lanes: Callable[..., Case]) -> None:
+        case = small_lanes()
 
-        sketch_and_load(case)
+        load_lanes(case)
 
-        assert case.stats == FIRST_SKETCH
-        assert case.spans[0].history.ssd_bytes == 6 * BLOCK, "what was selected, not sketches"
+        assert case.stats == FIRST_LANES
+        assert case.spans[0].history.ssd_bytes == 6 * BLOCK
         case.close()
 
-    def test_with_room_on_the_device(self, small_sketch: Callable[..., Case]) -> None:
-        """Pages of 256 bytes: each chunk takes one; sketches are no KVs, so they are no hits."""
-        case = small_sketch(device_chunks=20)
+    def test_with_room_on_the_device(self, small_lanes: Callable[..., Case]) -> None:
+        """Pages of 256 bytes: each chunk takes one."""
+        case = small_lanes(device_chunks=20)
 
-        sketch_and_load(case)
-        first = dataclasses.replace(FIRST_SKETCH, h2d_bytes=FIRST_SKETCH.h2d_bytes + 7 * 256)
+        load_lanes(case)
+        first = dataclasses.replace(FIRST_LANES, h2d_bytes=FIRST_LANES.h2d_bytes + 6 * 256)
         assert case.stats == first
-        sketch_and_load(case)
+        load_lanes(case)
 
         assert case.stats == dataclasses.replace(
             first,
-            device_chunks=7,
+            device_chunks=6,
             selected_chunks=12,
             important_bytes=2 * 3 * 4 * 32,
             important_device_bytes=3 * 4 * 32,
@@ -467,10 +466,10 @@ class TestCountersOfSketches:
 
     @pytest.mark.parametrize("whole", [False, True])
     def test_a_hit_of_a_lane_is_one_of_its_own_selection(
-        self, small_sketch: Callable[..., Case], whole: bool
+        self, small_lanes: Callable[..., Case], whole: bool
     ) -> None:
         """There is room for two chunks: tokens 0 to 7 of head 0, and 8 to 15 of head 1."""
-        case = small_sketch(device_chunks=1)
+        case = small_lanes(device_chunks=2)
         one, other = torch.tensor([[1], [9]]), torch.tensor([[3, 4], [2, 9]])
         case.check(0, ["values"], one)
         case.source.note_selection(0, one, None)

@@ -28,7 +28,6 @@ from tests.unit.kv_factory import (
     open_span,
     random_kvs,
     row_size,
-    rows_in,
     write_kvs,
 )
 from tests.unit.reading import read_rows
@@ -79,8 +78,8 @@ def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     params=[
         "in order: gqa-float32",
         "reordered: gqa-float32",
-        "in order: sketch-float32",
-        "reordered: sketch-bfloat16",
+        "in order: lanes-float32",
+        "reordered: lanes-bfloat16",
     ]
 )
 def several(
@@ -97,7 +96,7 @@ def several(
         f"{name}, reordered: {shape}"
         for name in CACHES
         if name.startswith("room")
-        for shape in ("cut-rows-float32", "sketch-2-cut-rows")
+        for shape in ("cut-rows-float32", "lanes-cut-rows")
     ]
 )
 def roomy(request: pytest.FixtureRequest, reader: ChunkReader, tmp_path: Path) -> Iterator[Case]:
@@ -120,7 +119,7 @@ def test_a_flipped_byte_in_any_chunk_is_found_and_only_there(several: Case, plac
     part, path, lanes = case.parts[1], case.paths[1], lanes_of(case.shape)
     every = same_tokens(case, range(case.num_tokens))
     for layer, stream, chunk, offset in list(all_chunks(case.shape, part, path)):
-        total = rows_in(case.shape, stream, part.num_tokens)
+        total = part.num_tokens
         length = min(part.chunk_tokens, total - chunk * part.chunk_tokens)
         length *= row_size(case.shape, stream)
         bad = offset if place == "first" else offset + length - 1
@@ -164,7 +163,7 @@ def test_a_flipped_byte_in_any_chunk_is_found_and_only_there(several: Case, plac
     params=[
         "in order: cut-rows-float32",
         "reordered: cut-rows-float32",
-        "reordered: sketch-2-cut-rows",
+        "reordered: lanes-cut-rows",
     ]
 )
 def blocks_of_rows(
@@ -251,7 +250,7 @@ def test_a_cached_chunk_is_read_while_its_file_is_damaged(roomy: Case) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CACHES if name.startswith("tiny")])
-@pytest.mark.parametrize("shape", ["cut-rows-float32", "sketch-2-cut-rows"])
+@pytest.mark.parametrize("shape", ["cut-rows-float32", "lanes-cut-rows"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_caches_stay_right_after_failures_in_between(
     name: str, shape: str, ahead: bool, reader: ChunkReader, tmp_path: Path
@@ -347,7 +346,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("name", ["full-stride-bfloat16", "sketch-full-stride"])
+@pytest.mark.parametrize("name", ["full-stride-bfloat16", "lanes-full-stride"])
 def test_a_short_or_missing_file_is_unreadable(
     tmp_path: Path, any_reader: ChunkReader, damage: str, direct: bool, name: str
 ) -> None:

@@ -35,8 +35,7 @@ from tests.unit.store_factory import (
 )
 
 PATIENCE_S = 0.4
-# The first one holds a sketch, which reading a whole prefix leaves out.
-KEYS_BLOCK = 1
+KEYS_BLOCK = 0
 RECOVERY_S = 10.0
 
 
@@ -49,7 +48,7 @@ def faults() -> Iterator[Faults]:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Workbench]:
-    bench = Workbench(tmp_path / "kv", store_factory.SHAPES["sketch float32"])
+    bench = Workbench(tmp_path / "kv", store_factory.SHAPES["lanes float32"])
     yield bench
     bench.close_all()
 

@@ -8,9 +8,8 @@ import torch
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import StoreOutcome
-from impress_sglang.storage.layout import KVShape
 from tests.unit import store_factory
-from tests.unit.kv_factory import PROBE, SequenceKVs, lanes_of, rows_in, streams_of
+from tests.unit.kv_factory import SequenceKVs, heads_of, lanes_of, streams_of
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import (
     QUARTER,
@@ -110,10 +109,6 @@ def test_exact_kvs_can_be_stored_beside_approximate_ones(
     assert bench.offer(store, prompt(1, 40), quality=QUARTER) is StoreOutcome.KNOWN
 
 
-def probe_chunks(shape: KVShape, num_tokens: int) -> int:
-    return -(-rows_in(shape, PROBE, num_tokens) // 8)
-
-
 def test_stats_count_what_was_written_and_read(
     bench: Workbench, store: PrefixStore, no_gaps: None
 ) -> None:
@@ -127,8 +122,9 @@ def test_stats_count_what_was_written_and_read(
     assert source.stats.ssd_chunks == 9 * lanes
     store.close_source(source)
 
-    # 5 chunks of a disk block in each stream of keys and values; a row of a sketch has more tokens.
-    size = 4096 * (1 + 2 * (5 * (len(streams_of(bench.shape)) - 1) + probe_chunks(bench.shape, 40)))
+    # 5 chunks of a disk block in each stream that has heads.
+    streams = sum(bool(heads_of(bench.shape, stream)) for stream in streams_of(bench.shape))
+    size = 4096 * (1 + 2 * 5 * streams)
     assert store.stats.segments_written == 1
     assert store.stats.bytes_written == size
     # What is there is not read again, but another layer is.

@@ -8,6 +8,7 @@ from impress_sglang.errors import StoreUnavailable
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
 from tests.unit.kv_factory import SequenceKVs
+from tests.unit.reading import read_rows
 from tests.unit.store_factory import (
     Gate,
     Workbench,
@@ -67,7 +68,7 @@ def test_an_engine_that_cannot_be_made_again_is_asked_for_later(bench: Workbench
     source = open_source(store, look_up(store, prompt(1)))
     files.faults.add(Rule("raise", "start", count=1), Rule("EMFILE", "engine", count=2))
     with pytest.raises(StoreUnavailable) as caught:
-        source.read_probe(0)
+        read_rows(source, 0, None)
     store.report(caught.value)
     store.close_source(source)
     recover(store)

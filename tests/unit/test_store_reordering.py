@@ -62,7 +62,7 @@ bench = store_factory.bench
 store = store_factory.store
 no_gaps = store_factory.no_gaps
 
-REORDERING = ("impress", "impress+itf+reorder")
+REORDERING = ("paper", "paper+itf+reorder")
 
 
 def select(store: PrefixStore, tokens: tuple[int, ...], *chosen: int, **options: Any) -> None:
@@ -435,8 +435,8 @@ def test_an_open_source_goes_on_with_its_version(bench: Workbench) -> None:
     both = store.cache.placement.cached_chunks(Tier.DEVICE)
     store.close_source(source)
     store.check_integrity()
-    # 2 layers and 5 chunks in each stream of keys and values; sketches were not read.
-    chunks = 2 * 5 * len(bench.shape.kv_streams)
+    # 2 layers and 5 chunks in each stream of keys and values, and of probe keys.
+    chunks = 2 * 5 * sum(bool(bench.shape.heads(stream)) for stream in bench.shape.streams)
     assert (both, store.cache.placement.cached_chunks(Tier.DEVICE)) == (2 * chunks, chunks)
     check_rows(store, tokens)
 
@@ -688,8 +688,8 @@ def test_units_of_the_spread_prompt() -> None:
 
     assert found == {
         "probe heads": (12, 2),
-        "sketch float32": (16, 4),
-        "sketch bfloat16": (16, 4),
+        "lanes float32": (16, 4),
+        "lanes bfloat16": (16, 4),
     }
 
 

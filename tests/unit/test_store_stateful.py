@@ -45,7 +45,6 @@ from tests.unit.kv_factory import (
     heads_of,
     lanes_of,
     make_shape,
-    sketch_of,
     streams_of,
 )
 from tests.unit.prefix_model import QUALITIES, Known, PrefixModel
@@ -54,8 +53,8 @@ from tests.unit.reading import read_rows
 from tests.unit.waiting import wait_until
 
 SHAPE = make_shape(query_heads=2, kv_heads=2, key_dim=4, value_dim=4, probe=(0,))
-SKETCHED = make_shape(
-    query_heads=4, kv_heads=2, key_dim=4, value_dim=4, dtype=torch.bfloat16, sketch_bits=4
+LANES = make_shape(
+    query_heads=4, kv_heads=2, key_dim=4, value_dim=4, dtype=torch.bfloat16, probe=()
 )
 Tokens = tuple[int, ...]
 # Runs of a few tokens, some longer than a chunk, that begin alike: histories branch and meet often.
@@ -160,6 +159,7 @@ class StoreMachine(RuleBasedStateMachine):
             # A quarter is for what is read ahead.
             host_gb=(12 * page_bytes + 0.5) / 1e9,
             reorder_interval=0.0,
+            policy="paper",
             retention=0.25,
         )
         self.store = PrefixStore(config, IDENTITY, self.shape, files=self.files)
@@ -390,7 +390,7 @@ class StoreMachine(RuleBasedStateMachine):
         start = data.draw(st.integers(0, len(path) - 1))
         if data.draw(st.sampled_from([False, False, True])):
             self.measure(match)
-        stored = self.store.stored_bytes(match, start, len(path), probe=True)
+        stored = self.store.stored_bytes(match, start, len(path))
         source = self.store.open_source(match, start, len(path), data.draw(DEMANDS))
         # In proportion to the tokens of the spans, and so by no more than rounding too much.
         layer_bytes = source.layer_bytes * self.shape.num_layers
@@ -431,11 +431,12 @@ class StoreMachine(RuleBasedStateMachine):
         shape = self.shape
         keys, values = expected_rows(shape, namespace, path[start:], path[:start], layer)
 
-        probe = source.read_probe(layer)
+        own_keys = keys
+        if shape.probe_kv_heads:
+            assert torch.equal(source.read_probe(layer), keys[:, heads_of(shape, PROBE)])
+            own_keys = keys[:, heads_of(shape, KEYS)]
         found = read_rows(source, layer, selected)
 
-        self.check_probe(probe, keys, source, layer)
-        own_keys = keys if shape.sketch_bits else keys[:, heads_of(shape, KEYS)]
         for rows, whole in ((found.keys, own_keys), (found.values, values)):
             assert rows is not None
             if selected is None:
@@ -446,25 +447,6 @@ class StoreMachine(RuleBasedStateMachine):
                 heads = [whole[own, head] for head, own in enumerate(selected)]
                 assert torch.equal(rows, torch.stack(heads, 1))
         return source
-
-    def check_probe(self, probe: Tensor, keys: Tensor, source: SegmentSource, layer: int) -> None:
-        """Keys of probe heads; or sketches, which depend on all keys of their segment."""
-        if not self.shape.sketch_bits:
-            assert torch.equal(probe, keys[:, heads_of(self.shape, PROBE)])
-            return
-        first = 0
-        for span in source._spans:
-            stop = first + len(span)
-            tables = span.segment.sketch_tables
-            assert tables is not None
-            low, step = torch.from_numpy(tables[layer].copy())
-            exact, found = keys[first:stop].float(), probe[first:stop]
-            assert ((found - exact).abs() <= step / 2 + 1e-3).all()
-            assert (exact >= low - 1e-3).all() and (exact <= low + 15 * step + 1e-3).all()
-            if (span.start, span.stop) == (0, span.segment.info.num_tokens):
-                assert torch.equal(found, sketch_of(exact, 4))
-            first = stop
-        assert first == len(probe) == len(keys)
 
     def read_selection(self, number: int, layer: int, chosen: set[int], seed: int) -> None:
         size = self.sources[number][0].num_tokens
@@ -715,21 +697,21 @@ class TightStoreMachine(StoreMachine):
             assert summary["used_bytes"] <= summary["quota_bytes"]
 
 
-class SketchStoreMachine(StoreMachine):
-    shape = SKETCHED
+class LanesStoreMachine(StoreMachine):
+    shape = LANES
 
 
-class TightSketchStoreMachine(TightStoreMachine):
-    shape = SKETCHED
-    quota = 5 * (1 + 2 * len(streams_of(SKETCHED))) * 4096 / 1e9
+class TightLanesStoreMachine(TightStoreMachine):
+    shape = LANES
+    quota = 5 * (1 + 2 * len(streams_of(LANES))) * 4096 / 1e9
 
 
 TestStore = StoreMachine.TestCase
 TestTightStore = TightStoreMachine.TestCase
-TestSketchStore = SketchStoreMachine.TestCase
-TestTightSketchStore = TightSketchStoreMachine.TestCase
+TestLanesStore = LanesStoreMachine.TestCase
+TestTightLanesStore = TightLanesStoreMachine.TestCase
 # Each example writes and reads many files.
 TestStore.settings = TestTightStore.settings = settings(
     max_examples=settings.default.max_examples, stateful_step_count=40
 )
-TestSketchStore.settings = TestTightSketchStore.settings = TestStore.settings
+TestLanesStore.settings = TestTightLanesStore.settings = TestStore.settings

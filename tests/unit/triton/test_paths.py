@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from impress_sglang.importance import selection
-from impress_sglang.importance.identify import PaperRule, SketchRule
+from impress_sglang.importance.identify import H2ORule, PaperRule
 from impress_sglang.importance.selection import agreed_tokens, own_tokens
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import ChunkReader
-from impress_sglang.storage.sketch import Sketch, sketch_keys
 from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers.moves import KernelMover
 from impress_sglang.transfer import source as source_module
@@ -44,7 +43,7 @@ CASES = [
     f"several-segments, {caches}, {order}: {shape}"
     for caches in ("tiny", "room on both", "tiny score")
     for order in ("reordered", "logical")
-    for shape in ("cut-rows-float32", "sketch-2-cut-rows", "tiny-float16", "mha-bfloat16")
+    for shape in ("cut-rows-float32", "lanes-cut-rows", "tiny-float16", "mha-bfloat16")
 ]
 
 
@@ -85,19 +84,6 @@ def test_scores_of_keys(
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 50), (3, 41)])
-def test_scores_of_a_sketch(device: str, start: int, stop: int) -> None:
-    codes, table = sketch_keys(inputs((50, 4, 32), 1, torch.float32), 4)
-    sketch = Sketch(codes.to(device), table.to(device), 4, start, stop)
-    queries, new = (inputs((7, heads, 32), heads, torch.float32).to(device) for heads in (8, 4))
-    arguments = (queries, sketch, new[:0], new, (0, 1, 2, 3), 0.3)
-
-    found = KernelScorer().column_sums(*arguments)
-
-    assert found.shape == (8, stop - start) and len(sketch) == stop - start
-    torch.testing.assert_close(found, TorchScorer().column_sums(*arguments), rtol=5e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_kernels_choose_what_torch_does(
     device: str, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -133,8 +119,8 @@ def loaded_layers(case: Case, loader: PrefixLoader) -> list[LoadedLayer]:
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("one-segment, tiny score, reordered: sketch-float32", SketchRule()),
-        ("several-segments, tiny score, reordered: sketch-float32", SketchRule()),
+        ("one-segment, tiny score, reordered: lanes-float32", H2ORule()),
+        ("several-segments, tiny score, reordered: lanes-float32", H2ORule()),
         ("several-segments, tiny score, reordered: cut-rows-float32", PaperRule(0.6)),
         ("one-segment, tiny score, logical: cut-rows-float32", PaperRule(9.0)),
     ],
@@ -142,12 +128,12 @@ def loaded_layers(case: Case, loader: PrefixLoader) -> list[LoadedLayer]:
 def test_a_layer_is_loaded_alike(
     device: str,
     name: str,
-    rule: PaperRule | SketchRule,
+    rule: PaperRule | H2ORule,
     tmp_path: Path,
     reader: ChunkReader,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Probing, choosing and loading, sketches as they are; what is cached meanwhile is the same."""
+    """Probing, choosing and loading; what is cached meanwhile is the same."""
     if device == "cuda":
         pytest.skip("the stores of these tests are on the CPU")
     # What is read through is measured, and differs from run to run.
@@ -160,14 +146,6 @@ def test_a_layer_is_loaded_alike(
     monkeypatch.setattr(source_module, "make_gatherer", KernelGatherer)
     monkeypatch.setattr(selection, "_kernels", lambda _: selection_kernels)
     case = opened(name, folders[1], reader)
-    make_source = case.make_source
-
-    def with_sketches(*args: object, **options: object) -> source_module.SegmentSource:
-        source = make_source(*args, **options)  # type: ignore[arg-type]
-        source._on_accelerator = True
-        return source
-
-    monkeypatch.setattr(case, "make_source", with_sketches)
     loader = PrefixLoader(case.shape, rule, KernelScorer())
     found = [loaded_layers(case, loader) for _ in range(2)]
 

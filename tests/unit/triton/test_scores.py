@@ -16,9 +16,8 @@ from triton.compiler import ASTSource
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.scores import column_sums as oracle
-from impress_sglang.storage.sketch import restore_keys, sketch_keys
 from impress_sglang.triton import score_kernels, scores
-from impress_sglang.triton.scores import KeyRows, Lengths, SketchRows, column_sums, tile_shape
+from impress_sglang.triton.scores import KeyRows, Lengths, column_sums, tile_shape
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 SCALING = 0.1
@@ -83,7 +82,7 @@ class Batch:
 
     def found(
         self,
-        prefix: KeyRows | SketchRows | None = None,
+        prefix: KeyRows | None = None,
         resident: KeyRows | None = None,
         new: KeyRows | None = None,
         queries: Tensor | None = None,
@@ -206,48 +205,6 @@ def test_queries_may_be_a_view(device: str) -> None:
     assert_same(batch.found(queries=view), batch.expected())
 
 
-def with_wide_channels(keys: Tensor) -> Tensor:
-    """Channels with offsets and ranges of their own, as keys have."""
-    dim = keys.shape[-1]
-    ranges = 10 ** (torch.rand(dim, device=keys.device) - 0.5)
-    return keys * ranges + 3 * torch.randn(dim, device=keys.device)
-
-
-@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
-@pytest.mark.parametrize(("bits", "start"), [(2, 0), (2, 7), (4, 1), (8, 5)])
-def test_sketches_score_like_the_keys_they_stand_for(
-    device: str, dtype: torch.dtype, bits: int, start: int
-) -> None:
-    batch = Batch(device, [6], [67], [5], 4, 2, 80, dtype)
-    stored = with_wide_channels(random(start + 67 + 3, 2, 80, dtype=SINGLE, device=device))
-    codes, table = sketch_keys(stored, bits)
-
-    found = batch.found(SketchRows(codes, table, bits, start))
-
-    # One bfloat16 factor alone would be off by more than 1e-2 here, two are by less than 1e-4.
-    expected = batch.expected(restore_keys(codes, table, bits, start, start + 67))
-    assert_same(found, expected, rtol=3e-4)
-
-
-def test_sketches_of_several_requests(device: str) -> None:
-    """Each with its own table and start, in a buffer with more heads and channels than they use."""
-    batch = Batch(device, [3, 0, 20], [40, 9, 65], [0, 4, 20], 6, 2, dtype=BRAIN)
-    starts, first_byte, tables, keys = [], 0, [], []
-    buffer = torch.full((90, 3, 72), 255, dtype=torch.uint8, device=device)[:, :2, :64]
-    for skipped, count in zip((3, 0, 6), batch.lengths[1], strict=True):
-        stored = random(skipped + count, 2, 64, dtype=SINGLE, device=device)
-        codes, table = sketch_keys(stored, 4)
-        buffer[first_byte : first_byte + len(codes)] = codes
-        starts.append(2 * first_byte + skipped)
-        first_byte += len(codes) + 1
-        tables.append(table)
-        keys.append(restore_keys(codes, table, 4, skipped, skipped + count))
-
-    found = batch.found(SketchRows(buffer, torch.stack(tables), 4, tuple(starts)))
-
-    assert_same(found, batch.expected(torch.cat(keys)))
-
-
 def test_a_new_token_does_not_see_later_ones(device: str) -> None:
     """All but the first query look at the last new token as soon as they may: only the last can."""
     n = 70
@@ -342,31 +299,28 @@ def test_dtypes_without_a_kernel_are_refused(queries: torch.dtype, keys: torch.d
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
-@pytest.mark.parametrize("bits", [0, 4])
 @pytest.mark.parametrize("group", [1, 3, 32])
 @pytest.mark.parametrize("dim", [16, 80, 256])
 @pytest.mark.parametrize("n", [1, 5000])
 def test_tiles_hold_whole_tokens_and_fit_into_shared_memory(
-    n: int, dim: int, group: int, bits: int, dtype: torch.dtype
+    n: int, dim: int, group: int, dtype: torch.dtype
 ) -> None:
     lengths = Lengths((n,), (100_000,), (0,))
 
-    tile = tile_shape(lengths, 8, group, dim, dtype, bits, 132)
+    tile = tile_shape(lengths, 8, group, dim, dtype, 132)
 
     assert tile.tokens >= 1 and tile.group >= group and tile.dim >= dim
     assert min(tile.rows, tile.keys, tile.dim) >= 16
-    # Queries, with a sketch two factors of them besides, and two stages of keys.
-    vectors = tile.rows * (3 if bits else 1) + tile.keys * tile.stages
+    # Queries, and two stages of keys.
+    vectors = tile.rows + tile.keys * tile.stages
     assert vectors * tile.dim * dtype.itemsize <= 227 * 1024
 
 
 def test_tiles_are_not_given_keys_that_they_cannot_see() -> None:
-    tile = tile_shape(Lengths((300,), (100,), (70,)), 1, 1, 64, HALF, 0, 4)
+    tile = tile_shape(Lengths((300,), (100,), (70,)), 1, 1, 64, HALF, 4)
     assert (tile.tokens, tile.keys) == (128, 64)
 
-    plan = scores._plan(
-        Lengths((300,), (100,), (70,)), (0,), tile, 1, 4, torch.device("cpu"), stream=0
-    )
+    plan = scores._plan(Lengths((300,), (100,), (70,)), tile, 1, 4, torch.device("cpu"), stream=0)
 
     seen: dict[int, list[int]] = {}
     for _, first, _, begin, end, *_ in plan.row_items.tolist():
@@ -389,10 +343,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     ) -> None:
         launches.append((kernel, arguments, tile, options))
 
-    def run(batch: Batch, prefix: SketchRows | None, *, squares: bool = False) -> list[Launch]:
+    def run(batch: Batch, *, squares: bool = False) -> list[Launch]:
         monkeypatch.setattr(scores, "_launch", note)
         monkeypatch.setattr(scores, "_processors", lambda _: 132)
-        batch.found(prefix, squares=squares)
+        batch.found(squares=squares)
         return launches
 
     return run
@@ -401,16 +355,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launcher:
 @pytest.mark.skipif(
     not isinstance(score_kernels.row_sums, triton.JITFunction), reason="interpreted"
 )
+@pytest.mark.parametrize("squares", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "heads", "dim", "bits", "squares"),
-    [
-        (BRAIN, 8, 128, 0, False),
-        (HALF, 6, 80, 4, False),
-        (SINGLE, 2, 64, 0, False),
-        (BRAIN, 8, 128, 0, True),
-        (HALF, 6, 80, 0, True),
-        (SINGLE, 2, 64, 0, True),
-    ],
+    ("dtype", "heads", "dim"), [(BRAIN, 8, 128), (HALF, 6, 80), (SINGLE, 2, 64)]
 )
 def test_kernels_compile_for_hopper(
     launched: Launcher,
@@ -419,19 +366,17 @@ def test_kernels_compile_for_hopper(
     dtype: torch.dtype,
     heads: int,
     dim: int,
-    bits: int,
     squares: bool,
 ) -> None:
     """The interpreter lets things pass that the compiler does not; no GPU is needed for that."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     batch = Batch("cpu", [100], [200], [70], heads, 2, dim, dtype)
-    sketch = SketchRows(*sketch_keys(batch.prefix, bits), bits) if bits else None
 
-    for kernel, arguments, tile, constants in launched(batch, sketch, squares=squares):
+    for kernel, arguments, tile, constants in launched(batch, squares=squares):
         code = compiled(kernel, arguments, tile, constants)
         assert "tf32" not in code.asm["ptx"]
         assert code.metadata.shared <= 227 * 1024
-        if dtype != SINGLE and kernel is not score_kernels.apply_table:
+        if dtype != SINGLE:
             assert "wgmma" in code.asm["ptx"]
 
 
@@ -439,7 +384,6 @@ TYPES = {
     HALF: "*fp16",
     BRAIN: "*bf16",
     SINGLE: "*fp32",
-    torch.uint8: "*u8",
     torch.int32: "*i32",
 }
 
@@ -468,12 +412,5 @@ def compiled(
     )
 
 
-def test_keys_take_two_launches_and_sketches_three(
-    launched: Launcher,
-) -> None:
-    batch = Batch("cpu", [50, 3], [100, 70], [0, 4], 4, 2)
-    codes, table = sketch_keys(torch.randn(170, 2, 64), 4)
-    tables = torch.stack([table, table])
-
-    assert len(launched(batch, None)) == 2
-    assert len(launched(batch, SketchRows(codes, tables, 4, (0, 100)))) == 2 + 3
+def test_a_batch_takes_two_launches(launched: Launcher) -> None:
+    assert len(launched(Batch("cpu", [50, 3], [100, 70], [0, 4], 4, 2))) == 2

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from impress_sglang.importance import selection
-from impress_sglang.importance.identify import SketchRule
-from impress_sglang.importance.selection import per_head_tokens
+from impress_sglang.importance.identify import PaperRule
+from impress_sglang.importance.selection import top_tokens, vote
 from impress_sglang.precision.tokens import CodedTokens
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.tiers import cache as cache_module
@@ -193,16 +193,16 @@ def new_slots(case: Case, k: int) -> tuple[ScatteredSlots, ScatteredSlots]:
 
 def chosen(case: Case, layer: int, inputs: LayerInputs, k: int) -> Tensor:
     """What the rule chooses, by the references."""
-    assert case.sketches is not None
+    heads, size = case.shape.probe_kv_heads, case.shape.group_size
     sums = TorchScorer().column_sums(
-        inputs.queries,
-        case.sketches[layer],
+        torch.cat([inputs.queries[:, head * size : (head + 1) * size] for head in heads], 1),
+        case.keys[layer][:, list(heads)],
         inputs.resident_keys,
         inputs.new_keys,
-        tuple(range(case.shape.num_kv_heads)),
+        heads,
         inputs.scaling,
     )
-    return per_head_tokens(sums, case.shape.group_size, k)
+    return vote(sums, top_tokens(sums, k), k)[None]
 
 
 def load_request(case: Case, fake: Device, k: int, seed: int, *, neighbour: bool) -> int:
@@ -214,7 +214,9 @@ def load_request(case: Case, fake: Device, k: int, seed: int, *, neighbour: bool
     case.request()
     source, other = case.segment_source, case.make_source()
     source._on_accelerator = True
-    loader = PrefixLoader(case.shape, SketchRule(), KernelScorer())
+    # Its threshold is never reached: one set serves all heads.
+    loader = PrefixLoader(case.shape, PaperRule(100.0), KernelScorer())
+    apart, everything = case.shape.other_kv_heads, range(case.shape.num_kv_heads)
     for layer in range(case.shape.num_layers):
         inputs, pools, others = (
             layer_inputs(case, seed + layer),
@@ -225,11 +227,12 @@ def load_request(case: Case, fake: Device, k: int, seed: int, *, neighbour: bool
         slots = LayerSlots(pools[0].whole, pools[1].whole)
         selected = loader.load(layer, source, inputs, slots, LoadStats())
         assert torch.equal(selected, chosen(case, layer, inputs, k))
-        found.append((layer, selected, pools))
+        found.append((layer, selected, pools, tuple(everything)))
         if neighbour:
             others = new_slots(case, k)
-            other.read(layer, selected, keys=others[0].whole, values=others[1].whole)
-            found.append((layer, selected, others))
+            keys = others[0].whole.only(apart)
+            other.read(layer, selected, keys=keys, values=others[1].whole)
+            found.append((layer, selected, others, apart))
         while source.next_ahead < source.num_layers:
             source.read_ahead(1.0)
         while source.is_reading:
@@ -241,10 +244,10 @@ def load_request(case: Case, fake: Device, k: int, seed: int, *, neighbour: bool
         own.close()
     overwrite_free_memory(case)
     fake.computing.run()
-    for layer, selected, (keys, values) in found:
-        for head, tokens in enumerate(selected):
-            assert torch.equal(keys.rows()[:, head], case.keys[layer][tokens, head])
-            assert torch.equal(values.rows()[:, head], case.values[layer][tokens, head])
+    for layer, (tokens,), (own_keys, own_values), heads in found:
+        for head in heads:
+            assert torch.equal(own_keys.rows()[:, head], case.keys[layer][tokens, head])
+        assert torch.equal(own_values.rows(), case.values[layer][tokens])
     return ahead
 
 
@@ -253,7 +256,7 @@ def test_each_layer_has_its_tokens(
     fake: Device, caches: str, tmp_path: Path, reader: ChunkReader
 ) -> None:
     """Chunks move through the same pages from request to request, behind what reads them."""
-    case = opened(f"one-segment, {caches}, reordered: sketch-float32", tmp_path, reader)
+    case = opened(f"one-segment, {caches}, reordered: gqa-float32", tmp_path, reader)
     ahead = [load_request(case, fake, 20, 10 * n, neighbour=n % 2 == 1) for n in range(4)]
     assert sum(ahead) > 0
     assert fake.copies.launched

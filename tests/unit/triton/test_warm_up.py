@@ -26,8 +26,6 @@ from impress_sglang.importance.identify import (
     H2ORule,
     IdentificationRule,
     PaperRule,
-    RecentRule,
-    SketchRule,
 )
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import ChunkReader
@@ -35,6 +33,7 @@ from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers.moves import KernelMover
 from impress_sglang.transfer import coded as coded_module
 from impress_sglang.transfer import source as source_module
+from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.frames import KernelTaker
 from impress_sglang.transfer.gather import KernelGatherer
@@ -42,6 +41,7 @@ from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.scoring import KernelScorer
+from impress_sglang.transfer.selective import Scratch, SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import SegmentSource
 from impress_sglang.transfer.warm_up import run_stages, warm_up
@@ -134,12 +134,11 @@ def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> Launches:
     return launches
 
 
-SKETCHES = make_shape(query_heads=6, key_dim=16, value_dim=32, sketch_bits=4)
+LANES = make_shape(query_heads=6, key_dim=16, value_dim=32, probe=())
 MHA = make_shape(query_heads=5, kv_heads=5, key_dim=32, value_dim=32, probe=(0, 1, 2))
 GQA = make_shape(query_heads=8, kv_heads=4, key_dim=16, value_dim=16, probe=(0,))
 MQA = make_shape(query_heads=4, kv_heads=1, key_dim=32, value_dim=32, probe=(0,))
-BYTES = make_shape(query_heads=3, kv_heads=3, key_dim=80, value_dim=48, sketch_bits=8)
-CODED = dataclasses.replace(SKETCHES, coded=True)
+CODED = dataclasses.replace(LANES, coded=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,21 +158,17 @@ class Server:
 
 
 SERVERS = {
-    "sketches-bfloat16": Server.of(SKETCHES, torch.bfloat16, SketchRule()),
-    "sketches-float16": Server.of(SKETCHES, torch.float16, SketchRule()),
-    "sketches-float32": Server.of(SKETCHES, torch.float32, SketchRule()),
     "paper-mha-bfloat16": Server.of(MHA, torch.bfloat16, PaperRule(0.6)),
     "paper-mha-float32": Server.of(MHA, torch.float32, PaperRule(0.6)),
-    "sketches-8-bfloat16": Server.of(BYTES, torch.bfloat16, SketchRule()),
     "paper-gqa-float16": Server.of(GQA, torch.float16, PaperRule(0.6)),
     "paper-mqa-bfloat16": Server.of(MQA, torch.bfloat16, PaperRule(0.6)),
     "h2o-mqa-bfloat16": Server.of(MQA, torch.bfloat16, H2ORule()),
-    "h2o-float16": Server.of(SKETCHES, torch.float16, H2ORule()),
+    "h2o-float16": Server.of(LANES, torch.float16, H2ORule()),
+    "h2o-float32": Server.of(LANES, torch.float32, H2ORule()),
     "h2o-mha-bfloat16": Server.of(MHA, torch.bfloat16, H2ORule()),
-    "recent-bfloat16": Server.of(SKETCHES, torch.bfloat16, RecentRule()),
-    "whole-bfloat16": Server.of(SKETCHES, torch.bfloat16, None),
-    "coded-bfloat16": Server.of(CODED, torch.bfloat16, SketchRule()),
-    "coded-float32": Server.of(CODED, torch.float32, SketchRule()),
+    "whole-bfloat16": Server.of(LANES, torch.bfloat16, None),
+    "coded-bfloat16": Server.of(CODED, torch.bfloat16, H2ORule()),
+    "coded-float32": Server.of(CODED, torch.float32, H2ORule()),
     "coded-whole-float16": Server.of(CODED, torch.float16, None),
 }
 
@@ -229,12 +224,14 @@ def make_requests(server: Server, directory: Path, reader: ChunkReader) -> None:
                     load(case, rule, k, inputs)
         case.close()
         if server.shape.coded:
-            make_coded_requests(server.shape, prefix, folder, reader)
+            make_coded_requests(server, prefix, folder, reader)
 
 
 def make_coded_requests(
-    shape: KVShape, prefix: Prefix, directory: Path, reader: ChunkReader
+    server: Server, prefix: Prefix, directory: Path, reader: ChunkReader
 ) -> None:
+    """For whole prefixes and, where a server has a rule to choose by, for parts."""
+    shape = server.shape
     parts = [CodedPart(part.num_tokens, part.start, part.stop) for part in prefix.parts]
     case = CodedCase(directory, parts, reader, shape=shape, device_pages=9, host_pages=13)
     loader = PreciseLoader(shape, ALLOCATIONS["query"], KernelScorer(), KernelCodeWriter())
@@ -246,7 +243,21 @@ def make_coded_requests(
             for layer in range(shape.num_layers):
                 slots = case.layer_slots(layer)
                 loader.load(layer, case.units, inputs, slots, bits, LoadStats())
+            for k in prefix.used if server.rule is not None else ():
+                if k < case.num_tokens:
+                    load_selected(case, k, bits, inputs)
     case.close()
+
+
+def load_selected(case: CodedCase, k: int, bits: float, inputs: LayerInputs) -> None:
+    assert case.cache is not None
+    case.source.close()
+    case.source = CodedSource(case.spans, case.reader, case.pool, case.cache)
+    scratch = Scratch(case.source, case.shape, CPU)
+    loader = SelectiveLoader(case.shape, ALLOCATIONS["query"], KernelScorer(), KernelCodeWriter())
+    for layer in range(case.shape.num_layers):
+        slots = LayerSlots.fresh(k, case.shape, CPU)
+        loader.load(layer, case.source, scratch, inputs, slots, bits, LoadStats())
 
 
 def load(case: Case, rule: IdentificationRule, k: int, inputs: LayerInputs) -> None:
@@ -272,11 +283,11 @@ def test_requests_launch_nothing_new(
     assert sorted(warm - seen) == []
 
 
-@pytest.mark.parametrize("name", ["sketches-float16", "paper-mha-bfloat16"])
+@pytest.mark.parametrize("name", ["coded-bfloat16", "paper-mha-bfloat16"])
 def test_a_prefix_that_is_computed_again_launches_nothing_new(
     name: str, launches: Launches
 ) -> None:
-    """Its keys are in memory, instead of a sketch of them."""
+    """Its keys are in memory."""
     server = SERVERS[name]
     run_stages(server.shape, server.rule, CHUNK, CPU)
     warm = launches.take()
@@ -295,7 +306,7 @@ def test_a_prefix_that_is_computed_again_launches_nothing_new(
     assert sorted(seen - warm) == []
 
 
-@pytest.mark.parametrize("name", ["sketches-bfloat16", "paper-gqa-float16", "h2o-mha-bfloat16"])
+@pytest.mark.parametrize("name", ["h2o-float32", "paper-gqa-float16", "h2o-mha-bfloat16"])
 def test_loading_into_the_first_rows_of_a_pool_launches_nothing_new(
     name: str, launches: Launches, tmp_path: Path, reader: ChunkReader
 ) -> None:
@@ -320,25 +331,19 @@ def test_what_was_not_compiled_is_seen(
     launches: Launches, tmp_path: Path, reader: ChunkReader
 ) -> None:
     """Guards the tests above: a server was started for another rule than its requests follow."""
-    server = SERVERS["sketches-bfloat16"]
-    run_stages(server.shape, H2ORule(), CHUNK, CPU)
+    server = SERVERS["paper-mha-bfloat16"]
+    run_stages(server.shape, None, CHUNK, CPU)
     warm = launches.take()
 
     make_requests(server, tmp_path, reader)
 
     missing = launches.take() - warm
-    assert {variant[0] for variant in missing} == {
-        "apply_table",
-        "row_sums",
-        "weight_sums",
-        "_gather_kernel",
-    }
-    assert all("'BITS': ('constexpr', 4)" in v[2] for v in missing if v[0] == "row_sums")
+    assert {variant[0] for variant in missing} >= {"row_sums", "weight_sums", "_choice_kernel"}
 
 
 @pytest.mark.parametrize(
     ("shape", "rule"),
-    [(SKETCHES, SketchRule()), (GQA, PaperRule(0.6)), (MHA, None), (CODED, None)],
+    [(LANES, H2ORule()), (GQA, PaperRule(0.6)), (MHA, None), (CODED, None)],
 )
 def test_what_is_launched_can_be_carried_out(
     shape: KVShape, rule: IdentificationRule | None, launches: Launches
@@ -351,13 +356,13 @@ def test_what_is_launched_can_be_carried_out(
 @pytest.mark.parametrize(
     ("kernel", "kind", "instead"),
     [
-        ("row_sums", "'BITS': ('constexpr', 4)", "--impress-identify paper"),
-        ("weight_sums", "'BITS': ('constexpr', 0)", "--impress-policy as,"),
+        ("row_sums", "", "--impress-policy as,"),
+        ("weight_sums", "", "--impress-policy as,"),
         ("_top_kernel", "", "--impress-policy as,"),
         ("_gather_kernel", "", "--impress-policy recompute,"),
-        ("weight_sums", "'SQUARES': ('constexpr', True)", "--impress-identify paper,"),
-        ("_restore_kernel", "", "--impress-identify paper,"),
-        ("_raise_kernel", "", "--impress-identify paper,"),
+        ("weight_sums", "'SQUARES': ('constexpr', True)", "--impress-policy paper,"),
+        ("_restore_kernel", "", "--impress-policy paper,"),
+        ("_raise_kernel", "", "--impress-policy paper,"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused(
@@ -374,7 +379,7 @@ def test_a_shape_that_does_not_fit_is_refused(
     monkeypatch.setattr(launches, "note", compiled)
 
     with pytest.raises(UnsupportedError) as refusal:
-        run_stages(CODED, SketchRule(), CHUNK, CPU)
+        run_stages(CODED, H2ORule(), CHUNK, CPU)
 
     text = str(refusal.value)
     assert text.partition("; use ")[2].startswith(instead)
@@ -383,14 +388,14 @@ def test_a_shape_that_does_not_fit_is_refused(
 
 
 def test_on_a_cpu_there_is_nothing_to_compile(launches: Launches) -> None:
-    assert warm_up(SKETCHES, SketchRule(), CHUNK, CPU) == 0.0
+    assert warm_up(LANES, H2ORule(), CHUNK, CPU) == 0.0
     assert not launches.take()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles for a GPU")
 def test_on_a_gpu_lengths_compile_nothing_new() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    server = SERVERS["sketches-bfloat16"]
+    server = SERVERS["coded-bfloat16"]
 
     def compiled() -> int:
         return sum(len(own.device_caches[device.index][0]) for own in COMPILED.values())

@@ -1,0 +1,116 @@
+"""Runs one layer of one request through restore -> score -> select -> allocate -> raise -> copy.
+
+A request that uses k of the m tokens of a prefix has k slots of its own. All tokens are restored
+from codes in other memory: each KV head takes the k of them that the new tokens look at most, by
+the keys as the base has them; units that hold one of these are raised; their rows go into the
+slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from impress_sglang.importance.selection import own_tokens
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.tiers.fence import to_device
+from impress_sglang.timeline import COPY, PROBE_COMPUTE, SELECT
+from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.coded_slots import CodeWriter
+from impress_sglang.transfer.loader import LayerInputs, LoadStats
+from impress_sglang.transfer.memory import rows_of_lanes
+from impress_sglang.transfer.precise import Allocation, PreciseLoader
+from impress_sglang.transfer.resident import parts_alone
+from impress_sglang.transfer.scoring import Scorer, scorer_for
+from impress_sglang.transfer.slots import LayerSlots
+
+
+class Scratch:
+    """Where a prefix is restored, one layer after the other in the same memory.
+
+    `slots` are keys [m, G, Dk] and values [m, G, Dv], in the order of the tokens.
+    """
+
+    def __init__(self, source: CodedSource, shape: KVShape, device: torch.device) -> None:
+        """For all tokens of a source whose base is nowhere in slots."""
+        self.slots = LayerSlots.fresh(source.num_tokens, shape, device)
+        places = torch.arange(source.num_tokens, device=device)
+        self.units = parts_alone(source, places)
+
+
+class SelectiveLoader:
+    """Loads the tokens of a prefix that a layer uses, in as many bits as a request wants."""
+
+    def __init__(
+        self,
+        shape: KVShape,
+        allocation: Allocation,
+        scorer: Scorer | None = None,
+        writer: CodeWriter | None = None,
+    ) -> None:
+        """`scorer`, `writer`: None for what fits the device of the queries."""
+        self._shape = shape
+        self._precise = PreciseLoader(shape, allocation, scorer, writer)
+        self._scorer = scorer
+
+    def load(
+        self,
+        layer: int,
+        source: CodedSource,
+        scratch: Scratch,
+        inputs: LayerInputs,
+        slots: LayerSlots,
+        bits: float,
+        stats: LoadStats,
+    ) -> Tensor:
+        """Fill slots with as many tokens of the prefix as they hold, those that this layer uses.
+
+        Row j of a head gets that head's own j-th token.
+
+        Args:
+            layer: from 0; ascending for each source.
+            source: of the prefix.
+            scratch: of the source.
+            inputs: of the request.
+            slots: fewer than the prefix has tokens.
+            bits: per element of the prefix, on average; less if that is more than the units with
+                chosen tokens have.
+            stats: is changed.
+
+        Returns:
+            int64 [G, k] on the CPU, ascending: the tokens that each KV head uses.
+
+        Raises:
+            PrefixUnreadable: a block could not be had; what is in the slots is undefined.
+        """
+        timeline, units = source.timeline, scratch.units
+        stats.layers_by_probe += 1
+        self._precise.restore(layer, units, scratch.slots, stats, timeline)
+        with stats.timed("probe_ms"):
+            with timeline.span(PROBE_COMPUTE, layer):
+                scores = self._scores(inputs, scratch)
+            with timeline.span(SELECT, layer):
+                selected = own_tokens(scores, self._shape.group_size, len(slots))
+                on_device = to_device(selected, scores.device)
+                chosen = torch.zeros(
+                    len(selected), source.num_tokens, dtype=torch.bool, device=scores.device
+                ).scatter_(1, on_device, True)
+        self._precise.add_planes(
+            layer, units, inputs, scratch.slots, bits, stats, timeline, chosen=chosen
+        )
+        with stats.timed("load_ms"), timeline.span(COPY, layer):
+            slots.keys.put(rows_of_lanes(scratch.slots.keys.pool, selected))
+            slots.values.put(rows_of_lanes(scratch.slots.values.pool, selected))
+        return selected
+
+    def _scores(self, inputs: LayerInputs, scratch: Scratch) -> Tensor:
+        """Importance of all tokens to each query head [Hq, m]: all new tokens count alike."""
+        scorer = self._scorer = self._scorer or scorer_for(inputs.queries.device)
+        return scorer.column_sums(
+            inputs.queries,
+            scratch.slots.keys.pool,
+            inputs.resident_keys,
+            inputs.new_keys,
+            tuple(range(self._shape.num_kv_heads)),
+            inputs.scaling,
+        )

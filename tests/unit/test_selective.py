@@ -1,0 +1,255 @@
+"""A part of a prefix from its codes: the tokens that are chosen, their bits, and what is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.precision.allocation import planes_of
+from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.loader import LayerInputs, LoadStats
+from impress_sglang.transfer.precise import ALLOCATIONS
+from impress_sglang.transfer.selective import Scratch, SelectiveLoader
+from impress_sglang.transfer.slots import LayerSlots
+from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
+from tests.unit.kv_factory import flip_byte, make_shape
+from tests.unit.source_factory import quick_files, reading
+from tests.unit.test_precise import PREFIXES, inputs, squares
+
+CPU = torch.device("cpu")
+BITS = [4.0, 5.0, 8.0]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick() -> Iterator[None]:
+    with quick_files():
+        yield
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[ChunkReader]:
+    with reading() as own:
+        yield own
+
+
+class Request:
+    """A request for k tokens of the prefix of a case: its scratch, and slots of a larger pool."""
+
+    def __init__(self, case: CodedCase, k: int, rule: str = "query") -> None:
+        assert case.cache is not None
+        self.case, self.k = case, k
+        case.source.close()
+        case.cache.placement.advance()
+        self.source = CodedSource(case.spans, case.reader, case.pool, case.cache)
+        self.scratch = Scratch(self.source, case.shape, CPU)
+        self.loader = SelectiveLoader(case.shape, ALLOCATIONS[rule])
+        self.stats = LoadStats()
+        rows = torch.randperm(k + 7, generator=torch.Generator().manual_seed(k))[:k]
+        pool = LayerSlots.fresh(k + 7, case.shape, CPU)
+        self.slots = LayerSlots.of(pool.keys.pool, pool.values.pool, rows)
+
+    def load(self, layer: int, bits: float, given: LayerInputs) -> Tensor:
+        """The tokens [G, k] that the layer uses."""
+        for own in (self.slots.keys, self.slots.values):
+            own.pool.fill_(-77.0)
+        return self.loader.load(
+            layer, self.source, self.scratch, given, self.slots, bits, self.stats
+        )
+
+    def planes(self, layer: int) -> Tensor:
+        """Of all units [G, units]."""
+        parts = [torch.from_numpy(use.part.levels[layer]) for use in self.scratch.units.uses]
+        return torch.cat(parts, 1).long()
+
+    def check_slots(self, layer: int, tokens: Tensor) -> None:
+        """They hold each head's own tokens in the bits of their units, and no others changed."""
+        expected = self.case.expected(layer, self.planes(layer))
+        rows = self.slots.keys.rows
+        assert rows is not None
+        for own, whole in zip((self.slots.keys, self.slots.values), expected, strict=True):
+            right = torch.stack([whole[mine, head] for head, mine in enumerate(tokens)], 1)
+            slack = 2 * torch.finfo(own.pool.dtype).eps * float(right.abs().max())
+            assert (own.pool[rows].float() - right).abs().max() <= slack + 1e-5
+            others = torch.ones(len(own.pool), dtype=torch.bool)
+            others[rows] = False
+            assert (own.pool[others] == -77.0).all()
+
+    def close(self) -> None:
+        self.source.close()
+        self.case.close()
+
+
+def importance(given: LayerInputs, prefix: Tensor) -> Tensor:
+    """Column sums [G, m] of the attention weights, of all queries, in float64."""
+    keys = torch.cat([given.resident_keys.float(), prefix, given.new_keys.float()]).double()
+    group = given.queries.shape[1] // keys.shape[1]
+    found = torch.zeros(keys.shape[1], len(prefix), dtype=torch.float64)
+    first = len(given.resident_keys)
+    for row, query in enumerate(given.queries.double()):
+        seen = len(keys) - len(given.new_keys) + row + 1
+        for head, vector in enumerate(query):
+            logits = keys[:seen, head // group] @ vector * given.scaling
+            found[head // group] += logits.softmax(0)[first : first + len(prefix)]
+    return found
+
+
+def check_choice(tokens: Tensor, scores: Tensor) -> None:
+    """Each head has its own best tokens, ascending; nearly equal ones may change places."""
+    assert tokens.dtype == torch.int64 and tokens.device == CPU
+    assert (tokens.diff() > 0).all()
+    for mine, own in zip(tokens, scores, strict=True):
+        left = torch.ones(len(own), dtype=torch.bool)
+        left[mine] = False
+        assert own[mine].min() >= own[left].max() * (1 - 1e-4)
+
+
+def units_of(request: Request, tokens: Tensor) -> Tensor:
+    """Units [G, units] with a chosen token of the head."""
+    chosen = torch.zeros(len(tokens), request.source.num_tokens).scatter_(1, tokens, 1.0)
+    return request.scratch.units.weights(chosen) > 0
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("name", PREFIXES)
+def test_each_head_gets_its_own_best_tokens_in_the_bits_of_their_units(
+    name: str, bits: float, tmp_path: Path, reader: ChunkReader
+) -> None:
+    """New tokens are more than the last ones, which are what planes go by."""
+    case = CodedCase(tmp_path, PREFIXES[name], reader)
+    request = Request(case, -(-case.num_tokens // 4))
+    for layer in range(SHAPE.num_layers):
+        given = inputs(case, seed=layer, new=25)
+        tokens = request.load(layer, bits, given)
+        base = case.expected(layer, torch.zeros_like(request.planes(layer)))[0]
+        check_choice(tokens, importance(given, base))
+        request.check_slots(layer, tokens)
+    request.close()
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("rule", ALLOCATIONS)
+def test_planes_go_to_units_with_chosen_tokens_only(
+    rule: str, bits: float, tmp_path: Path, reader: ChunkReader
+) -> None:
+    case = CodedCase(tmp_path, PREFIXES["several"], reader)
+    request = Request(case, 9, rule)
+    given = inputs(case)
+    tokens = request.load(0, bits, given)
+    planes, used = request.planes(0), units_of(request, tokens)
+    count, room = planes_of(bits, planes.numel()), NUM_PLANES * int(used.sum())
+    assert not planes[~used].any() and 0 < int(used.sum()) < used.numel()
+    if rule == "query" or bits in (4.0, 8.0):
+        assert int(planes.sum()) == min(count, room)
+    assert int(planes.sum()) <= count
+    request.close()
+
+
+def test_planes_go_where_an_error_of_a_chosen_token_weighs_most(
+    tmp_path: Path, reader: ChunkReader
+) -> None:
+    case = CodedCase(tmp_path, PREFIXES["several"], reader)
+    request = Request(case, 200)
+    given = inputs(case, new=25)
+    tokens = request.load(0, 5.0, given)
+    planes = request.planes(0)
+    base = case.expected(0, torch.zeros_like(planes))[0]
+    by_token = squares(given, base)
+    chosen = torch.zeros_like(by_token).scatter_(1, tokens, 1.0)
+    weights = case.units.weights(by_token * chosen)
+    gains = torch.stack([weights, weights / 16])
+    taken = torch.arange(NUM_PLANES)[:, None, None] < planes
+    assert 0 < int(planes.sum()) < NUM_PLANES * int(units_of(request, tokens).sum())
+    assert gains[taken].min() >= gains[~taken].max() * (1 - 1e-3)
+    request.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pools_of_few_bits(dtype: torch.dtype, tmp_path: Path, reader: ChunkReader) -> None:
+    shape: KVShape = make_shape(
+        layers=1, key_dim=64, value_dim=64, dtype=dtype, probe=(), coded=True
+    )
+    case = CodedCase(tmp_path, PREFIXES["several"], reader, shape=shape)
+    request = Request(case, 150)
+    given = inputs(case)
+    tokens = request.load(0, 6.0, given)
+    base = request.case.expected(0, torch.zeros_like(request.planes(0)))[0].to(dtype).float()
+    scores = importance(given, base)
+    for mine, own in zip(tokens, scores, strict=True):
+        # Keys are rounded to the pool, which brings near ones out of order.
+        best = own.topk(len(mine)).values
+        assert float(own[mine].sum()) >= float(best.sum()) * (1 - 1e-2)
+    request.check_slots(0, tokens)
+    request.close()
+
+
+def test_one_token_and_all_but_one(tmp_path: Path, reader: ChunkReader) -> None:
+    for k in (1, 63):
+        (folder := tmp_path / str(k)).mkdir()
+        case = CodedCase(folder, [CodedPart(64)], reader)
+        request = Request(case, k)
+        tokens = request.load(0, 5.0, inputs(case))
+        assert tokens.shape == (2, k)
+        request.check_slots(0, tokens)
+        request.close()
+
+
+def test_what_is_read_is_counted(tmp_path: Path, reader: ChunkReader) -> None:
+    """The base of all tokens, and planes; `mean_bits` is of all tokens that were loaded."""
+    case = CodedCase(tmp_path, PREFIXES["one"], reader)
+    request = Request(case, 20)
+    for layer in range(SHAPE.num_layers):
+        request.load(layer, 8.0, inputs(case))
+    planes = torch.stack([request.planes(layer) for layer in range(SHAPE.num_layers)])
+    request.source.close()
+    (span,), stats, read = case.spans, request.stats, request.source.stats
+    assert read.ssd_needed_bytes == span.layout.base_bytes * 3 + int(planes.sum()) * BLOCK
+    assert stats.base_bytes == span.layout.num_groups * span.layout.group_bytes * 3
+    assert (stats.layers_by_probe, stats.layers_whole, stats.layers_by_fallback) == (3, 0, 0)
+    assert sum(stats.planes) == int(planes.sum()) and stats.units == planes.numel()
+    assert stats.mean_bits == 4 + 2 * int(planes.sum()) / planes.numel()
+    assert stats.probe_ms > 0 and stats.load_ms > 0
+    request.close()
+
+
+@pytest.mark.parametrize("what", ["base", "planes"])
+def test_a_damaged_block_is_said(what: str, tmp_path: Path, reader: ChunkReader) -> None:
+    case = CodedCase(tmp_path, PREFIXES["several"], reader)
+    request = Request(case, 100)
+    request.load(0, 5.0, inputs(case))
+    segment = case.spans[2].segment
+    layout = segment.layout
+    assert layout.codes is not None
+    offset = layout.codes_offset(1)
+    if what == "planes":
+        offset += layout.codes.base_bytes
+        for unit in range(layout.codes.total_units):
+            flip_byte(case.paths[2], offset + unit * layout.codes.unit_stride)
+    else:
+        flip_byte(case.paths[2], offset)
+    with pytest.raises(PrefixUnreadable) as caught:
+        request.load(1, 8.0, inputs(case))
+    assert caught.value.segment_id == segment.segment_id
+    request.close()
+
+
+def test_the_next_request_finds_codes_in_the_caches(tmp_path: Path, reader: ChunkReader) -> None:
+    case = CodedCase(tmp_path, PREFIXES["one"], reader, host_pages=10_000)
+    answers = []
+    for _ in range(2):
+        request = Request(case, 175)
+        given = inputs(case)
+        tokens = request.load(0, 5.0, given)
+        request.check_slots(0, tokens)
+        request.source.close()
+        answers.append((tokens, request.source.stats.ssd_bytes))
+    assert torch.equal(answers[0][0], answers[1][0])
+    assert answers[0][1] > 0 and answers[1][1] == 0
+    request.close()
