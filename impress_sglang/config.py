@@ -87,7 +87,7 @@ class ImpressConfig:
     io_depth: int = 32
     readahead: float = 0.2
     load: str = "faster"
-    approximation_depth: int = 1
+    approximation_depth: int = 8
     io_timeout: float = 10.0
     device_gb: float = 0.5
     host_gb: float = 4.0
@@ -218,6 +218,14 @@ class ImpressConfig:
     def usual_bits(self) -> float:
         """Bits per element of a request that asks for none."""
         return EXACT_BITS if self.bits == EXACTLY else float(self.bits)
+
+    def depth(self, retention: float) -> int:
+        """How many approximations what is stored may rest on, if so much of a prefix was used.
+
+        Few bits add up to nothing over as many turns as the default allows (`bench.drift`); of
+        dropped tokens nobody has shown that.
+        """
+        return self.approximation_depth if retention >= 1.0 else min(1, self.approximation_depth)
 
     def serves(self, retention: float, bits: float) -> bool:
         """Whether there is such a prefix: `impress` takes a part of one from its codes only."""
@@ -400,7 +408,8 @@ OPTIONS: tuple[Option, ...] = (
         "--impress-approximation-depth",
         int,
         "How many approximations, one on top of the other, a stored KV may rest on: 1 also stores "
-        "what was computed after a part of an exact prefix, 0 nothing of the kind.",
+        "what was computed after exact KVs in few bits, 2 what was computed after that, 0 nothing "
+        "of the kind. Where a part of a prefix was used it is at most 1.",
     ),
     Option(
         "device_gb",

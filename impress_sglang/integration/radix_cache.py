@@ -504,8 +504,9 @@ class ImpressRadixCache(RadixCache):
             return StoredMatch()
         wish = wish_of(req.sampling_params, config)
         least = EXACT
-        if not policy.exact(wish) and config.approximation_depth:
-            least = Quality(config.approximation_depth, wish.retention, wish.bits)
+        depth = config.depth(wish.retention)
+        if not policy.exact(wish) and depth:
+            least = Quality(depth, wish.retention, wish.bits)
         return self._runtime.store.match(
             _namespace(key), _as_tokens(key.raw_token_ids()), least=least
         )
@@ -789,7 +790,7 @@ class ImpressRadixCache(RadixCache):
     def _offer_approximate(self, req: Any, request: PrefixRequest, up_to: int) -> None:
         """Offer what was computed after a partly loaded prefix, holding its slots for the write."""
         first, quality = request.prefix_len, request.quality
-        too_deep = quality.depth > self._runtime.config.approximation_depth
+        too_deep = quality.depth > self._runtime.config.depth(quality.retention)
         if too_deep or not self._wants(req, up_to):
             return
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]

@@ -161,6 +161,19 @@ def test_what_was_computed_on_few_bits_serves_no_exact_request(impress: Server) 
     assert exact["stored_tokens"] == 500 and exact["approximate"] is False
 
 
+def test_all_turns_of_a_conversation_are_read_back(impress: Server) -> None:
+    chat = store_prefix(impress, 300, seed=70)
+    for number in range(5):
+        prompt = [*chat, *random_tokens(90, seed=71 + number)]
+        answer = impress.generate(prompt, 10)
+        said = report(answer)
+        # All but the last generated token, which was computed for nobody.
+        assert said["path"] == "ssd" and said["prefix_tokens"] >= len(chat) - 1
+        assert said["used_tokens"] == said["prefix_tokens"]
+        chat = [*prompt, *answer["output_ids"]]
+        impress.flush()
+
+
 def test_the_same_history_gives_the_same_answers(impress: Server) -> None:
     prefix = store_prefix(impress, 1300, seed=60)
     questions = [[*prefix, *random_tokens(20, seed=61 + number)] for number in range(3)]
@@ -180,3 +193,14 @@ def test_wrong_bits_are_refused(impress: Server, wrong: object) -> None:
     )
     assert response.status_code == 400
     assert "impress_bits must be a number from 4 to 8, or 'exact'" in response.text
+
+
+def test_a_part_of_a_prefix_as_it_was_computed_is_refused(impress: Server) -> None:
+    wish = {"impress_retention": 0.5, "impress_bits": "exact"}
+    response = impress.post(
+        "/generate",
+        input_ids=[5, 6, 7],
+        sampling_params={"max_new_tokens": 1, "custom_params": wish},
+    )
+    assert response.status_code == 400
+    assert "impress_retention" in response.text and "impress_bits" in response.text
