@@ -44,7 +44,7 @@ from tests.unit.kv_factory import make_shape
 from tests.unit.store_factory import DEFAULTS
 from tests.unit.waiting import wait_until
 
-SHAPE = make_shape(layers=3)
+SHAPE = make_shape(layers=3, probe=(), coded=True)
 OLD, NEW = "0" * 32, "1" * 32
 TOKENS = 64
 

@@ -67,7 +67,9 @@ class Bench:
         self.segments[base] = layout
         for layer in range(self.shape.num_layers):
             for stream in self.shape.streams:
-                for number in range(layout.num_chunks):
+                # The probe stream of a shape without probe heads has nothing.
+                chunks = layout.num_chunks if self.shape.heads(stream) else 0
+                for number in range(chunks):
                     chunk = base + layout.chunk_index(layer, stream, number)
                     assert chunk not in self.bytes
                     self.bytes[chunk] = self.random(layout.chunk_bytes(stream, number))
@@ -78,7 +80,8 @@ class Bench:
         layout = self.segments.pop(base)
         self.cache.detach(base, layout.total_chunks)
         for chunk in range(base, base + layout.total_chunks):
-            del self.bytes[chunk], self.row_vectors[chunk]
+            self.bytes.pop(chunk, None)
+            self.row_vectors.pop(chunk, None)
 
     def random(self, size: int) -> Tensor:
         return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=self.generator)

@@ -270,11 +270,11 @@ def resealed(header: bytes, body: bytes) -> bytes:
 def test_another_format_version_is_unreadable_and_says_so(tmp_path: Path) -> None:
     path = header_file(tmp_path, SMALL)
     header = path.read_bytes()
-    body = header[32:].replace(b'"version": 5', b'"version": 4')
+    body = header[32:].replace(b'"version": 6', b'"version": 5')
     assert body != header[32:]
     path.write_bytes(resealed(header, body))
 
-    with pytest.raises(ChunkUnreadable, match="version 4"):
+    with pytest.raises(ChunkUnreadable, match="version 5"):
         read_header(path, FILES)
 
 
