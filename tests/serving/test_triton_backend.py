@@ -133,8 +133,9 @@ def test_parts_of_prefixes_give_the_answers_of_torch_native(
         random_tokens(40, seed=14),
     ]
     expected, actual = (s.generate_together(batch, 4, return_logprob=True) for s in servers)
-    # The same tokens are chosen from scores that differ in their last bits.
-    assert_same(expected, actual, 1e-3)
+    # The same tokens are chosen from scores that differ in their last bits. Codes of KVs that
+    # differ so may differ by a step.
+    assert_same(expected, actual, 5e-3)
     assert paths(actual) == ["ssd", "ssd", "computed"]
     assert [report(answer)["used_tokens"] for answer in actual] == [50, 33, 0]
     # The control: a part gives other answers than the whole.
