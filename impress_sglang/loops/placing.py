@@ -249,6 +249,76 @@ def _remember(
     return count + 1
 
 
+@compiled(f"(int64, int64, int64, float64[::1], int64[::1], {_STATE}, {_TOUCHED}, int64[::1])")
+def _move(
+    chunk: int,
+    tier: int,
+    count: int,
+    priorities: Floats,
+    capacity: Indices,
+    tiers: Uint8s,
+    first: Indices,
+    num_pages: Uint16s,
+    pages: Int32s,
+    heaps: Indices,
+    sizes: Indices,
+    places: Indices,
+    noted: Floats,
+    stacks: Int32s,
+    free: Indices,
+    touched: Indices,
+    sources: Uint8s,
+    source_pages: Int32s,
+    marks: Indices,
+    victims: Indices,
+) -> tuple[int, int]:
+    """Bring a chunk to a tier if it beats who must make room for it.
+
+    Returns:
+        How many were displaced, who are in `victims` and in no cache now, -1 if it did not move;
+        and how many chunks were touched so far.
+    """
+    displaced = _victims(
+        tier - 1,
+        int(num_pages[chunk]),
+        priorities[chunk],
+        priorities,
+        capacity,
+        num_pages,
+        heaps,
+        sizes,
+        places,
+        noted,
+        free,
+        victims,
+    )
+    if displaced < 0:
+        return -1, count
+    for number in range(displaced + 1):
+        own = victims[number] if number < displaced else chunk
+        count = _remember(
+            own, count, tiers, first, num_pages, pages, touched, sources, source_pages, marks
+        )
+        if tiers[own] != _SSD:
+            release(own, tiers, first, num_pages, pages, heaps, sizes, places, noted, stacks, free)
+    _occupy(
+        chunk,
+        tier,
+        priorities[chunk],
+        tiers,
+        first,
+        num_pages,
+        pages,
+        heaps,
+        sizes,
+        places,
+        noted,
+        stacks,
+        free,
+    )
+    return displaced, count
+
+
 @compiled(
     f"(int64[::1], int64, int64, int64, float64[::1], int64[::1], {_STATE}, {_TOUCHED}, "
     "int64[::1], int64[::1])"
@@ -306,50 +376,12 @@ def place(
         for tier in range(_DEVICE, _SSD, -1):
             if tier < _DEVICE and tiers[chunk] != _SSD:
                 break
-            victims = _victims(
-                tier - 1,
-                wanted,
-                priorities[chunk],
-                priorities,
-                capacity,
-                num_pages,
-                heaps,
-                sizes,
-                places,
-                noted,
-                free,
-                displaced,
-            )
-            if victims < 0:
-                continue
-            for number in range(victims):
-                own = displaced[number]
-                count = _remember(
-                    own,
-                    count,
-                    tiers,
-                    first,
-                    num_pages,
-                    pages,
-                    touched,
-                    sources,
-                    source_pages,
-                    marks,
-                )
-                release(
-                    own, tiers, first, num_pages, pages, heaps, sizes, places, noted, stacks, free
-                )
-            count = _remember(
-                chunk, count, tiers, first, num_pages, pages, touched, sources, source_pages, marks
-            )
-            if tiers[chunk] != _SSD:
-                release(
-                    chunk, tiers, first, num_pages, pages, heaps, sizes, places, noted, stacks, free
-                )
-            _occupy(
+            victims, count = _move(
                 chunk,
                 tier,
-                priorities[chunk],
+                count,
+                priorities,
+                capacity,
                 tiers,
                 first,
                 num_pages,
@@ -360,58 +392,23 @@ def place(
                 noted,
                 stacks,
                 free,
+                touched,
+                sources,
+                source_pages,
+                marks,
+                displaced,
             )
+            if victims < 0:
+                continue
             moved = True
             # Who was displaced from the device contends for the host, the best one first.
             for number in range(victims - 1 if tier == _DEVICE else -1, -1, -1):
-                own = displaced[number]
-                fewer = _victims(
-                    0,
-                    int(num_pages[own]),
-                    priorities[own],
+                _, count = _move(
+                    displaced[number],
+                    1,
+                    count,
                     priorities,
                     capacity,
-                    num_pages,
-                    heaps,
-                    sizes,
-                    places,
-                    noted,
-                    free,
-                    dropped,
-                )
-                if fewer < 0:
-                    continue
-                for other in range(fewer):
-                    gone = dropped[other]
-                    count = _remember(
-                        gone,
-                        count,
-                        tiers,
-                        first,
-                        num_pages,
-                        pages,
-                        touched,
-                        sources,
-                        source_pages,
-                        marks,
-                    )
-                    release(
-                        gone,
-                        tiers,
-                        first,
-                        num_pages,
-                        pages,
-                        heaps,
-                        sizes,
-                        places,
-                        noted,
-                        stacks,
-                        free,
-                    )
-                _occupy(
-                    own,
-                    1,
-                    priorities[own],
                     tiers,
                     first,
                     num_pages,
@@ -422,6 +419,11 @@ def place(
                     noted,
                     stacks,
                     free,
+                    touched,
+                    sources,
+                    source_pages,
+                    marks,
+                    dropped,
                 )
             break
         if moved:
