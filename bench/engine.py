@@ -62,7 +62,7 @@ from bench.engine_workload import (
     measure_planting,
 )
 from bench.policies import STORED_BY, store_kind
-from impress_sglang.config import BUFFER_SHARE, POLICIES, ImpressConfig
+from impress_sglang.config import POLICIES, ImpressConfig
 from impress_sglang.errors import ImpressError
 from impress_sglang.importance.identify import probe_kv_heads
 from impress_sglang.management.policies import Policy, Wish, make_policy
@@ -422,8 +422,6 @@ class CellRun:
     def _config(self, system: System, folder: Path) -> ImpressConfig:
         args, gigabytes = self._args, self._kv_bytes / 1e9
         retention = 1.0 if system.policy == "impress" else self._cell.retention
-        # A part of the host memory is for what is read ahead.
-        cached = 1.0 - BUFFER_SHARE if args.readahead else 1.0
         return ImpressConfig(
             ssd_dir=str(folder),
             ssd_gb=10 * gigabytes + 1.0,
@@ -433,7 +431,7 @@ class CellRun:
             min_retention=min(retention, ImpressConfig().min_retention),
             chunk_tokens=self._cell.chunk_tokens,
             device_gb=system.device_share * gigabytes,
-            host_gb=system.host_share * gigabytes / cached,
+            host_gb=system.host_share * gigabytes,
             readahead=args.readahead,
             reorder_interval=0.0,
         )

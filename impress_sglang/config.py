@@ -35,7 +35,6 @@ LOADS = ("faster", "always")
 AUTO = "auto"
 AUTO_FLOOR = 0.25
 # Of the host memory, for what is read ahead.
-BUFFER_SHARE = 0.25
 # The value of --impress-bits for KVs as they were computed, and the number that stands for it,
 # whatever their dtype has; else the bits of the base, and of base and planes (`precision.codec`).
 EXACTLY = "exact"
@@ -90,7 +89,8 @@ class ImpressConfig:
     approximation_depth: int = 8
     io_timeout: float = 10.0
     device_gb: float = 0.5
-    host_gb: float = 4.0
+    host_gb: float = 3.0
+    buffer_gb: float = 1.0
     recompute_gb: float = 5.0
     half_life: float = 200.0
     reorder_interval: float = 60.0
@@ -131,6 +131,9 @@ class ImpressConfig:
             "min_free_gb",
             self.min_free_gb,
             "0 or more and finite",
+        )
+        _require(
+            0 < self.buffer_gb < math.inf, "buffer_gb", self.buffer_gb, "more than 0 and finite"
         )
         engines = f"one of {', '.join(IO_ENGINES)}"
         _require(self.io_engine in IO_ENGINES, "io_engine", self.io_engine, engines)
@@ -194,8 +197,8 @@ class ImpressConfig:
 
     @property
     def buffer_bytes(self) -> int:
-        """Host memory for what is read ahead, in bytes; a part of `host_bytes`."""
-        return int(BUFFER_SHARE * self.host_bytes) if self.readahead else 0
+        """Host memory that reads from SSD fill, in bytes."""
+        return int(self.buffer_gb * 1e9)
 
     @property
     def auto_retention(self) -> bool:
@@ -421,8 +424,15 @@ OPTIONS: tuple[Option, ...] = (
         "host_gb",
         "--impress-host-gb",
         float,
-        "CPU memory for the host chunk cache (pinned where there is CUDA), in GB, of which a "
-        "quarter is for what is read ahead (0: none).",
+        "Host chunk cache (pinned where there is CUDA), in GB of CPU memory (0: none).",
+    ),
+    Option(
+        "buffer_gb",
+        "--impress-buffer-gb",
+        float,
+        "CPU memory that reads from SSD fill (pinned where there is CUDA), in GB: layers that "
+        "requests under way load and those that are read ahead. A prefix of which not even one "
+        "layer fits is computed.",
     ),
     Option(
         "recompute_gb",

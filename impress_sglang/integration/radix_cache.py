@@ -522,10 +522,11 @@ class ImpressRadixCache(RadixCache):
         work = Work(resident_len, num_tokens, len(key) + 1 - match.num_tokens)
         estimate = runtime.decide(match, work, wish_of(req.sampling_params, runtime.config))
         k = runtime.policy.tokens_to_load(num_tokens, estimate.retention)
-        if not k:
+        spans, in_codes = match.slice(resident_len, match.num_tokens), estimate.bits < EXACT_BITS
+        if not k or not runtime.store.can_read(spans, in_codes=in_codes):
             return None
         covers: tuple[Cover, ...] = ()
-        if estimate.bits < EXACT_BITS and k == num_tokens:
+        if in_codes and k == num_tokens:
             covers = self._cover(match, work)
             stored = sum(len(cover.span) for cover in covers)
             k, work = stored, Work(resident_len, stored, work.new + work.stored - stored)

@@ -21,7 +21,6 @@ from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.planner import ReadStats
 from impress_sglang.transfer.resident import PartLoad, PartUse, UsedUnits
-from impress_sglang.transfer.selective import Scratch
 
 # Of `sampling_params.custom_params`: the retention and the bits that a request asks for.
 RETENTION_KEY = "impress_retention"
@@ -78,8 +77,8 @@ class PrefixRequest:
         |<- start = m - k ->|<- resident ->|<- k ->|<- new ... ->|
 
     Of a prefix in codes that is all there, k = m, the slots are those of the parts that it `uses`
-    with other requests (`transfer.resident`), read from `loads`. If k < m it is restored in
-    `scratch` while it is loaded (`transfer.selective`).
+    with other requests (`transfer.resident`), read from `loads`. If k < m all of it is `restored`
+    elsewhere, layer by layer (`transfer.selective`).
 
     Invariants: the k slots of others are private (counted as protected by the tree) until
     `adopted`; layers below `layers_loaded` are in them, zeros if the request has `failed`.
@@ -97,7 +96,7 @@ class PrefixRequest:
     report: dict[str, object]
     units: UsedUnits | None = None  # of a prefix in codes, all of it
     loads: list[PartLoad] = dataclasses.field(default_factory=list)
-    scratch: Scratch | None = None
+    restored: UsedUnits | None = None
     new_tokens: int = 0
     timeline: Timeline = NO_TIMELINE
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)

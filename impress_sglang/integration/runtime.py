@@ -36,7 +36,7 @@ from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, PrefixLoader
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart
-from impress_sglang.transfer.selective import Scratch, SelectiveLoader
+from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import Demand, SegmentSource
 
@@ -409,13 +409,12 @@ class ServingRuntime:
             self.store.ahead.top_up()
             return
         if isinstance(request.source, CodedSource):
-            if request.scratch is None:
-                device = slots.keys.pool.device
-                request.scratch = Scratch(request.source, self.shape, device)
+            if request.restored is None:
+                request.restored = self._selective.begin(request.source, slots.keys.pool.device)
             selected = self._selective.load(
                 layer,
                 request.source,
-                request.scratch,
+                request.restored,
                 inputs,
                 slots,
                 request.bits,
@@ -429,6 +428,10 @@ class ServingRuntime:
 
     def finish_layer(self, request: PrefixRequest) -> None:
         """Count a layer that is in its slots; after the last one the source is given back."""
+        if isinstance(request.source, SegmentSource | CodedSource):
+            request.source.end_layer(request.layers_loaded)
+        for load in request.loads:
+            load.end_layer(request.layers_loaded)
         request.layers_loaded += 1
         if request.layers_loaded == self.shape.num_layers:
             self.release_source(request)
@@ -441,7 +444,7 @@ class ServingRuntime:
             # What was read ahead is counted when the source is closed.
             self.store.close_source(request.source)
             request.reads.add(request.source.stats)
-        request.source = request.scratch = None
+        request.source = request.restored = None
         loads, request.loads = request.loads, []
         for load in loads:
             # Of what several requests read together the last one tells.

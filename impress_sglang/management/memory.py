@@ -48,7 +48,7 @@ class StoreMemory:
                 policy.replacement_rule(),
                 device=device,
                 device_bytes=config.device_bytes if used else 0,
-                host_bytes=config.host_bytes - config.buffer_bytes if used else 0,
+                host_bytes=config.host_bytes if used else 0,
             )
 
         cache = make(page, page.max_chunk_pages(shape), used=usual == EXACT_BITS)

@@ -10,6 +10,7 @@ Files are opened on a thread of their own, and nobody waits for longer than `pat
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -36,7 +37,9 @@ from impress_sglang.transfer.area import AreaPool
 from impress_sglang.transfer.coded import CodedSource, CodedSpan, cached_pages, chunks_of
 from impress_sglang.transfer.expectation import STEPS, BlockHistory, UnitHistory, first_shares
 from impress_sglang.transfer.plan import SourceSpan, geometry_of
-from impress_sglang.transfer.source import Demand, SegmentSource
+from impress_sglang.transfer.source import Demand, SegmentSource, streams_area_bytes
+
+logger = logging.getLogger(__name__)
 
 AnySource = SegmentSource | CodedSource
 
@@ -105,6 +108,7 @@ class SegmentReaders:
         self._retention = retention
         self._learns = learns
         self._versions: dict[str, _Version] = {}
+        self._said_too_small = False
 
     def open_source(
         self, spans: Sequence[StoredSpan], demand: Demand, timeline: Timeline
@@ -160,6 +164,27 @@ class SegmentReaders:
                 self.release(done.segment_id)
             raise
         return segments
+
+    def can_read(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
+        """Whether a layer of spans fits into the pool; the first that does not is logged."""
+        layouts = {span.segment.segment_id: self._version_of(span.segment).layout for span in spans}
+        needed = 0
+        for layout in layouts.values():
+            size = streams_area_bytes(layout)
+            if in_codes:
+                assert layout.codes is not None
+                size = layout.codes.layer_bytes
+            needed += self._pool.size_of(size)
+        if needed <= self._pool.limit_bytes:
+            return True
+        if not self._said_too_small:
+            self._said_too_small = True
+            logger.warning(
+                "a stored prefix is computed, for a layer of it takes %.2f GB: "
+                "raise --impress-buffer-gb",
+                needed / 1e9,
+            )
+        return False
 
     def coded_bytes(self, spans: Sequence[StoredSpan], bits: float) -> float:
         """What of spans would have to come from SSD, in so many bits."""

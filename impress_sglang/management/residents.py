@@ -136,6 +136,8 @@ class ResidentParts:
 
     def _drop(self, part: ResidentPart) -> None:
         self._parts.remove(part)
+        # Its slots are not its own any more.
+        part.load = None
         own = self._shared.get(part.segment_id, [])
         if part in own:
             own.remove(part)

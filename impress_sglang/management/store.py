@@ -206,6 +206,10 @@ class PrefixStore:
         """What of the tokens [start, stop) of a match would have to come from SSD."""
         return self._readers.stored_bytes(match.slice(start, stop))
 
+    def can_read(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
+        """Whether a layer of spans fits into the buffers that reads fill."""
+        return self._readers.can_read(spans, in_codes=in_codes)
+
     def coded_bytes(self, spans: Sequence[StoredSpan], bits: float) -> float:
         """What of spans would have to come from SSD, in so many bits."""
         return self._readers.coded_bytes(spans, bits)
@@ -231,7 +235,8 @@ class PrefixStore:
         except PrefixUnreadable as error:
             self.report(error)
             return
-        source.read_ahead(0.0)
+        if self._memory.pool.has_room(source.layer_bytes):
+            source.read_ahead(0.0)
         self._measuring = source
 
     def close_source(self, source: AnySource) -> None:

@@ -197,11 +197,17 @@ class PendingRead:
             StoreUnavailable: the device failed, or has stopped; as long as the read is not `done`
                 the memory may still be written to.
         """
-        while not self._done.wait(LOOK_SECONDS):
-            if self._has_stopped():
-                raise StoreUnavailable(self._segment_id, "the device does not answer")
+        if not self.ended_in_time():
+            raise StoreUnavailable(self._segment_id, "the device does not answer")
         if self.error is not None:
             raise self.error
+
+    def ended_in_time(self) -> bool:
+        """Wait until nothing more is read; False if the device has stopped."""
+        while not self._done.wait(LOOK_SECONDS):
+            if self._has_stopped():
+                return False
+        return True
 
     def take(self, count: int) -> tuple[int, Integers, Integers, Integers, Integers]:
         """At most `count` pieces to begin: the first one, and columns as for an engine."""

@@ -15,8 +15,6 @@ from typing import Protocol
 from impress_sglang.transfer.area import AreaPool
 from impress_sglang.transfer.planner import ReadStats
 
-# So far a request under way is read ahead whether there is room or not.
-LAYERS_AHEAD = 3
 # Before anything was wanted, so much may be read in vain.
 FIRST_ALLOWANCE_BYTES = 4 << 20
 
@@ -34,7 +32,7 @@ class AheadSource(Protocol):
 
     @property
     def layer_bytes(self) -> int:
-        """Memory that a layer takes."""
+        """Memory of the pool that a layer takes."""
         ...
 
     @property
@@ -123,7 +121,7 @@ class ReadAhead:
         for own in self._live:
             own.refine(waste)
         while (source := self._next_live()) is not None:
-            if source.next_ahead > source.layer + LAYERS_AHEAD and not self._has_room(source):
+            if not self._has_room(source):
                 return
             source.read_ahead(waste)
         for waiting in self._waiting:
@@ -137,7 +135,13 @@ class ReadAhead:
         return min(unread, key=lambda own: own.next_ahead - own.layer, default=None)
 
     def _has_room(self, source: AheadSource) -> bool:
-        return self._pool.has_room(source.layer_bytes)
+        """Whether a layer fits beside the next one of any request that has nothing of it yet."""
+        lacking = (
+            own.layer_bytes
+            for own in self._live
+            if own is not source and own.next_ahead == own.layer + 1 < own.num_layers
+        )
+        return self._pool.has_room(source.layer_bytes + max(lacking, default=0))
 
     def _may_waste(self) -> bool:
         in_vain = self._ahead_bytes - self._used_bytes

@@ -7,13 +7,14 @@ memory would cost as much as the reading.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.errors import PrefixUnreadable, StoreUnavailable
 from impress_sglang.loops.types import Flags
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
@@ -47,11 +48,21 @@ class PooledMemory(AlignedMemory):
         return self._views[kind]
 
 
-class AreaPool:
-    """Memory for areas, `limit_bytes` of it; what a layer cannot do without is given beyond that.
+class Tenant(NamedTuple):
+    """Who has memory of a pool: nothing of an owner is taken away for the same owner."""
 
-    One thread uses a pool, but its memory is filled by others and read by devices: it is given
-    again only when no read into it is under way, and no device reads it.
+    owner: Hashable
+    evict: Callable[[], None]
+    """Gives the memory back at once."""
+
+
+class AreaPool:
+    """At most `limit_bytes` for areas: of those that are open, that are still being filled or read
+    by a device, and kept for later.
+
+    Who reads ahead asks whether there is room. What a layer cannot do without is given in any case:
+    what others hold is taken away, the latest first, and they read it again if they want it. One
+    thread uses a pool.
     """
 
     def __init__(self, limit_bytes: int, *, pin: bool = False, spare_bytes: int = 0) -> None:
@@ -63,30 +74,42 @@ class AreaPool:
         self._pin = pin
         self._spare_bytes = spare_bytes
         self.used_bytes = 0
-        self._most_used = 0
+        self._open: dict[PooledMemory, Tenant] = {}
         self._free: list[PooledMemory] = []
         self._draining: list[tuple[PooledMemory, list[PendingRead]]] = []
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether `num_bytes` more stay within the limit."""
-        return self.used_bytes + self._size(num_bytes) <= self.limit_bytes
+    @property
+    def held_bytes(self) -> int:
+        """All memory of the pool."""
+        return self.used_bytes + self._draining_bytes + sum(map(len, self._free))
 
-    def take(self, num_bytes: int) -> PooledMemory:
-        """Memory of at least `num_bytes`."""
+    def size_of(self, num_bytes: int) -> int:
+        """What an area of so many bytes takes."""
+        return round_up(num_bytes + self._spare_bytes, _GRAIN)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether areas that take so many bytes (see `size_of`) fit beside those that are open."""
         self._collect()
-        size = self._size(num_bytes)
-        fitting = [own for own in self._free if size <= len(own) <= 2 * size]
-        if fitting:
-            memory = min(fitting, key=len)
-            self._free.remove(memory)
-        else:
-            memory = PooledMemory(size, pin=self._pin)
+        return self.used_bytes + self._draining_bytes + num_bytes <= self.limit_bytes
+
+    def take(self, num_bytes: int, tenant: Tenant) -> PooledMemory | None:
+        """Memory of at least `num_bytes`; None if there is none that can be taken away."""
+        size = self.size_of(num_bytes)
+        for other in reversed(list(self._open.values())):
+            if self.used_bytes + size <= self.limit_bytes:
+                break
+            if other.owner != tenant.owner:
+                other.evict()
+        if self.used_bytes + size > self.limit_bytes or not self._drain(size):
+            return None
+        memory = self._free_memory(size) or self._new_memory(size)
         self.used_bytes += len(memory)
-        self._most_used = max(self._most_used, self.used_bytes)
+        self._open[memory] = tenant
         return memory
 
     def give(self, memory: PooledMemory, reads: list[PendingRead]) -> None:
         """Take memory back; `reads` may still be filling it."""
+        del self._open[memory]
         self.used_bytes -= len(memory)
         self._draining.append((memory, reads))
         self._collect()
@@ -99,8 +122,34 @@ class AreaPool:
         self._free.clear()
         self._draining.clear()
 
-    def _size(self, num_bytes: int) -> int:
-        return round_up(num_bytes + self._spare_bytes, _GRAIN)
+    @property
+    def _draining_bytes(self) -> int:
+        return sum(len(memory) for memory, _ in self._draining)
+
+    def _drain(self, size: int) -> bool:
+        """Wait until so much more fits; False if reads that must end for that do not."""
+        self._collect()
+        while self.used_bytes + self._draining_bytes + size > self.limit_bytes:
+            memory, reads = self._draining[0]
+            if not all(read.ended_in_time() for read in reads):
+                return False
+            if memory.fence is not None:
+                memory.fence.wait()
+            self._collect()
+        return True
+
+    def _free_memory(self, size: int) -> PooledMemory | None:
+        room = self.limit_bytes - self.used_bytes - self._draining_bytes
+        fitting = [own for own in self._free if size <= len(own) <= min(2 * size, room)]
+        memory = min(fitting, key=len, default=None)
+        if memory is not None:
+            self._free.remove(memory)
+        return memory
+
+    def _new_memory(self, size: int) -> PooledMemory:
+        while self._free and self.held_bytes + size > self.limit_bytes:
+            self._free.pop(0)
+        return PooledMemory(size, pin=self._pin)
 
     def _collect(self) -> None:
         waiting = []
@@ -111,9 +160,6 @@ class AreaPool:
             else:
                 waiting.append((memory, reads))
         self._draining = waiting
-        kept = self.used_bytes + sum(map(len, self._free))
-        while self._free and kept > max(self.limit_bytes, self._most_used):
-            kept -= len(self._free.pop(0))
 
 
 class LayerArea:
@@ -125,11 +171,19 @@ class LayerArea:
         offset: int,
         num_bytes: int,
         pool: AreaPool,
+        tenant: Tenant,
         *,
         spare_bytes: int = 0,
     ) -> None:
-        """The part [offset, offset + num_bytes) of the file, and memory behind it."""
-        self.memory = pool.take(num_bytes + spare_bytes)
+        """The part [offset, offset + num_bytes) of the file, and memory behind it.
+
+        Raises:
+            StoreUnavailable: no memory can be had, for reads into it do not end.
+        """
+        memory = pool.take(num_bytes + spare_bytes, tenant)
+        if memory is None:
+            raise StoreUnavailable(segment.segment_id, "all buffers wait for the device")
+        self.memory = memory
         self.ahead_bytes = 0
         self.ahead_used_bytes = 0
         self._segment = segment

@@ -27,7 +27,7 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
-from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
+from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory, Tenant
 from impress_sglang.transfer.expectation import UnitHistory, likely_blocks
 from impress_sglang.transfer.frames import FrameTaker, make_taker
 from impress_sglang.transfer.planner import ReadStats
@@ -175,7 +175,6 @@ class CodedSource:
         """
         assert spans
         self._in_slots = tuple(in_slots or [False] * len(spans))
-        self._base: list[Tensor | None] | None = None
         self.levels: Sequence[npt.NDArray[np.uint8]] | None = None
         """Of each span how many planes of its units are in slots, [L, G, units]; None: unknown."""
         self.spans = tuple(spans)
@@ -185,7 +184,7 @@ class CodedSource:
         # Spans of a segment are read into one image of its layer: the first one's.
         self._area_of = [self.segment_ids.index(own) for own in self.segment_ids]
         own_areas = (spans[number] for number in set(self._area_of))
-        self.layer_bytes = sum(span.layout.layer_bytes for span in own_areas)
+        self.layer_bytes = sum(pool.size_of(span.layout.layer_bytes) for span in own_areas)
         self.stats = ReadStats()
         self.timeline = timeline
         self.layer = -1
@@ -201,23 +200,20 @@ class CodedSource:
     def read_base(self, layer: int) -> list[Tensor | None]:
         """The base of each span that is not in slots: its groups, uint8 [groups, group_bytes].
 
-        It is read once, whoever asks; they are on the source's device, and valid until the source
-        is asked for another layer.
+        They are on the source's device, and valid until any source is asked for something.
 
         Raises:
             PrefixUnreadable: a block is missing, short or corrupt, or cannot be read now.
         """
         self._begin(layer)
-        if self._base is None:
-            chosen = [number for number, own in enumerate(self._in_slots) if not own]
-            wanted = [(number, self.spans[number].pages) for number in chosen]
-            found: list[Tensor | None] = [None] * len(self.spans)
-            for number, blocks in zip(
-                chosen, self._read(layer, wanted, PROBE_READ, last=False), strict=True
-            ):
-                found[number] = _groups(self.spans[number], blocks)
-            self._base = found
-        return self._base
+        chosen = [number for number, own in enumerate(self._in_slots) if not own]
+        wanted = [(number, self.spans[number].pages) for number in chosen]
+        found: list[Tensor | None] = [None] * len(self.spans)
+        for number, blocks in zip(
+            chosen, self._read(layer, wanted, PROBE_READ, last=False), strict=True
+        ):
+            found[number] = _groups(self.spans[number], blocks)
+        return found
 
     def read_units(self, layer: int, number: int, raised: Tensor) -> Tensor:
         """The bytes of units of a span, uint8 [n, unit_stride], on the source's device.
@@ -290,6 +286,11 @@ class CodedSource:
         """Whether reads that were asked for have not ended."""
         return self._areas.is_reading
 
+    def end_layer(self, layer: int) -> None:
+        """Nobody wants anything more of the layers up to this one."""
+        self._begin(layer)
+        self._areas.close(self.stats, self.timeline, below=layer + 1)
+
     def close(self) -> None:
         """Begin no more reads; nothing reads from the segments when `is_reading` is over."""
         self._areas.close(self.stats, self.timeline)
@@ -300,7 +301,6 @@ class CodedSource:
             return
         assert layer > self.layer, "layers are read in ascending order"
         self.layer = layer
-        self._base = None
         self.next_ahead = max(self.next_ahead, layer + 1)
         self._areas.close(self.stats, self.timeline, below=layer)
 
@@ -310,8 +310,8 @@ class CodedSource:
         span = self.spans[number]
         offset = span.segment.layout.codes_offset(layer)
 
-        def make() -> LayerArea:
-            return LayerArea(span.segment, offset, span.layout.layer_bytes, self._pool)
+        def make(tenant: Tenant) -> LayerArea:
+            return LayerArea(span.segment, offset, span.layout.layer_bytes, self._pool, tenant)
 
         return self._areas.take(layer, number, make)
 

@@ -141,19 +141,24 @@ class PreciseLoader:
         stats: LoadStats,
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
-        """Bring the base into the slots of the parts that have not loaded the layer; see `load`."""
+        """Bring the base into the slots of the parts that have not loaded the layer; see `load`.
+
+        Also of parts of other requests that are loaded with them: what was read does not last.
+        """
         keys, values = slots.keys.pool, slots.values.pool
         writer = self._writer_for(slots)
         with stats.timed("load_ms"):
             for use in units.uses:
-                if (part := use.part).layers_loaded != layer:
+                if use.part.layers_loaded != layer:
                     continue
-                load, number = _load_of(part)
-                groups = load.source.read_base(layer)[number]
-                assert groups is not None
-                stats.base_bytes += groups.numel()
-                with timeline.span(COPY, layer):
-                    writer.restore_base(part.begin_layer(layer, groups), keys, values)
+                load, _ = _load_of(use.part)
+                found = load.source.read_base(layer)
+                for part, groups in zip(load.parts, found, strict=True):
+                    if part.layers_loaded == layer and load.loads(part):
+                        assert groups is not None
+                        stats.base_bytes += groups.numel()
+                        with timeline.span(COPY, layer):
+                            writer.restore_base(part.begin_layer(layer, groups), keys, values)
 
     def add_planes(
         self,

@@ -27,17 +27,30 @@ class PartLoad:
     """A source that several requests read from, in the same pass of the model.
 
     `parts` are those of the source's spans; `pending` requests have joined and have not loaded
-    their last layer.
+    their last layer, of whom `ended` are done with `layer`.
     """
 
     source: CodedSource
     parts: Sequence[ResidentPart]
     pending: int = 0
+    layer: int = -1
+    ended: int = 0
 
     def __post_init__(self) -> None:
         for number, part in enumerate(self.parts):
             part.load = self, number
         self.source.levels = [part.levels for part in self.parts]
+
+    def loads(self, part: ResidentPart) -> bool:
+        """Whether a part, which it once had, is still to be loaded by it."""
+        return part.load is not None and part.load[0] is self and not part.broken
+
+    def end_layer(self, layer: int) -> None:
+        """A request is done with a layer; after the last one the source lets go of it."""
+        self.ended = self.ended + 1 if layer == self.layer else 1
+        self.layer = layer
+        if self.ended == self.pending:
+            self.source.end_layer(layer)
 
     def leave(self) -> bool:
         """A request is done with it; whether it was the last one."""
@@ -69,6 +82,8 @@ class ResidentPart:
     last_access: float = 0.0
     broken: bool = False
     """Whether a layer could not be read: nobody else may use it."""
+    lasting: bool = True
+    """Whether a layer can be raised when the next one is loaded: ranges of all are kept."""
     load: tuple[PartLoad, int] | None = None
     """What it is read from now, and which span of that it is."""
 
@@ -77,7 +92,7 @@ class ResidentPart:
         assert len(self.slots) == len(self)
         shape = self.num_layers, self.layout.num_heads, len(self.units)
         self.levels: npt.NDArray[np.uint8] = np.zeros(shape, np.uint8)
-        self._ranges: list[Tensor] = []
+        self._ranges: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -99,10 +114,12 @@ class ResidentPart:
 
     def begin_layer(self, layer: int, groups: Tensor) -> CodedTokens:
         """The part in the next layer, whose base is uint8 [groups, group_bytes]; keeps ranges."""
-        assert layer == self.layers_loaded == len(self._ranges)
+        assert layer == self.layers_loaded
         assert len(groups) == -(-self.stop // GROUP_TOKENS) - self.start // GROUP_TOKENS
+        if not self.lasting:
+            self._ranges.clear()
         # A copy: what was read belongs to the source.
-        self._ranges.append(groups[:, : self.layout.group_range_bytes].clone())
+        self._ranges[layer] = groups[:, : self.layout.group_range_bytes].clone()
         self.layers_loaded += 1
         return CodedTokens(self.layout, groups, self.start, self.slots)
 
@@ -121,11 +138,14 @@ class ResidentPart:
         )
         group, unit = self.start // GROUP_TOKENS, self.units[0]
         rest.levels = self.levels[:, :, rest.units[0] - unit :].copy()
-        rest._ranges = [own[token // GROUP_TOKENS - group :] for own in self._ranges]
+        rest._ranges = {
+            layer: own[token // GROUP_TOKENS - group :] for layer, own in self._ranges.items()
+        }
         self.slots, self.stop = self.slots[: token - self.start], token
         del self.units
         self.levels = self.levels[:, :, : len(self.units)].copy()
-        self._ranges = [own[: -(-token // GROUP_TOKENS) - group] for own in self._ranges]
+        kept = -(-token // GROUP_TOKENS) - group
+        self._ranges = {layer: own[:kept] for layer, own in self._ranges.items()}
         return rest
 
 
@@ -180,7 +200,7 @@ class UsedUnits:
 
 
 def parts_alone(source: CodedSource, slots: Tensor) -> UsedUnits:
-    """Parts that nobody shares for all tokens of a source, and their load.
+    """Parts that nobody shares for all tokens of a source, layer by layer, and their load.
 
     Args:
         source: whose base is nowhere in slots.
@@ -194,6 +214,7 @@ def parts_alone(source: CodedSource, slots: Tensor) -> UsedUnits:
             span.start,
             span.stop,
             own,
+            lasting=False,
         )
         for span, own in zip(
             source.spans, slots.split([len(span) for span in source.spans]), strict=True

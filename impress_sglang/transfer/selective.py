@@ -20,22 +20,9 @@ from impress_sglang.transfer.coded_slots import CodeWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.memory import rows_of_lanes
 from impress_sglang.transfer.precise import Allocation, PreciseLoader
-from impress_sglang.transfer.resident import parts_alone
+from impress_sglang.transfer.resident import UsedUnits, parts_alone
 from impress_sglang.transfer.scoring import Scorer, scorer_for
 from impress_sglang.transfer.slots import LayerSlots
-
-
-class Scratch:
-    """Where a prefix is restored, one layer after the other in the same memory.
-
-    `slots` are keys [m, G, Dk] and values [m, G, Dv], in the order of the tokens.
-    """
-
-    def __init__(self, source: CodedSource, shape: KVShape, device: torch.device) -> None:
-        """For all tokens of a source whose base is nowhere in slots."""
-        self.slots = LayerSlots.fresh(source.num_tokens, shape, device)
-        places = torch.arange(source.num_tokens, device=device)
-        self.units = parts_alone(source, places)
 
 
 class SelectiveLoader:
@@ -52,12 +39,18 @@ class SelectiveLoader:
         self._shape = shape
         self._precise = PreciseLoader(shape, allocation, scorer, writer)
         self._scorer = scorer
+        # A layer of a prefix, as long as the longest so far; of one request after the other.
+        self._scratch: LayerSlots | None = None
+
+    def begin(self, source: CodedSource, device: torch.device) -> UsedUnits:
+        """What is known of a source's tokens on a device, whose base is nowhere in slots."""
+        return parts_alone(source, torch.arange(source.num_tokens, device=device))
 
     def load(
         self,
         layer: int,
         source: CodedSource,
-        scratch: Scratch,
+        units: UsedUnits,
         inputs: LayerInputs,
         slots: LayerSlots,
         bits: float,
@@ -70,7 +63,7 @@ class SelectiveLoader:
         Args:
             layer: from 0; ascending for each source.
             source: of the prefix.
-            scratch: of the source.
+            units: of the source, from `begin`.
             inputs: of the request.
             slots: fewer than the prefix has tokens.
             bits: per element of the prefix, on average; less if that is more than the units with
@@ -83,12 +76,12 @@ class SelectiveLoader:
         Raises:
             PrefixUnreadable: a block could not be had; what is in the slots is undefined.
         """
-        timeline, units = source.timeline, scratch.units
+        timeline, scratch = source.timeline, self._scratch_for(source, slots)
         stats.layers_by_probe += 1
-        self._precise.restore(layer, units, scratch.slots, stats, timeline)
+        self._precise.restore(layer, units, scratch, stats, timeline)
         with stats.timed("probe_ms"):
             with timeline.span(PROBE_COMPUTE, layer):
-                scores = self._scores(inputs, scratch)
+                scores = self._scores(inputs, scratch.keys.pool)
             with timeline.span(SELECT, layer):
                 selected = own_tokens(scores, self._shape.group_size, len(slots))
                 on_device = to_device(selected, scores.device)
@@ -96,19 +89,28 @@ class SelectiveLoader:
                     len(selected), source.num_tokens, dtype=torch.bool, device=scores.device
                 ).scatter_(1, on_device, True)
         self._precise.add_planes(
-            layer, units, inputs, scratch.slots, bits, stats, timeline, chosen=chosen
+            layer, units, inputs, scratch, bits, stats, timeline, chosen=chosen
         )
         with stats.timed("load_ms"), timeline.span(COPY, layer):
-            slots.keys.put(rows_of_lanes(scratch.slots.keys.pool, selected))
-            slots.values.put(rows_of_lanes(scratch.slots.values.pool, selected))
+            slots.keys.put(rows_of_lanes(scratch.keys.pool, selected))
+            slots.values.put(rows_of_lanes(scratch.values.pool, selected))
         return selected
 
-    def _scores(self, inputs: LayerInputs, scratch: Scratch) -> Tensor:
+    def _scratch_for(self, source: CodedSource, slots: LayerSlots) -> LayerSlots:
+        """Memory for a layer of all tokens of a source, in their order."""
+        count, held = source.num_tokens, self._scratch
+        if held is None or len(held.keys.pool) < count:
+            self._scratch = held = None
+            device = slots.keys.pool.device
+            self._scratch = held = LayerSlots.fresh(count, self._shape, device)
+        return LayerSlots.of(held.keys.pool[:count], held.values.pool[:count])
+
+    def _scores(self, inputs: LayerInputs, keys: Tensor) -> Tensor:
         """Importance of all tokens to each query head [Hq, m]: all new tokens count alike."""
         scorer = self._scorer = self._scorer or scorer_for(inputs.queries.device)
         return scorer.column_sums(
             inputs.queries,
-            scratch.slots.keys.pool,
+            keys,
             inputs.resident_keys,
             inputs.new_keys,
             tuple(range(self._shape.num_kv_heads)),

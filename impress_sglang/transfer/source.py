@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.loops.types import Flags, Indices
-from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
+from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
 from impress_sglang.storage.reader import ChunkReader, OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
-from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
+from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory, Tenant
 from impress_sglang.transfer.expectation import chances_after, likely_blocks
 from impress_sglang.transfer.gather import RowGatherer, make_gatherer
 from impress_sglang.transfer.plan import SourceSpan, chances_by_tokens
@@ -140,7 +141,9 @@ class SegmentSource:
         """
         assert spans
         self.segment_ids = [span.segment.segment_id for span in spans]
-        self.layer_bytes = sum(span.segment.layout.streams_bytes for span in spans)
+        self.layer_bytes = sum(
+            pool.size_of(streams_area_bytes(span.segment.layout)) for span in spans
+        )
         self.timeline = timeline
         self.layer = -1
         """The layer that was asked for last."""
@@ -229,7 +232,8 @@ class SegmentSource:
             seen = chances_by_tokens(span, layer, own)
             chances = chances_after(span.blocks.codes[layer], requests, seen)
             likely = likely_blocks(chances, missing, waste)
-            if likely.any():
+            room = self._areas.find(layer, number) or self._pool.has_room(self.layer_bytes)
+            if likely.any() and room:
                 self._area(layer, number).read_ahead(likely, self._reader)
 
     def copy_ahead(self) -> None:
@@ -319,6 +323,11 @@ class SegmentSource:
         with self.timeline.span(PLAN, layer):
             self._planner.note_whole(layer)
 
+    def end_layer(self, layer: int) -> None:
+        """Nobody wants anything more of the layers up to this one."""
+        self._begin(layer)
+        self._areas.close(self.stats, self.timeline, below=layer + 1)
+
     def close(self) -> None:
         """Begin no more reads; nothing reads from the segments when `is_reading` is over."""
         self._copied = None
@@ -354,7 +363,13 @@ class SegmentSource:
     def _area(self, layer: int, number: int) -> LayerArea:
         """The area of a layer of the span with this number."""
         segment = self._spans[number].segment
-        return self._areas.take(layer, number, lambda: _streams_area(segment, layer, self._pool))
+        return self._areas.take(layer, number, functools.partial(self._make_area, segment, layer))
+
+    def _make_area(self, segment: OpenSegment, layer: int, tenant: Tenant) -> LayerArea:
+        layout = segment.layout
+        offset, size = layout.layer_offset(layer), layout.streams_bytes
+        spare = streams_area_bytes(layout) - size
+        return LayerArea(segment, offset, size, self._pool, tenant, spare_bytes=spare)
 
     def _carry_out(self, plan: PlannedRead, stage: str, take: Callable[[], _T]) -> _T:
         """Rows are taken from where chunks stood before the read; then the chunks move."""
@@ -429,10 +444,8 @@ class SegmentSource:
         return found
 
 
-def _streams_area(segment: OpenSegment, layer: int, pool: AreaPool) -> LayerArea:
-    """For the streams of a layer."""
-    layout = segment.layout
+def streams_area_bytes(layout: SegmentLayout) -> int:
+    """Of an area for the streams of a layer."""
     # The last chunk of a stream may be short; it is looked at as if it were not.
     longest = max(layout.chunk_stride(stream) for stream in layout.shape.streams)
-    offset, size = layout.layer_offset(layer), layout.streams_bytes
-    return LayerArea(segment, offset, size, pool, spare_bytes=longest)
+    return layout.streams_bytes + longest

@@ -277,7 +277,7 @@ def _reading(cache: ChunkCache, at_end: contextlib.ExitStack) -> tuple[ChunkRead
     reader = ChunkReader(1, FileSystem(), engine="threads")
     at_end.callback(reader.close)
     pin = cache.device.type == "cuda"
-    pool = AreaPool(0, pin=pin, spare_bytes=cache.page.page_bytes)
+    pool = AreaPool(1 << 62, pin=pin, spare_bytes=cache.page.page_bytes)
     at_end.callback(pool.close)
     return reader, pool
 

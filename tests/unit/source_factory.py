@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import math
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.segment import MappingLists
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
-from impress_sglang.transfer.area import AreaPool
+from impress_sglang.transfer.area import AreaPool, Tenant
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.plan import SourceSpan
 from impress_sglang.transfer.planner import ReadStats
@@ -456,10 +457,14 @@ def poison(case: Case) -> None:
     # What a layer of each span takes.
     layouts = [span.segment.layout for span in case.spans]
     taken = [
-        case.pool.take(own.layer_bytes + max(map(own.chunk_stride, streams_of(case.shape))))
+        case.pool.take(
+            own.layer_bytes + max(map(own.chunk_stride, streams_of(case.shape))),
+            Tenant("poison", lambda: None),
+        )
         for own in layouts
     ]
     for memory in taken:
+        assert memory is not None
         memory.view[:] = b"\xff" * len(memory)
         case.pool.give(memory, [])
 
@@ -596,9 +601,9 @@ class OneEngine(FileSystem):
 
 
 @contextlib.contextmanager
-def stepping(depth: int) -> Iterator[tuple[ChunkReader, StepEngine]]:
+def stepping(depth: int, *, patience: float = math.inf) -> Iterator[tuple[ChunkReader, StepEngine]]:
     """A reader whose reads end when the test says so; at the end all do."""
-    with with_engine(StepEngine(depth)) as (reader, engine):
+    with with_engine(StepEngine(depth), patience=patience) as (reader, engine):
         yield reader, engine
 
 
@@ -612,8 +617,10 @@ def counting() -> Iterator[tuple[ChunkReader, StepEngine]]:
 
 
 @contextlib.contextmanager
-def with_engine(engine: StepEngine) -> Iterator[tuple[ChunkReader, StepEngine]]:
-    reader = ChunkReader(engine.depth, OneEngine(engine))
+def with_engine(
+    engine: StepEngine, *, patience: float = math.inf
+) -> Iterator[tuple[ChunkReader, StepEngine]]:
+    reader = ChunkReader(engine.depth, OneEngine(engine), patience=patience)
     try:
         yield reader, engine
     finally:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.transfer.ahead import FIRST_ALLOWANCE_BYTES, LAYERS_AHEAD, ReadAhead
-from impress_sglang.transfer.area import AreaPool, PooledMemory
+from impress_sglang.transfer.ahead import FIRST_ALLOWANCE_BYTES, ReadAhead
+from impress_sglang.transfer.area import AreaPool, PooledMemory, Tenant
 from impress_sglang.transfer.planner import ReadStats
 
 MIB = 1 << 20
@@ -40,7 +40,9 @@ class FakeSource:
         assert self.next_ahead < self.num_layers
         self.log.append((self.name, self.next_ahead))
         self.wastes.append(waste)
-        self.memory[self.next_ahead] = self.pool.take(self.layer_bytes)
+        memory = self.pool.take(self.layer_bytes, Tenant(self, pytest.fail))
+        assert memory is not None
+        self.memory[self.next_ahead] = memory
         self.next_ahead += 1
 
     def refine(self, waste: float) -> None:
@@ -103,18 +105,33 @@ def test_a_request_is_read_ahead_layer_after_layer_to_its_end() -> None:
     assert len(bench.log) == 6, "there is nothing more"
 
 
-def test_the_next_layers_are_read_whether_there_is_room_or_not() -> None:
-    """A layer is not held up by the memory of those after it."""
+def test_without_room_nothing_is_read() -> None:
     bench = Bench(room=0)
     source = bench.source()
-
     bench.ahead.join(source)
-    assert bench.take_log() == layers("a", *range(LAYERS_AHEAD))
-    for layer in range(source.num_layers):
-        source.ask_for(layer)
-        bench.ahead.top_up()
-        expected = [layer + LAYERS_AHEAD] if layer + LAYERS_AHEAD < source.num_layers else []
-        assert bench.take_log() == layers("a", *expected)
+    source.ask_for(0)
+    bench.ahead.top_up()
+    assert bench.log == []
+
+
+def test_room_is_left_for_the_next_layer_of_a_request_that_has_nothing_of_it() -> None:
+    """Else it would take away what was read for others."""
+    bench = Bench(room=4)
+    for name, size in (("a", 1), ("b", 1), ("c", 2)):
+        bench.ahead.join(bench.source(name, 20, size * MIB))
+    # The first one was alone; what is left is for one layer, and not enough for the third one.
+    assert bench.log == layers("a", 0, 1, 2, 3)
+    bench = Bench(room=4)
+    sources = [bench.source(name, 20, size * MIB) for name, size in (("a", 1), ("b", 1), ("c", 2))]
+    bench.pool.limit_bytes = 0
+    for source in sources:
+        bench.ahead.join(source)
+    bench.pool.limit_bytes = 3 * MIB
+    bench.ahead.top_up()
+    assert bench.take_log() == layers("a", 0), "and two for c"
+    bench.pool.limit_bytes = 4 * MIB
+    bench.ahead.top_up()
+    assert bench.take_log() == layers("b", 0) + layers("c", 0)
 
 
 @pytest.mark.parametrize("room", [4, 5, 6])
@@ -146,29 +163,15 @@ def test_the_request_that_is_nearest_to_what_it_has_goes_first() -> None:
     first, second = bench.source("a", 20), bench.source("b", 20)
     bench.ahead.join(first)
     bench.ahead.join(second)
-    assert bench.take_log() == layers("a", 0, 1, 2) + layers("b", *range(LAYERS_AHEAD))
+    assert bench.take_log() == layers("a", 0, 1, 2)
     first.ask_for(2)
     bench.pool.limit_bytes = 100 * MIB
 
     bench.ahead.top_up()
 
-    # a has nothing beyond its layer, b has two layers: a catches up, then they take turns.
-    assert bench.log[:6] == [("a", 3), ("a", 4), ("a", 5), ("a", 6), ("b", 3), ("a", 7)]
-    assert sorted(bench.log) == sorted(layers("a", *range(3, 20)) + layers("b", *range(3, 20)))
-
-
-def test_without_room_a_request_far_ahead_does_not_keep_another_from_its_next_layer() -> None:
-    bench = Bench(room=4)
-    first, second = bench.source("a", 20), bench.source("b", 20)
-    bench.ahead.join(first)
-    assert bench.take_log() == layers("a", 0, 1, 2, 3)
-
-    bench.ahead.join(second)
-
-    assert bench.take_log() == layers("b", *range(LAYERS_AHEAD))
-    second.ask_for(0)
-    bench.ahead.top_up()
-    assert bench.take_log() == layers("b", LAYERS_AHEAD)
+    # Neither has anything beyond its layer: they take turns.
+    assert bench.log[:6] == [("a", 3), ("b", 0), ("a", 4), ("b", 1), ("a", 5), ("b", 2)]
+    assert sorted(bench.log) == sorted(layers("a", *range(3, 20)) + layers("b", *range(20)))
 
 
 def test_who_waits_is_read_after_those_under_way_in_the_order_of_arrival() -> None:
@@ -238,7 +241,6 @@ def test_who_has_joined_does_not_wait_any_more() -> None:
     source = bench.source()
     bench.ahead.wait(source, 100 * MIB)
     bench.ahead.join(source)
-    assert bench.take_log() == layers("a", *range(LAYERS_AHEAD))
     bench.ahead.leave(source)
     bench.pool.limit_bytes = 100 * MIB
 
@@ -396,11 +398,6 @@ def test_no_layer_is_read_twice_and_room_is_kept(
         else:
             bench.ahead.top_up()
 
-        for name, own in sources.items():
+        for own in sources.values():
             assert list(own.memory) == sorted(own.memory)
-            if name in live and step != "ask":
-                done = own.next_ahead == own.num_layers
-                assert done or own.next_ahead > own.layer + LAYERS_AHEAD
-        # Each source under way may have its next layers beyond the room, and the present one.
-        beyond = sum(LAYERS_AHEAD + 1 for _ in live)
-        assert bench.pool.used_bytes <= (room + beyond) * MIB
+        assert bench.pool.used_bytes <= room * MIB

@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
 from impress_sglang.storage import reader as reader_module
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.reader import ChunkReader, OpenSegment
-from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory
+from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory, Tenant
 from impress_sglang.transfer.plan import Flags
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
@@ -32,6 +34,13 @@ MIB = 1 << 20
 def quick() -> Iterator[None]:
     with quick_files():
         yield
+
+
+def take(pool: AreaPool, num_bytes: int, owner: object = None) -> PooledMemory:
+    """Memory that nobody takes away."""
+    memory = pool.take(num_bytes, Tenant(owner, lambda: None))
+    assert memory is not None
+    return memory
 
 
 def is_quiet(area: LayerArea) -> bool:
@@ -53,7 +62,8 @@ class Stored:
         self.pool = AreaPool(32 * MIB)
 
     def area(self) -> LayerArea:
-        area = LayerArea(self.segment, self.offset, self.blocks * BLOCK, self.pool)
+        size, owner = self.blocks * BLOCK, Tenant(object(), lambda: None)
+        area = LayerArea(self.segment, self.offset, size, self.pool, owner)
         area.memory.view[:] = b"\xee" * len(area.memory)
         return area
 
@@ -283,14 +293,14 @@ def test_memory_is_not_given_again_while_it_is_filled(
 
     area.close(reader)
     assert stored.pool.used_bytes == 0
-    others = [stored.pool.take(size) for _ in range(3)]
+    others = [take(stored.pool, size) for _ in range(3)]
     assert all(other is not memory for other in others)
     engine.allow(1)
-    assert stored.pool.take(size) is not memory
+    assert take(stored.pool, size) is not memory
     engine.allow()
     wait_until(lambda: is_quiet(area))
 
-    assert stored.pool.take(size) is memory
+    assert take(stored.pool, size) is memory
     stored.check(area, 1, 2)
 
 
@@ -349,45 +359,146 @@ def test_any_order_of_reads(stored: Stored, seed: int) -> None:
 
 def test_memory_is_used_again() -> None:
     pool = AreaPool(8 * MIB)
-    first = pool.take(3 * MIB)
+    first = take(pool, 3 * MIB)
     assert len(first) >= 3 * MIB and pool.used_bytes == len(first)
-    second = pool.take(3 * MIB)
+    second = take(pool, 3 * MIB)
     assert second is not first
 
     pool.give(first, [])
     assert pool.used_bytes == len(second)
 
-    assert pool.take(5 * MIB // 2) is first, "a little larger is good enough"
+    assert take(pool, 5 * MIB // 2) is first, "a little larger is good enough"
     pool.give(first, [])
-    assert pool.take(MIB // 2) is not first, "a lot larger is not"
+    assert take(pool, MIB // 2) is not first, "a lot larger is not"
 
 
 def test_there_is_room_up_to_the_limit() -> None:
     pool = AreaPool(3 * MIB)
     assert pool.has_room(3 * MIB) and not pool.has_room(3 * MIB + 1)
-    first = pool.take(2 * MIB - 5)
-    assert pool.has_room(1) and pool.has_room(MIB) and not pool.has_room(MIB + 1)
+    size = pool.size_of(2 * MIB - 5)
+    assert size == 2 * MIB
 
-    second = pool.take(5 * MIB)
-    assert not pool.has_room(1), "what a layer cannot do without is given all the same"
+    memory = take(pool, 2 * MIB - 5)
 
-    for memory in (first, second):
-        pool.give(memory, [])
+    assert pool.has_room(MIB) and not pool.has_room(MIB + 1)
+    pool.give(memory, [])
     assert pool.has_room(3 * MIB)
 
 
+class Renter:
+    """Has memory of a pool until that is taken away."""
+
+    def __init__(self, pool: AreaPool, name: str, log: list[str], owner: object = None) -> None:
+        self.pool, self.name, self.log = pool, name, log
+        self.owner = name if owner is None else owner
+        self.memory: PooledMemory | None = None
+
+    def take(self, num_bytes: int) -> bool:
+        self.memory = self.pool.take(num_bytes, Tenant(self.owner, self.evict))
+        return self.memory is not None
+
+    def evict(self) -> None:
+        self.log.append(self.name)
+        self.give()
+
+    def give(self) -> None:
+        assert self.memory is not None
+        self.pool.give(self.memory, [])
+        self.memory = None
+
+
+def test_what_others_hold_is_taken_away_the_latest_first() -> None:
+    log: list[str] = []
+    pool = AreaPool(4 * MIB)
+    renters = [Renter(pool, name, log) for name in "abcd"]
+    for renter in renters:
+        assert renter.take(MIB)
+    new = Renter(pool, "e", log)
+
+    assert new.take(2 * MIB)
+
+    assert log == ["d", "c"]
+    assert pool.used_bytes == pool.held_bytes == 4 * MIB
+
+
+def test_nothing_is_taken_away_for_its_owner() -> None:
+    log: list[str] = []
+    pool = AreaPool(3 * MIB)
+    owner = object()
+    parts = [Renter(pool, name, log, owner) for name in "ab"]
+    assert parts[0].take(2 * MIB) and not parts[1].take(2 * MIB)
+    assert parts[0].memory is not None and log == []
+    assert not Renter(pool, "c", log).take(4 * MIB), "more than there is"
+
+
+def test_memory_that_is_still_filled_is_waited_for(
+    stored: Stored, step: tuple[ChunkReader, StepEngine]
+) -> None:
+    reader, engine = step
+    area = stored.area()
+    size = len(area.memory)
+    stored.pool.limit_bytes = size
+    area.read(stored.flags(1, 2), 0, reader)
+    engine.wait_started(2)
+    area.close(reader)
+    assert not stored.pool.has_room(1), "it is not there before the reads have ended"
+    waiting = threading.Timer(0.2, engine.allow)
+    waiting.start()
+
+    assert take(stored.pool, size) is area.memory
+
+    assert is_quiet(area)
+    waiting.join()
+
+
+def test_memory_that_a_stopped_device_fills_is_not_waited_for(stored: Stored) -> None:
+    with stepping(4, patience=0.2) as (reader, engine):
+        area = stored.area()
+        size = len(area.memory)
+        stored.pool.limit_bytes = size
+        area.read(stored.flags(1, 2), 0, reader)
+        engine.wait_started(2)
+        area.close(reader)
+
+        with pytest.raises(StoreUnavailable, match="wait for the device"):
+            stored.area()
+
+        engine.allow()
+        wait_until(lambda: is_quiet(area))
+        assert take(stored.pool, size) is area.memory
+
+
+STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 5 * MIB)), max_size=60)
+
+
+@given(limit=st.integers(5 * MIB, 12 * MIB), steps=STEPS)
+def test_no_more_memory_is_held_than_the_limit(
+    limit: int, steps: list[tuple[bool, int, int]]
+) -> None:
+    """And who must have some gets it, if others do with less."""
+    pool, log = AreaPool(limit), list[str]()
+    renters = [Renter(pool, str(number), log) for number in range(6)]
+    for wants, number, num_bytes in steps:
+        renter = renters[number]
+        if renter.memory is not None:
+            renter.give()
+        elif wants:
+            assert renter.take(num_bytes)
+        open_bytes = sum(len(own.memory) for own in renters if own.memory is not None)
+        assert pool.used_bytes == open_bytes <= pool.held_bytes <= limit
+    pool.close()
+
+
 def test_memory_of_sizes_that_nobody_wants_is_let_go() -> None:
-    """What is kept is no more than the limit, or than was in use at once."""
-    pool, known = AreaPool(6 * MIB), weakref.WeakSet[PooledMemory]()
+    pool, known = AreaPool(42 * MIB), weakref.WeakSet[PooledMemory]()
     for round_number in range(3):
-        for size in (1, 3, 7, 15, 2, 40):
-            memory = pool.take((size + round_number) * MIB)
+        for size in (1, 3, 7, 15, 2, 39):
+            memory = take(pool, (size + round_number) * MIB)
             known.add(memory)
             pool.give(memory, [])
             del memory
-    gc.collect()
-
-    assert sum(map(len, known)) <= 42 * MIB
+            gc.collect()
+            assert sum(map(len, known)) <= 42 * MIB
     pool.close()
     gc.collect()
     assert not known

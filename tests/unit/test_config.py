@@ -16,7 +16,6 @@ from impress_sglang.config import (
     ALLOCATIONS,
     AUTO,
     AUTO_FLOOR,
-    BUFFER_SHARE,
     CONFIG_VARIABLE,
     EXACT_BITS,
     EXACTLY,
@@ -94,6 +93,7 @@ WRONG_VALUES: list[tuple[str, Any]] = [
         )
         for value in (-0.001, float("nan"), float("inf"))
     ],
+    *[("buffer_gb", value) for value in (0, -1.0, float("nan"), float("inf"))],
     ("reorder_key", "frequency"),
     ("reorder_key", ""),
 ]
@@ -120,6 +120,7 @@ WRONG_TYPES: list[tuple[str, Any]] = [
     ("device_gb", "0.5"),
     ("device_gb", False),
     ("host_gb", None),
+    ("buffer_gb", "1"),
     ("half_life", "1000"),
     ("reorder_interval", True),
     ("reorder_key", None),
@@ -247,22 +248,14 @@ def test_default_written_on_a_command_line_is_parsed_back(option: Any) -> None:
 
 
 def test_sizes_are_decimal_gigabytes() -> None:
-    config = ImpressConfig(ssd_gb=1.5, min_free_gb=0.25, device_gb=0.125, host_gb=2)
+    config = ImpressConfig(ssd_gb=1.5, min_free_gb=0.25, device_gb=0.125, host_gb=2, buffer_gb=0.75)
 
     assert config.ssd_bytes == 1_500_000_000
     assert config.min_free_bytes == 250_000_000
     assert config.device_bytes == 125_000_000
     assert config.host_bytes == 2_000_000_000
+    assert config.buffer_bytes == 750_000_000
     assert ImpressConfig(recompute_gb=0.5).recompute_bytes == 500_000_000
-
-
-def test_memory_for_what_is_read_ahead_is_a_part_of_the_hosts() -> None:
-    config = ImpressConfig(host_gb=2, readahead=0.01)
-
-    assert config.buffer_bytes == BUFFER_SHARE * 2_000_000_000
-    assert 0 < config.buffer_bytes < config.host_bytes
-    assert ImpressConfig(host_gb=2, readahead=0).buffer_bytes == 0, "what nobody uses is not kept"
-    assert ImpressConfig(host_gb=0).buffer_bytes == 0
 
 
 @pytest.mark.parametrize("retention", [0.05, 0.3, 1])
@@ -439,6 +432,7 @@ CONFIGS = st.builds(
     io_timeout=st.floats(0, 1e3, exclude_min=True),
     device_gb=st.floats(0, 1e3),
     host_gb=st.floats(0, 1e3),
+    buffer_gb=st.floats(0, 1e3, exclude_min=True),
     recompute_gb=st.floats(0, 1e3),
     half_life=st.floats(0, 1e6),
     reorder_interval=st.floats(0, 1e6),

@@ -386,7 +386,7 @@ def test_pieces_of_a_segment_are_read_into_one_image(
         assert own is not None
         assert torch.equal(own, groups[start // 64 : -(-stop // 64)])
     assert source.layer_bytes == alone.layer_bytes
-    assert case.pool.used_bytes == 2 * case.pool._size(alone.layer_bytes)
+    assert case.pool.used_bytes == 2 * alone.layer_bytes
     source.close()
     alone.close()
     assert case.pool.used_bytes == 0

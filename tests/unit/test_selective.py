@@ -17,7 +17,7 @@ from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS
-from impress_sglang.transfer.selective import Scratch, SelectiveLoader
+from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
 from tests.unit.kv_factory import flip_byte, make_shape
@@ -41,7 +41,7 @@ def reader() -> Iterator[ChunkReader]:
 
 
 class Request:
-    """A request for k tokens of the prefix of a case: its scratch, and slots of a larger pool."""
+    """A request for k tokens of the prefix of a case: and its slots of a larger pool."""
 
     def __init__(self, case: CodedCase, k: int, rule: str = "query") -> None:
         assert case.cache is not None
@@ -49,8 +49,8 @@ class Request:
         case.source.close()
         case.cache.placement.advance()
         self.source = CodedSource(case.spans, case.reader, case.pool, case.cache)
-        self.scratch = Scratch(self.source, case.shape, CPU)
         self.loader = SelectiveLoader(case.shape, ALLOCATIONS[rule])
+        self.units = self.loader.begin(self.source, CPU)
         self.stats = LoadStats()
         rows = torch.randperm(k + 7, generator=torch.Generator().manual_seed(k))[:k]
         pool = LayerSlots.fresh(k + 7, case.shape, CPU)
@@ -60,13 +60,11 @@ class Request:
         """The tokens [G, k] that the layer uses."""
         for own in (self.slots.keys, self.slots.values):
             own.pool.fill_(-77.0)
-        return self.loader.load(
-            layer, self.source, self.scratch, given, self.slots, bits, self.stats
-        )
+        return self.loader.load(layer, self.source, self.units, given, self.slots, bits, self.stats)
 
     def planes(self, layer: int) -> Tensor:
         """Of all units [G, units]."""
-        parts = [torch.from_numpy(use.part.levels[layer]) for use in self.scratch.units.uses]
+        parts = [torch.from_numpy(use.part.levels[layer]) for use in self.units.uses]
         return torch.cat(parts, 1).long()
 
     def check_slots(self, layer: int, tokens: Tensor) -> None:
@@ -114,7 +112,7 @@ def check_choice(tokens: Tensor, scores: Tensor) -> None:
 def units_of(request: Request, tokens: Tensor) -> Tensor:
     """Units [G, units] with a chosen token of the head."""
     chosen = torch.zeros(len(tokens), request.source.num_tokens).scatter_(1, tokens, 1.0)
-    return request.scratch.units.weights(chosen) > 0
+    return request.units.weights(chosen) > 0
 
 
 @pytest.mark.parametrize("bits", BITS)

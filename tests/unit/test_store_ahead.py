@@ -227,7 +227,7 @@ def test_measuring_a_match_that_was_lost_does_nothing(bench: Workbench, store: P
 
 def slow_store(bench: Workbench, **options: float) -> PrefixStore:
     """Reads take some tenths of a second, and begin without delay."""
-    store = bench.open(files=SlowFileSystem(1.0), readahead=0.5, host_gb=0.1, **options)
+    store = bench.open(files=SlowFileSystem(1.0), readahead=0.5, **options)
     bench.put(store, prompt(1, 200))
     return store
 
@@ -270,7 +270,7 @@ def test_a_store_is_closed_cleanly_while_a_source_is_read_ahead(
 
 
 def test_what_was_read_ahead_is_used_and_counted(bench: Workbench, no_gaps: None) -> None:
-    store = bench.open(readahead=0.5, host_gb=0.1)
+    store = bench.open(readahead=0.5)
     bench.put(store, TOKENS)
     source = store.open_source(look_up(store, TOKENS), 0, 40, Demand(whole=True))
     store.ahead.join(source)
@@ -289,7 +289,7 @@ def test_what_was_read_ahead_is_used_and_counted(bench: Workbench, no_gaps: None
 
 
 def test_what_was_read_ahead_in_vain_is_counted_too(bench: Workbench) -> None:
-    store = bench.open(readahead=0.5, host_gb=0.1)
+    store = bench.open(readahead=0.5)
     bench.put(store, TOKENS)
     source = store.open_source(look_up(store, TOKENS), 0, 40, Demand(whole=True))
     store.ahead.wait(source, 0.0)
@@ -303,7 +303,7 @@ def test_what_was_read_ahead_in_vain_is_counted_too(bench: Workbench) -> None:
 
 
 def test_nothing_that_is_read_ahead_is_evicted(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(2 * bench.one), readahead=0.5, host_gb=0.1)
+    store = bench.open(ssd_gb=gb(2 * bench.one), readahead=0.5)
     for number in (1, 2):
         bench.put(store, prompt(number))
     source = store.open_source(look_up(store, prompt(1)), 0, 8, Demand())
@@ -316,13 +316,25 @@ def test_nothing_that_is_read_ahead_is_evicted(bench: Workbench) -> None:
     store.close_source(source)
 
 
-def test_memory_for_reading_ahead_is_taken_from_the_host_cache(bench: Workbench) -> None:
-    with_buffer = bench.open(readahead=0.2, host_gb=0.02)
-    capacity = with_buffer.cache.placement.capacity
-    bench.close(with_buffer)
-    without = bench.open(readahead=0.0, host_gb=0.02)
+def test_memory_for_reads_is_apart_from_the_host_cache(bench: Workbench) -> None:
+    small = bench.open(host_gb=0.02, buffer_gb=0.005)
+    capacity = small.cache.placement.capacity
+    assert small.summary()["buffer_bytes"] == 5_000_000
+    bench.close(small)
+    large = bench.open(host_gb=0.02, buffer_gb=0.5)
 
-    pages = [list(own.values())[1] for own in (capacity, without.cache.placement.capacity)]
-    assert pages[0] == pytest.approx(0.75 * pages[1], rel=0.01)
-    assert with_buffer.summary()["buffer_bytes"] == 5_000_000
-    assert without.summary()["buffer_bytes"] == 0
+    assert large.cache.placement.capacity == capacity
+
+
+def test_a_prefix_of_which_no_layer_fits_into_the_buffer_cannot_be_read(
+    bench: Workbench, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = bench.open(buffer_gb=0.0011)
+    bench.put(store, TOKENS)
+    spans = look_up(store, TOKENS).slice(0, 40)
+    assert store.can_read(spans, in_codes=False)
+    bench.close(store)
+    store = bench.open(buffer_gb=0.0001)
+    for _ in range(3):
+        assert not store.can_read(spans, in_codes=False)
+    assert caplog.text.count("raise --impress-buffer-gb") == 1

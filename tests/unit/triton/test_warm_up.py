@@ -41,7 +41,7 @@ from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.scoring import KernelScorer
-from impress_sglang.transfer.selective import Scratch, SelectiveLoader
+from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import SegmentSource
 from impress_sglang.transfer.warm_up import run_stages, warm_up
@@ -253,11 +253,11 @@ def load_selected(case: CodedCase, k: int, bits: float, inputs: LayerInputs) -> 
     assert case.cache is not None
     case.source.close()
     case.source = CodedSource(case.spans, case.reader, case.pool, case.cache)
-    scratch = Scratch(case.source, case.shape, CPU)
     loader = SelectiveLoader(case.shape, ALLOCATIONS["query"], KernelScorer(), KernelCodeWriter())
+    units = loader.begin(case.source, CPU)
     for layer in range(case.shape.num_layers):
         slots = LayerSlots.fresh(k, case.shape, CPU)
-        loader.load(layer, case.source, scratch, inputs, slots, bits, LoadStats())
+        loader.load(layer, case.source, units, inputs, slots, bits, LoadStats())
 
 
 def load(case: Case, rule: IdentificationRule, k: int, inputs: LayerInputs) -> None:
