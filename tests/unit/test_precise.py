@@ -392,3 +392,92 @@ def test_pieces_of_a_segment_are_read_into_one_image(
     assert case.pool.used_bytes == 0
     assert source.stats.ssd_bytes == alone.stats.ssd_bytes
     case.close()
+
+
+def test_a_load_brings_all_its_parts_whoever_comes_first(
+    tmp_path: Path, reader: ChunkReader
+) -> None:
+    """What was read does not last until the next request wants it."""
+    case = CodedCase(tmp_path, PREFIXES["several"], reader)
+    loader, everything = PreciseLoader(SHAPE, ALLOCATIONS["query"]), case.units
+    last = case.parts[-1]
+    alone = UsedUnits([PartUse(last, last.start, last.stop)], torch.device("cpu"))
+    for layer in range(SHAPE.num_layers):
+        slots, stats = case.layer_slots(layer), [LoadStats(), LoadStats()]
+        loader.restore(layer, alone, slots, stats[0])
+        assert [part.layers_loaded for part in case.parts] == [layer + 1] * len(case.parts)
+        case.check(layer)
+        loader.restore(layer, everything, slots, stats[1])
+        assert stats[0].base_bytes > 0 == stats[1].base_bytes
+    case.close()
+
+
+@pytest.mark.parametrize("how", ["given up", "broken"])
+def test_slots_that_a_part_has_lost_are_not_written(
+    how: str, tmp_path: Path, reader: ChunkReader
+) -> None:
+    case = CodedCase(tmp_path, PREFIXES["several"], reader)
+    gone, *others = case.parts
+    if how == "given up":
+        gone.load = None
+    else:
+        gone.broken = True
+    uses = [PartUse(part, part.start, part.stop) for part in others]
+    units = UsedUnits(uses, torch.device("cpu"))
+    slots = case.layer_slots(0)
+    PreciseLoader(SHAPE, ALLOCATIONS["query"]).restore(0, units, slots, LoadStats())
+    assert [part.layers_loaded for part in case.parts] == [0, 1, 1]
+    for pool in (slots.keys.pool, slots.values.pool):
+        assert (pool[gone.slots] == -77.0).all()
+        assert not (pool[others[0].slots] == -77.0).any()
+    case.close()
+
+
+def test_buffers_are_given_back_when_the_last_request_is_done_with_a_layer(
+    tmp_path: Path, reader: ChunkReader
+) -> None:
+    case = CodedCase(tmp_path, PREFIXES["one"], reader)
+    held, _ = case.parts[0].load or pytest.fail()
+    held.pending = 3
+    for layer in range(SHAPE.num_layers):
+        load(case, layer, 5.0)
+        held.end_layer(layer)
+        assert case.pool.used_bytes == case.source.layer_bytes
+        if layer == 0:
+            assert not held.leave(), "one of them ended early"
+        else:
+            held.end_layer(layer)
+    assert case.pool.used_bytes == 0
+    assert case.source.layer == SHAPE.num_layers - 1
+    case.close()
+
+
+def test_requests_that_take_each_others_buffers_get_the_same_bits(
+    tmp_path: Path, reader: ChunkReader
+) -> None:
+    """With room for one layer of one of them; planes are wanted when the base is gone."""
+    cases = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        cases.append(CodedCase(tmp_path / name, PREFIXES["several"], reader))
+    pool = cases[0].pool
+    pool.limit_bytes = cases[0].source.layer_bytes
+    for case in cases:
+        case.pool = pool
+        case.request()
+    loader = PreciseLoader(SHAPE, ALLOCATIONS["query"])
+    for layer in range(SHAPE.num_layers):
+        for case in cases:
+            loader.restore(layer, case.units, case.layer_slots(layer), LoadStats())
+            assert pool.held_bytes <= pool.limit_bytes
+        for case in cases:
+            given = inputs(case)
+            loader.add_planes(layer, case.units, given, case.layer_slots(layer), 6.0, LoadStats())
+            assert pool.held_bytes <= pool.limit_bytes
+        for case in cases:
+            case.check(layer)
+            planes = case.levels(layer)
+            assert int(planes.sum()) == planes_of(6.0, planes.numel())
+    for case in cases:
+        case.close()
+    assert pool.used_bytes == 0

@@ -251,3 +251,18 @@ def test_the_next_request_finds_codes_in_the_caches(tmp_path: Path, reader: Chun
     assert torch.equal(answers[0][0], answers[1][0])
     assert answers[0][1] > 0 and answers[1][1] == 0
     request.close()
+
+
+def test_of_a_prefix_that_passes_ranges_of_one_layer_are_kept(
+    tmp_path: Path, reader: ChunkReader
+) -> None:
+    case = CodedCase(tmp_path, [CodedPart(300)], reader)
+    request = Request(case, 70)
+    given = inputs(case)
+    for layer in range(SHAPE.num_layers):
+        request.load(layer, 5.0, given)
+        (use,) = request.units.uses
+        assert list(use.part._ranges) == [layer]
+    scratch = request.loader._scratch
+    assert scratch is not None and len(scratch.keys.pool) == 300
+    request.close()
