@@ -109,7 +109,7 @@ def _digest(words: Words, lanes: Words, scratch: Words) -> Any:
 
 @compiled("int64(uint64[::1], int64[::1], uint64[::1], int64)")
 def first_bad_block(words: Words, blocks: Indices, checksums: Words, first: int) -> int:
-    """See `vectorised.first_bad_block`."""
+    """See `digests.first_bad_block`."""
     lanes = np.empty(8, np.uint64)
     scratch = np.empty((2, 64), np.uint64)
     for place in range(len(blocks)):

@@ -1,6 +1,8 @@
-"""The loops, compiled with Numba when this module is imported, and later taken from its cache.
+"""What planning a read does for every token, chunk and block, as loops over flat arrays.
 
-What they do is said in `vectorised`, function by function; results are equal bit for bit.
+Arrays are contiguous and of the dtypes that the functions name. Results that are arrays are new,
+except where a function says that it changes its arguments. Tests compare each loop with the same in
+NumPy, bit for bit.
 """
 
 from __future__ import annotations
@@ -9,8 +11,6 @@ import numpy as np
 
 from impress_sglang.loops.jit import compiled
 from impress_sglang.loops.types import Flags, Floats, Indices, Int32s, Mapping, Uint8s, Uint16s
-
-NAME = "numba"
 
 # As in segment files.
 _MAPPINGS = ("uint16[::1]", "uint32[::1]")
@@ -53,10 +53,31 @@ def locate_rows(
     key_last: Int32s,
     placed: bool,
 ) -> tuple[Indices, Indices, Indices, Indices, Flags, Flags]:
-    """See `vectorised.locate_rows`.
+    """Where the tokens of a span stand.
 
     Rows are marked in a byte each, from which chunks and blocks are counted in order: several times
     faster than counting as they come. Unsigned numbers spare a test whether an index is negative.
+
+    Args:
+        tokens: int64 [lanes, k], ascending in each lane, counted from the start of the prefix.
+        first: of the span, counted like `tokens`.
+        stop: likewise, after its last one.
+        start: of the span, counted from the start of its segment.
+        mapping: [lanes * rows of a lane], the row of each token; empty if they are the same.
+        lane_rows: rows of a lane, which are tokens of the segment.
+        chunk_rows: rows of a chunk.
+        value_first: int32 [blocks of a lane's values], the first row that a block holds.
+        value_last: likewise the last row.
+        key_first: the same of keys; empty if nobody asks.
+        key_last: the same of keys.
+        placed: whether there are other spans, so that positions are wanted; else all tokens are
+            the span's.
+
+    Returns:
+        Of the tokens of the span int64 [n]: positions in the read (token after token and in each
+        lane by lane), lanes, and rows. If not `placed` the first two are empty, and rows come in
+        the order of the read. Then the rows wanted of each chunk, int64 [lanes * chunks of a lane];
+        and which blocks of values and of keys hold wanted rows, bool [lanes * blocks of a lane].
     """
     num_lanes, k = tokens.shape
     lane_chunks = -(-lane_rows // chunk_rows)
@@ -103,7 +124,15 @@ def locate_rows(
 
 @compiled("(int64[::1], float64[::1])")
 def touched_chunks(counts: Indices, rows_of_chunk: Floats) -> tuple[Indices, Indices, Floats]:
-    """See `vectorised.touched_chunks`."""
+    """The chunks of which rows are wanted.
+
+    Args:
+        counts: int64 [chunks], wanted rows of each.
+        rows_of_chunk: float64 [chunks], all rows of each.
+
+    Returns:
+        The chunks, ascending, and of each the wanted rows and their share.
+    """
     found = 0
     for chunk in range(len(counts)):
         found += counts[chunk] > 0
@@ -122,7 +151,12 @@ def touched_chunks(counts: Indices, rows_of_chunk: Floats) -> tuple[Indices, Ind
 
 @compiled("(uint8[::1], int64[::1])")
 def tally(tiers: Uint8s, counts: Indices) -> tuple[int, int, int, int, int, int]:
-    """See `vectorised.tally`."""
+    """Wanted rows by the tier (0 to 2) where they are found, and then chunks.
+
+    Args:
+        tiers: uint8 [n], of each chunk.
+        counts: int64 [n], wanted rows of each.
+    """
     rows = np.zeros(3, np.int64)
     chunks = np.zeros(3, np.int64)
     for place in range(len(tiers)):
@@ -141,7 +175,17 @@ def add_cached_blocks(
     kept: Flags,
     tier: int,
 ) -> None:
-    """See `vectorised.add_cached_blocks`."""
+    """Flag the blocks that must be read: wanted ones, and all of chunks that are kept.
+
+    Args:
+        blocks: bool [blocks], changed in place.
+        wanted: bool [blocks].
+        chunk_of_block: int64 [blocks], ascending, of all chunks.
+        chunks: int64 [n], those that are touched.
+        tiers: uint8 [n], where these are found.
+        kept: bool [n], whether they will be cached.
+        tier: only chunks that are found here count.
+    """
     # 1: wanted blocks of the chunk; 2: all of its blocks.
     degree = np.zeros(chunk_of_block[-1] + 1, np.uint8)
     for place in range(len(chunks)):
@@ -169,7 +213,10 @@ def chunk_hits(
     chunk_rows: int,
     hit: Flags,
 ) -> tuple[int, int]:
-    """See `vectorised.chunk_hits`."""
+    """How many tokens stand in the span, and how many of these in chunks that are flagged.
+
+    `hit` is bool [lanes * chunks of a lane]; for the rest see `locate_rows`.
+    """
     lane_chunks = -(-lane_rows // chunk_rows)
     wanted, hits = 0, 0
     for lane in range(len(tokens)):
@@ -201,7 +248,19 @@ def record_scores(
     least_weight: float,
     most_accesses: int,
 ) -> None:
-    """See `vectorised.record_scores`."""
+    """Count an access to distinct chunks, and give them their new priorities.
+
+    Args:
+        ids: int64 [n].
+        shares: float64 [n], share of each chunk's rows that is wanted.
+        accesses: uint16, by id, changed in place.
+        averages: float64, moving averages of the shares, by id, changed in place.
+        frequencies: float64, by id, changed in place.
+        priorities: float64, frequency times average, by id, changed in place.
+        unit: what an access adds to a frequency.
+        least_weight: of a share in its average; the first ones count alike.
+        most_accesses: where counting stops.
+    """
     # A division takes longer than all of the rest.
     always_least = 2.0 / least_weight
     for place in range(len(ids)):
@@ -234,7 +293,25 @@ def find_candidates(
     free_device: int,
     free_host: int,
 ) -> Indices:
-    """See `vectorised.find_candidates`."""
+    """Chunks that might move to a better place; if one has a chance, all that could move at all.
+
+    A chunk may displace a larger one and leave room for others.
+
+    Args:
+        ids: int64 [n].
+        tiers: uint8 [n], where they stand.
+        num_pages: uint16, by id.
+        priorities: float64, by id.
+        width: a chunk of more pages never moves.
+        device: the best tier.
+        lowest_device: the lowest priority there, infinity if it is empty.
+        lowest_host: likewise.
+        free_device: pages.
+        free_host: pages.
+
+    Returns:
+        Their places in `ids`, ascending.
+    """
     lowest = min(lowest_device, lowest_host)
     movable = 0
     any_chance = False
@@ -257,7 +334,14 @@ def find_candidates(
 
 @compiled("(uint8[::1], boolean[::1], uint8[::1], uint8[::1])")
 def move_codes(codes: Uint8s, wanted: Flags, kept: Uint8s, raised: Uint8s) -> None:
-    """See `vectorised.move_codes`."""
+    """Move the chance of every block, in place.
+
+    Args:
+        codes: uint8 [blocks].
+        wanted: bool [blocks].
+        kept: uint8 [256], what becomes of a code whose block was not wanted.
+        raised: uint8 [256], of one whose block was.
+    """
     for block in range(len(codes)):
         codes[block] = raised[codes[block]] if wanted[block] else kept[codes[block]]
 
@@ -272,7 +356,17 @@ def move_averages(
     kept: Uint8s,
     raised: Uint8s,
 ) -> None:
-    """See `vectorised.move_averages`."""
+    """Move the average of every token of a span, in place.
+
+    Args:
+        averages: uint8 [lanes, tokens of the segment].
+        tokens: int64 [lanes, k], the selected ones, distinct in a lane; see `locate_rows`.
+        first: see `locate_rows`.
+        stop: see `locate_rows`.
+        start: see `locate_rows`.
+        kept: uint8 [256], what becomes of an average whose token was not selected.
+        raised: uint8 [256], of one whose token was.
+    """
     num_lanes, k = tokens.shape
     before = np.empty(k, np.uint8)
     for lane in range(num_lanes):
@@ -289,7 +383,17 @@ def move_averages(
 
 @compiled("(uint8[:, ::1], int64[::1], boolean[::1], int64)")
 def missing_blocks(tiers: Uint8s, chunk_of_block: Indices, possible: Flags, ssd: int) -> Flags:
-    """See `vectorised.missing_blocks`."""
+    """Which blocks stand in chunks that are on SSD alone.
+
+    Args:
+        tiers: uint8 [layers, chunks of a layer].
+        chunk_of_block: int64 [blocks of a layer].
+        possible: bool [blocks of a layer], those that count.
+        ssd: the number of this tier.
+
+    Returns:
+        bool [layers, blocks of a layer].
+    """
     num_layers, num_blocks = len(tiers), len(chunk_of_block)
     missing = np.empty((num_layers, num_blocks), np.bool_)
     for layer in range(num_layers):
@@ -301,7 +405,7 @@ def missing_blocks(tiers: Uint8s, chunk_of_block: Indices, possible: Flags, ssd:
 
 @compiled("(uint8[::1], boolean[::1])")
 def weigh_codes(codes: Uint8s, candidates: Flags) -> Indices:
-    """See `vectorised.weigh_codes`."""
+    """How many of the candidates have each code, int64 [256]; both arguments are flat."""
     counts = np.zeros(256, np.int64)
     for block in range(len(codes)):
         counts[codes[block]] += candidates[block]
@@ -310,7 +414,7 @@ def weigh_codes(codes: Uint8s, candidates: Flags) -> Indices:
 
 @compiled("(uint8[::1], boolean[::1], int64)")
 def likely_flags(codes: Uint8s, candidates: Flags, threshold: int) -> Flags:
-    """See `vectorised.likely_flags`."""
+    """The candidates whose code is at least `threshold`; both arrays are flat."""
     likely = np.empty(len(codes), np.bool_)
     for block in range(len(codes)):
         likely[block] = candidates[block] and codes[block] >= threshold
@@ -337,7 +441,27 @@ def vector_addresses(
     stride: int,
     bases: Indices,
 ) -> Indices:
-    """See `vectorised.vector_addresses`."""
+    """Addresses of the vectors of rows: from SSD in an image of the layer, in caches in pages.
+
+    Args:
+        lanes: int64 [n], of each row.
+        rows: int64 [n], in its lane.
+        tiers: uint8 [c], where each touched chunk is found; 0 is SSD.
+        place_of_chunk: int64 [lanes * lane_chunks], which of the c each chunk is.
+        pages: int32 [c, width] of the touched chunks; may be empty if none is cached.
+        lane_chunks: chunks of a lane.
+        chunk_rows: rows of a chunk.
+        row_vectors: vectors of a row.
+        page_vectors: vectors of a page.
+        vector_bytes: bytes of a vector, which divide those of a row.
+        start: byte of the image where the lanes begin.
+        lane_bytes: bytes of a lane.
+        stride: bytes from chunk to chunk.
+        bases: int64 [3], by tier: where the image begins, and the first page of each cache.
+
+    Returns:
+        int64 [n * row_vectors].
+    """
     addresses = np.empty(len(rows) * row_vectors, np.int64)
     for j in range(len(rows)):
         chunk = rows[j] // chunk_rows
