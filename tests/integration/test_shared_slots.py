@@ -222,3 +222,12 @@ def test_what_was_read_for_a_part_while_it_waited_is_its_own(world: CodedWorld) 
     part = world.admit(world.ask("part", retention=0.5))
     assert part is not None and part.source is prefetch.source
     assert part.report["prefetched"] and not world.cache._prefetches
+
+
+@pytest.mark.parametrize("retention", [1.0, 0.5])
+def test_a_prefix_that_no_buffer_holds_is_computed(world: CodedWorld, retention: float) -> None:
+    pool = world.runtime.store._memory.pool
+    limit, pool.limit_bytes = pool.limit_bytes, 1
+    assert world.ask("first", retention=retention).host_hit_length == 0
+    pool.limit_bytes = limit
+    assert world.ask("second", retention=retention).host_hit_length > 0
