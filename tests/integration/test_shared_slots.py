@@ -206,7 +206,7 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: CodedWorld) -> None:
     assert request.report["shared_tokens"] == 0 and request.report["bits"] == 5.0
     for layer in range(SHAPE.num_layers):
         world.load(request, layer)
-    assert request.source is None and request.scratch is None, "given back after the last layer"
+    assert request.source is None and request.restored is None, "given back after the last layer"
     assert request.stats.layers_by_probe == SHAPE.num_layers
     assert 4.0 <= float(str(request.report["bits_mean"])) <= 5.0
     assert int(str(request.report["base_bytes"])) > 0
