@@ -157,7 +157,8 @@ class StoreMachine(RuleBasedStateMachine):
             readahead=0.5,
             device_gb=6 * page_bytes / 1e9,
             # A quarter is for what is read ahead.
-            host_gb=(12 * page_bytes + 0.5) / 1e9,
+            host_gb=(9 * page_bytes + 0.5) / 1e9,
+            buffer_gb=16 * 2**20 / 1e9,
             reorder_interval=0.0,
             policy="paper",
             retention=0.25,
