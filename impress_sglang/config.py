@@ -28,6 +28,8 @@ POLICIES = (
     "as",
     "recompute",
 )
+# Those that never use a part of a prefix, whatever the retention.
+WHOLE_POLICIES = ("as", "recompute")
 REORDER_KEYS = ("selected", "importance")
 IO_ENGINES = ("auto", "aio", "threads")
 LOADS = ("faster", "always")
@@ -233,6 +235,16 @@ class ImpressConfig:
     def serves(self, retention: float, bits: float) -> bool:
         """Whether there is such a prefix: `impress` takes a part of one from its codes only."""
         return self.policy != "impress" or retention >= 1.0 or bits < EXACT_BITS
+
+    def uses_part(self, retention: float) -> bool:
+        """Whether a request of this retention uses a part of a prefix."""
+        return retention < 1.0 and self.policy not in WHOLE_POLICIES
+
+    @property
+    def needs_parts(self) -> bool:
+        """Whether the server is for parts of prefixes: its usual retention, or its policy."""
+        compared = self.policy not in (*WHOLE_POLICIES, "impress")
+        return compared or self.uses_part(self.usual_retention)
 
     @property
     def trace_path(self) -> Path | None:

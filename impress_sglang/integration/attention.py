@@ -1,16 +1,19 @@
 """What every attention backend does for IMPRESS: loads a request's prefix, layer by layer.
 
 SGLang's own backend object is kept; `adopt_backend` changes its class, so that its attributes,
-graph flags and identity checks stay what they are. How a backend starts a row at its offset differs
-between kinds: `torch_native.py` and `paged.py`.
+graph flags and identity checks stay what they are. Where all of a prefix is in slots, rows are
+ordinary and that is all. How a backend starts a row at an offset differs between kinds:
+`torch_native.py` and `paged.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import pkgutil
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torch import Tensor
 from impress_sglang.config import EXACT_BITS
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
 from impress_sglang.integration.clocks import Clock, Stopwatch, clock_for
+from impress_sglang.integration.judged_backends import BACKENDS, HYBRID, HYBRID_PARTS
 from impress_sglang.integration.recompute import (
     PrefixCapture,
     block_tokens,
@@ -33,17 +37,14 @@ from impress_sglang.integration.row_starts import RowStarts
 from impress_sglang.integration.runtime import ServingRuntime
 from impress_sglang.integration.saving import Save
 from impress_sglang.management.estimate import pairs_of
+from impress_sglang.timeline import ATTENTION
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
 
 logger = logging.getLogger(__name__)
 
-# From SGLang's class to ours; names, so that only the one in use is imported.
-ADOPTED = {
-    "torch_native_backend.TorchNativeAttnBackend": "torch_native.ImpressTorchNativeBackend",
-    "triton_backend.TritonAttnBackend": "paged.ImpressTritonBackend",
-    "flashinfer_backend.FlashInferAttnBackend": "paged.ImpressFlashInferBackend",
-}
+# From the name of SGLang's class to that of ours, None where rows are ordinary.
+ADOPTED = {backend.kind: backend.sink_rows for backend in BACKENDS.values()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,6 +76,11 @@ class PrefixAttention(AttentionBackend):
     a subclass of `AttentionBackend` because Python only lets an object change to a class with the
     same layout. Prefixes are loaded in eager passes only: prefill must run without CUDA graphs.
     """
+
+    sink_rows = False
+    """Whether a row may begin with zeros."""
+    times_each = False
+    """Whether a subclass notes the time of each request's attention by itself."""
 
     _runtime: ServingRuntime | None
     _capture: PrefixCapture | None
@@ -132,6 +138,7 @@ class PrefixAttention(AttentionBackend):
             stop = first + forward_batch.extend_seq_lens_cpu[index]
             request = live.get(rid)
             start = 0 if request is None or request.adopted else request.start
+            assert self.sink_rows or not start, "a row begins at an offset"
             starts.append(start)
             new_tokens += stop - first
             pairs += pairs_of(lengths[index] - start - (stop - first), stop - first)
@@ -154,38 +161,33 @@ class PrefixAttention(AttentionBackend):
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
-        """SGLang's entry; a recompute of a prefix keeps its KVs outside the pool."""
-        if self._capture is not None:
-            return self._capture.attend(q, k, v, layer)
-        output: Tensor = super().forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        return output
+        """SGLang's entry, also where it goes on in an object of another class.
 
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Load what the layer uses of each stored prefix, then attend."""
+        An extend loads what the layer uses of each stored prefix first. A recompute of a prefix
+        keeps its KVs outside the pool.
+        """
+        if self._capture is not None:
+            assert k is not None and v is not None
+            return self._capture.attend(q, k, v, layer)
+        arguments = q, k, v, layer, forward_batch, save_kv_cache
+        if not forward_batch.forward_mode.is_extend():
+            output: Tensor = super().forward(*arguments, **kwargs)
+            return output
         for row in self._rows:
             if row.request.layers_loaded == layer.layer_id:
                 with row.loading:
-                    self._load_layer(row, q, k, layer)
+                    self._load_layer(row, q, k, layer, forward_batch)
                 assert self._runtime is not None
                 self._runtime.finish_layer(row.request)
         self._layer = layer.layer_id
-        output = self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        output = self._attend(*arguments, **kwargs)
         for save in self._saves:
             save.open(self._layer + 1)
         if self._runtime is not None and self._layer == self._runtime.shape.num_layers - 1:
@@ -193,8 +195,18 @@ class PrefixAttention(AttentionBackend):
         return output
 
     def _attend(self, *arguments: Any, **keywords: Any) -> Tensor:
-        """SGLang's attention of a layer."""
-        output: Tensor = super().forward_extend(*arguments, **keywords)
+        """SGLang's attention of a layer, of all requests of the batch at once.
+
+        On an accelerator the time that is noted is that of launching.
+        """
+        rows = () if self.times_each else self._rows
+        began = time.perf_counter()
+        with ExitStack() as spans:
+            for row in rows:
+                spans.enter_context(row.request.timeline.span(ATTENTION, self._layer))
+            output: Tensor = super().forward(*arguments, **keywords)
+        for row in rows:
+            row.request.attention_ms += (time.perf_counter() - began) * 1e3
         return output
 
     def _note_pass(self, runtime: ServingRuntime) -> None:
@@ -211,15 +223,24 @@ class PrefixAttention(AttentionBackend):
 
         self._clock.when_known([noted.stopwatch, *(row.loading for row in self._rows)], note)
 
-    def _load_layer(self, row: _BatchRow, q: Tensor, k: Tensor, layer: Any) -> None:
-        """Fill a request's slots of a layer; a request that cannot have them fails alone."""
+    def _load_layer(
+        self, row: _BatchRow, q: Tensor, k: Tensor | None, layer: Any, forward_batch: Any
+    ) -> None:
+        """Fill a request's slots of a layer; a request that cannot have them fails alone.
+
+        Where SGLang fuses writing keys with their rotation, `k` is None and they are in the pool.
+        """
         assert self._runtime is not None
-        request = row.request
-        key_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        value_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        request, pool = row.request, self._model_runner.token_to_kv_pool
+        key_pool = pool.get_key_buffer(layer.layer_id)
+        value_pool = pool.get_value_buffer(layer.layer_id)
         slots = LayerSlots.of(key_pool, value_pool, request.slots)
         if not request.failed:
-            reason = self._try_to_load(row, q, k, layer, slots)
+            if k is None:
+                new_keys = key_pool[forward_batch.out_cache_loc[row.new]]
+            else:
+                new_keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)[row.new]
+            reason = self._try_to_load(row, q, new_keys, layer, slots, can_compute=k is not None)
             if reason is None:
                 return
             self._runtime.fail(request, reason)
@@ -230,11 +251,18 @@ class PrefixAttention(AttentionBackend):
             slots.values.clear()
 
     def _try_to_load(
-        self, row: _BatchRow, q: Tensor, k: Tensor, layer: Any, slots: LayerSlots
+        self,
+        row: _BatchRow,
+        q: Tensor,
+        new_keys: Tensor,
+        layer: Any,
+        slots: LayerSlots,
+        *,
+        can_compute: bool,
     ) -> str | None:
         """Load a layer, from KVs that are computed here if need be; returns why it cannot be."""
         try:
-            return self._load(row, q, k, layer, slots)
+            return self._load(row, q, new_keys, layer, slots, can_compute=can_compute)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -242,7 +270,14 @@ class PrefixAttention(AttentionBackend):
             return "out of memory"
 
     def _load(
-        self, row: _BatchRow, q: Tensor, k: Tensor, layer: Any, slots: LayerSlots
+        self,
+        row: _BatchRow,
+        q: Tensor,
+        new_keys: Tensor,
+        layer: Any,
+        slots: LayerSlots,
+        *,
+        can_compute: bool,
     ) -> str | None:
         assert self._runtime is not None
         request = row.request
@@ -251,7 +286,7 @@ class PrefixAttention(AttentionBackend):
         resident = request.resident_slots[: request.resident_len if scores else 0]
         inputs = LayerInputs(
             queries=q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[row.new],
-            new_keys=k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)[row.new],
+            new_keys=new_keys,
             resident_keys=slots.keys.pool[resident],
             scaling=layer.scaling,
         )
@@ -260,6 +295,8 @@ class PrefixAttention(AttentionBackend):
             return None
         except PrefixUnreadable as error:
             self._runtime.discard_source(request, error)
+        if not can_compute:
+            return "this server keeps no new keys outside its pool, which computing it again needs"
         shortage = self._recompute(request, q.device)
         if shortage is None:
             self._runtime.load_layer(layer.layer_id, request, inputs, slots)
@@ -272,7 +309,7 @@ class PrefixAttention(AttentionBackend):
         shortage = host_shortage(shape, num_tokens, self._runtime.config.recompute_bytes)
         if shortage is not None:
             return shortage
-        pool, model = self.token_to_kv_pool, self._model_runner.model
+        pool, model = self._model_runner.token_to_kv_pool, self._model_runner.model
         self._capture = PrefixCapture(pool, request.resident_slots, shape, num_tokens)
         began = time.monotonic()
         deadline = began + pass_seconds() - self._recomputing_seconds
@@ -290,15 +327,38 @@ def adopt_backend(backend: Any, model_runner: Any) -> None:
     """Turn SGLang's backend object into ours, in place.
 
     Raises:
-        UnsupportedError: this kind of backend cannot carry a start offset.
+        UnsupportedError: nobody has judged backends of this class.
     """
-    kind = type(backend)
-    # A subclass may read rows in its own way.
-    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("sglang.srt.layers.attention.")
-    if name not in ADOPTED:
-        raise UnsupportedError(
-            f"IMPRESS cannot start rows at an offset in {kind.__name__}; "
-            "use --attention-backend triton, flashinfer or torch_native"
-        )
-    backend.__class__ = pkgutil.resolve_name(f"impress_sglang.integration.{ADOPTED[name]}")
+    name = _name_of(backend)
+    if name == HYBRID:
+        for part in HYBRID_PARTS:
+            _check_judged(getattr(backend, part))
+    else:
+        _check_judged(backend)
+    own = ADOPTED.get(name)
+    if own is None:
+        backend.__class__ = _with_ordinary_rows(type(backend))  # type: ignore[arg-type]
+    else:
+        backend.__class__ = pkgutil.resolve_name(f"impress_sglang.integration.{own}")
     backend.begin_serving(model_runner)
+
+
+def _name_of(backend: Any) -> str:
+    """As in the tables; a subclass of a judged class may read rows in its own way."""
+    kind = type(backend)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return name.removeprefix("sglang.srt.layers.attention.")
+
+
+def _check_judged(backend: Any) -> None:
+    if _name_of(backend) not in ADOPTED:
+        raise UnsupportedError(
+            f"IMPRESS does not know how {type(backend).__name__} attends; "
+            f"use --attention-backend {', '.join(BACKENDS)}"
+        )
+
+
+@functools.cache
+def _with_ordinary_rows(kind: type[AttentionBackend]) -> type[AttentionBackend]:
+    """SGLang's class of backend, with loading in front of it."""
+    return type(f"Impress{kind.__name__}", (PrefixAttention, kind), {})

@@ -13,7 +13,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.identify import probe_kv_heads
 from impress_sglang.integration.attention import PrefixAttention
-from impress_sglang.integration.guards import check_options, identity_of_options
+from impress_sglang.integration.guards import check_options, check_parts, identity_of_options
 from impress_sglang.integration.layers import check_layers
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.runtime import ServingRuntime
@@ -33,8 +33,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
 
     Raises:
         UnsupportedError: the attention backend is not ours, so that sink rows would be read wrong,
-            the options or the model are not what is known to be right, or a kernel for this model
-            does not fit into the GPU.
+            the options or the model are not what is known to be right, the server cannot have the
+            parts of prefixes that it is for, or a kernel for this model does not fit into the GPU.
         ConfigError: a directory cannot be written, or the caches do not fit in memory.
         StoreInUseError: another server uses it for the same model.
     """
@@ -48,6 +48,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
         )
     options = resolved_view(context.server_args)
     check_options(options)
+    check_parts(config, options)
     check_layers(runner)
     policy = make_policy(config)
     shape = kv_shape(runner, policy, config.probe_heads)

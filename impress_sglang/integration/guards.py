@@ -2,7 +2,8 @@
 
 The checks run in the main process, on SGLang's resolved options and the model's configuration,
 before any process is started, and again in the scheduler, where they are final. What is known is in
-tables (`judged_arguments.py`, `judged_models.py`); an option that is in none must have its default.
+tables (`judged_arguments.py`, `judged_backends.py`, `judged_models.py`); an option that is in none
+must have its default.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration.judged_arguments import (
     HARMLESS,
     IDENTITY,
     INERT,
     RESTRICTED,
-    SUPPORTED_ATTENTION,
     is_off,
 )
+from impress_sglang.integration.judged_backends import BACKENDS, REFUSED, SINK_ROWS
 from impress_sglang.integration.judged_models import (
     CONFIG_UNSET,
     ENVIRONMENT,
@@ -30,7 +32,7 @@ from impress_sglang.integration.judged_models import (
 )
 from impress_sglang.integration.layers import check_architecture
 
-# What is used on a device where nothing is asked for; SGLang's own choice may carry no offset.
+# What is used on a device where nothing is asked for and SGLang's own choice does not do.
 DEFAULT_ATTENTION = {"cpu": "torch_native", "cuda": "triton"}
 
 _Check = tuple[Callable[[Any], object], str]
@@ -116,22 +118,58 @@ def check_environment() -> None:
 
 
 def check_attention(prefill: str | None, decode: str | None) -> None:
-    """Refuse attention backends that do not carry the start offset of sink rows.
+    """Refuse attention backends that are not known to be right.
 
     Raises:
         UnsupportedError: naming the backend.
     """
     for name in (prefill, decode):
-        if name not in SUPPORTED_ATTENTION:
+        if name not in BACKENDS:
+            why = REFUSED.get(str(name), "nobody has judged it")
             raise UnsupportedError(
-                f"IMPRESS supports --attention-backend {'|'.join(SUPPORTED_ATTENTION)}, which can "
-                f"start a request's row at an offset; this server would use {name}"
+                f"IMPRESS does not serve --attention-backend {name}, because {why}: use one of "
+                f"{', '.join(BACKENDS)}"
             )
-    if prefill != decode:
-        raise UnsupportedError(
-            f"IMPRESS does not support {prefill} for prefill with {decode} for decode: use one "
-            f"--attention-backend of {'|'.join(SUPPORTED_ATTENTION)} for both"
+
+
+def parts_refusal(options: Any) -> str | None:
+    """Why this server has no parts of prefixes, in half a sentence; None if it has.
+
+    Their rows begin with zeros, after which attention starts; `options` is the resolved view.
+    """
+    prefill, decode = attention_of(options)
+    if options.page_size not in (None, 1):
+        return f"parts of prefixes need --page-size 1, and this server has {options.page_size}"
+    if prefill != decode or prefill not in SINK_ROWS:
+        both = prefill if prefill == decode else f"{prefill} for prefill and {decode} for decode"
+        return (
+            f"parts of prefixes need one --attention-backend of {', '.join(SINK_ROWS)}, and this "
+            f"server has {both}"
         )
+    return None
+
+
+def check_parts(config: ImpressConfig, options: Any) -> None:
+    """Refuse parts of prefixes where the server cannot have them.
+
+    Raises:
+        UnsupportedError: with one sentence.
+    """
+    refusal = parts_refusal(options) if config.needs_parts else None
+    if refusal is not None:
+        asked = f"--impress-policy {config.policy}"
+        if config.policy == "impress":
+            asked = f"--impress-retention {config.retention}"
+        raise UnsupportedError(f"{refusal}: change that, or drop {asked}")
+
+
+def attention_of(options: Any) -> tuple[str | None, str | None]:
+    """The attention backends of prefill and decode; `options` is the resolved view."""
+    usual = options.attention_backend
+    return (
+        options.prefill_attention_backend or usual,
+        options.decode_attention_backend or usual,
+    )
 
 
 def check_model(model_config: Any) -> None:

@@ -25,7 +25,6 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-SUPPORTED_ATTENTION = ("triton", "flashinfer", "torch_native")
 SUPPORTED_KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32")
 
 
@@ -92,7 +91,6 @@ RESTRICTED: dict[str, Restriction] = {
     "enable_unified_memory": Restriction(
         is_off, "IMPRESS writes KVs to slots that do not move: drop --enable-unified-memory"
     ),
-    "page_size": Restriction(_one, "IMPRESS supports page size 1 only: use --page-size 1"),
     "disaggregation_mode": Restriction(
         is_off,
         "IMPRESS does not support prefill/decode disaggregation: drop --disaggregation-mode",
@@ -234,7 +232,7 @@ HARMLESS = _words("""
     export_metrics_to_file_dir stat_loggers debug_tensor_dump_output_folder
     debug_tensor_dump_layers msprobe_dump_config enable_layerwise_nvtx_marker
 
-    attention_backend decode_attention_backend prefill_attention_backend cuda_graph_config
+    attention_backend decode_attention_backend prefill_attention_backend page_size cuda_graph_config
     cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_max_bs_decode
     cuda_graph_max_bs_prefill cuda_graph_bs_decode cuda_graph_bs_prefill
     cuda_graph_prefill_max_context cuda_graph_max_seq_len_prefill disable_prefill_cuda_graph

@@ -15,9 +15,8 @@ and its captured metadata is compared with rows; of flashinfer the plans are.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from torch import Tensor
 
 from impress_sglang.integration.attention import PrefixAttention
 from impress_sglang.integration.row_starts import RowStarts
-from impress_sglang.timeline import ATTENTION
 
 # On SGLang's plan of a batch, which also reaches the replay of a captured decode step.
 _HOST_ROWS = "_impress_host_rows"
@@ -36,6 +34,7 @@ _HOST_ROWS = "_impress_host_rows"
 class PagedPrefixAttention(PrefixAttention):
     """Starts rows of backends that ask SGLang's index translator for a batch's slots."""
 
+    sink_rows = True
     kv_index_translator: Any
     keeps_host_rows = True
     """Whether `keep_host_rows` is of use to this backend."""
@@ -69,17 +68,6 @@ class PagedPrefixAttention(PrefixAttention):
         finally:
             self.kv_index_translator = translator
         assert reads.asked, "rows were read without their starts"
-
-    def _attend(self, *arguments: Any, **keywords: Any) -> Tensor:
-        """All requests of the batch at once; on an accelerator the time is that of launching."""
-        began = time.perf_counter()
-        with ExitStack() as spans:
-            for row in self._rows:
-                spans.enter_context(row.request.timeline.span(ATTENTION, self._layer))
-            output = super()._attend(*arguments, **keywords)
-        for row in self._rows:
-            row.request.attention_ms += (time.perf_counter() - began) * 1e3
-        return output
 
 
 class ImpressTritonBackend(PagedPrefixAttention, TritonAttnBackend):

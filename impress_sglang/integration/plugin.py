@@ -75,13 +75,14 @@ def _after_from_cli_args(server_args: Any, *arguments: Any) -> Any:
 
 def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Choose a backend if nothing was asked for, check what came out, and keep prefill eager."""
-    if config_of(server_args) is None:
+    config = config_of(server_args)
+    if config is None:
         previous(server_args)
         return
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
 
-    from impress_sglang.integration.guards import DEFAULT_ATTENTION, check_attention
-    from impress_sglang.integration.judged_arguments import SUPPORTED_ATTENTION
+    from impress_sglang.integration.guards import DEFAULT_ATTENTION, attention_of, check_attention
+    from impress_sglang.integration.judged_backends import BACKENDS, SINK_ROWS
 
     # What was asked for, which declarations do not change.
     asked = (
@@ -89,17 +90,30 @@ def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> Non
         server_args.prefill_attention_backend,
         server_args.decode_attention_backend,
     )
-    view = resolved_view(server_args)
-    default = DEFAULT_ATTENTION.get(view.device)
-    unsupported = view.attention_backend not in SUPPORTED_ATTENTION
-    if asked == (None, None, None) and unsupported and default is not None:
+    known = SINK_ROWS if config.needs_parts else tuple(BACKENDS)
+    default = DEFAULT_ATTENTION.get(resolved_view(server_args).device)
+    unasked = asked == (None, None, None) and default is not None
+    if unasked and _usual_attention(server_args) not in known:
         declare_resolution(server_args, BACKEND_NAME, attention_backend=default)
     previous(server_args)
-    view = resolved_view(server_args)
-    prefill = view.prefill_attention_backend or view.attention_backend
-    decode = view.decode_attention_backend or view.attention_backend
-    _or_exit_if_cli(server_args, lambda: check_attention(prefill, decode))
+    chosen = attention_of(resolved_view(server_args))
+    _or_exit_if_cli(server_args, lambda: check_attention(*chosen))
     _or_exit_if_cli(server_args, lambda: _keep_prefill_eager(server_args))
+
+
+def _usual_attention(server_args: Any) -> str:
+    """The backend that SGLang takes where none is asked for."""
+    from sglang.srt.arg_groups.overrides import (
+        get_default_attn_backend,
+        resolved_view,
+        use_mla_backend,
+    )
+
+    usual: str | None = resolved_view(server_args).attention_backend
+    if usual is None:
+        is_mla = use_mla_backend(server_args)
+        usual = get_default_attn_backend(server_args, is_mla, _model_config(server_args))
+    return usual
 
 
 def _keep_prefill_eager(server_args: Any) -> None:
@@ -134,6 +148,7 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
             check_environment,
             check_model,
             check_options,
+            check_parts,
         )
 
         config = config_of(server_args)
@@ -142,6 +157,7 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
         _require_writable(config)
         check_environment()
         check_options(resolved_view(server_args))
+        check_parts(config, resolved_view(server_args))
         check_model(_model_config(server_args))
 
     _or_exit_if_cli(server_args, check)
@@ -162,15 +178,19 @@ def _before_load(runner: Any, *_: Any, **__: Any) -> None:
 
 
 def _before_verify(sampling_params: Any, *_: Any, **__: Any) -> None:
+    from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
 
+    from impress_sglang.integration.guards import parts_refusal
     from impress_sglang.integration.request import check_custom_params
 
     # Not every process that has sampling parameters is one of a server.
     if sampling_params.custom_params:
-        config = config_of(get_server_args())
+        server_args = get_server_args()
+        config = config_of(server_args)
         if config is not None:
-            check_custom_params(sampling_params.custom_params, config)
+            refusal = parts_refusal(resolved_view(server_args))
+            check_custom_params(sampling_params.custom_params, config, refusal)
 
 
 def _after_backend_wrapper(backend: Any, runner: Any, *_: Any, **__: Any) -> Any:

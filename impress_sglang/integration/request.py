@@ -27,8 +27,12 @@ RETENTION_KEY = "impress_retention"
 BITS_KEY = "impress_bits"
 
 
-def check_custom_params(custom_params: object, config: ImpressConfig) -> None:
+def check_custom_params(
+    custom_params: object, config: ImpressConfig, parts_refusal: str | None = None
+) -> None:
     """Check what a request says to this extension, against what the server has.
+
+    `parts_refusal` is why that has no parts of prefixes, in half a sentence; None if it has.
 
     Raises:
         ValueError: a wrong value; SGLang answers with status 400.
@@ -54,6 +58,8 @@ def check_custom_params(custom_params: object, config: ImpressConfig) -> None:
             f"custom_params: this server has a part of a prefix in {LEAST_BITS:g} to {MOST_BITS:g} "
             f"bits only; with {BITS_KEY} {EXACTLY!r} set {RETENTION_KEY} to 1"
         )
+    if parts_refusal is not None and config.uses_part(wish.retention):
+        raise ValueError(f"custom_params: {parts_refusal}; set {RETENTION_KEY} to 1")
 
 
 def wish_of(sampling_params: Any, config: ImpressConfig) -> Wish:

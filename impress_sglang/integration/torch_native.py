@@ -15,8 +15,11 @@ from impress_sglang.timeline import ATTENTION, NO_TIMELINE
 class ImpressTorchNativeBackend(PrefixAttention, TorchNativeAttnBackend):
     """torch_native with rectangular attention, over each row from its start on.
 
-    It times each request's attention by itself, which is why the time is noted here.
+    It attends for one request after the other, so that each one's time is noted here.
     """
+
+    sink_rows = True
+    times_each = True
 
     def _run_sdpa_forward_extend(
         self,

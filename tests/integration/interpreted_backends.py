@@ -127,10 +127,17 @@ class Row:
 class World:
     """A model runner's pools, translator and configuration, and a store."""
 
-    def __init__(self, model_config: Any, server_args: Any) -> None:
+    def __init__(self, model_config: Any, server_args: Any, page_size: int = 1) -> None:
         rows, tokens = 12, 800
         pool = MHATokenToKVPool(
-            tokens, 1, torch.float32, KV_HEADS, DIM, LAYERS, "cpu", enable_memory_saver=False
+            tokens,
+            page_size,
+            torch.float32,
+            KV_HEADS,
+            DIM,
+            LAYERS,
+            "cpu",
+            enable_memory_saver=False,
         )
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer.normal_()
@@ -142,7 +149,7 @@ class World:
             req_to_token=table.req_to_token,
             token_to_kv_pool_allocator=allocator,
             token_to_kv_pool=pool,
-            page_size=1,
+            page_size=page_size,
             device="cpu",
         )
         self.runner = SimpleNamespace(
@@ -154,9 +161,10 @@ class World:
             server_args=server_args,
             device="cpu",
             gpu_id=0,
-            page_size=1,
+            page_size=page_size,
             dtype=torch.float32,
             kv_cache_dtype=torch.float32,
+            kv_cache_dtype_str="auto",
             sliding_window_size=None,
             is_draft_worker=False,
             spec_algorithm=SpeculativeAlgorithm.NONE,
@@ -167,10 +175,14 @@ class World:
         self.store = Store()
         self.rows = table
         # Scattered, so that neighbours in a row are none in the pool.
-        self._slots = iter((torch.randperm(tokens) + 1).tolist())
+        self._page_size = page_size
+        self._pages = iter((torch.randperm(tokens // page_size) + 1).tolist())
 
     def take(self, count: int) -> list[int]:
-        return list(itertools.islice(self._slots, count))
+        """Slots of pages that nobody has."""
+        size = self._page_size
+        pages = itertools.islice(self._pages, -(-count // size))
+        return [page * size + token for page in pages for token in range(size)][:count]
 
     def row(self, known: int, sink: tuple[int, int] | None = None) -> Row:
         return Row(self, known, sink)

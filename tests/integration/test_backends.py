@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -28,8 +28,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from impress_sglang.config import EXACT_BITS, ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration import clocks
-from impress_sglang.integration.attention import ADOPTED, PrefixAttention, adopt_backend
+from impress_sglang.integration.attention import PrefixAttention, adopt_backend
 from impress_sglang.integration.clocks import Clock, HostEvent, clock_for
+from impress_sglang.integration.judged_backends import BACKENDS, REFUSED, SINK_ROWS
 from impress_sglang.integration.paged import PagedPrefixAttention, _host_rows
 from impress_sglang.integration.plugin import _after_batch
 from impress_sglang.integration.pool import reading_stream
@@ -42,43 +43,49 @@ from impress_sglang.management.tree import StoredMatch
 from tests.unit.kv_factory import IDENTITY, make_shape
 from tests.unit.store_factory import DEFAULTS
 
-INTERPRETED = Path(__file__).with_name("interpreted_backends.py")
+FOLDER = Path(__file__).parent
 
 
-def test_rows_in_the_interpreter() -> None:
+@pytest.mark.parametrize(
+    ("file", "passed"), [("interpreted_backends.py", 17), ("ordinary_backends.py", 31)]
+)
+def test_rows_in_the_interpreter(file: str, passed: int) -> None:
     """Triton decides when it is imported whether it interprets, so this is another process."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(INTERPRETED)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / file)]
     result = subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
-        cwd=INTERPRETED.parents[2],
+        cwd=FOLDER.parents[1],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert result.returncode == 0, result.stdout[-8000:]
-    assert "17 passed" in result.stdout
+    assert f"{passed} passed" in result.stdout
 
 
-@pytest.mark.parametrize(("theirs", "ours"), ADOPTED.items())
-def test_objects_can_change_their_class(theirs: str, ours: str) -> None:
-    """Python refuses a class with another layout, and a method that moved would not be found."""
-    stock = pkgutil.resolve_name(f"sglang.srt.layers.attention.{theirs}")
-    adopted = pkgutil.resolve_name(f"impress_sglang.integration.{ours}")
-    backend = object.__new__(stock)
-    backend.__class__ = adopted
-    assert isinstance(backend, stock) and isinstance(backend, PrefixAttention)
-    for name in ("init_forward_metadata", "forward_extend", "forward_decode"):
-        assert name in vars(stock), name
-    if not theirs.startswith("torch_native"):
+def test_sink_rows_are_where_they_begin() -> None:
+    """What `paged.py` goes by: each of them asks the translator once for a batch."""
+    for name in set(SINK_ROWS) - {"torch_native"}:
+        stock = pkgutil.resolve_name(f"sglang.srt.layers.attention.{BACKENDS[name].kind}")
         assert "init_forward_metadata_out_graph" in vars(stock)
-        assert "pack_read_stream" in vars(KVIndexTranslator)
+    assert "pack_read_stream" in vars(KVIndexTranslator)
 
 
-@pytest.mark.parametrize("kind", [HybridAttnBackend, type("Own", (TorchNativeAttnBackend,), {})])
-def test_other_kinds_are_refused(kind: type[Any]) -> None:
-    with pytest.raises(UnsupportedError, match=f"{kind.__name__}; use .* triton, flashinfer or"):
+def test_every_backend_of_sglang_is_judged() -> None:
+    assert not BACKENDS.keys() & REFUSED.keys()
+    assert BACKENDS.keys() | REFUSED.keys() == ATTENTION_BACKENDS.keys()
+    for name, judged in BACKENDS.items():
+        module, _, kind = judged.kind.rpartition(".")
+        source = inspect.getsource(ATTENTION_BACKENDS[name])
+        assert f"sglang.srt.layers.attention.{module} import" in source and kind in source, name
+
+
+def test_other_kinds_are_refused() -> None:
+    """Also a subclass of a judged one, which may read rows in its own way."""
+    kind = type("Own", (TorchNativeAttnBackend,), {})
+    with pytest.raises(UnsupportedError, match=r"how Own attends; use .* torch_native, triton"):
         adopt_backend(object.__new__(kind), SimpleNamespace())
 
 
@@ -344,6 +351,8 @@ class Stock(AttentionBackend):
 class Serving(PrefixAttention, Stock):
     """Loading takes what a test says, and ends after the device has come to its selection."""
 
+    sink_rows = True
+
     def __init__(self, device: Device, clock: Clock, runtime: ServingRuntime) -> None:
         pool = ReqToTokenPool(7, 512, "cpu", enable_memory_saver=False)
         self.begin_serving(SimpleNamespace(req_to_token_pool=pool))
@@ -357,7 +366,7 @@ class Serving(PrefixAttention, Stock):
         self.recomputed = ""
         self.fails_at = -1
 
-    def _load_layer(self, row: Any, q: Any, k: Any, layer: Any) -> None:
+    def _load_layer(self, row: Any, q: Any, k: Any, layer: Any, forward_batch: Any) -> None:
         self.device.catch_up()
         if layer.layer_id == self.fails_at:
             raise ZeroDivisionError
@@ -387,7 +396,7 @@ class Serving(PrefixAttention, Stock):
         batch = self.begin(*rows)
         hidden = torch.zeros(1)
         for layer in range(LAYERS):
-            self.forward_extend(hidden, hidden, hidden, SimpleNamespace(layer_id=layer), batch)
+            self.forward(hidden, hidden, hidden, SimpleNamespace(layer_id=layer), batch)
 
     def catch_up(self) -> None:
         """The device does, and both clocks are asked."""

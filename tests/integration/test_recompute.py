@@ -314,14 +314,20 @@ class Backend(PrefixAttention, Stock):
 
     def __init__(self, runtime: ServingRuntime, model: Model, pool: Pool) -> None:
         table = torch.zeros(8, 512, dtype=torch.int32)
+        rows = SimpleNamespace(req_to_token=table)
         self.begin_serving(
-            SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table), model=model)
+            SimpleNamespace(req_to_token_pool=rows, token_to_kv_pool=pool, model=model)
         )
         self.connect(runtime)
-        self.token_to_kv_pool = pool
         model.attend = lambda q, k, v, layer: self.forward(q, k, v, layer, None)
 
-    def extend(self, runtime: ServingRuntime, requests: list[PrefixRequest]) -> None:
+    def extend(
+        self,
+        runtime: ServingRuntime,
+        requests: list[PrefixRequest],
+        *,
+        keys_in_pool: bool = False,
+    ) -> None:
         """A pass of one new token per request."""
         shape, clock = runtime.shape, self._clock
         self._rows = [
@@ -330,9 +336,12 @@ class Backend(PrefixAttention, Stock):
         ]
         new = torch.ones(len(requests), shape.num_query_heads * shape.key_dim)
         keys = torch.ones(len(requests), shape.num_kv_heads * shape.key_dim)
-        batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+        given = None if keys_in_pool else keys
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND, out_cache_loc=torch.arange(len(requests))
+        )
         for index in range(shape.num_layers):
-            self.forward(new, keys, keys, layer_of(shape, index), batch)
+            self.forward(new, given, given, layer_of(shape, index), batch)
 
 
 @dataclasses.dataclass
@@ -419,6 +428,15 @@ def test_a_part_is_chosen_from_what_is_computed(serving: Serving) -> None:
             chosen = distance.argmin(1)
             assert distance.amin(1).max() < 1e-3 and bool((chosen.diff() > 0).all())
             assert torch.allclose(found_values[:, head], values[chosen, head], rtol=1e-4, atol=1e-5)
+
+
+def test_keys_that_were_written_with_their_rotation(serving: Serving) -> None:
+    """A recompute would have to find them in the pool, where its tokens have no slots."""
+    request, _ = serving.request("fused", 40)
+    serving.backend.extend(serving.runtime, [request], keys_in_pool=True)
+    ((rid, message),) = serving.aborted
+    assert rid == "fused" and "keeps no new keys outside its pool" in message
+    assert_zeros(serving, request, since=1)
 
 
 def test_one_without_room_fails_alone(serving: Serving) -> None:

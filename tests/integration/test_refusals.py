@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration import compat, guards, hooks, judged_arguments, plugin
 from impress_sglang.integration.hooks import Hook
@@ -102,6 +103,85 @@ def test_backends_of_accelerators(
     assert view.cuda_graph_config.decode.backend == "full"
 
 
+@pytest.mark.parametrize(
+    ("usual", "config", "taken"),
+    [
+        ("fa3", (), "fa3"),
+        ("trtllm_mha", (), "trtllm_mha"),
+        ("flashinfer", ("--impress-retention=0.5",), "flashinfer"),
+        # It has no parts of prefixes, or nobody has judged it: ours is taken.
+        ("fa3", ("--impress-retention=0.5",), "torch_native"),
+        ("fa3", ("--impress-policy=paper",), "torch_native"),
+        ("aiter", (), "torch_native"),
+    ],
+)
+def test_backend_where_none_is_asked_for(
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    usual: str,
+    config: tuple[str, ...],
+    taken: str,
+) -> None:
+    """SGLang chooses by the GPU; what it has chosen stays where it does."""
+    from types import SimpleNamespace
+
+    from sglang.srt.arg_groups import overrides
+
+    def declared(*_: Any, attention_backend: str) -> None:
+        chosen.attention_backend = attention_backend
+
+    chosen = SimpleNamespace(attention_backend=None, device="cpu")
+    chosen.prefill_attention_backend = chosen.decode_attention_backend = None
+    monkeypatch.setattr(overrides, "get_default_attn_backend", lambda *_: usual)
+    monkeypatch.setattr(overrides, "use_mla_backend", lambda _: False)
+    monkeypatch.setattr(overrides, "resolved_view", lambda _: chosen)
+    monkeypatch.setattr(overrides, "declare_resolution", declared)
+    monkeypatch.setattr(plugin, "_keep_prefill_eager", lambda _: None)
+    monkeypatch.setattr(plugin, "_model_config", lambda _: None)
+    monkeypatch.setattr(plugin, "config_of", lambda _: config_from(tmp_path, config))
+
+    def previous(_: Any) -> None:
+        chosen.attention_backend = chosen.attention_backend or usual
+
+    asked = SimpleNamespace(**vars(chosen))
+    plugin._resolve_attention(asked, previous)
+    assert chosen.attention_backend == taken
+
+
+def config_from(folder: Path, flags: tuple[str, ...]) -> ImpressConfig:
+    given = dict(flag.removeprefix("--impress-").split("=") for flag in flags)
+    retention = float(given.pop("retention", 1.0))
+    return ImpressConfig(ssd_dir=str(folder), retention=retention, **given)
+
+
+WHOLE = "--impress-policy=as"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--attention-backend=fa3", "--decode-attention-backend=flashinfer"],
+        ["--attention-backend=torch_native", "--decode-attention-backend=triton"],
+        ["--page-size=16"],
+        ["--page-size=16", "--attention-backend=triton", WHOLE],
+        ["--attention-backend=flex_attention", WHOLE, "--impress-retention=0.5"],
+    ],
+)
+def test_servers_without_parts_of_prefixes(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    store = f"--impress-ssd-dir={tmp_path / 'kv'}"
+    assert resolved_view(resolve(llama, "--enable-impress", store, *flags)).radix_cache_backend
+    asked = [flag for flag in flags if not flag.startswith("--impress-")]
+    for more in ("--impress-retention=0.5", "--impress-retention=auto", "--impress-policy=paper"):
+        sentence = refusal(capsys, llama, *asked, more)
+        assert "parts of prefixes need" in sentence
+        assert sentence.endswith(f"or drop {more.replace('=', ' ')}")
+
+
 def test_captured_metadata_is_refused(
     capsys: pytest.CaptureFixture[str], llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,19 +203,21 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
         (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
         (["--enable-lmcache"], "--enable-lmcache"),
         (["--enable-flexkv"], "--enable-flexkv"),
-        (["--page-size=16"], "page size 1"),
         (["--pp-size=2"], "pipeline parallelism"),
         (["--tp-size=2"], "tensor parallelism"),
         (["--tp-size=2", "--dp-size=2", "--enable-dp-attention"], "parallelism"),
         (["--dp-size=2"], "data parallelism"),
         (["--kv-cache-dtype=fp8_e5m2"], "--kv-cache-dtype auto"),
-        (["--attention-backend=fa3"], "triton|flashinfer|torch_native"),
-        (["--attention-backend=flex_attention"], "this server would use flex_attention"),
-        (["--attention-backend=triton", "--prefill-attention-backend=fa4"], "would use fa4"),
-        (["--attention-backend=torch_native", "--decode-attention-backend=triton"], "for both"),
+        (["--kv-cache-dtype=fp8_e4m3"], "--kv-cache-dtype auto"),
+        (["--attention-backend=wave"], "wave, because nobody has judged its kernels"),
+        (["--attention-backend=triton", "--prefill-attention-backend=aiter"], "aiter, because"),
         (
             ["--attention-backend=triton", "--cuda-graph-backend-prefill=breakable"],
             "--cuda-graph-backend-prefill breakable",
+        ),
+        (
+            ["--attention-backend=fa3", "--cuda-graph-backend-prefill=full"],
+            "--cuda-graph-backend-prefill full",
         ),
         (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
         (["--enable-torch-compile"], "--enable-torch-compile"),
@@ -234,12 +316,13 @@ HYBRID = {
         ({**LLAMA, "layer_types": ["chunked_attention"]}, "layers of type chunked_attention"),
         ({**LLAMA, "attention_chunk_size": 64}, "attention_chunk_size"),
         ({**LLAMA, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({**LLAMA, "num_kv_shared_layers": 1}, "num_kv_shared_layers"),
         ({**LLAMA, "rope_scaling": LONG_ROPE}, "longrope"),
         ({**LLAMA, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1]}}, "mrope"),
     ],
     ids=[
         *("mistral", "temperature", "gemma2", "deepseek", "qwen3-next", "baichuan"),
-        *("layer-types", "chunks", "soft-cap", "longrope", "mrope"),
+        *("layer-types", "chunks", "soft-cap", "kv-sharing", "longrope", "mrope"),
     ],
 )
 def test_models(tmp_path: Path, config: dict[str, Any], word: str) -> None:
@@ -253,6 +336,13 @@ def test_models(tmp_path: Path, config: dict[str, Any], word: str) -> None:
 def test_model_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = write_config(tmp_path, {**SLIDING, "sliding_window": 64})
     assert "sliding-window" in refusal(capsys, model)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "mxfp8", "nvfp4", "fp4_mx_block16"])
+def test_dtypes_of_pools(dtype: str) -> None:
+    """SGLang itself refuses some of them on a CPU, before it asks us."""
+    restriction = judged_arguments.RESTRICTED["kv_cache_dtype"]
+    assert not restriction.allows(dtype) and "--kv-cache-dtype auto" in restriction.sentence
 
 
 def test_speculative_decoding() -> None:
@@ -332,12 +422,12 @@ def test_attention_hook_not_in_place(tmp_path: Path) -> None:
 
 def test_real_command(llama: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sglang.launch_server", f"--model-path={llama}"]
-    flags = ["--device=cpu", "--enable-impress", f"--impress-ssd-dir={tmp_path}", "--page-size=16"]
+    flags = ["--device=cpu", "--enable-impress", f"--impress-ssd-dir={tmp_path}", "--enable-lora"]
     result = subprocess.run(
         [*command, *flags], capture_output=True, text=True, timeout=240, check=False
     )
     assert result.returncode != 0
-    assert "IMPRESS supports page size 1 only: use --page-size 1" in result.stderr
+    assert "IMPRESS does not support LoRA yet: drop --enable-lora" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -362,5 +452,5 @@ def test_engine_configuration_comes_from_the_environment(
     config = config_of(args)
     assert config is not None and config.retention == 0.5
     refused = ServerArgs(model_path=str(llama), device="cpu", page_size=16)
-    with pytest.raises(UnsupportedError, match="page size 1"):
+    with pytest.raises(UnsupportedError, match=r"page-size 1.* drop --impress-retention 0\.5"):
         refused.resolve_once()

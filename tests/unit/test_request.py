@@ -90,6 +90,16 @@ def test_a_part_of_a_prefix_is_not_exact(config: ImpressConfig, asked: dict[str,
     check_custom_params(asked, ImpressConfig(policy="as+h2o+lfu", retention=0.25))
 
 
+def test_a_server_may_have_no_parts() -> None:
+    config, why = ImpressConfig(), "parts need something"
+    with pytest.raises(ValueError, match=f"{why}; set {RETENTION_KEY} to 1"):
+        check_custom_params({RETENTION_KEY: 0.5}, config, why)
+
+    check_custom_params({RETENTION_KEY: 1.0, BITS_KEY: 6}, config, why)
+    check_custom_params({"thinking_budget": 7}, config, why)
+    check_custom_params({RETENTION_KEY: 0.5}, ImpressConfig(policy="as"), why)
+
+
 # What SGLang itself does with the second line is its own business.
 WITHOUT = [None, {}, {"thinking_budget": 7}, {"impress": 0}]
 NO_DICTIONARY = ["x", [1], 3, "impress_retention", "impress_bits"]
