@@ -73,7 +73,8 @@ class _Offer:
     """What `match_prefix` promised: k of the tokens [resident_len, stop) of a stored prefix.
 
     `covers`: where the tokens are of a prefix in codes, if all of it is used; `missing` slots must
-    be allocated, and `idle` ones, which counted as room, will not be room any more.
+    be allocated, and `idle` ones, which counted as room, will not be room any more. All lengths
+    are whole pages.
     """
 
     match: StoredMatch
@@ -81,6 +82,7 @@ class _Offer:
     k: int
     token_ids: Tokens
     estimate: Estimate
+    page_size: int
     covers: tuple[Cover, ...] = ()
     idle: int = 0
 
@@ -96,7 +98,7 @@ class _Offer:
 
         It takes this much from the room by which it admits requests.
         """
-        return max(self.missing + self.idle, 1)
+        return max(self.missing + self.idle, self.page_size)
 
     @property
     def resident_len(self) -> int:
@@ -157,7 +159,9 @@ class ImpressRadixCache(RadixCache):
         self._writing_tokens = 0
         self._locking: set[Save] = set()
         self._started = False
-        self._residents = ResidentParts(lambda slots: self.token_to_kv_pool_allocator.free(slots))
+        self._residents = ResidentParts(
+            lambda slots: self.token_to_kv_pool_allocator.free(slots), params.page_size
+        )
         runtime.residents = self._residents
         super().__init__(params)
         config = runtime.config
@@ -495,7 +499,7 @@ class ImpressRadixCache(RadixCache):
             self._runtime.store.check_integrity()
 
     def _find_stored(self, key: RadixKey, req: Any) -> StoredMatch:
-        """The longest stored prefix that a request may take; it is one that may be served."""
+        """The longest stored prefix that a request may take, in whole pages; it may be served."""
         policy, config = self._runtime.policy, self._runtime.config
         self._runtime.take_over()
         if req.rid in self._declined or not self._runtime.uses_store:
@@ -507,9 +511,10 @@ class ImpressRadixCache(RadixCache):
         depth = config.depth(wish.retention)
         if not policy.exact(wish) and depth:
             least = Quality(depth, wish.retention, wish.bits)
-        return self._runtime.store.match(
+        match = self._runtime.store.match(
             _namespace(key), _as_tokens(key.raw_token_ids()), least=least
         )
+        return StoredMatch(match.slice(0, self._whole_pages(match.num_tokens)))
 
     def _make_offer(
         self, match: StoredMatch, key: RadixKey, resident_len: int, req: Any
@@ -532,17 +537,21 @@ class ImpressRadixCache(RadixCache):
             k, work = stored, Work(resident_len, stored, work.new + work.stored - stored)
         token_ids = _as_tokens(key.raw_token_ids()[: resident_len + work.stored])
         idle = sum(len(own.span) for own in covers if own.part is not None and not own.part.users)
-        return _Offer(match, work, k, token_ids, estimate, covers, idle)
+        return _Offer(match, work, k, token_ids, estimate, self.page_size, covers, idle)
 
     def _cover(self, match: StoredMatch, work: Work) -> tuple[Cover, ...]:
         """Where the tokens of a prefix in codes are; a short rest behind them is computed."""
         stop = work.resident + work.stored
-        covers = self._residents.cover(match.slice(work.resident, stop))
-        rest = covers[-1]
-        short = len(rest.span) < self._runtime.config.min_prefix_tokens
-        if len(covers) > 1 and rest.part is None and short:
-            covers.pop()
+        covers = self._residents.cover(match.slice(work.resident, stop), work.resident)
+        last = max((i for i, cover in enumerate(covers) if cover.part is not None), default=-1)
+        rest = sum(len(cover.span) for cover in covers[last + 1 :])
+        if last >= 0 and rest < self._runtime.config.min_prefix_tokens:
+            del covers[last + 1 :]
         return tuple(covers)
+
+    def _whole_pages(self, num_tokens: int) -> int:
+        """How many of the first tokens of a row are whole pages."""
+        return num_tokens // self.page_size * self.page_size
 
     def _loads(self, offer: _Offer) -> bool:
         """Whether an offer is taken, or its tokens are computed because that is faster."""
@@ -628,8 +637,9 @@ class ImpressRadixCache(RadixCache):
         # Others may have brought some of it, or driven it out, since it was matched.
         spans = offer.match.slice(offer.resident_len, offer.stop)
         # What nobody will use of idle parts stays room: SGLang was not told of it.
-        self._residents.cut_idle(spans)
-        offer = dataclasses.replace(offer, covers=tuple(self._residents.cover(spans)))
+        first = offer.resident_len
+        self._residents.cut_idle(spans, first)
+        offer = dataclasses.replace(offer, covers=tuple(self._residents.cover(spans, first)))
         # What is resident must not be evicted for the rest.
         resident = [PartUse(c.part, c.span.start, c.span.stop) for c in offer.covers if c.part]
         self._residents.use(resident)
@@ -675,6 +685,7 @@ class ImpressRadixCache(RadixCache):
                     span.start,
                     span.stop,
                     own,
+                    alone=cover.alone,
                 )
                 self._residents.add(part)
             uses.append(PartUse(part, span.start, span.stop))
@@ -744,9 +755,10 @@ class ImpressRadixCache(RadixCache):
 
     def _offer_exact(self, req: Any, up_to: int) -> None:
         """Offer a computed prefix; its slots are resident, and locked while a write reads them."""
-        if up_to < len(req.origin_input_ids) or not self._wants(req, up_to):
+        slots = self.path_device_indices(req.last_node)
+        if up_to < len(req.origin_input_ids) or not self._wants(req, len(slots)):
             return
-        save = Save(self.path_device_indices(req.last_node), self._runtime.shape.num_layers)
+        save = Save(slots, self._runtime.shape.num_layers)
         if self._offer(req, save, 0, EXACT):
             self._lock_for(save, req.last_node)
 
@@ -762,6 +774,8 @@ class ImpressRadixCache(RadixCache):
                 continue
             if request is not None and (request.approximate or request.failed):
                 continue
+            # What the tree takes over afterwards, and a save may go on reading.
+            length = self._whole_pages(length)
             if self._wants(req, length):
                 save = self._begin_save(req, length)
                 saves += [] if save is None else [save]
@@ -791,8 +805,9 @@ class ImpressRadixCache(RadixCache):
     def _offer_approximate(self, req: Any, request: PrefixRequest, up_to: int) -> None:
         """Offer what was computed after a partly loaded prefix, holding its slots for the write."""
         first, quality = request.prefix_len, request.quality
+        up_to = self._whole_pages(up_to)
         too_deep = quality.depth > self._runtime.config.depth(quality.retention)
-        if too_deep or not self._wants(req, up_to):
+        if too_deep or up_to <= first or not self._wants(req, up_to):
             return
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         slots = row[first:up_to].to(torch.int64, copy=True)

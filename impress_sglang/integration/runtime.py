@@ -298,7 +298,7 @@ class ServingRuntime:
                 missing: Sequence[StoredSpan] = spans
                 if policy.tokens_to_load(work.stored, retention) == work.stored:
                     # Of a part of a prefix nothing is shared.
-                    covers = self.residents.cover(spans)
+                    covers = self.residents.cover(spans, start)
                     missing = [cover.span for cover in covers if cover.part is None]
                 num_bytes = self.store.coded_bytes(missing, bits)
             else:

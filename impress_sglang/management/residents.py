@@ -2,6 +2,10 @@
 
 Owned by one thread. What is here was read from stored segments and is found by these alone, so that
 a request only gets it where the store would have given it the same.
+
+SGLang's pool gives slots in pages and takes pages back, and a row has its tokens in them in order.
+So parts that are shared are whole pages of a row. A page with tokens of two segments is no part's:
+each request has these tokens in a page of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from impress_sglang.management.tree import StoredSpan
@@ -19,18 +24,23 @@ from impress_sglang.transfer.resident import PartUse, ResidentPart
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cover:
-    """Some tokens of a stored prefix, and the resident part that has all of them, if one has."""
+    """Some tokens of a stored prefix, and the resident part that has all of them, if one has.
+
+    `alone`: other tokens of their pages are of another segment.
+    """
 
     span: StoredSpan
     part: ResidentPart | None
+    alone: bool = False
 
 
 class ResidentParts:
     """The parts that requests may share, and those that are used without that."""
 
-    def __init__(self, free: Callable[[Tensor], None]) -> None:
-        """`free` gives slots back, int64 [n]."""
+    def __init__(self, free: Callable[[Tensor], None], page_size: int = 1) -> None:
+        """`free` gives slots back, int64 [n], in whole pages."""
         self._free = free
+        self._page_size = page_size
         self._shared: dict[str, list[ResidentPart]] = {}
         self._parts: set[ResidentPart] = set()
 
@@ -47,10 +57,16 @@ class ResidentParts:
         """Tokens of parts that nobody uses now."""
         return sum(len(part) for part in self._parts if not part.users)
 
-    def cover(self, spans: Sequence[StoredSpan]) -> list[Cover]:
-        """Consecutive spans, cut where resident parts begin and end."""
+    def cover(self, spans: Sequence[StoredSpan], first: int = 0) -> list[Cover]:
+        """Consecutive spans, cut where resident parts begin and end, and where pages do.
+
+        The first token of the first one is token `first` of a row, where a page begins.
+        """
         covers = []
-        for span in spans:
+        for span, alone in self._in_pages(spans, first):
+            if alone:
+                covers.append(Cover(span, None, alone=True))
+                continue
             segment, at = span.segment, span.start
             for part in self._shared.get(segment.segment_id, ()):
                 if part.stop <= at or part.start >= span.stop:
@@ -65,17 +81,40 @@ class ResidentParts:
                 covers.append(Cover(StoredSpan(segment, at, span.stop), None))
         return covers
 
+    def _in_pages(
+        self, spans: Sequence[StoredSpan], first: int
+    ) -> Iterator[tuple[StoredSpan, bool]]:
+        """What of each span is whole pages, and what shares pages with its neighbours (True)."""
+        size, at = self._page_size, first
+        assert first % size == 0
+        for span in _joined(spans):
+            # Where the whole pages begin and end in the segment.
+            low = span.start + -at % size
+            at += len(span)
+            high = span.stop - at % size
+            if low >= high:
+                yield span, True
+                continue
+            for start, stop in ((span.start, low), (low, high), (high, span.stop)):
+                if start < stop:
+                    yield StoredSpan(span.segment, start, stop), start != low
+
     def add(self, part: ResidentPart) -> None:
         """A part that is about to be loaded, which overlaps no other one of its segment."""
+        self._parts.add(part)
+        if part.alone:
+            return
         own = self._shared.setdefault(part.segment_id, [])
         own.append(part)
         own.sort(key=lambda other: other.start)
         assert all(a.stop <= b.start for a, b in itertools.pairwise(own))
-        self._parts.add(part)
 
-    def cut_idle(self, spans: Sequence[StoredSpan]) -> None:
-        """Cut parts that nobody uses where consecutive spans begin and end inside them."""
-        for cover in self.cover(spans):
+    def cut_idle(self, spans: Sequence[StoredSpan], first: int = 0) -> None:
+        """Cut parts that nobody uses where consecutive spans begin and end inside them.
+
+        `first` as for `cover`.
+        """
+        for cover in self.cover(spans, first):
             part, span = cover.part, cover.span
             if part is None or part.users or part.load is not None:
                 continue
@@ -93,13 +132,14 @@ class ResidentParts:
 
     def leave(self, uses: Sequence[PartUse]) -> None:
         """A request is done with these; what nobody can use any more is given back."""
-        now = time.monotonic()
+        now, useless = time.monotonic(), list[ResidentPart]()
         for use in uses:
             part = use.part
             part.users -= 1
             part.last_access = now
-            if not part.users and (part.broken or not part.loaded):
-                self._drop(part)
+            if not part.users and (part.alone or part.broken or not part.loaded):
+                useless.append(part)
+        self._drop(useless)
 
     def hide(self, part: ResidentPart) -> None:
         """Nobody else may use a part: it was not read as it should be, or is out of date."""
@@ -110,7 +150,7 @@ class ResidentParts:
             if not own:
                 del self._shared[part.segment_id]
         if not part.users and part in self._parts:
-            self._drop(part)
+            self._drop([part])
 
     def hide_all(self) -> None:
         """What is in the slots is of other weights than what is stored from now on."""
@@ -134,16 +174,19 @@ class ResidentParts:
         self.hide(part)
         return len(part)
 
-    def _drop(self, part: ResidentPart) -> None:
-        self._parts.remove(part)
-        # Its slots are not its own any more.
-        part.load = None
-        own = self._shared.get(part.segment_id, [])
-        if part in own:
-            own.remove(part)
-            if not own:
-                del self._shared[part.segment_id]
-        self._free(part.slots)
+    def _drop(self, parts: Sequence[ResidentPart]) -> None:
+        """Give parts up, with all that have slots of a page at once."""
+        for part in parts:
+            self._parts.remove(part)
+            # Its slots are not its own any more.
+            part.load = None
+            own = self._shared.get(part.segment_id, [])
+            if part in own:
+                own.remove(part)
+                if not own:
+                    del self._shared[part.segment_id]
+        if parts:
+            self._free(torch.cat([part.slots for part in parts]))
 
     def check_integrity(self) -> None:
         """See that parts are where they should be.
@@ -154,6 +197,22 @@ class ResidentParts:
         for segment_id, own in self._shared.items():
             assert own and all(part.segment_id == segment_id for part in own)
             assert all(part in self._parts and not part.broken for part in own)
+            assert not any(part.alone or len(part) % self._page_size for part in own)
             assert all(a.stop <= b.start for a, b in itertools.pairwise(own))
         for part in self._parts:
-            assert part.users >= 0 and (part.users or (part.loaded and not part.broken))
+            useful = part.loaded and not part.broken and not part.alone
+            assert part.users >= 0 and (part.users or useful)
+
+
+def _joined(spans: Sequence[StoredSpan]) -> Iterator[StoredSpan]:
+    """Consecutive spans, those of one segment as one."""
+    waiting: StoredSpan | None = None
+    for span in spans:
+        if waiting is not None and waiting.segment is span.segment and waiting.stop == span.start:
+            waiting = StoredSpan(span.segment, waiting.start, span.stop)
+            continue
+        if waiting is not None:
+            yield waiting
+        waiting = span
+    if waiting is not None:
+        yield waiting

@@ -84,6 +84,8 @@ class ResidentPart:
     """Whether a layer could not be read: nobody else may use it."""
     lasting: bool = True
     """Whether a layer can be raised when the next one is loaded: ranges of all are kept."""
+    alone: bool = False
+    """Whether another part has slots of its pages: one request uses both, and gives both back."""
     load: tuple[PartLoad, int] | None = None
     """What it is read from now, and which span of that it is."""
 

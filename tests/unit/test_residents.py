@@ -12,7 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from impress_sglang.management.residents import ResidentParts
-from impress_sglang.management.tree import SegmentState, StoredSegment, StoredSpan
+from impress_sglang.management.tree import (
+    SegmentState,
+    StoredMatch,
+    StoredSegment,
+    StoredSpan,
+)
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.transfer.resident import PartUse, ResidentPart
 from tests.unit.kv_factory import make_info, make_shape
@@ -29,20 +34,23 @@ def segment(name: str) -> StoredSegment:
 class Residents:
     """Parts over segments, and slots that are taken and given back."""
 
-    def __init__(self) -> None:
+    def __init__(self, page_size: int = 1) -> None:
         self.taken: set[int] = set()
-        self.parts = ResidentParts(self._free)
+        self.parts = ResidentParts(self._free, page_size)
+        self._page_size = page_size
         self._next = 0
 
     def _free(self, slots: Tensor) -> None:
         own = set(slots.tolist())
         assert own <= self.taken, "slots are given back that nobody has"
+        pages = {slot // self._page_size for slot in own}
+        assert len(own) == len(pages) * self._page_size, "pages are given back as a whole"
         self.taken -= own
 
-    def admit(self, spans: Sequence[StoredSpan]) -> list[PartUse]:
-        """Use some spans, as a request does when it is admitted."""
+    def admit(self, spans: Sequence[StoredSpan], first: int = 0) -> list[PartUse]:
+        """Use some spans, from a token of a row on, as a request does when it is admitted."""
         uses = []
-        for cover in self.parts.cover(spans):
+        for cover in self.parts.cover(spans, first):
             span, part = cover.span, cover.part
             if part is None:
                 slots = torch.arange(self._next, self._next + len(span))
@@ -51,7 +59,9 @@ class Residents:
                 layout = span.segment.info.layout().codes
                 assert isinstance(layout, CodeLayout)
                 name = span.segment.segment_id
-                part = ResidentPart(name, layout, 2, span.start, span.stop, slots)
+                part = ResidentPart(
+                    name, layout, 2, span.start, span.stop, slots, alone=cover.alone
+                )
                 self.parts.add(part)
             uses.append(PartUse(part, span.start, span.stop))
         self.parts.use(uses)
@@ -131,6 +141,49 @@ def test_a_hidden_part_serves_its_users_and_nobody_else(residents: Residents) ->
     assert residents.taken == set(other[0].slots.tolist())
 
 
+def test_spans_of_one_segment_are_one(residents: Residents) -> None:
+    """A node of the tree that was split, after which both halves are in the same segment."""
+    own = segment("a")
+    uses = residents.admit([StoredSpan(own, 0, 13), StoredSpan(own, 13, 30)])
+    assert ranges(uses) == [(0, 30)]
+
+
+def test_whole_pages_are_shared() -> None:
+    """A page that has tokens of two segments is loaded again, and given back at once."""
+    residents = Residents(page_size=4)
+    trunk, branch = segment("a"), segment("b")
+    long = residents.admit([StoredSpan(trunk, 0, 24)])
+    forked = [StoredSpan(trunk, 0, 10), StoredSpan(branch, 0, 14)]
+    uses = residents.admit(forked)
+    assert ranges(uses) == [(0, 8), (8, 10), (0, 2), (2, 14)]
+    assert [use.part.alone for use in uses] == [False, True, True, False]
+    assert uses[0].part is long[0].part and len(residents.taken) == 24 + 16
+    residents.load([*long, *uses])
+    again = residents.admit([*forked[:1], StoredSpan(branch, 0, 6)])
+    assert ranges(again) == [(0, 8), (8, 10), (0, 2), (2, 6)]
+    assert again[3].part is uses[3].part and again[1].part is not uses[1].part
+    residents.load(again)
+    residents.parts.leave(again)
+    residents.parts.leave(uses)
+    assert len(residents.taken) == 24 + 12
+    residents.parts.check_integrity()
+    residents.parts.leave(long)
+    # What is cut off ends with a page, whatever is asked for.
+    residents.parts.cut_idle(forked)
+    assert sorted(len(part) for part in residents.parts) == [8, 12, 16]
+
+
+def test_tokens_of_many_segments_in_a_page() -> None:
+    residents = Residents(page_size=8)
+    lengths = {"a": 3, "b": 2, "c": 10, "d": 9}
+    spans = [StoredSpan(segment(name), 0, length) for name, length in lengths.items()]
+    uses = residents.admit(spans, first=16)
+    assert ranges(uses) == [(0, 3), (0, 2), (0, 10), (0, 1), (1, 9)]
+    assert [use.part.alone for use in uses] == [True, True, True, True, False]
+    residents.parts.leave(uses)
+    assert not residents.taken
+
+
 def test_a_flush_forgets_all(residents: Residents) -> None:
     uses = residents.admit([StoredSpan(segment("a"), 0, 10)])
     residents.load(uses)
@@ -192,5 +245,35 @@ class Sharing(RuleBasedStateMachine):
         assert used == {part for part in parts if part.users}
 
 
-Sharing.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+class SharingInPages(Sharing):
+    """The same where slots are pages, and one segment goes on in the middle of another one."""
+
+    PAGE, FORK = 4, 13
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.residents = Residents(self.PAGE)
+
+    @rule(number=st.integers(0, 1), a=st.integers(0, LENGTH), b=st.integers(0, LENGTH))
+    def admit(self, number: int, a: int, b: int) -> None:
+        start, stop = (row // self.PAGE * self.PAGE for row in (min(a, b), max(a, b)))
+        if start == stop:
+            return
+        trunk, branch = self.segments
+        match = StoredMatch((StoredSpan(trunk, 0, LENGTH),))
+        if number:
+            spans = StoredSpan(trunk, 0, self.FORK), StoredSpan(branch, 0, LENGTH - self.FORK)
+            match = StoredMatch(spans)
+        self.residents.parts.cut_idle(match.slice(start, stop), start)
+        uses = self.residents.admit(match.slice(start, stop), start)
+        slots = torch.cat([use.slots for use in uses])
+        assert len(slots) == stop - start
+        pages = slots.view(-1, self.PAGE)
+        assert (pages == pages[:, :1] + torch.arange(self.PAGE)).all() and not pages[0, 0] % 4
+        self.live.append(uses)
+
+
+for machine in (Sharing, SharingInPages):
+    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestSharing = Sharing.TestCase
+TestSharingInPages = SharingInPages.TestCase

@@ -1,0 +1,219 @@
+"""Prefixes on servers whose pool gives slots in pages: whole pages are loaded, shared and freed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.compare import Answer, assert_same, paths, report
+from tests.serving.conftest import impress_flags
+from tests.serving.harness import Server, Zygote, running
+from tests.serving.tiny_models import random_tokens
+
+TOLERANCE = 1e-4
+POOL = 9024
+EXACT = {"custom_params": {"impress_bits": "exact"}}
+
+
+@pytest.fixture(scope="module", params=[16, 64], ids="pages-of-{}".format)
+def page(request: pytest.FixtureRequest) -> int:
+    size: int = request.param
+    return size
+
+
+@pytest.fixture(scope="module")
+def paged(page: int, workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
+    """It evicts soon, and keeps nothing in memory beside the pool."""
+    flags = (
+        f"--page-size={page}",
+        f"--max-total-tokens={POOL}",
+        "--chunked-prefill-size=1024",
+        "--impress-min-prefix-tokens=64",
+        "--impress-host-gb=0",
+        "--impress-device-gb=0",
+    )
+    store, log = workdir / f"store-pages-{page}", workdir / f"pages-{page}.log"
+    with running(tiny_llama, log, *impress_flags(store, *flags), zygote=zygote) as server:
+        yield server
+        server.assert_quiet()
+
+
+@pytest.fixture(autouse=True)
+def _stays_whole(paged: Server) -> Iterator[None]:
+    yield
+    paged.flush()
+    stats = paged.stats()
+    assert stats["integrity"] == "ok" and stats["requests_live"] == 0
+    assert stats["store"]["segments_failed"] == 0
+    pool = stats["device_pool"]
+    assert not any(pool[kind] for kind in pool if kind not in ("tokens", "writing_tokens"))
+
+
+def branches(seed: int, page: int) -> list[list[int]]:
+    """Prompts that leave a trunk inside of pages, and once at the end of one."""
+    trunk = random_tokens(900, seed)
+    cuts = (900, 650, 333, 5 * page, 81)
+    return [[*trunk[:cut], *random_tokens(210, seed + cut)] for cut in cuts]
+
+
+def exactly_as_stock(server: Server, stock: Server, page: int, sampling: dict[str, Any]) -> None:
+    prompts = branches(100, page)
+    for prompt in prompts:
+        server.generate(prompt, 1)
+    server.flush()
+    asked = [[*prompt, *random_tokens(37, seed=7)] for prompt in prompts]
+    expected = stock.generate_together(asked, 24, return_logprob=True)
+
+    def ask() -> list[Answer]:
+        return server.generate_together(
+            asked, 24, return_logprob=True, sampling_params=dict(sampling)
+        )
+
+    from_ssd, resident = ask(), ask()
+    assert_same(expected, from_ssd, TOLERANCE)
+    assert_same(from_ssd, resident, TOLERANCE)
+    assert "ssd" in paths(from_ssd) and set(paths(resident)) == {"device"}
+    for prompt, answer in zip(prompts, from_ssd, strict=True):
+        assert answer["meta_info"]["cached_tokens"] == len(prompt) // page * page
+        assert report(answer)["approximate"] is False
+
+
+def test_exact_answers_are_those_of_stock(paged: Server, stock: Server, page: int) -> None:
+    exactly_as_stock(paged, stock, page, EXACT)
+
+
+def test_a_policy_that_loads_whole_prefixes(
+    page: int, workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Server
+) -> None:
+    if page == 16:
+        pytest.skip("one page size is enough")
+    flags = (f"--page-size={page}", "--impress-policy=as", "--impress-min-prefix-tokens=64")
+    log = workdir / "pages-as.log"
+    with running(
+        tiny_llama, log, *impress_flags(workdir / "store-as", *flags), zygote=zygote
+    ) as own:
+        exactly_as_stock(own, stock, page, {})
+        assert own.stats()["integrity"] == "ok"
+        own.assert_quiet()
+
+
+def test_codes_are_near_to_what_was_computed(paged: Server, stock: Server, page: int) -> None:
+    prompts = branches(200, page)
+    for prompt in prompts:
+        paged.generate(prompt, 1)
+    paged.flush()
+    asked = [[*prompt, *random_tokens(37, seed=8)] for prompt in prompts]
+    eight = {"custom_params": {"impress_bits": 8}}
+    for _ in range(2):
+        answers = paged.generate_together(
+            asked, 8, return_logprob=True, sampling_params=dict(eight)
+        )
+        expected = stock.generate_together(asked, 8, return_logprob=True)
+        for right, answer in zip(expected, answers, strict=True):
+            assert report(answer)["approximate"] is True
+            assert first_token(right)[1] == first_token(answer)[1]
+            assert abs(first_token(right)[0] - first_token(answer)[0]) < 0.01
+    pool = paged.stats()["device_pool"]
+    assert pool["shared_tokens"] == 0 < pool["shared_idle_tokens"]
+    assert pool["shared_idle_tokens"] % page == 0
+
+
+def first_token(answer: Answer) -> tuple[float, int]:
+    """Its log-probability, and which it is."""
+    number, token, *_ = answer["meta_info"]["output_token_logprobs"][0]
+    return number, token
+
+
+def test_parts_are_shared_in_whole_pages(paged: Server, page: int) -> None:
+    """A page with tokens of two segments is loaded by each request for itself."""
+    first = random_tokens(703, seed=1)
+    second = [*first[:550], *random_tokens(500, seed=2)]
+    for prompt in (first, second):
+        paged.generate(prompt, 1)
+    paged.flush()
+    asked = [[*second, *random_tokens(20, seed=20 + number)] for number in range(8)]
+    told = [report(answer) for answer in paged.generate_together(asked, 4)]
+    stored = len(second) // page * page
+    assert {own["stored_tokens"] for own in told} == {stored}
+    assert sum(own["loaded_tokens"] for own in told) == stored + 7 * page
+    # A shorter and a longer one share what is whole pages of both.
+    other = report(paged.generate([*first, *random_tokens(20, seed=30)], 4))
+    assert other["shared_tokens"] == 550 // page * page
+    assert other["loaded_tokens"] == (703 - 550 // page * page) // page * page
+
+
+def test_all_turns_of_a_conversation_are_read_back(paged: Server, page: int) -> None:
+    chat = random_tokens(333, seed=70)
+    paged.generate(chat, 1)
+    for number in range(3):
+        paged.flush()
+        prompt = [*chat, *random_tokens(91, seed=71 + number)]
+        answer = paged.generate(prompt, 10)
+        said = report(answer)
+        # A last page that was not full was not stored.
+        assert said["path"] == "ssd" and said["prefix_tokens"] % page == 0
+        assert said["prefix_tokens"] >= (len(chat) - 1) // page * page
+        chat = [*prompt, *answer["output_ids"]]
+
+
+def test_idle_parts_give_way_in_whole_pages(paged: Server, page: int) -> None:
+    prefixes = [random_tokens(2501, seed=30 + number) for number in range(5)]
+    for prefix in prefixes:
+        paged.generate(prefix, 1)
+        paged.flush()
+    for number, prefix in enumerate(prefixes):
+        said = report(paged.generate([*prefix, *random_tokens(20, seed=40 + number)], 4))
+        assert said["loaded_tokens"] == 2501 // page * page
+        assert paged.stats()["device_pool"]["shared_idle_tokens"] <= POOL
+    last = report(paged.generate([*prefixes[-1], *random_tokens(20, seed=50)], 4))
+    assert last["loaded_tokens"] == 0
+    # What a shorter prompt does not use of an idle part is cut off at the end of a page.
+    short = report(paged.generate([*prefixes[-1][:1000], *random_tokens(20, seed=51)], 4))
+    assert (short["shared_tokens"], short["loaded_tokens"]) == (1000 // page * page, 0)
+
+
+def test_aborts_in_every_phase(paged: Server) -> None:
+    stored = random_tokens(1207, seed=81)
+    paged.generate(stored, 1)
+    paged.generate([*stored[:700], *random_tokens(300, seed=80)], 1)
+    paged.flush()
+    prompts = [[*stored, *random_tokens(600, seed=82 + i)] for i in range(6)]
+
+    def ask(index: int) -> None:
+        paged.post(
+            "/generate",
+            input_ids=prompts[index],
+            rid=f"abort-{index}",
+            sampling_params={"max_new_tokens": 300, "ignore_eos": True},
+        )
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for index, thread in enumerate(threads):
+        thread.start()
+        if index % 2:
+            time.sleep(0.04 * index)
+            paged.post("/abort_request", rid=f"abort-{index}")
+    for index in range(0, len(prompts), 2):
+        time.sleep(0.1)
+        paged.post("/abort_request", rid=f"abort-{index}")
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    paged.flush()
+    paged.assert_quiet()
+
+
+def test_a_part_of_a_prefix_is_refused(paged: Server, page: int) -> None:
+    wish = {"custom_params": {"impress_retention": 0.5}}
+    response = paged.post(
+        "/generate", input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 1, **wish}
+    )
+    assert response.status_code == 400
+    assert f"need --page-size 1, and this server has {page}" in response.text
+    whole = {"custom_params": {"impress_retention": 1}}
+    assert paged.generate([5, 6, 7], 1, sampling_params=whole)["output_ids"]
