@@ -6,8 +6,8 @@ slots that `req_to_token` had when the batch was prepared; where it writes new K
 is given them, does not matter. With page size > 1 it reads slots in whole pages, as they are
 allocated. A test fails as long as a backend is in no table.
 
-None but torch_native and triton (in its interpreter) has run with IMPRESS yet: the others are
-judged by their source.
+torch_native has served on CPUs, and triton in its interpreter; of fa3 and flex_attention SGLang's
+Python has run with IMPRESS in front, of flashinfer its plans. Others are judged by their source.
 """
 
 from __future__ import annotations
