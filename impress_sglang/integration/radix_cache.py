@@ -733,6 +733,8 @@ class ImpressRadixCache(RadixCache):
         )
 
     def _allocate(self, num_tokens: int) -> Tensor | None:
+        """Slots of whole pages, in order; None if there is no room."""
+        assert num_tokens == self._whole_pages(num_tokens)
         allocator = self.token_to_kv_pool_allocator
         missing = num_tokens - allocator.available_size()
         if missing > 0:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,9 +39,11 @@ class CodedWorld(World):
         new: int = 8,
         bits: object = 5.0,
         retention: float = 1.0,
+        fork: int = TOKENS,
     ) -> Any:
-        """A request with the first tokens of the stored prompt is matched."""
-        tokens = array("q", [*range(1000, 1000 + length), *range(5000, 5000 + new)])
+        """A request with the first tokens of a stored prompt is matched."""
+        prompt = [*range(1000, 1000 + fork), *range(1500, 1500 + TOKENS - fork)]
+        tokens = array("q", [*prompt[:length], *range(5000, 5000 + new)])
         custom = {"impress_retention": retention, "impress_bits": bits}
         req = Req(rid, "", tokens, SamplingParams(custom_params=custom))
         req.full_untruncated_fill_ids = tokens
@@ -86,6 +90,16 @@ class CodedWorld(World):
         self.end(request)
         assert self.cache._residents.idle_tokens == length
 
+    def prompt_of(self, rid: str, length: int) -> tuple[list[str], list[int]]:
+        """A pass that completes a prompt nobody has stored, as `begin_saves` is told of it."""
+        (row,) = self.rows.alloc_rows(1)
+        tokens = array("q", range(3000, 3000 + length))
+        req = Req(rid, "", tokens, SamplingParams())
+        req.full_untruncated_fill_ids = tokens
+        req.kv = SimpleNamespace(req_pool_idx=row)
+        self.cache._requests[rid] = req
+        return [rid], [length]
+
     @property
     def room(self) -> int:
         """What SGLang admits by."""
@@ -93,9 +107,14 @@ class CodedWorld(World):
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CodedWorld]:
+def page_size() -> int:
+    return 1
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_size: int) -> Iterator[CodedWorld]:
     monkeypatch.setattr(test_weights, "SHAPE", SHAPE)
-    world = CodedWorld(tmp_path, load="always")
+    world = CodedWorld(tmp_path, page_size, load="always")
     world.store_prompt(1000)
     yield world
     for rid in list(world.runtime.live):
@@ -231,3 +250,66 @@ def test_a_prefix_that_no_buffer_holds_is_computed(world: CodedWorld, retention:
     assert world.ask("first", retention=retention).host_hit_length == 0
     pool.limit_bytes = limit
     assert world.ask("second", retention=retention).host_hit_length > 0
+
+
+FORK = 40
+
+
+@pytest.mark.parametrize("page_size", [16])
+def test_slots_are_taken_and_given_back_in_pages(world: CodedWorld, page_size: int) -> None:
+    """Of a prompt that leaves another one inside a page; its page there is nobody else's."""
+    world.store_prompt(1000, FORK)
+    world.idle_part()
+    requests = [world.admit(world.ask(rid, fork=FORK)) for rid in ("a", "b")]
+    for request in requests:
+        assert request is not None and request.num_tokens == TOKENS
+        pages = request.slots.view(-1, page_size)
+        assert torch.equal(pages, pages[:, :1] + torch.arange(page_size))
+        assert not (pages[:, 0] % page_size).any()
+    first, second = requests
+    assert first is not None and second is not None
+    same = first.slots == second.slots
+    assert same.tolist() == [token // page_size != FORK // page_size for token in range(TOKENS)]
+    assert first.report["loaded_tokens"] == 32 and second.report["loaded_tokens"] == 16
+    world.cache.check_integrity()
+    for layer in range(SHAPE.num_layers):
+        for request in (first, second):
+            world.load(request, layer)
+    world.end(first)
+    assert world.allocator.available_size() == world.allocator.size - (TOKENS + 32)
+    world.end(second)
+    # What was shared stays, and what was not does not.
+    assert world.cache._residents.idle_tokens == TOKENS + 16
+    assert world.allocator.available_size() == world.allocator.size - (TOKENS + 16)
+
+
+@pytest.mark.parametrize("page_size", [16])
+@pytest.mark.parametrize("bits", [5.0, "exact"])
+def test_a_prefix_ends_with_a_page(world: CodedWorld, bits: object) -> None:
+    request = world.admit(world.ask("r", length=50, bits=bits))
+    assert request is not None and request.prefix_len == request.k == 48
+    assert world.allocator.available_size() == world.allocator.size - 48
+    for layer in range(SHAPE.num_layers):
+        world.load(request, layer)
+    world.end(request)
+    # What is in no whole page of the tree is not saved: its slots are not the tree's.
+    (save,) = world.cache.begin_saves(*world.prompt_of("p", 50))
+    assert len(save.slots) == 48
+    save.abandon()
+    world.runtime.store.drain()
+
+
+@pytest.mark.parametrize("page_size", [16])
+def test_a_rest_in_a_page_with_another_segment_is_computed(
+    world: CodedWorld, page_size: int
+) -> None:
+    """All of its pages or none: a prefix does not end inside of one."""
+    world.store_prompt(1000, FORK)
+    world.idle_part()
+    world.runtime.config = dataclasses.replace(world.runtime.config, min_prefix_tokens=33)
+    req = world.ask("r", fork=FORK)
+    request = world.admit(req)
+    assert request is not None and request.prefix_len == 32
+    assert req.host_hit_length % page_size == req.prefix_len % page_size == 0
+    for layer in range(SHAPE.num_layers):
+        world.load(request, layer)

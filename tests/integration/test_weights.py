@@ -23,6 +23,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.weight_updater import (
     SchedulerWeightUpdaterManager,
 )
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -59,7 +60,7 @@ class Pool:
         self.reading = threading.Event()
         self.go_on = threading.Event()
         self.go_on.set()
-        self._buffer = torch.randn(TOKENS * 4 + 1, SHAPE.num_kv_heads, SHAPE.key_dim)
+        self._buffer = torch.randn(TOKENS * 5, SHAPE.num_kv_heads, SHAPE.key_dim)
 
     def get_key_buffer(self, layer: int) -> Tensor:
         self.reading.set()
@@ -90,12 +91,15 @@ class Saver:
 class World:
     """A tree cache with a store, and SGLang's updater of weights that flushes it."""
 
-    def __init__(self, root: Path, **options: Any) -> None:
+    def __init__(self, root: Path, page_size: int = 1, **options: Any) -> None:
         self.pool = Pool()
         self.saver = Saver(self.pool)
         self.rows = ReqToTokenPool(4, 4 * TOKENS, "cpu", enable_memory_saver=False)
-        self.allocator = TokenToKVPoolAllocator(
-            TOKENS * 4, torch.float32, "cpu", self.pool, need_sort=False
+        size, rest = TOKENS * 4, (torch.float32, "cpu", self.pool, False)
+        self.allocator = (
+            TokenToKVPoolAllocator(size, *rest)
+            if page_size == 1
+            else PagedTokenToKVPoolAllocator(size, page_size, *rest)
         )
         self.weights, self.asked, self.idle = OLD, 0, True
         own = DEFAULTS | {"policy": "impress", "min_prefix_tokens": 16} | options
@@ -105,7 +109,7 @@ class World:
             disable=False,
             req_to_token_pool=self.rows,
             token_to_kv_pool_allocator=self.allocator,
-            page_size=1,
+            page_size=page_size,
         )
         self.cache = ImpressRadixCache(params, self.runtime, self.identify, None)
         self.updater = self._updater()
@@ -177,13 +181,16 @@ class World:
         }
         return getattr(self.updater, handler)(SimpleNamespace(**(request | fields)))
 
-    def prefill(self, rid: str, first: int) -> Save:
-        """A pass begins that completes a prompt; its write waits for the layers."""
+    def prefill(self, rid: str, first: int, fork: int = TOKENS) -> Save:
+        """A pass begins that completes a prompt; its write waits for the layers.
+
+        The prompt has other tokens than the one that begins alike, from a token on.
+        """
         (row,) = self.rows.alloc_rows(1)
         slots = self.allocator.alloc(TOKENS)
         assert slots is not None
         self.rows.req_to_token[row, :TOKENS] = slots
-        tokens = list(range(first, first + TOKENS))
+        tokens = [*range(first, first + fork), *range(first + 500, first + 500 + TOKENS - fork)]
         req = Req(rid, "", array("q", tokens), SamplingParams())
         req.full_untruncated_fill_ids = tokens
         req.kv = SimpleNamespace(req_pool_idx=row)
@@ -191,12 +198,13 @@ class World:
         (save,) = self.cache.begin_saves([rid], [TOKENS])
         return save
 
-    def store_prompt(self, first: int) -> None:
+    def store_prompt(self, first: int, fork: int = TOKENS) -> None:
         """A prompt is in the store, and nothing is resident."""
-        self.prefill("stored", first).open(SHAPE.num_layers)
+        self.prefill("stored", first, fork).open(SHAPE.num_layers)
         self.runtime.store.drain()
         del self.cache._saves["stored"]
-        assert self.flush() and self.stored(first) == TOKENS and self.files() == 1
+        assert self.flush() and self.stored(first) == TOKENS
+        assert self.files() == (1 if fork == TOKENS else 2)
 
     def stored(self, first: int) -> int:
         """How many tokens of a prompt the tree cache would find in the store."""
