@@ -21,6 +21,7 @@ import pytest
 import sglang.srt.models
 from sglang.srt import environ
 from sglang.srt.configs import model_config as sglang_model_config
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers import io_struct, scheduler
 from sglang.srt.managers.schedule_batch import Req
@@ -29,6 +30,7 @@ from sglang.srt.server_args import ServerArgs
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration import guards, judged, judged_arguments, judged_models
+from impress_sglang.integration.judged_backends import BACKENDS, REFUSED
 
 # Environment variables that may have to do with how KVs are made or lie.
 TELLING = re.compile(
@@ -245,3 +247,12 @@ def test_overrides_of_the_model_are_part_of_the_identity(tmp_path: Path) -> None
     plain = _architecture(ModelConfig(path).hf_text_config)
     changed = ModelConfig(path, model_override_args='{"rope_theta": 5e5, "rms_norm_eps": 0.1}')
     assert _architecture(changed.hf_text_config) != plain
+
+
+def test_every_backend_of_sglang_is_judged() -> None:
+    assert not BACKENDS.keys() & REFUSED.keys()
+    assert BACKENDS.keys() | REFUSED.keys() == ATTENTION_BACKENDS.keys()
+    for name, backend in BACKENDS.items():
+        module, _, kind = backend.kind.rpartition(".")
+        source = inspect.getsource(ATTENTION_BACKENDS[name])
+        assert f"sglang.srt.layers.attention.{module} import" in source and kind in source, name
