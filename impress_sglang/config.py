@@ -77,6 +77,7 @@ class ImpressConfig:
     retention: float | str = 1.0
     min_retention: float = 0.05
     bits: float | str = 5.0
+    base_error: float = 0.5
     allocate: str = "query"
     probe_heads: int = 3
     alpha: float = 0.6
@@ -114,6 +115,7 @@ class ImpressConfig:
         )
         rules = f"{LEAST_BITS:g} to {MOST_BITS:g}, or {EXACTLY}"
         _require(is_bits(self.bits), "bits", self.bits, rules)
+        _require(self.base_error > 0, "base_error", self.base_error, "more than 0")
         rules = f"one of {', '.join(ALLOCATIONS)}"
         _require(self.allocate in ALLOCATIONS, "allocate", self.allocate, rules)
         _require(self.probe_heads >= 1, "probe_heads", self.probe_heads, "at least 1")
@@ -327,6 +329,14 @@ OPTIONS: tuple[Option, ...] = (
         "For --impress-policy impress: bits per element, on average, in which a stored prefix is "
         f"loaded: {LEAST_BITS:g} to {MOST_BITS:g}, more of them where the request looks, or exact; "
         "a request may ask for another number with custom_params impress_bits.",
+    ),
+    Option(
+        "base_error",
+        "--impress-base-error",
+        float,
+        "Relative error that rounding to the least bits may make in what attention gives for a KV "
+        "head; a head where it is more, as who stores a prompt measures, is always read in more "
+        "bits. inf: nothing is measured.",
     ),
     Option(
         "allocate",

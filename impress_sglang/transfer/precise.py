@@ -37,13 +37,15 @@ class Allocation(Protocol):
     weighs: bool
     """Whether it asks for weights."""
 
-    def planes(self, layer: int, weights: Tensor, num_planes: int) -> Tensor:
+    def planes(self, layer: int, weights: Tensor, num_planes: int, floors: Tensor | None) -> Tensor:
         """Planes of each unit.
 
         Args:
             layer: from 0.
             weights: float32 [G, units] of squared attention; zeros if the rule does not ask.
-            num_planes: how many in all, at most `NUM_PLANES` for each unit.
+            num_planes: how many besides the floors, with these at most `NUM_PLANES` for each unit.
+            floors: int64 [G, units] on the CPU, planes that belong to the base of a unit; None:
+                none.
 
         Returns:
             int64 [G, units] on the device of the weights.
@@ -56,9 +58,9 @@ class ByQuery:
 
     weighs = True
 
-    def planes(self, layer: int, weights: Tensor, num_planes: int) -> Tensor:
+    def planes(self, layer: int, weights: Tensor, num_planes: int, floors: Tensor | None) -> Tensor:
         """See `Allocation`."""
-        return allocate_planes(weights, num_planes)
+        return allocate_planes(weights, num_planes, floors)
 
 
 class Evenly:
@@ -66,11 +68,13 @@ class Evenly:
 
     weighs = False
 
-    def planes(self, layer: int, weights: Tensor, num_planes: int) -> Tensor:
+    def planes(self, layer: int, weights: Tensor, num_planes: int, floors: Tensor | None) -> Tensor:
         """See `Allocation`."""
-        count = weights.numel()
-        number = torch.arange(count + 1, device=weights.device) * num_planes // count
-        return number.diff().view_as(weights)
+        own = torch.zeros(weights.shape, dtype=torch.int64) if floors is None else floors
+        # In proportion to the room that units have above their floors.
+        below = torch.nn.functional.pad((NUM_PLANES - own).flatten().cumsum(0), (1, 0))
+        number = below * num_planes // max(1, int(below[-1]))
+        return (number.diff().view_as(own) + own).to(weights.device)
 
 
 class AtRandom:
@@ -78,11 +82,11 @@ class AtRandom:
 
     weighs = False
 
-    def planes(self, layer: int, weights: Tensor, num_planes: int) -> Tensor:
+    def planes(self, layer: int, weights: Tensor, num_planes: int, floors: Tensor | None) -> Tensor:
         """See `Allocation`."""
         generator = torch.Generator().manual_seed(layer * 1_000_003 + weights.numel())
         dice = 10 ** (4 * torch.rand(weights.shape, generator=generator))
-        return allocate_planes(dice.to(weights.device), num_planes)
+        return allocate_planes(dice.to(weights.device), num_planes, floors)
 
 
 ALLOCATIONS: dict[str, Allocation] = {"query": ByQuery(), "even": Evenly(), "random": AtRandom()}
@@ -121,7 +125,8 @@ class PreciseLoader:
             units: of the parts, all of which have a load.
             inputs: of the request.
             slots: of the request, one for each token of the parts.
-            bits: per element, on average.
+            bits: per element, on average, where no plane belongs to the base; those that do come
+                on top.
             stats: is changed.
             timeline: of the request.
 
@@ -149,11 +154,15 @@ class PreciseLoader:
                 if (part := use.part).layers_loaded != layer:
                     continue
                 load, number = _load_of(part)
-                groups = load.source.read_base(layer)[number]
-                assert groups is not None
-                stats.base_bytes += groups.numel()
+                base = load.source.read_base(layer)[number]
+                assert base is not None
+                stats.base_bytes += base.num_bytes
                 with timeline.span(COPY, layer):
-                    writer.restore_base(part.begin_layer(layer, groups), keys, values)
+                    writer.restore_base(part.begin_layer(layer, base.groups), keys, values)
+                    if base.raised is not None and base.planes is not None:
+                        tokens = part.tokens(layer)
+                        writer.raise_units(tokens, base.raised, base.planes, keys, values)
+                part.levels[layer] = load.source.floors(layer, number)[:, None]
 
     def add_planes(
         self,
@@ -197,13 +206,15 @@ class PreciseLoader:
         """Planes [G, units] that the request wants."""
         # Where none are computed the host allocates, and does not wait for the device.
         weights = torch.zeros(self._shape.num_kv_heads, len(units))
-        count = planes_of(bits, weights.numel())
-        if self._allocation.weighs and 0 < count < NUM_PLANES * weights.numel():
+        floors = _floors(layer, units)
+        room = NUM_PLANES * weights.numel() - (0 if floors is None else int(floors.sum()))
+        count = min(planes_of(bits, weights.numel()), room)
+        if self._allocation.weighs and 0 < count < room:
             with timeline.span(PROBE_COMPUTE, layer):
                 by_token = self._weights(inputs, slots)
                 weights = units.weights(by_token if chosen is None else by_token * chosen)
         with timeline.span(SELECT, layer):
-            planes = self._allocation.planes(layer, weights, count)
+            planes = self._allocation.planes(layer, weights, count, floors)
             if chosen is not None:
                 used = units.weights(chosen.float()) > 0
                 planes = planes * used.to(planes.device)
@@ -252,6 +263,17 @@ class PreciseLoader:
             squares=True,
         )
         return sums.unflatten(0, (len(heads), -1)).sum(1)
+
+
+def _floors(layer: int, units: UsedUnits) -> Tensor | None:
+    """Planes that belong to the base of each unit, int64 [G, units]; None if none does."""
+    parts = []
+    for use, place in zip(units.uses, units.places, strict=True):
+        load, number = _load_of(use.part)
+        own = load.source.floors(layer, number)[:, None]
+        parts.append(np.repeat(own, place.stop - place.start, 1))
+    floors = np.concatenate(parts, 1)
+    return torch.from_numpy(floors).long() if floors.any() else None
 
 
 def _load_of(part: ResidentPart) -> tuple[PartLoad, int]:
