@@ -77,7 +77,7 @@ class ImpressConfig:
     retention: float | str = 1.0
     min_retention: float = 0.05
     bits: float | str = 5.0
-    base_error: float = 0.5
+    base_error: float = 0.33
     allocate: str = "query"
     probe_heads: int = 3
     alpha: float = 0.6
