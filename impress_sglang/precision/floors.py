@@ -4,7 +4,8 @@ Keys of some models have large biases (norms of hundreds in the first and last l
 which widen the ranges of all tokens once they are rotated. So who writes a layer measures: some
 tokens of it are rounded, the queries of the prompt's last tokens attend to them and, as a request
 would, to the last tokens as they are; and the *floor* of a KV head, how many planes belong to its
-base, is the least with which the output errs by no more than what is bearable.
+base, is 0 if the output errs by no more than what is bearable with the bits of the base, else the
+least with which it errs by a third of that, as most heads do with the base alone.
 
 Floors are a property of a model more than of a text: where no queries are known, the last ones
 measured hold, and where none were measured, all planes belong to the base.
@@ -38,6 +39,9 @@ MEASURED_QUERIES = 16
 # least these.
 BUDGET_S = 0.02
 LEAST_TOKENS = 8 * GROUP_TOKENS
+
+# Of what is bearable, how much a head that is raised may err.
+RAISED_SHARE = 1 / 3
 
 # Planes that belong to the base: uint8 [G] of a layer, [L, G] of a segment.
 Floors = npt.NDArray[np.uint8]
@@ -124,27 +128,28 @@ def floors_of(
     given: LayerQueries,
     bearable: float,
 ) -> Floors:
-    """The least planes with which no KV head's output errs by more than what is bearable.
+    """How many planes each KV head needs besides the base, see above.
 
     Args:
         old: keys [t, G, Dk] and values [t, G, Dv] that are rounded.
         own: those of the tokens after them, the first of which is that of the first query.
         given: the queries.
         bearable: root of the squared error over the squared output, over all queries of a head.
-            What no rounding short of all bits makes bearable gets all.
+            All bits are given unseen where fewer do not do.
     """
     codes = code_keys(old[0]), code_values(old[1])
     exact = _output(old, own, given)
     floors = np.zeros(old[0].shape[1], np.uint8)
+    limit = bearable**2 * exact.square().sum((1, 2, 3))
     for bits in LEVELS[:-1]:
         rounded = restore(codes[0], bits), restore(codes[1], bits)
         error = (_output(rounded, own, given) - exact).square().sum((1, 2, 3))
-        too_much = error > bearable**2 * exact.square().sum((1, 2, 3))
         # Who bore fewer bits keeps them.
-        raised = too_much.numpy() & (floors == LEVELS.index(bits))
+        raised = (error > limit).numpy() & (floors == LEVELS.index(bits))
         if not raised.any():
             break
         floors += raised
+        limit = limit * RAISED_SHARE**2 if bits == LEVELS[0] else limit
     return floors
 
 

@@ -166,11 +166,6 @@ class Base:
     raised: Tensor | None = None
     planes: Tensor | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """All of it."""
-        return self.groups.numel() + (0 if self.planes is None else self.planes.numel())
-
 
 class ResidentRange(Protocol):
     """The tokens [start, stop) of a segment that are, or will be, in slots."""
@@ -260,6 +255,7 @@ class CodedSource:
                 if number in raised:
                     units = planes[number].view(-1, span.layout.unit_stride)
                     base = Base(base.groups, torch.from_numpy(raised[number]), units)
+                    self.stats.selected_chunks += len(units)
                 self._base[number] = base
         return self._base
 

@@ -156,7 +156,7 @@ class PreciseLoader:
                 load, number = _load_of(part)
                 base = load.source.read_base(layer)[number]
                 assert base is not None
-                stats.base_bytes += base.num_bytes
+                stats.base_bytes += base.groups.numel()
                 with timeline.span(COPY, layer):
                     writer.restore_base(part.begin_layer(layer, base.groups), keys, values)
                     if base.raised is not None and base.planes is not None:
