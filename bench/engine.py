@@ -425,6 +425,8 @@ class CellRun:
         # A part of the host memory is for what is read ahead.
         cached = 1.0 - BUFFER_SHARE if args.readahead else 1.0
         return ImpressConfig(
+            # Nobody has queries here to measure with.
+            base_error=0.0,
             ssd_dir=str(folder),
             ssd_gb=10 * gigabytes + 1.0,
             min_free_gb=0.0,

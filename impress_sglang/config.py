@@ -115,7 +115,6 @@ class ImpressConfig:
         )
         rules = f"{LEAST_BITS:g} to {MOST_BITS:g}, or {EXACTLY}"
         _require(is_bits(self.bits), "bits", self.bits, rules)
-        _require(self.base_error > 0, "base_error", self.base_error, "more than 0")
         rules = f"one of {', '.join(ALLOCATIONS)}"
         _require(self.allocate in ALLOCATIONS, "allocate", self.allocate, rules)
         _require(self.probe_heads >= 1, "probe_heads", self.probe_heads, "at least 1")
@@ -152,6 +151,7 @@ class ImpressConfig:
             "half_life",
             "readahead",
             "reorder_interval",
+            "base_error",
         ):
             value = getattr(self, name)
             _require(0 <= value < math.inf, name, value, "0 or more and finite")
@@ -336,7 +336,7 @@ OPTIONS: tuple[Option, ...] = (
         float,
         "Relative error that rounding to the least bits may make in what attention gives for a KV "
         "head; a head where it is more, as who stores a prompt measures, is always read in more "
-        "bits. inf: nothing is measured.",
+        "bits. 0: nothing is measured.",
     ),
     Option(
         "allocate",

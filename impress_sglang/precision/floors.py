@@ -14,7 +14,6 @@ measured hold, and where none were measured, all planes belong to the base.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 
@@ -68,7 +67,7 @@ class FloorMeter:
     """Measures floors on the writing thread; others may `note` what stands in headers."""
 
     def __init__(self, bearable: float, *, budget_s: float = BUDGET_S) -> None:
-        """`bearable`: relative error of the output of a KV head's queries; inf measures nothing."""
+        """`bearable`: relative error of the output of a KV head's queries; 0 measures nothing."""
         self._bearable = bearable
         self._budget_s = budget_s
         # At first as many tokens as are rounded in any case.
@@ -91,7 +90,7 @@ class FloorMeter:
         """Floors of a segment with so many tokens of its prompt behind it."""
 
         def floors(layer: int, keys: Tensor, values: Tensor) -> Floors:
-            if math.isinf(self._bearable):
+            if not self._bearable:
                 return np.zeros(keys.shape[1], np.uint8)
             given = queries(layer)
             own = 0 if given is None else max(0, len(given.rows) - num_behind)

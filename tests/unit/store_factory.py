@@ -57,7 +57,7 @@ DEFAULTS = {
     "host_gb": 0.0,
     "reorder_interval": 0.0,
     "retention": 0.25,
-    "base_error": math.inf,
+    "base_error": 0.0,
 }
 
 
