@@ -101,13 +101,13 @@ class FloorMeter:
         return floors
 
     def _measure(self, keys: Tensor, values: Tensor, given: LayerQueries, own: int) -> Floors:
-        began = time.perf_counter()
+        began = time.thread_time()
         old = len(keys) - own
         most = max(LEAST_TOKENS, self._budget_s / self._seconds_per_token)
         rows = sampled_groups(old, int(min(most, old + GROUP_TOKENS)))
         rounded, exact = (keys[:old][rows], values[:old][rows]), (keys[old:], values[old:])
         found = floors_of(rounded, exact, given, self._bearable)
-        spent = (time.perf_counter() - began) / len(rows)
+        spent = (time.thread_time() - began) / len(rows)
         # One slow layer is forgotten, step by step.
         self._seconds_per_token = max(spent, self._seconds_per_token / 2)
         return found
