@@ -86,6 +86,8 @@ def _measure(args: argparse.Namespace, shape: KVShape, directory: str) -> list[d
     kv_gb = args.prefix * LAYERS * 2 * KV_HEADS * DIM * shape.dtype.itemsize / 1e9
     device, host = (share * kv_gb for share in CACHE_SHARES[args.caches])
     config = ImpressConfig(
+        # Nobody has queries here to measure with.
+        base_error=0.0,
         ssd_dir=directory,
         min_free_gb=0.0,
         policy=args.policy,

@@ -423,6 +423,8 @@ class CellRun:
         args, gigabytes = self._args, self._kv_bytes / 1e9
         retention = 1.0 if system.policy == "impress" else self._cell.retention
         return ImpressConfig(
+            # Nobody has queries here to measure with.
+            base_error=0.0,
             ssd_dir=str(folder),
             ssd_gb=10 * gigabytes + 1.0,
             min_free_gb=0.0,

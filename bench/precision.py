@@ -3,6 +3,7 @@
     python -m bench.precision
     python -m bench.precision --task rte --prefix-tokens 2000 --json run.json
     python -m bench.precision --rules "uniform 5,query 5,random 5,query 5 unit=16"
+    python -m bench.precision --task wikitext2 --key-bias 300 --rules "query 5,query 5 floor=0.33"
 
 A rule says how many planes each unit of a prefix gets (`impress_sglang.precision`):
 
@@ -14,14 +15,20 @@ A rule says how many planes each unit of a prefix gets (`impress_sglang.precisio
     drop R        nothing but the share R of each head's tokens, exactly, found by keys of 4 bits
 
 After a rule, `unit=N` takes units of N tokens in place of those that fill a block of 4 KiB, and
-`queries=N` only the last N tokens of a question to allocate by. The base has 4 bits. `bytes` are
-what is read of a prefix that nothing is known of, as a share of 16-bit KVs: ranges, base and
-planes; for `drop`, the 4-bit keys and all blocks of 4 KiB with a wanted row.
+`queries=N` only the last N tokens of a question to allocate by; `floor=E` (of `query`) raises the
+base of KV heads whose output errs by more than E, as a writer measures it. The base has 4 bits.
+`bytes` are what is read of a prefix that nothing is known of, as a share of 16-bit KVs: ranges,
+base and planes; for `drop`, the 4-bit keys and all blocks of 4 KiB with a wanted row.
 
 Tasks with options: `agreement` is the share of questions with the answer of exact KVs, `shift` the
 mean change of an option's log-likelihood, in nats, after the mean over the options is taken off.
 `wikitext2`: `KL` to the exact KVs in nats per token of a continuation, and `agreement` of the most
 likely next token. Hidden states are those of the rule, through all layers. No server runs.
+
+`--key-bias B` makes a model that does not bear 4 bits: a KV head of some layers gets a bias of B in
+one channel of its keys, and their queries one that sees it. Once rotated, it widens the ranges of
+the keys, and shifts logits by the distance. The biases of Qwen2.5-7B have norms of 605 and 921 in
+its first and last layer. `model_loss` is what the model loses per token of the prefixes, in nats.
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import time
@@ -42,7 +50,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench.attention_lab import AttentionLab, PrefixKV, attending, attention_after, compute_prefix
+from bench.attention_lab import (
+    AttentionLab,
+    PrefixKV,
+    attending,
+    attention_after,
+    causal_attention,
+    compute_prefix,
+)
 from bench.comparison import step
 from bench.machine import describe_machine
 from bench.quality_data import read_rows
@@ -64,12 +79,18 @@ from impress_sglang.precision.codec import (
     code_values,
     restore,
 )
+from impress_sglang.precision.floors import MEASURED_QUERIES, FloorMeter, LayerQueries
 from impress_sglang.precision.layout import CodeLayout
 
 CONTINUATIONS = "wikitext2"
 DEFAULT_RULES = "drop 0.25,uniform 4,uniform 5,uniform 6,uniform 8,random 5,history 5,shared 5"
 DEFAULT_RULES += ",query 4.5,query 5,query 5 unit=16"
 BLOCK_BYTES = 4096
+# Of a prefix, how many tokens tell what the model loses.
+LOSS_TOKENS = 512
+# A channel that turns slowly enough to be seen, and fast enough to widen the ranges of a group.
+BIASED_CHANNEL = 2
+QUERY_BIAS = 1.5
 # Of 16-bit KVs, what the bytes are a share of.
 EXACT_BITS = 16
 
@@ -82,23 +103,26 @@ class Rule:
     number: float
     unit: int | None = None
     queries: int | None = None
+    floor: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """From `KIND NUMBER [unit=N] [queries=N]`."""
+        """From `KIND NUMBER [unit=N] [queries=N] [floor=E]`."""
         words = text.split()
         options = dict(word.partition("=")[::2] for word in words[2:])
         if len(words) < 2 or (words[0] not in _PLANES and words[0] != "drop"):
             raise argparse.ArgumentTypeError(f"{text!r} is not a rule")
-        if not options.keys() <= {"unit", "queries"}:
+        known = {"unit": int, "queries": int, "floor": float}
+        if not options.keys() <= known.keys() or ("floor" in options and words[0] != "query"):
             raise argparse.ArgumentTypeError(f"{text!r} has an unknown option")
-        numbers = {name: int(value) for name, value in options.items()}
+        numbers = {name: known[name](value) for name, value in options.items()}
         return cls(words[0], float(words[1]), **numbers)
 
     def __str__(self) -> str:
         unit = "" if self.unit is None else f" unit={self.unit}"
         queries = "" if self.queries is None else f" queries={self.queries}"
-        return f"{self.kind} {self.number:g}{unit}{queries}"
+        floor = "" if self.floor is None else f" floor={self.floor:g}"
+        return f"{self.kind} {self.number:g}{unit}{queries}{floor}"
 
 
 @dataclasses.dataclass(slots=True)
@@ -106,22 +130,36 @@ class CodedPrefix:
     """A prefix in codes, and what earlier questions say of it.
 
     `history` are mean token weights [L, G, m] of the requests so far; `raised` by rule and layer
-    the planes that are there.
+    the planes that are there; `queries` are those of its last tokens, of each layer.
     """
 
     exact: PrefixKV
     keys: list[Codes]
     values: list[Codes]
     history: Tensor
+    queries: list[LayerQueries]
     requests: int = 0
+    _floors: dict[tuple[float, int], Tensor] = dataclasses.field(default_factory=dict)
     raised: dict[tuple[str, int], Tensor] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, exact: PrefixKV) -> CodedPrefix:
+    def of(cls, exact: PrefixKV, queries: list[LayerQueries]) -> CodedPrefix:
         """Code all layers."""
         shape = (len(exact.keys), exact.keys[0].shape[1], exact.num_tokens)
         keys, values = map(code_keys, exact.keys), map(code_values, exact.values)
-        return cls(exact, list(keys), list(values), torch.zeros(shape))
+        return cls(exact, list(keys), list(values), torch.zeros(shape), queries)
+
+    def floors(self, bearable: float | None, layer: int) -> Tensor:
+        """Planes that belong to the base of each head, int64 [G]."""
+        if bearable is None:
+            return torch.zeros(self.keys[layer].codes.shape[1], dtype=torch.int64)
+        if (bearable, layer) not in self._floors:
+            meter = FloorMeter(bearable, budget_s=math.inf)
+            found = meter.rule(self.queries.__getitem__, 0)(
+                layer, self.exact.keys[layer], self.exact.values[layer]
+            )
+            self._floors[bearable, layer] = torch.from_numpy(found).long()
+        return self._floors[bearable, layer]
 
     def layout(self, layer: int) -> CodeLayout:
         """Of a layer."""
@@ -155,7 +193,9 @@ class Question:
 
 def _by_query(rule: Rule, asked: Question, weights: Tensor, unit: int) -> Tensor:
     own = unit_weights(weights, unit)
-    return allocate_planes(own, planes_of(rule.number, own.numel()))
+    floors = asked.prefix.floors(rule.floor, asked.layer)[:, None].expand_as(own)
+    room = NUM_PLANES * own.numel() - int(floors.sum())
+    return allocate_planes(own, min(planes_of(rule.number, own.numel()), room), floors)
 
 
 def _uniform(rule: Rule, asked: Question, weights: Tensor, unit: int) -> Tensor:
@@ -225,6 +265,9 @@ class Study:
     ) -> tuple[tuple[Tensor, Tensor], float]:
         exact = prefix.exact.keys[layer], prefix.exact.values[layer]
         layout, base = prefix.layout(layer), restore(prefix.keys[layer], BASE_BITS)
+        if rule is not None and rule.floor is not None:
+            floors = prefix.floors(rule.floor, layer)[:, None].expand(-1, len(base))
+            base = prefix.restored(layer, floors)[0]
         queries, new_keys, scaling = seen
         weights = _weights(queries, torch.cat([base, new_keys]), scaling, len(base))
         if rule is None:
@@ -325,6 +368,37 @@ def measure_continuation(
         yield rule, share, float(agreement), float(divergence)
 
 
+def make_prefix(lab: AttentionLab, token_ids: list[int]) -> tuple[CodedPrefix, float]:
+    """A prefix with the queries of its last tokens, and what the model loses per token of it."""
+    queries: dict[int, LayerQueries] = {}
+
+    def note(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        queries[layer] = LayerQueries(q[-MEASURED_QUERIES:].clone(), scaling)
+        return causal_attention(layer, q, k, v, scaling)
+
+    with attending(note):
+        logits = lab.logits(token_ids[-LOSS_TOKENS:])
+        loss = torch.nn.functional.cross_entropy(
+            logits[:-1], torch.tensor(token_ids[1 - LOSS_TOKENS :])
+        )
+        lab.hidden_states(token_ids)
+    own = [queries[layer] for layer in range(lab.num_layers)]
+    return CodedPrefix.of(compute_prefix(lab, token_ids), own), float(loss)
+
+
+def add_key_bias(lab: AttentionLab, bias: float, layers: Sequence[int]) -> None:
+    """Give a KV head of some layers a bias in one channel, and its queries one that sees it."""
+    for layer in layers:
+        attention = lab.model.base_model.layers[layer].self_attn
+        for projection, heads, size in (
+            (attention.k_proj, 1, bias),
+            (attention.q_proj, lab.group_size, QUERY_BIAS),
+        ):
+            own = torch.zeros(projection.out_features)
+            own[BIASED_CHANNEL :: attention.head_dim][:heads] = size
+            projection.bias = torch.nn.Parameter(own)
+
+
 def _articles(
     args: argparse.Namespace, tokenize: Tokenize
 ) -> Iterator[tuple[list[int], list[int]]]:
@@ -339,12 +413,32 @@ def _articles(
         yield tokens[: args.prefix_tokens], tokens[args.prefix_tokens :]
 
 
-def _measure(args: argparse.Namespace, console: Console) -> dict[Rule, Measured]:
+def _measure(
+    args: argparse.Namespace, console: Console
+) -> tuple[dict[Rule, Measured], dict[str, Any]]:
+    """Of each rule; and of the model its loss and the share of heads that each floor raises."""
     model = (args.model or model_path()).resolve()
     results = {rule: Measured() for rule in args.rules}
     with step(console, "loading the model"):
         lab, tokenize = AttentionLab.load(model, args.threads), load_tokenize(model)
-    study = Study(lab)
+    if args.key_bias:
+        add_key_bias(lab, args.key_bias, args.biased_layers)
+    study, losses = Study(lab), []
+    raised: dict[str, list[float]] = {
+        f"{rule.floor:g}": [] for rule in args.rules if rule.floor is not None
+    }
+
+    def prefix_of(token_ids: list[int]) -> CodedPrefix:
+        prefix, loss = make_prefix(lab, token_ids)
+        losses.append(loss)
+        for floor, shares in raised.items():
+            own = [prefix.floors(float(floor), layer) > 0 for layer in range(lab.num_layers)]
+            shares.append(float(torch.stack(own).float().mean()))
+        return prefix
+
+    def found() -> tuple[dict[Rule, Measured], dict[str, Any]]:
+        shares = {floor: round(statistics.fmean(own), 4) for floor, own in raised.items()}
+        return results, {"model_loss": round(statistics.fmean(losses), 3), "raised_heads": shares}
 
     def note(found: Iterator[tuple[Rule, float, float, float]]) -> None:
         for rule, share, agreement, change in found:
@@ -356,16 +450,14 @@ def _measure(args: argparse.Namespace, console: Console) -> dict[Rule, Measured]
     if args.task == CONTINUATIONS:
         for place, (token_ids, rest) in enumerate(_articles(args, tokenize)):
             with step(console, f"article {place}: {len(token_ids)} + {len(rest)} tokens"):
-                prefix = CodedPrefix.of(compute_prefix(lab, token_ids))
-                note(measure_continuation(study, prefix, rest, args.rules))
-        return results
+                note(measure_continuation(study, prefix_of(token_ids), rest, args.rules))
+        return found()
     task = make_task(args.task, args.data, tokenize, _task_options(args))
     for place, token_ids in enumerate(task.prefixes):
         items = [item for item in task.items if item.prefix == place]
         with step(console, f"prefix {place}: {len(token_ids)} tokens, {len(items)} questions"):
-            prefix = CodedPrefix.of(compute_prefix(lab, token_ids))
-            note(measure_answers(study, prefix, items, args.rules))
-    return results
+            note(measure_answers(study, prefix_of(token_ids), items, args.rules))
+    return found()
 
 
 def _task_options(args: argparse.Namespace) -> TaskOptions:
@@ -398,7 +490,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress = Console(stderr=True, highlight=False)
     began = time.monotonic()
     try:
-        results = _measure(args, progress)
+        results, of_model = _measure(args, progress)
     except KeyboardInterrupt:
         progress.print("interrupted", style="red")
         return 130
@@ -408,8 +500,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [{"rule": str(rule), **measured.as_dict()} for rule, measured in results.items()]
     out = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     out.print(make_table(rows, args.task))
+    out.print(f"loss {of_model['model_loss']}, heads raised {of_model['raised_heads']}")
     if args.json:
         shown = {name: value for name, value in vars(args).items() if name in _RECORDED}
+        if args.key_bias:
+            shown["key_bias"] = args.key_bias
+            shown["biased_layers"] = ",".join(map(str, args.biased_layers))
         result = {
             "command": "python -m bench.precision "
             + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in shown.items())
@@ -418,6 +514,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "seconds": round(time.monotonic() - began),
             "group_tokens": GROUP_TOKENS,
             "planes": NUM_PLANES,
+            **of_model,
             "rules": rows,
         }
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -444,6 +541,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=lambda text: [Rule.parse(rule) for rule in text.split(",")],
         default=DEFAULT_RULES,
         help=f"default: {DEFAULT_RULES}",
+    )
+    parser.add_argument("--key-bias", type=float, default=0.0, help="0: the model as it is")
+    parser.add_argument(
+        "--biased-layers",
+        type=lambda text: [int(layer) for layer in text.split(",")],
+        default="4,12,20",
+        help="layers with the bias (default: 4,12,20)",
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, help="of torch (default: all cores)")

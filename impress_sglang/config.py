@@ -78,6 +78,7 @@ class ImpressConfig:
     retention: float | str = 1.0
     min_retention: float = 0.05
     bits: float | str = 5.0
+    base_error: float = 0.33
     allocate: str = "query"
     probe_heads: int = 3
     alpha: float = 0.6
@@ -155,6 +156,7 @@ class ImpressConfig:
             "half_life",
             "readahead",
             "reorder_interval",
+            "base_error",
         ):
             value = getattr(self, name)
             _require(0 <= value < math.inf, name, value, "0 or more and finite")
@@ -342,6 +344,14 @@ OPTIONS: tuple[Option, ...] = (
         "For --impress-policy impress: bits per element, on average, in which a stored prefix is "
         f"loaded: {LEAST_BITS:g} to {MOST_BITS:g}, more of them where the request looks, or exact; "
         "a request may ask for another number with custom_params impress_bits.",
+    ),
+    Option(
+        "base_error",
+        "--impress-base-error",
+        float,
+        "Relative error that rounding to the least bits may make in what attention gives for a KV "
+        "head; a head where it is more, as who stores a prompt measures, is always read in more "
+        "bits. 0: nothing is measured.",
     ),
     Option(
         "allocate",

@@ -89,7 +89,7 @@ class PrefixAttention(AttentionBackend):
     _clock: Clock
     _rows: list[_BatchRow]
     _pass: _Pass | None
-    _saves: list[Save]
+    _saves: list[tuple[Save, slice]]
     _layer: int
     _model_runner: Any
 
@@ -127,7 +127,7 @@ class PrefixAttention(AttentionBackend):
 
     def _begin_extend(self, forward_batch: Any) -> None:
         live = {} if self._runtime is None else self._runtime.live
-        starts, first, lengths = [], 0, forward_batch.seq_lens_cpu.tolist()
+        starts, new, first, lengths = [], [], 0, forward_batch.seq_lens_cpu.tolist()
         new_tokens, pairs = 0, 0.0
         self._clock.poll()
         stopwatch = self._clock.stopwatch()
@@ -140,16 +140,18 @@ class PrefixAttention(AttentionBackend):
             start = 0 if request is None or request.adopted else request.start
             assert self.sink_rows or not start, "a row begins at an offset"
             starts.append(start)
+            new.append(slice(first, stop))
             new_tokens += stop - first
             pairs += pairs_of(lengths[index] - start - (stop - first), stop - first)
             if request is not None and not request.adopted:
-                self._rows.append(self._row(index, request, slice(first, stop)))
+                self._rows.append(self._row(index, request, new[-1]))
             first = stop
         rows = forward_batch.req_pool_indices
         host_rows = forward_batch.req_pool_indices_cpu
         self._starts.set(rows, rows.cpu() if host_rows is None else host_rows, starts)
         if self._runtime is not None and self._runtime.begin_saves is not None:
-            self._saves = self._runtime.begin_saves(rids, lengths)
+            saves = self._runtime.begin_saves(rids, lengths)
+            self._saves = [(save, new[place]) for place, save in saves.items()]
         self._pass = _Pass(new_tokens, pairs, stopwatch)
 
     def _row(self, index: int, request: PrefixRequest, new: slice) -> _BatchRow:
@@ -188,7 +190,10 @@ class PrefixAttention(AttentionBackend):
                 self._runtime.finish_layer(row.request)
         self._layer = layer.layer_id
         output = self._attend(*arguments, **kwargs)
-        for save in self._saves:
+        for save, new in self._saves:
+            if self._runtime is not None and self._runtime.shape.coded:
+                queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[new]
+                save.note_queries(self._layer, queries, layer.scaling)
             save.open(self._layer + 1)
         if self._runtime is not None and self._layer == self._runtime.shape.num_layers - 1:
             self._note_pass(self._runtime)

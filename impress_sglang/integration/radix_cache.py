@@ -764,13 +764,13 @@ class ImpressRadixCache(RadixCache):
         if self._offer(req, save, 0, EXACT):
             self._lock_for(save, req.last_node)
 
-    def begin_saves(self, rids: Sequence[str], lengths: Sequence[int]) -> list[Save]:
+    def begin_saves(self, rids: Sequence[str], lengths: Sequence[int]) -> dict[int, Save]:
         """Offer the prompts that the pass which begins now completes, to be saved behind it.
 
-        `lengths` are tokens of each request after the pass.
+        `lengths` are tokens of each request after the pass. Returns saves by the place in `rids`.
         """
-        saves = []
-        for rid, length in zip(rids, lengths, strict=True):
+        saves = {}
+        for place, (rid, length) in enumerate(zip(rids, lengths, strict=True)):
             request, req = self._runtime.live.get(rid), self._requests.get(rid)
             if req is None or length != len(req.origin_input_ids) or rid in self._saves:
                 continue
@@ -780,7 +780,8 @@ class ImpressRadixCache(RadixCache):
             length = self._whole_pages(length)
             if self._wants(req, length):
                 save = self._begin_save(req, length)
-                saves += [] if save is None else [save]
+                if save is not None:
+                    saves[place] = save
         return saves
 
     def _begin_save(self, req: Any, length: int) -> Save | None:
@@ -856,6 +857,7 @@ class ImpressRadixCache(RadixCache):
             available_from=first,
             min_tokens=self._runtime.config.chunk_tokens,
             holder=save,
+            queries=save.queries,
         )
         outcome = self._runtime.store.offer(_namespace(key), offer)
         if outcome is StoreOutcome.NO_SPACE:

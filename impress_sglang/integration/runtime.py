@@ -143,7 +143,7 @@ class ServingRuntime:
         self.live: dict[str, PrefixRequest] = {}
         self.residents: ResidentParts
         """Of the tree cache: what is in slots in codes."""
-        self.begin_saves: Callable[[Sequence[str], Sequence[int]], list[Save]] | None = None
+        self.begin_saves: Callable[[Sequence[str], Sequence[int]], dict[int, Save]] | None = None
         """Of the tree cache: from a pass's requests and lengths to the writes that go with it."""
         self.abort: Callable[[str, str], None] | None = None
         """Of the tree cache: ends a request of the pass under way, with what the user is told."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.integration.pool import PoolLayerReader
+from impress_sglang.precision.floors import MEASURED_QUERIES, LayerQueries
 from impress_sglang.storage.writer import WriteAbandoned
 
 
@@ -41,7 +42,21 @@ class Save:
         self._layers = layers
         self._abandoned = False
         self._events: list[Any] = []
+        self._queries: dict[int, LayerQueries] = {}
         self._changed = threading.Condition()
+
+    def note_queries(self, layer: int, queries: Tensor, scaling: float) -> None:
+        """Keep the last of the queries [n, Hq, D] of a layer, before `open` says it is computed."""
+        rows = queries[-MEASURED_QUERIES:].clone()
+        with self._changed:
+            if not self._abandoned:
+                self._queries[layer] = LayerQueries(rows, scaling)
+
+    def queries(self, layer: int) -> LayerQueries | None:
+        """What was noted of a layer that `wait` has waited for, once, on the CPU."""
+        with self._changed:
+            noted = self._queries.pop(layer, None)
+        return None if noted is None else LayerQueries(noted.rows.cpu(), noted.scaling)
 
     def open(self, layers: int) -> None:
         """The first `layers` layers are computed."""
@@ -55,6 +70,7 @@ class Save:
         """The slots will be given away: what was not read by now is not what it was."""
         with self._changed:
             self._abandoned = True
+            self._queries.clear()
             self._changed.notify_all()
 
     def wait(self, layer: int) -> Any:

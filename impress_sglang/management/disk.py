@@ -17,6 +17,7 @@ from impress_sglang.management.keeper import Keeper
 from impress_sglang.management.monitor import Monitor
 from impress_sglang.management.restoring import recover_tree
 from impress_sglang.management.tree import StoredSegment
+from impress_sglang.precision.floors import FloorMeter
 from impress_sglang.storage.directory import StoreDirectory, other_stores
 from impress_sglang.storage.files import FileSystem, installed
 from impress_sglang.storage.health import Health
@@ -43,6 +44,7 @@ class StoreDisk:
         """
         self.files = files or installed()
         self._seconds = config.io_timeout
+        self.meter = FloorMeter(config.base_error)
         self.directory = StoreDirectory(self.files, config.ssd_path, identity)
         with contextlib.ExitStack() as undo:
             undo.callback(self.directory.close)

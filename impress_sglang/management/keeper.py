@@ -21,6 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
+from impress_sglang.precision.floors import FloorRule
 from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
 from impress_sglang.storage.directory import (
@@ -111,12 +112,14 @@ class Keeper:
         self._limit_quarantine()
         return found
 
-    def write(self, entry: CatalogEntry, read_layer: LayerReader) -> Future[None]:
-        """Write and publish a segment.
+    def write(
+        self, entry: CatalogEntry, read_layer: LayerReader, floors: FloorRule | None = None
+    ) -> Future[None]:
+        """Write and publish a segment; see `write_segment`.
 
         The future raises `WriteAbandoned` or what the disk did; then nothing is left behind.
         """
-        return self._submit(self._write, entry, read_layer)
+        return self._submit(self._write, entry, read_layer, floors)
 
     def delete(
         self, segment_id: str, num_bytes: int, successor: CatalogEntry | None = None
@@ -160,7 +163,9 @@ class Keeper:
     def _submit(self, function: Callable[..., _T], *arguments: Any) -> Future[_T]:
         return self._thread.submit(function, *arguments)
 
-    def _write(self, entry: CatalogEntry, read_layer: LayerReader) -> None:
+    def _write(
+        self, entry: CatalogEntry, read_layer: LayerReader, floors: FloorRule | None
+    ) -> None:
         path = self._directory.segment_path(entry.info.segment_id)
 
         def read_and_note(layer: int) -> tuple[Tensor, Tensor]:
@@ -169,7 +174,13 @@ class Keeper:
 
         try:
             write_segment(
-                path, entry.info, read_and_note, self._buffer, self._files, direct=self._direct
+                path,
+                entry.info,
+                read_and_note,
+                self._buffer,
+                self._files,
+                direct=self._direct,
+                floors=floors,
             )
         except OSError as error:
             self._health.failed("a prefix could not be stored", error, reading=False)

@@ -25,6 +25,7 @@ from impress_sglang.management.reorder import expected_shares
 from impress_sglang.management.tree import StoredSegment, StoredSpan
 from impress_sglang.precision.allocation import planes_of
 from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.precision.floors import FloorMeter
 from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
 from impress_sglang.storage.reader import ChunkReader, OpenSegment
@@ -72,6 +73,7 @@ class SegmentReaders:
         cache: ChunkCache,
         codes: ChunkCache,
         pool: AreaPool,
+        meter: FloorMeter,
         *,
         direct: bool,
         reorder_by_importance: bool,
@@ -88,6 +90,7 @@ class SegmentReaders:
             cache: holds chunks.
             codes: holds those of codes.
             pool: holds what is read.
+            meter: is told how many planes belong to a base.
             direct: files can be opened with O_DIRECT.
             reorder_by_importance: averages are of importance, not of selections.
             retention: what requests usually ask for.
@@ -105,6 +108,7 @@ class SegmentReaders:
         self._direct = direct
         self._by_importance = reorder_by_importance
         self._pool = pool
+        self._meter = meter
         self._retention = retention
         self._learns = learns
         self._versions: dict[str, _Version] = {}
@@ -200,6 +204,7 @@ class SegmentReaders:
             on_ssd = (tiers == Tier.SSD).reshape(self._shape.num_layers, -1).sum(0) * chunks.count
             units = on_ssd[layout.num_pages :].sum()
             wanted = planes_of(bits, layout.total_units // NUM_PLANES) / layout.total_units
+            wanted = min(1.0, wanted + self._meter.mean_planes / NUM_PLANES)
             share = (span.stop - span.start) / version.layout.num_tokens * BLOCK_BYTES
             expected += share * float(on_ssd[: layout.num_pages].sum() + wanted * units)
         return expected
@@ -254,6 +259,7 @@ class SegmentReaders:
             segment = self._open(stored)
             version = self._version_of(stored)
             version.segment = segment
+            self._meter.note(segment.floors)
         assert version.segment is not None
         version.readers += 1
         return version.segment

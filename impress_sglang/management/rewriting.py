@@ -94,6 +94,7 @@ class Rewriter:
             self._directory.files,
             direct=self._direct,
             mapping=mapping,
+            floors=lambda layer, keys, values: rewrite.segment.floors[layer],
         )
         return reorder.chunk_shares(rewrite.average, mapping, rewrite.info.layout())
 

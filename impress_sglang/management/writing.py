@@ -27,6 +27,7 @@ from impress_sglang.management.tree import (
     StoredTree,
     prefix_digest,
 )
+from impress_sglang.precision.floors import FloorMeter, QuerySource, no_queries
 from impress_sglang.storage.catalog import CatalogEntry
 from impress_sglang.storage.health import Health
 from impress_sglang.storage.layout import KVShape
@@ -87,6 +88,7 @@ class Offer:
         quality: of the new KVs.
         available_from: the reader has no KVs of earlier tokens; those must be stored.
         holder: of the KVs' memory, in the caller's terms.
+        queries: of the last tokens, layer by layer, asked for after the KVs of the layer were read.
     """
 
     tokens: Tokens
@@ -97,6 +99,7 @@ class Offer:
     quality: Quality = EXACT
     available_from: int = 0
     holder: object = None
+    queries: QuerySource = no_queries
 
 
 @dataclasses.dataclass(slots=True)
@@ -118,6 +121,7 @@ class SegmentWrites:
         tree: StoredTree,
         quota: Quota,
         keeper: Keeper,
+        meter: FloorMeter,
         health: Health,
         stats: StoreStats,
         evict: Callable[[StoredSegment], None],
@@ -129,6 +133,7 @@ class SegmentWrites:
         self._tree = tree
         self._quota = quota
         self._keeper = keeper
+        self._meter = meter
         self._health = health
         self._stats = stats
         self._evict = evict
@@ -243,7 +248,10 @@ class SegmentWrites:
         info, num_bytes = segment.info, segment.file_bytes
         self._quota.begin(num_bytes)
         reader = _first_tokens(offer.read_layers(info.prefix_len), info.num_tokens)
-        future = self._keeper.write(CatalogEntry(info, num_bytes, segment.last_access), reader)
+        behind = len(offer.tokens) - info.prefix_len - info.num_tokens
+        floors = self._meter.rule(offer.queries, behind)
+        entry = CatalogEntry(info, num_bytes, segment.last_access)
+        future = self._keeper.write(entry, reader, floors)
         self._writes.append(_Write(segment, future, offer))
 
     def _finish(self, write: _Write) -> None:

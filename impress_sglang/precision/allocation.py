@@ -33,18 +33,23 @@ def unit_weights(weights: Tensor, unit_tokens: int) -> Tensor:
     return torch.nn.functional.pad(weights, (0, rest)).unflatten(1, (-1, unit_tokens)).sum(2)
 
 
-def allocate_planes(weights: Tensor, num_planes: int) -> Tensor:
-    """How many planes each unit gets, so that `num_planes` are given in all.
+def allocate_planes(weights: Tensor, num_planes: int, floors: Tensor | None = None) -> Tensor:
+    """How many planes each unit gets, so that `num_planes` are given besides the floors.
 
     Args:
         weights: [G, units] float32 from `unit_weights`; heads compete with each other.
-        num_planes: at most `NUM_PLANES` for each unit.
+        num_planes: at most `NUM_PLANES` for each unit, with the floors.
+        floors: int64 [G, units] on the CPU, planes that a unit has in any case; None: none.
 
     Returns:
         int64 [G, units], from 0 to `NUM_PLANES`.
     """
     shrinking = 4.0 ** -(PLANE_BITS * torch.arange(NUM_PLANES, device=weights.device))
     gains = weights.flatten() * shrinking[:, None]
+    if floors is not None:
+        num_planes += int(floors.sum())
+        below = torch.arange(NUM_PLANES)[:, None] < floors.flatten()
+        gains = gains.masked_fill(below.to(gains.device), torch.inf)
     # A unit has its planes in order: of equal gains (all zero) the first are taken first.
     order = gains.flatten().sort(descending=True, stable=True).indices[:num_planes]
     given = torch.zeros(weights.numel(), dtype=torch.int64, device=weights.device)

@@ -8,8 +8,9 @@ read as ours or removed, and in a store only files that have our names. The mark
 the store's namespaces, so it is as secret as what is stored. The directory may be a symbolic link;
 links in it are those of others.
 
-The quota is for the whole directory. Stores of other models that nobody serves are removed, oldest
-first, before segments of the model being served.
+The quota is for the whole directory. Stores that nobody serves are removed before segments of the
+model being served: those of older formats first, which no server of this version can read, then
+those of other models, oldest first.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 
 from impress_sglang.errors import ConfigError, StoreInUseError
 from impress_sglang.storage.files import FileSystem, installed
-from impress_sglang.storage.segment import SEGMENT_SUFFIX
+from impress_sglang.storage.segment import FORMAT_VERSION, SEGMENT_SUFFIX
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,8 @@ class StoreDirectory:
                 f"{self.path} has files but no valid {MARKER}, so it is not a store of this "
                 "version of impress-sglang; remove it, or choose another --impress-ssd-dir"
             )
-        _write_small(self.files, temporary, json.dumps({"kind": _KIND, "key": key.hex()}).encode())
+        fields = {"kind": _KIND, "key": key.hex(), "format": FORMAT_VERSION}
+        _write_small(self.files, temporary, json.dumps(fields).encode())
         self.files.rename(temporary, self.path / MARKER)
         self.files.sync_directory(self.path)
 
@@ -213,18 +215,32 @@ def quarantined_files(files: FileSystem, store: Path) -> list[Path]:
 
 
 def other_stores(files: FileSystem, own: Path) -> dict[Path, int]:
-    """Stores of other models beside this one, latest first, and the bytes of their segments."""
+    """Stores beside this one, and the bytes of their segments: the first to be removed come last.
+
+    Those of this format stand latest first, and behind them those of older ones. A log line says
+    how much these have.
+    """
     found = []
     for name in files.list(own.parent):
         path = own.parent / name
         with contextlib.suppress(OSError):
             if path != own and is_store(files, path):
-                found.append((files.stat(path).st_mtime_ns, path))
-    return {path: _store_bytes(files, path) for _, path in sorted(found, reverse=True)}
+                older = _format_in(_read_small(files, path / MARKER)) < FORMAT_VERSION
+                found.append((not older, files.stat(path).st_mtime_ns, path))
+    found.sort(reverse=True)
+    stores = {path: _store_bytes(files, path) for _, _, path in found}
+    unusable = [stores[path] for current, _, path in found if not current]
+    if unusable:
+        logger.info(
+            "%d stores of older formats (%.1f MB) are removed when room is needed, before others",
+            len(unusable),
+            sum(unusable) / 1e6,
+        )
+    return stores
 
 
 def remove_store(files: FileSystem, path: Path) -> bool:
-    """Remove the store of another model, if no process serves it; whether it is gone.
+    """Remove another store, if no process serves it; whether it is gone.
 
     Files that are not ours stay, and the folder with them.
 
@@ -237,7 +253,7 @@ def remove_store(files: FileSystem, path: Path) -> bool:
     try:
         if not _try_lock(lock):
             return False
-        logger.info("removing the store of another model to make room: %s", path.name)
+        logger.info("removing another store to make room: %s", path.name)
         for _, own, _ in segment_files(files, path):
             files.unlink(own)
         for own in quarantined_files(files, path):
@@ -279,6 +295,12 @@ def _key_in(marker: bytes) -> bytes:
     except (ValueError, TypeError, KeyError, RecursionError):
         return b""
     return key if len(key) == _KEY_BYTES else b""
+
+
+def _format_in(marker: bytes) -> int:
+    """The format that a marker of ours names; 0 of one from before markers named it."""
+    found = json.loads(marker).get("format", 0)
+    return found if isinstance(found, int) else 0
 
 
 def _remove_empty(files: FileSystem, path: Path) -> None:

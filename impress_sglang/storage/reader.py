@@ -74,6 +74,7 @@ class OpenSegment:
         self.info: SegmentInfo = header.info
         self.checksums: Checksums = header.checksums
         self.mapping: MappingLists | None = header.mapping
+        self.floors = header.floors
         self.layout: SegmentLayout = self.info.layout()
         with reading(self.segment_id):
             self.descriptor = files.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))

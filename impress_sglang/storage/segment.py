@@ -2,8 +2,9 @@
 
 The header holds what is needed to find the segment again without the index: the identity of the
 model, the namespace, the digest and length of the tokens before it, its own tokens, the mapping
-lists if the segment is reordered, and the checksum of every block. It is written last, so a file
-without a valid header was never finished. See docs/format.md for the bytes.
+lists if the segment is reordered, how many planes belong to the base of each head, and the checksum
+of every block. It is written last, so a file without a valid header was never finished. See
+docs/format.md for the bytes.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ import numpy.typing as npt
 import xxhash
 
 from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
+from impress_sglang.precision.floors import Floors
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, round_up
 from impress_sglang.storage.quality import EXACT, Quality
 
-MAGIC = b"IMPRSEG\x06"
-FORMAT_VERSION = 6
+MAGIC = b"IMPRSEG\x07"
+FORMAT_VERSION = 7
 SEGMENT_SUFFIX = ".kv"
 # magic, header bytes, bytes of the JSON description, xxh3-64 of the two sizes and all that follows
 _PREAMBLE = struct.Struct("<8sQQQ")
@@ -92,6 +94,7 @@ class SegmentInfo:
         draft = SegmentLayout(self.shape, self.chunk_tokens, self.num_tokens, BLOCK_BYTES)
         size = _PREAMBLE.size + len(self._description()) + self.tokens.nbytes
         size += math.prod(self.mapping_shape) * self.mapping_dtype.itemsize
+        size += math.prod(self.floors_shape)
         header = round_up(size + draft.num_blocks * 8, BLOCK_BYTES)
         return dataclasses.replace(draft, header_bytes=header)
 
@@ -100,6 +103,12 @@ class SegmentInfo:
         """Shape of the mapping lists: layers, lanes, tokens; (0,) if there are none."""
         shape = self.shape
         return (shape.num_layers, shape.num_lanes, self.num_tokens) if self.reordered else (0,)
+
+    @property
+    def floors_shape(self) -> tuple[int, int]:
+        """Shape of the floors: layers, KV heads; (0, 0) if there are no codes."""
+        shape = self.shape
+        return (shape.num_layers, shape.num_kv_heads) if shape.coded else (0, 0)
 
     def _description(self) -> bytes:
         fields = {
@@ -124,17 +133,20 @@ class SegmentInfo:
 class SegmentHeader:
     """All that a header says.
 
-    `checksums` uint64 [blocks]; `mapping` unsigned [L, lanes, t], each row a permutation, or None
-    when the tokens stand in logical order.
+    `checksums` uint64 [blocks]; `floors` uint8 [L, G], how many planes belong to the base of each
+    KV head, [0, 0] if there are no codes; `mapping` unsigned [L, lanes, t], each row a permutation,
+    or None when the tokens stand in logical order.
     """
 
     info: SegmentInfo
     checksums: Checksums
+    floors: Floors
     mapping: MappingLists | None = None
 
     def __post_init__(self) -> None:
         info = self.info
         assert self.checksums.shape == (info.layout().num_blocks,)
+        assert self.floors.shape == info.floors_shape
         assert (self.mapping is not None) == info.reordered
         assert self.mapping is None or self.mapping.shape == info.mapping_shape
 
@@ -157,6 +169,7 @@ def encode_header(header: SegmentHeader) -> bytes:
     parts = [description, info.tokens.astype("<i4", copy=False).tobytes()]
     if header.mapping is not None:
         parts.append(header.mapping.astype(info.mapping_dtype, copy=False).tobytes())
+    parts.append(header.floors.astype(np.uint8, copy=False).tobytes())
     parts.append(header.checksums.astype("<u8", copy=False).tobytes())
     body = b"".join(parts).ljust(layout.header_bytes - _PREAMBLE.size, b"\0")
     digest = _header_checksum(layout.header_bytes, len(description), body)
@@ -261,8 +274,9 @@ def _decode_body(body: bytes, description_bytes: int) -> SegmentHeader:
     info = _info_from(fields, tokens.astype(np.int32))
     offset = description_bytes + tokens.nbytes
     mapping, offset = _read_array(body, offset, info.mapping_dtype, info.mapping_shape)
+    floors, offset = _read_array(body, offset, np.dtype("u1"), info.floors_shape)
     checksums, _ = _read_array(body, offset, np.dtype("<u8"), (info.layout().num_blocks,))
-    return SegmentHeader(info, checksums, mapping if info.reordered else None)
+    return SegmentHeader(info, checksums, floors, mapping if info.reordered else None)
 
 
 def _read_array(

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from impress_sglang.precision.floors import FloorRule
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layer_codec import encode_layer
@@ -55,8 +56,11 @@ def write_segment(
     *,
     direct: bool,
     mapping: MappingLists | None = None,
+    floors: FloorRule | None = None,
 ) -> None:
     """Write a segment, in the order of `mapping` [L, lanes, t], and publish it under `path`.
+
+    `floors` says how many planes belong to the base, None: none.
 
     Raises:
         OSError: the file system refused, for example because it is full; nothing is left behind.
@@ -68,7 +72,7 @@ def write_segment(
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if direct else 0)
         descriptor = files.open(temporary, flags)
         try:
-            _write_contents(files, descriptor, info, read_layer, buffer, mapping)
+            _write_contents(files, descriptor, info, read_layer, buffer, mapping, floors)
             files.sync(descriptor)
         finally:
             files.close(descriptor)
@@ -94,18 +98,22 @@ def _write_contents(
     read_layer: LayerReader,
     buffer: AlignedBuffer,
     mapping: MappingLists | None,
+    floor_rule: FloorRule | None,
 ) -> None:
     layout, shape = info.layout(), info.shape
     checksums = np.zeros(layout.num_blocks, np.uint64)
+    floors = np.zeros(info.floors_shape, np.uint8)
     blocks = layout.layer_bytes // BLOCK_BYTES
     memory = buffer.view(max(layout.layer_bytes, layout.header_bytes))
     for layer in range(shape.num_layers):
         keys, values = read_layer(layer)
+        if floor_rule is not None and shape.coded:
+            floors[layer] = floor_rule(layer, keys, values)
         own_mapping = None if mapping is None else mapping[layer]
         body = memory[: layout.layer_bytes]
         encode_layer(layout, keys, values, own_mapping, body)
         checksums[layer * blocks : (layer + 1) * blocks] = block_checksums(body)
         files.write(descriptor, layout.layer_offset(layer), body)
     header = memory[: layout.header_bytes]
-    header[:] = encode_header(SegmentHeader(info, checksums, mapping))
+    header[:] = encode_header(SegmentHeader(info, checksums, floors, mapping))
     files.write(descriptor, 0, header)

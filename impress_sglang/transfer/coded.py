@@ -20,6 +20,7 @@ from torch import Tensor
 
 from impress_sglang.loops.types import Flags, Indices
 from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
+from impress_sglang.precision.floors import Floors
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.reader import ChunkReader, OpenSegment
@@ -131,12 +132,39 @@ class CodedSpan:
         blocks[first : -(-last // BLOCK_BYTES)] = True
         return blocks
 
+    def floor_units(self, layer: int) -> Indices:
+        """Units of the span that belong to the base of a layer, int64 [n, 3]: plane, head, unit."""
+        floors = np.repeat(self.segment.floors[layer][:, None], len(self.units), 1)
+        found = np.argwhere(np.arange(NUM_PLANES)[:, None, None] < floors)
+        found[:, 2] += self.units[0]
+        return found
+
+    def certain_blocks(self, layer: int) -> Flags:
+        """Blocks of a layer that are wanted whoever asks: `base_blocks`, and `floor_units`."""
+        chunks, blocks = self.unit_chunks(self.floor_units(layer)), self.base_blocks.copy()
+        place, inside = self.chunks.frames(chunks)
+        blocks[self.chunks.first[chunks][place] + inside] = True
+        return blocks
+
     def unit_chunks(self, raised: Indices) -> Indices:
         """The chunks of units, int64 [n, 3]: plane, head and unit."""
         layout = self.layout
         place = (raised[:, 0] * layout.num_heads + raised[:, 1]) * layout.num_units + raised[:, 2]
         chunks: Indices = layout.num_pages + place
         return chunks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Base:
+    """What of a layer of a span is read whoever asks.
+
+    `groups` uint8 [groups, group_bytes]. Units that belong to it, or None: `raised` int64 [n, 3] on
+    the CPU (plane, head and unit) and their bytes `planes`, uint8 [n, unit_stride].
+    """
+
+    groups: Tensor
+    raised: Tensor | None = None
+    planes: Tensor | None = None
 
 
 class ResidentRange(Protocol):
@@ -197,8 +225,13 @@ class CodedSource:
         self._taker = make_taker(cache) if taker is None else taker
         self._areas = SourceAreas(reader)
 
-    def read_base(self, layer: int) -> list[Tensor | None]:
-        """The base of each span that is not in slots: its groups, uint8 [groups, group_bytes].
+    def floors(self, layer: int, number: int) -> Floors:
+        """How many planes belong to the base of each head of a span's layer, uint8 [G]."""
+        floors: Floors = self.spans[number].segment.floors[layer]
+        return floors
+
+    def read_base(self, layer: int) -> list[Base | None]:
+        """The base of each span that is not in slots.
 
         They are on the source's device, and valid until any source is asked for something.
 
@@ -208,11 +241,19 @@ class CodedSource:
         self._begin(layer)
         chosen = [number for number, own in enumerate(self._in_slots) if not own]
         wanted = [(number, self.spans[number].pages) for number in chosen]
-        found: list[Tensor | None] = [None] * len(self.spans)
-        for number, blocks in zip(
-            chosen, self._read(layer, wanted, PROBE_READ, last=False), strict=True
-        ):
-            found[number] = _groups(self.spans[number], blocks)
+        raised = {number: self.spans[number].floor_units(layer) for number in chosen}
+        raised = {number: units for number, units in raised.items() if len(units)}
+        wanted += [(own, self.spans[own].unit_chunks(units)) for own, units in raised.items()]
+        blocks = self._read(layer, wanted, PROBE_READ, last=False)
+        planes = dict(zip(raised, blocks[len(chosen) :], strict=True))
+        found: list[Base | None] = [None] * len(self.spans)
+        for number, pages in zip(chosen, blocks, strict=False):
+            span, base = self.spans[number], Base(_groups(self.spans[number], pages))
+            if number in raised:
+                units = planes[number].view(-1, span.layout.unit_stride)
+                base = Base(base.groups, torch.from_numpy(raised[number]), units)
+                self.stats.selected_chunks += len(units)
+            found[number] = base
         return found
 
     def read_units(self, layer: int, number: int, raised: Tensor) -> Tensor:
@@ -253,8 +294,8 @@ class CodedSource:
         self.next_ahead += 1
         for number, span in enumerate(self.spans):
             missing = self._missing(layer, span)
-            base = missing & span.base_blocks & (not self._in_slots[number])
-            planes = missing
+            base = missing & span.certain_blocks(layer) & (not self._in_slots[number])
+            planes = missing & ~base
             planes[: -span.layout.total_units] = False
             planes[-span.layout.total_units :] &= self._open_units(layer, number)
             planes[-span.layout.total_units :] = likely_blocks(

@@ -19,6 +19,7 @@ from impress_sglang.precision.allocation import allocate_planes, planes_of
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import COPY, NO_TIMELINE, PROBE_COMPUTE, SELECT, Timeline
+from impress_sglang.transfer.coded import Base
 from impress_sglang.transfer.coded_slots import CodeWriter, code_writer_for
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
@@ -37,13 +38,15 @@ class Allocation(Protocol):
     weighs: bool
     """Whether it asks for weights."""
 
-    def planes(self, layer: int, weights: Tensor, num_planes: int) -> Tensor:
+    def planes(self, layer: int, weights: Tensor, num_planes: int, floors: Tensor | None) -> Tensor:
         """Planes of each unit.
 
         Args:
             layer: from 0.
             weights: float32 [G, units] of squared attention; zeros if the rule does not ask.
-            num_planes: how many in all, at most `NUM_PLANES` for each unit.
+            num_planes: how many besides the floors, with these at most `NUM_PLANES` for each unit.
+            floors: int64 [G, units] on the CPU, planes that belong to the base of a unit; None:
+                none.
 
         Returns:
             int64 [G, units] on the device of the weights.
@@ -56,9 +59,9 @@ class ByQuery:
 
     weighs = True
 
-    def planes(self, layer: int, weights: Tensor, num_planes: int) -> Tensor:
+    def planes(self, layer: int, weights: Tensor, num_planes: int, floors: Tensor | None) -> Tensor:
         """See `Allocation`."""
-        return allocate_planes(weights, num_planes)
+        return allocate_planes(weights, num_planes, floors)
 
 
 class Evenly:
@@ -66,11 +69,13 @@ class Evenly:
 
     weighs = False
 
-    def planes(self, layer: int, weights: Tensor, num_planes: int) -> Tensor:
+    def planes(self, layer: int, weights: Tensor, num_planes: int, floors: Tensor | None) -> Tensor:
         """See `Allocation`."""
-        count = weights.numel()
-        number = torch.arange(count + 1, device=weights.device) * num_planes // count
-        return number.diff().view_as(weights)
+        own = torch.zeros(weights.shape, dtype=torch.int64) if floors is None else floors
+        # In proportion to the room that units have above their floors.
+        below = torch.nn.functional.pad((NUM_PLANES - own).flatten().cumsum(0), (1, 0))
+        number = below * num_planes // max(1, int(below[-1]))
+        return (number.diff().view_as(own) + own).to(weights.device)
 
 
 class AtRandom:
@@ -78,11 +83,11 @@ class AtRandom:
 
     weighs = False
 
-    def planes(self, layer: int, weights: Tensor, num_planes: int) -> Tensor:
+    def planes(self, layer: int, weights: Tensor, num_planes: int, floors: Tensor | None) -> Tensor:
         """See `Allocation`."""
         generator = torch.Generator().manual_seed(layer * 1_000_003 + weights.numel())
         dice = 10 ** (4 * torch.rand(weights.shape, generator=generator))
-        return allocate_planes(dice.to(weights.device), num_planes)
+        return allocate_planes(dice.to(weights.device), num_planes, floors)
 
 
 ALLOCATIONS: dict[str, Allocation] = {"query": ByQuery(), "even": Evenly(), "random": AtRandom()}
@@ -121,7 +126,8 @@ class PreciseLoader:
             units: of the parts, all of which have a load.
             inputs: of the request.
             slots: of the request, one for each token of the parts.
-            bits: per element, on average.
+            bits: per element, on average, where no plane belongs to the base; those that do come
+                on top.
             stats: is changed.
             timeline: of the request.
 
@@ -153,12 +159,13 @@ class PreciseLoader:
                     continue
                 load, _ = _load_of(use.part)
                 found = load.source.read_base(layer)
-                for part, groups in zip(load.parts, found, strict=True):
+                for number, (part, base) in enumerate(zip(load.parts, found, strict=True)):
                     if part.layers_loaded == layer and load.loads(part):
-                        assert groups is not None
-                        stats.base_bytes += groups.numel()
+                        assert base is not None
+                        stats.base_bytes += base.groups.numel()
                         with timeline.span(COPY, layer):
-                            writer.restore_base(part.begin_layer(layer, groups), keys, values)
+                            _restore(part, layer, base, writer, keys, values)
+                        part.levels[layer] = load.source.floors(layer, number)[:, None]
 
     def add_planes(
         self,
@@ -202,13 +209,15 @@ class PreciseLoader:
         """Planes [G, units] that the request wants."""
         # Where none are computed the host allocates, and does not wait for the device.
         weights = torch.zeros(self._shape.num_kv_heads, len(units))
-        count = planes_of(bits, weights.numel())
-        if self._allocation.weighs and 0 < count < NUM_PLANES * weights.numel():
+        floors = _floors(layer, units)
+        room = NUM_PLANES * weights.numel() - (0 if floors is None else int(floors.sum()))
+        count = min(planes_of(bits, weights.numel()), room)
+        if self._allocation.weighs and 0 < count < room:
             with timeline.span(PROBE_COMPUTE, layer):
                 by_token = self._weights(inputs, slots)
                 weights = units.weights(by_token if chosen is None else by_token * chosen)
         with timeline.span(SELECT, layer):
-            planes = self._allocation.planes(layer, weights, count)
+            planes = self._allocation.planes(layer, weights, count, floors)
             if chosen is not None:
                 used = units.weights(chosen.float()) > 0
                 planes = planes * used.to(planes.device)
@@ -257,6 +266,26 @@ class PreciseLoader:
             squares=True,
         )
         return sums.unflatten(0, (len(heads), -1)).sum(1)
+
+
+def _floors(layer: int, units: UsedUnits) -> Tensor | None:
+    """Planes that belong to the base of each unit, int64 [G, units]; None if none does."""
+    parts = []
+    for use, place in zip(units.uses, units.places, strict=True):
+        load, number = _load_of(use.part)
+        own = load.source.floors(layer, number)[:, None]
+        parts.append(np.repeat(own, place.stop - place.start, 1))
+    floors = np.concatenate(parts, 1)
+    return torch.from_numpy(floors).long() if floors.any() else None
+
+
+def _restore(
+    part: ResidentPart, layer: int, base: Base, writer: CodeWriter, keys: Tensor, values: Tensor
+) -> None:
+    """Bring the base of the next layer of a part into its slots, with the planes of its floors."""
+    writer.restore_base(part.begin_layer(layer, base.groups), keys, values)
+    if base.raised is not None and base.planes is not None:
+        writer.raise_units(part.tokens(layer), base.raised, base.planes, keys, values)
 
 
 def _load_of(part: ResidentPart) -> tuple[PartLoad, int]:

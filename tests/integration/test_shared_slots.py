@@ -293,7 +293,7 @@ def test_a_prefix_ends_with_a_page(world: CodedWorld, bits: object) -> None:
         world.load(request, layer)
     world.end(request)
     # What is in no whole page of the tree is not saved: its slots are not the tree's.
-    (save,) = world.cache.begin_saves(*world.prompt_of("p", 50))
+    (save,) = world.cache.begin_saves(*world.prompt_of("p", 50)).values()
     assert len(save.slots) == 48
     save.abandon()
     world.runtime.store.drain()

@@ -195,7 +195,7 @@ class World:
         req.full_untruncated_fill_ids = tokens
         req.kv = SimpleNamespace(req_pool_idx=row)
         self.cache._requests[rid] = req
-        (save,) = self.cache.begin_saves([rid], [TOKENS])
+        (save,) = self.cache.begin_saves([rid], [TOKENS]).values()
         return save
 
     def store_prompt(self, first: int, fork: int = TOKENS) -> None:

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.segment import read_header
 from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import impress_flags
 from tests.serving.harness import Server, Zygote, running
-from tests.serving.tiny_models import random_tokens
+from tests.serving.tiny_models import make_model, random_tokens
 
 EXACT = {"custom_params": {"impress_bits": "exact"}}
 
@@ -43,6 +47,37 @@ def _stays_whole(impress: Server) -> Iterator[None]:
     assert stats["integrity"] == "ok"
     pool = stats["device_pool"]
     assert not any(pool[kind] for kind in pool if kind not in ("tokens", "writing_tokens"))
+
+
+def add_key_bias(folder: Path, layer: int) -> None:
+    """Give the first KV head of a layer one channel with a large bias, which its queries see."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    attention = model.model.layers[layer].self_attn
+    with torch.no_grad():
+        attention.k_proj.bias[2] = 500.0
+        # Four query heads share it.
+        attention.q_proj.bias[2 :: attention.head_dim][:4] = 3.0
+    model.save_pretrained(folder)
+
+
+def test_a_head_with_a_large_key_bias_is_always_read_in_more_bits(
+    workdir: Path, zygote: Zygote
+) -> None:
+    """Found when its prompt is stored, by the queries that attention has noted."""
+    folder = make_model("qwen2", workdir / "biased")
+    add_key_bias(folder, layer=1)
+    store = workdir / "store-biased"
+    flags = impress_flags(store, "--impress-min-prefix-tokens=64")
+    with running(folder, workdir / "biased.log", *flags, zygote=zygote) as server:
+        prefix = store_prefix(server, 1000, seed=21)
+        said = report(
+            server.generate([*prefix, *random_tokens(20, seed=22)], 1, sampling_params=bits(4))
+        )
+    (path,) = store.glob("*/segments/*/*.kv")
+    floors = read_header(path, FileSystem()).floors
+    assert floors[1, 0] == 2 and floors.sum() == 2
+    # Of six heads in all.
+    assert said["path"] == "ssd" and said["bits_mean"] == pytest.approx(4 + 4 / 6, abs=0.01)
 
 
 def store_prefix(server: Server, length: int, seed: int) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.precision.codec import LEVELS, NUM_PLANES, code_keys, code_values, restore
+from impress_sglang.precision.floors import Floors
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import ChunkReader, OpenSegment
@@ -51,6 +52,7 @@ class CodedCase:
         device_pages: int = 0,
         host_pages: int = 0,
         rule: ReplacementRule | None = None,
+        floors: Floors | None = None,
     ) -> None:
         self.shape = shape
         self.reader = reader
@@ -62,7 +64,7 @@ class CodedCase:
             stop = part.num_tokens if part.stop is None else part.stop
             info = make_info(shape, range(part.num_tokens), segment_id=f"segment{number}")
             own = random_kvs(shape, part.num_tokens, seed=number)
-            self.paths.append(write_kvs(directory, info, *own))
+            self.paths.append(write_kvs(directory, info, *own, floors=floors))
             segment = OpenSegment(self.paths[-1], FileSystem(), direct=False)
             layout = segment.layout.codes
             assert layout is not None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.importance.history import TokenHistory
+from impress_sglang.precision.floors import Floors
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
@@ -102,6 +103,7 @@ def write_kvs(
     *,
     direct: bool = False,
     mapping: MappingLists | None = None,
+    floors: Floors | None = None,
 ) -> Path:
     path = directory / f"{info.segment_id}.kv"
     write_segment(
@@ -112,6 +114,7 @@ def write_kvs(
         FileSystem(),
         direct=direct,
         mapping=mapping,
+        floors=None if floors is None else lambda layer, keys, values: floors[layer],
     )
     return path
 

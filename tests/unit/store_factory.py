@@ -44,8 +44,8 @@ SHAPES = {
 OTHER_IDENTITY = "f" * 32
 # Of what is computed after a quarter of an exact prefix.
 QUARTER = Quality(1, 0.25)
-# No caches, no reading ahead and no reordering unless a test asks for them, so that bytes can be
-# counted.
+# No caches, no reading ahead, no reordering and no measuring unless a test asks for them, so that
+# bytes can be counted.
 DEFAULTS = {
     "policy": "paper",
     "ssd_gb": 1.0,
@@ -57,6 +57,7 @@ DEFAULTS = {
     "host_gb": 0.0,
     "reorder_interval": 0.0,
     "retention": 0.25,
+    "base_error": 0.0,
 }
 
 

@@ -47,6 +47,7 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     ("min_retention", float("nan")),
     *[("bits", bits) for bits in (0, 3.999, 8.001, 16.0, -5.0, float("nan"), float("inf"))],
     *[("bits", text) for text in ("", "5", "Exact", "exact ", "auto")],
+    *[("base_error", value) for value in (-0.5, float("inf"), float("nan"))],
     ("allocate", "queries"),
     ("allocate", ""),
     ("probe_heads", 0),

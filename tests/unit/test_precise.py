@@ -380,11 +380,11 @@ def test_pieces_of_a_segment_are_read_into_one_image(
         source.read_ahead(0.5)
     found = source.read_base(0)
     alone = CodedSource([whole], reader, case.pool, case.cache)
-    (groups,) = alone.read_base(0)
-    assert groups is not None
+    (base,) = alone.read_base(0)
+    assert base is not None
     for (start, stop), own in zip(places, found, strict=True):
         assert own is not None
-        assert torch.equal(own, groups[start // 64 : -(-stop // 64)])
+        assert torch.equal(own.groups, base.groups[start // 64 : -(-stop // 64)])
     assert source.layer_bytes == alone.layer_bytes
     assert case.pool.used_bytes == 2 * alone.layer_bytes
     source.close()

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
+from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.direct_io import AlignedBuffer, read_exactly, write_exactly
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
@@ -66,7 +67,8 @@ def some_header(info: SegmentInfo) -> SegmentHeader:
     generator = np.random.default_rng(1)
     checksums = generator.integers(0, 2**63, info.layout().num_blocks, np.uint64)
     mapping = random_mapping(info, 2) if info.reordered else None
-    return SegmentHeader(info, checksums, mapping)
+    floors = generator.integers(0, NUM_PLANES + 1, info.floors_shape, np.uint8)
+    return SegmentHeader(info, checksums, floors, mapping)
 
 
 def header_file(directory: Path, info: SegmentInfo) -> Path:
@@ -77,6 +79,7 @@ def header_file(directory: Path, info: SegmentInfo) -> Path:
 
 def same_header(left: SegmentHeader, right: SegmentHeader) -> bool:
     same = same_info(left.info, right.info) and np.array_equal(left.checksums, right.checksums)
+    same = same and same_array(left.floors, right.floors)
     return same and same_array(left.mapping, right.mapping)
 
 
@@ -146,6 +149,7 @@ def test_a_header_must_have_what_its_description_says() -> None:
     for change in (
         {"checksums": header.checksums[1:]},
         {"mapping": reordered.mapping},
+        {"floors": np.zeros((1, 1), np.uint8)},
         {"info": REORDERED},
     ):
         with pytest.raises(AssertionError):
@@ -270,11 +274,11 @@ def resealed(header: bytes, body: bytes) -> bytes:
 def test_another_format_version_is_unreadable_and_says_so(tmp_path: Path) -> None:
     path = header_file(tmp_path, SMALL)
     header = path.read_bytes()
-    body = header[32:].replace(b'"version": 6', b'"version": 5')
+    body = header[32:].replace(b'"version": 7', b'"version": 6')
     assert body != header[32:]
     path.write_bytes(resealed(header, body))
 
-    with pytest.raises(ChunkUnreadable, match="version 5"):
+    with pytest.raises(ChunkUnreadable, match="version 6"):
         read_header(path, FILES)
 
 
@@ -285,7 +289,7 @@ def test_resealing_an_unchanged_body_gives_the_same_header(tmp_path: Path) -> No
     assert resealed(header, header[32:]) == header
 
 
-@pytest.mark.parametrize("magic", [b"IMPRSEG\x01", b"IMPRSEG\x04", b"\x00" * 8])
+@pytest.mark.parametrize("magic", [b"IMPRSEG\x01", b"IMPRSEG\x06", b"\x00" * 8])
 def test_another_magic_is_unreadable(tmp_path: Path, magic: bytes) -> None:
     path = header_file(tmp_path, SMALL)
     path.write_bytes(magic + path.read_bytes()[8:])

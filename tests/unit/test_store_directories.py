@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from impress_sglang.errors import ConfigError, StoreInUseError
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import StoreOutcome
-from impress_sglang.storage.directory import StoreDirectory
+from impress_sglang.storage.directory import MARKER, StoreDirectory
 from impress_sglang.storage.files import FileSystem
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
@@ -46,13 +48,19 @@ def test_a_directory_that_cannot_be_written_is_a_config_error(bench: Workbench) 
         bench.open()
 
 
-def old_model(bench: Workbench, identity: str, num_bytes: int, age: int) -> Path:
-    """The store of a model that is not served."""
+def old_model(
+    bench: Workbench, identity: str, num_bytes: int, age: int, *, format_named: bool = True
+) -> Path:
+    """The store of a model that is not served; older formats are not named in markers."""
     directory = StoreDirectory(FileSystem(), bench.root, identity)
     segment = directory.segment_path("ab" + "0" * 30)
     segment.parent.mkdir()
     segment.write_bytes(bytes(num_bytes))
     directory.close()
+    if not format_named:
+        fields = json.loads((directory.path / MARKER).read_text())
+        del fields["format"]
+        (directory.path / MARKER).write_text(json.dumps(fields))
     os.utime(directory.path, (1_700_000_000 - age, 1_700_000_000 - age))
     return directory.path
 
@@ -64,6 +72,26 @@ def put_at_last(bench: Workbench, store: PrefixStore, tokens: tuple[int, ...]) -
         removing.exception()
     store.poll()
     bench.put(store, tokens)
+
+
+def test_stores_of_older_formats_count_and_go_before_those_of_other_models(
+    bench: Workbench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where they were used later than these; one log line says so at the start."""
+    caplog.set_level(logging.INFO)
+    older = old_model(bench, "1" * 32, bench.one, age=10, format_named=False)
+    other = old_model(bench, "2" * 32, bench.one, age=20)
+    store = bench.open(ssd_gb=gb(3 * bench.one))
+    said = [record.message for record in caplog.records if "older formats" in record.message]
+    assert len(said) == 1 and said[0].startswith("1 stores")
+    assert store.summary()["other_models_bytes"] == 2 * bench.one
+    bench.put(store, prompt(1))
+
+    put_at_last(bench, store, prompt(2))
+    assert other.exists() and not older.exists()
+    put_at_last(bench, store, prompt(3))
+    assert not other.exists()
+    assert store.stats.segments_evicted == 0
 
 
 def test_other_models_count_in_the_quota_and_go_first(bench: Workbench) -> None:

@@ -323,5 +323,5 @@ def test_allocating_asks_the_device_nothing(num_planes: int) -> None:
     """Its tensors have no contents here, so that any look at one would fail."""
     with FakeTensorMode():
         weights = torch.empty(2, 4, device="cuda")
-        planes = ALLOCATIONS["query"].planes(0, weights, num_planes)
+        planes = ALLOCATIONS["query"].planes(0, weights, num_planes, None)
         assert planes.shape == (2, 4) and planes.is_cuda

@@ -1,0 +1,168 @@
+"""Which heads do not bear the bits of the base: what rounding does to attention's output.
+
+Keys of some models have large biases (norms of hundreds in the first and last layer of Qwen2.5-7B),
+which widen the ranges of all tokens once they are rotated. So who writes a layer measures: some
+tokens of it are rounded, the queries of the prompt's last tokens attend to them and, as a request
+would, to the last tokens as they are; and the *floor* of a KV head, how many planes belong to its
+base, is 0 if the output errs by no more than what is bearable with the bits of the base, else the
+least with which it errs by a third of that, as most heads do with the base alone.
+
+Floors are a property of a model more than of a text: where no queries are known, the last ones
+measured hold, and where none were measured, all planes belong to the base.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from impress_sglang.precision.codec import (
+    GROUP_TOKENS,
+    LEVELS,
+    NUM_PLANES,
+    code_keys,
+    code_values,
+    restore,
+)
+
+# Of the last tokens of a prompt, how many queries are noted for this.
+MEASURED_QUERIES = 16
+# What measuring a layer may take of the writing thread; in more time more tokens are rounded, at
+# least these.
+BUDGET_S = 0.02
+LEAST_TOKENS = 8 * GROUP_TOKENS
+
+# Of what is bearable, how much a head that is raised may err.
+RAISED_SHARE = 1 / 3
+
+# Planes that belong to the base: uint8 [G] of a layer, [L, G] of a segment.
+Floors = npt.NDArray[np.uint8]
+# Given a layer, its keys [t, G, Dk] and values [t, G, Dv]: the floors of the layer.
+FloorRule = Callable[[int, Tensor, Tensor], Floors]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerQueries:
+    """Queries of the last tokens of a prompt, [n, Hq, Dk] on the CPU, and the factor of logits."""
+
+    rows: Tensor
+    scaling: float
+
+
+QuerySource = Callable[[int], LayerQueries | None]
+
+
+def no_queries(layer: int) -> None:
+    """A `QuerySource` of which nothing is known."""
+
+
+class FloorMeter:
+    """Measures floors on the writing thread; others may `note` what stands in headers."""
+
+    def __init__(self, bearable: float, *, budget_s: float = BUDGET_S) -> None:
+        """`bearable`: relative error of the output of a KV head's queries; 0 measures nothing."""
+        self._bearable = bearable
+        self._budget_s = budget_s
+        # At first as many tokens as are rounded in any case.
+        self._seconds_per_token = min(budget_s, BUDGET_S) / LEAST_TOKENS
+        self._known: dict[int, Floors] = {}
+
+    @property
+    def mean_planes(self) -> float:
+        """Planes of a unit that belong to the base, on average, as far as that is known."""
+        known = list(self._known.values())
+        return float(np.mean(known)) if known else 0.0
+
+    def note(self, floors: Floors) -> None:
+        """Floors [L, G] of a segment that was written earlier."""
+        # All planes of all heads is also what nobody has measured.
+        if (floors < NUM_PLANES).any():
+            self._known.update(enumerate(floors))
+
+    def rule(self, queries: QuerySource, num_behind: int) -> FloorRule:
+        """Floors of a segment with so many tokens of its prompt behind it."""
+
+        def floors(layer: int, keys: Tensor, values: Tensor) -> Floors:
+            if not self._bearable:
+                return np.zeros(keys.shape[1], np.uint8)
+            given = queries(layer)
+            own = 0 if given is None else max(0, len(given.rows) - num_behind)
+            if given is not None and len(keys) - own >= GROUP_TOKENS:
+                self._known[layer] = self._measure(keys, values, given, own)
+            return self._known.get(layer, np.full(keys.shape[1], NUM_PLANES, np.uint8))
+
+        return floors
+
+    def _measure(self, keys: Tensor, values: Tensor, given: LayerQueries, own: int) -> Floors:
+        began = time.thread_time()
+        old = len(keys) - own
+        most = max(LEAST_TOKENS, self._budget_s / self._seconds_per_token)
+        rows = sampled_groups(old, int(min(most, old + GROUP_TOKENS)))
+        rounded, exact = (keys[:old][rows], values[:old][rows]), (keys[old:], values[old:])
+        found = floors_of(rounded, exact, given, self._bearable)
+        spent = (time.thread_time() - began) / len(rows)
+        # One slow layer is forgotten, step by step.
+        self._seconds_per_token = max(spent, self._seconds_per_token / 2)
+        return found
+
+
+def sampled_groups(num_tokens: int, most: int) -> Tensor:
+    """Tokens of whole groups, evenly spread from the first to the last: int64 [at most `most`]."""
+    count = -(-num_tokens // GROUP_TOKENS)
+    chosen = torch.linspace(0, count - 1, min(count, most // GROUP_TOKENS)).round().long()
+    tokens = (chosen[:, None] * GROUP_TOKENS + torch.arange(GROUP_TOKENS)).flatten()
+    return tokens[tokens < num_tokens]
+
+
+def floors_of(
+    old: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
+    given: LayerQueries,
+    bearable: float,
+) -> Floors:
+    """How many planes each KV head needs besides the base, see above.
+
+    Args:
+        old: keys [t, G, Dk] and values [t, G, Dv] that are rounded.
+        own: those of the tokens after them, the first of which is that of the first query.
+        given: the queries.
+        bearable: root of the squared error over the squared output, over all queries of a head.
+            All bits are given unseen where fewer do not do.
+    """
+    codes = code_keys(old[0]), code_values(old[1])
+    exact = _output(old, own, given)
+    floors = np.zeros(old[0].shape[1], np.uint8)
+    limit = bearable**2 * exact.square().sum((1, 2, 3))
+    for bits in LEVELS[:-1]:
+        rounded = restore(codes[0], bits), restore(codes[1], bits)
+        error = (_output(rounded, own, given) - exact).square().sum((1, 2, 3))
+        # Who bore fewer bits keeps them.
+        raised = (error > limit).numpy() & (floors == LEVELS.index(bits))
+        if not raised.any():
+            break
+        floors += raised
+        limit = limit * RAISED_SHARE**2 if bits == LEVELS[0] else limit
+    return floors
+
+
+def _output(old: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], given: LayerQueries) -> Tensor:
+    """Attention of the queries to old tokens and, causally, to their own: [G, Hq / G, n, Dv]."""
+    keys, values = (torch.cat([a.float(), b.float()]) for a, b in zip(old, own, strict=True))
+    queries = given.rows.float().transpose(0, 1)
+    seen = torch.ones(len(given.rows), len(keys), dtype=torch.bool).tril(len(old[0]))
+    output = functional.scaled_dot_product_attention(
+        queries[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        attn_mask=seen,
+        scale=given.scaling,
+        enable_gqa=True,
+    )[0]
+    return output.unflatten(0, (keys.shape[1], -1))

@@ -1,0 +1,329 @@
+"""Heads that do not bear the bits of the base: what is measured, and that readers honour it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.writing import Offer, StoreOutcome
+from impress_sglang.precision import floors as measuring
+from impress_sglang.precision.allocation import allocate_planes, planes_of
+from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
+from impress_sglang.precision.floors import (
+    LEAST_TOKENS,
+    FloorMeter,
+    LayerQueries,
+    no_queries,
+    sampled_groups,
+)
+from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.loader import LoadStats
+from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
+from impress_sglang.transfer.selective import SelectiveLoader
+from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
+from tests.unit.kv_factory import IDENTITY, as_tokens, make_shape
+from tests.unit.source_factory import quick_files, reading
+from tests.unit.test_precise import PREFIXES, inputs, load
+from tests.unit.test_selective import Request, check_choice, importance
+from tests.unit.waiting import wait_until
+
+HEADS, DIM, GROUP = 3, 32, 2
+# Of SHAPE, [L, G].
+FLOORS = np.array([[0, 2], [1, 0], [2, 1]], np.uint8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick() -> Iterator[None]:
+    with quick_files():
+        yield
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[ChunkReader]:
+    with reading() as own:
+        yield own
+
+
+def some_layer(num_tokens: int, biases: tuple[float, ...], rows: int = 16) -> tuple[Tensor, ...]:
+    """Keys, values and queries of a head that finds a few tokens; keys turn around a bias."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    keys = torch.randn(num_tokens, HEADS, DIM, generator=generator)
+    values = torch.randn(num_tokens, HEADS, DIM, generator=generator)
+    queries = 2 * torch.randn(rows, HEADS * GROUP, DIM, generator=generator)
+    for head, bias in enumerate(biases):
+        keys[:, head, 0] += bias * torch.cos(0.7 * torch.arange(num_tokens))
+    return keys, values, queries
+
+
+def measured(
+    meter: FloorMeter, num_tokens: int, biases: tuple[float, ...], behind: int = 0
+) -> list[int]:
+    keys, values, queries = some_layer(num_tokens, biases)
+    rule = meter.rule(lambda layer: LayerQueries(queries, DIM**-0.5), behind)
+    return rule(0, keys, values).tolist()
+
+
+@pytest.mark.parametrize("num_tokens", [100, 1000, 1016, 5000])
+@pytest.mark.parametrize("behind", [0, 5, 400])
+def test_heads_with_large_biases_are_raised_and_no_others(num_tokens: int, behind: int) -> None:
+    floors = measured(FloorMeter(0.5), num_tokens, (0.0, 0.0, 3000.0), behind)
+    assert floors == [0, 0, NUM_PLANES]
+    assert measured(FloorMeter(0.5), num_tokens, (0.0, 0.0, 0.0), behind) == [0, 0, 0]
+
+
+def test_less_is_bearable_than_more() -> None:
+    sums = [sum(measured(FloorMeter(own), 900, (0.0, 20.0, 60.0))) for own in (1e-4, 0.1, 0.4, 9.0)]
+    assert sums == sorted(sums, reverse=True)
+    assert sums[0] == NUM_PLANES * HEADS and sums[-1] == 0
+
+
+def test_the_own_tokens_of_the_queries_are_not_rounded() -> None:
+    """A request computes them; so they are exact, and later ones are hidden."""
+    keys, values, queries = some_layer(200, (0.0, 0.0, 3000.0))
+    given = LayerQueries(queries, DIM**-0.5)
+    late = keys.clone()
+    late[-15:] *= 50.0
+    # The first query sees none of them.
+    one = LayerQueries(torch.cat([queries[:1]] + [torch.zeros_like(queries[:1])] * 15), DIM**-0.5)
+    for own, changed in ((given, keys), (one, late)):
+        rule = FloorMeter(0.5).rule(lambda layer, own=own: own, 0)
+        assert rule(0, changed, values).tolist() == [0, 0, NUM_PLANES]
+
+
+def test_without_queries_what_was_measured_last_holds() -> None:
+    meter = FloorMeter(0.5)
+    keys, values, _ = some_layer(300, (0.0, 0.0, 3000.0))
+    unknown = meter.rule(no_queries, 0)
+    assert unknown(0, keys, values).tolist() == [NUM_PLANES] * HEADS
+    # What nobody has measured says nothing.
+    meter.note(np.full((1, HEADS), NUM_PLANES, np.uint8))
+    assert meter.mean_planes == 0.0
+    assert measured(meter, 300, (0.0, 0.0, 3000.0)) == [0, 0, NUM_PLANES]
+    assert unknown(0, keys, values).tolist() == [0, 0, NUM_PLANES]
+    assert unknown(1, keys, values).tolist() == [NUM_PLANES] * HEADS
+    meter.note(np.array([[1, 0, 0], [0, 1, 0]], np.uint8))
+    assert unknown(0, keys, values).tolist() == [1, 0, 0]
+    assert unknown(1, keys, values).tolist() == [0, 1, 0]
+    assert meter.mean_planes == pytest.approx(1 / 3)
+    # Too few tokens before the queries to say anything.
+    short = meter.rule(lambda layer: LayerQueries(some_layer(70, (0.0,))[2], 1.0), 0)
+    assert short(0, keys[:70], values[:70]).tolist() == [1, 0, 0]
+
+
+def test_nothing_is_measured_if_that_is_not_wanted() -> None:
+    def fail(layer: int) -> None:
+        raise AssertionError
+
+    keys, values, _ = some_layer(300, (3000.0,))
+    assert FloorMeter(0.0).rule(fail, 0)(0, keys, values).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 65, 1000, 4096, 5001])
+@pytest.mark.parametrize("most", [LEAST_TOKENS, 1024, 10_000])
+def test_a_sample_is_of_whole_groups_from_the_first_to_the_last(num_tokens: int, most: int) -> None:
+    sample = sampled_groups(num_tokens, most)
+    assert len(sample) <= most and len(sample) >= min(num_tokens, most - GROUP_TOKENS)
+    assert (sample.diff() > 0).all()
+    assert int(sample[0]) == 0 and int(sample[-1]) == num_tokens - 1
+    groups = sample // GROUP_TOKENS
+    for group in groups.unique().tolist():
+        size = min(GROUP_TOKENS, num_tokens - group * GROUP_TOKENS)
+        assert int((groups == group).sum()) == size
+
+
+def test_no_more_tokens_are_rounded_than_the_budget_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is the test's: each rounded token takes so many seconds."""
+    now, per_token, sizes = 0.0, 1e-5, []
+    rounded = measuring.code_keys
+
+    def code_keys(keys: Tensor) -> object:
+        nonlocal now
+        sizes.append(len(keys))
+        now += per_token * len(keys)
+        return rounded(keys)
+
+    monkeypatch.setattr(measuring, "code_keys", code_keys)
+    monkeypatch.setattr(measuring.time, "thread_time", lambda: now)
+    meter = FloorMeter(0.5, budget_s=0.02)
+    for _ in range(12):
+        measured(meter, 5000, (0.0,))
+    assert LEAST_TOKENS - GROUP_TOKENS < sizes[0] <= LEAST_TOKENS
+    assert sizes[-1] * per_token > 0.9 * 0.02
+    assert max(sizes) * per_token <= 0.02
+    # A slow machine: as few as are needed to say anything, at once.
+    per_token = 1e-3
+    measured(meter, 5000, (0.0,))
+    measured(meter, 5000, (0.0,))
+    assert LEAST_TOKENS - GROUP_TOKENS < sizes[-1] <= LEAST_TOKENS
+
+
+@pytest.mark.parametrize("count", range(8))
+def test_planes_are_given_above_the_floors(count: int) -> None:
+    weights = torch.tensor([[5.0, 1.0, 0.0], [100.0, 0.1, 3.0]])
+    floors = torch.tensor([[0, 2, 0], [1, 1, 0]])
+    planes = allocate_planes(weights, count, floors)
+    assert int((planes - floors).sum()) == count
+    assert (planes >= floors).all() and int(planes.max()) <= NUM_PLANES
+    # No plane above a floor would serve another unit better.
+    given = torch.where(planes > floors, weights * 16.0 ** -(planes.float() - 1), torch.inf)
+    free = torch.where(planes < NUM_PLANES, weights * 16.0 ** -planes.float(), -torch.inf)
+    assert given.min() >= free.max()
+
+
+def check_floors(planes: Tensor, layer: int) -> None:
+    assert (planes >= torch.from_numpy(FLOORS[layer]).long()[:, None]).all()
+
+
+@pytest.mark.parametrize("bits", [4.0, 5.0, 6.5, 8.0])
+@pytest.mark.parametrize("rule", ALLOCATIONS)
+@pytest.mark.parametrize("name", PREFIXES)
+def test_what_belongs_to_the_base_is_always_in_the_slots(
+    name: str, rule: str, bits: float, tmp_path: Path, reader: ChunkReader
+) -> None:
+    """And the bits that are asked for come on top, as far as there is room."""
+    case = CodedCase(tmp_path, PREFIXES[name], reader, floors=FLOORS)
+    stats = LoadStats()
+    for layer in range(SHAPE.num_layers):
+        planes = load(case, layer, bits, rule, stats)
+        check_floors(planes, layer)
+        fixed = int(FLOORS[layer].sum()) * planes.shape[1]
+        room = NUM_PLANES * planes.numel() - fixed
+        assert int(planes.sum()) == fixed + min(planes_of(bits, planes.numel()), room)
+    assert stats.mean_bits >= min(8.0, bits)
+    case.close()
+
+
+@pytest.mark.parametrize("name", ["one", "several"])
+def test_planes_go_by_keys_in_the_bits_of_their_floors(
+    name: str, tmp_path: Path, reader: ChunkReader
+) -> None:
+    case = CodedCase(tmp_path, PREFIXES[name], reader, floors=FLOORS)
+    seen: list[Tensor] = []
+
+    class Spy:
+        weighs = True
+
+        def planes(self, layer: int, weights: Tensor, count: int, floors: Tensor) -> Tensor:
+            seen.append(weights)
+            return floors
+
+    given = inputs(case)
+    for layer in range(SHAPE.num_layers):
+        loader = PreciseLoader(SHAPE, Spy())
+        loader.load(layer, case.units, given, case.layer_slots(layer), 5.0, LoadStats())
+        case.check(layer)
+        own = torch.from_numpy(FLOORS[layer]).long()[:, None].expand(-1, len(case.units))
+        assert torch.equal(case.levels(layer), own)
+    assert len(seen) == SHAPE.num_layers
+    case.close()
+
+
+def test_bytes_of_a_raised_base_are_counted_and_read_ahead(
+    tmp_path: Path, reader: ChunkReader
+) -> None:
+    case = CodedCase(tmp_path, [CodedPart(1500)], reader, floors=FLOORS)
+    (span,) = case.spans
+    units = int(FLOORS.sum()) * len(span.units)
+    wanted = SHAPE.num_layers * span.layout.base_bytes + units * BLOCK
+    stats = LoadStats()
+    for layer in range(SHAPE.num_layers):
+        load(case, layer, 4.0, stats=stats)
+    assert case.source.stats.ssd_needed_bytes == wanted
+    groups = span.layout.num_groups * span.layout.group_bytes
+    assert stats.base_bytes == SHAPE.num_layers * groups
+    # Of the report, these are among the planes.
+    assert sum(stats.planes) == case.source.stats.selected_chunks == units
+    case.source.close()
+    assert case.cache is not None
+    source = CodedSource([span], reader, case.pool, case.cache)
+    while source.next_ahead < SHAPE.num_layers:
+        source.read_ahead(0.0)
+    wait_until(lambda: not source.is_reading)
+    source.close()
+    assert source.stats.ahead_bytes == wanted
+    case.close()
+
+
+def test_a_resident_part_has_its_floors_already(tmp_path: Path, reader: ChunkReader) -> None:
+    case = CodedCase(tmp_path, PREFIXES["several"], reader, floors=FLOORS)
+    for layer in range(SHAPE.num_layers):
+        load(case, layer, 4.0)
+    case.source.close()
+    case.request(resident=True)
+    for layer in range(SHAPE.num_layers):
+        check_floors(load(case, layer, 4.0), layer)
+    assert case.source.stats.ssd_bytes == 0
+    case.close()
+
+
+@pytest.mark.parametrize("name", PREFIXES)
+def test_a_part_of_a_prefix_is_chosen_by_keys_in_the_bits_of_their_floors(
+    name: str, tmp_path: Path, reader: ChunkReader
+) -> None:
+    case = CodedCase(tmp_path, PREFIXES[name], reader, floors=FLOORS)
+    request = Request(case, -(-case.num_tokens // 4))
+    assert isinstance(request.loader, SelectiveLoader)
+    for layer in range(SHAPE.num_layers):
+        given = inputs(case, seed=layer)
+        tokens = request.load(layer, 4.0, given)
+        planes = request.planes(layer)
+        check_floors(planes, layer)
+        check_choice(tokens, importance(given, case.expected(layer, planes)[0]))
+        request.check_slots(layer, tokens)
+    request.close()
+
+
+def test_a_store_raises_what_must_be_raised_and_finds_it_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the offer with queries to the header, and from there to what is read and estimated."""
+    caplog.set_level(logging.INFO)
+    shape = make_shape(
+        layers=2, query_heads=6, kv_heads=3, key_dim=DIM, value_dim=DIM, probe=(), coded=True
+    )
+    kvs = {0: some_layer(400, (0.0, 0.0, 3000.0)), 1: some_layer(401, (0.0, 0.0, 0.0))}
+    config = ImpressConfig(ssd_dir=str(tmp_path), device_gb=0.0, host_gb=0.0, min_free_gb=0.0)
+
+    def offer(store: PrefixStore, tokens: range, *, queries: bool) -> None:
+        def read_layers(start: int) -> object:
+            return lambda layer: tuple(own[start : len(tokens)] for own in kvs[layer][:2])
+
+        source = (lambda layer: LayerQueries(kvs[layer][2], DIM**-0.5)) if queries else no_queries
+        given = Offer(as_tokens(tokens), read_layers, lambda: None, lambda: None, 1, queries=source)
+        assert store.offer("", given) is StoreOutcome.ACCEPTED
+        store.drain()
+
+    def floors_in(store: PrefixStore) -> list[list[list[int]]]:
+        match = store.match("", as_tokens(range(400)))
+        found = []
+        for span in match.spans:
+            segment = store._readers.acquire(span.segment)
+            found.append(segment.floors.tolist())
+            store._readers.release(segment.segment_id)
+        return found
+
+    store = PrefixStore(config, IDENTITY, shape)
+    offer(store, range(200), queries=True)
+    assert floors_in(store) == [[[0, 0, 2], [0, 0, 0]]]
+    offer(store, range(300), queries=False)
+    assert floors_in(store)[1] == [[0, 0, 2], [0, 0, 0]]
+    few, more = (
+        store.coded_bytes(store.match("", as_tokens(range(400))).spans, bits) for bits in (4, 6)
+    )
+    assert few < more
+    store.close()
+    # Nothing is measured here, but headers say what was.
+    store = PrefixStore(config, IDENTITY, shape)
+    assert floors_in(store) == [[[0, 0, 2], [0, 0, 0]]] * 2
+    offer(store, range(400), queries=False)
+    assert floors_in(store)[2] == [[0, 0, 2], [0, 0, 0]]
+    store.close()
