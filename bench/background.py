@@ -38,7 +38,7 @@ from bench.servers import (
 from bench.session import load_tokenize
 from bench.trace import Trace, TraceOptions, make_trace
 from bench.zygote import Zygote
-from impress_sglang.demo.model import model_path
+from demo.model import model_path
 
 POLICY = "paper"
 

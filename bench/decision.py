@@ -31,7 +31,7 @@ from bench.serving_options import DATASETS
 from bench.session import interrupt_on_signals, load_tokenize, work_folder
 from bench.trace import Request, TraceOptions, make_trace
 from bench.zygote import Zygote
-from impress_sglang.demo.model import DemoModelMissing, model_path
+from demo.model import DemoModelMissing, model_path
 
 
 def main() -> int:

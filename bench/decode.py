@@ -30,8 +30,8 @@ from rich.table import Table
 
 from bench.machine import describe_machine
 from bench.session import Tokenize, load_tokenize
-from impress_sglang.demo.handbook import prompt
-from impress_sglang.demo.model import model_path
+from demo.handbook import prompt
+from demo.model import model_path
 from tests.serving.harness import Server, running
 
 WISHES: dict[str, dict[str, Any]] = {

@@ -34,7 +34,7 @@ from bench.machine import describe_machine
 from bench.quality_data import read_rows
 from bench.serving_options import DEFAULT_DATA
 from bench.session import Tokenize, load_tokenize
-from impress_sglang.demo.model import model_path
+from demo.model import model_path
 from tests.serving.harness import Server, running
 
 DATA_SET = "mtbench101"

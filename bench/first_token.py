@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.equality import make_prompts
 from bench.machine import describe_machine
-from impress_sglang.demo.model import model_path
+from demo.model import model_path
 from tests.serving.harness import Server, running
 
 

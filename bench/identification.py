@@ -64,7 +64,7 @@ from bench.quality_tasks import TASKS, Item, Task, TaskOptions, make_task
 from bench.servers import BenchFailed
 from bench.serving_options import DEFAULT_DATA
 from bench.session import load_tokenize
-from impress_sglang.demo.model import DemoModelMissing, model_path
+from demo.model import DemoModelMissing, model_path
 from impress_sglang.importance.identify import (
     H2ORule,
     PaperRule,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.servers import BenchFailed
-from impress_sglang.demo.model import DemoModelMissing, model_path, repeat_kv_heads
+from demo.model import DemoModelMissing, model_path, repeat_kv_heads
 
 SUFFIX = "-multi-head"
 _WEIGHTS = "model.safetensors"

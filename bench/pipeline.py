@@ -44,8 +44,8 @@ from bench.serving_options import DATASETS
 from bench.session import interrupt_on_signals, load_tokenize, work_folder
 from bench.trace import Request, Trace, TraceOptions, make_trace
 from bench.zygote import Zygote
+from demo.model import DemoModelMissing, model_path
 from impress_sglang.config import ImpressConfig
-from impress_sglang.demo.model import DemoModelMissing, model_path
 
 # Requests at full speed after the warm-up, that fill what fills once.
 SETTLE = 2

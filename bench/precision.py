@@ -65,7 +65,7 @@ from bench.quality_tasks import TASKS, Item, TaskOptions, make_task
 from bench.servers import BenchFailed
 from bench.serving_options import DEFAULT_DATA
 from bench.session import Tokenize, load_tokenize
-from impress_sglang.demo.model import DemoModelMissing, model_path
+from demo.model import DemoModelMissing, model_path
 from impress_sglang.importance.selection import per_head_tokens, retained_tokens
 from impress_sglang.precision.allocation import allocate_planes, planes_of, unit_weights
 from impress_sglang.precision.codec import (

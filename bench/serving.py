@@ -50,7 +50,7 @@ from bench.serving_options import (
 from bench.session import interrupt_on_signals, load_tokenize, work_folder
 from bench.trace import Trace, TraceOptions, make_trace, write_for_bench_serving
 from bench.zygote import Zygote
-from impress_sglang.demo.model import DemoModelMissing, model_path
+from demo.model import DemoModelMissing, model_path
 
 # The warm-up at the speed of the measured part, as a share of the one before.
 SETTLE_SHARE = 0.1

@@ -45,7 +45,7 @@ from bench.machine import describe_machine
 from bench.servers import BenchFailed
 from bench.serving_options import DEFAULT_DATA
 from bench.session import Tokenize, tokenize_with
-from impress_sglang.demo.model import DemoModelMissing, model_path
+from demo.model import DemoModelMissing, model_path
 from impress_sglang.importance.identify import probe_kv_heads
 from impress_sglang.importance.selection import (
     mean_jaccard,

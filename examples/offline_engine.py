@@ -3,7 +3,7 @@
 Run, here on a CPU with the demo's model:
 
     python examples/offline_engine.py --device cpu --dtype float32 \\
-        --model-path "$(python -m impress_sglang.demo.model)"
+        --model-path "$(python -m demo.model)"
 
 The second round asks after the device pool was emptied: the shared prefix comes back from SSD.
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from impress_sglang.demo.model import model_path
+from demo.model import model_path
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES

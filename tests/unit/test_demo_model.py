@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from impress_sglang.demo import model as demo
+from demo import model as demo
 
 TEXTS = [
     "Hello world",
@@ -245,12 +245,12 @@ def test_the_slower_of_two_conversions_keeps_the_first_result(
 
 def test_locating_the_weights_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from impress_sglang.demo import model\n"
+        "import sys; from demo import model\n"
         "try: model.gguf_path()\n"
         "except model.DemoModelMissing: pass\n"
         "print(*{'torch', 'transformers', 'gguf', 'sglang', model.PACKAGE} & set(sys.modules))"
     )
-    root = Path(demo.__file__).parents[2]
+    root = Path(demo.__file__).parents[1]
     result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from impress_sglang.demo import handbook, report
-from impress_sglang.demo.report import Case, DemoFailed, Row
+from demo import handbook, report
+from demo.report import Case, DemoFailed, Row
 
 
 def meta_info(served_by: str, **changes: Any) -> dict[str, Any]:

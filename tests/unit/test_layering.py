@@ -41,7 +41,6 @@ LEVELS = {
 }
 EXCEPTIONS = {
     "": {"errors", "config"},  # the package itself: its public names
-    "demo": {"errors"},
 }
 
 

