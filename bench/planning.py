@@ -37,6 +37,7 @@ from impress_sglang.management.readers import SegmentReaders
 from impress_sglang.management.tree import SegmentState, StoredMatch, StoredSegment, StoredTree
 from impress_sglang.precision.allocation import allocate_planes, planes_of
 from impress_sglang.precision.codec import GROUP_TOKENS
+from impress_sglang.precision.floors import FloorMeter
 from impress_sglang.precision.tokens import CodedTokens
 from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
@@ -147,7 +148,7 @@ class _Drawn:
             count = planes_of(bits, noise.numel())
             self._planes.append(allocate_planes(torch.exp(SPREAD * noise), count))
 
-    def planes(self, layer: int, weights: Tensor, num_planes: int) -> Tensor:
+    def planes(self, layer: int, weights: Tensor, num_planes: int, floors: Tensor | None) -> Tensor:
         """See `Allocation`."""
         return self._planes[layer]
 
@@ -172,6 +173,7 @@ class _Case:
             _cache(shape, streams, streams.max_chunk_pages(shape), 0.0),
             codes,
             self._pool,
+            FloorMeter(0.0),
             direct=False,
             reorder_by_importance=False,
             retention=1.0,
@@ -255,6 +257,7 @@ class _NoFiles(SegmentReaders):
 class _NoFile(OpenSegment):
     def __init__(self, info: SegmentInfo) -> None:
         self.info, self.layout = info, info.layout()
+        self.floors = np.zeros(info.floors_shape, np.uint8)
 
     def check_blocks(self, *arguments: Any) -> None:
         """All is well."""

@@ -377,10 +377,9 @@ def make_prefix(lab: AttentionLab, token_ids: list[int]) -> tuple[CodedPrefix, f
         return causal_attention(layer, q, k, v, scaling)
 
     with attending(note):
-        logits = lab.logits(token_ids[-LOSS_TOKENS:])
-        loss = torch.nn.functional.cross_entropy(
-            logits[:-1], torch.tensor(token_ids[1 - LOSS_TOKENS :])
-        )
+        told = token_ids[-LOSS_TOKENS:]
+        logits = lab.logits(told)[:-1]
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(told[1:]))
         lab.hidden_states(token_ids)
     own = [queries[layer] for layer in range(lab.num_layers)]
     return CodedPrefix.of(compute_prefix(lab, token_ids), own), float(loss)

@@ -134,14 +134,16 @@ class CodedSpan:
 
     def floor_units(self, layer: int) -> Indices:
         """Units of the span that belong to the base of a layer, int64 [n, 3]: plane, head, unit."""
-        floors = np.repeat(self.segment.floors[layer][:, None], len(self.units), 1)
-        found = np.argwhere(np.arange(NUM_PLANES)[:, None, None] < floors)
-        found[:, 2] += self.units[0]
-        return found
+        raised = np.argwhere(np.arange(NUM_PLANES)[:, None] < self.segment.floors[layer])
+        units = np.tile(np.arange(self.units[0], self.units[-1] + 1), len(raised))
+        return np.column_stack([np.repeat(raised, len(self.units), 0), units])
 
     def certain_blocks(self, layer: int) -> Flags:
         """Blocks of a layer that are wanted whoever asks: `base_blocks`, and `floor_units`."""
-        chunks, blocks = self.unit_chunks(self.floor_units(layer)), self.base_blocks.copy()
+        chunks = self.unit_chunks(self.floor_units(layer))
+        if not len(chunks):
+            return self.base_blocks
+        blocks = self.base_blocks.copy()
         place, inside = self.chunks.frames(chunks)
         blocks[self.chunks.first[chunks][place] + inside] = True
         return blocks

@@ -270,13 +270,13 @@ class PreciseLoader:
 
 def _floors(layer: int, units: UsedUnits) -> Tensor | None:
     """Planes that belong to the base of each unit, int64 [G, units]; None if none does."""
-    parts = []
-    for use, place in zip(units.uses, units.places, strict=True):
-        load, number = _load_of(use.part)
-        own = load.source.floors(layer, number)[:, None]
-        parts.append(np.repeat(own, place.stop - place.start, 1))
-    floors = np.concatenate(parts, 1)
-    return torch.from_numpy(floors).long() if floors.any() else None
+    loads = (_load_of(use.part) for use in units.uses)
+    floors = [load.source.floors(layer, number) for load, number in loads]
+    if not any(own.any() for own in floors):
+        return None
+    counts = [place.stop - place.start for place in units.places]
+    by_unit = np.repeat(np.stack(floors, 1), counts, 1)
+    return torch.from_numpy(by_unit).long()
 
 
 def _restore(

@@ -342,6 +342,7 @@ class _Zeros(OpenSegment):
         self.layout = self.info.layout()
         self.checksums = np.empty(0, np.uint64)
         self.mapping = None
+        self.floors = np.zeros(self.info.floors_shape, np.uint8)
         self.files = FileSystem()
         self.descriptor = os.open("/dev/zero", os.O_RDONLY)
 

@@ -8,13 +8,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.attention_lab import AttentionLab, compute_prefix
+from bench.attention_lab import AttentionLab
 from bench.precision import (
     CodedPrefix,
     Measured,
     Rule,
     Study,
+    add_key_bias,
     answer,
+    make_prefix,
     make_table,
     measure_answers,
     measure_continuation,
@@ -23,28 +25,28 @@ from bench.quality_tasks import Item
 
 PREFIX_TOKENS = 130
 QUESTION, OPTIONS = [5, 9, 23, 41, 3], ([7, 8], [11])
+CONFIG = LlamaConfig(
+    hidden_size=96,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    vocab_size=97,
+    max_position_embeddings=256,
+    initializer_range=0.5,
+)
 
 
 @pytest.fixture(scope="module")
 def lab() -> AttentionLab:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=96,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        vocab_size=97,
-        max_position_embeddings=256,
-        initializer_range=0.5,
-    )
-    return AttentionLab(LlamaForCausalLM(config))
+    return AttentionLab(LlamaForCausalLM(CONFIG))
 
 
 @pytest.fixture
 def prefix(lab: AttentionLab) -> CodedPrefix:
     tokens = [(7 * i + 3) % 97 for i in range(PREFIX_TOKENS)]
-    return CodedPrefix.of(compute_prefix(lab, tokens))
+    return make_prefix(lab, tokens)[0]
 
 
 def item(question: list[int]) -> Item:
@@ -56,7 +58,7 @@ def change(lab: AttentionLab, prefix: CodedPrefix, rule: str) -> tuple[float, fl
     options = [list(own) for own in OPTIONS]
     study = Study(lab)
     found, share = study.run(Rule.parse(rule), prefix, QUESTION, options)
-    exact, _ = study.run(None, CodedPrefix.of(prefix.exact), QUESTION, options)
+    exact, _ = study.run(None, CodedPrefix.of(prefix.exact, prefix.queries), QUESTION, options)
     pairs = zip(found, exact, strict=True)
     return share, max(float((own - other).abs().max()) for own, other in pairs)
 
@@ -144,3 +146,22 @@ def test_a_rule_is_written_as_it_was_read() -> None:
 def test_a_table_has_a_row_for_each_rule() -> None:
     row = {"rule": "query 5", **Measured([0.3], [1.0], [0.1]).as_dict()}
     assert make_table([row, row], "squad").row_count == 2
+
+
+def test_a_biased_head_is_raised_and_its_answers_come_back() -> None:
+    """A model of its own, for it is changed."""
+    torch.manual_seed(0)
+    own = AttentionLab(LlamaForCausalLM(CONFIG))
+    add_key_bias(own, 300.0, [1])
+    prefix, loss = make_prefix(own, [(7 * i + 3) % 97 for i in range(PREFIX_TOKENS)])
+    assert loss > 0
+    floors = [prefix.floors(0.33, layer).tolist() for layer in range(2)]
+    assert floors[1][0] > 0 and prefix.floors(None, 1).tolist() == [0, 0]
+    plain, raised = (change(own, prefix, f"query 4{floor}") for floor in ("", " floor=0.33"))
+    assert raised[0] > plain[0] and raised[1] < plain[1]
+
+
+@pytest.mark.parametrize("text", ["uniform 5 floor=0.3", "query 5 floors=0.3"])
+def test_a_floor_is_of_rules_that_allocate(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        Rule.parse(text)

@@ -402,6 +402,7 @@ class Bench:
                 "min_free_gb": 0.0,
                 "reorder_interval": 0.0,
                 "bits": "exact",
+                "base_error": 0.0,
                 "device_gb": 0.0002,
                 "host_gb": 0.0006,
                 **options,
