@@ -588,7 +588,7 @@ class StoredEngine:
         bits, exact = self.policy.bits(self._wish), self.policy.exact(self._wish)
         retention = 1.0 if exact else self._wish.retention
         if bits < EXACT_BITS:
-            num_bytes = self.store.coded_bytes(match.slice(0, work.stored), bits)
+            num_bytes = self.store.coded_bytes(match.slice(0, work.stored)).expected(bits)
         else:
             stored = self.store.stored_bytes(match, 0, work.stored)
             all_keys = self._evidence == "keys" and not exact

@@ -191,7 +191,7 @@ class _Case:
         """Seconds to find, open and load a prefix."""
         began = time.perf_counter()
         match = self._tree.match("bench", self._tokens)
-        self._readers.coded_bytes(match.spans, bits)
+        self._readers.coded_bytes(match.spans).expected(bits)
         found = time.perf_counter()
         source, units = self._open(match)
         ahead = ReadAhead(self._pool, READAHEAD)

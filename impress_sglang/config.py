@@ -33,10 +33,11 @@ WHOLE_POLICIES = ("as", "recompute")
 REORDER_KEYS = ("selected", "importance")
 IO_ENGINES = ("auto", "aio", "threads")
 LOADS = ("faster", "always")
-# The value of --impress-retention that leaves the choice to the server, and the least it chooses.
+# The value of --impress-retention and of --impress-bits that leaves the choice to the server, and
+# the least that it chooses.
 AUTO = "auto"
 AUTO_FLOOR = 0.25
-# Of the host memory, for what is read ahead.
+AUTO_BITS = 5.0
 # The value of --impress-bits for KVs as they were computed, and the number that stands for it,
 # whatever their dtype has; else the bits of the base, and of base and planes (`precision.codec`).
 EXACTLY = "exact"
@@ -115,8 +116,8 @@ class ImpressConfig:
             self.min_retention,
             f"between 0 and {most:g}, the retention",
         )
-        rules = f"{LEAST_BITS:g} to {MOST_BITS:g}, or {EXACTLY}"
-        _require(is_bits(self.bits), "bits", self.bits, rules)
+        rules = f"{LEAST_BITS:g} to {MOST_BITS:g}, {EXACTLY} or {AUTO}"
+        _require(is_bits(self.bits) or self.bits == AUTO, "bits", self.bits, rules)
         rules = f"one of {', '.join(ALLOCATIONS)}"
         _require(self.allocate in ALLOCATIONS, "allocate", self.allocate, rules)
         _require(self.probe_heads >= 1, "probe_heads", self.probe_heads, "at least 1")
@@ -222,8 +223,15 @@ class ImpressConfig:
         return min(self.usual_retention, AUTO_FLOOR)
 
     @property
+    def auto_bits(self) -> bool:
+        """Whether each request gets the bits whose loading hides behind computing."""
+        return self.bits == AUTO
+
+    @property
     def usual_bits(self) -> float:
-        """Bits per element of a request that asks for none."""
+        """Bits per element of a request that asks for none; with auto the least that it gets."""
+        if self.auto_bits:
+            return AUTO_BITS
         return EXACT_BITS if self.bits == EXACTLY else float(self.bits)
 
     def depth(self, retention: float) -> int:
@@ -311,7 +319,7 @@ def _parse_retention(text: str) -> float | str:
 
 
 def _parse_bits(text: str) -> float | str:
-    return EXACTLY if text == EXACTLY else float(text)
+    return text if text in (EXACTLY, AUTO) else float(text)
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -342,8 +350,9 @@ OPTIONS: tuple[Option, ...] = (
         "--impress-bits",
         _parse_bits,
         "For --impress-policy impress: bits per element, on average, in which a stored prefix is "
-        f"loaded: {LEAST_BITS:g} to {MOST_BITS:g}, more of them where the request looks, or exact; "
-        "a request may ask for another number with custom_params impress_bits.",
+        f"loaded: {LEAST_BITS:g} to {MOST_BITS:g}, more of them where the request looks; exact; or "
+        f"auto: as many as load while the request is computed, at least {AUTO_BITS:g}; a "
+        "request may ask for another number with custom_params impress_bits.",
     ),
     Option(
         "base_error",

@@ -69,9 +69,14 @@ def wish_of(sampling_params: Any, config: ImpressConfig) -> Wish:
 
 
 def _wish(params: Mapping[str, Any], config: ImpressConfig) -> Wish:
-    own, bits = params.get(RETENTION_KEY), params.get(BITS_KEY, config.bits)
+    own, bits = params.get(RETENTION_KEY), params.get(BITS_KEY, config.usual_bits)
     retention = config.usual_retention if own is None else max(float(own), config.min_retention)
-    return Wish(retention, EXACT_BITS if bits == EXACTLY else float(bits), chosen=own is not None)
+    return Wish(
+        retention,
+        EXACT_BITS if bits == EXACTLY else float(bits),
+        chosen=own is not None,
+        bits_chosen=BITS_KEY in params,
+    )
 
 
 @dataclasses.dataclass(eq=False, slots=True)

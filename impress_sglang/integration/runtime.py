@@ -23,7 +23,15 @@ from impress_sglang.integration.clocks import clock_for
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.saving import Save
 from impress_sglang.management.disk import StoreDisk
-from impress_sglang.management.estimate import RETENTIONS, Estimate, Estimator, Work
+from impress_sglang.management.estimate import (
+    BITS,
+    RETENTIONS,
+    CodedBytes,
+    Estimate,
+    Estimator,
+    StoredBytes,
+    Work,
+)
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.policies import Wish, make_policy
 from impress_sglang.management.residents import ResidentParts
@@ -291,16 +299,24 @@ class ServingRuntime:
         start = match.num_tokens - work.stored
         exact, bits = policy.exact(wish), policy.bits(wish)
         spans = match.slice(start, match.num_tokens)
-        stored = functools.cache(lambda: self.store.stored_bytes(match, start, match.num_tokens))
 
-        def estimate(retention: float) -> Estimate:
+        @functools.cache
+        def stored() -> StoredBytes:
+            return self.store.stored_bytes(match, start, match.num_tokens)
+
+        @functools.cache
+        def coded(whole: bool) -> CodedBytes:
+            missing: Sequence[StoredSpan] = spans
+            if whole:
+                # Of a part of a prefix nothing is shared.
+                covers = self.residents.cover(spans, start)
+                missing = [cover.span for cover in covers if cover.part is None]
+            return self.store.coded_bytes(missing)
+
+        def estimate(retention: float, bits: float) -> Estimate:
             if bits < EXACT_BITS:
-                missing: Sequence[StoredSpan] = spans
-                if policy.tokens_to_load(work.stored, retention) == work.stored:
-                    # Of a part of a prefix nothing is shared.
-                    covers = self.residents.cover(spans, start)
-                    missing = [cover.span for cover in covers if cover.part is None]
-                num_bytes = self.store.coded_bytes(missing, bits)
+                whole = policy.tokens_to_load(work.stored, retention) == work.stored
+                num_bytes = coded(whole).expected(bits)
             else:
                 all_keys = self._evidence == "keys" and retention < 1.0
                 num_bytes = stored().expected(retention, all_keys=all_keys)
@@ -308,11 +324,16 @@ class ServingRuntime:
             return self.estimator.estimate(work, retention, seconds, bits)
 
         if exact:
-            return estimate(1.0)
-        if wish.chosen or not config.auto_retention:
-            return estimate(wish.retention)
-        choices = [retention for retention in RETENTIONS if retention > wish.retention]
-        return self.estimator.largest_hidden([estimate(r) for r in (*choices, wish.retention)])
+            return estimate(1.0, bits)
+        retentions, most = [wish.retention], [bits]
+        if config.auto_retention and not wish.chosen:
+            retentions = [*(own for own in RETENTIONS if own > wish.retention), wish.retention]
+        if config.auto_bits and not wish.bits_chosen and bits < EXACT_BITS:
+            most = [*BITS, bits]
+        # Bits go first, then tokens.
+        choices = [(retentions[0], own) for own in most]
+        choices += [(own, bits) for own in retentions[1:]]
+        return self.estimator.largest_hidden([estimate(*own) for own in choices])
 
     def join_loads(
         self,

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from impress_sglang.config import EXACT_BITS
 from impress_sglang.cost import TwoTermCost
+from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
 
 # First guess: 1 ms per token; a model with hidden size d spends as much on a token's weights as on
 # 6 d attended tokens (24 L d^2 against 4 L d operations).
@@ -29,8 +30,9 @@ START_SECONDS_PER_SCORED = 1e-8
 # Shorter passes, as of a question after a stored prefix, say more about overheads than about the
 # model; before a longer one was seen, prefixes are loaded.
 LEAST_OBSERVED_TOKENS = 64
-# Retentions that auto chooses from, besides its floor.
+# Retentions and bits that auto chooses from, besides its floors.
 RETENTIONS = (1.0, 0.75, 0.5, 0.35)
+BITS = (8.0, 7.0, 6.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +58,18 @@ class StoredBytes:
         if all_keys:
             part = (float(self.chances.sum()) + part) / 2
         return self.probe_bytes + part
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CodedBytes:
+    """What of a stored prefix in codes would have to come from SSD: its base, and all planes."""
+
+    base: float
+    planes: float
+
+    def expected(self, bits: float) -> float:
+        """Bytes that a request for so many bits is expected to read."""
+        return self.base + (bits - BASE_BITS) / (PLANE_BITS * NUM_PLANES) * self.planes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,7 +155,7 @@ class Estimator:
         return Estimate(retention, io_seconds, hit, miss, self._overlapped, bits)
 
     def largest_hidden(self, estimates: Sequence[Estimate]) -> Estimate:
-        """Of estimates by falling retention the first whose reading is hidden, else the last."""
+        """Of estimates, the most first, the first whose reading is hidden, else the last."""
         return next((own for own in estimates if own.hidden), estimates[-1])
 
     def _compute_seconds(self, before: float, new: int) -> float:

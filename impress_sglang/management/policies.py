@@ -37,12 +37,13 @@ from impress_sglang.tiers.rules import (
 class Wish:
     """What of a stored prefix a request wants: the share of its tokens, and their bits.
 
-    `chosen`: the request says itself which share.
+    `chosen`: the request says itself which share, `bits_chosen` how many bits.
     """
 
     retention: float = 1.0
     bits: float = EXACT_BITS
     chosen: bool = False
+    bits_chosen: bool = False
 
 
 class Policy(Protocol):

@@ -20,10 +20,9 @@ import numpy as np
 
 from impress_sglang.errors import ChunkUnreadable, PrefixUnreadable, StoreUnavailable
 from impress_sglang.importance.history import TokenHistory
-from impress_sglang.management.estimate import StoredBytes
+from impress_sglang.management.estimate import CodedBytes, StoredBytes
 from impress_sglang.management.reorder import expected_shares
 from impress_sglang.management.tree import StoredSegment, StoredSpan
-from impress_sglang.precision.allocation import planes_of
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.precision.floors import FloorMeter
 from impress_sglang.storage.directory import StoreDirectory
@@ -190,9 +189,11 @@ class SegmentReaders:
             )
         return False
 
-    def coded_bytes(self, spans: Sequence[StoredSpan], bits: float) -> float:
-        """What of spans would have to come from SSD, in so many bits."""
-        expected = 0.0
+    def coded_bytes(self, spans: Sequence[StoredSpan]) -> CodedBytes:
+        """What of spans would have to come from SSD in codes."""
+        base_bytes = plane_bytes = 0.0
+        # What belongs to the base of some heads.
+        certain = self._meter.mean_planes / NUM_PLANES
         for span in spans:
             version = self._version_of(span.segment)
             base, _ = self._codes_of(version)
@@ -202,12 +203,11 @@ class SegmentReaders:
             count = self._shape.num_layers * len(chunks.count)
             tiers = self._codes.placement.tiers(base, count)
             on_ssd = (tiers == Tier.SSD).reshape(self._shape.num_layers, -1).sum(0) * chunks.count
-            units = on_ssd[layout.num_pages :].sum()
-            wanted = planes_of(bits, layout.total_units // NUM_PLANES) / layout.total_units
-            wanted = min(1.0, wanted + self._meter.mean_planes / NUM_PLANES)
+            units = float(on_ssd[layout.num_pages :].sum())
             share = (span.stop - span.start) / version.layout.num_tokens * BLOCK_BYTES
-            expected += share * float(on_ssd[: layout.num_pages].sum() + wanted * units)
-        return expected
+            base_bytes += share * (float(on_ssd[: layout.num_pages].sum()) + certain * units)
+            plane_bytes += share * (1.0 - certain) * units
+        return CodedBytes(base_bytes, plane_bytes)
 
     def stored_bytes(self, spans: Sequence[StoredSpan]) -> StoredBytes:
         """What of consecutive spans would have to come from SSD."""

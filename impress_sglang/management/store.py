@@ -25,7 +25,7 @@ from impress_sglang.errors import (
     StoreUnavailable,
 )
 from impress_sglang.management.disk import StoreDisk
-from impress_sglang.management.estimate import StoredBytes
+from impress_sglang.management.estimate import CodedBytes, StoredBytes
 from impress_sglang.management.keeper import Verdict
 from impress_sglang.management.looks import SecondLooks
 from impress_sglang.management.memory import StoreMemory
@@ -212,9 +212,9 @@ class PrefixStore:
         """Whether a layer of spans fits into the buffers that reads fill."""
         return self._readers.can_read(spans, in_codes=in_codes)
 
-    def coded_bytes(self, spans: Sequence[StoredSpan], bits: float) -> float:
-        """What of spans would have to come from SSD, in so many bits."""
-        return self._readers.coded_bytes(spans, bits)
+    def coded_bytes(self, spans: Sequence[StoredSpan]) -> CodedBytes:
+        """What of spans would have to come from SSD in codes."""
+        return self._readers.coded_bytes(spans)
 
     def seconds_to_read(self, num_bytes: float) -> float:
         """What reading so many bytes from SSD takes, as reads went lately."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
@@ -16,8 +17,10 @@ from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPref
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from impress_sglang.config import AUTO
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.integration.request import PrefixRequest
+from impress_sglang.integration.request import PrefixRequest, wish_of
+from impress_sglang.management.estimate import Work
 from impress_sglang.storage.quality import Quality
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs
@@ -313,3 +316,32 @@ def test_a_rest_in_a_page_with_another_segment_is_computed(
     assert req.host_hit_length % page_size == req.prefix_len % page_size == 0
     for layer in range(SHAPE.num_layers):
         world.load(request, layer)
+
+
+@pytest.mark.parametrize(
+    ("megabytes_per_second", "asked", "bits"),
+    [(1e9, None, 8.0), (0.4, None, 6.0), (1e-3, None, 5.0), (1e9, 4.5, 4.5), (1e-3, 7, 7.0)],
+)
+def test_auto_gives_the_most_bits_that_load_while_computing(
+    world: CodedWorld,
+    megabytes_per_second: float,
+    asked: float | None,
+    bits: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = world.runtime
+    runtime.config = dataclasses.replace(runtime.config, bits=AUTO)
+    params = SamplingParams(custom_params={} if asked is None else {"impress_bits": asked})
+    wish = wish_of(params, runtime.config)
+    match = runtime.store.match("", np.arange(1000, 1000 + TOKENS, dtype=np.int32))
+    stored = runtime.store.coded_bytes(match.spans)
+    # Computing takes as long as reading in 6.5 bits at 0.4 MB/s.
+    seconds = stored.expected(6.5) / 0.4e6
+    monkeypatch.setattr(
+        runtime.store, "seconds_to_read", lambda count: count / megabytes_per_second / 1e6
+    )
+    monkeypatch.setattr(runtime.estimator, "_overlapped", True)
+    monkeypatch.setattr(runtime.estimator, "_compute_seconds", lambda before, new: seconds)
+    monkeypatch.setattr(runtime.estimator.loading, "seconds", lambda *_: 0.0)
+    runtime.estimator.note_forward(100, 5000, 0.1)
+    assert runtime.decide(match, Work(0, TOKENS, 8), wish).bits == bits

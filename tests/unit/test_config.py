@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from impress_sglang.config import (
     ALLOCATIONS,
     AUTO,
+    AUTO_BITS,
     AUTO_FLOOR,
     CONFIG_VARIABLE,
     EXACT_BITS,
@@ -46,7 +47,7 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     ("min_retention", 1.0001),
     ("min_retention", float("nan")),
     *[("bits", bits) for bits in (0, 3.999, 8.001, 16.0, -5.0, float("nan"), float("inf"))],
-    *[("bits", text) for text in ("", "5", "Exact", "exact ", "auto")],
+    *[("bits", text) for text in ("", "5", "Exact", "exact ", "Auto")],
     *[("base_error", value) for value in (-0.5, float("inf"), float("nan"))],
     ("allocate", "queries"),
     ("allocate", ""),
@@ -140,7 +141,7 @@ EDGE_VALUES: list[tuple[str, Any]] = [
     ("retention", AUTO),
     ("min_retention", 0),
     ("min_retention", 1.0),
-    *[("bits", bits) for bits in (4, 4.0, 5.5, 8, EXACTLY)],
+    *[("bits", bits) for bits in (4, 4.0, 5.5, 8, EXACTLY, AUTO)],
     *[("allocate", name) for name in ALLOCATIONS],
     ("alpha", 1.0),
     ("probe_heads", 1),
@@ -323,15 +324,22 @@ def test_bits_are_a_number_in_range_or_exact(value: float | str) -> None:
     assert isinstance(usual, float)
 
 
+def test_auto_bits_are_usually_the_least_that_auto_gives() -> None:
+    config = ImpressConfig(bits=AUTO)
+    assert config.auto_bits and config.usual_bits == AUTO_BITS
+    assert not ImpressConfig().auto_bits
+
+
 @pytest.mark.parametrize(
-    "value", [3.99, 8.01, 16, EXACT_BITS, 10**400, float("nan"), "5", "", True, None, [5.0], {}]
+    "value",
+    [3.99, 8.01, 16, EXACT_BITS, 10**400, float("nan"), "5", "", AUTO, True, None, [5.0], {}],
 )
 def test_nothing_else_is_bits(value: object) -> None:
     assert not is_bits(value)
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("exact", EXACTLY), ("5", 5.0), ("6.5", 6.5), ("8", 8.0)]
+    ("text", "value"), [("exact", EXACTLY), ("auto", AUTO), ("5", 5.0), ("6.5", 6.5), ("8", 8.0)]
 )
 def test_bits_on_a_command_line_are_a_number_or_exact(text: str, value: float | str) -> None:
     parse = next(option.parse for option in OPTIONS if option.field == "bits")
@@ -418,7 +426,7 @@ CONFIGS = st.builds(
     min_free_gb=st.floats(0, 1e3),
     retention=st.floats(0.05, 1) | st.just(AUTO),
     min_retention=st.floats(0, 0.05),
-    bits=st.floats(4, 8),
+    bits=st.floats(4, 8) | st.just(AUTO),
     allocate=st.sampled_from(ALLOCATIONS),
     probe_heads=st.integers(1, 128),
     alpha=st.floats(0, 1, exclude_min=True),

@@ -13,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from impress_sglang.config import EXACT_BITS
+from impress_sglang.config import AUTO_BITS, EXACT_BITS
 from impress_sglang.management.estimate import (
+    BITS,
     LEAST_OBSERVED_TOKENS,
     RETENTIONS,
+    CodedBytes,
     Estimate,
     Estimator,
     StoredBytes,
@@ -283,3 +285,12 @@ def test_as_much_is_read_before_as_would_be_waited_for(
 
     assert found == pytest.approx(expected)
     assert math.isfinite(found)
+
+
+def test_coded_bytes_are_the_base_and_planes_by_bits() -> None:
+    found = CodedBytes(1000.0, 800.0)
+    assert [found.expected(bits) for bits in (4, 5, 6, 8)] == [1000, 1200, 1400, 1800]
+
+
+def test_bits_that_auto_tries_fall_to_its_floor() -> None:
+    assert list(BITS) == sorted(set(BITS), reverse=True) and BITS[-1] > AUTO_BITS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from impress_sglang.config import AUTO, AUTO_FLOOR, EXACT_BITS, EXACTLY, ImpressConfig
+from impress_sglang.config import AUTO, AUTO_BITS, AUTO_FLOOR, EXACT_BITS, EXACTLY, ImpressConfig
 from impress_sglang.integration.request import (
     BITS_KEY,
     RETENTION_KEY,
@@ -118,6 +118,7 @@ def test_a_request_that_asks_for_nothing_gets_what_is_usual_for_the_server(
         (ImpressConfig(), Wish(1.0, 5.0)),
         (ImpressConfig(policy="as+h2o+lfu", retention=0.3, bits=EXACTLY), Wish(0.3, EXACT_BITS)),
         (ImpressConfig(retention=AUTO, bits=7), Wish(AUTO_FLOOR, 7.0)),
+        (ImpressConfig(bits=AUTO), Wish(1.0, AUTO_BITS)),
     ):
         for params in (SimpleNamespace(custom_params=custom_params), SimpleNamespace()):
             assert wish_of(params, config) == usual
@@ -147,10 +148,12 @@ def test_a_request_gets_the_bits_that_it_asks_for(asked: float | str, given: flo
     for config in (ImpressConfig(), ImpressConfig(bits=EXACTLY)):
         found = wish_of(params, config)
 
-        assert found == Wish(1.0, given), "its bits say nothing of its share"
+        assert found == Wish(1.0, given, bits_chosen=True), "its bits say nothing of its share"
         assert type(found.bits) is float
     both = SimpleNamespace(custom_params={BITS_KEY: asked, RETENTION_KEY: 1})
-    assert wish_of(both, ImpressConfig(retention=0.3)) == Wish(1.0, given, chosen=True)
+    assert wish_of(both, ImpressConfig(retention=0.3)) == Wish(
+        1.0, given, chosen=True, bits_chosen=True
+    )
 
 
 def test_without_a_floor_any_share_is_given() -> None:
