@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
@@ -333,7 +332,9 @@ def test_auto_gives_the_most_bits_that_load_while_computing(
     runtime.config = dataclasses.replace(runtime.config, bits=AUTO)
     params = SamplingParams(custom_params={} if asked is None else {"impress_bits": asked})
     wish = wish_of(params, runtime.config)
-    match = runtime.store.match("", np.arange(1000, 1000 + TOKENS, dtype=np.int32))
+    key = RadixKey(array("q", range(1000, 1000 + TOKENS)), None)
+    match = world.cache._find_stored(key, world.ask("r"))
+    assert match.num_tokens == TOKENS
     stored = runtime.store.coded_bytes(match.spans)
     # Computing takes as long as reading in 6.5 bits at 0.4 MB/s.
     seconds = stored.expected(6.5) / 0.4e6
