@@ -44,6 +44,7 @@ RELIED_ON = (
     "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
     "sglang.srt.managers.scheduler.Scheduler.process_pending_chunked_abort",
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc_rows",
+    "sglang.srt.mem_cache.radix_cache.RadixCache._delete_leaf",
     "sglang.srt.mem_cache.radix_cache.RadixCache._insert_cache",
     "sglang.srt.mem_cache.radix_cache.RadixCache.path_device_indices",
     "sglang.srt.mem_cache.registry.register_radix_cache_backend",

@@ -1,20 +1,26 @@
-"""Which resident prefix SGLang evicts first: the one with the lowest score, as in the chunk caches.
+"""Which resident prefix SGLang evicts first: one that nobody waits for, with the lowest score.
 
 SGLang's eviction-strategy seam asks for a priority per node of its tree. Ours is the node's access
-frequency x share of important tokens, so that what goes first is what is seldom used or mostly does
-not matter, and comes back from the store at the lowest price.
+frequency x share of important tokens, as in the chunk caches, so that what goes first is what is
+seldom used or mostly does not matter, and comes back from the store at the lowest price. What
+running requests use is locked, and never asked for.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from impress_sglang.management.tree import StoredMatch
+from impress_sglang.management.residents import ResidentParts
+from impress_sglang.management.tree import StoredMatch, StoredSpan
+from impress_sglang.transfer.resident import ResidentPart
 
 _ATTRIBUTE = "_impress_use"
 
@@ -29,26 +35,122 @@ class _NodeUse:
         self.share = share
 
 
-class ScoreEviction(EvictionStrategy):
-    """Lowest frequency x share first, ties by recency."""
+class Awaited:
+    """What waiting requests will use of the device pool: SGLang evicts it last, but it does.
 
-    def __init__(self, half_life: float, retention: float) -> None:
+    By request the node of SGLang's tree where its resident prefix ends, and the stored tokens that
+    may be in slots in codes. What is above a node need not be noted: only leaves are evicted.
+    """
+
+    def __init__(self, residents: ResidentParts) -> None:
+        self._residents = residents
+        self._node_of: dict[str, Any] = {}
+        self._rids_of: dict[Any, set[str]] = {}
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._rids_of
+
+    def note(self, rid: str, node: Any, spans: Sequence[StoredSpan]) -> None:
+        """A request that waits will use what is resident up to `node`, and then these tokens."""
+        self.note_resident(rid, node)
+        self._residents.wait(rid, spans)
+
+    def note_resident(self, rid: str, node: Any) -> None:
+        """The resident prefix of a waiting request ends at `node`, which may be the root."""
+        self._forget_resident(rid)
+        if node.parent is not None:
+            self._node_of[rid] = node
+            self._rids_of.setdefault(node, set()).add(rid)
+
+    def forget(self, rid: str) -> None:
+        """A request is admitted, or gone."""
+        self._forget_resident(rid)
+        self._residents.stop_waiting(rid)
+
+    def _forget_resident(self, rid: str) -> None:
+        node = self._node_of.pop(rid, None)
+        if node is not None:
+            rids = self._rids_of[node]
+            rids.remove(rid)
+            if not rids:
+                del self._rids_of[node]
+
+    def move_up(self, node: Any) -> None:
+        """A node is evicted: prefixes that ended there end above it."""
+        for rid in tuple(self._rids_of.get(node, ())):
+            self.note_resident(rid, node.parent)
+
+    def clear(self) -> None:
+        """The tree is empty."""
+        self._node_of.clear()
+        self._rids_of.clear()
+
+    def part_first(self, part: ResidentPart, leaves: Collection[Any]) -> bool:
+        """Whether an idle part is evicted before the leaves of the tree."""
+        ages = ((leaf in self, leaf.last_access_time) for leaf in leaves)
+        return self._residents.age(part) <= min(ages, default=(True, math.inf))
+
+    def tokens_before(self, leaves: Collection[Any], num_tokens: int) -> int:
+        """How many of `num_tokens` the tree evicts at once: nothing awaited before an idle part."""
+        others = 0
+        if self._rids_of:
+            others = sum(len(leaf.key) for leaf in leaves if leaf not in self)
+        return min(num_tokens, others) if others else num_tokens
+
+    def check_integrity(self, page_size: int) -> None:
+        """See that prefixes of waiting requests end in the tree.
+
+        Raises:
+            AssertionError: they do not, which is a bug.
+        """
+        assert sum(map(len, self._rids_of.values())) == len(self._node_of)
+        for rid, node in self._node_of.items():
+            assert rid in self._rids_of[node]
+            assert node.parent.children[node.key.child_key(page_size)] is node
+
+
+def refresh_waiting(original: Callable[..., None], req: Any, tree_cache: Any) -> None:
+    """SGLang refreshes the resident prefix of a request that waits: note where it ends by now.
+
+    In place of `original`, which walks the same path and does not say where it ends.
+    """
+    awaited = getattr(tree_cache, "awaited", None)
+    if not isinstance(awaited, Awaited):
+        original(req, tree_cache)
+        return
+    tokens = req.origin_input_ids + req.output_ids
+    key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+    match = tree_cache.match_prefix(MatchPrefixParams(key=key))
+    awaited.note_resident(req.rid, match.last_device_node)
+
+
+class ScoreEviction(EvictionStrategy):
+    """What nobody waits for first, then lowest frequency x share first, ties by recency."""
+
+    def __init__(
+        self, half_life: float, retention: float, awaited: Container[Any] = frozenset()
+    ) -> None:
         """An access counts half after `half_life` requests (0: never).
 
         Tokens that were never probed count as important with probability `retention`, which is the
-        share that any selection has.
+        share that any selection has. `awaited` has nodes that waiting requests will use.
         """
+        self._awaited = awaited
         self._step = 1.0 / half_life if half_life else 0.0
         self._unknown = retention
         self._requests = 0
 
-    def get_priority(self, node: Any) -> tuple[float, float]:
+    def get_priority(self, node: Any) -> tuple[bool, float, float]:
         """SGLang evicts the node with the lowest value."""
+        if node in self._awaited:
+            # SGLang refreshes last what it will admit first.
+            return True, 0.0, node.last_access_time
         use = getattr(node, _ATTRIBUTE, None)
         if use is None:
-            return -math.inf, node.last_access_time
+            return False, -math.inf, node.last_access_time
         # The logarithm of the product, which orders nodes alike and never overflows.
-        return use.log_frequency + math.log2(max(use.share, 1e-9)), node.last_access_time
+        score = use.log_frequency + math.log2(max(use.share, 1e-9))
+        return False, score, node.last_access_time
 
     def note_request(self, node: Any, resident_len: int, match: StoredMatch) -> None:
         """A new request uses the path from the root to `node`, `resident_len` tokens.

@@ -227,6 +227,12 @@ def _after_queued(result: Any, scheduler: Any, req: Any, *_: Any, **__: Any) -> 
     return result
 
 
+def _around_refresh(original: Callable[..., None], req: Any, tree_cache: Any) -> None:
+    from impress_sglang.integration.eviction import refresh_waiting
+
+    refresh_waiting(original, req, tree_cache)
+
+
 def _after_pass(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     """A request that failed in a chunk of its prefill gets no further chunk.
 
@@ -325,6 +331,7 @@ HOOKS = (
     ),
     Hook("sglang.srt.sampling.sampling_params.SamplingParams.verify", _before_verify, "before"),
     Hook("sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache", _after_queued, "after"),
+    Hook("sglang.srt.managers.schedule_policy.touch_waiting_prefix", _around_refresh, "around"),
     Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", _after_pass, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _after_state, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.set_internal_state", _around_order, "around"),

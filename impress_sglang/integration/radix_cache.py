@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
@@ -40,7 +39,7 @@ from torch import Tensor
 from impress_sglang.config import EXACT_BITS
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.integration.eligibility import serve_refusal, store_refusal
-from impress_sglang.integration.eviction import ScoreEviction
+from impress_sglang.integration.eviction import Awaited, ScoreEviction
 from impress_sglang.integration.pool import PoolAccess, PoolLayerReader
 from impress_sglang.integration.request import (
     PrefixRequest,
@@ -163,11 +162,14 @@ class ImpressRadixCache(RadixCache):
             lambda slots: self.token_to_kv_pool_allocator.free(slots), params.page_size
         )
         runtime.residents = self._residents
+        self.awaited = Awaited(self._residents)
         super().__init__(params)
         config = runtime.config
         self._score_eviction: ScoreEviction | None = None
         if runtime.policy.scores and params.eviction_policy == "lru":
-            self._score_eviction = ScoreEviction(config.half_life, config.part_retention)
+            self._score_eviction = ScoreEviction(
+                config.half_life, config.part_retention, self.awaited
+            )
             self.eviction_strategy = self._score_eviction
         self._started = True
         # Requests that are not finished, for what begins in the middle of a pass.
@@ -183,6 +185,7 @@ class ImpressRadixCache(RadixCache):
             self._runtime.store.drain()
         assert not self._runtime.live and not self._private_tokens and not self._held_tokens
         self._residents.forget_all()
+        self.awaited.clear()
         self._drop_matches()
         self._declined.clear()
         self._refused.clear()
@@ -235,7 +238,8 @@ class ImpressRadixCache(RadixCache):
         offer = self._make_offer(match, params.key, resident.device_prefix_len, req)
         if offer is not None:
             report.update(estimate_fields(offer.estimate))
-        if offer is None or not self._loads(offer):
+        offer = self._take(offer, req.rid, resident.last_device_node)
+        if offer is None:
             self._offers.pop(req.rid, None)
             self._drop_prefetch(req.rid)
             return resident
@@ -264,13 +268,13 @@ class ImpressRadixCache(RadixCache):
         return offer.promised, req.last_node
 
     def prefetch(self, req: Any) -> None:
-        """A request begins to wait: read what its first layers will want, if there is room.
+        """A request begins to wait: note what it will use, and read it for its first layers.
 
         It is never held back for that: when it is admitted, it goes on with what is there.
         """
         runtime = self._runtime
         runtime.take_over()
-        if self.disable or not runtime.uses_store or not runtime.store.ahead.enabled:
+        if self.disable or not runtime.uses_store:
             return
         if req.rid in self._prefetches or serve_refusal(req) is not None:
             return
@@ -278,9 +282,10 @@ class ImpressRadixCache(RadixCache):
         limit = req._compute_max_prefix_len(len(tokens))
         key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
         match = self._find_stored(key, req)
-        resident = super().match_prefix(MatchPrefixParams(key=key)).device_prefix_len
-        offer = self._make_offer(match, key, resident, req)
-        if offer is None or not self._loads(offer):
+        resident = super().match_prefix(MatchPrefixParams(key=key))
+        offer = self._make_offer(match, key, resident.device_prefix_len, req)
+        offer = self._take(offer, req.rid, resident.last_device_node)
+        if offer is None or not runtime.store.ahead.enabled:
             return
         if not offer.missing or any(offer.same_parts(p.offer) for p in self._prefetches.values()):
             # Another request will have read it.
@@ -298,7 +303,11 @@ class ImpressRadixCache(RadixCache):
         )
 
     def prefix_device_indices(self, req: Any) -> Tensor:
-        """The row of a request's prefix: zeros, resident slots, private slots."""
+        """The row of a request's prefix: zeros, resident slots, private slots.
+
+        SGLang asks for it when it has admitted the request and locked what it uses.
+        """
+        self.awaited.forget(req.rid)
         request = self._runtime.live.get(req.rid)
         if request is None:
             return super().prefix_device_indices(req)
@@ -391,9 +400,11 @@ class ImpressRadixCache(RadixCache):
             nonlocal evicted
             while (missing := params.num_tokens - freed()) > 0:
                 part = self._residents.oldest()
-                if part is not None and part.last_access <= self._oldest_access():
+                leaves = self.evictable_leaves
+                if part is not None and self.awaited.part_first(part, leaves):
                     evicted += self._residents.evict(part)
                     continue
+                missing = self.awaited.tokens_before(leaves, missing)
                 own = super(ImpressRadixCache, self).evict(EvictParams(num_tokens=missing))
                 evicted += own.num_tokens_evicted
                 if not own.num_tokens_evicted:
@@ -408,10 +419,9 @@ class ImpressRadixCache(RadixCache):
             enough()
         return EvictResult(num_tokens_evicted=freed())
 
-    def _oldest_access(self) -> float:
-        """Of what SGLang's tree can evict now, in the time of `time.monotonic`."""
-        leaves = (node.last_access_time for node in self.evictable_leaves)
-        return min(leaves, default=math.inf)
+    def _delete_leaf(self, node: Any) -> None:
+        super()._delete_leaf(node)
+        self.awaited.move_up(node)
 
     def flush_pending_backups(self) -> None:
         """SGLang's tick after each batch."""
@@ -494,6 +504,7 @@ class ImpressRadixCache(RadixCache):
         live = self._runtime.live.values()
         assert self._private_tokens == sum(r.k for r in live if not r.adopted and not r.uses)
         self._residents.check_integrity()
+        self.awaited.check_integrity(self.page_size)
         assert self._held_tokens <= self._writing_tokens
         if self._runtime.opened is not None:
             self._runtime.store.check_integrity()
@@ -553,13 +564,18 @@ class ImpressRadixCache(RadixCache):
         """How many of the first tokens of a row are whole pages."""
         return num_tokens // self.page_size * self.page_size
 
-    def _loads(self, offer: _Offer) -> bool:
-        """Whether an offer is taken, or its tokens are computed because that is faster."""
-        store = self._runtime.store
-        if self._runtime.config.load == "always" or offer.estimate.loads_faster:
-            return True
-        store.measure_reading(offer.match)
-        return False
+    def _take(self, offer: _Offer | None, rid: str, node: Any) -> _Offer | None:
+        """An offer; None if its tokens are computed because that is faster.
+
+        Notes what a request, whose resident prefix ends at `node`, waits for.
+        """
+        config = self._runtime.config
+        if offer is not None and config.load != "always" and not offer.estimate.loads_faster:
+            self._runtime.store.measure_reading(offer.match)
+            offer = None
+        covers = () if offer is None else offer.covers
+        self.awaited.note(rid, node, [cover.span for cover in covers])
+        return offer
 
     def _open_source(self, offer: _Offer, timeline: Timeline) -> AnySource:
         if offer.covers:
@@ -878,6 +894,7 @@ class ImpressRadixCache(RadixCache):
             self.token_to_kv_pool_allocator.free(save.slots)
 
     def _forget(self, rid: str) -> None:
+        self.awaited.forget(rid)
         self._offers.pop(rid, None)
         self._drop_prefetch(rid)
         self._requests.pop(rid, None)

@@ -130,6 +130,36 @@ def test_a_loaded_part_stays_until_it_is_evicted(residents: Residents) -> None:
     assert len(residents.taken) == residents.parts.idle_tokens == 10
 
 
+def test_what_requests_wait_for_is_given_up_last(residents: Residents) -> None:
+    """Whatever part has these tokens by then: it may be loaded after the request began to wait."""
+    own, other = segment("a"), segment("b")
+    parts = residents.parts
+    for rid in ("first", "second"):
+        parts.wait(rid, [StoredSpan(own, 5, 8), StoredSpan(own, 8, 20)])
+    for span in (StoredSpan(own, 0, 10), StoredSpan(own, 20, 40), StoredSpan(other, 0, 10)):
+        uses = residents.admit([span])
+        residents.load(uses)
+        parts.leave(uses)
+
+    def order() -> list[tuple[str, int]]:
+        idle = sorted(parts, key=parts.age)
+        assert parts.oldest() is idle[0]
+        return [(part.segment_id, part.start) for part in idle]
+
+    assert order() == [("a", 20), ("b", 0), ("a", 0)]
+    parts.stop_waiting("first")
+    parts.check_integrity()
+    assert order() == [("a", 20), ("b", 0), ("a", 0)]
+    parts.wait("second", [StoredSpan(own, 25, 30), StoredSpan(other, 0, 5)])
+    assert order() == [("a", 0), ("a", 20), ("b", 0)]
+    parts.wait("second", [])
+    parts.check_integrity()
+    assert order() == [("a", 0), ("a", 20), ("b", 0)]
+    parts.wait("third", [StoredSpan(own, 0, 30)])
+    assert order() == [("b", 0), ("a", 0), ("a", 20)]
+    parts.stop_waiting("nobody")
+
+
 def test_a_hidden_part_serves_its_users_and_nobody_else(residents: Residents) -> None:
     span = StoredSpan(segment("a"), 0, 10)
     uses = residents.admit([span])

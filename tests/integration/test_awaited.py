@@ -1,0 +1,285 @@
+"""What waiting requests will use of the pool outlasts what nobody waits for, as in SGLang.
+
+The scheduling policy, which refreshes what waits, is SGLang's own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers import schedule_policy
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import WAITING_PREFIX_REFRESH_INTERVAL, SchedulePolicy
+from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestOutcome,
+    EvictParams,
+    InsertParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from tests.integration import test_shared_slots, test_weights
+from tests.integration.test_shared_slots import CodedWorld
+from tests.integration.test_weights import TOKENS, World, install_hooks
+
+WANTED, POPULAR = 1000, 2000
+"""First tokens of prefixes: somebody waits for one, and the other one was used more often."""
+
+
+class Queue:
+    """A waiting queue, SGLang's scheduling policy, and a tree cache of ours."""
+
+    def __init__(self, world: World, order: str = "fcfs", bits: object = "exact") -> None:
+        self.world, self.cache, self.bits = world, world.cache, bits
+        self.policy = SchedulePolicy(order, world.cache, False, False, False)
+        self.waiting: list[Req] = []
+
+    def resident(self, first: int, times: int = 0, length: int = TOKENS) -> None:
+        """A prefix is computed and, later, used some times."""
+        slots = self.world.allocator.alloc(length)
+        assert slots is not None
+        tokens = array("q", range(first, first + length))
+        found = self.cache.insert(InsertParams(key=RadixKey(tokens), value=slots))
+        self.world.allocator.free(slots[: found.prefix_len])
+        for number in range(times):
+            req = self.request(f"{first}-{number}", first, length)
+            self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens), req=req))
+            self.cache.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)
+
+    def request(self, rid: str, first: int, length: int = TOKENS) -> Req:
+        tokens = array("q", [*range(first, first + length), 9])
+        custom = {"impress_retention": 1.0, "impress_bits": self.bits}
+        return Req(rid, "", tokens, SamplingParams(custom_params=custom))
+
+    def add(self, rid: str, first: int, length: int = TOKENS) -> Req:
+        """A request begins to wait."""
+        req = self.request(rid, first, length)
+        req.full_untruncated_fill_ids = req.origin_input_ids
+        self.cache.prefetch(req)
+        self.waiting.append(req)
+        return req
+
+    def schedule(self, rounds: int = 1) -> None:
+        for _ in range(rounds):
+            self.policy.calc_priority(self.waiting)
+
+    def evict(self, num_tokens: int = TOKENS) -> None:
+        self.cache.evict(EvictParams(num_tokens=num_tokens))
+
+    def left(self, first: int, length: int = TOKENS) -> int:
+        """How many tokens of a prefix are resident; nothing is refreshed by that."""
+        node, tokens = self.cache.root_node, array("q", range(first, first + length))
+        left = 0
+        while left < length and (child := node.children.get(tokens[left])) is not None:
+            left, node = left + len(child.key), child
+        return left
+
+    def admit(self, req: Req) -> None:
+        req.init_next_round_input(self.cache)
+        self.cache.prefix_device_indices(req)
+
+    def abort(self, req: Req) -> None:
+        self.cache.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)
+
+    def release(self, req: Req) -> None:
+        self.cache.on_release(req, checkpointed=False)
+
+
+@pytest.fixture(autouse=True)
+def _sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks and configuration as in a server."""
+    install_hooks(monkeypatch)
+    memory = SimpleNamespace(radix_eviction_policy="lru")
+    monkeypatch.setattr(schedule_policy, "get_memory", lambda: memory)
+    disagg = SimpleNamespace(disaggregation_mode="null")
+    monkeypatch.setattr(schedule_policy, "get_disagg", lambda: disagg)
+
+
+@pytest.fixture
+def policy() -> str:
+    return "impress"
+
+
+@pytest.fixture
+def order() -> str:
+    return "fcfs"
+
+
+@pytest.fixture
+def queue(tmp_path: Path, policy: str, order: str) -> Iterator[Queue]:
+    world = World(tmp_path, policy=policy)
+    yield Queue(world, order)
+    world.cache.check_integrity()
+    world.runtime.close()
+
+
+@pytest.mark.parametrize("order", ["fcfs", "lpm"])
+@pytest.mark.parametrize("policy", ["as", "impress"])
+def test_what_somebody_waits_for_outlasts_what_is_popular(queue: Queue) -> None:
+    """Policy `as` evicts as SGLang does."""
+    queue.resident(WANTED)
+    queue.resident(POPULAR, times=3)
+    queue.add("waits", WANTED)
+    queue.schedule()
+    queue.evict()
+
+    assert queue.left(WANTED) == TOKENS and not queue.left(POPULAR)
+
+
+def test_what_waits_behind_the_head_and_is_computed_meanwhile(queue: Queue) -> None:
+    """Only SGLang's refresh finds it: nobody matches such a request before it is its turn."""
+    queue.add("head", POPULAR + 500)
+    queue.add("waits", WANTED)
+    queue.schedule()
+    queue.resident(WANTED)
+    queue.resident(POPULAR, times=3)
+    queue.schedule(WAITING_PREFIX_REFRESH_INTERVAL)
+    queue.evict()
+
+    assert queue.left(WANTED) == TOKENS and not queue.left(POPULAR)
+
+
+@pytest.mark.parametrize("end", [Queue.admit, Queue.abort, Queue.release])
+def test_it_ends_with_the_waiting(queue: Queue, end: Callable[[Queue, Req], None]) -> None:
+    """What an admitted request uses is locked; after it the score decides again."""
+    queue.resident(WANTED)
+    queue.resident(POPULAR, times=3)
+    first, second = queue.add("first", WANTED), queue.add("second", WANTED)
+    queue.schedule()
+    end(queue, first)
+    queue.cache.check_integrity()
+    queue.evict(1)
+    assert queue.left(WANTED) == TOKENS and not queue.left(POPULAR), "another one waits for it"
+
+    queue.resident(POPULAR, times=3)
+    end(queue, second)
+    queue.evict(1)
+    assert queue.left(POPULAR) == TOKENS and not queue.left(WANTED)
+
+
+def test_it_is_evicted_last_and_not_never(queue: Queue) -> None:
+    """The head of the queue keeps its prefix longest; whoever runs can have the whole pool."""
+    queue.resident(POPULAR, times=3)
+    queue.resident(WANTED)
+    queue.resident(POPULAR + 500, times=1)
+    queue.add("head", WANTED)
+    queue.add("tail", POPULAR)
+    queue.schedule()
+    for left in ((TOKENS, TOKENS, 0), (TOKENS, 0, 0), (0, 0, 0)):
+        queue.evict()
+        assert tuple(map(queue.left, (WANTED, POPULAR, POPULAR + 500))) == left
+        queue.cache.check_integrity()
+    assert queue.world.allocator.available_size() == queue.world.allocator.size
+
+
+def test_what_is_left_of_an_awaited_prefix_is_awaited(queue: Queue) -> None:
+    queue.resident(WANTED, length=40)
+    queue.resident(WANTED)
+    queue.add("waits", WANTED)
+    queue.schedule()
+    queue.evict(1)
+    assert queue.left(WANTED) == 40
+    queue.resident(POPULAR, times=3)
+    queue.evict(1)
+
+    assert queue.left(WANTED) == 40 and not queue.left(POPULAR)
+
+
+def test_both_halves_of_an_awaited_node_are_awaited(queue: Queue) -> None:
+    """Another prompt leaves the prefix half-way, after it was matched."""
+    queue.resident(WANTED)
+    queue.resident(POPULAR, times=3)
+    queue.add("waits", WANTED)
+    queue.schedule()
+    queue.resident(WANTED, length=40)
+    queue.evict(1)
+
+    assert queue.left(WANTED) == TOKENS and not queue.left(POPULAR)
+
+
+def test_no_more_of_a_prefix_is_awaited_than_a_request_has(queue: Queue) -> None:
+    """The rest goes as if nobody waited; SGLang refreshes that much, too."""
+    queue.resident(WANTED)
+    queue.resident(POPULAR, times=3)
+    queue.add("waits", WANTED, length=40)
+    queue.schedule()
+    queue.evict(1)
+
+    assert queue.left(WANTED) == 40 and queue.left(POPULAR) == TOKENS
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
+    """A prefix in codes is in slots, and nobody uses it."""
+    monkeypatch.setattr(test_weights, "SHAPE", test_shared_slots.SHAPE)
+    world = CodedWorld(tmp_path, load="always")
+    world.store_prompt(WANTED)
+    world.idle_part()
+    yield Queue(world, bits=5.0)
+    world.cache._drop_matches()
+    world.cache.check_integrity()
+    world.runtime.close()
+
+
+def idle(queue: Queue) -> int:
+    tokens: int = queue.cache._residents.idle_tokens
+    return tokens
+
+
+@pytest.mark.parametrize("end", [Queue.abort, Queue.release])
+def test_an_awaited_part_outlasts_newer_prefixes(
+    parts: Queue, end: Callable[[Queue, Any], None]
+) -> None:
+    """And prefixes that nobody waits for outlast it when the request waits no more."""
+    for waits in (True, False):
+        parts.resident(POPULAR)
+        req = parts.add("waits", WANTED)
+        if not waits:
+            end(parts, req)
+        parts.evict(1)
+        assert (idle(parts), parts.left(POPULAR)) == ((TOKENS, 0) if waits else (0, TOKENS))
+
+
+def test_who_is_admitted_to_a_part_does_not_wait_for_it(parts: Queue) -> None:
+    world = parts.world
+    assert isinstance(world, CodedWorld)
+    (part,) = parts.cache._residents
+    req = world.ask("waits")
+    assert parts.cache._residents.age(part)[0]
+    request = world.admit(req)
+    assert request is not None and part.users
+    row = parts.cache.prefix_device_indices(req)
+    assert row.tolist() == part.slots.tolist()
+    assert not parts.cache._residents.age(part)[0]
+    world.end(request)
+
+
+def test_an_awaited_part_is_evicted_last_and_not_never(parts: Queue) -> None:
+    parts.add("waits", WANTED)
+    parts.resident(POPULAR)
+    parts.evict()
+    assert not parts.left(POPULAR) and idle(parts) == TOKENS
+    parts.evict()
+    assert not idle(parts)
+    assert parts.world.allocator.available_size() == parts.world.allocator.size
+
+
+def test_a_new_idle_part_goes_before_an_awaited_prefix(parts: Queue) -> None:
+    """Also where the tree has something to evict before that, which is not enough."""
+    parts.resident(POPULAR)
+    parts.resident(POPULAR + 500, length=32)
+    parts.add("waits", POPULAR)
+    parts.schedule()
+    for part in parts.cache._residents:
+        part.last_access = float("inf")
+    parts.evict(32 + TOKENS)
+    assert parts.left(POPULAR) == TOKENS
+    assert not parts.left(POPULAR + 500) and not idle(parts)
+    parts.evict(1)
+    assert not parts.left(POPULAR)
