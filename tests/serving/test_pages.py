@@ -120,7 +120,7 @@ def test_a_policy_that_loads_whole_prefixes(
     flags = (f"--page-size={page}", "--impress-policy=as", "--impress-min-prefix-tokens=64")
     log = workdir / "pages-as.log"
     with running(
-        tiny_llama, log, *impress_flags(workdir / "store-as", *flags), zygote=zygote
+        tiny_llama, log, *impress_flags(workdir / "store-as-pages", *flags), zygote=zygote
     ) as own:
         exactly_as_stock(own, stock, page, {})
         assert own.stats()["integrity"] == "ok"
