@@ -342,7 +342,8 @@ def adopt_backend(backend: Any, model_runner: Any) -> None:
         _check_judged(backend)
     own = ADOPTED.get(name)
     if own is None:
-        backend.__class__ = _with_ordinary_rows(type(backend))  # type: ignore[arg-type]
+        kind: Any = type(backend)
+        backend.__class__ = _with_ordinary_rows(kind)
     else:
         backend.__class__ = pkgutil.resolve_name(f"impress_sglang.integration.{own}")
     backend.begin_serving(model_runner)

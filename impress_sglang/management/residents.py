@@ -147,11 +147,7 @@ class ResidentParts:
     def hide(self, part: ResidentPart) -> None:
         """Nobody else may use a part: it was not read as it should be, or is out of date."""
         part.broken = True
-        own = self._shared.get(part.segment_id, [])
-        if part in own:
-            own.remove(part)
-            if not own:
-                del self._shared[part.segment_id]
+        self._unshare(part)
         if not part.users and part in self._parts:
             self._drop([part])
 
@@ -214,13 +210,17 @@ class ResidentParts:
             self._parts.remove(part)
             # Its slots are not its own any more.
             part.load = None
-            own = self._shared.get(part.segment_id, [])
-            if part in own:
-                own.remove(part)
-                if not own:
-                    del self._shared[part.segment_id]
+            self._unshare(part)
         if parts:
             self._free(torch.cat([part.slots for part in parts]))
+
+    def _unshare(self, part: ResidentPart) -> None:
+        """Nobody finds a part any more, if somebody could."""
+        own = self._shared.get(part.segment_id, [])
+        if part in own:
+            own.remove(part)
+            if not own:
+                del self._shared[part.segment_id]
 
     def check_integrity(self) -> None:
         """See that parts are where they should be.

@@ -60,6 +60,13 @@ class CodeChunks:
         inside = np.arange(len(place)) - np.repeat(np.cumsum(counts) - counts, counts)
         return place, inside
 
+    def blocks(self, chunks: Indices) -> Flags:
+        """Which blocks of the layer are those of some chunks."""
+        place, inside = self.frames(chunks)
+        blocks = np.zeros(self.num_blocks, np.bool_)
+        blocks[self.first[chunks][place] + inside] = True
+        return blocks
+
 
 @functools.lru_cache(maxsize=4096)
 def chunks_of(layout: CodeLayout) -> CodeChunks:
@@ -141,12 +148,7 @@ class CodedSpan:
     def certain_blocks(self, layer: int) -> Flags:
         """Blocks of a layer that are wanted whoever asks: `base_blocks`, and `floor_units`."""
         chunks = self.unit_chunks(self.floor_units(layer))
-        if not len(chunks):
-            return self.base_blocks
-        blocks = self.base_blocks.copy()
-        place, inside = self.chunks.frames(chunks)
-        blocks[self.chunks.first[chunks][place] + inside] = True
-        return blocks
+        return self.base_blocks | self.chunks.blocks(chunks) if len(chunks) else self.base_blocks
 
     def unit_chunks(self, raised: Indices) -> Indices:
         """The chunks of units, int64 [n, 3]: plane, head and unit."""
@@ -476,16 +478,12 @@ class _Part:
 
     def blocks_from_ssd(self) -> Flags:
         """Blocks of the layer; of pages of a base that will not be cached what the span needs."""
-        wanted = self._blocks(self.on_ssd)
+        chunks = self.span.chunks
+        wanted = chunks.blocks(self.chunks[self.on_ssd])
         if self.chunks[0] < self.span.layout.num_pages:
-            wanted = (wanted & self.span.base_blocks) | self._blocks(self.on_ssd & self.kept)
+            kept = chunks.blocks(self.chunks[self.on_ssd & self.kept])
+            wanted = (wanted & self.span.base_blocks) | kept
         return wanted
-
-    def _blocks(self, chosen: npt.NDArray[np.bool_]) -> Flags:
-        chunks, blocks = self.chunks[chosen], np.zeros(self.span.chunks.num_blocks, np.bool_)
-        place, inside = self.span.chunks.frames(chunks)
-        blocks[self.span.chunks.first[chunks][place] + inside] = True
-        return blocks
 
 
 def _groups(span: CodedSpan, blocks: Tensor) -> Tensor:
