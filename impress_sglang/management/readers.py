@@ -170,14 +170,16 @@ class SegmentReaders:
 
     def can_read(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
         """Whether a layer of spans fits into the pool; the first that does not is logged."""
-        layouts = {span.segment.segment_id: self._version_of(span.segment).layout for span in spans}
         needed = 0
-        for layout in layouts.values():
-            size = streams_area_bytes(layout)
+        # Spans of a segment share the image of its codes; of its streams each has its own.
+        segments = {span.segment.segment_id: span.segment for span in spans}
+        for segment in segments.values() if in_codes else (span.segment for span in spans):
+            layout = self._version_of(segment).layout
             if in_codes:
                 assert layout.codes is not None
-                size = layout.codes.layer_bytes
-            needed += self._pool.size_of(size)
+                needed += self._pool.size_of(layout.codes.layer_bytes)
+            else:
+                needed += self._pool.size_of(streams_area_bytes(layout))
         if needed <= self._pool.limit_bytes:
             return True
         if not self._said_too_small:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import pytest
@@ -338,3 +339,13 @@ def test_a_prefix_of_which_no_layer_fits_into_the_buffer_cannot_be_read(
     for _ in range(3):
         assert not store.can_read(spans, in_codes=False)
     assert caplog.text.count("raise --impress-buffer-gb") == 1
+
+
+def test_each_span_has_a_buffer_of_its_own(bench: Workbench) -> None:
+    """Also where two are of one segment: what can be read is what a source then takes."""
+    store = bench.open(buffer_gb=0.0011)
+    bench.put(store, TOKENS)
+    (whole,) = look_up(store, TOKENS).slice(0, 40)
+    halves = [dataclasses.replace(whole, stop=20), dataclasses.replace(whole, start=20)]
+    assert store.can_read([whole], in_codes=False)
+    assert not store.can_read(halves, in_codes=False)
