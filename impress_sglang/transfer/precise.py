@@ -27,7 +27,7 @@ from impress_sglang.transfer.scoring import Scorer, scorer_for
 from impress_sglang.transfer.slots import LayerSlots
 
 # Of the new tokens the last ones say where the prefix matters. With all of a long question answers
-# come little nearer to those of exact KVs (bench.precision), and scoring takes as long as
+# come little nearer to those of exact KVs (`bench precision`), and scoring takes as long as
 # attention.
 SCORED_QUERIES = 16
 

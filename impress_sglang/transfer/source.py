@@ -212,7 +212,7 @@ class SegmentSource:
 
         Neighbouring layers choose similar tokens (ContiguousKV, https://arxiv.org/abs/2601.13631).
         Where a few requests have told what a block is wanted for, that says more
-        (`python -m bench.prediction`), and this does nothing.
+        (`bench.prediction` of commit 40eaa44), and this does nothing.
         """
         layer = self.layer + 1
         if self._demand.whole or not self._above or not self._refined < layer < self.next_ahead:

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 import requests
 
-from bench.zygote import Zygote as ZygoteProcess
+from bench.core.zygote import Zygote as ZygoteProcess
 from tests.fault_control import CONTROL_VARIABLE, FaultControl
 
 ROOT = Path(__file__).parents[2]
-STOCK = "bench.stock_server"
-BENCH = "bench.server"
+STOCK = "bench.core.stock_server"
+BENCH = "bench.core.server"
 FAULTY = "tests.serving.faulty_server"
 RETRACTING = "tests.serving.retracting_server"
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}

@@ -1,11 +1,11 @@
-"""`python -m bench.server`: it starts, records what requests select, and is slowed down."""
+"""`python -m bench.core.server`: it starts, records what requests select, and is slowed down."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
-from bench.recording import RECORD_VARIABLE, RecordedSelection
+from bench.policies.recording import RECORD_VARIABLE, RecordedSelection
 from tests.serving.compare import report
 from tests.serving.conftest import impress_flags
 from tests.serving.harness import running

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-import bench.zygote
+import bench.core.zygote
 from tests.serving.compare import assert_same, logprob_distance, paths, report
 from tests.serving.conftest import TINY_FLAGS, impress_flags
 from tests.serving.damage import flip_value
@@ -41,7 +41,7 @@ class InterpretingZygote(Zygote):
 
     def __init__(self) -> None:
         environment = server_environment({"TRITON_INTERPRET": "1"})
-        bench.zygote.Zygote.__init__(self, environment)
+        bench.core.zygote.Zygote.__init__(self, environment)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Tasks, scores, intervals, checks and figures of `bench.accuracy`, without servers."""
+"""Tasks, scores, intervals, checks and figures of `bench accuracy`, without servers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bench import multi_head, quality_plots, quality_report, quality_scores
-from bench.quality_check import check_scores, loglik_of
-from bench.quality_client import (
+from bench.core.servers import BenchFailed
+from bench.quality import multi_head
+from bench.quality import plots as quality_plots
+from bench.quality import report as quality_report
+from bench.quality import scores as quality_scores
+from bench.quality.check import check_scores, loglik_of
+from bench.quality.client import (
     Answer,
     Asked,
     check_path,
@@ -25,13 +29,12 @@ from bench.quality_client import (
     option_order,
     report_of,
 )
-from bench.quality_data import hub_datasets, read_rows
-from bench.quality_formats import read_copa, read_gsm8k, read_openbookqa, read_piqa, read_rte
-from bench.quality_merge import merge_results, read_results
-from bench.quality_options import SYSTEMS, System, command_of, parse_arguments
-from bench.quality_report import Measured, ModelSize
-from bench.quality_tasks import SQUAD_SHOTS, TASKS, Item, Task, TaskOptions, make_task
-from bench.servers import BenchFailed
+from bench.quality.data import hub_datasets, read_rows
+from bench.quality.formats import read_copa, read_gsm8k, read_openbookqa, read_piqa, read_rte
+from bench.quality.merge import merge_results, read_results
+from bench.quality.options import SYSTEMS, System, command_of, parse_arguments
+from bench.quality.report import Measured, ModelSize
+from bench.quality.tasks import SQUAD_SHOTS, TASKS, Item, Task, TaskOptions, make_task
 
 OPTIONS = TaskOptions(prefixes=2, shots=5, prefix_tokens=None, passages=3, examples=8, seed=3)
 SIZE = ModelSize(layers=2, kv_bytes_per_token=100)

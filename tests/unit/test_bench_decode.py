@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.decode import PAIRS, compare, questions
+from bench.quality.decode import PAIRS, compare, questions
 
 
 def test_an_answer_is_compared_token_by_token() -> None:

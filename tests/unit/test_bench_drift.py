@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from bench import drift
-from bench.drift import conversations, divergence
+from bench.quality import drift
+from bench.quality.drift import conversations, divergence
 
 
 def tokenize(text: str) -> list[int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.emulation import SLOW_BYTES, Drive, SlowEngine, SlowFileSystem
+from bench.core.emulation import SLOW_BYTES, Drive, SlowEngine, SlowFileSystem
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import AioEngine, BlockEngine, ThreadEngine
 from impress_sglang.storage.files import FileSystem, install, installed

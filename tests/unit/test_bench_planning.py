@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from bench.planning import main
+from bench.micro.planning import main
 
 
 def test_every_state_has_a_row(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`bench.precision` on a tiny random model: what must hold for any model."""
+"""`bench precision` on a tiny random model: what must hold for any model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.attention_lab import AttentionLab
-from bench.precision import (
+from bench.quality.lab import AttentionLab
+from bench.quality.precision import (
     CodedPrefix,
     Measured,
     Rule,
@@ -21,7 +21,7 @@ from bench.precision import (
     measure_answers,
     measure_continuation,
 )
-from bench.quality_tasks import Item
+from bench.quality.tasks import Item
 
 PREFIX_TOKENS = 130
 QUESTION, OPTIONS = [5, 9, 23, 41, 3], ([7, 8], [11])

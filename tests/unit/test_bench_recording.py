@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from bench.recording import RecordedSelection, SelectionRecorder
+from bench.policies.recording import RecordedSelection, SelectionRecorder
 from impress_sglang.config import EXACT_BITS
 from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.management.tree import prefix_digest

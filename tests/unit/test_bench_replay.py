@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from bench.recording import RecordedSelection, Recording, load_recording, pack_recording
-from bench.replay import (
+from bench.policies.recording import RecordedSelection, Recording, load_recording, pack_recording
+from bench.policies.replay import (
     CHUNK_TOKENS,
     RECORDINGS,
     RETENTION,

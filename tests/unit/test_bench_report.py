@@ -1,4 +1,4 @@
-"""The arithmetic, table, JSON and figures of `bench.serving`."""
+"""The arithmetic, table, JSON and figures of `bench serving`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import plots, report
-from bench.servers import POLICIES, BenchFailed, Tiers, policy_flags
-from bench.serving_options import command_of, parse_arguments
+from bench.core import plots
+from bench.core.servers import POLICIES, BenchFailed, Tiers, policy_flags
+from bench.policies import report
+from bench.policies.serving_options import command_of, parse_arguments
 
 BEFORE = {"totals": {name: 10 * i for i, name in enumerate(report.COUNTERS)}}
 COUNTED = {

@@ -1,4 +1,4 @@
-"""The trace of `bench.serving`: equal every time, normal popularity, prefixes that differ."""
+"""The trace of `bench serving`: equal every time, normal popularity, prefixes that differ."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.examples import READERS, Example, TraceError, make_examples, read_examples
-from bench.servers import link_store, segment_sizes
-from bench.trace import (
+from bench.core.servers import link_store, segment_sizes
+from bench.policies.examples import READERS, Example, TraceError, make_examples, read_examples
+from bench.policies.trace import (
     MAX_QUESTION_TOKENS,
     Trace,
     TraceOptions,

@@ -17,19 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import engine_report as report
-from bench.engine import (
-    COMPARED,
-    CellRun,
-    System,
-    command_of,
-    link_segments,
-    make_cells,
-    parse_arguments,
-    run,
-    tokens_of,
-)
-from bench.engine_model import (
+from bench.engine.model import (
     IDENTITY,
     Engine,
     EngineFailed,
@@ -39,8 +27,20 @@ from bench.engine_model import (
     aligned_attention,
     compute_and_store,
 )
-from bench.engine_report import EventTimeline, Served, add_speedups, format_tables, make_row
-from bench.engine_workload import (
+from bench.engine.report import EventTimeline, Served, add_speedups, format_tables, make_row
+from bench.engine.run import (
+    COMPARED,
+    CellRun,
+    System,
+    command_of,
+    link_segments,
+    make_cells,
+    parse_arguments,
+    report,
+    run,
+    tokens_of,
+)
+from bench.engine.workload import (
     MODELS,
     ModelShape,
     Planter,
@@ -49,7 +49,7 @@ from bench.engine_workload import (
     make_workload,
     measure_planting,
 )
-from bench.policies import STORED_BY, store_kind
+from bench.policies.stores import STORED_BY, store_kind
 from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.config import POLICIES, ImpressConfig
 from impress_sglang.importance.identify import probe_kv_heads
@@ -356,7 +356,7 @@ def is_module(name: str) -> bool:
 
 
 def test_it_needs_nothing_but_torch_numpy_and_xxhash() -> None:
-    found = imports_below("bench.engine")
+    found = imports_below("bench.engine.run")
 
     assert found >= NEEDED
     assert found <= NEEDED | OPTIONAL
@@ -367,7 +367,7 @@ import sys
 
 for name in ("sglang", "requests", "rich", "transformers", "matplotlib", "numba", "triton"):
     sys.modules[name] = None
-from bench.engine import parse_arguments, run
+from bench.engine.run import parse_arguments, run
 
 result = run(parse_arguments(sys.argv[1:]))
 assert [row["system"] for row in result["cells"][0]["rows"]] == ["cold", "as+h2o+lru", "paper"]
@@ -640,7 +640,7 @@ def test_wrong_options_are_refused(options: list[str]) -> None:
 def test_a_recorded_command_has_no_paths() -> None:
     options = ["--quick", "--json", "/a/b.json", "--ssd-dir=/nvme", "--seed", "2"]
 
-    assert command_of(options) == "python -m bench.engine --quick --seed 2"
+    assert command_of(options) == "python -m bench engine --quick --seed 2"
 
 
 def test_a_disk_that_is_too_small_is_named_before_anything_is_written(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.emulation import Drive, SlowEngine
+from bench.core.emulation import Drive, SlowEngine
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage import engines
 from impress_sglang.storage.direct_io import AlignedMemory

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.emulation import SlowFileSystem
+from bench.core.emulation import SlowFileSystem
 from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
 from impress_sglang.storage import reader as reader_module
 from impress_sglang.storage.direct_io import AlignedMemory

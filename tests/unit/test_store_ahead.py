@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from bench.emulation import SlowFileSystem
+from bench.core.emulation import SlowFileSystem
 from impress_sglang.management.estimate import StoredBytes
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.transfer.source import Demand, SegmentSource

@@ -1,0 +1,80 @@
+"""A server that benchmarks and tests can slow down and command: `python -m bench.core.server ARGS`.
+
+ARGS are those of `sglang.launch_server`. Beside its routes there are
+
+    POST /bench/ssd_mbps {"mbps": 30}     read from SSD no faster than that; 0: as fast as it goes
+    POST /bench/readahead {"share": 0.2}  change --impress-readahead
+    POST /bench/reorder                   reorder every prefix that was selected from
+
+and if the environment variable BENCH_RECORD_DIR names a directory, what each request selects is
+written there (`bench recording`).
+
+The module level code runs in the main process and again in each spawned child, before plugins are
+loaded there. What it installs is this process's; nothing of it is in the product.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from bench.core.emulation import SlowFileSystem
+from bench.policies.recording import RECORD_VARIABLE, SelectionRecorder
+from impress_sglang.integration.reporting import add_order, give_order
+from impress_sglang.integration.runtime import ServingRuntime
+from impress_sglang.storage.files import install
+
+_FILES = SlowFileSystem()
+
+
+def _set_ssd_mbps(_: ServingRuntime, mbps: float) -> None:
+    _FILES.set_rate(mbps)
+
+
+def _set_readahead(runtime: ServingRuntime, share: float) -> None:
+    runtime.store.ahead.set_waste(share)
+
+
+def _reorder_all(runtime: ServingRuntime, _: float) -> None:
+    runtime.store.reorder(force=True)
+    runtime.store.poll()
+
+
+def _add_routes(*_: Any, **__: Any) -> None:
+    from fastapi import Body
+    from sglang.srt.entrypoints.http_server import app
+
+    @app.post("/bench/ssd_mbps")
+    async def ssd_mbps(mbps: float = Body(ge=0, embed=True)) -> dict[str, Any]:
+        return (await give_order("bench_ssd_mbps", mbps))["store"]
+
+    @app.post("/bench/readahead")
+    async def readahead(share: float = Body(ge=0, embed=True)) -> dict[str, Any]:
+        return (await give_order("bench_readahead", share))["store"]
+
+    @app.post("/bench/reorder")
+    async def reorder() -> dict[str, Any]:
+        return (await give_order("bench_reorder"))["reorder"]
+
+
+install(_FILES)
+add_order("bench_ssd_mbps", _set_ssd_mbps)
+add_order("bench_readahead", _set_readahead)
+add_order("bench_reorder", _reorder_all)
+HookRegistry.register(
+    "sglang.srt.entrypoints.http_server._setup_and_run_http_server", _add_routes, HookType.BEFORE
+)
+if _directory := os.environ.get(RECORD_VARIABLE):
+    ServingRuntime.observer = SelectionRecorder(Path(_directory))
+
+if __name__ == "__main__":
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    launch_server(prepare_server_args(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The sizes of real models, without SGLang."""

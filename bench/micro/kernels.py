@@ -1,0 +1,305 @@
+"""The Triton kernels on a GPU, against what the card itself can do.
+
+    python -m bench kernels [--tokens 8192 --new-tokens 128 --heads 32 --probe-heads 3 --json FILE]
+
+Measures the card first (reading its memory, copying from pinned host memory), then
+
+  * scoring the probe heads and taking their top k, against reading their keys once and against the
+    torch reference;
+  * gathering keys and values of the chosen tokens from pinned host memory, against a plain copy of
+    as many bytes, and from the device;
+  * of a prefix in codes restoring the base and raising half of all units by both planes, against
+    moving as many bytes in device memory, and squared scores from keys in full.
+
+Times are medians of CUDA events; before each run a buffer larger than the L2 cache is written, so
+that nothing is found there. Results are compared with the reference before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.core.machine import describe_machine
+from impress_sglang.importance import scores as reference
+from impress_sglang.importance.identify import probe_kv_heads
+from impress_sglang.importance.selection import per_head_tokens, similarity_threshold
+from impress_sglang.precision.codec import GROUP_TOKENS
+from impress_sglang.precision.layer import CodedLayer, encode_layer
+from impress_sglang.precision.layout import CodeLayout
+from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
+from impress_sglang.storage.layout import BLOCK_BYTES
+from impress_sglang.tiers.page_copies import upload
+from impress_sglang.transfer.coded_slots import LoopCodeWriter
+from impress_sglang.triton import codes, gather, scores, selection
+
+FLUSH_BYTES = 256 << 20
+PLAIN_BYTES = 1 << 30
+
+
+def main() -> int:
+    """Run the benchmark; returns the exit status."""
+    args = _parse_arguments()
+    if not torch.cuda.is_available():
+        print("there is no CUDA device; on a CPU kernels are only tested", file=sys.stderr)
+        return 1
+    torch.manual_seed(0)
+    watch = _Watch(args.repeat)
+    card = _measure_card(watch)
+    result = {
+        "command": " ".join(["python -m bench kernels", *sys.argv[1:]]),
+        "machine": {**describe_machine(), "gpu": torch.cuda.get_device_name()},
+        "card": card,
+        "identification": _identification(args, watch, card),
+        "gather": _gather(args, watch, card),
+        "codes": _codes(args, watch, card),
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.json:
+        args.json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--tokens", type=int, default=8192, help="of the prefix (8192)")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=32, help="query heads (32)")
+    parser.add_argument("--kv-heads", type=int, default=8, help="of the grouped-query model (8)")
+    parser.add_argument("--probe-heads", type=int, default=3)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--retention", type=float, default=0.25)
+    parser.add_argument("--repeat", type=int, default=50)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+class _Watch:
+    """Times work on the device."""
+
+    def __init__(self, repeat: int) -> None:
+        self._repeat = repeat
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def microseconds(self, work: Callable[[], Any]) -> float:
+        """Median over the repeats, caches cold."""
+        for _ in range(3):
+            work()
+        times = []
+        for _ in range(self._repeat):
+            self._flush.zero_()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # The launches of short work are queued while the device still writes the buffer.
+            start.record()
+            work()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) * 1e3)
+        return float(statistics.median(times))
+
+
+def _measure_card(watch: _Watch) -> dict[str, float]:
+    """GB/s of reading device memory, and of a plain copy from pinned host memory."""
+    words = torch.ones(PLAIN_BYTES // 4, dtype=torch.float32, device="cuda")
+    pinned = torch.empty(PLAIN_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(PLAIN_BYTES, dtype=torch.uint8, device="cuda")
+    read = watch.microseconds(lambda: words.sum())
+    copy = watch.microseconds(lambda: target.copy_(pinned, non_blocking=True))
+    return {
+        "memory_gbps": round(PLAIN_BYTES / read / 1e3, 1),
+        "host_to_device_gbps": round(PLAIN_BYTES / copy / 1e3, 2),
+        "empty_launch_us": round(watch.microseconds(lambda: words[:1].add_(1)), 2),
+    }
+
+
+def _identification(
+    args: argparse.Namespace, watch: _Watch, card: dict[str, float]
+) -> dict[str, Any]:
+    """Probe heads of a multi-head model (IMPRESS, 4.3)."""
+    m, n, dim = args.tokens, args.new_tokens, args.dim
+    k = max(1, int(m * args.retention))
+    probes = probe_kv_heads(args.heads, args.heads, args.probe_heads)
+    queries, new = (_random(n, len(probes), dim) for _ in range(2))
+    keys = _random(m, len(probes), dim)
+    threshold, scaling = similarity_threshold(k, m, 0.6), dim**-0.5
+    lengths = {"new_lengths": [n], "prefix_lengths": [m], "resident_lengths": [0]}
+
+    def score() -> Tensor:
+        return scores.column_sums(queries, scores.KeyRows(keys), None, new, scaling, **lengths)
+
+    def score_reference() -> Tensor:
+        return reference.column_sums(queries, keys, new[:0], new, scaling)
+
+    def chosen_reference() -> Tensor:
+        return per_head_tokens(score_reference(), 1, k)
+
+    torch.testing.assert_close(score(), score_reference(), rtol=2e-3, atol=1e-5)
+    found = score()
+    kernel = watch.microseconds(lambda: selection.paper_choice(score(), k, threshold))
+    scoring = watch.microseconds(score)
+    choosing = watch.microseconds(lambda: selection.paper_choice(found, k, threshold))
+    torch_us = watch.microseconds(chosen_reference)
+    reading = keys.numel() * keys.element_size() / card["memory_gbps"] / 1e3
+    return {
+        "shape": {"m": m, "n": n, "heads": len(probes), "of": args.heads, "dim": dim, "k": k},
+        "microseconds": round(kernel, 1),
+        "scoring_us": round(scoring, 1),
+        "choosing_us": round(choosing, 1),
+        "torch_us": round(torch_us, 1),
+        "reading_keys_us": round(reading, 1),
+        "over_reading_keys": round(kernel / reading, 2),
+        "torch_over_kernel": round(torch_us / kernel, 2),
+    }
+
+
+def _gather(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> dict[str, Any]:
+    """Chosen tokens of all KV heads, each head's own, from one memory at a time, into slots."""
+    m, heads, dim = args.tokens, args.kv_heads, args.dim
+    k = max(1, int(m * args.retention))
+    # Streams of keys and of values of each head, as a segment and its areas have them.
+    host = torch.randn(2 * heads * m, dim, dtype=torch.bfloat16).pin_memory()
+    rng = np.random.default_rng(0)
+    tokens = np.stack([np.sort(rng.permutation(m)[:k]) for _ in range(heads)], 1)
+    pools = [_random(k + 1, heads, dim) for _ in range(2)]
+    expected = [torch.zeros_like(pool).cpu() for pool in pools]
+    slots = torch.randperm(k, device="cuda") + 1
+    num_bytes = 2 * k * heads * dim * 2
+    figures: dict[str, Any] = {"bytes": num_bytes, "shape": {"k": k, "kv_heads": heads, "dim": dim}}
+    for name, memory in (("host", host), ("device", host.cuda())):
+        rows = [tokens + (np.arange(heads) + part * heads) * m for part in (0, 1)]
+        found = [own.reshape(-1, 1) * dim * 2 + memory.data_ptr() for own in rows]
+        addresses = upload(found, torch.device("cuda"))
+        targets = _targets(pools, addresses, slots)
+        run = functools.partial(gather.gather, targets, dim, grain_bytes=gather.WORD_BYTES)
+        run()
+        oracle = _targets(expected, [own.cpu() for own in addresses], slots.cpu())
+        gather.gather_reference(oracle, dim, [memory])
+        for pool, own in zip(pools, expected, strict=True):
+            assert torch.equal(pool[slots].cpu(), own[slots.cpu()])
+        gbps = num_bytes / watch.microseconds(run) / 1e3
+        figures[f"{name}_gbps"] = round(gbps, 2)
+        limit = card["host_to_device_gbps" if name == "host" else "memory_gbps"]
+        figures[f"{name}_share_of_card"] = round(gbps / limit, 3)
+    return figures
+
+
+def _codes(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> dict[str, Any]:
+    """A prefix in codes, all heads of it, into slots."""
+    m, heads, dim = args.tokens, args.kv_heads, args.dim
+    layout = CodeLayout(m, heads, dim, dim, BLOCK_BYTES)
+    coded = CodedLayer.empty(layout)
+    encode_layer(layout, torch.randn(m, heads, dim), torch.randn(m, heads, dim), coded)
+    units = torch.randperm(heads * layout.num_units)[: heads * layout.num_units // 2]
+    places = torch.stack([units // layout.num_units, units % layout.num_units], 1)
+    planes = torch.arange(len(coded.planes)).repeat_interleave(len(units))
+    raised = torch.cat([planes[:, None], places.repeat(len(coded.planes), 1)], 1)
+    contents = coded.planes[raised.unbind(1)]
+    slots = torch.randperm(m) + 1
+    pools = [torch.zeros(m + 1, heads, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    expected = [pool.cpu() for pool in pools]
+    oracle, tokens = LoopCodeWriter(), CodedTokens(layout, coded.groups, 0, slots)
+
+    base, bytes_of_planes = coded.groups.cuda(), contents.cuda()
+    ranges = base.data_ptr() + torch.arange(len(base), device="cuda") * base.stride(0)
+    groups = codes.CodedGroups(
+        ranges + layout.group_range_bytes, ranges, slots.cuda(), 0, GROUP_TOKENS
+    )
+    entries = planes_by_unit(raised, layout, 0)
+    entries[:, 2:] = bytes_of_planes.data_ptr() + entries[:, 2:] * bytes_of_planes.stride(0)
+    uploaded = entries.cuda()
+
+    def restore() -> None:
+        codes.restore_base(groups, *pools)
+
+    def raise_units() -> None:
+        codes.raise_units(groups, uploaded, layout.unit_tokens, *pools)
+
+    restore()
+    raise_units()
+    oracle.restore_base(tokens, *expected)
+    oracle.raise_units(tokens, raised, contents, *expected)
+    for pool, own in zip(pools, expected, strict=True):
+        torch.testing.assert_close(pool.cpu(), own, rtol=2**-6, atol=4e-3)
+
+    element_bytes = pools[0].element_size()
+    # Raised elements are read and written; ranges count where the base is read.
+    kv_bytes = 2 * m * heads * dim * element_bytes
+    raised_bytes = 2 * len(units) * layout.unit_tokens * 2 * dim * element_bytes
+    figures: dict[str, Any] = {
+        "shape": {"m": m, "kv_heads": heads, "dim": dim, "units": len(units)},
+        "squares": _squares(args, watch, card),
+    }
+    for name, run, num_bytes in (
+        ("restoring", restore, base.numel() + kv_bytes),
+        ("raising", raise_units, contents.numel() + raised_bytes),
+    ):
+        microseconds = watch.microseconds(run)
+        gbps = num_bytes / microseconds / 1e3
+        figures[f"{name}_us"] = round(microseconds, 1)
+        figures[f"{name}_gbps"] = round(gbps, 2)
+        figures[f"{name}_share_of_card"] = round(gbps / card["memory_gbps"], 3)
+    return figures
+
+
+def _squares(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> dict[str, Any]:
+    """Squared scores from the keys of all KV heads of a grouped-query model."""
+    m, n, dim = args.tokens, args.new_tokens, args.dim
+    queries, new = _random(n, args.heads, dim), _random(n, args.kv_heads, dim)
+    keys, scaling = _random(m, args.kv_heads, dim), dim**-0.5
+    lengths = {"new_lengths": [n], "prefix_lengths": [m], "resident_lengths": [0]}
+
+    def score() -> Tensor:
+        rows = scores.KeyRows(keys)
+        return scores.column_sums(queries, rows, None, new, scaling, **lengths, squares=True)
+
+    def score_reference() -> Tensor:
+        return reference.column_sums(queries, keys, new[:0], new, scaling, squares=True)
+
+    # Most weights are far below 1 / m, and their squares far below those that count.
+    expected = score_reference()
+    torch.testing.assert_close(score(), expected, rtol=2e-3, atol=1e-4 * float(expected.max()))
+    kernel, torch_us = watch.microseconds(score), watch.microseconds(score_reference)
+    reading = keys.numel() * keys.element_size() / card["memory_gbps"] / 1e3
+    return {
+        "shape": {"m": m, "n": n, "heads": args.heads, "kv_heads": args.kv_heads, "dim": dim},
+        "microseconds": round(kernel, 1),
+        "torch_us": round(torch_us, 1),
+        "reading_keys_us": round(reading, 1),
+        "over_reading_keys": round(kernel / reading, 2),
+        "torch_over_kernel": round(torch_us / kernel, 2),
+    }
+
+
+def _targets(
+    pools: Sequence[Tensor], addresses: Sequence[Tensor], slots: Tensor
+) -> list[gather.Target]:
+    heads, dim = pools[0].shape[1:]
+    return [
+        gather.Target(
+            pool, gather.head_columns(pool, range(heads), dim), own, slots, None, lanes=heads
+        )
+        for pool, own in zip(pools, addresses, strict=True)
+    ]
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

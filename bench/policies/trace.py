@@ -1,0 +1,194 @@
+"""The trace that all policies of `bench serving` answer: shared prefixes, and who asks when.
+
+A prefix is few-shot examples of one data set. A request is a prefix and a question of the same data
+set that is not among any prefix's examples. Which prefix it takes is drawn from a normal
+distribution over the prefixes, as in section 6.1 of the paper. Equal options give equal traces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.policies.examples import SEPARATOR, Example, TraceError
+
+Tokenize = Callable[[str], list[int]]
+
+# What is new in a request is stored too, as a chunk of its own, unless it is shorter than one.
+MAX_QUESTION_TOKENS = 63
+# Below it nearly all requests would be for one prefix.
+MIN_SIGMA = 0.25
+# Share of a data set's examples that are asked and never shown.
+_ASKED_SHARE = 0.3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """What determines a trace, beside its data; `sigma` is in prefixes."""
+
+    prefixes: int
+    prefix_tokens: int
+    warmup: int
+    settle: int
+    requests: int
+    sigma: float
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prefix:
+    """Few-shot examples of a data set, with their tokens."""
+
+    dataset: str
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """A prefix by its number, and a question about it."""
+
+    prefix: int
+    text: str
+    tokens: tuple[int, ...]
+    answer: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trace:
+    """Prefixes, and the requests in their order: warm-up, second warm-up, measured part."""
+
+    prefixes: list[Prefix]
+    warmup: list[Request]
+    settle: list[Request]
+    measured: list[Request]
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest request."""
+        return max(map(len, self.all_tokens()))
+
+    def all_tokens(self) -> list[tuple[int, ...]]:
+        """The tokens of all requests."""
+        return [request.tokens for request in (*self.warmup, *self.settle, *self.measured)]
+
+    def describe(self) -> dict[str, Any]:
+        """What a result says of its trace."""
+        counts = Counter(request.prefix for request in self.measured)
+        return {
+            "datasets": sorted({prefix.dataset for prefix in self.prefixes}),
+            "prefix_lengths": [len(prefix.tokens) for prefix in self.prefixes],
+            "mean_question_tokens": round(self._mean_question_tokens(), 1),
+            "longest_prompt": self.longest_prompt,
+            "measured_requests_per_prefix": [counts[i] for i in range(len(self.prefixes))],
+        }
+
+    def _mean_question_tokens(self) -> float:
+        new = [len(r.tokens) - len(self.prefixes[r.prefix].tokens) for r in self.measured]
+        return sum(new) / len(new)
+
+
+def make_trace(
+    datasets: Mapping[str, Sequence[Example]], tokenize: Tokenize, options: TraceOptions
+) -> Trace:
+    """Build the trace; prefix i is of data set i modulo their number.
+
+    Raises:
+        TraceError: there are too few examples, or no two prefixes to take turns.
+    """
+    if options.prefixes < 2 or options.sigma < MIN_SIGMA:
+        raise TraceError(f"a trace needs two prefixes and a sigma of at least {MIN_SIGMA}")
+    rng = np.random.default_rng(options.seed)
+    pools = {name: _Pool(name, rows, tokenize, rng) for name, rows in sorted(datasets.items())}
+    order = list(pools.values())
+    prefixes = [
+        order[i % len(order)].make_prefix(i, options.prefix_tokens) for i in range(options.prefixes)
+    ]
+    total = options.warmup + options.settle + options.requests
+    draws = draw_prefixes(total, options.prefixes, options.sigma, rng)
+    asked = [order[i % len(order)].ask(prefixes[i], i) for i in draws]
+    first, second = options.warmup, options.warmup + options.settle
+    return Trace(prefixes, asked[:first], asked[first:second], asked[second:])
+
+
+def draw_prefixes(count: int, prefixes: int, sigma: float, rng: np.random.Generator) -> list[int]:
+    """Numbers of prefixes, normal around the middle one; what falls outside is drawn again.
+
+    So is what equals the draw before it: the device pool holds the last request's prefix, and a
+    repeat would not be loaded at all.
+    """
+    draws: list[int] = []
+    while len(draws) < count:
+        drawn = round(rng.normal((prefixes - 1) / 2, sigma))
+        if 0 <= drawn < prefixes and (not draws or drawn != draws[-1]):
+            draws.append(drawn)
+    return draws
+
+
+def write_for_bench_serving(trace: Trace, path: Path) -> None:
+    """Write the measured part as a data set for `sglang.bench_serving --dataset-name custom`."""
+    with path.open("w", encoding="utf-8") as file:
+        for request in trace.measured:
+            turns = [{"content": request.text}, {"content": request.answer}]
+            file.write(json.dumps({"conversations": turns}, ensure_ascii=False) + "\n")
+
+
+def _letters(number: int) -> str:
+    """A heading that begins like no other, so that prefixes have not even one token in common."""
+    return string.ascii_letters[number % 52] * (1 + number // 52)
+
+
+class _Pool:
+    """The examples of a data set: some are shown in prefixes, the others are asked."""
+
+    def __init__(
+        self, name: str, examples: Sequence[Example], tokenize: Tokenize, rng: np.random.Generator
+    ) -> None:
+        self._name = name
+        self._tokenize = tokenize
+        self._rng = rng
+        shuffled = [examples[i] for i in rng.permutation(len(examples))]
+        cut = int(len(shuffled) * _ASKED_SHARE)
+        self._shown = shuffled[cut:]
+        self._asked = self._short_questions(shuffled[:cut])
+        if not self._asked:
+            raise TraceError(
+                f"data set {name} has no question of at most {MAX_QUESTION_TOKENS} tokens to ask"
+            )
+        self._questions_asked = 0
+
+    def make_prefix(self, number: int, length: int) -> Prefix:
+        """A heading, and as many examples as fit into `length` tokens."""
+        shots = [f"{_letters(number)}. Examples of {self._name}"]
+        tokens = list(self._tokenize(shots[0]))
+        for i in self._rng.permutation(len(self._shown)):
+            more = self._tokenize(SEPARATOR + self._shown[i].shot)
+            if len(tokens) + len(more) > length:
+                return Prefix(self._name, SEPARATOR.join(shots), tuple(tokens))
+            shots.append(self._shown[i].shot)
+            tokens += more
+        raise TraceError(f"data set {self._name} has less than {length} tokens of examples")
+
+    def ask(self, prefix: Prefix, number: int) -> Request:
+        """The next question, after a prefix; questions come round again when all were asked."""
+        question, tokens, answer = self._asked[self._questions_asked % len(self._asked)]
+        self._questions_asked += 1
+        return Request(number, prefix.text + question, prefix.tokens + tokens, answer)
+
+    def _short_questions(
+        self, examples: Sequence[Example]
+    ) -> list[tuple[str, tuple[int, ...], str]]:
+        asked = []
+        for example in examples:
+            text = SEPARATOR + example.question
+            tokens = tuple(self._tokenize(text))
+            if len(tokens) <= MAX_QUESTION_TOKENS:
+                asked.append((text, tokens, example.answer))
+        return asked

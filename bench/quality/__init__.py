@@ -1,0 +1,1 @@
+"""What precision and dropping do to answers."""
