@@ -1,8 +1,8 @@
 """`python -m demo`: one shared prefix, six ways to get it, on a CPU, offline.
 
-Starts SGLang three times on one SSD directory, asks questions about the same handbook, and prints
-the time to the first token by where the handbook's KVs came from. Takes a few minutes, most of
-them for starting servers.
+Starts SGLang twice on one SSD directory, asks the same questions about the same handbook in every
+way, and prints the time to the first token by where the handbook's KVs came from. Takes about two
+minutes, most of them for starting servers.
 Leaves `build/demo.json` and `build/demo-server.log` in the current directory.
 """
 
@@ -23,15 +23,20 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from demo import report
-from demo.handbook import prompt
+from demo.handbook import prompt, warm_up_prompt
 from demo.model import DemoModelMissing, model_path
-from demo.report import Case, DemoFailed, Row
+from demo.report import QUESTIONS, DemoFailed, Reply, Way
 from demo.server import Server, free_port
 
 BUILD_DIR = Path("build")
-NEW_TOKENS = 24
-# Shares no first token with the prompts, so that it leaves nothing for them to find.
-WARM_UP = "Once upon a time"
+NEW_TOKENS = 16
+# Caches that hold the prefix would answer in place of the SSD.
+OPTIONS = (
+    "--impress-device-gb=0",
+    "--impress-host-gb=0",
+    "--impress-load=always",
+)
+EXACT = "exact"
 
 
 def main() -> int:
@@ -74,10 +79,11 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
     with _step(console, "Model SmolLM2-135M-Instruct (converted on first use)"):
         model = model_path()
     with _ssd_directory(arguments.keep_ssd) as ssd_dir:
-        rows = report.in_order(_Scenario(console, model, ssd_dir, log, arguments.port).rows())
-    report.write_json(rows, path)
+        replies = _Scenario(console, model, ssd_dir, log, arguments.port).replies()
+    rows = report.make_rows(replies)
+    report.write_json(rows, replies, path)
     console.print(report.make_table(rows))
-    console.print(f"{time.monotonic() - began:.0f} s in all; rows in {path}, server log in {log}")
+    console.print(f"{time.monotonic() - began:.0f} s in all; figures in {path}, log in {log}")
 
 
 class _Scenario:
@@ -86,52 +92,63 @@ class _Scenario:
     def __init__(self, console: Console, model: Path, ssd_dir: Path, log: Path, port: int) -> None:
         self._console = console
         self._model = model
-        self._ssd_dir = ssd_dir
+        self._options = [*OPTIONS, "--impress-ssd-dir", str(ssd_dir)]
         self._log = log
         self._port = port
+        self._replies: list[Reply] = []
 
-    def rows(self) -> list[Row]:
+    def replies(self) -> list[Reply]:
         """Make all requests.
 
         Raises:
-            DemoFailed: a request was not served as its case says.
+            DemoFailed: a request was not served as its way says.
         """
-        rows = self._fill()
-        rows.append(self._ask_new_server(report.RESTARTED, "2 of 3", "impress"))
-        rows.append(self._ask_new_server(report.WHOLE, "3 of 3", "as"))
-        return rows
+        with self._server("1 of 2") as server:
+            with _step(self._console, f"Prefix from: {report.COMPUTED.name}"):
+                self._ask(server, report.COMPUTED, QUESTIONS[0])
+            self._read(server, report.WHOLE, report.DEVICE, bits=EXACT)
+            self._read(server, report.FEW_BITS, report.SHARED)
+        with self._server("2 of 2") as server:
+            self._read(server, report.RESTARTED)
+        return self._replies
 
-    def _fill(self) -> list[Row]:
-        with self._server("1 of 3", "impress") as server:
-            rows = [self._ask(server, report.COMPUTED), self._ask(server, report.DEVICE)]
-            with _step(self._console, "Emptying the device pool"):
+    def _read(
+        self, server: Server, first: Way, then: Way | None = None, bits: str | None = None
+    ) -> None:
+        """Each question `first` to an empty device pool, and the next one `then` after it."""
+        with _step(self._console, f"Prefix from: {first.name}{f'; {then.name}' if then else ''}"):
+            for number, question in enumerate(QUESTIONS, start=1):
                 server.flush_cache()
-            rows.append(self._ask(server, report.FEW_BITS))
-            rows.append(self._ask(server, report.SHARED))
-        return rows
-
-    def _ask_new_server(self, case: Case, number: str, policy: str) -> Row:
-        with self._server(number, policy) as server:
-            return self._ask(server, case)
+                self._ask(server, first, question, bits)
+                if then is not None:
+                    self._ask(server, then, QUESTIONS[number % len(QUESTIONS)], bits)
 
     @contextmanager
-    def _server(self, number: str, policy: str) -> Iterator[Server]:
-        options = ["--impress-ssd-dir", str(self._ssd_dir), "--impress-policy", policy]
-        server = Server(self._model, options, free_port(self._port), self._log)
+    def _server(self, number: str) -> Iterator[Server]:
+        server = Server(self._model, self._options, free_port(self._port), self._log)
         try:
-            with _step(self._console, f"Starting server {number} (policy {policy})"):
+            with _step(self._console, f"Starting server {number}"):
                 server.wait_ready()
-                server.generate(WARM_UP, max_new_tokens=4)
+            with _step(self._console, "Warming up, with another prefix"):
+                _warm_up(server)
             yield server
             with _step(self._console, f"Stopping server {number}"):
                 server.stop()
         finally:
             server.kill()
 
-    def _ask(self, server: Server, case: Case) -> Row:
-        with _step(self._console, f"Request: {case.path}"):
-            answer = server.generate(prompt(case.question), NEW_TOKENS)
-        return report.make_row(case, answer.ttft_ms, answer.text, answer.meta_info)
+    def _ask(self, server: Server, way: Way, question: str, bits: str | None = None) -> None:
+        answer = server.generate(prompt(question), NEW_TOKENS, bits)
+        self._replies.append(
+            report.make_reply(way, question, answer.ttft_ms, answer.text, answer.meta_info)
+        )
+
+
+def _warm_up(server: Server) -> None:
+    """Compute another prefix, and read it in each way: first requests take longer than others."""
+    for bits in (None, None, EXACT):
+        server.generate(warm_up_prompt(), max_new_tokens=4, bits=bits)
+        server.flush_cache()
 
 
 @contextmanager

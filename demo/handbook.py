@@ -142,3 +142,8 @@ def prompt(question: str) -> str:
         f"<|im_start|>user\n{question}<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+def warm_up_prompt() -> str:
+    """A text of some 500 tokens that does not begin as the handbook does."""
+    return "\n".join(inventory_line(number) for number in range(200, 220))

@@ -1,9 +1,10 @@
-"""What the demo shows: the requests it makes, the checks of what it claims, the table, the JSON."""
+"""What the demo shows: its paths and questions, the check of each request, the table, the JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,114 +14,151 @@ from rich.table import Table
 
 SHOWN_CHARACTERS = 40
 
+QUESTIONS = (
+    "Where are wicks woven?",
+    "When does the doctor come?",
+    "What colour is the ribbon for a wedding?",
+)
+
 
 class DemoFailed(RuntimeError):
     """The demo cannot show what it claims; the message says why, for the user."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Case:
-    """A request of the demo, and what SGLang must report for it.
+class Way:
+    """A way to get the prefix, and what SGLang must report of a request that went it.
 
-    `served_by` is `meta_info["impress"]["path"]`; `approximate` says that the prefix is loaded in
-    few bits.
+    `served_by` is `meta_info["impress"]["path"]`; `approximate` says that the prefix is used in few
+    bits.
     """
 
-    path: str
-    question: str
+    name: str
     served_by: str
     approximate: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Row:
-    """One request: the path it took, time to the first token, and what was used of the prefix."""
+COMPUTED = Way("computed", "computed")
+DEVICE = Way("device pool, exact", "device")
+WHOLE = Way("SSD, exact", "ssd")
+FEW_BITS = Way("SSD, few bits", "ssd", approximate=True)
+RESTARTED = Way("SSD, after restart", "ssd", approximate=True)
+SHARED = Way("shared, few bits", "device", approximate=True)
 
-    path: str
+WAYS = (COMPUTED, DEVICE, WHOLE, FEW_BITS, RESTARTED, SHARED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reply:
+    """One request: what was asked, how long the first token took, what was read, the answer."""
+
+    way: str
+    question: str
     ttft_ms: float
     prefix_tokens: int
-    used_tokens: int
     bits: float | None
     ssd_bytes: int
     text: str
 
 
-COMPUTED = Case("computed", "Where are wicks woven?", "computed")
-DEVICE = Case("device hit", "What colour is the ribbon for a wedding?", "device")
-WHOLE = Case("SSD whole prefix", "How long does the winter model burn?", "ssd")
-FEW_BITS = Case("SSD in few bits", "When does the doctor come?", "ssd", approximate=True)
-SHARED = Case("shared in few bits", "How often is the brass bell rung?", "device", approximate=True)
-RESTARTED = Case("SSD after restart", "What is silver polished with?", "ssd", approximate=True)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """All requests of one way: medians, and how many gave the answer of the whole, exact prefix."""
 
-ORDER = (COMPUTED, DEVICE, WHOLE, FEW_BITS, SHARED, RESTARTED)
+    way: str
+    requests: int
+    ttft_ms: float
+    ssd_bytes: float
+    bits: float | None
+    same_answers: int
+    answer: str
 
 
-def make_row(case: Case, ttft_ms: float, text: str, meta_info: Mapping[str, Any]) -> Row:
-    """The row of a finished request, from what SGLang reports of it.
+def make_reply(
+    way: Way, question: str, ttft_ms: float, text: str, meta_info: Mapping[str, Any]
+) -> Reply:
+    """The reply of a finished request, from what SGLang reports of it.
 
     Raises:
-        DemoFailed: the request was not served as the case says.
+        DemoFailed: the request was not served as its way says.
     """
     report = meta_info.get("impress")
     if report is None:
-        raise DemoFailed(f"{case.path!r}: the server sent no IMPRESS report; is the plugin active?")
-    _check(case, report, text)
-    return Row(
-        path=case.path,
+        raise DemoFailed(f"{way.name!r}: the server sent no IMPRESS report; is the plugin active?")
+    _check(way, report, text)
+    return Reply(
+        way=way.name,
+        question=question,
         ttft_ms=round(ttft_ms, 1),
         prefix_tokens=report["prefix_tokens"],
-        used_tokens=report["used_tokens"],
         bits=report["bits_mean"],
         ssd_bytes=report["ssd_bytes"],
         text=text,
     )
 
 
-def _check(case: Case, report: Mapping[str, Any], text: str) -> None:
+def _check(way: Way, report: Mapping[str, Any], text: str) -> None:
     found = report["path"]
-    if found != case.served_by:
-        raise DemoFailed(f"{case.path!r} was served by path {found!r}, not {case.served_by!r}")
+    if found != way.served_by:
+        raise DemoFailed(f"{way.name!r} was served by path {found!r}, not {way.served_by!r}")
     if report["recomputed"]:
-        raise DemoFailed(f"{case.path!r}: the stored prefix was unreadable and was computed again")
+        raise DemoFailed(f"{way.name!r}: the stored prefix was unreadable and was computed again")
     used, prefix = report["used_tokens"], report["prefix_tokens"]
     if used < prefix:
-        raise DemoFailed(f"{case.path!r} used {used} of {prefix} tokens")
-    if report["approximate"] != case.approximate:
-        expected = "in few bits" if case.approximate else "as it was computed"
-        raise DemoFailed(f"{case.path!r} did not use the prefix {expected}")
+        raise DemoFailed(f"{way.name!r} used {used} of {prefix} tokens")
+    if report["approximate"] != way.approximate:
+        expected = "in few bits" if way.approximate else "as it was computed"
+        raise DemoFailed(f"{way.name!r} did not use the prefix {expected}")
     # What a question lacks of a shared prefix is read, too.
-    if case is not SHARED and (report["ssd_bytes"] > 0) != (case.served_by == "ssd"):
-        raise DemoFailed(f"{case.path!r} read {report['ssd_bytes']} bytes of SSD")
+    if way is not SHARED and (report["ssd_bytes"] > 0) != (way.served_by == "ssd"):
+        raise DemoFailed(f"{way.name!r} read {report['ssd_bytes']} bytes of SSD")
     if not text.strip():
-        raise DemoFailed(f"{case.path!r}: the answer is empty")
+        raise DemoFailed(f"{way.name!r}: the answer is empty")
 
 
-def in_order(rows: Sequence[Row]) -> list[Row]:
-    """The rows in the order of the table, which is not the order of the requests."""
-    places = {case.path: place for place, case in enumerate(ORDER)}
-    return sorted(rows, key=lambda row: places[row.path])
+def make_rows(replies: Sequence[Reply]) -> list[Row]:
+    """One row per way, in the order of the table; `DEVICE` has answered every question."""
+    expected = {reply.question: reply.text for reply in replies if reply.way == DEVICE.name}
+    rows = []
+    for way in WAYS:
+        own = [reply for reply in replies if reply.way == way.name]
+        bits = [reply.bits for reply in own if reply.bits is not None]
+        rows.append(
+            Row(
+                way=way.name,
+                requests=len(own),
+                ttft_ms=statistics.median(reply.ttft_ms for reply in own),
+                ssd_bytes=statistics.median(reply.ssd_bytes for reply in own),
+                bits=statistics.median(bits) if bits else None,
+                same_answers=sum(reply.text == expected[reply.question] for reply in own),
+                answer=next(reply.text for reply in own if reply.question == QUESTIONS[0]),
+            )
+        )
+    return rows
 
 
 def make_table(rows: Sequence[Row]) -> Table:
     """The table for the terminal."""
     table = Table(
         title="Time to first token, by where the shared prefix comes from",
-        caption="Compare times: a 135M model often errs, also with the whole prefix.",
+        caption=(
+            f"Medians of {len(QUESTIONS)} questions (computed: one). Same answers: word for word "
+            f"those of the whole, exact prefix. Shown: {QUESTIONS[0]}"
+        ),
         box=box.SIMPLE,
     )
-    table.add_column("path", no_wrap=True)
-    for heading in ("TTFT", "prefix", "used", "bits", "SSD read"):
+    table.add_column("prefix from", no_wrap=True)
+    for heading in ("TTFT", "SSD read", "bits", "same answers"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("answer")
     for row in rows:
         table.add_row(
-            row.path,
+            row.way,
             f"{row.ttft_ms:,.0f} ms",
-            f"{row.prefix_tokens:,}",
-            f"{row.used_tokens:,}",
-            "" if row.bits is None else f"{row.bits:.1f}",
             f"{row.ssd_bytes / 1e6:,.1f} MB",
-            shorten(row.text),
+            "" if row.bits is None else f"{row.bits:.1f}",
+            f"{row.same_answers} of {row.requests}",
+            shorten(row.answer),
         )
     return table
 
@@ -133,7 +171,10 @@ def shorten(text: str) -> str:
     return line[: SHOWN_CHARACTERS - 1].rsplit(" ", 1)[0] + "…"
 
 
-def write_json(rows: Sequence[Row], path: Path) -> None:
-    """Write the rows as a list of objects."""
-    objects = [dataclasses.asdict(row) for row in rows]
-    path.write_text(json.dumps(objects, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def write_json(rows: Sequence[Row], replies: Sequence[Reply], path: Path) -> None:
+    """Write the rows, and each request behind them."""
+    content = {
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "requests": [dataclasses.asdict(reply) for reply in replies],
+    }
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

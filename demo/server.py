@@ -72,8 +72,10 @@ class Server:
                 raise DemoFailed(f"no answer from the server in {START_SECONDS} s{self._log_end()}")
             time.sleep(0.5)
 
-    def generate(self, text: str, max_new_tokens: int) -> Answer:
+    def generate(self, text: str, max_new_tokens: int, bits: str | None = None) -> Answer:
         """Complete a text greedily, streaming.
+
+        `bits` asks for a precision of stored prefixes in place of the server's.
 
         Raises:
             DemoFailed: the server refused, broke off, or sent no text.
@@ -83,6 +85,8 @@ class Server:
             "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens},
             "stream": True,
         }
+        if bits is not None:
+            body["sampling_params"]["custom_params"] = {"impress_bits": bits}
         began = time.perf_counter()
         try:
             with self._session.post(
@@ -167,6 +171,8 @@ def _command(model: Path, options: Sequence[str], port: int) -> list[str]:
     # bfloat16 is very slow on CPUs without AMX.
     command += ["--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--max-total-tokens", "16384", "--max-running-requests", "8"]
+    # The demo warms up with requests of its own.
+    command += ["--skip-server-warmup"]
     return [*command, "--enable-impress", *options]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from demo import handbook, report
-from demo.report import Case, DemoFailed, Row
+from demo.report import DEVICE, QUESTIONS, WAYS, DemoFailed, Reply, Row, Way
 
 
 def meta_info(served_by: str, **changes: Any) -> dict[str, Any]:
@@ -28,14 +29,16 @@ def meta_info(served_by: str, **changes: Any) -> dict[str, Any]:
     return {"impress": {**found, **changes}}
 
 
-def row_of(case: Case, **changes: Any) -> Row:
-    own = {"approximate": True, "bits_mean": 5.0} if case.approximate else {}
-    told = meta_info(case.served_by, **{**own, **changes})
-    return report.make_row(case, 12.345, "An answer.", told)
+def reply_of(
+    way: Way, question: str = QUESTIONS[0], ttft_ms: float = 12.345, **changes: Any
+) -> Reply:
+    own = {"approximate": True, "bits_mean": 5.0} if way.approximate else {}
+    told = meta_info(way.served_by, **{**own, **changes})
+    return report.make_reply(way, question, ttft_ms, f"Answer to {question}", told)
 
 
-def all_rows() -> list[Row]:
-    return [row_of(case) for case in report.ORDER]
+def all_replies() -> list[Reply]:
+    return [reply_of(way, question) for way in WAYS for question in QUESTIONS]
 
 
 def test_handbook_is_the_same_every_time() -> None:
@@ -62,82 +65,100 @@ def test_prompt_has_about_3000_tokens() -> None:
     assert 2700 < len(handbook.prompt("Who?")) / 3.5 < 3300
 
 
+def test_warm_up_shares_no_beginning_with_the_prompts() -> None:
+    text = handbook.warm_up_prompt()
+    assert text[:4] != handbook.prompt("Who?")[:4]
+    # Enough to be stored, by default 256 tokens.
+    assert len(text) / 3.5 > 350
+
+
 def test_questions_differ() -> None:
-    questions = [case.question for case in report.ORDER]
-    assert len(set(questions)) == len(questions)
+    assert len(set(QUESTIONS)) == len(QUESTIONS) == 3
 
 
-def test_paths_and_their_order() -> None:
-    assert [case.path for case in report.ORDER] == [
+def test_ways_and_their_order() -> None:
+    assert [way.name for way in WAYS] == [
         "computed",
-        "device hit",
-        "SSD whole prefix",
-        "SSD in few bits",
-        "shared in few bits",
-        "SSD after restart",
+        "device pool, exact",
+        "SSD, exact",
+        "SSD, few bits",
+        "SSD, after restart",
+        "shared, few bits",
     ]
 
 
-def test_row_has_what_the_server_reported() -> None:
-    row = row_of(report.FEW_BITS)
-    assert row == Row("SSD in few bits", 12.3, 2860, 2860, 5.0, 1000, "An answer.")
+def test_reply_has_what_the_server_reported() -> None:
+    text = f"Answer to {QUESTIONS[0]}"
+    expected = Reply("SSD, few bits", QUESTIONS[0], 12.3, 2860, 5.0, 1000, text)
+    assert reply_of(report.FEW_BITS) == expected
 
 
 @pytest.mark.parametrize(
-    ("case", "changes", "message"),
+    ("way", "changes", "message"),
     [
         (report.COMPUTED, {"path": "device"}, "'computed' was served by path 'device'"),
         (report.DEVICE, {"path": "ssd"}, "not 'device'"),
         (report.FEW_BITS, {"path": "computed"}, "not 'ssd'"),
         (report.FEW_BITS, {"recomputed": True}, "unreadable"),
         (report.FEW_BITS, {"approximate": False}, "in few bits"),
+        (report.WHOLE, {"approximate": True}, "as it was computed"),
         (report.SHARED, {"path": "ssd"}, "not 'device'"),
         (report.DEVICE, {"used_tokens": 100}, "used 100 of 2860 tokens"),
         (report.DEVICE, {"ssd_bytes": 5}, "read 5 bytes"),
         (report.RESTARTED, {"ssd_bytes": 0}, "read 0 bytes"),
     ],
 )
-def test_row_that_is_not_what_it_claims(case: Case, changes: dict[str, Any], message: str) -> None:
+def test_reply_that_is_not_what_it_claims(way: Way, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DemoFailed, match=message):
-        row_of(case, **changes)
-
-
-def test_whole_prefix_must_be_whole() -> None:
-    with pytest.raises(DemoFailed, match="as it was computed"):
-        report.make_row(report.WHOLE, 1.0, "text", meta_info("ssd", approximate=True))
+        reply_of(way, **changes)
 
 
 def test_server_without_the_plugin() -> None:
     with pytest.raises(DemoFailed, match="is the plugin active"):
-        report.make_row(report.COMPUTED, 1.0, "text", {"cached_tokens": 0})
+        report.make_reply(report.COMPUTED, "Who?", 1.0, "text", {"cached_tokens": 0})
 
 
 def test_empty_answer() -> None:
     with pytest.raises(DemoFailed, match="empty"):
-        report.make_row(report.COMPUTED, 1.0, " \n", meta_info("computed"))
+        report.make_reply(report.COMPUTED, "Who?", 1.0, " \n", meta_info("computed"))
 
 
-def test_rows_are_put_in_order() -> None:
-    assert report.in_order(all_rows()[::-1]) == all_rows()
+def test_rows_are_medians_and_count_the_answers_of_the_exact_prefix() -> None:
+    times = dict(zip(QUESTIONS, (30.0, 10.0, 20.0), strict=True))
+    replies = [reply_of(report.COMPUTED)]
+    replies += [reply_of(DEVICE, question, times[question]) for question in QUESTIONS]
+    for number, question in enumerate(QUESTIONS):
+        replies.append(reply_of(report.SHARED, question, ssd_bytes=number, bits_mean=5 + number))
+    replies[-1] = dataclasses.replace(replies[-1], text="Another answer.")
+    replies += [reply_of(way) for way in (report.WHOLE, report.FEW_BITS, report.RESTARTED)]
+
+    rows = {row.way: row for row in report.make_rows(replies[::-1])}
+
+    assert list(rows) == [way.name for way in WAYS]
+    answer = f"Answer to {QUESTIONS[0]}"
+    assert rows[DEVICE.name] == Row(DEVICE.name, 3, 20.0, 0, 16.0, 3, answer)
+    assert rows[report.SHARED.name] == Row(report.SHARED.name, 3, 12.3, 1, 6, 2, answer)
+    assert rows[report.COMPUTED.name] == Row(report.COMPUTED.name, 1, 12.3, 0, None, 1, answer)
 
 
 def test_json(tmp_path: Path) -> None:
-    path = tmp_path / "demo.json"
-    report.write_json(all_rows(), path)
-    objects = json.loads(path.read_text(encoding="utf-8"))
-    keys = ["path", "ttft_ms", "prefix_tokens", "used_tokens", "bits", "ssd_bytes", "text"]
-    assert [list(item) for item in objects] == [keys] * 6
-    assert [Row(**item) for item in objects] == all_rows()
+    path, replies = tmp_path / "demo.json", all_replies()
+    rows = report.make_rows(replies)
+    report.write_json(rows, replies, path)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert [Row(**row) for row in content["rows"]] == rows
+    assert [Reply(**reply) for reply in content["requests"]] == replies
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [100, 120])
 def test_table_shows_every_row(width: int) -> None:
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(report.make_table(all_rows()))
+    rows = report.make_rows(all_replies())
+    console.print(report.make_table(rows))
     text = console.export_text()
-    places = [text.index(f"{row.path} ") for row in all_rows()]
+    places = [text.index(f"{row.way} ") for row in rows]
     assert places == sorted(places)
-    assert "2,860" in text
+    assert text.count("3 of 3") == len(WAYS)
     assert "…" not in text
 
 
