@@ -14,10 +14,10 @@ been evicted (or flushed, or the server was restarted): run it twice with a rest
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import sglang as sgl
+from options import client_options
 
 GUIDE = """You are the concierge of the Harbour Library. Answer in one sentence, from this guide
 only.
@@ -60,9 +60,7 @@ def ask(s: Any, question: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ask a library's concierge")
-    parser.add_argument("--url", default="http://127.0.0.1:30000")
-    url = parser.parse_args().url
+    url = client_options("Ask a library's concierge").url
     sgl.set_default_backend(sgl.RuntimeEndpoint(url, chat_template_name="chatml"))
 
     for question in (

@@ -10,10 +10,10 @@ The second round asks after the device pool was emptied: the shared prefix comes
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 
 import sglang
+from options import engine_options
 
 import impress_sglang
 
@@ -30,10 +30,12 @@ ROUNDS = {
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = engine_options("Ask about a harbour's logbook")
     with tempfile.TemporaryDirectory() as folder:
         # Before the engine is made, which reads it once.
-        impress_sglang.enable_for_engine(ssd_dir=args.ssd_dir or folder, retention=args.retention)
+        impress_sglang.enable_for_engine(
+            ssd_dir=args.impress_ssd_dir or folder, bits=args.impress_bits
+        )
         with sglang.Engine(
             model_path=args.model_path,
             device=args.device,
@@ -47,16 +49,6 @@ def main() -> None:
                 engine.flush_cache()
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Ask about a harbour's logbook")
-    parser.add_argument("--model-path", required=True)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--ssd-dir", help="default: a temporary directory")
-    parser.add_argument("--retention", type=float, default=0.25)
-    return parser.parse_args()
-
-
 def ask(engine: sglang.Engine, questions: list[str]) -> None:
     sampling = {"temperature": 0, "max_new_tokens": 12}
     for question in questions:
@@ -64,8 +56,8 @@ def ask(engine: sglang.Engine, questions: list[str]) -> None:
         report = answer["meta_info"]["impress"]
         print(f"  {question}{answer['text'].splitlines()[0]}")
         print(
-            f"    path {report['path']}: used {report['used_tokens']} "
-            f"of {report['prefix_tokens']} prefix tokens"
+            f"    path {report['path']}: {report['prefix_tokens']} prefix tokens, "
+            f"{report['ssd_bytes'] / 1e6:.1f} MB read from SSD"
         )
 
 

@@ -7,16 +7,15 @@ Start a server (the last flag makes it report cached tokens):
 
 then run:
 
-    python examples/openai_client.py --base-url http://127.0.0.1:30000/v1
+    python examples/openai_client.py --url http://127.0.0.1:30000
 """
 
 from __future__ import annotations
 
-import argparse
-
 from openai import OpenAI
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletionMessageParam
+from options import client_options
 
 HOUSE_RULES = """You work at the desk of the Fjord Observatory.
 Answer in one sentence, from these rules.
@@ -85,10 +84,9 @@ def print_usage(usage: CompletionUsage | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ask at the desk of an observatory")
-    parser.add_argument("--base-url", default="http://127.0.0.1:30000/v1")
+    url = client_options("Ask at the desk of an observatory").url
     # The server wants no key, the client wants one.
-    client = OpenAI(base_url=parser.parse_args().base_url, api_key="none")
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
     model = client.models.list().data[0].id
     for question in QUESTIONS:
         ask(client, model, question)

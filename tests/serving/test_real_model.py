@@ -131,7 +131,7 @@ def test_frontend_language_example(server: Server) -> None:
 
 
 def test_openai_client_example(server: Server) -> None:
-    _run_example("openai_client.py", f"--base-url={server.url}/v1")
+    _run_example("openai_client.py", f"--url={server.url}")
     server.assert_quiet()
 
 
@@ -140,7 +140,7 @@ def test_offline_engine_example(smollm: Path, workdir: Path) -> None:
     _run_example(
         "offline_engine.py",
         f"--model-path={smollm}",
-        f"--ssd-dir={workdir / 'store-engine'}",
+        f"--impress-ssd-dir={workdir / 'store-engine'}",
         "--device=cpu",
         "--dtype=float32",
     )
