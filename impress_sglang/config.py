@@ -335,83 +335,84 @@ OPTIONS: tuple[Option, ...] = (
         "retention",
         "--impress-retention",
         _parse_retention,
-        "Share of a stored prefix that each layer uses, or auto: as much as loads while the "
-        f"request is computed, at least {AUTO_FLOOR:g}; a request may ask for another one with "
-        "custom_params impress_retention.",
+        "Fraction of a stored prefix that each layer attends to. auto: the largest whose I/O hides "
+        f"behind compute, at least {AUTO_FLOOR:g}. A request overrides it with custom_params "
+        "impress_retention.",
     ),
     Option(
         "min_retention",
         "--impress-min-retention",
         float,
-        "Smallest share that a request gets, whatever it asks for.",
+        "Floor under the retention that a request asks for.",
     ),
     Option(
         "bits",
         "--impress-bits",
         _parse_bits,
-        "For --impress-policy impress: bits per element, on average, in which a stored prefix is "
-        f"loaded: {LEAST_BITS:g} to {MOST_BITS:g}, more of them where the request looks; exact; or "
-        f"auto: as many as load while the request is computed, at least {AUTO_BITS:g}; a "
-        "request may ask for another number with custom_params impress_bits.",
+        "Policy impress: mean bits per element of a stored prefix when it is loaded, "
+        f"{LEAST_BITS:g} to {MOST_BITS:g}, with more of them where the request attends. exact: "
+        "KVs as they were computed. auto: the most bits whose I/O hides behind compute, at least "
+        f"{AUTO_BITS:g}. A request overrides it with custom_params impress_bits.",
     ),
     Option(
         "base_error",
         "--impress-base-error",
         float,
-        "Relative error that rounding to the least bits may make in what attention gives for a KV "
-        "head; a head where it is more, as who stores a prompt measures, is always read in more "
-        "bits. 0: nothing is measured.",
+        f"Relative error that {LEAST_BITS:g} bits may cause in the attention output of a KV head. "
+        "A head above it, as measured when a prompt is stored, is always read in more bits. 0: "
+        "nothing is measured.",
     ),
     Option(
         "allocate",
         "--impress-allocate",
         str,
-        "Which part of a prefix gets more than the least bits. query: what the attention of the "
-        "new tokens says; to compare with: even, random.",
+        "Which part of a prefix gets additional bits. query: what the new tokens attend to. even, "
+        "random: baselines.",
         ALLOCATIONS,
     ),
     Option(
         "probe_heads",
         "--impress-probe-heads",
         int,
-        "For the policies of the paper: number of probe heads of a multi-head model (a GQA model "
-        "probes max(1, round(N * kv_heads / 32)) KV heads).",
+        "Policies paper*: number of probe heads N of a multi-head model. A GQA model with G KV "
+        "heads probes max(1, round(N * G / 32)) of them.",
     ),
     Option(
         "alpha",
         "--impress-alpha",
         float,
-        "For the policies of the paper: exponent of the similarity threshold t = j**alpha; larger "
-        "means fewer layers fall back.",
+        "Policies paper*: exponent of the similarity threshold t = j**alpha. A larger one makes "
+        "fewer layers fall back to reading all keys.",
     ),
     Option(
         "chunk_tokens",
         "--impress-chunk-tokens",
         int,
-        "Tokens of a chunk, the unit of storing, caching and scoring.",
+        "Tokens per chunk, the unit of storage, caching and scoring.",
     ),
     Option(
         "min_prefix_tokens",
         "--impress-min-prefix-tokens",
         int,
-        "Shortest prefix, in tokens, that is stored, and shortest part that is loaded.",
+        "Shortest prefix to store, and shortest part of one to load, in tokens.",
     ),
     Option(
         "policy",
         "--impress-policy",
         str,
-        "impress: prefixes in few bits, and more where a request looks; to compare with: paper "
-        "(IMPRESS: important KVs by the keys of probe heads, reordering, caches by score), "
-        "paper+itf+reorder and paper+itf (without the last, and without the last two; LFU caches "
-        "instead), as+h2o+lru and as+h2o+lfu (all keys, important values), as (the whole prefix, "
-        "AttentionStore-like, LRU), recompute (no store).",
+        "impress: prefixes in few bits, more of them where a request attends. Baselines: paper "
+        "(IMPRESS as published: tokens found by probe heads, reordering, caches by score), "
+        "paper+itf+reorder (the same with LFU caches), paper+itf (nor reordering), as+h2o+lru and "
+        "as+h2o+lfu (all keys, important values), as (whole prefixes, LRU caches, like "
+        "AttentionStore), recompute (no store).",
         POLICIES,
     ),
     Option(
         "io_engine",
         "--impress-io-engine",
         str,
-        "How the SSD store is read: aio (Linux native AIO), threads, or auto (aio where there is).",
+        "How the SSD store is read. aio: Linux native AIO. threads: a pool of threads. auto: aio "
+        "where the kernel has it.",
         IO_ENGINES,
     ),
     Option("io_depth", "--impress-io-depth", int, "Reads of the SSD store in flight."),
@@ -419,87 +420,86 @@ OPTIONS: tuple[Option, ...] = (
         "io_timeout",
         "--impress-io-timeout",
         float,
-        "Seconds after which a read or write of the SSD store that makes no progress is given up; "
-        "the store is then left alone until it answers again.",
+        "Seconds without progress after which a read or write of the SSD store is given up. The "
+        "store is then left alone until the disk answers again.",
     ),
     Option(
         "readahead",
         "--impress-readahead",
         float,
-        "Bytes that may be read in vain by reading a layer before it is known what it wants, as a "
-        "share of the bytes wanted (0: nothing is read ahead).",
+        "Prefetch waste budget: bytes that prefetching may read in vain, as a fraction of the "
+        "bytes wanted. 0: no prefetching.",
     ),
     Option(
         "load",
         "--impress-load",
         str,
-        "faster: a stored prefix is loaded if that is estimated to be faster than computing it; "
-        "always: whenever there is one.",
+        "faster: a stored prefix is loaded if that is estimated to be faster than computing it. "
+        "always: whenever it is stored.",
         LOADS,
     ),
     Option(
         "approximation_depth",
         "--impress-approximation-depth",
         int,
-        "How many approximations, one on top of the other, a stored KV may rest on: 1 also stores "
-        "what was computed after exact KVs in few bits, 2 what was computed after that, 0 nothing "
-        "of the kind. Where a part of a prefix was used it is at most 1.",
+        "How many approximations a stored KV may rest on, one on top of the other. 0: only exact "
+        "KVs are stored. 1: also what is computed after exact KVs in few bits. 2: also what is "
+        "computed after that. Where part of a prefix was used, at most 1.",
     ),
     Option(
         "device_gb",
         "--impress-device-gb",
         float,
-        "Device chunk cache, in GB beside SGLang's own pools (0: none).",
+        "Chunk cache on the device, in GB, beside SGLang's own pools. 0: none.",
     ),
     Option(
         "host_gb",
         "--impress-host-gb",
         float,
-        "Host chunk cache (pinned where there is CUDA), in GB of CPU memory (0: none).",
+        "Chunk cache in CPU memory (pinned with CUDA), in GB. 0: none.",
     ),
     Option(
         "buffer_gb",
         "--impress-buffer-gb",
         float,
-        "CPU memory that reads from SSD fill (pinned where there is CUDA), in GB: layers that "
-        "requests under way load and those that are read ahead. A prefix of which not even one "
-        "layer fits is computed.",
+        "Read buffers in CPU memory (pinned with CUDA), in GB, for all requests and for "
+        "prefetching. A prefix is computed if not one of its layers fits.",
     ),
     Option(
         "recompute_gb",
         "--impress-recompute-gb",
         float,
-        "Most CPU memory, in GB, for the KVs of a stored prefix that turns out unreadable and is "
-        "computed again; a request that needs more ends with status 503 (0: all do).",
+        "CPU memory, in GB, for recomputing a stored prefix that turns out to be unreadable. A "
+        "request that needs more ends with status 503. 0: all of them do.",
     ),
     Option(
         "half_life",
         "--impress-half-life",
         float,
-        "Requests after which an access counts half in a chunk's score (0: for ever, as in the "
-        "paper).",
+        "Requests after which an access counts half in a chunk's score. 0: accesses do not age, as "
+        "in the paper.",
     ),
     Option(
         "reorder_interval",
         "--impress-reorder-interval",
         float,
-        "For the policies of the paper that reorder: seconds between reorderings in the background "
-        "(0: only by POST /impress/reorder).",
+        "Policies that reorder: seconds between searches for prefixes worth reordering. 0: only on "
+        "POST /impress/reorder.",
     ),
     Option(
         "reorder_key",
         "--impress-reorder-key",
         str,
-        "What tokens are ordered by, as a moving average: selected (how often the token was "
-        "selected) or importance (its attention column sum, the paper's).",
+        "Moving average by which tokens are reordered. selected: how often a token was selected. "
+        "importance: its attention column sum, as in the paper.",
         REORDER_KEYS,
     ),
     Option(
         "trace_dir",
         "--impress-trace-dir",
         str,
-        "Write a timeline of each request that loads a prefix to this directory, for "
-        "ui.perfetto.dev or python -m impress_sglang.timeline (empty: off).",
+        "Directory for a timeline of each request that loads a prefix, to be opened in "
+        "ui.perfetto.dev. Empty: none is written.",
     ),
 )
 

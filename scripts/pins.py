@@ -1,10 +1,20 @@
-"""Prints a short digest of the project's dependencies, to name an environment that fits them."""
+"""Prints a short digest of the project's dependencies, to name an environment that fits them.
+
+`python scripts/pins.py docs` prints what the extra `docs` needs instead.
+"""
 
 import hashlib
 import json
+import sys
 import tomllib
 from pathlib import Path
 
 project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-pins = [project["dependencies"], project["optional-dependencies"], project["requires-python"]]
-print(hashlib.sha256(json.dumps(pins, sort_keys=True).encode()).hexdigest()[:12])
+extras = project["optional-dependencies"]
+# The site's tools have an environment of their own.
+docs = extras.pop("docs")
+if sys.argv[1:] == ["docs"]:
+    print(*docs, sep="\n")
+else:
+    pins = [project["dependencies"], extras, project["requires-python"]]
+    print(hashlib.sha256(json.dumps(pins, sort_keys=True).encode()).hexdigest()[:12])

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 import impress_sglang
-from impress_sglang.config import OPTIONS, ImpressConfig, Option
+from impress_sglang.integration.request import new_report
+from scripts import options_table
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "impress_sglang"
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "*/README.md", "bench/results/README.md")
+    for path in ROOT.glob(pattern)
+)
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.field)
-def test_readme_has_each_flag_and_its_default(option: Option) -> None:
-    rows = (ROOT / "README.md").read_text().splitlines()
-    (row,) = [row for row in rows if row.startswith(f"| `{option.flag}` |")]
-    default = getattr(ImpressConfig(), option.field)
-    shown = ("off", "on")[default] if isinstance(default, bool) else default
-    cell = row.split("|")[2].strip().strip("`")
-    assert cell == (f"{shown:g}" if isinstance(shown, float) else str(shown) or "none")
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_page_of_options_is_made_from_the_options() -> None:
+    page = options_table.PAGE.read_text()
+    assert page == options_table.page_with_tables(page), (
+        "python -m scripts.options_table --write puts the options into their page"
+    )
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+def test_the_page_of_the_api_has_every_field_of_a_report() -> None:
+    fields = set(new_report("impress", 0))
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert fields <= set(re.findall(r"`(\w+)`", " ".join(rows)))
 
 
 def test_one_version_everywhere() -> None:
@@ -30,10 +51,65 @@ def test_one_version_everywhere() -> None:
     assert impress_sglang.__version__ == project["version"] == released[0]
 
 
-def test_links_between_documents_lead_somewhere() -> None:
-    for document in [ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "patches/README.md"]:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
-            assert (document.parent / target).exists(), f"{document.name}: {target}"
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_links_between_documents_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", document.read_text()):
+        path, _, anchor = target.partition("#")
+        file = document.parent / path if path else document
+        assert file.is_file(), target
+        assert not anchor or anchor in anchors_of(file), target
+
+
+def anchors_of(document: Path) -> set[str]:
+    """What GitHub and the site make of the headings."""
+    headings = re.findall(r"^#+ (.*)", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+def test_the_site_has_every_document() -> None:
+    def pages(item: object) -> Iterator[str]:
+        if isinstance(item, str):
+            yield item
+        else:
+            for inner in item if isinstance(item, list) else item.values():  # type: ignore[attr-defined]
+                yield from pages(inner)
+
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert sorted(pages(nav)) == [name_of(path) for path in DOCUMENTS]
+
+
+def test_the_functions_that_the_walk_passes_exist() -> None:
+    packages = "|".join(path.stem for path in PACKAGE.iterdir() if path.stem[:1] != "_")
+    text = (ROOT / "docs/architecture.md").read_text()
+    names = re.findall(rf"`((?:{packages})\.[\w.]+)`", text)
+    assert [name for name in names if not is_defined(name)] == []
+
+
+def is_defined(name: str) -> bool:
+    """Whether `package.module.Class.function` and the like is there, as it is written."""
+    path, parts = PACKAGE, name.split(".")
+    while parts and (path / parts[0]).is_dir():
+        path = path / parts.pop(0)
+    if not parts:
+        return True
+    path = path / f"{parts.pop(0)}.py"
+    if not path.is_file():
+        return False
+    scope: ast.AST = ast.parse(path.read_text())
+    for part in parts:
+        inner = [node for node in ast.iter_child_nodes(scope) if getattr(node, "name", "") == part]
+        if not inner:
+            return False
+        scope = inner[0]
+    return True
+
+
+def test_who_looks_for_functions_finds_them() -> None:
+    """Guards the test above."""
+    assert is_defined("config.ImpressConfig.from_options")
+    assert is_defined("storage.files")
+    assert not is_defined("config.ImpressConfig.from_nowhere")
+    assert not is_defined("storage.nowhere.FileSystem")
 
 
 def test_the_tests_that_reliability_names_exist() -> None:
