@@ -25,7 +25,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from bench.core.emulation import SlowFileSystem
 from bench.policies.recording import RECORD_VARIABLE, SelectionRecorder
 from impress_sglang.integration.reporting import add_order, give_order
-from impress_sglang.integration.runtime import ServingRuntime
+from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.files import install
 
 _FILES = SlowFileSystem()

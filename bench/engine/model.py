@@ -2,7 +2,7 @@
 
 What a layer costs depends on shapes, not on weights: weights are random, and a few layers may stand
 for all. Rotary embedding is left out (elementwise, far below a hundredth of a layer). A stored
-prefix goes through the core code as in the server (`integration.runtime`, `integration.attention`).
+prefix goes through the core code as in the server (`serving.runtime`, `integration.attention`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from bench.engine.workload import ModelShape, Planter, Question, Request, Worklo
 from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.config import EXACT_BITS, ImpressConfig
 from impress_sglang.management import rewriting
-from impress_sglang.management.estimate import Estimate, Estimator, Work, pairs_of
 from impress_sglang.management.policies import Wish, make_policy
 from impress_sglang.management.readers import AnySource
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.tree import StoredMatch
 from impress_sglang.management.writing import Offer, StoreOutcome
+from impress_sglang.serving.estimate import Estimate, Estimator, Work, pairs_of
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.timeline import ATTENTION, COPY, NO_TIMELINE, STAGES, Timeline

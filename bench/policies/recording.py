@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.management.tree import prefix_digest
+from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.layout import KVShape
 
 RECORD_VARIABLE = "BENCH_RECORD_DIR"
@@ -70,7 +70,7 @@ class SelectionRecorder:
         self._begun = 0
         self._open: dict[str, tuple[Path, RecordedSelection]] = {}
 
-    def selected(self, shape: KVShape, layer: int, request: PrefixRequest, tokens: Tensor) -> None:
+    def selected(self, shape: KVShape, layer: int, request: StoredRequest, tokens: Tensor) -> None:
         """See `SelectionObserver.selected`; the last layer writes the file."""
         if request.k == request.num_tokens:
             return
@@ -90,7 +90,7 @@ class SelectionRecorder:
         return self._directory / f"{self._begun - 1:08d}.npz"
 
 
-def _nothing_selected(shape: KVShape, request: PrefixRequest) -> RecordedSelection:
+def _nothing_selected(shape: KVShape, request: StoredRequest) -> RecordedSelection:
     tokens = request.token_ids.numpy().astype(np.int32)[request.resident_len :]
     size = shape.num_layers, shape.num_lanes, request.num_tokens
     return RecordedSelection(

@@ -13,8 +13,9 @@ import functools
 import logging
 import pkgutil
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -22,7 +23,6 @@ from torch import Tensor
 
 from impress_sglang.config import EXACT_BITS
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
-from impress_sglang.integration.clocks import Clock, Stopwatch, clock_for
 from impress_sglang.integration.judged_backends import BACKENDS, HYBRID, HYBRID_PARTS
 from impress_sglang.integration.recompute import (
     PrefixCapture,
@@ -32,11 +32,12 @@ from impress_sglang.integration.recompute import (
     pass_seconds,
     recompute_prefix,
 )
-from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.row_starts import RowStarts
-from impress_sglang.integration.runtime import ServingRuntime
-from impress_sglang.integration.saving import Save
-from impress_sglang.management.estimate import pairs_of
+from impress_sglang.serving.clocks import Clock, Stopwatch, clock_for
+from impress_sglang.serving.estimate import pairs_of
+from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.runtime import ServingRuntime
+from impress_sglang.serving.saving import Save
 from impress_sglang.timeline import ATTENTION
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
@@ -55,7 +56,7 @@ class _BatchRow:
     """
 
     index: int
-    request: PrefixRequest
+    request: StoredRequest
     new: slice
     loading: Stopwatch
 
@@ -67,6 +68,16 @@ class _Pass:
     new_tokens: int
     pairs: float
     stopwatch: Stopwatch
+
+
+class Passes(Protocol):
+    """Who is told of extend passes: the tree cache."""
+
+    def begin_saves(self, rids: Sequence[str], lengths: Sequence[int]) -> dict[int, Save]:
+        """A pass begins; from its requests and lengths to the writes that go with it."""
+
+    def abort(self, rid: str, reason: str) -> None:
+        """A request of the pass cannot go on."""
 
 
 class PrefixAttention(AttentionBackend):
@@ -83,6 +94,7 @@ class PrefixAttention(AttentionBackend):
     """Whether a subclass notes the time of each request's attention by itself."""
 
     _runtime: ServingRuntime | None
+    _passes: Passes | None
     _capture: PrefixCapture | None
     _recomputing_seconds: float
     _starts: RowStarts
@@ -96,6 +108,7 @@ class PrefixAttention(AttentionBackend):
     def begin_serving(self, model_runner: Any) -> None:
         """Set what this class needs on an object that was made as SGLang's own."""
         self._runtime = None
+        self._passes = None
         self._capture = None
         self._recomputing_seconds = 0.0
         self._rows = []
@@ -106,9 +119,10 @@ class PrefixAttention(AttentionBackend):
         self._starts = RowStarts(model_runner.req_to_token_pool)
         self._clock = clock_for(self._starts.on_device.device)
 
-    def connect(self, runtime: ServingRuntime) -> None:
+    def connect(self, runtime: ServingRuntime, passes: Passes) -> None:
         """Give the backend its requests; until then no row has a stored prefix."""
         self._runtime = runtime
+        self._passes = passes
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Note which requests have a stored prefix, and where their rows start, then plan."""
@@ -149,15 +163,15 @@ class PrefixAttention(AttentionBackend):
         rows = forward_batch.req_pool_indices
         host_rows = forward_batch.req_pool_indices_cpu
         self._starts.set(rows, rows.cpu() if host_rows is None else host_rows, starts)
-        if self._runtime is not None and self._runtime.begin_saves is not None:
-            saves = self._runtime.begin_saves(rids, lengths)
+        if self._passes is not None:
+            saves = self._passes.begin_saves(rids, lengths)
             self._saves = [(save, new[place]) for place, save in saves.items()]
         self._pass = _Pass(new_tokens, pairs, stopwatch)
 
-    def _row(self, index: int, request: PrefixRequest, new: slice) -> _BatchRow:
+    def _row(self, index: int, request: StoredRequest, new: slice) -> _BatchRow:
         """A row whose loading is timed; that is the request's, if this pass loads all of it."""
         loading = self._clock.stopwatch()
-        request.loading = None if request.layers_loaded else loading
+        request.time_loading(loading)
         return _BatchRow(index, request, new, loading)
 
     def forward(
@@ -211,7 +225,7 @@ class PrefixAttention(AttentionBackend):
                 spans.enter_context(row.request.timeline.span(ATTENTION, self._layer))
             output: Tensor = super().forward(*arguments, **keywords)
         for row in rows:
-            row.request.attention_ms += (time.perf_counter() - began) * 1e3
+            row.request.note_attention(time.perf_counter() - began)
         return output
 
     def _note_pass(self, runtime: ServingRuntime) -> None:
@@ -248,7 +262,9 @@ class PrefixAttention(AttentionBackend):
             reason = self._try_to_load(row, q, new_keys, layer, slots, can_compute=k is not None)
             if reason is None:
                 return
-            self._runtime.fail(request, reason)
+            assert self._passes is not None
+            self._runtime.fail(request)
+            self._passes.abort(request.rid, reason)
         if not request.uses:
             # The row goes through the rest of the pass, and must not bring NaN into it. Shared
             # slots have numbers, and may be read by others.
@@ -299,7 +315,7 @@ class PrefixAttention(AttentionBackend):
             self._runtime.load_layer(layer.layer_id, request, inputs, slots)
             return None
         except PrefixUnreadable as error:
-            self._runtime.discard_source(request, error)
+            self._runtime.give_up_reading(request, error)
         if not can_compute:
             return "this server keeps no new keys outside its pool, which computing it again needs"
         shortage = self._recompute(request, q.device)
@@ -307,7 +323,7 @@ class PrefixAttention(AttentionBackend):
             self._runtime.load_layer(layer.layer_id, request, inputs, slots)
         return shortage
 
-    def _recompute(self, request: PrefixRequest, device: torch.device) -> str | None:
+    def _recompute(self, request: StoredRequest, device: torch.device) -> str | None:
         """Compute the KVs of an unreadable source here; returns why that cannot be."""
         assert self._runtime is not None
         shape, num_tokens = self._runtime.shape, request.num_tokens
@@ -321,7 +337,7 @@ class PrefixAttention(AttentionBackend):
         try:
             if not recompute_prefix(model, request, device, block_tokens(), deadline):
                 return "computing it again takes too long"
-            request.source = self._capture.source(request.layers_loaded)
+            self._runtime.load_computed(request, self._capture.source(request.layers_loaded))
         finally:
             self._capture = None
             self._recomputing_seconds += time.monotonic() - began

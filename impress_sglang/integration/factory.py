@@ -16,9 +16,9 @@ from impress_sglang.integration.attention import PrefixAttention
 from impress_sglang.integration.guards import check_options, check_parts, identity_of_options
 from impress_sglang.integration.layers import check_layers
 from impress_sglang.integration.radix_cache import ImpressRadixCache
-from impress_sglang.integration.runtime import ServingRuntime
 from impress_sglang.management.identity import model_identity, weights_digest
 from impress_sglang.management.policies import Policy, Wish, make_policy
+from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.warm_up import warm_up
 
@@ -77,9 +77,19 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
         rule = policy.identification_rule() if selects else None
         warm_up(shape, rule, config.chunk_tokens, device)
     hidden_size = runner.model_config.hidden_size
-    runtime = ServingRuntime(config, shape, identify(), device, hidden_size)
-    backend.connect(runtime)
-    return ImpressRadixCache(context.params, runtime, identify, runner.forward_stream)
+    params = context.params
+    runtime = ServingRuntime(
+        config,
+        shape,
+        identify(),
+        device,
+        hidden_size,
+        free=lambda slots: params.token_to_kv_pool_allocator.free(slots),
+        page_size=params.page_size,
+    )
+    cache = ImpressRadixCache(params, runtime, identify, runner.forward_stream)
+    backend.connect(runtime, cache)
+    return cache
 
 
 def kv_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:

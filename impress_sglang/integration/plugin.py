@@ -182,7 +182,7 @@ def _before_verify(sampling_params: Any, *_: Any, **__: Any) -> None:
     from sglang.srt.runtime_context import get_server_args
 
     from impress_sglang.integration.guards import parts_refusal
-    from impress_sglang.integration.request import check_custom_params
+    from impress_sglang.serving.custom_params import check_custom_params
 
     # Not every process that has sampling parameters is one of a server.
     if sampling_params.custom_params:

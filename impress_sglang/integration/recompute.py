@@ -33,7 +33,7 @@ from sglang.srt.runtime_context import get_device, get_schedule
 from torch import Tensor
 
 from impress_sglang.attention.tiled import tiled_attention, tiles_of
-from impress_sglang.integration.request import PrefixRequest
+from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.tiers.host_memory import available_bytes
 from impress_sglang.transfer.memory import MemorySource
@@ -161,7 +161,7 @@ def pass_seconds() -> float:
 
 
 def recompute_prefix(
-    model: Any, request: PrefixRequest, device: torch.device, size: int, deadline: float
+    model: Any, request: StoredRequest, device: torch.device, size: int, deadline: float
 ) -> bool:
     """Run SGLang's model over the stored part of a prefix, in blocks of `size` tokens.
 

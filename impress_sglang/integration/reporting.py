@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from impress_sglang.integration.radix_cache import REPORT_KEY, ImpressRadixCache
-from impress_sglang.integration.runtime import ServingRuntime
+from impress_sglang.serving.runtime import ServingRuntime
 
 STATS_ROUTE = "/impress/stats"
 REORDER_ROUTE = "/impress/reorder"
@@ -17,7 +17,7 @@ Order = Callable[[ServingRuntime, float], None]
 
 
 def _reorder(runtime: ServingRuntime, _: float) -> None:
-    if (store := runtime.opened) is not None:
+    if (store := runtime.served.opened) is not None:
         store.reorder()
         store.poll()
 

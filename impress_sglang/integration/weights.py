@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from impress_sglang.integration.runtime import ServingRuntime
+from impress_sglang.serving.served_store import ServedStore
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,9 @@ _READING_METHODS = ("save_remote_model", "save_sharded_model")
 class WeightWatch:
     """Says when the store is set aside, and when it is used again."""
 
-    def __init__(self, runtime: ServingRuntime, identify: Callable[[], str]) -> None:
+    def __init__(self, served: ServedStore, identify: Callable[[], str]) -> None:
         """`identify` names the weights as they are."""
-        self._runtime = runtime
+        self._served = served
         self._identify = identify
         self._changing = False
         self._untouched = False
@@ -38,7 +38,7 @@ class WeightWatch:
     def begin(self, cause: str) -> None:
         """Weights may change from here on; no pass is under way, and no write."""
         self._changing = True
-        self._untouched = self._runtime.aside is None
+        self._untouched = self._served.aside is None
         self._suspend(cause)
 
     def end(self, *, settled: bool, empty: bool) -> None:
@@ -60,9 +60,9 @@ class WeightWatch:
 
     def _use_again(self, *, empty: bool) -> None:
         """Use the store of the weights as they are, if KVs in the pool are of the same."""
-        runtime = self._runtime
+        served = self._served
         # One that could not be opened is opened again.
-        runtime.take_over()
+        served.take_over()
         try:
             identity = self._identify()
         except Exception:
@@ -70,16 +70,16 @@ class WeightWatch:
             logger.exception("these weights have no identity; the next flush tries again")
             self._suspend("no identity")
             return
-        if identity != runtime.identity:
+        if identity != served.identity:
             if not empty:
                 return
-            runtime.reopen(identity)
-        runtime.use_again()
+            served.reopen(identity)
+        served.use_again()
 
     def _suspend(self, cause: str) -> None:
-        if self._runtime.aside is None:
+        if self._served.aside is None:
             logger.info("the store is set aside (%s) until the pool has no KVs of before", cause)
-            self._runtime.aside = cause
+            self._served.aside = cause
 
 
 def around_handler(original: Callable[..., Any], owner: Any, request: Any) -> Any:

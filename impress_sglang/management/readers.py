@@ -20,7 +20,7 @@ import numpy as np
 
 from impress_sglang.errors import ChunkUnreadable, PrefixUnreadable, StoreUnavailable
 from impress_sglang.importance.history import TokenHistory
-from impress_sglang.management.estimate import CodedBytes, StoredBytes
+from impress_sglang.management.expected_bytes import CodedBytes, StoredBytes
 from impress_sglang.management.reorder import expected_shares
 from impress_sglang.management.tree import StoredSegment, StoredSpan
 from impress_sglang.precision.codec import NUM_PLANES

@@ -25,7 +25,7 @@ from impress_sglang.errors import (
     StoreUnavailable,
 )
 from impress_sglang.management.disk import StoreDisk
-from impress_sglang.management.estimate import CodedBytes, StoredBytes
+from impress_sglang.management.expected_bytes import CodedBytes, StoredBytes
 from impress_sglang.management.keeper import Verdict
 from impress_sglang.management.looks import SecondLooks
 from impress_sglang.management.memory import StoreMemory

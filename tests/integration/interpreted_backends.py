@@ -37,7 +37,7 @@ from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.config import EXACT_BITS
 from impress_sglang.integration.attention import adopt_backend
 from impress_sglang.integration.paged import keep_host_rows
-from impress_sglang.integration.request import PrefixRequest
+from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
@@ -51,8 +51,7 @@ class Store:
     """Stands in for `ServingRuntime`: each layer of a request has random KVs of its own."""
 
     def __init__(self) -> None:
-        self.live: dict[str, PrefixRequest] = {}
-        self.begin_saves = None
+        self.live: dict[str, StoredRequest] = {}
         self.shape = SimpleNamespace(num_layers=LAYERS)
         self.estimator = SimpleNamespace(note_forward=self._note)
         self.passes: list[tuple[int, float]] = []
@@ -60,15 +59,18 @@ class Store:
         self.inputs: dict[str, LayerInputs] = {}
 
     def load_layer(
-        self, layer: int, request: PrefixRequest, inputs: LayerInputs, slots: LayerSlots
+        self, layer: int, request: StoredRequest, inputs: LayerInputs, slots: LayerSlots
     ) -> None:
         self.loaded.append((request.rid, layer))
         self.inputs[request.rid] = inputs
         for own in (slots.keys, slots.values):
             own.put(torch.randn(request.k, KV_HEADS, DIM))
 
-    def finish_layer(self, request: PrefixRequest) -> None:
-        request.layers_loaded += 1
+    def finish_layer(self, request: StoredRequest) -> None:
+        request.end_layer()
+
+    def begin_saves(self, rids: Any, lengths: Any) -> dict[int, Any]:
+        return {}
 
     def _note(self, new_tokens: int, pairs: float, seconds: float) -> None:
         assert seconds > 0
@@ -93,7 +95,7 @@ class Row:
             self.zeros = m - k
             own = world.take(k)
             slots += own
-            world.store.live[self.rid] = PrefixRequest(
+            world.store.live[self.rid] = StoredRequest(
                 rid=self.rid,
                 token_ids=torch.zeros(known + m, dtype=torch.int64),
                 resident_slots=torch.tensor(resident, dtype=torch.int64),
@@ -101,7 +103,7 @@ class Row:
                 num_tokens=m,
                 bits=EXACT_BITS,
                 quality=Quality(1, k / m) if k < m else EXACT,
-                source=None,
+                loading=None,
                 report={},
             )
         # Nobody may see what stands in the sink slot.
@@ -189,7 +191,7 @@ class World:
 
     def adopted(self, backend: Any) -> Any:
         adopt_backend(backend, self.runner)
-        backend.connect(self.store)
+        backend.connect(self.store, self.store)
         return backend
 
     def extend(self, rows: Sequence[tuple[Row, int]]) -> Any:

@@ -26,19 +26,20 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 from impress_sglang.config import EXACT_BITS, ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.integration import clocks
 from impress_sglang.integration.attention import PrefixAttention, adopt_backend
-from impress_sglang.integration.clocks import Clock, HostEvent, clock_for
 from impress_sglang.integration.judged_backends import BACKENDS, SINK_ROWS
 from impress_sglang.integration.paged import PagedPrefixAttention, _host_rows
 from impress_sglang.integration.plugin import _after_batch
-from impress_sglang.integration.pool import reading_stream
-from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.integration.row_starts import RowStarts
-from impress_sglang.integration.runtime import ServingRuntime
-from impress_sglang.management.estimate import Estimator, Work, pairs_of
 from impress_sglang.management.policies import Wish
 from impress_sglang.management.tree import StoredMatch
+from impress_sglang.serving import clocks
+from impress_sglang.serving.clocks import Clock, HostEvent, clock_for
+from impress_sglang.serving.estimate import Estimator, Work, pairs_of
+from impress_sglang.serving.pool_reader import reading_stream
+from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.runtime import ServingRuntime
+from impress_sglang.storage.quality import Quality
 from tests.unit.kv_factory import IDENTITY, make_shape
 from tests.unit.store_factory import DEFAULTS
 
@@ -346,12 +347,13 @@ class Serving(PrefixAttention, Stock):
     def __init__(self, device: Device, clock: Clock, runtime: ServingRuntime) -> None:
         pool = ReqToTokenPool(7, 512, "cpu", enable_memory_saver=False)
         self.begin_serving(SimpleNamespace(req_to_token_pool=pool))
-        self.connect(runtime)
+        self.connect(runtime, SimpleNamespace(begin_saves=lambda rids, lengths: {}))
         self.device = device
         self._clock, runtime._clock = clock, Clock(clock._new_event)
         self.on_host = clock._new_event is HostEvent
         self.runtime = runtime
         self.notes = runtime.estimator = Notes()
+        runtime.admission._clock, runtime.admission._estimator = runtime._clock, self.notes
         self.milliseconds: dict[str, float] = {}
         self.recomputed = ""
         self.fails_at = -1
@@ -363,12 +365,12 @@ class Serving(PrefixAttention, Stock):
         self.device.launch(self.milliseconds[row.request.rid])
         row.request.recomputed |= row.request.rid == self.recomputed
 
-    def admit(self, rid: str, m: int, k: int, new: int, loading: float) -> PrefixRequest:
+    def admit(self, rid: str, m: int, k: int, new: int, loading: float) -> StoredRequest:
         """A request with a stored prefix, each of whose layers takes so many milliseconds."""
         nothing = torch.zeros(0, dtype=torch.int64)
         slots = torch.arange(k)
-        request = PrefixRequest(
-            rid, nothing, nothing, slots, m, EXACT_BITS, k < m, None, {}, new_tokens=new
+        request = StoredRequest(
+            rid, nothing, nothing, slots, m, EXACT_BITS, Quality(1, k / m), None, {}, new_tokens=new
         )
         self.runtime.live[rid] = request
         self.milliseconds[rid] = loading
@@ -416,7 +418,7 @@ class Serving(PrefixAttention, Stock):
 def serving(clock: Clock, device: Device, tmp_path: Path) -> Iterator[Serving]:
     config = ImpressConfig(ssd_dir=str(tmp_path), **(DEFAULTS | {"policy": "impress"}))
     shape, cpu = make_shape(layers=LAYERS), torch.device("cpu")
-    runtime = ServingRuntime(config, shape, IDENTITY, cpu, hidden_size=64)
+    runtime = ServingRuntime(config, shape, IDENTITY, cpu, hidden_size=64, free=lambda slots: None)
     yield Serving(device, clock, runtime)
     runtime.close()
 
@@ -493,7 +495,7 @@ def test_estimates_count_what_the_device_has_passed(serving: Serving, device: De
     serving.extend(("request", 100, 70))
     assert serving.on_host or not serving.notes.loads
     device.catch_up()
-    serving.runtime.decide(StoredMatch(), Work(0, 0, 70), Wish(0.25))
+    serving.runtime.admission.decide(StoredMatch(), Work(0, 0, 70), Wish(0.25))
     assert serving.notes.loads == [(Work(0, 30, 70), LAYERS * 3.0, False)]
 
 

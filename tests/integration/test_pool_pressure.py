@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from impress_sglang.integration.saving import Save
+from impress_sglang.serving.saving import Save
 from impress_sglang.storage.quality import EXACT
 from tests.integration.test_weights import SHAPE, TOKENS, World
 
@@ -37,7 +37,7 @@ def _all_tokens(world: World) -> int:
 def _computed(world: World, rid: str, first: int) -> tuple[Save, Any]:
     """A prompt is computed and resident, its request has ended, and its write hangs."""
     save = world.prefill(rid, first)
-    req = world.cache._requests[rid]
+    req = world.cache._known[rid].req
     req.kv = SimpleNamespace(
         req_pool_idx=req.kv.req_pool_idx,
         cache_protected_len=0,
@@ -92,9 +92,9 @@ def test_no_more_writes_are_given_up_than_are_in_the_way(world: World) -> None:
         extra_key=None,
         cache_salt=None,
     )
-    assert world.cache._offer(req, held, 0, EXACT)
+    assert world.cache._saves._offer(req, held, 0, EXACT)
     held.held = True
-    world.cache._held_tokens += TOKENS
+    world.cache._saves.held_tokens += TOKENS
     assert _all_tokens(world) == TOKENS * 4
 
     assert world.cache.evict(EvictParams(num_tokens=TOKENS)).num_tokens_evicted == TOKENS
@@ -115,5 +115,5 @@ def test_the_write_of_a_pass_under_way_is_not_given_up(world: World) -> None:
     world.runtime.store.drain()
     assert world.stored(1000) == 0 and world.stored(2000) == TOKENS
     # Its request ends.
-    world.cache._saves.clear()
+    world.cache._saves._begun.clear()
     world.allocator.free(running.slots)

@@ -22,11 +22,11 @@ def world(tmp_path: Path) -> Iterator[World]:
     world = World(tmp_path)
     world.prefill("stored", 1000).open(SHAPE.num_layers)
     world.runtime.store.drain()
-    del world.cache._saves["stored"]
+    del world.cache._saves._begun["stored"]
     world.flush()
     world.runtime.store.ahead.set_waste(0.2)
     yield world
-    world.cache._drop_matches()
+    world.cache._drop_plans()
     world.cache.check_integrity()
     world.runtime.close()
 
@@ -42,7 +42,7 @@ def _asks_for_log_probabilities(start: int) -> Req:
 def test_only_what_can_be_matched_is_read(world: World, start: int, is_read: bool) -> None:
     """Tokens whose log-probabilities are asked for are computed, wherever they are stored."""
     world.cache.prefetch(_asks_for_log_probabilities(start))
-    assert ("r" in world.cache._prefetches) is is_read
+    assert ("r" in world.runtime.prefetches) is is_read
 
 
 @pytest.mark.parametrize("refusal", [None, "a reason"])
@@ -65,4 +65,4 @@ def test_what_is_against_a_request_is_asked_once(
     assert req.customized_info["impress"][0]["not_served"] == refusal
     assert asked == ["r"]
     world.cache.prefetch(req)
-    assert ("r" in world.cache._prefetches) == (refusal is None)
+    assert ("r" in world.runtime.prefetches) == (refusal is None)

@@ -35,9 +35,12 @@ from impress_sglang.integration.recompute import (
     is_out_of_memory,
     recompute_prefix,
 )
-from impress_sglang.integration.request import PrefixRequest
-from impress_sglang.integration.runtime import RequestTotals, ServingRuntime
+from impress_sglang.serving.loading import RecomputedLoading
+from impress_sglang.serving.report import RequestTotals
+from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.timeline import NO_TIMELINE
 from tests.unit.kv_factory import IDENTITY, make_shape
 from tests.unit.store_factory import DEFAULTS
@@ -47,12 +50,13 @@ HIDDEN = 24
 
 def request_of(
     tokens: Tensor, resident: int, slots: Tensor | None = None, rid: str = "r"
-) -> PrefixRequest:
+) -> StoredRequest:
     """A request whose prefix of these tokens is resident up to `resident`, and stored after it."""
     m = len(tokens) - resident
     slots = torch.arange(100, 100 + m) if slots is None else slots
-    resident_slots, approximate = torch.arange(1, 1 + resident), len(slots) < m
-    return PrefixRequest(rid, tokens, resident_slots, slots, m, EXACT_BITS, approximate, None, {})
+    resident_slots = torch.arange(1, 1 + resident)
+    quality = EXACT if len(slots) == m else Quality(1, len(slots) / m)
+    return StoredRequest(rid, tokens, resident_slots, slots, m, EXACT_BITS, quality, None, {})
 
 
 class Pool:
@@ -312,19 +316,19 @@ class Stock(AttentionBackend):
 class Backend(PrefixAttention, Stock):
     """Of one pass over all layers, with a model behind it that it may run again."""
 
-    def __init__(self, runtime: ServingRuntime, model: Model, pool: Pool) -> None:
+    def __init__(self, runtime: ServingRuntime, model: Model, pool: Pool, aborted: Any) -> None:
         table = torch.zeros(8, 512, dtype=torch.int32)
         rows = SimpleNamespace(req_to_token=table)
         self.begin_serving(
             SimpleNamespace(req_to_token_pool=rows, token_to_kv_pool=pool, model=model)
         )
-        self.connect(runtime)
+        self.connect(runtime, SimpleNamespace(abort=aborted))
         model.attend = lambda q, k, v, layer: self.forward(q, k, v, layer, None)
 
     def extend(
         self,
         runtime: ServingRuntime,
-        requests: list[PrefixRequest],
+        requests: list[StoredRequest],
         *,
         keys_in_pool: bool = False,
     ) -> None:
@@ -354,15 +358,16 @@ class Serving:
 
     def request(
         self, rid: str, m: int, broken_at: int = 1, k: int | None = None
-    ) -> tuple[PrefixRequest, Tensor]:
+    ) -> tuple[StoredRequest, Tensor]:
         first = 100 * (1 + len(self.runtime.live))
         tokens = torch.randint(0, 50, (m,), generator=torch.Generator().manual_seed(m))
         request = request_of(tokens, 0, torch.arange(first, first + (k or m)), rid)
-        request.source = Unreadable(m, broken_at, 3.0)  # type: ignore[assignment]
+        source: Any = Unreadable(m, broken_at, 3.0)
+        request.loading = RecomputedLoading(self.runtime._loaders.exact, source)
         self.runtime.live[rid] = request
         return request, tokens
 
-    def kvs_in(self, request: PrefixRequest, layer: int) -> tuple[Tensor, Tensor]:
+    def kvs_in(self, request: StoredRequest, layer: int) -> tuple[Tensor, Tensor]:
         slots = request.slots
         return self.pool.keys[layer][slots], self.pool.values[layer][slots]
 
@@ -375,16 +380,18 @@ def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving
     each = 3 * shape.num_kv_heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
     own = DEFAULTS | {"policy": "impress", "recompute_gb": 60 * each / 1e9}
     config = ImpressConfig(ssd_dir=str(tmp_path), **own)
-    runtime = ServingRuntime(config, shape, IDENTITY, torch.device("cpu"), hidden_size=HIDDEN)
+    runtime = ServingRuntime(
+        config, shape, IDENTITY, torch.device("cpu"), hidden_size=HIDDEN, free=lambda slots: None
+    )
     aborted: list[tuple[str, str]] = []
-    runtime.abort = lambda rid, message: aborted.append((rid, message))
     model, pool = Model(shape), Pool(shape, 512)
-    yield Serving(runtime, model, pool, Backend(runtime, model, pool), aborted)
+    backend = Backend(runtime, model, pool, lambda rid, why: aborted.append((rid, why)))
+    yield Serving(runtime, model, pool, backend, aborted)
     runtime.live.clear()
     runtime.close()
 
 
-def assert_computed(serving: Serving, request: PrefixRequest, tokens: Tensor, since: int) -> None:
+def assert_computed(serving: Serving, request: StoredRequest, tokens: Tensor, since: int) -> None:
     attend = serving.model.attend
     expected = serving.model.kvs(tokens)
     serving.model.attend = attend
@@ -396,7 +403,7 @@ def assert_computed(serving: Serving, request: PrefixRequest, tokens: Tensor, si
                 assert torch.allclose(found, want, rtol=1e-4, atol=1e-5)
 
 
-def assert_zeros(serving: Serving, request: PrefixRequest, since: int) -> None:
+def assert_zeros(serving: Serving, request: StoredRequest, since: int) -> None:
     for layer in range(since, 3):
         for found in serving.kvs_in(request, layer):
             assert not found.any()
@@ -408,7 +415,7 @@ def test_two_requests_that_break_in_the_same_layer_and_one_later(serving: Servin
     serving.backend.extend(serving.runtime, [request for request, _ in requests])
 
     for since, (request, tokens) in zip((1, 1, 2), requests, strict=True):
-        assert request.recomputed and not request.failed and request.source is None
+        assert request.recomputed and not request.failed and request.loading is None
         assert request.layers_loaded == 3
         assert_computed(serving, request, tokens, since)
     assert serving.aborted == [] and serving.backend._capture is None
@@ -444,10 +451,10 @@ def test_one_without_room_fails_alone(serving: Serving) -> None:
 
     serving.backend.extend(serving.runtime, [large, small])
 
-    assert large.failed and large.source is None and large.layers_loaded == 3
+    assert large.failed and large.loading is None and large.layers_loaded == 3
     assert_zeros(serving, large, 1)
     ((rid, message),) = serving.aborted
-    assert rid == "large" and "--impress-recompute-gb" in message and "again" in message
+    assert rid == "large" and "--impress-recompute-gb" in message
     assert not small.failed
     assert_computed(serving, small, tokens, 1)
     assert bool((serving.pool.keys[1][:100] == 7.0).all()), "other slots are as they were"
@@ -478,7 +485,7 @@ def test_memory_that_runs_out_fails_one_request(
     monkeypatch.undo()
 
     assert [rid for rid, _ in serving.aborted] == ["first"]
-    assert first.failed and first.source is None
+    assert first.failed and first.loading is None
     assert_zeros(serving, first, 1)
     assert serving.backend._capture is None
     assert not second.failed
@@ -503,7 +510,7 @@ def test_memory_that_runs_out_while_loading_fails_one_request(serving: Serving) 
     def run_out(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    first.source.read = run_out  # type: ignore[union-attr, method-assign]
+    first.loading.load = run_out  # type: ignore[union-attr, method-assign]
     serving.backend.extend(serving.runtime, [first, second])
 
     assert [rid for rid, _ in serving.aborted] == ["first"]

@@ -57,7 +57,7 @@ def world(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> It
     assert watchdog.is_alive(), "the scheduler's thread waited for the disk"
     watchdog.cancel()
     faults.clear()
-    for save in world.cache._saves.values():
+    for save in world.cache._saves._begun.values():
         save.abandon()
     world.cache.check_integrity()
     world.runtime.close()
@@ -77,7 +77,7 @@ def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults)
     faults.add(hang(NEW))
     assert world.call("update_weights_from_disk").success
     wait_until(lambda: faults.hits)
-    assert world.runtime.suspended == "opening"
+    assert world.runtime.served.suspended == "opening"
     summary = world.cache.summary()
     assert (summary["suspended"], summary["integrity"]) == ("opening", "ok")
     assert summary["store"] is summary["cache"] is summary["reorder"] is None
@@ -89,14 +89,14 @@ def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults)
     scheduler = SimpleNamespace(tree_cache=world.cache)
     take_order(lambda *_: None, scheduler, SimpleNamespace(server_args={REORDER_ORDER: 1}))
     for _ in range(2):
-        assert world.flush() and world.runtime.suspended == "opening"
+        assert world.flush() and world.runtime.served.suspended == "opening"
     # What is computed meanwhile is of the same weights.
     slots = world.allocator.alloc(3)
     assert slots is not None
 
     faults.clear()
 
-    assert world.used() and world.runtime.identity == NEW and world.stored(1000) == 0
+    assert world.used() and world.runtime.served.identity == NEW and world.stored(1000) == 0
     world.allocator.free(slots)
     world.prefill("saved", 5).open(SHAPE.num_layers)
     world.runtime.store.drain()
@@ -107,9 +107,9 @@ def test_a_disk_that_hangs_while_a_store_is_closed(world: World, faults: Faults)
     faults.add(hang(OLD, "close|sql.*"))
     assert world.call("update_weights_from_disk").success
     wait_until(lambda: faults.hits)
-    assert world.runtime.suspended == "opening"
+    assert world.runtime.served.suspended == "opening"
     faults.clear()
-    assert world.used() and world.runtime.identity == NEW and opens(world, OLD)
+    assert world.used() and world.runtime.served.identity == NEW and opens(world, OLD)
 
 
 def test_weights_that_change_while_a_store_is_opened(world: World, faults: Faults) -> None:
@@ -119,7 +119,7 @@ def test_weights_that_change_while_a_store_is_opened(world: World, faults: Fault
     wait_until(lambda: faults.hits)
     assert world.call("update_weights_from_disk", model_path=OTHER).success
     assert world.call("update_weights_from_disk", model_path=OLD).success
-    assert world.runtime.suspended == "opening" and world.runtime.identity == OLD
+    assert world.runtime.served.suspended == "opening" and world.runtime.served.identity == OLD
 
     faults.clear()
 
@@ -136,11 +136,14 @@ def test_weights_that_change_without_a_flush_while_a_store_is_opened(
     assert world.call("update_weights_from_disk").success
     world.allocator.alloc(3)
     assert world.call("update_weights_from_disk", model_path=OTHER, flush_cache=False).success
-    assert world.runtime.suspended == "update_weights_from_disk"
+    assert world.runtime.served.suspended == "update_weights_from_disk"
     faults.clear()
     wait_until(lambda: world.cache.summary()["store"] is not None)
-    assert world.runtime.suspended == "update_weights_from_disk" and not world.runtime.uses_store
-    assert world.flush() and world.used() and world.runtime.identity == OTHER
+    assert (
+        world.runtime.served.suspended == "update_weights_from_disk"
+        and not world.runtime.served.in_use
+    )
+    assert world.flush() and world.used() and world.runtime.served.identity == OTHER
     assert opens(world, NEW)
 
 
@@ -152,9 +155,9 @@ def test_an_update_that_changes_nothing_while_a_store_is_opened(
     assert world.call("update_weights_from_disk").success
     world.allocator.alloc(3)
     assert not world.call("update_weights_from_disk", model_path="missing").success
-    assert world.runtime.suspended == "opening"
+    assert world.runtime.served.suspended == "opening"
     faults.clear()
-    assert world.used() and world.runtime.identity == NEW
+    assert world.used() and world.runtime.served.identity == NEW
 
 
 @pytest.mark.parametrize("fault", ["EIO", "raise"])
@@ -166,10 +169,10 @@ def test_a_disk_that_fails_while_a_store_is_opened(
     # After the folder was locked, and threads were begun.
     with faults.injected(Rule(fault, "free_bytes", f"*/{NEW}*")):
         assert world.call("update_weights_from_disk").success
-        assert not world.used() and world.runtime.suspended == "not opened"
+        assert not world.used() and world.runtime.served.suspended == "not opened"
     assert caplog.text.count("cannot be opened; the next flush tries again") == 1
     assert not set(threading.enumerate()) - before, "threads of the attempt are left"
-    assert world.flush() and world.used() and world.runtime.identity == NEW
+    assert world.flush() and world.used() and world.runtime.served.identity == NEW
 
 
 def test_a_store_that_cannot_be_put_together(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +182,8 @@ def test_a_store_that_cannot_be_put_together(world: World, monkeypatch: pytest.M
     with monkeypatch.context() as patched:
         patched.setattr(store_module, "ChunkReader", refuse)
         assert world.call("update_weights_from_disk").success
-        assert not world.used() and world.runtime.suspended == "not opened"
-    assert world.flush() and world.used() and world.runtime.identity == NEW
+        assert not world.used() and world.runtime.served.suspended == "not opened"
+    assert world.flush() and world.used() and world.runtime.served.identity == NEW
 
 
 def test_the_next_store_has_the_memory_of_the_last(
@@ -192,13 +195,13 @@ def test_the_next_store_has_the_memory_of_the_last(
         raise AssertionError("memory was allocated again")
 
     before = world.runtime.store.cache
-    slabs, pool = before._slabs, world.runtime._memory.pool
+    slabs, pool = before._slabs, world.runtime.served._memory.pool
     ids = attach(before, SegmentLayout(SHAPE, 8, 16, 4096))
     before.access(np.array([ids]), np.ones(1))
     monkeypatch.setattr(StoreMemory, "allocate", refuse)
     assert world.call("update_weights_from_disk").success and world.used()
     after = world.runtime.store.cache
-    assert after._slabs is slabs and world.runtime._memory.pool is pool
+    assert after._slabs is slabs and world.runtime.served._memory.pool is pool
     assert after.summary()["device"]["chunks"] == after.summary()["host"]["chunks"] == 0
     assert not before._slabs, "the old store could still read them"
 

@@ -18,10 +18,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.config import AUTO
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.integration.request import PrefixRequest, wish_of
-from impress_sglang.management.estimate import Work
+from impress_sglang.integration.radix_cache import _Known
+from impress_sglang.serving.custom_params import wish_of
+from impress_sglang.serving.estimate import Work
+from impress_sglang.serving.loading import SelectiveLoading, SharedLoading
+from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.quality import Quality
-from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
 from tests.integration import test_weights
@@ -56,13 +58,13 @@ class CodedWorld(World):
         req.prefix_len = match.device_prefix_len
         return req
 
-    def admit(self, req: Any) -> PrefixRequest | None:
+    def admit(self, req: Any) -> StoredRequest | None:
         loaded = self.cache.init_load_back(
             InitLoadBackParams(best_match_node=None, host_hit_length=req.host_hit_length, req=req)
         )
         return None if loaded is None else self.runtime.live[req.rid]
 
-    def load(self, request: PrefixRequest, layer: int) -> None:
+    def load(self, request: StoredRequest, layer: int) -> None:
         pool = self.pool.get_key_buffer(layer)
         inputs = LayerInputs(
             torch.randn(4, SHAPE.num_query_heads, SHAPE.key_dim),
@@ -74,12 +76,10 @@ class CodedWorld(World):
         self.runtime.load_layer(layer, request, inputs, slots)
         self.runtime.finish_layer(request)
 
-    def end(self, request: PrefixRequest) -> None:
+    def end(self, request: StoredRequest) -> None:
         """As `on_release` does."""
         self.cache._forget(request.rid)
-        del self.runtime.live[request.rid]
-        self.runtime.release_source(request)
-        self.cache._residents.leave(request.uses)
+        self.runtime.release(request.rid)
         if not request.uses:
             self.cache._private_tokens -= request.k
             self.allocator.free(request.slots)
@@ -99,7 +99,7 @@ class CodedWorld(World):
         req = Req(rid, "", tokens, SamplingParams())
         req.full_untruncated_fill_ids = tokens
         req.kv = SimpleNamespace(req_pool_idx=row)
-        self.cache._requests[rid] = req
+        self.cache._note(req)
         return [rid], [length]
 
     @property
@@ -121,7 +121,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_size: int) -> It
     yield world
     for rid in list(world.runtime.live):
         world.end(world.runtime.live[rid])
-    world.cache._drop_matches()
+    world.cache._drop_plans()
     world.cache.check_integrity()
     cache = world.cache
     held = world.allocator.available_size() + cache.evictable_size() + cache.protected_size()
@@ -150,18 +150,17 @@ def test_nobody_joins_what_ran_out_of_memory(
     assert first is not None and second is not None
     for request in (first, second):
         world.load(request, 0)
-    writer = world.runtime._precise._writer
+    writer = world.runtime._loaders.precise._writer
 
     def fails(*_: Any) -> None:
         raise MemoryError("out of memory")
 
-    world.runtime.abort = lambda rid, message: None
     with monkeypatch.context() as patch:
         patch.setattr(type(writer), where, fails)
         with pytest.raises(MemoryError):
             world.load(first, 1)
     # As `attention._load_layer` does.
-    world.runtime.fail(first, "out of memory")
+    world.runtime.fail(first)
     world.runtime.finish_layer(first)
     # What is in the slots now is not what the levels say: another must not attend to it.
     with pytest.raises(PrefixUnreadable):
@@ -181,8 +180,7 @@ def test_who_comes_after_one_that_ran_out_of_memory(
     first = world.admit(world.ask("first"))
     assert first is not None
     world.load(first, 0)
-    world.runtime.abort = lambda rid, message: None
-    world.runtime.fail(first, "out of memory")
+    world.runtime.fail(first)
     second = world.admit(world.ask("second"))
     assert second is not None
     for layer in range(SHAPE.num_layers):
@@ -194,10 +192,10 @@ def test_a_taken_prefetch_leaves_none_behind(world: CodedWorld) -> None:
     long, short = world.ask("long"), world.ask("short", 40)
     world.cache.prefetch(long)
     world.cache.prefetch(short)
-    assert set(world.cache._prefetches) == {"long", "short"}
+    assert set(world.runtime.prefetches._waiting) == {"long", "short"}
     short_again = world.ask("long", 40)
     assert world.admit(short_again) is not None
-    assert "long" not in world.cache._prefetches
+    assert "long" not in world.runtime.prefetches
 
 
 def test_a_prefix_that_is_used_in_codes_is_the_last_to_be_removed(world: CodedWorld) -> None:
@@ -220,14 +218,14 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: CodedWorld) -> None:
     request = world.admit(req)
     assert request is not None and req.host_hit_length == TOKENS // 4
     assert request.k == TOKENS // 4 and request.start == TOKENS - TOKENS // 4
-    assert not request.uses and isinstance(request.source, CodedSource)
+    assert not request.uses and isinstance(request.loading, SelectiveLoading)
     assert world.cache._private_tokens == TOKENS // 4
     assert request.quality == Quality(1, 0.25, 5.0)
     assert request.report["used_tokens"] == request.report["loaded_tokens"] == TOKENS // 4
     assert request.report["shared_tokens"] == 0 and request.report["bits"] == 5.0
     for layer in range(SHAPE.num_layers):
         world.load(request, layer)
-    assert request.source is None and request.restored is None, "given back after the last layer"
+    assert request.loading is None, "given back after the last layer"
     assert request.stats.layers_by_probe == SHAPE.num_layers
     assert 4.0 <= float(str(request.report["bits_mean"])) <= 5.0
     assert int(str(request.report["base_bytes"])) > 0
@@ -237,12 +235,14 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: CodedWorld) -> None:
 def test_what_was_read_for_a_part_while_it_waited_is_its_own(world: CodedWorld) -> None:
     world.runtime.store.ahead.set_waste(0.2)
     world.cache.prefetch(world.ask("part", retention=0.5))
-    (prefetch,) = world.cache._prefetches.values()
+    (prefetch,) = world.runtime.prefetches._waiting.values()
     whole = world.admit(world.ask("whole"))
-    assert whole is not None and prefetch.source not in {own.source for own in whole.loads}
+    assert whole is not None and isinstance(whole.loading, SharedLoading)
+    assert prefetch.source not in {own.source for own in whole.loading._loads}
     part = world.admit(world.ask("part", retention=0.5))
-    assert part is not None and part.source is prefetch.source
-    assert part.report["prefetched"] and not world.cache._prefetches
+    assert part is not None and isinstance(part.loading, SelectiveLoading)
+    assert part.loading._source is prefetch.source
+    assert part.report["prefetched"] and not world.runtime.prefetches._waiting
 
 
 @pytest.mark.parametrize("retention", [1.0, 0.5])
@@ -308,7 +308,8 @@ def test_a_rest_in_a_page_with_another_segment_is_computed(
     """All of its pages or none: a prefix does not end inside of one."""
     world.store_prompt(1000, FORK)
     world.idle_part()
-    world.runtime.config = dataclasses.replace(world.runtime.config, min_prefix_tokens=33)
+    admission = world.runtime.admission
+    admission._config = dataclasses.replace(admission._config, min_prefix_tokens=33)
     req = world.ask("r", fork=FORK)
     request = world.admit(req)
     assert request is not None and request.prefix_len == 32
@@ -329,11 +330,11 @@ def test_auto_gives_the_most_bits_that_load_while_computing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runtime = world.runtime
-    runtime.config = dataclasses.replace(runtime.config, bits=AUTO)
+    config = runtime.admission._config = dataclasses.replace(runtime.config, bits=AUTO)
     params = SamplingParams(custom_params={} if asked is None else {"impress_bits": asked})
-    wish = wish_of(params, runtime.config)
+    wish = wish_of(params, config)
     key = RadixKey(array("q", range(1000, 1000 + TOKENS)), None)
-    match = world.cache._find_stored(key, world.ask("r"))
+    match, _ = world.cache._plan(key, 0, _Known(world.ask("r")))
     assert match.num_tokens == TOKENS
     stored = runtime.store.coded_bytes(match.spans)
     # Computing takes as long as reading in 6.5 bits at 0.4 MB/s.
@@ -345,4 +346,4 @@ def test_auto_gives_the_most_bits_that_load_while_computing(
     monkeypatch.setattr(runtime.estimator, "_compute_seconds", lambda before, new: seconds)
     monkeypatch.setattr(runtime.estimator.loading, "seconds", lambda *_: 0.0)
     runtime.estimator.note_forward(100, 5000, 0.1)
-    assert runtime.decide(match, Work(0, TOKENS, 8), wish).bits == bits
+    assert runtime.admission.decide(match, Work(0, TOKENS, 8), wish).bits == bits

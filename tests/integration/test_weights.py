@@ -35,11 +35,11 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.integration.compat import WEIGHT_HANDLERS
 from impress_sglang.integration.factory import kv_tensors
 from impress_sglang.integration.plugin import _around_weights
-from impress_sglang.integration.pool import PoolAccess
-from impress_sglang.integration.radix_cache import ImpressRadixCache
-from impress_sglang.integration.runtime import ServingRuntime
-from impress_sglang.integration.saving import Save
+from impress_sglang.integration.radix_cache import ImpressRadixCache, _Known
 from impress_sglang.management.store import PrefixStore
+from impress_sglang.serving.pool_reader import PoolAccess
+from impress_sglang.serving.runtime import ServingRuntime
+from impress_sglang.serving.saving import Save
 from impress_sglang.storage.writer import WriteAbandoned
 from tests.unit.kv_factory import make_shape
 from tests.unit.store_factory import DEFAULTS
@@ -104,7 +104,15 @@ class World:
         self.weights, self.asked, self.idle = OLD, 0, True
         own = DEFAULTS | {"policy": "impress", "min_prefix_tokens": 16} | options
         config = ImpressConfig(ssd_dir=str(root), **own)
-        self.runtime = ServingRuntime(config, SHAPE, OLD, torch.device("cpu"), hidden_size=64)
+        self.runtime = ServingRuntime(
+            config,
+            SHAPE,
+            OLD,
+            torch.device("cpu"),
+            hidden_size=64,
+            free=self.allocator.free,
+            page_size=page_size,
+        )
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=self.rows,
@@ -151,7 +159,7 @@ class World:
         return self.weights
 
     def load(self, model_path: str, *_: Any, **__: Any) -> tuple[bool, str]:
-        assert not self.runtime.uses_store
+        assert not self.runtime.served.in_use
         if model_path == "missing":
             return False, "no such model"
         self.weights = model_path
@@ -194,7 +202,7 @@ class World:
         req = Req(rid, "", array("q", tokens), SamplingParams())
         req.full_untruncated_fill_ids = tokens
         req.kv = SimpleNamespace(req_pool_idx=row)
-        self.cache._requests[rid] = req
+        self.cache._note(req)
         (save,) = self.cache.begin_saves([rid], [TOKENS]).values()
         return save
 
@@ -202,7 +210,7 @@ class World:
         """A prompt is in the store, and nothing is resident."""
         self.prefill("stored", first, fork).open(SHAPE.num_layers)
         self.runtime.store.drain()
-        del self.cache._saves["stored"]
+        del self.cache._saves._begun["stored"]
         assert self.flush() and self.stored(first) == TOKENS
         assert self.files() == (1 if fork == TOKENS else 2)
 
@@ -210,17 +218,17 @@ class World:
         """How many tokens of a prompt the tree cache would find in the store."""
         key = RadixKey(array("q", range(first, first + TOKENS)), None)
         req = Req("looking", "", array("q", [first]), SamplingParams())
-        return self.cache._find_stored(key, req).num_tokens
+        return self.cache._plan(key, 0, _Known(req))[0].num_tokens
 
     def used(self) -> bool:
         """Whether the store is used, once it is open: that is done in the background."""
 
         def is_over() -> bool:
             self.cache.flush_pending_backups()
-            return self.runtime.suspended != "opening"
+            return self.runtime.served.suspended != "opening"
 
         wait_until(is_over)
-        return self.runtime.suspended is None
+        return self.runtime.served.suspended is None
 
     def files(self) -> int:
         return len(list(Path(self.runtime.config.ssd_path).glob("*/segments/*/*")))
@@ -253,7 +261,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     yield world
     world.pool.go_on.set()
     # A write would wait for its layers for ever.
-    for save in world.cache._saves.values():
+    for save in world.cache._saves._begun.values():
         save.abandon()
     world.cache.check_integrity()
     world.runtime.close()
@@ -271,7 +279,7 @@ def test_update_that_flushes(world: World) -> None:
     """The identity is asked once, when the update is over."""
     assert world.call("update_weights_from_disk").success
     assert world.used() and world.asked == 1
-    assert world.runtime.identity == NEW and world.stored(1000) == 0
+    assert world.runtime.served.identity == NEW and world.stored(1000) == 0
     assert world.call("update_weights_from_disk", model_path=OLD).success
     assert world.used() and world.stored(1000) == TOKENS
 
@@ -280,34 +288,34 @@ def test_update_that_leaves_kvs(world: World) -> None:
     """Nothing is read nor written until the next flush."""
     world.prefill("resident", 5)
     assert world.call("update_weights_from_disk", flush_cache=False).success
-    assert world.runtime.suspended == "update_weights_from_disk"
+    assert world.runtime.served.suspended == "update_weights_from_disk"
     assert world.stored(1000) == 0
     with pytest.raises(ValueError, match="not enough values to unpack"):
         world.prefill("mixed", 2000)
     # Back to the first weights, but KVs of the others may be among what is resident.
     assert world.call("update_weights_from_disk", model_path=OLD, flush_cache=False).success
-    assert world.runtime.suspended and world.stored(1000) == 0
+    assert world.runtime.served.suspended and world.stored(1000) == 0
     assert world.flush()
-    assert world.runtime.suspended is None and world.stored(1000) == TOKENS
+    assert world.runtime.served.suspended is None and world.stored(1000) == TOKENS
 
 
 def test_update_of_an_empty_pool_needs_no_flush(world: World) -> None:
     assert world.call("update_weights_from_disk", flush_cache=False).success
-    assert world.used() and world.runtime.identity == NEW
+    assert world.used() and world.runtime.served.identity == NEW
 
 
 def test_flush_that_is_refused(world: World) -> None:
     world.prefill("running", 5)
     world.idle = False
     assert not world.call("update_weights_from_disk").success
-    assert world.runtime.suspended == "update_weights_from_disk"
+    assert world.runtime.served.suspended == "update_weights_from_disk"
 
 
 def test_update_that_changes_nothing(world: World) -> None:
     """What is resident is still right, so that the store goes on."""
     world.prefill("resident", 5)
     assert not world.call("update_weights_from_disk", model_path="missing").success
-    assert world.runtime.suspended is None and world.stored(1000) == TOKENS
+    assert world.runtime.served.suspended is None and world.stored(1000) == TOKENS
 
 
 def test_session(world: World) -> None:
@@ -315,11 +323,11 @@ def test_session(world: World) -> None:
     assert world.call("begin_weight_update").success
     assert not world.call("begin_weight_update").success
     assert world.flush() and world.asked == 0
-    assert world.runtime.suspended == "begin_weight_update"
+    assert world.runtime.served.suspended == "begin_weight_update"
     world.allocator.alloc(3)
     assert world.call("end_weight_update").success
     assert world.asked == 0, "KVs of the session are resident"
-    assert world.flush() and world.runtime.suspended is None
+    assert world.flush() and world.runtime.served.suspended is None
 
 
 def test_session_that_ends_with_an_empty_pool(world: World) -> None:
@@ -328,14 +336,14 @@ def test_session_that_ends_with_an_empty_pool(world: World) -> None:
     world.weights = NEW
     assert world.flush() and world.asked == 0
     assert world.call("end_weight_update").success
-    assert world.used() and world.runtime.identity == NEW
+    assert world.used() and world.runtime.served.identity == NEW
 
 
 @pytest.mark.parametrize("action", ["snapshot", "compare", "checksum"])
 def test_checks_that_only_look(world: World, action: str) -> None:
     save = world.prefill("written", 5)
     assert world.call("check_weights", action=action).success
-    assert world.runtime.suspended is None and world.asked == 0
+    assert world.runtime.served.suspended is None and world.asked == 0
     save.open(SHAPE.num_layers)
     world.runtime.store.drain()
     assert world.stored(5) == TOKENS
@@ -345,7 +353,7 @@ def test_check_that_fills_weights_at_random(world: World) -> None:
     world.prefill("resident", 5)
     world.weights = NEW
     assert world.call("check_weights", action="reset_tensors").success
-    assert world.runtime.suspended == "check_weights"
+    assert world.runtime.served.suspended == "check_weights"
 
 
 def test_write_under_way_is_given_up(world: World) -> None:
@@ -369,10 +377,10 @@ def test_write_under_way_is_given_up(world: World) -> None:
     assert done.is_set() and world.pool.paused
     save.open(SHAPE.num_layers)
     world.runtime.store.drain()
-    assert save.finished and world.cache._writing_tokens == 0
-    del world.cache._saves["written"]
+    assert save.finished and world.cache._saves.writing_tokens == 0
+    del world.cache._saves._begun["written"]
     world.call("resume_memory_occupation", tags=["kv_cache"])
-    assert world.runtime.suspended is None
+    assert world.runtime.served.suspended is None
     assert world.stored(5) == 0 and world.stored(1000) == TOKENS
     world.runtime.store.check_integrity()
     assert world.files() == 1
@@ -384,8 +392,8 @@ def test_write_that_waits_for_its_layers_is_given_up(world: World) -> None:
     with pytest.raises(WriteAbandoned):
         save.check()
     world.runtime.store.drain()
-    assert world.cache._writing_tokens == 0 and world.files() == 1
-    world.cache._saves.clear()
+    assert world.cache._saves.writing_tokens == 0 and world.files() == 1
+    world.cache._saves._begun.clear()
     world.call("resume_memory_occupation")
     assert world.stored(5) == 0
 
@@ -399,30 +407,30 @@ def test_released_weights_are_not_read(world: World) -> None:
     world.call("begin_weight_update")
     world.weights = NEW
     world.call("end_weight_update")
-    assert world.asked == 0 and world.runtime.suspended == "release_memory_occupation"
+    assert world.asked == 0 and world.runtime.served.suspended == "release_memory_occupation"
     world.call("resume_memory_occupation", tags=["kv_cache"])
-    assert world.asked == 1 and world.used() and world.runtime.identity == NEW
+    assert world.asked == 1 and world.used() and world.runtime.served.identity == NEW
 
 
 def test_released_weights_under_a_pool_with_kvs(world: World) -> None:
     world.prefill("resident", 5)
     world.call("release_memory_occupation", tags=["weights"])
     world.call("resume_memory_occupation", tags=["weights"])
-    assert world.runtime.suspended == "release_memory_occupation" and world.asked == 0
+    assert world.runtime.served.suspended == "release_memory_occupation" and world.asked == 0
     world.flush()
-    assert world.runtime.suspended is None
+    assert world.runtime.served.suspended is None
 
 
 def test_identity_that_cannot_be_computed(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """The server goes on without the store, and asks again at the next flush."""
     world.weights = "unreadable"
     assert world.flush()
-    assert world.runtime.suspended == "no identity" and world.stored(1000) == 0
+    assert world.runtime.served.suspended == "no identity" and world.stored(1000) == 0
     assert "the next flush tries again" in caplog.text
     assert world.cache.summary()["suspended"] == "no identity"
     world.weights = OLD
     assert world.flush()
-    assert world.runtime.suspended is None and world.stored(1000) == TOKENS
+    assert world.runtime.served.suspended is None and world.stored(1000) == TOKENS
 
 
 def test_store_that_cannot_be_opened(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -432,7 +440,7 @@ def test_store_that_cannot_be_opened(world: World, caplog: pytest.LogCaptureFixt
     for _ in range(2):
         caplog.clear()
         assert world.flush() and not world.used()
-        assert world.runtime.suspended == "not opened"
+        assert world.runtime.served.suspended == "not opened"
         world.cache.flush_pending_backups()
         assert world.cache.summary()["integrity"] == "ok"
         assert caplog.text.count("the next flush tries again") == 1
@@ -442,12 +450,12 @@ def test_store_that_cannot_be_opened(world: World, caplog: pytest.LogCaptureFixt
     assert world.used() and world.stored(1000) == TOKENS
     taken.close()
     world.weights = NEW
-    assert world.flush() and world.used() and world.runtime.identity == NEW
+    assert world.flush() and world.used() and world.runtime.served.identity == NEW
 
 
 def test_a_flush_notices_weights_of_which_nobody_told(world: World) -> None:
     world.weights = NEW
-    assert world.flush() and world.used() and world.runtime.identity == NEW
+    assert world.flush() and world.used() and world.runtime.served.identity == NEW
 
 
 def test_what_names_a_model() -> None:
@@ -489,7 +497,7 @@ def test_calls_of_methods(world: World, method: str, cause: str | None) -> None:
 
     request = SimpleNamespace(method=method)
     assert _around_weights(called, world.updater.scheduler, request) == "answer"
-    assert world.runtime.suspended == cause
+    assert world.runtime.served.suspended == cause
 
 
 def test_other_tree_caches_are_left_alone() -> None:

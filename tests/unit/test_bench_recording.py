@@ -13,8 +13,8 @@ from hypothesis.extra import numpy as arrays
 
 from bench.policies.recording import RecordedSelection, SelectionRecorder
 from impress_sglang.config import EXACT_BITS
-from impress_sglang.integration.request import PrefixRequest
 from impress_sglang.management.tree import prefix_digest
+from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.quality import Quality
 from tests.unit.kv_factory import make_shape
 
@@ -44,9 +44,9 @@ def test_a_selection_is_read_back(
     assert np.array_equal(found.all_keys, all_keys)
 
 
-def request_of(rid: str, length: int, k: int, resident: int = 0) -> PrefixRequest:
+def request_of(rid: str, length: int, k: int, resident: int = 0) -> StoredRequest:
     """A request that uses k of a stored prefix of so many tokens."""
-    return PrefixRequest(
+    return StoredRequest(
         rid=rid,
         token_ids=torch.arange(resident + length),
         resident_slots=torch.arange(resident),
@@ -54,7 +54,7 @@ def request_of(rid: str, length: int, k: int, resident: int = 0) -> PrefixReques
         num_tokens=length,
         bits=EXACT_BITS,
         quality=Quality(1, k / length),
-        source=None,
+        loading=None,
         report={},
     )
 

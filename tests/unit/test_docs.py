@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import impress_sglang
-from impress_sglang.integration.request import new_report
+from impress_sglang.serving.report import new_report
 from scripts import options_table
 
 ROOT = Path(__file__).parents[2]

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from impress_sglang.config import AUTO_BITS, EXACT_BITS
-from impress_sglang.management.estimate import (
+from impress_sglang.management.expected_bytes import CodedBytes, StoredBytes
+from impress_sglang.serving.estimate import (
     BITS,
     LEAST_OBSERVED_TOKENS,
     RETENTIONS,
-    CodedBytes,
     Estimate,
     Estimator,
-    StoredBytes,
     Work,
     buffer_bytes,
     pairs_of,

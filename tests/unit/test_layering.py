@@ -37,7 +37,8 @@ LEVELS = {
     "tiers": 3,
     "transfer": 4,
     "management": 5,
-    "integration": 6,
+    "serving": 6,
+    "integration": 7,
 }
 EXCEPTIONS = {
     "": {"errors", "config"},  # the package itself: its public names

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from impress_sglang.config import AUTO, AUTO_BITS, AUTO_FLOOR, EXACT_BITS, EXACTLY, ImpressConfig
-from impress_sglang.integration.request import (
+from impress_sglang.management.policies import Wish
+from impress_sglang.serving.custom_params import (
     BITS_KEY,
     RETENTION_KEY,
     check_custom_params,
     wish_of,
 )
-from impress_sglang.management.policies import Wish
 
 CONFIG = ImpressConfig()
 
@@ -165,7 +165,7 @@ def test_without_a_floor_any_share_is_given() -> None:
 def test_the_check_needs_no_sglang() -> None:
     """It runs in the process that answers HTTP, before anything of a model is loaded."""
     code = (
-        "import sys, impress_sglang.integration.request; "
+        "import sys, impress_sglang.serving.request; "
         "print([name for name in sys.modules if name.split('.')[0] == 'sglang'])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

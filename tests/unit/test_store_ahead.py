@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.core.emulation import SlowFileSystem
-from impress_sglang.management.estimate import StoredBytes
+from impress_sglang.management.expected_bytes import StoredBytes
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.transfer.source import Demand, SegmentSource
 from tests.unit import store_factory

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.integration.pool import PoolLayerReader
 from impress_sglang.precision.floors import MEASURED_QUERIES, LayerQueries
+from impress_sglang.serving.pool_reader import PoolLayerReader
 from impress_sglang.storage.writer import WriteAbandoned
 
 

@@ -1,0 +1,213 @@
+"""Offers what requests computed to the store, and answers for the slots that writes still read.
+
+Slots that are being written are SGLang's tree's, locked (an exact prompt), or nobody's but the
+save's (`held_tokens`: what was computed after an approximation).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+
+from impress_sglang.integration.eligibility import store_refusal
+from impress_sglang.management.writing import Offer, StoreOutcome
+from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
+from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.runtime import ServingRuntime
+from impress_sglang.serving.saving import GatedLayerReader, Save
+from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.storage.segment import Tokens
+from impress_sglang.storage.writer import LayerReader
+
+
+class PromptSaves:
+    """The saves of one tree cache; the scheduler's thread owns them."""
+
+    def __init__(self, cache: RadixCache, runtime: ServingRuntime, forward_stream: Any) -> None:
+        """`forward_stream` is SGLang's, on which passes run."""
+        self._cache = cache
+        self._runtime = runtime
+        self._forward_stream = forward_stream
+        self._pool_access = PoolAccess()
+        # Of prompts that a pass is computing.
+        self._begun: dict[str, Save] = {}
+        self._locking: set[Save] = set()
+        self._refused: set[str] = set()
+        self.held_tokens = 0
+        self.writing_tokens = 0
+
+    def begin(self, req: Any, length: int) -> Save | None:
+        """Offer a prompt whose last pass begins now, to be saved behind it; `length` tokens."""
+        length = self._runtime.admission.whole_pages(length)
+        if req.rid in self._begun or not self._wants(req, length):
+            return None
+        row = self._cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        save = Save(row[:length].to(torch.int64, copy=True))
+        if not self._offer(req, save, 0, EXACT):
+            return None
+        self._begun[req.rid] = save
+        return save
+
+    def settle(self, req: Any) -> None:
+        """A prompt is computed: its slots are the tree's, unless that had the same KVs before."""
+        save = self._begun.pop(req.rid, None)
+        if save is None:
+            return
+        owned = self._cache.path_device_indices(req.last_node)[: len(save.slots)]
+        if len(owned) < len(save.slots) or not torch.equal(owned, save.slots):
+            save.abandon()
+        elif not save.finished:
+            self._lock_for(save, req.last_node)
+
+    def offer_exact(self, req: Any, up_to: int) -> None:
+        """Offer a computed prefix; its slots are resident, and locked while a write reads them."""
+        slots = self._cache.path_device_indices(req.last_node)
+        if up_to < len(req.origin_input_ids) or not self._wants(req, len(slots)):
+            return
+        save = Save(slots, self._runtime.shape.num_layers)
+        if self._offer(req, save, 0, EXACT):
+            self._lock_for(save, req.last_node)
+
+    def offer_approximate(self, req: Any, request: StoredRequest, up_to: int) -> None:
+        """Offer what was computed after a partly loaded prefix, holding its slots for the write."""
+        first, quality = request.prefix_len, request.quality
+        up_to = self._runtime.admission.whole_pages(up_to)
+        too_deep = quality.depth > self._runtime.config.depth(quality.retention)
+        if too_deep or up_to <= first or not self._wants(req, up_to):
+            return
+        row = self._cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        save = Save(row[first:up_to].to(torch.int64, copy=True), self._runtime.shape.num_layers)
+        if self._offer(req, save, first, quality):
+            # SGLang frees [cache_protected_len, up_to) next: these slots are ours now.
+            req.kv.cache_protected_len = up_to
+            save.held = True
+            self.held_tokens += len(save.slots)
+
+    def abandon(self, rid: str) -> None:
+        """A prompt is not computed, or its slots are given away."""
+        if (save := self._begun.pop(rid, None)) is not None:
+            save.abandon()
+
+    def abandon_all(self) -> None:
+        """No prompt of a pass under way is saved."""
+        for save in self._begun.values():
+            save.abandon()
+
+    def revoke(self) -> None:
+        """Nothing of what is in the pool is read any more."""
+        self.abandon_all()
+        self._pool_access.revoke()
+
+    def forget(self, rid: str) -> None:
+        """A request is over: the next one of its name may be offered again."""
+        self._refused.discard(rid)
+
+    def forget_all(self) -> None:
+        """The tree is empty."""
+        self._refused.clear()
+
+    def locked_tokens(self) -> int:
+        """Tokens of SGLang's tree that nothing but writes has locked.
+
+        If they did not count as room, SGLang would let a request wait for the disk.
+        """
+        return sum(len(node.key) for node in self._nodes())
+
+    def which_free(self) -> Callable[[object], bool]:
+        """Whether giving a save up frees slots: a request that has them as well keeps them."""
+        nodes = self._nodes()
+
+        def frees(save: object) -> bool:
+            assert isinstance(save, Save)
+            if save.node is None:
+                return save.held
+            return not nodes.isdisjoint(self._path(save.node))
+
+        return frees
+
+    def _nodes(self) -> set[Any]:
+        """Nodes of SGLang's tree that nothing but writes has locked."""
+        locks = Counter(node for save in self._locking for node in self._path(save.node))
+        return {node for node, count in locks.items() if node.lock_ref == count}
+
+    def _path(self, node: Any) -> Iterator[Any]:
+        """A node of SGLang's tree and those above it, without the root."""
+        while node is not self._cache.root_node:
+            yield node
+            node = node.parent
+
+    def _lock_for(self, save: Save, node: Any) -> None:
+        save.node = node
+        self._cache.inc_lock_ref(node)
+        self._locking.add(save)
+
+    def _wants(self, req: Any, num_tokens: int) -> bool:
+        """Whether a request may be stored, is long enough, and the pool can spare its slots.
+
+        Writes hold at most half of the pool, or a single long prefix. What was refused once for
+        want of space is not offered again by the same request.
+        """
+        runtime = self._runtime
+        if not runtime.served.in_use or num_tokens < runtime.config.min_prefix_tokens:
+            return False
+        if store_refusal(req) is not None:
+            return False
+        spare = self._cache.token_to_kv_pool_allocator.size // 2 - self.writing_tokens
+        fits = self.writing_tokens == 0 or num_tokens <= spare
+        return fits and req.rid not in self._refused
+
+    def _offer(self, req: Any, save: Save, first: int, quality: Quality) -> bool:
+        """Offer the tokens of a request, whose KVs from token `first` on are in a save's slots."""
+        pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
+        tokens = as_tokens(req.full_untruncated_fill_ids[: first + len(save.slots)])
+        key = RadixKey(req.full_untruncated_fill_ids[:1], req.extra_key, cache_salt=req.cache_salt)
+
+        def read_layers(start: int) -> LayerReader:
+            part = save.slots[start - first :]
+            reader = PoolLayerReader(pool, part, self._forward_stream, self._pool_access)
+            return GatedLayerReader(save, reader)
+
+        offer = Offer(
+            tokens,
+            read_layers,
+            on_done=lambda: self._finish(save),
+            abandon=save.abandon,
+            quality=quality,
+            available_from=first,
+            min_tokens=self._runtime.config.chunk_tokens,
+            holder=save,
+            queries=save.queries,
+        )
+        outcome = self._runtime.store.offer(namespace_of(key), offer)
+        if outcome is StoreOutcome.NO_SPACE:
+            self._refused.add(req.rid)
+        if outcome is StoreOutcome.ACCEPTED:
+            self.writing_tokens += len(save.slots)
+        return outcome is StoreOutcome.ACCEPTED
+
+    def _finish(self, save: Save) -> None:
+        """The slots of a save are not read any more, or given up."""
+        save.finished = True
+        self.writing_tokens -= len(save.slots)
+        if save.node is not None:
+            self._locking.remove(save)
+            self._cache.dec_lock_ref(save.node)
+        if save.held:
+            self.held_tokens -= len(save.slots)
+            self._cache.token_to_kv_pool_allocator.free(save.slots)
+
+
+def namespace_of(key: RadixKey) -> str:
+    """What keeps requests with other `extra_key` or `cache_salt` apart."""
+    return json.dumps([key.extra_key, key.cache_salt])
+
+
+def as_tokens(token_ids: Sequence[int]) -> Tokens:
+    """Token ids as the store has them."""
+    return np.array(token_ids, dtype=np.int32)

@@ -1,0 +1,268 @@
+"""Whether a request gets a stored prefix, how much of it, and in how many bits.
+
+Stage: admit. A plan is made when a request begins to wait and whenever it is matched, and carried
+out when it is admitted (`opening.py`). Everything here is the scheduler's thread's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from impress_sglang.config import EXACT_BITS, ImpressConfig
+from impress_sglang.management.expected_bytes import CodedBytes, StoredBytes
+from impress_sglang.management.policies import Policy, Wish
+from impress_sglang.management.readers import AnySource
+from impress_sglang.management.residents import Cover, ResidentParts
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.tree import StoredMatch, StoredSpan
+from impress_sglang.serving.clocks import Clock
+from impress_sglang.serving.estimate import BITS, RETENTIONS, Estimate, Estimator, Work
+from impress_sglang.serving.served_store import ServedStore
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.storage.segment import Tokens
+from impress_sglang.timeline import Timeline
+from impress_sglang.transfer.source import Demand
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdmissionPlan:
+    """k of the tokens [resident_len, stop) of a stored prefix, and what they are read from.
+
+    `covers`: where the tokens are of a prefix in codes, if all of it is used; `missing` slots must
+    be allocated, and `idle` ones, which counted as room, will not be room any more. All lengths
+    are whole pages.
+    """
+
+    match: StoredMatch
+    work: Work
+    k: int
+    tokens: Tokens
+    estimate: Estimate
+    demand: Demand
+    page_size: int
+    covers: tuple[Cover, ...] = ()
+    idle: int = 0
+
+    @property
+    def missing(self) -> int:
+        """Slots that must be allocated."""
+        if not self.covers:
+            return self.k
+        return sum(len(cover.span) for cover in self.covers if cover.part is None)
+
+    @property
+    def promised(self) -> int:
+        """What SGLang is told to load; if that were nothing, it would not ask for it.
+
+        It takes this much from the room by which it admits requests.
+        """
+        return max(self.missing + self.idle, self.page_size)
+
+    @property
+    def resident_len(self) -> int:
+        """Tokens before those that are stored, in SGLang's tree."""
+        return self.work.resident
+
+    @property
+    def stop(self) -> int:
+        """Tokens that are not computed."""
+        return self.work.resident + self.work.stored
+
+    @property
+    def spans(self) -> tuple[StoredSpan, ...]:
+        """The stored tokens after the resident ones."""
+        return self.match.slice(self.resident_len, self.stop)
+
+    @property
+    def quality(self) -> Quality:
+        """Of what is computed after the prefix."""
+        retention = 1.0 if self.k == self.work.stored else self.estimate.retention
+        return self.match.quality.after(retention, self.estimate.bits)
+
+    def same_parts(self, other: AdmissionPlan) -> bool:
+        """Whether another plan reads the same of a prefix in codes."""
+        return bool(self.covers) and self.covers == other.covers
+
+    def same_reads(self, other: AdmissionPlan) -> bool:
+        """Whether another plan reads the same of the same segments."""
+        return (
+            self.work == other.work
+            and self.k == other.k
+            and self.estimate.bits == other.estimate.bits
+            and not self.covers
+            and not other.covers
+            and [span.segment.segment_id for span in self.match.spans]
+            == [span.segment.segment_id for span in other.match.spans]
+        )
+
+    def open_source(self, store: PrefixStore, timeline: Timeline) -> AnySource:
+        """A source for what is not in slots; `PrefixStore.close_source` takes it back.
+
+        Raises:
+            PrefixUnreadable: a segment is gone or cannot be opened.
+        """
+        if self.covers:
+            spans, in_slots = _spans_of(self.covers)
+            return store.open_coded(spans, in_slots, timeline)
+        if self.estimate.bits < EXACT_BITS:
+            return store.open_coded(self.spans, [False] * len(self.spans), timeline)
+        return store.open_source(self.match, self.resident_len, self.stop, self.demand, timeline)
+
+    def token_tensor(self) -> Tensor:
+        """int64 [stop] on the CPU."""
+        return torch.from_numpy(self.tokens[: self.stop]).to(torch.int64)
+
+
+class Admission:
+    """Matches requests with the store, and decides between loading and computing."""
+
+    def __init__(
+        self,
+        config: ImpressConfig,
+        shape: KVShape,
+        policy: Policy,
+        served: ServedStore,
+        residents: ResidentParts,
+        estimator: Estimator,
+        clock: Clock,
+        page_size: int,
+    ) -> None:
+        """`page_size`: of SGLang's pool; prefixes are used in whole pages."""
+        self._config = config
+        self._policy = policy
+        self._served = served
+        self._residents = residents
+        self._estimator = estimator
+        self._clock = clock
+        self._page_size = page_size
+        self._probes = bool(shape.probe_kv_heads)
+        self._all_keys = policy.identification_rule().evidence == "keys"
+
+    def find(self, namespace: str, tokens: Tokens, wish: Wish) -> StoredMatch:
+        """The longest stored prefix of `tokens` that a request may take, in whole pages."""
+        self._served.take_over()
+        if not self._served.in_use or len(tokens) < self._config.min_prefix_tokens:
+            return StoredMatch()
+        least = EXACT
+        depth = self._config.depth(wish.retention)
+        if not self._policy.exact(wish) and depth:
+            least = Quality(depth, wish.retention, wish.bits)
+        match = self._served.store.match(namespace, tokens, least=least)
+        return StoredMatch(match.slice(0, self.whole_pages(match.num_tokens)))
+
+    def plan(
+        self, match: StoredMatch, tokens: Tokens, resident_len: int, wish: Wish
+    ) -> AdmissionPlan | None:
+        """How a request would use a match; None if it would not.
+
+        Args:
+            match: of `tokens`.
+            tokens: of the prompt but the last one, which is computed in any case.
+            resident_len: how many of them are in SGLang's tree.
+            wish: of the request.
+        """
+        num_tokens = match.num_tokens - resident_len
+        if num_tokens < self._config.min_prefix_tokens:
+            return None
+        work = Work(resident_len, num_tokens, len(tokens) + 1 - match.num_tokens)
+        estimate = self.decide(match, work, wish)
+        k = self._policy.tokens_to_load(num_tokens, estimate.retention)
+        in_codes = estimate.bits < EXACT_BITS
+        spans = match.slice(resident_len, match.num_tokens)
+        if not k or not self._served.store.can_read(spans, in_codes=in_codes):
+            return None
+        covers: tuple[Cover, ...] = ()
+        if in_codes and k == num_tokens:
+            covers = self._cover(spans, resident_len)
+            stored = sum(len(cover.span) for cover in covers)
+            k, work = stored, Work(resident_len, stored, work.new + work.stored - stored)
+        idle = sum(len(own.span) for own in covers if own.part is not None and not own.part.users)
+        demand = Demand(k == work.stored, self._probes, all_keys=self._all_keys)
+        return AdmissionPlan(
+            match, work, k, tokens, estimate, demand, self._page_size, covers, idle
+        )
+
+    def accept(self, plan: AdmissionPlan | None) -> AdmissionPlan | None:
+        """The plan; None if computing its tokens is faster."""
+        if plan is None or self._config.load == "always" or plan.estimate.loads_faster:
+            return plan
+        self._served.store.measure_reading(plan.match)
+        return None
+
+    def decide(self, match: StoredMatch, work: Work, wish: Wish) -> Estimate:
+        """How much of a stored prefix to load, and what that and computing it would take.
+
+        Args:
+            match: what is stored.
+            work: of the request; its stored tokens are the last ones of the match.
+            wish: of the request.
+        """
+        # What the device has passed by now counts.
+        self._clock.poll()
+        config, policy, store = self._config, self._policy, self._served.store
+        start = match.num_tokens - work.stored
+        exact, bits = policy.exact(wish), policy.bits(wish)
+        spans = match.slice(start, match.num_tokens)
+
+        @functools.cache
+        def stored() -> StoredBytes:
+            return store.stored_bytes(match, start, match.num_tokens)
+
+        @functools.cache
+        def coded(whole: bool) -> CodedBytes:
+            missing: Sequence[StoredSpan] = spans
+            if whole:
+                # Of a part of a prefix nothing is shared.
+                covers = self._residents.cover(spans, start)
+                missing = [cover.span for cover in covers if cover.part is None]
+            return store.coded_bytes(missing)
+
+        def estimate(retention: float, bits: float) -> Estimate:
+            if bits < EXACT_BITS:
+                whole = policy.tokens_to_load(work.stored, retention) == work.stored
+                num_bytes = coded(whole).expected(bits)
+            else:
+                all_keys = self._all_keys and retention < 1.0
+                num_bytes = stored().expected(retention, all_keys=all_keys)
+            seconds = store.seconds_to_read(num_bytes)
+            return self._estimator.estimate(work, retention, seconds, bits)
+
+        if exact:
+            return estimate(1.0, bits)
+        retentions, most = [wish.retention], [bits]
+        if config.auto_retention and not wish.chosen:
+            retentions = [*(own for own in RETENTIONS if own > wish.retention), wish.retention]
+        if config.auto_bits and not wish.bits_chosen and bits < EXACT_BITS:
+            most = [*BITS, bits]
+        # Bits go first, then tokens.
+        choices = [(retentions[0], own) for own in most]
+        choices += [(own, bits) for own in retentions[1:]]
+        return self._estimator.largest_hidden([estimate(*own) for own in choices])
+
+    def whole_pages(self, num_tokens: int) -> int:
+        """How many of the first tokens of a row are whole pages."""
+        return num_tokens // self._page_size * self._page_size
+
+    def _cover(self, spans: Sequence[StoredSpan], first: int) -> tuple[Cover, ...]:
+        """Where the tokens of a prefix in codes are; a short rest behind them is computed."""
+        covers = self._residents.cover(spans, first)
+        last = max((i for i, cover in enumerate(covers) if cover.part is not None), default=-1)
+        rest = sum(len(cover.span) for cover in covers[last + 1 :])
+        if last >= 0 and rest < self._config.min_prefix_tokens:
+            del covers[last + 1 :]
+        return tuple(covers)
+
+
+def _spans_of(covers: Sequence[Cover]) -> tuple[list[StoredSpan], list[bool]]:
+    """What a source of some covers reads, and what of that is in slots."""
+    spans = []
+    for cover in covers:
+        part, span = cover.part, cover.span
+        spans.append(span if part is None else StoredSpan(span.segment, part.start, part.stop))
+    return spans, [cover.part is not None and cover.part.layers_loaded > 0 for cover in covers]

@@ -1,0 +1,65 @@
+"""What a request asks of this extension: `custom_params` of its sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from impress_sglang.config import EXACT_BITS, EXACTLY, LEAST_BITS, MOST_BITS, ImpressConfig, is_bits
+from impress_sglang.management.policies import Wish
+
+# Of `sampling_params.custom_params`: the retention and the bits that a request asks for.
+RETENTION_KEY = "impress_retention"
+BITS_KEY = "impress_bits"
+
+
+def check_custom_params(
+    custom_params: object, config: ImpressConfig, parts_refusal: str | None = None
+) -> None:
+    """Check what a request says to this extension, against what the server has.
+
+    `parts_refusal` is why that has no parts of prefixes, in half a sentence; None if it has.
+
+    Raises:
+        ValueError: a wrong value; SGLang answers with status 400.
+    """
+    if not isinstance(custom_params, dict):
+        return
+    retention = custom_params.get(RETENTION_KEY, 1.0)
+    # type() and not isinstance(): True is an int to isinstance.
+    if type(retention) not in (int, float) or not 0.0 < retention <= 1.0:
+        raise ValueError(
+            f"custom_params {RETENTION_KEY} must be a number above 0 and at most 1, "
+            f"got {retention!r}"
+        )
+    bits = custom_params.get(BITS_KEY, EXACTLY)
+    if not is_bits(bits):
+        raise ValueError(
+            f"custom_params {BITS_KEY} must be a number from {LEAST_BITS:g} to {MOST_BITS:g}, or "
+            f"{EXACTLY!r}, got {bits!r}"
+        )
+    wish = _wish(custom_params, config)
+    if not config.serves(wish.retention, wish.bits):
+        raise ValueError(
+            f"custom_params: this server has a part of a prefix in {LEAST_BITS:g} to {MOST_BITS:g} "
+            f"bits only; with {BITS_KEY} {EXACTLY!r} set {RETENTION_KEY} to 1"
+        )
+    if parts_refusal is not None and config.uses_part(wish.retention):
+        raise ValueError(f"custom_params: {parts_refusal}; set {RETENTION_KEY} to 1")
+
+
+def wish_of(sampling_params: Any, config: ImpressConfig) -> Wish:
+    """What a request asks for, and the server's usual for the rest; at least the server's floor."""
+    params = getattr(sampling_params, "custom_params", None)
+    return _wish(params if isinstance(params, dict) else {}, config)
+
+
+def _wish(params: Mapping[str, Any], config: ImpressConfig) -> Wish:
+    own, bits = params.get(RETENTION_KEY), params.get(BITS_KEY, config.usual_bits)
+    retention = config.usual_retention if own is None else max(float(own), config.min_retention)
+    return Wish(
+        retention,
+        EXACT_BITS if bits == EXACTLY else float(bits),
+        chosen=own is not None,
+        bits_chosen=BITS_KEY in params,
+    )

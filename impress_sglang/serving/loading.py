@@ -1,0 +1,256 @@
+"""How the layers of one request's prefix come into its slots, by where they come from.
+
+Stage: load. All implementations keep one contract (`Loading`); a request has one of them at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.management.policies import Policy
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.tree import StoredSpan
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.timeline import Timeline
+from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
+from impress_sglang.transfer.memory import MemorySource
+from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
+from impress_sglang.transfer.resident import PartLoad, ResidentPart, UsedUnits
+from impress_sglang.transfer.selective import SelectiveLoader
+from impress_sglang.transfer.slots import LayerSlots
+from impress_sglang.transfer.source import SegmentSource
+
+
+class Loading(Protocol):
+    """What a request is loaded by; layers come in ascending order."""
+
+    def load(
+        self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats
+    ) -> Tensor | None:
+        """Fill slots with what a layer uses of the prefix; changes `stats`.
+
+        Returns:
+            int64 [lanes, u] on the CPU: the tokens that each lane uses; None if that is all.
+
+        Raises:
+            PrefixUnreadable: a chunk is missing, short or corrupt.
+        """
+
+    def end_layer(self, layer: int) -> None:
+        """A layer is in its slots."""
+
+    def close(self) -> Sequence[ReadStats]:
+        """Nothing is loaded any more; what was read for this request alone, or last for it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaders:
+    """One of each kind; what they keep of memory is shared by all requests."""
+
+    exact: PrefixLoader
+    precise: PreciseLoader
+    selective: SelectiveLoader
+
+    @classmethod
+    def of(cls, config: ImpressConfig, shape: KVShape, policy: Policy) -> Loaders:
+        """As the options say."""
+        allocation = ALLOCATIONS[config.allocate]
+        return cls(
+            PrefixLoader(shape, policy.identification_rule()),
+            PreciseLoader(shape, allocation),
+            SelectiveLoader(shape, allocation),
+        )
+
+
+class ExactLoading:
+    """From chunks of exact KVs, all or the important ones."""
+
+    def __init__(self, loader: PrefixLoader, store: PrefixStore, source: SegmentSource) -> None:
+        """`source` is given back to `store`."""
+        self._loader = loader
+        self._store = store
+        self._source = source
+
+    def load(
+        self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats
+    ) -> Tensor | None:
+        """See `Loading.load`."""
+        return self._loader.load(layer, self._source, inputs, slots, stats)
+
+    def end_layer(self, layer: int) -> None:
+        """See `Loading.end_layer`."""
+        self._source.end_layer(layer)
+
+    def close(self) -> Sequence[ReadStats]:
+        """See `Loading.close`; what was read ahead is counted when the source is closed."""
+        self._store.close_source(self._source)
+        return [self._source.stats]
+
+
+class SelectiveLoading:
+    """From codes, the important tokens into slots of the request's own."""
+
+    def __init__(
+        self, loader: SelectiveLoader, store: PrefixStore, source: CodedSource, bits: float
+    ) -> None:
+        """`source` is given back to `store`; its tokens are used in so many `bits`."""
+        self._loader = loader
+        self._store = store
+        self._source = source
+        self._bits = bits
+        self._units: UsedUnits | None = None
+
+    def load(
+        self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats
+    ) -> Tensor | None:
+        """See `Loading.load`."""
+        if self._units is None:
+            self._units = self._loader.begin(self._source, slots.keys.pool.device)
+        return self._loader.load(layer, self._source, self._units, inputs, slots, self._bits, stats)
+
+    def end_layer(self, layer: int) -> None:
+        """See `Loading.end_layer`."""
+        self._source.end_layer(layer)
+
+    def close(self) -> Sequence[ReadStats]:
+        """See `Loading.close`."""
+        self._store.close_source(self._source)
+        return [self._source.stats]
+
+
+class RecomputedLoading:
+    """From KVs in host memory that were computed because they could not be read."""
+
+    def __init__(self, loader: PrefixLoader, source: MemorySource) -> None:
+        """`source` has the layers that are not loaded yet."""
+        self._loader = loader
+        self._source = source
+
+    def load(
+        self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats
+    ) -> Tensor | None:
+        """See `Loading.load`."""
+        return self._loader.load(layer, self._source, inputs, slots, stats)
+
+    def end_layer(self, layer: int) -> None:
+        """See `Loading.end_layer`."""
+
+    def close(self) -> Sequence[ReadStats]:
+        """See `Loading.close`."""
+        return []
+
+
+class SharedLoading:
+    """From codes, all tokens into slots that requests share; what others load is joined."""
+
+    def __init__(
+        self,
+        loader: PreciseLoader,
+        store: PrefixStore,
+        units: UsedUnits,
+        bits: float,
+        timeline: Timeline,
+        source: CodedSource | None = None,
+    ) -> None:
+        """Join what the parts are read from now, and begin to read the others.
+
+        Args:
+            loader: of the server.
+            store: of the parts.
+            units: of the parts that the request uses.
+            bits: per element on average.
+            timeline: of the request.
+            source: of those parts that nobody reads, if it is there already.
+
+        Raises:
+            PrefixUnreadable: a segment is gone or cannot be opened.
+        """
+        self._loader = loader
+        self._store = store
+        self._units = units
+        self._bits = bits
+        self._timeline = timeline
+        self._left: list[ReadStats] = []
+        self._loads = self._join(source)
+
+    def load(
+        self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats
+    ) -> Tensor | None:
+        """See `Loading.load`."""
+        if not layer:
+            self._renew()
+        self._loader.load(layer, self._units, inputs, slots, self._bits, stats, self._timeline)
+        return None
+
+    def end_layer(self, layer: int) -> None:
+        """See `Loading.end_layer`."""
+        for load in self._loads:
+            load.end_layer(layer)
+
+    def close(self) -> Sequence[ReadStats]:
+        """See `Loading.close`; of what several requests read together the last one tells."""
+        loads, self._loads = self._loads, []
+        for load in loads:
+            self._leave(load)
+        left, self._left = self._left, []
+        return left
+
+    def _join(self, source: CodedSource | None = None) -> list[PartLoad]:
+        parts = list(dict.fromkeys(use.part for use in self._units.uses))
+        fresh = [part for part in parts if part.load is None]
+        if fresh:
+            if source is None:
+                source = self._open(fresh)
+            source.timeline = self._timeline
+            PartLoad(source, fresh)
+            self._store.ahead.join(source)
+        loads = list(dict.fromkeys(part.load[0] for part in parts if part.load is not None))
+        for load in loads:
+            load.pending += 1
+        return loads
+
+    def _open(self, parts: Sequence[ResidentPart]) -> CodedSource:
+        spans = []
+        for part in parts:
+            segment = self._store.tree.get(part.segment_id)
+            if segment is None:
+                raise ChunkUnreadable(part.segment_id, "was removed after it was matched")
+            spans.append(StoredSpan(segment, part.start, part.stop))
+        return self._store.open_coded(spans, [bool(part.layers_loaded) for part in parts])
+
+    def _renew(self) -> None:
+        """See that no load of a request that begins its pass was read by another pass.
+
+        Raises:
+            PrefixUnreadable: a segment is gone or cannot be opened.
+        """
+        stale = [load for load in self._loads if load.source.layer > 0]
+        for load in stale:
+            self._loads.remove(load)
+            if not self._leave(load):
+                # Others go on with it.
+                for part in load.parts:
+                    if part.load is not None and part.load[0] is load:
+                        part.load = None
+        if stale:
+            own = {id(load) for load in self._loads}
+            joined = self._join()
+            for load in joined:
+                load.pending -= id(load) in own
+            self._loads = joined
+
+    def _leave(self, load: PartLoad) -> bool:
+        """Whether nobody else reads it, so that it is closed."""
+        if not load.leave():
+            return False
+        self._store.close_source(load.source)
+        self._left.append(load.source.stats)
+        return True

@@ -1,0 +1,196 @@
+"""Carries out the plan of a request that is admitted: slots, parts and sources.
+
+Stage: admit. `Allocate` takes slots from SGLang's pool, int64 [n] of whole pages in order; None if
+there is no room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from impress_sglang.config import EXACT_BITS
+from impress_sglang.management.residents import ResidentParts
+from impress_sglang.serving.admission import AdmissionPlan
+from impress_sglang.serving.loading import (
+    ExactLoading,
+    Loaders,
+    Loading,
+    SelectiveLoading,
+    SharedLoading,
+)
+from impress_sglang.serving.prefetch import Prefetches
+from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.served_store import ServedStore
+from impress_sglang.storage.quality import EXACT
+from impress_sglang.timeline import Timeline
+from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.resident import PartUse, ResidentPart, UsedUnits
+from impress_sglang.transfer.source import SegmentSource
+
+Allocate = Callable[[int], Tensor | None]
+
+
+class RequestOpener:
+    """Makes `StoredRequest`s."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        device: torch.device,
+        served: ServedStore,
+        residents: ResidentParts,
+        prefetches: Prefetches,
+        loaders: Loaders,
+        timeline_for: Callable[[str], Timeline],
+    ) -> None:
+        """`device`: of the slots."""
+        self._num_layers = num_layers
+        self._device = device
+        self._served = served
+        self._residents = residents
+        self._prefetches = prefetches
+        self._loaders = loaders
+        self._timeline_for = timeline_for
+
+    def open(
+        self,
+        rid: str,
+        plan: AdmissionPlan,
+        resident_slots: Tensor,
+        report: dict[str, object],
+        allocate: Allocate,
+    ) -> StoredRequest | None:
+        """A request with the prefix that was planned; None if there are no slots for it.
+
+        Args:
+            rid: of the request.
+            plan: of it.
+            resident_slots: int64 [plan.resident_len].
+            report: of the request; is changed.
+            allocate: takes slots.
+
+        Raises:
+            PrefixUnreadable: a segment is gone or cannot be opened.
+        """
+        prefetched = rid in self._prefetches
+        opened = (self._share if plan.covers else self._own)(rid, plan, allocate)
+        if opened is None:
+            return None
+        report.update(
+            path="ssd" if opened.plan.missing else "device",
+            prefix_tokens=plan.stop,
+            used_tokens=plan.resident_len + plan.k,
+            stored_tokens=plan.work.stored,
+            loaded_tokens=opened.plan.missing,
+            shared_tokens=plan.k - opened.plan.missing,
+            approximate=plan.quality != EXACT,
+            prefetched=prefetched,
+        )
+        return StoredRequest(
+            rid=rid,
+            token_ids=plan.token_tensor(),
+            resident_slots=resident_slots,
+            slots=opened.slots,
+            num_tokens=plan.work.stored,
+            bits=plan.estimate.bits,
+            quality=plan.quality,
+            loading=opened.loading,
+            report=report,
+            uses=opened.uses,
+            new_tokens=plan.work.new,
+            timeline=opened.timeline,
+        )
+
+    def _own(self, rid: str, plan: AdmissionPlan, allocate: Allocate) -> _Opened | None:
+        """Slots of the request's own, and a source for them."""
+        store, in_codes = self._served.store, plan.estimate.bits < EXACT_BITS
+        if in_codes:
+            store.touch(plan.match)
+        prefetch = self._prefetches.take(rid, plan)
+        timeline = self._timeline_for(rid) if prefetch is None else prefetch.timeline
+        source = plan.open_source(store, timeline) if prefetch is None else prefetch.source
+        slots = allocate(plan.k)
+        if slots is None:
+            store.close_source(source)
+            return None
+        store.ahead.join(source)
+        loading: Loading
+        if isinstance(source, SegmentSource):
+            loading = ExactLoading(self._loaders.exact, store, source)
+        else:
+            bits = plan.estimate.bits
+            loading = SelectiveLoading(self._loaders.selective, store, source, bits)
+        return _Opened(plan, slots, loading, timeline)
+
+    def _share(self, rid: str, plan: AdmissionPlan, allocate: Allocate) -> _Opened | None:
+        """Slots of resident parts, and of new ones for what is in none."""
+        # Others may have brought some of it, or driven it out, since it was matched.
+        spans, first = plan.spans, plan.resident_len
+        # What nobody will use of idle parts stays room: SGLang was not told of it.
+        self._residents.cut_idle(spans, first)
+        plan = dataclasses.replace(plan, covers=tuple(self._residents.cover(spans, first)))
+        # What is resident must not be evicted for the rest.
+        resident = [PartUse(c.part, c.span.start, c.span.stop) for c in plan.covers if c.part]
+        self._residents.use(resident)
+        slots = allocate(plan.missing) if plan.missing else None
+        self._residents.leave(resident)
+        if plan.missing and slots is None:
+            return None
+        uses = self._parts_of(plan, slots)
+        self._residents.use(uses)
+        timeline = self._timeline_for(rid)
+        try:
+            loading = SharedLoading(
+                self._loaders.precise,
+                self._served.store,
+                UsedUnits(uses, self._device),
+                plan.estimate.bits,
+                timeline,
+                self._read_before(rid, uses),
+            )
+        except BaseException:
+            self._residents.leave(uses)
+            raise
+        self._served.store.touch(plan.match)
+        return _Opened(plan, torch.cat([use.slots for use in uses]), loading, timeline, tuple(uses))
+
+    def _read_before(self, rid: str, uses: list[PartUse]) -> CodedSource | None:
+        fresh = list(dict.fromkeys(use.part for use in uses if use.part.load is None))
+        return self._prefetches.take_parts(rid, fresh)
+
+    def _parts_of(self, plan: AdmissionPlan, slots: Tensor | None) -> list[PartUse]:
+        """The parts of a plan; those that are not resident get some of the new slots."""
+        uses, first = [], 0
+        for cover in plan.covers:
+            span, part = cover.span, cover.part
+            if part is None:
+                assert slots is not None
+                layout = span.segment.info.layout().codes
+                assert layout is not None, "the store has no codes"
+                part = ResidentPart(
+                    span.segment.segment_id,
+                    layout,
+                    self._num_layers,
+                    span.start,
+                    span.stop,
+                    slots[first : (first := first + len(span))],
+                    alone=cover.alone,
+                )
+                self._residents.add(part)
+            uses.append(PartUse(part, span.start, span.stop))
+        return uses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Opened:
+    """The plan as it was carried out."""
+
+    plan: AdmissionPlan
+    slots: Tensor
+    loading: Loading
+    timeline: Timeline
+    uses: tuple[PartUse, ...] = ()

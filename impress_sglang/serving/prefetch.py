@@ -1,0 +1,88 @@
+"""What is read for requests while they wait; an admitted request goes on with what is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+
+from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.management.readers import AnySource
+from impress_sglang.serving.admission import AdmissionPlan
+from impress_sglang.serving.estimate import buffer_bytes
+from impress_sglang.serving.served_store import ServedStore
+from impress_sglang.timeline import Timeline
+from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.resident import ResidentPart
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prefetch:
+    """What is read for one request."""
+
+    plan: AdmissionPlan
+    source: AnySource
+    timeline: Timeline
+
+
+class Prefetches:
+    """Sources of waiting requests, by request; the scheduler's thread owns them."""
+
+    def __init__(self, served: ServedStore, timeline_for: Callable[[str], Timeline]) -> None:
+        """`timeline_for` gives a request's."""
+        self._served = served
+        self._timeline_for = timeline_for
+        self._waiting: dict[str, Prefetch] = {}
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._waiting
+
+    def begin(self, rid: str, plan: AdmissionPlan) -> None:
+        """Read the first layers of what a plan needs, unless another request does."""
+        store = self._served.store
+        if not store.ahead.enabled or not plan.missing:
+            return
+        if any(plan.same_parts(other.plan) for other in self._waiting.values()):
+            return
+        timeline = self._timeline_for(rid)
+        try:
+            source = plan.open_source(store, timeline)
+        except PrefixUnreadable as error:
+            logger.warning("request %s does without its stored prefix: %s", rid, error)
+            store.report(error)
+            return
+        self._waiting[rid] = Prefetch(plan, source, timeline)
+        store.ahead.wait(source, buffer_bytes(store.bytes_per_second, plan.estimate))
+
+    def take(self, rid: str, plan: AdmissionPlan) -> Prefetch | None:
+        """What was read for a request, if a plan still needs just that; it is the caller's."""
+        prefetch = self._waiting.pop(rid, None)
+        if prefetch is None or prefetch.plan.same_reads(plan):
+            return prefetch
+        self._served.store.close_source(prefetch.source)
+        return None
+
+    def take_parts(self, rid: str, parts: Sequence[ResidentPart]) -> CodedSource | None:
+        """What was read of these parts, for this request or another one; it is the caller's."""
+        found = None
+        for other in sorted(self._waiting, key=lambda other: other != rid):
+            waiting = self._waiting[other]
+            source = waiting.source if isinstance(waiting.source, CodedSource) else None
+            if source is not None and waiting.plan.covers and source.reads(parts):
+                del self._waiting[other]
+                found = source
+                break
+        self.drop(rid)
+        return found
+
+    def drop(self, rid: str) -> None:
+        """A request needs nothing that was read for it."""
+        if (prefetch := self._waiting.pop(rid, None)) is not None:
+            self._served.store.close_source(prefetch.source)
+
+    def drop_all(self) -> None:
+        """No request does."""
+        for rid in list(self._waiting):
+            self.drop(rid)

@@ -1,0 +1,132 @@
+"""What a user is told: of a request in `meta_info["impress"]`, of all in `/impress/stats`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.serving.estimate import Estimate
+from impress_sglang.transfer.planner import ReadStats
+
+
+def new_report(policy: str, resident_len: int) -> dict[str, object]:
+    """The `meta_info["impress"]` of a request before any stored prefix is used.
+
+    `prefetched` says that reading began while the request waited. `path` is computed, device or ssd
+    (a stored prefix, whichever tier its chunks were in); lengths are in tokens, times in
+    milliseconds; the counters of reads are those of `ReadStats`. `shared_tokens` of a stored prefix
+    were in slots already, for other requests. `bits_mean` are bits per element of what was loaded
+    of a stored prefix (16: as it was computed), also of tokens that no layer uses; `base_bytes` and
+    `plane_bytes` what of its codes was restored, from whichever tier. `not_served` and `not_stored`
+    are what keeps a request from the store (`eligibility.py`).
+
+    `probe_ms` and `load_ms` are the host's time. On an accelerator that includes waiting for the
+    device, which may still be computing the layers before.
+    """
+    return {
+        "policy": policy,
+        "path": "device" if resident_len else "computed",
+        "prefix_tokens": resident_len,
+        "used_tokens": resident_len,
+        "resident_tokens": resident_len,
+        "stored_tokens": 0,
+        "loaded_tokens": 0,
+        "shared_tokens": 0,
+        "approximate": False,
+        "layers_by_probe": 0,
+        "layers_by_fallback": 0,
+        "layers_whole": 0,
+        "bits_mean": None,
+        "base_bytes": 0,
+        "plane_bytes": [0] * NUM_PLANES,
+        **ReadStats().as_dict(),
+        "probe_ms": 0.0,
+        "load_ms": 0.0,
+        "attention_ms": 0.0,
+        "recomputed": False,
+        "prefetched": False,
+        "decision": "none",
+        "retention": None,
+        "bits": None,
+        "estimated_load_ms": None,
+        "estimated_recompute_ms": None,
+        "not_served": None,
+        "not_stored": None,
+    }
+
+
+def estimate_fields(estimate: Estimate) -> dict[str, object]:
+    """What a report says of the decision between loading and computing.
+
+    `decision` is load or recompute, or none where nothing was stored; the estimates are None before
+    the server has seen how fast it computes.
+    """
+
+    def milliseconds(seconds: float | None) -> float | None:
+        return None if seconds is None else round(seconds * 1e3, 3)
+
+    return {
+        "decision": "load" if estimate.loads_faster else "recompute",
+        "retention": round(estimate.retention, 4),
+        "bits": round(estimate.bits, 3),
+        "estimated_load_ms": milliseconds(estimate.load),
+        "estimated_recompute_ms": milliseconds(estimate.recompute),
+    }
+
+
+@dataclasses.dataclass(slots=True)
+class RequestTotals:
+    """Counters over all requests since start; lengths in tokens, times in milliseconds."""
+
+    requests: int = 0
+    requests_ssd: int = 0
+    requests_device: int = 0
+    requests_computed: int = 0
+    requests_recomputed: int = 0
+    requests_failed: int = 0
+    requests_declined: int = 0
+    requests_prefetched: int = 0
+    requests_not_served: dict[str, int] = dataclasses.field(default_factory=dict)
+    requests_not_stored: dict[str, int] = dataclasses.field(default_factory=dict)
+    prefix_tokens: int = 0
+    used_tokens: int = 0
+    ssd_bytes: int = 0
+    ssd_needed_bytes: int = 0
+    ahead_bytes: int = 0
+    ahead_used_bytes: int = 0
+    h2d_bytes: int = 0
+    chunks_accessed: int = 0
+    chunks_loaded: int = 0
+    device_chunks: int = 0
+    host_chunks: int = 0
+    ssd_chunks: int = 0
+    selected_chunks: int = 0
+    important_bytes: int = 0
+    important_device_bytes: int = 0
+    layers_by_probe: int = 0
+    layers_by_fallback: int = 0
+    layers_whole: int = 0
+    probe_ms: float = 0.0
+    load_ms: float = 0.0
+    wait_ms: float = 0.0
+    attention_ms: float = 0.0
+
+    def add(self, report: dict[str, Any]) -> None:
+        """Count a finished request by its report."""
+        self.requests += 1
+        path = f"requests_{report['path']}"
+        setattr(self, path, getattr(self, path) + 1)
+        self.requests_recomputed += bool(report["recomputed"])
+        self.requests_prefetched += bool(report["prefetched"])
+        self.requests_declined += report["decision"] == "recompute"
+        for use in ("not_served", "not_stored"):
+            _count(getattr(self, f"requests_{use}"), report[use])
+        for field in dataclasses.fields(self):
+            if not field.name.startswith("requests"):
+                setattr(self, field.name, getattr(self, field.name) + report[field.name])
+
+
+def _count(reasons: dict[str, int], reason: str | None) -> None:
+    if reason is not None:
+        reasons[reason] = reasons.get(reason, 0) + 1

@@ -1,0 +1,155 @@
+"""One request's stored prefix while it is served. Only its methods change it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from impress_sglang.serving.clocks import Stopwatch
+from impress_sglang.serving.loading import Loading
+from impress_sglang.storage.layout import BLOCK_BYTES
+from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline
+from impress_sglang.transfer.loader import LayerInputs, LoadStats
+from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.resident import PartUse
+from impress_sglang.transfer.slots import LayerSlots
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class StoredRequest:
+    """A request that runs with `k` tokens of a stored prefix of `m` tokens.
+
+    If k < m its row begins with an offset, and attention sees what comes after it:
+
+        |<- start = m - k ->|<- resident ->|<- k ->|<- new ... ->|
+
+    Of a prefix in codes that is all there, k = m, the slots are those of the parts that it `uses`
+    with other requests (`transfer.resident`).
+
+    Invariants: the k slots of others are private (counted as protected by the tree) until
+    `adopted`; layers below `layers_loaded` are in them, zeros if the request has `failed`.
+    `stopwatch` is there while a pass loads all layers.
+    """
+
+    rid: str
+    token_ids: Tensor  # int64 [resident + m], CPU: the whole prefix, for a recompute
+    resident_slots: Tensor  # int64 [resident]
+    slots: Tensor  # int64 [k]
+    num_tokens: int
+    bits: float  # of the prefix, per element on average
+    quality: Quality  # of what is computed after the prefix
+    loading: Loading | None
+    report: dict[str, object]
+    uses: tuple[PartUse, ...] = ()  # resident parts; none if the slots are private
+    new_tokens: int = 0
+    timeline: Timeline = NO_TIMELINE
+    stats: LoadStats = dataclasses.field(default_factory=LoadStats)
+    layers_loaded: int = 0
+    stopwatch: Stopwatch | None = None
+    attention_ms: float = 0.0
+    reads: ReadStats = dataclasses.field(default_factory=ReadStats)
+    recomputed: bool = False  # the stored KVs could not be read
+    failed: bool = False  # nor computed: it ends with an error
+    adopted: bool = False  # its slots are SGLang's tree's
+
+    @property
+    def approximate(self) -> bool:
+        """Whether the stored KVs, or our selection of them, are not the full prefix."""
+        return self.quality != EXACT
+
+    @property
+    def k(self) -> int:
+        """Tokens of the stored prefix that each layer uses."""
+        return len(self.slots)
+
+    @property
+    def start(self) -> int:
+        """First entry of the row that attention sees."""
+        return self.num_tokens - self.k
+
+    @property
+    def resident_len(self) -> int:
+        """Tokens of the prefix that are in the device pool."""
+        return len(self.resident_slots)
+
+    @property
+    def prefix_len(self) -> int:
+        """Tokens of the prompt that are not computed: resident and stored."""
+        return self.resident_len + self.num_tokens
+
+    @property
+    def undisturbed(self) -> bool:
+        """Whether its times say what loading takes."""
+        return not (self.recomputed or self.failed)
+
+    def time_loading(self, stopwatch: Stopwatch) -> None:
+        """A pass begins that runs this while it loads; it tells if the pass loads all layers."""
+        self.stopwatch = None if self.layers_loaded else stopwatch
+
+    def load_layer(self, layer: int, inputs: LayerInputs, slots: LayerSlots) -> Tensor | None:
+        """Fill slots with what a layer uses of the prefix; see `Loading.load`.
+
+        Raises:
+            PrefixUnreadable: a chunk is missing, short or corrupt.
+        """
+        assert self.loading is not None
+        return self.loading.load(layer, inputs, slots, self.stats)
+
+    def end_layer(self) -> None:
+        """A layer is in its slots."""
+        if self.loading is not None:
+            self.loading.end_layer(self.layers_loaded)
+        self.layers_loaded += 1
+
+    def end_loading(self) -> None:
+        """Nothing is loaded any more; may be called again."""
+        loading, self.loading = self.loading, None
+        if loading is not None:
+            for own in loading.close():
+                self.reads.add(own)
+
+    def compute_again(self) -> None:
+        """The stored KVs cannot be read; `load_computed` follows, or `fail`."""
+        self.end_loading()
+        self.recomputed = True
+
+    def load_computed(self, loading: Loading) -> None:
+        """Go on with KVs that were computed instead."""
+        assert self.recomputed and self.loading is None
+        self.loading = loading
+
+    def fail(self) -> None:
+        """End the prefix, which can neither be read nor computed."""
+        self.failed = True
+        self.end_loading()
+
+    def adopt(self) -> None:
+        """The slots are SGLang's tree's from now on."""
+        self.adopted = True
+
+    def note_attention(self, seconds: float) -> None:
+        """Attention of a layer took so long."""
+        self.attention_ms += seconds * 1e3
+
+    def finish_timeline(self) -> None:
+        """The prompt is computed: what comes later is not what a timeline is about."""
+        if isinstance(self.timeline, RequestTimeline):
+            self.timeline.finish()
+
+    def publish(self) -> None:
+        """Write what is known by now into the report that goes out with the first token."""
+        self.report.update(
+            layers_by_probe=self.stats.layers_by_probe,
+            layers_by_fallback=self.stats.layers_by_fallback,
+            layers_whole=self.stats.layers_whole,
+            bits_mean=round(self.stats.mean_bits, 3),
+            base_bytes=self.stats.base_bytes,
+            plane_bytes=[count * BLOCK_BYTES for count in self.stats.planes],
+            **self.reads.as_dict(),
+            probe_ms=round(self.stats.probe_ms, 3),
+            load_ms=round(self.stats.load_ms, 3),
+            attention_ms=round(self.attention_ms, 3),
+            recomputed=self.recomputed,
+        )

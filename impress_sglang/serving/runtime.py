@@ -1,0 +1,234 @@
+"""What serves stored prefixes in one process: its store, and the requests that use it.
+
+Puts the parts of this package together. Whoever schedules (SGLang's tree cache, a benchmark) plans,
+opens and releases requests; whoever computes loads their layers in between. One thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from impress_sglang.config import EXACT_BITS, ImpressConfig
+from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.management.policies import make_policy
+from impress_sglang.management.residents import ResidentParts
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.serving.admission import Admission, AdmissionPlan
+from impress_sglang.serving.clocks import clock_for
+from impress_sglang.serving.estimate import Estimator, Work
+from impress_sglang.serving.loading import Loaders, RecomputedLoading
+from impress_sglang.serving.opening import Allocate, RequestOpener
+from impress_sglang.serving.prefetch import Prefetches
+from impress_sglang.serving.report import RequestTotals
+from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.served_store import ServedStore
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline, TimelineWriter
+from impress_sglang.transfer.loader import LayerInputs
+from impress_sglang.transfer.memory import MemorySource
+from impress_sglang.transfer.slots import LayerSlots
+
+logger = logging.getLogger(__name__)
+
+
+class SelectionObserver(Protocol):
+    """Sees what requests select; for benchmarks. It runs where requests are served."""
+
+    def selected(self, shape: KVShape, layer: int, request: StoredRequest, tokens: Tensor) -> None:
+        """A layer of a request is loaded: int64 `tokens` [lanes, u] of its prefix, on the CPU."""
+        ...
+
+
+class ServingRuntime:
+    """Store, admission, loaders and live requests of one scheduler."""
+
+    observer: SelectionObserver | None = None
+    """Of all that a process makes; a benchmark sets it before its server starts."""
+
+    def __init__(
+        self,
+        config: ImpressConfig,
+        shape: KVShape,
+        identity: str,
+        device: torch.device,
+        hidden_size: int,
+        *,
+        free: Callable[[Tensor], None],
+        page_size: int = 1,
+    ) -> None:
+        """Open the store.
+
+        Args:
+            config: of the server.
+            shape: of the model's KVs.
+            identity: names its weights.
+            device: where attention runs and slots are.
+            hidden_size: of the model.
+            free: takes slots back, int64 [n], in whole pages.
+            page_size: of the pool of slots.
+
+        Raises:
+            ConfigError: a directory cannot be written, or the caches do not fit in memory.
+            StoreInUseError: another server uses it for the same model.
+        """
+        self.config = config
+        self.shape = shape
+        self.policy = make_policy(config)
+        self.totals = RequestTotals()
+        self.live: dict[str, StoredRequest] = {}
+        """Requests that were opened and not released."""
+        self.served = ServedStore(config, identity, shape, device)
+        self.residents = ResidentParts(free, page_size)
+        self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
+        self._clock = clock_for(device)
+        self._timelines = TimelineWriter(config.trace_path) if config.trace_path else None
+        self._loaders = Loaders.of(config, shape, self.policy)
+        self.prefetches = Prefetches(self.served, self._timeline_for)
+        self.admission = Admission(
+            config,
+            shape,
+            self.policy,
+            self.served,
+            self.residents,
+            self.estimator,
+            self._clock,
+            page_size,
+        )
+        self._opener = RequestOpener(
+            shape.num_layers,
+            device,
+            self.served,
+            self.residents,
+            self.prefetches,
+            self._loaders,
+            self._timeline_for,
+        )
+
+    @property
+    def store(self) -> PrefixStore:
+        """The store, for who knows that one is open."""
+        return self.served.store
+
+    def open(
+        self,
+        rid: str,
+        plan: AdmissionPlan,
+        resident_slots: Tensor,
+        report: dict[str, object],
+        allocate: Allocate,
+    ) -> StoredRequest | None:
+        """Admit a request with the prefix that was planned; None if it must do without.
+
+        See `RequestOpener.open`.
+        """
+        try:
+            request = self._opener.open(rid, plan, resident_slots, report, allocate)
+        except PrefixUnreadable as error:
+            logger.warning("request %s does without its stored prefix: %s", rid, error)
+            self.store.report(error)
+            return None
+        if request is not None:
+            self.live[rid] = request
+        return request
+
+    def load_layer(
+        self, layer: int, request: StoredRequest, inputs: LayerInputs, slots: LayerSlots
+    ) -> None:
+        """Fill slots with what a layer uses of a request's stored prefix.
+
+        Raises:
+            PrefixUnreadable: a chunk is missing, short or corrupt.
+        """
+        selected = request.load_layer(layer, inputs, slots)
+        self.store.ahead.top_up()
+        if self.observer is not None and selected is not None:
+            self.observer.selected(self.shape, layer, request, selected)
+
+    def finish_layer(self, request: StoredRequest) -> None:
+        """Count a layer that is in its slots; after the last one nothing is read any more."""
+        request.end_layer()
+        if request.layers_loaded == self.shape.num_layers:
+            request.end_loading()
+            self._learn(request)
+            request.publish()
+
+    def give_up_reading(self, request: StoredRequest, error: PrefixUnreadable) -> None:
+        """A chunk was unreadable: forget the segment; the prefix is computed, or fails."""
+        logger.warning("stored prefix of request %s is computed again: %s", request.rid, error)
+        request.compute_again()
+        # Their slots will hold something else than their levels say.
+        self._hide_parts(request)
+        self.store.report(error)
+
+    def load_computed(self, request: StoredRequest, source: MemorySource) -> None:
+        """Load the layers that are missing from KVs that were computed instead."""
+        request.load_computed(RecomputedLoading(self._loaders.exact, source))
+
+    def fail(self, request: StoredRequest) -> None:
+        """End a request whose prefix can neither be read nor computed now; others go on."""
+        request.fail()
+        # A layer may be half in its slots, and nobody may go on with what it did not load.
+        self._hide_parts(request)
+
+    def release(self, rid: str) -> StoredRequest | None:
+        """A request is over, or leaves its slots; None if it has no stored prefix.
+
+        Private slots are the caller's again.
+        """
+        request = self.live.pop(rid, None)
+        if request is not None:
+            request.end_loading()
+            request.publish()
+            self.residents.leave(request.uses)
+            if self._timelines is not None and isinstance(request.timeline, RequestTimeline):
+                self._timelines.write(request.timeline)
+        return request
+
+    def close(self) -> None:
+        """Finish writes and close the store; nothing is served after that."""
+        self.served.close()
+
+    def summary(self) -> dict[str, Any]:
+        """What `GET /impress/stats` shows."""
+        totals, store = dataclasses.asdict(self.totals), self.served.opened
+        rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in totals.items()}
+        return {
+            "config": dataclasses.asdict(self.config),
+            "identity": self.served.identity,
+            "suspended": self.served.suspended,
+            "probe_kv_heads": list(self.shape.probe_kv_heads),
+            "kv_heads": self.shape.num_kv_heads,
+            "requests_live": len(self.live),
+            "totals": rounded,
+            "store": None if store is None else store.summary(),
+            "cache": None if store is None else store.cache_summary(),
+            "reorder": None if store is None else store.reorder_summary(),
+        }
+
+    def _timeline_for(self, rid: str) -> Timeline:
+        """Where a request's time goes, if that is wanted."""
+        return NO_TIMELINE if self._timelines is None else RequestTimeline(rid)
+
+    def _hide_parts(self, request: StoredRequest) -> None:
+        for use in request.uses:
+            self.residents.hide(use.part)
+
+    def _learn(self, request: StoredRequest) -> None:
+        """Tell the estimator what loading took besides waiting for the drive."""
+        stopwatch = request.stopwatch
+        if stopwatch is None or not request.undisturbed:
+            return
+        waited = request.reads.wait_ms / 1e3
+        work = Work(request.resident_len, request.num_tokens, request.new_tokens)
+        whole = request.k == request.num_tokens and request.bits == EXACT_BITS
+
+        def note(seconds: list[float]) -> None:
+            self.estimator.note_load(work, max(seconds[0] - waited, 0.0), whole=whole)
+
+        self._clock.when_known([stopwatch], note)
