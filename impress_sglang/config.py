@@ -9,60 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from impress_sglang.errors import ConfigError
+from impress_sglang.options import (
+    AUTO,
+    AUTO_BITS,
+    AUTO_FLOOR,
+    EXACT_BITS,
+    EXACTLY,
+    LEAST_BITS,
+    MOST_BITS,
+    OPTIONS,
+    WHOLE_POLICIES,
+)
 
 CONFIG_VARIABLE = "IMPRESS_CONFIG"
-POLICIES = (
-    "impress",
-    "paper",
-    "paper+itf+reorder",
-    "paper+itf",
-    "as+h2o+lfu",
-    "as+h2o+lru",
-    "as",
-    "recompute",
-)
-# Those that never use a part of a prefix, whatever the retention.
-WHOLE_POLICIES = ("as", "recompute")
-REORDER_KEYS = ("selected", "importance")
-IO_ENGINES = ("auto", "aio", "threads")
-LOADS = ("faster", "always")
-# The value of --impress-retention and of --impress-bits that leaves the choice to the server, and
-# the least that it chooses.
-AUTO = "auto"
-AUTO_FLOOR = 0.25
-AUTO_BITS = 5.0
-# The value of --impress-bits for KVs as they were computed, and the number that stands for it,
-# whatever their dtype has; else the bits of the base, and of base and planes (`precision.codec`).
-EXACTLY = "exact"
-EXACT_BITS = 16.0
-LEAST_BITS, MOST_BITS = 4.0, 8.0
-ALLOCATIONS = ("query", "even", "random")
 DEFAULT_SSD_DIR = "~/.cache/impress-sglang/kv"
-
-
-def is_bits(value: object) -> bool:
-    """Whether this is a precision: bits per element on average, or `EXACTLY`."""
-    # type() and not isinstance(): True is an int to isinstance.
-    number = type(value) in (int, float)
-    return value == EXACTLY or (number and LEAST_BITS <= float(str(value)) <= MOST_BITS)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Option:
-    """How one field of the configuration looks on the command line."""
-
-    field: str
-    flag: str
-    parse: Callable[[str], Any]
-    help: str
-    choices: tuple[str, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,66 +69,16 @@ class ImpressConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _require_type(field.name, str(field.type), getattr(self, field.name))
-        rules = f"0 < r <= 1, or {AUTO}"
-        number = not isinstance(self.retention, str)
-        _require(number or self.auto_retention, "retention", self.retention, rules)
-        fixed = 0.0 if self.auto_retention else self.usual_retention
-        _require(self.auto_retention or 0.0 < fixed <= 1.0, "retention", self.retention, rules)
+            _require_type(field, getattr(self, field.name))
+        for option in OPTIONS:
+            if (wrong := option.check(getattr(self, option.field))) is not None:
+                raise ConfigError(wrong)
         most = 1.0 if self.auto_retention else self.usual_retention
-        _require(
-            0.0 <= self.min_retention <= most,
-            "min_retention",
-            self.min_retention,
-            f"between 0 and {most:g}, the retention",
-        )
-        rules = f"{LEAST_BITS:g} to {MOST_BITS:g}, {EXACTLY} or {AUTO}"
-        _require(is_bits(self.bits) or self.bits == AUTO, "bits", self.bits, rules)
-        rules = f"one of {', '.join(ALLOCATIONS)}"
-        _require(self.allocate in ALLOCATIONS, "allocate", self.allocate, rules)
-        _require(self.probe_heads >= 1, "probe_heads", self.probe_heads, "at least 1")
-        _require(0.0 < self.alpha <= 1.0, "alpha", self.alpha, "0 < alpha <= 1")
-        _require(
-            8 <= self.chunk_tokens <= 4096 and self.chunk_tokens % 8 == 0,
-            "chunk_tokens",
-            self.chunk_tokens,
-            "a multiple of 8 between 8 and 4096",
-        )
-        _require(self.min_prefix_tokens >= 1, "min_prefix_tokens", self.min_prefix_tokens, ">= 1")
-        _require(0 < self.ssd_gb < math.inf, "ssd_gb", self.ssd_gb, "more than 0 and finite")
-        _require(
-            0 <= self.min_free_gb < math.inf,
-            "min_free_gb",
-            self.min_free_gb,
-            "0 or more and finite",
-        )
-        _require(
-            0 < self.buffer_gb < math.inf, "buffer_gb", self.buffer_gb, "more than 0 and finite"
-        )
-        engines = f"one of {', '.join(IO_ENGINES)}"
-        _require(self.io_engine in IO_ENGINES, "io_engine", self.io_engine, engines)
-        _require(1 <= self.io_depth <= 1024, "io_depth", self.io_depth, "1 to 1024")
-        _require(
-            0 < self.io_timeout < math.inf, "io_timeout", self.io_timeout, "more than 0 and finite"
-        )
-        depth = self.approximation_depth
-        _require(depth >= 0, "approximation_depth", depth, "0 or more")
-        _require(self.load in LOADS, "load", self.load, f"one of {', '.join(LOADS)}")
-        _require(self.policy in POLICIES, "policy", self.policy, f"one of {', '.join(POLICIES)}")
-        _require(bool(self.ssd_dir.strip()), "ssd_dir", self.ssd_dir, "a directory")
-        for name in (
-            "device_gb",
-            "host_gb",
-            "recompute_gb",
-            "half_life",
-            "readahead",
-            "reorder_interval",
-            "base_error",
-        ):
-            value = getattr(self, name)
-            _require(0 <= value < math.inf, name, value, "0 or more and finite")
-        keys = f"one of {', '.join(REORDER_KEYS)}"
-        _require(self.reorder_key in REORDER_KEYS, "reorder_key", self.reorder_key, keys)
+        if self.min_retention > most:
+            raise ConfigError(
+                f"--impress-min-retention must be at most {most:g}, the retention, "
+                f"got {self.min_retention!r}"
+            )
         if not self.serves(self.usual_retention, self.usual_bits):
             raise ConfigError(
                 f"--impress-bits {EXACTLY} with --impress-retention {self.retention} is nothing "
@@ -174,36 +90,6 @@ class ImpressConfig:
     def ssd_path(self) -> Path:
         """Directory of the SSD store, with `~` resolved."""
         return Path(self.ssd_dir).expanduser()
-
-    @property
-    def ssd_bytes(self) -> int:
-        """Quota of the SSD store in bytes (1 GB = 10^9 bytes)."""
-        return int(self.ssd_gb * 1e9)
-
-    @property
-    def min_free_bytes(self) -> int:
-        """Free space that the store leaves on its file system, in bytes."""
-        return int(self.min_free_gb * 1e9)
-
-    @property
-    def device_bytes(self) -> int:
-        """Size of the device chunk cache in bytes."""
-        return int(self.device_gb * 1e9)
-
-    @property
-    def host_bytes(self) -> int:
-        """Size of the host chunk cache in bytes."""
-        return int(self.host_gb * 1e9)
-
-    @property
-    def recompute_bytes(self) -> int:
-        """Host memory that computing an unreadable prefix again may take, in bytes."""
-        return int(self.recompute_gb * 1e9)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Host memory that reads from SSD fill, in bytes."""
-        return int(self.buffer_gb * 1e9)
 
     @property
     def auto_retention(self) -> bool:
@@ -314,196 +200,6 @@ def enable_for_engine(**options: Any) -> ImpressConfig:
     return config
 
 
-def _parse_retention(text: str) -> float | str:
-    return AUTO if text == AUTO else float(text)
-
-
-def _parse_bits(text: str) -> float | str:
-    return text if text in (EXACTLY, AUTO) else float(text)
-
-
-OPTIONS: tuple[Option, ...] = (
-    Option("ssd_dir", "--impress-ssd-dir", str, "Directory of the SSD store."),
-    Option("ssd_gb", "--impress-ssd-gb", float, "Quota of the SSD store, in GB (10^9 bytes)."),
-    Option(
-        "min_free_gb",
-        "--impress-min-free-gb",
-        float,
-        "Free space to leave on the file system of the SSD store, in GB.",
-    ),
-    Option(
-        "retention",
-        "--impress-retention",
-        _parse_retention,
-        "Fraction of a stored prefix that each layer attends to. auto: the largest whose I/O hides "
-        f"behind compute, at least {AUTO_FLOOR:g}. A request overrides it with custom_params "
-        "impress_retention.",
-    ),
-    Option(
-        "min_retention",
-        "--impress-min-retention",
-        float,
-        "Floor under the retention that a request asks for.",
-    ),
-    Option(
-        "bits",
-        "--impress-bits",
-        _parse_bits,
-        "Policy impress: mean bits per element of a stored prefix when it is loaded, "
-        f"{LEAST_BITS:g} to {MOST_BITS:g}, with more of them where the request attends. exact: "
-        "KVs as they were computed. auto: the most bits whose I/O hides behind compute, at least "
-        f"{AUTO_BITS:g}. A request overrides it with custom_params impress_bits.",
-    ),
-    Option(
-        "base_error",
-        "--impress-base-error",
-        float,
-        f"Relative error that {LEAST_BITS:g} bits may cause in the attention output of a KV head. "
-        "A head above it, as measured when a prompt is stored, is always read in more bits. 0: "
-        "nothing is measured.",
-    ),
-    Option(
-        "allocate",
-        "--impress-allocate",
-        str,
-        "Which part of a prefix gets additional bits. query: what the new tokens attend to. even, "
-        "random: baselines.",
-        ALLOCATIONS,
-    ),
-    Option(
-        "probe_heads",
-        "--impress-probe-heads",
-        int,
-        "Policies paper*: number of probe heads N of a multi-head model. A GQA model with G KV "
-        "heads probes max(1, round(N * G / 32)) of them.",
-    ),
-    Option(
-        "alpha",
-        "--impress-alpha",
-        float,
-        "Policies paper*: exponent of the similarity threshold t = j**alpha. A larger one makes "
-        "fewer layers fall back to reading all keys.",
-    ),
-    Option(
-        "chunk_tokens",
-        "--impress-chunk-tokens",
-        int,
-        "Tokens per chunk, the unit of storage, caching and scoring.",
-    ),
-    Option(
-        "min_prefix_tokens",
-        "--impress-min-prefix-tokens",
-        int,
-        "Shortest prefix to store, and shortest part of one to load, in tokens.",
-    ),
-    Option(
-        "policy",
-        "--impress-policy",
-        str,
-        "impress: prefixes in few bits, more of them where a request attends. Baselines: paper "
-        "(IMPRESS as published: tokens found by probe heads, reordering, caches by score), "
-        "paper+itf+reorder (the same with LFU caches), paper+itf (nor reordering), as+h2o+lru and "
-        "as+h2o+lfu (all keys, important values), as (whole prefixes, LRU caches, like "
-        "AttentionStore), recompute (no store).",
-        POLICIES,
-    ),
-    Option(
-        "io_engine",
-        "--impress-io-engine",
-        str,
-        "How the SSD store is read. aio: Linux native AIO. threads: a pool of threads. auto: aio "
-        "where the kernel has it.",
-        IO_ENGINES,
-    ),
-    Option("io_depth", "--impress-io-depth", int, "Reads of the SSD store in flight."),
-    Option(
-        "io_timeout",
-        "--impress-io-timeout",
-        float,
-        "Seconds without progress after which a read or write of the SSD store is given up. The "
-        "store is then left alone until the disk answers again.",
-    ),
-    Option(
-        "readahead",
-        "--impress-readahead",
-        float,
-        "Prefetch waste budget: bytes that prefetching may read in vain, as a fraction of the "
-        "bytes wanted. 0: no prefetching.",
-    ),
-    Option(
-        "load",
-        "--impress-load",
-        str,
-        "faster: a stored prefix is loaded if that is estimated to be faster than computing it. "
-        "always: whenever it is stored.",
-        LOADS,
-    ),
-    Option(
-        "approximation_depth",
-        "--impress-approximation-depth",
-        int,
-        "How many approximations a stored KV may rest on, one on top of the other. 0: only exact "
-        "KVs are stored. 1: also what is computed after exact KVs in few bits. 2: also what is "
-        "computed after that. Where part of a prefix was used, at most 1.",
-    ),
-    Option(
-        "device_gb",
-        "--impress-device-gb",
-        float,
-        "Chunk cache on the device, in GB, beside SGLang's own pools. 0: none.",
-    ),
-    Option(
-        "host_gb",
-        "--impress-host-gb",
-        float,
-        "Chunk cache in CPU memory (pinned with CUDA), in GB. 0: none.",
-    ),
-    Option(
-        "buffer_gb",
-        "--impress-buffer-gb",
-        float,
-        "Read buffers in CPU memory (pinned with CUDA), in GB, for all requests and for "
-        "prefetching. A prefix is computed if not one of its layers fits.",
-    ),
-    Option(
-        "recompute_gb",
-        "--impress-recompute-gb",
-        float,
-        "CPU memory, in GB, for recomputing a stored prefix that turns out to be unreadable. A "
-        "request that needs more ends with status 503. 0: all of them do.",
-    ),
-    Option(
-        "half_life",
-        "--impress-half-life",
-        float,
-        "Requests after which an access counts half in a chunk's score. 0: accesses do not age, as "
-        "in the paper.",
-    ),
-    Option(
-        "reorder_interval",
-        "--impress-reorder-interval",
-        float,
-        "Policies that reorder: seconds between searches for prefixes worth reordering. 0: only on "
-        "POST /impress/reorder.",
-    ),
-    Option(
-        "reorder_key",
-        "--impress-reorder-key",
-        str,
-        "Moving average by which tokens are reordered. selected: how often a token was selected. "
-        "importance: its attention column sum, as in the paper.",
-        REORDER_KEYS,
-    ),
-    Option(
-        "trace_dir",
-        "--impress-trace-dir",
-        str,
-        "Directory for a timeline of each request that loads a prefix, to be opened in "
-        "ui.perfetto.dev. Empty: none is written.",
-    ),
-)
-
-
 _ACCEPTED_TYPES: dict[str, set[type]] = {
     "str": {str},
     "float": {float, int},
@@ -512,16 +208,13 @@ _ACCEPTED_TYPES: dict[str, set[type]] = {
 }
 
 
-def _flag(field: str) -> str:
-    return next(option.flag for option in OPTIONS if option.field == field)
+def bytes_of(gigabytes: float) -> int:
+    """An option in GB (10^9 bytes)."""
+    return int(gigabytes * 1e9)
 
 
-def _require(condition: bool, field: str, value: object, expected: str) -> None:
-    if not condition:
-        raise ConfigError(f"{_flag(field)} must be {expected}, got {value!r}")
-
-
-def _require_type(field: str, annotation: str, value: object) -> None:
+def _require_type(field: dataclasses.Field[Any], value: object) -> None:
     # type() and not isinstance(): True is an int to isinstance.
-    if type(value) not in _ACCEPTED_TYPES[annotation]:
-        raise ConfigError(f"{_flag(field)} has a value of the wrong type: {value!r}")
+    if type(value) not in _ACCEPTED_TYPES[str(field.type)]:
+        flag = next(option.flag for option in OPTIONS if option.field == field.name)
+        raise ConfigError(f"{flag} has a value of the wrong type: {value!r}")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from impress_sglang.config import OPTIONS, ImpressConfig, Option
+from impress_sglang.config import ImpressConfig
+from impress_sglang.options import OPTIONS, Option
 
 PAGE = Path(__file__).parents[1] / "docs/options.md"
 BEGIN, END = (

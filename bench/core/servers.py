@@ -17,7 +17,8 @@ import requests
 
 from bench.core.zygote import ForkedProcess, Zygote
 from bench.policies.recording import RECORD_VARIABLE
-from impress_sglang.config import EXACTLY, ImpressConfig, is_bits
+from impress_sglang.config import ImpressConfig
+from impress_sglang.options import EXACTLY, is_bits
 
 POLICIES = (
     "recompute",

@@ -26,13 +26,14 @@ from bench.core.emulation import SlowFileSystem
 from bench.engine.report import MODEL, Served, stage_clock
 from bench.engine.workload import ModelShape, Planter, Question, Request, Workload
 from impress_sglang.attention.rectangular import rectangular_attention
-from impress_sglang.config import EXACT_BITS, ImpressConfig
+from impress_sglang.config import ImpressConfig
 from impress_sglang.management import rewriting
 from impress_sglang.management.policies import Wish, make_policy
 from impress_sglang.management.readers import AnySource
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.tree import StoredMatch
 from impress_sglang.management.writing import Offer, StoreOutcome
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.estimate import Estimate, Estimator, Work, pairs_of
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned

@@ -62,11 +62,12 @@ from bench.engine.workload import (
     measure_planting,
 )
 from bench.policies.stores import STORED_BY, store_kind
-from impress_sglang.config import POLICIES, ImpressConfig
+from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError
 from impress_sglang.importance.identify import probe_kv_heads
 from impress_sglang.management.policies import Policy, Wish, make_policy
 from impress_sglang.management.store import PrefixStore
+from impress_sglang.options import POLICIES
 from impress_sglang.storage.directory import MARKER
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.warm_up import warm_up

@@ -19,7 +19,7 @@ import requests
 
 from bench.core.servers import REQUEST_SECONDS, BenchFailed
 from bench.quality.tasks import Item, Task
-from impress_sglang.config import EXACTLY
+from impress_sglang.options import EXACTLY
 
 Report = dict[str, Any]
 

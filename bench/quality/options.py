@@ -11,7 +11,7 @@ from typing import Any
 from bench.policies.serving_options import DEFAULT_DATA
 from bench.quality.data import HUB_MARK, hub_datasets
 from bench.quality.tasks import MIN_PREFIX_TOKENS, PAPER_TASKS, TASKS
-from impress_sglang.config import LEAST_BITS, MOST_BITS, is_bits
+from impress_sglang.options import LEAST_BITS, MOST_BITS, is_bits
 
 REFERENCE = "recompute"
 EXACT_POLICIES = ("recompute", "as")

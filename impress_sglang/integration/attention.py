@@ -21,7 +21,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
-from impress_sglang.config import EXACT_BITS
+from impress_sglang.config import bytes_of
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
 from impress_sglang.integration.judged_backends import BACKENDS, HYBRID, HYBRID_PARTS
 from impress_sglang.integration.recompute import (
@@ -33,6 +33,7 @@ from impress_sglang.integration.recompute import (
     recompute_prefix,
 )
 from impress_sglang.integration.row_starts import RowStarts
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.clocks import Clock, Stopwatch, clock_for
 from impress_sglang.serving.estimate import pairs_of
 from impress_sglang.serving.request import StoredRequest
@@ -327,7 +328,7 @@ class PrefixAttention(AttentionBackend):
         """Compute the KVs of an unreadable source here; returns why that cannot be."""
         assert self._runtime is not None
         shape, num_tokens = self._runtime.shape, request.num_tokens
-        shortage = host_shortage(shape, num_tokens, self._runtime.config.recompute_bytes)
+        shortage = host_shortage(shape, num_tokens, bytes_of(self._runtime.config.recompute_gb))
         if shortage is not None:
             return shortage
         pool, model = self._model_runner.token_to_kv_pool, self._model_runner.model

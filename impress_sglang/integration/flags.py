@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from impress_sglang.config import OPTIONS, ImpressConfig
+from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ConfigError
+from impress_sglang.options import OPTIONS
 
 # ServerArgs drops unknown arguments; underscore attributes survive its pickling to child processes.
 CONFIG_ATTRIBUTE = "_impress_config"
@@ -32,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser, enable: type[argparse.Action]) ->
             option.flag,
             dest=_DEST_PREFIX + option.field,
             type=option.parse,
-            choices=option.choices,
+            choices=option.rule.choices,
             default=None,
             help=f"{option.help} Default: {shown}.",
         )

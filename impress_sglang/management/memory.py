@@ -6,8 +6,9 @@ import dataclasses
 
 import torch
 
-from impress_sglang.config import EXACT_BITS, ImpressConfig
+from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.management.policies import Wish, make_policy
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.tiers.cache import ChunkCache
@@ -47,15 +48,17 @@ class StoreMemory:
                 max_pages,
                 policy.replacement_rule(),
                 device=device,
-                device_bytes=config.device_bytes if used else 0,
-                host_bytes=config.host_bytes if used else 0,
+                device_bytes=bytes_of(config.device_gb) if used else 0,
+                host_bytes=bytes_of(config.host_gb) if used else 0,
             )
 
         cache = make(page, page.max_chunk_pages(shape), used=usual == EXACT_BITS)
         codes = make(CODE_PAGE, most_pages(layout), used=usual < EXACT_BITS)
         # Chunks are cached by whole pages, also where they end inside one.
         pool = AreaPool(
-            config.buffer_bytes, pin=device.type == "cuda", spare_bytes=cache.page.page_bytes
+            bytes_of(config.buffer_gb),
+            pin=device.type == "cuda",
+            spare_bytes=cache.page.page_bytes,
         )
         return cls(cache, codes, pool)
 

@@ -22,9 +22,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
-from impress_sglang.config import EXACT_BITS, ImpressConfig
+from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.identify import H2ORule, IdentificationRule, PaperRule
 from impress_sglang.importance.selection import retained_tokens
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.tiers.rules import (
     ImportanceScore,
     LeastFrequentlyUsed,

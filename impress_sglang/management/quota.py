@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.management.keeper import Keeper
 from impress_sglang.management.monitor import Monitor
 from impress_sglang.management.tree import SegmentState, StoredMatch, StoredSegment, StoredTree
@@ -92,8 +92,8 @@ class Quota:
         reserved = self._reserved()
         used = self.used_bytes + reserved + beside + self.other_models_bytes
         pending = self.pending_bytes + reserved
-        available = self._monitor.free_bytes - pending - config.min_free_bytes
-        return max(used + num_bytes - config.ssd_bytes, num_bytes - available)
+        available = self._monitor.free_bytes - pending - bytes_of(config.min_free_gb)
+        return max(used + num_bytes - bytes_of(config.ssd_gb), num_bytes - available)
 
     def make_room(
         self,

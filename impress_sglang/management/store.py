@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import (
     ChunkUnreadable,
     ConfigError,
@@ -332,7 +332,7 @@ class PrefixStore:
             "used_bytes": self._quota.used_bytes + self._reorderer.reserved_bytes,
             "quarantined_bytes": self._keeper.quarantined_bytes,
             "other_models_bytes": self._quota.other_models_bytes,
-            "quota_bytes": self._config.ssd_bytes,
+            "quota_bytes": bytes_of(self._config.ssd_gb),
             "direct_io": self._disk.direct,
             "io_engine": self._reader.engine,
             "buffer_bytes": self._memory.pool.limit_bytes,

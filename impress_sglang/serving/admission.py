@@ -13,13 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from impress_sglang.config import EXACT_BITS, ImpressConfig
+from impress_sglang.config import ImpressConfig
 from impress_sglang.management.expected_bytes import CodedBytes, StoredBytes
 from impress_sglang.management.policies import Policy, Wish
 from impress_sglang.management.readers import AnySource
 from impress_sglang.management.residents import Cover, ResidentParts
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.tree import StoredMatch, StoredSpan
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.clocks import Clock
 from impress_sglang.serving.estimate import BITS, RETENTIONS, Estimate, Estimator, Work
 from impress_sglang.serving.served_store import ServedStore

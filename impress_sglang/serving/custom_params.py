@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from impress_sglang.config import EXACT_BITS, EXACTLY, LEAST_BITS, MOST_BITS, ImpressConfig, is_bits
+from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import Wish
+from impress_sglang.options import EXACT_BITS, EXACTLY, LEAST_BITS, MOST_BITS, is_bits
 
 # Of `sampling_params.custom_params`: the retention and the bits that a request asks for.
 RETENTION_KEY = "impress_retention"

@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from impress_sglang.config import EXACT_BITS
 from impress_sglang.cost import TwoTermCost
+from impress_sglang.options import EXACT_BITS
 
 # First guess: 1 ms per token; a model with hidden size d spends as much on a token's weights as on
 # 6 d attended tokens (24 L d^2 against 4 L d operations).

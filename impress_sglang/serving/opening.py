@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from impress_sglang.config import EXACT_BITS
 from impress_sglang.management.residents import ResidentParts
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.admission import AdmissionPlan
 from impress_sglang.serving.loading import (
     ExactLoading,

@@ -14,11 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from impress_sglang.config import EXACT_BITS, ImpressConfig
+from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.residents import ResidentParts
 from impress_sglang.management.store import PrefixStore
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.admission import Admission, AdmissionPlan
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import Estimator, Work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from impress_sglang.config import EXACT_BITS
+from impress_sglang.options import EXACT_BITS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from impress_sglang.config import EXACT_BITS
 from impress_sglang.importance.identify import IdentificationRule
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.tiers.fence import to_device

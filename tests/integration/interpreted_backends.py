@@ -34,9 +34,9 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import Tensor
 
 from impress_sglang.attention.rectangular import rectangular_attention
-from impress_sglang.config import EXACT_BITS
 from impress_sglang.integration.attention import adopt_backend
 from impress_sglang.integration.paged import keep_host_rows
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.transfer.loader import LayerInputs

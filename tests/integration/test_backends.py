@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from impress_sglang.config import EXACT_BITS, ImpressConfig
+from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration.attention import PrefixAttention, adopt_backend
 from impress_sglang.integration.judged_backends import BACKENDS, SINK_ROWS
@@ -33,6 +33,7 @@ from impress_sglang.integration.plugin import _after_batch
 from impress_sglang.integration.row_starts import RowStarts
 from impress_sglang.management.policies import Wish
 from impress_sglang.management.tree import StoredMatch
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving import clocks
 from impress_sglang.serving.clocks import Clock, HostEvent, clock_for
 from impress_sglang.serving.estimate import Estimator, Work, pairs_of

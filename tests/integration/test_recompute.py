@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from impress_sglang.attention.rectangular import rectangular_attention
-from impress_sglang.config import EXACT_BITS, ImpressConfig
+from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.integration import attention as attention_module
 from impress_sglang.integration import recompute as recompute_module
@@ -35,6 +35,7 @@ from impress_sglang.integration.recompute import (
     is_out_of_memory,
     recompute_prefix,
 )
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.loading import RecomputedLoading
 from impress_sglang.serving.report import RequestTotals
 from impress_sglang.serving.request import StoredRequest

@@ -16,9 +16,9 @@ from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPref
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from impress_sglang.config import AUTO
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.integration.radix_cache import _Known
+from impress_sglang.options import AUTO
 from impress_sglang.serving.custom_params import wish_of
 from impress_sglang.serving.estimate import Work
 from impress_sglang.serving.loading import SelectiveLoading, SharedLoading

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from bench.policies.recording import RecordedSelection, SelectionRecorder
-from impress_sglang.config import EXACT_BITS
 from impress_sglang.management.tree import prefix_digest
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.quality import Quality
 from tests.unit.kv_factory import make_shape

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.config import (
+from impress_sglang.config import CONFIG_VARIABLE, ImpressConfig, bytes_of, enable_for_engine
+from impress_sglang.errors import ConfigError, ImpressError
+from impress_sglang.options import (
     ALLOCATIONS,
     AUTO,
     AUTO_BITS,
     AUTO_FLOOR,
-    CONFIG_VARIABLE,
     EXACT_BITS,
     EXACTLY,
     IO_ENGINES,
@@ -25,11 +26,8 @@ from impress_sglang.config import (
     OPTIONS,
     POLICIES,
     REORDER_KEYS,
-    ImpressConfig,
-    enable_for_engine,
     is_bits,
 )
-from impress_sglang.errors import ConfigError, ImpressError
 
 FIELDS = {field.name for field in dataclasses.fields(ImpressConfig)}
 FLAG_OF = {option.field: option.flag for option in OPTIONS}
@@ -252,12 +250,11 @@ def test_default_written_on_a_command_line_is_parsed_back(option: Any) -> None:
 def test_sizes_are_decimal_gigabytes() -> None:
     config = ImpressConfig(ssd_gb=1.5, min_free_gb=0.25, device_gb=0.125, host_gb=2, buffer_gb=0.75)
 
-    assert config.ssd_bytes == 1_500_000_000
-    assert config.min_free_bytes == 250_000_000
-    assert config.device_bytes == 125_000_000
-    assert config.host_bytes == 2_000_000_000
-    assert config.buffer_bytes == 750_000_000
-    assert ImpressConfig(recompute_gb=0.5).recompute_bytes == 500_000_000
+    assert bytes_of(config.ssd_gb) == 1_500_000_000
+    assert bytes_of(config.min_free_gb) == 250_000_000
+    assert bytes_of(config.device_gb) == 125_000_000
+    assert bytes_of(config.host_gb) == 2_000_000_000
+    assert bytes_of(config.buffer_gb) == 750_000_000
 
 
 @pytest.mark.parametrize("retention", [0.05, 0.3, 1])
@@ -357,7 +354,7 @@ def test_bits_on_a_command_line_refuse_other_words(text: str) -> None:
 
 
 def test_choices_of_an_option_are_what_is_taken() -> None:
-    choices = {option.field: option.choices for option in OPTIONS if option.choices}
+    choices = {own.field: own.rule.choices for own in OPTIONS if own.rule.choices}
 
     assert choices["io_engine"] == IO_ENGINES and choices["load"] == LOADS
     assert choices["allocate"] == ALLOCATIONS

@@ -51,9 +51,10 @@ from bench.engine.workload import (
 )
 from bench.policies.stores import STORED_BY, store_kind
 from impress_sglang.attention.rectangular import rectangular_attention
-from impress_sglang.config import POLICIES, ImpressConfig
+from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.identify import probe_kv_heads
 from impress_sglang.management.store import PrefixStore
+from impress_sglang.options import POLICIES
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.writer import WriteAbandoned
 from impress_sglang.timeline import ATTENTION, COPY, PROBE_READ, REST, SSD_READ, STAGES

@@ -28,6 +28,7 @@ LEVELS = {
     "loops": 0,
     "threads": 0,
     "timeline": 0,
+    "options": 0,
     "config": 1,
     "attention": 2,
     "importance": 2,

@@ -7,9 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from impress_sglang.config import EXACT_BITS, POLICIES, ImpressConfig
+from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.identify import H2ORule, PaperRule
 from impress_sglang.management.policies import Policy, Wish, make_policy
+from impress_sglang.options import EXACT_BITS, POLICIES
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
 
 CONFIGS = [ImpressConfig(policy=policy) for policy in POLICIES]

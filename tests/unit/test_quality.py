@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.config import EXACT_BITS
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.storage.quality import EXACT, Quality
 
 RETENTIONS = st.floats(0.0, 1.0, exclude_min=True)

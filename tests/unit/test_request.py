@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from impress_sglang.config import AUTO, AUTO_BITS, AUTO_FLOOR, EXACT_BITS, EXACTLY, ImpressConfig
+from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import Wish
+from impress_sglang.options import AUTO, AUTO_BITS, AUTO_FLOOR, EXACT_BITS, EXACTLY
 from impress_sglang.serving.custom_params import (
     BITS_KEY,
     RETENTION_KEY,

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from impress_sglang.config import POLICIES
 from impress_sglang.management import rewriting
 from impress_sglang.management import store as store_module
 from impress_sglang.management.reorder import mapping_lists
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import StoreOutcome
+from impress_sglang.options import POLICIES
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import OpenSegment

@@ -1,0 +1,291 @@
+"""The options, one row each: name, how text is read, which values are allowed, what it means.
+
+Flags are named after the fields of `config.ImpressConfig`; docs/options.md is made from the rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+POLICIES = (
+    "impress",
+    "paper",
+    "paper+itf+reorder",
+    "paper+itf",
+    "as+h2o+lfu",
+    "as+h2o+lru",
+    "as",
+    "recompute",
+)
+# Those that never use a part of a prefix, whatever the retention.
+WHOLE_POLICIES = ("as", "recompute")
+REORDER_KEYS = ("selected", "importance")
+IO_ENGINES = ("auto", "aio", "threads")
+LOADS = ("faster", "always")
+# The value of --impress-retention and of --impress-bits that leaves the choice to the server, and
+# the least that it chooses.
+AUTO = "auto"
+AUTO_FLOOR = 0.25
+AUTO_BITS = 5.0
+# The value of --impress-bits for KVs as they were computed, and the number that stands for it,
+# whatever their dtype has; else the bits of the base, and of base and planes (`precision.codec`).
+EXACTLY = "exact"
+EXACT_BITS = 16.0
+LEAST_BITS, MOST_BITS = 4.0, 8.0
+ALLOCATIONS = ("query", "even", "random")
+
+
+def is_bits(value: object) -> bool:
+    """Whether this is a precision: bits per element on average, or `EXACTLY`."""
+    # type() and not isinstance(): True is an int to isinstance.
+    number = type(value) in (int, float)
+    return value == EXACTLY or (number and LEAST_BITS <= float(str(value)) <= MOST_BITS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """Which values an option may have, of its type; `expected` says it in a message."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+    choices: tuple[str, ...] | None = None
+
+
+def one_of(names: tuple[str, ...]) -> Rule:
+    """One of some names."""
+    return Rule(f"one of {', '.join(names)}", lambda value: value in names, names)
+
+
+def at_least(least: float) -> Rule:
+    """A finite number that is not less."""
+    return Rule(f"{least:g} or more and finite", lambda value: least <= value < math.inf)
+
+
+def above(least: float) -> Rule:
+    """A finite number that is more."""
+    return Rule(f"more than {least:g} and finite", lambda value: least < value < math.inf)
+
+
+def between(least: float, most: float) -> Rule:
+    """A number from the one to the other."""
+    return Rule(f"{least:g} to {most:g}", lambda value: least <= value <= most)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """One field of the configuration, as users see it."""
+
+    field: str
+    parse: Callable[[str], Any]
+    rule: Rule
+    help: str
+
+    @property
+    def flag(self) -> str:
+        """Its name on the command line."""
+        return "--impress-" + self.field.replace("_", "-")
+
+    def check(self, value: object) -> str | None:
+        """What is wrong with a value of the right type, None if nothing is."""
+        if self.rule.holds(value):
+            return None
+        return f"{self.flag} must be {self.rule.expected}, got {value!r}"
+
+
+def _parse_retention(text: str) -> float | str:
+    return AUTO if text == AUTO else float(text)
+
+
+def _parse_bits(text: str) -> float | str:
+    return text if text in (EXACTLY, AUTO) else float(text)
+
+
+def _is_retention(value: object) -> bool:
+    return value == AUTO or (not isinstance(value, str) and 0.0 < float(str(value)) <= 1.0)
+
+
+ANYTHING = Rule("anything", lambda value: True)
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "ssd_dir",
+        str,
+        Rule("a directory", lambda text: bool(text.strip())),
+        "Directory of the SSD store.",
+    ),
+    Option("ssd_gb", float, above(0), "Quota of the SSD store, in GB (10^9 bytes)."),
+    Option(
+        "min_free_gb",
+        float,
+        at_least(0),
+        "Free space to leave on the file system of the SSD store, in GB.",
+    ),
+    Option(
+        "retention",
+        _parse_retention,
+        Rule(f"0 < r <= 1, or {AUTO}", _is_retention),
+        "Fraction of a stored prefix that each layer attends to. auto: the largest whose I/O hides "
+        f"behind compute, at least {AUTO_FLOOR:g}. A request overrides it with custom_params "
+        "impress_retention.",
+    ),
+    Option(
+        "min_retention", float, between(0, 1), "Floor under the retention that a request asks for."
+    ),
+    Option(
+        "bits",
+        _parse_bits,
+        Rule(
+            f"{LEAST_BITS:g} to {MOST_BITS:g}, {EXACTLY} or {AUTO}",
+            lambda bits: is_bits(bits) or bits == AUTO,
+        ),
+        "Policy impress: mean bits per element of a stored prefix when it is loaded, "
+        f"{LEAST_BITS:g} to {MOST_BITS:g}, with more of them where the request attends. exact: "
+        "KVs as they were computed. auto: the most bits whose I/O hides behind compute, at least "
+        f"{AUTO_BITS:g}. A request overrides it with custom_params impress_bits.",
+    ),
+    Option(
+        "base_error",
+        float,
+        at_least(0),
+        f"Relative error that {LEAST_BITS:g} bits may cause in the attention output of a KV head. "
+        "A head above it, as measured when a prompt is stored, is always read in more bits. 0: "
+        "nothing is measured.",
+    ),
+    Option(
+        "allocate",
+        str,
+        one_of(ALLOCATIONS),
+        "Which part of a prefix gets additional bits. query: what the new tokens attend to. even, "
+        "random: baselines.",
+    ),
+    Option(
+        "probe_heads",
+        int,
+        at_least(1),
+        "Policies paper*: number of probe heads N of a multi-head model. A GQA model with G KV "
+        "heads probes max(1, round(N * G / 32)) of them.",
+    ),
+    Option(
+        "alpha",
+        float,
+        Rule("0 < alpha <= 1", lambda alpha: 0 < alpha <= 1),
+        "Policies paper*: exponent of the similarity threshold t = j**alpha. A larger one makes "
+        "fewer layers fall back to reading all keys.",
+    ),
+    Option(
+        "chunk_tokens",
+        int,
+        Rule("a multiple of 8 between 8 and 4096", lambda n: 8 <= n <= 4096 and n % 8 == 0),
+        "Tokens per chunk, the unit of storage, caching and scoring.",
+    ),
+    Option(
+        "min_prefix_tokens",
+        int,
+        at_least(1),
+        "Shortest prefix to store, and shortest part of one to load, in tokens.",
+    ),
+    Option(
+        "policy",
+        str,
+        one_of(POLICIES),
+        "impress: prefixes in few bits, more of them where a request attends. Baselines: paper "
+        "(IMPRESS as published: tokens found by probe heads, reordering, caches by score), "
+        "paper+itf+reorder (the same with LFU caches), paper+itf (nor reordering), as+h2o+lru and "
+        "as+h2o+lfu (all keys, important values), as (whole prefixes, LRU caches, like "
+        "AttentionStore), recompute (no store).",
+    ),
+    Option(
+        "io_engine",
+        str,
+        one_of(IO_ENGINES),
+        "How the SSD store is read. aio: Linux native AIO. threads: a pool of threads. auto: aio "
+        "where the kernel has it.",
+    ),
+    Option("io_depth", int, between(1, 1024), "Reads of the SSD store in flight."),
+    Option(
+        "io_timeout",
+        float,
+        above(0),
+        "Seconds without progress after which a read or write of the SSD store is given up. The "
+        "store is then left alone until the disk answers again.",
+    ),
+    Option(
+        "readahead",
+        float,
+        at_least(0),
+        "Prefetch waste budget: bytes that prefetching may read in vain, as a fraction of the "
+        "bytes wanted. 0: no prefetching.",
+    ),
+    Option(
+        "load",
+        str,
+        one_of(LOADS),
+        "faster: a stored prefix is loaded if that is estimated to be faster than computing it. "
+        "always: whenever it is stored.",
+    ),
+    Option(
+        "approximation_depth",
+        int,
+        at_least(0),
+        "How many approximations a stored KV may rest on, one on top of the other. 0: only exact "
+        "KVs are stored. 1: also what is computed after exact KVs in few bits. 2: also what is "
+        "computed after that. Where part of a prefix was used, at most 1.",
+    ),
+    Option(
+        "device_gb",
+        float,
+        at_least(0),
+        "Chunk cache on the device, in GB, beside SGLang's own pools. 0: none.",
+    ),
+    Option(
+        "host_gb",
+        float,
+        at_least(0),
+        "Chunk cache in CPU memory (pinned with CUDA), in GB. 0: none.",
+    ),
+    Option(
+        "buffer_gb",
+        float,
+        above(0),
+        "Read buffers in CPU memory (pinned with CUDA), in GB, for all requests and for "
+        "prefetching. A prefix is computed if not one of its layers fits.",
+    ),
+    Option(
+        "recompute_gb",
+        float,
+        at_least(0),
+        "CPU memory, in GB, for recomputing a stored prefix that turns out to be unreadable. A "
+        "request that needs more ends with status 503. 0: all of them do.",
+    ),
+    Option(
+        "half_life",
+        float,
+        at_least(0),
+        "Requests after which an access counts half in a chunk's score. 0: accesses do not age, as "
+        "in the paper.",
+    ),
+    Option(
+        "reorder_interval",
+        float,
+        at_least(0),
+        "Policies that reorder: seconds between searches for prefixes worth reordering. 0: only on "
+        "POST /impress/reorder.",
+    ),
+    Option(
+        "reorder_key",
+        str,
+        one_of(REORDER_KEYS),
+        "Moving average by which tokens are reordered. selected: how often a token was selected. "
+        "importance: its attention column sum, as in the paper.",
+    ),
+    Option(
+        "trace_dir",
+        str,
+        ANYTHING,
+        "Directory for a timeline of each request that loads a prefix, to be opened in "
+        "ui.perfetto.dev. Empty: none is written.",
+    ),
+)
