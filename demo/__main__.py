@@ -108,6 +108,8 @@ class _Scenario:
                 self._ask(server, report.COMPUTED, QUESTIONS[0])
             self._read(server, report.WHOLE, report.DEVICE, bits=EXACT)
             self._read(server, report.FEW_BITS, report.SHARED)
+            with _step(self._console, "Stopping server 1 of 2"):
+                server.stop()
         with self._server("2 of 2") as server:
             self._read(server, report.RESTARTED)
         return self._replies
@@ -132,8 +134,6 @@ class _Scenario:
             with _step(self._console, "Warming up, with another prefix"):
                 _warm_up(server)
             yield server
-            with _step(self._console, f"Stopping server {number}"):
-                server.stop()
         finally:
             server.kill()
 

@@ -170,7 +170,7 @@ def _command(model: Path, options: Sequence[str], port: int) -> list[str]:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     # bfloat16 is very slow on CPUs without AMX.
     command += ["--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--max-total-tokens", "16384", "--max-running-requests", "8"]
+    command += ["--max-total-tokens", "8192", "--max-running-requests", "8"]
     # The demo warms up with requests of its own.
     command += ["--skip-server-warmup"]
     return [*command, "--enable-impress", *options]

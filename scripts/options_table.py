@@ -32,7 +32,7 @@ def tables() -> str:
     parts = []
     for name, fields in GROUPS.items():
         rows = [_row(options.pop(field)) for field in fields.split()]
-        header = ["| flag | default | meaning |", "|---|---|---|"]
+        header = ["| flag | default | values | meaning |", "|---|---|---|---|"]
         parts.append("\n".join([f"### {name}", "", *header, *rows]))
     assert not options, f"give these options a group: {', '.join(options)}"
     return "\n\n".join(parts)
@@ -41,8 +41,10 @@ def tables() -> str:
 def _row(option: Option) -> str:
     default = getattr(ImpressConfig(), option.field)
     shown = f"{default:g}" if isinstance(default, float) else str(default)
-    meaning = option.help.replace("|", "\\|").replace("*", "\\*")
-    return f"| `{option.flag}` | {f'`{shown}`' if shown else 'none'} | {meaning} |"
+    cell = f"`{shown}`" if shown else "none"
+    values = option.rule.expected.removeprefix("one of ").removesuffix(" and finite")
+    cells = (f"`{option.flag}`", cell, values, option.help)
+    return f"| {' | '.join(text.replace('*', chr(92) + '*') for text in cells)} |"
 
 
 def page_with_tables(page: str) -> str:
