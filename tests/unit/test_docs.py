@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import impress_sglang
+from bench.__main__ import MODULES
 from impress_sglang.serving.report import new_report
 from scripts import options_table
 
@@ -66,6 +67,12 @@ def anchors_of(document: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_benchmarks_that_documents_name_exist(document: Path) -> None:
+    named = set(re.findall(r"python -m bench ([a-z]\w*)", document.read_text()))
+    assert named <= set(MODULES)
+
+
 def test_the_site_has_every_document() -> None:
     def pages(item: object) -> Iterator[str]:
         if isinstance(item, str):
@@ -98,11 +105,17 @@ def is_defined(name: str) -> bool:
         return False
     scope: ast.AST = ast.parse(path.read_text())
     for part in parts:
-        inner = [node for node in ast.iter_child_nodes(scope) if getattr(node, "name", "") == part]
+        inner = [node for node in ast.iter_child_nodes(scope) if part in names_in(node)]
         if not inner:
             return False
         scope = inner[0]
     return True
+
+
+def names_in(node: ast.AST) -> list[str]:
+    """What a statement defines."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node]
+    return [getattr(target, "name", getattr(target, "id", "")) for target in targets]
 
 
 def test_who_looks_for_functions_finds_them() -> None:
