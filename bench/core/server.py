@@ -40,7 +40,7 @@ def _set_readahead(runtime: ServingRuntime, share: float) -> None:
 
 
 def _reorder_all(runtime: ServingRuntime, _: float) -> None:
-    runtime.store.reorder(force=True)
+    runtime.store.reorders.enqueue(force=True)
     runtime.store.poll()
 
 

@@ -420,7 +420,7 @@ def store_planted(engine: Engine, store: PrefixStore, prefix: int) -> None:
 def _saving(engine: Engine, store: PrefixStore, prefix: int) -> Iterator[Gate]:
     """A prefix is offered when its pass begins; the pool is free when the block has ended."""
     tokens, gate = engine.workload.tokens(prefix), Gate(engine)
-    outcome = store.offer(
+    outcome = store.writes.offer(
         NAMESPACE,
         Offer(
             tokens,
@@ -438,7 +438,7 @@ def _saving(engine: Engine, store: PrefixStore, prefix: int) -> Iterator[Gate]:
         gate.abandon()
         raise
     finally:
-        store.drain()
+        store.writes.drain()
     if store.stats.segments_failed:
         raise EngineFailed(f"a prefix of {len(tokens)} tokens could not be written")
 
@@ -528,9 +528,9 @@ class StoredEngine:
         Nothing else runs, so the rewriting thread need not rest between layers.
         """
         with mock.patch.object(rewriting, "REST_RATIO", 0.0):
-            self.store.reorder(force=True)
+            self.store.reorders.enqueue(force=True)
             self.store.poll()
-            while self.store.reorder_summary()["pending"]:
+            while self.store.reorders.summary()["pending"]:
                 time.sleep(POLL_SECONDS)
                 self.store.poll()
 
@@ -589,12 +589,12 @@ class StoredEngine:
         bits, exact = self.policy.bits(self._wish), self.policy.exact(self._wish)
         retention = 1.0 if exact else self._wish.retention
         if bits < EXACT_BITS:
-            num_bytes = self.store.coded_bytes(match.slice(0, work.stored)).expected(bits)
+            num_bytes = self.store.forecast.coded_bytes(match.slice(0, work.stored)).expected(bits)
         else:
-            stored = self.store.stored_bytes(match, 0, work.stored)
+            stored = self.store.forecast.stored_bytes(match.slice(0, work.stored))
             all_keys = self._evidence == "keys" and not exact
             num_bytes = stored.expected(retention, all_keys=all_keys)
-        seconds = self.store.seconds_to_read(num_bytes)
+        seconds = self.store.forecast.seconds_to_read(num_bytes)
         return self._estimator.estimate(work, retention, seconds, bits)
 
     def _learn(self, stored: _Stored, loading_ms: float, ttft_ms: float | None) -> None:

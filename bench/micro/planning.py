@@ -33,8 +33,11 @@ import torch
 from torch import Tensor
 
 from bench.core.machine import describe_machine
+from impress_sglang.management.forecast import ReadForecast
+from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.readers import SegmentReaders
 from impress_sglang.management.tree import SegmentState, StoredMatch, StoredSegment, StoredTree
+from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.precision.allocation import allocate_planes, planes_of
 from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.precision.floors import FloorMeter
@@ -166,17 +169,19 @@ class _Case:
         codes = _cache(shape, CODE_PAGE, most_pages(layout), share * layout.layer_bytes)
         streams = PageShape.of(shape, CHUNK_TOKENS)
         self._pool = AreaPool(1 << 62)
+        cache = _cache(shape, streams, streams.max_chunk_pages(shape), 0.0)
+        memory = StoreMemory(cache, codes, self._pool)
+        versions = SegmentVersions(shape, cache, codes, retention=1.0, by_importance=False)
+        reader, meter = cast("ChunkReader", _NoReader()), FloorMeter(0.0)
+        self._forecast = ReadForecast(shape, reader, versions, memory, meter, retention=1.0)
         self._readers = _NoFiles(
             cast("StoreDirectory", None),
             shape,
-            cast("ChunkReader", _NoReader()),
-            _cache(shape, streams, streams.max_chunk_pages(shape), 0.0),
-            codes,
-            self._pool,
-            FloorMeter(0.0),
+            reader,
+            versions,
+            memory,
+            meter,
             direct=False,
-            reorder_by_importance=False,
-            retention=1.0,
             learns=True,
             patience=1.0,
         )
@@ -191,7 +196,7 @@ class _Case:
         """Seconds to find, open and load a prefix."""
         began = time.perf_counter()
         match = self._tree.match("bench", self._tokens)
-        self._readers.coded_bytes(match.spans).expected(bits)
+        self._forecast.coded_bytes(match.spans).expected(bits)
         found = time.perf_counter()
         source, units = self._open(match)
         ahead = ReadAhead(self._pool, READAHEAD)

@@ -184,7 +184,7 @@ class PromptSaves:
             holder=save,
             queries=save.queries,
         )
-        outcome = self._runtime.store.offer(namespace_of(key), offer)
+        outcome = self._runtime.store.writes.offer(namespace_of(key), offer)
         if outcome is StoreOutcome.NO_SPACE:
             self._refused.add(req.rid)
         if outcome is StoreOutcome.ACCEPTED:

@@ -102,7 +102,7 @@ class ImpressRadixCache(RadixCache):
         store = self._runtime.served.opened
         if self._started and store is not None:
             # Accepted writes read slots that are about to be given away.
-            store.drain()
+            store.writes.drain()
         assert not self._runtime.live and not self._private_tokens
         assert not self._saves.held_tokens
         self._residents.forget_all()
@@ -125,7 +125,7 @@ class ImpressRadixCache(RadixCache):
         self._saves.revoke()
         store = self._runtime.served.opened
         if store is not None:
-            store.abandon_writes()
+            store.writes.abandon()
         self._drop_plans()
         self._residents.hide_all()
         self._watch.begin(cause)
@@ -329,8 +329,8 @@ class ImpressRadixCache(RadixCache):
                     evicted += self._residents.evict(part)
             return True
 
-        if not enough() and store is not None and store.is_writing:
-            store.abandon_writes(enough, self._saves.which_free())
+        if not enough() and store is not None and store.writes:
+            store.writes.abandon(enough, self._saves.which_free())
             enough()
         return EvictResult(num_tokens_evicted=freed())
 

@@ -18,7 +18,7 @@ Order = Callable[[ServingRuntime, float], None]
 
 def _reorder(runtime: ServingRuntime, _: float) -> None:
     if (store := runtime.served.opened) is not None:
-        store.reorder()
+        store.reorders.enqueue()
         store.poll()
 
 

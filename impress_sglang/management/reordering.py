@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from concurrent.futures import Future
 from impress_sglang.management.readers import SegmentReaders
 from impress_sglang.management.rewriting import Rewrite, Rewriter, Shares
 from impress_sglang.management.tree import StoredSegment, StoredTree
+from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.storage.segment import SegmentInfo
 
 logger = logging.getLogger(__name__)
@@ -60,10 +62,24 @@ class _Job:
 class Reorderer:
     """A queue of segments and the one that is being rewritten."""
 
-    def __init__(self, tree: StoredTree, readers: SegmentReaders, rewriter: Rewriter) -> None:
+    def __init__(
+        self,
+        tree: StoredTree,
+        readers: SegmentReaders,
+        versions: SegmentVersions,
+        rewriter: Rewriter,
+        interval: float,
+        *,
+        enabled: bool,
+    ) -> None:
+        """`interval`: seconds between looks for segments that may pay; 0 for none."""
         self.stats = ReorderStats()
         self._tree = tree
         self._readers = readers
+        self._versions = versions
+        self._interval = interval
+        self._enabled = enabled
+        self._next_look = time.monotonic() + interval
         self._rewriter = rewriter
         self._queue: collections.deque[tuple[StoredSegment, bool]] = collections.deque()
         self._job: _Job | None = None
@@ -78,12 +94,20 @@ class Reorderer:
         """Bytes of the file that is being written."""
         return 0 if self._job is None else self._job.file_bytes
 
-    def enqueue(self, *, force: bool) -> int:
+    def enqueue(self, *, force: bool = False) -> int:
         """Queue the segments that may pay, or with `force` all that were selected from.
 
-        No order saves more than all that was read, so a segment that was read less than once over
-        need not be looked at.
+        A rewrite pays if the reads since the segment got its order would have been shorter by more
+        bytes than the file has: what was read so often will be read as often again. No order
+        saves more than all that was read, so a segment that was read less than once over need not
+        be looked at.
+
+        Returns:
+            How many segments are queued; 0 for a policy that does not reorder.
         """
+        if not self._enabled:
+            return 0
+        self._next_look = time.monotonic() + self._interval
         waiting = {segment.segment_id for segment, _ in self._queue}
         if self._job is not None:
             waiting.add(self._job.old_id)
@@ -92,12 +116,14 @@ class Reorderer:
                 self._queue.append((segment, force))
         return len(self._queue)
 
-    def begin_next(self, gap_bytes: int, has_room: Callable[[int], bool]) -> None:
+    def poll(self, gap_bytes: int, has_room: Callable[[int], bool]) -> None:
         """Begin a rewrite if none is in work; `has_room` says whether a file of so many bytes fits.
 
         Raises:
             PrefixUnreadable: a segment cannot be opened.
         """
+        if self._interval and time.monotonic() >= self._next_look:
+            self.enqueue()
         while self._queue and self._job is None:
             segment, force = self._queue.popleft()
             if self._tree.get(segment.segment_id) is segment and segment.ready:
@@ -126,6 +152,10 @@ class Reorderer:
             return dataclasses.replace(ended, discard=job.info.segment_id)
         self._take_over(job, shares)
         return dataclasses.replace(ended, taken_over=True)
+
+    def summary(self) -> dict[str, int]:
+        """Counters for the statistics page; `pending` are in work or wait."""
+        return {"pending": self.pending, **dataclasses.asdict(self.stats)}
 
     def close(self, seconds: float) -> None:
         """Forget what waits, and let the rewrite in work end; `take_finished` has it if it did."""
@@ -164,8 +194,8 @@ class Reorderer:
     def _take_over(self, job: _Job, shares: Shares) -> None:
         assert job.segment.history is not None
         self._tree.replace(job.segment, job.info, job.file_bytes)
-        self._readers.succeed(job.old_id, job.segment, shares)
-        self._readers.retire(job.old_id)
+        self._versions.succeed(job.old_id, job.segment, shares)
+        self._versions.retire(job.old_id)
         job.segment.history.ssd_bytes = 0
         self.stats.segments += 1
         self.stats.bytes_written += job.file_bytes

@@ -11,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from impress_sglang.errors import (
     StoreUnavailable,
 )
 from impress_sglang.management.disk import StoreDisk
-from impress_sglang.management.expected_bytes import CodedBytes, StoredBytes
+from impress_sglang.management.forecast import ReadForecast
 from impress_sglang.management.keeper import Verdict
 from impress_sglang.management.looks import SecondLooks
 from impress_sglang.management.memory import StoreMemory
@@ -40,7 +39,8 @@ from impress_sglang.management.tree import (
     StoredSegment,
     StoredSpan,
 )
-from impress_sglang.management.writing import Offer, SegmentWrites, StoreOutcome, StoreStats
+from impress_sglang.management.versions import SegmentVersions
+from impress_sglang.management.writing import SegmentWrites, StoreStats
 from impress_sglang.storage.catalog import CatalogEntry
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
@@ -96,35 +96,51 @@ class PrefixStore:
         self.tree = self._disk.tree
         self.namespace = functools.lru_cache(_NAMESPACES)(self._directory.namespace)
         direct, patience = self._disk.direct, config.io_timeout
-        policy = make_policy(config)
         self._memory = memory or StoreMemory.allocate(config, shape, device or torch.device("cpu"))
         self.cache = self._memory.cache
         self._reader = ChunkReader(
             config.io_depth, self._disk.files, engine=config.io_engine, patience=patience
         )
         self.ahead = ReadAhead(self._memory.pool, config.readahead)
+        self._versions = SegmentVersions(
+            shape,
+            self.cache,
+            self._memory.codes,
+            retention=config.part_retention,
+            by_importance=config.reorder_key == "importance",
+        )
+        self.forecast = ReadForecast(
+            shape,
+            self._reader,
+            self._versions,
+            self._memory,
+            self._disk.meter,
+            retention=config.part_retention,
+        )
         self._readers = SegmentReaders(
             self._directory,
             shape,
             self._reader,
-            self.cache,
-            self._memory.codes,
-            self._memory.pool,
+            self._versions,
+            self._memory,
             self._disk.meter,
             direct=direct,
-            reorder_by_importance=config.reorder_key == "importance",
-            retention=config.part_retention,
             learns=self.ahead.enabled,
             patience=patience,
         )
-        self._reorders = policy.reorders
-        self._next_reorder = time.monotonic() + config.reorder_interval
         self._closed = False
         self._measuring: AnySource | None = None
         self.stats = StoreStats()
         self._looks = SecondLooks(self._keeper)
         rewriter = Rewriter(self._directory, direct=direct, patience=patience)
-        self._reorderer = Reorderer(self.tree, self._readers, rewriter)
+        self.reorders = Reorderer(
+            self.tree,
+            self._readers,
+            self._versions,
+            rewriter,
+            config.reorder_interval,
+            enabled=make_policy(config).reorders,
+        )
         self._quota = Quota(
             config,
             self.tree,
@@ -132,12 +148,13 @@ class PrefixStore:
             self._monitor,
             self._disk.others,
             self._readers.is_read,
-            lambda: self._reorderer.reserved_bytes,
+            lambda: self.reorders.reserved_bytes,
         )
-        self._writes = SegmentWrites(
+        self.writes = SegmentWrites(
             config,
             identity,
             shape,
+            self.namespace,
             self.tree,
             self._quota,
             self._keeper,
@@ -146,11 +163,6 @@ class PrefixStore:
             self.stats,
             self._evict,
         )
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether accepted writes have not been taken in yet."""
-        return len(self._writes) > 0
 
     def match(self, namespace: str, tokens: Tokens, *, least: Quality = EXACT) -> StoredMatch:
         """The longest published prefix of `tokens` in a quality of at least `least`."""
@@ -204,27 +216,6 @@ class PrefixStore:
             if not self.health.readable:
                 raise StoreUnavailable(segment.segment_id, "the store is degraded")
 
-    def stored_bytes(self, match: StoredMatch, start: int, stop: int) -> StoredBytes:
-        """What of the tokens [start, stop) of a match would have to come from SSD."""
-        return self._readers.stored_bytes(match.slice(start, stop))
-
-    def can_read(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
-        """Whether a layer of spans fits into the buffers that reads fill."""
-        return self._readers.can_read(spans, in_codes=in_codes)
-
-    def coded_bytes(self, spans: Sequence[StoredSpan]) -> CodedBytes:
-        """What of spans would have to come from SSD in codes."""
-        return self._readers.coded_bytes(spans)
-
-    def seconds_to_read(self, num_bytes: float) -> float:
-        """What reading so many bytes from SSD takes, as reads went lately."""
-        return self._reader.cost.seconds_for(num_bytes)
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Bandwidth of the SSD, as reads went lately."""
-        return self._reader.cost.bytes_per_second
-
     def measure_reading(self, match: StoredMatch) -> None:
         """Read a little of a match in the background, only to know how fast that is now.
 
@@ -249,66 +240,27 @@ class PrefixStore:
         self.stats.bytes_read_ahead += source.stats.ahead_bytes
         self.stats.bytes_read_ahead_used += source.stats.ahead_used_bytes
 
-    def offer(self, namespace: str, offer: Offer) -> StoreOutcome:
-        """Store what is new of a prefix, in the background.
-
-        `namespace` keeps requests with other `extra_key` or `cache_salt` apart.
-        """
-        return self._writes.take(self.namespace(namespace), offer)
-
-    def drain(self) -> None:
-        """Wait until all accepted writes are finished; see `SegmentWrites.drain`."""
-        self._writes.drain()
-
-    def abandon_writes(
-        self,
-        enough: Callable[[], bool] = lambda: False,
-        frees: Callable[[object], bool] = lambda holder: True,
-    ) -> None:
-        """Give accepted writes up; see `SegmentWrites.abandon`."""
-        self._writes.abandon(enough, frees)
-
     def poll(self) -> None:
         """Take in what other threads have done, and begin what is due; never waits."""
         if self._closed:
             return
         self._end_measuring()
         self._readers.settle()
-        self._writes.poll()
+        self.writes.poll()
         self._quota.poll()
         if (answer := self._monitor.poll()) is not None:
             self._take_answer(answer.segments, answer.error)
         if self.health.readable:
             for segment, verdict in self._looks.poll():
                 self._judge(segment, verdict)
-        if (outcome := self._reorderer.take_finished()) is not None:
+        if (outcome := self.reorders.take_finished()) is not None:
             self._settle(outcome)
-        if self._config.reorder_interval and time.monotonic() >= self._next_reorder:
-            self.reorder()
         if not self.health.writable:
             return
         try:
-            self._reorderer.begin_next(self._reader.cost.gap_bytes, self._has_room)
+            self.reorders.poll(self._reader.cost.gap_bytes, self._has_room)
         except PrefixUnreadable as error:
             self.report(error)
-
-    def reorder(self, *, force: bool = False) -> int:
-        """Begin to reorder, in the background, the segments for which it pays.
-
-        A rewrite pays if the reads since the segment got its order would have been shorter by more
-        bytes than the file has: what was read so often will be read as often again. `force` takes
-        every segment that was selected from.
-
-        Returns:
-            How many segments are queued; 0 for a policy that does not reorder.
-        """
-        self._next_reorder = time.monotonic() + self._config.reorder_interval
-        return self._reorderer.enqueue(force=force) if self._reorders else 0
-
-    def reorder_summary(self) -> dict[str, int]:
-        """Counters for the statistics page; `pending` are in work or wait."""
-        stats = dataclasses.asdict(self._reorderer.stats)
-        return {"pending": self._reorderer.pending, **stats}
 
     def report(self, error: PrefixUnreadable) -> None:
         """A segment could not be read: it is not used before a second look has found it good."""
@@ -326,10 +278,10 @@ class PrefixStore:
             **dataclasses.asdict(self.stats),
             "directory": str(self._directory.path),
             "segments": len(self.tree),
-            "writes_pending": len(self._writes),
+            "writes_pending": len(self.writes),
             "health": self.health.summary(),
             "segments_suspect": len(self._looks),
-            "used_bytes": self._quota.used_bytes + self._reorderer.reserved_bytes,
+            "used_bytes": self._quota.used_bytes + self.reorders.reserved_bytes,
             "quarantined_bytes": self._keeper.quarantined_bytes,
             "other_models_bytes": self._quota.other_models_bytes,
             "quota_bytes": bytes_of(self._config.ssd_gb),
@@ -356,17 +308,17 @@ class PrefixStore:
             return
         self.tree.check_integrity()
         live = {segment.segment_id: segment for segment in self.tree.segments()}
-        writing = {segment.segment_id for segment, _ in self._writes}
+        writing = {segment.segment_id for segment, _ in self.writes}
         suspects = 0
         for segment_id, segment in live.items():
             assert segment.state is not SegmentState.PENDING or segment_id in writing
             suspects += segment.state is SegmentState.SUSPECT
         assert suspects == len(self._looks)
-        pending = sum(num_bytes for _, num_bytes in self._writes)
+        pending = sum(num_bytes for _, num_bytes in self.writes)
         on_disk = sum(s.file_bytes for s in live.values() if s.on_disk)
         assert self._quota.used_bytes == pending + on_disk
         assert self._quota.pending_bytes == pending
-        self._readers.check_integrity(s.segment_id for s in live.values() if s.on_disk)
+        self._versions.check_integrity(s.segment_id for s in live.values() if s.on_disk)
 
     def check_index(self) -> None:
         """Compare the index with the tree; waits for the disk, and for what is being written.
@@ -374,8 +326,8 @@ class PrefixStore:
         Raises:
             AssertionError: they differ, which is a bug.
         """
-        self.drain()
-        if not self._reorderer.pending:
+        self.writes.drain()
+        if not self.reorders.pending:
             indexed = self._keeper.indexed().result()
             # A row too many is a file that could not be removed, which was logged.
             for segment in self.tree.segments():
@@ -406,9 +358,9 @@ class PrefixStore:
         """The second half, which may wait for the disk."""
         seconds = self._config.io_timeout
         try:
-            self.drain()
-            self._reorderer.close(seconds)
-            if (outcome := self._reorderer.take_finished()) is not None:
+            self.writes.drain()
+            self.reorders.close(seconds)
+            if (outcome := self.reorders.take_finished()) is not None:
                 self._settle(outcome)
             self._readers.close(seconds)
             self._reader.close()
@@ -455,7 +407,7 @@ class PrefixStore:
         """A segment has no file any more; it stays in the tree as long as others build on it."""
         self._quota.remove(segment.file_bytes)
         self._looks.forget(segment.segment_id)
-        self._readers.retire(segment.segment_id)
+        self._versions.retire(segment.segment_id)
         self.tree.lose(segment)
 
     def _judge(self, segment: StoredSegment, verdict: Verdict) -> None:

@@ -118,6 +118,7 @@ class SegmentWrites:
         config: ImpressConfig,
         identity: str,
         shape: KVShape,
+        name_of: Callable[[str], str],
         tree: StoredTree,
         quota: Quota,
         keeper: Keeper,
@@ -126,10 +127,15 @@ class SegmentWrites:
         stats: StoreStats,
         evict: Callable[[StoredSegment], None],
     ) -> None:
-        """`evict` takes a segment out of the tree, and its file; the others are the store's."""
+        """Begin with no write; parts not named here are the store's.
+
+        `name_of` gives the stored name of a namespace; `evict` takes a segment out of the tree, and
+        its file.
+        """
         self._config = config
         self._identity = identity
         self._shape = shape
+        self._name_of = name_of
         self._tree = tree
         self._quota = quota
         self._keeper = keeper
@@ -146,8 +152,12 @@ class SegmentWrites:
         """The segments that are being written, and the bytes of their files."""
         return ((write.segment, write.segment.file_bytes) for write in self._writes)
 
-    def take(self, namespace: str, offer: Offer) -> StoreOutcome:
-        """Store what is new of an offer, in the background; `namespace` is its stored name."""
+    def offer(self, namespace: str, offer: Offer) -> StoreOutcome:
+        """Store what is new of a prefix, in the background.
+
+        `namespace` keeps requests with other `extra_key` or `cache_salt` apart.
+        """
+        namespace = self._name_of(namespace)
         if not self._health.writable:
             self._stats.offers_while_unavailable += 1
             return StoreOutcome.UNAVAILABLE

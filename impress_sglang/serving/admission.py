@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.expected_bytes import CodedBytes, StoredBytes
+from impress_sglang.management.forecast import CodedBytes, StoredBytes
 from impress_sglang.management.policies import Policy, Wish
 from impress_sglang.management.readers import AnySource
 from impress_sglang.management.residents import Cover, ResidentParts
@@ -176,7 +176,7 @@ class Admission:
         k = self._policy.tokens_to_load(num_tokens, estimate.retention)
         in_codes = estimate.bits < EXACT_BITS
         spans = match.slice(resident_len, match.num_tokens)
-        if not k or not self._served.store.can_read(spans, in_codes=in_codes):
+        if not k or not self._served.store.forecast.can_read(spans, in_codes=in_codes):
             return None
         covers: tuple[Cover, ...] = ()
         if in_codes and k == num_tokens:
@@ -213,7 +213,7 @@ class Admission:
 
         @functools.cache
         def stored() -> StoredBytes:
-            return store.stored_bytes(match, start, match.num_tokens)
+            return store.forecast.stored_bytes(spans)
 
         @functools.cache
         def coded(whole: bool) -> CodedBytes:
@@ -222,7 +222,7 @@ class Admission:
                 # Of a part of a prefix nothing is shared.
                 covers = self._residents.cover(spans, start)
                 missing = [cover.span for cover in covers if cover.part is None]
-            return store.coded_bytes(missing)
+            return store.forecast.coded_bytes(missing)
 
         def estimate(retention: float, bits: float) -> Estimate:
             if bits < EXACT_BITS:
@@ -231,7 +231,7 @@ class Admission:
             else:
                 all_keys = self._all_keys and retention < 1.0
                 num_bytes = stored().expected(retention, all_keys=all_keys)
-            seconds = store.seconds_to_read(num_bytes)
+            seconds = store.forecast.seconds_to_read(num_bytes)
             return self._estimator.estimate(work, retention, seconds, bits)
 
         if exact:

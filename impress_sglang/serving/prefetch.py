@@ -54,7 +54,7 @@ class Prefetches:
             store.report(error)
             return
         self._waiting[rid] = Prefetch(plan, source, timeline)
-        store.ahead.wait(source, buffer_bytes(store.bytes_per_second, plan.estimate))
+        store.ahead.wait(source, buffer_bytes(store.forecast.bytes_per_second, plan.estimate))
 
     def take(self, rid: str, plan: AdmissionPlan) -> Prefetch | None:
         """What was read for a request, if a plan still needs just that; it is the caller's."""

@@ -209,7 +209,7 @@ class ServingRuntime:
             "totals": rounded,
             "store": None if store is None else store.summary(),
             "cache": None if store is None else store.cache_summary(),
-            "reorder": None if store is None else store.reorder_summary(),
+            "reorder": None if store is None else store.reorders.summary(),
         }
 
     def _timeline_for(self, rid: str) -> Timeline:

@@ -143,7 +143,7 @@ class ServedStore:
         store, self._store = self._store, None
         if store is not None:
             # So that none of them tells the tree cache of its end from the other thread.
-            store.abandon_writes()
+            store.writes.abandon()
             # Memory is not allocated again: that would take long, or what is left would not do.
             self._memory = store.retire().emptied(self._config)
             self._opener.submit(_close_logged, store.leave_disk)

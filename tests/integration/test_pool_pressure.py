@@ -21,7 +21,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     world = World(tmp_path)
     yield world
     world.pool.go_on.set()
-    world.runtime.store.drain()
+    world.runtime.store.writes.drain()
     world.cache.check_integrity()
     assert _all_tokens(world) == TOKENS * 4
     world.runtime.close()
@@ -56,7 +56,7 @@ def test_slots_that_are_written_count_as_room(world: World) -> None:
     world.pool.go_on.clear()
     _computed(world, "first", 1000)
     _computed(world, "second", 2000)
-    assert world.runtime.store.is_writing
+    assert world.runtime.len(world.runtime.store.writes)
 
     budget = world.allocator.create_prefill_budget(world.cache, num_mixed_decode_tokens=0)
     assert budget.remaining_total == TOKENS * 4
@@ -112,7 +112,7 @@ def test_the_write_of_a_pass_under_way_is_not_given_up(world: World) -> None:
     running.check()
     running.open(SHAPE.num_layers)
     world.pool.go_on.set()
-    world.runtime.store.drain()
+    world.runtime.store.writes.drain()
     assert world.stored(1000) == 0 and world.stored(2000) == TOKENS
     # Its request ends.
     world.cache._saves._begun.clear()

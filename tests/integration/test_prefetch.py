@@ -21,7 +21,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     """A store with a prompt, of which nothing is resident."""
     world = World(tmp_path)
     world.prefill("stored", 1000).open(SHAPE.num_layers)
-    world.runtime.store.drain()
+    world.runtime.store.writes.drain()
     del world.cache._saves._begun["stored"]
     world.flush()
     world.runtime.store.ahead.set_waste(0.2)

@@ -99,7 +99,7 @@ def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults)
     assert world.used() and world.runtime.served.identity == NEW and world.stored(1000) == 0
     world.allocator.free(slots)
     world.prefill("saved", 5).open(SHAPE.num_layers)
-    world.runtime.store.drain()
+    world.runtime.store.writes.drain()
     assert world.stored(5) == TOKENS
 
 

@@ -298,7 +298,7 @@ def test_a_prefix_ends_with_a_page(world: CodedWorld, bits: object) -> None:
     (save,) = world.cache.begin_saves(*world.prompt_of("p", 50)).values()
     assert len(save.slots) == 48
     save.abandon()
-    world.runtime.store.drain()
+    world.runtime.store.writes.drain()
 
 
 @pytest.mark.parametrize("page_size", [16])
@@ -336,7 +336,7 @@ def test_auto_gives_the_most_bits_that_load_while_computing(
     key = RadixKey(array("q", range(1000, 1000 + TOKENS)), None)
     match, _ = world.cache._plan(key, 0, _Known(world.ask("r")))
     assert match.num_tokens == TOKENS
-    stored = runtime.store.coded_bytes(match.spans)
+    stored = runtime.store.forecast.coded_bytes(match.spans)
     # Computing takes as long as reading in 6.5 bits at 0.4 MB/s.
     seconds = stored.expected(6.5) / 0.4e6
     monkeypatch.setattr(

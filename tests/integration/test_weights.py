@@ -209,7 +209,7 @@ class World:
     def store_prompt(self, first: int, fork: int = TOKENS) -> None:
         """A prompt is in the store, and nothing is resident."""
         self.prefill("stored", first, fork).open(SHAPE.num_layers)
-        self.runtime.store.drain()
+        self.runtime.store.writes.drain()
         del self.cache._saves._begun["stored"]
         assert self.flush() and self.stored(first) == TOKENS
         assert self.files() == (1 if fork == TOKENS else 2)
@@ -345,7 +345,7 @@ def test_checks_that_only_look(world: World, action: str) -> None:
     assert world.call("check_weights", action=action).success
     assert world.runtime.served.suspended is None and world.asked == 0
     save.open(SHAPE.num_layers)
-    world.runtime.store.drain()
+    world.runtime.store.writes.drain()
     assert world.stored(5) == TOKENS
 
 
@@ -376,7 +376,7 @@ def test_write_under_way_is_given_up(world: World) -> None:
     thread.join(30)
     assert done.is_set() and world.pool.paused
     save.open(SHAPE.num_layers)
-    world.runtime.store.drain()
+    world.runtime.store.writes.drain()
     assert save.finished and world.cache._saves.writing_tokens == 0
     del world.cache._saves._begun["written"]
     world.call("resume_memory_occupation", tags=["kv_cache"])
@@ -391,7 +391,7 @@ def test_write_that_waits_for_its_layers_is_given_up(world: World) -> None:
     world.call("release_memory_occupation")
     with pytest.raises(WriteAbandoned):
         save.check()
-    world.runtime.store.drain()
+    world.runtime.store.writes.drain()
     assert world.cache._saves.writing_tokens == 0 and world.files() == 1
     world.cache._saves._begun.clear()
     world.call("resume_memory_occupation")

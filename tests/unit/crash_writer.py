@@ -67,11 +67,11 @@ def write_forever(directory: Path, progress: Path) -> None:
         for family in range(FAMILIES):
             kvs = SequenceKVs(SHAPE, "", sequence(family, length))
             tokens = as_tokens(kvs.tokens)
-            outcome = store.offer(
+            outcome = store.writes.offer(
                 "", Offer(tokens, kvs.read_from, lambda: None, lambda: None, min_tokens=1)
             )
             if outcome is StoreOutcome.ACCEPTED:
-                store.drain()
+                store.writes.drain()
             with progress.open("a") as file:
                 file.write(f"{family} {length}\n")
     # It may be done before it is killed.
@@ -108,8 +108,8 @@ def reorder_something(directory: Path, progress: Path) -> None:
         read_rows(source, layer, selected)
         source.note_selection(layer, selected, torch.ones(lanes, length))
     store.close_source(source)
-    assert store.reorder(force=True) == 1
-    while store.reorder_summary()["pending"]:
+    assert store.reorders.enqueue(force=True) == 1
+    while store.reorders.summary()["pending"]:
         store.poll()
         time.sleep(0.001)
     store.close()

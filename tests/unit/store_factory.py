@@ -123,7 +123,7 @@ class Workbench:
             if isinstance(read_layers, Gate):
                 read_layers.abandon()
 
-        outcome = store.offer(
+        outcome = store.writes.offer(
             namespace,
             Offer(
                 as_tokens(tokens),
@@ -142,7 +142,7 @@ class Workbench:
     def put(self, store: PrefixStore, tokens: Sequence[int], **options: Any) -> None:
         """Offer, and wait until it is written."""
         assert self.offer(store, tokens, **options) is StoreOutcome.ACCEPTED
-        store.drain()
+        store.writes.drain()
         store.check_integrity()
 
     def files(self) -> set[str]:

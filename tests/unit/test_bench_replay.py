@@ -99,7 +99,7 @@ class RealStore:
         self._tokens = [as_tokens(prompt(n + 1, length)) for n, length in enumerate(LENGTHS)]
         for number, tokens in enumerate(self._tokens):
             keys, values = random_kvs(shape, len(tokens), seed=number)
-            self.store.offer(
+            self.store.writes.offer(
                 "",
                 Offer(
                     tokens,
@@ -111,7 +111,7 @@ class RealStore:
                     min_tokens=1,
                 ),
             )
-        self.store.drain()
+        self.store.writes.drain()
 
     def run(self, recording: Recording, requests: Sequence[tuple[int, int]]) -> ReadStats:
         total = ReadStats()
@@ -139,8 +139,8 @@ class RealStore:
         return LayerInputs(queries, new_keys, new_keys[:0], 1.0)
 
     def reorder(self) -> None:
-        self.store.reorder(force=True)
-        while self.store.reorder_summary()["pending"]:
+        self.store.reorders.enqueue(force=True)
+        while self.store.reorders.summary()["pending"]:
             self.store.poll()
             # Or the thread that rewrites hardly gets to run.
             time.sleep(0.001)

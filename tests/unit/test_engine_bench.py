@@ -457,7 +457,7 @@ def test_with_all_tokens_every_policy_answers_like_recompute(answers: Bench, pol
             engine.warm(own)
         if engine.policy.reorders:
             engine.reorder()
-            assert engine.store.reorder_summary()["segments"] > 0
+            assert engine.store.reorders.summary()["segments"] > 0
         found = [engine.serve(own) for own in workload.measured]
         engine.store.check_integrity()
 

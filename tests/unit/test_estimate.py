@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from impress_sglang.management.expected_bytes import CodedBytes, StoredBytes
+from impress_sglang.management.forecast import CodedBytes, StoredBytes
 from impress_sglang.options import AUTO_BITS, EXACT_BITS
 from impress_sglang.serving.estimate import (
     BITS,

@@ -299,8 +299,8 @@ def test_a_store_raises_what_must_be_raised_and_finds_it_again(
 
         source = (lambda layer: LayerQueries(kvs[layer][2], DIM**-0.5)) if queries else no_queries
         given = Offer(as_tokens(tokens), read_layers, lambda: None, lambda: None, 1, queries=source)
-        assert store.offer("", given) is StoreOutcome.ACCEPTED
-        store.drain()
+        assert store.writes.offer("", given) is StoreOutcome.ACCEPTED
+        store.writes.drain()
 
     def floors_in(store: PrefixStore) -> list[list[list[int]]]:
         match = store.match("", as_tokens(range(400)))
@@ -316,7 +316,7 @@ def test_a_store_raises_what_must_be_raised_and_finds_it_again(
     assert floors_in(store) == [[[0, 0, 2], [0, 0, 0]]]
     offer(store, range(300), queries=False)
     assert floors_in(store)[1] == [[0, 0, 2], [0, 0, 0]]
-    stored = store.coded_bytes(store.match("", as_tokens(range(400))).spans)
+    stored = store.forecast.coded_bytes(store.match("", as_tokens(range(400))).spans)
     assert 0 < stored.base == stored.expected(4) < stored.expected(6) < stored.expected(8)
     assert stored.expected(8) == stored.base + stored.planes
     store.close()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.core.emulation import SlowFileSystem
-from impress_sglang.management.expected_bytes import StoredBytes
+from impress_sglang.management.forecast import StoredBytes
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.transfer.source import Demand, SegmentSource
 from tests.unit import store_factory
@@ -63,7 +63,7 @@ def disk_bytes(bench: Workbench, *streams: int, num_tokens: int = len(TOKENS)) -
 def bytes_of(
     store: PrefixStore, tokens: tuple[int, ...] = TOKENS, *, start: int = 0
 ) -> StoredBytes:
-    return store.stored_bytes(look_up(store, tokens), start, len(tokens))
+    return store.forecast.stored_bytes(look_up(store, tokens).slice(start, len(tokens)))
 
 
 def read_layers(store: PrefixStore, *, probe: bool = True, keys: bool = True) -> SegmentSource:
@@ -181,7 +181,7 @@ def test_measuring_teaches_what_a_slow_ssd_takes(bench: Workbench) -> None:
     store = bench.open(files=files)
     bench.put(store, prompt(1, 400))
     files.set_rate(20.0)
-    before = store.seconds_to_read(1e6)
+    before = store.forecast.seconds_to_read(1e6)
 
     for _ in range(3):
         store.measure_reading(look_up(store, prompt(1, 400)))
@@ -189,7 +189,7 @@ def test_measuring_teaches_what_a_slow_ssd_takes(bench: Workbench) -> None:
         wait_for_reads(store._measuring)
         store.poll()
 
-    after = store.seconds_to_read(1e6)
+    after = store.forecast.seconds_to_read(1e6)
     assert 2 * before < after < 0.1
 
 
@@ -333,11 +333,11 @@ def test_a_prefix_of_which_no_layer_fits_into_the_buffer_cannot_be_read(
     store = bench.open(buffer_gb=0.0011)
     bench.put(store, TOKENS)
     spans = look_up(store, TOKENS).slice(0, 40)
-    assert store.can_read(spans, in_codes=False)
+    assert store.forecast.can_read(spans, in_codes=False)
     bench.close(store)
     store = bench.open(buffer_gb=0.0001)
     for _ in range(3):
-        assert not store.can_read(spans, in_codes=False)
+        assert not store.forecast.can_read(spans, in_codes=False)
     assert caplog.text.count("raise --impress-buffer-gb") == 1
 
 
@@ -347,5 +347,5 @@ def test_each_span_has_a_buffer_of_its_own(bench: Workbench) -> None:
     bench.put(store, TOKENS)
     (whole,) = look_up(store, TOKENS).slice(0, 40)
     halves = [dataclasses.replace(whole, stop=20), dataclasses.replace(whole, start=20)]
-    assert store.can_read([whole], in_codes=False)
-    assert not store.can_read(halves, in_codes=False)
+    assert store.forecast.can_read([whole], in_codes=False)
+    assert not store.forecast.can_read(halves, in_codes=False)

@@ -312,10 +312,10 @@ def test_a_hole_that_could_not_be_filled_stays(bench: Workbench, abandoned: bool
     assert bench.offer(store, prompt(1, 13)) is StoreOutcome.KNOWN, "it is being written"
 
     if abandoned:
-        store.abandon_writes()
+        store.writes.abandon()
     else:
         gate.abandon()
-    store.drain()
+    store.writes.drain()
 
     store.check_integrity()
     assert length(store, prompt(1, 40)) == 0 and len(store.tree) == 3
@@ -387,7 +387,7 @@ def test_a_report_of_what_cannot_be_lost_does_nothing(bench: Workbench) -> None:
     store.check_integrity()
     assert store.stats.segments_unreadable == store.summary()["segments_suspect"] == 1
     gate.opened.set()
-    store.drain()
+    store.writes.drain()
     look_again(store)
     check_rows(store, prompt(3))
     check_rows(store, prompt(2, 8), namespace="salt")

@@ -157,7 +157,7 @@ def test_what_cannot_be_written_is_a_miss_and_leaves_nothing(
     bench.put(store, prompt(1, 40))
     faults.add(*rules)
     bench.offer(store, prompt(2, 40))
-    store.drain()
+    store.writes.drain()
 
     assert store.stats.segments_failed == 1
     assert length(store, prompt(2, 40)) == 0
@@ -177,13 +177,13 @@ def test_writes_that_hang_are_given_up_and_their_slots_with_them(
     faults.add(rule)
     bench.offer(store, prompt(1))
     began = time.monotonic()
-    store.drain()
+    store.writes.drain()
 
     assert time.monotonic() - began < 3.0
     assert bench.abandoned == bench.done == [prompt(1)]
     assert store.health.state == "read-only"
     faults.clear()
-    until(store, lambda: not store.is_writing)
+    until(store, lambda: not store.writes)
     until_well(store)
 
 
@@ -194,13 +194,13 @@ def test_writes_are_given_up_at_once_when_their_slots_are_wanted_back(
     for number, gate in enumerate(gates):
         bench.offer(store, prompt(number), read_layers=gate)
     began = time.monotonic()
-    store.abandon_writes(lambda: len(bench.done) == 2)
+    store.writes.abandon(lambda: len(bench.done) == 2)
 
     assert time.monotonic() - began < 0.1
     assert bench.abandoned == bench.done == [prompt(2), prompt(1)], "the latest first"
     for gate in gates:
         gate.opened.set()
-    store.drain()
+    store.writes.drain()
     assert sorted(bench.done) == [prompt(0), prompt(1), prompt(2)], "each is told once"
 
 
@@ -211,7 +211,7 @@ def test_the_index_may_refuse(
     """The files are the truth: what the index does not take is stored all the same."""
     with faults.injected(Rule(fault, SQL)):
         bench.offer(store, prompt(1, 40))
-        store.drain()
+        store.writes.drain()
     if fault != "raise":
         check_rows(store, prompt(1, 40))
     until_well(store)
@@ -300,7 +300,7 @@ def test_a_dead_disk_raises_nothing(bench: Workbench, store: PrefixStore, faults
         store.poll()
         assert length(store, prompt(1, 40)) == 0
         assert bench.offer(store, prompt(3)) is not StoreOutcome.ACCEPTED
-    store.drain()
+    store.writes.drain()
     faults.clear()
     until_well(store)
     check_rows(store, prompt(1, 40))
@@ -403,7 +403,7 @@ def test_a_folder_of_the_store_that_was_removed_is_made_anew(
         read(store, prompt(1, 40))
     until(store, lambda: store.stats.segments_gone + store.stats.segments_quarantined == 1)
     bench.offer(store, prompt(2, 40))
-    store.drain()
+    store.writes.drain()
     until_well(store)
 
     bench.put(store, prompt(1, 40))
@@ -611,7 +611,7 @@ def test_a_long_chain_of_segments_can_lose_its_head(bench: Workbench, store: Pre
     turns = 1100
     tokens = tuple(range(turns))
     for turn in range(turns):
-        outcome = store.offer(
+        outcome = store.writes.offer(
             "",
             Offer(
                 store_factory.as_tokens(tokens[: turn + 1]),
@@ -622,7 +622,7 @@ def test_a_long_chain_of_segments_can_lose_its_head(bench: Workbench, store: Pre
             ),
         )
         assert outcome is StoreOutcome.ACCEPTED
-    store.drain()
+    store.writes.drain()
     first = next(store.tree.segments())
     path = store._directory.segment_path(first.segment_id)
     path.unlink()

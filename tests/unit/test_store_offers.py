@@ -32,7 +32,7 @@ def test_an_offered_prefix_is_found_and_its_rows_are_right(
     tokens = prompt(1, count)
 
     assert bench.offer(store, tokens) is StoreOutcome.ACCEPTED
-    store.drain()
+    store.writes.drain()
 
     store.check_integrity()
     check_rows(store, tokens)
@@ -46,12 +46,12 @@ def test_a_prefix_that_is_still_written_is_not_found(bench: Workbench, store: Pr
 
     assert bench.offer(store, tokens, read_layers=gate) is StoreOutcome.ACCEPTED
 
-    assert store.is_writing
+    assert store.writes
     assert length(store, tokens) == 0
     assert bench.done == []
     gate.opened.set()
-    store.drain()
-    assert not store.is_writing
+    store.writes.drain()
+    assert not store.writes
     assert bench.done == [tokens]
     check_rows(store, tokens)
 
@@ -75,7 +75,7 @@ def test_finished_writes_are_taken_in_by_a_later_match(
 def test_the_callback_runs_once_on_the_callers_thread(bench: Workbench, store: PrefixStore) -> None:
     threads: list[int] = []
     kvs = SequenceKVs(bench.shape, "", prompt(1))
-    store.offer(
+    store.writes.offer(
         "",
         Offer(
             as_tokens(kvs.tokens),
@@ -85,9 +85,9 @@ def test_the_callback_runs_once_on_the_callers_thread(bench: Workbench, store: P
             min_tokens=1,
         ),
     )
-    store.drain()
+    store.writes.drain()
     store.poll()
-    store.drain()
+    store.writes.drain()
 
     assert threads == [threading.get_ident()]
 
@@ -108,7 +108,7 @@ def test_two_offers_of_one_prefix_are_one_write(bench: Workbench, store: PrefixS
     first = bench.offer(store, tokens, read_layers=gate)
     second = bench.offer(store, tokens, read_layers=gate)
     gate.opened.set()
-    store.drain()
+    store.writes.drain()
 
     assert (first, second) == (StoreOutcome.ACCEPTED, StoreOutcome.KNOWN)
     assert gate.starts == [0], "the second reader was never made"
@@ -147,7 +147,7 @@ def test_an_extension_of_a_prefix_that_is_still_written(
     assert bench.offer(store, prompt(1, 40), available_from=13) is StoreOutcome.ACCEPTED
     assert length(store, prompt(1, 40)) == 0
     gate.opened.set()
-    store.drain()
+    store.writes.drain()
 
     check_rows(store, prompt(1, 40))
 
@@ -161,7 +161,7 @@ def test_a_write_that_fails_is_counted_logged_and_forgotten(
     outcome = bench.offer(store, prompt(1), read_layers=lambda start: fail)
     assert outcome is StoreOutcome.ACCEPTED
     with caplog.at_level(logging.WARNING):
-        store.drain()
+        store.writes.drain()
 
     store.check_integrity()
     assert "the device is gone" in caplog.text
@@ -203,7 +203,7 @@ def test_what_builds_on_a_failed_write_waits_for_another(
     assert bench.offer(store, prompt(1, 40)) is StoreOutcome.ACCEPTED
     assert bench.offer(store, prompt(2)) is StoreOutcome.ACCEPTED
     opened.set()
-    store.drain()
+    store.writes.drain()
 
     store.check_integrity()
     assert bench.done == [prompt(1, 13), prompt(1, 40), prompt(2)]
@@ -225,7 +225,7 @@ def test_what_builds_on_a_failed_write_is_removed_by_the_next_start(
     bench.offer(store, prompt(1, 13), read_layers=reader)
     bench.offer(store, prompt(1, 40))
     gate.set()
-    store.drain()
+    store.writes.drain()
 
     store = bench.reopen(store)
 
@@ -283,15 +283,15 @@ def test_writes_are_abandoned_latest_first_until_there_is_enough(
     """Their slots are wanted back: from now on nobody reads them."""
     opened = gates(bench, store, 1, 2, 3, 4)
 
-    store.abandon_writes(lambda: len(bench.abandoned) >= 2)
+    store.writes.abandon(lambda: len(bench.abandoned) >= 2)
 
     assert bench.abandoned == bench.done == [prompt(4), prompt(3)]
     store.check_integrity()
-    store.abandon_writes(lambda: len(bench.abandoned) >= 2)
+    store.writes.abandon(lambda: len(bench.abandoned) >= 2)
     assert bench.abandoned == [prompt(4), prompt(3)]
     for gate in opened:
         gate.opened.set()
-    store.drain()
+    store.writes.drain()
     store.check_integrity()
     assert bench.done == [prompt(n) for n in (4, 3, 1, 2)], "each one once"
     assert [length(store, prompt(n)) for n in (1, 2, 3, 4)] == [8, 8, 0, 0]
@@ -309,20 +309,20 @@ def test_a_write_that_frees_nothing_is_only_abandoned_with_all(
     gate = Gate(SequenceKVs(bench.shape, "", prompt(2)))
     bench.offer(store, prompt(2), read_layers=gate, holder="a request")
 
-    store.abandon_writes(frees=lambda holder: holder != "a request")
+    store.writes.abandon(frees=lambda holder: holder != "a request")
     assert bench.abandoned == [prompt(1)]
-    store.abandon_writes()
+    store.writes.abandon()
     assert bench.abandoned == [prompt(1), prompt(2)]
 
 
 def test_all_writes_can_be_abandoned_once(bench: Workbench, store: PrefixStore) -> None:
     gates(bench, store, 1, 2)
 
-    store.abandon_writes()
-    store.abandon_writes()
+    store.writes.abandon()
+    store.writes.abandon()
 
     assert bench.abandoned == bench.done == [prompt(2), prompt(1)]
-    store.drain()
+    store.writes.drain()
     assert store.summary()["used_bytes"] == 0 and len(store.tree) == 0
     bench.put(store, prompt(1))
     check_rows(store, prompt(1))
@@ -332,11 +332,11 @@ def test_a_write_that_has_read_everything_is_published_although_it_is_abandoned(
     bench: Workbench, store: PrefixStore
 ) -> None:
     bench.offer(store, prompt(1))
-    wait_until(store._writes._writes[0].future.done)
+    wait_until(store.writes._writes[0].future.done)
 
-    store.abandon_writes()
+    store.writes.abandon()
 
-    store.drain()
+    store.writes.drain()
     assert bench.done == [prompt(1)]
     check_rows(store, prompt(1))
     assert store.stats.segments_abandoned == 0
@@ -350,7 +350,7 @@ def test_what_builds_on_an_abandoned_write_waits_for_another(
     bench.offer(store, prompt(1, 40))
     gate.abandon()
 
-    store.drain()
+    store.writes.drain()
 
     assert length(store, prompt(1, 40)) == 0
     bench.put(store, prompt(1, 40))
@@ -362,12 +362,12 @@ def test_nobody_waits_longer_than_the_timeout_for_writes(bench: Workbench) -> No
     store = bench.open(io_timeout=0.3)
     gates(bench, store, 1, 2)
 
-    store.drain()
+    store.writes.drain()
 
     assert bench.abandoned == bench.done == [prompt(2), prompt(1)]
     assert store.health.state == "read-only"
     recover(store)
-    assert not store.is_writing
+    assert not store.writes
     bench.put(store, prompt(1))
 
 

@@ -119,7 +119,7 @@ def test_nothing_that_is_written_is_evicted(bench: Workbench) -> None:
 
     assert bench.offer(store, prompt(2)) is StoreOutcome.NO_SPACE
     gate.opened.set()
-    store.drain()
+    store.writes.drain()
 
     check_rows(store, prompt(1))
     bench.put(store, prompt(2))
@@ -163,7 +163,7 @@ def test_an_offer_that_does_not_fit_in_the_end_evicts_nothing(bench: Workbench) 
 
     assert [length(store, prompt(n)) for n in (1, 2)] == [8, 8]
     gate.opened.set()
-    store.drain()
+    store.writes.drain()
     assert length(store, prompt(2, 16)) == 16
 
 
@@ -174,7 +174,7 @@ def test_the_quota_holds_over_a_long_run(bench: Workbench) -> None:
     outcomes = []
     for number in range(30):
         outcomes.append(bench.offer(store, prompt(number % 11, 5 + number % 13)))
-        store.drain()
+        store.writes.drain()
         store.check_integrity()
         assert store.summary()["used_bytes"] <= quota + 1000
     bench.close(store)

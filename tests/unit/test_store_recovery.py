@@ -42,7 +42,7 @@ def test_what_is_written_while_a_failed_disk_is_asked_is_not_lost(bench: Workben
 
     wait_until(hangs)
     gate.opened.set()
-    store.drain()
+    store.writes.drain()
     files.faults.clear()
     recover(store)
     look_again(store)

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from impress_sglang.management import rewriting
-from impress_sglang.management import store as store_module
+from impress_sglang.management import reordering, rewriting
 from impress_sglang.management.reorder import mapping_lists
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import StoreOutcome
@@ -82,7 +81,7 @@ def select(store: PrefixStore, tokens: tuple[int, ...], *chosen: int, **options:
 def finish(store: PrefixStore) -> None:
     """Poll until nothing is left to reorder, and old files are removed."""
     deadline = time.monotonic() + 30
-    while store.reorder_summary()["pending"]:
+    while store.reorders.summary()["pending"]:
         assert time.monotonic() < deadline
         store.poll()
         store.check_integrity()
@@ -98,7 +97,7 @@ def mapping_of(bench: Workbench, store: PrefixStore, tokens: Sequence[int]) -> n
 
 
 def reorder(store: PrefixStore) -> None:
-    assert store.reorder(force=True) > 0
+    assert store.reorders.enqueue(force=True) > 0
     finish(store)
 
 
@@ -118,7 +117,7 @@ class Held:
         write_segment(*args, **kwargs)
 
     def begin(self, store: PrefixStore) -> None:
-        store.reorder(force=True)
+        store.reorders.enqueue(force=True)
         store.poll()
         assert self.entered.wait(30)
 
@@ -138,8 +137,8 @@ def test_a_new_file_takes_the_place_of_the_old_one(bench: Workbench, store: Pref
     old = path_of(bench, look_up(store, prompt(1, 40)))
     used = store.summary()["used_bytes"]
 
-    assert store.reorder(force=True) == 1
-    assert store.reorder_summary()["pending"] == 1
+    assert store.reorders.enqueue(force=True) == 1
+    assert store.reorders.summary()["pending"] == 1
     finish(store)
 
     new = path_of(bench, look_up(store, prompt(1, 40)))
@@ -147,7 +146,7 @@ def test_a_new_file_takes_the_place_of_the_old_one(bench: Workbench, store: Pref
     (segment,) = store.tree.segments()
     assert segment.segment_id == new.stem and segment.info.generation == 1
     assert store.summary()["used_bytes"] == new.stat().st_size == segment.file_bytes
-    assert store.reorder_summary() == {
+    assert store.reorders.summary() == {
         "pending": 0,
         "segments": 1,
         "failed": 0,
@@ -334,10 +333,10 @@ def test_other_policies_never_reorder(bench: Workbench, policy: str) -> None:
     for _ in range(20):
         select(store, prompt(1, 40), 3, 17)
 
-    assert store.reorder(force=True) == 0
+    assert store.reorders.enqueue(force=True) == 0
     store.poll()
 
-    assert store.reorder_summary() == dict.fromkeys(store.reorder_summary(), 0)
+    assert store.reorders.summary() == dict.fromkeys(store.reorders.summary(), 0)
     assert [s.info.generation for s in store.tree.segments()] == [0]
 
 
@@ -500,10 +499,10 @@ def test_a_segment_that_is_lost_meanwhile_stays_lost(
 
     lose(bench, store, look_up(store, prompt(1, 20)).spans[0].segment.segment_id)
     assert bench.offer(store, prompt(1, 20)) is StoreOutcome.ACCEPTED
-    store.drain()
+    store.writes.drain()
     held.end(store)
 
-    assert store.reorder_summary()["segments"] == 0
+    assert store.reorders.summary()["segments"] == 0
     check_rows(store, prompt(1, 20))
     check_rows(store, prompt(2))
     assert {s.info.generation for s in store.tree.segments()} == {0}
@@ -519,7 +518,7 @@ def test_a_segment_that_is_evicted_while_it_waits_is_passed_over(
         bench.put(store, prompt(number))
         select(store, prompt(number), 3)
     held.begin(store)
-    assert store.reorder_summary()["pending"] == 2
+    assert store.reorders.summary()["pending"] == 2
     use(store, prompt(1))
     bench.put(store, prompt(3))
 
@@ -527,7 +526,7 @@ def test_a_segment_that_is_evicted_while_it_waits_is_passed_over(
     assert [length(store, prompt(n)) for n in (1, 2, 3, 4)] == [8, 0, 8, 8], "1 is being read"
     held.end(store)
 
-    assert store.reorder_summary()["segments"] == 1
+    assert store.reorders.summary()["segments"] == 1
     check_rows(store, prompt(1))
 
 
@@ -556,7 +555,7 @@ def test_bytes_that_are_still_rewritten_are_not_free(bench: Workbench, held: Hel
     outcome = bench.offer(store, prompt(2))
     held.end(store)
 
-    assert store.reorder_summary()["segments"] == 1
+    assert store.reorders.summary()["segments"] == 1
     assert outcome is StoreOutcome.NO_SPACE, "the floor would be crossed by both together"
 
 
@@ -567,10 +566,10 @@ def test_a_new_file_whose_folder_cannot_be_synced_is_not_left_behind(bench: Work
     bench.put(store, prompt(1, 20))
     select(store, prompt(1, 20), 3)
     with files.faults.injected(Rule("EIO", "sync_directory", "*/segments/??")):
-        store.reorder(force=True)
-        wait_until(lambda: [store.poll(), store.reorder_summary()["failed"]][-1])
+        store.reorders.enqueue(force=True)
+        wait_until(lambda: [store.poll(), store.reorders.summary()["failed"]][-1])
     recover(store)
-    store.drain()
+    store.writes.drain()
 
     wait_until(lambda: len(bench.files()) == 1)
     check_rows(store, prompt(1, 20))
@@ -589,7 +588,7 @@ def test_without_space_it_is_not_begun(bench: Workbench, reason: str) -> None:
 
     reorder(store)
 
-    assert store.reorder_summary() == {
+    assert store.reorders.summary() == {
         "pending": 0,
         "segments": 0,
         "failed": 0,
@@ -613,7 +612,7 @@ def test_a_damaged_block_costs_the_segment(bench: Workbench, store: PrefixStore)
     look_again(store)
 
     store.check_integrity()
-    assert store.reorder_summary()["failed"] == 1
+    assert store.reorders.summary()["failed"] == 1
     assert store.stats.segments_unreadable == 1
     assert length(store, prompt(1, 20)) == 0
     check_rows(store, prompt(2))
@@ -633,7 +632,7 @@ def test_a_file_that_is_gone_costs_the_segment(bench: Workbench, store: PrefixSt
 
     assert store.stats.segments_unreadable == 1
     assert length(store, prompt(1, 20)) == 0
-    assert store.reorder_summary()["segments"] == 1, "the next one has its turn"
+    assert store.reorders.summary()["segments"] == 1, "the next one has its turn"
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(
@@ -648,14 +647,14 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
     held.end(store)
 
     assert "No space left" in caplog.text
-    assert store.reorder_summary()["failed"] == 1
+    assert store.reorders.summary()["failed"] == 1
     assert bench.files() == files and store.summary()["used_bytes"] == used
     assert store.stats.segments_unreadable == 0
     check_rows(store, prompt(1, 20))
     held.error = None
     recover(store)
     reorder(store)
-    assert store.reorder_summary()["segments"] == 1
+    assert store.reorders.summary()["segments"] == 1
 
 
 def spread_prompt(shape: KVShape) -> tuple[int, ...]:
@@ -703,13 +702,13 @@ def test_a_rewrite_that_saves_less_than_it_costs_is_not_begun(bench: Workbench) 
     assert segment.history is not None and segment.history.ssd_bytes == read
     assert saved < segment.file_bytes < 2 * saved
 
-    assert store.reorder() == 0, "not even all that was read is as long as the file"
+    assert store.reorders.enqueue() == 0, "not even all that was read is as long as the file"
     segment.history.ssd_bytes = segment.file_bytes + 1
-    assert store.reorder() == 1, "it must be looked at"
+    assert store.reorders.enqueue() == 1, "it must be looked at"
     finish(store)
 
-    assert store.reorder_summary()["not_worth"] == 1
-    assert store.reorder_summary()["segments"] == 0
+    assert store.reorders.summary()["not_worth"] == 1
+    assert store.reorders.summary()["segments"] == 0
 
 
 def test_a_rewrite_that_saves_more_than_it_costs_is_begun(bench: Workbench, no_gaps: None) -> None:
@@ -717,10 +716,10 @@ def test_a_rewrite_that_saves_more_than_it_costs_is_begun(bench: Workbench, no_g
     for _ in range(2):
         select_spread(store)
 
-    assert store.reorder() == 1
+    assert store.reorders.enqueue() == 1
     finish(store)
 
-    assert store.reorder_summary()["segments"] == 1
+    assert store.reorders.summary()["segments"] == 1
     before = store.stats.bytes_read
     select_spread(store)
     together = 2 * spread_units(bench.shape)[1] * 4096
@@ -730,10 +729,10 @@ def test_a_rewrite_that_saves_more_than_it_costs_is_begun(bench: Workbench, no_g
     for _ in range(60):
         select_spread(store)
     assert segment.history.ssd_bytes > segment.file_bytes
-    store.reorder()
+    store.reorders.enqueue()
     finish(store)
-    assert store.reorder_summary()["segments"] == 1, "there is nothing left to save"
-    assert store.reorder_summary()["not_worth"] == 1
+    assert store.reorders.summary()["segments"] == 1, "there is nothing left to save"
+    assert store.reorders.summary()["not_worth"] == 1
 
 
 def test_what_is_read_from_the_caches_saves_nothing(bench: Workbench) -> None:
@@ -741,7 +740,7 @@ def test_what_is_read_from_the_caches_saves_nothing(bench: Workbench) -> None:
     for _ in range(20):
         select_spread(store)
 
-    assert store.reorder() == 0
+    assert store.reorders.enqueue() == 0
 
 
 def test_where_all_tokens_are_selected_no_order_is_better(bench: Workbench) -> None:
@@ -750,10 +749,10 @@ def test_where_all_tokens_are_selected_no_order_is_better(bench: Workbench) -> N
         tokens = spread_prompt(bench.shape)
         select(store, tokens, *range(len(tokens)))
 
-    store.reorder()
+    store.reorders.enqueue()
     finish(store)
-    assert store.reorder_summary()["segments"] == 0
-    assert store.reorder_summary()["not_worth"] == 1
+    assert store.reorders.summary()["segments"] == 0
+    assert store.reorders.summary()["not_worth"] == 1
 
 
 def test_a_segment_that_is_being_rewritten_is_not_queued_again(
@@ -764,10 +763,10 @@ def test_a_segment_that_is_being_rewritten_is_not_queued_again(
         select_spread(store)
     held.begin(store)
 
-    store.reorder()
+    store.reorders.enqueue()
     held.end(store)
 
-    assert store.reorder_summary()["segments"] == 1
+    assert store.reorders.summary()["segments"] == 1
 
 
 def test_a_segment_that_waits_is_not_queued_again(bench: Workbench, held: Held) -> None:
@@ -776,7 +775,7 @@ def test_a_segment_that_waits_is_not_queued_again(bench: Workbench, held: Held) 
         bench.put(store, prompt(number))
         select(store, prompt(number), 3)
 
-    assert [store.reorder(force=True) for _ in range(3)] == [2, 2, 2]
+    assert [store.reorders.enqueue(force=True) for _ in range(3)] == [2, 2, 2]
     held.go_on.set()
     finish(store)
 
@@ -785,7 +784,7 @@ def test_a_segment_that_waits_is_not_queued_again(bench: Workbench, held: Held) 
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Turns the store's clock forward."""
     now = [1000.0]
-    monkeypatch.setattr(store_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(reordering, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def forward(seconds: float) -> None:
         now[0] += seconds
@@ -801,21 +800,21 @@ def test_reordering_begins_at_each_interval(
         select_spread(store)
     clock(599)
     store.poll()
-    assert store.reorder_summary()["pending"] == 0
+    assert store.reorders.summary()["pending"] == 0
 
     clock(2)
     store.poll()
-    assert store.reorder_summary()["pending"] == 1
+    assert store.reorders.summary()["pending"] == 1
     finish(store)
 
     for _ in range(4):
         select_spread(store, 5)
     clock(590)
     store.poll()
-    assert store.reorder_summary()["not_worth"] == 0, "not looked at again"
+    assert store.reorders.summary()["not_worth"] == 0, "not looked at again"
     clock(20)
     store.poll()
-    assert store.reorder_summary()["pending"] + store.reorder_summary()["not_worth"] == 1
+    assert store.reorders.summary()["pending"] + store.reorders.summary()["not_worth"] == 1
 
 
 def test_without_an_interval_it_never_begins_by_itself(
@@ -827,8 +826,8 @@ def test_without_an_interval_it_never_begins_by_itself(
     clock(1e9)
     store.poll()
 
-    assert store.reorder_summary()["pending"] == 0
-    assert store.reorder() == 1
+    assert store.reorders.summary()["pending"] == 0
+    assert store.reorders.enqueue() == 1
 
 
 def test_closing_finishes_the_rewrite_in_work_and_forgets_the_others(bench: Workbench) -> None:
@@ -836,7 +835,7 @@ def test_closing_finishes_the_rewrite_in_work_and_forgets_the_others(bench: Work
     for number in (1, 2):
         bench.put(store, prompt(number))
         select(store, prompt(number), 3)
-    store.reorder(force=True)
+    store.reorders.enqueue(force=True)
     store.poll()
 
     store = bench.reopen(store)

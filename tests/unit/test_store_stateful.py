@@ -196,7 +196,7 @@ class StoreMachine(RuleBasedStateMachine):
             known.state = SegmentState.READY
 
     def wait_for_rewrite(self) -> None:
-        job = self.store._reorderer._job
+        job = self.store.reorders._job
         if job is not None:
             job.future.exception()
 
@@ -207,7 +207,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def let_writes_through(self) -> None:
         self.gate.set()
-        self.store.drain()
+        self.store.writes.drain()
         self.gate.clear()
         assert sorted(self.done) == sorted(self.accepted), "one callback for each accepted offer"
         for name in self.pending:
@@ -267,7 +267,7 @@ class StoreMachine(RuleBasedStateMachine):
         start, stop = self.model.missing(namespace, tokens, quality)
         kvs = SequenceKVs(self.shape, namespace, tokens, quality)
         ids: list[str] = []
-        outcome = self.store.offer(
+        outcome = self.store.writes.offer(
             namespace,
             Offer(
                 as_tokens(tokens),
@@ -325,7 +325,7 @@ class StoreMachine(RuleBasedStateMachine):
         before = set(self.abandoned)
         left = [name for name in self.pending if name not in before]
 
-        self.store.abandon_writes(lambda: len(self.abandoned - before) >= count)
+        self.store.writes.abandon(lambda: len(self.abandoned - before) >= count)
 
         assert self.abandoned - before == set(left[::-1][:count]), "the latest first"
 
@@ -391,7 +391,7 @@ class StoreMachine(RuleBasedStateMachine):
         start = data.draw(st.integers(0, len(path) - 1))
         if data.draw(st.sampled_from([False, False, True])):
             self.measure(match)
-        stored = self.store.stored_bytes(match, start, len(path))
+        stored = self.store.forecast.stored_bytes(match.slice(start, len(path)))
         source = self.store.open_source(match, start, len(path), data.draw(DEMANDS))
         # In proportion to the tokens of the spans, and so by no more than rounding too much.
         layer_bytes = source.layer_bytes * self.shape.num_layers
@@ -480,11 +480,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(at_once=st.booleans())
     def reorder(self, at_once: bool) -> None:
-        self.store.reorder(force=True)
-        while at_once and self.store.reorder_summary()["pending"]:
+        self.store.reorders.enqueue(force=True)
+        while at_once and self.store.reorders.summary()["pending"]:
             self.go_on_reordering()
 
-    @precondition(lambda self: self.store.reorder_summary()["pending"])
+    @precondition(lambda self: self.store.reorders.summary()["pending"])
     @rule()
     def go_on_reordering(self) -> None:
         self.poll()

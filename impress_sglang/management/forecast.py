@@ -1,0 +1,163 @@
+"""What a request is expected to read of a stored prefix from SSD, and how long that takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from impress_sglang.management.memory import StoreMemory
+from impress_sglang.management.tree import StoredSpan
+from impress_sglang.management.versions import SegmentVersions
+from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
+from impress_sglang.precision.floors import FloorMeter
+from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
+from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.tiers.placement import Tier
+from impress_sglang.transfer.coded import chunks_of
+from impress_sglang.transfer.expectation import STEPS
+from impress_sglang.transfer.plan import geometry_of
+from impress_sglang.transfer.source import streams_area_bytes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """What of a stored prefix would have to come from SSD.
+
+    `probe_bytes` are read in any case. `chances` float64 [256] counts the other bytes by the chance
+    (in steps of 1/255) that a request with the retention `usual` wants them.
+    """
+
+    probe_bytes: int
+    chances: npt.NDArray[np.float64]
+    usual: float
+
+    def expected(self, retention: float, *, all_keys: bool = False) -> float:
+        """Bytes that a request with this retention is expected to read."""
+        if retention >= 1.0:
+            return self.probe_bytes + float(self.chances.sum())
+        chance = np.arange(len(self.chances)) / (len(self.chances) - 1)
+        # As if each of a block's tokens were wanted so much more often.
+        wanted = 1.0 - (1.0 - chance) ** (retention / self.usual)
+        part = float(self.chances @ wanted)
+        if all_keys:
+            part = (float(self.chances.sum()) + part) / 2
+        return self.probe_bytes + part
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CodedBytes:
+    """What of a stored prefix in codes would have to come from SSD: its base, and all planes."""
+
+    base: float
+    planes: float
+
+    def expected(self, bits: float) -> float:
+        """Bytes that a request for so many bits is expected to read."""
+        return self.base + (bits - BASE_BITS) / (PLANE_BITS * NUM_PLANES) * self.planes
+
+
+class ReadForecast:
+    """Answers before anything is read; one thread."""
+
+    def __init__(
+        self,
+        shape: KVShape,
+        reader: ChunkReader,
+        versions: SegmentVersions,
+        memory: StoreMemory,
+        meter: FloorMeter,
+        *,
+        retention: float,
+    ) -> None:
+        """Ask the parts of a store.
+
+        Args:
+            shape: of the KVs.
+            reader: knows the bandwidth.
+            versions: know what of segments is in which tier.
+            memory: the tiers, and the buffers that reads fill.
+            meter: knows how many planes belong to a base.
+            retention: what requests usually ask for.
+        """
+        self._shape = shape
+        self._reader = reader
+        self._versions = versions
+        self._memory = memory
+        self._meter = meter
+        self._retention = retention
+        self._said_too_small = False
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bandwidth of the SSD, as reads went lately."""
+        return self._reader.cost.bytes_per_second
+
+    def seconds_to_read(self, num_bytes: float) -> float:
+        """What reading so many bytes from SSD takes, as reads went lately."""
+        return self._reader.cost.seconds_for(num_bytes)
+
+    def can_read(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
+        """Whether a layer of spans fits into the pool; the first that does not is logged."""
+        needed = 0
+        # Spans of a segment share the image of its codes; of its streams each has its own.
+        segments = {span.segment.segment_id: span.segment for span in spans}
+        for segment in segments.values() if in_codes else (span.segment for span in spans):
+            layout = self._versions.of(segment).layout
+            if in_codes:
+                assert layout.codes is not None
+                needed += self._memory.pool.size_of(layout.codes.layer_bytes)
+            else:
+                needed += self._memory.pool.size_of(streams_area_bytes(layout))
+        if needed <= self._memory.pool.limit_bytes:
+            return True
+        if not self._said_too_small:
+            self._said_too_small = True
+            logger.warning(
+                "a stored prefix is computed, for a layer of it takes %.2f GB: "
+                "raise --impress-buffer-gb",
+                needed / 1e9,
+            )
+        return False
+
+    def coded_bytes(self, spans: Sequence[StoredSpan]) -> CodedBytes:
+        """What of spans would have to come from SSD in codes."""
+        base_bytes = plane_bytes = 0.0
+        # What belongs to the base of some heads.
+        certain = self._meter.mean_planes / NUM_PLANES
+        for span in spans:
+            version = self._versions.of(span.segment)
+            base, _ = self._versions.codes(version)
+            layout = version.layout.codes
+            assert layout is not None
+            chunks = chunks_of(layout)
+            count = self._shape.num_layers * len(chunks.count)
+            tiers = self._memory.codes.placement.tiers(base, count)
+            on_ssd = (tiers == Tier.SSD).reshape(self._shape.num_layers, -1).sum(0) * chunks.count
+            units = float(on_ssd[layout.num_pages :].sum())
+            share = (span.stop - span.start) / version.layout.num_tokens * BLOCK_BYTES
+            base_bytes += share * (float(on_ssd[: layout.num_pages].sum()) + certain * units)
+            plane_bytes += share * (1.0 - certain) * units
+        return CodedBytes(base_bytes, plane_bytes)
+
+    def stored_bytes(self, spans: Sequence[StoredSpan]) -> StoredBytes:
+        """What of consecutive spans would have to come from SSD."""
+        probe_bytes, chances = 0.0, np.zeros(STEPS + 1)
+        for span in spans:
+            version = self._versions.of(span.segment)
+            base, blocks = self._versions.streams(version)
+            geometry = geometry_of(version.layout)
+            tiers = self._memory.cache.placement.tiers(base, version.layout.total_chunks)
+            chunks_on_ssd = (tiers == Tier.SSD).reshape(-1, geometry.num_chunks)
+            on_ssd = chunks_on_ssd[:, geometry.chunk_of_block]
+            share = (span.stop - span.start) / version.layout.num_tokens * BLOCK_BYTES
+            first = 0 if geometry.probe is None else geometry.probe.blocks.stop
+            probe_bytes += share * np.count_nonzero(on_ssd[:, :first])
+            codes = blocks.codes[:, first:][on_ssd[:, first:]]
+            chances += share * np.bincount(codes, minlength=STEPS + 1)
+        return StoredBytes(round(probe_bytes), chances, self._retention)

@@ -1,0 +1,186 @@
+"""Versions of segments: the ids of their chunks in the caches, and what is known of these.
+
+A version of a segment (one file) gets a range of chunk ids when it is first read, and keeps it
+until it has left the tree *and* its last reader is done: a request goes on with the version that it
+began with, whatever is published meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from impress_sglang.importance.history import TokenHistory
+from impress_sglang.management.reorder import expected_shares
+from impress_sglang.management.tree import StoredSegment
+from impress_sglang.storage.layout import KVShape, SegmentLayout
+from impress_sglang.storage.reader import OpenSegment
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.rules import Floats
+from impress_sglang.transfer.coded import cached_pages, chunks_of
+from impress_sglang.transfer.expectation import BlockHistory, UnitHistory, first_shares
+
+
+@dataclasses.dataclass(slots=True)
+class Version:
+    """One file: its chunk ids, and its readers while it has any.
+
+    `streams` and `codes`: the first id of their chunks, and what is known of these; None until
+    somebody asks, because that takes time in proportion to the length.
+    """
+
+    layout: SegmentLayout
+    reordered: bool
+    streams: tuple[int, BlockHistory] | None = None
+    codes: tuple[int, UnitHistory] | None = None
+    segment: OpenSegment | None = None
+    readers: int = 0
+    retired: bool = False
+
+
+class SegmentVersions:
+    """The versions that were read, of segments that are in the tree or have readers; one thread."""
+
+    def __init__(
+        self,
+        shape: KVShape,
+        cache: ChunkCache,
+        codes: ChunkCache,
+        *,
+        retention: float,
+        by_importance: bool,
+    ) -> None:
+        """Begin with none.
+
+        Args:
+            shape: of the KVs.
+            cache: holds chunks.
+            codes: holds those of codes.
+            retention: what requests usually ask for.
+            by_importance: averages are of importance, not of selections.
+        """
+        self._shape = shape
+        self._cache = cache
+        self._codes = codes
+        self._retention = retention
+        self._by_importance = by_importance
+        self._versions: dict[str, Version] = {}
+
+    def __getitem__(self, segment_id: str) -> Version:
+        return self._versions[segment_id]
+
+    def get(self, segment_id: str) -> Version | None:
+        """That of a segment, if it was read."""
+        return self._versions.get(segment_id)
+
+    def of(self, stored: StoredSegment) -> Version:
+        """That of a segment, which may be read now for the first time."""
+        version = self._versions.get(stored.segment_id)
+        if version is None:
+            version = Version(stored.info.layout(), stored.info.reordered)
+            self._versions[stored.segment_id] = version
+        return version
+
+    def streams(self, version: Version) -> tuple[int, BlockHistory]:
+        """The first id of its chunks of exact KVs, and what is known of their blocks."""
+        if version.streams is None:
+            layout = version.layout
+            shares = first_shares(layout, self._retention, ordered=version.reordered)
+            base = self._cache.attach(self._cache.page.chunk_pages(layout))
+            version.streams = base, BlockHistory(layout, shares)
+        return version.streams
+
+    def codes(self, version: Version) -> tuple[int, UnitHistory]:
+        """The first id of its chunks in codes, and what is known of their units."""
+        if version.codes is None:
+            layout = version.layout.codes
+            assert layout is not None, "the store has no codes"
+            pages = cached_pages(layout, self._shape.num_layers)
+            units = UnitHistory(self._shape.num_layers, layout.total_units)
+            version.codes = self._codes.attach(pages), units
+        return version.codes
+
+    def history(self, stored: StoredSegment) -> TokenHistory:
+        """What is known of the tokens of a segment."""
+        if stored.history is None:
+            num_tokens = stored.info.num_tokens
+            stored.history = TokenHistory(
+                self._shape.num_layers,
+                self._shape.num_lanes,
+                num_tokens,
+                by_importance=self._by_importance,
+            )
+        return stored.history
+
+    def release(self, segment_id: str) -> None:
+        """A reader of a version is done; after the last one its file is closed."""
+        version = self._versions[segment_id]
+        version.readers -= 1
+        if version.readers:
+            return
+        assert version.segment is not None
+        version.segment.close()
+        version.segment = None
+        if version.retired:
+            self._forget(segment_id)
+
+    def retire(self, segment_id: str) -> None:
+        """A segment has left the tree; its chunks leave the caches after its last reader."""
+        version = self._versions.get(segment_id)
+        if version is None:
+            return
+        version.retired = True
+        if not version.readers:
+            self._forget(segment_id)
+
+    def succeed(self, old_id: str, new: StoredSegment, shares: Floats) -> None:
+        """A reordered version takes over: its chunks inherit what is known of the old ones.
+
+        Args:
+            old_id: the version that is replaced, still known here.
+            new: the segment with its new description.
+            shares: float64 [L, lanes, chunks], expected share of selected rows.
+        """
+        old = self._versions.get(old_id)
+        if old is None:
+            return
+        layout = new.info.layout()
+        self._versions[new.segment_id] = version = Version(layout, new.info.reordered)
+        if old.streams is None:
+            return
+        base = self._cache.attach(self._cache.page.chunk_pages(layout))
+        expected = expected_shares(layout, shares)
+        # Averages of few requests say nothing of the tokens that none has selected, but the place
+        # of these does: it counts like one more request.
+        requests = 0.0 if new.history is None else float(new.history.accesses.mean())
+        by_place = first_shares(layout, self._retention, ordered=True)
+        chances = (requests * expected + by_place) / (requests + 1)
+        version.streams = base, BlockHistory(layout, chances)
+        ids = np.arange(layout.total_chunks)
+        self._cache.placement.inherit(base + ids, old.streams[0] + ids, expected)
+
+    def check_integrity(self, live: Iterable[str]) -> None:
+        """Compare versions with the segments in the tree, and check the caches.
+
+        Raises:
+            AssertionError: they differ, which is a bug.
+        """
+        known = set(live)
+        for segment_id, version in self._versions.items():
+            assert version.readers >= 0
+            assert (version.segment is not None) == (version.readers > 0)
+            assert version.retired == (segment_id not in known)
+            assert not version.retired or version.readers
+        self._cache.check_integrity()
+        self._codes.check_integrity()
+
+    def _forget(self, segment_id: str) -> None:
+        version = self._versions.pop(segment_id)
+        if version.codes is not None:
+            assert version.layout.codes is not None
+            count = self._shape.num_layers * len(chunks_of(version.layout.codes).count)
+            self._codes.detach(version.codes[0], count)
+        if version.streams is not None:
+            self._cache.detach(version.streams[0], version.layout.total_chunks)
