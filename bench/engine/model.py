@@ -31,7 +31,7 @@ from impress_sglang.management import rewriting
 from impress_sglang.management.policies import Wish, make_policy
 from impress_sglang.management.readers import AnySource
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.tree import StoredMatch
+from impress_sglang.management.stored import StoredMatch
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.estimate import Estimate, Estimator, Work, pairs_of
@@ -462,7 +462,7 @@ class StoredEngine:
         self._engine = engine
         self._wish = Wish(config.usual_retention, config.usual_bits)
         self._shape = shape
-        rule = self.policy.identification_rule()
+        rule = self.policy.identification
         self._evidence = rule.evidence
         self._loader = PrefixLoader(shape, rule)
         self._precise = PreciseLoader(shape, ALLOCATIONS[config.allocate])

@@ -404,7 +404,7 @@ class CellRun:
         selects = not policy.exact(Wish(self._cell.retention))
         warm_up(
             self._kv_shape(policy),
-            policy.identification_rule() if selects else None,
+            policy.identification if selects else None,
             self._cell.chunk_tokens,
             self._engine.model.device,
             in_slots=False,

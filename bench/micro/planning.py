@@ -36,7 +36,8 @@ from bench.core.machine import describe_machine
 from impress_sglang.management.forecast import ReadForecast
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.readers import SegmentReaders
-from impress_sglang.management.tree import SegmentState, StoredMatch, StoredSegment, StoredTree
+from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
+from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.precision.allocation import allocate_planes, planes_of
 from impress_sglang.precision.codec import GROUP_TOKENS

@@ -121,7 +121,7 @@ class Replay:
         ]
         self.kv_bytes = sum(layout.file_bytes - BLOCK_BYTES for layout in layouts)
         self.placement = Placement(
-            policy.replacement_rule(),
+            policy.replacement(),
             device_pages=int(device_share * self.kv_bytes) // page.page_bytes,
             host_pages=int(host_share * self.kv_bytes) // page.page_bytes,
             max_chunk_pages=page.max_chunk_pages(shape),

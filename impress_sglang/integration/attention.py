@@ -13,9 +13,8 @@ import functools
 import logging
 import pkgutil
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -24,6 +23,7 @@ from torch import Tensor
 from impress_sglang.config import bytes_of
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
 from impress_sglang.integration.judged_backends import BACKENDS, HYBRID, HYBRID_PARTS
+from impress_sglang.integration.passes import Passes
 from impress_sglang.integration.recompute import (
     PrefixCapture,
     block_tokens,
@@ -69,16 +69,6 @@ class _Pass:
     new_tokens: int
     pairs: float
     stopwatch: Stopwatch
-
-
-class Passes(Protocol):
-    """Who is told of extend passes: the tree cache."""
-
-    def begin_saves(self, rids: Sequence[str], lengths: Sequence[int]) -> dict[int, Save]:
-        """A pass begins; from its requests and lengths to the writes that go with it."""
-
-    def abort(self, rid: str, reason: str) -> None:
-        """A request of the pass cannot go on."""
 
 
 class PrefixAttention(AttentionBackend):

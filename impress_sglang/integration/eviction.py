@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.management.residents import ResidentParts
-from impress_sglang.management.tree import StoredMatch, StoredSpan
+from impress_sglang.management.stored import StoredMatch, StoredSpan
 from impress_sglang.transfer.resident import ResidentPart
 
 _ATTRIBUTE = "_impress_use"
@@ -53,7 +53,7 @@ class Awaited:
     def note(self, rid: str, node: Any, spans: Sequence[StoredSpan]) -> None:
         """A request that waits will use what is resident up to `node`, and then these tokens."""
         self.note_resident(rid, node)
-        self._residents.wait(rid, spans)
+        self._residents.awaited.wait(rid, spans)
 
     def note_resident(self, rid: str, node: Any) -> None:
         """The resident prefix of a waiting request ends at `node`, which may be the root."""
@@ -65,7 +65,7 @@ class Awaited:
     def forget(self, rid: str) -> None:
         """A request is admitted, or gone."""
         self._forget_resident(rid)
-        self._residents.stop_waiting(rid)
+        self._residents.awaited.stop_waiting(rid)
 
     def _forget_resident(self, rid: str) -> None:
         node = self._node_of.pop(rid, None)

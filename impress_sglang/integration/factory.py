@@ -74,7 +74,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     # Before the store is opened, which takes much memory.
     if policy.stores:
         selects = not policy.exact(Wish(config.min_retention))
-        rule = policy.identification_rule() if selects else None
+        rule = policy.identification if selects else None
         warm_up(shape, rule, config.chunk_tokens, device)
     hidden_size = runner.model_config.hidden_size
     params = context.params
@@ -88,7 +88,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
         page_size=params.page_size,
     )
     cache = ImpressRadixCache(params, runtime, identify, runner.forward_stream)
-    backend.connect(runtime, cache)
+    backend.connect(runtime, cache.passes)
     return cache
 
 

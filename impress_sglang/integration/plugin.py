@@ -241,7 +241,11 @@ def _after_pass(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     from impress_sglang.integration.radix_cache import ImpressRadixCache
 
     cache, chunked = scheduler.tree_cache, scheduler.chunked_req
-    if chunked is not None and isinstance(cache, ImpressRadixCache) and cache.has_failed(chunked):
+    if (
+        chunked is not None
+        and isinstance(cache, ImpressRadixCache)
+        and cache.passes.has_failed(chunked)
+    ):
         scheduler._pending_chunked_abort_req = chunked
     return result
 

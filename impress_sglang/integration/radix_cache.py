@@ -14,14 +14,11 @@ Slots that SGLang's tree does not know are counted, so that SGLang's own account
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Callable, Sequence
-from http import HTTPStatus
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     EvictParams,
@@ -36,31 +33,19 @@ from torch import Tensor
 
 from impress_sglang.integration.eligibility import serve_refusal, store_refusal
 from impress_sglang.integration.eviction import Awaited, ScoreEviction
+from impress_sglang.integration.passes import KnownRequest, KnownRequests, Passes
 from impress_sglang.integration.prompt_saves import PromptSaves, as_tokens, namespace_of
 from impress_sglang.integration.weights import WeightWatch
-from impress_sglang.management.tree import StoredMatch
+from impress_sglang.management.stored import StoredMatch
 from impress_sglang.serving.admission import AdmissionPlan
 from impress_sglang.serving.custom_params import wish_of
 from impress_sglang.serving.report import estimate_fields, new_report
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
-from impress_sglang.serving.saving import Save
 
 logger = logging.getLogger(__name__)
 
 REPORT_KEY = "impress"
-
-
-@dataclasses.dataclass(slots=True)
-class _Known:
-    """A request of SGLang's that is not over, and what it was promised while it waits."""
-
-    req: Any
-    plan: AdmissionPlan | None = None
-    counted: bool = False
-    """Whether its use of resident prefixes is."""
-    declined: bool = False
-    """Whether it could not be opened, so that it does without a stored prefix."""
 
 
 class ImpressRadixCache(RadixCache):
@@ -74,10 +59,14 @@ class ImpressRadixCache(RadixCache):
         forward_stream: Any,
     ) -> None:
         """`identify` names the model's weights; it is asked again after each flush."""
-        self._runtime = runtime
-        self._watch = WeightWatch(runtime.served, identify)
+        self.runtime = runtime
+        """What it shares with the attention backend."""
         self._saves = PromptSaves(self, runtime, forward_stream)
-        self._known: dict[str, _Known] = {}
+        self._known = KnownRequests()
+        self.passes = Passes(runtime, self._known, self._saves)
+        """Told of forward passes by the attention backend."""
+        self.weights = WeightWatch(runtime.served, identify, self._set_aside, self._is_empty)
+        """Told of new weights by the hooks around SGLang's handlers."""
         self._private_tokens = 0
         self._residents = runtime.residents
         self.awaited = Awaited(self._residents)
@@ -92,51 +81,22 @@ class ImpressRadixCache(RadixCache):
             self.eviction_strategy = self._score_eviction
         self._started = True
 
-    @property
-    def runtime(self) -> ServingRuntime:
-        """What it shares with the attention backend."""
-        return self._runtime
-
     def reset(self) -> None:
         """SGLang's flush, when it is idle: what is resident goes, what is stored stays."""
-        store = self._runtime.served.opened
+        store = self.runtime.served.opened
         if self._started and store is not None:
             # Accepted writes read slots that are about to be given away.
             store.writes.drain()
-        assert not self._runtime.live and not self._private_tokens
+        assert not self.runtime.live and not self._private_tokens
         assert not self._saves.held_tokens
         self._residents.forget_all()
         self.awaited.clear()
-        self._runtime.prefetches.drop_all()
+        self.runtime.prefetches.drop_all()
         self._saves.forget_all()
-        for known in self._known.values():
-            known.plan, known.counted, known.declined = None, False, False
+        self._known.start_again()
         super().reset()
         if self._started:
-            self._watch.flushed()
-
-    def suspend(self, cause: str) -> None:
-        """Set the store aside: weights or the pool may change, until `resume`.
-
-        Passes under way end first, so that each is of one kind of weights. Writes are given up, and
-        the pool is not read any more.
-        """
-        torch.get_device_module(self.device).synchronize()
-        self._saves.revoke()
-        store = self._runtime.served.opened
-        if store is not None:
-            store.writes.abandon()
-        self._drop_plans()
-        self._residents.hide_all()
-        self._watch.begin(cause)
-
-    def resume(self, *, settled: bool) -> None:
-        """What `suspend` was called for is over; `settled` if nothing else goes on.
-
-        The store is used again now if no KV is left in the pool, and else after the next flush.
-        """
-        allocator = self.token_to_kv_pool_allocator
-        self._watch.end(settled=settled, empty=allocator.available_size() == allocator.size)
+            self.weights.flushed()
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The resident prefix, extended by a stored one where that is longer."""
@@ -144,8 +104,8 @@ class ImpressRadixCache(RadixCache):
         req = params.req
         if req is None or self.disable:
             return resident
-        known = self._note(req)
-        report = new_report(self._runtime.policy.name, resident.device_prefix_len)
+        known = self._known.note(req)
+        report = new_report(self.runtime.policy.name, resident.device_prefix_len)
         refusal = serve_refusal(req)
         report.update(not_served=refusal, not_stored=store_refusal(req))
         req.customized_info = {REPORT_KEY: [report]}
@@ -161,7 +121,7 @@ class ImpressRadixCache(RadixCache):
             report.update(estimate_fields(plan.estimate))
         known.plan = plan = self._accept(plan, req.rid, resident.last_device_node)
         if plan is None:
-            self._runtime.prefetches.drop(req.rid)
+            self.runtime.prefetches.drop(req.rid)
             return resident
         promised = plan.promised
         return resident._replace(device_prefix_len=plan.stop - promised, host_hit_length=promised)
@@ -178,7 +138,7 @@ class ImpressRadixCache(RadixCache):
         assert plan is not None and plan.promised == params.host_hit_length
         resident_slots = self.path_device_indices(req.last_node)[: plan.resident_len]
         report = req.customized_info[REPORT_KEY][0]
-        request = self._runtime.open(req.rid, plan, resident_slots, report, self._allocate)
+        request = self.runtime.open(req.rid, plan, resident_slots, report, self._allocate)
         if request is None:
             known.declined = True
             return None
@@ -193,7 +153,7 @@ class ImpressRadixCache(RadixCache):
 
         It is never held back for that: when it is admitted, it goes on with what is there.
         """
-        runtime = self._runtime
+        runtime = self.runtime
         runtime.served.take_over()
         if self.disable or not runtime.served.in_use:
             return
@@ -203,7 +163,7 @@ class ImpressRadixCache(RadixCache):
         limit = req._compute_max_prefix_len(len(tokens))
         key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
         resident = super().match_prefix(MatchPrefixParams(key=key))
-        _, plan = self._plan(key, resident.device_prefix_len, self._note(req))
+        _, plan = self._plan(key, resident.device_prefix_len, self._known.note(req))
         plan = self._accept(plan, req.rid, resident.last_device_node)
         if plan is not None:
             runtime.prefetches.begin(req.rid, plan)
@@ -214,34 +174,17 @@ class ImpressRadixCache(RadixCache):
         SGLang asks for it when it has admitted the request and locked what it uses.
         """
         self.awaited.forget(req.rid)
-        request = self._runtime.live.get(req.rid)
+        request = self.runtime.live.get(req.rid)
         if request is None:
             return super().prefix_device_indices(req)
         zeros = request.slots.new_zeros(request.start)
         return torch.cat([zeros, request.resident_slots, request.slots])
 
-    def begin_saves(self, rids: Sequence[str], lengths: Sequence[int]) -> dict[int, Save]:
-        """Offer the prompts that the pass which begins now completes, to be saved behind it.
-
-        `lengths` are tokens of each request after the pass. Returns saves by the place in `rids`.
-        """
-        saves = {}
-        for place, (rid, length) in enumerate(zip(rids, lengths, strict=True)):
-            request, known = self._runtime.live.get(rid), self._known.get(rid)
-            if known is None or length != len(known.req.origin_input_ids):
-                continue
-            if request is not None and (request.approximate or request.failed):
-                continue
-            save = self._saves.begin(known.req, length)
-            if save is not None:
-                saves[place] = save
-        return saves
-
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Insert what is exact into SGLang's tree, and offer what is new to the store."""
-        request = self._runtime.live.get(req.rid)
+        request = self.runtime.live.get(req.rid)
         if request is not None:
-            assert request.layers_loaded == self._runtime.shape.num_layers
+            assert request.layers_loaded == self.runtime.shape.num_layers
             request.finish_timeline()
             if request.failed:
                 return
@@ -260,7 +203,7 @@ class ImpressRadixCache(RadixCache):
         self._saves.abandon(req.rid)
         super().on_release(req, checkpointed=checkpointed)
         self._forget(req.rid)
-        request = self._runtime.release(req.rid)
+        request = self.runtime.release(req.rid)
         if request is not None:
             if not request.adopted and not request.uses:
                 self._private_tokens -= request.k
@@ -268,36 +211,19 @@ class ImpressRadixCache(RadixCache):
             self._end_failed(req, request)
         reports = (req.customized_info or {}).get(REPORT_KEY)
         if req.finished() and reports:
-            self._runtime.totals.add(reports[0])
-
-    def abort(self, rid: str, reason: str) -> None:
-        """End a request of the pass under way with status 503, and nothing of it is kept.
-
-        SGLang does so itself where an external cache could not load: the request goes through its
-        pass, whose output is dropped.
-        """
-        message = f"the stored prefix of this request cannot be used now: {reason}; send it again"
-        logger.error("request %s fails: %s", rid, message)
-        self._saves.abandon(rid)
-        status = HTTPStatus.SERVICE_UNAVAILABLE
-        self._known[rid].req.discard_output_reason = FINISH_ABORT(message, status)
-
-    def has_failed(self, req: Any) -> bool:
-        """Whether a request was ended by `abort`."""
-        request = self._runtime.live.get(req.rid)
-        return request is not None and request.failed
+            self.runtime.totals.add(reports[0])
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         """A request that was never admitted is gone."""
         super().release_aborted_request(handle)
-        if handle.rid not in self._runtime.live:
+        if handle.rid not in self.runtime.live:
             self._forget(handle.rid)
 
     def release_host_resources(self) -> None:
         """A graceful end: finish writes, and keep what the next start should know."""
         super().release_host_resources()
         self._saves.abandon_all()
-        self._runtime.close()
+        self.runtime.close()
 
     def evict(self, params: EvictParams) -> EvictResult:
         """SGLang's eviction, after finished writes have let go of their slots.
@@ -305,7 +231,7 @@ class ImpressRadixCache(RadixCache):
         When nothing else is left, writes are given up whose slots come free by that, the latest
         first; nobody waits for them.
         """
-        store, held, evicted = self._runtime.served.opened, self._saves.held_tokens, 0
+        store, held, evicted = self.runtime.served.opened, self._saves.held_tokens, 0
         if store is not None:
             store.poll()
 
@@ -340,7 +266,7 @@ class ImpressRadixCache(RadixCache):
 
     def flush_pending_backups(self) -> None:
         """SGLang's tick after each batch."""
-        served = self._runtime.served
+        served = self.runtime.served
         served.poll()
         if served.opened is not None:
             served.opened.ahead.top_up()
@@ -357,9 +283,9 @@ class ImpressRadixCache(RadixCache):
 
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
-        self._runtime.served.poll()
+        self.runtime.served.poll()
         return {
-            **self._runtime.summary(),
+            **self.runtime.summary(),
             "integrity": self._integrity(),
             "device_pool": {
                 "tokens": self.token_to_kv_pool_allocator.size,
@@ -377,13 +303,13 @@ class ImpressRadixCache(RadixCache):
         Raises:
             AssertionError: they differ, which is a bug.
         """
-        live = self._runtime.live.values()
+        live = self.runtime.live.values()
         assert self._private_tokens == sum(r.k for r in live if not r.adopted and not r.uses)
         self._residents.check_integrity()
         self.awaited.check_integrity(self.page_size)
         assert self._saves.held_tokens <= self._saves.writing_tokens
-        if self._runtime.served.opened is not None:
-            self._runtime.store.check_integrity()
+        if self.runtime.served.opened is not None:
+            self.runtime.store.check_integrity()
 
     def _integrity(self) -> str:
         try:
@@ -393,16 +319,27 @@ class ImpressRadixCache(RadixCache):
             return "failed"
         return "ok"
 
-    def _note(self, req: Any) -> _Known:
-        known = self._known.setdefault(req.rid, _Known(req))
-        known.req = req
-        return known
+    def _set_aside(self) -> None:
+        """Weights or the pool may change. Passes end, writes are given up, plans are forgotten."""
+        torch.get_device_module(self.device).synchronize()
+        self._saves.revoke()
+        store = self.runtime.served.opened
+        if store is not None:
+            store.writes.abandon()
+        self.runtime.prefetches.drop_all()
+        self._known.drop_plans()
+        self._residents.hide_all()
+
+    def _is_empty(self) -> bool:
+        """Whether no KV is left in the pool."""
+        allocator = self.token_to_kv_pool_allocator
+        return bool(allocator.available_size() == allocator.size)
 
     def _plan(
-        self, key: RadixKey, resident_len: int, known: _Known
+        self, key: RadixKey, resident_len: int, known: KnownRequest
     ) -> tuple[StoredMatch, AdmissionPlan | None]:
         """What is stored of a request that may be served, and how it would be used."""
-        admission, config = self._runtime.admission, self._runtime.config
+        admission, config = self.runtime.admission, self.runtime.config
         if known.declined:
             return StoredMatch(), None
         tokens = as_tokens(key.raw_token_ids())
@@ -415,20 +352,14 @@ class ImpressRadixCache(RadixCache):
 
         Notes what a request, whose resident prefix ends at `node`, waits for.
         """
-        plan = self._runtime.admission.accept(plan)
+        plan = self.runtime.admission.accept(plan)
         covers = () if plan is None else plan.covers
         self.awaited.note(rid, node, [cover.span for cover in covers])
         return plan
 
-    def _drop_plans(self) -> None:
-        """Forget what waiting requests were matched with; they are matched again."""
-        self._runtime.prefetches.drop_all()
-        for known in self._known.values():
-            known.plan = None
-
     def _allocate(self, num_tokens: int) -> Tensor | None:
         """Slots of whole pages, in order, int64; None if there is no room."""
-        assert num_tokens == self._runtime.admission.whole_pages(num_tokens)
+        assert num_tokens == self.runtime.admission.whole_pages(num_tokens)
         allocator = self.token_to_kv_pool_allocator
         missing = num_tokens - allocator.available_size()
         if missing > 0:
@@ -439,7 +370,7 @@ class ImpressRadixCache(RadixCache):
     def _end_failed(self, req: Any, request: StoredRequest) -> None:
         """Count a failed request; one that was put back to the queue may try again."""
         if request.failed and req.finished():
-            self._runtime.totals.requests_failed += 1
+            self.runtime.totals.requests_failed += 1
         elif request.failed:
             req.discard_output_reason = None
 
@@ -451,6 +382,6 @@ class ImpressRadixCache(RadixCache):
 
     def _forget(self, rid: str) -> None:
         self.awaited.forget(rid)
-        self._runtime.prefetches.drop(rid)
-        self._known.pop(rid, None)
+        self.runtime.prefetches.drop(rid)
+        self._known.forget(rid)
         self._saves.forget(rid)

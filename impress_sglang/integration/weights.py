@@ -28,26 +28,41 @@ _READING_METHODS = ("save_remote_model", "save_sharded_model")
 class WeightWatch:
     """Says when the store is set aside, and when it is used again."""
 
-    def __init__(self, served: ServedStore, identify: Callable[[], str]) -> None:
-        """`identify` names the weights as they are."""
+    def __init__(
+        self,
+        served: ServedStore,
+        identify: Callable[[], str],
+        set_aside: Callable[[], None],
+        is_empty: Callable[[], bool],
+    ) -> None:
+        """Watch over the store that is served.
+
+        Args:
+            served: the store.
+            identify: names the weights as they are.
+            set_aside: ends passes and writes, and forgets plans.
+            is_empty: whether no KV is left in the pool.
+        """
         self._served = served
         self._identify = identify
+        self._set_aside = set_aside
+        self._is_empty = is_empty
         self._changing = False
         self._untouched = False
 
     def begin(self, cause: str) -> None:
-        """Weights may change from here on; no pass is under way, and no write."""
+        """Weights or the pool may change from here on, until `end`."""
+        self._set_aside()
         self._changing = True
         self._untouched = self._served.aside is None
         self._suspend(cause)
 
-    def end(self, *, settled: bool, empty: bool) -> None:
-        """A handler is done.
+    def end(self, *, settled: bool) -> None:
+        """A handler is done; `settled`: no update goes on after it, and nothing is released.
 
-        Args:
-            settled: no update goes on after it, and nothing is released.
-            empty: no KV is left in the pool.
+        The store is used again now if no KV is left in the pool, and else after the next flush.
         """
+        empty = self._is_empty()
         self._changing = not settled
         # What was refused at once has changed nothing, so that KVs in the pool are right.
         if settled and (empty or self._untouched):
@@ -90,12 +105,13 @@ def around_handler(original: Callable[..., Any], owner: Any, request: Any) -> An
     if _only_reads(request):
         return original(owner, request)
     scheduler = getattr(owner, "scheduler", owner)
-    scheduler.tree_cache.suspend(original.__name__)
+    weights = scheduler.tree_cache.weights
+    weights.begin(original.__name__)
     try:
         return original(owner, request)
     finally:
         updater = scheduler.weight_updater
-        scheduler.tree_cache.resume(settled=updater._session is None and not updater.offload_tags)
+        weights.end(settled=updater._session is None and not updater.offload_tags)
 
 
 def _only_reads(request: Any) -> bool:

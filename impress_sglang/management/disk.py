@@ -16,7 +16,7 @@ from impress_sglang.errors import ConfigError
 from impress_sglang.management.keeper import Keeper
 from impress_sglang.management.monitor import Monitor
 from impress_sglang.management.restoring import recover_tree
-from impress_sglang.management.tree import StoredSegment
+from impress_sglang.management.stored import StoredSegment
 from impress_sglang.precision.floors import FloorMeter
 from impress_sglang.storage.directory import StoreDirectory, other_stores
 from impress_sglang.storage.files import FileSystem, installed

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from impress_sglang.management.memory import StoreMemory
-from impress_sglang.management.tree import StoredSpan
+from impress_sglang.management.stored import StoredSpan
 from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
 from impress_sglang.precision.floors import FloorMeter

@@ -13,7 +13,7 @@ import time
 from concurrent.futures import Future
 
 from impress_sglang.management.keeper import Keeper, Verdict
-from impress_sglang.management.tree import SegmentState, StoredSegment
+from impress_sglang.management.stored import SegmentState, StoredSegment
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 600.0

@@ -46,7 +46,7 @@ class StoreMemory:
             return ChunkCache(
                 page,
                 max_pages,
-                policy.replacement_rule(),
+                policy.replacement(),
                 device=device,
                 device_bytes=bytes_of(config.device_gb) if used else 0,
                 host_bytes=bytes_of(config.host_gb) if used else 0,
@@ -69,8 +69,8 @@ class StoreMemory:
         """
         policy = make_policy(config)
         return StoreMemory(
-            self.cache.emptied(policy.replacement_rule()),
-            self.codes.emptied(policy.replacement_rule()),
+            self.cache.emptied(policy.replacement()),
+            self.codes.emptied(policy.replacement()),
             self.pool,
         )
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.management.keeper import Keeper
 from impress_sglang.management.monitor import Monitor
-from impress_sglang.management.tree import SegmentState, StoredMatch, StoredSegment, StoredTree
+from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
+from impress_sglang.management.tree import StoredTree
 
 
 class Quota:

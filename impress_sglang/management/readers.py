@@ -13,7 +13,7 @@ from pathlib import Path
 
 from impress_sglang.errors import ChunkUnreadable, PrefixUnreadable, StoreUnavailable
 from impress_sglang.management.memory import StoreMemory
-from impress_sglang.management.tree import StoredSegment, StoredSpan
+from impress_sglang.management.stored import StoredSegment, StoredSpan
 from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.precision.floors import FloorMeter
 from impress_sglang.storage.directory import StoreDirectory

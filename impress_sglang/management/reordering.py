@@ -16,7 +16,8 @@ from concurrent.futures import Future
 
 from impress_sglang.management.readers import SegmentReaders
 from impress_sglang.management.rewriting import Rewrite, Rewriter, Shares
-from impress_sglang.management.tree import StoredSegment, StoredTree
+from impress_sglang.management.stored import StoredSegment
+from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.storage.segment import SegmentInfo
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from impress_sglang.management.keeper import Keeper
-from impress_sglang.management.tree import StoredSegment, StoredTree, prefix_digest
+from impress_sglang.management.stored import StoredSegment
+from impress_sglang.management.tree import StoredTree, prefix_digest
 from impress_sglang.storage.quality import Quality
 
 logger = logging.getLogger(__name__)

@@ -33,12 +33,7 @@ from impress_sglang.management.quota import Quota
 from impress_sglang.management.readers import AnySource, SegmentReaders
 from impress_sglang.management.reordering import Outcome, Reorderer
 from impress_sglang.management.rewriting import Rewriter
-from impress_sglang.management.tree import (
-    SegmentState,
-    StoredMatch,
-    StoredSegment,
-    StoredSpan,
-)
+from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.management.writing import SegmentWrites, StoreStats
 from impress_sglang.storage.catalog import CatalogEntry

@@ -14,7 +14,7 @@ import numpy as np
 
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.management.reorder import expected_shares
-from impress_sglang.management.tree import StoredSegment
+from impress_sglang.management.stored import StoredSegment
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.storage.reader import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache

@@ -20,13 +20,8 @@ from torch import Tensor
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.keeper import Keeper
 from impress_sglang.management.quota import Quota
-from impress_sglang.management.tree import (
-    SegmentState,
-    StoredMatch,
-    StoredSegment,
-    StoredTree,
-    prefix_digest,
-)
+from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
+from impress_sglang.management.tree import StoredTree, prefix_digest
 from impress_sglang.precision.floors import FloorMeter, QuerySource, no_queries
 from impress_sglang.storage.catalog import CatalogEntry
 from impress_sglang.storage.health import Health

@@ -19,7 +19,7 @@ from impress_sglang.management.policies import Policy, Wish
 from impress_sglang.management.readers import AnySource
 from impress_sglang.management.residents import Cover, ResidentParts
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.tree import StoredMatch, StoredSpan
+from impress_sglang.management.stored import StoredMatch, StoredSpan
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.clocks import Clock
 from impress_sglang.serving.estimate import BITS, RETENTIONS, Estimate, Estimator, Work
@@ -143,7 +143,7 @@ class Admission:
         self._clock = clock
         self._page_size = page_size
         self._probes = bool(shape.probe_kv_heads)
-        self._all_keys = policy.identification_rule().evidence == "keys"
+        self._all_keys = policy.identification.evidence == "keys"
 
     def find(self, namespace: str, tokens: Tokens, wish: Wish) -> StoredMatch:
         """The longest stored prefix of `tokens` that a request may take, in whole pages."""

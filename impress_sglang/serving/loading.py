@@ -15,7 +15,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.management.policies import Policy
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.tree import StoredSpan
+from impress_sglang.management.stored import StoredSpan
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
@@ -64,7 +64,7 @@ class Loaders:
         """As the options say."""
         allocation = ALLOCATIONS[config.allocate]
         return cls(
-            PrefixLoader(shape, policy.identification_rule()),
+            PrefixLoader(shape, policy.identification),
             PreciseLoader(shape, allocation),
             SelectiveLoader(shape, allocation),
         )

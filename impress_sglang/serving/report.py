@@ -7,6 +7,8 @@ from typing import Any
 
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.serving.estimate import Estimate
+from impress_sglang.serving.request import StoredRequest
+from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.transfer.planner import ReadStats
 
 
@@ -73,6 +75,24 @@ def estimate_fields(estimate: Estimate) -> dict[str, object]:
         "estimated_load_ms": milliseconds(estimate.load),
         "estimated_recompute_ms": milliseconds(estimate.recompute),
     }
+
+
+def publish(request: StoredRequest) -> None:
+    """Write what is known of a request by now into its report."""
+    stats = request.stats
+    request.report.update(
+        layers_by_probe=stats.layers_by_probe,
+        layers_by_fallback=stats.layers_by_fallback,
+        layers_whole=stats.layers_whole,
+        bits_mean=round(stats.mean_bits, 3),
+        base_bytes=stats.base_bytes,
+        plane_bytes=[count * BLOCK_BYTES for count in stats.planes],
+        **request.reads.as_dict(),
+        probe_ms=round(stats.probe_ms, 3),
+        load_ms=round(stats.load_ms, 3),
+        attention_ms=round(request.attention_ms, 3),
+        recomputed=request.recomputed,
+    )
 
 
 @dataclasses.dataclass(slots=True)

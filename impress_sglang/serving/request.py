@@ -8,7 +8,6 @@ from torch import Tensor
 
 from impress_sglang.serving.clocks import Stopwatch
 from impress_sglang.serving.loading import Loading
-from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
@@ -137,19 +136,3 @@ class StoredRequest:
         """The prompt is computed: what comes later is not what a timeline is about."""
         if isinstance(self.timeline, RequestTimeline):
             self.timeline.finish()
-
-    def publish(self) -> None:
-        """Write what is known by now into the report that goes out with the first token."""
-        self.report.update(
-            layers_by_probe=self.stats.layers_by_probe,
-            layers_by_fallback=self.stats.layers_by_fallback,
-            layers_whole=self.stats.layers_whole,
-            bits_mean=round(self.stats.mean_bits, 3),
-            base_bytes=self.stats.base_bytes,
-            plane_bytes=[count * BLOCK_BYTES for count in self.stats.planes],
-            **self.reads.as_dict(),
-            probe_ms=round(self.stats.probe_ms, 3),
-            load_ms=round(self.stats.load_ms, 3),
-            attention_ms=round(self.attention_ms, 3),
-            recomputed=self.recomputed,
-        )

@@ -26,7 +26,7 @@ from impress_sglang.serving.estimate import Estimator, Work
 from impress_sglang.serving.loading import Loaders, RecomputedLoading
 from impress_sglang.serving.opening import Allocate, RequestOpener
 from impress_sglang.serving.prefetch import Prefetches
-from impress_sglang.serving.report import RequestTotals
+from impress_sglang.serving.report import RequestTotals, publish
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.layout import KVShape
@@ -157,7 +157,7 @@ class ServingRuntime:
         if request.layers_loaded == self.shape.num_layers:
             request.end_loading()
             self._learn(request)
-            request.publish()
+            publish(request)
 
     def give_up_reading(self, request: StoredRequest, error: PrefixUnreadable) -> None:
         """A chunk was unreadable: forget the segment; the prefix is computed, or fails."""
@@ -185,7 +185,7 @@ class ServingRuntime:
         request = self.live.pop(rid, None)
         if request is not None:
             request.end_loading()
-            request.publish()
+            publish(request)
             self.residents.leave(request.uses)
             if self._timelines is not None and isinstance(request.timeline, RequestTimeline):
                 self._timelines.write(request.timeline)

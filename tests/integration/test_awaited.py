@@ -222,7 +222,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
     world.store_prompt(WANTED)
     world.idle_part()
     yield Queue(world, bits=5.0)
-    world.cache._drop_plans()
+    world.runtime.prefetches.drop_all()
     world.cache.check_integrity()
     world.runtime.close()
 

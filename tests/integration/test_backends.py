@@ -32,7 +32,7 @@ from impress_sglang.integration.paged import PagedPrefixAttention, _host_rows
 from impress_sglang.integration.plugin import _after_batch
 from impress_sglang.integration.row_starts import RowStarts
 from impress_sglang.management.policies import Wish
-from impress_sglang.management.tree import StoredMatch
+from impress_sglang.management.stored import StoredMatch
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving import clocks
 from impress_sglang.serving.clocks import Clock, HostEvent, clock_for

@@ -9,7 +9,7 @@ import numpy as np
 
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.integration.eviction import ScoreEviction
-from impress_sglang.management.tree import StoredMatch, StoredSegment, StoredSpan
+from impress_sglang.management.stored import StoredMatch, StoredSegment, StoredSpan
 from tests.unit.kv_factory import make_info, make_shape
 
 RETENTION = 0.25

@@ -26,7 +26,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     world.flush()
     world.runtime.store.ahead.set_waste(0.2)
     yield world
-    world.cache._drop_plans()
+    world.runtime.prefetches.drop_all()
     world.cache.check_integrity()
     world.runtime.close()
 

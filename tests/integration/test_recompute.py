@@ -566,7 +566,7 @@ def test_a_failed_request_that_is_put_back_may_try_again(finished: bool) -> None
     reason = FINISH_ABORT("no room")
     req = SimpleNamespace(finished=lambda: finished, discard_output_reason=reason)
     totals = RequestTotals()
-    cache = SimpleNamespace(_runtime=SimpleNamespace(totals=totals))
+    cache = SimpleNamespace(runtime=SimpleNamespace(totals=totals))
     ImpressRadixCache._end_failed(cache, req, request)  # type: ignore[arg-type]
     assert totals.requests_failed == finished
     assert req.discard_output_reason is (reason if finished else None)

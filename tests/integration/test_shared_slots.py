@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.integration.radix_cache import _Known
+from impress_sglang.integration.passes import KnownRequest
 from impress_sglang.options import AUTO
 from impress_sglang.serving.custom_params import wish_of
 from impress_sglang.serving.estimate import Work
@@ -99,7 +99,7 @@ class CodedWorld(World):
         req = Req(rid, "", tokens, SamplingParams())
         req.full_untruncated_fill_ids = tokens
         req.kv = SimpleNamespace(req_pool_idx=row)
-        self.cache._note(req)
+        self.cache._known.note(req)
         return [rid], [length]
 
     @property
@@ -121,7 +121,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_size: int) -> It
     yield world
     for rid in list(world.runtime.live):
         world.end(world.runtime.live[rid])
-    world.cache._drop_plans()
+    world.runtime.prefetches.drop_all()
     world.cache.check_integrity()
     cache = world.cache
     held = world.allocator.available_size() + cache.evictable_size() + cache.protected_size()
@@ -295,7 +295,7 @@ def test_a_prefix_ends_with_a_page(world: CodedWorld, bits: object) -> None:
         world.load(request, layer)
     world.end(request)
     # What is in no whole page of the tree is not saved: its slots are not the tree's.
-    (save,) = world.cache.begin_saves(*world.prompt_of("p", 50)).values()
+    (save,) = world.cache.passes.begin_saves(*world.prompt_of("p", 50)).values()
     assert len(save.slots) == 48
     save.abandon()
     world.runtime.store.writes.drain()
@@ -334,13 +334,13 @@ def test_auto_gives_the_most_bits_that_load_while_computing(
     params = SamplingParams(custom_params={} if asked is None else {"impress_bits": asked})
     wish = wish_of(params, config)
     key = RadixKey(array("q", range(1000, 1000 + TOKENS)), None)
-    match, _ = world.cache._plan(key, 0, _Known(world.ask("r")))
+    match, _ = world.cache._plan(key, 0, KnownRequest(world.ask("r")))
     assert match.num_tokens == TOKENS
     stored = runtime.store.forecast.coded_bytes(match.spans)
     # Computing takes as long as reading in 6.5 bits at 0.4 MB/s.
     seconds = stored.expected(6.5) / 0.4e6
     monkeypatch.setattr(
-        runtime.store, "seconds_to_read", lambda count: count / megabytes_per_second / 1e6
+        runtime.store.forecast, "seconds_to_read", lambda count: count / megabytes_per_second / 1e6
     )
     monkeypatch.setattr(runtime.estimator, "_overlapped", True)
     monkeypatch.setattr(runtime.estimator, "_compute_seconds", lambda before, new: seconds)

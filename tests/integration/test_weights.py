@@ -34,8 +34,9 @@ from torch import Tensor
 from impress_sglang.config import ImpressConfig
 from impress_sglang.integration.compat import WEIGHT_HANDLERS
 from impress_sglang.integration.factory import kv_tensors
+from impress_sglang.integration.passes import KnownRequest
 from impress_sglang.integration.plugin import _around_weights
-from impress_sglang.integration.radix_cache import ImpressRadixCache, _Known
+from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.serving.pool_reader import PoolAccess
 from impress_sglang.serving.runtime import ServingRuntime
@@ -202,8 +203,8 @@ class World:
         req = Req(rid, "", array("q", tokens), SamplingParams())
         req.full_untruncated_fill_ids = tokens
         req.kv = SimpleNamespace(req_pool_idx=row)
-        self.cache._note(req)
-        (save,) = self.cache.begin_saves([rid], [TOKENS]).values()
+        self.cache._known.note(req)
+        (save,) = self.cache.passes.begin_saves([rid], [TOKENS]).values()
         return save
 
     def store_prompt(self, first: int, fork: int = TOKENS) -> None:
@@ -218,7 +219,7 @@ class World:
         """How many tokens of a prompt the tree cache would find in the store."""
         key = RadixKey(array("q", range(first, first + TOKENS)), None)
         req = Req("looking", "", array("q", [first]), SamplingParams())
-        return self.cache._plan(key, 0, _Known(req))[0].num_tokens
+        return self.cache._plan(key, 0, KnownRequest(req))[0].num_tokens
 
     def used(self) -> bool:
         """Whether the store is used, once it is open: that is done in the background."""

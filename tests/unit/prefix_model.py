@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from impress_sglang.management.tree import SegmentState
+from impress_sglang.management.stored import SegmentState
 from impress_sglang.storage.quality import EXACT, Quality
 
 # Best first. Of the last two neither takes the place of the other.

@@ -15,7 +15,7 @@ from torch import Tensor
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.tree import SegmentState, StoredMatch
+from impress_sglang.management.stored import SegmentState, StoredMatch
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape

@@ -147,12 +147,12 @@ def test_every_policy_of_the_paper_is_here() -> None:
 def test_rules_are_those_of_the_names(policy: Policy) -> None:
     identification, replacement = EXPECTED_RULES[policy.name]
 
-    assert type(policy.identification_rule()) is identification
-    assert type(policy.replacement_rule()) is replacement
+    assert type(policy.identification) is identification
+    assert type(policy.replacement()) is replacement
 
 
 def test_each_call_gives_a_replacement_rule_of_its_own(policy: Policy) -> None:
-    first, second = policy.replacement_rule(), policy.replacement_rule()
+    first, second = policy.replacement(), policy.replacement()
     for rule in (first, second):
         rule.resize(2)
     first.advance()
@@ -163,7 +163,7 @@ def test_each_call_gives_a_replacement_rule_of_its_own(policy: Policy) -> None:
 
 
 def test_the_identification_rule_is_the_same_at_each_call(policy: Policy) -> None:
-    assert policy.identification_rule() == policy.identification_rule()
+    assert policy.identification == policy.identification
 
 
 def test_reorders_only_where_the_name_says_so(policy: Policy) -> None:
@@ -172,7 +172,7 @@ def test_reorders_only_where_the_name_says_so(policy: Policy) -> None:
 
 
 def test_resident_prefixes_are_scored_only_where_chunks_are(policy: Policy) -> None:
-    assert policy.scores == (type(policy.replacement_rule()) is ImportanceScore)
+    assert policy.scores == (type(policy.replacement()) is ImportanceScore)
 
 
 def test_baselines_with_important_values_load_their_share() -> None:
@@ -184,9 +184,9 @@ def test_baselines_with_important_values_load_their_share() -> None:
 
 def test_the_options_reach_the_rules() -> None:
     paper = make_policy(ImpressConfig(policy="paper", alpha=0.3))
-    assert paper.identification_rule() == PaperRule(0.3)
-    fast = make_policy(ImpressConfig(half_life=1.0)).replacement_rule()
-    never = make_policy(ImpressConfig(half_life=0.0)).replacement_rule()
+    assert paper.identification == PaperRule(0.3)
+    fast = make_policy(ImpressConfig(half_life=1.0)).replacement()
+    never = make_policy(ImpressConfig(half_life=0.0)).replacement()
     for rule in (fast, never):
         rule.resize(2)
         for chunk in (0, 0, 1):

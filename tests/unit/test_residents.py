@@ -12,12 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from impress_sglang.management.residents import ResidentParts
-from impress_sglang.management.tree import (
-    SegmentState,
-    StoredMatch,
-    StoredSegment,
-    StoredSpan,
-)
+from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.transfer.resident import PartUse, ResidentPart
 from tests.unit.kv_factory import make_info, make_shape
@@ -135,7 +130,7 @@ def test_what_requests_wait_for_is_given_up_last(residents: Residents) -> None:
     own, other = segment("a"), segment("b")
     parts = residents.parts
     for rid in ("first", "second"):
-        parts.wait(rid, [StoredSpan(own, 5, 8), StoredSpan(own, 8, 20)])
+        parts.awaited.wait(rid, [StoredSpan(own, 5, 8), StoredSpan(own, 8, 20)])
     for span in (StoredSpan(own, 0, 10), StoredSpan(own, 20, 40), StoredSpan(other, 0, 10)):
         uses = residents.admit([span])
         residents.load(uses)
@@ -147,17 +142,17 @@ def test_what_requests_wait_for_is_given_up_last(residents: Residents) -> None:
         return [(part.segment_id, part.start) for part in idle]
 
     assert order() == [("a", 20), ("b", 0), ("a", 0)]
-    parts.stop_waiting("first")
+    parts.awaited.stop_waiting("first")
     parts.check_integrity()
     assert order() == [("a", 20), ("b", 0), ("a", 0)]
-    parts.wait("second", [StoredSpan(own, 25, 30), StoredSpan(other, 0, 5)])
+    parts.awaited.wait("second", [StoredSpan(own, 25, 30), StoredSpan(other, 0, 5)])
     assert order() == [("a", 0), ("a", 20), ("b", 0)]
-    parts.wait("second", [])
+    parts.awaited.wait("second", [])
     parts.check_integrity()
     assert order() == [("a", 0), ("a", 20), ("b", 0)]
-    parts.wait("third", [StoredSpan(own, 0, 30)])
+    parts.awaited.wait("third", [StoredSpan(own, 0, 30)])
     assert order() == [("b", 0), ("a", 0), ("a", 20)]
-    parts.stop_waiting("nobody")
+    parts.awaited.stop_waiting("nobody")
 
 
 def test_a_hidden_part_serves_its_users_and_nobody_else(residents: Residents) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.tree import SegmentState
+from impress_sglang.management.stored import SegmentState
 from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.quality import Quality
 from tests.faults import FaultyFileSystem, Rule

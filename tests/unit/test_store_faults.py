@@ -15,7 +15,7 @@ import torch
 from impress_sglang.errors import ChunkUnreadable, PrefixUnreadable, StoreUnavailable
 from impress_sglang.management.looks import MOST_LOOKS
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.tree import SegmentState
+from impress_sglang.management.stored import SegmentState
 from impress_sglang.management.writing import Offer, StoreOutcome
 from tests import damage
 from tests.faults import SQL, Faults, FaultyFileSystem, Rule, dead_disk, read_only

@@ -28,7 +28,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
 from impress_sglang.management.keeper import Verdict
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.tree import SegmentState, StoredMatch, StoredSegment
+from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality

@@ -12,14 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.management.restoring import newest_files, restore_segments
-from impress_sglang.management.tree import (
-    SegmentState,
-    StoredMatch,
-    StoredSegment,
-    StoredTree,
-    common_prefix_len,
-    prefix_digest,
-)
+from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
+from impress_sglang.management.tree import StoredTree, common_prefix_len, prefix_digest
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import SegmentInfo
 from tests.unit.kv_factory import as_tokens, make_info, make_shape

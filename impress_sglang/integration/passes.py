@@ -1,0 +1,106 @@
+"""Requests of SGLang's between match and end, and what a forward pass does with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+from impress_sglang.integration.prompt_saves import PromptSaves
+from impress_sglang.serving.admission import AdmissionPlan
+from impress_sglang.serving.runtime import ServingRuntime
+from impress_sglang.serving.saving import Save
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class KnownRequest:
+    """A request of SGLang's that is not over, and what it was promised while it waits."""
+
+    req: Any
+    plan: AdmissionPlan | None = None
+    counted: bool = False
+    """Whether its use of resident prefixes is."""
+    declined: bool = False
+    """Whether it could not be opened, so that it does without a stored prefix."""
+
+
+class KnownRequests:
+    """Those of one tree cache, by their id."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, KnownRequest] = {}
+
+    def __getitem__(self, rid: str) -> KnownRequest:
+        return self._known[rid]
+
+    def get(self, rid: str) -> KnownRequest | None:
+        """The request of this id, if there is one."""
+        return self._known.get(rid)
+
+    def note(self, req: Any) -> KnownRequest:
+        """A request is queued, or matched."""
+        known = self._known.setdefault(req.rid, KnownRequest(req))
+        known.req = req
+        return known
+
+    def forget(self, rid: str) -> None:
+        """A request is over, or put back into the queue."""
+        self._known.pop(rid, None)
+
+    def drop_plans(self) -> None:
+        """Requests that wait are matched again."""
+        for known in self._known.values():
+            known.plan = None
+
+    def start_again(self) -> None:
+        """The tree is empty."""
+        self._known = {rid: KnownRequest(known.req) for rid, known in self._known.items()}
+
+
+class Passes:
+    """What the attention backend tells the tree cache; on the scheduler's thread."""
+
+    def __init__(self, runtime: ServingRuntime, known: KnownRequests, saves: PromptSaves) -> None:
+        self._runtime = runtime
+        self._known = known
+        self._saves = saves
+
+    def begin_saves(self, rids: Sequence[str], lengths: Sequence[int]) -> dict[int, Save]:
+        """Offer the prompts that the pass which begins now completes, to be saved behind it.
+
+        `lengths` are tokens of each request after the pass. Returns saves by the place in `rids`.
+        """
+        saves = {}
+        for place, (rid, length) in enumerate(zip(rids, lengths, strict=True)):
+            request, known = self._runtime.live.get(rid), self._known.get(rid)
+            if known is None or length != len(known.req.origin_input_ids):
+                continue
+            if request is not None and (request.approximate or request.failed):
+                continue
+            save = self._saves.begin(known.req, length)
+            if save is not None:
+                saves[place] = save
+        return saves
+
+    def abort(self, rid: str, reason: str) -> None:
+        """End a request of the pass under way with status 503, and nothing of it is kept.
+
+        SGLang does so itself where an external cache could not load: the request goes through its
+        pass, whose output is dropped.
+        """
+        message = f"the stored prefix of this request cannot be used now: {reason}; send it again"
+        logger.error("request %s fails: %s", rid, message)
+        self._saves.abandon(rid)
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        self._known[rid].req.discard_output_reason = FINISH_ABORT(message, status)
+
+    def has_failed(self, req: Any) -> bool:
+        """Whether a request was ended by `abort`."""
+        request = self._runtime.live.get(req.rid)
+        return request is not None and request.failed

@@ -1,0 +1,96 @@
+"""What is stored of a token sequence: segments, and the runs of their tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+
+from impress_sglang.importance.history import TokenHistory
+from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.storage.segment import SegmentInfo
+
+
+class SegmentState(enum.Enum):
+    """What can be done with a segment of the tree."""
+
+    PENDING = "pending"
+    """Its file is being written."""
+    READY = "ready"
+    """It can be read."""
+    SUSPECT = "suspect"
+    """It could not be read; a second look decides."""
+    LOST = "lost"
+    """It has no file; if it is still in the tree, others build on it."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class StoredSegment:
+    """A segment in the tree.
+
+    `dependents` counts segments attached below it; `last_access` is a logical time; `history`
+    exists once a request has read the segment.
+    """
+
+    info: SegmentInfo
+    file_bytes: int
+    state: SegmentState = SegmentState.READY
+    dependents: int = 0
+    last_access: int = 0
+    hits: int = 0
+    parent: StoredSegment | None = None
+    history: TokenHistory | None = None
+
+    @property
+    def segment_id(self) -> str:
+        """Name of the segment."""
+        return self.info.segment_id
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read."""
+        return self.state is SegmentState.READY
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether it has a file, which may be damaged."""
+        return self.state in (SegmentState.READY, SegmentState.SUSPECT)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredSpan:
+    """Tokens [start, stop) of a segment."""
+
+    segment: StoredSegment
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredMatch:
+    """The longest stored prefix of a token sequence: spans in order, from token 0."""
+
+    spans: tuple[StoredSpan, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the match."""
+        return sum(map(len, self.spans))
+
+    @property
+    def quality(self) -> Quality:
+        """Of the whole: as its worst part."""
+        return functools.reduce(Quality.worst, (s.segment.info.quality for s in self.spans), EXACT)
+
+    def slice(self, start: int, stop: int) -> tuple[StoredSpan, ...]:
+        """The spans of the tokens [start, stop)."""
+        parts, first = [], 0
+        for span in self.spans:
+            low, high = max(start - first, 0), min(stop - first, len(span))
+            if low < high:
+                parts.append(StoredSpan(span.segment, span.start + low, span.start + high))
+            first += len(span)
+        return tuple(parts)
