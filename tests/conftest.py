@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.checkout import Checkout
+from tests.matrix import select_pairs
 
 # Examples are chosen from the test's source, so that two runs of one commit do the same.
 settings.register_profile(
@@ -25,14 +31,40 @@ settings.load_profile("ci")
 # `make unit` runs two processes.
 torch.set_num_threads(1)
 
+# Modules that take longest begin first, so that two processes end at the same time.
+LONGEST = (
+    *(
+        "test_store_stateful",
+        "test_streams",
+        "test_coded_paths",
+        "test_backends",
+        "test_store_crash",
+    ),
+    *("test_store_faults", "test_store_reordering", "test_store_restart", "test_refusals"),
+    *("test_random", "test_exact", "test_faults", "test_triton_backend", "test_important_part"),
+)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full-matrix", action="store_true", help="all combinations of parameters, not just pairs"
+    )
     group = parser.getgroup("random", "the randomised run of tests/serving/test_random.py")
-    group.addoption("--random-minutes", type=float, default=2.0, help="how long its traffic lasts")
+    group.addoption("--random-minutes", type=float, default=1.0, help="how long its traffic lasts")
     group.addoption("--random-seed", type=int, default=1, help="what is drawn in it")
     group.addoption(
         "--random-without", default="", help="kinds of requests, weights, faults: to leave out"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Checkout())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    select_pairs(config, items)
+    items.sort(key=lambda item: (*LONGEST, item.path.stem).index(item.path.stem))
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +72,10 @@ def fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_disks() -> Iterator[None]:
+    """Nothing that a test writes need survive a loss of power; those are simulated."""
+    with mock.patch("os.fsync"):
+        yield

@@ -490,17 +490,6 @@ def all_chunks(shape: KVShape, part: Part, path: Path) -> Iterator[tuple[int, St
 
 
 @contextlib.contextmanager
-def quick_files() -> Iterator[None]:
-    """Nothing in a test need survive the power, and the tensors are too small for two threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.fsync", lambda descriptor: None)
-        yield
-    torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
 def reading(depth: int = 3, engine: str = "auto") -> Iterator[ChunkReader]:
     reader = ChunkReader(depth, engine=engine)
     try:

@@ -23,17 +23,11 @@ from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory, Tena
 from impress_sglang.transfer.plan import Flags
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
-from tests.unit.source_factory import StepEngine, quick_files, reading, stepping
+from tests.unit.source_factory import StepEngine, reading, stepping
 from tests.unit.waiting import TIMEOUT, wait_until
 
 BLOCK = 4096
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    with quick_files():
-        yield
 
 
 def take(pool: AreaPool, num_bytes: int, owner: object = None) -> PooledMemory:
@@ -497,7 +491,6 @@ def test_memory_of_sizes_that_nobody_wants_is_let_go() -> None:
             known.add(memory)
             pool.give(memory, [])
             del memory
-            gc.collect()
             assert sum(map(len, known)) <= 42 * MIB
     pool.close()
     gc.collect()

@@ -140,7 +140,7 @@ def test_many_reads_are_in_flight_at_once(engine: BlockEngine, file: File) -> No
         file.check(*read)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_any_reads_in_any_batches(engine: BlockEngine, file: File, seed: int) -> None:
     """Room is used again as soon as there is any; numbers are unique among reads in flight."""
     file.forget()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,6 @@ from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.selective import SelectiveLoader
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
 from tests.unit.kv_factory import IDENTITY, as_tokens, make_shape
-from tests.unit.source_factory import quick_files, reading
 from tests.unit.test_precise import PREFIXES, inputs, load
 from tests.unit.test_selective import Request, check_choice, importance
 from tests.unit.waiting import wait_until
@@ -39,18 +37,6 @@ from tests.unit.waiting import wait_until
 HEADS, DIM, GROUP = 3, 32, 2
 # Of SHAPE, [L, G].
 FLOORS = np.array([[0, 2], [1, 0], [2, 1]], np.uint8)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    with quick_files():
-        yield
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[ChunkReader]:
-    with reading() as own:
-        yield own
 
 
 def some_layer(num_tokens: int, biases: tuple[float, ...], rows: int = 16) -> tuple[Tensor, ...]:

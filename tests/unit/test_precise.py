@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from impress_sglang.transfer.resident import PartLoad, PartUse, UsedUnits
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
 from tests.unit.kv_factory import flip_byte, make_shape
-from tests.unit.source_factory import quick_files, reading
 from tests.unit.waiting import wait_until
 
 PREFIXES = {
@@ -31,18 +29,6 @@ PREFIXES = {
     "several": [CodedPart(300, 17), CodedPart(64), CodedPart(900, 0, 555)],
 }
 BITS = [4.0, 5.0, 6.5, 8.0]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    with quick_files():
-        yield
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[ChunkReader]:
-    with reading() as own:
-        yield own
 
 
 def inputs(case: CodedCase, seed: int = 5, new: int = 4) -> LayerInputs:

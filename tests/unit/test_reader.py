@@ -25,7 +25,6 @@ from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, 
 from tests.unit.source_factory import (
     OneEngine,
     StepEngine,
-    quick_files,
     reading,
     stepping,
     with_engine,
@@ -33,12 +32,6 @@ from tests.unit.source_factory import (
 from tests.unit.waiting import TIMEOUT, wait_until
 
 BLOCK = 4096
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    with quick_files():
-        yield
 
 
 class Stored:

@@ -96,7 +96,7 @@ def brute_force(
 
 
 @pytest.mark.parametrize("shape", [SHAPE, LANES], ids=["probe heads", "lanes"])
-@pytest.mark.parametrize("gap_bytes", [0, BLOCK, 6000, 2 * BLOCK, 1 << 20])
+@pytest.mark.parametrize("gap_bytes", [0, 6000, 1 << 20])
 def test_expected_bytes_are_those_of_all_selections(gap_bytes: int, shape: KVShape) -> None:
     pick = np.random.default_rng(5)
     where = layout(9, shape)

@@ -213,7 +213,7 @@ class Counting(FileSystem):
 
 
 @pytest.mark.parametrize("offset", [8, 16], ids=["header", "description"])
-@pytest.mark.parametrize("bit", range(64))
+@pytest.mark.parametrize("bit", range(1, 64, 6))
 def test_a_flipped_bit_in_a_size_costs_no_memory(tmp_path: Path, offset: int, bit: int) -> None:
     """Of a long file, for what it asks for could be there."""
     path = header_file(tmp_path, SMALL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,23 +20,10 @@ from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
 from tests.unit.kv_factory import flip_byte, make_shape
-from tests.unit.source_factory import quick_files, reading
 from tests.unit.test_precise import PREFIXES, inputs, squares
 
 CPU = torch.device("cpu")
 BITS = [4.0, 5.0, 8.0]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    with quick_files():
-        yield
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[ChunkReader]:
-    with reading() as own:
-        yield own
 
 
 class Request:

@@ -6,6 +6,7 @@ Files are read with O_DIRECT where the file system has it, and through the page 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,23 +38,10 @@ from tests.unit.source_factory import (
     open_case,
     opened,
     poison,
-    quick_files,
     random_tokens,
     reading,
     same_tokens,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    with quick_files():
-        yield
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[ChunkReader]:
-    with reading() as reader:
-        yield reader
 
 
 @pytest.fixture
@@ -62,36 +50,35 @@ def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReadCost, "gap_bytes", 0)
 
 
-# "layout, options: shape"
+# "layout, options: shape"; each shape and each cache once, and each layout with and without lanes.
 UNCACHED = [
-    *(f"one-segment: {shape}" for shape in SHAPES),
-    *(f"several-segments, reordered: {shape}" for shape in SHAPES),
-    "one-short-segment: gqa-float32",
-    "tail-of-a-segment: full-stride-bfloat16",
-    "middle-of-a-segment: gqa-float32",
-    "several-segments: cut-rows-float32",
-    "several-segments, O_DIRECT: gqa-float32",
-    "several-segments, O_DIRECT, reordered: full-stride-bfloat16",
+    "one-segment: gqa-float32",
+    "one-segment: lanes-long-rows",
+    "one-short-segment: mha-bfloat16",
     "one-short-segment: lanes-bfloat16",
-    "tail-of-a-segment: lanes-full-stride",
-    "tail-of-a-segment: lanes-float32",
-    "middle-of-a-segment: lanes-float32",
+    "tail-of-a-segment: full-stride-bfloat16",
+    "tail-of-a-segment, reordered: lanes-float32",
+    "middle-of-a-segment: tiny-float16",
     "middle-of-a-segment, reordered: lanes-cut-rows",
-    "several-segments: lanes-cut-rows",
-    "several-segments, O_DIRECT, reordered: lanes-bfloat16",
+    "several-segments, reordered: cut-rows-float32",
+    "several-segments, reordered: long-rows-float32",
+    "several-segments, O_DIRECT: mqa-no-other-keys",
+    "several-segments, O_DIRECT, reordered: all-probed-float16",
+    "several-segments, O_DIRECT, reordered: lanes-full-stride",
 ]
 CACHED = [
-    *(f"several-segments, {cache}: gqa-float32" for cache in CACHES),
-    *(f"several-segments, {cache}, reordered: cut-rows-float32" for cache in CACHES),
-    "one-segment, tiny: long-rows-float32",
-    "several-segments, tiny, reordered: mqa-no-other-keys",
-    "several-segments, tiny: tiny-float16",
+    *(
+        f"several-segments, {cache}{order}: {shape}"
+        for cache, order, shape in zip(
+            CACHES,
+            itertools.cycle(("", ", reordered")),
+            itertools.cycle(("gqa-float32", "lanes-bfloat16", "cut-rows-float32")),
+            strict=False,
+        )
+    ),
     "several-segments, tiny, O_DIRECT: full-stride-bfloat16",
-    *(f"several-segments, {cache}, reordered: lanes-bfloat16" for cache in CACHES),
-    "several-segments, room on both: lanes-cut-rows",
     "several-segments, tiny, reordered: lanes-cut-rows",
     "middle-of-a-segment, tiny LFU, reordered: lanes-long-rows",
-    "several-segments, tiny, O_DIRECT: lanes-full-stride",
 ]
 
 
@@ -99,8 +86,6 @@ CACHED = [
     scope="module",
     params=[
         "memory: gqa-float32",
-        "memory: mqa-no-other-keys",
-        "memory: lanes-float32",
         "memory: lanes-bfloat16",
         *UNCACHED,
         *CACHED,

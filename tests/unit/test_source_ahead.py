@@ -29,7 +29,6 @@ from tests.unit.source_factory import (
     Part,
     counting,
     open_case,
-    quick_files,
     random_tokens,
     reading,
     same_tokens,
@@ -44,12 +43,6 @@ DEMANDS = [
     Demand(whole=True, probe=False),
     Demand(all_keys=True),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    with quick_files():
-        yield
 
 
 @pytest.fixture

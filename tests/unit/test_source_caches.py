@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,23 +36,9 @@ from tests.unit.source_factory import (
     open_case,
     opened,
     poison,
-    quick_files,
     random_tokens,
-    reading,
     same_tokens,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    with quick_files():
-        yield
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[ChunkReader]:
-    with reading() as reader:
-        yield reader
 
 
 @pytest.fixture

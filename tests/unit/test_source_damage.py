@@ -43,23 +43,10 @@ from tests.unit.source_factory import (
     check_everything,
     open_case,
     opened,
-    quick_files,
     random_tokens,
     reading,
     same_tokens,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    with quick_files():
-        yield
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[ChunkReader]:
-    with reading() as reader:
-        yield reader
 
 
 @pytest.fixture(scope="module", params=["auto", "threads"])

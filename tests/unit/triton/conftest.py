@@ -14,17 +14,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, _patch_lang
 
-from impress_sglang.storage.reader import ChunkReader
-from tests.unit.source_factory import quick_files, reading
-
 KERNELS = "impress_sglang.triton"
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[ChunkReader]:
-    """For stores of a test module; nothing that it writes need survive the power."""
-    with quick_files(), reading() as reader:
-        yield reader
 
 
 @pytest.fixture

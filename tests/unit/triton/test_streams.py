@@ -251,7 +251,7 @@ def load_request(case: Case, fake: Device, k: int, seed: int, *, neighbour: bool
     return ahead
 
 
-@pytest.mark.parametrize("caches", ["tiny score", "tiny LFU", "room on both", "room on the host"])
+@pytest.mark.parametrize("caches", ["tiny score", "room on both"])
 def test_each_layer_has_its_tokens(
     fake: Device, caches: str, tmp_path: Path, reader: ChunkReader
 ) -> None:
@@ -263,17 +263,15 @@ def test_each_layer_has_its_tokens(
     case.close()
 
 
-@pytest.mark.parametrize("pages", [(9, 13), (60, 400), (0, 400)], ids=str)
 def test_each_layer_has_its_codes(
     fake: Device,
-    pages: tuple[int, int],
     tmp_path: Path,
     reader: ChunkReader,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks that are taken are in slots later; meanwhile they move, and areas are used again."""
-    parts = [CodedPart(300, 17), CodedPart(64)]
-    case = CodedCase(tmp_path, parts, reader, device_pages=pages[0], host_pages=pages[1])
+    parts = [CodedPart(200, 17), CodedPart(64)]
+    case = CodedCase(tmp_path, parts, reader, device_pages=9, host_pages=13)
     begin_layer = ResidentPart.begin_layer
 
     def begun(part: ResidentPart, layer: int, groups: Tensor) -> CodedTokens:
@@ -286,7 +284,7 @@ def test_each_layer_has_its_codes(
     # Other rules look at slots, for which the host waits.
     loader = PreciseLoader(case.shape, ALLOCATIONS["random"], KernelScorer(), KernelCodeWriter())
     inputs, found = LayerInputs(*[torch.empty(0)] * 3, 1.0), []
-    for bits in (5.0, 6.0, 7.0):
+    for bits in (5.0, 7.0):
         case.source.close()
         case.request()
         case.pools = [torch.full_like(pool, -77.0) for pool in case.pools]

@@ -267,7 +267,18 @@ def load(case: Case, rule: IdentificationRule, k: int, inputs: LayerInputs) -> N
         load_layer(loader, layer, case.source, inputs, k, LoadStats())
 
 
-@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "paper-mha-bfloat16",
+        "paper-gqa-float16",
+        "h2o-mqa-bfloat16",
+        "h2o-float32",
+        "whole-bfloat16",
+        "coded-bfloat16",
+        "coded-whole-float16",
+    ],
+)
 def test_requests_launch_nothing_new(
     name: str, launches: Launches, tmp_path: Path, reader: ChunkReader
 ) -> None:
