@@ -5,7 +5,7 @@ from __future__ import annotations
 from impress_sglang.config import ImpressConfig, enable_for_engine
 from impress_sglang.errors import ConfigError, ImpressError, StoreError, UnsupportedError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ConfigError",
