@@ -13,7 +13,7 @@ DOCS_VENV ?= .venv-docs
 DOCS_TOOLS := $(DOCS_VENV)/.installed
 # What the site has; files keep their places, because links between them are relative.
 DOCS_FILES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples patches \
-  bench/README.md bench/results
+  bench/README.md bench/results bench/data
 
 .PHONY: demo test unit servers lint format docs install clean
 

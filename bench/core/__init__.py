@@ -1,1 +1,1 @@
-"""What all benchmarks share."""
+"""What all benchmarks share: options, report, servers, data."""

@@ -6,24 +6,19 @@ ARGS are those of `sglang.launch_server`. Beside its routes there are
     POST /bench/readahead {"share": 0.2}  change --impress-readahead
     POST /bench/reorder                   reorder every prefix that was selected from
 
-and if the environment variable BENCH_RECORD_DIR names a directory, what each request selects is
-written there (`bench recording`).
-
 The module level code runs in the main process and again in each spawned child, before plugins are
 loaded there. What it installs is this process's; nothing of it is in the product.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from bench.core.emulation import SlowFileSystem
-from bench.policies.recording import RECORD_VARIABLE, SelectionRecorder
+from bench.core.zygote import launch
 from impress_sglang.integration.reporting import add_order, give_order
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.files import install
@@ -68,13 +63,6 @@ add_order("bench_reorder", _reorder_all)
 HookRegistry.register(
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server", _add_routes, HookType.BEFORE
 )
-if _directory := os.environ.get(RECORD_VARIABLE):
-    ServingRuntime.observer = SelectionRecorder(Path(_directory))
 
 if __name__ == "__main__":
-    from sglang.srt.entrypoints.http_server import launch_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-
-    load_plugins()
-    launch_server(prepare_server_args(sys.argv[1:]))
+    launch(sys.argv[1:])

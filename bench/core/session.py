@@ -1,19 +1,23 @@
-"""What benchmarks with servers share around a run: signals, a work folder, a tokenizer."""
+"""What a run has around it: signals, steps, a work folder."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from bench.core.servers import BenchFailed
-
-Tokenize = Callable[[str], list[int]]
+ROOT = Path(__file__).parents[2]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class BenchFailed(RuntimeError):
+    """The benchmark cannot go on; the message says why, for the user."""
 
 
 def interrupt_on_signals() -> None:
@@ -23,45 +27,31 @@ def interrupt_on_signals() -> None:
 
 
 @contextlib.contextmanager
-def work_folder(keep: Path | None, name: str) -> Iterator[Path]:
-    """The folder `keep`, which stays, or a temporary one that begins with `name`.
+def step(text: str) -> Iterator[None]:
+    """Say how long something took, once it is done."""
+    began = time.monotonic()
+    yield
+    print(f"{text}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def work_folder(keep: Path | None, parent: Path | None = None) -> Iterator[Path]:
+    """The folder `keep`, which stays, or a temporary one in `parent` (build/ of the clone).
 
     Raises:
         BenchFailed: `keep` is not an empty folder.
     """
     if keep is None:
         # Not the system's directory for temporary files, which may be in memory.
-        with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=Path.cwd()) as folder:
+        parent = parent or ROOT / "build"
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=parent) as folder:
             yield Path(folder)
         return
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise BenchFailed(f"--keep {keep} must be an empty folder, or not exist")
     keep.mkdir(parents=True, exist_ok=True)
     yield keep.resolve()
-
-
-def load_tokenize(model: Path) -> Tokenize:
-    """Text to token ids, without special tokens, by a model's tokenizer.
-
-    Raises:
-        BenchFailed: the model has none.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return tokenize_with(AutoTokenizer.from_pretrained(model))
-    except (OSError, ValueError) as error:
-        raise BenchFailed(f"no tokenizer in {model}: {error}") from error
-
-
-def tokenize_with(tokenizer: Any) -> Tokenize:
-    """Text to token ids, without special tokens, by this tokenizer."""
-
-    def tokenize(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
-
-    return tokenize
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -12,6 +12,8 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from bench.core.zygote import launch
+
 
 def _use_rectangular_attention(backend: Any, runner: Any, *_: Any) -> Any:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -41,9 +43,4 @@ HookRegistry.register(
 )
 
 if __name__ == "__main__":
-    from sglang.srt.entrypoints.http_server import launch_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-
-    load_plugins()
-    launch_server(prepare_server_args(sys.argv[1:]))
+    launch(sys.argv[1:])

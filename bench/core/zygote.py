@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from bench.core.session import ROOT
 
 
 class ForkedProcess:
@@ -199,12 +199,17 @@ def _serve(order: dict[str, Any]) -> None:
     os.environ.update(order["environment"])
     if order["preload"]:
         importlib.import_module(order["preload"])
+    launch(order["argv"])
+
+
+def launch(argv: list[str]) -> None:
+    """Be a server, as `python -m sglang.launch_server` is."""
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
-    launch_server(prepare_server_args(order["argv"]))
+    launch_server(prepare_server_args(argv))
 
 
 if __name__ == "__main__":

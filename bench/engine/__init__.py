@@ -1,1 +1,1 @@
-"""The sizes of real models, without SGLang."""
+"""The paper's systems at the sizes of real models, without SGLang."""

@@ -1,4 +1,4 @@
-"""What `bench.engine.run` serves: model shapes, prefixes with planted importance, and questions.
+"""What `bench engine` serves: model shapes, prefixes with planted importance, and questions.
 
 Random KVs have flat attention, and the important tokens of two questions would have nothing in
 common. So importance is planted. Per layer, KV head and token there is a weight
@@ -8,9 +8,9 @@ common. So importance is planted. Per layer, KV head and token there is a weight
 normal, and in part alike for neighbouring tokens and layers. A key is `a` times the head's
 direction plus noise in all other directions. A query is the head's direction, plus a direction of
 its question, plus in grouped models one of its query head, plus noise of its own: its logits are
-normal, so its attention weights are log-normal, which has a heavy tail. Token 0 is a sink. What
-comes out is measured and reported (`measure_planting`); real models were found to have (IMPRESS
-4.2, and this project's bench.similarity on SmolLM2) a Jaccard index between the top 25% of 0.66 to
+normal, so its attention weights are log-normal, which has a heavy tail. Token 0 is a sink. A
+test measures what comes out; real models were found to have (IMPRESS
+4.2, and SmolLM2) a Jaccard index between the top 25% of 0.66 to
 0.79 for two questions on a head, of about 0.38 for two heads, and 36 to 51% of the mass on token 0.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -26,18 +26,9 @@ import torch
 from torch import Tensor
 
 from bench.policies.trace import MIN_SIGMA, draw_prefixes
-from impress_sglang.importance.identify import probe_kv_heads
-from impress_sglang.importance.scores import column_sums
-from impress_sglang.importance.selection import (
-    mean_jaccard,
-    per_head_tokens,
-    retained_tokens,
-    similarity_threshold,
-    top_tokens,
-)
 from impress_sglang.storage.layout import KVShape
 
-POPULARITIES = ("normal", "zipf")
+PROBE_HEADS = 3
 # Kinds of what is drawn at random, so that no two draws have the same seed.
 _DIRECTIONS, _PREFIX, _COMMON, _QUESTION = range(4)
 _SEED_BITS = 2**62
@@ -54,7 +45,6 @@ class ModelShape:
     ffn: int
     vocabulary: int
     gated: bool
-    longest_prefix: int = 10_000
     head_dim: int = 128
 
     @property
@@ -101,8 +91,7 @@ MODELS = {
     for shape in (
         ModelShape("opt-6.7b", 32, 32, 32, 16384, 50272, gated=False),
         ModelShape("opt-13b", 40, 40, 40, 20480, 50272, gated=False),
-        # The paper takes shorter prefixes for it (section 6.1).
-        ModelShape("opt-30b", 48, 56, 56, 28672, 50272, gated=False, longest_prefix=4000),
+        ModelShape("opt-30b", 48, 56, 56, 28672, 50272, gated=False),
         ModelShape("llama-2-7b", 32, 32, 32, 11008, 32000, gated=True),
         ModelShape("llama-2-13b", 40, 40, 40, 13824, 32000, gated=True),
         ModelShape("llama-3-8b", 32, 32, 8, 14336, 128256, gated=True),
@@ -236,60 +225,6 @@ class Planter:
         return torch.Generator(self._device).manual_seed(int(entropy[0]) % _SEED_BITS)
 
 
-def measure_planting(
-    planter: Planter,
-    num_tokens: int,
-    new_tokens: int,
-    retention: float,
-    *,
-    questions: int = 3,
-    layers: int = 8,
-    probe_heads: int = 3,
-    alpha: float = 0.6,
-) -> dict[str, float]:
-    """How alike the important tokens of one prefix are; means over layers and questions.
-
-    Returns:
-        Jaccard indices between sets of the top k tokens: `questions` of a KV head, `heads` of
-        different KV heads, `probe` of the query heads that the paper's rule looks at, with the
-        `threshold` that these must beat and the share of layers that do, `layers_passed`;
-        `sink_mass` on token 0, `kept_mass` on a head's own top k; `touched_64` and `touched_16`,
-        the shares of runs of so many tokens that hold one of a head's top k.
-    """
-    shape, k = planter.shape, retained_tokens(num_tokens, retention)
-    chosen = set(np.linspace(0, shape.layers - 1, layers).round().astype(int).tolist())
-    planted = enumerate(planter.prefix(0, num_tokens))
-    keys_of = {layer: keys for layer, (keys, _) in planted if layer in chosen}
-    asked = [planter.question(number, new_tokens) for number in range(questions)]
-    probed = len(probe_kv_heads(shape.query_heads, shape.kv_heads, probe_heads))
-    group = shape.query_heads // shape.kv_heads
-    threshold = similarity_threshold(k, num_tokens, alpha)
-    found: dict[str, list[float]] = {}
-    for layer, keys in keys_of.items():
-        scores = [
-            column_sums(
-                own.queries[layer], keys, keys[:0], own.new_keys[layer], shape.head_dim**-0.5
-            )
-            for own in asked
-        ]
-        sets = torch.stack([per_head_tokens(own, group, k) for own in scores])
-        probes = [mean_jaccard(top_tokens(own[: probed * group], k), num_tokens) for own in scores]
-        per_layer = {
-            "questions": [mean_jaccard(sets[:, head], num_tokens) for head in range(sets.shape[1])],
-            "heads": [mean_jaccard(own, num_tokens) for own in sets],
-            "probe": probes,
-            "layers_passed": [float(own > threshold) for own in probes],
-            "sink_mass": [_mean(own[:, 0] / own.sum(1)) for own in scores],
-            "kept_mass": [_mean(own.topk(k).values.sum(1) / own.sum(1)) for own in scores],
-            "touched_64": [_touched(own, num_tokens, 64) for own in sets],
-            "touched_16": [_touched(own, num_tokens, 16) for own in sets],
-        }
-        for name, values in per_layer.items():
-            found.setdefault(name, []).extend(values)
-    means = {name: round(float(np.mean(values)), 4) for name, values in found.items()}
-    return {"threshold": round(threshold, 4), **means}
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """A prefix and a question by their numbers, and how many tokens are new."""
@@ -297,24 +232,6 @@ class Request:
     prefix: int
     question: int
     new_tokens: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class WorkloadOptions:
-    """What determines a workload; tokens as (least, most), `sigma` in prefixes.
-
-    `popularity`: normal over the prefixes, as in the paper (6.1), or zipf by their number.
-    """
-
-    prefixes: int
-    prefix_tokens: tuple[int, int]
-    new_tokens: tuple[int, int]
-    warmup: int
-    settle: int
-    requests: int
-    popularity: str
-    sigma: float | None
-    seed: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -341,40 +258,34 @@ class Workload:
         return max(own.new_tokens for own in (*self.warmup, *self.settle, *self.measured))
 
 
-def make_workload(options: WorkloadOptions) -> Workload:
+def make_workload(
+    prefixes: int,
+    prefix_tokens: tuple[int, int],
+    new_tokens: tuple[int, int],
+    parts: tuple[int, int, int],
+    seed: int,
+) -> Workload:
     """Prefixes of lengths evenly between the bounds, and who asks what; equal options, equal ones.
 
-    No prefix is asked twice in a row: a server's device pool still has the last one.
+    Popularity is normal over the prefixes, as in the paper (6.1). No prefix is asked twice in a
+    row: a server's device pool still has the last one. `parts` are the numbers of requests of the
+    warm-up, the one after it and the measured part.
     """
-    assert options.prefixes >= 2
-    rng = np.random.default_rng(options.seed)
-    lengths = np.linspace(*options.prefix_tokens, options.prefixes).round().astype(int)
-    total = options.warmup + options.settle + options.requests
-    if options.popularity == "zipf":
-        drawn = _draw_zipf(total, options.prefixes, rng)
-    else:
-        sigma = options.sigma or max(MIN_SIGMA, options.prefixes / 4)
-        drawn = draw_prefixes(total, options.prefixes, sigma, rng)
-    least, most = options.new_tokens
+    assert prefixes >= 2
+    rng = np.random.default_rng(seed)
+    lengths = np.linspace(*prefix_tokens, prefixes).round().astype(int)
+    total = sum(parts)
+    drawn = draw_prefixes(total, prefixes, max(MIN_SIGMA, prefixes / 4), rng)
+    least, most = new_tokens
     new = rng.integers(least, most + 1, total).tolist()
     requests = [Request(*own) for own in zip(drawn, range(total), new, strict=True)]
-    first, second = options.warmup, options.warmup + options.settle
+    first, second = parts[0], parts[0] + parts[1]
     return Workload(
         rng.permutation(lengths).tolist(),
         requests[:first],
         requests[first:second],
         requests[second:],
     )
-
-
-def _draw_zipf(count: int, prefixes: int, rng: np.random.Generator) -> list[int]:
-    shares = 1.0 / np.arange(1, prefixes + 1)
-    draws: list[int] = []
-    while len(draws) < count:
-        drawn = int(rng.choice(prefixes, p=shares / shares.sum()))
-        if not draws or drawn != draws[-1]:
-            draws.append(drawn)
-    return draws
 
 
 def _fraction(layer: int, seed: int) -> float:
@@ -394,14 +305,3 @@ def _unit(vectors: Tensor) -> Tensor:
 def _without(vectors: Tensor, direction: Tensor) -> Tensor:
     """What of vectors [..., D] is at right angles to unit vectors."""
     return vectors - (vectors * direction).sum(-1, keepdim=True) * direction
-
-
-def _touched(sets: Tensor, num_tokens: int, run: int) -> float:
-    """Share of runs of tokens that hold one of a set [k], mean over the sets."""
-    runs = -(-num_tokens // run)
-    held = torch.zeros(len(sets), runs, device=sets.device).scatter_(1, sets // run, 1.0)
-    return _mean(held)
-
-
-def _mean(values: Tensor | Sequence[float]) -> float:
-    return float(torch.as_tensor(values).mean())

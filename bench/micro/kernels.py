@@ -1,7 +1,5 @@
 """The Triton kernels on a GPU, against what the card itself can do.
 
-    python -m bench kernels [--tokens 8192 --new-tokens 128 --heads 32 --probe-heads 3 --json FILE]
-
 Measures the card first (reading its memory, copying from pinned host memory), then
 
   * scoring the probe heads and taking their top k, against reading their keys once and against the
@@ -19,18 +17,17 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bench.core.machine import describe_machine
+from bench.core.options import Option
+from bench.core.report import Result, Table, plain
+from bench.core.session import BenchFailed
 from impress_sglang.importance import scores as reference
 from impress_sglang.importance.identify import probe_kv_heads
 from impress_sglang.importance.selection import per_head_tokens, similarity_threshold
@@ -47,46 +44,42 @@ FLUSH_BYTES = 256 << 20
 PLAIN_BYTES = 1 << 30
 
 
-def main() -> int:
-    """Run the benchmark; returns the exit status."""
-    args = _parse_arguments()
+OPTIONS = (
+    Option("tokens", 8192, "of the prefix", quick=2048),
+    Option("new-tokens", 128, "of the request"),
+    Option("heads", 32, "query heads"),
+    Option("kv-heads", 8, "of the grouped-query model"),
+    Option("probe-heads", 3, "of the multi-head model"),
+    Option("dim", 128, "of a head"),
+    Option("retention", 0.25, "share of tokens that is gathered"),
+    Option("repeat", 50, "runs of each kernel", quick=5),
+)
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Measure the card, then the kernels.
+
+    Raises:
+        BenchFailed: there is no GPU.
+    """
     if not torch.cuda.is_available():
-        print("there is no CUDA device; on a CPU kernels are only tested", file=sys.stderr)
-        return 1
+        raise BenchFailed("there is no CUDA device; on a CPU kernels are only tested")
     torch.manual_seed(0)
     watch = _Watch(args.repeat)
     card = _measure_card(watch)
-    result = {
-        "command": " ".join(["python -m bench kernels", *sys.argv[1:]]),
-        "machine": {**describe_machine(), "gpu": torch.cuda.get_device_name()},
+    figures = {
         "card": card,
         "identification": _identification(args, watch, card),
         "gather": _gather(args, watch, card),
         "codes": _codes(args, watch, card),
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.json:
-        args.json.write_text(text + "\n", encoding="utf-8")
-    return 0
-
-
-def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--tokens", type=int, default=8192, help="of the prefix (8192)")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=32, help="query heads (32)")
-    parser.add_argument("--kv-heads", type=int, default=8, help="of the grouped-query model (8)")
-    parser.add_argument("--probe-heads", type=int, default=3)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--retention", type=float, default=0.25)
-    parser.add_argument("--repeat", type=int, default=50)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser.parse_args()
+    rows = [
+        {"of": name, "figure": key, "value": value}
+        for name, part in {**figures, "squares": figures["codes"]["squares"]}.items()
+        for key, value in part.items()
+        if not isinstance(value, dict)
+    ]
+    return Result(figures, [Table(plain("of", "figure", "value"), rows)])
 
 
 class _Watch:
@@ -154,12 +147,21 @@ def _identification(
     scoring = watch.microseconds(score)
     choosing = watch.microseconds(lambda: selection.paper_choice(found, k, threshold))
     torch_us = watch.microseconds(chosen_reference)
-    reading = keys.numel() * keys.element_size() / card["memory_gbps"] / 1e3
     return {
         "shape": {"m": m, "n": n, "heads": len(probes), "of": args.heads, "dim": dim, "k": k},
-        "microseconds": round(kernel, 1),
         "scoring_us": round(scoring, 1),
         "choosing_us": round(choosing, 1),
+        **_compared(kernel, torch_us, keys, card),
+    }
+
+
+def _compared(
+    kernel: float, torch_us: float, keys: Tensor, card: dict[str, float]
+) -> dict[str, float]:
+    """Microseconds of a kernel against torch, and against reading the keys once."""
+    reading = keys.numel() * keys.element_size() / card["memory_gbps"] / 1e3
+    return {
+        "microseconds": round(kernel, 1),
         "torch_us": round(torch_us, 1),
         "reading_keys_us": round(reading, 1),
         "over_reading_keys": round(kernel / reading, 2),
@@ -274,15 +276,8 @@ def _squares(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) ->
     expected = score_reference()
     torch.testing.assert_close(score(), expected, rtol=2e-3, atol=1e-4 * float(expected.max()))
     kernel, torch_us = watch.microseconds(score), watch.microseconds(score_reference)
-    reading = keys.numel() * keys.element_size() / card["memory_gbps"] / 1e3
-    return {
-        "shape": {"m": m, "n": n, "heads": args.heads, "kv_heads": args.kv_heads, "dim": dim},
-        "microseconds": round(kernel, 1),
-        "torch_us": round(torch_us, 1),
-        "reading_keys_us": round(reading, 1),
-        "over_reading_keys": round(kernel / reading, 2),
-        "torch_over_kernel": round(torch_us / kernel, 2),
-    }
+    shape = {"m": m, "n": n, "heads": args.heads, "kv_heads": args.kv_heads, "dim": dim}
+    return {"shape": shape, **_compared(kernel, torch_us, keys, card)}
 
 
 def _targets(
@@ -299,7 +294,3 @@ def _targets(
 
 def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

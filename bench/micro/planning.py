@@ -1,7 +1,5 @@
 """What a request for a stored prefix takes of the scheduler's thread besides its bytes.
 
-    python -m bench planning [--prefixes 32768,131072 --bits 5 --json FILE]
-
 A request with the KVs of a large model is found, estimated, opened and planned as in a server:
 where pages of the base and units of planes stand, which blocks must be read, what is read ahead,
 what enters and leaves the caches. Nothing is read, copied or computed: the drive answers at once
@@ -21,18 +19,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bench.core.machine import describe_machine
+from bench.core.options import Option, one_of
+from bench.core.report import Result, Table, plain
 from impress_sglang.management.forecast import ReadForecast
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.readers import SegmentReaders
@@ -73,46 +69,24 @@ READAHEAD = 0.2
 SPREAD = 3.0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    args = _parse(arguments)
+OPTIONS = (
+    Option("prefixes", (32768, 131072), "tokens", quick=(2048,)),
+    Option("shapes", tuple(SHAPES), "of models", quick=("Llama-3-8B",), parse=one_of(SHAPES)),
+    Option("bits", 5.0, "on average"),
+    Option("repeat", 5, "requests after the first one", quick=1),
+)
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Measure all shapes and lengths."""
     torch.set_num_threads(1)
-    rows = []
-    for name, shape in SHAPES.items():
-        if name in args.shapes:
-            for tokens in args.prefixes:
-                rows += _measure(args, name, shape, tokens)
-    result = {
-        "command": " ".join(["python -m bench planning", *sys.argv[1:]]),
-        "machine": describe_machine(),
-        "bits": args.bits,
-        "rows": rows,
-    }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.json:
-        args.json.write_text(text + "\n", encoding="utf-8")
-    return 0
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench planning",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
-    parser.add_argument(
-        "--prefixes", type=numbers, default=[32768, 131072], help="tokens (default: 32768,131072)"
-    )
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="(default: %(default)s)")
-    parser.add_argument("--bits", type=float, default=5.0)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser.parse_args(arguments)
+    rows = [
+        row
+        for name in args.shapes
+        for tokens in args.prefixes
+        for row in _measure(args, name, SHAPES[name], tokens)
+    ]
+    return Result({"bits": args.bits, "rows": rows}, [Table(plain(*rows[0]), rows)])
 
 
 def _measure(
@@ -326,7 +300,3 @@ class _NoRanges(ResidentPart):
     def tokens(self, layer: int) -> CodedTokens:
         count = -(-self.stop // GROUP_TOKENS)
         return CodedTokens(self.layout, torch.empty(count, 0), self.start, self.slots)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

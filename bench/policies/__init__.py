@@ -1,1 +1,1 @@
-"""Policies compared."""
+"""Policies of the store, compared on one trace."""

@@ -1,17 +1,15 @@
-"""Policies of the extension, compared in real SGLang servers on one model and one trace.
-
-    python -m bench serving --quick
-    python -m bench serving --json run.json --plot figures
+"""Policies on one trace in real servers: TTFT, bytes and hits, as in the paper's Figures 16 to 21.
 
 Every shared prefix is computed once and stored on SSD. Then each policy gets a server of its own,
-one after another, with the same stored prefixes, cache sizes and requests: a warm-up, reordering
-for the policies that do it, a second short warm-up, and the measured part. TTFT is measured by
-SGLang's own benchmark client; bytes, chunks and hits are what the server counted meanwhile.
+one after another, with the same stored prefixes, cache sizes and requests: two thirds of a warm-up,
+reordering for the policies that do it, the rest of the warm-up, a few requests at the emulated
+speed, and the measured part. Its device pool has room for the requests under way only. TTFT is the
+time of a request for one token over HTTP; all else is what the server counted meanwhile.
+`recompute` has nothing to warm up, and runs the first --recompute-requests.
 
 Prefixes are few-shot examples of data sets, and which prefix a request takes follows a normal
-distribution (section 6.1 of the IMPRESS paper). Without data sets, made text is used. By default
-the SSD is emulated: reads are slowed down to --ssd-mbps, so that a small model on a CPU sees the
-proportions of a large one on a GPU; the table, the JSON and the figures say so.
+distribution (section 6.1 of the IMPRESS paper). By default the SSD is emulated: reads are slowed
+down to --ssd-mbps, so that a small model on a CPU has the proportions of a large one on a GPU.
 """
 
 from __future__ import annotations
@@ -19,167 +17,292 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
-import sys
-import time
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+import numpy as np
 
-from bench.core import plots
-from bench.core.client import Client
-from bench.core.machine import describe_machine
-from bench.core.servers import (
-    SPARE_TOKENS,
-    BenchFailed,
-    Setup,
+from bench.core.charts import Bars
+from bench.core.data import READERS, load_tokenize, model_folder, read_rows
+from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, Option, one_of
+from bench.core.report import Column, Result, Row, Table, ratio
+from bench.core.servers import SPARE_TOKENS, Server, Servers, servers
+from bench.core.session import BenchFailed, step
+from bench.policies.compared import (
+    MIN_PREFIX_TOKENS,
+    NO_TIERS,
+    POLICIES,
+    REORDERING,
+    STORED_BY,
     Tiers,
-    server_environment,
+    add_speedups,
+    link_store,
+    policy,
+    policy_flags,
+    segment_sizes,
+    store_kind,
 )
-from bench.core.session import interrupt_on_signals, load_tokenize, work_folder
-from bench.core.zygote import Zygote
-from bench.policies import report
-from bench.policies.comparison import Comparison, step
-from bench.policies.examples import MADE, Example, TraceError, make_examples, read_examples
-from bench.policies.serving_options import (
-    DEFAULT_DATA,
-    DEVICE_SHARE,
-    HOST_SHARE,
-    command_of,
-    parse_arguments,
-)
-from bench.policies.trace import Trace, TraceOptions, make_trace, write_for_bench_serving
-from demo.model import DemoModelMissing, model_path
+from bench.policies.trace import MIN_SIGMA, Request, Trace, TraceOptions, make_trace
 
-# The warm-up at the speed of the measured part, as a share of the one before.
+DATASETS = Option(
+    "datasets", ("piqa", "openbookqa", "copa"), "to take prefixes from", parse=one_of(READERS)
+)
+RETENTION = Option("retention", 0.25, "share of tokens that policies other than impress load")
+OPTIONS = (
+    Option("policies", POLICIES, "what to compare, also impress@BITS and even@BITS", parse=policy),
+    Option("prefixes", 8, "number of shared prefixes", quick=4),
+    Option("prefix-tokens", 1500, "tokens of each, about", quick=512),
+    Option("warmup", 96, "requests that fill the caches first", quick=6),
+    Option("requests", 40, "measured requests", quick=5),
+    Option("recompute-requests", 6, "how many of these policy recompute runs", quick=2),
+    Option("sigma", None, "of the popularity, in prefixes (a quarter of them)", parse=float),
+    Option("concurrency", 1, "requests under way"),
+    Option("device-share", 0.10, "device cache of chunks, of all stored KVs"),
+    Option("host-share", 0.15, "host cache of chunks, of all stored KVs"),
+    Option("ssd-mbps", 30.0, "bandwidth of the emulated SSD in MB/s; 0: the real one"),
+    RETENTION,
+    DATASETS,
+    DATA,
+    MODEL,
+    DTYPE,
+    SEED,
+    KEEP,
+)
+# Part of the warm-up before reordering, and of requests at the emulated speed beside it.
+FIRST_SHARE = 2 / 3
 SETTLE_SHARE = 0.1
 
 
-def main() -> int:
-    """Run the benchmark; returns the exit status."""
-    args = parse_arguments(__doc__)
-    interrupt_on_signals()
-    out = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-    progress = Console(stderr=True, highlight=False)
-    try:
-        result = _run(args, progress)
-        _publish(args, result, out)
-    except KeyboardInterrupt:
-        progress.print("interrupted", style="red")
-        return 130
-    except (BenchFailed, TraceError, DemoModelMissing) as error:
-        progress.print(f"benchmark failed: {error}", style="red", markup=False)
-        return 1
-    return 0
-
-
-def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Everything but the output; servers and temporary files are gone when it returns."""
-    if args.plot:
-        plots.require_matplotlib()
-    began = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(work_folder(args.keep, "bench-serving"))
-        zygote = Zygote(server_environment())
-        stack.callback(zygote.close)
-        with step(console, "building the trace"):
-            model = (args.model or model_path()).resolve()
-            options = _trace_options(args)
-            data, datasets = read_data(args)
-            trace = make_trace(datasets, load_tokenize(model), options)
-        if args.write_trace:
-            write_for_bench_serving(trace, args.write_trace)
-        with step(console, "importing SGLang"):
-            client = Client(args.concurrency)
-        comparison = Comparison(
-            _setup(args, model, trace),
-            trace,
-            zygote,
-            client,
-            folder,
-            console,
-            recompute_requests=args.recompute_requests,
-            keep_stores=args.keep is not None,
-            record=args.record,
-        )
+def run(args: argparse.Namespace) -> Result:
+    """Measure all policies."""
+    options = TraceOptions(
+        prefixes=args.prefixes,
+        prefix_tokens=args.prefix_tokens,
+        warmup=args.warmup,
+        settle=max(1, round(args.warmup * SETTLE_SHARE)),
+        requests=args.requests,
+        sigma=args.sigma or max(MIN_SIGMA, args.prefixes / 4),
+        seed=args.seed,
+    )
+    with servers(args) as pool:
+        comparison = Comparison(args, pool, options)
         stored_bytes = comparison.prepare(args.policies)
-        tiers = _tiers(args, stored_bytes)
-        rows = [comparison.measure(policy, tiers) for policy in args.policies]
-    report.add_speedups(rows)
-    return {
-        "command": command_of(args),
-        "machine": describe_machine(),
-        "model": model.name,
-        "seconds": round(time.monotonic() - began),
-        "client": "sglang.benchmark.serving",
-        "trace": {"data": data, **dataclasses.asdict(options), **trace.describe()},
+        sizes = (share * stored_bytes / 1e6 for share in (args.device_share, args.host_share))
+        tiers = Tiers(*(round(size, 1) for size in sizes))
+        rows = [_measure(args, comparison, name, tiers) for name in args.policies]
+    add_speedups(rows)
+    note = f"SSD: emulated, {args.ssd_mbps:g} MB/s" if args.ssd_mbps else "SSD: the real one"
+    caption = (
+        f"{args.prefixes} prefixes of about {args.prefix_tokens} tokens; {note}; caches: device "
+        f"{tiers.device_mb:g} MB, host {tiers.host_mb:g} MB of {stored_bytes / 1e6:,.0f} MB "
+        "stored; MB and chunks are per request"
+    )
+    figures = {
+        "model": comparison.model.name,
+        "trace": {**dataclasses.asdict(options), **comparison.trace.describe()},
         "stored_bytes": stored_bytes,
         "device_mb": tiers.device_mb,
         "host_mb": tiers.host_mb,
         "emulated_ssd_mbps": args.ssd_mbps or None,
         "policies": rows,
     }
+    return Result(figures, [Table(COLUMNS, rows, caption)], charts(rows, note), warnings(rows))
 
 
-def _trace_options(args: argparse.Namespace) -> TraceOptions:
-    return TraceOptions(
-        prefixes=args.prefixes,
-        prefix_tokens=args.prefix_tokens,
-        warmup=args.warmup,
-        settle=max(1, round(args.warmup * SETTLE_SHARE)),
-        requests=args.requests,
-        sigma=args.sigma,
-        seed=args.seed,
-    )
+class Comparison:
+    """The trace, its prefixes in stores, and a server for each policy."""
+
+    def __init__(self, args: argparse.Namespace, pool: Servers, options: TraceOptions) -> None:
+        """Build the trace.
+
+        Raises:
+            BenchFailed: the data cannot give it.
+        """
+        if options.prefix_tokens < 2 * MIN_PREFIX_TOKENS:
+            raise BenchFailed(f"--prefix-tokens must be at least {2 * MIN_PREFIX_TOKENS}")
+        self.model = model_folder(args.model)
+        datasets = {
+            name: [READERS[name](row) for row in read_rows(args.data, name)]
+            for name in args.datasets
+        }
+        with step("building the trace"):
+            self.trace: Trace = make_trace(datasets, load_tokenize(self.model), options)
+        self._args = args
+        self._pool = pool
+        self._concurrency = getattr(args, "concurrency", 1)
+
+    def prepare(self, policies: Sequence[str]) -> int:
+        """Compute and store every prefix as each of the policies needs it.
+
+        Returns:
+            Bytes on SSD, as the first one has them.
+
+        Raises:
+            BenchFailed: not all were stored.
+        """
+        sizes = [self._prepare(kind) for kind in dict.fromkeys(map(store_kind, policies))]
+        return sizes[0]
+
+    @contextlib.contextmanager
+    def serving(self, name: str, tiers: Tiers) -> Iterator[Server]:
+        """A server with a policy and all prefixes, for the time of a `with` block."""
+        store = self._pool.folder / f"store-{name}"
+        link_store(self._prepared(store_kind(name)), store)
+        with self._server(name, name, store, tiers) as server:
+            yield server
+        shutil.rmtree(store)
+
+    def ask(self, server: Server, requests: Sequence[Request]) -> list[float]:
+        """Milliseconds to the first token of each request."""
+        return server.first_token_ms([own.tokens for own in requests], self._concurrency)
+
+    def warm_up(self, server: Server, name: str, mbps: float) -> None:
+        """All requests before the measured ones."""
+        warmup = self.trace.warmup
+        # An order is found from the first part; the second one fills the caches again.
+        first = round(len(warmup) * FIRST_SHARE)
+        self.ask(server, warmup[:first])
+        if name in REORDERING:
+            server.reorder()
+        self.ask(server, warmup[first:])
+        # Caches fill alike at any speed; how reads are cut follows the speed that is seen.
+        server.emulate_ssd(mbps)
+        self.ask(server, self.trace.settle)
+
+    def _prepare(self, kind: str) -> int:
+        store = self._prepared(kind)
+        with (
+            self._server(store.name, STORED_BY[kind], store, NO_TIERS) as server,
+            step(f"computing the prefixes for {kind}"),
+        ):
+            for prefix in self.trace.prefixes:
+                server.generate(prefix.tokens)
+                # While a prefix is written, the pool has no room to write another.
+                server.flush()
+            server.stop()
+        sizes = segment_sizes(store)
+        if len(sizes) != len(self.trace.prefixes):
+            raise BenchFailed(
+                f"{len(sizes)} segments were stored for {len(self.trace.prefixes)} prefixes; is "
+                "there room on the SSD?"
+            )
+        return sum(sizes)
+
+    def _prepared(self, kind: str) -> Path:
+        return self._pool.folder / f"prepared-{kind}"
+
+    def _server(
+        self, name: str, policy: str, store: Path, tiers: Tiers
+    ) -> contextlib.AbstractContextManager[Server]:
+        # No more than the requests under way: prefixes of earlier ones have to be loaded.
+        slots = self._concurrency * self.trace.longest_prompt + SPARE_TOKENS
+        return self._pool.running(
+            name,
+            self.model,
+            self._args.dtype,
+            f"--max-total-tokens={slots}",
+            f"--max-running-requests={max(2, self._concurrency)}",
+            *policy_flags(policy, store, self._args.retention, tiers),
+        )
 
 
-def _setup(args: argparse.Namespace, model: Path, trace: Trace) -> Setup:
-    # No more than the requests under way: prefixes of earlier ones have to be loaded.
-    pool_tokens = args.concurrency * trace.longest_prompt + SPARE_TOKENS
-    return Setup(model, args.dtype, args.retention, pool_tokens, args.concurrency)
+def _measure(args: argparse.Namespace, comparison: Comparison, name: str, tiers: Tiers) -> Row:
+    measured = comparison.trace.measured
+    with comparison.serving(name, tiers) as server, step(f"{name}: measuring"):
+        if name == "recompute":
+            measured = measured[: args.recompute_requests]
+            # There are no caches to fill, and one request is enough to grow buffers. The last one,
+            # for the prefix that it leaves in the pool is not that of the first measured one.
+            comparison.ask(server, comparison.trace.settle[-1:])
+        else:
+            comparison.warm_up(server, name, args.ssd_mbps)
+        before = server.stats()
+        ttft_ms = comparison.ask(server, measured)
+        return make_row(name, ttft_ms, counted(before, server.stats()))
 
 
-def read_data(args: argparse.Namespace) -> tuple[str, dict[str, Sequence[Example]]]:
-    """What the examples are, and examples by data set: those of --data, or made text."""
-    folder = args.data or (DEFAULT_DATA if DEFAULT_DATA.is_dir() else None)
-    if folder is None:
-        count = args.prefix_tokens // 8 + 4 * (args.requests + args.warmup)
-        return "made text", {MADE: make_examples(count, args.seed)}
-    names = args.datasets.split(",")
-    return "data sets", {name: read_examples(folder, name) for name in names}
+def counted(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
+    """What was counted between two answers of `GET /impress/stats`."""
+    return {
+        name: total - before["totals"][name]
+        for name, total in after["totals"].items()
+        if not isinstance(total, dict)
+    }
 
 
-def _tiers(args: argparse.Namespace, stored_bytes: int) -> Tiers:
-    def size(given: float | None, share: float) -> float:
-        return round(share * stored_bytes / 1e6, 1) if given is None else given
+def make_row(policy: str, ttft_ms: Sequence[float], found: Mapping[str, float]) -> Row:
+    """The figures of one policy; a ratio of nothing is None.
 
-    return Tiers(size(args.device_mb, DEVICE_SHARE), size(args.host_mb, HOST_SHARE), args.ssd_mbps)
+    Raises:
+        BenchFailed: the server counted other requests than those that were measured.
+    """
+    if found["requests"] != len(ttft_ms):
+        raise BenchFailed(
+            f"{policy}: the server counted {found['requests']:g} requests, not {len(ttft_ms)}"
+        )
+    accessed = found["chunks_accessed"]
+    return {
+        "policy": policy,
+        "ttft_ms_mean": round(float(np.mean(ttft_ms)), 1),
+        "ttft_ms_p50": round(float(np.percentile(ttft_ms, 50)), 1),
+        "ttft_ms_p99": round(float(np.percentile(ttft_ms, 99)), 1),
+        "io_share": ratio(found["wait_ms"], sum(ttft_ms)),
+        "device_hit_ratio": ratio(found["device_chunks"], accessed),
+        "host_hit_ratio": ratio(found["host_chunks"], accessed),
+        "ssd_ratio": ratio(found["ssd_chunks"], accessed),
+        "important_device_hit_ratio": ratio(
+            found["important_device_bytes"], found["important_bytes"]
+        ),
+        "read_amplification": ratio(found["ssd_bytes"], found["ssd_needed_bytes"]),
+        **{name: round(total, 1) for name, total in found.items()},
+        "ttft_ms": [round(ms, 1) for ms in ttft_ms],
+    }
 
 
-def _publish(args: argparse.Namespace, result: dict[str, Any], console: Console) -> None:
-    rows = result["policies"]
-    note = report.emulation_note(result["emulated_ssd_mbps"])
-    trace = result["trace"]
-    caption = (
-        f"{trace['prefixes']} prefixes of about {trace['prefix_tokens']} tokens, "
-        f"{trace['data']} ({', '.join(trace['datasets'])}), sigma {trace['sigma']:g}; {note}; "
-        f"caches: device {result['device_mb']:g} MB, host {result['host_mb']:g} MB of "
-        f"{result['stored_bytes'] / 1e6:,.0f} MB stored; {result['seconds']} s in all\n"
-        "SSD MB, h2d MB and chunks are per request. bench/README.md explains the columns."
-    )
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    console.print(report.make_table(rows, caption))
-    for warning in report.warnings_of(rows):
-        console.print(f"warning: {warning}", style="yellow", markup=False)
-    if args.plot:
-        files, left_out = plots.write_figures(rows, note, args.plot)
-        console.print(f"{len(files)} files in {args.plot}", markup=False)
-        for reason in left_out:
-            console.print(f"not drawn: {reason}", markup=False)
+def warnings(rows: Sequence[Row]) -> list[str]:
+    """What a reader must know of requests that did not take the path that is compared."""
+    return [
+        f"warning: {row['policy']}: only {row['requests_ssd']} of {row['requests']} requests used "
+        "a stored prefix"
+        for row in rows
+        if row["policy"] != "recompute" and row["requests_ssd"] != row["requests"]
+    ]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def charts(rows: Sequence[Row], note: str) -> list[Bars]:
+    """This run's versions of the paper's Figures 16 (and 18), 20 and 21."""
+    values = {
+        "ttft, mean ms": {row["policy"]: row["ttft_ms_mean"] for row in rows},
+        "chunks loaded per request": {
+            row["policy"]: row["chunks_loaded"] / row["requests"] for row in rows
+        },
+        "device hits of important KVs, %": {
+            row["policy"]: 100 * (row["important_device_hit_ratio"] or 0.0) for row in rows
+        },
+    }
+    return [Bars(y.split(",")[0].replace(" ", "-"), y, y, own, note) for y, own in values.items()]
+
+
+def _each(name: str, unit: float) -> Any:
+    return lambda row: row[name] / unit / row["requests"]
+
+
+COLUMNS = (
+    Column("policy", "policy"),
+    Column("n", "requests"),
+    Column("TTFT ms", "ttft_ms_mean", "{:,.0f}"),
+    Column("p50", "ttft_ms_p50", "{:,.0f}"),
+    Column("p99", "ttft_ms_p99", "{:,.0f}"),
+    Column("I/O", "io_share", "{:.0%}"),
+    Column("SSD MB", _each("ssd_bytes", 1e6), "{:,.1f}"),
+    Column("h2d MB", _each("h2d_bytes", 1e6), "{:,.1f}"),
+    Column("chunks", _each("chunks_loaded", 1), "{:,.0f}"),
+    Column("device", "device_hit_ratio", "{:.0%}"),
+    Column("host", "host_hit_ratio", "{:.0%}"),
+    Column("SSD", "ssd_ratio", "{:.0%}"),
+    Column("important", "important_device_hit_ratio", "{:.0%}"),
+    Column("amplif.", "read_amplification", "{:.2f}x"),
+    Column("speed-up", "speedup_over_best_baseline", "{:.2f}x"),
+)

@@ -1,4 +1,4 @@
-"""The trace that all policies of `bench serving` answer: shared prefixes, and who asks when.
+"""The trace that all policies answer: shared prefixes, and who asks when.
 
 A prefix is few-shot examples of one data set. A request is a prefix and a question of the same data
 set that is not among any prefix's examples. Which prefix it takes is drawn from a normal
@@ -8,18 +8,15 @@ distribution over the prefixes, as in section 6.1 of the paper. Equal options gi
 from __future__ import annotations
 
 import dataclasses
-import json
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from bench.policies.examples import SEPARATOR, Example, TraceError
-
-Tokenize = Callable[[str], list[int]]
+from bench.core.data import SEPARATOR, Question, Tokenize
+from bench.core.session import BenchFailed
 
 # What is new in a request is stored too, as a chunk of its own, unless it is shorter than one.
 MAX_QUESTION_TOKENS = 63
@@ -44,21 +41,18 @@ class TraceOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prefix:
-    """Few-shot examples of a data set, with their tokens."""
+    """Few-shot examples of a data set, as tokens."""
 
     dataset: str
-    text: str
     tokens: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """A prefix by its number, and a question about it."""
+    """A prefix by its number, and all tokens of a question after it."""
 
     prefix: int
-    text: str
     tokens: tuple[int, ...]
-    answer: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,11 +67,8 @@ class Trace:
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest request."""
-        return max(map(len, self.all_tokens()))
-
-    def all_tokens(self) -> list[tuple[int, ...]]:
-        """The tokens of all requests."""
-        return [request.tokens for request in (*self.warmup, *self.settle, *self.measured)]
+        asked = (*self.warmup, *self.settle, *self.measured)
+        return max(len(request.tokens) for request in asked)
 
     def describe(self) -> dict[str, Any]:
         """What a result says of its trace."""
@@ -85,35 +76,29 @@ class Trace:
         return {
             "datasets": sorted({prefix.dataset for prefix in self.prefixes}),
             "prefix_lengths": [len(prefix.tokens) for prefix in self.prefixes],
-            "mean_question_tokens": round(self._mean_question_tokens(), 1),
             "longest_prompt": self.longest_prompt,
             "measured_requests_per_prefix": [counts[i] for i in range(len(self.prefixes))],
         }
 
-    def _mean_question_tokens(self) -> float:
-        new = [len(r.tokens) - len(self.prefixes[r.prefix].tokens) for r in self.measured]
-        return sum(new) / len(new)
-
 
 def make_trace(
-    datasets: Mapping[str, Sequence[Example]], tokenize: Tokenize, options: TraceOptions
+    datasets: Mapping[str, Sequence[Question]], tokenize: Tokenize, options: TraceOptions
 ) -> Trace:
     """Build the trace; prefix i is of data set i modulo their number.
 
     Raises:
-        TraceError: there are too few examples, or no two prefixes to take turns.
+        BenchFailed: there are too few examples, or no two prefixes to take turns.
     """
     if options.prefixes < 2 or options.sigma < MIN_SIGMA:
-        raise TraceError(f"a trace needs two prefixes and a sigma of at least {MIN_SIGMA}")
+        raise BenchFailed(f"a trace needs two prefixes and a sigma of at least {MIN_SIGMA}")
     rng = np.random.default_rng(options.seed)
-    pools = {name: _Pool(name, rows, tokenize, rng) for name, rows in sorted(datasets.items())}
-    order = list(pools.values())
+    pools = [_Pool(name, rows, tokenize, rng) for name, rows in sorted(datasets.items())]
     prefixes = [
-        order[i % len(order)].make_prefix(i, options.prefix_tokens) for i in range(options.prefixes)
+        pools[i % len(pools)].make_prefix(i, options.prefix_tokens) for i in range(options.prefixes)
     ]
     total = options.warmup + options.settle + options.requests
     draws = draw_prefixes(total, options.prefixes, options.sigma, rng)
-    asked = [order[i % len(order)].ask(prefixes[i], i) for i in draws]
+    asked = [Request(i, prefixes[i].tokens + pools[i % len(pools)].ask()) for i in draws]
     first, second = options.warmup, options.warmup + options.settle
     return Trace(prefixes, asked[:first], asked[first:second], asked[second:])
 
@@ -132,24 +117,11 @@ def draw_prefixes(count: int, prefixes: int, sigma: float, rng: np.random.Genera
     return draws
 
 
-def write_for_bench_serving(trace: Trace, path: Path) -> None:
-    """Write the measured part as a data set for `sglang.bench_serving --dataset-name custom`."""
-    with path.open("w", encoding="utf-8") as file:
-        for request in trace.measured:
-            turns = [{"content": request.text}, {"content": request.answer}]
-            file.write(json.dumps({"conversations": turns}, ensure_ascii=False) + "\n")
-
-
-def _letters(number: int) -> str:
-    """A heading that begins like no other, so that prefixes have not even one token in common."""
-    return string.ascii_letters[number % 52] * (1 + number // 52)
-
-
 class _Pool:
     """The examples of a data set: some are shown in prefixes, the others are asked."""
 
     def __init__(
-        self, name: str, examples: Sequence[Example], tokenize: Tokenize, rng: np.random.Generator
+        self, name: str, examples: Sequence[Question], tokenize: Tokenize, rng: np.random.Generator
     ) -> None:
         self._name = name
         self._tokenize = tokenize
@@ -157,38 +129,27 @@ class _Pool:
         shuffled = [examples[i] for i in rng.permutation(len(examples))]
         cut = int(len(shuffled) * _ASKED_SHARE)
         self._shown = shuffled[cut:]
-        self._asked = self._short_questions(shuffled[:cut])
+        asked = (tuple(tokenize(SEPARATOR + example.text)) for example in shuffled[:cut])
+        self._asked = [tokens for tokens in asked if len(tokens) <= MAX_QUESTION_TOKENS]
         if not self._asked:
-            raise TraceError(
+            raise BenchFailed(
                 f"data set {name} has no question of at most {MAX_QUESTION_TOKENS} tokens to ask"
             )
         self._questions_asked = 0
 
     def make_prefix(self, number: int, length: int) -> Prefix:
         """A heading, and as many examples as fit into `length` tokens."""
-        shots = [f"{_letters(number)}. Examples of {self._name}"]
-        tokens = list(self._tokenize(shots[0]))
+        # It begins like no other, so that prefixes have not even one token in common.
+        heading = string.ascii_letters[number % 52] * (1 + number // 52)
+        tokens = list(self._tokenize(f"{heading}. Examples of {self._name}"))
         for i in self._rng.permutation(len(self._shown)):
             more = self._tokenize(SEPARATOR + self._shown[i].shot)
             if len(tokens) + len(more) > length:
-                return Prefix(self._name, SEPARATOR.join(shots), tuple(tokens))
-            shots.append(self._shown[i].shot)
+                return Prefix(self._name, tuple(tokens))
             tokens += more
-        raise TraceError(f"data set {self._name} has less than {length} tokens of examples")
+        raise BenchFailed(f"data set {self._name} has less than {length} tokens of examples")
 
-    def ask(self, prefix: Prefix, number: int) -> Request:
-        """The next question, after a prefix; questions come round again when all were asked."""
-        question, tokens, answer = self._asked[self._questions_asked % len(self._asked)]
+    def ask(self) -> tuple[int, ...]:
+        """The tokens of the next question; they come round again when all were asked."""
         self._questions_asked += 1
-        return Request(number, prefix.text + question, prefix.tokens + tokens, answer)
-
-    def _short_questions(
-        self, examples: Sequence[Example]
-    ) -> list[tuple[str, tuple[int, ...], str]]:
-        asked = []
-        for example in examples:
-            text = SEPARATOR + example.question
-            tokens = tuple(self._tokenize(text))
-            if len(tokens) <= MAX_QUESTION_TOKENS:
-                asked.append((text, tokens, example.answer))
-        return asked
+        return self._asked[(self._questions_asked - 1) % len(self._asked)]

@@ -1,1 +1,1 @@
-"""What precision and dropping do to answers."""
+"""What few bits and few tokens do to answers."""

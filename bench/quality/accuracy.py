@@ -1,226 +1,400 @@
-"""Accuracy when only a part of a prefix is used, in real SGLang servers.
-
-    python -m bench accuracy --quick
-    python -m bench accuracy --json run.json --plot figures
-    python -m bench accuracy --tasks squad,squad-f1,bbh --systems paper,random --retentions 0.25,1
-    python -m bench accuracy --join one.json other.json --plot figures
+"""Answers with a part of a prefix, or all of it in few bits: accuracy, agreement and bytes.
 
 Each system gets a server with an empty store, which computes the prefixes and stores them; then the
 device pool is emptied, and questions are asked that read their prefix back from SSD. Options are
-scored by log-likelihood, answers to the other questions are generated. A request that did not use
-its prefix as asked ends the run. Chunk caches are off, so bytes are those of the store.
-With `--bits` all of a prefix is used in so many bits; requests share it in the device pool, and the
-bytes are those of the first one of each prefix. The name of such a system ends with @ and the bits.
-Accuracies, agreement with `recompute`, and byte shares have a row per system, retention and task,
-with paired bootstrap intervals. System `random` is the negative control: a rule that does not
-agree with `recompute` more than random tokens do (column "over random") has found nothing.
+scored by the sum of the log-probabilities of their tokens. A request that did not use its prefix as
+asked ends the run. Chunk caches are off, so bytes are those of the store. With --bits all of a
+prefix is used in so many bits; requests share it in the device pool, and the bytes are those of the
+first one of each prefix. The name of such a system ends with @ and the bits.
+
+accuracy     share of right answers; *points* is the difference to `recompute`
+agreement    share of the answers that `recompute` gives; *over random*: what `random` has less at
+             the same retention; a rule that agrees no more than random tokens has found nothing
+shift        mean change of an option's log-likelihood, less the mean over the options, in nats
+read, needed bytes read from SSD, and bytes of the rows that were asked for, over those of the
+             whole prefix, without requests that found it in the device pool
+fallback     layers that fell back to all keys
+
+In brackets are 95% intervals of a paired bootstrap over questions, not over prefixes. `paper-4` is
+the mean over the paper's tasks.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import json
 import shutil
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+import numpy as np
 
-from bench.core.machine import describe_machine
-from bench.core.plots import require_matplotlib
-from bench.core.servers import SPARE_TOKENS, BenchFailed, Server, Setup, running, server_environment
-from bench.core.session import interrupt_on_signals, load_tokenize, work_folder
-from bench.core.zygote import Zygote
-from bench.policies.comparison import step
-from bench.quality import plots as quality_plots
-from bench.quality import report as quality_report
-from bench.quality.check import check_scores
-from bench.quality.client import Asked, QualityClient
-from bench.quality.merge import read_results
-from bench.quality.multi_head import kv_bytes_per_token, kv_heads_of, multi_head_form, read_config
-from bench.quality.options import System, command_of, parse_arguments
-from bench.quality.report import Measured, ModelSize
-from bench.quality.tasks import Task, TaskOptions, make_task
-from demo.model import DemoModelMissing, model_path
+from bench.core.charts import Lines, Point
+from bench.core.data import kv_bytes_per_token, load_tokenize, model_folder
+from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
+from bench.core.report import Column, Result, Row, Table
+from bench.core.servers import SPARE_TOKENS, Server, Servers, servers
+from bench.core.session import step
+from bench.quality.asking import Answer, Asked, ask
+from bench.quality.scores import Floats, centred_shift, chosen_option, mean_interval
+from bench.quality.tasks import MIN_PREFIX_TOKENS, PAPER_TASKS, TASKS, Task, TaskOptions, make_task
+from impress_sglang.options import LEAST_BITS, MOST_BITS, is_bits
 
-
-def main() -> int:
-    """Run the benchmark; returns the exit status."""
-    args = parse_arguments(__doc__)
-    interrupt_on_signals()
-    out = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
-    progress = Console(stderr=True, highlight=False)
-    try:
-        result = read_results(args.join) if args.join else _run(args, progress)
-        _publish(args, result, out)
-    except KeyboardInterrupt:
-        progress.print("interrupted", style="red")
-        return 130
-    except (BenchFailed, DemoModelMissing) as error:
-        progress.print(f"benchmark failed: {error}", style="red", markup=False)
-        return 1
-    return 0
-
-
-class Comparison:
-    """One run: tasks, and a server for each system."""
-
-    def __init__(
-        self, setup: Setup, tasks: Sequence[Task], zygote: Zygote, folder: Path, console: Console
-    ) -> None:
-        self._setup = setup
-        self._tasks = tasks
-        self._zygote = zygote
-        self._folder = folder
-        self._console = console
-
-    def measure(
-        self,
-        system: System,
-        retentions: Sequence[float],
-        bits: Sequence[float],
-        extra_flags: list[str],
-    ) -> list[Measured]:
-        """Ask one system all questions at each retention, and before the last in all bits.
-
-        Retentions must not decrease.
-
-        Raises:
-            BenchFailed: a request failed, or was not served as asked.
-        """
-        store = self._folder / f"store-{system.name}"
-        log = self._folder / f"{system.name}.log"
-        flags = system.server_flags(store, extra_flags)
-        with contextlib.ExitStack() as stack:
-            stack.callback(shutil.rmtree, store, ignore_errors=True)
-            with step(self._console, f"{system.name}: starting a server"):
-                server = stack.enter_context(running(self._zygote, self._setup, log, flags))
-            client = QualityClient(server.url, self._setup.concurrency)
-            self._store(system, server, client)
-            measured = []
-            for asked in _ways(system, retentions, bits):
-                for task in self._tasks:
-                    measured.append(self._ask(client, asked, task))
-            return measured
-
-    def _store(self, system: System, server: Server, client: QualityClient) -> None:
-        # The same prefix may belong to two tasks.
-        prefixes = {tuple(prefix) for task in self._tasks for prefix in task.prefixes}
-        with step(self._console, f"{system.name}: computing prefixes", len(prefixes)) as tick:
-            for prefix in sorted(prefixes):
-                client.store(prefix, None if system.exact else 1.0)
-                # Waits for the write, and empties the device pool.
-                server.flush()
-                tick()
-
-    def _ask(self, client: QualityClient, asked: Asked, task: Task) -> Measured:
-        kept = "" if asked.retention is None else f" {asked.retention:.0%}"
-        text = f"{asked.system}{kept}: {task.name}"
-        with step(self._console, text, len(task.items)) as tick:
-            return quality_report.measure(asked, task, client.ask(task, asked, tick))
+REFERENCE, RANDOM = "recompute", "random"
+PAPER_MEAN, OTHER_MEAN = "paper-4", "mean"
+EXACT_POLICIES = ("recompute", "as")
+_POLICY = "--impress-policy="
+SYSTEMS: dict[str, tuple[str, ...]] = {
+    REFERENCE: (f"{_POLICY}recompute",),
+    "as": (f"{_POLICY}as",),
+    "h2o": (f"{_POLICY}as+h2o+lru",),
+    "paper": (f"{_POLICY}paper",),
+    "impress": (f"{_POLICY}impress",),
+    "even": (f"{_POLICY}impress", "--impress-allocate=even"),
+    RANDOM: (f"{_POLICY}impress", "--impress-allocate=random"),
+}
+# Bytes are those of the store, and what is stored are the prefixes only.
+COMMON_FLAGS = (
+    "--enable-impress",
+    "--impress-load=always",
+    "--impress-reorder-interval=0",
+    "--impress-approximation-depth=0",
+    f"--impress-min-prefix-tokens={MIN_PREFIX_TOKENS}",
+    "--impress-device-gb=0",
+    "--impress-host-gb=0",
+)
 
 
-def _ways(system: System, retentions: Sequence[float], bits: Sequence[float]) -> list[Asked]:
-    if system.exact:
-        return [Asked(system.name, None, approximate=False)]
-    parts = [Asked(system.name, r, approximate=True) for r in retentions if r < 1]
-    coded = [Asked(f"{system.name}@{b:g}", 1.0, approximate=True, bits=b) for b in bits]
-    return [
-        *parts,
-        *coded,
-        *(Asked(system.name, r, approximate=False) for r in retentions[-1:] if r == 1),
-    ]
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError("must be more than 0 and at most 1")
+    return value
 
 
-def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Everything but the output; servers and temporary files are gone when it returns."""
-    if args.plot:
-        require_matplotlib()
-    began = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(work_folder(args.keep, "bench-accuracy"))
-        zygote = Zygote(server_environment())
-        stack.callback(zygote.close)
-        with step(console, "building the tasks"):
-            model = (args.model or model_path()).resolve()
-            if args.multi_head:
-                model = multi_head_form(model)
-            options = _task_options(args)
-            tokenize = load_tokenize(model)
-            tasks = [make_task(name, args.data, tokenize, options) for name in args.tasks]
-        comparison = Comparison(_setup(args, model, tasks), tasks, zygote, folder, console)
-        measured: list[Measured] = []
-        difference = None
-        for system in args.systems:
-            measured += comparison.measure(system, args.retentions, args.bits, args.server_flag)
-            if difference is None and args.check:
-                with step(console, "comparing scores with transformers"):
-                    scored = [(m.task, m.answers) for m in measured]
-                    difference = check_scores(model, args.dtype, scored, args.check)
-    config = read_config(model)
-    size = ModelSize(config["num_hidden_layers"], kv_bytes_per_token(model, args.dtype))
-    with step(console, "intervals"):
-        rows = quality_report.make_rows(measured, size, args.seed)
-    return {
-        "command": command_of(args),
-        "machine": describe_machine(),
-        "model": model.name,
-        "kv_heads": kv_heads_of(config),
-        "kv_bytes_per_token": size.kv_bytes_per_token,
-        "seconds": round(time.monotonic() - began),
-        "seed": args.seed,
-        "max_nats_from_transformers": difference,
-        "options": dataclasses.asdict(options),
-        "systems": {system.name: [*system.flags, *args.server_flag] for system in args.systems},
-        "tasks": [_describe(task) for task in tasks],
-        "rows": rows,
-        "answers": quality_report.answers_of(measured),
-    }
+def _bits(text: str) -> float:
+    if not is_bits(value := float(text)):
+        raise argparse.ArgumentTypeError(f"must be from {LEAST_BITS:g} to {MOST_BITS:g}")
+    return value
 
 
-def _describe(task: Task) -> dict[str, Any]:
-    return {
-        "name": task.name,
-        "prefix_tokens": [len(prefix) for prefix in task.prefixes],
-        "prefix_of_question": [item.prefix for item in task.items],
-        "gold": [list(item.references) if task.generates else item.gold for item in task.items],
-    }
+@dataclasses.dataclass(frozen=True, slots=True)
+class System:
+    """A name and the server flags that make it."""
+
+    name: str
+    flags: tuple[str, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether its policy uses whole prefixes only, so that retention means nothing to it."""
+        policies = [flag.removeprefix(_POLICY) for flag in self.flags if flag.startswith(_POLICY)]
+        return bool(policies) and policies[-1] in EXACT_POLICIES
+
+    def ways(self, retentions: Sequence[float], bits: Sequence[float]) -> list[Asked]:
+        """How it is asked; exact answers of a server store more than the prefixes, so come last."""
+        if self.exact:
+            return [Asked(self.name, None, approximate=False)]
+        parts = [Asked(self.name, r, approximate=True) for r in sorted(retentions) if r < 1]
+        coded = [Asked(f"{self.name}@{b:g}", 1.0, approximate=True, bits=b) for b in bits]
+        exact = [Asked(self.name, 1.0, approximate=False)] if 1 in retentions else []
+        return [*parts, *coded, *exact]
 
 
-def _task_options(args: argparse.Namespace) -> TaskOptions:
-    names = [field.name for field in dataclasses.fields(TaskOptions)]
-    return TaskOptions(**{name: getattr(args, name) for name in names})
+OPTIONS = (
+    Option(
+        "systems",
+        ("h2o", "paper", "impress", RANDOM),
+        "beside recompute",
+        quick=("impress",),
+        parse=one_of(SYSTEMS),
+    ),
+    Option("retentions", (0.25,), "shares of the prefix that are used; 1 is exact", parse=_share),
+    Option("bits", (5.0,), "of all of the prefix (not of paper and h2o)", parse=_bits),
+    Option(
+        "tasks",
+        ("piqa", "copa", "openbookqa", "squad"),
+        f"of {', '.join(TASKS)}",
+        quick=("copa",),
+        parse=one_of(TASKS),
+    ),
+    Option("prefixes", 2, "per task", quick=1),
+    Option("examples", 100, "questions per task", quick=6),
+    Option("shots", 10, "examples per prefix"),
+    Option("prefix-tokens", None, "add shots until there are so many instead", parse=int),
+    Option("passages", 10, "per prefix of squad"),
+    Option("concurrency", 4, "requests under way"),
+    SERVER_FLAG,
+    DATA,
+    MODEL,
+    DTYPE,
+    SEED,
+    KEEP,
+)
 
 
-def _setup(args: argparse.Namespace, model: Path, tasks: Sequence[Task]) -> Setup:
-    # Every request under way may have its prefix for itself.
-    pool_tokens = (args.concurrency + 1) * max(task.longest for task in tasks) + SPARE_TOKENS
-    return Setup(model, args.dtype, 1.0, pool_tokens, args.concurrency)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """Answers of a system to a task; `retention` is 1 for exact systems."""
+
+    asked: Asked
+    task: Task
+    answers: list[Answer]
+
+    @property
+    def retention(self) -> float:
+        """Share of the prefix that was used."""
+        return 1.0 if self.asked.retention is None else self.asked.retention
+
+    @property
+    def choices(self) -> list[int]:
+        """Place of each question's answer, [n]."""
+        pairs = zip(self.task.items, self.answers, strict=True)
+        return [chosen_option(self.task.name, item, answer.logliks) for item, answer in pairs]
+
+    @property
+    def right(self) -> Floats:
+        """1 for each right answer, [n]."""
+        gold = [item.gold for item in self.task.items]
+        return np.array([float(a == b) for a, b in zip(self.choices, gold, strict=True)])
+
+    def agreement(self, reference: Measured) -> Floats:
+        """1 for each question with the same choice as the reference, [n]."""
+        pairs = zip(self.choices, reference.choices, strict=True)
+        return np.array([float(one == other) for one, other in pairs])
 
 
-def _publish(args: argparse.Namespace, result: dict[str, Any], console: Console) -> None:
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+def run(args: argparse.Namespace) -> Result:
+    """Ask all systems."""
+    figures = _measure_all(args)
     lengths = ", ".join(
         f"{task['name']} {min(task['prefix_tokens'])}-{max(task['prefix_tokens'])}"
-        for task in result["tasks"]
+        for task in figures["tasks"]
     )
-    caption = (
-        f"{result['model']}, {result['kv_heads']} KV heads; tokens of prefixes: {lengths}; "
-        f"seed {result['seed']}; {result['seconds']} s in all\n"
-        "[..] are 95% paired bootstrap intervals over questions. bench/README.md explains the "
-        "columns."
-    )
-    console.print(quality_report.make_table(result["rows"], caption.replace("[", "\\[")))
-    if args.plot:
-        files = quality_plots.write_figures(result["rows"], result["systems"], args.plot)
-        console.print(f"{len(files)} files in {args.plot}", markup=False)
+    caption = f"{figures['model']}; tokens of prefixes: {lengths}; [..] are 95% intervals"
+    names = [row["task"] for row in figures["rows"]]
+    rows = sorted(figures["rows"], key=lambda row: names.index(row["task"]))
+    return Result(figures, [Table(COLUMNS, rows, caption)], charts(rows))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _measure_all(args: argparse.Namespace) -> Row:
+    names = [REFERENCE, *(name for name in args.systems if name != REFERENCE)]
+    systems = [System(name, SYSTEMS[name]) for name in names]
+    model = model_folder(args.model)
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(TaskOptions)}
+    options, tokenize = TaskOptions(**given), load_tokenize(model)
+    tasks = [make_task(name, args.data, tokenize, options) for name in args.tasks]
+    with servers(args) as pool:
+        measured = [own for system in systems for own in _measure(args, pool, model, system, tasks)]
+    size = kv_bytes_per_token(model, args.dtype)
+    with step("intervals"):
+        rows = make_rows(measured, size, args.seed)
+    return {
+        "model": model.name,
+        "kv_bytes_per_token": size,
+        "options": given,
+        "systems": {system.name: [*system.flags, *args.server_flag] for system in systems},
+        "tasks": [
+            {
+                "name": task.name,
+                "prefix_tokens": [len(prefix) for prefix in task.prefixes],
+                "prefix_of_question": [item.prefix for item in task.items],
+                "gold": [item.gold for item in task.items],
+            }
+            for task in tasks
+        ],
+        "rows": rows,
+        "answers": [
+            {
+                "system": own.asked.system,
+                "retention": own.retention,
+                "task": own.task.name,
+                "choices": own.choices,
+                "logliks": [[round(x, 5) for x in answer.logliks] for answer in own.answers],
+            }
+            for own in measured
+        ],
+    }
+
+
+def _measure(
+    args: argparse.Namespace, pool: Servers, model: Path, system: System, tasks: Sequence[Task]
+) -> list[Measured]:
+    """Ask one system all questions in each way."""
+    store = pool.folder / f"store-{system.name}"
+    # Every request under way may have its prefix for itself.
+    slots = (args.concurrency + 1) * max(task.longest for task in tasks) + SPARE_TOKENS
+    flags = [
+        f"--max-total-tokens={slots}",
+        f"--max-running-requests={max(2, args.concurrency)}",
+        *COMMON_FLAGS,
+        f"--impress-ssd-dir={store}",
+        *system.flags,
+        *args.server_flag,
+    ]
+    bits = () if system.name in ("h2o", "paper") else args.bits
+    with pool.running(system.name, model, args.dtype, *flags) as server:
+        _store(server, system, tasks)
+        measured = []
+        for asked in system.ways(args.retentions, bits):
+            for task in tasks:
+                with step(f"{asked.system} {asked.retention or ''}: {task.name}"):
+                    answers = ask(server, task, asked, args.concurrency)
+                measured.append(Measured(asked, task, answers))
+        server.check_log()
+    shutil.rmtree(store, ignore_errors=True)
+    return measured
+
+
+def _store(server: Server, system: System, tasks: Sequence[Task]) -> None:
+    """Let the server compute the prefixes, and so store them."""
+    # The same prefix may belong to two tasks.
+    for prefix in sorted({tuple(prefix) for task in tasks for prefix in task.prefixes}):
+        # Where a part of a stored beginning would be used, what comes after it is not stored.
+        exact = {} if system.exact else Asked(system.name, 1.0, approximate=False).custom
+        server.generate(prefix, custom=exact)
+        # Waits for the write, and empties the device pool.
+        server.flush()
+
+
+def make_rows(measured: Sequence[Measured], kv_bytes: int, seed: int) -> list[Row]:
+    """A row per system, retention and task, and those of their mean last."""
+    by_key = {(m.asked.system, m.retention, m.task.name): m for m in measured}
+    rows = [_make_row([m], m.task.name, by_key, kv_bytes, seed) for m in measured]
+    names = list(dict.fromkeys(m.task.name for m in measured))
+    paper = set(PAPER_TASKS) <= set(names)
+    title, averaged = (PAPER_MEAN, list(PAPER_TASKS)) if paper else (OTHER_MEAN, names)
+    if len(averaged) > 1:
+        for system, retention in dict.fromkeys((m.asked.system, m.retention) for m in measured):
+            parts = [by_key[system, retention, name] for name in averaged]
+            rows.append(_make_row(parts, title, by_key, kv_bytes, seed))
+    return rows
+
+
+def _make_row(
+    parts: Sequence[Measured],
+    title: str,
+    by_key: Mapping[tuple[str, float, str], Measured],
+    kv_bytes: int,
+    seed: int,
+) -> Row:
+    """A row over one task, or the mean over several, each with the same weight."""
+    asked, retention = parts[0].asked, parts[0].retention
+    references = [by_key[REFERENCE, 1.0, part.task.name] for part in parts]
+    pairs = list(zip(parts, references, strict=True))
+    agreements = [part.agreement(reference) for part, reference in pairs]
+    differences = [100 * (part.right - reference.right) for part, reference in pairs]
+    row: Row = {
+        "system": asked.system,
+        "retention": retention,
+        "task": title,
+        "n": sum(len(part.answers) for part in parts),
+        "accuracy": _mean([float(part.right.mean()) for part in parts]),
+        "shift_nats": _mean([_shift(part, reference) for part, reference in pairs]),
+        "read": _mean([byte_share(part, kv_bytes, "ssd_bytes") for part in parts]),
+        "needed": _mean([byte_share(part, kv_bytes, "ssd_needed_bytes") for part in parts]),
+        "fallback_share": _mean([_fallback(part) for part in parts]),
+        **_with_interval("difference_points", differences, seed),
+        **_with_interval("agreement", agreements, seed),
+    }
+    rivals = [by_key.get((RANDOM, retention, part.task.name)) for part in parts]
+    if asked.approximate and asked.system != RANDOM and all(rivals):
+        over = [
+            100 * (mine - rival.agreement(reference))
+            for mine, rival, reference in zip(agreements, rivals, references, strict=True)
+            if rival is not None
+        ]
+        row |= _with_interval("agreement_over_random_points", over, seed)
+    return row
+
+
+def byte_share(measured: Measured, kv_bytes: int, counter: str) -> float | None:
+    """Mean bytes of requests that read from SSD over those of their whole prefix; None of none."""
+    shares = [
+        report[counter] / (len(measured.task.prefixes[item.prefix]) * kv_bytes)
+        for item, answer in zip(measured.task.items, measured.answers, strict=True)
+        for report in answer.reports
+        if report["path"] == "ssd"
+    ]
+    return float(np.mean(shares)) if shares else None
+
+
+def _shift(measured: Measured, reference: Measured) -> float:
+    own, other = ([answer.logliks for answer in m.answers] for m in (measured, reference))
+    return centred_shift(own, other)
+
+
+def _fallback(measured: Measured) -> float:
+    """Share of the layers, in which a part was chosen, that fell back to all keys."""
+    names = ("layers_by_fallback", "layers_by_probe", "layers_whole")
+    fallen, *others = (
+        sum(report[name] for answer in measured.answers for report in answer.reports)
+        for name in names
+    )
+    return fallen / max(1, fallen + sum(others))
+
+
+def _with_interval(name: str, strata: Sequence[Floats], seed: int) -> Row:
+    low, high = mean_interval(strata, seed)
+    mean = float(np.mean([values.mean() for values in strata]))
+    return {name: round(mean, 4), f"{name}_interval": [round(low, 4), round(high, 4)]}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(float(np.mean(known)), 5) if known else None
+
+
+def charts(rows: Sequence[Row]) -> list[Lines]:
+    """Per task accuracy and agreement over the bytes that are read (after Figures 15 and 19)."""
+    found = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        own = [row for row in rows if row["task"] == task]
+        for what in ("accuracy", "agreement"):
+            series: dict[str, list[Point]] = {}
+            for row in own:
+                share = 1.0 if row["read"] is None else row["read"]
+                series.setdefault(row["system"], []).append((100 * share, *_ends(row, what)))
+            title, x, y = (
+                f"{what.capitalize()}, {task}",
+                "bytes read of the prefix, %",
+                f"{what}, %",
+            )
+            found.append(Lines(f"{what}-over-bytes-{task}", title, x, y, series))
+    return found
+
+
+def _ends(row: Row, what: str) -> tuple[float, float, float]:
+    """A value with its interval, in percent; an accuracy's is that of its difference."""
+    name, scale = ("difference_points", 1) if what == "accuracy" else (what, 100)
+    low, high = (scale * (end - row[name]) for end in row[f"{name}_interval"])
+    value = 100 * row[what]
+    return value, value + low, value + high
+
+
+def _interval(name: str, scale: float = 1.0, sign: str = "+") -> Any:
+    def cell(row: Row) -> str | None:
+        if row.get(name) is None:
+            return None
+        low, high = row[f"{name}_interval"]
+        form = f"{sign}.1f"
+        return f"{scale * row[name]:{form}} [{scale * low:{form}}, {scale * high:{form}}]"
+
+    return cell
+
+
+COLUMNS = (
+    Column("system", "system"),
+    Column("kept", "retention", "{:.0%}"),
+    Column("task", "task"),
+    Column("n", "n"),
+    Column("accuracy", "accuracy", "{:.1%}"),
+    Column("points", _interval("difference_points")),
+    Column("agreement %", _interval("agreement", 100, "")),
+    Column("over random", _interval("agreement_over_random_points")),
+    Column("shift", "shift_nats", "{:.3f}"),
+    Column("read", "read", "{:.1%}"),
+    Column("needed", "needed", "{:.1%}"),
+    Column("fallback", "fallback_share", "{:.1%}"),
+)

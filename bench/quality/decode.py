@@ -1,7 +1,5 @@
 """Answers that need more of a prefix than the question touches: exact, in few bits, and dropped.
 
-    python -m bench decode [--new 64 --json FILE]
-
 Questions about the demo's handbook of 3,000 tokens: "first ..., then quote ...". What bits a prefix
 has, and which tokens of it stay, is decided by the question; the quote is decoded with that. Each
 question is asked with the prefix as it was computed, in 5 bits, and with a quarter of its tokens,
@@ -16,23 +14,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import statistics
-import sys
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from bench.core.machine import describe_machine
-from bench.core.session import Tokenize, load_tokenize
+from bench.core.data import Tokenize, load_tokenize, model_folder
+from bench.core.options import DTYPE, KEEP, MODEL, Option
+from bench.core.report import Result, Table, plain
+from bench.core.servers import Servers, servers
+from bench.core.session import BenchFailed, step
 from demo.handbook import prompt
-from demo.model import model_path
-from tests.serving.harness import Server, running
 
 WISHES: dict[str, dict[str, Any]] = {
     "exact": {"impress_bits": "exact"},
@@ -53,37 +44,29 @@ PAIRS = (
     ("what happens in case of fire", "what is said about holidays"),
     ("what do divers have", "what is said about broken windows"),
 )
+OPTIONS = (
+    Option("questions", len(PAIRS), "how many", quick=1),
+    Option("new", 64, "tokens of each answer", quick=8),
+    MODEL,
+    DTYPE,
+    KEEP,
+)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench decode",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--model", type=Path, help="default: the demo model")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(arguments)
-    model = args.model or model_path()
-    prompts = questions(load_tokenize(model))
-    with tempfile.TemporaryDirectory(prefix="decode-", dir=Path.cwd()) as folder:
-        answers = _ask_all(args, model, prompts, Path(folder))
+def run(args: argparse.Namespace) -> Result:
+    """Ask all questions in all ways."""
+    model = model_folder(args.model)
+    prompts = questions(load_tokenize(model))[: args.questions]
+    with servers(args) as pool:
+        answers = _ask_all(args, pool, model, prompts)
     rows = [compare(name, answers["exact"], own) for name, own in answers.items()]
-    result = {
-        "command": " ".join(["python -m bench decode", *sys.argv[1:]]),
-        "machine": describe_machine(),
+    figures = {
         "questions": len(prompts),
         "new_tokens": args.new,
         "rows": rows,
         "answers": answers,
     }
-    Console(width=100).print(make_table(rows))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    return Result(figures, [Table(plain(*rows[0]), rows)])
 
 
 def questions(tokenize: Tokenize) -> list[list[int]]:
@@ -95,32 +78,27 @@ def questions(tokenize: Tokenize) -> list[list[int]]:
 
 
 def _ask_all(
-    args: argparse.Namespace, model: Path, prompts: list[list[int]], folder: Path
+    args: argparse.Namespace, pool: Servers, model: Path, prompts: list[list[int]]
 ) -> dict[str, list[list[int]]]:
     flags = (
-        f"--dtype={args.dtype}",
         "--max-total-tokens=16384",
         "--max-running-requests=4",
         "--enable-impress",
         "--impress-load=always",
-        f"--impress-ssd-dir={folder / 'kv'}",
+        f"--impress-ssd-dir={pool.folder / 'kv'}",
     )
     found: dict[str, list[list[int]]] = {name: [] for name in WISHES}
-    with running(model, folder / "server.log", *flags, zygote=None) as server:
-        server.generate(prompts[0], 1)
+    with pool.running("server", model, args.dtype, *flags) as server, step("asking"):
+        server.generate(prompts[0])
         for own in prompts:
             for name, wish in WISHES.items():
                 server.flush()
-                found[name].append(_ask(server, own, args.new, wish))
-        server.assert_quiet()
+                answer = server.generate(own, args.new, custom=wish)
+                if answer["meta_info"]["impress"]["path"] != "ssd":
+                    raise BenchFailed("a prefix was not read from SSD")
+                found[name].append(answer["output_ids"])
+        server.check_log()
     return found
-
-
-def _ask(server: Server, tokens: list[int], new: int, wish: dict[str, Any]) -> list[int]:
-    answer = server.generate(tokens, new, sampling_params={"custom_params": wish})
-    assert answer["meta_info"]["impress"]["path"] == "ssd"
-    output: list[int] = answer["output_ids"]
-    return output
 
 
 def compare(name: str, exact: list[list[int]], found: list[list[int]]) -> dict[str, Any]:
@@ -137,17 +115,3 @@ def compare(name: str, exact: list[list[int]], found: list[list[int]]) -> dict[s
         "alike": round(statistics.fmean(alike), 3),
         "equal": sum(one == other for one, other in zip(exact, found, strict=True)),
     }
-
-
-def make_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """A row for each way to have the prefix."""
-    table = Table(title="Answers beyond what the question touches", box=box.SIMPLE)
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    return table
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,5 @@
 """Conversations that leave the device after each turn: how far answers drift from exact KVs.
 
-    python -m bench drift [--conversations 12 --turns 8 --json FILE]
-
 Dialogues of MT-Bench-101, joined to conversations of so many turns. At each turn the history and
 the next question and answer are one request, and the log-probabilities of the answer's tokens are
 compared with those of stock SGLang, which keeps all of it. Then the device pool is emptied, so that
@@ -16,28 +14,29 @@ the rest; `agreement` of the likeliest token; the share of the history that was 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from bench.core.machine import describe_machine
-from bench.core.session import Tokenize, load_tokenize
-from bench.policies.serving_options import DEFAULT_DATA
-from bench.quality.data import read_rows
-from demo.model import model_path
-from tests.serving.harness import Server, running
+from bench.core.data import Row, Tokenize, load_tokenize, model_folder, read_rows
+from bench.core.options import DATA, DTYPE, KEEP, MODEL, SERVER_FLAG, Option
+from bench.core.report import Result, Table, plain
+from bench.core.servers import OURS, STOCK, Server, Servers, servers
+from bench.core.session import BenchFailed, step
 
 DATA_SET = "mtbench101"
+OPTIONS = (
+    Option("conversations", 10, "how many", quick=1),
+    Option("turns", 8, "of each", quick=2),
+    Option("top", 100, "likeliest tokens that are compared"),
+    SERVER_FLAG,
+    DATA,
+    MODEL,
+    DTYPE,
+    KEEP,
+)
 # So short that a first turn is a prefix.
 MIN_PREFIX_TOKENS = 64
 LEAST_TURN_TOKENS = 64
@@ -48,55 +47,31 @@ Distribution = Mapping[int, float]
 """Log-probabilities of the likeliest tokens."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    args = _parse(arguments)
-    began = time.monotonic()
-    model = args.model or model_path()
-    talks = conversations(
-        read_rows(args.data, DATA_SET), load_tokenize(model), args.conversations, args.turns
-    )
-    with tempfile.TemporaryDirectory(prefix="drift-", dir=Path.cwd()) as folder:
-        exact = _ask_all(args, model, talks, Path(folder), ours=False)
-        found = _ask_all(args, model, talks, Path(folder), ours=True)
-    rows = [_row(number, exact, found) for number in range(args.turns)]
-    result = {
-        "command": " ".join(["python -m bench drift", *sys.argv[1:]]),
-        "machine": describe_machine(),
-        "model": str(model.name),
+def run(args: argparse.Namespace) -> Result:
+    """Hold the conversations with stock, then with ours."""
+    model = model_folder(args.model)
+    rows = read_rows(args.data, DATA_SET)
+    talks = conversations(rows, load_tokenize(model), args.conversations, args.turns)
+    with servers(args) as pool:
+        exact = _ask_all(args, pool, model, talks, ours=False)
+        found = _ask_all(args, pool, model, talks, ours=True)
+    drifts = [_row(number, exact, found) for number in range(args.turns)]
+    figures = {
+        "model": model.name,
         "history_tokens": [sum(map(_length, talk[:-1])) for talk in talks],
-        "seconds": round(time.monotonic() - began),
-        "rows": rows,
+        "rows": drifts,
     }
-    Console(width=100).print(make_table(rows))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench drift",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--conversations", type=int, default=12)
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--top", type=int, default=100)
-    parser.add_argument("--data", default=DEFAULT_DATA)
-    parser.add_argument("--model", type=Path, help="default: the demo model")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument(
-        "--server-flag", action="append", default=[], help="one more, e.g. --impress-bits=6"
-    )
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args(arguments)
+    return Result(figures, [Table(plain(*drifts[0]), drifts)])
 
 
 def conversations(
-    rows: Sequence[Mapping[str, Any]], tokenize: Tokenize, count: int, turns: int
+    rows: Sequence[Row], tokenize: Tokenize, count: int, turns: int
 ) -> list[list[Turn]]:
-    """Dialogues about the same kind of task, one after another, as turns of tokens."""
+    """Dialogues about the same kind of task, one after another, as turns of tokens.
+
+    Raises:
+        BenchFailed: there are not so many.
+    """
     talks: list[list[Turn]] = []
     by_task: dict[str, list[Turn]] = {}
     for row in rows:
@@ -113,7 +88,8 @@ def conversations(
             if len(own) >= turns and len(talks) < count:
                 talks.append(own[:turns])
                 del own[:turns]
-        assert len(talks) > before, "there are not so many conversations"
+        if len(talks) == before:
+            raise BenchFailed(f"there are {before} conversations of {turns} turns, not {count}")
     return talks
 
 
@@ -122,46 +98,44 @@ def _length(turn: Turn) -> int:
 
 
 def _ask_all(
-    args: argparse.Namespace, model: Path, talks: list[list[Turn]], folder: Path, *, ours: bool
-) -> list[list[dict[str, Any]]]:
+    args: argparse.Namespace, pool: Servers, model: Path, talks: list[list[Turn]], *, ours: bool
+) -> list[list[Row]]:
     """Answers of each turn of each conversation."""
-    flags = [f"--dtype={args.dtype}", "--max-total-tokens=30000", "--max-running-requests=8"]
+    flags = ["--max-total-tokens=30000", "--max-running-requests=8"]
     if ours:
         flags += [
             "--enable-impress",
             "--impress-load=always",
             f"--impress-min-prefix-tokens={MIN_PREFIX_TOKENS}",
-            f"--impress-ssd-dir={folder / 'kv'}",
+            f"--impress-ssd-dir={pool.folder / 'kv'}",
             *args.server_flag,
         ]
-    log = folder / ("ours.log" if ours else "stock.log")
-    with running(model, log, *flags, zygote=None, stock=not ours) as server:
-        found = []
-        for talk in talks:
-            history: list[int] = []
-            answers = []
-            for question, answer in talk:
-                start = len(history) + len(question)
-                history = [*history, *question, *answer]
-                answers.append(_ask(server, history, start, args.top))
-                if ours:
-                    server.flush()
-            found.append(answers)
-        if ours:
-            server.assert_quiet()
+    name, preload = ("ours", OURS) if ours else ("stock", STOCK)
+    with (
+        pool.running(name, model, args.dtype, *flags, preload=preload) as server,
+        step(f"{name}: talking"),
+    ):
+        found = [_talk(args, server, talk, empty=ours) for talk in talks]
+        server.check_log()
     return found
+
+
+def _talk(args: argparse.Namespace, server: Server, talk: list[Turn], *, empty: bool) -> list[Row]:
+    history: list[int] = []
+    answers = []
+    for question, answer in talk:
+        start = len(history) + len(question)
+        history = [*history, *question, *answer]
+        answers.append(_ask(server, history, start, args.top))
+        if empty:
+            server.flush()
+    return answers
 
 
 def _ask(server: Server, tokens: list[int], start: int, top: int) -> dict[str, Any]:
     """Distributions before each token from `start` on, and the report."""
-    (found,) = server.generate_together(
-        [tokens],
-        1,
-        return_logprob=True,
-        logprob_start_len=start - 1,
-        top_logprobs_num=top,
-    )
-    meta = found["meta_info"]
+    fields = {"return_logprob": True, "logprob_start_len": start - 1, "top_logprobs_num": top}
+    meta = server.generate(tokens, **fields)["meta_info"]
     # The first entry is that of a token that nothing was computed before.
     before = [own for own in meta["input_top_logprobs"] if own]
     return {
@@ -200,17 +174,3 @@ def _row(number: int, exact: list[Any], found: list[Any]) -> dict[str, float | i
         "agreement": round(statistics.fmean(agreements), 4),
         "KL": round(statistics.fmean(divergences), 5),
     }
-
-
-def make_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each turn."""
-    table = Table(title="Drift, turn by turn", box=box.SIMPLE)
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(f"{value:,}" for value in row.values()))
-    return table
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from bench.core.session import BenchFailed
 from bench.quality import drift
 from bench.quality.drift import conversations, divergence
 
@@ -34,7 +35,7 @@ def test_dialogues_of_a_task_are_joined_and_tasks_take_turns(
 
 
 def test_too_few_conversations_are_noticed() -> None:
-    with pytest.raises(AssertionError, match="not so many"):
+    with pytest.raises(BenchFailed, match="0 conversations of 2 turns, not 1"):
         conversations([row("a", "because " * 20)], tokenize, 1, 2)
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-from bench.micro.planning import main
+from bench.core.options import parse
+from bench.micro.planning import OPTIONS, run
 
 
-def test_every_state_has_a_row(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    arguments = ["--prefixes", "1000", "--shapes", "Llama-3-8B", "--repeat", "1", "--json"]
-    assert main([*arguments, str(path)]) == 0
-
-    rows = json.loads(path.read_text())["rows"]
+def test_every_state_has_a_row() -> None:
+    given = ["--prefixes", "1000", "--shapes", "Llama-3-8B", "--repeat", "1"]
+    rows = run(parse("planning", "", OPTIONS, given)).figures["rows"]
     states = ["no cache", "first read", "in the cache", "a cache of 30%"]
     assert [row["state"] for row in rows] == states
     for row in rows:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import impress_sglang
-from bench.__main__ import MODULES
+from bench.core.cli import MODULES
 from impress_sglang.serving.report import new_report
 from scripts import options_table
 

@@ -1,0 +1,189 @@
+"""The engine in front of a store: the product's own runtime serves prefixes, without SGLang."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from bench.core.emulation import SlowFileSystem
+from bench.core.session import BenchFailed
+from bench.engine.clock import Served, stage_clock
+from bench.engine.model import Asked, Engine
+from bench.engine.workload import Request
+from impress_sglang.config import ImpressConfig
+from impress_sglang.management.policies import Wish
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.writing import Offer, StoreOutcome
+from impress_sglang.serving.clocks import clock_for
+from impress_sglang.serving.estimate import pairs_of
+from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.runtime import ServingRuntime
+from impress_sglang.storage.files import install
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.timeline import ATTENTION, COPY, NO_TIMELINE, STAGES, Timeline
+from impress_sglang.transfer.loader import LayerInputs
+from impress_sglang.transfer.slots import LayerSlots
+
+NAMESPACE = "bench"
+# Names the model of the stores.
+IDENTITY = "0" * 32
+POLL_SECONDS = 0.01
+
+
+class _Runtime(ServingRuntime):
+    """Its requests note their stages on the clock that is set before they are opened."""
+
+    timeline: Timeline = NO_TIMELINE
+
+    def _timeline_for(self, rid: str) -> Timeline:
+        return self.timeline
+
+
+def store_planted(engine: Engine, store: PrefixStore, prefix: int) -> None:
+    """Save the planted KVs of a prefix without computing it.
+
+    Raises:
+        BenchFailed: the store did not take it.
+    """
+    tokens = engine.workload.tokens(prefix)
+    layers = engine.planter.prefix(prefix, len(tokens))
+
+    def read(layer: int) -> tuple[Tensor, Tensor]:
+        keys, values = next(layers)
+        return keys.cpu(), values.cpu()
+
+    # Nobody waits for the write, and nobody wants its memory back.
+    offer = Offer(tokens, lambda start: read, lambda: None, lambda: None, min_tokens=1)
+    outcome = store.writes.offer(NAMESPACE, offer)
+    if outcome is not StoreOutcome.ACCEPTED:
+        raise BenchFailed(f"a prefix of {len(tokens)} tokens was not stored: {outcome.value}")
+    store.writes.drain()
+    if store.stats.segments_failed:
+        raise BenchFailed(f"a prefix of {len(tokens)} tokens could not be written")
+
+
+class StoredEngine:
+    """An engine whose prefixes are loaded by a policy; each request reads its own."""
+
+    def __init__(self, engine: Engine, config: ImpressConfig, shape: KVShape) -> None:
+        """Open the store, which has the prefixes already.
+
+        Raises:
+            ImpressError: it cannot be opened, or its caches do not fit in memory.
+        """
+        self._engine = engine
+        self._files = SlowFileSystem()
+        install(self._files)
+        device = engine.model.device
+        hidden = engine.model.shape.hidden
+        self._runtime = _Runtime(config, shape, IDENTITY, device, hidden, free=_free)
+        self._wish = Wish(config.usual_retention, config.usual_bits)
+        self._clock = clock_for(device)
+        for own in engine.passes:
+            self._runtime.estimator.note_forward(*own)
+
+    @property
+    def reorders(self) -> bool:
+        """Whether its policy does."""
+        return self._runtime.policy.reorders
+
+    def serve(self, request: Request) -> Served:
+        """Serve a request whose prefix is stored.
+
+        Raises:
+            BenchFailed: it is not.
+            PrefixUnreadable: a chunk is missing, short or corrupt.
+        """
+        engine, asked = self._engine, self._engine.prepare(request)
+        clock = stage_clock(str(request.question), engine.model.device)
+        stored, estimated = self._open(request, asked, clock)
+
+        def place(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> int:
+            self._load(stored, asked, layer)
+            with clock.span(COPY, layer):
+                queries[:] = asked.question.queries[layer]
+                return engine.add_new(layer, stored.k, asked.question, values)
+
+        logits = engine.forward(asked.tokens[-request.new_tokens :], clock, place)
+        clock.finish()
+        stages = clock.totals()
+        loading = sum(stages.get(stage, 0.0) for stage in STAGES if stage != ATTENTION)
+        seconds = max(clock.duration_ms - loading, 0.0) / 1e3
+        pairs = pairs_of(stored.k, request.new_tokens)
+        self._runtime.estimator.note_forward(request.new_tokens, pairs, seconds)
+        self._close(stored)
+        estimated_ms = None if estimated is None else estimated * 1e3
+        return Served(clock.duration_ms, stages, logits, stored.reads, stored.stats, estimated_ms)
+
+    def warm(self, request: Request) -> None:
+        """Load what a request needs, without running the model; see `serve`."""
+        asked = self._engine.prepare(request)
+        stored, _ = self._open(request, asked, NO_TIMELINE)
+        for layer in range(self._engine.model.shape.layers):
+            self._load(stored, asked, layer)
+        self._close(stored)
+
+    def emulate_ssd(self, mbps: float) -> None:
+        """Read no faster than so many MB/s from now on; 0 for as fast as it goes."""
+        self._files.set_rate(mbps)
+
+    def reorder(self) -> None:
+        """Rewrite all segments that were selected from, and wait for it."""
+        store = self._runtime.store
+        store.reorders.enqueue(force=True)
+        store.poll()
+        while store.reorders.summary()["pending"]:
+            time.sleep(POLL_SECONDS)
+            store.poll()
+
+    def close(self) -> None:
+        """Close the store."""
+        self._runtime.close()
+
+    def _open(
+        self, request: Request, asked: Asked, timeline: Timeline
+    ) -> tuple[StoredRequest, float | None]:
+        """Match, plan and open; the request, and the seconds that loading is estimated to take."""
+        runtime, length = self._runtime, self._engine.workload.lengths[request.prefix]
+        runtime.timeline = timeline
+        device = self._engine.model.device
+        tokens = asked.prompt[:-1]
+        match = runtime.admission.find(NAMESPACE, tokens, self._wish)
+        plan = runtime.admission.plan(match, tokens, 0, self._wish)
+        if plan is None or plan.work.stored != length:
+            raise BenchFailed(f"{match.num_tokens} of {length} tokens of a prefix are stored")
+        stored = runtime.open(
+            str(request.question),
+            plan,
+            torch.empty(0, dtype=torch.int64, device=device),
+            {},
+            lambda count: torch.arange(count, device=device),
+        )
+        assert stored is not None
+        stored.time_loading(self._clock.stopwatch())
+        return stored, plan.estimate.load
+
+    def _load(self, stored: StoredRequest, asked: Asked, layer: int) -> None:
+        """Put what attention of a layer uses into the first rows of the pool."""
+        engine = self._engine
+        queries, keys = asked.question.queries[layer], asked.question.new_keys[layer]
+        inputs = LayerInputs(queries, keys, keys[:0], queries.shape[2] ** -0.5)
+        slots = LayerSlots.of(engine.keys[layer], engine.values[layer], stored.slots)
+        assert stored.stopwatch is not None
+        with stored.stopwatch:
+            self._runtime.load_layer(layer, stored, inputs, slots)
+        self._runtime.finish_layer(stored)
+
+    def _close(self, stored: StoredRequest) -> None:
+        runtime = self._runtime
+        runtime.release(stored.rid)
+        # The pool is for one request: the next one reads what it uses.
+        runtime.residents.forget_all()
+        runtime.served.poll()
+        runtime.store.ahead.top_up()
+
+
+def _free(slots: Tensor) -> None:
+    """The pool is the next request's."""

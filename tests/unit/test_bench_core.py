@@ -1,0 +1,181 @@
+"""One parser, one report, and what `python -m bench` lists."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from bench.core.charts import Bars, Lines
+from bench.core.cli import MODULES, ROOMS, main, overview
+from bench.core.data import EXCERPTS, READERS, read_rows
+from bench.core.options import DATA, SEED, Option, bounds, one_of, parse
+from bench.core.report import Column, Result, Table, plain, publish, ratio
+from bench.core.session import BenchFailed, work_folder
+
+OPTIONS = (
+    Option("sizes", (1, 2), "some", quick=(3,)),
+    Option("share", 0.5, "one", quick=0.25),
+    Option("way", "fast", "how", parse=one_of(("fast", "slow"))),
+    Option("tokens", None, "a range", parse=bounds),
+    Option("flag", None, "more", repeated=True),
+    Option("twice", False, "or not"),
+    DATA,
+    SEED,
+)
+
+
+def read(*given: str) -> argparse.Namespace:
+    return parse("some", "What it is.", OPTIONS, given)
+
+
+def test_defaults_are_of_full_and_quick_runs() -> None:
+    full, quick = read(), read("--quick")
+    assert (full.sizes, full.share, full.flag, full.twice) == ((1, 2), 0.5, [], False)
+    assert (quick.sizes, quick.share, quick.way, quick.tokens) == ((3,), 0.25, "fast", None)
+    assert full.data is None and full.seed == 1
+
+
+def test_values_have_the_types_of_defaults() -> None:
+    args = read("--sizes=4,5,4", "--tokens", "3-9", "--flag=--a=1", "--flag=--b", "--twice")
+    assert args.sizes == (4, 5) and args.tokens == (3, 9)
+    assert args.flag == ["--a=1", "--b"] and args.twice
+
+
+@pytest.mark.parametrize(
+    "given", [["--way=best"], ["--sizes=1,x"], ["--seed=-1"], ["--tokens=9-3"], ["--siz=1"]]
+)
+def test_wrong_values_are_refused(given: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        read(*given)
+
+
+def test_a_recorded_command_has_no_places_of_this_machine() -> None:
+    given = ["--quick", "--json", "/a/b", "--data=/c", "--svg", "/d", "--sizes", "7"]
+    assert read(*given).command == "python -m bench some --quick --sizes 7"
+
+
+def test_help_shows_both_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read("--help")
+    assert "(1,2, with --quick 3)" in capsys.readouterr().out
+
+
+def test_without_a_name_all_are_listed_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in MODULES:
+        (line,) = [line for line in lines if line.startswith(f"  {name} ")]
+        assert line.rstrip().endswith(".") and len(line.split()) > 4
+    assert all(f"{room}: " in overview() for room in ROOMS)
+    assert main(["nothing"]) == 2
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_each_is_a_module_with_options_and_a_run(name: str) -> None:
+    module = importlib.import_module(MODULES[name])
+    args = parse(name, module.__doc__, module.OPTIONS, ["--quick"])
+    assert callable(module.run) and args.command == f"python -m bench {name} --quick"
+    names = [option.name for option in module.OPTIONS]
+    assert len(set(names)) == len(names)
+
+
+def test_a_table_aligns_its_columns() -> None:
+    columns = [*plain("name"), Column("share", "share", "{:.0%}")]
+    table = str(Table(columns, [{"name": "a", "share": 0.5}, {"name": "bb", "share": None}]))
+    assert table.splitlines() == ["name  share", "----  -----", "a       50%", "bb        -"]
+
+
+def test_a_result_is_printed_written_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points = {"a <b>": [(1.0, 2.0, 1.5, 2.5), (3.0, 4.0, 3.5, 4.5)]}
+    charts = [Bars("one", "T", "y", {"x": 1.0, "z": 12.5}), Lines("two", "T", "x", "y", points)]
+    rows = [{"policy": "as"}]
+    result = Result({"rows": rows}, [Table(plain("policy"), rows, "below")], charts, ["a note"])
+    args = read("--json", str(tmp_path / "run.json"), "--svg", str(tmp_path / "figures"))
+
+    publish(args, result, seconds=7)
+
+    found = json.loads((tmp_path / "run.json").read_text())
+    assert found["rows"] == rows and found["seconds"] == 7 and found["machine"]["cores"] > 0
+    assert found["command"] == "python -m bench some"
+    out = capsys.readouterr().out
+    assert "below" in out and "a note" in out
+    one, two = (
+        ElementTree.parse(tmp_path / "figures" / f"{name}.svg").getroot() for name in ("one", "two")
+    )
+    # A background and a bar each; the taller one is 12.5 times as high.
+    bars = list(one.iter("{http://www.w3.org/2000/svg}rect"))[1:]
+    heights = [float(own.get("height", 0)) for own in bars]
+    assert heights[1] / heights[0] == pytest.approx(12.5, rel=0.02)
+    circles = list(two.iter("{http://www.w3.org/2000/svg}circle"))
+    assert len(circles) == 2
+    assert float(circles[0].get("cy", 0)) > float(circles[1].get("cy", 0))
+
+
+@pytest.mark.parametrize("most", [0.003, 1.0, 7.2, 99.0, 12345.0])
+def test_every_value_is_inside_of_its_figure(most: float) -> None:
+    root = ElementTree.fromstring(str(Bars("a", "T", "y", {"x": most})))
+    bar = list(root.iter("{http://www.w3.org/2000/svg}rect"))[1]
+    assert float(bar.get("y", 0)) > 40 and math.isfinite(float(bar.get("height", 0)))
+
+
+def test_a_ratio_of_nothing_is_none() -> None:
+    assert ratio(1, 0) is None and ratio(1, 3) == 0.3333
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXCERPTS.iterdir() if path.is_dir()))
+def test_excerpts_can_be_read_and_are_described(name: str) -> None:
+    rows = read_rows(None, name)
+    lines = (EXCERPTS / "README.md").read_text().splitlines()
+    (row,) = [line for line in lines if f"| `{name}` |" in line]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert len(rows) == int(cells[1]) and cells[-1]
+    if name in READERS:
+        assert all(READERS[name](own).answer for own in rows)
+
+
+def test_formats_and_gold_options() -> None:
+    rows = {
+        "piqa": {"goal": "g", "sol1": "x", "sol2": "y", "label": 1},
+        "rte": {"premise": "P.", "hypothesis": "H.", "label": "entailment"},
+        "openbookqa": {"question": "q", "choices": list("abcd"), "label": 2},
+        "copa": {
+            "premise": "It fell.",
+            "choice1": "A b.",
+            "choice2": "C d.",
+            "label": 1,
+            "question": "cause",
+        },
+    }
+    shots = {name: READERS[name](row).shot for name, row in rows.items()}
+    assert shots == {
+        "piqa": "Question: g\nAnswer: y",
+        "rte": "P.\nQuestion: H. True or False?\nAnswer: True",
+        "openbookqa": "Question: q\nAnswer: c",
+        "copa": "It fell because c d.",
+    }
+
+
+def test_data_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BenchFailed, match="no data set 'rte'"):
+        read_rows(tmp_path, "rte")
+    with pytest.raises(BenchFailed, match="--data DIR"):
+        read_rows(None, "rte")
+
+
+def test_a_work_folder_goes_unless_it_is_kept(tmp_path: Path) -> None:
+    with work_folder(None, tmp_path) as folder:
+        assert folder.is_dir()
+    assert not folder.exists()
+    with work_folder(tmp_path / "kept") as folder:
+        (folder / "log").touch()
+    assert (tmp_path / "kept" / "log").exists()
+    with pytest.raises(BenchFailed, match="empty folder"), work_folder(tmp_path / "kept"):
+        pass

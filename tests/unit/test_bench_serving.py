@@ -1,0 +1,183 @@
+"""The trace of `bench serving`, its policies and its rows."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.core.data import Question
+from bench.core.report import Table
+from bench.core.session import BenchFailed
+from bench.policies.compared import (
+    POLICIES,
+    Tiers,
+    add_speedups,
+    link_store,
+    policy,
+    policy_flags,
+    segment_sizes,
+    store_kind,
+)
+from bench.policies.serving import COLUMNS, charts, counted, make_row, warnings
+from bench.policies.trace import (
+    MAX_QUESTION_TOKENS,
+    Trace,
+    TraceOptions,
+    draw_prefixes,
+    make_trace,
+)
+from impress_sglang.config import ImpressConfig
+from impress_sglang.serving.report import RequestTotals
+
+TOTALS = dataclasses.asdict(RequestTotals())
+
+OPTIONS = TraceOptions(
+    prefixes=6, prefix_tokens=300, warmup=5, settle=2, requests=20, sigma=1.5, seed=3
+)
+
+
+class Words:
+    """A tokenizer of words and signs."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+
+    def __call__(self, text: str) -> list[int]:
+        words = re.findall(r"\w+|\W", text)
+        return [self._ids.setdefault(word, len(self._ids)) for word in words]
+
+
+def examples(count: int, name: str = "a") -> list[Question]:
+    return [Question(f"What is {name} {i}?", (f"it is {i}",), 0) for i in range(count)]
+
+
+def trace_of(**options: Any) -> Trace:
+    return make_trace({"made": examples(400)}, Words(), dataclasses.replace(OPTIONS, **options))
+
+
+def test_equal_options_give_equal_traces() -> None:
+    assert trace_of() == trace_of()
+    assert trace_of().prefixes != trace_of(seed=4).prefixes
+
+
+def test_parts_have_the_lengths_that_were_asked_for() -> None:
+    trace = trace_of()
+    assert (len(trace.warmup), len(trace.settle), len(trace.measured)) == (5, 2, 20)
+    assert all(250 < len(prefix.tokens) <= 300 for prefix in trace.prefixes)
+    described = trace.describe()
+    assert sum(described["measured_requests_per_prefix"]) == 20
+    assert described["longest_prompt"] == max(len(own.tokens) for own in trace.measured)
+
+
+def test_prefixes_share_no_first_token_and_take_turns_among_data_sets() -> None:
+    trace = trace_of(prefixes=60, prefix_tokens=100, sigma=15)
+    assert len({prefix.tokens[0] for prefix in trace.prefixes}) == 60
+    both = make_trace({"b": examples(400, "b"), "a": examples(400)}, Words(), OPTIONS)
+    assert [prefix.dataset for prefix in both.prefixes] == ["a", "b"] * 3
+
+
+def test_a_request_is_a_prefix_and_a_question_that_no_prefix_shows() -> None:
+    trace = trace_of()
+    asked = set()
+    for request in (*trace.warmup, *trace.settle, *trace.measured):
+        prefix = trace.prefixes[request.prefix].tokens
+        question = request.tokens[len(prefix) :]
+        assert request.tokens[: len(prefix)] == prefix
+        assert 0 < len(question) <= MAX_QUESTION_TOKENS and question not in asked
+        asked.add(question)
+        for other in trace.prefixes:
+            places = range(len(other.tokens) - len(question))
+            assert all(other.tokens[i : i + len(question)] != question for i in places)
+
+
+def test_popularity_is_normal_and_no_prefix_comes_twice_in_a_row() -> None:
+    draws = draw_prefixes(20_000, 16, 4.0, np.random.default_rng(1))
+    assert all(a != b for a, b in itertools.pairwise(draws))
+    assert np.mean(draws) == pytest.approx(7.5, abs=0.1)
+    counts = Counter(draws)
+    # Of a normal distribution, twice as far from the middle falls off with the square.
+    assert counts[3] / counts[7] == pytest.approx(np.exp(-(4.5**2 - 0.5**2) / 32), rel=0.15)
+    assert set(draws) == set(range(16))
+
+
+def test_a_trace_that_cannot_be_drawn_is_refused() -> None:
+    for options in ({"prefixes": 1}, {"sigma": 0.1}):
+        with pytest.raises(BenchFailed, match="two prefixes"):
+            trace_of(**options)
+    with pytest.raises(BenchFailed, match="less than 300 tokens"):
+        make_trace({"made": examples(4)}, Words(), OPTIONS)
+    with pytest.raises(BenchFailed, match="no question"):
+        make_trace({"long": [Question("a " * 100, ("b",), 0)] * 20}, Words(), OPTIONS)
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "impress@6", "even@4.5", "impress@exact"])
+def test_flags_of_a_policy_are_options_of_the_server(name: str) -> None:
+    assert policy(name) == name
+    flags = policy_flags(name, Path("kv"), 0.25, Tiers(70, 104))
+    given = dict(flag.removeprefix("--impress-").split("=") for flag in flags[1:])
+    fields = {own.name: own.default for own in dataclasses.fields(ImpressConfig)}
+    assert {key.replace("-", "_") for key in given} <= set(fields)
+    assert given["policy"] in POLICIES
+    if name != "recompute":
+        assert given["retention"] == ("1.0" if name[0] in "ie" else "0.25")
+        assert float(given["device-gb"]) == 0.07 and given["load"] == "always"
+    assert store_kind(name) == ("paper" if name.startswith("paper") else "codes")
+
+
+@pytest.mark.parametrize("name", ["lru", "impress@2", "as@5", "impress@many"])
+def test_what_is_no_policy_is_refused(name: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not one of"):
+        policy(name)
+
+
+def stats(**totals: float) -> dict[str, Any]:
+    return {"totals": {**TOTALS, **totals}}
+
+
+def test_a_row_has_what_was_counted_in_between() -> None:
+    before = stats(requests=3, ssd_bytes=100)
+    after = stats(
+        requests=5, requests_ssd=1, ssd_bytes=400, ssd_needed_bytes=200, wait_ms=30, device_chunks=3
+    )
+    after["totals"]["chunks_accessed"] = 4
+    row = make_row("as", [100.0, 200.0], counted(before, after))
+    assert (row["ttft_ms_mean"], row["io_share"], row["ssd_bytes"]) == (150.0, 0.1, 300)
+    assert (row["read_amplification"], row["device_hit_ratio"]) == (1.5, 0.75)
+    assert row["important_device_hit_ratio"] is None
+    assert "only 1 of 2 requests" in warnings([row])[0]
+    fast = {**row, "policy": "impress", "ttft_ms_mean": 50.0}
+    add_speedups([row, fast])
+    assert (row["speedup_over_best_baseline"], fast["speedup_over_best_baseline"]) == (1.0, 3.0)
+    assert str(Table(COLUMNS, [row, fast])).splitlines()[-1].endswith("3.00x")
+    assert all("<svg" in str(chart) for chart in charts([row, fast], "note"))
+
+
+def test_requests_of_others_are_noticed() -> None:
+    with pytest.raises(BenchFailed, match="counted 3 requests, not 2"):
+        make_row("as", [1.0, 2.0], counted(stats(), stats(requests=3)))
+
+
+def test_a_linked_store_shares_segments_but_not_the_catalog_or_the_lock(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    segments = source / "model" / "segments" / "ab"
+    segments.mkdir(parents=True)
+    (segments / "ab1.kv").write_bytes(b"kv" * 100)
+    (source / "model" / "catalog.sqlite").write_bytes(b"rows")
+    (source / "model" / "lock").touch()
+
+    link_store(source, target)
+
+    copy = target / "model"
+    assert (copy / "segments/ab/ab1.kv").samefile(segments / "ab1.kv")
+    assert (copy / "catalog.sqlite").read_bytes() == b"rows"
+    assert not (copy / "catalog.sqlite").samefile(source / "model" / "catalog.sqlite")
+    assert not (copy / "lock").exists()
+    assert segment_sizes(target) == [200]
