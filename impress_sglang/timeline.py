@@ -2,23 +2,18 @@
 
 A `RequestTimeline` collects what its request's thread does, and what others do for it meanwhile;
 `NO_TIMELINE` stands in for it where nobody asked, and costs next to nothing. A `TimelineWriter`
-keeps each as a file in Chrome's trace event format, for https://ui.perfetto.dev or
-chrome://tracing; `python -m impress_sglang.timeline FILE` prints it as a table.
+keeps each as a file in Chrome's trace event format, for https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
 import logging
-import math
 import os
 import re
-import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
@@ -321,110 +316,3 @@ class TimelineWriter:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 logger.warning("The old timeline %s was not removed: %s", path, error)
-
-
-class _NotATimeline(Exception):
-    """A file is not a trace of `RequestTimeline`; says why."""
-
-
-class _Trace(NamedTuple):
-    """A timeline as read from its file: the request's own track and duration, in nanoseconds."""
-
-    rid: str
-    whole: int
-    events: list[_Event]
-
-
-def _read(path: Path) -> _Trace:
-    try:
-        trace = json.loads(path.read_bytes())
-    except OSError as error:
-        raise _NotATimeline(error.strerror or str(error)) from error
-    except (ValueError, RecursionError) as error:
-        raise _NotATimeline(f"not JSON ({error})") from error
-    try:
-        rid = trace["otherData"]["rid"]
-        whole = _nanoseconds(trace["otherData"]["duration_us"])
-        own = [
-            event
-            for event in trace["traceEvents"]
-            if event["ph"] == "X" and event["tid"] == _REQUEST_TID
-        ]
-        events = [_parse(event) for event in own]
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise _NotATimeline("not a timeline of this program") from error
-    return _Trace(str(rid), whole, events)
-
-
-def _parse(event: dict[str, Any]) -> _Event:
-    name, layer = event["name"], event["args"].get("layer")
-    if not name.isprintable():
-        raise ValueError(f"{name!a} is no stage")
-    start = _nanoseconds(event["ts"])
-    stop = start + _nanoseconds(event["dur"])
-    return _Event(start, stop, name, None if layer is None else int(layer))
-
-
-def _nanoseconds(microseconds: float) -> int:
-    if not math.isfinite(microseconds) or microseconds < 0:
-        raise ValueError(f"{microseconds} is no time")
-    return round(microseconds * 1e3)
-
-
-def _stage_rows(trace: _Trace) -> list[list[str]]:
-    whole = trace.whole / 1e6
-    rows = [["stage", "ms", "share"]]
-    for name, ms in (*_totals(trace.events, trace.whole).items(), ("whole", whole)):
-        rows.append([name, f"{ms:.3f}", f"{ms / whole if whole else 0.0:.1%}"])
-    return rows
-
-
-def _layer_rows(trace: _Trace) -> list[list[str]]:
-    """Milliseconds per layer and stage; what belongs to no layer is left out."""
-    spent = _exclusive(trace.events, trace.whole)
-    names = dict.fromkeys(itertools.chain(STAGES, (name for name, _ in spent)))
-    rows = [["layer", *names]]
-    for layer in sorted({layer for _, layer in spent if layer is not None}):
-        rows.append([str(layer), *(f"{spent.get((name, layer), 0) / 1e6:.3f}" for name in names)])
-    return rows
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their widest cell, the first to the left and others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        )
-        for row in rows
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print each file as a table; 2 if one was not a timeline."""
-    parser = argparse.ArgumentParser(
-        prog="python -m impress_sglang.timeline",
-        description="Print where the time of requests went, from the files of their timelines.",
-    )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--layers", action="store_true", help="also a row per layer, in ms")
-    options = parser.parse_args(argv)
-    status = 0
-    for path in options.files:
-        try:
-            trace = _read(path)
-        except _NotATimeline as error:
-            print(f"{path}: {error}", file=sys.stderr)
-            status = 2
-            continue
-        # A client chose the rid: quoted, it cannot drive the terminal.
-        print(f"{path}: request {json.dumps(trace.rid)}")
-        print(_table(_stage_rows(trace)), end="\n\n")
-        if options.layers:
-            print(_table(_layer_rows(trace)), end="\n\n")
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from impress_sglang.loops.planning import (
     add_cached_blocks,
     chunk_hits,
@@ -20,16 +18,10 @@ from impress_sglang.loops.planning import (
     weigh_codes,
 )
 
-if importlib.util.find_spec("numba") is not None:
-    from impress_sglang.loops.xxh3 import first_bad_block
-else:
-    from impress_sglang.loops.digests import first_bad_block
-
 __all__ = [
     "add_cached_blocks",
     "chunk_hits",
     "find_candidates",
-    "first_bad_block",
     "likely_flags",
     "locate_rows",
     "missing_blocks",

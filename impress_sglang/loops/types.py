@@ -7,9 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# Words of a block of a segment file, which has a checksum of its own.
-BLOCK_WORDS = 512
-
 Flags = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Float32s = npt.NDArray[np.float32]

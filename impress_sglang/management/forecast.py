@@ -132,7 +132,7 @@ class ReadForecast:
         certain = self._meter.mean_planes / NUM_PLANES
         for span in spans:
             version = self._versions.of(span.segment)
-            base, _ = self._versions.codes(version)
+            base = self._versions.codes(version)
             layout = version.layout.codes
             assert layout is not None
             chunks = chunks_of(layout)

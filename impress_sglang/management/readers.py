@@ -109,8 +109,8 @@ class SegmentReaders:
         self._memory.codes.placement.advance()
         opened = []
         for span, segment in zip(spans, segments, strict=True):
-            codes = self._versions.codes(self._versions[segment.segment_id])
-            opened.append(CodedSpan(segment, span.start, span.stop, *codes))
+            base = self._versions.codes(self._versions[segment.segment_id])
+            opened.append(CodedSpan(segment, span.start, span.stop, base))
         return CodedSource(
             opened,
             self._reader,

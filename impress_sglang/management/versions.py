@@ -20,7 +20,7 @@ from impress_sglang.storage.reader import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import Floats
 from impress_sglang.transfer.coded import cached_pages, chunks_of
-from impress_sglang.transfer.expectation import BlockHistory, UnitHistory, first_shares
+from impress_sglang.transfer.expectation import BlockHistory, first_shares
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,7 +34,7 @@ class Version:
     layout: SegmentLayout
     reordered: bool
     streams: tuple[int, BlockHistory] | None = None
-    codes: tuple[int, UnitHistory] | None = None
+    codes: int | None = None
     segment: OpenSegment | None = None
     readers: int = 0
     retired: bool = False
@@ -92,14 +92,12 @@ class SegmentVersions:
             version.streams = base, BlockHistory(layout, shares)
         return version.streams
 
-    def codes(self, version: Version) -> tuple[int, UnitHistory]:
-        """The first id of its chunks in codes, and what is known of their units."""
+    def codes(self, version: Version) -> int:
+        """The first id of its chunks in codes."""
         if version.codes is None:
             layout = version.layout.codes
             assert layout is not None, "the store has no codes"
-            pages = cached_pages(layout, self._shape.num_layers)
-            units = UnitHistory(self._shape.num_layers, layout.total_units)
-            version.codes = self._codes.attach(pages), units
+            version.codes = self._codes.attach(cached_pages(layout, self._shape.num_layers))
         return version.codes
 
     def history(self, stored: StoredSegment) -> TokenHistory:
@@ -181,6 +179,6 @@ class SegmentVersions:
         if version.codes is not None:
             assert version.layout.codes is not None
             count = self._shape.num_layers * len(chunks_of(version.layout.codes).count)
-            self._codes.detach(version.codes[0], count)
+            self._codes.detach(version.codes, count)
         if version.streams is not None:
             self._cache.detach(version.streams[0], version.layout.total_chunks)

@@ -29,7 +29,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from impress_sglang import loops
 from impress_sglang.errors import ChunkUnreadable, PrefixUnreadable, StoreUnavailable
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import BlockEngine
@@ -40,6 +39,7 @@ from impress_sglang.storage.segment import (
     Checksums,
     MappingLists,
     SegmentInfo,
+    block_checksums,
     read_header,
     reading,
 )
@@ -96,9 +96,10 @@ class OpenSegment:
             ChunkUnreadable: one of them fails its checksum.
         """
         first = (offset - self.layout.header_bytes) // BLOCK_BYTES
-        bad = loops.first_bad_block(memory.words, blocks, self.checksums, first)
-        if bad >= 0:
-            at = offset + int(blocks[bad]) * BLOCK_BYTES
+        found = block_checksums(memory.view, blocks.tolist())
+        bad = np.flatnonzero(found != self.checksums[first + blocks])
+        if len(bad):
+            at = offset + int(blocks[bad[0]]) * BLOCK_BYTES
             raise ChunkUnreadable(self.segment_id, f"the block at {at} fails its checksum")
 
     def close(self) -> None:

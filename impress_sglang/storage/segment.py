@@ -15,7 +15,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +156,10 @@ def checksum(data: memoryview | bytes) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def block_checksums(data: memoryview) -> list[int]:
-    """Checksums of the blocks of `data`, whose length is a multiple of `BLOCK_BYTES`."""
-    digest = xxhash.xxh3_64_intdigest
-    return [digest(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
+def block_checksums(data: memoryview, blocks: Iterable[int]) -> Checksums:
+    """Checksums of some blocks of `data`, which are counted from its start."""
+    digest, size = xxhash.xxh3_64_intdigest, BLOCK_BYTES
+    return np.array([digest(data[at * size : (at + 1) * size]) for at in blocks], np.uint64)
 
 
 def encode_header(header: SegmentHeader) -> bytes:

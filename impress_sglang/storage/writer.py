@@ -112,7 +112,7 @@ def _write_contents(
         own_mapping = None if mapping is None else mapping[layer]
         body = memory[: layout.layer_bytes]
         encode_layer(layout, keys, values, own_mapping, body)
-        checksums[layer * blocks : (layer + 1) * blocks] = block_checksums(body)
+        checksums[layer * blocks : (layer + 1) * blocks] = block_checksums(body, range(blocks))
         files.write(descriptor, layout.layer_offset(layer), body)
     header = memory[: layout.header_bytes]
     header[:] = encode_header(SegmentHeader(info, checksums, floors, mapping))

@@ -40,33 +40,25 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last_read: torch.cuda.Event | None = None
-        self._is_current = False
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """What is launched in the block waits for earlier copies, and for nothing else."""
-        if self._stream is None or self._is_current:
-            yield
-            return
-        self._is_current = True
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            self._is_current = False
 
     @contextmanager
     def after_reading(self) -> Iterator[None]:
-        """What is launched in the block comes after all reads of cached chunks, too."""
-        with self.beside():
+        """What is launched in the block comes after earlier copies, and all reads of cached chunks.
+
+        Nothing else is waited for.
+        """
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
             # Whoever calls: reads are on the stream of the model, which may not be the current one.
-            if self._stream is not None and self._last_read is not None:
+            if self._last_read is not None:
                 self._stream.wait_event(self._last_read)
             yield
 
     def note_reading(self) -> None:
         """What was launched on the current stream by now reads cached chunks."""
-        if self._stream is not None and not self._is_current:
+        if self._stream is not None:
             current = torch.cuda.current_stream(self._stream.device)
             self._last_read = current.record_event()
 
@@ -74,11 +66,6 @@ class CopyStream:
         """What is launched on the current stream from now on comes after all copies."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-    def lend(self, tensor: torch.Tensor) -> None:
-        """A tensor that was made beside is used on the current stream until it is let go."""
-        if self._stream is not None:
-            tensor.record_stream(torch.cuda.current_stream(self._stream.device))
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

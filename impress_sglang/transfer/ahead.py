@@ -44,14 +44,6 @@ class AheadSource(Protocol):
         """Begin to read what the layer `next_ahead` will probably want."""
         ...
 
-    def refine(self, waste: float) -> None:
-        """Begin to read what the next layer will want besides, by what the last ones chose."""
-        ...
-
-    def copy_ahead(self) -> None:
-        """Bring what the next layer is certain to want to the device, if it is in memory."""
-        ...
-
 
 @dataclasses.dataclass(slots=True)
 class _Waiting:
@@ -112,14 +104,10 @@ class ReadAhead:
         self._wanted_bytes += stats.ssd_bytes - stats.ahead_bytes + stats.ahead_used_bytes
 
     def top_up(self) -> None:
-        """Begin to read the next layers, while there is room, and to copy what is there."""
-        for own in self._live:
-            own.copy_ahead()
+        """Begin to read the next layers, while there is room."""
         if not self.enabled:
             return
         waste = self._waste if self._may_waste() else 0.0
-        for own in self._live:
-            own.refine(waste)
         while (source := self._next_live()) is not None:
             if not self._has_room(source):
                 return

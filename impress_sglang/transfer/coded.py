@@ -1,8 +1,7 @@
 """A stored prefix in codes: its base, and planes unit by unit, from caches and SSD.
 
 Stage: load. Bytes come as they stand on disk; `transfer.precise` says which, and puts them into
-slots. A base is always wanted whole, so it is read ahead; of planes those that most requests
-wanted are, too.
+slots. A base is always wanted whole, so it is read ahead; of planes only the request says.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
 from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory, Tenant
-from impress_sglang.transfer.expectation import UnitHistory, likely_blocks
 from impress_sglang.transfer.frames import FrameTaker, make_taker
 from impress_sglang.transfer.planner import ReadStats
 from impress_sglang.transfer.source_areas import SourceAreas
@@ -96,7 +94,6 @@ class CodedSpan:
     start: int
     stop: int
     base: int
-    history: UnitHistory
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -207,8 +204,6 @@ class CodedSource:
         """
         assert spans
         self._in_slots = tuple(in_slots or [False] * len(spans))
-        self.levels: Sequence[npt.NDArray[np.uint8]] | None = None
-        """Of each span how many planes of its units are in slots, [L, G, units]; None: unknown."""
         self.spans = tuple(spans)
         self.segment_ids = [span.segment.segment_id for span in spans]
         self.num_tokens = sum(map(len, spans))
@@ -275,7 +270,6 @@ class CodedSource:
         span = self.spans[number]
         chunks = span.unit_chunks(raised.numpy())
         (found,) = self._read(layer, [(number, chunks)], SSD_READ, last=True)
-        span.history.note(layer, chunks - span.layout.num_pages)
         self.stats.selected_chunks += len(chunks)
         return found.view(-1, span.layout.unit_stride)
 
@@ -290,41 +284,15 @@ class CodedSource:
         ]
 
     def read_ahead(self, waste: float) -> None:
-        """Begin to read what the layer `next_ahead` wants, and what of planes is likely.
-
-        `waste` bounds what is expected to be read in vain, as a share of what is wanted.
-        """
+        """Begin to read what the layer `next_ahead` wants for certain, whatever the `waste`."""
         layer = self.next_ahead
         self.next_ahead += 1
         for number, span in enumerate(self.spans):
-            missing = self._missing(layer, span)
-            base = missing & span.certain_blocks(layer) & (not self._in_slots[number])
-            planes = missing & ~base
-            planes[: -span.layout.total_units] = False
-            planes[-span.layout.total_units :] &= self._open_units(layer, number)
-            planes[-span.layout.total_units :] = likely_blocks(
-                span.history.codes[layer], planes[-span.layout.total_units :], waste
-            )
-            # Apart, because the base is asked for first.
-            for blocks in (base, planes):
-                if blocks.any():
-                    self._area(layer, number).read_ahead(blocks, self._reader)
-
-    def _open_units(self, layer: int, number: int) -> Flags:
-        """Units of a segment's layer that the span may still want, in their order."""
-        span = self.spans[number]
-        layout, own = span.layout, slice(span.units[0], span.units[-1] + 1)
-        opened: Flags = np.zeros((NUM_PLANES, layout.num_heads, layout.num_units), np.bool_)
-        opened[:, :, own] = True
-        if self.levels is not None:
-            opened[:, :, own] = np.arange(NUM_PLANES)[:, None, None] >= self.levels[number][layer]
-        return opened.reshape(-1)
-
-    def refine(self, waste: float) -> None:
-        """Nothing: what layers above want of planes says little that history does not."""
-
-    def copy_ahead(self) -> None:
-        """Nothing: a base is restored as it is copied."""
+            if self._in_slots[number]:
+                continue
+            base = self._missing(layer, span) & span.certain_blocks(layer)
+            if base.any():
+                self._area(layer, number).read_ahead(base, self._reader)
 
     @property
     def is_reading(self) -> bool:

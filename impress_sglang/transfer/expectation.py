@@ -100,10 +100,6 @@ class BlockHistory:
         """Memory of the chances."""
         return self._codes.nbytes
 
-    def requests(self, layer: int) -> int:
-        """How many requests have told what they want of a layer."""
-        return int(self._requests[layer].min())
-
     @property
     def codes(self) -> Codes:
         """All chances, in steps of 1/255; not to be changed."""
@@ -115,41 +111,6 @@ class BlockHistory:
         requests[int(values)] += 1
         kept, raised = _MOVED[min(int(requests[int(values)]), len(_MOVED)) - 1]
         loops.move_codes(self._codes[layer, blocks], wanted, kept, raised)
-
-
-class UnitHistory:
-    """Chance of every unit of planes of a segment to be wanted, uint8 [L, units of a layer]."""
-
-    def __init__(self, num_layers: int, num_units: int) -> None:
-        self._codes: Codes = np.zeros((num_layers, num_units), np.uint8)
-        self._requests = np.zeros(num_layers, np.int64)
-
-    @property
-    def codes(self) -> Codes:
-        """All chances, in steps of 1/255; not to be changed."""
-        return self._codes
-
-    def note(self, layer: int, units: npt.NDArray[np.int64]) -> None:
-        """A request wanted these units of a layer."""
-        self._requests[layer] += 1
-        kept, raised = _MOVED[min(int(self._requests[layer]), len(_MOVED)) - 1]
-        wanted = np.zeros(self._codes.shape[1], np.bool_)
-        wanted[units] = True
-        loops.move_codes(self._codes[layer], wanted, kept, raised)
-
-
-def chances_after(chances: Codes, requests: int, seen: npt.NDArray[np.float64]) -> Codes:
-    """Chances with what the layers above say, which counts like one request among the earlier ones.
-
-    Args:
-        chances: uint8 [blocks], in steps of 1/255, of so many `requests`.
-        requests: 0 or more; a first guess counts like one.
-        seen: float64 [blocks], the chance by the layers above.
-    """
-    before = max(requests, 1)
-    mixed = (before * chances.astype(np.float64) + STEPS * seen) / (before + 1)
-    codes: Codes = np.rint(mixed).astype(np.uint8)
-    return codes
 
 
 def likely_blocks(chances: Codes, candidates: Flags, waste: float) -> Flags:

@@ -215,11 +215,12 @@ class KernelGatherer:
         self._note_reading([memory for _, memory in reads])
 
     def gather_chunks(self, part: GroupPart, memory: PooledMemory | None) -> Tensor:
-        """See `RowGatherer`; nothing is waited for, and the current stream need not be joined."""
+        """See `RowGatherer`; nothing is waited for."""
         page, group = self._cache.page, part.group
         width = group.heads * group.head_dim
         size = (len(part.chunks) * group.chunk_rows, width)
         rows = torch.empty(size, dtype=page.dtype, device=self._device)
+        self._cache.copy_stream.join()
         if group.chunk_rows == page.page_vectors:
             addresses = self._page_addresses(part, memory)
             self._copier.copy([(rows.view(-1, page.elements), None, addresses)])

@@ -298,34 +298,6 @@ def plan_rows(span: SourceSpan, layer: int, tokens: Indices, first: int, *, alon
     )
 
 
-def chances_by_tokens(
-    span: SourceSpan, layer: int, chances: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    """Chance of each block of a layer to be wanted, if each token of a span is, independently.
-
-    Args:
-        span: whose tokens these are.
-        layer: from 0.
-        chances: float64 [tokens], of any lane to want the token.
-
-    Returns:
-        float64 [blocks of the layer], 0 for blocks of the probe stream.
-    """
-    geometry = span.geometry
-    unwanted = np.log1p(-np.minimum(chances, 0.999))
-    result = np.zeros(geometry.num_blocks)
-    for group in (geometry.keys, geometry.values):
-        if group is None:
-            continue
-        tokens = np.tile(np.arange(len(span)), (group.lanes, 1))
-        plan = plan_rows(span, layer, tokens, 0, alone=True)
-        blocks = divided(group.row_offsets(plan.lanes, plan.rows), BLOCK_BYTES)
-        weights = np.repeat(unwanted, group.lanes)
-        sums = np.bincount(blocks, weights, minlength=len(group.chunk_of_block))
-        result[group.blocks] = -np.expm1(sums)
-    return result
-
-
 def divided(values: npt.NDArray[_I], divisor: int) -> npt.NDArray[_I]:
     """`values` // `divisor`, of which a shift is several times faster."""
     if divisor & (divisor - 1):

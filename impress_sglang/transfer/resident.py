@@ -39,7 +39,6 @@ class PartLoad:
     def __post_init__(self) -> None:
         for number, part in enumerate(self.parts):
             part.load = self, number
-        self.source.levels = [part.levels for part in self.parts]
 
     def loads(self, part: ResidentPart) -> bool:
         """Whether a part, which it once had, is still to be loaded by it."""

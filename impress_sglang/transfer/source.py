@@ -7,7 +7,6 @@ of a prefix whose chunks were unreadable.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import time
@@ -18,27 +17,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.loops.types import Flags, Indices
+from impress_sglang.loops.types import Flags
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
 from impress_sglang.storage.reader import ChunkReader, OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
 from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory, Tenant
-from impress_sglang.transfer.expectation import chances_after, likely_blocks
+from impress_sglang.transfer.expectation import likely_blocks
 from impress_sglang.transfer.gather import RowGatherer, make_gatherer
-from impress_sglang.transfer.plan import SourceSpan, chances_by_tokens
+from impress_sglang.transfer.plan import SourceSpan
 from impress_sglang.transfer.planner import PlannedRead, PrefixPlanner, ReadStats, SpanRead
 from impress_sglang.transfer.slots import Slots
 from impress_sglang.transfer.source_areas import SourceAreas
 
 _T = TypeVar("_T")
-
-# Layers whose choice says something of the next one; more add next to nothing.
-LAYERS_ABOVE = 2
-# From so many requests on their wishes say more than the layers above.
-WELL_KNOWN_REQUESTS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,18 +155,11 @@ class SegmentSource:
         self._pool = pool
         self._cache = cache
         self._gatherer = make_gatherer(cache) if gatherer is None else gatherer
-        # Copies run beside computing.
-        self._on_accelerator = cache.device.type == "cuda"
         self._demand = demand
         self._areas = SourceAreas(reader)
         # By span; found once for all layers, which is faster and at worst out of date.
         self._expected: list[list[Flags]] | None = None
         self._expected_from = 0
-        # What the last layers have chosen, and the last layer that was read ahead by that.
-        self._above: collections.deque[Indices] = collections.deque(maxlen=LAYERS_ABOVE)
-        self._refined = 0
-        # The probe stream of a layer that was not asked for yet.
-        self._copied: tuple[int, Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -207,75 +193,9 @@ class SegmentSource:
                 if own.any():
                     self._area(layer, number).read_ahead(own, self._reader)
 
-    def refine(self, waste: float) -> None:
-        """Read ahead what the layers above make likely for the next one, of a little known prefix.
-
-        Neighbouring layers choose similar tokens (ContiguousKV, https://arxiv.org/abs/2601.13631).
-        Where a few requests have told what a block is wanted for, that says more
-        (`bench.prediction` of commit 40eaa44), and this does nothing.
-        """
-        layer = self.layer + 1
-        if self._demand.whole or not self._above or not self._refined < layer < self.next_ahead:
-            return
-        self._refined = layer
-        chosen = np.concatenate([own.reshape(-1) for own in self._above])
-        shares = np.bincount(chosen, minlength=self.num_tokens) / (
-            len(self._above) * self._shape.num_lanes
-        )
-        first = 0
-        for number, span in enumerate(self._spans):
-            own = shares[first : first + len(span)]
-            first += len(span)
-            if (requests := span.blocks.requests(layer)) >= WELL_KNOWN_REQUESTS:
-                continue
-            missing = self._planner.missing(layer, span, probe=False, layers=1)[0]
-            seen = chances_by_tokens(span, layer, own)
-            chances = chances_after(span.blocks.codes[layer], requests, seen)
-            likely = likely_blocks(chances, missing, waste)
-            room = self._areas.find(layer, number) or self._pool.has_room(self.layer_bytes)
-            if likely.any() and room:
-                self._area(layer, number).read_ahead(likely, self._reader)
-
-    def copy_ahead(self) -> None:
-        """Bring the next layer's probe stream to the device beside computing, if it is in memory.
-
-        What identification needs is then there when it begins.
-        """
-        layer = self.layer + 1
-        if (
-            not (self._on_accelerator and self._demand.probe)
-            or self._copied is not None
-            or layer == self.num_layers
-            or not self._has_probe(layer)
-        ):
-            return
-        try:
-            with self._cache.copy_stream.beside():
-                self._copied = layer, self._take_probe(layer)
-        except PrefixUnreadable:
-            # The layer that needs it asks again, and says so.
-            self._copied = None
-
     def read_probe(self, layer: int) -> Tensor:
         """See `PrefixSource.read_probe`."""
         self._begin(layer)
-        self._cache.copy_stream.join()
-        copied, self._copied = self._copied, None
-        if copied is None or copied[0] != layer:
-            return self._take_probe(layer)
-        self._cache.copy_stream.lend(copied[1])
-        return copied[1]
-
-    def _has_probe(self, layer: int) -> bool:
-        """Whether the probe stream of a layer is in caches and areas."""
-        for number, span in enumerate(self._spans):
-            missing = self._planner.missing(layer, span, probe=True, layers=1)[0]
-            area = self._areas.find(layer, number)
-            if missing.any() and (area is None or not area.has(missing)):
-                return False
-        return True
-
-    def _take_probe(self, layer: int) -> Tensor:
         with self.timeline.span(PLAN, layer):
             plan = self._planner.plan_probe(layer)
 
@@ -316,7 +236,6 @@ class SegmentSource:
         """See `PrefixSource.note_selection`; counts hits and updates the moving averages."""
         with self.timeline.span(PLAN, layer):
             self._planner.note_selection(layer, selected.numpy(), importance)
-            self._above.append(selected.numpy())
 
     def note_whole(self, layer: int) -> None:
         """See `PrefixSource.note_whole`; counts hits and updates the moving averages."""
@@ -330,7 +249,6 @@ class SegmentSource:
 
     def close(self) -> None:
         """Begin no more reads; nothing reads from the segments when `is_reading` is over."""
-        self._copied = None
         self._areas.close(self.stats, self.timeline)
 
     def expect(self, layer: int, span: SourceSpan, waste: float) -> list[Flags]:

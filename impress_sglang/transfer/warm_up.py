@@ -42,7 +42,7 @@ from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.area import AreaPool
 from impress_sglang.transfer.coded import CodedSource, CodedSpan, cached_pages, most_pages
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
-from impress_sglang.transfer.expectation import BlockHistory, UnitHistory
+from impress_sglang.transfer.expectation import BlockHistory
 from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.plan import SourceSpan
@@ -240,8 +240,7 @@ def _load_codes(shape: KVShape, chunk_tokens: int, device: torch.device) -> None
         cache = _cache(CODE_PAGE, most_pages(layout), device, at_end)
         reader, pool = _reading(cache, at_end)
         base = cache.attach(cached_pages(layout, shape.num_layers))
-        history = UnitHistory(shape.num_layers, layout.total_units)
-        span = CodedSpan(segment, 0, SEGMENT_TOKENS, base, history)
+        span = CodedSpan(segment, 0, SEGMENT_TOKENS, base)
         source = CodedSource([span], reader, pool, cache)
         at_end.callback(source.close)
         slots = _slots(shape, SEGMENT_TOKENS, device, in_slots=True)

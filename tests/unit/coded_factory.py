@@ -18,7 +18,6 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
 from impress_sglang.transfer.area import AreaPool
 from impress_sglang.transfer.coded import CodedSource, CodedSpan, cached_pages, most_pages
-from impress_sglang.transfer.expectation import UnitHistory
 from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
 from impress_sglang.transfer.slots import LayerSlots
@@ -78,8 +77,7 @@ class CodedCase:
                     host_bytes=host_pages * BLOCK,
                 )
             base = self.cache.attach(cached_pages(layout, shape.num_layers))
-            history = UnitHistory(shape.num_layers, layout.total_units)
-            self.spans.append(CodedSpan(segment, part.start, stop, base, history))
+            self.spans.append(CodedSpan(segment, part.start, stop, base))
             keys.append(own[0][:, part.start : stop])
             values.append(own[1][:, part.start : stop])
             for layer in range(shape.num_layers):

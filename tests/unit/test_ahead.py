@@ -29,12 +29,7 @@ class FakeSource:
     next_ahead: int = 0
     stats: ReadStats = dataclasses.field(default_factory=ReadStats)
     wastes: list[float] = dataclasses.field(default_factory=list)
-    refined: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    copied: list[int] = dataclasses.field(default_factory=list)
     memory: dict[int, PooledMemory] = dataclasses.field(default_factory=dict)
-
-    def copy_ahead(self) -> None:
-        self.copied.append(self.layer + 1)
 
     def read_ahead(self, waste: float) -> None:
         assert self.next_ahead < self.num_layers
@@ -44,9 +39,6 @@ class FakeSource:
         assert memory is not None
         self.memory[self.next_ahead] = memory
         self.next_ahead += 1
-
-    def refine(self, waste: float) -> None:
-        self.refined.append((self.layer, waste))
 
     def ask_for(self, layer: int) -> None:
         """As `SegmentSource` when a layer is read: memory of earlier ones is given back."""
@@ -279,46 +271,12 @@ def test_a_source_that_never_joined_may_leave() -> None:
 
 def test_without_waste_nothing_is_ever_read_ahead() -> None:
     bench = Bench(room=100, waste=0.0)
-    source = bench.source()
-
-    bench.ahead.join(source)
+    bench.ahead.join(bench.source())
     bench.ahead.wait(bench.source("b"), 100 * MIB)
     bench.ahead.top_up()
 
-    assert not bench.ahead.enabled and bench.log == [] and source.refined == []
+    assert not bench.ahead.enabled and bench.log == []
     assert Bench(1, waste=1e-9).ahead.enabled
-
-
-@pytest.mark.parametrize("waste", [0.0, WASTE])
-def test_those_under_way_may_copy_at_each_turn(waste: float) -> None:
-    """Also what caches hold, where nothing is read ahead."""
-    bench = Bench(room=100, waste=waste)
-    source, waiting = bench.source("a"), bench.source("b")
-    bench.ahead.wait(waiting, 0)
-    bench.ahead.join(source)
-    source.ask_for(0)
-    bench.ahead.top_up()
-    assert source.copied == [0, 1] and waiting.copied == []
-    bench.leave(source)
-    bench.ahead.top_up()
-    assert source.copied == [0, 1]
-
-
-def test_those_under_way_are_told_to_look_again_at_each_turn() -> None:
-    bench = Bench(room=0)
-    live, waiting = bench.source("a"), bench.source("b")
-    bench.ahead.join(live)
-    bench.ahead.wait(waiting, 0.0)
-    for layer in (0, 1):
-        live.ask_for(layer)
-        bench.ahead.top_up()
-
-    assert live.refined[-2:] == [(0, WASTE), (1, WASTE)]
-    assert waiting.refined == [], "it has chosen nothing yet"
-    bench.leave(live)
-    turns = len(live.refined)
-    bench.ahead.top_up()
-    assert len(live.refined) == turns
 
 
 def gone(bench: Bench, ahead: float, used: float, demanded: float = 0.0) -> None:
@@ -363,7 +321,6 @@ def test_the_bound_holds_for_all_kinds_of_sources() -> None:
     bench.ahead.wait(waiting, 100 * MIB)
 
     assert live.wastes == waiting.wastes == [0.0] * 6, "certain ones are still asked for"
-    assert {waste for _, waste in live.refined} == {0.0}
 
 
 STEPS = st.tuples(

@@ -19,7 +19,6 @@ from impress_sglang.transfer.expectation import (
     ORDERED_SHARES,
     STEPS,
     BlockHistory,
-    chances_after,
     first_shares,
     likely_blocks,
 )
@@ -212,7 +211,6 @@ def test_keys_and_values_and_layers_are_counted_apart() -> None:
     history.codes[1, KEY_BLOCKS] = before[1, KEY_BLOCKS]
     history.codes[1, VALUE_BLOCKS] = before[1, VALUE_BLOCKS]
     assert np.array_equal(history.codes, before), "nothing else has changed"
-    assert [history.requests(layer) for layer in (0, 1)] == [0, 2], "of both"
 
 
 CODES = arrays.arrays(np.uint8, st.integers(0, 60))
@@ -279,15 +277,3 @@ def test_the_bound_is_kept_over_all_layers_together() -> None:
 
     assert not likely_blocks(codes[1], candidates[1], 0.5).any()
     assert likely_blocks(codes, candidates, 0.5).all()
-
-
-@pytest.mark.parametrize(("requests", "weight"), [(0, 1 / 2), (1, 1 / 2), (2, 1 / 3), (9, 1 / 10)])
-def test_layers_above_count_like_one_request(requests: int, weight: float) -> None:
-    chances = np.array([0, 51, 255, 102], np.uint8)
-    seen = np.array([1.0, 0.0, 0.5, 0.4])
-
-    found = chances_after(chances, requests, seen)
-
-    expected = (1 - weight) * chances / STEPS + weight * seen
-    np.testing.assert_allclose(found / STEPS, expected, atol=0.51 / STEPS)
-    assert found.dtype == np.uint8

@@ -9,13 +9,10 @@ import sys
 from typing import Any
 
 import numpy as np
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impress_sglang import loops
-from impress_sglang.loops import digests, xxh3
-from impress_sglang.loops.types import BLOCK_WORDS
 from tests.unit import vectorised_loops
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -24,8 +21,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 def both(name: str, *arguments: Any) -> Any:
     """What a loop returns; both modules return it and leave the same in their arguments."""
     outcomes = []
-    reference = digests if name == "first_bad_block" else vectorised_loops
-    for loop in (getattr(loops, name), getattr(reference, name)):
+    for loop in (getattr(loops, name), getattr(vectorised_loops, name)):
         own = copy.deepcopy(arguments)
         outcomes.append((loop(*own), own))
     (found, changed), (expected, expected_changed) = outcomes
@@ -47,7 +43,6 @@ def check_same(found: Any, expected: Any) -> None:
 
 
 def test_the_compiled_loops_are_used_where_numba_is_installed() -> None:
-    assert loops.first_bad_block is xxh3.first_bad_block
     assert all(hasattr(getattr(loops, name), "nopython_signatures") for name in loops.__all__)
 
 
@@ -183,25 +178,6 @@ def test_loops_over_blocks(seed: int) -> None:
     assert (both("likely_flags", codes, missing, 26) <= missing).all()
     kept, raised = rng.integers(0, 256, (2, 256)).astype(np.uint8)
     both("move_codes", codes, missing, kept, raised)
-
-
-@given(SEEDS)
-def test_first_bad_block(seed: int) -> None:
-    """The reference asks the library."""
-    rng = np.random.default_rng(seed)
-    count, first = rng.integers(1, 6, 2).tolist()
-    words = rng.integers(0, 2**64, count * BLOCK_WORDS, np.uint64, endpoint=False)
-    # Ones and zeros are carried differently from random bits.
-    words[rng.integers(0, len(words), 99)] = rng.choice(np.array([0, 2**64 - 1], np.uint64), 99)
-    digests = [xxhash.xxh3_64_intdigest(own.tobytes()) for own in np.split(words, count)]
-    checksums = np.array([7] * first + digests, np.uint64)
-    blocks = np.flatnonzero(rng.integers(0, 2, count))
-    assert both("first_bad_block", words, blocks, checksums, first) == -1
-    place = int(rng.integers(len(words)))
-    words[place] ^= np.uint64(1) << rng.integers(0, 64, dtype=np.uint64)
-    found = both("first_bad_block", words, blocks, checksums, first)
-    hit = np.flatnonzero(blocks == place // BLOCK_WORDS).tolist()
-    assert found == (hit[0] if hit else -1)
 
 
 @given(SEEDS)

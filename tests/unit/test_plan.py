@@ -16,7 +16,6 @@ from impress_sglang.transfer.plan import (
     LayerGeometry,
     SourceSpan,
     StreamGroup,
-    chances_by_tokens,
     geometry_of,
     plan_rows,
     runs_of,
@@ -28,7 +27,6 @@ from tests.unit.kv_factory import (
     chunk_disk_bytes,
     heads_of,
     holds_values,
-    kv_of,
     lane_of,
     lanes_of,
     make_cache,
@@ -364,37 +362,6 @@ def test_blocks_of_a_span_are_those_that_hold_its_rows(
             for count in range(1, layers + 1):
                 some = planner.missing(first, span, probe=probe, layers=count)
                 assert some.tolist() == found[:count]
-    span.segment.close()
-
-
-@given(data=st.data())
-@pytest.mark.parametrize("name", SPAN_SHAPES)
-def test_a_block_is_wanted_if_any_of_its_tokens_is(
-    tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
-) -> None:
-    """Chances of tokens in any order of the rows; each row counts where it begins."""
-    shape = SPAN_SHAPES[name]
-    layout = SegmentLayout(shape, 8 * data.draw(st.integers(1, 2)), 45, BLOCK)
-    seed = data.draw(st.sampled_from([None, 1]))
-    span, mapping = span_of(tmp_path_factory.mktemp("plan"), layout, seed, 5, 40)
-    kinds = st.sampled_from([0.0, 0.0, 0.01, 0.5, 0.9])
-    chances = np.array([data.draw(kinds) for _ in range(35)])
-    layer = data.draw(st.integers(0, 1))
-    unwanted = np.ones(span.geometry.num_blocks)
-    starts = stream_starts(layout)
-    for stream in kv_of(shape):
-        size, sizes = row_size(shape, stream), chunks_of(layout, stream)
-        for token in range(5, 40) if size else ():
-            lane = lane_of(shape, stream)
-            row = token if mapping is None else int(mapping[layer, lane][token])
-            chunk, place = divmod(row, layout.chunk_tokens)
-            byte = starts[stream][0] + sum(sizes[:chunk]) + place * size
-            unwanted[byte // BLOCK] *= 1.0 - chances[token - 5]
-
-    found = chances_by_tokens(span, layer, chances)
-
-    np.testing.assert_allclose(found, 1.0 - unwanted, rtol=0, atol=1e-9)
-    assert (chances_by_tokens(span, layer, np.ones(35)) <= 1.0).all()
     span.segment.close()
 
 

@@ -31,7 +31,6 @@ from tests.unit.source_factory import (
     open_case,
     random_tokens,
     reading,
-    same_tokens,
     stepping,
 )
 from tests.unit.waiting import wait_until
@@ -101,7 +100,7 @@ def run_requests(data: st.DataObject, case: Case) -> list[SegmentSource]:
     """Requests that take turns, read ahead at any time, and skip layers; rows are checked."""
     done, live = [], []
     for _ in range(data.draw(st.integers(2, 14))):
-        steps = ["open", "ahead", "ahead", "refine", "read", "read", "close"]
+        steps = ["open", "ahead", "ahead", "read", "read", "close"]
         step = data.draw(st.sampled_from(steps))
         if step == "open" or not live:
             assert case.cache is not None
@@ -113,8 +112,6 @@ def run_requests(data: st.DataObject, case: Case) -> list[SegmentSource]:
         if step == "ahead":
             if source.next_ahead < source.num_layers:
                 source.read_ahead(data.draw(st.sampled_from([0.0, 0.2, 1.0, 100.0])))
-        elif step == "refine":
-            source.refine(data.draw(st.sampled_from([0.0, 1.0, 100.0])))
         elif step == "close" or source.layer + 1 == source.num_layers:
             source.close()
             live.remove(source)
@@ -277,69 +274,6 @@ def test_what_requests_want_is_read_ahead_for_later_ones(tmp_path: Path) -> None
             # The first one that learns has nothing to learn from.
             assert used == 3 * wanted[0] + (2 * wanted[1] if learns else 0)
             assert case.stats.ahead_bytes - before.ahead_bytes == used, "nothing in vain"
-        case.close()
-
-
-@pytest.mark.usefixtures("no_gaps")
-@pytest.mark.parametrize("name", ["cut-rows-float32", "lanes-cut-rows"])
-@pytest.mark.parametrize("reordered", [False, True])
-def test_what_the_layers_above_chose_is_read_ahead_of_a_prefix_that_is_not_known(
-    name: str, reordered: bool, tmp_path: Path
-) -> None:
-    """The blocks of the same tokens in the next layer; three requests say more than that."""
-    with counting() as (reader, engine):
-        parts = [Part(61, 8, 0, 61), Part(30, 8, 0, 30)]
-        shape = SHAPES[name]
-        case = open_case(tmp_path, shape, parts, reader, reordered=reordered, retention=0.0)
-        above, learnt = (same_tokens(case, own) for own in ([2, 33, 60, 61, 90], [12, 45, 75]))
-        for known in range(5):
-            case.request(learns=True)
-            source = case.segment_source
-            for _ in range(2):
-                source.read_ahead(0.0)
-            source.refine(100.0)
-            case.check_more(0, ["probe"])
-            case.check_more(0, KVS, above)
-            source.note_selection(0, above, None)
-            wait_for_reads(source)
-            before = engine.started_bytes
-
-            source.refine(100.0)
-            source.refine(100.0)
-            wait_for_reads(source)
-
-            likely = case.blocks_of_starts(1, above) if known < 3 else set()
-            if known:
-                # What was wanted by then was read ahead before.
-                likely -= {
-                    (stream, *block)
-                    for stream in case.kv_streams
-                    for block in case.blocks(1, stream, learnt)
-                }
-            assert engine.started_bytes - before == BLOCK * len(likely)
-            assert known >= 3 or likely
-            case.check_more(1, ["probe"])
-            case.check_more(1, KVS, learnt)
-            case.finish()
-        case.close()
-
-
-def test_a_whole_prefix_needs_no_hints(tmp_path: Path) -> None:
-    with counting() as (reader, engine):
-        case = open_case(tmp_path, SHAPES["gqa-float32"], [Part(61, 8, 0, 61)], reader)
-        case.request(Demand(whole=True))
-        source = case.segment_source
-        source.read_ahead(0.0)
-        source.read_ahead(0.0)
-        case.check_more(0)
-        source.note_selection(0, same_tokens(case, [1, 2]), None)
-        wait_for_reads(source)
-        begun = engine.started_bytes
-
-        source.refine(1.0)
-        wait_for_reads(source)
-
-        assert engine.started_bytes == begun
         case.close()
 
 

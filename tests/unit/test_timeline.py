@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 import threading
 import timeit
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ from impress_sglang.timeline import (
     COPY,
     NO_TIMELINE,
     PLAN,
-    PROBE_READ,
     REQUEST_TRACK,
     REST,
     SELECT,
@@ -31,7 +27,6 @@ from impress_sglang.timeline import (
     RequestTimeline,
     Timeline,
     TimelineWriter,
-    main,
 )
 
 
@@ -149,9 +144,7 @@ def test_a_span_that_begins_or_ends_with_its_outer_one_is_inside(clock: Clock) -
     assert_totals(timeline, **{SELECT: 2, PLAN: 1, COPY: 4})
 
 
-def test_an_inner_span_wins_where_the_clock_does_not_tell_them_apart(
-    clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_inner_span_wins_where_the_clock_does_not_tell_them_apart(clock: Clock) -> None:
     timeline = RequestTimeline("r")
     with timeline.span(SELECT, 0), timeline.span(PLAN, 0), timeline.span(COPY, 0):
         clock.pass_ms(3)
@@ -163,8 +156,6 @@ def test_an_inner_span_wins_where_the_clock_does_not_tell_them_apart(
         PLAN,
         COPY,
     ]
-    main([str(TimelineWriter(tmp_path).write(timeline))])
-    assert stage_table(capsys.readouterr().out)[COPY] == ("3.000", "100.0%")
 
 
 def test_an_exception_passes_and_its_spans_are_counted(clock: Clock) -> None:
@@ -466,131 +457,3 @@ def test_threads_write_at_the_same_time(tmp_path: Path) -> None:
         thread.join()
 
     assert names_in(tmp_path) == [f"{n:06d}-r.json" for n in range(6, 21)]
-
-
-@pytest.fixture
-def written(clock: Clock, tmp_path: Path) -> Iterator[Path]:
-    path = TimelineWriter(tmp_path).write(request(clock, "a\x1b[2J"))
-    assert path is not None
-    yield path
-
-
-def stage_table(out: str) -> dict[str, tuple[str, str]]:
-    lines = out.split("\n\n")[0].splitlines()[2:]
-    split = [line.rsplit(maxsplit=2) for line in lines]
-    return {name: (ms, share) for name, ms, share in split}
-
-
-def test_cli_prints_stages_and_shares(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(written)]) == 0
-
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert str(written) in out and "\x1b" not in out
-    table = stage_table(out)
-    assert list(table) == [*STAGES, REST, "whole"]
-    assert table[SELECT] == ("4.000", "28.6%")
-    assert table[PLAN] == ("2.000", "14.3%")
-    assert table[COPY] == ("5.000", "35.7%")
-    assert table[PROBE_READ] == ("0.000", "0.0%")
-    assert table[REST] == ("3.000", "21.4%")
-    assert table["whole"] == ("14.000", "100.0%")
-    assert "layer" not in out
-
-
-def test_cli_prints_a_row_per_layer(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--layers", str(written)]) == 0
-
-    _, layers, _ = capsys.readouterr().out.split("\n\n")
-    head, *rows = layers.splitlines()
-    assert head.split() == ["layer", *" ".join(STAGES).split()]
-    zero = "0.000"
-    assert [row.split() for row in rows] == [
-        ["0", zero, zero, "4.000", "2.000", zero, zero, zero],
-        ["1", zero, zero, zero, zero, zero, "5.000", zero],
-    ]
-
-
-def test_cli_agrees_with_totals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On times of the real clock, whose nesting must survive the file."""
-    timeline = RequestTimeline("r")
-    for layer in range(200):
-        with timeline.span(SELECT, layer), timeline.span(PLAN, layer), timeline.span(COPY, layer):
-            pass
-        with timeline.span("other", layer):
-            pass
-    timeline.finish()
-    assert main([str(TimelineWriter(tmp_path).write(timeline))]) == 0
-
-    table = stage_table(capsys.readouterr().out)
-    assert {name: ms for name, (ms, _) in table.items() if name != "whole"} == {
-        name: f"{ms:.3f}" for name, ms in timeline.totals().items()
-    }
-
-
-def test_cli_reads_a_request_of_no_duration(
-    clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(TimelineWriter(tmp_path).write(RequestTimeline("r"))), "--layers"]) == 0
-    assert stage_table(capsys.readouterr().out)[REST] == ("0.000", "0.0%")
-
-
-OTHER = {"rid": "r", "duration_us": 1.0}
-EVENT = {"ph": "X", "tid": 1, "name": "copy", "ts": 0, "dur": 1, "args": {}}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\xff\xfe\x00",
-        b'{"traceEvents": [',
-        b"[" * 100_000,
-        b"[]",
-        b"7",
-        b"{}",
-        json.dumps({"traceEvents": []}),
-        json.dumps({"traceEvents": [], "otherData": {"rid": "r", "duration_us": "1"}}),
-        json.dumps({"traceEvents": [], "otherData": {"rid": "r", "duration_us": float("nan")}}),
-        json.dumps({"traceEvents": [], "otherData": {"rid": "r", "duration_us": 10**400}}),
-        json.dumps({"traceEvents": None, "otherData": OTHER}),
-        json.dumps({"traceEvents": [3], "otherData": OTHER}),
-        json.dumps({"traceEvents": [{"ph": "X", "tid": 1}], "otherData": OTHER}),
-        json.dumps({"traceEvents": [EVENT | {"dur": -1}], "otherData": OTHER}),
-        json.dumps({"traceEvents": [EVENT | {"args": []}], "otherData": OTHER}),
-        json.dumps({"traceEvents": [EVENT | {"name": "\x1b\ud800"}], "otherData": OTHER}),
-        json.dumps({"traceEvents": [EVENT | {"name": 3}], "otherData": OTHER}),
-    ],
-)
-def test_cli_refuses_what_is_not_a_timeline(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | str
-) -> None:
-    path = tmp_path / "f.json"
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-
-    assert main([str(path)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"{path}: not ") and err.count("\n") == 1
-
-
-def test_cli_prints_the_other_files_when_one_is_bad(
-    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    missing = tmp_path / "missing.json"
-
-    assert main([str(missing), str(written), str(tmp_path)]) == 2
-    out, err = capsys.readouterr()
-    assert str(written) in out
-    first, second = err.splitlines()
-    assert first.startswith(f"{missing}: No such file")
-    assert second.startswith(f"{tmp_path}: Is a directory")
-
-
-def test_cli_runs_as_a_module(written: Path) -> None:
-    command = [sys.executable, "-W", "error", "-m", "impress_sglang.timeline"]
-    good = subprocess.run([*command, str(written)], capture_output=True, text=True, check=False)
-    bad = subprocess.run([*command, os.devnull], capture_output=True, text=True, check=False)
-
-    assert (good.returncode, good.stderr) == (0, "")
-    assert bad.returncode == 2 and bad.stderr.count("\n") == 1
