@@ -10,44 +10,17 @@ what was wanted.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
 
 from impress_sglang.transfer.area import AreaPool
-from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.source_areas import StoredSource
 
 # Before anything was wanted, so much may be read in vain.
 FIRST_ALLOWANCE_BYTES = 4 << 20
 
 
-class AheadSource(Protocol):
-    """What reading ahead asks of a source; see `SegmentSource`."""
-
-    layer: int
-    next_ahead: int
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        ...
-
-    @property
-    def layer_bytes(self) -> int:
-        """Memory of the pool that a layer takes."""
-        ...
-
-    @property
-    def stats(self) -> ReadStats:
-        """What reading has taken so far."""
-        ...
-
-    def read_ahead(self, waste: float) -> None:
-        """Begin to read what the layer `next_ahead` will probably want."""
-        ...
-
-
 @dataclasses.dataclass(slots=True)
 class _Waiting:
-    source: AheadSource
+    source: StoredSource
     limit_bytes: float
 
     @property
@@ -66,7 +39,7 @@ class ReadAhead:
         """`waste` is 0 or more; 0 turns reading ahead off."""
         self._pool = pool
         self._waste = waste
-        self._live: list[AheadSource] = []
+        self._live: list[StoredSource] = []
         self._waiting: list[_Waiting] = []
         # Of sources that have left.
         self._ahead_bytes = 0
@@ -83,18 +56,18 @@ class ReadAhead:
         assert waste >= 0
         self._waste = waste
 
-    def join(self, source: AheadSource) -> None:
+    def join(self, source: StoredSource) -> None:
         """A request begins to use a source, which may have waited."""
         self._waiting = [own for own in self._waiting if own.source is not source]
         self._live.append(source)
         self.top_up()
 
-    def wait(self, source: AheadSource, limit_bytes: float) -> None:
+    def wait(self, source: StoredSource, limit_bytes: float) -> None:
         """A request waits: read at most `limit_bytes` of its first layers, but one in any case."""
         self._waiting.append(_Waiting(source, limit_bytes))
         self.top_up()
 
-    def leave(self, source: AheadSource) -> None:
+    def leave(self, source: StoredSource) -> None:
         """A source is closed; its counters are final."""
         self._waiting = [own for own in self._waiting if own.source is not source]
         self._live = [own for own in self._live if own is not source]
@@ -118,11 +91,11 @@ class ReadAhead:
                     return
                 waiting.source.read_ahead(waste)
 
-    def _next_live(self) -> AheadSource | None:
+    def _next_live(self) -> StoredSource | None:
         unread = [own for own in self._live if own.next_ahead < own.num_layers]
         return min(unread, key=lambda own: own.next_ahead - own.layer, default=None)
 
-    def _has_room(self, source: AheadSource) -> bool:
+    def _has_room(self, source: StoredSource) -> bool:
         """Whether a layer fits beside the next one of any request that has nothing of it yet."""
         lacking = (
             own.layer_bytes

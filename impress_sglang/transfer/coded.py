@@ -30,7 +30,7 @@ from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_REA
 from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory, Tenant
 from impress_sglang.transfer.frames import FrameTaker, make_taker
 from impress_sglang.transfer.planner import ReadStats
-from impress_sglang.transfer.source_areas import SourceAreas
+from impress_sglang.transfer.source_areas import StoredSource
 
 _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
 
@@ -177,7 +177,7 @@ class ResidentRange(Protocol):
     layers_loaded: int
 
 
-class CodedSource:
+class CodedSource(StoredSource):
     """Consecutive spans of one or more segments."""
 
     def __init__(
@@ -205,24 +205,16 @@ class CodedSource:
         assert spans
         self._in_slots = tuple(in_slots or [False] * len(spans))
         self.spans = tuple(spans)
-        self.segment_ids = [span.segment.segment_id for span in spans]
         self.num_tokens = sum(map(len, spans))
-        self.num_layers = spans[0].segment.layout.shape.num_layers
         # Spans of a segment are read into one image of its layer: the first one's.
-        self._area_of = [self.segment_ids.index(own) for own in self.segment_ids]
+        segments = [span.segment for span in spans]
+        self._area_of = [segments.index(segment) for segment in segments]
         own_areas = (spans[number] for number in set(self._area_of))
-        self.layer_bytes = sum(pool.size_of(span.layout.layer_bytes) for span in own_areas)
-        self.stats = ReadStats()
-        self.timeline = timeline
-        self.layer = -1
-        """The layer that was asked for last."""
-        self.next_ahead = 0
-        """The first layer of which nothing was read ahead."""
-        self._reader = reader
+        layer_bytes = sum(pool.size_of(span.layout.layer_bytes) for span in own_areas)
+        super().__init__(segments, layer_bytes, reader, ReadStats(), timeline)
         self._pool = pool
         self._cache = cache
         self._taker = make_taker(cache) if taker is None else taker
-        self._areas = SourceAreas(reader)
 
     def floors(self, layer: int, number: int) -> Floors:
         """How many planes belong to the base of each head of a span's layer, uint8 [G]."""
@@ -284,7 +276,7 @@ class CodedSource:
         ]
 
     def read_ahead(self, waste: float) -> None:
-        """Begin to read what the layer `next_ahead` wants for certain, whatever the `waste`."""
+        """See `StoredSource.read_ahead`; only what is certain, whatever the `waste`."""
         layer = self.next_ahead
         self.next_ahead += 1
         for number, span in enumerate(self.spans):
@@ -293,29 +285,6 @@ class CodedSource:
             base = self._missing(layer, span) & span.certain_blocks(layer)
             if base.any():
                 self._area(layer, number).read_ahead(base, self._reader)
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether reads that were asked for have not ended."""
-        return self._areas.is_reading
-
-    def end_layer(self, layer: int) -> None:
-        """Nobody wants anything more of the layers up to this one."""
-        self._begin(layer)
-        self._areas.close(self.stats, self.timeline, below=layer + 1)
-
-    def close(self) -> None:
-        """Begin no more reads; nothing reads from the segments when `is_reading` is over."""
-        self._areas.close(self.stats, self.timeline)
-
-    def _begin(self, layer: int) -> None:
-        """Another layer is asked for: what earlier ones were read into is not needed any more."""
-        if layer == self.layer:
-            return
-        assert layer > self.layer, "layers are read in ascending order"
-        self.layer = layer
-        self.next_ahead = max(self.next_ahead, layer + 1)
-        self._areas.close(self.stats, self.timeline, below=layer)
 
     def _area(self, layer: int, number: int) -> LayerArea:
         """The area of a layer of the span with this number."""
@@ -326,7 +295,7 @@ class CodedSource:
         def make(tenant: Tenant) -> LayerArea:
             return LayerArea(span.segment, offset, span.layout.layer_bytes, self._pool, tenant)
 
-        return self._areas.take(layer, number, make)
+        return self._open_area(layer, number, make)
 
     def _first_id(self, layer: int, span: CodedSpan) -> int:
         return span.base + layer * len(span.chunks.first)

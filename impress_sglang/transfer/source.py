@@ -29,7 +29,7 @@ from impress_sglang.transfer.gather import RowGatherer, make_gatherer
 from impress_sglang.transfer.plan import SourceSpan
 from impress_sglang.transfer.planner import PlannedRead, PrefixPlanner, ReadStats, SpanRead
 from impress_sglang.transfer.slots import Slots
-from impress_sglang.transfer.source_areas import SourceAreas
+from impress_sglang.transfer.source_areas import StoredSource
 
 _T = TypeVar("_T")
 
@@ -111,7 +111,7 @@ class PrefixSource(Protocol):
         ...
 
 
-class SegmentSource:
+class SegmentSource(StoredSource):
     """A stored prefix: consecutive spans of one or more segments."""
 
     def __init__(
@@ -133,16 +133,8 @@ class SegmentSource:
         for what fits the device.
         """
         assert spans
-        self.segment_ids = [span.segment.segment_id for span in spans]
-        self.layer_bytes = sum(
-            pool.size_of(streams_area_bytes(span.segment.layout)) for span in spans
-        )
-        self.timeline = timeline
-        self.layer = -1
-        """The layer that was asked for last."""
-        self.next_ahead = 0
-        """The first layer of which nothing was read ahead."""
-        self._shape = shape
+        layouts = [span.segment.layout for span in spans]
+        layer_bytes = sum(pool.size_of(streams_area_bytes(layout)) for layout in layouts)
         self._spans = tuple(spans)
         self._planner = PrefixPlanner(
             shape,
@@ -151,12 +143,12 @@ class SegmentSource:
             cache.page.page_bytes,
             learns=learns and not demand.whole,
         )
-        self._reader = reader
+        segments = [span.segment for span in spans]
+        super().__init__(segments, layer_bytes, reader, self._planner.stats, timeline)
         self._pool = pool
         self._cache = cache
         self._gatherer = make_gatherer(cache) if gatherer is None else gatherer
         self._demand = demand
-        self._areas = SourceAreas(reader)
         # By span; found once for all layers, which is faster and at worst out of date.
         self._expected: list[list[Flags]] | None = None
         self._expected_from = 0
@@ -166,21 +158,8 @@ class SegmentSource:
         """See `PrefixSource`."""
         return self._planner.num_tokens
 
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return self._shape.num_layers
-
-    @property
-    def stats(self) -> ReadStats:
-        """See `PrefixSource`."""
-        return self._planner.stats
-
     def read_ahead(self, waste: float) -> None:
-        """Begin to read what the layer `next_ahead` will probably want.
-
-        `waste` bounds what is expected to be read in vain, as a share of what is wanted.
-        """
+        """See `StoredSource.read_ahead`."""
         layer = self.next_ahead
         self.next_ahead += 1
         if self._expected is None:
@@ -227,11 +206,6 @@ class SegmentSource:
 
         self._carry_out(plan, SSD_READ, take)
 
-    @property
-    def is_reading(self) -> bool:
-        """Whether reads that were asked for have not ended."""
-        return self._areas.is_reading
-
     def note_selection(self, layer: int, selected: Tensor, importance: Tensor | None) -> None:
         """See `PrefixSource.note_selection`; counts hits and updates the moving averages."""
         with self.timeline.span(PLAN, layer):
@@ -241,15 +215,6 @@ class SegmentSource:
         """See `PrefixSource.note_whole`; counts hits and updates the moving averages."""
         with self.timeline.span(PLAN, layer):
             self._planner.note_whole(layer)
-
-    def end_layer(self, layer: int) -> None:
-        """Nobody wants anything more of the layers up to this one."""
-        self._begin(layer)
-        self._areas.close(self.stats, self.timeline, below=layer + 1)
-
-    def close(self) -> None:
-        """Begin no more reads; nothing reads from the segments when `is_reading` is over."""
-        self._areas.close(self.stats, self.timeline)
 
     def expect(self, layer: int, span: SourceSpan, waste: float) -> list[Flags]:
         """What the layers from this one on will probably want from SSD.
@@ -269,19 +234,10 @@ class SegmentSource:
             likely[:, keys.blocks] = missing[:, keys.blocks]
         return [*expected, likely]
 
-    def _begin(self, layer: int) -> None:
-        """Another layer is asked for: what earlier ones were read into is not needed any more."""
-        if layer == self.layer:
-            return
-        assert layer > self.layer, "layers are read in ascending order"
-        self.layer = layer
-        self.next_ahead = max(self.next_ahead, layer + 1)
-        self._areas.close(self.stats, self.timeline, below=layer)
-
     def _area(self, layer: int, number: int) -> LayerArea:
         """The area of a layer of the span with this number."""
         segment = self._spans[number].segment
-        return self._areas.take(layer, number, functools.partial(self._make_area, segment, layer))
+        return self._open_area(layer, number, functools.partial(self._make_area, segment, layer))
 
     def _make_area(self, segment: OpenSegment, layer: int, tenant: Tenant) -> LayerArea:
         layout = segment.layout

@@ -1,4 +1,4 @@
-"""What a source reads into: an area for each layer and number, given back layer by layer.
+"""What all sources of stored prefixes share: their place in the layers, and areas to read into.
 
 Stage: load. An area may be taken away for the layer of another source; who wants it again reads it
 again. So nothing that is taken from an area may be used when another source has read.
@@ -6,12 +6,13 @@ again. So nothing that is taken from an area may be used when another source has
 
 from __future__ import annotations
 
+import abc
 import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from impress_sglang.storage.reader import ChunkReader, PendingRead
+from impress_sglang.storage.reader import ChunkReader, OpenSegment, PendingRead
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.area import LayerArea, Tenant
 from impress_sglang.transfer.planner import ReadStats
@@ -20,21 +21,66 @@ from impress_sglang.transfer.planner import ReadStats
 SSD_TRACK = "SSD"
 
 
-class SourceAreas:
-    """Areas that are open, and reads into closed ones that have not ended."""
+class StoredSource(abc.ABC):
+    """Spans of segments whose layers are asked for in ascending order; areas are by span."""
 
-    def __init__(self, reader: ChunkReader) -> None:
+    def __init__(
+        self,
+        segments: Sequence[OpenSegment],
+        layer_bytes: int,
+        reader: ChunkReader,
+        stats: ReadStats,
+        timeline: Timeline,
+    ) -> None:
+        """`layer_bytes` of the pool are what the areas of a layer take."""
+        self.segment_ids = [segment.segment_id for segment in segments]
+        self.num_layers = segments[0].layout.shape.num_layers
+        self.layer_bytes = layer_bytes
+        self.stats = stats
+        self.timeline = timeline
+        self.layer = -1
+        """The layer that was asked for last."""
+        self.next_ahead = 0
+        """The first layer of which nothing was read ahead."""
         self._reader = reader
         self._areas: dict[int, dict[int, LayerArea]] = {}
-        # With their layers; counted when the source gives back what it has.
+        # With their layers; counted when areas are given back.
         self._evicted: list[tuple[int, LayerArea]] = []
         self._ending: list[PendingRead] = []
 
-    def find(self, layer: int, number: int) -> LayerArea | None:
-        """An area that is open."""
-        return self._areas.get(layer, {}).get(number)
+    @abc.abstractmethod
+    def read_ahead(self, waste: float) -> None:
+        """Begin to read what the layer `next_ahead` will probably want.
 
-    def take(self, layer: int, number: int, make: Callable[[Tenant], LayerArea]) -> LayerArea:
+        `waste` bounds what is expected to be read in vain, as a share of what is wanted.
+        """
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether reads that were asked for have not ended."""
+        areas = (area for own in self._areas.values() for area in own.values())
+        reads = itertools.chain(self._ending, *(area.reads for area in areas))
+        return any(not read.done for read in reads)
+
+    def end_layer(self, layer: int) -> None:
+        """Nobody wants anything more of the layers up to this one."""
+        self._begin(layer)
+        self._give_back(layer + 1)
+
+    def close(self) -> None:
+        """Begin no more reads; nothing reads from the segments when `is_reading` is over."""
+        self._give_back()
+
+    def _begin(self, layer: int) -> None:
+        """Another layer is asked for: what earlier ones were read into is not needed any more."""
+        if layer == self.layer:
+            return
+        assert layer > self.layer, "layers are read in ascending order"
+        self.layer = layer
+        self.next_ahead = max(self.next_ahead, layer + 1)
+        self._give_back(layer)
+
+    def _open_area(self, layer: int, number: int, make: Callable[[Tenant], LayerArea]) -> LayerArea:
         """An area, which is made if it is not open; those of a layer are open together."""
         areas = self._areas.setdefault(layer, {})
         if number not in areas:
@@ -44,31 +90,24 @@ class SourceAreas:
 
     def _evict(self, layer: int, number: int) -> None:
         area = self._areas[layer].pop(number)
-        self._close(area)
+        self._close_area(area)
         self._evicted.append((layer, area))
 
-    @property
-    def is_reading(self) -> bool:
-        """Whether reads that were asked for have not ended."""
-        areas = (area for own in self._areas.values() for area in own.values())
-        reads = itertools.chain(self._ending, *(area.reads for area in areas))
-        return any(not read.done for read in reads)
-
-    def close(self, stats: ReadStats, timeline: Timeline, below: int | None = None) -> None:
+    def _give_back(self, below: int | None = None) -> None:
         """Give back the areas of the layers below one, or all; counts what was read ahead."""
         closed, self._evicted = self._evicted, []
         for layer in [own for own in self._areas if below is None or own < below]:
             for area in self._areas.pop(layer).values():
-                self._close(area)
+                self._close_area(area)
                 closed.append((layer, area))
         for layer, area in closed:
-            stats.ssd_bytes += area.ahead_bytes
-            stats.ahead_bytes += area.ahead_bytes
-            stats.ahead_used_bytes += area.ahead_used_bytes
-            if timeline.enabled:
-                _note_reads(area, layer, timeline)
+            self.stats.ssd_bytes += area.ahead_bytes
+            self.stats.ahead_bytes += area.ahead_bytes
+            self.stats.ahead_used_bytes += area.ahead_used_bytes
+            if self.timeline.enabled:
+                _note_reads(area, layer, self.timeline)
 
-    def _close(self, area: LayerArea) -> None:
+    def _close_area(self, area: LayerArea) -> None:
         area.close(self._reader)
         self._ending = [read for read in (*self._ending, *area.reads) if not read.done]
 

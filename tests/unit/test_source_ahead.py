@@ -171,7 +171,7 @@ def test_every_byte_is_counted_once(
 
 
 def wait_for_reads(source: SegmentSource) -> None:
-    for areas in source._areas._areas.values():
+    for areas in source._areas.values():
         for area in areas.values():
             for read in area.reads:
                 read.wait()
