@@ -334,24 +334,6 @@ def test_what_is_in_slots_is_not_read_ahead(tmp_path: Path, reader: ChunkReader)
     case.close()
 
 
-def test_only_units_of_its_tokens_are_read_ahead(tmp_path: Path, reader: ChunkReader) -> None:
-    case = CodedCase(tmp_path, [CodedPart(1500)], reader)
-    for layer in range(SHAPE.num_layers):
-        load(case, layer, 8.0)
-    case.source.close()
-    assert case.cache is not None
-    span = dataclasses.replace(case.spans[0], start=1000, stop=1100)
-    source = CodedSource([span], reader, case.pool, case.cache)
-    while source.next_ahead < SHAPE.num_layers:
-        source.read_ahead(0.5)
-    wait_until(lambda: not source.is_reading)
-    source.close()
-    units = NUM_PLANES * SHAPE.num_kv_heads * len(span.units)
-    blocks = int(span.base_blocks.sum()) + units
-    assert source.stats.ahead_bytes == blocks * BLOCK * SHAPE.num_layers
-    case.close()
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 def test_pieces_of_a_segment_are_read_into_one_image(
     ahead: bool, tmp_path: Path, reader: ChunkReader
