@@ -17,8 +17,6 @@ LONG_FILES = {
     "management/store.py",
     "management/tree.py",
     "storage/reader.py",
-    "transfer/coded.py",
-    "transfer/source.py",
     "triton/selection.py",
 }
 WIDE_CLASSES = {
