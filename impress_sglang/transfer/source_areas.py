@@ -34,7 +34,8 @@ class StoredSource(abc.ABC):
     ) -> None:
         """`layer_bytes` of the pool are what the areas of a layer take."""
         self.segment_ids = [segment.segment_id for segment in segments]
-        self.num_layers = segments[0].layout.shape.num_layers
+        self._shape = segments[0].layout.shape
+        self.num_layers = self._shape.num_layers
         self.layer_bytes = layer_bytes
         self.stats = stats
         self.timeline = timeline
