@@ -15,6 +15,9 @@ DOCS_TOOLS := $(DOCS_VENV)/.installed
 DOCS_FILES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples patches \
   bench/README.md bench/results bench/data
 
+# Tests of a module share fixtures, so each stays in one of the processes; the longest come first.
+TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 .PHONY: demo test unit servers lint format docs install clean
 
 demo: install
@@ -24,13 +27,13 @@ demo: install
 test:
 	@$(MAKE) --keep-going unit servers
 
-# Two processes; tests of a module share fixtures, so it stays in one.
 unit: install
-	$(BIN)/python -m pytest -m "not serving and not alone" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest tests/unit tests/integration -m "not alone" $(TWO)
 
-# One process: servers use all cores, and some tests measure time.
+# Two processes, each with a server for most of the time; then, by themselves, tests that measure time.
 servers: install
-	$(BIN)/python -m pytest -m "serving or alone"
+	$(BIN)/python -m pytest tests/serving $(TWO)
+	$(BIN)/python -m pytest tests/unit -m alone
 
 lint: install
 	$(BIN)/ruff check .

@@ -164,7 +164,8 @@ def server_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """What servers under test see: no network, and SGLang's strict memory checks."""
     return {
         **os.environ,
-        "OMP_NUM_THREADS": "2",
+        # `make servers` has two tests at a time.
+        "OMP_NUM_THREADS": "1" if "PYTEST_XDIST_WORKER" in os.environ else "2",
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         **(extra or {}),

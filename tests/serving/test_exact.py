@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -70,25 +69,23 @@ def assert_from_ssd(server: Server, answers: list[Answer], cached: list[int]) ->
 
 
 @pytest.fixture(scope="module")
-def twenty(stock: Server) -> list[tuple[list[list[int]], list[Answer]]]:
-    """Prompts of 500 to 4,000 tokens in batches of five, and stock's answers."""
-    lengths = [500 + 3500 * i // 19 for i in range(20)]
-    prompts = [random_tokens(length, seed=length) for length in lengths]
-    random.Random(0).shuffle(prompts)
-    batches = [prompts[start : start + 5] for start in range(0, len(prompts), 5)]
-    return [(own, stock.generate_together(own, 32, return_logprob=True)) for own in batches]
+def batches(stock: Server) -> list[tuple[list[list[int]], list[Answer]]]:
+    """Prompts of 500 to 4,000 tokens in two batches, and stock's answers."""
+    lengths = ((4000, 900, 2300, 500), (1300, 3100, 1800))
+    prompts = [[random_tokens(length, seed=length) for length in own] for own in lengths]
+    return [(own, stock.generate_together(own, 24, return_logprob=True)) for own in prompts]
 
 
-def test_twenty_prompts_computed_from_ssd_and_resident(
-    twenty: list[tuple[list[list[int]], list[Answer]]], exact: Server
+def test_prompts_computed_from_ssd_and_resident(
+    batches: list[tuple[list[list[int]], list[Answer]]], exact: Server
 ) -> None:
-    for batch, expected in twenty:
-        assert_same(expected, exact.generate_together(batch, 32, return_logprob=True), TOLERANCE)
+    for batch, expected in batches:
+        assert_same(expected, exact.generate_together(batch, 24, return_logprob=True), TOLERANCE)
         exact.flush()
-        from_ssd = exact.generate_together(batch, 32, return_logprob=True)
+        from_ssd = exact.generate_together(batch, 24, return_logprob=True)
         assert_same(expected, from_ssd, TOLERANCE)
         assert_from_ssd(exact, from_ssd, [len(prompt) - 1 for prompt in batch])
-        resident = exact.generate_together(batch, 32, return_logprob=True)
+        resident = exact.generate_together(batch, 24, return_logprob=True)
         assert_same(expected, resident, TOLERANCE)
     assert exact.is_calm != ("Testing retraction." in exact.log_text())
 

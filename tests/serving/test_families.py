@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,60 +18,69 @@ PROMPTS = [random_tokens(length, seed=length) for length in (500, 1100, 2300, 40
 _FLAGS = ("--skip-tokenizer-init", "--max-total-tokens=20000", "--max-running-requests=8")
 
 
-@pytest.mark.parametrize("family", ["opt", "qwen2", "qwen3"])
-def test_family_in_float32(family: str, workdir: Path, zygote: Zygote) -> None:
-    cold, cached, stored = _answers(family, "float32", workdir, zygote)
-    assert_same(cold, stored, 1e-4)
-    assert_same(cached, stored, 1e-4)
+@pytest.fixture(scope="module", params=["opt", "qwen2", "qwen3"])
+def server(request: pytest.FixtureRequest, workdir: Path, zygote: Zygote) -> Iterator[Server]:
+    family = request.param
+    flags = ("--max-total-tokens=9000", "--chunked-prefill-size=128", "--impress-bits=exact")
+    with running(
+        make_model(family, workdir / family),
+        workdir / f"{family}.log",
+        *impress_flags(workdir / f"store-{family}", *flags),
+        zygote=zygote,
+    ) as server:
+        yield server
+        server.assert_quiet()
+
+
+def _computed(server: Server, prompt: list[int]) -> Answer:
+    """An answer in a namespace of which nothing is stored."""
+    computed = server.generate(prompt, 12, return_logprob=True, extra_key="other")
+    assert report(computed)["path"] == "computed"
+    return computed
+
+
+def test_family_in_float32(server: Server) -> None:
+    """From SSD, and then resident."""
+    for prompt in PROMPTS[:3]:
+        computed = _computed(server, prompt)
+        server.generate(prompt, 1)
+        server.flush()
+        for path in ("ssd", "device"):
+            stored = server.generate(prompt, 12, return_logprob=True)
+            assert report(stored)["path"] == path
+            assert_same([computed], [stored], 1e-4)
+
+
+def test_family_computes_an_unreadable_prefix_again(server: Server) -> None:
+    """Each model is left in the middle of a pass within a pass, which then goes on."""
+    prompt = [*store_damaged(server, 900, seed=81), *random_tokens(3, seed=82)]
+    recomputed = server.generate(prompt, 12, return_logprob=True)
+    assert report(recomputed)["recomputed"] is True
+    assert_same([_computed(server, prompt)], [recomputed], 1e-4)
 
 
 def test_bfloat16_is_as_close_as_stock_is_to_itself(workdir: Path, zygote: Zygote) -> None:
     """Stock SGLang answers differently cold and cached in bfloat16; we are no further away."""
-    cold, cached, stored = _answers("llama", "bfloat16", workdir, zygote)
+    cold, cached, stored = _answers(workdir, zygote)
     ours = [_distance(a, b) for a, b in zip(cached, stored, strict=True)]
     theirs = [_distance(a, b) for a, b in zip(cached, cold, strict=True)]
     assert sum(ours) <= sum(theirs)
 
 
-@pytest.mark.parametrize("family", ["opt", "qwen2", "qwen3"])
-def test_family_computes_an_unreadable_prefix_again(
-    family: str, workdir: Path, zygote: Zygote
-) -> None:
-    """Each model is left in the middle of a pass within a pass, which then goes on."""
-    model = make_model(family, workdir / f"unreadable-{family}")
-    flags = (
-        "--max-total-tokens=9000",
-        "--chunked-prefill-size=128",
-        "--impress-bits=exact",
-    )
-    store_flags = impress_flags(workdir / f"store-unreadable-{family}", *flags)
-    with running(model, workdir / f"unreadable-{family}.log", *store_flags, zygote=zygote) as own:
-        prompt = [*store_damaged(own, 900, seed=81), *random_tokens(3, seed=82)]
-        recomputed = own.generate(prompt, 12, return_logprob=True)
-        assert report(recomputed)["recomputed"] is True
-        # The same prompt in a namespace of its own, of which nothing is stored.
-        computed = own.generate(prompt, 12, return_logprob=True, extra_key="other")
-        assert report(computed)["path"] == "computed"
-        assert_same([computed], [recomputed], 1e-4)
-        own.assert_quiet()
-
-
-def _answers(
-    family: str, dtype: str, workdir: Path, zygote: Zygote
-) -> tuple[list[Answer], list[Answer], list[Answer]]:
+def _answers(workdir: Path, zygote: Zygote) -> tuple[list[Answer], list[Answer], list[Answer]]:
     """Answers of stock cold, stock cached, and ours from SSD."""
-    model = make_model(family, workdir / f"{family}-{dtype}")
-    flags = (*_FLAGS, f"--dtype={dtype}")
+    model = make_model("llama", workdir / "llama-bfloat16")
+    flags = (*_FLAGS, "--dtype=bfloat16")
     with contextlib.ExitStack() as stack:
-        stock = launch(model, workdir / f"stock-{family}.log", *flags, zygote=zygote, stock=True)
+        stock = launch(model, workdir / "stock-bfloat16.log", *flags, zygote=zygote, stock=True)
         stack.callback(stock.stop)
         ours = launch(
             model,
-            workdir / f"impress-{family}-{dtype}.log",
+            workdir / "impress-bfloat16.log",
             *flags,
             "--enable-impress",
             "--impress-load=always",
-            f"--impress-ssd-dir={workdir / f'store-{family}-{dtype}'}",
+            f"--impress-ssd-dir={workdir / 'store-bfloat16'}",
             "--impress-bits=exact",
             zygote=zygote,
         )

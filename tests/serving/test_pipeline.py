@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.serving.harness import Server, Zygote, running
 from tests.serving.tiny_models import random_tokens
 
 PREFIXES = 5
-QUESTIONS = 10
+QUESTIONS = 4
 
 
 def flags(store: Path, *own: str) -> tuple[str, ...]:
@@ -31,37 +32,33 @@ def flags(store: Path, *own: str) -> tuple[str, ...]:
     )
 
 
-def ask_fifty(server: Server) -> list[dict[str, Any]]:
-    """Fifty prompts over stored prefixes."""
+def ask_all(server: Server, namespace: str) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """Answers to prompts over stored prefixes, and what the server counted meanwhile."""
     prefixes = [random_tokens(900 + 50 * number, seed=number) for number in range(PREFIXES)]
     for prefix in prefixes:
-        server.generate(prefix, 1)
+        server.generate(prefix, 1, extra_key=namespace)
         server.flush()
-    answers = []
+    before, answers = counted(server), []
     for question in range(QUESTIONS):
         for number, prefix in enumerate(prefixes):
-            new = random_tokens(20, seed=100 + question * PREFIXES + number)
-            answers.append(server.generate([*prefix, *new], 3, return_logprob=True))
+            prompt = [*prefix, *random_tokens(20, seed=100 + question * PREFIXES + number)]
+            answers.append(server.generate(prompt, 3, return_logprob=True, extra_key=namespace))
             server.flush()
-    return answers
+    after = counted(server)
+    after.subtract(before)
+    return answers, after
 
 
-def test_reading_ahead_changes_no_answer(workdir: Path, tiny_llama: Path, zygote: Zygote) -> None:
+def counted(server: Server) -> Counter[str]:
+    totals = server.stats()["totals"]
+    return Counter({name: totals[name] for name in totals if name.endswith("_bytes")})
+
+
+def test_reading_ahead_changes_no_answer(narrow: Server) -> None:
     answers, totals = {}, {}
     for share in (0.0, 0.2):
-        own = flags(
-            workdir / f"store-ahead-{share}",
-            f"--impress-readahead={share}",
-            "--impress-load=always",
-            "--impress-host-gb=0.02",
-            "--impress-approximation-depth=0",
-        )
-        log = workdir / f"ahead-{share}.log"
-        with running(tiny_llama, log, *own, zygote=zygote, bench=True) as server:
-            answers[share] = ask_fifty(server)
-            totals[share] = server.stats()["totals"]
-            assert server.stats()["integrity"] == "ok"
-            server.assert_quiet()
+        narrow.post("/bench/readahead", share=share).raise_for_status()
+        answers[share], totals[share] = ask_all(narrow, f"ahead {share}")
     assert {report(answer)["path"] for answer in answers[0.2]} == {"ssd"}
     for plain, ahead in zip(answers[0.0], answers[0.2], strict=True):
         assert plain["output_ids"] == ahead["output_ids"]
@@ -70,6 +67,7 @@ def test_reading_ahead_changes_no_answer(workdir: Path, tiny_llama: Path, zygote
     off, on = totals[0.0], totals[0.2]
     assert off["ahead_bytes"] == 0 < on["ahead_used_bytes"] <= on["ahead_bytes"] <= on["ssd_bytes"]
     assert on["ssd_bytes"] <= 1.3 * off["ssd_bytes"]
+    assert narrow.post("/bench/readahead", share=-1).status_code == 400
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +171,7 @@ def narrow(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
     """A server that serves one request at a time, always loads, and writes timelines."""
     own = flags(
         workdir / "store-narrow",
-        "--impress-host-gb=0.2",
+        "--impress-host-gb=0.02",
         "--impress-load=always",
         "--impress-approximation-depth=0",
         f"--impress-trace-dir={workdir / 'traces'}",
@@ -207,19 +205,6 @@ def test_requests_that_wait_are_read_ahead(narrow: Server) -> None:
     together = narrow.generate_together(prompts, 4)
     assert [one["output_ids"] for one in alone] == [other["output_ids"] for other in together]
     assert any(report(answer)["prefetched"] for answer in together)
-
-
-def test_reading_ahead_can_be_turned_off_and_on_while_the_server_runs(narrow: Server) -> None:
-    (prefix,) = store_prefixes(narrow, 1, seed=650)
-    ahead = []
-    for number, share in enumerate((0.0, 0.2)):
-        narrow.post("/bench/readahead", share=share).raise_for_status()
-        # Another prefix each time: the caches have what was read before.
-        prompt = [*(prefix if number else random_tokens(1000, seed=600)), 5, 6, 7]
-        ahead.append(report(narrow.generate(prompt, 1))["ahead_bytes"])
-        narrow.flush()
-    assert narrow.post("/bench/readahead", share=-1).status_code == 400
-    assert ahead[0] == 0 < ahead[1]
 
 
 def test_a_timeline_is_written_for_a_loaded_prefix(

@@ -18,7 +18,7 @@ import pytest
 from tests.fault_control import FaultControl
 from tests.faults import Rule
 from tests.serving.compare import Answer, assert_same, paths, report
-from tests.serving.conftest import TINY_FLAGS, impress_flags
+from tests.serving.conftest import impress_flags
 from tests.serving.harness import Server, Zygote, running
 from tests.serving.tiny_models import make_model, random_tokens
 
@@ -45,11 +45,12 @@ def old(stock: Server) -> dict[str, Answer]:
 
 
 @pytest.fixture(scope="module")
-def new(workdir: Path, other: Path, zygote: Zygote) -> dict[str, Answer]:
+def new(stock: Server, other: Path, tiny_llama: Path) -> dict[str, Answer]:
     """What it answers with the other weights."""
-    log, flags = workdir / "stock-other.log", (*TINY_FLAGS, "--max-total-tokens=10000")
-    with running(other, log, *flags, zygote=zygote, stock=True) as server:
-        return {"question": ask(server, QUESTION), "fresh": ask(server, FRESH)}
+    assert update(stock, other)["success"]
+    answers = {"question": ask(stock, QUESTION), "fresh": ask(stock, FRESH)}
+    assert update(stock, tiny_llama)["success"]
+    return answers
 
 
 @pytest.fixture(scope="module")
