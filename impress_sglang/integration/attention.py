@@ -216,7 +216,7 @@ class PrefixAttention(AttentionBackend):
                 spans.enter_context(row.request.timeline.span(ATTENTION, self._layer))
             output: Tensor = super().forward(*arguments, **keywords)
         for row in rows:
-            row.request.note_attention(time.perf_counter() - began)
+            row.request.stats.attention_ms += (time.perf_counter() - began) * 1e3
         return output
 
     def _note_pass(self, runtime: ServingRuntime) -> None:

@@ -121,6 +121,6 @@ class ImpressTorchNativeBackend(PrefixAttention, TorchNativeAttnBackend):
                     window=window,
                 )
             if request is not None:
-                request.note_attention(time.perf_counter() - began)
+                request.stats.attention_ms += (time.perf_counter() - began) * 1e3
             first += new_len
         return output

@@ -9,8 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from torch import Tensor
-
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ChunkUnreadable
 from impress_sglang.management.policies import Policy
@@ -32,13 +30,8 @@ from impress_sglang.transfer.source import SegmentSource
 class Loading(Protocol):
     """What a request is loaded by; layers come in ascending order."""
 
-    def load(
-        self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats
-    ) -> Tensor | None:
+    def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
         """Fill slots with what a layer uses of the prefix; changes `stats`.
-
-        Returns:
-            int64 [lanes, u] on the CPU: the tokens that each lane uses; None if that is all.
 
         Raises:
             PrefixUnreadable: a chunk is missing, short or corrupt.
@@ -79,11 +72,9 @@ class ExactLoading:
         self._store = store
         self._source = source
 
-    def load(
-        self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats
-    ) -> Tensor | None:
+    def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
         """See `Loading.load`."""
-        return self._loader.load(layer, self._source, inputs, slots, stats)
+        self._loader.load(layer, self._source, inputs, slots, stats)
 
     def end_layer(self, layer: int) -> None:
         """See `Loading.end_layer`."""
@@ -108,13 +99,11 @@ class SelectiveLoading:
         self._bits = bits
         self._units: UsedUnits | None = None
 
-    def load(
-        self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats
-    ) -> Tensor | None:
+    def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
         """See `Loading.load`."""
         if self._units is None:
             self._units = self._loader.begin(self._source, slots.keys.pool.device)
-        return self._loader.load(layer, self._source, self._units, inputs, slots, self._bits, stats)
+        self._loader.load(layer, self._source, self._units, inputs, slots, self._bits, stats)
 
     def end_layer(self, layer: int) -> None:
         """See `Loading.end_layer`."""
@@ -134,11 +123,9 @@ class RecomputedLoading:
         self._loader = loader
         self._source = source
 
-    def load(
-        self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats
-    ) -> Tensor | None:
+    def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
         """See `Loading.load`."""
-        return self._loader.load(layer, self._source, inputs, slots, stats)
+        self._loader.load(layer, self._source, inputs, slots, stats)
 
     def end_layer(self, layer: int) -> None:
         """See `Loading.end_layer`."""
@@ -181,14 +168,11 @@ class SharedLoading:
         self._left: list[ReadStats] = []
         self._loads = self._join(source)
 
-    def load(
-        self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats
-    ) -> Tensor | None:
+    def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
         """See `Loading.load`."""
         if not layer:
             self._renew()
         self._loader.load(layer, self._units, inputs, slots, self._bits, stats, self._timeline)
-        return None
 
     def end_layer(self, layer: int) -> None:
         """See `Loading.end_layer`."""

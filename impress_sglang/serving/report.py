@@ -90,7 +90,7 @@ def publish(request: StoredRequest) -> None:
         **request.reads.as_dict(),
         probe_ms=round(stats.probe_ms, 3),
         load_ms=round(stats.load_ms, 3),
-        attention_ms=round(request.attention_ms, 3),
+        attention_ms=round(stats.attention_ms, 3),
         recomputed=request.recomputed,
     )
 

@@ -47,7 +47,6 @@ class StoredRequest:
     stats: LoadStats = dataclasses.field(default_factory=LoadStats)
     layers_loaded: int = 0
     stopwatch: Stopwatch | None = None
-    attention_ms: float = 0.0
     reads: ReadStats = dataclasses.field(default_factory=ReadStats)
     recomputed: bool = False  # the stored KVs could not be read
     failed: bool = False  # nor computed: it ends with an error
@@ -87,14 +86,14 @@ class StoredRequest:
         """A pass begins that runs this while it loads; it tells if the pass loads all layers."""
         self.stopwatch = None if self.layers_loaded else stopwatch
 
-    def load_layer(self, layer: int, inputs: LayerInputs, slots: LayerSlots) -> Tensor | None:
+    def load_layer(self, layer: int, inputs: LayerInputs, slots: LayerSlots) -> None:
         """Fill slots with what a layer uses of the prefix; see `Loading.load`.
 
         Raises:
             PrefixUnreadable: a chunk is missing, short or corrupt.
         """
         assert self.loading is not None
-        return self.loading.load(layer, inputs, slots, self.stats)
+        self.loading.load(layer, inputs, slots, self.stats)
 
     def end_layer(self) -> None:
         """A layer is in its slots."""
@@ -127,10 +126,6 @@ class StoredRequest:
     def adopt(self) -> None:
         """The slots are SGLang's tree's from now on."""
         self.adopted = True
-
-    def note_attention(self, seconds: float) -> None:
-        """Attention of a layer took so long."""
-        self.attention_ms += seconds * 1e3
 
     def finish_timeline(self) -> None:
         """The prompt is computed: what comes later is not what a timeline is about."""

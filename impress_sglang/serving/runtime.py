@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,19 +38,8 @@ from impress_sglang.transfer.slots import LayerSlots
 logger = logging.getLogger(__name__)
 
 
-class SelectionObserver(Protocol):
-    """Sees what requests select; for benchmarks. It runs where requests are served."""
-
-    def selected(self, shape: KVShape, layer: int, request: StoredRequest, tokens: Tensor) -> None:
-        """A layer of a request is loaded: int64 `tokens` [lanes, u] of its prefix, on the CPU."""
-        ...
-
-
 class ServingRuntime:
     """Store, admission, loaders and live requests of one scheduler."""
-
-    observer: SelectionObserver | None = None
-    """Of all that a process makes; a benchmark sets it before its server starts."""
 
     def __init__(
         self,
@@ -146,10 +135,8 @@ class ServingRuntime:
         Raises:
             PrefixUnreadable: a chunk is missing, short or corrupt.
         """
-        selected = request.load_layer(layer, inputs, slots)
+        request.load_layer(layer, inputs, slots)
         self.store.ahead.top_up()
-        if self.observer is not None and selected is not None:
-            self.observer.selected(self.shape, layer, request, selected)
 
     def finish_layer(self, request: StoredRequest) -> None:
         """Count a layer that is in its slots; after the last one nothing is read any more."""

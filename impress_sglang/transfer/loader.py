@@ -30,7 +30,7 @@ from impress_sglang.transfer.source import PrefixSource
 
 @dataclasses.dataclass(slots=True)
 class LoadStats:
-    """What loading one request's prefix took; times in milliseconds of wall clock.
+    """What loading one request's prefix took, and attention; milliseconds of wall clock.
 
     `layers_by_fallback` read all keys, `layers_by_probe` chose their tokens without that. Of
     prefixes in codes `base_bytes` were restored; `units` counts units of all layers, `planes` those
@@ -42,6 +42,7 @@ class LoadStats:
     layers_whole: int = 0
     probe_ms: float = 0.0
     load_ms: float = 0.0
+    attention_ms: float = 0.0
     base_bytes: int = 0
     units: int = 0
     planes: list[int] = dataclasses.field(default_factory=lambda: [0] * NUM_PLANES)
