@@ -26,7 +26,9 @@ from bench.core.session import BenchFailed, work_folder
 from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
-from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.pending_read import BlockRuns
+from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.storage.writer import write_segment
 

@@ -41,7 +41,9 @@ from impress_sglang.precision.floors import FloorMeter
 from impress_sglang.precision.tokens import CodedTokens
 from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
-from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.pending_read import BlockRuns
+from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import ImportanceScore

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from impress_sglang.loops.chances import likely_flags, move_averages, move_codes, weigh_codes
 from impress_sglang.loops.planning import (
     add_cached_blocks,
     chunk_hits,
     find_candidates,
-    likely_flags,
     locate_rows,
     missing_blocks,
-    move_averages,
-    move_codes,
     record_scores,
     tally,
     touched_chunks,
     vector_addresses,
-    weigh_codes,
 )
 
 __all__ = [

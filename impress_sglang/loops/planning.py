@@ -17,7 +17,7 @@ _MAPPINGS = ("uint16[::1]", "uint32[::1]")
 
 
 @compiled("(int64[::1], int64, int64)")
-def _between(ascending: Indices, first: int, stop: int) -> tuple[int, int]:
+def between(ascending: Indices, first: int, stop: int) -> tuple[int, int]:
     """Where the values from `first` to before `stop` stand."""
     return int(np.searchsorted(ascending, first)), int(np.searchsorted(ascending, stop))
 
@@ -92,7 +92,7 @@ def locate_rows(
     found = 0
     for lane in range(num_lanes):
         own = tokens[lane]
-        low, high = _between(own, first, stop) if placed else (0, k)
+        low, high = between(own, first, stop) if placed else (0, k)
         marks = wanted[lane * lane_rows : (lane + 1) * lane_rows]
         mapped = mapping[lane * lane_rows : (lane + 1) * lane_rows]
         for j in range(low, high):
@@ -221,7 +221,7 @@ def chunk_hits(
     wanted, hits = 0, 0
     for lane in range(len(tokens)):
         own = tokens[lane]
-        low, high = _between(own, first, stop)
+        low, high = between(own, first, stop)
         mapped = mapping[lane * lane_rows : (lane + 1) * lane_rows]
         flags = hit[lane * lane_chunks : (lane + 1) * lane_chunks]
         for j in range(low, high):
@@ -332,55 +332,6 @@ def find_candidates(
     return found
 
 
-@compiled("(uint8[::1], boolean[::1], uint8[::1], uint8[::1])")
-def move_codes(codes: Uint8s, wanted: Flags, kept: Uint8s, raised: Uint8s) -> None:
-    """Move the chance of every block, in place.
-
-    Args:
-        codes: uint8 [blocks].
-        wanted: bool [blocks].
-        kept: uint8 [256], what becomes of a code whose block was not wanted.
-        raised: uint8 [256], of one whose block was.
-    """
-    for block in range(len(codes)):
-        codes[block] = raised[codes[block]] if wanted[block] else kept[codes[block]]
-
-
-@compiled("(uint8[:, ::1], int64[:, ::1], int64, int64, int64, uint8[::1], uint8[::1])")
-def move_averages(
-    averages: Uint8s,
-    tokens: Indices,
-    first: int,
-    stop: int,
-    start: int,
-    kept: Uint8s,
-    raised: Uint8s,
-) -> None:
-    """Move the average of every token of a span, in place.
-
-    Args:
-        averages: uint8 [lanes, tokens of the segment].
-        tokens: int64 [lanes, k], the selected ones, distinct in a lane; see `locate_rows`.
-        first: see `locate_rows`.
-        stop: see `locate_rows`.
-        start: see `locate_rows`.
-        kept: uint8 [256], what becomes of an average whose token was not selected.
-        raised: uint8 [256], of one whose token was.
-    """
-    num_lanes, k = tokens.shape
-    before = np.empty(k, np.uint8)
-    for lane in range(num_lanes):
-        own = averages[lane, start : start + stop - first]
-        selected = tokens[lane]
-        low, high = _between(selected, first, stop)
-        for j in range(low, high):
-            before[j] = own[np.uint64(selected[j] - first)]
-        for token in range(len(own)):
-            own[token] = kept[own[token]]
-        for j in range(low, high):
-            own[np.uint64(selected[j] - first)] = raised[before[j]]
-
-
 @compiled("(uint8[:, ::1], int64[::1], boolean[::1], int64)")
 def missing_blocks(tiers: Uint8s, chunk_of_block: Indices, possible: Flags, ssd: int) -> Flags:
     """Which blocks stand in chunks that are on SSD alone.
@@ -401,24 +352,6 @@ def missing_blocks(tiers: Uint8s, chunk_of_block: Indices, possible: Flags, ssd:
         for block in range(num_blocks):
             missing[layer, block] = possible[block] and own[chunk_of_block[block]] == ssd
     return missing
-
-
-@compiled("(uint8[::1], boolean[::1])")
-def weigh_codes(codes: Uint8s, candidates: Flags) -> Indices:
-    """How many of the candidates have each code, int64 [256]; both arguments are flat."""
-    counts = np.zeros(256, np.int64)
-    for block in range(len(codes)):
-        counts[codes[block]] += candidates[block]
-    return counts
-
-
-@compiled("(uint8[::1], boolean[::1], int64)")
-def likely_flags(codes: Uint8s, candidates: Flags, threshold: int) -> Flags:
-    """The candidates whose code is at least `threshold`; both arrays are flat."""
-    likely = np.empty(len(codes), np.bool_)
-    for block in range(len(codes)):
-        likely[block] = candidates[block] and codes[block] >= threshold
-    return likely
 
 
 @compiled(

@@ -32,7 +32,7 @@ from impress_sglang.storage.directory import (
 )
 from impress_sglang.storage.health import Health
 from impress_sglang.storage.layout import BLOCK_BYTES
-from impress_sglang.storage.reader import OpenSegment
+from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.segment import SegmentInfo, read_header, reading
 from impress_sglang.storage.writer import LayerReader, write_segment
 from impress_sglang.threads import BackgroundThread, compute_alone

@@ -18,7 +18,8 @@ from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.precision.floors import FloorMeter
 from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.reader import ChunkReader, OpenSegment
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.threads import BackgroundThread
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource, CodedSpan

@@ -21,7 +21,9 @@ from impress_sglang.management import reorder
 from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
 from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.layer_codec import decode_layer
-from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.pending_read import BlockRuns
+from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.segment import MappingLists, SegmentInfo
 from impress_sglang.storage.writer import write_segment
 from impress_sglang.threads import BackgroundThread, compute_alone

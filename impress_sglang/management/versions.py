@@ -16,7 +16,7 @@ from impress_sglang.importance.history import TokenHistory
 from impress_sglang.management.reorder import expected_shares
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.storage.layout import KVShape, SegmentLayout
-from impress_sglang.storage.reader import OpenSegment
+from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import Floats
 from impress_sglang.transfer.coded import cached_pages, chunks_of

@@ -18,7 +18,9 @@ from impress_sglang.errors import PrefixUnreadable, StoreUnavailable
 from impress_sglang.loops.types import Flags
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
-from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment, PendingRead
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.pending_read import BlockRuns, PendingRead
+from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.tiers.fence import Fence
 from impress_sglang.tiers.pinning import pin_memory
 from impress_sglang.transfer.plan import runs_of

@@ -22,7 +22,8 @@ from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
 from impress_sglang.precision.floors import Floors
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES
-from impress_sglang.storage.reader import ChunkReader, OpenSegment
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier

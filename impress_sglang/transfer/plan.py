@@ -18,7 +18,7 @@ from impress_sglang import loops
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.loops.types import Flags, Floats, Indices, Int32s
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, SegmentLayout
-from impress_sglang.storage.reader import OpenSegment
+from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.transfer.expectation import BlockHistory
 
 _I = TypeVar("_I", bound=np.integer[Any])

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from impress_sglang.loops.types import Flags
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
-from impress_sglang.storage.reader import ChunkReader, OpenSegment
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline

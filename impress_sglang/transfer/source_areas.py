@@ -12,7 +12,9 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
-from impress_sglang.storage.reader import ChunkReader, OpenSegment, PendingRead
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.pending_read import PendingRead
+from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.area import LayerArea, Tenant
 from impress_sglang.transfer.planner import ReadStats

@@ -32,7 +32,8 @@ from impress_sglang.precision.codec import LEVELS
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.reader import ChunkReader, Integers, OpenSegment
+from impress_sglang.storage.open_segment import Integers, OpenSegment
+from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks

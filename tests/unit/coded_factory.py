@@ -13,7 +13,8 @@ from impress_sglang.precision.codec import LEVELS, NUM_PLANES, code_keys, code_v
 from impress_sglang.precision.floors import Floors
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.reader import ChunkReader, OpenSegment
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
 from impress_sglang.transfer.area import AreaPool

@@ -16,8 +16,8 @@ from impress_sglang.precision.floors import Floors
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
+from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.reader import OpenSegment
 from impress_sglang.storage.segment import MappingLists, SegmentInfo, Tokens
 from impress_sglang.storage.writer import LayerReader, write_segment
 from impress_sglang.tiers.cache import ChunkCache

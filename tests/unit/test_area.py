@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
-from impress_sglang.storage import reader as reader_module
+from impress_sglang.storage import pending_read
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.reader import ChunkReader, OpenSegment
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory, Tenant
 from impress_sglang.transfer.plan import Flags
 from tests.faults import FaultyFileSystem, Rule
@@ -85,7 +86,7 @@ class Stored:
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stored]:
     """Every block is a piece of its own."""
-    monkeypatch.setattr(reader_module, "PIECE_BYTES", BLOCK)
+    monkeypatch.setattr(pending_read, "PIECE_BYTES", BLOCK)
     stored = Stored(tmp_path)
     assert stored.blocks >= 30
     yield stored

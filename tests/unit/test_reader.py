@@ -15,11 +15,13 @@ import pytest
 
 from bench.core.emulation import SlowFileSystem
 from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
-from impress_sglang.storage import reader as reader_module
+from impress_sglang.storage import pending_read
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import Integers, ThreadEngine
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.reader import BlockRuns, ChunkReader, OpenSegment, PendingRead
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.pending_read import BlockRuns, PendingRead
+from impress_sglang.storage.reader import ChunkReader
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
 from tests.unit.source_factory import (
@@ -81,7 +83,7 @@ def stored(tmp_path: Path) -> Iterator[Stored]:
 @pytest.fixture
 def single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block is a piece of its own."""
-    monkeypatch.setattr(reader_module, "PIECE_BYTES", BLOCK)
+    monkeypatch.setattr(pending_read, "PIECE_BYTES", BLOCK)
 
 
 @pytest.fixture(params=["auto", "threads"])
@@ -104,7 +106,7 @@ def test_runs_are_filled_and_nothing_else(
 ) -> None:
     if direct and not FileSystem().supports_direct_io(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
-    monkeypatch.setattr(reader_module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(pending_read, "PIECE_BYTES", piece)
     stored = Stored(tmp_path, direct=direct)
     runs = [(0, 1), (3, 10), (11, 12), (20, 47), (stored.blocks - 2, stored.blocks)]
 
@@ -143,7 +145,7 @@ def test_runs_are_cut_into_pieces(
     blocks: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reader_module, "PIECE_BYTES", blocks * BLOCK)
+    monkeypatch.setattr(pending_read, "PIECE_BYTES", blocks * BLOCK)
     reader, engine = step
     engine.allow()
     runs = [(1, 2), (4, 11), (20, 30)]
@@ -361,7 +363,7 @@ def test_damage_is_found(
 ) -> None:
     if direct and not FileSystem().supports_direct_io(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
-    monkeypatch.setattr(reader_module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(pending_read, "PIECE_BYTES", piece)
     stored, good = Stored(tmp_path, direct=direct), Stored(tmp_path, name="good", direct=direct)
     DAMAGE[damage](stored)
 
@@ -474,7 +476,7 @@ def test_nobody_waits_for_a_reader_that_has_failed(
         raise RuntimeError("a bug")
 
     if method == "check":
-        monkeypatch.setattr(reader_module.PendingRead, "size", fail)
+        monkeypatch.setattr(pending_read.PendingRead, "size", fail)
     reader = ChunkReader(4, OneEngine(Crashing(method, call)))
     reads = []
     for n in range(7):

@@ -11,23 +11,8 @@ PACKAGE = Path(impress_sglang.__file__).parent
 MOST_LINES = 450
 MOST_PUBLIC_METHODS = 15
 # What is larger today. Nothing may be added here; who makes one of them smaller takes it out.
-LONG_FILES = {
-    "integration/radix_cache.py",
-    "loops/planning.py",
-    "management/store.py",
-    "management/tree.py",
-    "storage/reader.py",
-    "triton/selection.py",
-}
-WIDE_CLASSES = {
-    "CodeLayout",
-    "FileSystem",
-    "ImpressRadixCache",
-    "PrefixStore",
-    "ResidentParts",
-    "SegmentLayout",
-    "StoredRequest",
-}
+LONG_FILES: set[str] = set()
+WIDE_CLASSES = {"CodeLayout", "FileSystem", "SegmentLayout"}
 
 
 def public_methods(node: ast.ClassDef) -> set[str]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.storage import reader as reader_module
+from impress_sglang.storage import pending_read
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.transfer.plan import SourceSpan
@@ -309,7 +309,7 @@ def test_size_of_single_reads_changes_nothing(
     several: Case, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
     """Runs are cut into many reads in parallel: same rows, same bytes."""
-    monkeypatch.setattr(reader_module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(pending_read, "PIECE_BYTES", piece)
     poison(several)
 
     check_everything(several)
@@ -322,7 +322,7 @@ def test_size_of_single_reads_changes_nothing(
 def test_single_reads_are_no_larger_than_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, name: str
 ) -> None:
-    monkeypatch.setattr(reader_module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(pending_read, "PIECE_BYTES", piece)
     with counting() as (reader, engine):
         case = open_case(tmp_path, SHAPES[name], SEVERAL, reader)
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impress_sglang.storage import reader as reader_module
+from impress_sglang.storage import pending_read
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import ChunkReader
 from impress_sglang.timeline import RequestTimeline
@@ -53,7 +53,7 @@ def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block is a piece of its own."""
-    monkeypatch.setattr(reader_module, "PIECE_BYTES", BLOCK)
+    monkeypatch.setattr(pending_read, "PIECE_BYTES", BLOCK)
 
 
 def draw_case(data: st.DataObject, directory: Path, reader: ChunkReader) -> Case:
@@ -154,7 +154,7 @@ def test_every_byte_is_counted_once(
 ) -> None:
     """What the device gave is what the sources counted, and no source reads a block twice."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader_module, "PIECE_BYTES", BLOCK)
+        patch.setattr(pending_read, "PIECE_BYTES", BLOCK)
         patch.setattr(ReadCost, "gap_bytes", 0)
         with counting() as (reader, engine):
             case = draw_case(data, tmp_path_factory.mktemp("any"), reader)

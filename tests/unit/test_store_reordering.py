@@ -23,7 +23,7 @@ from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.options import POLICIES
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.reader import OpenSegment
+from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import write_segment
 from impress_sglang.tiers.placement import Tier

@@ -297,15 +297,15 @@ class CountedKernel:
 
 def test_number_of_launches(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[str] = []
-    for name in ("_top_kernel", "_vote_kernel", "_choice_kernel"):
+    for name in ("top_kernel", "vote_kernel", "choice_kernel"):
         kernel = CountedKernel(getattr(selection, name), launches, name)
         monkeypatch.setattr(selection, name, kernel)
     scores = importance(3, 100, 0.5).to(device)
     selection.top_tokens_per_head(scores, 3, 10)
-    assert launches == ["_top_kernel"]
+    assert launches == ["top_kernel"]
     launches.clear()
     selection.paper_choice(scores, 10, 0.5)
-    assert launches == ["_top_kernel", "_vote_kernel", "_choice_kernel"]
+    assert launches == ["top_kernel", "vote_kernel", "choice_kernel"]
 
 
 def test_to_host_copies(device: str) -> None:

@@ -98,9 +98,9 @@ class Launches:
         self._seen.add((name, str(sorted(launch.items())), str(named)))
         if self.everything:
             return True
-        if name == "_top_kernel" and arguments["common"] is None:
+        if name == "top_kernel" and arguments["common"] is None:
             arguments["out"][:] = torch.arange(arguments["k"])
-        elif name == "_choice_kernel":
+        elif name == "choice_kernel":
             arguments["out"][0] = arguments["threshold"] < 0.5
             arguments["out"][arguments["HEADER"] :] = torch.arange(arguments["k"])
         return False
@@ -313,7 +313,7 @@ def test_a_prefix_that_is_computed_again_launches_nothing_new(
                 load_layer(loader, 0, source, inputs, tokens // 3, LoadStats())
 
     seen = launches.take()
-    assert {variant[0] for variant in seen} >= {"row_sums", "weight_sums", "_top_kernel"}
+    assert {variant[0] for variant in seen} >= {"row_sums", "weight_sums", "top_kernel"}
     assert sorted(seen - warm) == []
 
 
@@ -349,7 +349,7 @@ def test_what_was_not_compiled_is_seen(
     make_requests(server, tmp_path, reader)
 
     missing = launches.take() - warm
-    assert {variant[0] for variant in missing} >= {"row_sums", "weight_sums", "_choice_kernel"}
+    assert {variant[0] for variant in missing} >= {"row_sums", "weight_sums", "choice_kernel"}
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_what_is_launched_can_be_carried_out(
     [
         ("row_sums", "", "--impress-policy as,"),
         ("weight_sums", "", "--impress-policy as,"),
-        ("_top_kernel", "", "--impress-policy as,"),
+        ("top_kernel", "", "--impress-policy as,"),
         ("_gather_kernel", "", "--impress-policy recompute,"),
         ("weight_sums", "'SQUARES': ('constexpr', True)", "--impress-policy paper,"),
         ("_restore_kernel", "", "--impress-policy paper,"),

@@ -1,0 +1,80 @@
+"""Moving averages of what is selected, one code of 8 bits for each token or block.
+
+As in `planning.py`, results that are arrays are new except where a function says that it changes
+its arguments.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from impress_sglang.loops.jit import compiled
+from impress_sglang.loops.planning import between
+from impress_sglang.loops.types import Flags, Indices, Uint8s
+
+
+@compiled("(uint8[::1], boolean[::1], uint8[::1], uint8[::1])")
+def move_codes(codes: Uint8s, wanted: Flags, kept: Uint8s, raised: Uint8s) -> None:
+    """Move the chance of every block, in place.
+
+    Args:
+        codes: uint8 [blocks].
+        wanted: bool [blocks].
+        kept: uint8 [256], what becomes of a code whose block was not wanted.
+        raised: uint8 [256], of one whose block was.
+    """
+    for block in range(len(codes)):
+        codes[block] = raised[codes[block]] if wanted[block] else kept[codes[block]]
+
+
+@compiled("(uint8[:, ::1], int64[:, ::1], int64, int64, int64, uint8[::1], uint8[::1])")
+def move_averages(
+    averages: Uint8s,
+    tokens: Indices,
+    first: int,
+    stop: int,
+    start: int,
+    kept: Uint8s,
+    raised: Uint8s,
+) -> None:
+    """Move the average of every token of a span, in place.
+
+    Args:
+        averages: uint8 [lanes, tokens of the segment].
+        tokens: int64 [lanes, k], the selected ones, distinct in a lane; see `locate_rows`.
+        first: see `locate_rows`.
+        stop: see `locate_rows`.
+        start: see `locate_rows`.
+        kept: uint8 [256], what becomes of an average whose token was not selected.
+        raised: uint8 [256], of one whose token was.
+    """
+    num_lanes, k = tokens.shape
+    before = np.empty(k, np.uint8)
+    for lane in range(num_lanes):
+        own = averages[lane, start : start + stop - first]
+        selected = tokens[lane]
+        low, high = between(selected, first, stop)
+        for j in range(low, high):
+            before[j] = own[np.uint64(selected[j] - first)]
+        for token in range(len(own)):
+            own[token] = kept[own[token]]
+        for j in range(low, high):
+            own[np.uint64(selected[j] - first)] = raised[before[j]]
+
+
+@compiled("(uint8[::1], boolean[::1])")
+def weigh_codes(codes: Uint8s, candidates: Flags) -> Indices:
+    """How many of the candidates have each code, int64 [256]; both arguments are flat."""
+    counts = np.zeros(256, np.int64)
+    for block in range(len(codes)):
+        counts[codes[block]] += candidates[block]
+    return counts
+
+
+@compiled("(uint8[::1], boolean[::1], int64)")
+def likely_flags(codes: Uint8s, candidates: Flags, threshold: int) -> Flags:
+    """The candidates whose code is at least `threshold`; both arrays are flat."""
+    likely = np.empty(len(codes), np.bool_)
+    for block in range(len(codes)):
+        likely[block] = candidates[block] and codes[block] >= threshold
+    return likely

@@ -1,0 +1,75 @@
+"""A segment file that is open for reading."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.storage.direct_io import AlignedMemory
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.layout import BLOCK_BYTES, SegmentLayout
+from impress_sglang.storage.segment import (
+    Checksums,
+    MappingLists,
+    SegmentInfo,
+    block_checksums,
+    read_header,
+    reading,
+)
+
+Integers = npt.NDArray[np.int64]
+
+
+class OpenSegment:
+    """A segment file open for reading, with all of its header in memory."""
+
+    def __init__(self, path: Path, files: FileSystem, *, direct: bool) -> None:
+        """Open the file.
+
+        Raises:
+            ChunkUnreadable: the file is missing or its header is not valid.
+            StoreUnavailable: it cannot be opened or read now.
+        """
+        header = read_header(path, files)
+        self.files = files
+        self.info: SegmentInfo = header.info
+        self.checksums: Checksums = header.checksums
+        self.mapping: MappingLists | None = header.mapping
+        self.floors = header.floors
+        self.layout: SegmentLayout = self.info.layout()
+        with reading(self.segment_id):
+            self.descriptor = files.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+
+    @property
+    def segment_id(self) -> str:
+        """Name of the segment."""
+        return self.info.segment_id
+
+    def check_blocks(self, memory: AlignedMemory, offset: int, blocks: Integers) -> None:
+        """Verify blocks that were read.
+
+        Args:
+            memory: whose byte 0 took byte `offset` of the file.
+            offset: see there; a block begins here.
+            blocks: int64 [n], counted from the start of the memory.
+
+        Raises:
+            ChunkUnreadable: one of them fails its checksum.
+        """
+        first = (offset - self.layout.header_bytes) // BLOCK_BYTES
+        found = block_checksums(memory.view, blocks.tolist())
+        bad = np.flatnonzero(found != self.checksums[first + blocks])
+        if len(bad):
+            at = offset + int(blocks[bad[0]]) * BLOCK_BYTES
+            raise ChunkUnreadable(self.segment_id, f"the block at {at} fails its checksum")
+
+    def close(self) -> None:
+        """Close the file; no read may be in flight."""
+        # Nothing was written through it.
+        with contextlib.suppress(OSError):
+            self.files.close(self.descriptor)
