@@ -78,8 +78,8 @@ DEMANDS = st.sampled_from(
 )
 # What reading ahead is told of a source that is opened.
 BEGINNINGS = st.sampled_from(["join", "wait", "wait for one layer", "nothing"])
-# Room for what is read ahead: a few layers, each of which takes 1 MiB.
-ROOM_BYTES = 3 << 20
+# Room for a layer of the longest chain of segments, of which each takes 1 MiB, and hardly more.
+ROOM_BYTES = 10 << 20
 
 
 def expected_rows(
