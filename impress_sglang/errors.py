@@ -6,7 +6,7 @@
     └── StoreError
         ├── StoreInUseError  another process serves from the same SSD directory
         └── PrefixUnreadable a stored prefix cannot be had: a miss, never an answer
-            ├── ChunkUnreadable   bytes are missing, short or corrupt; a second look decides
+            ├── SegmentUnreadable   bytes are missing, short or corrupt; a second look decides
             └── StoreUnavailable  nothing can be read now; what is stored is kept
 
 A shortage that is expected (quota, free space, write queue full) is a value, not an exception.
@@ -43,7 +43,7 @@ class PrefixUnreadable(StoreError):
         self.segment_id = segment_id
 
 
-class ChunkUnreadable(PrefixUnreadable):
+class SegmentUnreadable(PrefixUnreadable):
     """Bytes of a segment are missing, short or do not match their checksum."""
 
 

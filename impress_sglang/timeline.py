@@ -137,13 +137,13 @@ class RequestTimeline:
         tracks = self._by_track()
         threads = [(REQUEST_TRACK, sorted(tracks.pop(REQUEST_TRACK), key=_outer_first))]
         for track, events in tracks.items():
-            for row, lane in enumerate(_lanes(events), start=1):
-                threads.append((track if row == 1 else f"{track} ({row})", lane))
+            for row, head_group in enumerate(_head_groups(events), start=1):
+                threads.append((track if row == 1 else f"{track} ({row})", head_group))
         trace_events = [_metadata("process_name", 0, {"name": self.rid})]
-        for tid, (name, lane) in enumerate(threads, start=_REQUEST_TID):
+        for tid, (name, head_group) in enumerate(threads, start=_REQUEST_TID):
             trace_events.append(_metadata("thread_name", tid, {"name": name}))
             trace_events.append(_metadata("thread_sort_index", tid, {"sort_index": tid}))
-            trace_events.extend(_complete(event, tid) for event in lane)
+            trace_events.extend(_complete(event, tid) for event in head_group)
         return {
             "traceEvents": trace_events,
             "displayTimeUnit": "ms",
@@ -230,17 +230,17 @@ def _totals(events: Iterable[_Event], whole: int) -> dict[str, float]:
     return {name: nanoseconds / 1e6 for name, nanoseconds in totals.items()}
 
 
-def _lanes(events: Iterable[_Event]) -> list[list[_Event]]:
+def _head_groups(events: Iterable[_Event]) -> list[list[_Event]]:
     """Events in as few rows as hold them without overlap."""
-    lanes: list[list[_Event]] = []
+    head_groups: list[list[_Event]] = []
     for event in sorted(events, key=_outer_first):
-        free = (lane for lane in lanes if lane[-1].stop <= event.start)
-        lane = next(free, None)
-        if lane is None:
-            lanes.append([event])
+        free = (head_group for head_group in head_groups if head_group[-1].stop <= event.start)
+        head_group = next(free, None)
+        if head_group is None:
+            head_groups.append([event])
         else:
-            lane.append(event)
-    return lanes
+            head_group.append(event)
+    return head_groups
 
 
 def _metadata(name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def _set_ssd_mbps(_: ServingRuntime, mbps: float) -> None:
 
 
 def _set_readahead(runtime: ServingRuntime, share: float) -> None:
-    runtime.store.ahead.set_waste(share)
+    runtime.store.ahead.set_waste_budget(share)
 
 
 def _reorder_all(runtime: ServingRuntime, _: float) -> None:

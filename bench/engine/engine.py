@@ -45,8 +45,8 @@ from bench.engine.stored import IDENTITY, StoredEngine, store_planted
 from bench.engine.workload import MODELS, PROBE_HEADS, Planter, make_workload
 from bench.policies.compared import POLICIES, STORED_BY, add_speedups, link_store, store_kind
 from impress_sglang.config import ImpressConfig
-from impress_sglang.importance.identify import probe_kv_heads
-from impress_sglang.management.policies import Policy, Wish, make_policy
+from impress_sglang.importance.selectors import probe_kv_heads
+from impress_sglang.management.policies import LoadOptions, Policy, make_policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import (
@@ -60,7 +60,7 @@ from impress_sglang.timeline import (
     SSD_READ,
 )
 from impress_sglang.transfer.loader import LoadStats
-from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.warm_up import warm_up
 
 OPTIONS = (
@@ -224,7 +224,7 @@ class CellRun:
 
     def _compile(self, policy: Policy) -> None:
         """Compile the kernels that requests use, so that no time to first token has that in it."""
-        rule = None if policy.exact(Wish(self._args.retention)) else policy.identification
+        rule = None if policy.exact(LoadOptions(self._args.retention)) else policy.selector
         device = self._engine.model.device
         warm_up(self._kv_shape(policy), rule, self._chunk_tokens, device)
 

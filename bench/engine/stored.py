@@ -13,7 +13,7 @@ from bench.engine.clock import Served, stage_clock
 from bench.engine.model import Asked, Engine
 from bench.engine.workload import Request
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.policies import Wish
+from impress_sglang.management.policies import LoadOptions
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.serving.clocks import clock_for
@@ -79,7 +79,7 @@ class StoredEngine:
         device = engine.model.device
         hidden = engine.model.shape.hidden
         self._runtime = _Runtime(config, shape, IDENTITY, device, hidden, free=_free)
-        self._wish = Wish(config.usual_retention, config.usual_bits)
+        self._load_options = LoadOptions(config.usual_retention, config.usual_bits)
         self._clock = clock_for(device)
         for own in engine.passes:
             self._runtime.estimator.note_forward(*own)
@@ -150,8 +150,8 @@ class StoredEngine:
         runtime.timeline = timeline
         device = self._engine.model.device
         tokens = asked.prompt[:-1]
-        match = runtime.admission.find(NAMESPACE, tokens, self._wish)
-        plan = runtime.admission.plan(match, tokens, 0, self._wish)
+        match = runtime.admission.find(NAMESPACE, tokens, self._load_options)
+        plan = runtime.admission.plan(match, tokens, 0, self._load_options)
         if plan is None or plan.work.stored != length:
             raise BenchFailed(f"{match.num_tokens} of {length} tokens of a prefix are stored")
         stored = runtime.open(

@@ -28,7 +28,7 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.pending_read import BlockRuns
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.storage.writer import write_segment
 
@@ -115,7 +115,7 @@ def _reader_mbps(
 ) -> tuple[float, float]:
     """MB/s of the whole reader, and the cores it keeps busy."""
     pick, layout = random.Random(seed), segment.layout
-    reader = ChunkReader(args.depth, FileSystem(), engine=args.engine)
+    reader = BlockReader(args.depth, FileSystem(), engine=args.engine)
     places = layout.layer_bytes // size
     memories = [AlignedMemory(layout.layer_bytes) for _ in range(2)]
     for memory in memories:

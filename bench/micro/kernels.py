@@ -29,8 +29,8 @@ from bench.core.options import Option
 from bench.core.report import Result, Table, plain
 from bench.core.session import BenchFailed
 from impress_sglang.importance import scores as reference
-from impress_sglang.importance.identify import probe_kv_heads
 from impress_sglang.importance.selection import per_head_tokens, similarity_threshold
+from impress_sglang.importance.selectors import probe_kv_heads
 from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.precision.layer import CodedLayer, encode_layer
 from impress_sglang.precision.layout import CodeLayout
@@ -173,7 +173,7 @@ def _gather(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> 
     """Chosen tokens of all KV heads, each head's own, from one memory at a time, into slots."""
     m, heads, dim = args.tokens, args.kv_heads, args.dim
     k = max(1, int(m * args.retention))
-    # Streams of keys and of values of each head, as a segment and its areas have them.
+    # Columns of keys and of values of each head, as a segment and its areas have them.
     host = torch.randn(2 * heads * m, dim, dtype=torch.bfloat16).pin_memory()
     rng = np.random.default_rng(0)
     tokens = np.stack([np.sort(rng.permutation(m)[:k]) for _ in range(heads)], 1)
@@ -286,7 +286,7 @@ def _targets(
     heads, dim = pools[0].shape[1:]
     return [
         gather.Target(
-            pool, gather.head_columns(pool, range(heads), dim), own, slots, None, lanes=heads
+            pool, gather.head_columns(pool, range(heads), dim), own, slots, None, head_groups=heads
         )
         for pool, own in zip(pools, addresses, strict=True)
     ]

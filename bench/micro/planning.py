@@ -31,7 +31,7 @@ from bench.core.options import Option, one_of
 from bench.core.report import Result, Table, plain
 from impress_sglang.management.forecast import ReadForecast
 from impress_sglang.management.memory import StoreMemory
-from impress_sglang.management.readers import SegmentReaders
+from impress_sglang.management.open_segments import OpenSegments
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.versions import SegmentVersions
@@ -43,14 +43,14 @@ from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.pending_read import BlockRuns
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import ImportanceScore
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.timeline import NO_TIMELINE
 from impress_sglang.transfer.ahead import ReadAhead
-from impress_sglang.transfer.area import AreaPool
+from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded import CodedSource, most_pages
 from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
@@ -144,12 +144,12 @@ class _Case:
         info = _info(shape, tokens)
         self._tree.insert(StoredSegment(info, 0, SegmentState.READY), self._tokens[:0])
         codes = _cache(shape, CODE_PAGE, most_pages(layout), share * layout.layer_bytes)
-        streams = PageShape.of(shape, CHUNK_TOKENS)
-        self._pool = AreaPool(1 << 62)
-        cache = _cache(shape, streams, streams.max_chunk_pages(shape), 0.0)
+        columns = PageShape.of(shape, CHUNK_TOKENS)
+        self._pool = BufferPool(1 << 62)
+        cache = _cache(shape, columns, columns.max_chunk_pages(shape), 0.0)
         memory = StoreMemory(cache, codes, self._pool)
         versions = SegmentVersions(shape, cache, codes, retention=1.0, by_importance=False)
-        reader, meter = cast("ChunkReader", _NoReader()), FloorMeter(0.0)
+        reader, meter = cast("BlockReader", _NoReader()), FloorMeter(0.0)
         self._forecast = ReadForecast(shape, reader, versions, memory, meter, retention=1.0)
         self._readers = _NoFiles(
             cast("StoreDirectory", None),
@@ -231,7 +231,7 @@ def _cache(shape: KVShape, page: PageShape, most: int, layer_bytes: float) -> Ch
     return cache
 
 
-class _NoFiles(SegmentReaders):
+class _NoFiles(OpenSegments):
     def _open(self, stored: StoredSegment) -> OpenSegment:
         return _NoFile(stored.info)
 

@@ -91,9 +91,9 @@ def _ask_all(
     with pool.running("server", model, args.dtype, *flags) as server, step("asking"):
         server.generate(prompts[0])
         for own in prompts:
-            for name, wish in WISHES.items():
+            for name, wanted in WISHES.items():
                 server.flush()
-                answer = server.generate(own, args.new, custom=wish)
+                answer = server.generate(own, args.new, custom=wanted)
                 if answer["meta_info"]["impress"]["path"] != "ssd":
                     raise BenchFailed("a prefix was not read from SSD")
                 found[name].append(answer["output_ids"])

@@ -1,8 +1,8 @@
 """Moving averages of what was selected: which tokens of a segment tend to matter.
 
-Kept per layer, lane and token, updated at every access. Each access says of *every* token whether
-it was selected, because the probe stream is read whole (and all keys where a layer falls back), so
-the average is not biased towards what happened to be loaded.
+Kept per layer, head group and token, updated at every access. Each access says of *every* token
+whether it was selected, because the probe column is read whole (and all keys where a layer falls
+back), so the average is not biased towards what happened to be loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STEPS = 255
 
 
 class TokenHistory:
-    """Averages of one segment, [L, lanes, t], in logical order of the tokens.
+    """Averages of one segment, [L, head groups, t], in logical order of the tokens.
 
     `average` is the share of accesses that selected the token. `order_key` is what tokens are
     ordered by: the same, or with `by_importance` (the paper's key) the token's column sum in units
@@ -31,10 +31,10 @@ class TokenHistory:
     """
 
     def __init__(
-        self, num_layers: int, num_lanes: int, num_tokens: int, *, by_importance: bool = False
+        self, num_layers: int, num_head_groups: int, num_tokens: int, *, by_importance: bool = False
     ) -> None:
         self.ssd_bytes = 0
-        shape = (num_layers, num_lanes, num_tokens)
+        shape = (num_layers, num_head_groups, num_tokens)
         self._selected = np.zeros(shape, np.uint8)
         self._importance = np.zeros(shape, np.float16) if by_importance else None
         self._accesses = np.zeros(num_tokens, np.uint8)
@@ -42,13 +42,13 @@ class TokenHistory:
 
     @property
     def average(self) -> npt.NDArray[np.float32]:
-        """How likely each token is selected, float32 [L, lanes, t]."""
+        """How likely each token is selected, float32 [L, head groups, t]."""
         average: npt.NDArray[np.float32] = self._selected.astype(np.float32) / np.float32(_STEPS)
         return average
 
     @property
     def order_key(self) -> npt.NDArray[np.float32]:
-        """What tokens are ordered by, descending, float32 [L, lanes, t]."""
+        """What tokens are ordered by, descending, float32 [L, head groups, t]."""
         key = self._selected if self._importance is None else self._importance
         return key.astype(np.float32)
 
@@ -80,11 +80,12 @@ class TokenHistory:
             layer: from 0.
             start: first token of the access, counted from the start of the segment.
             num_tokens: of the access.
-            selected: int64 [lanes, k], contiguous, the selected tokens of a prefix, distinct in a
-                lane; those that belong to the access are `first` to `first + num_tokens`.
+            selected: int64 [head groups, k], contiguous, the selected tokens of a prefix, distinct
+                in a head group; those that belong to the access are `first` to `first +
+                num_tokens`.
             first: the number in the prefix of the token `start`.
-            importance: scores [H, num_tokens], grouped by lane, None if there are none: then all
-                tokens count alike.
+            importance: scores [H, num_tokens], grouped by head group, None if there are none: then
+                all tokens count alike.
         """
         stop = start + num_tokens
         part = self._accesses[start:stop]
@@ -99,16 +100,16 @@ class TokenHistory:
             )
         else:
             average = self._selected[layer, :, start:stop]
-            lanes, places = np.nonzero((selected >= first) & (selected < first + num_tokens))
+            head_groups, places = np.nonzero((selected >= first) & (selected < first + num_tokens))
             seen = np.zeros(average.shape, np.float32)
-            seen[lanes, selected[lanes, places] - first] = _STEPS
+            seen[head_groups, selected[head_groups, places] - first] = _STEPS
             average[:] = np.rint(_moved(average, seen, _weights(part)))
         if self._importance is not None:
             sums = self._importance[layer, :, start:stop]
             sums[:] = _moved(sums, _relative(importance, sums.shape), _weights(part))
 
     def token_means(self) -> npt.NDArray[np.float32]:
-        """Mean of `average` over layers and lanes, float32 [t]; as of the last access."""
+        """Mean of `average` over layers and head groups, float32 [t]; as of the last access."""
         if self._means is None:
             self._means = self._selected.mean((0, 1), dtype=np.float32) / np.float32(_STEPS)
         return self._means
@@ -148,10 +149,10 @@ _MOVED = [_moved_steps(accesses) for accesses in range(1, round(1 / AVERAGE_WEIG
 
 
 def _relative(importance: Tensor | None, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Column sums by lane in units of their mean, within the range of float16."""
+    """Column sums by head group in units of their mean, within the range of float16."""
     if importance is None:
         return np.ones(shape, np.float32)
-    num_lanes, num_tokens = shape
-    summed = importance.reshape(num_lanes, -1, num_tokens).sum(1, dtype=torch.float32)
+    num_head_groups, num_tokens = shape
+    summed = importance.reshape(num_head_groups, -1, num_tokens).sum(1, dtype=torch.float32)
     relative = summed / summed.mean(-1, keepdim=True).clamp_min(1e-20)
     return np.minimum(relative.cpu().numpy(), np.float32(6e4))

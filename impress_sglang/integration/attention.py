@@ -46,7 +46,7 @@ from impress_sglang.transfer.slots import LayerSlots
 logger = logging.getLogger(__name__)
 
 # From the name of SGLang's class to that of ours, None where rows are ordinary.
-ADOPTED = {backend.kind: backend.sink_rows for backend in BACKENDS.values()}
+ADOPTED = {backend.kind: backend.offset_rows for backend in BACKENDS.values()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class PrefixAttention(AttentionBackend):
     same layout. Prefixes are loaded in eager passes only: prefill must run without CUDA graphs.
     """
 
-    sink_rows = False
+    offset_rows = False
     """Whether a row may begin with zeros."""
     times_each = False
     """Whether a subclass notes the time of each request's attention by itself."""
@@ -143,7 +143,7 @@ class PrefixAttention(AttentionBackend):
             stop = first + forward_batch.extend_seq_lens_cpu[index]
             request = live.get(rid)
             start = 0 if request is None or request.adopted else request.start
-            assert self.sink_rows or not start, "a row begins at an offset"
+            assert self.offset_rows or not start, "a row begins at an offset"
             starts.append(start)
             new.append(slice(first, stop))
             new_tokens += stop - first

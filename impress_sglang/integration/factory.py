@@ -11,13 +11,13 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
-from impress_sglang.importance.identify import probe_kv_heads
+from impress_sglang.importance.selectors import probe_kv_heads
 from impress_sglang.integration.attention import PrefixAttention
 from impress_sglang.integration.guards import check_options, check_parts, identity_of_options
 from impress_sglang.integration.layers import check_layers
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.management.identity import model_identity, weights_digest
-from impress_sglang.management.policies import Policy, Wish, make_policy
+from impress_sglang.management.policies import LoadOptions, Policy, make_policy
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.warm_up import warm_up
@@ -32,7 +32,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     """The tree cache for SGLang's `TreeCacheBuildContext`.
 
     Raises:
-        UnsupportedError: the attention backend is not ours, so that sink rows would be read wrong,
+        UnsupportedError: the attention backend is not ours, so that offset rows would be read
+        wrong,
             the options or the model are not what is known to be right, the server cannot have the
             parts of prefixes that it is for, or a kernel for this model does not fit into the GPU.
         ConfigError: a directory cannot be written, or the caches do not fit in memory.
@@ -60,7 +61,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
             policy.name,
         )
 
-    def identify() -> str:
+    def read_identity() -> str:
         return model_identity(
             weights=weights_digest(kv_tensors(runner.model)),
             architecture=_architecture(runner.model_config.hf_text_config)
@@ -73,21 +74,21 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     device = runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer).device
     # Before the store is opened, which takes much memory.
     if policy.stores:
-        selects = not policy.exact(Wish(config.min_retention))
-        rule = policy.identification if selects else None
+        selects = not policy.exact(LoadOptions(config.min_retention))
+        rule = policy.selector if selects else None
         warm_up(shape, rule, config.chunk_tokens, device)
     hidden_size = runner.model_config.hidden_size
     params = context.params
     runtime = ServingRuntime(
         config,
         shape,
-        identify(),
+        read_identity(),
         device,
         hidden_size,
         free=lambda slots: params.token_to_kv_pool_allocator.free(slots),
         page_size=params.page_size,
     )
-    cache = ImpressRadixCache(params, runtime, identify, runner.forward_stream)
+    cache = ImpressRadixCache(params, runtime, read_identity, runner.forward_stream)
     backend.connect(runtime, cache.passes)
     return cache
 

@@ -20,7 +20,7 @@ from impress_sglang.integration.judged_arguments import (
     RESTRICTED,
     is_off,
 )
-from impress_sglang.integration.judged_backends import BACKENDS, REFUSED, SINK_ROWS
+from impress_sglang.integration.judged_backends import BACKENDS, OFFSET_ROWS, REFUSED
 from impress_sglang.integration.judged_models import (
     CONFIG_UNSET,
     ENVIRONMENT,
@@ -140,10 +140,10 @@ def parts_refusal(options: Any) -> str | None:
     prefill, decode = attention_of(options)
     if options.page_size not in (None, 1):
         return f"parts of prefixes need --page-size 1, and this server has {options.page_size}"
-    if prefill != decode or prefill not in SINK_ROWS:
+    if prefill != decode or prefill not in OFFSET_ROWS:
         both = prefill if prefill == decode else f"{prefill} for prefill and {decode} for decode"
         return (
-            f"parts of prefixes need one --attention-backend of {', '.join(SINK_ROWS)}, and this "
+            f"parts of prefixes need one --attention-backend of {', '.join(OFFSET_ROWS)}, and this "
             f"server has {both}"
         )
     return None

@@ -22,13 +22,13 @@ class Backend:
     Attributes:
         kind: SGLang's class of its objects, in `sglang.srt.layers.attention`.
         why: what its source does.
-        sink_rows: our class that also starts rows at an offset, in `impress_sglang.integration`;
+        offset_rows: our class that also starts rows at an offset, in `impress_sglang.integration`;
             None where nothing does.
     """
 
     kind: str
     why: str
-    sink_rows: str | None = None
+    offset_rows: str | None = None
 
 
 _FLASH_ATTENTION = "flashattention_backend.FlashAttentionBackend"
@@ -94,4 +94,4 @@ REFUSED: dict[str, str] = {
     "ascend": "IMPRESS runs on CPUs and CUDA",
 }
 
-SINK_ROWS = tuple(name for name, backend in BACKENDS.items() if backend.sink_rows)
+OFFSET_ROWS = tuple(name for name, backend in BACKENDS.items() if backend.offset_rows)

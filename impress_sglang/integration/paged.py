@@ -34,7 +34,7 @@ _HOST_ROWS = "_impress_host_rows"
 class PagedPrefixAttention(PrefixAttention):
     """Starts rows of backends that ask SGLang's index translator for a batch's slots."""
 
-    sink_rows = True
+    offset_rows = True
     kv_index_translator: Any
     keeps_host_rows = True
     """Whether `keep_host_rows` is of use to this backend."""

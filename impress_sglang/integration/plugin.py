@@ -82,7 +82,7 @@ def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> Non
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
 
     from impress_sglang.integration.guards import DEFAULT_ATTENTION, attention_of, check_attention
-    from impress_sglang.integration.judged_backends import BACKENDS, SINK_ROWS
+    from impress_sglang.integration.judged_backends import BACKENDS, OFFSET_ROWS
 
     # What was asked for, which declarations do not change.
     asked = (
@@ -90,7 +90,7 @@ def _resolve_attention(server_args: Any, previous: Callable[[Any], None]) -> Non
         server_args.prefill_attention_backend,
         server_args.decode_attention_backend,
     )
-    known = SINK_ROWS if config.needs_parts else tuple(BACKENDS)
+    known = OFFSET_ROWS if config.needs_parts else tuple(BACKENDS)
     default = DEFAULT_ATTENTION.get(resolved_view(server_args).device)
     unasked = asked == (None, None, None) and default is not None
     if unasked and _usual_attention(server_args) not in known:

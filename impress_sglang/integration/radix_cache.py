@@ -38,7 +38,7 @@ from impress_sglang.integration.prompt_saves import PromptSaves, as_tokens, name
 from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.management.stored import StoredMatch
 from impress_sglang.serving.admission import AdmissionPlan
-from impress_sglang.serving.custom_params import wish_of
+from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.report import estimate_fields, new_report
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
@@ -55,17 +55,17 @@ class ImpressRadixCache(RadixCache):
         self,
         params: CacheInitParams,
         runtime: ServingRuntime,
-        identify: Callable[[], str],
+        read_identity: Callable[[], str],
         forward_stream: Any,
     ) -> None:
-        """`identify` names the model's weights; it is asked again after each flush."""
+        """`read_identity` names the model's weights; it is asked again after each flush."""
         self.runtime = runtime
         """What it shares with the attention backend."""
         self._saves = PromptSaves(self, runtime, forward_stream)
         self._known = KnownRequests()
         self.passes = Passes(runtime, self._known, self._saves)
         """Told of forward passes by the attention backend."""
-        self.weights = WeightWatch(runtime.served, identify, self._set_aside, self._is_empty)
+        self.weights = WeightWatch(runtime.served, read_identity, self._set_aside, self._is_empty)
         """Told of new weights by the hooks around SGLang's handlers."""
         self._private_tokens = 0
         self._residents = runtime.residents
@@ -343,9 +343,9 @@ class ImpressRadixCache(RadixCache):
         if known.declined:
             return StoredMatch(), None
         tokens = as_tokens(key.raw_token_ids())
-        wish = wish_of(known.req.sampling_params, config)
-        match = admission.find(namespace_of(key), tokens, wish)
-        return match, admission.plan(match, tokens, resident_len, wish)
+        wanted = load_options_of(known.req.sampling_params, config)
+        match = admission.find(namespace_of(key), tokens, wanted)
+        return match, admission.plan(match, tokens, resident_len, wanted)
 
     def _accept(self, plan: AdmissionPlan | None, rid: str, node: Any) -> AdmissionPlan | None:
         """A plan; None if its tokens are computed because that is faster.

@@ -18,7 +18,7 @@ class ImpressTorchNativeBackend(PrefixAttention, TorchNativeAttnBackend):
     It attends for one request after the other, so that each one's time is noted here.
     """
 
-    sink_rows = True
+    offset_rows = True
     times_each = True
 
     def _run_sdpa_forward_extend(

@@ -31,7 +31,7 @@ class WeightWatch:
     def __init__(
         self,
         served: ServedStore,
-        identify: Callable[[], str],
+        read_identity: Callable[[], str],
         set_aside: Callable[[], None],
         is_empty: Callable[[], bool],
     ) -> None:
@@ -44,7 +44,7 @@ class WeightWatch:
             is_empty: whether no KV is left in the pool.
         """
         self._served = served
-        self._identify = identify
+        self._read_identity = read_identity
         self._set_aside = set_aside
         self._is_empty = is_empty
         self._changing = False
@@ -79,7 +79,7 @@ class WeightWatch:
         # One that could not be opened is opened again.
         served.take_over()
         try:
-            identity = self._identify()
+            identity = self._read_identity()
         except Exception:
             # Whatever it is, answers are right without the store.
             logger.exception("these weights have no identity; the next flush tries again")

@@ -40,19 +40,20 @@ def move_averages(
     """Move the average of every token of a span, in place.
 
     Args:
-        averages: uint8 [lanes, tokens of the segment].
-        tokens: int64 [lanes, k], the selected ones, distinct in a lane; see `locate_rows`.
+        averages: uint8 [head groups, tokens of the segment].
+        tokens: int64 [head groups, k], the selected ones, distinct in a head group; see
+            `locate_rows`.
         first: see `locate_rows`.
         stop: see `locate_rows`.
         start: see `locate_rows`.
         kept: uint8 [256], what becomes of an average whose token was not selected.
         raised: uint8 [256], of one whose token was.
     """
-    num_lanes, k = tokens.shape
+    num_head_groups, k = tokens.shape
     before = np.empty(k, np.uint8)
-    for lane in range(num_lanes):
-        own = averages[lane, start : start + stop - first]
-        selected = tokens[lane]
+    for head_group in range(num_head_groups):
+        own = averages[head_group, start : start + stop - first]
+        selected = tokens[head_group]
         low, high = between(selected, first, stop)
         for j in range(low, high):
             before[j] = own[np.uint64(selected[j] - first)]

@@ -45,7 +45,7 @@ def locate_rows(
     stop: int,
     start: int,
     mapping: Mapping,
-    lane_rows: int,
+    head_group_rows: int,
     chunk_rows: int,
     value_first: Int32s,
     value_last: Int32s,
@@ -59,14 +59,16 @@ def locate_rows(
     faster than counting as they come. Unsigned numbers spare a test whether an index is negative.
 
     Args:
-        tokens: int64 [lanes, k], ascending in each lane, counted from the start of the prefix.
+        tokens: int64 [head groups, k], ascending in each head group, counted from the start of the
+            prefix.
         first: of the span, counted like `tokens`.
         stop: likewise, after its last one.
         start: of the span, counted from the start of its segment.
-        mapping: [lanes * rows of a lane], the row of each token; empty if they are the same.
-        lane_rows: rows of a lane, which are tokens of the segment.
+        mapping: [head groups * rows of a head group], the row of each token; empty if they are the
+            same.
+        head_group_rows: rows of a head group, which are tokens of the segment.
         chunk_rows: rows of a chunk.
-        value_first: int32 [blocks of a lane's values], the first row that a block holds.
+        value_first: int32 [blocks of a head group's values], the first row that a block holds.
         value_last: likewise the last row.
         key_first: the same of keys; empty if nobody asks.
         key_last: the same of keys.
@@ -75,51 +77,52 @@ def locate_rows(
 
     Returns:
         Of the tokens of the span int64 [n]: positions in the read (token after token and in each
-        lane by lane), lanes, and rows. If not `placed` the first two are empty, and rows come in
-        the order of the read. Then the rows wanted of each chunk, int64 [lanes * chunks of a lane];
-        and which blocks of values and of keys hold wanted rows, bool [lanes * blocks of a lane].
+        head group by head group), head groups, and rows. If not `placed` the first two are empty,
+        and rows come in the order of the read. Then the rows wanted of each chunk, int64 [head
+        groups * chunks of a head group]; and which blocks of values and of keys hold wanted rows,
+        bool [head groups * blocks of a head group].
     """
-    num_lanes, k = tokens.shape
-    lane_chunks = -(-lane_rows // chunk_rows)
+    num_head_groups, k = tokens.shape
+    head_group_chunks = -(-head_group_rows // chunk_rows)
     value_blocks, key_blocks = len(value_first), len(key_first)
-    positions = np.empty(num_lanes * k if placed else 0, np.int64)
-    lanes = np.empty(num_lanes * k if placed else 0, np.int64)
-    rows = np.empty(num_lanes * k, np.int64)
-    wanted = np.zeros(num_lanes * lane_rows, np.uint8)
-    counts = np.empty(num_lanes * lane_chunks, np.int64)
-    in_values = np.empty(num_lanes * value_blocks, np.bool_)
-    in_keys = np.empty(num_lanes * key_blocks, np.bool_)
+    positions = np.empty(num_head_groups * k if placed else 0, np.int64)
+    head_groups = np.empty(num_head_groups * k if placed else 0, np.int64)
+    rows = np.empty(num_head_groups * k, np.int64)
+    wanted = np.zeros(num_head_groups * head_group_rows, np.uint8)
+    counts = np.empty(num_head_groups * head_group_chunks, np.int64)
+    in_values = np.empty(num_head_groups * value_blocks, np.bool_)
+    in_keys = np.empty(num_head_groups * key_blocks, np.bool_)
     found = 0
-    for lane in range(num_lanes):
-        own = tokens[lane]
+    for head_group in range(num_head_groups):
+        own = tokens[head_group]
         low, high = between(own, first, stop) if placed else (0, k)
-        marks = wanted[lane * lane_rows : (lane + 1) * lane_rows]
-        mapped = mapping[lane * lane_rows : (lane + 1) * lane_rows]
+        marks = wanted[head_group * head_group_rows : (head_group + 1) * head_group_rows]
+        mapped = mapping[head_group * head_group_rows : (head_group + 1) * head_group_rows]
         for j in range(low, high):
             row = np.uint64(own[j] - first + start)
             if len(mapping):
                 row = np.uint64(mapped[row])
             marks[row] = 1
-            place = np.uint64(j * num_lanes + lane)
+            place = np.uint64(j * num_head_groups + head_group)
             if placed:
                 positions[found] = np.int64(place)
-                lanes[found] = lane
+                head_groups[found] = head_group
                 place = np.uint64(found)
                 found += 1
             rows[place] = np.int64(row)
-        for chunk in range(lane_chunks):
+        for chunk in range(head_group_chunks):
             count = 0
-            last = min((chunk + 1) * chunk_rows, lane_rows)
+            last = min((chunk + 1) * chunk_rows, head_group_rows)
             for marked in range(chunk * chunk_rows, last):
                 count += marks[np.uint64(marked)]
-            counts[lane * lane_chunks + chunk] = count
-        blocks = in_values[lane * value_blocks : (lane + 1) * value_blocks]
+            counts[head_group * head_group_chunks + chunk] = count
+        blocks = in_values[head_group * value_blocks : (head_group + 1) * value_blocks]
         _flag_blocks(marks, value_first, value_last, blocks)
-        blocks = in_keys[lane * key_blocks : (lane + 1) * key_blocks]
+        blocks = in_keys[head_group * key_blocks : (head_group + 1) * key_blocks]
         _flag_blocks(marks, key_first, key_last, blocks)
     if placed:
         rows = rows[:found]
-    return positions[:found], lanes[:found], rows, counts, in_values, in_keys
+    return positions[:found], head_groups[:found], rows, counts, in_values, in_keys
 
 
 @compiled("(int64[::1], float64[::1])")
@@ -209,21 +212,21 @@ def chunk_hits(
     stop: int,
     start: int,
     mapping: Mapping,
-    lane_rows: int,
+    head_group_rows: int,
     chunk_rows: int,
     hit: Flags,
 ) -> tuple[int, int]:
     """How many tokens stand in the span, and how many of these in chunks that are flagged.
 
-    `hit` is bool [lanes * chunks of a lane]; for the rest see `locate_rows`.
+    `hit` is bool [head groups * chunks of a head group]; for the rest see `locate_rows`.
     """
-    lane_chunks = -(-lane_rows // chunk_rows)
+    head_group_chunks = -(-head_group_rows // chunk_rows)
     wanted, hits = 0, 0
-    for lane in range(len(tokens)):
-        own = tokens[lane]
+    for head_group in range(len(tokens)):
+        own = tokens[head_group]
         low, high = between(own, first, stop)
-        mapped = mapping[lane * lane_rows : (lane + 1) * lane_rows]
-        flags = hit[lane * lane_chunks : (lane + 1) * lane_chunks]
+        mapped = mapping[head_group * head_group_rows : (head_group + 1) * head_group_rows]
+        flags = hit[head_group * head_group_chunks : (head_group + 1) * head_group_chunks]
         for j in range(low, high):
             row = np.uint64(own[j] - first + start)
             if len(mapping):
@@ -359,36 +362,36 @@ def missing_blocks(tiers: Uint8s, chunk_of_block: Indices, possible: Flags, ssd:
     "int64, int64, int64, int64, int64[::1])"
 )
 def vector_addresses(
-    lanes: Indices,
+    head_groups: Indices,
     rows: Indices,
     tiers: Uint8s,
     place_of_chunk: Indices,
     pages: Int32s,
-    lane_chunks: int,
+    head_group_chunks: int,
     chunk_rows: int,
     row_vectors: int,
     page_vectors: int,
     vector_bytes: int,
     start: int,
-    lane_bytes: int,
+    head_group_bytes: int,
     stride: int,
     bases: Indices,
 ) -> Indices:
     """Addresses of the vectors of rows: from SSD in an image of the layer, in caches in pages.
 
     Args:
-        lanes: int64 [n], of each row.
-        rows: int64 [n], in its lane.
+        head groups: int64 [n], of each row.
+        rows: int64 [n], in its head group.
         tiers: uint8 [c], where each touched chunk is found; 0 is SSD.
-        place_of_chunk: int64 [lanes * lane_chunks], which of the c each chunk is.
+        place_of_chunk: int64 [head groups * head_group_chunks], which of the c each chunk is.
         pages: int32 [c, width] of the touched chunks; may be empty if none is cached.
-        lane_chunks: chunks of a lane.
+        head_group_chunks: chunks of a head group.
         chunk_rows: rows of a chunk.
         row_vectors: vectors of a row.
         page_vectors: vectors of a page.
         vector_bytes: bytes of a vector, which divide those of a row.
-        start: byte of the image where the lanes begin.
-        lane_bytes: bytes of a lane.
+        start: byte of the image where the head groups begin.
+        head_group_bytes: bytes of a head group.
         stride: bytes from chunk to chunk.
         bases: int64 [3], by tier: where the image begins, and the first page of each cache.
 
@@ -399,11 +402,11 @@ def vector_addresses(
     for j in range(len(rows)):
         chunk = rows[j] // chunk_rows
         offset = rows[j] - chunk * chunk_rows
-        place = place_of_chunk[lanes[j] * lane_chunks + chunk]
+        place = place_of_chunk[head_groups[j] * head_group_chunks + chunk]
         own = addresses[j * row_vectors : (j + 1) * row_vectors]
         base = bases[tiers[place]]
         if tiers[place] == 0:
-            base += start + lanes[j] * lane_bytes + chunk * stride
+            base += start + head_groups[j] * head_group_bytes + chunk * stride
             for vector in range(row_vectors):
                 own[vector] = base + (offset * row_vectors + vector) * vector_bytes
         else:

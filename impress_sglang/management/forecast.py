@@ -15,12 +15,12 @@ from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
 from impress_sglang.precision.floors import FloorMeter
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.coded import chunks_of
 from impress_sglang.transfer.expectation import STEPS
-from impress_sglang.transfer.plan import geometry_of
-from impress_sglang.transfer.source import streams_area_bytes
+from impress_sglang.transfer.geometry import geometry_of
+from impress_sglang.transfer.source import columns_buffer_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class ReadForecast:
     def __init__(
         self,
         shape: KVShape,
-        reader: ChunkReader,
+        reader: BlockReader,
         versions: SegmentVersions,
         memory: StoreMemory,
         meter: FloorMeter,
@@ -105,7 +105,7 @@ class ReadForecast:
     def can_read(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
         """Whether a layer of spans fits into the pool; the first that does not is logged."""
         needed = 0
-        # Spans of a segment share the image of its codes; of its streams each has its own.
+        # Spans of a segment share the image of its codes; of its columns each has its own.
         segments = {span.segment.segment_id: span.segment for span in spans}
         for segment in segments.values() if in_codes else (span.segment for span in spans):
             layout = self._versions.of(segment).layout
@@ -113,7 +113,7 @@ class ReadForecast:
                 assert layout.codes is not None
                 needed += self._memory.pool.size_of(layout.codes.layer_bytes)
             else:
-                needed += self._memory.pool.size_of(streams_area_bytes(layout))
+                needed += self._memory.pool.size_of(columns_buffer_bytes(layout))
         if needed <= self._memory.pool.limit_bytes:
             return True
         if not self._said_too_small:
@@ -150,7 +150,7 @@ class ReadForecast:
         probe_bytes, chances = 0.0, np.zeros(STEPS + 1)
         for span in spans:
             version = self._versions.of(span.segment)
-            base, blocks = self._versions.streams(version)
+            base, blocks = self._versions.columns(version)
             geometry = geometry_of(version.layout)
             tiers = self._memory.cache.placement.tiers(base, version.layout.total_chunks)
             chunks_on_ssd = (tiers == Tier.SSD).reshape(-1, geometry.num_chunks)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
+from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.precision.floors import FloorRule
 from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
@@ -134,7 +134,7 @@ class Keeper:
     def condemn(self, info: SegmentInfo) -> Future[Verdict]:
         """Set a segment aside that looks could not read."""
         path = self._directory.segment_path(info.segment_id)
-        error = ChunkUnreadable(info.segment_id, "can never be read")
+        error = SegmentUnreadable(info.segment_id, "can never be read")
         return self._submit(self._condemn, path, error)
 
     def remove_store(self, path: Path) -> Future[bool]:
@@ -220,7 +220,7 @@ class Keeper:
         try:
             self._verify(path, info)
             return Verdict.GOOD
-        except ChunkUnreadable as error:
+        except SegmentUnreadable as error:
             return self._condemn(path, error)
         except StoreUnavailable as error:
             logger.warning("a second look has seen nothing: %s", error)
@@ -235,7 +235,7 @@ class Keeper:
             return False
         return True
 
-    def _condemn(self, path: Path, error: ChunkUnreadable) -> Verdict:
+    def _condemn(self, path: Path, error: SegmentUnreadable) -> Verdict:
         """A segment is missing or damaged; if not the whole disk is, it is set aside."""
         try:
             self._directory.check_readable()
@@ -250,7 +250,7 @@ class Keeper:
         self._index(self._catalog.remove, error.segment_id)
         return Verdict.GONE if missing else Verdict.BAD
 
-    def _quarantine(self, path: Path, error: ChunkUnreadable) -> bool:
+    def _quarantine(self, path: Path, error: SegmentUnreadable) -> bool:
         """Set a damaged file aside; False where nothing can be changed now."""
         try:
             target = self._directory.quarantine_path(error.segment_id)
@@ -278,13 +278,13 @@ class Keeper:
         """Read all of a segment.
 
         Raises:
-            ChunkUnreadable: it is missing, short or damaged, or not what the index says.
+            SegmentUnreadable: it is missing, short or damaged, or not what the index says.
             StoreUnavailable: it cannot be read now.
         """
         segment = OpenSegment(path, self._files, direct=self._direct)
         try:
             if not segment.info.describes_same(info):
-                raise ChunkUnreadable(info.segment_id, "index and segment file do not agree")
+                raise SegmentUnreadable(info.segment_id, "index and segment file do not agree")
             layout = segment.layout
             memory = AlignedMemory(layout.layer_bytes)
             blocks = np.arange(layout.layer_bytes // BLOCK_BYTES)
@@ -305,16 +305,16 @@ class Keeper:
             if entry is None:
                 info = read_header(path, self._files).info
                 if path != self._directory.segment_path(info.segment_id):
-                    raise ChunkUnreadable(path.stem, f"is a copy of segment {info.segment_id}")
+                    raise SegmentUnreadable(path.stem, f"is a copy of segment {info.segment_id}")
                 entry = CatalogEntry(info, info.layout().file_bytes)
                 self._index(self._catalog.add, entry)
             if self._files.stat(path).st_size != entry.file_bytes:
-                raise ChunkUnreadable(path.stem, "has the wrong size")
+                raise SegmentUnreadable(path.stem, "has the wrong size")
             if entry.info.identity != identity:
-                raise ChunkUnreadable(path.stem, "belongs to another model")
+                raise SegmentUnreadable(path.stem, "belongs to another model")
             return entry
-        except ChunkUnreadable as error:
-            self._condemn(path, ChunkUnreadable(path.stem, str(error)))
+        except SegmentUnreadable as error:
+            self._condemn(path, SegmentUnreadable(path.stem, str(error)))
         except (OSError, StoreUnavailable) as error:
             # What the index knows is verified when it is opened.
             if entry is not None:

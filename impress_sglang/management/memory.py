@@ -7,13 +7,13 @@ import dataclasses
 import torch
 
 from impress_sglang.config import ImpressConfig, bytes_of
-from impress_sglang.management.policies import Wish, make_policy
+from impress_sglang.management.policies import LoadOptions, make_policy
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.slab import PageShape
-from impress_sglang.transfer.area import AreaPool
+from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded import most_pages
 from impress_sglang.transfer.frames import CODE_PAGE
 
@@ -27,7 +27,7 @@ class StoreMemory:
 
     cache: ChunkCache
     codes: ChunkCache
-    pool: AreaPool
+    pool: BufferPool
 
     @classmethod
     def allocate(cls, config: ImpressConfig, shape: KVShape, device: torch.device) -> StoreMemory:
@@ -37,7 +37,7 @@ class StoreMemory:
             ConfigError: there is not enough.
         """
         policy = make_policy(config)
-        usual = policy.bits(Wish(bits=config.usual_bits))
+        usual = policy.bits(LoadOptions(bits=config.usual_bits))
         page = PageShape.of(shape, config.chunk_tokens)
         layout = CodeLayout(1, shape.num_kv_heads, shape.key_dim, shape.value_dim, BLOCK_BYTES)
 
@@ -55,7 +55,7 @@ class StoreMemory:
         cache = make(page, page.max_chunk_pages(shape), used=usual == EXACT_BITS)
         codes = make(CODE_PAGE, most_pages(layout), used=usual < EXACT_BITS)
         # Chunks are cached by whole pages, also where they end inside one.
-        pool = AreaPool(
+        pool = BufferPool(
             bytes_of(config.buffer_gb),
             pin=device.type == "cuda",
             spare_bytes=cache.page.page_bytes,

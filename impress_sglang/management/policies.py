@@ -22,8 +22,8 @@ import dataclasses
 from collections.abc import Callable
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.importance.identify import H2ORule, IdentificationRule, PaperRule
 from impress_sglang.importance.selection import retained_tokens
+from impress_sglang.importance.selectors import H2OSelector, PaperSelector, TokenSelector
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.tiers.rules import (
     ImportanceScore,
@@ -34,7 +34,7 @@ from impress_sglang.tiers.rules import (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wish:
+class LoadOptions:
     """What of a stored prefix a request wants: the share of its tokens, and their bits.
 
     `chosen`: the request says itself which share, `bits_chosen` how many bits.
@@ -56,7 +56,7 @@ class Policy:
     """
 
     name: str
-    identification: IdentificationRule = dataclasses.field(default_factory=H2ORule)
+    selector: TokenSelector = dataclasses.field(default_factory=H2OSelector)
     """Which tokens are used, where exact KVs are loaded or were computed again."""
     replacement: Callable[[], ReplacementRule] = LeastRecentlyUsed
     """What keeps its place in the caches; a new rule at each call."""
@@ -74,14 +74,14 @@ class Policy:
     scores: bool = False
     """Whether resident prefixes are evicted by score, too, and not by recency."""
 
-    def exact(self, wish: Wish) -> bool:
+    def exact(self, wanted: LoadOptions) -> bool:
         """Whether a request gets all of a prefix as it was computed."""
-        all_tokens = self.whole or not self.stores or wish.retention >= 1.0
-        return all_tokens and self.bits(wish) == EXACT_BITS
+        all_tokens = self.whole or not self.stores or wanted.retention >= 1.0
+        return all_tokens and self.bits(wanted) == EXACT_BITS
 
-    def bits(self, wish: Wish) -> float:
+    def bits(self, wanted: LoadOptions) -> float:
         """Bits per element, on average, of a loaded prefix; below `EXACT_BITS` from codes."""
-        return wish.bits if self.codes else EXACT_BITS
+        return wanted.bits if self.codes else EXACT_BITS
 
     def tokens_to_load(self, num_tokens: int, retention: float) -> int:
         """How many of `num_tokens` stored tokens each layer uses; 0: the prefix is not used.
@@ -95,7 +95,7 @@ class Policy:
 
 def make_policy(config: ImpressConfig) -> Policy:
     """The policy that the configuration names."""
-    paper = PaperRule(config.alpha)
+    paper = PaperSelector(config.alpha)
 
     def score() -> ReplacementRule:
         return ImportanceScore(config.half_life)

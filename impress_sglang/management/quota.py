@@ -88,10 +88,10 @@ class Quota:
     def missing(self, num_bytes: int) -> int:
         """How much more must be free for a file to fit; 0 or less if it does."""
         keeper, config = self._keeper, self._config
-        beside = keeper.quarantined_bytes + keeper.unused_bytes
-        beside += sum(list(keeper.undeleted.values()))
+        on_copy_stream = keeper.quarantined_bytes + keeper.unused_bytes
+        on_copy_stream += sum(list(keeper.undeleted.values()))
         reserved = self._reserved()
-        used = self.used_bytes + reserved + beside + self.other_models_bytes
+        used = self.used_bytes + reserved + on_copy_stream + self.other_models_bytes
         pending = self.pending_bytes + reserved
         available = self._monitor.free_bytes - pending - bytes_of(config.min_free_gb)
         return max(used + num_bytes - bytes_of(config.ssd_gb), num_bytes - available)

@@ -18,34 +18,34 @@ import torch
 
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import (
-    ChunkUnreadable,
     ConfigError,
     PrefixUnreadable,
+    SegmentUnreadable,
     StoreUnavailable,
 )
 from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.forecast import ReadForecast
 from impress_sglang.management.keeper import Verdict
-from impress_sglang.management.looks import SecondLooks
 from impress_sglang.management.memory import StoreMemory
+from impress_sglang.management.open_segments import AnySource, OpenSegments
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.quota import Quota
-from impress_sglang.management.readers import AnySource, SegmentReaders
-from impress_sglang.management.reordering import Outcome, Reorderer
-from impress_sglang.management.rewriting import Rewriter
+from impress_sglang.management.reorder_queue import Outcome, ReorderQueue
+from impress_sglang.management.segment_rewriter import SegmentRewriter
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
+from impress_sglang.management.suspects import SuspectSegments
 from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.management.writing import SegmentWrites, StoreStats
 from impress_sglang.storage.catalog import CatalogEntry
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.coded import CodedSource
-from impress_sglang.transfer.source import Demand, SegmentSource
+from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class PrefixStore:
         direct, patience = self._disk.direct, config.io_timeout
         self._memory = memory or StoreMemory.allocate(config, shape, device or torch.device("cpu"))
         self.cache = self._memory.cache
-        self._reader = ChunkReader(
+        self._reader = BlockReader(
             config.io_depth, self._disk.files, engine=config.io_engine, patience=patience
         )
         self.ahead = ReadAhead(self._memory.pool, config.readahead)
@@ -112,7 +112,7 @@ class PrefixStore:
             self._disk.meter,
             retention=config.part_retention,
         )
-        self._readers = SegmentReaders(
+        self._readers = OpenSegments(
             self._directory,
             shape,
             self._reader,
@@ -126,9 +126,9 @@ class PrefixStore:
         self._closed = False
         self._measuring: AnySource | None = None
         self.stats = StoreStats()
-        self._looks = SecondLooks(self._keeper)
-        rewriter = Rewriter(self._directory, direct=direct, patience=patience)
-        self.reorders = Reorderer(
+        self._looks = SuspectSegments(self._keeper)
+        rewriter = SegmentRewriter(self._directory, direct=direct, patience=patience)
+        self.reorders = ReorderQueue(
             self.tree,
             self._readers,
             self._versions,
@@ -171,19 +171,19 @@ class PrefixStore:
         match: StoredMatch,
         start: int,
         stop: int,
-        demand: Demand,
+        needs: ReadNeeds,
         timeline: Timeline = NO_TIMELINE,
     ) -> SegmentSource:
         """A source for the tokens [start, stop) of a match; `close_source` gives it back.
 
-        `demand` says what will be asked of it.
+        `needs` says what will be asked of it.
 
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened; the caller should `report` it.
         """
         self._check_there(match.spans)
         self.tree.touch(match)
-        return self._readers.open_source(match.slice(start, stop), demand, timeline)
+        return self._readers.open_source(match.slice(start, stop), needs, timeline)
 
     def open_coded(
         self,
@@ -207,7 +207,7 @@ class PrefixStore:
         for span in spans:
             segment = span.segment
             if self.tree.get(segment.segment_id) is not segment or not segment.ready:
-                raise ChunkUnreadable(segment.segment_id, "was removed after it was matched")
+                raise SegmentUnreadable(segment.segment_id, "was removed after it was matched")
             if not self.health.readable:
                 raise StoreUnavailable(segment.segment_id, "the store is degraded")
 
@@ -219,7 +219,9 @@ class PrefixStore:
         if self._measuring is not None:
             return
         try:
-            source = self.open_source(match, 0, match.num_tokens, Demand(whole=True, probe=False))
+            source = self.open_source(
+                match, 0, match.num_tokens, ReadNeeds(whole=True, probe=False)
+            )
         except PrefixUnreadable as error:
             self.report(error)
             return

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from impress_sglang.importance.history import TokenHistory
-from impress_sglang.management.reorder import expected_shares
 from impress_sglang.management.stored import StoredSegment
+from impress_sglang.management.token_order import expected_shares
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
@@ -27,13 +27,13 @@ from impress_sglang.transfer.expectation import BlockHistory, first_shares
 class Version:
     """One file: its chunk ids, and its readers while it has any.
 
-    `streams` and `codes`: the first id of their chunks, and what is known of these; None until
+    `columns` and `codes`: the first id of their chunks, and what is known of these; None until
     somebody asks, because that takes time in proportion to the length.
     """
 
     layout: SegmentLayout
     reordered: bool
-    streams: tuple[int, BlockHistory] | None = None
+    columns: tuple[int, BlockHistory] | None = None
     codes: int | None = None
     segment: OpenSegment | None = None
     readers: int = 0
@@ -83,14 +83,14 @@ class SegmentVersions:
             self._versions[stored.segment_id] = version
         return version
 
-    def streams(self, version: Version) -> tuple[int, BlockHistory]:
+    def columns(self, version: Version) -> tuple[int, BlockHistory]:
         """The first id of its chunks of exact KVs, and what is known of their blocks."""
-        if version.streams is None:
+        if version.columns is None:
             layout = version.layout
             shares = first_shares(layout, self._retention, ordered=version.reordered)
             base = self._cache.attach(self._cache.page.chunk_pages(layout))
-            version.streams = base, BlockHistory(layout, shares)
-        return version.streams
+            version.columns = base, BlockHistory(layout, shares)
+        return version.columns
 
     def codes(self, version: Version) -> int:
         """The first id of its chunks in codes."""
@@ -106,7 +106,7 @@ class SegmentVersions:
             num_tokens = stored.info.num_tokens
             stored.history = TokenHistory(
                 self._shape.num_layers,
-                self._shape.num_lanes,
+                self._shape.num_head_groups,
                 num_tokens,
                 by_importance=self._by_importance,
             )
@@ -139,14 +139,14 @@ class SegmentVersions:
         Args:
             old_id: the version that is replaced, still known here.
             new: the segment with its new description.
-            shares: float64 [L, lanes, chunks], expected share of selected rows.
+            shares: float64 [L, head groups, chunks], expected share of selected rows.
         """
         old = self._versions.get(old_id)
         if old is None:
             return
         layout = new.info.layout()
         self._versions[new.segment_id] = version = Version(layout, new.info.reordered)
-        if old.streams is None:
+        if old.columns is None:
             return
         base = self._cache.attach(self._cache.page.chunk_pages(layout))
         expected = expected_shares(layout, shares)
@@ -155,9 +155,9 @@ class SegmentVersions:
         requests = 0.0 if new.history is None else float(new.history.accesses.mean())
         by_place = first_shares(layout, self._retention, ordered=True)
         chances = (requests * expected + by_place) / (requests + 1)
-        version.streams = base, BlockHistory(layout, chances)
+        version.columns = base, BlockHistory(layout, chances)
         ids = np.arange(layout.total_chunks)
-        self._cache.placement.inherit(base + ids, old.streams[0] + ids, expected)
+        self._cache.placement.inherit(base + ids, old.columns[0] + ids, expected)
 
     def check_integrity(self, live: Iterable[str]) -> None:
         """Compare versions with the segments in the tree, and check the caches.
@@ -180,5 +180,5 @@ class SegmentVersions:
             assert version.layout.codes is not None
             count = self._shape.num_layers * len(chunks_of(version.layout.codes).count)
             self._codes.detach(version.codes, count)
-        if version.streams is not None:
-            self._cache.detach(version.streams[0], version.layout.total_chunks)
+        if version.columns is not None:
+            self._cache.detach(version.columns[0], version.layout.total_chunks)

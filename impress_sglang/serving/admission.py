@@ -15,20 +15,20 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.forecast import CodedBytes, StoredBytes
-from impress_sglang.management.policies import Policy, Wish
-from impress_sglang.management.readers import AnySource
+from impress_sglang.management.open_segments import AnySource
+from impress_sglang.management.policies import LoadOptions, Policy
 from impress_sglang.management.residents import Cover, ResidentParts
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredMatch, StoredSpan
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.clocks import Clock
-from impress_sglang.serving.estimate import BITS, RETENTIONS, Estimate, Estimator, Work
+from impress_sglang.serving.estimate import BITS, RETENTIONS, Estimate, Estimator, RequestLengths
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.timeline import Timeline
-from impress_sglang.transfer.source import Demand
+from impress_sglang.transfer.source import ReadNeeds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class AdmissionPlan:
     """
 
     match: StoredMatch
-    work: Work
+    work: RequestLengths
     k: int
     tokens: Tokens
     estimate: Estimate
-    demand: Demand
+    needs: ReadNeeds
     page_size: int
     covers: tuple[Cover, ...] = ()
     idle: int = 0
@@ -113,7 +113,7 @@ class AdmissionPlan:
             return store.open_coded(spans, in_slots, timeline)
         if self.estimate.bits < EXACT_BITS:
             return store.open_coded(self.spans, [False] * len(self.spans), timeline)
-        return store.open_source(self.match, self.resident_len, self.stop, self.demand, timeline)
+        return store.open_source(self.match, self.resident_len, self.stop, self.needs, timeline)
 
     def token_tensor(self) -> Tensor:
         """int64 [stop] on the CPU."""
@@ -143,22 +143,22 @@ class Admission:
         self._clock = clock
         self._page_size = page_size
         self._probes = bool(shape.probe_kv_heads)
-        self._all_keys = policy.identification.evidence == "keys"
+        self._all_keys = policy.selector.evidence == "keys"
 
-    def find(self, namespace: str, tokens: Tokens, wish: Wish) -> StoredMatch:
+    def find(self, namespace: str, tokens: Tokens, wanted: LoadOptions) -> StoredMatch:
         """The longest stored prefix of `tokens` that a request may take, in whole pages."""
         self._served.take_over()
         if not self._served.in_use or len(tokens) < self._config.min_prefix_tokens:
             return StoredMatch()
         least = EXACT
-        depth = self._config.depth(wish.retention)
-        if not self._policy.exact(wish) and depth:
-            least = Quality(depth, wish.retention, wish.bits)
+        depth = self._config.depth(wanted.retention)
+        if not self._policy.exact(wanted) and depth:
+            least = Quality(depth, wanted.retention, wanted.bits)
         match = self._served.store.match(namespace, tokens, least=least)
         return StoredMatch(match.slice(0, self.whole_pages(match.num_tokens)))
 
     def plan(
-        self, match: StoredMatch, tokens: Tokens, resident_len: int, wish: Wish
+        self, match: StoredMatch, tokens: Tokens, resident_len: int, wanted: LoadOptions
     ) -> AdmissionPlan | None:
         """How a request would use a match; None if it would not.
 
@@ -166,13 +166,13 @@ class Admission:
             match: of `tokens`.
             tokens: of the prompt but the last one, which is computed in any case.
             resident_len: how many of them are in SGLang's tree.
-            wish: of the request.
+            wanted: of the request.
         """
         num_tokens = match.num_tokens - resident_len
         if num_tokens < self._config.min_prefix_tokens:
             return None
-        work = Work(resident_len, num_tokens, len(tokens) + 1 - match.num_tokens)
-        estimate = self.decide(match, work, wish)
+        work = RequestLengths(resident_len, num_tokens, len(tokens) + 1 - match.num_tokens)
+        estimate = self.decide(match, work, wanted)
         k = self._policy.tokens_to_load(num_tokens, estimate.retention)
         in_codes = estimate.bits < EXACT_BITS
         spans = match.slice(resident_len, match.num_tokens)
@@ -182,12 +182,10 @@ class Admission:
         if in_codes and k == num_tokens:
             covers = self._cover(spans, resident_len)
             stored = sum(len(cover.span) for cover in covers)
-            k, work = stored, Work(resident_len, stored, work.new + work.stored - stored)
+            k, work = stored, RequestLengths(resident_len, stored, work.new + work.stored - stored)
         idle = sum(len(own.span) for own in covers if own.part is not None and not own.part.users)
-        demand = Demand(k == work.stored, self._probes, all_keys=self._all_keys)
-        return AdmissionPlan(
-            match, work, k, tokens, estimate, demand, self._page_size, covers, idle
-        )
+        needs = ReadNeeds(k == work.stored, self._probes, all_keys=self._all_keys)
+        return AdmissionPlan(match, work, k, tokens, estimate, needs, self._page_size, covers, idle)
 
     def accept(self, plan: AdmissionPlan | None) -> AdmissionPlan | None:
         """The plan; None if computing its tokens is faster."""
@@ -196,19 +194,19 @@ class Admission:
         self._served.store.measure_reading(plan.match)
         return None
 
-    def decide(self, match: StoredMatch, work: Work, wish: Wish) -> Estimate:
+    def decide(self, match: StoredMatch, work: RequestLengths, wanted: LoadOptions) -> Estimate:
         """How much of a stored prefix to load, and what that and computing it would take.
 
         Args:
             match: what is stored.
             work: of the request; its stored tokens are the last ones of the match.
-            wish: of the request.
+            wanted: of the request.
         """
         # What the device has passed by now counts.
         self._clock.poll()
         config, policy, store = self._config, self._policy, self._served.store
         start = match.num_tokens - work.stored
-        exact, bits = policy.exact(wish), policy.bits(wish)
+        exact, bits = policy.exact(wanted), policy.bits(wanted)
         spans = match.slice(start, match.num_tokens)
 
         @functools.cache
@@ -236,10 +234,10 @@ class Admission:
 
         if exact:
             return estimate(1.0, bits)
-        retentions, most = [wish.retention], [bits]
-        if config.auto_retention and not wish.chosen:
-            retentions = [*(own for own in RETENTIONS if own > wish.retention), wish.retention]
-        if config.auto_bits and not wish.bits_chosen and bits < EXACT_BITS:
+        retentions, most = [wanted.retention], [bits]
+        if config.auto_retention and not wanted.chosen:
+            retentions = [*(own for own in RETENTIONS if own > wanted.retention), wanted.retention]
+        if config.auto_bits and not wanted.bits_chosen and bits < EXACT_BITS:
             most = [*BITS, bits]
         # Bits go first, then tokens.
         choices = [(retentions[0], own) for own in most]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.policies import Wish
+from impress_sglang.management.policies import LoadOptions
 from impress_sglang.options import EXACT_BITS, EXACTLY, LEAST_BITS, MOST_BITS, is_bits
 
 # Of `sampling_params.custom_params`: the retention and the bits that a request asks for.
@@ -39,26 +39,26 @@ def check_custom_params(
             f"custom_params {BITS_KEY} must be a number from {LEAST_BITS:g} to {MOST_BITS:g}, or "
             f"{EXACTLY!r}, got {bits!r}"
         )
-    wish = _wish(custom_params, config)
-    if not config.serves(wish.retention, wish.bits):
+    wanted = _load_options(custom_params, config)
+    if not config.serves(wanted.retention, wanted.bits):
         raise ValueError(
             f"custom_params: this server has a part of a prefix in {LEAST_BITS:g} to {MOST_BITS:g} "
             f"bits only; with {BITS_KEY} {EXACTLY!r} set {RETENTION_KEY} to 1"
         )
-    if parts_refusal is not None and config.uses_part(wish.retention):
+    if parts_refusal is not None and config.uses_part(wanted.retention):
         raise ValueError(f"custom_params: {parts_refusal}; set {RETENTION_KEY} to 1")
 
 
-def wish_of(sampling_params: Any, config: ImpressConfig) -> Wish:
+def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:
     """What a request asks for, and the server's usual for the rest; at least the server's floor."""
     params = getattr(sampling_params, "custom_params", None)
-    return _wish(params if isinstance(params, dict) else {}, config)
+    return _load_options(params if isinstance(params, dict) else {}, config)
 
 
-def _wish(params: Mapping[str, Any], config: ImpressConfig) -> Wish:
+def _load_options(params: Mapping[str, Any], config: ImpressConfig) -> LoadOptions:
     own, bits = params.get(RETENTION_KEY), params.get(BITS_KEY, config.usual_bits)
     retention = config.usual_retention if own is None else max(float(own), config.min_retention)
-    return Wish(
+    return LoadOptions(
         retention,
         EXACT_BITS if bits == EXACTLY else float(bits),
         chosen=own is not None,

@@ -32,7 +32,7 @@ BITS = (8.0, 7.0, 6.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Work:
+class RequestLengths:
     """A request: lengths in tokens. `new` are computed in any case, `stored` may be loaded."""
 
     resident: int
@@ -92,7 +92,7 @@ class Estimator:
         if new >= LEAST_OBSERVED_TOKENS:
             self.computing.observe(new, pairs, seconds)
 
-    def note_load(self, work: Work, seconds: float, *, whole: bool) -> None:
+    def note_load(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
         """Identification and copying for a request took so long, without reading."""
         if whole:
             self.copying.observe(work.stored, work.stored, seconds)
@@ -100,7 +100,7 @@ class Estimator:
             self.loading.observe(work.stored, work.stored * work.new, seconds)
 
     def estimate(
-        self, work: Work, retention: float, io_seconds: float, bits: float = EXACT_BITS
+        self, work: RequestLengths, retention: float, io_seconds: float, bits: float = EXACT_BITS
     ) -> Estimate:
         """What a request would take with this retention, and so many bits."""
         if not self.computing.observations:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.policies import Policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSpan
@@ -19,8 +19,8 @@ from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
-from impress_sglang.transfer.planner import ReadStats
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
+from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.resident import PartLoad, ResidentPart, UsedUnits
 from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
@@ -57,7 +57,7 @@ class Loaders:
         """As the options say."""
         allocation = ALLOCATIONS[config.allocate]
         return cls(
-            PrefixLoader(shape, policy.identification),
+            PrefixLoader(shape, policy.selector),
             PreciseLoader(shape, allocation),
             SelectiveLoader(shape, allocation),
         )
@@ -206,7 +206,7 @@ class SharedLoading:
         for part in parts:
             segment = self._store.tree.get(part.segment_id)
             if segment is None:
-                raise ChunkUnreadable(part.segment_id, "was removed after it was matched")
+                raise SegmentUnreadable(part.segment_id, "was removed after it was matched")
             spans.append(StoredSpan(segment, part.start, part.stop))
         return self._store.open_coded(spans, [bool(part.layers_loaded) for part in parts])
 

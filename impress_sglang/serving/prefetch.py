@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.management.readers import AnySource
+from impress_sglang.management.open_segments import AnySource
 from impress_sglang.serving.admission import AdmissionPlan
 from impress_sglang.serving.estimate import buffer_bytes
 from impress_sglang.serving.served_store import ServedStore

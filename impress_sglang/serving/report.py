@@ -9,7 +9,7 @@ from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.serving.estimate import Estimate
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.layout import BLOCK_BYTES
-from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.read_planner import ReadStats
 
 
 def new_report(policy: str, resident_len: int) -> dict[str, object]:

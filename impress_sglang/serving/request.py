@@ -11,7 +11,7 @@ from impress_sglang.serving.loading import Loading
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
-from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.resident import PartUse
 from impress_sglang.transfer.slots import LayerSlots
 

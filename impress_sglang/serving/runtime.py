@@ -22,7 +22,7 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.admission import Admission, AdmissionPlan
 from impress_sglang.serving.clocks import clock_for
-from impress_sglang.serving.estimate import Estimator, Work
+from impress_sglang.serving.estimate import Estimator, RequestLengths
 from impress_sglang.serving.loading import Loaders, RecomputedLoading
 from impress_sglang.serving.opening import Allocate, RequestOpener
 from impress_sglang.serving.prefetch import Prefetches
@@ -213,7 +213,7 @@ class ServingRuntime:
         if stopwatch is None or not request.undisturbed:
             return
         waited = request.reads.wait_ms / 1e3
-        work = Work(request.resident_len, request.num_tokens, request.new_tokens)
+        work = RequestLengths(request.resident_len, request.num_tokens, request.new_tokens)
         whole = request.k == request.num_tokens and request.bits == EXACT_BITS
 
         def note(seconds: list[float]) -> None:

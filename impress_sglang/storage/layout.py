@@ -1,26 +1,26 @@
 """Where each byte of a segment stands: pure arithmetic, no I/O.
 
-A segment holds the KVs of one run of tokens. Per layer it has streams, each cut into chunks of
-`chunk_tokens` rows (a row is a token): a probe stream, and the keys and values of each *lane*. A
-lane is the KV heads that share one order of their tokens and one selection. There are two kinds of
-layout:
+A segment holds the KVs of one run of tokens. Per layer it has columns, each cut into chunks of
+`chunk_tokens` rows (a row is a token): a probe column, and the keys and values of each *head
+group*. A head group is the KV heads that share one order of their tokens and one selection. There
+are two kinds of layout:
 
-    with probe heads       the probe stream has the keys of a few heads, from which important tokens
-                           are found; one lane has all heads, and its keys are those of the others
-                           (the paper's)
-    without                the probe stream is empty; each KV head is a lane of its own
+    with probe heads       the probe column has the keys of a few heads, from which important tokens
+                           are found; one head group has all heads, and its keys are those of the
+                           others (the paper's)
+    without                the probe column is empty; each KV head is a head group of its own
 
-A stream is contiguous, so that neighbouring chunks are one read:
+A column is contiguous, so that neighbouring chunks are one read:
 
-    header | layer 0: probe, keys of lane 0, 1, ..., values of lane 0, 1, ..., codes | layer 1: ...
+    header | layer 0: probe, keys of group 0, 1, ..., values of group 0, 1, ..., codes | layer 1 ...
 
-The probe stream is always read whole and stands in logical order.
+The probe column is always read whole and stands in logical order.
 
-Codes are no stream: behind the streams of a layer stand all of its keys and values again in a few
+Codes are no column: behind the columns of a layer stand all of its keys and values again in a few
 bits, as `precision.layout.CodeLayout` says, in logical order.
 
 Every chunk starts at a multiple of `BLOCK_BYTES` from the start of the file, which O_DIRECT needs.
-The last chunk of a stream has only the rows that are left. The chunk is the unit of storing,
+The last chunk of a column has only the rows that are left. The chunk is the unit of storing,
 caching and scoring; the block is the unit of reading and of the checksums, so that a part of a
 chunk can be read and verified. See docs/format.md.
 """
@@ -39,9 +39,9 @@ from impress_sglang.precision.layout import CodeLayout
 
 BLOCK_BYTES = 4096
 
-# Number of a stream within its layer, in the order of the disk; see `KVShape.streams`.
-Stream = int
-PROBE: Stream = 0
+# Number of a column within its layer, in the order of the disk; see `KVShape.columns`.
+Column = int
+PROBE: Column = 0
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -51,10 +51,10 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class KVShape:
-    """Shape of a model's KV on this rank, and how a layer of it is cut into streams.
+    """Shape of a model's KV on this rank, and how a layer of it is cut into columns.
 
     `probe_kv_heads` are the KV heads whose keys are stored apart; heads count from 0. Where
-    `coded`, all keys and values stand behind the streams in codes.
+    `coded`, all keys and values stand behind the columns in codes.
     """
 
     num_layers: int
@@ -93,53 +93,53 @@ class KVShape:
         return tuple(h for h in range(self.num_kv_heads) if h not in self.probe_kv_heads)
 
     @functools.cached_property
-    def lanes(self) -> tuple[tuple[int, ...], ...]:
-        """KV heads of each lane."""
+    def head_groups(self) -> tuple[tuple[int, ...], ...]:
+        """KV heads of each head group."""
         heads = range(self.num_kv_heads)
         return (tuple(heads),) if self.probe_kv_heads else tuple((head,) for head in heads)
 
     @property
-    def num_lanes(self) -> int:
-        """Lanes of a layer."""
-        return len(self.lanes)
+    def num_head_groups(self) -> int:
+        """Head groups of a layer."""
+        return len(self.head_groups)
 
     @property
-    def streams(self) -> range:
-        """All streams of a layer: probe, keys of each lane, values of each lane."""
-        return range(1 + 2 * self.num_lanes)
+    def columns(self) -> range:
+        """All columns of a layer: probe, keys of each head group, values of each head group."""
+        return range(1 + 2 * self.num_head_groups)
 
     @property
-    def key_streams(self) -> range:
-        """Keys of each lane, without those that the probe stream has."""
-        return range(1, 1 + self.num_lanes)
+    def key_columns(self) -> range:
+        """Keys of each head group, without those that the probe column has."""
+        return range(1, 1 + self.num_head_groups)
 
     @property
-    def value_streams(self) -> range:
-        """Values of each lane."""
-        return range(1 + self.num_lanes, 1 + 2 * self.num_lanes)
+    def value_columns(self) -> range:
+        """Values of each head group."""
+        return range(1 + self.num_head_groups, 1 + 2 * self.num_head_groups)
 
-    def lane_of(self, stream: Stream) -> int:
-        """The lane of a stream of keys or values."""
-        assert stream != PROBE
-        return (stream - 1) % self.num_lanes
+    def head_group_of(self, column: Column) -> int:
+        """The head group of a column of keys or values."""
+        assert column != PROBE
+        return (column - 1) % self.num_head_groups
 
-    def heads(self, stream: Stream) -> tuple[int, ...]:
-        """KV heads that a stream holds, in storage order."""
-        return self._heads[stream]
+    def heads(self, column: Column) -> tuple[int, ...]:
+        """KV heads that a column holds, in storage order."""
+        return self._heads[column]
 
-    def head_dim(self, stream: Stream) -> int:
-        """Elements of one head's vector in a stream."""
-        return self.value_dim if stream in self.value_streams else self.key_dim
+    def head_dim(self, column: Column) -> int:
+        """Elements of one head's vector in a column."""
+        return self.value_dim if column in self.value_columns else self.key_dim
 
-    def row_bytes(self, stream: Stream) -> int:
-        """Bytes of one row in a stream."""
-        return len(self._heads[stream]) * self.head_dim(stream) * self.dtype.itemsize
+    def row_bytes(self, column: Column) -> int:
+        """Bytes of one row in a column."""
+        return len(self._heads[column]) * self.head_dim(column) * self.dtype.itemsize
 
     @functools.cached_property
     def _heads(self) -> tuple[tuple[int, ...], ...]:
         if not self.probe_kv_heads:
-            return ((), *self.lanes, *self.lanes)
-        return (self.probe_kv_heads, self.other_kv_heads, *self.lanes)
+            return ((), *self.head_groups, *self.head_groups)
+        return (self.probe_kv_heads, self.other_kv_heads, *self.head_groups)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,32 +157,32 @@ class SegmentLayout:
 
     @functools.cached_property
     def num_chunks(self) -> int:
-        """Chunks of one stream of one layer."""
+        """Chunks of one column of one layer."""
         return -(-self.num_tokens // self.chunk_tokens)
 
     @functools.cached_property
     def _strides(self) -> tuple[int, ...]:
         return tuple(
-            round_up(self.shape.row_bytes(stream) * self.chunk_tokens, BLOCK_BYTES)
-            for stream in self.shape.streams
+            round_up(self.shape.row_bytes(column) * self.chunk_tokens, BLOCK_BYTES)
+            for column in self.shape.columns
         )
 
     @functools.cached_property
-    def _stream_sizes(self) -> tuple[int, ...]:
+    def _column_sizes(self) -> tuple[int, ...]:
         sizes, last = [], self.num_chunks - 1
-        for stream in self.shape.streams:
-            tail = round_up(self.chunk_bytes(stream, last), BLOCK_BYTES)
-            sizes.append(last * self._strides[stream] + tail)
+        for column in self.shape.columns:
+            tail = round_up(self.chunk_bytes(column, last), BLOCK_BYTES)
+            sizes.append(last * self._strides[column] + tail)
         return tuple(sizes)
 
     @functools.cached_property
-    def _stream_starts(self) -> tuple[int, ...]:
-        return tuple(itertools.accumulate(self._stream_sizes, initial=0))
+    def _column_starts(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate(self._column_sizes, initial=0))
 
     @functools.cached_property
-    def streams_bytes(self) -> int:
-        """Bytes of all streams of one layer."""
-        return sum(self._stream_sizes)
+    def columns_bytes(self) -> int:
+        """Bytes of all columns of one layer."""
+        return sum(self._column_sizes)
 
     @functools.cached_property
     def codes(self) -> CodeLayout | None:
@@ -195,8 +195,8 @@ class SegmentLayout:
 
     @functools.cached_property
     def layer_bytes(self) -> int:
-        """Bytes of one layer: its streams and its codes."""
-        return self.streams_bytes + (0 if self.codes is None else self.codes.layer_bytes)
+        """Bytes of one layer: its columns and its codes."""
+        return self.columns_bytes + (0 if self.codes is None else self.codes.layer_bytes)
 
     @functools.cached_property
     def file_bytes(self) -> int:
@@ -207,17 +207,17 @@ class SegmentLayout:
         """Rows of a chunk; only the last one may have fewer than `chunk_tokens`."""
         return min(self.chunk_tokens, self.num_tokens - chunk * self.chunk_tokens)
 
-    def chunk_stride(self, stream: Stream) -> int:
+    def chunk_stride(self, column: Column) -> int:
         """Bytes from the start of one chunk to the start of the next."""
-        return self._strides[stream]
+        return self._strides[column]
 
-    def chunk_bytes(self, stream: Stream, chunk: int) -> int:
+    def chunk_bytes(self, column: Column, chunk: int) -> int:
         """Bytes of a chunk without padding."""
-        return self.shape.row_bytes(stream) * self.chunk_rows(chunk)
+        return self.shape.row_bytes(column) * self.chunk_rows(chunk)
 
-    def stream_bytes(self, stream: Stream) -> int:
-        """Bytes of one stream of one layer, with padding."""
-        return self._stream_sizes[stream]
+    def column_bytes(self, column: Column) -> int:
+        """Bytes of one column of one layer, with padding."""
+        return self._column_sizes[column]
 
     def layer_offset(self, layer: int) -> int:
         """Offset of a layer in the file."""
@@ -225,30 +225,30 @@ class SegmentLayout:
 
     def codes_offset(self, layer: int) -> int:
         """Offset of the codes of a layer in the file."""
-        return self.layer_offset(layer) + self.streams_bytes
+        return self.layer_offset(layer) + self.columns_bytes
 
-    def stream_offset(self, layer: int, stream: Stream) -> int:
-        """Offset of a stream in the file."""
-        return self.layer_offset(layer) + self._stream_starts[stream]
+    def column_offset(self, layer: int, column: Column) -> int:
+        """Offset of a column in the file."""
+        return self.layer_offset(layer) + self._column_starts[column]
 
-    def run_bytes(self, stream: Stream, first: int, stop: int) -> int:
-        """Bytes on disk of the chunks `first` to `stop - 1` of a stream, with padding."""
+    def run_bytes(self, column: Column, first: int, stop: int) -> int:
+        """Bytes on disk of the chunks `first` to `stop - 1` of a column, with padding."""
         if stop < self.num_chunks:
-            return (stop - first) * self._strides[stream]
-        return self._stream_sizes[stream] - first * self._strides[stream]
+            return (stop - first) * self._strides[column]
+        return self._column_sizes[column] - first * self._strides[column]
 
-    def chunk_index(self, layer: int, stream: Stream, chunk: int) -> int:
+    def chunk_index(self, layer: int, column: Column, chunk: int) -> int:
         """Position of a chunk among all chunks of the segment."""
-        return layer * self.layer_chunks + stream * self.num_chunks + chunk
+        return layer * self.layer_chunks + column * self.num_chunks + chunk
 
     @property
     def layer_chunks(self) -> int:
-        """Chunks of all streams of one layer."""
-        return len(self.shape.streams) * self.num_chunks
+        """Chunks of all columns of one layer."""
+        return len(self.shape.columns) * self.num_chunks
 
     @property
     def total_chunks(self) -> int:
-        """Chunks of all streams of all layers."""
+        """Chunks of all columns of all layers."""
         return self.shape.num_layers * self.layer_chunks
 
     @property

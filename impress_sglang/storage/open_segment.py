@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, SegmentLayout
@@ -32,7 +32,7 @@ class OpenSegment:
         """Open the file.
 
         Raises:
-            ChunkUnreadable: the file is missing or its header is not valid.
+            SegmentUnreadable: the file is missing or its header is not valid.
             StoreUnavailable: it cannot be opened or read now.
         """
         header = read_header(path, files)
@@ -59,14 +59,14 @@ class OpenSegment:
             blocks: int64 [n], counted from the start of the memory.
 
         Raises:
-            ChunkUnreadable: one of them fails its checksum.
+            SegmentUnreadable: one of them fails its checksum.
         """
         first = (offset - self.layout.header_bytes) // BLOCK_BYTES
         found = block_checksums(memory.view, blocks.tolist())
         bad = np.flatnonzero(found != self.checksums[first + blocks])
         if len(bad):
             at = offset + int(blocks[bad[0]]) * BLOCK_BYTES
-            raise ChunkUnreadable(self.segment_id, f"the block at {at} fails its checksum")
+            raise SegmentUnreadable(self.segment_id, f"the block at {at} fails its checksum")
 
     def close(self) -> None:
         """Close the file; no read may be in flight."""

@@ -54,7 +54,7 @@ class BlockRuns:
 
 
 class PendingRead:
-    """Runs that are being read; made by `ChunkReader.submit`.
+    """Runs that are being read; made by `BlockReader.submit`.
 
     `began` and `ended` are `time.perf_counter()` of the first start and the last end, 0.0 before.
     """
@@ -107,7 +107,7 @@ class PendingRead:
         """Wait until all is read; nothing is verified.
 
         Raises:
-            ChunkUnreadable: the file ends before a block; the memory is then undefined.
+            SegmentUnreadable: the file ends before a block; the memory is then undefined.
             StoreUnavailable: the device failed, or has stopped; as long as the read is not `done`
                 the memory may still be written to.
         """

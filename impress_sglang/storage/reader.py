@@ -1,7 +1,7 @@
 """Reads runs of blocks of segments, many at a time.
 
 Stage: load. In: runs of blocks of open segments and the memory to fill. Out: filled memory, or
-`ChunkUnreadable`. It knows nothing of tokens, requests or policies.
+`SegmentUnreadable`. It knows nothing of tokens, requests or policies.
 
 One thread starts reads and collects them. What a layer waits for goes before what is read ahead,
 and reads ahead leave half of the device's queue free for it. Who takes blocks verifies those that
@@ -42,7 +42,7 @@ WAKE_SHARE = 4
 OBSERVED_PIECES = 64
 
 
-class ChunkReader:
+class BlockReader:
     """Reads in order, what is waited for before what is read ahead; see the module."""
 
     def __init__(

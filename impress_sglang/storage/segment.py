@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
+from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.precision.floors import Floors
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, round_up
@@ -39,7 +39,8 @@ _MAX_DESCRIPTION_BYTES = 1 << 16
 
 Tokens = npt.NDArray[np.int32]
 Checksums = npt.NDArray[np.uint64]
-# Per layer, lane and token: the row of the lane's streams where the token stands (paper, 4.4.1).
+# Per layer, head group and token: the row of the head group's columns where the token stands
+# (paper, 4.4.1).
 MappingLists = npt.NDArray[np.unsignedinteger[Any]]
 
 
@@ -100,9 +101,11 @@ class SegmentInfo:
 
     @property
     def mapping_shape(self) -> tuple[int, ...]:
-        """Shape of the mapping lists: layers, lanes, tokens; (0,) if there are none."""
+        """Shape of the mapping lists: layers, head groups, tokens; (0,) if there are none."""
         shape = self.shape
-        return (shape.num_layers, shape.num_lanes, self.num_tokens) if self.reordered else (0,)
+        return (
+            (shape.num_layers, shape.num_head_groups, self.num_tokens) if self.reordered else (0,)
+        )
 
     @property
     def floors_shape(self) -> tuple[int, int]:
@@ -134,8 +137,8 @@ class SegmentHeader:
     """All that a header says.
 
     `checksums` uint64 [blocks]; `floors` uint8 [L, G], how many planes belong to the base of each
-    KV head, [0, 0] if there are no codes; `mapping` unsigned [L, lanes, t], each row a permutation,
-    or None when the tokens stand in logical order.
+    KV head, [0, 0] if there are no codes; `mapping` unsigned [L, head groups, t], each row a
+    permutation, or None when the tokens stand in logical order.
     """
 
     info: SegmentInfo
@@ -180,7 +183,7 @@ def read_header(path: Path, files: FileSystem) -> SegmentHeader:
     """Read and verify the header of a segment file.
 
     Raises:
-        ChunkUnreadable: the file is missing, short, of another format, or fails its checksum.
+        SegmentUnreadable: the file is missing, short, of another format, or fails its checksum.
         StoreUnavailable: it cannot be read now.
     """
     name = path.name.removesuffix(SEGMENT_SUFFIX)
@@ -196,7 +199,7 @@ def read_header(path: Path, files: FileSystem) -> SegmentHeader:
         finally:
             files.close(descriptor)
     if _header_checksum(header_bytes, description_bytes, body) != expected:
-        raise ChunkUnreadable(name, "the header fails its checksum")
+        raise SegmentUnreadable(name, "the header fails its checksum")
     return _decode_body(bytes(body), description_bytes)
 
 
@@ -205,13 +208,13 @@ def reading(segment_id: str) -> Iterator[None]:
     """Say of what fails inside whether the file is at fault, or cannot be read now.
 
     Raises:
-        ChunkUnreadable: the file is missing or ends too early.
+        SegmentUnreadable: the file is missing or ends too early.
         StoreUnavailable: any other error of the operating system.
     """
     try:
         yield
     except (FileNotFoundError, EOFError) as error:
-        raise ChunkUnreadable(segment_id, str(error)) from error
+        raise SegmentUnreadable(segment_id, str(error)) from error
     except OSError as error:
         raise StoreUnavailable(segment_id, str(error)) from error
 
@@ -230,7 +233,7 @@ def _parse_preamble(name: str, preamble: bytearray, file_bytes: int) -> tuple[in
     magic, header_bytes, description_bytes, expected = _PREAMBLE.unpack(preamble)
     most = min(header_bytes - _PREAMBLE.size, _MAX_DESCRIPTION_BYTES)
     if magic != MAGIC or header_bytes > file_bytes or not 0 < description_bytes <= most:
-        raise ChunkUnreadable(name, "not a segment of this format")
+        raise SegmentUnreadable(name, "not a segment of this format")
     return header_bytes, description_bytes, expected
 
 
@@ -246,11 +249,11 @@ def _check_size(name: str, description: bytearray, header_bytes: int) -> None:
         tokens = np.broadcast_to(np.int32(0), fields["num_tokens"])
         expected = _info_from(fields, tokens).layout().header_bytes
     except Exception as error:
-        raise ChunkUnreadable(name, f"the header cannot be understood: {error}") from error
+        raise SegmentUnreadable(name, f"the header cannot be understood: {error}") from error
     if version != FORMAT_VERSION:
-        raise ChunkUnreadable(name, f"format version {version} is not supported")
+        raise SegmentUnreadable(name, f"format version {version} is not supported")
     if header_bytes != expected:
-        raise ChunkUnreadable(name, "the header has the wrong size")
+        raise SegmentUnreadable(name, "the header has the wrong size")
 
 
 def _info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:

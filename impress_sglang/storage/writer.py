@@ -58,7 +58,7 @@ def write_segment(
     mapping: MappingLists | None = None,
     floors: FloorRule | None = None,
 ) -> None:
-    """Write a segment, in the order of `mapping` [L, lanes, t], and publish it under `path`.
+    """Write a segment, in the order of `mapping` [L, head groups, t], and publish it under `path`.
 
     `floors` says how many planes belong to the base, None: none.
 

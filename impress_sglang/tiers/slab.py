@@ -1,7 +1,7 @@
 """The memory of a cache: one tensor cut into pages, no tensor per chunk.
 
 A chunk is a sequence of vectors of `unit` elements, token after token and head after head; a page
-holds `page_vectors` of them. The pages of a chunk need not be neighbours, so that chunks of streams
+holds `page_vectors` of them. The pages of a chunk need not be neighbours, so that chunks of columns
 with different numbers of heads share the memory without fragments.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage.direct_io import AlignedMemory
-from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout, Stream, round_up
+from impress_sglang.storage.layout import BLOCK_BYTES, Column, KVShape, SegmentLayout, round_up
 from impress_sglang.tiers.pinning import pin_memory
 
 
@@ -44,9 +44,9 @@ class PageShape:
         """Bytes of a page."""
         return self.elements * self.dtype.itemsize
 
-    def row_vectors(self, shape: KVShape, stream: Stream) -> int:
-        """Vectors of one token in a stream."""
-        return self.row_vectors_of(len(shape.heads(stream)) * shape.head_dim(stream))
+    def row_vectors(self, shape: KVShape, column: Column) -> int:
+        """Vectors of one token in a column."""
+        return self.row_vectors_of(len(shape.heads(column)) * shape.head_dim(column))
 
     def row_vectors_of(self, elements: int) -> int:
         """Vectors of a row of so many elements; also the pages of a whole chunk of such rows."""
@@ -54,16 +54,16 @@ class PageShape:
 
     def max_chunk_pages(self, shape: KVShape) -> int:
         """Pages of the largest chunk of `page_vectors` tokens."""
-        return max(self.row_vectors(shape, stream) for stream in shape.streams)
+        return max(self.row_vectors(shape, column) for column in shape.columns)
 
     def chunk_pages(self, layout: SegmentLayout) -> npt.NDArray[np.uint16]:
         """Pages of every chunk of a segment, in the order of `layout.chunk_index`."""
         rows = np.full(layout.num_chunks, layout.chunk_tokens)
         rows[-1] = layout.chunk_rows(layout.num_chunks - 1)
-        streams = []
-        for stream in layout.shape.streams:
-            streams.append(-(-rows * self.row_vectors(layout.shape, stream) // self.page_vectors))
-        return np.tile(np.concatenate(streams), layout.shape.num_layers).astype(np.uint16)
+        columns = []
+        for column in layout.shape.columns:
+            columns.append(-(-rows * self.row_vectors(layout.shape, column) // self.page_vectors))
+        return np.tile(np.concatenate(columns), layout.shape.num_layers).astype(np.uint16)
 
 
 class Slab:

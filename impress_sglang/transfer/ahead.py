@@ -2,17 +2,17 @@
 
 Stage: load. Reading ahead changes when bytes are read, never which tokens a layer uses. Sources are
 served in this order: of the requests under way the one that is nearest to what it has, then those
-that wait, in the order of their arrival. Probe streams and what a whole prefix needs are certain;
-of other blocks the likeliest are read, and what was read in vain is bounded by `waste`, a share of
-what was wanted.
+that wait, in the order of their arrival. Probe columns and what a whole prefix needs are certain;
+of other blocks the likeliest are read, and what was read in vain is bounded by `waste_budget`, a
+share of what was wanted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from impress_sglang.transfer.area import AreaPool
-from impress_sglang.transfer.source_areas import StoredSource
+from impress_sglang.transfer.buffers import BufferPool
+from impress_sglang.transfer.stored_source import StoredSource
 
 # Before anything was wanted, so much may be read in vain.
 FIRST_ALLOWANCE_BYTES = 4 << 20
@@ -35,10 +35,10 @@ class _Waiting:
 class ReadAhead:
     """Decides what is read ahead; one thread."""
 
-    def __init__(self, pool: AreaPool, waste: float) -> None:
-        """`waste` is 0 or more; 0 turns reading ahead off."""
+    def __init__(self, pool: BufferPool, waste_budget: float) -> None:
+        """`waste_budget` is 0 or more; 0 turns reading ahead off."""
         self._pool = pool
-        self._waste = waste
+        self._waste_budget = waste_budget
         self._live: list[StoredSource] = []
         self._waiting: list[_Waiting] = []
         # Of sources that have left.
@@ -49,12 +49,12 @@ class ReadAhead:
     @property
     def enabled(self) -> bool:
         """Whether anything is read ahead."""
-        return self._waste > 0
+        return self._waste_budget > 0
 
-    def set_waste(self, waste: float) -> None:
+    def set_waste_budget(self, waste_budget: float) -> None:
         """Change the bound from now on; what is under way goes on."""
-        assert waste >= 0
-        self._waste = waste
+        assert waste_budget >= 0
+        self._waste_budget = waste_budget
 
     def join(self, source: StoredSource) -> None:
         """A request begins to use a source, which may have waited."""
@@ -80,16 +80,16 @@ class ReadAhead:
         """Begin to read the next layers, while there is room."""
         if not self.enabled:
             return
-        waste = self._waste if self._may_waste() else 0.0
+        waste_budget = self._waste_budget if self._within_budget() else 0.0
         while (source := self._next_live()) is not None:
             if not self._has_room(source):
                 return
-            source.read_ahead(waste)
+            source.read_ahead(waste_budget)
         for waiting in self._waiting:
             while waiting.wants_more:
                 if not self._has_room(waiting.source):
                     return
-                waiting.source.read_ahead(waste)
+                waiting.source.read_ahead(waste_budget)
 
     def _next_live(self) -> StoredSource | None:
         unread = [own for own in self._live if own.next_ahead < own.num_layers]
@@ -104,6 +104,6 @@ class ReadAhead:
         )
         return self._pool.has_room(source.layer_bytes + max(lacking, default=0))
 
-    def _may_waste(self) -> bool:
+    def _within_budget(self) -> bool:
         in_vain = self._ahead_bytes - self._used_bytes
-        return in_vain <= self._waste * self._wanted_bytes + FIRST_ALLOWANCE_BYTES
+        return in_vain <= self._waste_budget * self._wanted_bytes + FIRST_ALLOWANCE_BYTES

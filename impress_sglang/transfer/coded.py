@@ -23,15 +23,15 @@ from impress_sglang.precision.floors import Floors
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
-from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory, Tenant
+from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
 from impress_sglang.transfer.frames import FrameTaker, make_taker
-from impress_sglang.transfer.planner import ReadStats
-from impress_sglang.transfer.source_areas import StoredSource
+from impress_sglang.transfer.read_planner import ReadStats
+from impress_sglang.transfer.stored_source import StoredSource
 
 _SSD, _HOST, _DEVICE = int(Tier.SSD), int(Tier.HOST), int(Tier.DEVICE)
 
@@ -184,8 +184,8 @@ class CodedSource(StoredSource):
     def __init__(
         self,
         spans: Sequence[CodedSpan],
-        reader: ChunkReader,
-        pool: AreaPool,
+        reader: BlockReader,
+        pool: BufferPool,
         cache: ChunkCache,
         *,
         in_slots: Sequence[bool] | None = None,
@@ -276,8 +276,8 @@ class CodedSource(StoredSource):
             (own.segment_id, own.start, own.stop, own.layers_loaded > 0) for own in parts
         ]
 
-    def read_ahead(self, waste: float) -> None:
-        """See `StoredSource.read_ahead`; only what is certain, whatever the `waste`."""
+    def read_ahead(self, waste_budget: float) -> None:
+        """See `StoredSource.read_ahead`; only what is certain, whatever the `waste_budget`."""
         layer = self.next_ahead
         self.next_ahead += 1
         for number, span in enumerate(self.spans):
@@ -285,16 +285,16 @@ class CodedSource(StoredSource):
                 continue
             base = self._missing(layer, span) & span.certain_blocks(layer)
             if base.any():
-                self._area(layer, number).read_ahead(base, self._reader)
+                self._buffer(layer, number).read_ahead(base, self._reader)
 
-    def _area(self, layer: int, number: int) -> LayerArea:
+    def _buffer(self, layer: int, number: int) -> LayerBuffer:
         """The area of a layer of the span with this number."""
         number = self._area_of[number]
         span = self.spans[number]
         offset = span.segment.layout.codes_offset(layer)
 
-        def make(tenant: Tenant) -> LayerArea:
-            return LayerArea(span.segment, offset, span.layout.layer_bytes, self._pool, tenant)
+        def make(tenant: Tenant) -> LayerBuffer:
+            return LayerBuffer(span.segment, offset, span.layout.layer_bytes, self._pool, tenant)
 
         return self._open_area(layer, number, make)
 
@@ -344,16 +344,16 @@ class CodedSource(StoredSource):
             if part.on_ssd.any():
                 blocks = part.blocks_from_ssd()
                 self.stats.ssd_needed_bytes += int(np.count_nonzero(blocks)) * BLOCK_BYTES
-                area = self._area(layer, part.number)
-                self.stats.ssd_bytes += area.read(blocks, gap, self._reader, last=last)
-                fetched.append((area, blocks))
+                buffer = self._buffer(layer, part.number)
+                self.stats.ssd_bytes += buffer.read(blocks, gap, self._reader, last=last)
+                fetched.append((buffer, blocks))
         began = time.perf_counter()
-        for area, blocks in fetched:
-            area.wait(blocks)
+        for buffer, blocks in fetched:
+            buffer.wait(blocks)
         self.stats.wait_ms += (time.perf_counter() - began) * 1e3
 
     def _take(self, layer: int, part: _Part) -> Tensor:
-        memory = self._area(layer, part.number).memory if part.on_ssd.any() else None
+        memory = self._buffer(layer, part.number).memory if part.on_ssd.any() else None
         return self._taker.take(*part.frames(), memory)
 
     def _settle(self, layer: int, parts: Sequence[_Part], access: Access) -> None:
@@ -362,7 +362,7 @@ class CodedSource(StoredSource):
         memories: list[PooledMemory] = []
         for part in parts:
             if part.kept.any():
-                memory = self._area(layer, part.number).memory
+                memory = self._buffer(layer, part.number).memory
                 memories.append(memory)
                 flat = memory.vectors(torch.uint8, 1).view(-1)
                 starts = part.span.chunks.first[part.chunks[part.kept]] * BLOCK_BYTES

@@ -57,9 +57,9 @@ def first_shares(
         float64 [chunks of all layers], in the order of `layout.chunk_index`.
     """
     shape, chunks, parts = layout.shape, layout.num_chunks, []
-    for stream in shape.streams:
-        shares = np.full(chunks, 1.0 if stream == PROBE else retention)
-        if ordered and stream != PROBE:
+    for column in shape.columns:
+        shares = np.full(chunks, 1.0 if column == PROBE else retention)
+        if ordered and column != PROBE:
             rank = (np.arange(chunks) + 0.5) * layout.chunk_tokens / layout.num_tokens
             shares[:] = ORDERED_REST
             for times, share in reversed(ORDERED_SHARES):
@@ -80,14 +80,14 @@ class BlockHistory:
         """
         shares = chunk_shares.reshape(layout.shape.num_layers, -1)
         parts = []
-        for stream in layout.shape.streams:
-            blocks = layout.stream_bytes(stream) // BLOCK_BYTES
+        for column in layout.shape.columns:
+            blocks = layout.column_bytes(column) // BLOCK_BYTES
             if not blocks:
                 continue
-            first = layout.chunk_index(0, stream, 0)
+            first = layout.chunk_index(0, column, 0)
             own = shares[:, first : first + layout.num_chunks]
-            rows = max(1, round(BLOCK_BYTES / layout.shape.row_bytes(stream)))
-            per_chunk = layout.chunk_stride(stream) // BLOCK_BYTES
+            rows = max(1, round(BLOCK_BYTES / layout.shape.row_bytes(column)))
+            per_chunk = layout.chunk_stride(column) // BLOCK_BYTES
             wanted = 1.0 - (1.0 - np.clip(own, 0.0, 1.0)) ** rows
             parts.append(np.repeat(wanted, per_chunk, axis=1)[:, :blocks])
         chances = np.concatenate(parts, axis=1)
@@ -113,20 +113,20 @@ class BlockHistory:
         loops.move_codes(self._codes[layer, blocks], wanted, kept, raised)
 
 
-def likely_blocks(chances: Codes, candidates: Flags, waste: float) -> Flags:
+def likely_blocks(chances: Codes, candidates: Flags, waste_budget: float) -> Flags:
     """The candidates that are worth reading ahead: as many as possible of the likeliest.
 
-    What is expected to be read in vain is at most `waste` of what is expected to be wanted.
+    What is expected to be read in vain is at most `waste_budget` of what is expected to be wanted.
 
     Args:
         chances: uint8, in steps of 1/255, of any shape.
         candidates: bool of the same shape, the blocks that would have to be read.
-        waste: 0 or more.
+        waste_budget: 0 or more.
     """
     flat, possible = chances.reshape(-1), candidates.reshape(-1)
     counts = loops.weigh_codes(flat, possible)
     in_vain = np.cumsum((counts * (STEPS - _CODES))[::-1])[::-1]
-    fits = np.flatnonzero(in_vain <= waste * float(counts @ _CODES))
+    fits = np.flatnonzero(in_vain <= waste_budget * float(counts @ _CODES))
     lowest = int(fits[0]) if len(fits) else STEPS + 1
     threshold = max(lowest, round(LEAST_CHANCE * STEPS))
     return loops.likely_flags(flat, possible, threshold).reshape(chances.shape)

@@ -19,7 +19,7 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.fence import Fence
 from impress_sglang.tiers.placement import CACHES, Tier
 from impress_sglang.tiers.slab import PageShape
-from impress_sglang.transfer.area import PooledMemory
+from impress_sglang.transfer.buffers import PooledMemory
 
 # A page of a cache of codes is a block as it stands on disk.
 _WORD = torch.int32

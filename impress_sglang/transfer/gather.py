@@ -21,8 +21,8 @@ from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.fence import Fence
 from impress_sglang.tiers.placement import CACHES, Tier
-from impress_sglang.transfer.area import PooledMemory
-from impress_sglang.transfer.planner import GroupPart, SpanRead
+from impress_sglang.transfer.buffers import PooledMemory
+from impress_sglang.transfer.read_planner import GroupPart, SpanRead
 from impress_sglang.transfer.slots import Slots
 
 SpanMemory = tuple[SpanRead, PooledMemory | None]
@@ -41,13 +41,13 @@ class RowGatherer(Protocol):
 
         Args:
             reads: of all spans, of keys, of values, or of both.
-            keys: for the heads of the key streams; None if these are not read.
+            keys: for the heads of the key columns; None if these are not read.
             values: likewise.
         """
         ...
 
     def gather_chunks(self, part: GroupPart, memory: PooledMemory | None) -> Tensor:
-        """All rows of neighbouring chunks of a group with one stream.
+        """All rows of neighbouring chunks of a group with one column.
 
         Returns:
             [chunks * rows of a chunk, heads * dim] on the device of the cache; rows that a last,
@@ -78,7 +78,7 @@ class IndexedGatherer:
                     slots.put(rows.view(len(slots), -1, part.group.head_dim))
                 else:
                     own = rows.view(len(rows), -1, part.group.head_dim)
-                    slots.put_at(read.rows.positions, own, part.group.lanes)
+                    slots.put_at(read.rows.positions, own, part.group.head_groups)
 
     def gather_chunks(self, part: GroupPart, memory: PooledMemory | None) -> Tensor:
         """See `RowGatherer`."""
@@ -104,13 +104,15 @@ class IndexedGatherer:
         assert plan is not None
         found = [tier for tier, chunks in enumerate(part.chunks_by_tier) if chunks]
         if len(found) == 1:
-            own = self._gather_tier(part, found[0], plan.lanes, plan.rows, memory)
+            own = self._gather_tier(part, found[0], plan.head_groups, plan.rows, memory)
             return own.to(device)
-        chunks = part.group.chunks_of_rows(plan.lanes, plan.rows)
+        chunks = part.group.chunks_of_rows(plan.head_groups, plan.rows)
         tier_of_row = part.tiers[part.place_of_chunk()[chunks]]
         chosen = [np.flatnonzero(tier_of_row == tier) for tier in found]
         by_tier = [
-            self._gather_tier(part, tier, plan.lanes[rows], plan.rows[rows], memory).to(device)
+            self._gather_tier(part, tier, plan.head_groups[rows], plan.rows[rows], memory).to(
+                device
+            )
             for tier, rows in zip(found, chosen, strict=True)
         ]
         # Joining and reordering is faster than writing scattered rows.
@@ -122,7 +124,7 @@ class IndexedGatherer:
         self,
         part: GroupPart,
         tier: int,
-        lanes: Indices,
+        head_groups: Indices,
         rows: Indices,
         memory: PooledMemory | None,
     ) -> Tensor:
@@ -131,16 +133,16 @@ class IndexedGatherer:
         if tier == Tier.SSD:
             assert memory is not None
             vector = math.gcd(group.row_bytes, BLOCK_BYTES)
-            first = (group.row_offsets(lanes, rows) + group.start) // vector
+            first = (group.row_offsets(head_groups, rows) + group.start) // vector
             index = _vector_index(first, group.row_bytes // vector)
             vectors = memory.vectors(page.dtype, vector)
             return vectors.index_select(0, index).view(len(rows), -1)
-        pages = part.pages[part.place_of_chunk()[group.chunks_of_rows(lanes, rows)]]
+        pages = part.pages[part.place_of_chunk()[group.chunks_of_rows(head_groups, rows)]]
         width = page.row_vectors_of(group.heads * group.head_dim)
         return self._cache.read_rows(tier, pages, rows % group.chunk_rows, width)
 
     def _cached_chunks(self, tier: int, part: GroupPart, place: Indices) -> Tensor:
-        """Chunks of one stream, [chunks, rows of a chunk * heads * dim]; missing rows undefined."""
+        """Chunks of one column, [chunks, rows of a chunk * heads * dim]; missing rows undefined."""
         group, page = part.group, self._cache.page
         vectors = page.row_vectors_of(group.heads * group.head_dim)
         if group.chunk_rows != page.page_vectors:
@@ -236,8 +238,10 @@ class KernelGatherer:
     def _target(self, slots: Slots, addresses: Tensor, positions: Tensor | None) -> Any:
         assert slots.pool.dtype == self._cache.page.dtype
         columns = self._kernels.head_columns(slots.pool, slots.heads, self._unit)
-        lanes = columns.offsets.numel() // addresses.shape[1]
-        return self._kernels.Target(slots.pool, columns, addresses, slots.rows, positions, lanes)
+        head_groups = columns.offsets.numel() // addresses.shape[1]
+        return self._kernels.Target(
+            slots.pool, columns, addresses, slots.rows, positions, head_groups
+        )
 
     def _addresses(self, reads: Sequence[SpanMemory], *, is_values: bool) -> list[Indices]:
         """Of the vectors of wanted rows of keys or of values, span by span: see below."""
@@ -246,17 +250,19 @@ class KernelGatherer:
             for part in read.parts:
                 if part.is_values(read.span) == is_values:
                     assert read.rows is not None
-                    found.append(self._row_addresses(part, memory, read.rows.lanes, read.rows.rows))
+                    found.append(
+                        self._row_addresses(part, memory, read.rows.head_groups, read.rows.rows)
+                    )
         return found
 
     def _row_addresses(
-        self, part: GroupPart, memory: PooledMemory | None, lanes: Indices, rows: Indices
+        self, part: GroupPart, memory: PooledMemory | None, head_groups: Indices, rows: Indices
     ) -> Indices:
         """Of the vectors of some rows, int64 [n, vectors of a row]."""
         group, page, unit = part.group, self._cache.page, self._unit
         vectors = group.heads * group.head_dim // unit
         flat = loops.vector_addresses(
-            lanes,
+            head_groups,
             rows,
             part.tiers,
             part.place_of_chunk(),
@@ -267,7 +273,7 @@ class KernelGatherer:
             page.elements // unit,
             unit * page.dtype.itemsize,
             group.start,
-            group.stream_bytes,
+            group.column_bytes,
             group.stride,
             self._bases_with(memory),
         )
@@ -281,7 +287,7 @@ class KernelGatherer:
         return bases
 
     def _page_addresses(self, part: GroupPart, memory: PooledMemory | None) -> Indices:
-        """Of the pages of whole chunks of one stream, chunk after chunk."""
+        """Of the pages of whole chunks of one column, chunk after chunk."""
         group, page = part.group, self._cache.page
         vectors, bases = page.row_vectors_of(group.heads * group.head_dim), self._bases_with(memory)
         begin = bases[Tier.SSD] + group.start + part.chunks * group.stride
@@ -322,7 +328,7 @@ def _vector_index(first: Indices, count: int) -> Tensor:
 
 
 def _owned_pages(part: GroupPart, place: Indices, vectors: int, page_vectors: int) -> Any:
-    """Pages int32 [chunks, pages of a chunk] of some of the touched chunks of one stream.
+    """Pages int32 [chunks, pages of a chunk] of some of the touched chunks of one column.
 
     A short chunk has fewer; what stands behind their numbers means nothing.
     """

@@ -16,13 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from impress_sglang.importance.identify import IdentificationRule
+from impress_sglang.importance.selectors import TokenSelector
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.tiers.fence import to_device
 from impress_sglang.timeline import COPY, PROBE_COMPUTE, SELECT
-from impress_sglang.transfer.memory import rows_of_lanes
+from impress_sglang.transfer.memory import rows_of_head_groups
 from impress_sglang.transfer.scoring import Scorer, scorer_for
 from impress_sglang.transfer.slots import LayerSlots, Slots, head_index
 from impress_sglang.transfer.source import PrefixSource
@@ -87,9 +87,7 @@ class LayerInputs:
 class PrefixLoader:
     """Loads the part of a prefix that a layer uses, by an identification rule."""
 
-    def __init__(
-        self, shape: KVShape, rule: IdentificationRule, scorer: Scorer | None = None
-    ) -> None:
+    def __init__(self, shape: KVShape, rule: TokenSelector, scorer: Scorer | None = None) -> None:
         """`scorer`: None for what fits the device of the queries."""
         self._shape = shape
         self._rule = rule
@@ -108,7 +106,8 @@ class PrefixLoader:
         Row j of a head gets that head's own j-th token.
 
         Returns:
-            int64 [lanes, u] on the CPU, ascending: the tokens that the heads of each lane use.
+            int64 [head groups, u] on the CPU, ascending: the tokens that the heads of each head
+            group use.
 
         Raises:
             PrefixUnreadable: the source could not give a chunk; what is in the slots is undefined.
@@ -141,7 +140,7 @@ class PrefixLoader:
             slots.keys.only(shape.probe_kv_heads).put(source.read_probe(layer))
         source.read(layer, None, keys=slots.keys.only(shape.other_kv_heads), values=slots.values)
         source.note_whole(layer)
-        return torch.arange(source.num_tokens).expand(shape.num_lanes, -1)
+        return torch.arange(source.num_tokens).expand(shape.num_head_groups, -1)
 
     def _load_tokens(
         self,
@@ -151,13 +150,13 @@ class PrefixLoader:
         evidence: LayerEvidence,
         slots: LayerSlots,
     ) -> Tensor:
-        """Load the sets [1, k] or [G, k]; returns what the heads of each lane use, [lanes, u]."""
+        """Load the sets [1, k] or [G, k]; returns what each head group uses, [head groups, u]."""
         shape = self._shape
-        if shape.num_lanes >= len(sets):
-            selected = sets.expand(shape.num_lanes, -1)
+        if shape.num_head_groups >= len(sets):
+            selected = sets.expand(shape.num_head_groups, -1)
             self._fill(layer, source, selected, evidence, slots)
             return selected
-        # A lane with several heads holds what any of them takes.
+        # A head group with several heads holds what any of them takes.
         selected = sets.unique()[None]
         union = LayerSlots.fresh(selected.shape[1], shape, slots.values.pool.device)
         self._fill(layer, source, selected, evidence, union)
@@ -174,20 +173,20 @@ class PrefixLoader:
         evidence: LayerEvidence,
         slots: LayerSlots,
     ) -> None:
-        """Load the tokens [lanes, u] of each lane; what the rule has read is not read again."""
+        """Load the tokens [head groups, u]; what the selector has read is not read again."""
         shape, everything = self._shape, evidence.all_keys
         others = slots.keys.only(shape.other_kv_heads) if everything is None else None
         source.read(layer, selected, keys=others, values=slots.values)
         with source.timeline.span(COPY, layer):
             if everything is not None:
-                slots.keys.put(rows_of_lanes(everything, selected))
+                slots.keys.put(rows_of_head_groups(everything, selected))
             elif shape.probe_kv_heads:
-                probe = rows_of_lanes(evidence.probe_keys, selected)
+                probe = rows_of_head_groups(evidence.probe_keys, selected)
                 slots.keys.only(shape.probe_kv_heads).put(probe)
 
 
 class LayerEvidence:
-    """See `importance.identify.Evidence`: reads a layer's keys and scores them, when asked."""
+    """See `importance.selectors.Evidence`: reads a layer's keys and scores them, when asked."""
 
     def __init__(
         self,
@@ -248,7 +247,7 @@ class LayerEvidence:
         return scores
 
     def _read_others(self) -> Tensor:
-        """All keys [m, heads, Dk] of the heads that the probe stream does not have."""
+        """All keys [m, heads, Dk] of the heads that the probe column does not have."""
         shape = self._shape
         like = torch.empty(0, dtype=shape.dtype, device=self._inputs.queries.device)
         slots = Slots.fresh(self.num_tokens, len(shape.other_kv_heads), shape.key_dim, like)

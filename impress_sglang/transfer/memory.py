@@ -13,7 +13,7 @@ from torch import Tensor
 from impress_sglang.storage.layout import PROBE, KVShape
 from impress_sglang.tiers.fence import to_device
 from impress_sglang.timeline import NO_TIMELINE
-from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.slots import Slots
 
 # Rows that are on their way to the device at once.
@@ -71,8 +71,8 @@ class MemorySource:
         return keys, values
 
 
-def rows_of_lanes(whole: Tensor, tokens: Tensor) -> Tensor:
-    """From rows [m, G, D] of all tokens those of the tokens [lanes, k] of each lane: [k, G, D]."""
+def rows_of_head_groups(whole: Tensor, tokens: Tensor) -> Tensor:
+    """From rows [m, G, D] of all tokens those of the tokens [head groups, k]: [k, G, D]."""
     index = to_device(tokens, whole.device)
     if len(tokens) == 1:
         return whole.index_select(0, index[0])
@@ -81,10 +81,10 @@ def rows_of_lanes(whole: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _put(whole: Tensor, tokens: Tensor | None, heads: list[int], slots: Slots) -> None:
-    """Fill slots with some heads of the tokens [lanes, k], or of all, tile by tile."""
+    """Fill slots with some heads of the tokens [head groups, k], or of all, tile by tile."""
     count = len(whole) if tokens is None else tokens.shape[1]
     for start in range(0, count, TILE_TOKENS):
         stop = min(start + TILE_TOKENS, count)
         part = slice(start, stop)
-        rows = whole[part] if tokens is None else rows_of_lanes(whole, tokens[:, part])
+        rows = whole[part] if tokens is None else rows_of_head_groups(whole, tokens[:, part])
         slots.part(start, stop).put(rows[:, heads])

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.precision.allocation import allocate_planes, planes_of
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.layout import KVShape
@@ -292,9 +292,9 @@ def _load_of(part: ResidentPart) -> tuple[PartLoad, int]:
     """What a part is read from.
 
     Raises:
-        ChunkUnreadable: it is broken.
+        SegmentUnreadable: it is broken.
     """
     if part.broken:
-        raise ChunkUnreadable(part.segment_id, "could not be read for another request")
+        raise SegmentUnreadable(part.segment_id, "could not be read for another request")
     assert part.load is not None
     return part.load

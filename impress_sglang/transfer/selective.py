@@ -18,7 +18,7 @@ from impress_sglang.timeline import COPY, PROBE_COMPUTE, SELECT
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_slots import CodeWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
-from impress_sglang.transfer.memory import rows_of_lanes
+from impress_sglang.transfer.memory import rows_of_head_groups
 from impress_sglang.transfer.precise import Allocation, PreciseLoader
 from impress_sglang.transfer.resident import UsedUnits, parts_alone
 from impress_sglang.transfer.scoring import Scorer, scorer_for
@@ -92,8 +92,8 @@ class SelectiveLoader:
             layer, units, inputs, scratch, bits, stats, timeline, chosen=chosen
         )
         with stats.timed("load_ms"), timeline.span(COPY, layer):
-            slots.keys.put(rows_of_lanes(scratch.keys.pool, selected))
-            slots.values.put(rows_of_lanes(scratch.values.pool, selected))
+            slots.keys.put(rows_of_head_groups(scratch.keys.pool, selected))
+            slots.values.put(rows_of_head_groups(scratch.values.pool, selected))
         return selected
 
     def _scratch_for(self, source: CodedSource, slots: LayerSlots) -> LayerSlots:

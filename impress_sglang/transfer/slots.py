@@ -73,18 +73,19 @@ class Slots:
         else:
             self.pool.index_fill_(0, self.rows, 0)
 
-    def put_at(self, positions: Indices, rows: Tensor, lanes: int) -> None:
-        """Fill some: position p is the token p // lanes of the heads of lane p % lanes.
+    def put_at(self, positions: Indices, rows: Tensor, head_groups: int) -> None:
+        """Fill some: position p is the token p // head groups of the heads of head group p % head
+        groups.
 
         Args:
             positions: int64 [n], distinct.
-            rows: [n, heads of a lane, D], from any device.
-            lanes: of the heads; all have as many.
+            rows: [n, heads of a head group, D], from any device.
+            head groups: of the heads; all have as many.
         """
         place = to_device(torch.from_numpy(positions), self.pool.device)
-        slots = place // lanes
+        slots = place // head_groups
         slots = slots if self.rows is None else self.rows[slots]
-        heads = self._heads.view(lanes, -1)[place % lanes]
+        heads = self._heads.view(head_groups, -1)[place % head_groups]
         self.pool[slots[:, None], heads] = rows.to(self.pool.device)
 
     @property

@@ -20,26 +20,26 @@ from torch import Tensor
 from impress_sglang.loops.types import Flags
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.timeline import COPY, NO_TIMELINE, PLAN, PROBE_READ, SSD_READ, Timeline
-from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory, Tenant
+from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
 from impress_sglang.transfer.expectation import likely_blocks
 from impress_sglang.transfer.gather import RowGatherer, make_gatherer
-from impress_sglang.transfer.plan import SourceSpan
-from impress_sglang.transfer.planner import PlannedRead, PrefixPlanner, ReadStats, SpanRead
+from impress_sglang.transfer.geometry import SourceSpan
+from impress_sglang.transfer.read_planner import PlannedRead, PrefixPlanner, ReadStats, SpanRead
 from impress_sglang.transfer.slots import Slots
-from impress_sglang.transfer.source_areas import StoredSource
+from impress_sglang.transfer.stored_source import StoredSource
 
 _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Demand:
+class ReadNeeds:
     """What a request will ask of each layer, as far as that is known before.
 
-    `whole`: all keys and values. `probe`: the probe stream. `all_keys`: all keys, and some values.
+    `whole`: all keys and values. `probe`: the probe column. `all_keys`: all keys, and some values.
     """
 
     whole: bool = False
@@ -93,8 +93,8 @@ class PrefixSource(Protocol):
 
         Args:
             layer: from 0.
-            tokens: int64 [lanes, k] on the CPU, ascending in each lane; None for all.
-            keys: for the keys of the heads that the probe stream does not have; None if they are
+            tokens: int64 [head groups, k] on the CPU, ascending in each head group; None for all.
+            keys: for the keys of the heads that the probe column does not have; None if they are
                 not wanted.
             values: for the values of all heads; None if they are not wanted.
 
@@ -104,7 +104,7 @@ class PrefixSource(Protocol):
         ...
 
     def note_selection(self, layer: int, selected: Tensor, importance: Tensor | None) -> None:
-        """Say which tokens [lanes, k] the layer uses: see `PrefixPlanner.note_selection`."""
+        """Say which tokens [head groups, k] the layer uses: see `PrefixPlanner.note_selection`."""
         ...
 
     def note_whole(self, layer: int) -> None:
@@ -119,10 +119,10 @@ class SegmentSource(StoredSource):
         self,
         shape: KVShape,
         spans: Sequence[SourceSpan],
-        reader: ChunkReader,
-        pool: AreaPool,
+        reader: BlockReader,
+        pool: BufferPool,
         cache: ChunkCache,
-        demand: Demand,
+        needs: ReadNeeds,
         *,
         learns: bool = False,
         timeline: Timeline = NO_TIMELINE,
@@ -135,21 +135,21 @@ class SegmentSource(StoredSource):
         """
         assert spans
         layouts = [span.segment.layout for span in spans]
-        layer_bytes = sum(pool.size_of(streams_area_bytes(layout)) for layout in layouts)
+        layer_bytes = sum(pool.size_of(columns_buffer_bytes(layout)) for layout in layouts)
         self._spans = tuple(spans)
         self._planner = PrefixPlanner(
             shape,
             spans,
             cache.placement,
             cache.page.page_bytes,
-            learns=learns and not demand.whole,
+            learns=learns and not needs.whole,
         )
         segments = [span.segment for span in spans]
         super().__init__(segments, layer_bytes, reader, self._planner.stats, timeline)
         self._pool = pool
         self._cache = cache
         self._gatherer = make_gatherer(cache) if gatherer is None else gatherer
-        self._demand = demand
+        self._demand = needs
         # By span; found once for all layers, which is faster and at worst out of date.
         self._expected: list[list[Flags]] | None = None
         self._expected_from = 0
@@ -159,19 +159,19 @@ class SegmentSource(StoredSource):
         """See `PrefixSource`."""
         return self._planner.num_tokens
 
-    def read_ahead(self, waste: float) -> None:
+    def read_ahead(self, waste_budget: float) -> None:
         """See `StoredSource.read_ahead`."""
         layer = self.next_ahead
         self.next_ahead += 1
         if self._expected is None:
-            self._expected = [self.expect(layer, span, waste) for span in self._spans]
+            self._expected = [self.expect(layer, span, waste_budget) for span in self._spans]
             self._expected_from = layer
         for number, expected in enumerate(self._expected):
-            # Apart, because the probe stream is asked for first.
+            # Apart, because the probe column is asked for first.
             for blocks in expected:
                 own = blocks[layer - self._expected_from]
                 if own.any():
-                    self._area(layer, number).read_ahead(own, self._reader)
+                    self._buffer(layer, number).read_ahead(own, self._reader)
 
     def read_probe(self, layer: int) -> Tensor:
         """See `PrefixSource.read_probe`."""
@@ -217,34 +217,34 @@ class SegmentSource(StoredSource):
         with self.timeline.span(PLAN, layer):
             self._planner.note_whole(layer)
 
-    def expect(self, layer: int, span: SourceSpan, waste: float) -> list[Flags]:
+    def expect(self, layer: int, span: SourceSpan, waste_budget: float) -> list[Flags]:
         """What the layers from this one on will probably want from SSD.
 
         Returns:
-            bool [layers, blocks of a layer] of the probe stream, and the same of keys and values.
+            bool [layers, blocks of a layer] of the probe column, and the same of keys and values.
         """
-        demand, expected = self._demand, []
-        if demand.probe:
+        needs, expected = self._demand, []
+        if needs.probe:
             expected.append(self._planner.missing(layer, span, probe=True))
         missing = self._planner.missing(layer, span, probe=False)
-        if demand.whole:
+        if needs.whole:
             return [*expected, missing]
-        likely = likely_blocks(span.blocks.codes[layer:], missing, waste)
+        likely = likely_blocks(span.blocks.codes[layer:], missing, waste_budget)
         keys = span.geometry.keys
-        if demand.all_keys and keys is not None:
+        if needs.all_keys and keys is not None:
             likely[:, keys.blocks] = missing[:, keys.blocks]
         return [*expected, likely]
 
-    def _area(self, layer: int, number: int) -> LayerArea:
+    def _buffer(self, layer: int, number: int) -> LayerBuffer:
         """The area of a layer of the span with this number."""
         segment = self._spans[number].segment
-        return self._open_area(layer, number, functools.partial(self._make_area, segment, layer))
+        return self._open_area(layer, number, functools.partial(self._make_buffer, segment, layer))
 
-    def _make_area(self, segment: OpenSegment, layer: int, tenant: Tenant) -> LayerArea:
+    def _make_buffer(self, segment: OpenSegment, layer: int, tenant: Tenant) -> LayerBuffer:
         layout = segment.layout
-        offset, size = layout.layer_offset(layer), layout.streams_bytes
-        spare = streams_area_bytes(layout) - size
-        return LayerArea(segment, offset, size, self._pool, tenant, spare_bytes=spare)
+        offset, size = layout.layer_offset(layer), layout.columns_bytes
+        spare = columns_buffer_bytes(layout) - size
+        return LayerBuffer(segment, offset, size, self._pool, tenant, spare_bytes=spare)
 
     def _carry_out(self, plan: PlannedRead, stage: str, take: Callable[[], _T]) -> _T:
         """Rows are taken from where chunks stood before the read; then the chunks move."""
@@ -267,31 +267,31 @@ class SegmentSource(StoredSource):
         gap, wanted = self._reader.cost.gap_bytes, []
         for own in plan.spans:
             if own.blocks is not None:
-                area = self._area(plan.layer, self._number(own.span))
+                buffer = self._buffer(plan.layer, self._number(own.span))
                 # After a probe the layer's rows are asked for.
                 last = own.rows is not None
-                num_bytes = area.read(own.blocks, gap, self._reader, last=last)
+                num_bytes = buffer.read(own.blocks, gap, self._reader, last=last)
                 self.stats.ssd_bytes += num_bytes
                 if own.rows is not None:
                     own.span.history.ssd_bytes += int(own.blocks.sum()) * BLOCK_BYTES
-                wanted.append((area, own.blocks))
+                wanted.append((buffer, own.blocks))
         began = time.perf_counter()
-        for area, blocks in wanted:
-            area.wait(blocks)
+        for buffer, blocks in wanted:
+            buffer.wait(blocks)
         self.stats.wait_ms += (time.perf_counter() - began) * 1e3
 
     def _number(self, span: SourceSpan) -> int:
         return next(number for number, own in enumerate(self._spans) if own is span)
 
     def _memory(self, layer: int, span: SourceSpan) -> PooledMemory:
-        return self._area(layer, self._number(span)).memory
+        return self._buffer(layer, self._number(span)).memory
 
     def _memory_of(self, layer: int, own: SpanRead) -> PooledMemory | None:
         """Of the area of what is read of a span, if any of it comes from SSD."""
         return None if own.blocks is None else self._memory(layer, own.span)
 
     def _probe_keys(self, layer: int, own: SpanRead) -> Tensor:
-        """Keys [tokens, heads, Dk] of the probe stream of a span."""
+        """Keys [tokens, heads, Dk] of the probe column of a span."""
         (part,), span = own.parts, own.span
         first = int(part.chunks[0]) * part.group.chunk_rows
         chunks = self._gatherer.gather_chunks(part, self._memory_of(layer, own))
@@ -312,15 +312,15 @@ class SegmentSource(StoredSource):
             for part in own.parts:
                 if part.kept.any():
                     group, memory = part.group, self._memory(plan.layer, own.span)
-                    lanes, chunks = np.divmod(part.chunks[part.kept], group.chunks)
-                    starts = group.start + lanes * group.stream_bytes + chunks * group.stride
+                    head_groups, chunks = np.divmod(part.chunks[part.kept], group.chunks)
+                    starts = group.start + head_groups * group.column_bytes + chunks * group.stride
                     flat = memory.vectors(torch.uint8, 1).view(-1)
                     found.append(LoadedChunks(flat, part.ids[part.kept], starts))
         return found
 
 
-def streams_area_bytes(layout: SegmentLayout) -> int:
-    """Of an area for the streams of a layer."""
-    # The last chunk of a stream may be short; it is looked at as if it were not.
-    longest = max(layout.chunk_stride(stream) for stream in layout.shape.streams)
-    return layout.streams_bytes + longest
+def columns_buffer_bytes(layout: SegmentLayout) -> int:
+    """Of an area for the columns of a layer."""
+    # The last chunk of a column may be short; it is looked at as if it were not.
+    longest = max(layout.chunk_stride(column) for column in layout.shape.columns)
+    return layout.columns_bytes + longest

@@ -26,32 +26,32 @@ from torch import Tensor
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.history import TokenHistory
-from impress_sglang.importance.identify import H2ORule, IdentificationRule, PaperRule
 from impress_sglang.importance.selection import agreed_tokens, own_tokens
+from impress_sglang.importance.selectors import H2OSelector, PaperSelector, TokenSelector
 from impress_sglang.precision.codec import LEVELS
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.open_segment import Integers, OpenSegment
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Moves, Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.tiers.slab import PageShape
-from impress_sglang.transfer.area import AreaPool
+from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded import CodedSource, CodedSpan, cached_pages, most_pages
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.expectation import BlockHistory
 from impress_sglang.transfer.frames import CODE_PAGE
+from impress_sglang.transfer.geometry import SourceSpan
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
-from impress_sglang.transfer.plan import SourceSpan
 from impress_sglang.transfer.precise import SCORED_QUERIES, Evenly, PreciseLoader
 from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
 from impress_sglang.transfer.scoring import KernelScorer
 from impress_sglang.transfer.slots import LayerSlots
-from impress_sglang.transfer.source import Demand, SegmentSource
+from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ CACHE_PAGES = 2
 
 def warm_up(
     shape: KVShape,
-    rule: IdentificationRule | None,
+    rule: TokenSelector | None,
     chunk_tokens: int,
     device: torch.device,
     *,
@@ -99,7 +99,7 @@ def warm_up(
 
 def run_stages(
     shape: KVShape,
-    rule: IdentificationRule | None,
+    rule: TokenSelector | None,
     chunk_tokens: int,
     device: torch.device,
     *,
@@ -192,7 +192,7 @@ def _powers_of_two(most: int) -> list[int]:
     return [1 << bit for bit in range(most.bit_length())]
 
 
-def _choose(shape: KVShape, rule: IdentificationRule, device: torch.device) -> None:
+def _choose(shape: KVShape, rule: TokenSelector, device: torch.device) -> None:
     """Choose tokens of a short and of a long prefix."""
     from impress_sglang.triton.selection import SMALL_BLOCK
 
@@ -205,7 +205,7 @@ def _choose(shape: KVShape, rule: IdentificationRule, device: torch.device) -> N
 
 def _load(
     shape: KVShape,
-    rule: IdentificationRule | None,
+    rule: TokenSelector | None,
     chunk_tokens: int,
     device: torch.device,
     *,
@@ -223,8 +223,8 @@ def _load(
             branches = [] if rule is None else _branches(rule)
             wanted = [(branch, num_tokens // 2 + 1) for branch in branches]
             # Of a whole prefix no rule is asked.
-            for used, k in (*wanted, (H2ORule(), num_tokens)):
-                source = SegmentSource(shape, prefix, reader, pool, cache, Demand())
+            for used, k in (*wanted, (H2OSelector(), num_tokens)):
+                source = SegmentSource(shape, prefix, reader, pool, cache, ReadNeeds())
                 at_end.callback(source.close)
                 slots = _slots(shape, k, device, in_slots=in_slots)
                 loader = PrefixLoader(shape, used, KernelScorer())
@@ -271,24 +271,24 @@ def _cache(
     return cache
 
 
-def _reading(cache: ChunkCache, at_end: contextlib.ExitStack) -> tuple[ChunkReader, AreaPool]:
+def _reading(cache: ChunkCache, at_end: contextlib.ExitStack) -> tuple[BlockReader, BufferPool]:
     """What sources read with."""
     # Nothing can be read asynchronously from what is no file.
-    reader = ChunkReader(1, FileSystem(), engine="threads")
+    reader = BlockReader(1, FileSystem(), engine="threads")
     at_end.callback(reader.close)
     pin = cache.device.type == "cuda"
-    pool = AreaPool(1 << 62, pin=pin, spare_bytes=cache.page.page_bytes)
+    pool = BufferPool(1 << 62, pin=pin, spare_bytes=cache.page.page_bytes)
     at_end.callback(pool.close)
     return reader, pool
 
 
-def _branches(rule: IdentificationRule) -> list[IdentificationRule]:
+def _branches(rule: TokenSelector) -> list[TokenSelector]:
     """Rules that between them ask for all that a rule may ask for, where k is more than half of m.
 
     Then sets of heads overlap, and with the exponents 0 and infinity they are never and always
     alike enough.
     """
-    if isinstance(rule, PaperRule):
+    if isinstance(rule, PaperSelector):
         return [replace(rule, alpha=alpha) for alpha in (0.0, math.inf)]
     return [rule]
 
@@ -357,7 +357,7 @@ def _span(
     segment = _Zeros(shape, chunk_tokens)
     at_end.callback(segment.close)
     layout = segment.layout
-    history = TokenHistory(shape.num_layers, shape.num_lanes, SEGMENT_TOKENS)
+    history = TokenHistory(shape.num_layers, shape.num_head_groups, SEGMENT_TOKENS)
     blocks = BlockHistory(layout, np.zeros(layout.total_chunks))
     base = cache.attach(cache.page.chunk_pages(layout))
     return SourceSpan(segment, 0, SEGMENT_TOKENS, base, history, blocks)

@@ -61,18 +61,18 @@ def _head_columns(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """What is filled of a pool, and from where: `n` times neighbouring vectors of one lane.
+    """What is filled of a pool, and from where: `n` times neighbouring vectors of one head group.
 
-    Entry i fills, in the row `slots[p // lanes]` of the pool, the vectors of lane p % lanes, where
-    p is `positions[i]`. No vector is filled twice.
+    Entry i fills, in the row `slots[p // head groups]` of the pool, the vectors of head group p %
+    head groups, where p is `positions[i]`. No vector is filled twice.
 
     Attributes:
         pool: [rows, ...] on the device, or pinned; any strides but the last, which is 1.
-        columns: of a row of the pool, lane after lane: lanes * v vectors.
+        columns: of a row of the pool, head group after head group: head groups * v vectors.
         addresses: int64 [n, v] on the device, of the first byte of each vector.
         slots: int64 [rows that are filled] on the device; None: row j is row j of the pool.
         positions: int64 [n] on the device; None: entry i has the position i.
-        lanes: of a row.
+        head groups: of a row.
     """
 
     pool: Tensor
@@ -80,10 +80,10 @@ class Target:
     addresses: Tensor
     slots: Tensor | None = None
     positions: Tensor | None = None
-    lanes: int = 1
+    head_groups: int = 1
 
     def __post_init__(self) -> None:
-        vectors = self.addresses.shape[1] * self.lanes
+        vectors = self.addresses.shape[1] * self.head_groups
         assert self.columns.offsets.shape == (vectors,), "each vector of a row has a column"
         for index in self._indices:
             assert index.dtype == torch.int64 and index.is_contiguous()
@@ -129,9 +129,9 @@ def gather(targets: Sequence[Target], width: int, *, grain_bytes: int) -> None:
     _gather_kernel[(triton.cdiv(most, tile_rows), len(targets))](
         *_arguments(first),
         *_arguments(last),
-        FIRST_LANES=first.lanes,
+        FIRST_HEAD_GROUPS=first.head_groups,
         FIRST_VECTORS=max(1, first.addresses.shape[1]),
-        LAST_LANES=last.lanes,
+        LAST_HEAD_GROUPS=last.head_groups,
         LAST_VECTORS=max(1, last.addresses.shape[1]),
         WIDTH=width,
         PADDED=padded,
@@ -147,9 +147,11 @@ def gather_reference(targets: Sequence[Target], width: int, memories: Sequence[T
     for target in targets:
         entries, vectors = target.addresses.shape
         positions = torch.arange(entries) if target.positions is None else target.positions.cpu()
-        rows = positions // target.lanes
+        rows = positions // target.head_groups
         rows = rows if target.slots is None else target.slots.cpu()[rows]
-        columns = target.columns.offsets.cpu().view(target.lanes, vectors)[positions % target.lanes]
+        columns = target.columns.offsets.cpu().view(target.head_groups, vectors)[
+            positions % target.head_groups
+        ]
         flat = target.pool.as_strided((_extent(target.pool),), (1,))
         for entry in range(entries):
             for vector in range(vectors):
@@ -221,9 +223,9 @@ def _gather_kernel(
     last_count: tl.tensor,
     last_slots: tl.tensor,
     last_positions: tl.tensor,
-    FIRST_LANES: tl.constexpr,
+    FIRST_HEAD_GROUPS: tl.constexpr,
     FIRST_VECTORS: tl.constexpr,
-    LAST_LANES: tl.constexpr,
+    LAST_HEAD_GROUPS: tl.constexpr,
     LAST_VECTORS: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
@@ -242,7 +244,7 @@ def _gather_kernel(
             first_columns,
             first_slots,
             first_positions,
-            FIRST_LANES,
+            FIRST_HEAD_GROUPS,
             FIRST_VECTORS,
         )
         source = tl.load(first_addresses + vectors, mask=inside, other=0)
@@ -256,7 +258,7 @@ def _gather_kernel(
             last_columns,
             last_slots,
             last_positions,
-            LAST_LANES,
+            LAST_HEAD_GROUPS,
             LAST_VECTORS,
         )
         source = tl.load(last_addresses + vectors, mask=inside, other=0)
@@ -271,17 +273,17 @@ def _place(
     columns: tl.tensor,
     slots: tl.tensor,
     positions: tl.tensor,
-    LANES: tl.constexpr,
+    HEAD_GROUPS: tl.constexpr,
     VECTORS: tl.constexpr,
 ) -> tl.tensor:
     """The element of the pool where each vector goes."""
     position = (vectors // VECTORS).to(tl.int64)
     if positions is not None:
         position = tl.load(positions + position, mask=inside, other=0)
-    row = position // LANES
+    row = position // HEAD_GROUPS
     if slots is not None:
         row = tl.load(slots + row, mask=inside, other=0)
-    column = (position % LANES) * VECTORS + vectors % VECTORS
+    column = (position % HEAD_GROUPS) * VECTORS + vectors % VECTORS
     return row * stride + tl.load(columns + column, mask=inside, other=0)
 
 

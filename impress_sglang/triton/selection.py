@@ -99,7 +99,7 @@ def top_tokens_per_head(scores: Tensor, group_size: int, k: int) -> Tensor:
 def paper_choice(scores: Tensor, k: int, threshold: float) -> Choice:
     """Similarity of the probe heads' top-k sets, the decision, and the vote: IMPRESS 4.3.
 
-    Oracle: `importance.identify.PaperRule` with `mean_jaccard` and `vote` of
+    Oracle: `importance.selectors.PaperSelector` with `mean_jaccard` and `vote` of
     `importance.selection`. Three launches; nothing is waited for.
 
     Args:

@@ -83,7 +83,7 @@ class Row:
     numbers = itertools.count()
 
     def __init__(self, world: World, known: int, sink: tuple[int, int] | None = None) -> None:
-        """`known` tokens are resident; after them, of a sink row, k of a prefix of m."""
+        """`known` tokens are resident; after them, of a offset row, k of a prefix of m."""
         self.rid = f"request-{next(self.numbers)}"
         self._world = world
         (self.index,) = world.rows.alloc_rows(1)

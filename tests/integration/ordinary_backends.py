@@ -119,7 +119,7 @@ def backend(
 
 def test_prefixes_are_loaded_before_attention(world: World, backend: Any) -> None:
     """A row with a stored prefix beside others, in prefill and in the decode steps after it."""
-    assert not backend.sink_rows
+    assert not backend.offset_rows
     stored = world.row(32, sink=(48, 48))
     rows = [(stored, 16), (world.row(16), 16), (world.row(0), 32)]
     batch = world.extend(rows)
@@ -180,7 +180,7 @@ def test_objects_can_change_their_class(name: str) -> None:
     )
     adopt_backend(backend, SimpleNamespace(req_to_token_pool=pool))
     assert isinstance(backend, stock) and isinstance(backend, PrefixAttention)
-    assert backend.sink_rows is (judged.sink_rows is not None)
+    assert backend.offset_rows is (judged.offset_rows is not None)
     # What loads comes first, and goes on where SGLang would.
     assert type(backend).forward is PrefixAttention.forward
     assert "forward" not in vars(stock) and "forward" in vars(AttentionBackend)

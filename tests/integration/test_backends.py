@@ -27,16 +27,16 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration.attention import PrefixAttention, adopt_backend
-from impress_sglang.integration.judged_backends import BACKENDS, SINK_ROWS
+from impress_sglang.integration.judged_backends import BACKENDS, OFFSET_ROWS
 from impress_sglang.integration.paged import PagedPrefixAttention, _host_rows
 from impress_sglang.integration.plugin import _after_batch
 from impress_sglang.integration.row_starts import RowStarts
-from impress_sglang.management.policies import Wish
+from impress_sglang.management.policies import LoadOptions
 from impress_sglang.management.stored import StoredMatch
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving import clocks
 from impress_sglang.serving.clocks import Clock, HostEvent, clock_for
-from impress_sglang.serving.estimate import Estimator, Work, pairs_of
+from impress_sglang.serving.estimate import Estimator, RequestLengths, pairs_of
 from impress_sglang.serving.pool_reader import reading_stream
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
@@ -66,7 +66,7 @@ def test_rows_in_the_interpreter() -> None:
 
 def test_sink_rows_are_where_they_begin() -> None:
     """What `paged.py` goes by: each of them asks the translator once for a batch."""
-    for name in set(SINK_ROWS) - {"torch_native"}:
+    for name in set(OFFSET_ROWS) - {"torch_native"}:
         stock = pkgutil.resolve_name(f"sglang.srt.layers.attention.{BACKENDS[name].kind}")
         assert "init_forward_metadata_out_graph" in vars(stock)
     assert "pack_read_stream" in vars(KVIndexTranslator)
@@ -313,12 +313,12 @@ class Notes(Estimator):
     def __init__(self) -> None:
         super().__init__(64)
         self.passes: list[tuple[int, float, float]] = []
-        self.loads: list[tuple[Work, float, bool]] = []
+        self.loads: list[tuple[RequestLengths, float, bool]] = []
 
     def note_forward(self, new: int, pairs: float, seconds: float) -> None:
         self.passes.append((new, pairs, round(seconds * 1e3, 6)))
 
-    def note_load(self, work: Work, seconds: float, *, whole: bool) -> None:
+    def note_load(self, work: RequestLengths, seconds: float, *, whole: bool) -> None:
         self.loads.append((work, round(seconds * 1e3, 6), whole))
 
 
@@ -341,7 +341,7 @@ class Stock(AttentionBackend):
 class Serving(PrefixAttention, Stock):
     """Loading takes what a test says, and ends after the device has come to its selection."""
 
-    sink_rows = True
+    offset_rows = True
 
     def __init__(self, device: Device, clock: Clock, runtime: ServingRuntime) -> None:
         pool = ReqToTokenPool(7, 512, "cpu", enable_memory_saver=False)
@@ -431,9 +431,9 @@ def test_passes_are_noted_without_what_they_load(serving: Serving, device: Devic
     part.reads.wait_ms, whole.reads.wait_ms = 2.0, 16.0
     passes = [(178, pairs_of(10, 70) + pairs_of(20, 8) + pairs_of(0, 100), COMPUTING)]
     loads = [
-        (Work(0, 30, 70), LAYERS * 3.0 - 2.0, False),
+        (RequestLengths(0, 30, 70), LAYERS * 3.0 - 2.0, False),
         # The host waited longer than the device, which computed meanwhile.
-        (Work(0, 20, 8), 0.0, True),
+        (RequestLengths(0, 20, 8), 0.0, True),
     ]
     serving.extend(("part", 100, 70), ("whole", 28, 8), ("computed", 100, 100))
     assert serving.notes.passes == (passes if serving.on_host else [])
@@ -458,7 +458,7 @@ def test_a_pass_with_a_recompute_is_not_noted(serving: Serving) -> None:
     serving.extend(("computed", 64, 64))
     serving.catch_up()
     assert serving.notes.passes == [(64, pairs_of(0, 64), COMPUTING)]
-    assert serving.notes.loads == [(Work(0, 20, 8), LAYERS * 5.0, False)]
+    assert serving.notes.loads == [(RequestLengths(0, 20, 8), LAYERS * 5.0, False)]
 
 
 def test_a_pass_that_fails_leaves_nothing_behind(serving: Serving, device: Device) -> None:
@@ -494,8 +494,8 @@ def test_estimates_count_what_the_device_has_passed(serving: Serving, device: De
     serving.extend(("request", 100, 70))
     assert serving.on_host or not serving.notes.loads
     device.catch_up()
-    serving.runtime.admission.decide(StoredMatch(), Work(0, 0, 70), Wish(0.25))
-    assert serving.notes.loads == [(Work(0, 30, 70), LAYERS * 3.0, False)]
+    serving.runtime.admission.decide(StoredMatch(), RequestLengths(0, 0, 70), LoadOptions(0.25))
+    assert serving.notes.loads == [(RequestLengths(0, 30, 70), LAYERS * 3.0, False)]
 
 
 def test_pools_are_read_on_a_stream_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,8 @@ def order(strategy: ScoreEviction, **nodes: Any) -> list[str]:
 def stored(num_tokens: int, *selected: int) -> StoredMatch:
     """A stored prefix of which every access selected these tokens."""
     shape = make_shape()
-    history = TokenHistory(shape.num_layers, shape.num_lanes, num_tokens)
-    tokens = np.tile(np.array(selected, np.int64), (shape.num_lanes, 1))
+    history = TokenHistory(shape.num_layers, shape.num_head_groups, num_tokens)
+    tokens = np.tile(np.array(selected, np.int64), (shape.num_head_groups, 1))
     for layer in range(shape.num_layers):
         history.note(layer, 0, num_tokens, tokens, 0, None)
     segment = StoredSegment(make_info(shape, range(num_tokens)), 1, history=history)

@@ -56,7 +56,7 @@ def test_slots_that_are_written_count_as_room(world: World) -> None:
     world.pool.go_on.clear()
     _computed(world, "first", 1000)
     _computed(world, "second", 2000)
-    assert len(world.runtime.store.writes)
+    assert world.runtime.store.writes
 
     budget = world.allocator.create_prefill_budget(world.cache, num_mixed_decode_tokens=0)
     assert budget.remaining_total == TOKENS * 4

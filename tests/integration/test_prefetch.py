@@ -24,7 +24,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     world.runtime.store.writes.drain()
     del world.cache._saves._begun["stored"]
     world.flush()
-    world.runtime.store.ahead.set_waste(0.2)
+    world.runtime.store.ahead.set_waste_budget(0.2)
     yield world
     world.runtime.prefetches.drop_all()
     world.cache.check_integrity()

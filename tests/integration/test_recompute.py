@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.config import ImpressConfig
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.integration import attention as attention_module
 from impress_sglang.integration import recompute as recompute_module
 from impress_sglang.integration.attention import PrefixAttention
@@ -298,11 +298,11 @@ class Unreadable:
         self.num_tokens, self.layer, self.value = num_tokens, layer, values
 
     def read_probe(self, layer: int) -> Tensor:
-        raise ChunkUnreadable("ab12", "test")
+        raise SegmentUnreadable("ab12", "test")
 
     def read(self, layer: int, tokens: Any, *, keys: Any = None, values: Any = None) -> None:
         if layer >= self.layer:
-            raise ChunkUnreadable("ab12", "test")
+            raise SegmentUnreadable("ab12", "test")
         for slots in (keys, values):
             slots.put(torch.full_like(slots.pool[slots.rows], self.value))
 

@@ -408,7 +408,7 @@ def test_scheduler_looks_for_hooks(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_attention_hook_not_in_place(tmp_path: Path) -> None:
-    """The tree factory never serves sink rows with a backend that is not ours."""
+    """The tree factory never serves offset rows with a backend that is not ours."""
     from types import SimpleNamespace
 
     from impress_sglang.config import ImpressConfig

@@ -180,7 +180,7 @@ def test_a_store_that_cannot_be_put_together(world: World, monkeypatch: pytest.M
         raise ConfigError("no asynchronous reads")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store_module, "ChunkReader", refuse)
+        patched.setattr(store_module, "BlockReader", refuse)
         assert world.call("update_weights_from_disk").success
         assert not world.used() and world.runtime.served.suspended == "not opened"
     assert world.flush() and world.used() and world.runtime.served.identity == NEW

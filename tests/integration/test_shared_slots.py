@@ -19,8 +19,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.integration.passes import KnownRequest
 from impress_sglang.options import AUTO
-from impress_sglang.serving.custom_params import wish_of
-from impress_sglang.serving.estimate import Work
+from impress_sglang.serving.custom_params import load_options_of
+from impress_sglang.serving.estimate import RequestLengths
 from impress_sglang.serving.loading import SelectiveLoading, SharedLoading
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.quality import Quality
@@ -188,7 +188,7 @@ def test_who_comes_after_one_that_ran_out_of_memory(
 
 
 def test_a_taken_prefetch_leaves_none_behind(world: CodedWorld) -> None:
-    world.runtime.store.ahead.set_waste(0.2)
+    world.runtime.store.ahead.set_waste_budget(0.2)
     long, short = world.ask("long"), world.ask("short", 40)
     world.cache.prefetch(long)
     world.cache.prefetch(short)
@@ -212,7 +212,7 @@ def test_a_prefix_that_is_used_in_codes_is_the_last_to_be_removed(world: CodedWo
 
 
 def test_a_part_of_a_prefix_has_slots_of_its_own(world: CodedWorld) -> None:
-    """A sink row, filled from codes: nobody shares it, and it shares nothing that is there."""
+    """A offset row, filled from codes: nobody shares it, and it shares nothing that is there."""
     world.idle_part()
     req = world.ask("part", retention=0.25)
     request = world.admit(req)
@@ -233,7 +233,7 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: CodedWorld) -> None:
 
 
 def test_what_was_read_for_a_part_while_it_waited_is_its_own(world: CodedWorld) -> None:
-    world.runtime.store.ahead.set_waste(0.2)
+    world.runtime.store.ahead.set_waste_budget(0.2)
     world.cache.prefetch(world.ask("part", retention=0.5))
     (prefetch,) = world.runtime.prefetches._waiting.values()
     whole = world.admit(world.ask("whole"))
@@ -332,7 +332,7 @@ def test_auto_gives_the_most_bits_that_load_while_computing(
     runtime = world.runtime
     config = runtime.admission._config = dataclasses.replace(runtime.config, bits=AUTO)
     params = SamplingParams(custom_params={} if asked is None else {"impress_bits": asked})
-    wish = wish_of(params, config)
+    wanted = load_options_of(params, config)
     key = RadixKey(array("q", range(1000, 1000 + TOKENS)), None)
     match, _ = world.cache._plan(key, 0, KnownRequest(world.ask("r")))
     assert match.num_tokens == TOKENS
@@ -346,4 +346,4 @@ def test_auto_gives_the_most_bits_that_load_while_computing(
     monkeypatch.setattr(runtime.estimator, "_compute_seconds", lambda before, new: seconds)
     monkeypatch.setattr(runtime.estimator.loading, "seconds", lambda *_: 0.0)
     runtime.estimator.note_forward(100, 5000, 0.1)
-    assert runtime.admission.decide(match, Work(0, TOKENS, 8), wish).bits == bits
+    assert runtime.admission.decide(match, RequestLengths(0, TOKENS, 8), wanted).bits == bits

@@ -120,7 +120,7 @@ class World:
             token_to_kv_pool_allocator=self.allocator,
             page_size=page_size,
         )
-        self.cache = ImpressRadixCache(params, self.runtime, self.identify, None)
+        self.cache = ImpressRadixCache(params, self.runtime, self.read_identity, None)
         self.updater = self._updater()
 
     def _updater(self) -> Any:
@@ -152,7 +152,7 @@ class World:
         updater.tp_cpu_group = None
         return updater
 
-    def identify(self) -> str:
+    def read_identity(self) -> str:
         self.asked += 1
         assert "weights" not in self.saver.paused, "weights are read while they are released"
         if self.weights == "unreadable":

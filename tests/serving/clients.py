@@ -82,22 +82,22 @@ class Client(threading.Thread):
         elif way == "abort" and ask.may_be_partial:
             self._abort(ask, rid)
         else:
-            self._ask(ask, rid, self._wish(way if way in WISHES else "whole"))
+            self._ask(ask, rid, self._load_options(way if way in WISHES else "whole"))
 
-    def _wish(self, *ways: str) -> str | None:
+    def _load_options(self, *ways: str) -> str | None:
         """What a request asks for: sometimes nothing, where that is the same."""
         way = self._chance.choice(ways)
         says_so = way != self._usual or self._chance.random() < 0.5
         return way if says_so else None
 
-    def _is_exact(self, ask: Ask, wish: str | None) -> bool:
-        asked = wish if ask.may_be_partial else None
+    def _is_exact(self, ask: Ask, wanted: str | None) -> bool:
+        asked = wanted if ask.may_be_partial else None
         return (asked or self._usual) == "whole"
 
-    def _ask(self, ask: Ask, rid: str, wish: str | None) -> None:
+    def _ask(self, ask: Ask, rid: str, wanted: str | None) -> None:
         began = time.monotonic()
         fields = {"rid": rid} if ask.kind not in ("many", "score", "override") else {}
-        response = self._post(ask.route, began, **ask.with_fields(_custom(wish), **fields))
+        response = self._post(ask.route, began, **ask.with_fields(_custom(wanted), **fields))
         if response is None:
             return
         if ask.kind == "beam" and NOT_RETRACTED in response.text:
@@ -108,7 +108,7 @@ class Client(threading.Thread):
             return
         told = response.json()
         self._count_path(told)
-        self._world.judge(ask, told, began, exact=self._is_exact(ask, wish))
+        self._world.judge(ask, told, began, exact=self._is_exact(ask, wanted))
 
     def _abort(self, ask: Ask, rid: str) -> None:
         """Give a request up; one that is answered before is answered right."""
@@ -117,9 +117,9 @@ class Client(threading.Thread):
             self._chance.random() * 0.4, self._post, ("/abort_request", began), {"rid": rid}
         )
         late.start()
-        wish = self._wish(*WISHES)
+        wanted = self._load_options(*WISHES)
         fields = {} if ask.kind == "many" else {"rid": rid}
-        response = self._post(ask.route, began, **ask.with_fields(_custom(wish), **fields))
+        response = self._post(ask.route, began, **ask.with_fields(_custom(wanted), **fields))
         late.join()
         if response is None:
             return
@@ -128,20 +128,20 @@ class Client(threading.Thread):
         elif not response.ok:
             self._world.problem(f"{rid} {ask.name}: {response.status_code} {response.text[:300]}")
         else:
-            exact = self._is_exact(ask, wish)
+            exact = self._is_exact(ask, wanted)
             self._world.judge(ask, response.json(), began, exact=exact)
 
     def _hang_up(self, ask: Ask, rid: str) -> None:
         """Go away before the answer is complete."""
         assert self._world.server is not None
-        wish = self._wish(*WISHES)
+        wanted = self._load_options(*WISHES)
         fields: dict[str, Any] = {"stream": True} if ask.kind in ("plain", "logprob") else {}
         patience = 0.02 + self._chance.random() * 0.3
         with (
             contextlib.suppress(requests.RequestException),
             requests.post(
                 self._world.server.url + ask.route,
-                json=ask.with_fields(_custom(wish), **fields),
+                json=ask.with_fields(_custom(wanted), **fields),
                 stream=True,
                 timeout=(PATIENCE_SECONDS, patience),
             ) as response,
@@ -152,15 +152,15 @@ class Client(threading.Thread):
     def _talk(self, talk: Talk, session: str) -> None:
         began = time.monotonic()
         (way,) = self._chance.choices(tuple(WISHES), (3, 1, 1))
-        wish = self._wish(way)
+        wanted = self._load_options(way)
         self._world.note(f"{session} {way} {talk.name}")
         try:
-            answers = have_talk(self._must_post, talk, session, _custom(wish))
+            answers = have_talk(self._must_post, talk, session, _custom(wanted))
         except (TalkFailed, requests.RequestException) as error:
             if not self._world.is_disturbed(KILL, began):
                 self._world.problem(f"{session} {talk.name}: {error}")
             return
-        exact = (wish or self._usual) == "whole"
+        exact = (wanted or self._usual) == "whole"
         # The second turn of other weights goes on from the answer of the first.
         exact = exact and len(self._world.weights_since(began)) == 1
         stock = {w: a for (name, w), a in self._world.catalogue.talked.items() if name == talk.name}
@@ -191,5 +191,5 @@ class Client(threading.Thread):
                 self._world.count("recomputed", int(report["recomputed"]))
 
 
-def _custom(wish: str | None) -> dict[str, Any] | None:
-    return None if wish is None else WISHES[wish]
+def _custom(wanted: str | None) -> dict[str, Any] | None:
+    return None if wanted is None else WISHES[wanted]

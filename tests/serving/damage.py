@@ -48,8 +48,8 @@ def flip_value(path: Path) -> None:
     A prefix that is loaded as it was computed has no use for codes.
     """
     layout = read_header(path, FileSystem()).info.layout()
-    stream = layout.shape.value_streams[0]
-    last = (layout.num_chunks - 1) * layout.chunk_stride(stream)
+    column = layout.shape.value_columns[0]
+    last = (layout.num_chunks - 1) * layout.chunk_stride(column)
     content = bytearray(path.read_bytes())
-    content[layout.stream_offset(1, stream) + last + 5] ^= 0x10
+    content[layout.column_offset(1, column) + last + 5] ^= 0x10
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Beam search beside sink rows: a beam's rows never pass through extend."""
+"""Beam search beside offset rows: a beam's rows never pass through extend."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def search(server: Server, prompt: list[int]) -> list[dict[str, Any]]:
 
 
 def leave_late_starts(server: Server, seed: int) -> None:
-    """Every row of the pool has been a sink row."""
+    """Every row of the pool has been a offset row."""
     stored = random_tokens(900, seed=seed)
     server.generate(stored, 1)
     server.flush()

@@ -231,11 +231,11 @@ def test_wrong_bits_are_refused(impress: Server, wrong: object) -> None:
 
 
 def test_a_part_of_a_prefix_as_it_was_computed_is_refused(impress: Server) -> None:
-    wish = {"impress_retention": 0.5, "impress_bits": "exact"}
+    wanted = {"impress_retention": 0.5, "impress_bits": "exact"}
     response = impress.post(
         "/generate",
         input_ids=[5, 6, 7],
-        sampling_params={"max_new_tokens": 1, "custom_params": wish},
+        sampling_params={"max_new_tokens": 1, "custom_params": wanted},
     )
     assert response.status_code == 400
     assert "impress_retention" in response.text and "impress_bits" in response.text

@@ -224,9 +224,9 @@ def test_aborts_in_every_phase(paged: Server) -> None:
 
 
 def test_a_part_of_a_prefix_is_refused(paged: Server, page: int) -> None:
-    wish = {"custom_params": {"impress_retention": 0.5}}
+    wanted = {"custom_params": {"impress_retention": 0.5}}
     response = paged.post(
-        "/generate", input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 1, **wish}
+        "/generate", input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 1, **wanted}
     )
     assert response.status_code == 400
     assert f"need --page-size 1, and this server has {page}" in response.text

@@ -48,11 +48,11 @@ class Ask:
         """Whether a request can say how much of its prefix is to be loaded."""
         return self.route == "/generate"
 
-    def with_fields(self, wish: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    def with_fields(self, wanted: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
         """The body as it is sent, with custom parameters where it can have them."""
         body = {**self.body, **fields}
-        if wish is not None and self.may_be_partial:
-            custom = {"custom_params": wish}
+        if wanted is not None and self.may_be_partial:
+            custom = {"custom_params": wanted}
             body["sampling_params"] = {**body["sampling_params"], **custom}
         return body
 
@@ -247,7 +247,7 @@ def drop_near_ties(catalogue: Catalogue, stock: Server) -> int:
 
 
 def have_talk(
-    post: Callable[..., Any], talk: Talk, session: str, wish: dict[str, Any] | None = None
+    post: Callable[..., Any], talk: Talk, session: str, wanted: dict[str, Any] | None = None
 ) -> list[Answer]:
     """A session from its opening to its closing; the answer of each turn.
 
@@ -260,7 +260,7 @@ def have_talk(
     for turn, tokens in enumerate(talk.turns):
         ask = _generate(f"{talk.name}-{turn}", "plain", list(tokens))
         params = {"id": session, "rid": last}
-        response = post(ask.route, **ask.with_fields(wish, session_params=params))
+        response = post(ask.route, **ask.with_fields(wanted, session_params=params))
         _require_ok(response, f"turn {turn}")
         told = response.json()
         if told["meta_info"]["finish_reason"]["type"] == "abort":

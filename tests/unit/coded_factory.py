@@ -14,10 +14,10 @@ from impress_sglang.precision.floors import Floors
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
-from impress_sglang.transfer.area import AreaPool
+from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.coded import CodedSource, CodedSpan, cached_pages, most_pages
 from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
@@ -46,7 +46,7 @@ class CodedCase:
         self,
         directory: Path,
         parts: Sequence[CodedPart],
-        reader: ChunkReader,
+        reader: BlockReader,
         *,
         shape: KVShape = SHAPE,
         device_pages: int = 0,
@@ -56,7 +56,7 @@ class CodedCase:
     ) -> None:
         self.shape = shape
         self.reader = reader
-        self.pool = AreaPool(64 << 20)
+        self.pool = BufferPool(64 << 20)
         self.paths, self.spans = [], []
         keys, values, self._codes = [], [], []
         self.cache: ChunkCache | None = None

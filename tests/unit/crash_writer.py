@@ -2,10 +2,9 @@
 
     python -m tests.unit.crash_writer DIRECTORY SHAPE ROUND...
 
-The shape is "probe" or "lanes". A round is the name of a crash point, or a number of milliseconds
-after which the writer is killed.
-Prints one JSON object per round. Every process is forked from this one, which never uses the store
-itself, so that PyTorch is imported once.
+The shape is "probe" or "head groups". A round is the name of a crash point, or a number of
+milliseconds after which the writer is killed. Prints one JSON object per round. Every process is
+forked from this one, which never uses the store itself, so that PyTorch is imported once.
 """
 
 from __future__ import annotations
@@ -23,16 +22,23 @@ from typing import Any
 import torch
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.catalog import Catalog
 from impress_sglang.storage.files import FileSystem
-from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, flip_byte, lanes_of, make_shape
+from tests.unit.kv_factory import (
+    IDENTITY,
+    SequenceKVs,
+    as_tokens,
+    flip_byte,
+    head_groups_of,
+    make_shape,
+)
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import open_source, rows
 
-SHAPES = {"probe": make_shape(), "lanes": make_shape(dtype=torch.bfloat16, probe=())}
+SHAPES = {"probe": make_shape(), "head_groups": make_shape(dtype=torch.bfloat16, probe=())}
 SHAPE = SHAPES["probe"]
 FAMILIES = 3
 STEP = 12  # tokens by which a prefix of a family grows
@@ -86,7 +92,7 @@ def lose_something(directory: Path, progress: Path) -> None:
     name = match.spans[-1].segment.segment_id
     (path,) = directory.rglob(f"{name}.kv")
     flip_byte(path, path.stat().st_size - 4096)
-    store.report(ChunkUnreadable(name, "a test"))
+    store.report(SegmentUnreadable(name, "a test"))
     while store.summary()["segments_suspect"]:
         store.poll()
         time.sleep(0.001)
@@ -100,13 +106,13 @@ def reorder_something(directory: Path, progress: Path) -> None:
     match = store.match("", as_tokens(sequence(0, LONGEST)))
     length = len(match.spans[0])
     source = open_source(store, match, 0, length)
-    lanes = lanes_of(SHAPE)
-    selected = torch.arange(1, length, 3).expand(lanes, -1)
+    head_groups = head_groups_of(SHAPE)
+    selected = torch.arange(1, length, 3).expand(head_groups, -1)
     for layer in range(SHAPE.num_layers):
         if SHAPE.probe_kv_heads:
             source.read_probe(layer)
         read_rows(source, layer, selected)
-        source.note_selection(layer, selected, torch.ones(lanes, length))
+        source.note_selection(layer, selected, torch.ones(head_groups, length))
     store.close_source(source)
     assert store.reorders.enqueue(force=True) == 1
     while store.reorders.summary()["pending"]:

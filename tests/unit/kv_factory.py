@@ -15,7 +15,7 @@ from impress_sglang.importance.history import TokenHistory
 from impress_sglang.precision.floors import Floors
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
+from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import MappingLists, SegmentInfo, Tokens
@@ -24,11 +24,11 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.transfer.expectation import BlockHistory, first_shares
-from impress_sglang.transfer.plan import SourceSpan
+from impress_sglang.transfer.geometry import SourceSpan
 
 IDENTITY = "0123456789abcdef0123456789abcdef"
 DISK_BLOCK = 4096
-# The streams of a shape with one lane: else there are more, see `streams_of`.
+# The columns of a shape with one head group: else there are more, see `columns_of`.
 PROBE, KEYS, VALUES = 0, 1, 2
 
 
@@ -43,7 +43,7 @@ def make_shape(
     probe: Sequence[int] = (0,),
     coded: bool = False,
 ) -> KVShape:
-    """A shape with probe heads; without any it has a lane per head."""
+    """A shape with probe heads; without any it has a head group per head."""
     heads = query_heads, kv_heads
     return KVShape(layers, *heads, key_dim, value_dim, dtype, tuple(probe), coded)
 
@@ -79,9 +79,9 @@ def make_info(
 
 
 def random_mapping(info: SegmentInfo, seed: int) -> MappingLists:
-    """Another permutation of the rows for each layer and lane."""
+    """Another permutation of the rows for each layer and head group."""
     generator = np.random.default_rng(seed)
-    lists = info.shape.num_layers, lanes_of(info.shape)
+    lists = info.shape.num_layers, head_groups_of(info.shape)
     rows = [generator.permutation(info.num_tokens) for _ in np.ndindex(lists)]
     return np.stack(rows).reshape(*lists, -1).astype(info.mapping_dtype)
 
@@ -127,8 +127,8 @@ def make_cache(
     chunk_tokens: int = 8,
     rule: ReplacementRule | None = None,
 ) -> ChunkCache:
-    """Caches with room for so many chunks of the largest stream."""
-    chunk_bytes = max(row_size(shape, stream) for stream in streams_of(shape)) * chunk_tokens
+    """Caches with room for so many chunks of the largest column."""
+    chunk_bytes = max(row_size(shape, column) for column in columns_of(shape)) * chunk_tokens
     page = PageShape.of(shape, chunk_tokens)
     return ChunkCache(
         page,
@@ -155,7 +155,7 @@ def open_span(
     """
     segment = OpenSegment(path, FileSystem(), direct=direct)
     info, layout = segment.info, segment.layout
-    history = TokenHistory(info.shape.num_layers, lanes_of(info.shape), info.num_tokens)
+    history = TokenHistory(info.shape.num_layers, head_groups_of(info.shape), info.num_tokens)
     blocks = BlockHistory(layout, first_shares(layout, retention, ordered=False))
     stop = info.num_tokens if stop is None else stop
     return SourceSpan(segment, start, stop, attach(cache, layout), history, blocks)
@@ -166,63 +166,63 @@ def attach(cache: ChunkCache, layout: SegmentLayout) -> int:
     return cache.attach(cache.page.chunk_pages(layout))
 
 
-def lanes_of(shape: KVShape) -> int:
+def head_groups_of(shape: KVShape) -> int:
     """Sets of heads with an order and a selection of their own."""
     return 1 if shape.probe_kv_heads else shape.num_kv_heads
 
 
-def streams_of(shape: KVShape) -> list[Stream]:
-    """All streams of a layer: the probe stream, then keys and then values of each lane."""
-    return list(range(1 + 2 * lanes_of(shape)))
+def columns_of(shape: KVShape) -> list[Column]:
+    """All columns of a layer: the probe column, then keys and then values of each head group."""
+    return list(range(1 + 2 * head_groups_of(shape)))
 
 
-def kv_of(shape: KVShape) -> list[Stream]:
-    """The streams of keys and values."""
-    return streams_of(shape)[1:]
+def kv_of(shape: KVShape) -> list[Column]:
+    """The columns of keys and values."""
+    return columns_of(shape)[1:]
 
 
-def holds_values(shape: KVShape, stream: Stream) -> bool:
-    return stream > lanes_of(shape)
+def holds_values(shape: KVShape, column: Column) -> bool:
+    return column > head_groups_of(shape)
 
 
-def lane_of(shape: KVShape, stream: Stream) -> int:
-    """The lane of a stream of keys or values."""
-    return stream - 1 - lanes_of(shape) * holds_values(shape, stream)
+def head_group_of(shape: KVShape, column: Column) -> int:
+    """The head group of a column of keys or values."""
+    return column - 1 - head_groups_of(shape) * holds_values(shape, column)
 
 
-def heads_of(shape: KVShape, stream: Stream) -> list[int]:
-    """KV heads of a stream, by its definition."""
+def heads_of(shape: KVShape, column: Column) -> list[int]:
+    """KV heads of a column, by its definition."""
     everything = list(range(shape.num_kv_heads))
     if not shape.probe_kv_heads:
-        return [] if stream == PROBE else [lane_of(shape, stream)]
+        return [] if column == PROBE else [head_group_of(shape, column)]
     return {
         PROBE: [h for h in everything if h in shape.probe_kv_heads],
         KEYS: [h for h in everything if h not in shape.probe_kv_heads],
         VALUES: everything,
-    }[stream]
+    }[column]
 
 
-def row_size(shape: KVShape, stream: Stream) -> int:
-    """Bytes of a row of a stream."""
-    dim = shape.value_dim if holds_values(shape, stream) else shape.key_dim
-    return len(heads_of(shape, stream)) * dim * torch.empty(0, dtype=shape.dtype).element_size()
+def row_size(shape: KVShape, column: Column) -> int:
+    """Bytes of a row of a column."""
+    dim = shape.value_dim if holds_values(shape, column) else shape.key_dim
+    return len(heads_of(shape, column)) * dim * torch.empty(0, dtype=shape.dtype).element_size()
 
 
 def chunk_disk_bytes(
-    shape: KVShape, stream: Stream, chunk_tokens: int, num_tokens: int, chunk: int
+    shape: KVShape, column: Column, chunk_tokens: int, num_tokens: int, chunk: int
 ) -> int:
     """Bytes of one chunk on disk: its rows, padded to whole disk blocks."""
     rows = min(chunk_tokens, num_tokens - chunk * chunk_tokens)
-    blocks, rest = divmod(rows * row_size(shape, stream), DISK_BLOCK)
+    blocks, rest = divmod(rows * row_size(shape, column), DISK_BLOCK)
     return (blocks + bool(rest)) * DISK_BLOCK
 
 
 def rows_of(
-    shape: KVShape, keys: Tensor, values: Tensor, layer: int, stream: Stream, tokens: Tensor
+    shape: KVShape, keys: Tensor, values: Tensor, layer: int, column: Column, tokens: Tensor
 ) -> Tensor:
-    """Keys or values of a stream as any source must give them."""
-    whole = values[layer] if holds_values(shape, stream) else keys[layer]
-    return whole[tokens][:, heads_of(shape, stream)]
+    """Keys or values of a column as any source must give them."""
+    whole = values[layer] if holds_values(shape, column) else keys[layer]
+    return whole[tokens][:, heads_of(shape, column)]
 
 
 def flip_byte(path: Path, offset: int) -> None:

@@ -21,7 +21,7 @@ SPARE = 3
 
 @dataclasses.dataclass(frozen=True)
 class LayerRows:
-    """Keys [k, heads, Dk] of the heads that the probe stream does not have, values [k, G, Dv]."""
+    """Keys [k, heads, Dk] of the heads that the probe column does not have, values [k, G, Dv]."""
 
     keys: Tensor | None
     values: Tensor | None
@@ -29,7 +29,7 @@ class LayerRows:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedLayer:
-    """Keys [k, G, Dk], values [k, G, Dv], and the selected tokens [lanes, u]."""
+    """Keys [k, G, Dk], values [k, G, Dv], and the selected tokens [head groups, u]."""
 
     keys: Tensor
     values: Tensor
@@ -61,7 +61,7 @@ class ScatteredSlots:
 def read_rows(
     source: Any, layer: int, tokens: Tensor | None, *, keys: bool = True, values: bool = True
 ) -> LayerRows:
-    """What a source gives for some tokens [lanes, k], None for all."""
+    """What a source gives for some tokens [head groups, k], None for all."""
     shape: KVShape = source._shape
     k = source.num_tokens if tokens is None else tokens.shape[1]
     heads = len(shape.other_kv_heads)

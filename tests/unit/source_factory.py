@@ -18,24 +18,25 @@ from torch import Tensor
 from impress_sglang.storage.direct_io import read_exactly
 from impress_sglang.storage.engines import BlockEngine, Integers
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layout import KVShape, Stream
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.layout import Column, KVShape
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import MappingLists
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
-from impress_sglang.transfer.area import AreaPool, Tenant
+from impress_sglang.transfer.buffers import BufferPool, Tenant
+from impress_sglang.transfer.geometry import SourceSpan
 from impress_sglang.transfer.memory import MemorySource
-from impress_sglang.transfer.plan import SourceSpan
-from impress_sglang.transfer.planner import ReadStats
-from impress_sglang.transfer.source import Demand, PrefixSource, SegmentSource
+from impress_sglang.transfer.read_planner import ReadStats
+from impress_sglang.transfer.source import PrefixSource, ReadNeeds, SegmentSource
 from tests.unit.kv_factory import (
     PROBE,
     chunk_disk_bytes,
+    columns_of,
+    head_group_of,
+    head_groups_of,
     heads_of,
     holds_values,
     kv_of,
-    lane_of,
-    lanes_of,
     make_cache,
     make_info,
     make_shape,
@@ -43,7 +44,6 @@ from tests.unit.kv_factory import (
     random_kvs,
     random_mapping,
     row_size,
-    streams_of,
     write_kvs,
 )
 from tests.unit.reading import read_rows
@@ -68,13 +68,15 @@ SHAPES = {
     "long-rows-float32": make_shape(query_heads=2, key_dim=500, value_dim=1500),
     "mqa-no-other-keys": make_shape(query_heads=4, kv_heads=1, key_dim=32, probe=(0,)),
     "all-probed-float16": make_shape(kv_heads=2, dtype=torch.float16, probe=(0, 1)),
-    "lanes-float32": make_shape(key_dim=16, probe=()),
-    "lanes-bfloat16": make_shape(key_dim=16, dtype=torch.bfloat16, probe=()),
-    "lanes-cut-rows": make_shape(query_heads=3, kv_heads=3, key_dim=128, value_dim=160, probe=()),
-    "lanes-long-rows": make_shape(
+    "head_groups-float32": make_shape(key_dim=16, probe=()),
+    "head_groups-bfloat16": make_shape(key_dim=16, dtype=torch.bfloat16, probe=()),
+    "head_groups-cut-rows": make_shape(
+        query_heads=3, kv_heads=3, key_dim=128, value_dim=160, probe=()
+    ),
+    "head_groups-long-rows": make_shape(
         query_heads=2, key_dim=1000, value_dim=1500, dtype=torch.float16, probe=()
     ),
-    "lanes-full-stride": make_shape(
+    "head_groups-full-stride": make_shape(
         query_heads=8, key_dim=256, value_dim=256, dtype=torch.bfloat16, probe=()
     ),
 }
@@ -146,7 +148,7 @@ CACHES = {
     "tiny score": CacheKind(device=2, host=3, rule="score", page_tokens=8),
 }
 
-# What can be asked for: the probe stream, and keys and values of all lanes.
+# What can be asked for: the probe column, and keys and values of all head groups.
 KINDS = ("probe", "keys", "values")
 KVS = ("keys", "values")
 
@@ -166,11 +168,11 @@ class Case:
         values: Tensor,
     ) -> None:
         self.shape, self.parts, self.keys, self.values = shape, parts, keys, values
-        self.streams, self.kv_streams = streams_of(shape), kv_of(shape)
+        self.columns, self.kv_columns = columns_of(shape), kv_of(shape)
         self.num_tokens = keys.shape[1]
         self.source: PrefixSource
-        self.reader: ChunkReader
-        self.pool = AreaPool(16 << 20)
+        self.reader: BlockReader
+        self.pool = BufferPool(16 << 20)
         self.cache: ChunkCache | None = None
         self.spans: list[SourceSpan] = []
         self.mappings: list[MappingLists | None] = [None] * len(parts)
@@ -189,21 +191,21 @@ class Case:
         assert isinstance(self.source, SegmentSource)
         return self.source
 
-    def request(self, demand: Demand | None = None, *, learns: bool = False) -> None:
+    def request(self, needs: ReadNeeds | None = None, *, learns: bool = False) -> None:
         """Another request begins: the source of the one before is closed."""
         if self.cache is None:
             self.source = MemorySource(self.shape, list(self.keys), list(self.values))
             return
         self.finish()
         self.cache.placement.advance()
-        self.source = self.make_source(demand, learns=learns)
+        self.source = self.make_source(needs, learns=learns)
 
     def make_source(
         self,
-        demand: Demand | None = None,
+        needs: ReadNeeds | None = None,
         *,
         learns: bool = False,
-        reader: ChunkReader | None = None,
+        reader: BlockReader | None = None,
     ) -> SegmentSource:
         assert self.cache is not None
         return SegmentSource(
@@ -212,7 +214,7 @@ class Case:
             reader or self.reader,
             self.pool,
             self.cache,
-            demand or Demand(),
+            needs or ReadNeeds(),
             learns=learns,
         )
 
@@ -222,24 +224,24 @@ class Case:
             self._finished.add(self.source.stats)
             self.source = self.make_source()
 
-    def kind_streams(self, kind: str) -> list[Stream]:
+    def kind_columns(self, kind: str) -> list[Column]:
         if kind == "probe":
             return [PROBE]
-        return [s for s in self.kv_streams if holds_values(self.shape, s) == (kind == "values")]
+        return [s for s in self.kv_columns if holds_values(self.shape, s) == (kind == "values")]
 
-    def streams_of_kinds(self, kinds: Collection[str] = KINDS) -> list[Stream]:
-        return [stream for kind in kinds for stream in self.kind_streams(kind)]
+    def columns_of_kinds(self, kinds: Collection[str] = KINDS) -> list[Column]:
+        return [column for kind in kinds for column in self.kind_columns(kind)]
 
     def expected(self, layer: int, kind: str, tokens: Tensor | None = None) -> Tensor:
-        """Rows as any source must give them, head by head; of the probe stream all rows."""
+        """Rows as any source must give them, head by head; of the probe column all rows."""
         whole = self.values[layer] if kind == "values" else self.keys[layer]
         everything = torch.arange(self.num_tokens)
         columns = []
-        for stream in self.kind_streams(kind):
+        for column in self.kind_columns(kind):
             picked = everything
             if tokens is not None and kind != "probe":
-                picked = tokens[lane_of(self.shape, stream)]
-            columns += [whole[picked, head] for head in heads_of(self.shape, stream)]
+                picked = tokens[head_group_of(self.shape, column)]
+            columns += [whole[picked, head] for head in heads_of(self.shape, column)]
         if not columns:
             count = self.num_tokens if tokens is None else tokens.shape[1]
             return whole.new_empty(count, 0, whole.shape[2])
@@ -248,7 +250,7 @@ class Case:
     def read(
         self, layer: int, kinds: Collection[str] = KINDS, tokens: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """All of the probe stream, if it is among the kinds, and these tokens of the others."""
+        """All of the probe column, if it is among the kinds, and these tokens of the others."""
         found = {}
         if "probe" in self._there(kinds):
             found["probe"] = self.source.read_probe(layer)
@@ -261,7 +263,7 @@ class Case:
         return found
 
     def _there(self, kinds: Collection[str]) -> set[str]:
-        """What can be asked for: a probe stream without heads cannot."""
+        """What can be asked for: a probe column without heads cannot."""
         return set(kinds) - (set() if self.shape.probe_kv_heads else {"probe"})
 
     def check(
@@ -289,11 +291,11 @@ class Case:
         assert rows.shape == expected.shape
         assert torch.equal(rows, expected), kind
 
-    def rows(self, layer: int, stream: Stream, tokens: Tensor | None) -> list[tuple[int, int]]:
-        """(part, row on disk) of each token; of the probe stream all rows, in logical order."""
+    def rows(self, layer: int, column: Column, tokens: Tensor | None) -> list[tuple[int, int]]:
+        """(part, row on disk) of each token; of the probe column all rows, in logical order."""
         picked = range(self.num_tokens)
-        if tokens is not None and stream != PROBE:
-            picked = tokens[lane_of(self.shape, stream)].tolist()
+        if tokens is not None and column != PROBE:
+            picked = tokens[head_group_of(self.shape, column)].tolist()
         places = [
             (number, token)
             for number, part in enumerate(self.parts)
@@ -302,19 +304,19 @@ class Case:
         rows = []
         for number, token in (places[t] for t in picked):
             mapping = self.mappings[number]
-            if stream == PROBE or mapping is None:
+            if column == PROBE or mapping is None:
                 rows.append((number, token))
             else:
-                lane = lane_of(self.shape, stream)
-                rows.append((number, int(mapping[layer][lane][token])))
-        return sorted(set(rows)) if stream == PROBE else rows
+                head_group = head_group_of(self.shape, column)
+                rows.append((number, int(mapping[layer][head_group][token])))
+        return sorted(set(rows)) if column == PROBE else rows
 
     def blocks(
-        self, layer: int, stream: Stream, tokens: Tensor | None = None
+        self, layer: int, column: Column, tokens: Tensor | None = None
     ) -> set[tuple[int, int, int]]:
         """(part, chunk, block) that hold a byte of a wanted row."""
-        size, found = row_size(self.shape, stream), set()
-        for number, row in self.rows(layer, stream, tokens) if size else ():
+        size, found = row_size(self.shape, column), set()
+        for number, row in self.rows(layer, column, tokens) if size else ():
             chunk, place = divmod(row, self.parts[number].chunk_tokens)
             last = (place * size + size - 1) // BLOCK
             found |= {(number, chunk, block) for block in range(place * size // BLOCK, last + 1)}
@@ -324,26 +326,26 @@ class Case:
         self, layer: int, kinds: Collection[str] = KINDS, tokens: Tensor | None = None
     ) -> int:
         """Bytes of all blocks that hold a byte of a wanted row."""
-        streams = self.streams_of_kinds(kinds)
-        return BLOCK * sum(len(self.blocks(layer, stream, tokens)) for stream in streams)
+        columns = self.columns_of_kinds(kinds)
+        return BLOCK * sum(len(self.blocks(layer, column, tokens)) for column in columns)
 
     def blocks_of_starts(self, layer: int, tokens: Tensor) -> set[tuple[int, int, int, int]]:
-        """(stream, part, chunk, block) in which a wanted row of keys or values begins."""
+        """(column, part, chunk, block) in which a wanted row of keys or values begins."""
         found = set()
-        for stream in self.kv_streams:
-            size = row_size(self.shape, stream)
-            for number, row in self.rows(layer, stream, tokens) if size else ():
+        for column in self.kv_columns:
+            size = row_size(self.shape, column)
+            for number, row in self.rows(layer, column, tokens) if size else ():
                 chunk, place = divmod(row, self.parts[number].chunk_tokens)
-                found.add((stream, number, chunk, place * size // BLOCK))
+                found.add((column, number, chunk, place * size // BLOCK))
         return found
 
-    def chunks(self, layer: int, stream: Stream, tokens: Tensor | None = None) -> list[int]:
+    def chunks(self, layer: int, column: Column, tokens: Tensor | None = None) -> list[int]:
         """Bytes on disk of each chunk that holds a wanted row."""
-        touched = {(number, chunk) for number, chunk, _ in self.blocks(layer, stream, tokens)}
+        touched = {(number, chunk) for number, chunk, _ in self.blocks(layer, column, tokens)}
         return [
             chunk_disk_bytes(
                 self.shape,
-                stream,
+                column,
                 self.parts[number].chunk_tokens,
                 self.parts[number].num_tokens,
                 chunk,
@@ -355,8 +357,8 @@ class Case:
         self, layer: int, kinds: Collection[str] = KINDS, tokens: Tensor | None = None
     ) -> int:
         """Bytes on disk of all chunks that hold a wanted row."""
-        streams = self.streams_of_kinds(kinds)
-        return sum(sum(self.chunks(layer, stream, tokens)) for stream in streams)
+        columns = self.columns_of_kinds(kinds)
+        return sum(sum(self.chunks(layer, column, tokens)) for column in columns)
 
     def reopen(self) -> None:
         """Give the ids of the chunks back, and take them in another order."""
@@ -382,7 +384,7 @@ def open_case(
     directory: Path,
     shape: KVShape,
     parts: Sequence[Part],
-    reader: ChunkReader,
+    reader: BlockReader,
     *,
     cache: ChunkCache | None = None,
     reordered: bool = False,
@@ -415,7 +417,7 @@ def open_case(
     return case
 
 
-def opened(param: str, directory: Path, reader: ChunkReader) -> Case:
+def opened(param: str, directory: Path, reader: BlockReader) -> Case:
     """The case of "layout, options: shape"; the layout "memory" has no file."""
     kind, shape_name = param.split(": ")
     shape, (name, *options) = SHAPES[shape_name], kind.split(", ")
@@ -440,16 +442,16 @@ def opened(param: str, directory: Path, reader: ChunkReader) -> Case:
 
 
 def random_tokens(case: Case, count: int, seed: int) -> Tensor:
-    """[lanes, count], ascending in each lane, other ones in each."""
+    """[head groups, count], ascending in each head group, other ones in each."""
     generator = torch.Generator().manual_seed(seed)
-    lanes = range(lanes_of(case.shape))
-    picked = [torch.randperm(case.num_tokens, generator=generator)[:count] for _ in lanes]
+    head_groups = range(head_groups_of(case.shape))
+    picked = [torch.randperm(case.num_tokens, generator=generator)[:count] for _ in head_groups]
     return torch.stack(picked).sort(1).values
 
 
 def same_tokens(case: Case, tokens: Sequence[int]) -> Tensor:
-    """[lanes, k], the same in each lane."""
-    return torch.tensor(list(tokens), dtype=torch.int64).expand(lanes_of(case.shape), -1)
+    """[head groups, k], the same in each head group."""
+    return torch.tensor(list(tokens), dtype=torch.int64).expand(head_groups_of(case.shape), -1)
 
 
 def poison(case: Case) -> None:
@@ -458,7 +460,7 @@ def poison(case: Case) -> None:
     layouts = [span.segment.layout for span in case.spans]
     taken = [
         case.pool.take(
-            own.layer_bytes + max(map(own.chunk_stride, streams_of(case.shape))),
+            own.layer_bytes + max(map(own.chunk_stride, columns_of(case.shape))),
             Tenant("poison", lambda: None),
         )
         for own in layouts
@@ -474,24 +476,24 @@ def check_everything(case: Case) -> None:
         case.check(layer)
 
 
-def all_chunks(shape: KVShape, part: Part, path: Path) -> Iterator[tuple[int, Stream, int, int]]:
-    """(layer, stream, chunk, offset) of every chunk, found from sizes alone."""
+def all_chunks(shape: KVShape, part: Part, path: Path) -> Iterator[tuple[int, Column, int, int]]:
+    """(layer, column, chunk, offset) of every chunk, found from sizes alone."""
     sizes = {
-        (stream, chunk): chunk_disk_bytes(shape, stream, part.chunk_tokens, part.num_tokens, chunk)
-        for stream in streams_of(shape)
+        (column, chunk): chunk_disk_bytes(shape, column, part.chunk_tokens, part.num_tokens, chunk)
+        for column in columns_of(shape)
         for chunk in range(-(-part.num_tokens // part.chunk_tokens))
     }
     offset = path.stat().st_size - shape.num_layers * sum(sizes.values())
     for layer in range(shape.num_layers):
-        for (stream, chunk), size in sizes.items():
+        for (column, chunk), size in sizes.items():
             if size:
-                yield layer, stream, chunk, offset
+                yield layer, column, chunk, offset
             offset += size
 
 
 @contextlib.contextmanager
-def reading(depth: int = 3, engine: str = "auto") -> Iterator[ChunkReader]:
-    reader = ChunkReader(depth, engine=engine)
+def reading(depth: int = 3, engine: str = "auto") -> Iterator[BlockReader]:
+    reader = BlockReader(depth, engine=engine)
     try:
         yield reader
     finally:
@@ -590,14 +592,14 @@ class OneEngine(FileSystem):
 
 
 @contextlib.contextmanager
-def stepping(depth: int, *, patience: float = math.inf) -> Iterator[tuple[ChunkReader, StepEngine]]:
+def stepping(depth: int, *, patience: float = math.inf) -> Iterator[tuple[BlockReader, StepEngine]]:
     """A reader whose reads end when the test says so; at the end all do."""
     with with_engine(StepEngine(depth), patience=patience) as (reader, engine):
         yield reader, engine
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[tuple[ChunkReader, StepEngine]]:
+def counting() -> Iterator[tuple[BlockReader, StepEngine]]:
     """A reader that keeps what it reads, at full speed."""
     engine = StepEngine(3)
     engine.allow()
@@ -608,8 +610,8 @@ def counting() -> Iterator[tuple[ChunkReader, StepEngine]]:
 @contextlib.contextmanager
 def with_engine(
     engine: StepEngine, *, patience: float = math.inf
-) -> Iterator[tuple[ChunkReader, StepEngine]]:
-    reader = ChunkReader(engine.depth, OneEngine(engine), patience=patience)
+) -> Iterator[tuple[BlockReader, StepEngine]]:
+    reader = BlockReader(engine.depth, OneEngine(engine), patience=patience)
     try:
         yield reader, engine
     finally:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState, StoredMatch
 from impress_sglang.management.writing import Offer, StoreOutcome
@@ -22,24 +22,24 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
-from impress_sglang.transfer.source import Demand, SegmentSource
+from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit.kv_factory import (
     IDENTITY,
     SequenceKVs,
     as_tokens,
+    columns_of,
     flip_byte,
+    head_groups_of,
     heads_of,
-    lanes_of,
     make_shape,
-    streams_of,
 )
 from tests.unit.reading import read_rows
 from tests.unit.waiting import wait_until
 
 SHAPES = {
     "probe heads": make_shape(),
-    "lanes float32": make_shape(probe=()),
-    "lanes bfloat16": make_shape(dtype=torch.bfloat16, probe=()),
+    "head groups float32": make_shape(probe=()),
+    "head groups bfloat16": make_shape(dtype=torch.bfloat16, probe=()),
 }
 OTHER_IDENTITY = "f" * 32
 # Of what is computed after a quarter of an exact prefix.
@@ -72,8 +72,8 @@ class Workbench:
     def __init__(self, root: Path, shape: KVShape) -> None:
         self.root = root
         self.shape = shape
-        # Up to 8 tokens: one header, and one disk block for each stream of 2 layers.
-        self.one = (1 + 2 * sum(bool(heads_of(shape, own)) for own in streams_of(shape))) * 4096
+        # Up to 8 tokens: one header, and one disk block for each column of 2 layers.
+        self.one = (1 + 2 * sum(bool(heads_of(shape, own)) for own in columns_of(shape))) * 4096
         self.done: list[tuple[int, ...]] = []
         self.abandoned: list[tuple[int, ...]] = []
         self._open: list[PrefixStore] = []
@@ -154,7 +154,7 @@ class Workbench:
         return path
 
 
-@pytest.fixture(params=["probe heads", "lanes bfloat16"])
+@pytest.fixture(params=["probe heads", "head groups bfloat16"])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Workbench]:
     bench = Workbench(tmp_path / "kv", SHAPES[request.param])
     yield bench
@@ -223,16 +223,18 @@ def use(store: PrefixStore, tokens: Sequence[int]) -> None:
 def open_source(
     store: PrefixStore, match: StoredMatch, start: int = 0, stop: int | None = None
 ) -> SegmentSource:
-    """For a request that asks for the probe stream and then for a selection."""
+    """For a request that asks for the probe column and then for a selection."""
     stop = match.num_tokens if stop is None else stop
-    return store.open_source(match, start, stop, Demand())
+    return store.open_source(match, start, stop, ReadNeeds())
 
 
 def rows(
     shape: KVShape, source: SegmentSource, layer: int, tokens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of all heads, of the same tokens; probe heads come first in these shapes."""
-    found = read_rows(source, layer, None if tokens is None else tokens.expand(lanes_of(shape), -1))
+    found = read_rows(
+        source, layer, None if tokens is None else tokens.expand(head_groups_of(shape), -1)
+    )
     keys, values = found.keys, found.values
     assert keys is not None and values is not None
     if not shape.probe_kv_heads:
@@ -277,7 +279,7 @@ def lose(bench: Workbench, store: PrefixStore, segment_id: str, *, gone: bool = 
         path.unlink()
     else:
         flip_byte(path, path.stat().st_size - 4096)
-    store.report(ChunkUnreadable(segment_id, "a test"))
+    store.report(SegmentUnreadable(segment_id, "a test"))
     look_again(store)
     segment = store.tree.get(segment_id)
     assert segment is None or segment.state is SegmentState.LOST

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.transfer.ahead import FIRST_ALLOWANCE_BYTES, ReadAhead
-from impress_sglang.transfer.area import AreaPool, PooledMemory, Tenant
-from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.buffers import BufferPool, PooledMemory, Tenant
+from impress_sglang.transfer.read_planner import ReadStats
 
 MIB = 1 << 20
 WASTE = 0.25
@@ -20,7 +20,7 @@ WASTE = 0.25
 class FakeSource:
     """Takes memory for each layer that is read ahead, and keeps what it was told to read."""
 
-    pool: AreaPool
+    pool: BufferPool
     log: list[tuple[str, int]]
     name: str = "a"
     num_layers: int = 6
@@ -31,10 +31,10 @@ class FakeSource:
     wastes: list[float] = dataclasses.field(default_factory=list)
     memory: dict[int, PooledMemory] = dataclasses.field(default_factory=dict)
 
-    def read_ahead(self, waste: float) -> None:
+    def read_ahead(self, waste_budget: float) -> None:
         assert self.next_ahead < self.num_layers
         self.log.append((self.name, self.next_ahead))
-        self.wastes.append(waste)
+        self.wastes.append(waste_budget)
         memory = self.pool.take(self.layer_bytes, Tenant(self, pytest.fail))
         assert memory is not None
         self.memory[self.next_ahead] = memory
@@ -56,9 +56,9 @@ class FakeSource:
 class Bench:
     """Reading ahead with room for so many layers of 1 MiB, and what it asks for, in order."""
 
-    def __init__(self, room: int, waste: float = WASTE) -> None:
-        self.pool = AreaPool(room * MIB)
-        self.ahead = ReadAhead(self.pool, waste)
+    def __init__(self, room: int, waste_budget: float = WASTE) -> None:
+        self.pool = BufferPool(room * MIB)
+        self.ahead = ReadAhead(self.pool, waste_budget)
         self.log: list[tuple[str, int]] = []
 
     def source(self, name: str = "a", num_layers: int = 6, size: int = MIB) -> FakeSource:
@@ -76,9 +76,9 @@ class Bench:
         """What a new source is told."""
         source = self.source("next", 1)
         self.ahead.join(source)
-        (waste,) = source.wastes
+        (waste_budget,) = source.wastes
         self.leave(source)
-        return waste
+        return waste_budget
 
 
 def layers(name: str, *numbers: int) -> list[tuple[str, int]]:
@@ -270,13 +270,13 @@ def test_a_source_that_never_joined_may_leave() -> None:
 
 
 def test_without_waste_nothing_is_ever_read_ahead() -> None:
-    bench = Bench(room=100, waste=0.0)
+    bench = Bench(room=100, waste_budget=0.0)
     bench.ahead.join(bench.source())
     bench.ahead.wait(bench.source("b"), 100 * MIB)
     bench.ahead.top_up()
 
     assert not bench.ahead.enabled and bench.log == []
-    assert Bench(1, waste=1e-9).ahead.enabled
+    assert Bench(1, waste_budget=1e-9).ahead.enabled
 
 
 def gone(bench: Bench, ahead: float, used: float, demanded: float = 0.0) -> None:

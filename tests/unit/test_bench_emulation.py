@@ -19,7 +19,7 @@ from impress_sglang.storage.files import FileSystem, install, installed
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.pending_read import BlockRuns
 from impress_sglang.storage.read_cost import ReadCost
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from tests.unit.kv_factory import VALUES, make_info, make_shape, random_kvs, write_kvs
 
 pytestmark = pytest.mark.alone
@@ -188,10 +188,10 @@ def test_a_reader_of_an_installed_slow_file_system_learns_that_it_is_slow(tmp_pa
     shape = make_shape(layers=1, key_dim=128, value_dim=128)
     info = make_info(shape, range(64))
     path = write_kvs(tmp_path, info, *random_kvs(shape, 64, seed=1))
-    size = info.layout().stream_bytes(VALUES)
+    size = info.layout().column_bytes(VALUES)
     install(SlowFileSystem(2 * size / 1e6))
     try:
-        reader = ChunkReader(3)
+        reader = BlockReader(3)
     finally:
         install(FileSystem())
     assert not isinstance(installed(), SlowFileSystem)
@@ -199,7 +199,7 @@ def test_a_reader_of_an_installed_slow_file_system_learns_that_it_is_slow(tmp_pa
     segment = OpenSegment(path, FileSystem(), direct=False)
     memory, starts = AlignedMemory(size), np.arange(0, size, BLOCK)
     runs = BlockRuns(
-        segment, memory, info.layout().stream_offset(0, VALUES), starts, starts + BLOCK
+        segment, memory, info.layout().column_offset(0, VALUES), starts, starts + BLOCK
     )
 
     began = time.monotonic()

@@ -25,7 +25,7 @@ SHAPE = make_shape(
     layers=2, kv_heads=3, query_heads=3, key_dim=12, value_dim=8, dtype=torch.bfloat16
 )
 # Keys of 3 pages and values of 2, of each head.
-LANES = make_shape(
+HEAD_GROUPS = make_shape(
     layers=2,
     kv_heads=3,
     query_heads=3,
@@ -66,14 +66,14 @@ class Bench:
         base = attach(self.cache, layout)
         self.segments[base] = layout
         for layer in range(self.shape.num_layers):
-            for stream in self.shape.streams:
-                # The probe stream of a shape without probe heads has nothing.
-                chunks = layout.num_chunks if self.shape.heads(stream) else 0
+            for column in self.shape.columns:
+                # The probe column of a shape without probe heads has nothing.
+                chunks = layout.num_chunks if self.shape.heads(column) else 0
                 for number in range(chunks):
-                    chunk = base + layout.chunk_index(layer, stream, number)
+                    chunk = base + layout.chunk_index(layer, column, number)
                     assert chunk not in self.bytes
-                    self.bytes[chunk] = self.random(layout.chunk_bytes(stream, number))
-                    self.row_vectors[chunk] = self.cache.page.row_vectors(self.shape, stream)
+                    self.bytes[chunk] = self.random(layout.chunk_bytes(column, number))
+                    self.row_vectors[chunk] = self.cache.page.row_vectors(self.shape, column)
         return base
 
     def detach(self, base: int) -> None:
@@ -194,7 +194,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 class LanesCacheMachine(CacheMachine):
-    shape = LANES
+    shape = HEAD_GROUPS
 
 
 TestCache = CacheMachine.TestCase

@@ -26,7 +26,7 @@ from tests.unit.store_factory import SHAPES, Workbench, prompt
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("stored") / "kv"
-    bench = Workbench(root, SHAPES["lanes float32"])
+    bench = Workbench(root, SHAPES["head groups float32"])
     bench.put(bench.open(), prompt(1, 20))
     bench.close_all()
     return root

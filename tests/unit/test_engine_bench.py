@@ -36,14 +36,14 @@ from bench.engine.workload import (
 )
 from bench.policies.compared import POLICIES, STORED_BY, link_store, store_kind
 from impress_sglang.config import ImpressConfig
-from impress_sglang.importance.identify import probe_kv_heads
 from impress_sglang.importance.scores import column_sums
 from impress_sglang.importance.selection import mean_jaccard, per_head_tokens, top_tokens
+from impress_sglang.importance.selectors import probe_kv_heads
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import ATTENTION, COPY, PROBE_READ, REST, SSD_READ, STAGES
 from impress_sglang.transfer.loader import LoadStats
-from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.read_planner import ReadStats
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from impress_sglang.serving.estimate import (
     RETENTIONS,
     Estimate,
     Estimator,
-    Work,
+    RequestLengths,
     buffer_bytes,
     pairs_of,
 )
@@ -43,7 +43,7 @@ class Machine:
     def forward(self, before: float, new: int) -> float:
         return self.per_token * new + self.per_pair * new * (before + (new + 1) / 2)
 
-    def load(self, work: Work, *, whole: bool) -> float:
+    def load(self, work: RequestLengths, *, whole: bool) -> float:
         if whole:
             return 2 * self.per_copied * work.stored
         return self.per_loaded * work.stored + self.per_scored * work.stored * work.new
@@ -62,7 +62,7 @@ def taught(machine: Machine, *, noise: float = 0.0) -> Estimator:
     """After some hundred requests of all lengths."""
     pick, estimator = random.Random(5), Estimator(HIDDEN_SIZE)
     for _ in range(300):
-        work = Work(0, stored=pick.randint(256, 20_000), new=pick.randint(16, 4000))
+        work = RequestLengths(0, stored=pick.randint(256, 20_000), new=pick.randint(16, 4000))
         factor = pick.uniform(1 - noise, 1 + noise)
         before = pick.choice([0, 0, pick.randint(0, 20_000)])
         seconds = machine.forward(before, work.new)
@@ -73,10 +73,10 @@ def taught(machine: Machine, *, noise: float = 0.0) -> Estimator:
 
 
 WORKS = [
-    Work(resident=0, stored=300, new=20),
-    Work(resident=0, stored=8000, new=100),
-    Work(resident=4000, stored=2000, new=500),
-    Work(resident=0, stored=16_000, new=3000),
+    RequestLengths(resident=0, stored=300, new=20),
+    RequestLengths(resident=0, stored=8000, new=100),
+    RequestLengths(resident=4000, stored=2000, new=500),
+    RequestLengths(resident=0, stored=16_000, new=3000),
 ]
 
 
@@ -146,7 +146,7 @@ def test_loading_is_guessed_before_any_was_seen() -> None:
     estimator = Estimator(HIDDEN_SIZE)
     estimator.note_forward(1000, pairs_of(0, 1000), 1.0)
 
-    found = estimator.estimate(Work(0, 8000, 100), 0.25, 0.01)
+    found = estimator.estimate(RequestLengths(0, 8000, 100), 0.25, 0.01)
 
     assert found.compute is not None and found.recompute is not None
     assert 0.1 < found.compute < 1.0 < 8.0 < found.recompute
@@ -154,7 +154,7 @@ def test_loading_is_guessed_before_any_was_seen() -> None:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_slow_ssd_is_worse_than_computing_a_short_prefix_and_a_fast_one_better(name: str) -> None:
-    machine, work = MACHINES[name], Work(resident=0, stored=300, new=50)
+    machine, work = MACHINES[name], RequestLengths(resident=0, stored=300, new=50)
     estimator = taught(machine)
     recompute = machine.forward(0, 350)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from impress_sglang.storage.layout import KVShape, SegmentLayout, Stream
+from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
 from impress_sglang.transfer.expectation import (
     AVERAGE_WEIGHT,
     LEAST_CHANCE,
@@ -25,9 +25,9 @@ from impress_sglang.transfer.expectation import (
 from tests.unit.kv_factory import (
     PROBE,
     chunk_disk_bytes,
+    columns_of,
     make_shape,
     row_size,
-    streams_of,
 )
 
 BLOCK = 4096
@@ -42,8 +42,8 @@ SHAPES = {
     "padding": make_shape(),
     "no other keys": make_shape(query_heads=2, kv_heads=1, probe=(0,)),
     "rows of several blocks": make_shape(query_heads=2, key_dim=500, value_dim=1500),
-    "lanes": make_shape(key_dim=16, probe=()),
-    "lanes, cut rows": make_shape(
+    "head_groups": make_shape(key_dim=16, probe=()),
+    "head groups, cut rows": make_shape(
         query_heads=3, kv_heads=3, key_dim=128, value_dim=160, dtype=torch.bfloat16, probe=()
     ),
 }
@@ -59,17 +59,17 @@ def layout_of(shape: KVShape, num_tokens: int = NUM_TOKENS) -> SegmentLayout:
     return SegmentLayout(shape, CHUNK_TOKENS, num_tokens, BLOCK)
 
 
-def chunks_in(shape: KVShape, stream: Stream) -> int:
-    """By hand; those of a stream without heads are empty."""
+def chunks_in(shape: KVShape, column: Column) -> int:
+    """By hand; those of a column without heads are empty."""
     return -(-NUM_TOKENS // CHUNK_TOKENS)
 
 
-def split(shape: KVShape, layer_shares: np.ndarray) -> dict[Stream, np.ndarray]:
-    """Shares of a layer by stream."""
-    streams = streams_of(shape)
-    edges = list(itertools.accumulate(chunks_in(shape, stream) for stream in streams))
+def split(shape: KVShape, layer_shares: np.ndarray) -> dict[Column, np.ndarray]:
+    """Shares of a layer by column."""
+    columns = columns_of(shape)
+    edges = list(itertools.accumulate(chunks_in(shape, column) for column in columns))
     assert edges[-1] == len(layer_shares)
-    return dict(zip(streams, np.split(layer_shares, edges[:-1]), strict=True))
+    return dict(zip(columns, np.split(layer_shares, edges[:-1]), strict=True))
 
 
 @pytest.mark.parametrize("retention", [0.05, 0.25, 0.5, 1.0])
@@ -80,8 +80,8 @@ def test_without_an_order_each_chunk_is_expected_to_be_wanted_as_much(
 
     layers = shares.reshape(shape.num_layers, -1)
     assert (layers == layers[0]).all()
-    for stream, own in split(shape, layers[0]).items():
-        assert own.tolist() == [1.0 if stream == PROBE else retention] * len(own)
+    for column, own in split(shape, layers[0]).items():
+        assert own.tolist() == [1.0 if column == PROBE else retention] * len(own)
 
 
 @pytest.mark.parametrize("retention", [0.1, 0.25])
@@ -92,8 +92,8 @@ def test_with_an_order_the_first_part_has_most(shape: KVShape, retention: float)
     layers = shares.reshape(shape.num_layers, -1)
     assert (layers == layers[0]).all()
     (once, first), (twice, second) = ORDERED_SHARES
-    for stream, own in split(shape, layers[0]).items():
-        if stream == PROBE:
+    for column, own in split(shape, layers[0]).items():
+        if column == PROBE:
             assert (own == 1.0).all(), "every probe reads all of it"
             continue
         for chunk, share in enumerate(own):
@@ -106,7 +106,7 @@ def test_chances_begin_with_what_is_expected_of_the_chunks(shape: KVShape) -> No
     """A block is wanted if one of its rows is, as if they were wanted independently."""
     layout = layout_of(shape)
     pick = np.random.default_rng(4)
-    shares = pick.random(shape.num_layers * sum(chunks_in(shape, s) for s in streams_of(shape)))
+    shares = pick.random(shape.num_layers * sum(chunks_in(shape, s) for s in columns_of(shape)))
     shares[::7], shares[::11] = 0.0, 1.0
 
     history = BlockHistory(layout, shares)
@@ -116,10 +116,10 @@ def test_chances_begin_with_what_is_expected_of_the_chunks(shape: KVShape) -> No
     assert history.num_bytes == history.codes.size
     for layer, own in enumerate(shares.reshape(shape.num_layers, -1)):
         expected: list[float] = []
-        for stream, by_chunk in split(shape, own).items():
-            rows = max(1, round(BLOCK / max(row_size(shape, stream), 1)))
+        for column, by_chunk in split(shape, own).items():
+            rows = max(1, round(BLOCK / max(row_size(shape, column), 1)))
             for chunk, share in enumerate(by_chunk):
-                size = chunk_disk_bytes(shape, stream, CHUNK_TOKENS, NUM_TOKENS, chunk)
+                size = chunk_disk_bytes(shape, column, CHUNK_TOKENS, NUM_TOKENS, chunk)
                 expected += [1 - (1 - share) ** rows] * (size // BLOCK)
         np.testing.assert_allclose(history.codes[layer] / STEPS, expected, atol=0.51 / STEPS)
 
@@ -227,22 +227,22 @@ CASES = CODES.flatmap(
 def test_what_is_likely_keeps_the_bound_and_is_the_likeliest(
     case: tuple[np.ndarray, np.ndarray, float],
 ) -> None:
-    codes, candidates, waste = case
+    codes, candidates, waste_budget = case
     given_codes, given_candidates = codes.copy(), candidates.copy()
 
-    found = likely_blocks(codes, candidates, waste)
+    found = likely_blocks(codes, candidates, waste_budget)
 
     assert not (found & ~candidates).any(), "others are there, or nobody needs them"
     chances = codes.astype(np.int64)
     in_vain, wanted = (STEPS - chances)[found].sum(), chances[candidates].sum()
-    assert in_vain <= waste * wanted
+    assert in_vain <= waste_budget * wanted
     left = candidates & ~found
     if found.any() and left.any():
         assert chances[found].min() > chances[left].max()
     # As many as possible: with the next likeliest ones as well the bound would be broken.
     if left.any() and chances[left].max() >= round(LEAST_CHANCE * STEPS):
         more = candidates & (chances >= chances[left].max())
-        assert (STEPS - chances)[more].sum() > waste * wanted
+        assert (STEPS - chances)[more].sum() > waste_budget * wanted
     assert np.array_equal(codes, given_codes) and np.array_equal(candidates, given_candidates)
 
 

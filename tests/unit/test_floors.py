@@ -23,7 +23,7 @@ from impress_sglang.precision.floors import (
     no_queries,
     sampled_groups,
 )
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
@@ -173,7 +173,7 @@ def check_floors(planes: Tensor, layer: int) -> None:
 @pytest.mark.parametrize("rule", ALLOCATIONS)
 @pytest.mark.parametrize("name", PREFIXES)
 def test_what_belongs_to_the_base_is_always_in_the_slots(
-    name: str, rule: str, bits: float, tmp_path: Path, reader: ChunkReader
+    name: str, rule: str, bits: float, tmp_path: Path, reader: BlockReader
 ) -> None:
     """And the bits that are asked for come on top, as far as there is room."""
     case = CodedCase(tmp_path, PREFIXES[name], reader, floors=FLOORS)
@@ -190,7 +190,7 @@ def test_what_belongs_to_the_base_is_always_in_the_slots(
 
 @pytest.mark.parametrize("name", ["one", "several"])
 def test_planes_go_by_keys_in_the_bits_of_their_floors(
-    name: str, tmp_path: Path, reader: ChunkReader
+    name: str, tmp_path: Path, reader: BlockReader
 ) -> None:
     case = CodedCase(tmp_path, PREFIXES[name], reader, floors=FLOORS)
     seen: list[Tensor] = []
@@ -214,7 +214,7 @@ def test_planes_go_by_keys_in_the_bits_of_their_floors(
 
 
 def test_bytes_of_a_raised_base_are_counted_and_read_ahead(
-    tmp_path: Path, reader: ChunkReader
+    tmp_path: Path, reader: BlockReader
 ) -> None:
     case = CodedCase(tmp_path, [CodedPart(1500)], reader, floors=FLOORS)
     (span,) = case.spans
@@ -239,7 +239,7 @@ def test_bytes_of_a_raised_base_are_counted_and_read_ahead(
     case.close()
 
 
-def test_a_resident_part_has_its_floors_already(tmp_path: Path, reader: ChunkReader) -> None:
+def test_a_resident_part_has_its_floors_already(tmp_path: Path, reader: BlockReader) -> None:
     case = CodedCase(tmp_path, PREFIXES["several"], reader, floors=FLOORS)
     for layer in range(SHAPE.num_layers):
         load(case, layer, 4.0)
@@ -253,7 +253,7 @@ def test_a_resident_part_has_its_floors_already(tmp_path: Path, reader: ChunkRea
 
 @pytest.mark.parametrize("name", PREFIXES)
 def test_a_part_of_a_prefix_is_chosen_by_keys_in_the_bits_of_their_floors(
-    name: str, tmp_path: Path, reader: ChunkReader
+    name: str, tmp_path: Path, reader: BlockReader
 ) -> None:
     case = CodedCase(tmp_path, PREFIXES[name], reader, floors=FLOORS)
     request = Request(case, -(-case.num_tokens // 4))

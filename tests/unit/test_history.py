@@ -28,7 +28,7 @@ def note(
     scores: Tensor | None = None,
     first: int = 0,
 ) -> None:
-    """A layer has selected these tokens of each lane, in a prefix in which `first` come before."""
+    """A layer has selected these tokens of each head group, after the `first` of a prefix."""
     k = max(len(own) for own in selected) + 2
     tokens = [
         [
@@ -120,12 +120,14 @@ def test_layers_of_an_access_count_as_one() -> None:
     assert history.accesses.tolist() == [2, 2]
 
 
-def test_lanes_are_averaged_apart_and_an_access_counts_once() -> None:
+def test_head_groups_are_averaged_apart_and_an_access_counts_once() -> None:
     history = TokenHistory(2, 3, 2)
     for access in range(2):
         for layer in range(2):
-            lanes = [[0] if (layer + lane + access) % 2 else [1] for lane in range(3)]
-            note(history, layer, *lanes, start=0, count=2)
+            head_groups = [
+                [0] if (layer + head_group + access) % 2 else [1] for head_group in range(3)
+            ]
+            note(history, layer, *head_groups, start=0, count=2)
         if not access:
             first = history.average
 
@@ -135,7 +137,7 @@ def test_lanes_are_averaged_apart_and_an_access_counts_once() -> None:
     assert history.accesses.tolist() == [2, 2]
 
 
-def test_lanes_may_select_different_numbers_of_tokens() -> None:
+def test_head_groups_may_select_different_numbers_of_tokens() -> None:
     history = TokenHistory(1, 2, 4)
 
     note(history, 0, [0, 1, 2], [], start=0, count=4)
@@ -144,7 +146,7 @@ def test_lanes_may_select_different_numbers_of_tokens() -> None:
     assert history.token_means().tolist() == [0.5, 0.5, 0.5, 0]
 
 
-def test_importance_is_kept_of_each_lane() -> None:
+def test_importance_is_kept_of_each_head_group() -> None:
     history = TokenHistory(1, 2, 2, by_importance=True)
     scores = torch.tensor([[3.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 3.0]])
     note(history, 0, [0], [0], start=0, count=2, scores=scores)
@@ -164,23 +166,25 @@ def test_without_scores_all_tokens_count_alike() -> None:
 
 @given(st.data())
 def test_averages_are_those_of_the_definition(data: st.DataObject) -> None:
-    """Any spans anywhere in a prefix, any selections, all layers and lanes."""
-    size, lanes = 8, data.draw(st.integers(1, 2))
-    history = TokenHistory(2, lanes, size)
-    seen: list[list[list[float]]] = [[[] for _ in range(size)] for _ in range(2 * lanes)]
+    """Any spans anywhere in a prefix, any selections, all layers and head groups."""
+    size, head_groups = 8, data.draw(st.integers(1, 2))
+    history = TokenHistory(2, head_groups, size)
+    seen: list[list[list[float]]] = [[[] for _ in range(size)] for _ in range(2 * head_groups)]
     for _ in range(data.draw(st.integers(1, 25))):
         start = data.draw(st.integers(0, size - 1))
         count = data.draw(st.integers(1, size - start))
         first = data.draw(st.integers(0, 3))
         for layer in range(2):
-            drawn = [sorted(data.draw(st.sets(st.integers(0, count - 1)))) for _ in range(lanes)]
+            drawn = [
+                sorted(data.draw(st.sets(st.integers(0, count - 1)))) for _ in range(head_groups)
+            ]
             note(history, layer, *drawn, start=start, count=count, first=first)
-            for own, selected in zip(seen[lanes * layer :], drawn, strict=False):
+            for own, selected in zip(seen[head_groups * layer :], drawn, strict=False):
                 for token in range(count):
                     own[start + token].append(float(token in selected))
 
     expected = np.array([[averaged(token) for token in own] for own in seen])
-    np.testing.assert_allclose(history.average, expected.reshape(2, lanes, size), **NEAR)
+    np.testing.assert_allclose(history.average, expected.reshape(2, head_groups, size), **NEAR)
     assert history.accesses.tolist() == [len(token) for token in seen[0]]
 
 

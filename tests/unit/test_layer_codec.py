@@ -16,10 +16,10 @@ from impress_sglang.storage.layer_codec import decode_layer, encode_layer
 from impress_sglang.storage.layout import SegmentLayout
 from tests.unit.kv_factory import (
     PROBE,
+    head_group_of,
+    head_groups_of,
     heads_of,
     holds_values,
-    lane_of,
-    lanes_of,
     make_shape,
     random_kvs,
     row_size,
@@ -57,8 +57,10 @@ def mapping_lists(layout: SegmentLayout, seed: int | None, dtype: str) -> np.nda
     if seed is None:
         return None
     generator = np.random.default_rng(seed)
-    lanes = [generator.permutation(layout.num_tokens) for _ in range(lanes_of(layout.shape))]
-    return np.stack(lanes).astype(dtype)
+    head_groups = [
+        generator.permutation(layout.num_tokens) for _ in range(head_groups_of(layout.shape))
+    ]
+    return np.stack(head_groups).astype(dtype)
 
 
 SEEDS = st.one_of(st.none(), st.integers(0, 100))
@@ -89,15 +91,15 @@ def test_bytes_of_a_layer_are_those_of_its_definition(
     keys, values = (kvs[0] for kvs in random_kvs(shape, count, seed=1))
     mapping = mapping_lists(layout, seed, "<u2")
     expected = bytearray()
-    for stream in shape.streams:
-        whole = values if holds_values(shape, stream) else keys
+    for column in shape.columns:
+        whole = values if holds_values(shape, column) else keys
         tokens = np.arange(count)
-        if mapping is not None and stream != PROBE:
-            tokens = np.argsort(mapping[lane_of(shape, stream)])
-        data = whole[torch.from_numpy(tokens)][:, heads_of(shape, stream)].contiguous()
+        if mapping is not None and column != PROBE:
+            tokens = np.argsort(mapping[head_group_of(shape, column)])
+        data = whole[torch.from_numpy(tokens)][:, heads_of(shape, column)].contiguous()
         rows = [row.flatten().view(torch.uint8).numpy().tobytes() for row in data]
         assert len(rows) == count
-        for start in range(0, len(rows) if row_size(shape, stream) else 0, layout.chunk_tokens):
+        for start in range(0, len(rows) if row_size(shape, column) else 0, layout.chunk_tokens):
             expected += b"".join(rows[start : start + layout.chunk_tokens])
             expected += bytes(-len(expected) % 4096)
     expected += codes_in_logical_order(layout, keys, values)

@@ -16,14 +16,14 @@ from tests.unit.kv_factory import (
     PROBE,
     VALUES,
     chunk_disk_bytes,
+    columns_of,
+    head_group_of,
+    head_groups_of,
     heads_of,
     holds_values,
     kv_of,
-    lane_of,
-    lanes_of,
     make_shape,
     row_size,
-    streams_of,
 )
 
 BLOCK = 4096
@@ -64,11 +64,11 @@ def chunk_extents(layout: SegmentLayout) -> list[tuple[int, int]]:
     for layer in range(layout.shape.num_layers):
         extents += [
             (
-                layout.stream_offset(layer, stream) + chunk * layout.chunk_stride(stream),
-                layout.run_bytes(stream, chunk, chunk + 1),
+                layout.column_offset(layer, column) + chunk * layout.chunk_stride(column),
+                layout.run_bytes(column, chunk, chunk + 1),
             )
-            for stream in layout.shape.streams
-            if layout.stream_bytes(stream)
+            for column in layout.shape.columns
+            if layout.column_bytes(column)
             for chunk in range(layout.num_chunks)
         ]
         if layout.codes is not None:
@@ -90,46 +90,46 @@ def test_chunks_tile_the_file_from_header_to_end(layout: SegmentLayout) -> None:
 
 @given(layouts())
 def test_chunk_sizes_are_those_of_their_rows(layout: SegmentLayout) -> None:
-    for stream in layout.shape.streams:
+    for column in layout.shape.columns:
         total, chunks = layout.num_tokens, 0
         for chunk in range(layout.num_chunks):
             rows = min(layout.chunk_tokens, total - chunk * layout.chunk_tokens)
             expected = chunk_disk_bytes(
-                layout.shape, stream, layout.chunk_tokens, layout.num_tokens, chunk
+                layout.shape, column, layout.chunk_tokens, layout.num_tokens, chunk
             )
 
             assert layout.chunk_rows(chunk) == rows > 0
-            assert layout.chunk_bytes(stream, chunk) == rows * row_size(layout.shape, stream)
-            assert layout.run_bytes(stream, chunk, chunk + 1) == expected
+            assert layout.chunk_bytes(column, chunk) == rows * row_size(layout.shape, column)
+            assert layout.run_bytes(column, chunk, chunk + 1) == expected
             chunks += rows
         assert chunks == total
 
 
 @given(layouts(), st.data())
 def test_bytes_of_a_run_add_up(layout: SegmentLayout, data: st.DataObject) -> None:
-    stream = data.draw(st.sampled_from(layout.shape.streams))
+    column = data.draw(st.sampled_from(layout.shape.columns))
     count = layout.num_chunks
     first = data.draw(st.integers(0, count - 1))
     stop = data.draw(st.integers(first + 1, count))
 
-    single = [layout.run_bytes(stream, chunk, chunk + 1) for chunk in range(first, stop)]
+    single = [layout.run_bytes(column, chunk, chunk + 1) for chunk in range(first, stop)]
 
-    assert layout.run_bytes(stream, first, stop) == sum(single)
-    assert layout.run_bytes(stream, 0, count) == layout.stream_bytes(stream)
+    assert layout.run_bytes(column, first, stop) == sum(single)
+    assert layout.run_bytes(column, 0, count) == layout.column_bytes(column)
 
 
 @given(layouts())
-def test_chunks_are_numbered_by_layer_then_stream_then_place(layout: SegmentLayout) -> None:
+def test_chunks_are_numbered_by_layer_then_column_then_place(layout: SegmentLayout) -> None:
     numbers = [
-        layout.chunk_index(layer, stream, chunk)
+        layout.chunk_index(layer, column, chunk)
         for layer in range(layout.shape.num_layers)
-        for stream in layout.shape.streams
+        for column in layout.shape.columns
         for chunk in range(layout.num_chunks)
     ]
 
     assert numbers == list(range(layout.total_chunks))
     assert layout.total_chunks == layout.shape.num_layers * layout.layer_chunks
-    assert layout.layer_chunks == len(streams_of(layout.shape)) * layout.num_chunks
+    assert layout.layer_chunks == len(columns_of(layout.shape)) * layout.num_chunks
 
 
 @given(layouts())
@@ -141,30 +141,30 @@ def test_blocks_are_all_of_the_file_after_the_header(layout: SegmentLayout) -> N
 
 
 @given(layouts())
-def test_layers_follow_each_other_and_begin_with_the_probe_stream(layout: SegmentLayout) -> None:
-    streams = sum(layout.stream_bytes(stream) for stream in layout.shape.streams)
-    own = streams + (0 if layout.codes is None else layout.codes.layer_bytes)
+def test_layers_follow_each_other_and_begin_with_the_probe_column(layout: SegmentLayout) -> None:
+    columns = sum(layout.column_bytes(column) for column in layout.shape.columns)
+    own = columns + (0 if layout.codes is None else layout.codes.layer_bytes)
     for layer in range(layout.shape.num_layers):
         start = layout.header_bytes + layer * own
 
         assert layout.layer_offset(layer) == start
-        assert layout.stream_offset(layer, PROBE) == start
+        assert layout.column_offset(layer, PROBE) == start
     assert layout.layer_bytes == own
-    assert layout.streams_bytes == streams
+    assert layout.columns_bytes == columns
 
 
 @given(layouts())
-def test_codes_stand_behind_the_streams_and_are_no_chunks(layout: SegmentLayout) -> None:
+def test_codes_stand_behind_the_columns_and_are_no_chunks(layout: SegmentLayout) -> None:
     shape, codes = layout.shape, layout.codes
     plain = dataclasses.replace(layout, shape=dataclasses.replace(shape, coded=False))
 
     assert plain.codes is None
-    assert plain.layer_bytes == plain.streams_bytes == layout.streams_bytes
+    assert plain.layer_bytes == plain.columns_bytes == layout.columns_bytes
     assert (codes is not None) == shape.coded
-    assert list(shape.streams) == list(plain.shape.streams)
+    assert list(shape.columns) == list(plain.shape.columns)
     assert layout.total_chunks == plain.total_chunks
     for layer in range(shape.num_layers):
-        assert layout.codes_offset(layer) == layout.layer_offset(layer) + layout.streams_bytes
+        assert layout.codes_offset(layer) == layout.layer_offset(layer) + layout.columns_bytes
     if codes is not None:
         assert (codes.num_tokens, codes.num_heads) == (layout.num_tokens, shape.num_kv_heads)
         assert (codes.key_dim, codes.value_dim) == (shape.key_dim, shape.value_dim)
@@ -172,40 +172,42 @@ def test_codes_stand_behind_the_streams_and_are_no_chunks(layout: SegmentLayout)
 
 
 @given(shapes())
-def test_keys_and_values_of_every_head_are_in_one_stream_each(shape: KVShape) -> None:
-    streams = list(shape.streams)
-    keys = [s for s in streams if not holds_values(shape, s)]
-    values = [s for s in streams if holds_values(shape, s)]
+def test_keys_and_values_of_every_head_are_in_one_column_each(shape: KVShape) -> None:
+    columns = list(shape.columns)
+    keys = [s for s in columns if not holds_values(shape, s)]
+    values = [s for s in columns if holds_values(shape, s)]
 
     everything = list(range(shape.num_kv_heads))
-    assert sorted(head for stream in keys for head in shape.heads(stream)) == everything
-    assert sorted(head for stream in values for head in shape.heads(stream)) == everything
+    assert sorted(head for column in keys for head in shape.heads(column)) == everything
+    assert sorted(head for column in values for head in shape.heads(column)) == everything
 
 
 @given(shapes())
-def test_streams_are_the_probe_stream_then_keys_then_values(shape: KVShape) -> None:
-    count = lanes_of(shape)
+def test_columns_are_the_probe_column_then_keys_then_values(shape: KVShape) -> None:
+    count = head_groups_of(shape)
 
-    assert list(shape.streams) == streams_of(shape)
-    assert list(shape.key_streams) == list(range(1, 1 + count))
-    assert list(shape.value_streams) == list(range(1 + count, 1 + 2 * count))
-    for stream in shape.streams:
-        assert list(shape.heads(stream)) == heads_of(shape, stream)
-        assert shape.row_bytes(stream) == row_size(shape, stream)
+    assert list(shape.columns) == columns_of(shape)
+    assert list(shape.key_columns) == list(range(1, 1 + count))
+    assert list(shape.value_columns) == list(range(1 + count, 1 + 2 * count))
+    for column in shape.columns:
+        assert list(shape.heads(column)) == heads_of(shape, column)
+        assert shape.row_bytes(column) == row_size(shape, column)
 
 
 @given(shapes())
-def test_each_head_is_in_one_lane_whose_streams_hold_its_heads(shape: KVShape) -> None:
-    assert shape.num_lanes == len(shape.lanes) == lanes_of(shape)
-    assert [head for heads in shape.lanes for head in heads] == list(range(shape.num_kv_heads))
-    for stream in kv_of(shape):
-        assert shape.lane_of(stream) == lane_of(shape, stream)
-        assert set(shape.heads(stream)) <= set(shape.lanes[shape.lane_of(stream)])
+def test_each_head_is_in_one_head_group_whose_columns_hold_its_heads(shape: KVShape) -> None:
+    assert shape.num_head_groups == len(shape.head_groups) == head_groups_of(shape)
+    assert [head for heads in shape.head_groups for head in heads] == list(
+        range(shape.num_kv_heads)
+    )
+    for column in kv_of(shape):
+        assert shape.head_group_of(column) == head_group_of(shape, column)
+        assert set(shape.heads(column)) <= set(shape.head_groups[shape.head_group_of(column)])
 
 
-def test_the_probe_stream_is_of_no_lane() -> None:
+def test_the_probe_column_is_of_no_head_group() -> None:
     with pytest.raises(AssertionError):
-        make_shape(probe=()).lane_of(PROBE)
+        make_shape(probe=()).head_group_of(PROBE)
 
 
 @given(shapes())
@@ -220,10 +222,10 @@ def test_other_keys_are_empty_when_all_heads_are_probe_heads() -> None:
     layout = SegmentLayout(shape, chunk_tokens=8, num_tokens=20, header_bytes=BLOCK)
 
     assert shape.other_kv_heads == ()
-    assert layout.stream_bytes(KEYS) == 0
+    assert layout.column_bytes(KEYS) == 0
     assert layout.chunk_stride(KEYS) == 0
     assert layout.run_bytes(KEYS, 0, layout.num_chunks) == 0
-    assert layout.stream_offset(0, KEYS) == layout.stream_offset(0, VALUES)
+    assert layout.column_offset(0, KEYS) == layout.column_offset(0, VALUES)
 
 
 def test_sizes_of_a_known_model() -> None:
@@ -243,9 +245,9 @@ def test_sizes_of_a_known_model() -> None:
     assert layout.num_chunks == 16
     assert layout.chunk_stride(PROBE) == 64 * 256
     # The last chunk has 40 tokens: 10,240 bytes, padded to 12,288.
-    assert layout.stream_bytes(PROBE) == 15 * 64 * 256 + 12_288
-    assert layout.stream_bytes(KEYS) == 15 * 64 * 7 * 256 + 73_728
-    assert layout.stream_bytes(VALUES) == 15 * 64 * 8 * 256 + 81_920
+    assert layout.column_bytes(PROBE) == 15 * 64 * 256 + 12_288
+    assert layout.column_bytes(KEYS) == 15 * 64 * 7 * 256 + 73_728
+    assert layout.column_bytes(VALUES) == 15 * 64 * 8 * 256 + 81_920
     # 63, 438 and 500 blocks of 4,096 bytes.
     assert layout.num_blocks == 32 * (63 + 438 + 500)
     assert layout.total_chunks == 32 * 3 * 16
@@ -265,14 +267,14 @@ def test_sizes_of_a_known_model_without_probe_heads() -> None:
 
     assert layout.num_chunks == 16
     assert [layout.chunk_rows(chunk) for chunk in (0, 14, 15)] == [64, 64, 40]
-    assert layout.stream_bytes(PROBE) == 0
+    assert layout.column_bytes(PROBE) == 0
     # A head: 15 chunks of 64 rows of 256 bytes; 40 rows are 10,240 bytes, padded to 12,288.
-    for stream in kv_of(shape):
-        assert layout.stream_bytes(stream) == 15 * 64 * 256 + 12_288
+    for column in kv_of(shape):
+        assert layout.column_bytes(column) == 15 * 64 * 256 + 12_288
     assert layout.num_blocks == 32 * 16 * 63
     assert layout.layer_chunks == 17 * 16
-    assert layout.stream_offset(0, 1) == BLOCK
-    assert layout.stream_offset(1, 9) == BLOCK * (1 + 1008 + 8 * 63)
+    assert layout.column_offset(0, 1) == BLOCK
+    assert layout.column_offset(1, 9) == BLOCK * (1 + 1008 + 8 * 63)
 
 
 def test_sizes_of_a_known_model_with_codes() -> None:
@@ -298,7 +300,7 @@ def test_sizes_of_a_known_model_with_codes() -> None:
     # 16 groups of 71,680 bytes; a page has 2 of them, which are 35 blocks.
     assert (codes.page_groups, codes.page_bytes) == (2, 35 * BLOCK)
     assert codes.base_bytes == 8 * 35 * BLOCK
-    assert layout.streams_bytes == 1008 * BLOCK
+    assert layout.columns_bytes == 1008 * BLOCK
     assert layout.codes_offset(1) == BLOCK * (1 + 2 * 1008 + 280 + 256)
     assert layout.num_blocks == 32 * (1008 + 280 + 256)
 

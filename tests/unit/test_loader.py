@@ -13,43 +13,43 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.errors import ChunkUnreadable
-from impress_sglang.importance.identify import (
+from impress_sglang.errors import SegmentUnreadable
+from impress_sglang.importance.selectors import (
     Evidence,
-    H2ORule,
-    IdentificationRule,
-    PaperRule,
+    H2OSelector,
+    PaperSelector,
+    TokenSelector,
 )
-from impress_sglang.storage.layout import KVShape, Stream
+from impress_sglang.storage.layout import Column, KVShape
 from impress_sglang.storage.read_cost import ReadCost
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastFrequentlyUsed
-from impress_sglang.transfer.area import AreaPool
+from impress_sglang.transfer.buffers import BufferPool
+from impress_sglang.transfer.geometry import SourceSpan
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
-from impress_sglang.transfer.plan import SourceSpan
-from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.slots import Slots
 from impress_sglang.transfer.source import (
-    Demand,
     PrefixSource,
+    ReadNeeds,
     SegmentSource,
 )
 from tests.unit.kv_factory import (
     KEYS,
     PROBE,
+    columns_of,
+    head_group_of,
     heads_of,
     holds_values,
     kv_of,
-    lane_of,
     make_cache,
     make_info,
     make_shape,
     open_span,
     random_kvs,
     random_mapping,
-    streams_of,
     write_kvs,
 )
 from tests.unit.reading import LoadedLayer, load_layer
@@ -61,13 +61,13 @@ SHAPES = {
     "mqa": make_shape(query_heads=4, kv_heads=1, probe=(0,)),
     "all-probed": make_shape(query_heads=4, kv_heads=2, probe=(0, 1)),
 }
-# Without probe heads: nothing can be asked of the probe stream.
-LANES = {
-    "lanes": make_shape(query_heads=6, kv_heads=3, key_dim=16, value_dim=12, probe=()),
-    "lanes-mha": make_shape(query_heads=3, kv_heads=3, probe=()),
-    "lanes-mqa": make_shape(query_heads=4, kv_heads=1, probe=()),
+# Without probe heads: nothing can be asked of the probe column.
+HEAD_GROUPS = {
+    "head_groups": make_shape(query_heads=6, kv_heads=3, key_dim=16, value_dim=12, probe=()),
+    "head_groups-mha": make_shape(query_heads=3, kv_heads=3, probe=()),
+    "head_groups-mqa": make_shape(query_heads=4, kv_heads=1, probe=()),
 }
-EVERY = SHAPES | LANES
+EVERY = SHAPES | HEAD_GROUPS
 M, N, C = 60, 6, 5
 
 
@@ -91,7 +91,7 @@ class FixedRule:
 
 
 def shared(tokens: Sequence[int]) -> FixedRule:
-    """One set for all heads, after a look at the probe stream."""
+    """One set for all heads, after a look at the probe column."""
     return FixedRule(torch.tensor([list(tokens)]))
 
 
@@ -101,7 +101,7 @@ def fallback(tokens: Tensor) -> FixedRule:
 
 
 class CountingSource:
-    """Counts how often each row of each stream is asked for, and keeps what it is told."""
+    """Counts how often each row of each column is asked for, and keeps what it is told."""
 
     def __init__(self, source: PrefixSource, shape: KVShape) -> None:
         self._source = source
@@ -112,9 +112,9 @@ class CountingSource:
         self.selections: list[tuple[int, list[list[int]], Tensor | None]] = []
         self.whole_layers: list[int] = []
         self.reads = {
-            (layer, stream): torch.zeros(self.num_tokens, dtype=torch.int64)
+            (layer, column): torch.zeros(self.num_tokens, dtype=torch.int64)
             for layer in range(shape.num_layers)
-            for stream in streams_of(shape)
+            for column in columns_of(shape)
         }
 
     def read_probe(self, layer: int) -> Tensor:
@@ -130,14 +130,16 @@ class CountingSource:
         values: Slots | None = None,
     ) -> None:
         if tokens is not None:
-            lanes = 1 + max(lane_of(self._shape, stream) for stream in kv_of(self._shape))
-            assert tokens.shape[0] == lanes and tokens.device.type == "cpu"
+            head_groups = 1 + max(
+                head_group_of(self._shape, column) for column in kv_of(self._shape)
+            )
+            assert tokens.shape[0] == head_groups and tokens.device.type == "cpu"
             for own in tokens:
                 assert torch.equal(own, own.unique()), "ascending and distinct"
-        for stream in kv_of(self._shape):
-            if (values if holds_values(self._shape, stream) else keys) is not None:
-                own = slice(None) if tokens is None else tokens[lane_of(self._shape, stream)]
-                self.reads[layer, stream][own] += 1
+        for column in kv_of(self._shape):
+            if (values if holds_values(self._shape, column) else keys) is not None:
+                own = slice(None) if tokens is None else tokens[head_group_of(self._shape, column)]
+                self.reads[layer, column][own] += 1
         self._source.read(layer, tokens, keys=keys, values=values)
 
     def note_selection(self, layer: int, selected: Tensor, importance: Tensor | None) -> None:
@@ -149,8 +151,8 @@ class CountingSource:
         self.whole_layers.append(layer)
         self._source.note_whole(layer)
 
-    def counts(self, layer: int, stream: Stream) -> list[int]:
-        return self.reads[layer, stream].tolist()
+    def counts(self, layer: int, column: Column) -> list[int]:
+        return self.reads[layer, column].tolist()
 
 
 class Setting:
@@ -194,18 +196,18 @@ class Setting:
         return [h for h in range(self.shape.num_query_heads) if h // group in probed]
 
     @property
-    def lane_heads(self) -> list[list[int]]:
-        """KV heads of each lane."""
+    def head_group_heads(self) -> list[list[int]]:
+        """KV heads of each head group."""
         everything = list(range(self.shape.num_kv_heads))
         return [everything] if self.shape.probe_kv_heads else [[head] for head in everything]
 
-    def load(self, layer: int, rule: IdentificationRule, k: int) -> LoadedLayer:
+    def load(self, layer: int, rule: TokenSelector, k: int) -> LoadedLayer:
         return load_layer(
             PrefixLoader(self.shape, rule), layer, self.source, self.inputs, k, self.stats
         )
 
     def check(self, layer: int, loaded: LoadedLayer, tokens: Tensor) -> None:
-        """Each head has the rows of its set, [1, k] or [G, k], and each lane those of its heads."""
+        """Each head has the rows of its set, and each head group those of its heads."""
         sets = tokens.expand(self.shape.num_kv_heads, -1)
         count = sets.shape[1]
         assert loaded.keys.shape == (count, self.shape.num_kv_heads, self.shape.key_dim)
@@ -218,9 +220,9 @@ class Setting:
         assert loaded.selected.device.type == "cpu"
 
     def selected(self, tokens: Tensor) -> list[list[int]]:
-        """The tokens of any head of each lane."""
+        """The tokens of any head of each head group."""
         sets = tokens.expand(self.shape.num_kv_heads, -1)
-        return [sorted(set(sets[heads].flatten().tolist())) for heads in self.lane_heads]
+        return [sorted(set(sets[heads].flatten().tolist())) for heads in self.head_group_heads]
 
 
 @pytest.fixture(params=SHAPES)
@@ -246,8 +248,8 @@ def test_all_tokens_are_returned_exactly_and_nothing_is_probed(either: Setting, 
     assert rule.probe_scores is None
     probes = 1 if setting.shape.probe_kv_heads else 0
     assert setting.source.counts(layer, PROBE) == [probes] * M
-    for stream in kv_of(setting.shape):
-        assert setting.source.counts(layer, stream) == [1] * M
+    for column in kv_of(setting.shape):
+        assert setting.source.counts(layer, column) == [1] * M
     assert dataclasses.replace(setting.stats, load_ms=0.0) == LoadStats(layers_whole=1)
     assert (setting.source.whole_layers, setting.source.selections) == ([layer], [])
 
@@ -266,17 +268,17 @@ def test_shared_tokens_are_the_rows_of_the_rule(
     assert setting.stats.layers_by_fallback == setting.stats.layers_whole == 0
 
 
-def test_shared_path_reads_the_probe_stream_and_the_selected_rows_only(setting: Setting) -> None:
+def test_shared_path_reads_the_probe_column_and_the_selected_rows_only(setting: Setting) -> None:
     tokens = [2, 3, 17, 41, 59]
 
     setting.load(1, shared(tokens), len(tokens))
 
     selected = [int(t in tokens) for t in range(M)]
     assert setting.source.counts(1, PROBE) == [1] * M
-    for stream in kv_of(setting.shape):
-        assert setting.source.counts(1, stream) == selected
-    for stream in streams_of(setting.shape):
-        assert not setting.source.reads[0, stream].any(), "no other layer"
+    for column in kv_of(setting.shape):
+        assert setting.source.counts(1, column) == selected
+    for column in columns_of(setting.shape):
+        assert not setting.source.reads[0, column].any(), "no other layer"
 
 
 def test_a_rule_that_looks_at_nothing_reads_what_it_chose(either: Setting) -> None:
@@ -286,8 +288,8 @@ def test_a_rule_that_looks_at_nothing_reads_what_it_chose(either: Setting) -> No
 
     probes = 1 if setting.shape.probe_kv_heads else 0
     assert setting.source.counts(1, PROBE) == [probes] * M
-    for stream in kv_of(setting.shape):
-        assert setting.source.counts(1, stream) == [int(t in (1, 5)) for t in range(M)]
+    for column in kv_of(setting.shape):
+        assert setting.source.counts(1, column) == [int(t in (1, 5)) for t in range(M)]
     ((layer, selected, scores),) = setting.source.selections
     assert (layer, scores) == (1, None)
     assert selected == setting.selected(torch.tensor([[1, 5]]))
@@ -319,15 +321,15 @@ def test_each_head_gets_its_own_rows(setting: Setting, k: int, asks: list[str]) 
     assert setting.stats.layers_whole == 0
 
 
-def picked(shape: KVShape, stream: Stream, tokens: Tensor) -> list[int]:
-    """How often each row is read where the heads of its lane take these tokens."""
-    heads = slice(None) if shape.probe_kv_heads else [lane_of(shape, stream)]
+def picked(shape: KVShape, column: Column, tokens: Tensor) -> list[int]:
+    """How often each row is read where the heads of its head group take these tokens."""
+    heads = slice(None) if shape.probe_kv_heads else [head_group_of(shape, column)]
     chosen = set(tokens[heads].flatten().tolist())
     return [int(t in chosen) for t in range(M)]
 
 
-def test_own_sets_read_the_rows_that_any_head_of_a_lane_picked(either: Setting) -> None:
-    """The probe stream once; without probe heads each head's own k rows and no more."""
+def test_own_sets_read_the_rows_that_any_head_of_a_head_group_picked(either: Setting) -> None:
+    """The probe column once; without probe heads each head's own k rows and no more."""
     setting = either
     tokens = own_tokens(setting.shape, 9)
 
@@ -335,10 +337,10 @@ def test_own_sets_read_the_rows_that_any_head_of_a_lane_picked(either: Setting) 
 
     probes = 1 if setting.shape.probe_kv_heads else 0
     assert setting.source.counts(0, PROBE) == [probes] * M
-    for stream in kv_of(setting.shape):
-        assert setting.source.counts(0, stream) == picked(setting.shape, stream, tokens)
+    for column in kv_of(setting.shape):
+        assert setting.source.counts(0, column) == picked(setting.shape, column, tokens)
         if not probes:
-            assert sum(setting.source.counts(0, stream)) == 9
+            assert sum(setting.source.counts(0, column)) == 9
 
 
 def test_fallback_reads_every_key_once_and_the_values_that_any_head_picked(
@@ -349,10 +351,10 @@ def test_fallback_reads_every_key_once_and_the_values_that_any_head_picked(
     setting.load(0, fallback(tokens), 9)
 
     assert setting.source.counts(0, PROBE) == [1] * M
-    for stream in kv_of(setting.shape):
-        expected = picked(setting.shape, stream, tokens)
-        keys = not holds_values(setting.shape, stream)
-        assert setting.source.counts(0, stream) == ([1] * M if keys else expected)
+    for column in kv_of(setting.shape):
+        expected = picked(setting.shape, column, tokens)
+        keys = not holds_values(setting.shape, column)
+        assert setting.source.counts(0, column) == ([1] * M if keys else expected)
 
 
 def test_exact_scores_need_no_probe_heads(either: Setting) -> None:
@@ -368,7 +370,7 @@ def test_exact_scores_need_no_probe_heads(either: Setting) -> None:
     np.testing.assert_allclose(rule.scores, setting.reference_scores(0), rtol=1e-4, atol=1e-7)
 
 
-def test_rule_sees_the_scores_of_the_probe_stream_then_of_all_keys(setting: Setting) -> None:
+def test_rule_sees_the_scores_of_the_probe_column_then_of_all_keys(setting: Setting) -> None:
     rule = fallback(own_tokens(setting.shape, 5))
 
     setting.load(1, rule, 5)
@@ -399,7 +401,7 @@ def test_evidence_is_read_and_scored_once_however_often_it_is_asked_for(setting:
 
 @pytest.mark.parametrize("mode", ["shared", "fallback"])
 def test_source_is_told_what_was_selected_and_by_which_scores(setting: Setting, mode: str) -> None:
-    """Once a layer: the tokens of each lane, and the newest scores that the rule asked for."""
+    """Once a layer: the tokens of each head group, and the newest scores asked for."""
     tokens = own_tokens(setting.shape, 5)
     rule = shared(tokens[0].tolist()) if mode == "shared" else fallback(tokens)
 
@@ -446,7 +448,7 @@ def test_papers_rule_loads_the_tokens_of_the_dense_reference(
     j = (k / M) / (2 - k / M)
     agreed = not pairs or sum(pairs) / len(pairs) > j**alpha
 
-    loaded = setting.load(1, PaperRule(alpha), k)
+    loaded = setting.load(1, PaperSelector(alpha), k)
 
     assert (setting.stats.layers_by_probe, setting.stats.layers_by_fallback) == (
         (1, 0) if agreed else (0, 1)
@@ -467,7 +469,7 @@ def test_each_head_gets_its_best_tokens_of_the_dense_reference(either: Setting, 
     by_head = setting.reference_scores(1).reshape(setting.shape.num_kv_heads, -1, M).sum(1)
     own = [sorted(np.argsort(-row)[:k].tolist()) for row in by_head]
 
-    loaded = setting.load(1, H2ORule(), k)
+    loaded = setting.load(1, H2OSelector(), k)
 
     setting.check(1, loaded, torch.tensor(own))
 
@@ -479,7 +481,7 @@ def test_the_rule_takes_both_paths_in_the_test_above() -> None:
         for alpha in (0.01, 1.0):
             setting = Setting(SHAPES[name])
             setting.stats = stats
-            setting.load(1, PaperRule(alpha), 45)
+            setting.load(1, PaperSelector(alpha), 45)
 
     assert stats.layers_by_probe > 0
     assert stats.layers_by_fallback > 0
@@ -512,7 +514,7 @@ def test_reading_for_a_rule_is_loading_and_not_probing() -> None:
 
     setting.source.read_probe = slowly  # type: ignore[method-assign]
 
-    setting.load(0, PaperRule(1.0), 5)
+    setting.load(0, PaperSelector(1.0), 5)
 
     assert setting.stats.load_ms >= 200 > setting.stats.probe_ms > 0
 
@@ -525,7 +527,7 @@ def stored(
     info = make_info(setting.shape, range(M), generation=int(reordered))
     mapping = random_mapping(info, 1) if reordered else None
     path = write_kvs(directory, info, setting.keys, setting.values, mapping=mapping)
-    reader, pool, span = ChunkReader(2), AreaPool(8 << 20), open_span(path, cache)
+    reader, pool, span = BlockReader(2), BufferPool(8 << 20), open_span(path, cache)
     setting.span = span
     opened: list[SegmentSource] = []
 
@@ -533,7 +535,7 @@ def stored(
         if opened:
             opened[-1].close()
         cache.placement.advance()
-        opened.append(SegmentSource(setting.shape, [span], reader, pool, cache, Demand()))
+        opened.append(SegmentSource(setting.shape, [span], reader, pool, cache, ReadNeeds()))
         return opened[-1]
 
     yield request
@@ -544,7 +546,7 @@ def stored(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mode", ["shared", "own", "fallback"])
-@pytest.mark.parametrize("name", ["gqa-apart", "lanes", "lanes-mha"])
+@pytest.mark.parametrize("name", ["gqa-apart", "head_groups", "head_groups-mha"])
 def test_rows_from_ssd_are_the_stored_bits(
     tmp_path: Path, dtype: torch.dtype, mode: str, name: str
 ) -> None:
@@ -609,9 +611,9 @@ def test_shared_path_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_gaps")
-def test_a_load_of_lanes_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
+def test_a_load_of_head_groups_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
     """The chunks of each head's own tokens."""
-    setting = Setting(LANES["lanes"])
+    setting = Setting(HEAD_GROUPS["head_groups"])
     tokens = torch.tensor([[3, 20], [4, 5], [0, 59]])
     with stored(tmp_path, setting, make_cache(setting.shape)) as request:
         source = request()
@@ -633,12 +635,12 @@ def test_a_load_of_lanes_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
     assert noted == tokens.tolist()
 
 
-def test_a_whole_load_of_lanes_takes_all_of_them_from_ssd(tmp_path: Path) -> None:
-    setting = Setting(LANES["lanes"])
+def test_a_whole_load_of_head_groups_takes_all_of_them_from_ssd(tmp_path: Path) -> None:
+    setting = Setting(HEAD_GROUPS["head_groups"])
     with stored(tmp_path, setting, make_cache(setting.shape), reordered=True) as request:
         source = request()
         loaded = load_layer(
-            PrefixLoader(setting.shape, H2ORule()), 1, source, setting.inputs, M, setting.stats
+            PrefixLoader(setting.shape, H2OSelector()), 1, source, setting.inputs, M, setting.stats
         )
 
         setting.check(1, loaded, torch.arange(M)[None])
@@ -648,16 +650,16 @@ def test_a_whole_load_of_lanes_takes_all_of_them_from_ssd(tmp_path: Path) -> Non
 
 
 class BrokenSource(CountingSource):
-    """Cannot give one stream."""
+    """Cannot give one column."""
 
-    def __init__(self, setting: Setting, broken: Stream) -> None:
+    def __init__(self, setting: Setting, broken: Column) -> None:
         source = MemorySource(setting.shape, list(setting.keys), list(setting.values))
         super().__init__(source, setting.shape)
         self._broken = broken
 
     def read_probe(self, layer: int) -> Tensor:
         if self._broken == PROBE:
-            raise ChunkUnreadable("ab12", "test")
+            raise SegmentUnreadable("ab12", "test")
         return super().read_probe(layer)
 
     def read(
@@ -670,7 +672,7 @@ class BrokenSource(CountingSource):
     ) -> None:
         asked = values if holds_values(self._shape, self._broken) else keys
         if self._broken != PROBE and asked is not None:
-            raise ChunkUnreadable("ab12", "test")
+            raise SegmentUnreadable("ab12", "test")
         super().read(layer, tokens, keys=keys, values=values)
 
 
@@ -678,11 +680,11 @@ class BrokenSource(CountingSource):
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        *(("gqa-apart", stream) for stream in streams_of(SHAPES["gqa-apart"])),
-        *(("lanes", stream) for stream in kv_of(LANES["lanes"])),
+        *(("gqa-apart", column) for column in columns_of(SHAPES["gqa-apart"])),
+        *(("head_groups", column) for column in kv_of(HEAD_GROUPS["head_groups"])),
     ],
 )
-def test_an_unreadable_chunk_reaches_the_caller(name: str, broken: Stream, mode: str) -> None:
+def test_an_unreadable_chunk_reaches_the_caller(name: str, broken: Column, mode: str) -> None:
     setting = Setting(EVERY[name])
     tokens = own_tokens(setting.shape, 4)
     asks = ("exact",) if mode == "fallback" else ()
@@ -690,7 +692,7 @@ def test_an_unreadable_chunk_reaches_the_caller(name: str, broken: Stream, mode:
     k = M if mode == "whole" else 4
     setting.source = BrokenSource(setting, broken)
 
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         setting.load(0, rule, k)
 
     assert not setting.source.selections and not setting.source.whole_layers, (

@@ -46,8 +46,10 @@ def test_the_compiled_loops_are_used_where_numba_is_installed() -> None:
     assert all(hasattr(getattr(loops, name), "nopython_signatures") for name in loops.__all__)
 
 
-def ascending(rng: np.random.Generator, lanes: int, k: int, stop: int) -> np.ndarray:
-    return np.sort([rng.permutation(stop)[:k] for _ in range(lanes)], axis=1).reshape(lanes, k)
+def ascending(rng: np.random.Generator, head_groups: int, k: int, stop: int) -> np.ndarray:
+    return np.sort([rng.permutation(stop)[:k] for _ in range(head_groups)], axis=1).reshape(
+        head_groups, k
+    )
 
 
 def blocks_of(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -62,7 +64,7 @@ class Span:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = np.random.default_rng(seed)
-        self.lanes = int(rng.integers(1, 4))
+        self.head_groups = int(rng.integers(1, 4))
         self.rows = int(rng.integers(1, 40))
         self.chunk_rows = int(rng.integers(1, 20))
         self.start = int(rng.integers(0, self.rows))
@@ -70,10 +72,10 @@ class Span:
         self.first = int(rng.integers(0, 5))
         self.stop = self.first + count
         prefix = self.stop + int(rng.integers(0, 5))
-        self.tokens = ascending(rng, self.lanes, int(rng.integers(1, prefix + 1)), prefix)
+        self.tokens = ascending(rng, self.head_groups, int(rng.integers(1, prefix + 1)), prefix)
         self.mapping = np.empty(0, np.uint16)
         if rng.integers(2):
-            order = [rng.permutation(self.rows) for _ in range(self.lanes)]
+            order = [rng.permutation(self.rows) for _ in range(self.head_groups)]
             self.mapping = np.concatenate(order).astype(rng.choice([np.uint16, np.uint32]))
 
     @property
@@ -87,7 +89,7 @@ def test_locate_rows(seed: int) -> None:
     blocks = (*blocks_of(span.rng, span.rows), *blocks_of(span.rng, span.rows))
     both("locate_rows", *span.place, span.chunk_rows, *blocks, True)
     inside = min(span.tokens.shape[1], span.stop - span.first)
-    span.tokens = ascending(span.rng, span.lanes, inside, span.stop - span.first) + span.first
+    span.tokens = ascending(span.rng, span.head_groups, inside, span.stop - span.first) + span.first
     _, _, rows, counts, *_ = both("locate_rows", *span.place, span.chunk_rows, *blocks, False)
     assert len(rows) == counts.sum() == span.tokens.size
 
@@ -95,7 +97,7 @@ def test_locate_rows(seed: int) -> None:
 @given(SEEDS)
 def test_chunk_hits(seed: int) -> None:
     span = Span(seed)
-    hit = span.rng.integers(0, 2, span.lanes * -(-span.rows // span.chunk_rows)).astype(bool)
+    hit = span.rng.integers(0, 2, span.head_groups * -(-span.rows // span.chunk_rows)).astype(bool)
     wanted, hits = both("chunk_hits", *span.place, span.chunk_rows, hit)
     assert 0 <= hits <= wanted <= span.tokens.size
 
@@ -104,7 +106,7 @@ def test_chunk_hits(seed: int) -> None:
 def test_move_averages(seed: int) -> None:
     span = Span(seed)
     rng = span.rng
-    averages = rng.integers(0, 256, (span.lanes, span.rows)).astype(np.uint8)
+    averages = rng.integers(0, 256, (span.head_groups, span.rows)).astype(np.uint8)
     kept, raised = rng.integers(0, 256, (2, 256)).astype(np.uint8)
     both("move_averages", averages, span.tokens, span.first, span.stop, span.start, kept, raised)
 
@@ -183,18 +185,23 @@ def test_loops_over_blocks(seed: int) -> None:
 @given(SEEDS)
 def test_vector_addresses(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    lanes, lane_chunks, chunk_rows, row_vectors, page_vectors = rng.integers(1, 6, 5).tolist()
+    head_groups, head_group_chunks, chunk_rows, row_vectors, page_vectors = rng.integers(
+        1, 6, 5
+    ).tolist()
     count = int(rng.integers(1, 12))
-    lane, row = rng.integers(0, lanes, count), rng.integers(0, lane_chunks * chunk_rows, count)
-    touched = np.unique(lane * lane_chunks + row // chunk_rows)
-    place_of_chunk = np.zeros(lanes * lane_chunks, np.int64)
+    head_group, row = (
+        rng.integers(0, head_groups, count),
+        rng.integers(0, head_group_chunks * chunk_rows, count),
+    )
+    touched = np.unique(head_group * head_group_chunks + row // chunk_rows)
+    place_of_chunk = np.zeros(head_groups * head_group_chunks, np.int64)
     place_of_chunk[touched] = np.arange(len(touched))
     tiers = rng.integers(0, 3, len(touched)).astype(np.uint8) * (seed % 3 > 0)
     width = -(-chunk_rows * row_vectors // page_vectors)
     pages = rng.integers(0, 99, (len(touched) if tiers.any() else 0, width)).astype(np.int32)
-    sizes = (lane_chunks, chunk_rows, row_vectors, page_vectors, 32, 4096, 8192, 512)
+    sizes = (head_group_chunks, chunk_rows, row_vectors, page_vectors, 32, 4096, 8192, 512)
     bases = np.array([7, 3, 5], np.int64) << 40
-    both("vector_addresses", lane, row, tiers, place_of_chunk, pages, *sizes, bases)
+    both("vector_addresses", head_group, row, tiers, place_of_chunk, pages, *sizes, bases)
 
 
 def test_loops_are_compiled_where_nothing_can_be_kept() -> None:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from impress_sglang.transfer.memory import TILE_TOKENS, MemorySource
 from impress_sglang.transfer.slots import Slots
-from tests.unit.kv_factory import lanes_of, make_shape, random_kvs
+from tests.unit.kv_factory import head_groups_of, make_shape, random_kvs
 from tests.unit.reading import read_rows
 from tests.unit.source_factory import SHAPES
 
 
-@pytest.mark.parametrize("name", ["gqa-float32", "lanes-bfloat16"])
+@pytest.mark.parametrize("name", ["gqa-float32", "head_groups-bfloat16"])
 @pytest.mark.parametrize("m", [TILE_TOKENS - 1, TILE_TOKENS, 2 * TILE_TOKENS + 3])
 def test_prefixes_of_several_tiles(name: str, m: int) -> None:
     shape = SHAPES[name]
@@ -25,7 +25,7 @@ def test_prefixes_of_several_tiles(name: str, m: int) -> None:
     found = read_rows(MemorySource(shape, list(keys), list(values)), 1, None)
     assert found.keys is not None and torch.equal(found.keys, keys[1][:, others])
     assert found.values is not None and torch.equal(found.values, values[1])
-    tokens = torch.arange(0, m, 1).expand(lanes_of(shape), -1)[:, : m - 1]
+    tokens = torch.arange(0, m, 1).expand(head_groups_of(shape), -1)[:, : m - 1]
     part = read_rows(MemorySource(shape, list(keys), list(values)), 1, tokens)
     assert part.values is not None and torch.equal(part.values, values[1][: m - 1])
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.importance.identify import H2ORule, PaperRule
-from impress_sglang.management.policies import Policy, Wish, make_policy
+from impress_sglang.importance.selectors import H2OSelector, PaperSelector
+from impress_sglang.management.policies import LoadOptions, Policy, make_policy
 from impress_sglang.options import EXACT_BITS, POLICIES
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
 
@@ -69,7 +69,7 @@ def test_depends_on_length_and_retention_alone(
 def test_exact_means_all_or_nothing(policy: Policy, retention: float) -> None:
     whole = all(policy.tokens_to_load(m, retention) in (0, m) for m in LENGTHS)
 
-    assert policy.exact(Wish(retention)) == whole
+    assert policy.exact(LoadOptions(retention)) == whole
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -77,7 +77,7 @@ def test_fewer_bits_are_for_those_who_read_codes(
     policy: Policy, retention: float, bits: float
 ) -> None:
     for chosen in (False, True):
-        found = policy.bits(Wish(retention, bits, chosen))
+        found = policy.bits(LoadOptions(retention, bits, chosen))
 
         assert found == (bits if policy.name == "impress" else EXACT_BITS)
 
@@ -86,11 +86,11 @@ def test_fewer_bits_are_for_those_who_read_codes(
 def test_exact_is_what_has_all_tokens_and_all_bits(
     policy: Policy, retention: float, bits: float
 ) -> None:
-    wish = Wish(retention, bits)
+    wanted = LoadOptions(retention, bits)
     whole = all(policy.tokens_to_load(m, retention) in (0, m) for m in LENGTHS)
 
-    assert policy.exact(wish) == (whole and policy.bits(wish) == EXACT_BITS)
-    assert policy.exact(wish) == policy.exact(dataclasses.replace(wish, chosen=True))
+    assert policy.exact(wanted) == (whole and policy.bits(wanted) == EXACT_BITS)
+    assert policy.exact(wanted) == policy.exact(dataclasses.replace(wanted, chosen=True))
 
 
 def test_what_has_its_name_from_the_paper_stores_what_the_paper_says(policy: Policy) -> None:
@@ -109,7 +109,7 @@ def test_recompute_stores_nothing() -> None:
 def test_as_loads_everything_whatever_the_retention(retention: float) -> None:
     policy = make_policy(ImpressConfig(policy="as"))
 
-    assert policy.stores and policy.exact(Wish(retention))
+    assert policy.stores and policy.exact(LoadOptions(retention))
     assert [policy.tokens_to_load(m, retention) for m in LENGTHS] == LENGTHS
 
 
@@ -117,26 +117,26 @@ def test_as_loads_everything_whatever_the_retention(retention: float) -> None:
 def test_impress_loads_its_share(retention: float, m: int, k: int) -> None:
     policy = make_policy(ImpressConfig(policy="impress"))
 
-    assert policy.stores and not policy.exact(Wish(retention))
+    assert policy.stores and not policy.exact(LoadOptions(retention))
     assert policy.tokens_to_load(m, retention) == k
 
 
 def test_impress_at_retention_one_and_all_bits_is_exact() -> None:
     policy = make_policy(ImpressConfig(policy="impress"))
 
-    assert policy.exact(Wish(1.0)) and not policy.exact(Wish(1.0, 8.0))
+    assert policy.exact(LoadOptions(1.0)) and not policy.exact(LoadOptions(1.0, 8.0))
     assert [policy.tokens_to_load(m, 1.0) for m in LENGTHS] == LENGTHS
 
 
 EXPECTED_RULES = {
-    "recompute": (H2ORule, LeastRecentlyUsed),
-    "as": (H2ORule, LeastRecentlyUsed),
-    "as+h2o+lru": (H2ORule, LeastRecentlyUsed),
-    "as+h2o+lfu": (H2ORule, LeastFrequentlyUsed),
-    "paper+itf": (PaperRule, LeastFrequentlyUsed),
-    "paper+itf+reorder": (PaperRule, LeastFrequentlyUsed),
-    "paper": (PaperRule, ImportanceScore),
-    "impress": (H2ORule, ImportanceScore),
+    "recompute": (H2OSelector, LeastRecentlyUsed),
+    "as": (H2OSelector, LeastRecentlyUsed),
+    "as+h2o+lru": (H2OSelector, LeastRecentlyUsed),
+    "as+h2o+lfu": (H2OSelector, LeastFrequentlyUsed),
+    "paper+itf": (PaperSelector, LeastFrequentlyUsed),
+    "paper+itf+reorder": (PaperSelector, LeastFrequentlyUsed),
+    "paper": (PaperSelector, ImportanceScore),
+    "impress": (H2OSelector, ImportanceScore),
 }
 
 
@@ -145,9 +145,9 @@ def test_every_policy_of_the_paper_is_here() -> None:
 
 
 def test_rules_are_those_of_the_names(policy: Policy) -> None:
-    identification, replacement = EXPECTED_RULES[policy.name]
+    selector, replacement = EXPECTED_RULES[policy.name]
 
-    assert type(policy.identification) is identification
+    assert type(policy.selector) is selector
     assert type(policy.replacement()) is replacement
 
 
@@ -163,7 +163,7 @@ def test_each_call_gives_a_replacement_rule_of_its_own(policy: Policy) -> None:
 
 
 def test_the_identification_rule_is_the_same_at_each_call(policy: Policy) -> None:
-    assert policy.identification == policy.identification
+    assert policy.selector == policy.selector
 
 
 def test_reorders_only_where_the_name_says_so(policy: Policy) -> None:
@@ -178,13 +178,13 @@ def test_resident_prefixes_are_scored_only_where_chunks_are(policy: Policy) -> N
 def test_baselines_with_important_values_load_their_share() -> None:
     for name in ("as+h2o+lru", "as+h2o+lfu", "paper+itf", "paper+itf+reorder", "paper"):
         policy = make_policy(ImpressConfig(policy=name))
-        assert policy.stores and not policy.exact(Wish(0.1))
+        assert policy.stores and not policy.exact(LoadOptions(0.1))
         assert policy.tokens_to_load(30, 0.1) == 3
 
 
 def test_the_options_reach_the_rules() -> None:
     paper = make_policy(ImpressConfig(policy="paper", alpha=0.3))
-    assert paper.identification == PaperRule(0.3)
+    assert paper.selector == PaperSelector(0.3)
     fast = make_policy(ImpressConfig(half_life=1.0)).replacement()
     never = make_policy(ImpressConfig(half_life=0.0)).replacement()
     for rule in (fast, never):

@@ -12,7 +12,7 @@ from torch import Tensor
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.allocation import planes_of
 from impress_sglang.precision.codec import LEVELS, NUM_PLANES, restore
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS, SCORED_QUERIES, PreciseLoader
@@ -80,7 +80,7 @@ def load(
 @pytest.mark.parametrize("rule", ALLOCATIONS)
 @pytest.mark.parametrize("name", PREFIXES)
 def test_slots_get_the_bits_that_were_asked_for(
-    name: str, rule: str, bits: float, tmp_path: Path, reader: ChunkReader
+    name: str, rule: str, bits: float, tmp_path: Path, reader: BlockReader
 ) -> None:
     case, stats = CodedCase(tmp_path, PREFIXES[name], reader), LoadStats()
     for layer in range(SHAPE.num_layers):
@@ -93,7 +93,7 @@ def test_slots_get_the_bits_that_were_asked_for(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_pools_of_few_bits(dtype: torch.dtype, tmp_path: Path, reader: ChunkReader) -> None:
+def test_pools_of_few_bits(dtype: torch.dtype, tmp_path: Path, reader: BlockReader) -> None:
     shape = make_shape(layers=1, key_dim=64, value_dim=64, dtype=dtype, probe=(), coded=True)
     case = CodedCase(tmp_path, PREFIXES["several"], reader, shape=shape)
     load(case, 0, 6.0)
@@ -103,7 +103,7 @@ def test_pools_of_few_bits(dtype: torch.dtype, tmp_path: Path, reader: ChunkRead
 @pytest.mark.parametrize("new", [4, SCORED_QUERIES, SCORED_QUERIES + 23])
 @pytest.mark.parametrize("name", ["one", "several"])
 def test_planes_go_where_an_error_weighs_most(
-    name: str, new: int, tmp_path: Path, reader: ChunkReader
+    name: str, new: int, tmp_path: Path, reader: BlockReader
 ) -> None:
     case = CodedCase(tmp_path, PREFIXES[name], reader)
     planes = load(case, 0, 5.0, new=new)
@@ -116,7 +116,7 @@ def test_planes_go_where_an_error_weighs_most(
     case.close()
 
 
-def test_what_is_read_is_the_base_and_the_planes(tmp_path: Path, reader: ChunkReader) -> None:
+def test_what_is_read_is_the_base_and_the_planes(tmp_path: Path, reader: BlockReader) -> None:
     case, stats = CodedCase(tmp_path, PREFIXES["one"], reader), LoadStats()
     planes = [load(case, layer, 5.0, stats=stats) for layer in range(SHAPE.num_layers)]
     case.source.close()
@@ -132,7 +132,7 @@ def test_what_is_read_is_the_base_and_the_planes(tmp_path: Path, reader: ChunkRe
 
 
 def test_a_part_of_a_segment_reads_little_more_than_its_own(
-    tmp_path: Path, reader: ChunkReader
+    tmp_path: Path, reader: BlockReader
 ) -> None:
     case = CodedCase(tmp_path, [CodedPart(3000, 1000, 1100)], reader)
     case.source.read_base(0)
@@ -144,7 +144,7 @@ def test_a_part_of_a_segment_reads_little_more_than_its_own(
 
 @pytest.mark.parametrize(("device_pages", "host_pages"), [(400, 0), (0, 400), (9, 13), (40, 60)])
 def test_caches_give_what_the_drive_gave(
-    device_pages: int, host_pages: int, tmp_path: Path, reader: ChunkReader
+    device_pages: int, host_pages: int, tmp_path: Path, reader: BlockReader
 ) -> None:
     case = CodedCase(
         tmp_path, PREFIXES["several"], reader, device_pages=device_pages, host_pages=host_pages
@@ -163,7 +163,7 @@ def test_caches_give_what_the_drive_gave(
     case.close()
 
 
-def test_what_is_read_ahead_is_used(tmp_path: Path, reader: ChunkReader) -> None:
+def test_what_is_read_ahead_is_used(tmp_path: Path, reader: BlockReader) -> None:
     case = CodedCase(tmp_path, PREFIXES["several"], reader)
     for layer in range(SHAPE.num_layers):
         load(case, layer, 5.0)
@@ -183,7 +183,7 @@ def test_what_is_read_ahead_is_used(tmp_path: Path, reader: ChunkReader) -> None
 
 
 @pytest.mark.parametrize("where", ["base", "plane"])
-def test_a_damaged_block_is_found(where: str, tmp_path: Path, reader: ChunkReader) -> None:
+def test_a_damaged_block_is_found(where: str, tmp_path: Path, reader: BlockReader) -> None:
     case = CodedCase(tmp_path, PREFIXES["one"], reader)
     segment, layout = case.spans[0].segment, case.spans[0].layout
     offset = segment.layout.codes_offset(1)
@@ -194,7 +194,7 @@ def test_a_damaged_block_is_found(where: str, tmp_path: Path, reader: ChunkReade
     case.close()
 
 
-def test_the_same_history_gives_the_same_bits(tmp_path: Path, reader: ChunkReader) -> None:
+def test_the_same_history_gives_the_same_bits(tmp_path: Path, reader: BlockReader) -> None:
     found = []
     for run in range(2):
         (tmp_path / str(run)).mkdir()
@@ -209,7 +209,7 @@ def test_the_same_history_gives_the_same_bits(tmp_path: Path, reader: ChunkReade
 
 
 def test_a_question_raises_what_it_lacks_of_a_resident_prefix(
-    tmp_path: Path, reader: ChunkReader
+    tmp_path: Path, reader: BlockReader
 ) -> None:
     case = CodedCase(tmp_path, PREFIXES["several"], reader)
     alone = []
@@ -237,7 +237,7 @@ def test_a_question_raises_what_it_lacks_of_a_resident_prefix(
     case.close()
 
 
-def test_two_requests_of_a_pass_read_a_prefix_once(tmp_path: Path, reader: ChunkReader) -> None:
+def test_two_requests_of_a_pass_read_a_prefix_once(tmp_path: Path, reader: BlockReader) -> None:
     case = CodedCase(tmp_path, PREFIXES["one"], reader)
     for layer in range(SHAPE.num_layers):
         for _ in range(3):
@@ -249,7 +249,7 @@ def test_two_requests_of_a_pass_read_a_prefix_once(tmp_path: Path, reader: Chunk
     case.close()
 
 
-def test_a_part_of_a_part_is_enough(tmp_path: Path, reader: ChunkReader) -> None:
+def test_a_part_of_a_part_is_enough(tmp_path: Path, reader: BlockReader) -> None:
     """A request that shares only some tokens raises the units that have them."""
     case = CodedCase(tmp_path, PREFIXES["one"], reader)
     for layer in range(SHAPE.num_layers):
@@ -272,7 +272,7 @@ def test_a_part_of_a_part_is_enough(tmp_path: Path, reader: ChunkReader) -> None
     case.close()
 
 
-def test_a_broken_part_serves_nobody_else(tmp_path: Path, reader: ChunkReader) -> None:
+def test_a_broken_part_serves_nobody_else(tmp_path: Path, reader: BlockReader) -> None:
     case = CodedCase(tmp_path, PREFIXES["one"], reader)
     case.parts[0].broken = True
     with pytest.raises(PrefixUnreadable):
@@ -282,7 +282,7 @@ def test_a_broken_part_serves_nobody_else(tmp_path: Path, reader: ChunkReader) -
 
 @pytest.mark.parametrize("token", [130, 192, 320, 699])
 def test_a_part_that_is_cut_holds_what_it_held(
-    token: int, tmp_path: Path, reader: ChunkReader
+    token: int, tmp_path: Path, reader: BlockReader
 ) -> None:
     """Both pieces are raised as if each had been loaded by itself; a unit may be of both."""
     case = CodedCase(tmp_path, PREFIXES["one"], reader)
@@ -321,7 +321,7 @@ def test_a_part_that_is_cut_holds_what_it_held(
     case.close()
 
 
-def test_what_is_in_slots_is_not_read_ahead(tmp_path: Path, reader: ChunkReader) -> None:
+def test_what_is_in_slots_is_not_read_ahead(tmp_path: Path, reader: BlockReader) -> None:
     case = CodedCase(tmp_path, PREFIXES["several"], reader)
     for layer in range(SHAPE.num_layers):
         load(case, layer, 6.0)
@@ -336,7 +336,7 @@ def test_what_is_in_slots_is_not_read_ahead(tmp_path: Path, reader: ChunkReader)
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_pieces_of_a_segment_are_read_into_one_image(
-    ahead: bool, tmp_path: Path, reader: ChunkReader
+    ahead: bool, tmp_path: Path, reader: BlockReader
 ) -> None:
     """Memory does not grow with their number, and what two of them need is read once."""
     case = CodedCase(tmp_path, [CodedPart(1500)], reader)
@@ -364,7 +364,7 @@ def test_pieces_of_a_segment_are_read_into_one_image(
 
 
 def test_a_load_brings_all_its_parts_whoever_comes_first(
-    tmp_path: Path, reader: ChunkReader
+    tmp_path: Path, reader: BlockReader
 ) -> None:
     """What was read does not last until the next request wants it."""
     case = CodedCase(tmp_path, PREFIXES["several"], reader)
@@ -383,7 +383,7 @@ def test_a_load_brings_all_its_parts_whoever_comes_first(
 
 @pytest.mark.parametrize("how", ["given up", "broken"])
 def test_slots_that_a_part_has_lost_are_not_written(
-    how: str, tmp_path: Path, reader: ChunkReader
+    how: str, tmp_path: Path, reader: BlockReader
 ) -> None:
     case = CodedCase(tmp_path, PREFIXES["several"], reader)
     gone, *others = case.parts
@@ -403,7 +403,7 @@ def test_slots_that_a_part_has_lost_are_not_written(
 
 
 def test_buffers_are_given_back_when_the_last_request_is_done_with_a_layer(
-    tmp_path: Path, reader: ChunkReader
+    tmp_path: Path, reader: BlockReader
 ) -> None:
     case = CodedCase(tmp_path, PREFIXES["one"], reader)
     held, _ = case.parts[0].load or pytest.fail()
@@ -422,7 +422,7 @@ def test_buffers_are_given_back_when_the_last_request_is_done_with_a_layer(
 
 
 def test_requests_that_take_each_others_buffers_get_the_same_bits(
-    tmp_path: Path, reader: ChunkReader
+    tmp_path: Path, reader: BlockReader
 ) -> None:
     """With room for one layer of one of them; planes are wanted when the base is gone."""
     cases = []

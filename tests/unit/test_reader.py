@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from bench.core.emulation import SlowFileSystem
-from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
+from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage import pending_read
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import Integers, ThreadEngine
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.pending_read import BlockRuns, PendingRead
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
 from tests.unit.source_factory import (
@@ -87,13 +87,13 @@ def single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["auto", "threads"])
-def reader(request: pytest.FixtureRequest) -> Iterator[ChunkReader]:
+def reader(request: pytest.FixtureRequest) -> Iterator[BlockReader]:
     with reading(4, request.param) as reader:
         yield reader
 
 
 @pytest.fixture
-def step() -> Iterator[tuple[ChunkReader, StepEngine]]:
+def step() -> Iterator[tuple[BlockReader, StepEngine]]:
     """4 reads in flight at most, which end when the test says so."""
     with stepping(4) as pair:
         yield pair
@@ -102,7 +102,7 @@ def step() -> Iterator[tuple[ChunkReader, StepEngine]]:
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("piece", [BLOCK, 3 * BLOCK, 256 << 10])
 def test_runs_are_filled_and_nothing_else(
-    reader: ChunkReader, tmp_path: Path, direct: bool, piece: int, monkeypatch: pytest.MonkeyPatch
+    reader: BlockReader, tmp_path: Path, direct: bool, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if direct and not FileSystem().supports_direct_io(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
@@ -119,7 +119,7 @@ def test_runs_are_filled_and_nothing_else(
     stored.close()
 
 
-def test_runs_of_several_segments_are_one_read(reader: ChunkReader, tmp_path: Path) -> None:
+def test_runs_of_several_segments_are_one_read(reader: BlockReader, tmp_path: Path) -> None:
     several = [Stored(tmp_path, name=name) for name in ("ab12", "cd345", "ef6789")]
 
     num_bytes = reader.read([own.runs((n, 3 * n + 1), (30, 40)) for n, own in enumerate(several)])
@@ -130,7 +130,7 @@ def test_runs_of_several_segments_are_one_read(reader: ChunkReader, tmp_path: Pa
         own.close()
 
 
-def test_nothing_to_read_is_done_at_once(reader: ChunkReader, stored: Stored) -> None:
+def test_nothing_to_read_is_done_at_once(reader: BlockReader, stored: Stored) -> None:
     for runs in ([], [stored.runs()], [stored.runs(), stored.runs()]):
         read = reader.submit(runs)
         assert read.done and read.num_bytes == 0
@@ -140,7 +140,7 @@ def test_nothing_to_read_is_done_at_once(reader: ChunkReader, stored: Stored) ->
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_runs_are_cut_into_pieces(
-    step: tuple[ChunkReader, StepEngine],
+    step: tuple[BlockReader, StepEngine],
     stored: Stored,
     blocks: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -163,7 +163,7 @@ def test_runs_are_cut_into_pieces(
 
 @pytest.mark.usefixtures("single_blocks")
 def test_as_many_pieces_are_in_flight_as_told(
-    step: tuple[ChunkReader, StepEngine], stored: Stored
+    step: tuple[BlockReader, StepEngine], stored: Stored
 ) -> None:
     reader, engine = step
     assert reader.depth == 4 and reader.engine == "step"
@@ -182,20 +182,20 @@ def test_as_many_pieces_are_in_flight_as_told(
 
 @pytest.mark.usefixtures("single_blocks")
 def test_what_is_waited_for_overtakes_what_is_read_ahead(
-    step: tuple[ChunkReader, StepEngine], stored: Stored
+    step: tuple[BlockReader, StepEngine], stored: Stored
 ) -> None:
     """Reads ahead have half of the queue; what is waited for takes all that is free."""
     reader, engine = step
     ahead = reader.submit([stored.runs((0, 6))], ahead=True)
     engine.wait_started(2)
-    demand = reader.submit([stored.runs((30, 36))])
+    needs = reader.submit([stored.runs((30, 36))])
     assert engine.in_flight == 2, "as many as reading ahead may have"
 
     for begun in range(5, 9):
         engine.allow(1)
         engine.wait_started(begun)
     engine.allow()
-    demand.wait()
+    needs.wait()
     ahead.wait()
 
     order = [(offset - stored.offset) // BLOCK for _, offset, _ in engine.started]
@@ -206,7 +206,7 @@ def test_what_is_waited_for_overtakes_what_is_read_ahead(
 
 @pytest.mark.usefixtures("single_blocks")
 def test_reading_ahead_leaves_room_for_what_comes(
-    step: tuple[ChunkReader, StepEngine], stored: Stored
+    step: tuple[BlockReader, StepEngine], stored: Stored
 ) -> None:
     """Of 4 at once, 2 are ahead, however many requests read ahead; each in its turn."""
     reader, engine = step
@@ -240,8 +240,8 @@ def test_a_slow_device_reads_what_is_waited_for_first(stored: Stored) -> None:
 
 
 @contextlib.contextmanager
-def reading_slowly(bytes_per_second: float) -> Iterator[ChunkReader]:
-    reader = ChunkReader(4, SlowFileSystem(bytes_per_second / 1e6))
+def reading_slowly(bytes_per_second: float) -> Iterator[BlockReader]:
+    reader = BlockReader(4, SlowFileSystem(bytes_per_second / 1e6))
     try:
         yield reader
     finally:
@@ -260,7 +260,7 @@ def listed(rest: Sequence[tuple[BlockRuns, Integers, Integers]]) -> list[tuple[s
 
 @pytest.mark.usefixtures("single_blocks")
 def test_a_cancelled_read_brings_what_was_begun(
-    step: tuple[ChunkReader, StepEngine], tmp_path: Path
+    step: tuple[BlockReader, StepEngine], tmp_path: Path
 ) -> None:
     reader, engine = step
     first, second = (Stored(tmp_path, name=name) for name in ("ab12", "cd345"))
@@ -289,10 +289,10 @@ def test_a_cancelled_read_brings_what_was_begun(
 
 @pytest.mark.usefixtures("single_blocks")
 def test_a_read_that_was_not_begun_is_cancelled_at_once(
-    step: tuple[ChunkReader, StepEngine], stored: Stored
+    step: tuple[BlockReader, StepEngine], stored: Stored
 ) -> None:
     reader, engine = step
-    demand = reader.submit([stored.runs((0, 4))])
+    needs = reader.submit([stored.runs((0, 4))])
     engine.wait_started(4)
     reads = [reader.submit([stored.runs((n, n + 2))], ahead=True) for n in (10, 20, 30)]
 
@@ -302,12 +302,12 @@ def test_a_read_that_was_not_begun_is_cancelled_at_once(
     assert reads[1].done and reads[1].num_bytes == 0
     reads[1].wait()
     engine.allow()
-    for read in (demand, reads[0], reads[2]):
+    for read in (needs, reads[0], reads[2]):
         read.wait()
     stored.check((0, 4), (10, 12), (30, 32))
 
 
-def test_a_read_that_is_done_cannot_be_cancelled(reader: ChunkReader, stored: Stored) -> None:
+def test_a_read_that_is_done_cannot_be_cancelled(reader: BlockReader, stored: Stored) -> None:
     read = reader.submit([stored.runs((0, 9))], ahead=True)
     read.wait()
 
@@ -318,7 +318,7 @@ def test_a_read_that_is_done_cannot_be_cancelled(reader: ChunkReader, stored: St
 
 @pytest.mark.usefixtures("single_blocks")
 @pytest.mark.parametrize("seed", range(8))
-def test_many_threads_read_and_cancel(reader: ChunkReader, tmp_path: Path, seed: int) -> None:
+def test_many_threads_read_and_cancel(reader: BlockReader, tmp_path: Path, seed: int) -> None:
     """What a cancelled read gave up is untouched, and all else is there."""
     several = [Stored(tmp_path, name=f"{seed}{'x' * n}") for n in range(4)]
 
@@ -354,7 +354,7 @@ DAMAGE: dict[str, Callable[[Stored], None]] = {
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("piece", [BLOCK, 256 << 10])
 def test_damage_is_found(
-    reader: ChunkReader,
+    reader: BlockReader,
     tmp_path: Path,
     damage: str,
     direct: bool,
@@ -369,16 +369,16 @@ def test_damage_is_found(
 
     read = reader.submit([good.runs((0, 3)), stored.runs((5, 9))])
     other = reader.submit([good.runs((3, 6))])
-    with pytest.raises(ChunkUnreadable) as caught:
+    with pytest.raises(SegmentUnreadable) as caught:
         read.wait()
 
     assert caught.value.segment_id == "ab12"
     if damage == "flipped":
         assert f"block at {stored.offset + 7 * BLOCK} " in str(caught.value)
     assert read.done
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         read.wait()
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         reader.read([stored.runs((7, 8))])
     other.wait()
     if damage != "shorter":
@@ -387,18 +387,18 @@ def test_damage_is_found(
     good.close()
 
 
-def test_a_file_that_was_removed_is_still_read(reader: ChunkReader, stored: Stored) -> None:
+def test_a_file_that_was_removed_is_still_read(reader: BlockReader, stored: Stored) -> None:
     stored.path.unlink()
 
     reader.read([stored.runs((0, 20))])
 
     stored.check((0, 20))
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         OpenSegment(stored.path, FileSystem(), direct=False)
 
 
 def test_a_read_that_the_system_refuses_says_so_and_condemns_nothing(
-    reader: ChunkReader, stored: Stored, tmp_path: Path
+    reader: BlockReader, stored: Stored, tmp_path: Path
 ) -> None:
     good = stored.segment.descriptor
     stored.segment.descriptor = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
@@ -426,7 +426,7 @@ def test_a_read_that_ended_early_is_completed(stored: Stored) -> None:
         reader.read([stored.runs((0, 9))])
         stored.check((0, 9))
         flip_byte(stored.path, stored.offset + 5)
-        with pytest.raises(ChunkUnreadable):
+        with pytest.raises(SegmentUnreadable):
             reader.read([stored.runs((0, 1))])
 
 
@@ -477,7 +477,7 @@ def test_nobody_waits_for_a_reader_that_has_failed(
 
     if method == "check":
         monkeypatch.setattr(pending_read.PendingRead, "size", fail)
-    reader = ChunkReader(4, OneEngine(Crashing(method, call)))
+    reader = BlockReader(4, OneEngine(Crashing(method, call)))
     reads = []
     for n in range(7):
         reads.append(reader.submit([stored.runs((n, n + blocks))], ahead=n in (3, 5)))
@@ -501,7 +501,7 @@ def test_nobody_waits_for_a_reader_that_has_failed(
 def test_who_gives_up_waiting_leaves_nothing_to_begin(stored: Stored) -> None:
     """The file is closed then, and its descriptor may be another file's."""
     engine = StepEngine(1)
-    reader = ChunkReader(1, OneEngine(engine), patience=0.1)
+    reader = BlockReader(1, OneEngine(engine), patience=0.1)
     with pytest.raises(StoreUnavailable, match="does not answer"):
         reader.read([stored.runs((0, 9))])
 
@@ -514,7 +514,7 @@ def test_who_gives_up_waiting_leaves_nothing_to_begin(stored: Stored) -> None:
 @pytest.mark.usefixtures("single_blocks")
 def test_a_revived_reader_goes_on_learning_what_reads_cost(stored: Stored) -> None:
     files = FaultyFileSystem()
-    reader = ChunkReader(4, files)
+    reader = BlockReader(4, files)
     with files.faults.injected(Rule("raise", "finish")), pytest.raises(StoreUnavailable):
         reader.read([stored.runs((0, 20))])
     wait_until(lambda: not reader._thread.is_alive())
@@ -547,7 +547,7 @@ def test_close_waits_for_what_was_asked_for(stored: Stored) -> None:
         stored.check((0, 6))
 
 
-def test_an_idle_reader_closes(reader: ChunkReader) -> None:
+def test_an_idle_reader_closes(reader: BlockReader) -> None:
     """The fixture closes it."""
     assert reader.engine in ("aio", "threads")
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.policies import Wish
+from impress_sglang.management.policies import LoadOptions
 from impress_sglang.options import AUTO, AUTO_BITS, AUTO_FLOOR, EXACT_BITS, EXACTLY
 from impress_sglang.serving.custom_params import (
     BITS_KEY,
     RETENTION_KEY,
     check_custom_params,
-    wish_of,
+    load_options_of,
 )
 
 CONFIG = ImpressConfig()
@@ -116,14 +116,17 @@ def test_a_request_that_asks_for_nothing_gets_what_is_usual_for_the_server(
     custom_params: object,
 ) -> None:
     for config, usual in (
-        (ImpressConfig(), Wish(1.0, 5.0)),
-        (ImpressConfig(policy="as+h2o+lfu", retention=0.3, bits=EXACTLY), Wish(0.3, EXACT_BITS)),
-        (ImpressConfig(retention=AUTO, bits=7), Wish(AUTO_FLOOR, 7.0)),
-        (ImpressConfig(bits=AUTO), Wish(1.0, AUTO_BITS)),
+        (ImpressConfig(), LoadOptions(1.0, 5.0)),
+        (
+            ImpressConfig(policy="as+h2o+lfu", retention=0.3, bits=EXACTLY),
+            LoadOptions(0.3, EXACT_BITS),
+        ),
+        (ImpressConfig(retention=AUTO, bits=7), LoadOptions(AUTO_FLOOR, 7.0)),
+        (ImpressConfig(bits=AUTO), LoadOptions(1.0, AUTO_BITS)),
     ):
         for params in (SimpleNamespace(custom_params=custom_params), SimpleNamespace()):
-            assert wish_of(params, config) == usual
-            assert not wish_of(params, config).chosen
+            assert load_options_of(params, config) == usual
+            assert not load_options_of(params, config).chosen
 
 
 @pytest.mark.parametrize(
@@ -135,9 +138,9 @@ def test_a_request_gets_what_it_asks_for_but_not_less_than_the_floor(
     config = ImpressConfig(retention=0.3, min_retention=0.1)
     params = SimpleNamespace(custom_params={RETENTION_KEY: asked})
 
-    found = wish_of(params, config)
+    found = load_options_of(params, config)
 
-    assert found == Wish(given, 5.0, chosen=True)
+    assert found == LoadOptions(given, 5.0, chosen=True)
     assert type(found.retention) is float
 
 
@@ -147,12 +150,14 @@ def test_a_request_gets_what_it_asks_for_but_not_less_than_the_floor(
 def test_a_request_gets_the_bits_that_it_asks_for(asked: float | str, given: float) -> None:
     params = SimpleNamespace(custom_params={BITS_KEY: asked})
     for config in (ImpressConfig(), ImpressConfig(bits=EXACTLY)):
-        found = wish_of(params, config)
+        found = load_options_of(params, config)
 
-        assert found == Wish(1.0, given, bits_chosen=True), "its bits say nothing of its share"
+        assert found == LoadOptions(1.0, given, bits_chosen=True), (
+            "its bits say nothing of its share"
+        )
         assert type(found.bits) is float
     both = SimpleNamespace(custom_params={BITS_KEY: asked, RETENTION_KEY: 1})
-    assert wish_of(both, ImpressConfig(retention=0.3)) == Wish(
+    assert load_options_of(both, ImpressConfig(retention=0.3)) == LoadOptions(
         1.0, given, chosen=True, bits_chosen=True
     )
 
@@ -160,7 +165,7 @@ def test_a_request_gets_the_bits_that_it_asks_for(asked: float | str, given: flo
 def test_without_a_floor_any_share_is_given() -> None:
     params = SimpleNamespace(custom_params={RETENTION_KEY: 1e-6})
 
-    assert wish_of(params, ImpressConfig(min_retention=0.0)).retention == 1e-6
+    assert load_options_of(params, ImpressConfig(min_retention=0.0)).retention == 1e-6
 
 
 def test_the_check_needs_no_sglang() -> None:

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
+from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.direct_io import AlignedBuffer, read_exactly, write_exactly
 from impress_sglang.storage.files import FileSystem
@@ -37,10 +37,10 @@ from tests.unit.kv_factory import (
     PROBE,
     VALUES,
     flip_byte,
+    head_group_of,
     heads_of,
     holds_values,
     kv_of,
-    lane_of,
     make_info,
     make_shape,
     random_kvs,
@@ -49,16 +49,16 @@ from tests.unit.kv_factory import (
 )
 
 FILES = FileSystem()
-LANES = make_shape(probe=())
+HEAD_GROUPS = make_shape(probe=())
 SMALL = make_info(make_shape(), range(20), segment_id="ab12")
 REORDERED = make_info(make_shape(), range(20), segment_id="ab12", generation=3)
-IN_LANES = make_info(LANES, range(20), segment_id="ab12")
-IN_LANES_REORDERED = make_info(LANES, range(20), segment_id="ab12", generation=3)
+IN_HEAD_GROUPS = make_info(HEAD_GROUPS, range(20), segment_id="ab12")
+IN_HEAD_GROUPS_REORDERED = make_info(HEAD_GROUPS, range(20), segment_id="ab12", generation=3)
 KINDS = {
     "in order": SMALL,
     "reordered": REORDERED,
-    "lanes": IN_LANES,
-    "lanes, reordered": IN_LANES_REORDERED,
+    "head_groups": IN_HEAD_GROUPS,
+    "head_groups, reordered": IN_HEAD_GROUPS_REORDERED,
 }
 
 
@@ -127,9 +127,9 @@ def test_header_is_read_back(tmp_path_factory: pytest.TempPathFactory, data: st.
 
 
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 2), (65_536, 2), (65_537, 4)])
-@pytest.mark.parametrize(("probe", "lanes"), [((0,), 1), ((), 2)])
+@pytest.mark.parametrize(("probe", "head_groups"), [((0,), 1), ((), 2)])
 def test_mapping_lists_have_entries_as_wide_as_they_must_be(
-    tmp_path: Path, num_tokens: int, width: int, probe: tuple[int, ...], lanes: int
+    tmp_path: Path, num_tokens: int, width: int, probe: tuple[int, ...], head_groups: int
 ) -> None:
     info = make_info(make_shape(layers=3, probe=probe), range(num_tokens), generation=1)
 
@@ -137,10 +137,10 @@ def test_mapping_lists_have_entries_as_wide_as_they_must_be(
 
     assert found.mapping is not None
     assert found.mapping.dtype.itemsize == width
-    assert found.mapping.shape == (3, lanes, num_tokens)
+    assert found.mapping.shape == (3, head_groups, num_tokens)
     assert same_header(found, some_header(info))
     plain = dataclasses.replace(info, generation=0).layout().header_bytes
-    assert abs(info.layout().header_bytes - plain - 3 * lanes * num_tokens * width) < 4096
+    assert abs(info.layout().header_bytes - plain - 3 * head_groups * num_tokens * width) < 4096
 
 
 def test_a_header_must_have_what_its_description_says() -> None:
@@ -159,7 +159,7 @@ def test_a_header_must_have_what_its_description_says() -> None:
 
 
 @pytest.mark.parametrize("generation", [0, 3])
-@pytest.mark.parametrize("shape", [make_shape(), LANES, make_shape(key_dim=512, probe=())])
+@pytest.mark.parametrize("shape", [make_shape(), HEAD_GROUPS, make_shape(key_dim=512, probe=())])
 def test_header_is_padded_to_its_size_in_the_layout(generation: int, shape: KVShape) -> None:
     for count in (1, 20, 900, 1100, 5000):
         info = make_info(shape, range(count), generation=generation)
@@ -183,7 +183,7 @@ def test_a_flipped_byte_anywhere_in_the_header_is_unreadable(
         bad = bytearray(good)
         bad[position] ^= 0xFF
         path.write_bytes(bad)
-        with pytest.raises(ChunkUnreadable) as caught:
+        with pytest.raises(SegmentUnreadable) as caught:
             read_header(path, FILES)
         assert caught.value.segment_id == "ab12"
 
@@ -198,7 +198,7 @@ def test_a_flipped_bit_in_the_preamble_is_unreadable(
     bad[position] ^= 1 << bit
     path.write_bytes(bad)
 
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         read_header(path, FILES)
 
 
@@ -223,7 +223,7 @@ def test_a_flipped_bit_in_a_size_costs_no_memory(tmp_path: Path, offset: int, bi
     os.truncate(path, 1 << 40)
     files = Counting()
 
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         read_header(path, files)
 
     assert files.asked < 1 << 17
@@ -236,7 +236,7 @@ def test_a_description_that_asks_for_more_costs_no_memory(tmp_path: Path) -> Non
     os.truncate(path, 1 << 40)
     files = Counting()
 
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         read_header(path, files)
 
     assert files.asked < 1 << 17
@@ -249,7 +249,7 @@ def test_a_cut_off_header_is_unreadable(
     path = header_file(tmp_path_factory.getbasetemp(), SMALL)
     path.write_bytes(path.read_bytes()[:size])
 
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         read_header(path, FILES)
 
 
@@ -260,7 +260,7 @@ def test_any_other_file_is_unreadable(
     path = tmp_path_factory.getbasetemp() / "ab12.kv"
     path.write_bytes(junk)
 
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         read_header(path, FILES)
 
 
@@ -278,7 +278,7 @@ def test_another_format_version_is_unreadable_and_says_so(tmp_path: Path) -> Non
     assert body != header[32:]
     path.write_bytes(resealed(header, body))
 
-    with pytest.raises(ChunkUnreadable, match="version 6"):
+    with pytest.raises(SegmentUnreadable, match="version 6"):
         read_header(path, FILES)
 
 
@@ -294,12 +294,12 @@ def test_another_magic_is_unreadable(tmp_path: Path, magic: bytes) -> None:
     path = header_file(tmp_path, SMALL)
     path.write_bytes(magic + path.read_bytes()[8:])
 
-    with pytest.raises(ChunkUnreadable, match="format"):
+    with pytest.raises(SegmentUnreadable, match="format"):
         read_header(path, FILES)
 
 
 def test_a_missing_file_is_unreadable(tmp_path: Path) -> None:
-    with pytest.raises(ChunkUnreadable) as caught:
+    with pytest.raises(SegmentUnreadable) as caught:
         read_header(tmp_path / "missing.kv", FILES)
 
     assert caught.value.segment_id == "missing"
@@ -326,14 +326,16 @@ def test_a_file_of_holes_is_unreadable(tmp_path: Path) -> None:
     path = tmp_path / "ab12.kv"
     path.write_bytes(bytes(SMALL.layout().file_bytes))
 
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         read_header(path, FILES)
 
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 8, 20])
 @pytest.mark.parametrize(
-    "shape", [make_shape(probe=(0,)), make_shape(probe=(0, 1)), LANES], ids=["1", "2", "lanes"]
+    "shape",
+    [make_shape(probe=(0,)), make_shape(probe=(0, 1)), HEAD_GROUPS],
+    ids=["1", "2", "head_groups"],
 )
 def test_written_file_has_the_size_of_its_layout_and_a_valid_header(
     tmp_path: Path, num_tokens: int, shape: KVShape, direct: bool
@@ -358,7 +360,7 @@ def test_bytes_of_a_chunk_are_its_rows_head_by_head(tmp_path: Path) -> None:
     data = write_kvs(tmp_path, info, keys, values).read_bytes()
 
     layout = info.layout()
-    for stream, whole, heads in (
+    for column, whole, heads in (
         (PROBE, keys, [1, 3]),
         (KEYS, keys, [0, 2]),
         (VALUES, values, [0, 1, 2, 3]),
@@ -366,14 +368,14 @@ def test_bytes_of_a_chunk_are_its_rows_head_by_head(tmp_path: Path) -> None:
         for layer, chunk in ((0, 0), (1, 1), (1, 2)):
             rows = whole[layer][8 * chunk : 8 * chunk + 8][:, heads]
             expected = rows.contiguous().numpy().tobytes()
-            start = layout.stream_offset(layer, stream) + chunk * layout.chunk_stride(stream)
-            stop = start + layout.run_bytes(stream, chunk, chunk + 1)
+            start = layout.column_offset(layer, column) + chunk * layout.chunk_stride(column)
+            stop = start + layout.run_bytes(column, chunk, chunk + 1)
 
             assert data[start : start + len(expected)] == expected
             assert not any(data[start + len(expected) : stop]), "padding is zero"
 
 
-def test_bytes_of_a_segment_of_lanes(tmp_path: Path) -> None:
+def test_bytes_of_a_segment_of_head_groups(tmp_path: Path) -> None:
     """Each head's rows alone."""
     shape = make_shape(value_dim=16, probe=())
     info = make_info(shape, range(20), generation=1)
@@ -384,16 +386,16 @@ def test_bytes_of_a_segment_of_lanes(tmp_path: Path) -> None:
 
     layout = info.layout()
     for layer in (0, 1):
-        for stream in kv_of(shape):
-            whole = values if holds_values(shape, stream) else keys
-            (head,) = heads_of(shape, stream)
+        for column in kv_of(shape):
+            whole = values if holds_values(shape, column) else keys
+            (head,) = heads_of(shape, column)
             for token in range(20):
                 expected = whole[layer][token][head].numpy().tobytes()
-                chunk, place = divmod(int(mapping[layer, lane_of(shape, stream), token]), 8)
-                start = layout.stream_offset(layer, stream) + chunk * layout.chunk_stride(stream)
+                chunk, place = divmod(int(mapping[layer, head_group_of(shape, column), token]), 8)
+                start = layout.column_offset(layer, column) + chunk * layout.chunk_stride(column)
                 start += place * len(expected)
                 assert data[start : start + len(expected)] == expected
-        assert layout.stream_bytes(PROBE) == 0
+        assert layout.column_bytes(PROBE) == 0
 
 
 @pytest.mark.parametrize("probe", [(0,), ()])
@@ -422,7 +424,7 @@ def test_checksums_of_blocks_are_those_of_each_alone() -> None:
 
 
 def test_reordered_rows_stand_where_the_mapping_lists_say(tmp_path: Path) -> None:
-    """The format itself: the row of keys and values is the token's; the probe stream stays."""
+    """The format itself: the row of keys and values is the token's; the probe column stays."""
     shape = make_shape(kv_heads=2, query_heads=4, probe=(1,))
     info = make_info(shape, range(20), generation=1)
     keys, values = random_kvs(shape, 20, seed=2)
@@ -433,7 +435,7 @@ def test_reordered_rows_stand_where_the_mapping_lists_say(tmp_path: Path) -> Non
     layout = info.layout()
     assert np.array_equal(read_header(tmp_path / "ab12.kv", FILES).mapping, mapping)
     for layer in (0, 1):
-        for stream, whole, heads in (
+        for column, whole, heads in (
             (PROBE, keys, [1]),
             (KEYS, keys, [0]),
             (VALUES, values, [0, 1]),
@@ -441,15 +443,15 @@ def test_reordered_rows_stand_where_the_mapping_lists_say(tmp_path: Path) -> Non
             for token in range(20):
                 expected = whole[layer][token][heads].numpy().tobytes()
                 chunk, place = divmod(
-                    token if stream == PROBE else int(mapping[layer, 0, token]), 8
+                    token if column == PROBE else int(mapping[layer, 0, token]), 8
                 )
-                start = layout.stream_offset(layer, stream) + chunk * layout.chunk_stride(stream)
+                start = layout.column_offset(layer, column) + chunk * layout.chunk_stride(column)
                 start += place * len(expected)
 
                 assert data[start : start + len(expected)] == expected
 
 
-@pytest.mark.parametrize("shape", [make_shape(), LANES], ids=["probe heads", "lanes"])
+@pytest.mark.parametrize("shape", [make_shape(), HEAD_GROUPS], ids=["probe heads", "head_groups"])
 def test_old_bytes_of_the_write_buffer_are_not_written(tmp_path: Path, shape: KVShape) -> None:
     """The buffer is reused: what an earlier, longer segment left there must not reach a file."""
     info = make_info(shape, range(20))
@@ -465,7 +467,7 @@ def test_old_bytes_of_the_write_buffer_are_not_written(tmp_path: Path, shape: KV
 
 
 @pytest.mark.parametrize("failing_layer", [0, 1, 2])
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "gone"), RuntimeError("no stream")])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "gone"), RuntimeError("no column")])
 def test_failure_in_the_middle_leaves_nothing_behind(
     tmp_path: Path, failing_layer: int, error: Exception
 ) -> None:

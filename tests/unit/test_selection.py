@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.importance.identify import probe_kv_heads
 from impress_sglang.importance.selection import (
     mean_jaccard,
     per_head_tokens,
@@ -22,6 +21,7 @@ from impress_sglang.importance.selection import (
     top_tokens,
     vote,
 )
+from impress_sglang.importance.selectors import probe_kv_heads
 
 
 @pytest.mark.parametrize(

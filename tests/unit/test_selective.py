@@ -12,7 +12,7 @@ from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.allocation import planes_of
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS
@@ -104,7 +104,7 @@ def units_of(request: Request, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", PREFIXES)
 def test_each_head_gets_its_own_best_tokens_in_the_bits_of_their_units(
-    name: str, bits: float, tmp_path: Path, reader: ChunkReader
+    name: str, bits: float, tmp_path: Path, reader: BlockReader
 ) -> None:
     """New tokens are more than the last ones, which are what planes go by."""
     case = CodedCase(tmp_path, PREFIXES[name], reader)
@@ -121,7 +121,7 @@ def test_each_head_gets_its_own_best_tokens_in_the_bits_of_their_units(
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("rule", ALLOCATIONS)
 def test_planes_go_to_units_with_chosen_tokens_only(
-    rule: str, bits: float, tmp_path: Path, reader: ChunkReader
+    rule: str, bits: float, tmp_path: Path, reader: BlockReader
 ) -> None:
     case = CodedCase(tmp_path, PREFIXES["several"], reader)
     request = Request(case, 9, rule)
@@ -137,7 +137,7 @@ def test_planes_go_to_units_with_chosen_tokens_only(
 
 
 def test_planes_go_where_an_error_of_a_chosen_token_weighs_most(
-    tmp_path: Path, reader: ChunkReader
+    tmp_path: Path, reader: BlockReader
 ) -> None:
     case = CodedCase(tmp_path, PREFIXES["several"], reader)
     request = Request(case, 200)
@@ -156,7 +156,7 @@ def test_planes_go_where_an_error_of_a_chosen_token_weighs_most(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_pools_of_few_bits(dtype: torch.dtype, tmp_path: Path, reader: ChunkReader) -> None:
+def test_pools_of_few_bits(dtype: torch.dtype, tmp_path: Path, reader: BlockReader) -> None:
     shape: KVShape = make_shape(
         layers=1, key_dim=64, value_dim=64, dtype=dtype, probe=(), coded=True
     )
@@ -174,7 +174,7 @@ def test_pools_of_few_bits(dtype: torch.dtype, tmp_path: Path, reader: ChunkRead
     request.close()
 
 
-def test_one_token_and_all_but_one(tmp_path: Path, reader: ChunkReader) -> None:
+def test_one_token_and_all_but_one(tmp_path: Path, reader: BlockReader) -> None:
     for k in (1, 63):
         (folder := tmp_path / str(k)).mkdir()
         case = CodedCase(folder, [CodedPart(64)], reader)
@@ -185,7 +185,7 @@ def test_one_token_and_all_but_one(tmp_path: Path, reader: ChunkReader) -> None:
         request.close()
 
 
-def test_what_is_read_is_counted(tmp_path: Path, reader: ChunkReader) -> None:
+def test_what_is_read_is_counted(tmp_path: Path, reader: BlockReader) -> None:
     """The base of all tokens, and planes; `mean_bits` is of all tokens that were loaded."""
     case = CodedCase(tmp_path, PREFIXES["one"], reader)
     request = Request(case, 20)
@@ -204,7 +204,7 @@ def test_what_is_read_is_counted(tmp_path: Path, reader: ChunkReader) -> None:
 
 
 @pytest.mark.parametrize("what", ["base", "planes"])
-def test_a_damaged_block_is_said(what: str, tmp_path: Path, reader: ChunkReader) -> None:
+def test_a_damaged_block_is_said(what: str, tmp_path: Path, reader: BlockReader) -> None:
     case = CodedCase(tmp_path, PREFIXES["several"], reader)
     request = Request(case, 100)
     request.load(0, 5.0, inputs(case))
@@ -224,7 +224,7 @@ def test_a_damaged_block_is_said(what: str, tmp_path: Path, reader: ChunkReader)
     request.close()
 
 
-def test_the_next_request_finds_codes_in_the_caches(tmp_path: Path, reader: ChunkReader) -> None:
+def test_the_next_request_finds_codes_in_the_caches(tmp_path: Path, reader: BlockReader) -> None:
     case = CodedCase(tmp_path, PREFIXES["one"], reader, host_pages=10_000)
     answers = []
     for _ in range(2):
@@ -240,7 +240,7 @@ def test_the_next_request_finds_codes_in_the_caches(tmp_path: Path, reader: Chun
 
 
 def test_of_a_prefix_that_passes_ranges_of_one_layer_are_kept(
-    tmp_path: Path, reader: ChunkReader
+    tmp_path: Path, reader: BlockReader
 ) -> None:
     case = CodedCase(tmp_path, [CodedPart(300)], reader)
     request = Request(case, 70)

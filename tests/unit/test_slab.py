@@ -11,7 +11,7 @@ from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import SegmentLayout
 from impress_sglang.tiers import slab as slab_module
 from impress_sglang.tiers.slab import PageShape, Slab
-from tests.unit.kv_factory import make_shape, row_size, streams_of
+from tests.unit.kv_factory import columns_of, make_shape, row_size
 
 CPU = torch.device("cpu")
 # gcd(12, 8) = 4 elements a vector: a key head has 3 of them, a value head 2.
@@ -24,7 +24,7 @@ PAGE = PageShape.of(SHAPE, 16)
 def test_a_page_holds_one_vector_for_each_token_of_a_chunk() -> None:
     assert (PAGE.unit, PAGE.page_vectors, PAGE.dtype) == (4, 16, torch.bfloat16)
     assert PAGE.page_bytes == 4 * 16 * 2
-    assert [PAGE.row_vectors(SHAPE, stream) for stream in SHAPE.streams] == [3, 6, 6]
+    assert [PAGE.row_vectors(SHAPE, column) for column in SHAPE.columns] == [3, 6, 6]
     assert PAGE.max_chunk_pages(SHAPE) == 6
 
 
@@ -44,10 +44,10 @@ def test_pages_of_each_chunk_in_the_order_of_the_layout() -> None:
     assert pages.tolist() == [3, 3, 1, 6, 6, 2, 6, 6, 2] * 2
     assert pages.dtype == np.uint16
     for layer in range(2):
-        for stream in SHAPE.streams:
+        for column in SHAPE.columns:
             for chunk in range(3):
-                needed = layout.chunk_rows(chunk) * PAGE.row_vectors(SHAPE, stream)
-                assert pages[layout.chunk_index(layer, stream, chunk)] == -(-needed // 16)
+                needed = layout.chunk_rows(chunk) * PAGE.row_vectors(SHAPE, column)
+                assert pages[layout.chunk_index(layer, column, chunk)] == -(-needed // 16)
 
 
 def test_a_segment_with_other_chunks_takes_other_pages() -> None:
@@ -55,7 +55,7 @@ def test_a_segment_with_other_chunks_takes_other_pages() -> None:
     assert PAGE.chunk_pages(SegmentLayout(SHAPE, 8, 8, 4096)).tolist()[:3] == [2, 3, 3]
 
 
-def test_a_stream_without_heads_takes_none() -> None:
+def test_a_column_without_heads_takes_none() -> None:
     shape = make_shape(kv_heads=1, query_heads=1, probe=(0,))
 
     assert (
@@ -82,16 +82,16 @@ def test_pages_of_single_heads() -> None:
     )
     page, layout = PageShape.of(shape, 16), SegmentLayout(shape, 16, 35, 4096)
 
-    assert [page.row_vectors(shape, stream) for stream in shape.streams] == [0, 3, 3, 3, 2, 2, 2]
+    assert [page.row_vectors(shape, column) for column in shape.columns] == [0, 3, 3, 3, 2, 2, 2]
     assert [page.row_vectors_of(elements) for elements in (36, 12, 8)] == [9, 3, 2]
     assert page.max_chunk_pages(shape) == 3
     pages = page.chunk_pages(layout)
     assert pages.tolist() == [0, 0, 0, *[3, 3, 1] * 3, *[2, 2, 1] * 3] * 2
     for layer in range(2):
-        for stream in streams_of(shape):
+        for column in columns_of(shape):
             for chunk in range(layout.num_chunks):
-                needed = layout.chunk_rows(chunk) * row_size(shape, stream)
-                found = pages[layout.chunk_index(layer, stream, chunk)]
+                needed = layout.chunk_rows(chunk) * row_size(shape, column)
+                found = pages[layout.chunk_index(layer, column, chunk)]
                 assert found == -(-needed // page.page_bytes)
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from impress_sglang.storage import pending_read
 from impress_sglang.storage.read_cost import ReadCost
-from impress_sglang.storage.reader import ChunkReader
-from impress_sglang.transfer.plan import SourceSpan
-from impress_sglang.transfer.planner import ReadStats
-from impress_sglang.transfer.source import Demand, SegmentSource
-from tests.unit.kv_factory import PROBE, lanes_of, make_shape, row_size
+from impress_sglang.storage.reader import BlockReader
+from impress_sglang.transfer.geometry import SourceSpan
+from impress_sglang.transfer.read_planner import ReadStats
+from impress_sglang.transfer.source import ReadNeeds, SegmentSource
+from tests.unit.kv_factory import PROBE, head_groups_of, make_shape, row_size
 from tests.unit.reading import read_rows
 from tests.unit.source_factory import (
     BLOCK,
@@ -50,21 +50,22 @@ def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReadCost, "gap_bytes", 0)
 
 
-# "layout, options: shape"; each shape and each cache once, and each layout with and without lanes.
+# "layout, options: shape"; each shape and each cache once, and each layout with and without head
+# groups.
 UNCACHED = [
     "one-segment: gqa-float32",
-    "one-segment: lanes-long-rows",
+    "one-segment: head_groups-long-rows",
     "one-short-segment: mha-bfloat16",
-    "one-short-segment: lanes-bfloat16",
+    "one-short-segment: head_groups-bfloat16",
     "tail-of-a-segment: full-stride-bfloat16",
-    "tail-of-a-segment, reordered: lanes-float32",
+    "tail-of-a-segment, reordered: head_groups-float32",
     "middle-of-a-segment: tiny-float16",
-    "middle-of-a-segment, reordered: lanes-cut-rows",
+    "middle-of-a-segment, reordered: head_groups-cut-rows",
     "several-segments, reordered: cut-rows-float32",
     "several-segments, reordered: long-rows-float32",
     "several-segments, O_DIRECT: mqa-no-other-keys",
     "several-segments, O_DIRECT, reordered: all-probed-float16",
-    "several-segments, O_DIRECT, reordered: lanes-full-stride",
+    "several-segments, O_DIRECT, reordered: head_groups-full-stride",
 ]
 CACHED = [
     *(
@@ -72,13 +73,13 @@ CACHED = [
         for cache, order, shape in zip(
             CACHES,
             itertools.cycle(("", ", reordered")),
-            itertools.cycle(("gqa-float32", "lanes-bfloat16", "cut-rows-float32")),
+            itertools.cycle(("gqa-float32", "head_groups-bfloat16", "cut-rows-float32")),
             strict=False,
         )
     ),
     "several-segments, tiny, O_DIRECT: full-stride-bfloat16",
-    "several-segments, tiny, reordered: lanes-cut-rows",
-    "middle-of-a-segment, tiny LFU, reordered: lanes-long-rows",
+    "several-segments, tiny, reordered: head_groups-cut-rows",
+    "middle-of-a-segment, tiny LFU, reordered: head_groups-long-rows",
 ]
 
 
@@ -86,13 +87,13 @@ CACHED = [
     scope="module",
     params=[
         "memory: gqa-float32",
-        "memory: lanes-bfloat16",
+        "memory: head_groups-bfloat16",
         *UNCACHED,
         *CACHED,
     ],
 )
 def case(
-    request: pytest.FixtureRequest, reader: ChunkReader, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, reader: BlockReader, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Case]:
     """Each test goes on with the caches that the one before has left."""
     case = opened(request.param, tmp_path_factory.mktemp("segments"), reader)
@@ -102,7 +103,7 @@ def case(
 
 @pytest.fixture(scope="module", params=UNCACHED)
 def uncached(
-    request: pytest.FixtureRequest, reader: ChunkReader, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, reader: BlockReader, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Case]:
     case = opened(request.param, tmp_path_factory.mktemp("segments"), reader)
     yield case
@@ -133,7 +134,7 @@ def test_gives_probe_keys_and_values_alone_and_in_any_order(case: Case) -> None:
     case.check_more(1, ["values", "probe"])
 
 
-def test_gives_random_tokens_of_each_lane(case: Case) -> None:
+def test_gives_random_tokens_of_each_head_group(case: Case) -> None:
     for seed, share in enumerate((0.1, 0.7, 0.05, 0.3)):
         case.check(seed % 2, tokens=random_tokens(case, max(1, int(share * case.num_tokens)), seed))
 
@@ -146,10 +147,10 @@ def test_gives_all_keys_and_then_some_values(case: Case) -> None:
         case.check_more(layer, ["values"], random_tokens(case, 5, layer))
 
 
-def test_gives_the_same_tokens_of_all_lanes(case: Case) -> None:
+def test_gives_the_same_tokens_of_all_head_groups(case: Case) -> None:
     """As a rule asks that has one set for all heads: one row of a tensor, repeated in place."""
-    tokens = random_tokens(case, 4, 3)[:1].expand(lanes_of(case.shape), -1)
-    assert lanes_of(case.shape) == 1 or tokens.stride(0) == 0
+    tokens = random_tokens(case, 4, 3)[:1].expand(head_groups_of(case.shape), -1)
+    assert head_groups_of(case.shape) == 1 or tokens.stride(0) == 0
     case.check(0, KVS, tokens)
 
 
@@ -229,7 +230,7 @@ def test_costs_little_more_than_what_it_touches(
 
 
 def test_a_large_gap_is_read_through(
-    reader: ChunkReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reader: BlockReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of 1,920 bytes: rows 0 and 7 are in blocks 0 and 3 of a chunk of 4."""
     case = open_case(tmp_path, SHAPES["cut-rows-float32"], LAYOUTS["one-segment"], reader)
@@ -272,11 +273,11 @@ def test_accesses_and_needed_bytes_are_counted(uncached: Case) -> None:
 
     uncached.check_more(0, tokens=tokens)
 
-    streams = uncached.streams
-    chunks = {stream: len(uncached.chunks(0, stream, tokens)) for stream in streams}
+    columns = uncached.columns
+    chunks = {column: len(uncached.chunks(0, column, tokens)) for column in columns}
     needed = sum(
-        len(uncached.rows(0, stream, tokens)) * row_size(uncached.shape, stream)
-        for stream in streams
+        len(uncached.rows(0, column, tokens)) * row_size(uncached.shape, column)
+        for column in columns
     )
     assert uncached.source.stats.wait_ms > 0
     assert dataclasses.replace(uncached.source.stats, ssd_bytes=0, wait_ms=0.0) == ReadStats(
@@ -291,12 +292,12 @@ def test_accesses_and_needed_bytes_are_counted(uncached: Case) -> None:
     params=[
         "in order: gqa-float32",
         "reordered: gqa-float32",
-        "in order: lanes-float32",
-        "reordered: lanes-bfloat16",
+        "in order: head_groups-float32",
+        "reordered: head_groups-bfloat16",
     ]
 )
 def several(
-    request: pytest.FixtureRequest, reader: ChunkReader, tmp_path: Path, no_gaps: None
+    request: pytest.FixtureRequest, reader: BlockReader, tmp_path: Path, no_gaps: None
 ) -> Iterator[Case]:
     order, shape = request.param.split(": ")
     case = open_case(tmp_path, SHAPES[shape], SEVERAL, reader, reordered=order == "reordered")
@@ -318,7 +319,7 @@ def test_size_of_single_reads_changes_nothing(
 
 
 @pytest.mark.parametrize("piece", [4096, 8192])
-@pytest.mark.parametrize("name", ["gqa-float32", "lanes-float32"])
+@pytest.mark.parametrize("name", ["gqa-float32", "head_groups-float32"])
 def test_single_reads_are_no_larger_than_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, name: str
 ) -> None:
@@ -333,9 +334,9 @@ def test_single_reads_are_no_larger_than_told(
         case.close()
 
 
-@pytest.mark.parametrize("name", ["gqa-float32", "lanes-float32"])
+@pytest.mark.parametrize("name", ["gqa-float32", "head_groups-float32"])
 def test_neighbouring_blocks_are_one_read(tmp_path: Path, name: str) -> None:
-    """Values of all lanes, too."""
+    """Values of all head groups, too."""
     with counting() as (reader, engine):
         case = open_case(tmp_path, SHAPES[name], SEVERAL[3:4], reader)
 
@@ -364,8 +365,8 @@ def test_source_names_its_segments_in_order(several: Case) -> None:
 
 
 def test_each_segment_notes_its_own_tokens(several: Case) -> None:
-    """In logical order, whatever the order on disk, and each lane apart."""
-    lanes = lanes_of(several.shape)
+    """In logical order, whatever the order on disk, and each head group apart."""
+    head_groups = head_groups_of(several.shape)
     selected = random_tokens(several, 20, 3)
 
     several.check(1, ["values"], selected)
@@ -375,7 +376,7 @@ def test_each_segment_notes_its_own_tokens(several: Case) -> None:
     noted = []
     for span, part in zip(several.spans, several.parts, strict=True):
         average = span.history.average
-        assert average.shape == (2, lanes, part.num_tokens)
+        assert average.shape == (2, head_groups, part.num_tokens)
         assert not average[0].any(), "another layer"
         assert not average[1, :, : part.start].any() and not average[1, :, part.stop :].any()
         noted.append(average[1, :, part.start : part.stop])
@@ -384,11 +385,11 @@ def test_each_segment_notes_its_own_tokens(several: Case) -> None:
 
 
 def test_a_layer_that_is_used_whole_counts_as_an_access_of_every_token(several: Case) -> None:
-    lanes = lanes_of(several.shape)
+    head_groups = head_groups_of(several.shape)
     several.check(0)
     several.source.note_whole(0)
     scores = torch.ones(several.shape.num_query_heads, several.num_tokens)
-    several.source.note_selection(0, torch.zeros(lanes, 1, dtype=torch.int64), scores)
+    several.source.note_selection(0, torch.zeros(head_groups, 1, dtype=torch.int64), scores)
 
     first = True
     for span, part in zip(several.spans, several.parts, strict=True):
@@ -422,9 +423,9 @@ def listened(case: Case) -> tuple[SegmentSource, list[Noted]]:
         ) -> None:
             told = None if importance is None else importance.tolist()
             own = (selected >= first) & (selected < first + num_tokens)
-            lanes, places = np.nonzero(own)
-            tokens = selected[lanes, places] - first
-            pairs = sorted(zip(lanes.tolist(), tokens.tolist(), strict=True))
+            head_groups, places = np.nonzero(own)
+            tokens = selected[head_groups, places] - first
+            pairs = sorted(zip(head_groups.tolist(), tokens.tolist(), strict=True))
             heard.append(
                 (layer, start, num_tokens, [p[0] for p in pairs], [p[1] for p in pairs], told)
             )
@@ -435,11 +436,11 @@ def listened(case: Case) -> tuple[SegmentSource, list[Noted]]:
 
     assert case.cache is not None
     spans = [part(3, 5), part(0, 3)]
-    source = SegmentSource(case.shape, spans, case.reader, case.pool, case.cache, Demand())
+    source = SegmentSource(case.shape, spans, case.reader, case.pool, case.cache, ReadNeeds())
     return source, heard
 
 
-def test_each_segment_notes_its_own_scores(reader: ChunkReader, tmp_path: Path) -> None:
+def test_each_segment_notes_its_own_scores(reader: BlockReader, tmp_path: Path) -> None:
     case = open_case(tmp_path, make_shape(), [Part(20, 8, 0, 20)], reader)
     source, heard = listened(case)
     scores = torch.arange(10.0).view(2, 5)
@@ -453,8 +454,8 @@ def test_each_segment_notes_its_own_scores(reader: ChunkReader, tmp_path: Path) 
     case.close()
 
 
-def test_all_lanes_are_noted_together(reader: ChunkReader, tmp_path: Path) -> None:
-    """4 query heads, 2 KV heads: the scores of all heads, the tokens of each lane.
+def test_all_head_groups_are_noted_together(reader: BlockReader, tmp_path: Path) -> None:
+    """4 query heads, 2 KV heads: the scores of all heads, the tokens of each head group.
 
     A segment of which nothing was selected hears that, too.
     """

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from impress_sglang.storage import pending_read
 from impress_sglang.storage.read_cost import ReadCost
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.timeline import RequestTimeline
-from impress_sglang.transfer.source import Demand, SegmentSource
-from impress_sglang.transfer.source_areas import SSD_TRACK
+from impress_sglang.transfer.source import ReadNeeds, SegmentSource
+from impress_sglang.transfer.stored_source import SSD_TRACK
 from tests.unit.kv_factory import make_cache, make_shape
 from tests.unit.reading import read_rows
 from tests.unit.source_factory import (
@@ -36,11 +36,11 @@ from tests.unit.source_factory import (
 from tests.unit.waiting import wait_until
 
 DEMANDS = [
-    Demand(),
-    Demand(probe=False),
-    Demand(whole=True),
-    Demand(whole=True, probe=False),
-    Demand(all_keys=True),
+    ReadNeeds(),
+    ReadNeeds(probe=False),
+    ReadNeeds(whole=True),
+    ReadNeeds(whole=True, probe=False),
+    ReadNeeds(all_keys=True),
 ]
 
 
@@ -56,7 +56,7 @@ def single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending_read, "PIECE_BYTES", BLOCK)
 
 
-def draw_case(data: st.DataObject, directory: Path, reader: ChunkReader) -> Case:
+def draw_case(data: st.DataObject, directory: Path, reader: BlockReader) -> Case:
     """Any shape, parts of segments, caches and order; few or many rows are expected."""
     shape = SHAPES[data.draw(st.sampled_from(sorted(SHAPES)))]
     parts = []
@@ -83,7 +83,7 @@ def draw_case(data: st.DataObject, directory: Path, reader: ChunkReader) -> Case
 
 
 def draw_reads(data: st.DataObject, case: Case) -> Iterator[tuple[list[str], torch.Tensor | None]]:
-    """What a layer asks for: whole, some tokens, all keys first, or nothing of the probe stream."""
+    """What a layer asks for: whole, some tokens, all keys first, or nothing of the probe column."""
     count = data.draw(st.integers(1, min(12, case.num_tokens)))
     tokens = random_tokens(case, count, data.draw(st.integers(0, 1 << 20)))
     mode = data.draw(st.sampled_from(["some", "some", "whole", "all keys", "unseen"]))
@@ -171,27 +171,29 @@ def test_every_byte_is_counted_once(
 
 
 def wait_for_reads(source: SegmentSource) -> None:
-    for areas in source._areas.values():
-        for area in areas.values():
-            for read in area.reads:
+    for buffers in source._buffers.values():
+        for buffer in buffers.values():
+            for read in buffer.reads:
                 read.wait()
 
 
 @pytest.mark.usefixtures("no_gaps")
-@pytest.mark.parametrize("name", ["cut-rows-float32", "lanes-cut-rows", "lanes-float32"])
-@pytest.mark.parametrize("demand", DEMANDS)
+@pytest.mark.parametrize(
+    "name", ["cut-rows-float32", "head_groups-cut-rows", "head_groups-float32"]
+)
+@pytest.mark.parametrize("needs", DEMANDS)
 @pytest.mark.parametrize("reordered", [False, True])
 def test_what_a_demand_is_certain_of_is_read_ahead(
-    name: str, demand: Demand, reordered: bool, tmp_path: Path
+    name: str, needs: ReadNeeds, reordered: bool, tmp_path: Path
 ) -> None:
     """Whatever waste is allowed; nothing of it is left to be read, and nothing else was read."""
-    certain = ["probe"] if demand.probe else []
-    certain += ["keys"] if demand.whole or demand.all_keys else []
-    certain += ["values"] if demand.whole else []
+    certain = ["probe"] if needs.probe else []
+    certain += ["keys"] if needs.whole or needs.all_keys else []
+    certain += ["values"] if needs.whole else []
     with counting() as (reader, engine):
         parts = [Part(61, 8, 0, 61), Part(30, 8, 0, 30)]
         case = open_case(tmp_path, SHAPES[name], parts, reader, reordered=reordered, retention=0.02)
-        source = case.make_source(demand)
+        source = case.make_source(needs)
 
         source.read_ahead(0.0)
         wait_for_reads(source)
@@ -217,7 +219,7 @@ def test_only_blocks_of_the_span_are_read_ahead(reordered: bool, tmp_path: Path)
         parts = [Part(77, 8, 13, 30)]
         shape = SHAPES["cut-rows-float32"]
         case = open_case(tmp_path, shape, parts, reader, reordered=reordered)
-        source = case.make_source(Demand(whole=True))
+        source = case.make_source(ReadNeeds(whole=True))
 
         source.read_ahead(0.0)
         wait_for_reads(source)
@@ -233,12 +235,12 @@ def test_only_blocks_of_the_span_are_read_ahead(reordered: bool, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("no_gaps")
-@pytest.mark.parametrize("name", ["cut-rows-float32", "lanes-cut-rows"])
+@pytest.mark.parametrize("name", ["cut-rows-float32", "head_groups-cut-rows"])
 def test_all_that_is_certain_is_read_ahead(name: str, tmp_path: Path) -> None:
     with counting() as (reader, engine):
         parts = [Part(61, 8, 9, 50), Part(30, 8, 0, 30)]
         case = open_case(tmp_path, SHAPES[name], parts, reader)
-        case.request(Demand(whole=True))
+        case.request(ReadNeeds(whole=True))
         for _ in range(2):
             case.segment_source.read_ahead(0.0)
 
@@ -283,7 +285,7 @@ def test_chunks_that_were_cached_meanwhile_are_not_read_again(tmp_path: Path) ->
         shape = SHAPES["gqa-float32"]
         cache = make_cache(shape, device_chunks=500)
         case = open_case(tmp_path, shape, [Part(40, 8, 0, 40)], reader, cache=cache)
-        early = case.make_source(Demand(whole=True))
+        early = case.make_source(ReadNeeds(whole=True))
         case.check(0)
         begun = engine.started_bytes
 
@@ -304,7 +306,7 @@ def test_nothing_reads_from_the_files_of_a_closed_source(tmp_path: Path, asked: 
     with stepping(4) as (reader, engine):
         parts = [Part(77, 8, 0, 77), Part(33, 8, 0, 33)]
         case = open_case(tmp_path, SHAPES["cut-rows-float32"], parts, reader)
-        source = case.make_source(Demand(whole=True))
+        source = case.make_source(ReadNeeds(whole=True))
         for _ in range(2):
             source.read_ahead(1.0)
         engine.wait_started(2)
@@ -342,7 +344,7 @@ def test_the_files_of_a_closed_source_can_be_closed_when_its_reads_have_ended(
         parts = [Part(77, 8, 0, 77), Part(200, 8, 0, 200)]
         case = open_case(tmp_path, SHAPES["cut-rows-float32"], parts, reader)
         for _ in range(30):
-            source = case.make_source(Demand(whole=True))
+            source = case.make_source(ReadNeeds(whole=True))
             for _ in range(2):
                 source.read_ahead(1.0)
             source.close()
@@ -357,7 +359,7 @@ def test_layers_that_were_skipped_are_not_kept(tmp_path: Path) -> None:
     shape = make_shape(layers=6)
     with reading() as reader:
         case = open_case(tmp_path, shape, [Part(40, 8, 0, 40)], reader)
-        case.request(Demand(whole=True))
+        case.request(ReadNeeds(whole=True))
         source = case.segment_source
         for expected in range(6):
             assert source.next_ahead == expected
@@ -408,7 +410,7 @@ def test_reads_are_shown_on_the_timeline(tmp_path: Path) -> None:
             reader,
             case.pool,
             case.cache,
-            Demand(whole=True),
+            ReadNeeds(whole=True),
             timeline=timeline,
         )
         began = time.perf_counter()
@@ -426,7 +428,7 @@ def test_reads_are_shown_on_the_timeline(tmp_path: Path) -> None:
         case.source = case.make_source()
         case.close()
 
-    assert {name for name, *_ in heard} <= {"ahead", "demand"}
+    assert {name for name, *_ in heard} <= {"ahead", "needs"}
     assert heard
     for name, start, stop, layer in heard:
         assert began <= start <= stop, (name, layer)

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.storage.read_cost import ReadCost
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.read_planner import ReadStats
 from tests.unit.kv_factory import flip_byte, make_cache, make_shape
 from tests.unit.reading import read_rows
 from tests.unit.source_factory import (
@@ -51,7 +51,7 @@ ROOMY = [
     f"several-segments, {name}, reordered: {shape}"
     for name in CACHES
     if name.startswith("room")
-    for shape in ("cut-rows-float32", "lanes-cut-rows")
+    for shape in ("cut-rows-float32", "head_groups-cut-rows")
 ]
 
 
@@ -61,7 +61,7 @@ def test_a_second_read_comes_from_the_caches_alone(name: str, tmp_path: Path) ->
         roomy = opened(name, tmp_path, reader)
         check_everything(roomy)
         first = roomy.stats
-        chunks = sum(len(roomy.chunks(layer, s)) for layer in (0, 1) for s in roomy.streams)
+        chunks = sum(len(roomy.chunks(layer, s)) for layer in (0, 1) for s in roomy.columns)
         assert (first.ssd_chunks, first.host_chunks, first.device_chunks) == (chunks, 0, 0)
         assert engine.started_bytes == first.ssd_bytes > 0
         engine.started.clear()
@@ -85,7 +85,7 @@ def test_a_second_read_comes_from_the_caches_alone(name: str, tmp_path: Path) ->
 @pytest.mark.usefixtures("no_gaps")
 @pytest.mark.parametrize("name", ROOMY)
 def test_a_chunk_that_will_be_cached_is_read_whole(
-    name: str, reader: ChunkReader, tmp_path: Path
+    name: str, reader: BlockReader, tmp_path: Path
 ) -> None:
     roomy = opened(name, tmp_path, reader)
     tokens = random_tokens(roomy, 4, 1)
@@ -97,12 +97,12 @@ def test_a_chunk_that_will_be_cached_is_read_whole(
         assert whole > roomy.block_bytes(0, ["values"], tokens), "else nothing is shown"
     assert roomy.stats.ssd_bytes == whole
     alike = []
-    for stream in roomy.kind_streams("values"):
+    for column in roomy.kind_columns("values"):
         rows = [
             (n, row // roomy.parts[n].chunk_tokens)
-            for n, row in roomy.rows(0, stream, same_tokens(roomy, range(roomy.num_tokens)))
+            for n, row in roomy.rows(0, column, same_tokens(roomy, range(roomy.num_tokens)))
         ]
-        chosen = roomy.rows(0, stream, tokens)
+        chosen = roomy.rows(0, column, tokens)
         cached = {(n, row // roomy.parts[n].chunk_tokens) for n, row in chosen}
         alike.append([token for token, place in enumerate(rows) if place in cached])
     fewest = min(map(len, alike))
@@ -114,7 +114,7 @@ def test_a_chunk_that_will_be_cached_is_read_whole(
 
 @pytest.mark.usefixtures("no_gaps")
 def test_a_chunk_that_will_not_be_cached_is_read_in_part(
-    reader: ChunkReader, tmp_path: Path
+    reader: BlockReader, tmp_path: Path
 ) -> None:
     """The device has one chunk, which is used as often as any other."""
     shape = SHAPES["cut-rows-float32"]
@@ -131,9 +131,9 @@ def test_a_chunk_that_will_not_be_cached_is_read_in_part(
 
 
 @pytest.mark.parametrize("name", [name for name in CACHES if name.startswith("tiny")])
-@pytest.mark.parametrize("shape", ["cut-rows-float32", "lanes-bfloat16"])
+@pytest.mark.parametrize("shape", ["cut-rows-float32", "head_groups-bfloat16"])
 def test_tiny_caches_evict_and_serve(
-    name: str, shape: str, reader: ChunkReader, tmp_path: Path
+    name: str, shape: str, reader: BlockReader, tmp_path: Path
 ) -> None:
     """Guards the contract of sources: chunks do move, and are found where they went."""
     case = opened(f"several-segments, {name}, reordered: {shape}", tmp_path, reader)
@@ -164,7 +164,7 @@ def draw_parts(data: st.DataObject) -> list[Part]:
 
 
 def draw_tokens(data: st.DataObject, case: Case) -> Tensor | None:
-    """None, or a random number of tokens, others in each lane."""
+    """None, or a random number of tokens, others in each head group."""
     if data.draw(st.integers(0, 3)) == 0:
         return None
     count = data.draw(st.integers(1, min(case.num_tokens, 12)))
@@ -174,7 +174,7 @@ def draw_tokens(data: st.DataObject, case: Case) -> Tensor | None:
 @settings(max_examples=60)
 @given(data=st.data())
 def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
-    tmp_path_factory: pytest.TempPathFactory, reader: ChunkReader, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, reader: BlockReader, data: st.DataObject
 ) -> None:
     """Interleaved reads, requests, damage that comes and goes, and ids given to other chunks."""
     shape = SHAPES[data.draw(st.sampled_from(sorted(SHAPES)))]
@@ -212,7 +212,7 @@ def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
                 tokens = draw_tokens(data, case)
                 try:
                     case.check_more(layer, kinds, tokens)
-                except ChunkUnreadable as error:
+                except SegmentUnreadable as error:
                     assert damaged is not None
                     assert error.segment_id == damaged[0].stem
                     break
@@ -223,9 +223,9 @@ def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
     case.close()
 
 
-@pytest.mark.parametrize("name", ["cut-rows-float32", "lanes-cut-rows"])
+@pytest.mark.parametrize("name", ["cut-rows-float32", "head_groups-cut-rows"])
 def test_sources_share_the_caches_and_the_memory(
-    reader: ChunkReader, tmp_path: Path, name: str
+    reader: BlockReader, tmp_path: Path, name: str
 ) -> None:
     """Three requests that take turns, on the same segments and on others."""
     shape = SHAPES[name]
@@ -260,7 +260,7 @@ def test_sources_share_the_caches_and_the_memory(
 
 
 @pytest.fixture
-def small(reader: ChunkReader, tmp_path: Path) -> Callable[..., Case]:
+def small(reader: BlockReader, tmp_path: Path) -> Callable[..., Case]:
     """20 tokens in chunks of 8; rows of 32, 32 and 64 bytes, every chunk one block."""
 
     def make(**room: int) -> Case:
@@ -389,21 +389,21 @@ class TestCounters:
         case.close()
 
 
-SMALL_LANES = make_shape(probe=())
+SMALL_HEAD_GROUPS = make_shape(probe=())
 
 
 @pytest.fixture
-def small_lanes(reader: ChunkReader, tmp_path: Path) -> Callable[..., Case]:
+def small_head_groups(reader: BlockReader, tmp_path: Path) -> Callable[..., Case]:
     """20 tokens; rows of 32 bytes, every chunk one block."""
 
     def make(**room: int) -> Case:
-        cache = make_cache(SMALL_LANES, **room)
-        return open_case(tmp_path, SMALL_LANES, [Part(20, 8, 0, 20)], reader, cache=cache)
+        cache = make_cache(SMALL_HEAD_GROUPS, **room)
+        return open_case(tmp_path, SMALL_HEAD_GROUPS, [Part(20, 8, 0, 20)], reader, cache=cache)
 
     return make
 
 
-def load_lanes(case: Case) -> None:
+def load_head_groups(case: Case) -> None:
     """What the loader does where head 0 takes tokens 1, 2 and 17, and head 1 tokens 3, 4 and 5."""
     own = torch.tensor([[1, 2, 17], [3, 4, 5]])
     case.check(0, KVS, own)
@@ -411,7 +411,7 @@ def load_lanes(case: Case) -> None:
 
 
 # 3 rows of keys and of values of each head in 2 and 1 chunks.
-FIRST_LANES = ReadStats(
+FIRST_HEAD_GROUPS = ReadStats(
     ssd_bytes=2 * (2 + 1) * BLOCK,
     ssd_needed_bytes=3 * 4 * 32,
     h2d_bytes=3 * 4 * 32,
@@ -423,23 +423,25 @@ FIRST_LANES = ReadStats(
 
 @pytest.mark.usefixtures("no_gaps")
 class TestCountersOfLanes:
-    def test_without_caches(self, small_lanes: Callable[..., Case]) -> None:
-        case = small_lanes()
+    def test_without_caches(self, small_head_groups: Callable[..., Case]) -> None:
+        case = small_head_groups()
 
-        load_lanes(case)
+        load_head_groups(case)
 
-        assert case.stats == FIRST_LANES
+        assert case.stats == FIRST_HEAD_GROUPS
         assert case.spans[0].history.ssd_bytes == 6 * BLOCK
         case.close()
 
-    def test_with_room_on_the_device(self, small_lanes: Callable[..., Case]) -> None:
+    def test_with_room_on_the_device(self, small_head_groups: Callable[..., Case]) -> None:
         """Pages of 256 bytes: each chunk takes one."""
-        case = small_lanes(device_chunks=20)
+        case = small_head_groups(device_chunks=20)
 
-        load_lanes(case)
-        first = dataclasses.replace(FIRST_LANES, h2d_bytes=FIRST_LANES.h2d_bytes + 6 * 256)
+        load_head_groups(case)
+        first = dataclasses.replace(
+            FIRST_HEAD_GROUPS, h2d_bytes=FIRST_HEAD_GROUPS.h2d_bytes + 6 * 256
+        )
         assert case.stats == first
-        load_lanes(case)
+        load_head_groups(case)
 
         assert case.stats == dataclasses.replace(
             first,
@@ -451,11 +453,11 @@ class TestCountersOfLanes:
         case.close()
 
     @pytest.mark.parametrize("whole", [False, True])
-    def test_a_hit_of_a_lane_is_one_of_its_own_selection(
-        self, small_lanes: Callable[..., Case], whole: bool
+    def test_a_hit_of_a_head_group_is_one_of_its_own_selection(
+        self, small_head_groups: Callable[..., Case], whole: bool
     ) -> None:
         """There is room for two chunks: tokens 0 to 7 of head 0, and 8 to 15 of head 1."""
-        case = small_lanes(device_chunks=2)
+        case = small_head_groups(device_chunks=2)
         one, other = torch.tensor([[1], [9]]), torch.tensor([[3, 4], [2, 9]])
         case.check(0, ["values"], one)
         case.source.note_selection(0, one, None)

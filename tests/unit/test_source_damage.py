@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
+from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.read_cost import ReadCost
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.transfer.area import AreaPool
-from impress_sglang.transfer.source import Demand, SegmentSource
+from impress_sglang.transfer.buffers import BufferPool
+from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit.kv_factory import (
     PROBE,
     flip_byte,
+    head_group_of,
+    head_groups_of,
     holds_values,
-    lane_of,
-    lanes_of,
     make_cache,
     make_info,
     open_span,
@@ -50,7 +50,7 @@ from tests.unit.source_factory import (
 
 
 @pytest.fixture(scope="module", params=["auto", "threads"])
-def any_reader(request: pytest.FixtureRequest) -> Iterator[ChunkReader]:
+def any_reader(request: pytest.FixtureRequest) -> Iterator[BlockReader]:
     with reading(3, request.param) as reader:
         yield reader
 
@@ -65,12 +65,12 @@ def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     params=[
         "in order: gqa-float32",
         "reordered: gqa-float32",
-        "in order: lanes-float32",
-        "reordered: lanes-bfloat16",
+        "in order: head_groups-float32",
+        "reordered: head_groups-bfloat16",
     ]
 )
 def several(
-    request: pytest.FixtureRequest, reader: ChunkReader, tmp_path: Path, no_gaps: None
+    request: pytest.FixtureRequest, reader: BlockReader, tmp_path: Path, no_gaps: None
 ) -> Iterator[Case]:
     order, shape = request.param.split(": ")
     case = open_case(tmp_path, SHAPES[shape], SEVERAL, reader, reordered=order == "reordered")
@@ -83,34 +83,34 @@ def several(
         f"{name}, reordered: {shape}"
         for name in CACHES
         if name.startswith("room")
-        for shape in ("cut-rows-float32", "lanes-cut-rows")
+        for shape in ("cut-rows-float32", "head_groups-cut-rows")
     ]
 )
-def roomy(request: pytest.FixtureRequest, reader: ChunkReader, tmp_path: Path) -> Iterator[Case]:
+def roomy(request: pytest.FixtureRequest, reader: BlockReader, tmp_path: Path) -> Iterator[Case]:
     """Nothing cached yet, and room for all."""
     case = opened(f"several-segments, {request.param}", tmp_path, reader)
     yield case
     case.close()
 
 
-def kind_of(case: Case, stream: int) -> str:
-    if stream == PROBE:
+def kind_of(case: Case, column: int) -> str:
+    if column == PROBE:
         return "probe"
-    return "values" if holds_values(case.shape, stream) else "keys"
+    return "values" if holds_values(case.shape, column) else "keys"
 
 
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_a_flipped_byte_in_any_chunk_is_found_and_only_there(several: Case, place: str) -> None:
     """The first or the last byte of each chunk of a segment, one after the other."""
     case, found = several, 0
-    part, path, lanes = case.parts[1], case.paths[1], lanes_of(case.shape)
+    part, path, head_groups = case.parts[1], case.paths[1], head_groups_of(case.shape)
     every = same_tokens(case, range(case.num_tokens))
-    for layer, stream, chunk, offset in list(all_chunks(case.shape, part, path)):
+    for layer, column, chunk, offset in list(all_chunks(case.shape, part, path)):
         total = part.num_tokens
         length = min(part.chunk_tokens, total - chunk * part.chunk_tokens)
-        length *= row_size(case.shape, stream)
+        length *= row_size(case.shape, column)
         bad = offset if place == "first" else offset + length - 1
-        rows = case.rows(layer, stream, every)
+        rows = case.rows(layer, column, every)
         # Each chunk is one block here.
         inside = [t for t, (n, row) in enumerate(rows) if n == 1 and row // 8 == chunk]
         outside = [t for t in range(case.num_tokens) if t not in inside]
@@ -121,14 +121,14 @@ def test_a_flipped_byte_in_any_chunk_is_found_and_only_there(several: Case, plac
             flip_byte(path, bad)
             continue
         found += 1
-        kind = kind_of(case, stream)
+        kind = kind_of(case, column)
 
-        # The other lanes of such a read want good rows.
-        lane = 0 if stream == PROBE else lane_of(case.shape, stream)
-        one = torch.tensor([[inside[0] if n == lane else 0] for n in range(lanes)])
+        # The other head groups of such a read want good rows.
+        head_group = 0 if column == PROBE else head_group_of(case.shape, column)
+        one = torch.tensor([[inside[0] if n == head_group else 0] for n in range(head_groups)])
         for tokens in (None, one):
             case.request()
-            with pytest.raises(ChunkUnreadable) as caught:
+            with pytest.raises(SegmentUnreadable) as caught:
                 case.read(layer, [kind], tokens)
             assert caught.value.segment_id == "segment1"
             assert f"block at {offset} " in str(caught.value)
@@ -137,7 +137,7 @@ def test_a_flipped_byte_in_any_chunk_is_found_and_only_there(several: Case, plac
                 case.check(layer, [other])
         if kind != "probe":
             others = every[:, : len(outside)].clone()
-            others[lane] = torch.tensor(outside)
+            others[head_group] = torch.tensor(outside)
             case.check(layer, [kind], others)
         if chunk == 0:
             case.check(1 - layer)
@@ -150,11 +150,11 @@ def test_a_flipped_byte_in_any_chunk_is_found_and_only_there(several: Case, plac
     params=[
         "in order: cut-rows-float32",
         "reordered: cut-rows-float32",
-        "reordered: lanes-cut-rows",
+        "reordered: head_groups-cut-rows",
     ]
 )
 def blocks_of_rows(
-    request: pytest.FixtureRequest, reader: ChunkReader, tmp_path: Path, no_gaps: None
+    request: pytest.FixtureRequest, reader: BlockReader, tmp_path: Path, no_gaps: None
 ) -> Iterator[Case]:
     """Chunks of several blocks, whose ends cut through rows."""
     order, shape = request.param.split(": ")
@@ -165,29 +165,29 @@ def blocks_of_rows(
 
 
 def test_a_flipped_byte_hurts_the_rows_of_its_block_alone(blocks_of_rows: Case) -> None:
-    case, lanes = blocks_of_rows, lanes_of(blocks_of_rows.shape)
+    case, head_groups = blocks_of_rows, head_groups_of(blocks_of_rows.shape)
     places = [p for p in all_chunks(case.shape, case.parts[1], case.paths[1]) if p[0] == 1]
-    for layer, stream, chunk, offset in places:
-        if stream == PROBE:
+    for layer, column, chunk, offset in places:
+        if column == PROBE:
             continue  # it is always read whole
-        kind, lane = kind_of(case, stream), lane_of(case.shape, stream)
+        kind, head_group = kind_of(case, column), head_group_of(case.shape, column)
         touched_by = [
-            case.blocks(layer, stream, same_tokens(case, [token]))
+            case.blocks(layer, column, same_tokens(case, [token]))
             for token in range(case.num_tokens)
         ]
-        for block in range(row_size(case.shape, stream) * 8 // BLOCK):
+        for block in range(row_size(case.shape, column) * 8 // BLOCK):
             bad = (1, chunk, block)
             touching = [token for token, blocks in enumerate(touched_by) if bad in blocks]
             others = [t for t in range(case.num_tokens) if t not in touching]
             flip_byte(case.paths[1], offset + block * BLOCK + 1000)
 
             tokens = same_tokens(case, range(len(others))).clone()
-            tokens[lane] = torch.tensor(others)
+            tokens[head_group] = torch.tensor(others)
             case.check(layer, [kind], tokens)
             for token in touching:
                 case.request()
-                one = torch.tensor([[token if n == lane else 0] for n in range(lanes)])
-                with pytest.raises(ChunkUnreadable, match=f"block at {offset + block * BLOCK} "):
+                one = torch.tensor([[token if n == head_group else 0] for n in range(head_groups)])
+                with pytest.raises(SegmentUnreadable, match=f"block at {offset + block * BLOCK} "):
                     case.read(layer, [kind], one)
 
             flip_byte(case.paths[1], offset + block * BLOCK + 1000)
@@ -201,8 +201,8 @@ def test_nothing_is_cached_of_an_access_that_failed(roomy: Case) -> None:
     path = roomy.paths[1]
     offset = next(
         offset
-        for layer, stream, _, offset in all_chunks(roomy.shape, roomy.parts[1], path)
-        if layer == 0 and stream == roomy.streams[-1]
+        for layer, column, _, offset in all_chunks(roomy.shape, roomy.parts[1], path)
+        if layer == 0 and column == roomy.columns[-1]
     )
     roomy.check(1)
     before = {tier: placement.cached_chunks(tier) for tier in (Tier.HOST, Tier.DEVICE)}
@@ -211,7 +211,7 @@ def test_nothing_is_cached_of_an_access_that_failed(roomy: Case) -> None:
     flip_byte(path, offset)
     for _ in range(2):
         roomy.request()
-        with pytest.raises(ChunkUnreadable):
+        with pytest.raises(SegmentUnreadable):
             roomy.read(0, KVS)
         roomy.cache.check_integrity()
         # What made room for the access went with it.
@@ -222,7 +222,7 @@ def test_nothing_is_cached_of_an_access_that_failed(roomy: Case) -> None:
     chunks = roomy.stats.ssd_chunks
     roomy.check(0)
     assert roomy.stats.ssd_chunks - chunks == sum(
-        len(roomy.chunks(0, stream)) for stream in roomy.streams
+        len(roomy.chunks(0, column)) for column in roomy.columns
     )
     check_everything(roomy)
 
@@ -237,10 +237,10 @@ def test_a_cached_chunk_is_read_while_its_file_is_damaged(roomy: Case) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CACHES if name.startswith("tiny")])
-@pytest.mark.parametrize("shape", ["cut-rows-float32", "lanes-cut-rows"])
+@pytest.mark.parametrize("shape", ["cut-rows-float32", "head_groups-cut-rows"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_caches_stay_right_after_failures_in_between(
-    name: str, shape: str, ahead: bool, reader: ChunkReader, tmp_path: Path
+    name: str, shape: str, ahead: bool, reader: BlockReader, tmp_path: Path
 ) -> None:
     """What an access would have moved is dropped, and its pages hold other chunks later."""
     case = opened(f"several-segments, {name}, reordered: {shape}", tmp_path, reader)
@@ -258,7 +258,7 @@ def test_caches_stay_right_after_failures_in_between(
         tokens = random_tokens(case, 6, seed // 3)
         try:
             case.check_more(0, tokens=tokens)
-        except ChunkUnreadable:
+        except SegmentUnreadable:
             failures += 1
         case.finish()
         case.cache.check_integrity()
@@ -277,34 +277,34 @@ def test_damage_in_several_segments_names_one_of_them(several: Case) -> None:
         ):
             flip_byte(several.paths[number], offset)
 
-    with pytest.raises(ChunkUnreadable) as caught:
+    with pytest.raises(SegmentUnreadable) as caught:
         several.read(0)
 
     assert caught.value.segment_id in ("segment1", "segment3")
 
 
 def test_two_blocks_that_changed_places_are_found(several: Case) -> None:
-    """Right bytes with a right checksum, but of another place in the same stream."""
+    """Right bytes with a right checksum, but of another place in the same column."""
     path = several.paths[1]
     places = {
         chunk: offset
-        for layer, stream, chunk, offset in all_chunks(several.shape, several.parts[1], path)
-        if layer == 0 and stream == several.streams[-1]
+        for layer, column, chunk, offset in all_chunks(several.shape, several.parts[1], path)
+        if layer == 0 and column == several.columns[-1]
     }
     data = bytearray(path.read_bytes())
     first, second = (slice(places[c], places[c] + 4096) for c in (1, 2))
     data[first], data[second] = data[second], data[first]
     path.write_bytes(data)
 
-    with pytest.raises(ChunkUnreadable, match="segment1"):
+    with pytest.raises(SegmentUnreadable, match="segment1"):
         several.read(0, ["values"])
 
 
-def open_and_read_everything(path: Path, shape: KVShape, reader: ChunkReader, direct: bool) -> None:
+def open_and_read_everything(path: Path, shape: KVShape, reader: BlockReader, direct: bool) -> None:
     cache = make_cache(shape)
     span = open_span(path, cache, direct=direct)
     try:
-        source = SegmentSource(shape, [span], reader, AreaPool(1 << 20), cache, Demand())
+        source = SegmentSource(shape, [span], reader, BufferPool(1 << 20), cache, ReadNeeds())
         try:
             for layer in range(shape.num_layers):
                 if shape.probe_kv_heads:
@@ -334,9 +334,9 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("name", ["full-stride-bfloat16", "lanes-full-stride"])
+@pytest.mark.parametrize("name", ["full-stride-bfloat16", "head_groups-full-stride"])
 def test_a_short_or_missing_file_is_unreadable(
-    tmp_path: Path, any_reader: ChunkReader, damage: str, direct: bool, name: str
+    tmp_path: Path, any_reader: BlockReader, damage: str, direct: bool, name: str
 ) -> None:
     if direct and not FileSystem().supports_direct_io(tmp_path):
         pytest.skip("this file system has no O_DIRECT")
@@ -347,7 +347,7 @@ def test_a_short_or_missing_file_is_unreadable(
 
     DAMAGE[damage](path)
 
-    with pytest.raises(ChunkUnreadable) as caught:
+    with pytest.raises(SegmentUnreadable) as caught:
         open_and_read_everything(path, shape, any_reader, direct)
     assert caught.value.segment_id == "c0ffee"
 
@@ -359,9 +359,9 @@ def test_a_file_that_shrinks_while_it_is_open_is_unreadable(
 ) -> None:
     path = several.paths[3]
     os.truncate(path, path.stat().st_size - size)
-    several.request(Demand(whole=True))
+    several.request(ReadNeeds(whole=True))
 
-    with pytest.raises(ChunkUnreadable) as caught:
+    with pytest.raises(SegmentUnreadable) as caught:
         for layer in range(2):
             if ahead and layer == 0:
                 several.segment_source.read_ahead(1.0)
@@ -402,7 +402,7 @@ def test_a_read_that_the_system_refuses_condemns_nothing(several: Case, tmp_path
 def test_a_new_source_works_again_after_an_unreadable_chunk(several: Case) -> None:
     offset = next(all_chunks(several.shape, several.parts[0], several.paths[0]))[3]
     flip_byte(several.paths[0], offset)
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         several.read(0)
 
     flip_byte(several.paths[0], offset)

@@ -11,17 +11,17 @@ import torch
 from bench.core.emulation import SlowFileSystem
 from impress_sglang.management.forecast import StoredBytes
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.transfer.source import Demand, SegmentSource
+from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit import store_factory
 from tests.unit.kv_factory import (
     PROBE,
     SequenceKVs,
     chunk_disk_bytes,
+    columns_of,
     flip_byte,
+    head_groups_of,
     holds_values,
     kv_of,
-    lanes_of,
-    streams_of,
 )
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import (
@@ -49,12 +49,12 @@ TOKENS = prompt(1, 40)
 CHUNK_TOKENS = 8
 
 
-def disk_bytes(bench: Workbench, *streams: int, num_tokens: int = len(TOKENS)) -> int:
-    """Bytes of streams of all layers of a segment."""
+def disk_bytes(bench: Workbench, *columns: int, num_tokens: int = len(TOKENS)) -> int:
+    """Bytes of columns of all layers of a segment."""
     shape = bench.shape
     sizes = [
-        chunk_disk_bytes(shape, stream, CHUNK_TOKENS, num_tokens, chunk)
-        for stream in streams
+        chunk_disk_bytes(shape, column, CHUNK_TOKENS, num_tokens, chunk)
+        for column in columns
         for chunk in range(-(-num_tokens // CHUNK_TOKENS))
     ]
     return shape.num_layers * sum(sizes)
@@ -87,14 +87,14 @@ def test_before_the_first_read_all_is_on_the_ssd(bench: Workbench, store: Prefix
     found = bytes_of(store)
 
     assert found.probe_bytes == disk_bytes(bench, PROBE)
-    assert found.expected(1.0) == disk_bytes(bench, *streams_of(bench.shape))
+    assert found.expected(1.0) == disk_bytes(bench, *columns_of(bench.shape))
     assert found.usual == 0.25
     assert found.probe_bytes < found.expected(0.25) <= found.expected(0.5) <= found.expected(1.0)
 
 
 def test_a_part_counts_by_its_share_and_segments_are_added(bench: Workbench) -> None:
     store = three_prefixes(bench)
-    everything = streams_of(bench.shape)
+    everything = columns_of(bench.shape)
     first, second = (disk_bytes(bench, *everything, num_tokens=n) for n in (13, 27))
 
     assert bytes_of(store).expected(1.0) == pytest.approx(first + second, abs=2)
@@ -108,8 +108,8 @@ def test_a_part_counts_by_its_share_and_segments_are_added(bench: Workbench) -> 
 def test_what_is_cached_need_not_come_from_the_ssd(bench: Workbench, cache: str) -> None:
     store = bench.open(**{cache: 0.001})
     bench.put(store, TOKENS)
-    values = [stream for stream in kv_of(bench.shape) if holds_values(bench.shape, stream)]
-    keys = [stream for stream in kv_of(bench.shape) if stream not in values]
+    values = [column for column in kv_of(bench.shape) if holds_values(bench.shape, column)]
+    keys = [column for column in kv_of(bench.shape) if column not in values]
 
     read_layers(store, probe=False, keys=False)
     found = bytes_of(store)
@@ -129,7 +129,7 @@ def test_what_requests_wanted_is_expected_of_the_next_one(bench: Workbench) -> N
         if not readahead:
             bench.put(store, TOKENS)
         before = bytes_of(store)
-        selected = torch.tensor([0, 3]).expand(lanes_of(bench.shape), -1)
+        selected = torch.tensor([0, 3]).expand(head_groups_of(bench.shape), -1)
         for _ in range(2):
             source = open_source(store, look_up(store, TOKENS))
             for layer in range(source.num_layers):
@@ -140,7 +140,7 @@ def test_what_requests_wanted_is_expected_of_the_next_one(bench: Workbench) -> N
 
         assert after.expected(1.0) == before.expected(1.0)
         if readahead:
-            # One block of each stream has both tokens.
+            # One block of each column has both tokens.
             wanted = disk_bytes(bench, *kv_of(bench.shape), num_tokens=CHUNK_TOKENS)
             wanted += after.probe_bytes
             assert after.expected(0.25) == wanted < before.expected(0.25)
@@ -167,8 +167,8 @@ def test_measuring_reads_a_little_and_gives_all_back(bench: Workbench, store: Pr
     assert store._measuring is None
     assert not store._readers.is_read(match.spans[0].segment.segment_id)
     assert store._reader.cost.observations > observed
-    # One read of all but the probe stream, so that it is one observation.
-    per_layer = disk_bytes(bench, *bench.shape.streams[1:]) // bench.shape.num_layers
+    # One read of all but the probe column, so that it is one observation.
+    per_layer = disk_bytes(bench, *bench.shape.columns[1:]) // bench.shape.num_layers
     assert store.stats.bytes_read == store.stats.bytes_read_ahead == per_layer
     assert store.summary()["buffer_used_bytes"] == 0
     store.check_integrity()
@@ -252,7 +252,7 @@ def test_a_store_is_closed_cleanly_while_a_source_is_read_ahead(
 ) -> None:
     """A server that ends closes its sources first, whatever they are doing."""
     store = slow_store(bench)
-    source = store.open_source(look_up(store, prompt(1, 200)), 0, 200, Demand(whole=True))
+    source = store.open_source(look_up(store, prompt(1, 200)), 0, 200, ReadNeeds(whole=True))
     if waits:
         store.ahead.wait(source, 1e9)
     else:
@@ -264,7 +264,7 @@ def test_a_store_is_closed_cleanly_while_a_source_is_read_ahead(
     bench.close(store)
     assert not source.is_reading
 
-    whole = disk_bytes(bench, *streams_of(bench.shape), num_tokens=200)
+    whole = disk_bytes(bench, *columns_of(bench.shape), num_tokens=200)
     assert time.monotonic() - began < whole / 1e6, "what is not begun is not read"
     assert store.stats.bytes_read_ahead < whole
     check_rows(bench.open(), prompt(1, 200))
@@ -273,7 +273,7 @@ def test_a_store_is_closed_cleanly_while_a_source_is_read_ahead(
 def test_what_was_read_ahead_is_used_and_counted(bench: Workbench, no_gaps: None) -> None:
     store = bench.open(readahead=0.5)
     bench.put(store, TOKENS)
-    source = store.open_source(look_up(store, TOKENS), 0, 40, Demand(whole=True))
+    source = store.open_source(look_up(store, TOKENS), 0, 40, ReadNeeds(whole=True))
     store.ahead.join(source)
     assert source.next_ahead == source.num_layers
     wait_for_reads(source)
@@ -284,7 +284,7 @@ def test_what_was_read_ahead_is_used_and_counted(bench: Workbench, no_gaps: None
         assert torch.equal(keys, kvs.keys(layer)) and torch.equal(values, kvs.values(layer))
     store.close_source(source)
 
-    whole = disk_bytes(bench, *streams_of(bench.shape))
+    whole = disk_bytes(bench, *columns_of(bench.shape))
     stats = store.stats
     assert stats.bytes_read == stats.bytes_read_ahead == stats.bytes_read_ahead_used == whole
 
@@ -292,13 +292,13 @@ def test_what_was_read_ahead_is_used_and_counted(bench: Workbench, no_gaps: None
 def test_what_was_read_ahead_in_vain_is_counted_too(bench: Workbench) -> None:
     store = bench.open(readahead=0.5)
     bench.put(store, TOKENS)
-    source = store.open_source(look_up(store, TOKENS), 0, 40, Demand(whole=True))
+    source = store.open_source(look_up(store, TOKENS), 0, 40, ReadNeeds(whole=True))
     store.ahead.wait(source, 0.0)
     wait_for_reads(source)
 
     store.close_source(source)
 
-    per_layer = disk_bytes(bench, *streams_of(bench.shape)) // bench.shape.num_layers
+    per_layer = disk_bytes(bench, *columns_of(bench.shape)) // bench.shape.num_layers
     assert (store.stats.bytes_read, store.stats.bytes_read_ahead) == (per_layer, per_layer)
     assert store.stats.bytes_read_ahead_used == 0
 
@@ -307,7 +307,7 @@ def test_nothing_that_is_read_ahead_is_evicted(bench: Workbench) -> None:
     store = bench.open(ssd_gb=gb(2 * bench.one), readahead=0.5)
     for number in (1, 2):
         bench.put(store, prompt(number))
-    source = store.open_source(look_up(store, prompt(1)), 0, 8, Demand())
+    source = store.open_source(look_up(store, prompt(1)), 0, 8, ReadNeeds())
     store.ahead.wait(source, 1e9)
     use(store, prompt(2))
 

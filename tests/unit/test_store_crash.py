@@ -37,7 +37,7 @@ UNFINISHED = (*POINTS[:5], "reorder: between layers", "reorder: before the renam
 STEP = 12
 
 
-@pytest.fixture(scope="module", params=["probe", "lanes"])
+@pytest.fixture(scope="module", params=["probe", "head_groups"])
 def rounds(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState
 from impress_sglang.management.writing import StoreOutcome
@@ -68,7 +68,7 @@ def test_a_second_look_decides_about_what_could_not_be_read(bench: Workbench, ki
     path = path_of(bench, look_up(store, prompt(2, 8), "salt"))
     damage(path)
 
-    store.report(ChunkUnreadable(path.stem, "a test"))
+    store.report(SegmentUnreadable(path.stem, "a test"))
 
     assert store.summary()["segments_suspect"] == 1
     assert length(store, prompt(2, 8), namespace="salt") == 0, "not before it is found good"
@@ -98,7 +98,7 @@ def test_a_look_that_sees_nothing_is_repeated(bench: Workbench) -> None:
     bench.put(store, prompt(1))
     name = name_of(store, prompt(1))
     with files.faults.injected(Rule("EIO", "read", "*.kv", count=1)):
-        store.report(ChunkUnreadable(name, "a test"))
+        store.report(SegmentUnreadable(name, "a test"))
         look_again(store)
 
     assert (store.stats.segments_cleared, store.stats.segments_unreadable) == (1, 1)
@@ -382,7 +382,7 @@ def test_a_report_of_what_cannot_be_lost_does_nothing(bench: Workbench) -> None:
     (pending,) = [s for s in store.tree.segments() if s.state is SegmentState.PENDING]
 
     for reported in ("unknown", pending.segment_id, name, name):
-        store.report(ChunkUnreadable(reported, "a test"))
+        store.report(SegmentUnreadable(reported, "a test"))
 
     store.check_integrity()
     assert store.stats.segments_unreadable == store.summary()["segments_suspect"] == 1
@@ -400,7 +400,7 @@ def test_a_file_that_is_gone_is_unreadable(bench: Workbench, number: int) -> Non
     path_of(bench, match, number).unlink()
     descriptors = len(os.listdir("/proc/self/fd"))
 
-    with pytest.raises(ChunkUnreadable) as caught:
+    with pytest.raises(SegmentUnreadable) as caught:
         open_source(store, match, 0, 40)
 
     assert caught.value.segment_id == match.spans[number].segment.segment_id
@@ -421,7 +421,7 @@ def test_a_damaged_chunk_is_unreadable_and_the_rest_is_served(bench: Workbench) 
     flip_last_block(path)
     source = open_source(store, match, 0, 40)
 
-    with pytest.raises(ChunkUnreadable) as caught:
+    with pytest.raises(SegmentUnreadable) as caught:
         read_rows(source, 1, None, keys=False)
 
     assert caught.value.segment_id == path.stem

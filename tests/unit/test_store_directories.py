@@ -117,7 +117,7 @@ def test_as_many_models_go_as_are_in_the_way(bench: Workbench) -> None:
     folders = [old_model(bench, str(n) * 32, bench.one, age=10 * n) for n in (1, 2, 3)]
     store = bench.open(ssd_gb=gb(4 * bench.one))
 
-    # 16 tokens are two chunks a stream: almost two of the small segments.
+    # 16 tokens are two chunks a column: almost two of the small segments.
     put_at_last(bench, store, prompt(5, 16))
 
     assert [folder.exists() for folder in folders] == [True, True, False]

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from impress_sglang.errors import ChunkUnreadable, PrefixUnreadable, StoreUnavailable
-from impress_sglang.management.looks import MOST_LOOKS
+from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnavailable
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState
+from impress_sglang.management.suspects import MOST_LOOKS
 from impress_sglang.management.writing import Offer, StoreOutcome
 from tests import damage
 from tests.faults import SQL, Faults, FaultyFileSystem, Rule, dead_disk, read_only
@@ -50,7 +50,7 @@ def faults() -> Iterator[Faults]:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Workbench]:
-    bench = Workbench(tmp_path / "kv", store_factory.SHAPES["lanes float32"])
+    bench = Workbench(tmp_path / "kv", store_factory.SHAPES["head groups float32"])
     yield bench
     bench.close_all()
 
@@ -250,7 +250,7 @@ def test_a_directory_that_was_removed_begins_anew(
 ) -> None:
     bench.put(store, prompt(1, 40))
     shutil.rmtree(bench.root)
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         read(store, prompt(1, 40))
     until(store, lambda: store.health.state == "degraded")
     until_well(store)
@@ -280,7 +280,7 @@ def test_nothing_is_made_in_the_place_of_a_disk_that_is_not_mounted(bench: Workb
     files.gone = True
     shutil.rmtree(bench.root)
     bench.root.mkdir()
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         read(store, prompt(1, 40))
     until(store, lambda: "not mounted" in store.health.summary()["last_failure"])
 
@@ -354,7 +354,7 @@ def test_a_damaged_segment_is_set_aside_and_what_builds_on_it_stays(
 ) -> None:
     path, chats = shared_prefix(bench, store)
     harm(path)
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         read(store, chats[0])
     assert length(store, chats[0]) == 0, "it is not used before it is known to be good"
     until(store, lambda: store.stats.segments_quarantined == 1)
@@ -378,7 +378,7 @@ def test_a_damaged_segment_on_a_read_only_disk_costs_nothing_else(
     path = path_of(bench, look_up(store, prompt(1, 40)))
     faults.add(*read_only())
     damage.flip_data_bit(path, KEYS_BLOCK)
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         read(store, prompt(1, 40))
     until(store, lambda: store.health.state != "ok")
     deadline = time.monotonic() + 2.5
@@ -401,7 +401,7 @@ def test_a_folder_of_the_store_that_was_removed_is_made_anew(
     shutil.rmtree(next(bench.root.glob(f"*/{folder}")))
     if path.exists():
         damage.flip_data_bit(path, KEYS_BLOCK)
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         read(store, prompt(1, 40))
     until(store, lambda: store.stats.segments_gone + store.stats.segments_quarantined == 1)
     bench.offer(store, prompt(2, 40))
@@ -417,7 +417,7 @@ def test_a_file_that_is_gone_is_lost_and_can_be_stored_again(
 ) -> None:
     path, chats = shared_prefix(bench, store)
     path.unlink()
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         read(store, chats[0])
     until(store, lambda: store.stats.segments_gone == 1)
 
@@ -436,7 +436,7 @@ def test_a_hole_is_filled_as_far_as_a_branch_has_its_tokens(
     bench.put(store, lost)
     bench.put(store, branch)
     path_of(bench, look_up(store, lost)).unlink()
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         read(store, lost)
     until(store, lambda: store.stats.segments_gone == 1)
 
@@ -452,7 +452,7 @@ def test_a_bit_that_was_wrong_only_in_memory_costs_one_recompute(
     bench: Workbench, store: PrefixStore, faults: Faults
 ) -> None:
     path, chats = shared_prefix(bench, store)
-    with faults.injected(Rule("flip", "block", count=1)), pytest.raises(ChunkUnreadable):
+    with faults.injected(Rule("flip", "block", count=1)), pytest.raises(SegmentUnreadable):
         read(store, chats[0])
     until(store, lambda: store.stats.segments_cleared == 1)
 
@@ -465,7 +465,7 @@ def test_a_second_look_waits_as_long_as_nothing_can_be_seen(
 ) -> None:
     path, chats = shared_prefix(bench, store)
     damage.flip_data_bit(path, KEYS_BLOCK)
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         read(store, chats[0])
     with faults.injected(Rule("EIO", "read", f"*{path.name}")):
         deadline = time.monotonic() + 1.5
@@ -493,8 +493,8 @@ def test_a_segment_that_cannot_be_read_now_makes_room(bench: Workbench, faults: 
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("impress_sglang.management.looks.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("impress_sglang.management.looks.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("impress_sglang.management.suspects.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("impress_sglang.management.suspects.LONGEST_PAUSE_S", 0.01)
 
 
 def looks_at(faults: Faults, store: PrefixStore, rule: Rule, count: int) -> None:
@@ -549,7 +549,7 @@ def test_what_the_machine_refuses_condemns_nothing(
     name = look_up(store, chats[0]).spans[0].segment.segment_id
     rule = Rule(fault, "open", f"*{path.name}")
     with faults.injected(rule):
-        store.report(ChunkUnreadable(name, "a test"))
+        store.report(SegmentUnreadable(name, "a test"))
         looks_at(faults, store, rule, 2 * MOST_LOOKS)
         assert path.exists() and store.stats.segments_quarantined == 0
     until_well(store)
@@ -563,7 +563,7 @@ def test_a_look_that_was_under_way_when_the_disk_came_back_does_not_count(
     name = look_up(store, chats[0]).spans[0].segment.segment_id
     sector = Rule("EIO", "read", f"*{path.name}")
     with faults.injected(sector):
-        store.report(ChunkUnreadable(name, "a test"))
+        store.report(SegmentUnreadable(name, "a test"))
         looks_at(faults, store, sector, MOST_LOOKS - 1)
         (suspect,) = store._looks._suspects.values()
         until(store, lambda: suspect.look is not None)
@@ -583,7 +583,7 @@ def test_looks_from_before_the_disk_failed_do_not_count(
     with faults.injected(sector):
         for _ in range(3):
             if not len(store._looks):
-                store.report(ChunkUnreadable(name, "a test"))
+                store.report(SegmentUnreadable(name, "a test"))
             looks_at(faults, store, sector, MOST_LOOKS - 2)
             store._looks.hurry()
         assert path.exists()
@@ -598,7 +598,7 @@ def test_what_was_set_aside_does_not_come_back_with_a_power_loss(
     store = bench.open(files=files)
     path, chats = shared_prefix(bench, store)
     damage.flip_data_bit(path, KEYS_BLOCK)
-    with pytest.raises(ChunkUnreadable):
+    with pytest.raises(SegmentUnreadable):
         read(store, chats[0])
     until(store, lambda: store.stats.segments_quarantined == 1)
     files.power_loss(database="lost")
@@ -632,7 +632,7 @@ def test_a_long_chain_of_segments_can_lose_its_head(
     first = next(store.tree.segments())
     path = store._directory.segment_path(first.segment_id)
     path.unlink()
-    store.report(ChunkUnreadable(first.segment_id, "is missing"))
+    store.report(SegmentUnreadable(first.segment_id, "is missing"))
     until(store, lambda: first.state is SegmentState.LOST)
 
     assert length(store, tokens) == 0

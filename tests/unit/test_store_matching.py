@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import StoreOutcome
 from tests.unit import store_factory
-from tests.unit.kv_factory import SequenceKVs, heads_of, lanes_of, streams_of
+from tests.unit.kv_factory import SequenceKVs, columns_of, head_groups_of, heads_of
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import (
     QUARTER,
@@ -114,21 +114,21 @@ def test_stats_count_what_was_written_and_read(
 ) -> None:
     bench.put(store, prompt(1, 40))
     source = open_source(store, look_up(store, prompt(1, 40)), 0, 40)
-    lanes = lanes_of(bench.shape)
+    head_groups = head_groups_of(bench.shape)
     read_rows(source, 0, None, keys=False)
-    read_rows(source, 0, torch.tensor([0, 39]).expand(lanes, -1), keys=False)
-    assert source.stats.ssd_chunks == 7 * lanes
-    read_rows(source, 1, torch.tensor([0, 39]).expand(lanes, -1), keys=False)
-    assert source.stats.ssd_chunks == 9 * lanes
+    read_rows(source, 0, torch.tensor([0, 39]).expand(head_groups, -1), keys=False)
+    assert source.stats.ssd_chunks == 7 * head_groups
+    read_rows(source, 1, torch.tensor([0, 39]).expand(head_groups, -1), keys=False)
+    assert source.stats.ssd_chunks == 9 * head_groups
     store.close_source(source)
 
-    # 5 chunks of a disk block in each stream that has heads.
-    streams = sum(bool(heads_of(bench.shape, stream)) for stream in streams_of(bench.shape))
-    size = 4096 * (1 + 2 * 5 * streams)
+    # 5 chunks of a disk block in each column that has heads.
+    columns = sum(bool(heads_of(bench.shape, column)) for column in columns_of(bench.shape))
+    size = 4096 * (1 + 2 * 5 * columns)
     assert store.stats.segments_written == 1
     assert store.stats.bytes_written == size
     # What is there is not read again, but another layer is.
-    assert store.stats.bytes_read == (5 + 2) * lanes * 4096
+    assert store.stats.bytes_read == (5 + 2) * head_groups * 4096
     summary = store.summary()
     assert summary["segments"] == 1
     assert summary["used_bytes"] == size
@@ -144,7 +144,7 @@ def test_a_match_may_be_older_than_an_eviction(bench: Workbench) -> None:
     match = look_up(store, prompt(1))
     bench.put(store, prompt(2))
 
-    with pytest.raises(ChunkUnreadable) as caught:
+    with pytest.raises(SegmentUnreadable) as caught:
         open_source(store, match, 0, 8)
 
     store.report(caught.value)
@@ -156,9 +156,9 @@ def test_a_match_may_be_older_than_a_loss(bench: Workbench, store: PrefixStore) 
     """Another request has found that a segment is damaged, or only thinks so."""
     bench.put(store, prompt(1))
     match = look_up(store, prompt(1))
-    store.report(ChunkUnreadable(match.spans[0].segment.segment_id, "a test"))
+    store.report(SegmentUnreadable(match.spans[0].segment.segment_id, "a test"))
 
-    with pytest.raises(ChunkUnreadable) as caught:
+    with pytest.raises(SegmentUnreadable) as caught:
         open_source(store, match)
     store.report(caught.value)
 
@@ -166,7 +166,7 @@ def test_a_match_may_be_older_than_a_loss(bench: Workbench, store: PrefixStore) 
     look_again(store)
     store.close_source(open_source(store, match))
     lose(bench, store, match.spans[0].segment.segment_id)
-    with pytest.raises(ChunkUnreadable) as caught:
+    with pytest.raises(SegmentUnreadable) as caught:
         open_source(store, match)
     store.report(caught.value)
     store.check_integrity()

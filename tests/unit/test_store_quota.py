@@ -74,7 +74,7 @@ def test_a_large_offer_evicts_several(bench: Workbench) -> None:
     for number in (1, 2, 3, 4):
         bench.put(store, prompt(number))
 
-    # 16 tokens are two chunks a stream: 13 disk blocks, almost two of the small segments.
+    # 16 tokens are two chunks a column: 13 disk blocks, almost two of the small segments.
     bench.put(store, prompt(5, 16))
 
     assert [length(store, prompt(n)) for n in (1, 2, 3, 4)] == [0, 0, 8, 8]

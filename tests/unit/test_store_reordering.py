@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from impress_sglang.management import reordering, rewriting
-from impress_sglang.management.reorder import mapping_lists
+from impress_sglang.management import reorder_queue, segment_rewriter
 from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.token_order import mapping_lists
 from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.options import POLICIES
 from impress_sglang.storage.files import FileSystem
@@ -32,9 +32,9 @@ from tests.unit import store_factory
 from tests.unit.kv_factory import (
     SequenceKVs,
     flip_byte,
+    head_group_of,
+    head_groups_of,
     kv_of,
-    lane_of,
-    lanes_of,
     row_size,
     rows_of,
 )
@@ -70,10 +70,10 @@ def select(store: PrefixStore, tokens: tuple[int, ...], *chosen: int, **options:
     assert match.num_tokens == len(tokens)
     source = open_source(store, match)
     shape = store._shape
-    selected = torch.tensor(sorted(chosen)).expand(lanes_of(shape), -1)
+    selected = torch.tensor(sorted(chosen)).expand(head_groups_of(shape), -1)
     for layer in range(shape.num_layers):
         read_rows(source, layer, selected)
-        scores = torch.ones(lanes_of(shape), len(tokens))
+        scores = torch.ones(head_groups_of(shape), len(tokens))
         source.note_selection(layer, selected, scores)
     store.close_source(source)
 
@@ -107,7 +107,7 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.go_on = threading.Event(), threading.Event()
         self.error: OSError | None = None
-        monkeypatch.setattr(rewriting, "write_segment", self._write)
+        monkeypatch.setattr(segment_rewriter, "write_segment", self._write)
 
     def _write(self, *args: Any, **kwargs: Any) -> None:
         self.entered.set()
@@ -209,20 +209,20 @@ def test_rows_stand_in_the_order_of_the_mapping_lists(bench: Workbench, store: P
 
     assert segment.mapping is not None
     assert np.array_equal(segment.mapping, mapping_lists(average, [0]))
-    for lane in range(lanes_of(bench.shape)):
-        assert segment.mapping[0, lane, [3, 11, 17]].tolist() == [0, 1, 2]
+    for head_group in range(head_groups_of(bench.shape)):
+        assert segment.mapping[0, head_group, [3, 11, 17]].tolist() == [0, 1, 2]
     kvs, data = SequenceKVs(bench.shape, "", tokens), path.read_bytes()
-    for layer, stream in itertools.product(range(bench.shape.num_layers), kv_of(bench.shape)):
-        lane = lane_of(bench.shape, stream)
-        order = torch.from_numpy(np.argsort(segment.mapping[layer, lane]))
+    for layer, column in itertools.product(range(bench.shape.num_layers), kv_of(bench.shape)):
+        head_group = head_group_of(bench.shape, column)
+        order = torch.from_numpy(np.argsort(segment.mapping[layer, head_group]))
         expected = rows_of(
-            bench.shape, kvs.keys(layer)[None], kvs.values(layer)[None], 0, stream, order
+            bench.shape, kvs.keys(layer)[None], kvs.values(layer)[None], 0, column, order
         ).reshape(20, -1)
-        row_bytes = row_size(bench.shape, stream)
+        row_bytes = row_size(bench.shape, column)
         for row in range(20):
             chunk, offset = divmod(row, 8)
-            at = segment.layout.stream_offset(layer, stream)
-            at += chunk * segment.layout.chunk_stride(stream) + offset * row_bytes
+            at = segment.layout.column_offset(layer, column)
+            at += chunk * segment.layout.chunk_stride(column) + offset * row_bytes
             assert data[at : at + row_bytes] == expected[row].view(torch.uint8).numpy().tobytes()
 
 
@@ -238,11 +238,11 @@ def test_the_best_tokens_share_the_first_chunk(
 
     select(store, tokens, *chosen)
 
-    # The streams of keys and values of two layers, a block each; before, it was one for each of 5
+    # The columns of keys and values of two layers, a block each; before, it was one for each of 5
     # chunks.
-    streams = len(kv_of(bench.shape))
-    assert before == 2 * streams * 5 * 4096
-    assert store.stats.bytes_read - before == 2 * streams * 4096
+    columns = len(kv_of(bench.shape))
+    assert before == 2 * columns * 5 * 4096
+    assert store.stats.bytes_read - before == 2 * columns * 4096
 
 
 def test_the_key_decides_what_the_order_is_by(bench: Workbench) -> None:
@@ -254,9 +254,9 @@ def test_the_key_decides_what_the_order_is_by(bench: Workbench) -> None:
         source = open_source(store, look_up(store, prompt(number, 8)), 0, 8)
         importance = torch.ones(4, 8)
         importance[:, 5] = 7.0
-        lanes = lanes_of(bench.shape)
+        head_groups = head_groups_of(bench.shape)
         for layer in range(bench.shape.num_layers):
-            source.note_selection(layer, torch.arange(8).expand(lanes, -1), importance)
+            source.note_selection(layer, torch.arange(8).expand(head_groups, -1), importance)
         store.close_source(source)
         reorder(store)
         use(store, prompt(number, 8))
@@ -265,7 +265,7 @@ def test_the_key_decides_what_the_order_is_by(bench: Workbench) -> None:
             "selected": [0, 1, 2, 3, 4, 5, 6, 7],
             "importance": [1, 2, 3, 4, 5, 0, 6, 7],
         }
-        assert mapping[0].tolist() == [expected[key]] * lanes
+        assert mapping[0].tolist() == [expected[key]] * head_groups
         bench.close(store)
 
 
@@ -434,8 +434,8 @@ def test_an_open_source_goes_on_with_its_version(bench: Workbench) -> None:
     both = store.cache.placement.cached_chunks(Tier.DEVICE)
     store.close_source(source)
     store.check_integrity()
-    # 2 layers and 5 chunks in each stream of keys and values, and of probe keys.
-    chunks = 2 * 5 * sum(bool(bench.shape.heads(stream)) for stream in bench.shape.streams)
+    # 2 layers and 5 chunks in each column of keys and values, and of probe keys.
+    chunks = 2 * 5 * sum(bool(bench.shape.heads(column)) for column in bench.shape.columns)
     assert (both, store.cache.placement.cached_chunks(Tier.DEVICE)) == (2 * chunks, chunks)
     check_rows(store, tokens)
 
@@ -453,7 +453,7 @@ def test_without_readers_the_old_chunks_leave_at_once(bench: Workbench) -> None:
 
 def test_new_chunks_inherit_the_priority_of_the_old_ones(bench: Workbench) -> None:
     """There is room for the values of one layer, and the reordered ones were read more often."""
-    room = sum(8 * row_size(bench.shape, stream) for stream in bench.shape.value_streams)
+    room = sum(8 * row_size(bench.shape, column) for column in bench.shape.value_columns)
     store = bench.open(device_gb=room / 1e9)
     bench.put(store, prompt(1))
     bench.put(store, prompt(2))
@@ -470,8 +470,8 @@ def test_new_chunks_inherit_the_priority_of_the_old_ones(bench: Workbench) -> No
     read_rows(source, 0, None, keys=False)
     store.close_source(source)
 
-    assert source.stats.device_chunks == lanes_of(bench.shape)
-    assert source.stats.chunks_accessed == lanes_of(bench.shape)
+    assert source.stats.device_chunks == head_groups_of(bench.shape)
+    assert source.stats.chunks_accessed == head_groups_of(bench.shape)
 
 
 def test_a_match_from_before_the_rewrite_reads_the_new_version(
@@ -659,13 +659,13 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
 
 def spread_prompt(shape: KVShape) -> tuple[int, ...]:
     """Four blocks of keys, of whose tokens every 16th is selected: see `spread_units`."""
-    return prompt(1, 4 * 4096 // row_size(shape, shape.key_streams[0]))
+    return prompt(1, 4 * 4096 // row_size(shape, shape.key_columns[0]))
 
 
 def spread_units(shape: KVShape) -> tuple[int, int]:
     """Blocks of a layer that are touched, and how many it were if the selected stood together."""
     tokens = len(spread_prompt(shape))
-    touched = sum(tokens * row_size(shape, stream) for stream in kv_of(shape)) // 4096
+    touched = sum(tokens * row_size(shape, column) for column in kv_of(shape)) // 4096
     return touched, len(kv_of(shape))
 
 
@@ -687,8 +687,8 @@ def test_units_of_the_spread_prompt() -> None:
 
     assert found == {
         "probe heads": (12, 2),
-        "lanes float32": (16, 4),
-        "lanes bfloat16": (16, 4),
+        "head groups float32": (16, 4),
+        "head groups bfloat16": (16, 4),
     }
 
 
@@ -784,7 +784,7 @@ def test_a_segment_that_waits_is_not_queued_again(bench: Workbench, held: Held) 
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Turns the store's clock forward."""
     now = [1000.0]
-    monkeypatch.setattr(reordering, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(reorder_queue, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def forward(seconds: float) -> None:
         now[0] += seconds

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from impress_sglang.errors import ChunkUnreadable
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.store import PrefixStore
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
@@ -104,7 +104,7 @@ def is_served(store: PrefixStore, tokens: Sequence[int], namespace: str = "") ->
         return False
     try:
         store.close_source(open_source(store, match))
-    except ChunkUnreadable as error:
+    except SegmentUnreadable as error:
         store.report(error)
         look_again(store)
         store.check_integrity()

@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
+from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.management.keeper import Verdict
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
@@ -34,7 +34,7 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
-from impress_sglang.transfer.source import Demand, SegmentSource
+from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import (
     IDENTITY,
@@ -42,10 +42,10 @@ from tests.unit.kv_factory import (
     PROBE,
     SequenceKVs,
     as_tokens,
+    columns_of,
+    head_groups_of,
     heads_of,
-    lanes_of,
     make_shape,
-    streams_of,
 )
 from tests.unit.prefix_model import QUALITIES, Known, PrefixModel
 from tests.unit.prefix_model import Path as TokenPath
@@ -53,7 +53,7 @@ from tests.unit.reading import read_rows
 from tests.unit.waiting import wait_until
 
 SHAPE = make_shape(query_heads=2, kv_heads=2, key_dim=4, value_dim=4, probe=(0,))
-LANES = make_shape(
+HEAD_GROUPS = make_shape(
     query_heads=4, kv_heads=2, key_dim=4, value_dim=4, dtype=torch.bfloat16, probe=()
 )
 Tokens = tuple[int, ...]
@@ -69,11 +69,11 @@ FAILS = st.sampled_from([False, False, False, True])
 NAMESPACES = st.sampled_from(["", "salt"])
 DEMANDS = st.sampled_from(
     [
-        Demand(),
-        Demand(probe=False),
-        Demand(all_keys=True),
-        Demand(whole=True),
-        Demand(whole=True, probe=False),
+        ReadNeeds(),
+        ReadNeeds(probe=False),
+        ReadNeeds(all_keys=True),
+        ReadNeeds(whole=True),
+        ReadNeeds(whole=True, probe=False),
     ]
 )
 # What reading ahead is told of a source that is opened.
@@ -143,7 +143,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.let_writes_through()
 
     def open(self) -> None:
-        # One head of a chunk; a whole chunk of the largest stream takes two.
+        # One head of a chunk; a whole chunk of the largest column takes two.
         page_bytes = 8 * 4 * self.shape.dtype.itemsize
         config = ImpressConfig(
             ssd_dir=str(self.directory),
@@ -413,16 +413,16 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.ahead.join(self.waiting.pop(0))
 
     @precondition(lambda self: self.sources)
-    @rule(data=st.data(), waste=st.sampled_from([0.0, 0.3, 100.0]))
-    def read_ahead(self, data: st.DataObject, waste: float) -> None:
+    @rule(data=st.data(), waste_budget=st.sampled_from([0.0, 0.3, 100.0]))
+    def read_ahead(self, data: st.DataObject, waste_budget: float) -> None:
         source = self.sources[data.draw(st.integers(0, len(self.sources) - 1))][0]
         if source.next_ahead < source.num_layers:
-            source.read_ahead(waste)
+            source.read_ahead(waste_budget)
 
     def check_rows(self, number: int, layer: int, selected: Tensor | None) -> SegmentSource:
         """Whatever was evicted, dropped or rewritten since: an open source gives its rows.
 
-        `selected` [lanes, k] are the tokens of each lane, None for all.
+        `selected` [head groups, k] are the tokens of each head group, None for all.
         """
         source, namespace, path, start = self.sources[number]
         shape = self.shape
@@ -447,12 +447,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     def read_selection(self, number: int, layer: int, chosen: set[int], seed: int) -> None:
         size = self.sources[number][0].num_tokens
-        # Each lane has its own tokens, of which there are as many.
+        # Each head group has its own tokens, of which there are as many.
         tokens = {token % size for token in chosen}
         selected = torch.tensor(
             [
-                sorted({(token + 7 * lane) % size for token in tokens})
-                for lane in range(lanes_of(self.shape))
+                sorted({(token + 7 * head_group) % size for token in tokens})
+                for head_group in range(head_groups_of(self.shape))
             ]
         )
         source = self.check_rows(number, layer, selected)
@@ -506,7 +506,7 @@ class StoreMachine(RuleBasedStateMachine):
             content[-4096] ^= 1
             path.write_bytes(content)
 
-        self.store.report(ChunkUnreadable(segment_id, "a test"))
+        self.store.report(SegmentUnreadable(segment_id, "a test"))
 
         self.model.segments[name].state = SegmentState.SUSPECT
 
@@ -570,7 +570,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         self.files.faults.add(Rule("EIO", "open", "*.kv"))
         try:
-            self.store.close_source(self.store.open_source(match, 0, match.num_tokens, Demand()))
+            self.store.close_source(self.store.open_source(match, 0, match.num_tokens, ReadNeeds()))
         except StoreUnavailable as error:
             self.store.report(error)
             self.model.segments[self.names[error.segment_id]].state = SegmentState.SUSPECT
@@ -645,8 +645,8 @@ class StoreMachine(RuleBasedStateMachine):
 class TightStoreMachine(StoreMachine):
     """A store that is full after a few segments: what it evicts is its business, within limits."""
 
-    # 5 segments of up to 8 tokens: a header, and a disk block for each stream of 2 layers.
-    quota = 5 * (1 + 2 * len(streams_of(SHAPE))) * 4096 / 1e9
+    # 5 segments of up to 8 tokens: a header, and a disk block for each column of 2 layers.
+    quota = 5 * (1 + 2 * len(columns_of(SHAPE))) * 4096 / 1e9
 
     @rule(namespace=NAMESPACES, tokens=SEQUENCES, quality=QUALITY, fails=FAILS)
     def offer_a_prefix(self, namespace: str, tokens: Tokens, quality: Quality, fails: bool) -> None:
@@ -695,12 +695,12 @@ class TightStoreMachine(StoreMachine):
 
 
 class LanesStoreMachine(StoreMachine):
-    shape = LANES
+    shape = HEAD_GROUPS
 
 
 class TightLanesStoreMachine(TightStoreMachine):
-    shape = LANES
-    quota = 5 * (1 + 2 * len(streams_of(LANES))) * 4096 / 1e9
+    shape = HEAD_GROUPS
+    quota = 5 * (1 + 2 * len(columns_of(HEAD_GROUPS))) * 4096 / 1e9
 
 
 TestStore = StoreMachine.TestCase

@@ -21,7 +21,7 @@ def locate_rows(
     stop: int,
     start: int,
     mapping: Mapping,
-    lane_rows: int,
+    head_group_rows: int,
     chunk_rows: int,
     value_first: Int32s,
     value_last: Int32s,
@@ -29,28 +29,28 @@ def locate_rows(
     key_last: Int32s,
     placed: bool,
 ) -> tuple[Indices, Indices, Indices, Indices, Flags, Flags]:
-    num_lanes, k = tokens.shape
+    num_head_groups, k = tokens.shape
     if placed:
-        lanes, places = np.nonzero((tokens >= first) & (tokens < stop))
-        positions = places * num_lanes + lanes
-        rows = tokens[lanes, places]
+        head_groups, places = np.nonzero((tokens >= first) & (tokens < stop))
+        positions = places * num_head_groups + head_groups
+        rows = tokens[head_groups, places]
     else:
-        lanes, positions = np.tile(np.arange(num_lanes), k), np.empty(0, np.int64)
+        head_groups, positions = np.tile(np.arange(num_head_groups), k), np.empty(0, np.int64)
         rows = tokens.T.reshape(-1)
     rows = rows - first + start
     if len(mapping):
-        rows = mapping[lanes * lane_rows + rows].astype(np.int64)
-    lane_chunks = -(-lane_rows // chunk_rows)
-    chunks = rows // chunk_rows + lanes * lane_chunks
-    counts = np.bincount(chunks, minlength=num_lanes * lane_chunks)
-    wanted = np.zeros((num_lanes, lane_rows + 1), np.int64)
-    wanted[lanes, rows + 1] = 1
+        rows = mapping[head_groups * head_group_rows + rows].astype(np.int64)
+    head_group_chunks = -(-head_group_rows // chunk_rows)
+    chunks = rows // chunk_rows + head_groups * head_group_chunks
+    counts = np.bincount(chunks, minlength=num_head_groups * head_group_chunks)
+    wanted = np.zeros((num_head_groups, head_group_rows + 1), np.int64)
+    wanted[head_groups, rows + 1] = 1
     before = wanted.cumsum(1)
     in_values = before[:, value_last + 1] > before[:, value_first]
     in_keys = before[:, key_last + 1] > before[:, key_first]
     if not placed:
-        lanes = lanes[:0]
-    return positions, lanes, rows, counts, in_values.reshape(-1), in_keys.reshape(-1)
+        head_groups = head_groups[:0]
+    return positions, head_groups, rows, counts, in_values.reshape(-1), in_keys.reshape(-1)
 
 
 def touched_chunks(counts: Indices, rows_of_chunk: Floats) -> tuple[Indices, Indices, Floats]:
@@ -88,15 +88,15 @@ def chunk_hits(
     stop: int,
     start: int,
     mapping: Mapping,
-    lane_rows: int,
+    head_group_rows: int,
     chunk_rows: int,
     hit: Flags,
 ) -> tuple[int, int]:
-    lanes, places = np.nonzero((tokens >= first) & (tokens < stop))
-    rows = tokens[lanes, places] - first + start
+    head_groups, places = np.nonzero((tokens >= first) & (tokens < stop))
+    rows = tokens[head_groups, places] - first + start
     if len(mapping):
-        rows = mapping[lanes * lane_rows + rows].astype(np.int64)
-    hits = hit[lanes * -(-lane_rows // chunk_rows) + rows // chunk_rows]
+        rows = mapping[head_groups * head_group_rows + rows].astype(np.int64)
+    hits = hit[head_groups * -(-head_group_rows // chunk_rows) + rows // chunk_rows]
     return len(rows), int(np.count_nonzero(hits))
 
 
@@ -152,12 +152,12 @@ def move_averages(
     kept: Uint8s,
     raised: Uint8s,
 ) -> None:
-    lanes, places = np.nonzero((tokens >= first) & (tokens < stop))
+    head_groups, places = np.nonzero((tokens >= first) & (tokens < stop))
     own = averages[:, start : start + stop - first]
-    selected = tokens[lanes, places] - first
-    before = own[lanes, selected]
+    selected = tokens[head_groups, places] - first
+    before = own[head_groups, selected]
     own[:] = kept[own]
-    own[lanes, selected] = raised[before]
+    own[head_groups, selected] = raised[before]
 
 
 def missing_blocks(tiers: Uint8s, chunk_of_block: Indices, possible: Flags, ssd: int) -> Flags:
@@ -176,25 +176,25 @@ def likely_flags(codes: Uint8s, candidates: Flags, threshold: int) -> Flags:
 
 
 def vector_addresses(
-    lanes: Indices,
+    head_groups: Indices,
     rows: Indices,
     tiers: Uint8s,
     place_of_chunk: Indices,
     pages: Int32s,
-    lane_chunks: int,
+    head_group_chunks: int,
     chunk_rows: int,
     row_vectors: int,
     page_vectors: int,
     vector_bytes: int,
     start: int,
-    lane_bytes: int,
+    head_group_bytes: int,
     stride: int,
     bases: Indices,
 ) -> Indices:
     chunks = rows // chunk_rows
-    place = place_of_chunk[lanes * lane_chunks + chunks]
+    place = place_of_chunk[head_groups * head_group_chunks + chunks]
     at = (rows % chunk_rows * row_vectors)[:, None] + np.arange(row_vectors)
-    inside = at * vector_bytes + (start + lanes * lane_bytes + chunks * stride)[:, None]
+    inside = at * vector_bytes + (start + head_groups * head_group_bytes + chunks * stride)[:, None]
     cached = tiers[place] != 0
     if cached.any():
         page = pages[place[cached, None], at[cached] // page_vectors].astype(np.int64)

@@ -18,14 +18,14 @@ from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.precision.tokens import CodedTokens
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.read_cost import ReadCost
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.moves import KernelMover
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.transfer import coded as coded_module
-from impress_sglang.transfer.area import PooledMemory
+from impress_sglang.transfer.buffers import PooledMemory
 from impress_sglang.transfer.coded_slots import CodeWriter, KernelCodeWriter, LoopCodeWriter
 from impress_sglang.transfer.frames import CODE_PAGE, IndexedTaker, KernelTaker
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
@@ -274,7 +274,7 @@ def test_a_layer_is_loaded_alike(
     bits: float,
     pages: tuple[int, int],
     tmp_path: Path,
-    reader: ChunkReader,
+    reader: BlockReader,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same planes, from the same places, and the same slots within rounding."""

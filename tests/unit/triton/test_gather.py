@@ -92,7 +92,7 @@ class Wish:
     heads: list[tuple[int, ...]]
     slots: Tensor | None = None
     positions: Tensor | None = None
-    lanes: int = 1
+    head_groups: int = 1
 
     def targets(self, pools: Sequence[Tensor], device: str) -> list[gather.Target]:
         def there(index: Tensor | None) -> Tensor | None:
@@ -105,7 +105,7 @@ class Wish:
                 addresses.to(device),
                 there(self.slots),
                 there(self.positions),
-                self.lanes,
+                self.head_groups,
             )
             for pool, addresses, heads in zip(pools, self.addresses, self.heads, strict=True)
         ]
@@ -142,7 +142,7 @@ SHAPES = [
 def test_rows_of_all_heads(
     device: str, dtype: torch.dtype, unit: int, dims: tuple[int, int], heads: int, k: int
 ) -> None:
-    """One lane: a row has the vectors of all heads."""
+    """One head group: a row has the vectors of all heads."""
     memories, pools = make_memories(unit, dtype, device), Pools.make(64, heads, dims, dtype)
     addresses = [random_addresses(memories, (k, heads * dim // unit)) for dim in dims]
     wish = Wish(unit, addresses, [tuple(range(heads))] * 2, torch.randperm(64)[:k])
@@ -151,24 +151,24 @@ def test_rows_of_all_heads(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("unit", "dims", "heads", "k"), SHAPES)
-def test_rows_of_lanes_in_any_order(
+def test_rows_of_head_groups_in_any_order(
     device: str, dtype: torch.dtype, unit: int, dims: tuple[int, int], heads: int, k: int
 ) -> None:
-    """A lane per head: two spans have some of the positions each, none has the rest."""
+    """A head group per head: two spans have some of the positions each, none has the rest."""
     memories, pools = make_memories(unit, dtype, device), Pools.make(64, heads, dims, dtype)
     positions = torch.randperm(k * heads)[: max(1, k * heads - 3)]
     addresses = [random_addresses(memories, (len(positions), dim // unit)) for dim in dims]
     heads_of = [tuple(range(heads))] * 2
     for slots in (torch.randperm(64)[:k], None):
-        wish = Wish(unit, addresses, heads_of, slots, positions, lanes=heads)
+        wish = Wish(unit, addresses, heads_of, slots, positions, head_groups=heads)
         check_gather(pools, wish, memories, device)
 
 
-def test_lanes_that_are_whole_need_no_positions(device: str) -> None:
+def test_head_groups_that_are_whole_need_no_positions(device: str) -> None:
     memories = make_memories(16, torch.bfloat16, device)
     pools = Pools.make(30, 3, (32, 16), torch.bfloat16)
     addresses = [random_addresses(memories, (9 * 3, dim // 16)) for dim in (32, 16)]
-    wish = Wish(16, addresses, [(0, 1, 2)] * 2, torch.randperm(30)[:9], lanes=3)
+    wish = Wish(16, addresses, [(0, 1, 2)] * 2, torch.randperm(30)[:9], head_groups=3)
     check_gather(pools, wish, memories, device)
 
 
@@ -284,7 +284,7 @@ def test_threads_move_16_bytes_at_once(case: tuple[int, int, int], words: tuple[
     kernel = gather._gather_kernel
     padded = triton.next_power_of_2(width)
     constants = {
-        **{f"{own}_LANES": 8 for own in ("FIRST", "LAST")},
+        **{f"{own}_HEAD_GROUPS": 8 for own in ("FIRST", "LAST")},
         **{f"{own}_VECTORS": 1 for own in ("FIRST", "LAST")},
         **{f"{own}_positions": None for own in ("first", "last")},
         "WIDTH": width,

@@ -9,13 +9,13 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers.moves import KernelMover
 from impress_sglang.tiers.placement import Tier
-from tests.unit.test_chunk_cache import LANES, SHAPE, Bench, make_cache
+from tests.unit.test_chunk_cache import HEAD_GROUPS, SHAPE, Bench, make_cache
 from tests.unit.test_placement import each_move
 
 
 @pytest.mark.parametrize(
     ("shape", "device_pages", "host_pages"),
-    [(SHAPE, 24, 20), (LANES, 24, 20), (SHAPE, 0, 12), (LANES, 12, 0)],
+    [(SHAPE, 24, 20), (HEAD_GROUPS, 24, 20), (SHAPE, 0, 12), (HEAD_GROUPS, 12, 0)],
 )
 def test_random_accesses(
     device: str,

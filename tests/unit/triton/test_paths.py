@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from impress_sglang.importance import selection
-from impress_sglang.importance.identify import H2ORule, PaperRule
 from impress_sglang.importance.selection import agreed_tokens, own_tokens
+from impress_sglang.importance.selectors import H2OSelector, PaperSelector
 from impress_sglang.storage.read_cost import ReadCost
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers.moves import KernelMover
 from impress_sglang.transfer import source as source_module
@@ -43,14 +43,14 @@ CASES = [
     "several-segments, tiny, reordered: cut-rows-float32",
     "several-segments, tiny score, logical: tiny-float16",
     "several-segments, room on both, logical: mha-bfloat16",
-    "several-segments, tiny score, reordered: lanes-cut-rows",
+    "several-segments, tiny score, reordered: head_groups-cut-rows",
 ]
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernel_gathers_what_indexing_does(
-    name: str, tmp_path: Path, reader: ChunkReader
+    name: str, tmp_path: Path, reader: BlockReader
 ) -> None:
     """All layers, all tokens and some, from SSD first and then from the caches, several times."""
     case = opened(name, tmp_path, reader)
@@ -119,18 +119,18 @@ def loaded_layers(case: Case, loader: PrefixLoader) -> list[LoadedLayer]:
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("one-segment, tiny score, reordered: lanes-float32", H2ORule()),
-        ("several-segments, tiny score, reordered: lanes-float32", H2ORule()),
-        ("several-segments, tiny score, reordered: cut-rows-float32", PaperRule(0.6)),
-        ("one-segment, tiny score, logical: cut-rows-float32", PaperRule(9.0)),
+        ("one-segment, tiny score, reordered: head_groups-float32", H2OSelector()),
+        ("several-segments, tiny score, reordered: head_groups-float32", H2OSelector()),
+        ("several-segments, tiny score, reordered: cut-rows-float32", PaperSelector(0.6)),
+        ("one-segment, tiny score, logical: cut-rows-float32", PaperSelector(9.0)),
     ],
 )
 def test_a_layer_is_loaded_alike(
     device: str,
     name: str,
-    rule: PaperRule | H2ORule,
+    rule: PaperSelector | H2OSelector,
     tmp_path: Path,
-    reader: ChunkReader,
+    reader: BlockReader,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Probing, choosing and loading; what is cached meanwhile is the same."""

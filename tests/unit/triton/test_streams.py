@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from impress_sglang.importance import selection
-from impress_sglang.importance.identify import PaperRule
 from impress_sglang.importance.selection import top_tokens, vote
+from impress_sglang.importance.selectors import PaperSelector
 from impress_sglang.precision.tokens import CodedTokens
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers import moves as moves_module
 from impress_sglang.tiers.moves import KernelMover
@@ -205,7 +205,7 @@ def load_request(case: Case, fake: Device, k: int, seed: int, *, neighbour: bool
     case.request()
     source, other = case.segment_source, case.make_source()
     # Its threshold is never reached: one set serves all heads.
-    loader = PrefixLoader(case.shape, PaperRule(100.0), KernelScorer())
+    loader = PrefixLoader(case.shape, PaperSelector(100.0), KernelScorer())
     apart, everything = case.shape.other_kv_heads, range(case.shape.num_kv_heads)
     for layer in range(case.shape.num_layers):
         inputs, pools, others = (
@@ -240,7 +240,7 @@ def load_request(case: Case, fake: Device, k: int, seed: int, *, neighbour: bool
 
 @pytest.mark.parametrize("caches", ["tiny score", "room on both"])
 def test_each_layer_has_its_tokens(
-    fake: Device, caches: str, tmp_path: Path, reader: ChunkReader
+    fake: Device, caches: str, tmp_path: Path, reader: BlockReader
 ) -> None:
     """Chunks move through the same pages from request to request, behind what reads them."""
     case = opened(f"one-segment, {caches}, reordered: gqa-float32", tmp_path, reader)
@@ -253,7 +253,7 @@ def test_each_layer_has_its_tokens(
 def test_each_layer_has_its_codes(
     fake: Device,
     tmp_path: Path,
-    reader: ChunkReader,
+    reader: BlockReader,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks that are taken are in slots later; meanwhile they move, and areas are used again."""

@@ -22,13 +22,13 @@ from triton.runtime.jit import create_function_from_signature
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance import selection
-from impress_sglang.importance.identify import (
-    H2ORule,
-    IdentificationRule,
-    PaperRule,
+from impress_sglang.importance.selectors import (
+    H2OSelector,
+    PaperSelector,
+    TokenSelector,
 )
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers.moves import KernelMover
 from impress_sglang.transfer import coded as coded_module
@@ -64,7 +64,7 @@ CPU = torch.device("cpu")
 CHUNK = 8
 # As they were decorated, before the interpreter takes their place.
 COMPILED = {
-    (module.__name__, name): value
+    (value.fn.__module__, name): value
     for module in (code_kernels, gather_kernels, score_kernels, selection_kernels)
     for name, value in vars(module).items()
     if isinstance(value, triton.JITFunction)
@@ -134,11 +134,11 @@ def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> Launches:
     return launches
 
 
-LANES = make_shape(query_heads=6, key_dim=16, value_dim=32, probe=())
+HEAD_GROUPS = make_shape(query_heads=6, key_dim=16, value_dim=32, probe=())
 MHA = make_shape(query_heads=5, kv_heads=5, key_dim=32, value_dim=32, probe=(0, 1, 2))
 GQA = make_shape(query_heads=8, kv_heads=4, key_dim=16, value_dim=16, probe=(0,))
 MQA = make_shape(query_heads=4, kv_heads=1, key_dim=32, value_dim=32, probe=(0,))
-CODED = dataclasses.replace(LANES, coded=True)
+CODED = dataclasses.replace(HEAD_GROUPS, coded=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,29 +146,29 @@ class Server:
     """What it is started with; `branches` make its requests ask for all that its rule may ask."""
 
     shape: KVShape
-    rule: IdentificationRule | None
-    branches: tuple[IdentificationRule, ...]
+    rule: TokenSelector | None
+    branches: tuple[TokenSelector, ...]
 
     @classmethod
-    def of(cls, shape: KVShape, dtype: torch.dtype, rule: IdentificationRule | None) -> Server:
-        branches: tuple[IdentificationRule, ...] = () if rule is None else (rule,)
-        if isinstance(rule, PaperRule):
-            branches = PaperRule(9.0), PaperRule(0.001)
+    def of(cls, shape: KVShape, dtype: torch.dtype, rule: TokenSelector | None) -> Server:
+        branches: tuple[TokenSelector, ...] = () if rule is None else (rule,)
+        if isinstance(rule, PaperSelector):
+            branches = PaperSelector(9.0), PaperSelector(0.001)
         return cls(dataclasses.replace(shape, dtype=dtype), rule, branches)
 
 
 SERVERS = {
-    "paper-mha-bfloat16": Server.of(MHA, torch.bfloat16, PaperRule(0.6)),
-    "paper-mha-float32": Server.of(MHA, torch.float32, PaperRule(0.6)),
-    "paper-gqa-float16": Server.of(GQA, torch.float16, PaperRule(0.6)),
-    "paper-mqa-bfloat16": Server.of(MQA, torch.bfloat16, PaperRule(0.6)),
-    "h2o-mqa-bfloat16": Server.of(MQA, torch.bfloat16, H2ORule()),
-    "h2o-float16": Server.of(LANES, torch.float16, H2ORule()),
-    "h2o-float32": Server.of(LANES, torch.float32, H2ORule()),
-    "h2o-mha-bfloat16": Server.of(MHA, torch.bfloat16, H2ORule()),
-    "whole-bfloat16": Server.of(LANES, torch.bfloat16, None),
-    "coded-bfloat16": Server.of(CODED, torch.bfloat16, H2ORule()),
-    "coded-float32": Server.of(CODED, torch.float32, H2ORule()),
+    "paper-mha-bfloat16": Server.of(MHA, torch.bfloat16, PaperSelector(0.6)),
+    "paper-mha-float32": Server.of(MHA, torch.float32, PaperSelector(0.6)),
+    "paper-gqa-float16": Server.of(GQA, torch.float16, PaperSelector(0.6)),
+    "paper-mqa-bfloat16": Server.of(MQA, torch.bfloat16, PaperSelector(0.6)),
+    "h2o-mqa-bfloat16": Server.of(MQA, torch.bfloat16, H2OSelector()),
+    "h2o-float16": Server.of(HEAD_GROUPS, torch.float16, H2OSelector()),
+    "h2o-float32": Server.of(HEAD_GROUPS, torch.float32, H2OSelector()),
+    "h2o-mha-bfloat16": Server.of(MHA, torch.bfloat16, H2OSelector()),
+    "whole-bfloat16": Server.of(HEAD_GROUPS, torch.bfloat16, None),
+    "coded-bfloat16": Server.of(CODED, torch.bfloat16, H2OSelector()),
+    "coded-float32": Server.of(CODED, torch.float32, H2OSelector()),
     "coded-whole-float16": Server.of(CODED, torch.float16, None),
 }
 
@@ -209,7 +209,7 @@ def layer_inputs(shape: KVShape, new: int, resident: int) -> LayerInputs:
     )
 
 
-def make_requests(server: Server, directory: Path, reader: ChunkReader) -> None:
+def make_requests(server: Server, directory: Path, reader: BlockReader) -> None:
     """Of all lengths, for each of the branches of the rule, and for the whole prefix."""
     # On the device prefixes displace each other.
     cache = CacheKind(device=2, host=400, page_tokens=CHUNK).make(server.shape)
@@ -220,7 +220,7 @@ def make_requests(server: Server, directory: Path, reader: ChunkReader) -> None:
         for new, resident in zip(prefix.new, RESIDENT, strict=False):
             inputs = layer_inputs(server.shape, new, resident)
             for k in prefix.used:
-                for rule in server.branches if k < case.num_tokens else (H2ORule(),):
+                for rule in server.branches if k < case.num_tokens else (H2OSelector(),):
                     load(case, rule, k, inputs)
         case.close()
         if server.shape.coded:
@@ -228,7 +228,7 @@ def make_requests(server: Server, directory: Path, reader: ChunkReader) -> None:
 
 
 def make_coded_requests(
-    server: Server, prefix: Prefix, directory: Path, reader: ChunkReader
+    server: Server, prefix: Prefix, directory: Path, reader: BlockReader
 ) -> None:
     """For whole prefixes and, where a server has a rule to choose by, for parts."""
     shape = server.shape
@@ -260,7 +260,7 @@ def load_selected(case: CodedCase, k: int, bits: float, inputs: LayerInputs) -> 
         loader.load(layer, case.source, units, inputs, slots, bits, LoadStats())
 
 
-def load(case: Case, rule: IdentificationRule, k: int, inputs: LayerInputs) -> None:
+def load(case: Case, rule: TokenSelector, k: int, inputs: LayerInputs) -> None:
     loader = PrefixLoader(case.shape, rule, KernelScorer())
     case.request()
     for layer in range(case.shape.num_layers):
@@ -280,7 +280,7 @@ def load(case: Case, rule: IdentificationRule, k: int, inputs: LayerInputs) -> N
     ],
 )
 def test_requests_launch_nothing_new(
-    name: str, launches: Launches, tmp_path: Path, reader: ChunkReader
+    name: str, launches: Launches, tmp_path: Path, reader: BlockReader
 ) -> None:
     """And everything that was compiled is launched by some request."""
     server = SERVERS[name]
@@ -319,7 +319,7 @@ def test_a_prefix_that_is_computed_again_launches_nothing_new(
 
 @pytest.mark.parametrize("name", ["h2o-float32", "paper-gqa-float16", "h2o-mha-bfloat16"])
 def test_loading_into_the_first_rows_of_a_pool_launches_nothing_new(
-    name: str, launches: Launches, tmp_path: Path, reader: ChunkReader
+    name: str, launches: Launches, tmp_path: Path, reader: BlockReader
 ) -> None:
     server = SERVERS[name]
     run_stages(server.shape, server.rule, CHUNK, CPU, in_slots=False)
@@ -339,7 +339,7 @@ def test_loading_into_the_first_rows_of_a_pool_launches_nothing_new(
 
 
 def test_what_was_not_compiled_is_seen(
-    launches: Launches, tmp_path: Path, reader: ChunkReader
+    launches: Launches, tmp_path: Path, reader: BlockReader
 ) -> None:
     """Guards the tests above: a server was started for another rule than its requests follow."""
     server = SERVERS["paper-mha-bfloat16"]
@@ -354,10 +354,10 @@ def test_what_was_not_compiled_is_seen(
 
 @pytest.mark.parametrize(
     ("shape", "rule"),
-    [(LANES, H2ORule()), (GQA, PaperRule(0.6)), (MHA, None), (CODED, None)],
+    [(HEAD_GROUPS, H2OSelector()), (GQA, PaperSelector(0.6)), (MHA, None), (CODED, None)],
 )
 def test_what_is_launched_can_be_carried_out(
-    shape: KVShape, rule: IdentificationRule | None, launches: Launches
+    shape: KVShape, rule: TokenSelector | None, launches: Launches
 ) -> None:
     launches.everything = True
     run_stages(shape, rule, CHUNK, CPU)
@@ -390,7 +390,7 @@ def test_a_shape_that_does_not_fit_is_refused(
     monkeypatch.setattr(launches, "note", compiled)
 
     with pytest.raises(UnsupportedError) as refusal:
-        run_stages(CODED, H2ORule(), CHUNK, CPU)
+        run_stages(CODED, H2OSelector(), CHUNK, CPU)
 
     text = str(refusal.value)
     assert text.partition("; use ")[2].startswith(instead)
@@ -399,7 +399,7 @@ def test_a_shape_that_does_not_fit_is_refused(
 
 
 def test_on_a_cpu_there_is_nothing_to_compile(launches: Launches) -> None:
-    assert warm_up(LANES, H2ORule(), CHUNK, CPU) == 0.0
+    assert warm_up(HEAD_GROUPS, H2OSelector(), CHUNK, CPU) == 0.0
     assert not launches.take()
 
 

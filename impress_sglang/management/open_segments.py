@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from impress_sglang.errors import ChunkUnreadable, PrefixUnreadable, StoreUnavailable
+from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnavailable
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.stored import StoredSegment, StoredSpan
 from impress_sglang.management.versions import SegmentVersions
@@ -19,26 +19,26 @@ from impress_sglang.precision.floors import FloorMeter
 from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.threads import BackgroundThread
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource, CodedSpan
-from impress_sglang.transfer.plan import SourceSpan
-from impress_sglang.transfer.source import Demand, SegmentSource
+from impress_sglang.transfer.geometry import SourceSpan
+from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
 logger = logging.getLogger(__name__)
 
 AnySource = SegmentSource | CodedSource
 
 
-class SegmentReaders:
+class OpenSegments:
     """Opens sources on segments; owned by one thread."""
 
     def __init__(
         self,
         directory: StoreDirectory,
         shape: KVShape,
-        reader: ChunkReader,
+        reader: BlockReader,
         versions: SegmentVersions,
         memory: StoreMemory,
         meter: FloorMeter,
@@ -73,7 +73,7 @@ class SegmentReaders:
         self._learns = learns
 
     def open_source(
-        self, spans: Sequence[StoredSpan], demand: Demand, timeline: Timeline
+        self, spans: Sequence[StoredSpan], needs: ReadNeeds, timeline: Timeline
     ) -> SegmentSource:
         """A source for consecutive spans; `close_source` gives it back.
 
@@ -84,7 +84,7 @@ class SegmentReaders:
         self._memory.cache.placement.advance()
         opened = []
         for span, segment in zip(spans, segments, strict=True):
-            base, blocks = self._versions.streams(self._versions[segment.segment_id])
+            base, blocks = self._versions.columns(self._versions[segment.segment_id])
             history = self._versions.history(span.segment)
             opened.append(SourceSpan(segment, span.start, span.stop, base, history, blocks))
         return SegmentSource(
@@ -93,7 +93,7 @@ class SegmentReaders:
             self._reader,
             self._memory.pool,
             self._memory.cache,
-            demand,
+            needs,
             learns=self._learns,
             timeline=timeline,
         )
@@ -158,7 +158,7 @@ class SegmentReaders:
         """Open a segment for one more reader.
 
         Raises:
-            ChunkUnreadable: the file is missing, damaged, or not what the index says.
+            SegmentUnreadable: the file is missing, damaged, or not what the index says.
             StoreUnavailable: it cannot be opened now, or not in time.
         """
         if (version := self._versions.get(stored.segment_id)) is None or version.segment is None:
@@ -195,7 +195,7 @@ class SegmentReaders:
         # The index has no checksums; the header has.
         if not segment.info.describes_same(stored.info):
             segment.close()
-            raise ChunkUnreadable(stored.segment_id, "index and segment file do not agree")
+            raise SegmentUnreadable(stored.segment_id, "index and segment file do not agree")
         return segment
 
     def _open_file(self, path: Path) -> OpenSegment:

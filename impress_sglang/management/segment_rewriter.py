@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from impress_sglang.management import reorder
+from impress_sglang.management import token_order
 from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
 from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.layer_codec import decode_layer
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.pending_read import BlockRuns
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import MappingLists, SegmentInfo
 from impress_sglang.storage.writer import write_segment
 from impress_sglang.threads import BackgroundThread, compute_alone
@@ -41,9 +41,9 @@ Shares = npt.NDArray[np.float64]
 class Rewrite:
     """What to write and what is known of it: a snapshot, for another thread.
 
-    `info` describes the new segment; `average` and `order_key` float32 [L, lanes, t] are the token
-    history's; `read_bytes` were read for selected tokens since the segment has its order; `force`
-    asks for no gain.
+    `info` describes the new segment; `average` and `order_key` float32 [L, head groups, t] are the
+    token history's; `read_bytes` were read for selected tokens since the segment has its order;
+    `force` asks for no gain.
     """
 
     segment: OpenSegment
@@ -56,14 +56,14 @@ class Rewrite:
     force: bool
 
 
-class Rewriter:
+class SegmentRewriter:
     """Writes one segment at a time, on a thread of low priority."""
 
     def __init__(self, directory: StoreDirectory, *, direct: bool, patience: float) -> None:
-        """`patience`: see `ChunkReader`."""
+        """`patience`: see `BlockReader`."""
         self._directory = directory
         self._direct = direct
-        self._reader = ChunkReader(1, directory.files, patience=patience)
+        self._reader = BlockReader(1, directory.files, patience=patience)
         self._buffer = AlignedBuffer()
         self._closing = threading.Event()
         self._thread = BackgroundThread("impress-reorder", _stay_behind)
@@ -71,7 +71,8 @@ class Rewriter:
     def submit(self, rewrite: Rewrite) -> Future[Shares | None]:
         """Write and publish the file of `rewrite.info`; None if that does not pay.
 
-        The result is the expected share of selected rows of each chunk, float64 [L, lanes, chunks].
+        The result is the expected share of selected rows of each chunk, float64 [L, head groups,
+        chunks].
 
         The future raises `PrefixUnreadable` (of the old segment) or `OSError`.
         """
@@ -85,7 +86,7 @@ class Rewriter:
 
     def _run(self, rewrite: Rewrite) -> Shares | None:
         self._reader.revive()
-        mapping = reorder.mapping_lists(rewrite.order_key, rewrite.node_starts)
+        mapping = token_order.mapping_lists(rewrite.order_key, rewrite.node_starts)
         if not rewrite.force and not _pays(rewrite, mapping):
             return None
         write_segment(
@@ -98,16 +99,16 @@ class Rewriter:
             mapping=mapping,
             floors=lambda layer, keys, values: rewrite.segment.floors[layer],
         )
-        return reorder.chunk_shares(rewrite.average, mapping, rewrite.info.layout())
+        return token_order.chunk_shares(rewrite.average, mapping, rewrite.info.layout())
 
 
 class _PacedReader:
     """Gives the layers of a segment in logical order, resting before each."""
 
-    def __init__(self, segment: OpenSegment, reader: ChunkReader, closing: threading.Event) -> None:
+    def __init__(self, segment: OpenSegment, reader: BlockReader, closing: threading.Event) -> None:
         self._segment = segment
         self._reader = reader
-        self._memory = AlignedMemory(segment.layout.streams_bytes)
+        self._memory = AlignedMemory(segment.layout.columns_bytes)
         self._closing = closing
         self._worked_since = time.monotonic()
 
@@ -116,7 +117,7 @@ class _PacedReader:
         self._closing.wait(min(REST_RATIO * worked, LONGEST_REST_S))
         self._worked_since = time.monotonic()
         segment, layout = self._segment, self._segment.layout
-        whole = np.array([0]), np.array([layout.streams_bytes])
+        whole = np.array([0]), np.array([layout.columns_bytes])
         offset = layout.layer_offset(layer)
         self._reader.read([BlockRuns(segment, self._memory, offset, *whole)])
         mapping = None if segment.mapping is None else segment.mapping[layer]
@@ -127,7 +128,7 @@ def _pays(rewrite: Rewrite, mapping: MappingLists) -> bool:
     """Whether past reads would have been shorter by more bytes than the file has."""
     layout = rewrite.info.layout()
     before, after = (
-        reorder.expected_bytes(rewrite.average, order, layout, rewrite.gap_bytes)
+        token_order.expected_bytes(rewrite.average, order, layout, rewrite.gap_bytes)
         for order in (rewrite.segment.mapping, mapping)
     )
     return rewrite.read_bytes * (1.0 - after / max(before, 1.0)) > layout.file_bytes

@@ -1,8 +1,8 @@
 """KV reordering (IMPRESS, 4.4.1): which order a segment's tokens should have, and whether it pays.
 
-Pure arithmetic on averages. The order is found per layer and lane, by descending average, and never
-mixes tokens of different nodes of the tree: a request that shares only the first node of a segment
-would otherwise read around tokens that it does not have.
+Pure arithmetic on averages. The order is found per layer and head group, by descending average, and
+never mixes tokens of different nodes of the tree: a request that shares only the first node of a
+segment would otherwise read around tokens that it does not have.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def mapping_lists(key: Averages, node_starts: Sequence[int]) -> MappingLists:
     """Mapping lists of the best order known.
 
     Args:
-        key: [L, lanes, t], what is large shall come first.
+        key: [L, head groups, t], what is large shall come first.
         node_starts: first token of each node, ascending, the first one 0.
 
     Returns:
-        unsigned [L, lanes, t]: the row of each token; a permutation of each node's own rows.
+        unsigned [L, head groups, t]: the row of each token; a permutation of each node's own rows.
     """
     num_tokens = key.shape[-1]
     mapping = np.empty(key.shape, np.int64)
@@ -40,27 +40,27 @@ def mapping_lists(key: Averages, node_starts: Sequence[int]) -> MappingLists:
 def expected_bytes(
     average: Averages, mapping: MappingLists | None, layout: SegmentLayout, gap_bytes: int
 ) -> float:
-    """Bytes that reading one selection of all layers is expected to take, probe streams apart.
+    """Bytes that reading one selection of all layers is expected to take, probe columns apart.
 
     Tokens are taken as selected independently with their average as probability. What is read as
     one is a block, a row, or what lies within a gap that is not worth skipping, if that is larger.
     """
     by_row, shape = _chance_by_row(average, mapping), layout.shape
     total = 0.0
-    for stream in shape.streams[1:]:
-        row_bytes = shape.row_bytes(stream)
+    for column in shape.columns[1:]:
+        row_bytes = shape.row_bytes(column)
         if row_bytes:
-            unit = max(BLOCK_BYTES, min(gap_bytes, layout.chunk_stride(stream)))
+            unit = max(BLOCK_BYTES, min(gap_bytes, layout.chunk_stride(column)))
             rows = max(1, round(unit / row_bytes))
-            lane = by_row[:, shape.lane_of(stream)]
-            total += _expected_units(lane, rows) * rows * row_bytes
+            head_group = by_row[:, shape.head_group_of(column)]
+            total += _expected_units(head_group, rows) * rows * row_bytes
     return total
 
 
 def chunk_shares(
     average: Averages, mapping: MappingLists, layout: SegmentLayout
 ) -> npt.NDArray[np.float64]:
-    """Expected share of selected rows of each chunk, float64 [L, lanes, chunks]."""
+    """Expected share of selected rows of each chunk, float64 [L, head groups, chunks]."""
     by_row = _chance_by_row(average, mapping)
     starts = np.arange(0, layout.num_tokens, layout.chunk_tokens)
     rows = np.diff([*starts, layout.num_tokens])
@@ -75,16 +75,16 @@ def expected_shares(
 
     Args:
         layout: of the segment.
-        chunk_shares: float64 [L, lanes, chunks] of keys and values.
+        chunk_shares: float64 [L, head groups, chunks] of keys and values.
 
     Returns:
-        float64 [chunks of all streams]; probe streams are read whole at each access.
+        float64 [chunks of all columns]; probe columns are read whole at each access.
     """
     shape = layout.shape
     shares = np.ones((shape.num_layers, layout.layer_chunks))
-    for stream in shape.streams[1:]:
-        first = layout.chunk_index(0, stream, 0)
-        own = chunk_shares[:, shape.lane_of(stream)]
+    for column in shape.columns[1:]:
+        first = layout.chunk_index(0, column, 0)
+        own = chunk_shares[:, shape.head_group_of(column)]
         shares[:, first : first + layout.num_chunks] = own
     return shares.reshape(-1)
 

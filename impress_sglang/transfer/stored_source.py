@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.pending_read import PendingRead
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.timeline import Timeline
-from impress_sglang.transfer.area import LayerArea, Tenant
-from impress_sglang.transfer.planner import ReadStats
+from impress_sglang.transfer.buffers import LayerBuffer, Tenant
+from impress_sglang.transfer.read_planner import ReadStats
 
 # The track of reads on a timeline.
 SSD_TRACK = "SSD"
@@ -30,7 +30,7 @@ class StoredSource(abc.ABC):
         self,
         segments: Sequence[OpenSegment],
         layer_bytes: int,
-        reader: ChunkReader,
+        reader: BlockReader,
         stats: ReadStats,
         timeline: Timeline,
     ) -> None:
@@ -46,23 +46,23 @@ class StoredSource(abc.ABC):
         self.next_ahead = 0
         """The first layer of which nothing was read ahead."""
         self._reader = reader
-        self._areas: dict[int, dict[int, LayerArea]] = {}
+        self._buffers: dict[int, dict[int, LayerBuffer]] = {}
         # With their layers; counted when areas are given back.
-        self._evicted: list[tuple[int, LayerArea]] = []
+        self._evicted: list[tuple[int, LayerBuffer]] = []
         self._ending: list[PendingRead] = []
 
     @abc.abstractmethod
-    def read_ahead(self, waste: float) -> None:
+    def read_ahead(self, waste_budget: float) -> None:
         """Begin to read what the layer `next_ahead` will probably want.
 
-        `waste` bounds what is expected to be read in vain, as a share of what is wanted.
+        `waste_budget` bounds what is expected to be read in vain, as a share of what is wanted.
         """
 
     @property
     def is_reading(self) -> bool:
         """Whether reads that were asked for have not ended."""
-        areas = (area for own in self._areas.values() for area in own.values())
-        reads = itertools.chain(self._ending, *(area.reads for area in areas))
+        buffers = (buffer for own in self._buffers.values() for buffer in own.values())
+        reads = itertools.chain(self._ending, *(buffer.reads for buffer in buffers))
         return any(not read.done for read in reads)
 
     def end_layer(self, layer: int) -> None:
@@ -83,40 +83,42 @@ class StoredSource(abc.ABC):
         self.next_ahead = max(self.next_ahead, layer + 1)
         self._give_back(layer)
 
-    def _open_area(self, layer: int, number: int, make: Callable[[Tenant], LayerArea]) -> LayerArea:
+    def _open_area(
+        self, layer: int, number: int, make: Callable[[Tenant], LayerBuffer]
+    ) -> LayerBuffer:
         """An area, which is made if it is not open; those of a layer are open together."""
-        areas = self._areas.setdefault(layer, {})
-        if number not in areas:
+        buffers = self._buffers.setdefault(layer, {})
+        if number not in buffers:
             evict = functools.partial(self._evict, layer, number)
-            areas[number] = make(Tenant((self, layer), evict))
-        return areas[number]
+            buffers[number] = make(Tenant((self, layer), evict))
+        return buffers[number]
 
     def _evict(self, layer: int, number: int) -> None:
-        area = self._areas[layer].pop(number)
-        self._close_area(area)
-        self._evicted.append((layer, area))
+        buffer = self._buffers[layer].pop(number)
+        self._close_area(buffer)
+        self._evicted.append((layer, buffer))
 
     def _give_back(self, below: int | None = None) -> None:
         """Give back the areas of the layers below one, or all; counts what was read ahead."""
         closed, self._evicted = self._evicted, []
-        for layer in [own for own in self._areas if below is None or own < below]:
-            for area in self._areas.pop(layer).values():
-                self._close_area(area)
-                closed.append((layer, area))
-        for layer, area in closed:
-            self.stats.ssd_bytes += area.ahead_bytes
-            self.stats.ahead_bytes += area.ahead_bytes
-            self.stats.ahead_used_bytes += area.ahead_used_bytes
+        for layer in [own for own in self._buffers if below is None or own < below]:
+            for buffer in self._buffers.pop(layer).values():
+                self._close_area(buffer)
+                closed.append((layer, buffer))
+        for layer, buffer in closed:
+            self.stats.ssd_bytes += buffer.ahead_bytes
+            self.stats.ahead_bytes += buffer.ahead_bytes
+            self.stats.ahead_used_bytes += buffer.ahead_used_bytes
             if self.timeline.enabled:
-                _note_reads(area, layer, self.timeline)
+                _note_reads(buffer, layer, self.timeline)
 
-    def _close_area(self, area: LayerArea) -> None:
-        area.close(self._reader)
-        self._ending = [read for read in (*self._ending, *area.reads) if not read.done]
+    def _close_area(self, buffer: LayerBuffer) -> None:
+        buffer.close(self._reader)
+        self._ending = [read for read in (*self._ending, *buffer.reads) if not read.done]
 
 
-def _note_reads(area: LayerArea, layer: int, timeline: Timeline) -> None:
-    for read in area.reads:
+def _note_reads(buffer: LayerBuffer, layer: int, timeline: Timeline) -> None:
+    for read in buffer.reads:
         if read.began:
-            name = "ahead" if read.ahead else "demand"
+            name = "ahead" if read.ahead else "needs"
             timeline.add(SSD_TRACK, name, read.began, read.ended or time.perf_counter(), layer)

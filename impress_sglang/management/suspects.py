@@ -31,7 +31,7 @@ class _Suspect:
     look: Future[Verdict] | None = None
 
 
-class SecondLooks:
+class SuspectSegments:
     """Owned by the store's thread; the keeper looks."""
 
     def __init__(self, keeper: Keeper) -> None:

@@ -1,7 +1,7 @@
 """Identification rules: which tokens of a prefix a layer uses.
 
-A rule is a small object behind `IdentificationRule`; the loader asks it and never looks inside. It
-decides on what evidence it asks for: scores from the probe stream, or from all keys.
+A rule is a small object behind `TokenSelector`; the loader asks it and never looks inside. It
+decides on what evidence it asks for: scores from the probe column, or from all keys.
 docs/identification.md compares them. Where prefixes are loaded in codes there is no rule to ask:
 `transfer.selective` scores all keys as the base has them.
 """
@@ -56,7 +56,7 @@ class Evidence(Protocol):
         ...
 
     def probe_scores(self) -> Tensor:
-        """[Hp, m], of the query heads that the probe stream has keys for."""
+        """[Hp, m], of the query heads that the probe column has keys for."""
         ...
 
     def exact_scores(self) -> Tensor:
@@ -64,11 +64,11 @@ class Evidence(Protocol):
         ...
 
 
-class IdentificationRule(Protocol):
-    """The contract; tests/unit/test_identify.py runs it on every implementation.
+class TokenSelector(Protocol):
+    """The contract; tests/unit/test_selectors.py runs it on every implementation.
 
     Implementations must be pure: same evidence, same answer. `evidence` says what they ask for
-    first: probe (the probe stream) or keys (all keys).
+    first: probe (the probe column) or keys (all keys).
     """
 
     @property
@@ -87,7 +87,7 @@ class IdentificationRule(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PaperRule:
+class PaperSelector:
     """IMPRESS 4.3: vote if the probe heads' sets are more alike than t = j**alpha, else H2O."""
 
     alpha: float
@@ -95,7 +95,7 @@ class PaperRule:
     evidence: ClassVar[str] = "probe"
 
     def select(self, evidence: Evidence, k: int) -> Tensor:
-        """See `IdentificationRule.select`."""
+        """See `TokenSelector.select`."""
         threshold = similarity_threshold(k, evidence.num_tokens, self.alpha)
         agreed = agreed_tokens(evidence.probe_scores(), k, threshold)
         if agreed is not None:
@@ -104,11 +104,11 @@ class PaperRule:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class H2ORule:
+class H2OSelector:
     """The AS+H2O baselines of the paper: all keys are read, each KV head takes its own top k."""
 
     evidence: ClassVar[str] = "keys"
 
     def select(self, evidence: Evidence, k: int) -> Tensor:
-        """See `IdentificationRule.select`."""
+        """See `TokenSelector.select`."""
         return own_tokens(evidence.exact_scores(), evidence.group_size, k)

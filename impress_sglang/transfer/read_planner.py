@@ -21,11 +21,11 @@ from impress_sglang import loops
 from impress_sglang.loops.types import Flags, Floats, Indices
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.tiers.placement import Access, Placement, Tier
-from impress_sglang.transfer.plan import (
+from impress_sglang.transfer.geometry import (
     NO_MAPPING,
+    ColumnGroup,
     RowPlan,
     SourceSpan,
-    StreamGroup,
     plan_rows,
 )
 
@@ -42,7 +42,7 @@ class ReadStats:
     `ahead_used_bytes` were wanted. `h2d_bytes` are rows that were not on the device, and whole
     chunks that moved there. `important_bytes` are the KVs of selected tokens,
     `important_device_bytes` those that were found on the device. `selected_chunks` leaves out the
-    chunks of probe streams, which every probe reads. `wait_ms` is how long the request waited for
+    chunks of probe columns, which every probe reads. `wait_ms` is how long the request waited for
     bytes from SSD, in milliseconds.
     """
 
@@ -87,15 +87,15 @@ class ReadStats:
 
 @dataclasses.dataclass(slots=True)
 class GroupPart:
-    """The chunks of one group of streams that a read of a span touches.
+    """The chunks of one group of columns that a read of a span touches.
 
-    `chunks` are lane * chunks of a stream + chunk, ascending; `counts` the rows wanted of each;
-    `ids`, `tiers`, `pages` and `kept` are those of `Access`. `blocks` [blocks of the group] says
-    which hold wanted rows, wherever they are found. `rows_by_tier` and `chunks_by_tier` are how
-    many wanted rows, and touched chunks, were found in each tier.
+    `chunks` are head group * chunks of a column + chunk, ascending; `counts` the rows wanted of
+    each; `ids`, `tiers`, `pages` and `kept` are those of `Access`. `blocks` [blocks of the group]
+    says which hold wanted rows, wherever they are found. `rows_by_tier` and `chunks_by_tier` are
+    how many wanted rows, and touched chunks, were found in each tier.
     """
 
-    group: StreamGroup
+    group: ColumnGroup
     blocks: Flags
     chunks: Indices
     counts: Indices
@@ -112,13 +112,13 @@ class GroupPart:
 
     def place_of_chunk(self) -> Indices:
         """Of all chunks of the group, where each touched one stands in `chunks`; else 0."""
-        places = np.zeros(self.group.lanes * self.group.chunks, np.int64)
+        places = np.zeros(self.group.head_groups * self.group.chunks, np.int64)
         places[self.chunks] = np.arange(len(self.chunks))
         return places
 
     def found_in(self, tier: int) -> Flags:
         """Of all chunks of the group, those that were touched and found in a tier."""
-        everything = np.zeros(self.group.lanes * self.group.chunks, np.bool_)
+        everything = np.zeros(self.group.head_groups * self.group.chunks, np.bool_)
         everything[self.chunks[self.tiers == tier]] = True
         return everything
 
@@ -127,7 +127,7 @@ class GroupPart:
 class SpanRead:
     """What a read wants of a span, which begins `first` tokens after the start of the prefix.
 
-    `rows` is None where the probe stream is read. `blocks` says which blocks of the layer must come
+    `rows` is None where the probe column is read. `blocks` says which blocks of the layer must come
     from SSD, None if none; not to be changed.
     """
 
@@ -140,7 +140,7 @@ class SpanRead:
 
 @dataclasses.dataclass(slots=True)
 class PlannedRead:
-    """A read of the probe stream, or of keys or values or both, of one layer.
+    """A read of the probe column, or of keys or values or both, of one layer.
 
     `whole`: all tokens are wanted, not only those that the layer uses.
     """
@@ -161,7 +161,7 @@ class _Wish:
     span: SourceSpan
     first: int
     rows: RowPlan | None
-    groups: Sequence[tuple[StreamGroup, Flags]]
+    groups: Sequence[tuple[ColumnGroup, Flags]]
     chunks: Indices
     counts: Indices
     shares: Floats
@@ -192,7 +192,7 @@ class PrefixPlanner:
         self._found: list[tuple[SpanRead, GroupPart, bool]] = []
 
     def plan_probe(self, layer: int) -> PlannedRead:
-        """Decide how the probe stream is read, and where its chunks stand from now on."""
+        """Decide how the probe column is read, and where its chunks stand from now on."""
         return self._decide(layer, self._probe_wishes, whole=True)
 
     def plan(
@@ -202,9 +202,9 @@ class PrefixPlanner:
 
         Args:
             layer: from 0.
-            tokens: [lanes, k], ascending in each lane, counted from the start of the prefix; None
-                for all.
-            keys: whether keys are wanted, of the heads that the probe stream does not have.
+            tokens: [head groups, k], ascending in each head group, counted from the start of the
+                prefix; None for all.
+            keys: whether keys are wanted, of the heads that the probe column does not have.
             values: whether values are wanted.
         """
         wanted = self._everything if tokens is None else np.ascontiguousarray(tokens)
@@ -226,7 +226,7 @@ class PrefixPlanner:
     def missing(
         self, layer: int, span: SourceSpan, *, probe: bool, layers: int | None = None
     ) -> Flags:
-        """Blocks of the probe stream, or else of keys and values, that are in no cache.
+        """Blocks of the probe column, or else of keys and values, that are in no cache.
 
         Only blocks that may hold tokens of the span; nothing is decided.
 
@@ -246,7 +246,7 @@ class PrefixPlanner:
 
         Args:
             layer: from 0.
-            selected: [lanes, k], ascending in each lane.
+            selected: [head groups, k], ascending in each head group.
             importance: scores [H, m] of all query heads, or of those of the probe heads; None if
                 the tokens were not chosen by scores.
         """
@@ -287,7 +287,7 @@ class PrefixPlanner:
 
     @functools.cached_property
     def _everything(self) -> Indices:
-        return np.tile(np.arange(self.num_tokens), (self._shape.num_lanes, 1))
+        return np.tile(np.arange(self.num_tokens), (self._shape.num_head_groups, 1))
 
     @functools.cached_property
     def _probe_wishes(self) -> list[_Wish]:
@@ -302,26 +302,26 @@ class PrefixPlanner:
 
     def _decide(self, layer: int, wishes: Sequence[_Wish], *, whole: bool) -> PlannedRead:
         ids, shares = [], []
-        for wish in wishes:
-            geometry = wish.span.geometry
-            base = wish.span.base + layer * geometry.num_chunks
-            for group, _ in wish.groups:
-                ids.append(wish.chunks + (base + group.first_chunk))
-                shares.append(wish.shares)
+        for wanted in wishes:
+            geometry = wanted.span.geometry
+            base = wanted.span.base + layer * geometry.num_chunks
+            for group, _ in wanted.groups:
+                ids.append(wanted.chunks + (base + group.first_chunk))
+                shares.append(wanted.shares)
         access = self._placement.access(_joined(ids, np.int64), _joined(shares, np.float64))
         groups, start, reads = iter(ids), 0, []
-        for wish in wishes:
+        for wanted in wishes:
             parts = []
-            for group, blocks in wish.groups:
-                place = slice(start, start := start + len(wish.chunks))
+            for group, blocks in wanted.groups:
+                place = slice(start, start := start + len(wanted.chunks))
                 tiers = access.tiers[place]
-                *found, on_ssd, on_host, on_device = loops.tally(tiers, wish.counts)
+                *found, on_ssd, on_host, on_device = loops.tally(tiers, wanted.counts)
                 parts.append(
                     GroupPart(
                         group,
                         blocks,
-                        wish.chunks,
-                        wish.counts,
+                        wanted.chunks,
+                        wanted.counts,
                         next(groups),
                         tiers,
                         access.pages[place],
@@ -330,8 +330,8 @@ class PrefixPlanner:
                         (on_ssd, on_host, on_device),
                     )
                 )
-            blocks_read = _blocks_from_ssd(wish.span, parts, bool(len(access.moves)))
-            reads.append(SpanRead(wish.span, wish.first, wish.rows, parts, blocks_read))
+            blocks_read = _blocks_from_ssd(wanted.span, parts, bool(len(access.moves)))
+            reads.append(SpanRead(wanted.span, wanted.first, wanted.rows, parts, blocks_read))
         return PlannedRead(layer, reads, access, whole)
 
     def _count_important(self, layer: int, selected: Indices) -> None:

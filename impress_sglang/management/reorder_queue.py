@@ -14,8 +14,8 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from impress_sglang.management.readers import SegmentReaders
-from impress_sglang.management.rewriting import Rewrite, Rewriter, Shares
+from impress_sglang.management.open_segments import OpenSegments
+from impress_sglang.management.segment_rewriter import Rewrite, SegmentRewriter, Shares
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.versions import SegmentVersions
@@ -60,15 +60,15 @@ class _Job:
     future: Future[Shares | None]
 
 
-class Reorderer:
+class ReorderQueue:
     """A queue of segments and the one that is being rewritten."""
 
     def __init__(
         self,
         tree: StoredTree,
-        readers: SegmentReaders,
+        readers: OpenSegments,
         versions: SegmentVersions,
-        rewriter: Rewriter,
+        rewriter: SegmentRewriter,
         interval: float,
         *,
         enabled: bool,

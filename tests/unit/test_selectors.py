@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.importance.identify import H2ORule, IdentificationRule, PaperRule
+from impress_sglang.importance.selectors import H2OSelector, PaperSelector, TokenSelector
 from tests.unit.test_selection import score_tables
 
-RULES: dict[str, IdentificationRule] = {
-    "paper": PaperRule(alpha=0.6),
-    "paper that falls back": PaperRule(alpha=0.01),
-    "paper that votes": PaperRule(alpha=0.9),
-    "h2o": H2ORule(),
+RULES: dict[str, TokenSelector] = {
+    "paper": PaperSelector(alpha=0.6),
+    "paper that falls back": PaperSelector(alpha=0.01),
+    "paper that votes": PaperSelector(alpha=0.9),
+    "h2o": H2OSelector(),
 }
 
 
@@ -45,7 +45,7 @@ class FakeEvidence:
 
 
 @pytest.fixture(params=RULES)
-def rule(request: pytest.FixtureRequest) -> IdentificationRule:
+def rule(request: pytest.FixtureRequest) -> TokenSelector:
     return RULES[request.param]
 
 
@@ -72,9 +72,7 @@ def test_gives_k_distinct_ascending_tokens_in_range(
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 100])
-def test_gives_all_tokens_where_all_are_asked_for(
-    rule: IdentificationRule, num_tokens: int
-) -> None:
+def test_gives_all_tokens_where_all_are_asked_for(rule: TokenSelector, num_tokens: int) -> None:
     evidence = FakeEvidence(torch.rand(4, num_tokens), 2)
 
     for tokens in rule.select(evidence, num_tokens).tolist():
@@ -82,13 +80,13 @@ def test_gives_all_tokens_where_all_are_asked_for(
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 100])
-def test_gives_a_single_token(rule: IdentificationRule, num_tokens: int) -> None:
+def test_gives_a_single_token(rule: TokenSelector, num_tokens: int) -> None:
     evidence = FakeEvidence(torch.rand(4, num_tokens), 2)
 
     check_sets(rule.select(evidence, 1), evidence, 1)
 
 
-def test_is_pure(rule: IdentificationRule) -> None:
+def test_is_pure(rule: TokenSelector) -> None:
     generator = torch.Generator().manual_seed(3)
     evidence = FakeEvidence(torch.rand(4, 50, generator=generator), 2)
     before = evidence.exact.clone()
@@ -104,7 +102,7 @@ def test_is_pure(rule: IdentificationRule) -> None:
 
 
 def test_asks_for_no_more_than_it_needs() -> None:
-    """Exact scores cost a read of all keys, and the probe stream one of its own."""
+    """Exact scores cost a read of all keys, and the probe column one of its own."""
     alike = torch.arange(50.0).repeat(4, 1)
     apart = torch.eye(4).repeat_interleave(13, 1)[:, :50] + 0.01
     asked = {}
@@ -121,7 +119,7 @@ def test_asks_for_no_more_than_it_needs() -> None:
 
 
 @pytest.mark.parametrize("spread", [False, True])
-def test_says_what_it_asks_for_first(rule: IdentificationRule, spread: bool) -> None:
+def test_says_what_it_asks_for_first(rule: TokenSelector, spread: bool) -> None:
     """That is read before it asks."""
     alike = torch.arange(50.0).repeat(4, 1)
     apart = torch.eye(4).repeat_interleave(13, 1)[:, :50] + 0.01
@@ -160,7 +158,7 @@ def test_paper_gives_agreeing_heads_their_common_set() -> None:
     """Pairs: equal, 4 of 6, 4 of 6; the threshold is (1/7)**0.6 = 0.311."""
     scores = heads_that_like([3, 7, 11, 2, 5], [7, 3, 2, 5, 11], [3, 7, 11, 5, 19])
 
-    found = PaperRule(alpha=0.6).select(FakeEvidence(OTHERS, 1, scores), 5)
+    found = PaperSelector(alpha=0.6).select(FakeEvidence(OTHERS, 1, scores), 5)
 
     assert found.tolist() == [[2, 3, 5, 7, 11]]
 
@@ -168,7 +166,7 @@ def test_paper_gives_agreeing_heads_their_common_set() -> None:
 def test_paper_lets_disagreeing_heads_take_their_own() -> None:
     scores = heads_that_like([0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14])
 
-    found = PaperRule(alpha=0.6).select(FakeEvidence(OTHERS, 1, scores), 5)
+    found = PaperSelector(alpha=0.6).select(FakeEvidence(OTHERS, 1, scores), 5)
 
     assert found.tolist() == [[12, 13, 14, 15, 16], [6, 7, 8, 9, 10]]
 
@@ -178,15 +176,15 @@ def test_paper_is_stricter_with_a_smaller_alpha() -> None:
     scores = heads_that_like([0, 1, 2, 3, 4], [0, 1, 2, 8, 9])
     loose, strict = FakeEvidence(OTHERS, 1, scores), FakeEvidence(OTHERS, 1, scores)
 
-    assert len(PaperRule(alpha=1.0).select(loose, 5)) == 1
-    assert len(PaperRule(alpha=0.1).select(strict, 5)) == 2
+    assert len(PaperSelector(alpha=1.0).select(loose, 5)) == 1
+    assert len(PaperSelector(alpha=0.1).select(strict, 5)) == 2
     assert (loose.asked, strict.asked) == (["probe"], ["probe", "exact"])
 
 
 def test_paper_lets_a_single_probe_head_speak_for_all() -> None:
     evidence = FakeEvidence(OTHERS, 1, heads_that_like([3, 7, 11, 2, 5]))
 
-    found = PaperRule(alpha=0.01).select(evidence, 5)
+    found = PaperSelector(alpha=0.01).select(evidence, 5)
 
     assert found.tolist() == [[2, 3, 5, 7, 11]]
     assert evidence.asked == ["probe"]
@@ -194,7 +192,7 @@ def test_paper_lets_a_single_probe_head_speak_for_all() -> None:
 
 @pytest.mark.parametrize("heads", [[[3, 7, 11]] * 2, [[3, 7, 11]] * 4])
 def test_no_head_speaks_for_others_where_each_takes_its_own(heads: list[list[int]]) -> None:
-    found = H2ORule().select(FakeEvidence(heads_that_like(*heads)), 3)
+    found = H2OSelector().select(FakeEvidence(heads_that_like(*heads)), 3)
 
     assert found.tolist() == heads
 

@@ -11,24 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.importance.history import TokenHistory
-from impress_sglang.management.reorder import (
+from impress_sglang.management.token_order import (
     chunk_shares,
     expected_bytes,
     expected_shares,
     mapping_lists,
 )
 from impress_sglang.storage.layout import KVShape, SegmentLayout
-from tests.unit.kv_factory import PROBE, kv_of, lane_of, make_shape, row_size
+from tests.unit.kv_factory import PROBE, head_group_of, kv_of, make_shape, row_size
 
 # A row of other keys takes a quarter of a block, a row of values half of one.
 SHAPE = make_shape(layers=2, kv_heads=2, query_heads=2, key_dim=256, value_dim=256)
 # A row of keys takes a quarter of a block, a row of values half of one, of each of two heads.
-LANES = make_shape(layers=2, kv_heads=2, query_heads=4, key_dim=256, value_dim=512, probe=())
+HEAD_GROUPS = make_shape(layers=2, kv_heads=2, query_heads=4, key_dim=256, value_dim=512, probe=())
 BLOCK = 4096
 
 
 def averages(*layers: Sequence[float]) -> np.ndarray:
-    """Of one lane."""
+    """Of one head group."""
     return np.array(layers, np.float32)[:, None]
 
 
@@ -51,17 +51,17 @@ def test_a_mapping_list_orders_each_node_by_average_and_keeps_ties(
     average: list[float], cuts: set[int]
 ) -> None:
     starts = [0, *sorted(cut for cut in cuts if cut < len(average))]
-    lanes = [average, average[::-1], np.roll(average, 1), np.roll(average[::-1], 2)]
-    both = np.array(lanes, np.float32).reshape(2, 2, -1)
+    head_groups = [average, average[::-1], np.roll(average, 1), np.roll(average[::-1], 2)]
+    both = np.array(head_groups, np.float32).reshape(2, 2, -1)
 
     mapping = mapping_lists(both, starts)
 
     assert mapping.shape == both.shape
-    for layer, lane in np.ndindex(2, 2):
+    for layer, head_group in np.ndindex(2, 2):
         for start, stop in zip(starts, [*starts[1:], len(average)], strict=True):
             tokens = range(start, stop)
-            ranked = sorted(tokens, key=lambda token: -both[layer, lane, token])
-            rows = mapping[layer, lane, ranked].tolist()
+            ranked = sorted(tokens, key=lambda token: -both[layer, head_group, token])
+            rows = mapping[layer, head_group, ranked].tolist()
             assert rows == list(range(start, stop)), "sorted() is stable as well"
 
 
@@ -76,8 +76,8 @@ def brute_force(
     """Every selection with its probability, and the units that it touches."""
     layers, _, tokens = average.shape
     total = 0.0
-    for stream in kv_of(where.shape):
-        row_bytes, lane = row_size(where.shape, stream), lane_of(where.shape, stream)
+    for column in kv_of(where.shape):
+        row_bytes, head_group = row_size(where.shape, column), head_group_of(where.shape, column)
         # The larger of a block and a gap, but a gap is inside one chunk.
         unit = max(BLOCK, min(gap_bytes, where.chunk_tokens * row_bytes))
         rows = max(1, round(unit / row_bytes))
@@ -86,22 +86,22 @@ def brute_force(
         ):
             chance, touched = 1.0, set()
             for token, selected in enumerate(chosen):
-                p = float(np.clip(average[layer, lane, token], 0, 1))
+                p = float(np.clip(average[layer, head_group, token], 0, 1))
                 chance *= p if selected else 1 - p
                 if selected:
-                    row = token if mapping is None else int(mapping[layer, lane, token])
+                    row = token if mapping is None else int(mapping[layer, head_group, token])
                     touched.add(row // rows)
             total += chance * len(touched) * rows * row_bytes
     return total
 
 
-@pytest.mark.parametrize("shape", [SHAPE, LANES], ids=["probe heads", "lanes"])
+@pytest.mark.parametrize("shape", [SHAPE, HEAD_GROUPS], ids=["probe heads", "head_groups"])
 @pytest.mark.parametrize("gap_bytes", [0, 6000, 1 << 20])
 def test_expected_bytes_are_those_of_all_selections(gap_bytes: int, shape: KVShape) -> None:
     pick = np.random.default_rng(5)
     where = layout(9, shape)
     for _ in range(3):
-        average = (1.2 * pick.random((2, shape.num_lanes, 9))).astype(np.float32)
+        average = (1.2 * pick.random((2, shape.num_head_groups, 9))).astype(np.float32)
         mapping = mapping_lists(average, [0, 5])
 
         for order in (None, mapping):
@@ -109,7 +109,7 @@ def test_expected_bytes_are_those_of_all_selections(gap_bytes: int, shape: KVSha
             assert expected_bytes(average, order, where, gap_bytes) == pytest.approx(expected)
 
 
-def test_probe_keys_do_not_count_and_a_stream_without_heads_takes_nothing() -> None:
+def test_probe_keys_do_not_count_and_a_column_without_heads_takes_nothing() -> None:
     shape = make_shape(layers=1, kv_heads=1, query_heads=1, key_dim=1024, value_dim=1024)
     certain = averages([1.0] * 8)
 
@@ -168,36 +168,36 @@ def test_shares_of_chunks_by_hand() -> None:
     assert chunk_shares(average, logical, where)[0].tolist() == [[0.25, 0.25, 0.5]]
 
 
-def test_lanes_count_by_themselves() -> None:
+def test_head_groups_count_by_themselves() -> None:
     """All of 8 tokens of two layers: a quarter and half a block each, for both heads."""
     certain = np.ones((2, 2, 8), np.float32)
 
-    assert expected_bytes(certain, None, layout(8, LANES), 0) == 2 * 2 * (2 + 4) * BLOCK
+    assert expected_bytes(certain, None, layout(8, HEAD_GROUPS), 0) == 2 * 2 * (2 + 4) * BLOCK
 
 
-def test_each_lane_is_read_by_its_own_average() -> None:
+def test_each_head_group_is_read_by_its_own_average() -> None:
     average = np.zeros((2, 2, 8), np.float32)
     average[1, 0] = 1.0
 
-    assert expected_bytes(average, None, layout(8, LANES), 0) == (2 + 4) * BLOCK
+    assert expected_bytes(average, None, layout(8, HEAD_GROUPS), 0) == (2 + 4) * BLOCK
 
 
-@pytest.mark.parametrize("shape", [SHAPE, LANES], ids=["probe heads", "lanes"])
-def test_expected_shares_of_all_chunks_are_those_of_their_lane(shape: KVShape) -> None:
+@pytest.mark.parametrize("shape", [SHAPE, HEAD_GROUPS], ids=["probe heads", "head_groups"])
+def test_expected_shares_of_all_chunks_are_those_of_their_head_group(shape: KVShape) -> None:
     where = layout(50, shape)
-    shares = np.random.default_rng(1).random((2, shape.num_lanes, 7))
+    shares = np.random.default_rng(1).random((2, shape.num_head_groups, 7))
 
     found = expected_shares(where, shares)
 
     assert found.shape == (where.total_chunks,)
     for layer in range(2):
-        for stream in shape.streams:
+        for column in shape.columns:
             for chunk in range(where.num_chunks):
-                here = found[where.chunk_index(layer, stream, chunk)]
-                if stream == PROBE:
+                here = found[where.chunk_index(layer, column, chunk)]
+                if column == PROBE:
                     assert here == 1.0, "read whole at each access"
                 else:
-                    assert here == shares[layer, lane_of(shape, stream), chunk]
+                    assert here == shares[layer, head_group_of(shape, column), chunk]
 
 
 def test_token_means_are_the_means_over_layers() -> None:

@@ -15,13 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.errors import ChunkUnreadable, StoreUnavailable
+from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage import pending_read
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.reader import ChunkReader
-from impress_sglang.transfer.area import AreaPool, LayerArea, PooledMemory, Tenant
-from impress_sglang.transfer.plan import Flags
+from impress_sglang.storage.reader import BlockReader
+from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
+from impress_sglang.transfer.geometry import Flags
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
 from tests.unit.source_factory import StepEngine, reading, stepping
@@ -31,15 +31,15 @@ BLOCK = 4096
 MIB = 1 << 20
 
 
-def take(pool: AreaPool, num_bytes: int, owner: object = None) -> PooledMemory:
+def take(pool: BufferPool, num_bytes: int, owner: object = None) -> PooledMemory:
     """Memory that nobody takes away."""
     memory = pool.take(num_bytes, Tenant(owner, lambda: None))
     assert memory is not None
     return memory
 
 
-def is_quiet(area: LayerArea) -> bool:
-    return all(read.done for read in area.reads)
+def is_quiet(buffer: LayerBuffer) -> bool:
+    return all(read.done for read in buffer.reads)
 
 
 class Stored:
@@ -54,28 +54,29 @@ class Stored:
         self.offset = layout.layer_offset(1)
         self.content = self.path.read_bytes()[self.offset :][: layout.layer_bytes]
         self.blocks = layout.layer_bytes // BLOCK
-        self.pool = AreaPool(32 * MIB)
+        self.pool = BufferPool(32 * MIB)
 
-    def area(self) -> LayerArea:
+    def buffer(self) -> LayerBuffer:
         size, owner = self.blocks * BLOCK, Tenant(object(), lambda: None)
-        area = LayerArea(self.segment, self.offset, size, self.pool, owner)
-        area.memory.view[:] = b"\xee" * len(area.memory)
-        return area
+        buffer = LayerBuffer(self.segment, self.offset, size, self.pool, owner)
+        buffer.memory.view[:] = b"\xee" * len(buffer.memory)
+        return buffer
 
     def flags(self, *blocks: int) -> Flags:
         wanted = np.zeros(self.blocks, np.bool_)
         wanted[list(blocks)] = True
         return wanted
 
-    def check(self, area: LayerArea, *blocks: int) -> None:
+    def check(self, buffer: LayerBuffer, *blocks: int) -> None:
         """These blocks stand where they stand in the layer."""
         for block in blocks:
             place = slice(block * BLOCK, (block + 1) * BLOCK)
-            assert area.memory.view[place] == self.content[place], block
+            assert buffer.memory.view[place] == self.content[place], block
 
-    def untouched(self, area: LayerArea, *blocks: int) -> bool:
+    def untouched(self, buffer: LayerBuffer, *blocks: int) -> bool:
         return all(
-            set(area.memory.view[block * BLOCK : (block + 1) * BLOCK]) == {0xEE} for block in blocks
+            set(buffer.memory.view[block * BLOCK : (block + 1) * BLOCK]) == {0xEE}
+            for block in blocks
         )
 
     def started(self, engine: StepEngine) -> list[int]:
@@ -94,142 +95,142 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stored]:
 
 
 @pytest.fixture
-def step() -> Iterator[tuple[ChunkReader, StepEngine]]:
+def step() -> Iterator[tuple[BlockReader, StepEngine]]:
     with stepping(4) as pair:
         yield pair
 
 
 def test_wanted_blocks_arrive(stored: Stored) -> None:
     with reading() as reader:
-        area, wanted = stored.area(), stored.flags(0, 1, 5, stored.blocks - 1)
+        buffer, wanted = stored.buffer(), stored.flags(0, 1, 5, stored.blocks - 1)
 
-        assert area.read(wanted, 0, reader) == 4 * BLOCK
-        area.wait(wanted)
+        assert buffer.read(wanted, 0, reader) == 4 * BLOCK
+        buffer.wait(wanted)
 
-        stored.check(area, 0, 1, 5, stored.blocks - 1)
-        assert stored.untouched(area, 2, 3, 4, 6, stored.blocks - 2)
-        area.close(reader)
-        assert (area.ahead_bytes, area.ahead_used_bytes) == (0, 0)
+        stored.check(buffer, 0, 1, 5, stored.blocks - 1)
+        assert stored.untouched(buffer, 2, 3, 4, 6, stored.blocks - 2)
+        buffer.close(reader)
+        assert (buffer.ahead_bytes, buffer.ahead_used_bytes) == (0, 0)
 
 
 def test_a_gap_is_read_through(stored: Stored) -> None:
     with reading() as reader:
-        area, wanted = stored.area(), stored.flags(2, 4, 7)
+        buffer, wanted = stored.buffer(), stored.flags(2, 4, 7)
 
-        assert area.read(wanted, BLOCK, reader) == 4 * BLOCK
-        area.wait(wanted)
+        assert buffer.read(wanted, BLOCK, reader) == 4 * BLOCK
+        buffer.wait(wanted)
 
-        stored.check(area, 2, 3, 4, 7)
-        assert stored.untouched(area, 5, 6)
+        stored.check(buffer, 2, 3, 4, 7)
+        assert stored.untouched(buffer, 5, 6)
         # A block of the gap was not asked for: it is not counted on.
-        assert area.read(stored.flags(3), 0, reader) == BLOCK
-        area.wait(stored.flags(3))
-        area.close(reader)
+        assert buffer.read(stored.flags(3), 0, reader) == BLOCK
+        buffer.wait(stored.flags(3))
+        buffer.close(reader)
 
 
-def test_only_what_is_missing_is_read(stored: Stored, step: tuple[ChunkReader, StepEngine]) -> None:
+def test_only_what_is_missing_is_read(stored: Stored, step: tuple[BlockReader, StepEngine]) -> None:
     reader, engine = step
     engine.allow()
-    area = stored.area()
-    area.read_ahead(stored.flags(1, 2, 3, 8), reader)
-    area.read_ahead(stored.flags(2, 3, 4), reader)
-    wait_until(lambda: is_quiet(area))
+    buffer = stored.buffer()
+    buffer.read_ahead(stored.flags(1, 2, 3, 8), reader)
+    buffer.read_ahead(stored.flags(2, 3, 4), reader)
+    wait_until(lambda: is_quiet(buffer))
     assert stored.started(engine) == [1, 2, 3, 8, 4]
 
-    assert area.read(stored.flags(2, 4, 9, 10), 0, reader) == 2 * BLOCK
-    area.wait(stored.flags(2, 4, 9, 10))
-    assert area.read(stored.flags(8, 10), 0, reader) == 0
-    area.wait(stored.flags(8, 10))
+    assert buffer.read(stored.flags(2, 4, 9, 10), 0, reader) == 2 * BLOCK
+    buffer.wait(stored.flags(2, 4, 9, 10))
+    assert buffer.read(stored.flags(8, 10), 0, reader) == 0
+    buffer.wait(stored.flags(8, 10))
 
     assert stored.started(engine) == [1, 2, 3, 8, 4, 9, 10]
-    stored.check(area, 1, 2, 3, 4, 8, 9, 10)
-    area.close(reader)
-    assert area.ahead_bytes == 5 * BLOCK
-    assert area.ahead_used_bytes == 3 * BLOCK
+    stored.check(buffer, 1, 2, 3, 4, 8, 9, 10)
+    buffer.close(reader)
+    assert buffer.ahead_bytes == 5 * BLOCK
+    assert buffer.ahead_used_bytes == 3 * BLOCK
 
 
 def test_a_block_that_is_wanted_twice_was_read_ahead_once(stored: Stored) -> None:
     """Of what was read ahead, the part that was wanted cannot be more than all of it."""
     with reading() as reader:
-        area = stored.area()
-        area.read_ahead(stored.flags(1, 2), reader)
-        wait_until(lambda: is_quiet(area))
+        buffer = stored.buffer()
+        buffer.read_ahead(stored.flags(1, 2), reader)
+        wait_until(lambda: is_quiet(buffer))
         for _ in range(3):
-            area.read(stored.flags(1), 0, reader)
-        area.wait(stored.flags(1))
-        area.close(reader)
+            buffer.read(stored.flags(1), 0, reader)
+        buffer.wait(stored.flags(1))
+        buffer.close(reader)
 
-    assert (area.ahead_bytes, area.ahead_used_bytes) == (2 * BLOCK, BLOCK)
+    assert (buffer.ahead_bytes, buffer.ahead_used_bytes) == (2 * BLOCK, BLOCK)
 
 
 def test_nothing_to_read_ahead_is_no_read(stored: Stored) -> None:
     with reading() as reader:
-        area = stored.area()
+        buffer = stored.buffer()
 
-        area.read_ahead(stored.flags(), reader)
-        assert area.read(stored.flags(), 0, reader) == 0
-        area.wait(stored.flags())
+        buffer.read_ahead(stored.flags(), reader)
+        assert buffer.read(stored.flags(), 0, reader) == 0
+        buffer.wait(stored.flags())
 
-        assert area.reads == []
-        area.close(reader)
+        assert buffer.reads == []
+        buffer.close(reader)
 
 
 def test_what_was_not_begun_is_read_only_if_it_is_wanted(
-    stored: Stored, step: tuple[ChunkReader, StepEngine]
+    stored: Stored, step: tuple[BlockReader, StepEngine]
 ) -> None:
     """Blocks 1 and 2 are in flight when 2, 5 and 20 are wanted; 3, 4 and 6 never are."""
     reader, engine = step
-    area, wanted = stored.area(), stored.flags(2, 5, 20)
-    area.read_ahead(stored.flags(*range(1, 7)), reader)
+    buffer, wanted = stored.buffer(), stored.flags(2, 5, 20)
+    buffer.read_ahead(stored.flags(*range(1, 7)), reader)
     engine.wait_started(2)
 
-    assert area.read(wanted, 0, reader) == 2 * BLOCK, "block 2 is on its way"
+    assert buffer.read(wanted, 0, reader) == 2 * BLOCK, "block 2 is on its way"
     engine.allow()
-    area.wait(wanted)
+    buffer.wait(wanted)
 
     assert stored.started(engine) == [1, 2, 5, 20]
-    stored.check(area, 2, 5, 20)
-    area.close(reader)
-    assert (area.ahead_bytes, area.ahead_used_bytes) == (2 * BLOCK, BLOCK)
+    stored.check(buffer, 2, 5, 20)
+    buffer.close(reader)
+    assert (buffer.ahead_bytes, buffer.ahead_used_bytes) == (2 * BLOCK, BLOCK)
 
 
 def test_a_first_wish_ends_only_what_it_waits_for(
-    stored: Stored, step: tuple[ChunkReader, StepEngine]
+    stored: Stored, step: tuple[BlockReader, StepEngine]
 ) -> None:
     """As a probe, after which rows are asked for: it overtakes, and these go on being read."""
     reader, engine = step
-    area, wanted = stored.area(), stored.flags(11, 12)
+    buffer, wanted = stored.buffer(), stored.flags(11, 12)
     # Reads ahead take half of the queue, so only block 1 and 2 are begun.
-    area.read_ahead(stored.flags(1, 2, 3, 4), reader)
-    area.read_ahead(stored.flags(10, 11, 12), reader)
+    buffer.read_ahead(stored.flags(1, 2, 3, 4), reader)
+    buffer.read_ahead(stored.flags(10, 11, 12), reader)
     engine.wait_started(2)
 
-    assert area.read(wanted, 0, reader, last=False) == 2 * BLOCK
-    assert not area.has(wanted)
+    assert buffer.read(wanted, 0, reader, last=False) == 2 * BLOCK
+    assert not buffer.has(wanted)
     engine.allow()
-    area.wait(wanted)
-    wait_until(lambda: is_quiet(area))
+    buffer.wait(wanted)
+    wait_until(lambda: is_quiet(buffer))
 
     assert stored.started(engine) == [1, 2, 11, 12, 3, 4]
-    assert area.has(stored.flags(1, 4, 11)) and not area.has(stored.flags(1, 10))
-    assert area.read(stored.flags(4), 0, reader) == 0
-    area.close(reader)
-    assert (area.ahead_bytes, area.ahead_used_bytes) == (4 * BLOCK, BLOCK)
+    assert buffer.has(stored.flags(1, 4, 11)) and not buffer.has(stored.flags(1, 10))
+    assert buffer.read(stored.flags(4), 0, reader) == 0
+    buffer.close(reader)
+    assert (buffer.ahead_bytes, buffer.ahead_used_bytes) == (4 * BLOCK, BLOCK)
 
 
 def test_waiting_is_for_what_is_wanted(
-    stored: Stored, step: tuple[ChunkReader, StepEngine]
+    stored: Stored, step: tuple[BlockReader, StepEngine]
 ) -> None:
     reader, engine = step
-    area, first, second = stored.area(), stored.flags(3), stored.flags(9)
-    area.read(first, 0, reader)
+    buffer, first, second = stored.buffer(), stored.flags(3), stored.flags(9)
+    buffer.read(first, 0, reader)
     engine.wait_started(1)
-    area.read(second, 0, reader)
+    buffer.read(second, 0, reader)
     engine.allow(1)
-    area.wait(first)
-    stored.check(area, 3)
+    buffer.wait(first)
+    stored.check(buffer, 3)
 
-    waiting = threading.Thread(target=area.wait, args=(second,))
+    waiting = threading.Thread(target=buffer.wait, args=(second,))
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
@@ -237,8 +238,8 @@ def test_waiting_is_for_what_is_wanted(
     waiting.join(TIMEOUT)
 
     assert not waiting.is_alive()
-    stored.check(area, 9)
-    area.close(reader)
+    stored.check(buffer, 9)
+    buffer.close(reader)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -246,76 +247,76 @@ def test_damage_is_told_to_who_wants_it(stored: Stored, ahead: bool) -> None:
     """Nothing that is wanted is in flight any more when it is told."""
     flip_byte(stored.path, stored.offset + 5 * BLOCK + 77)
     with reading() as reader:
-        area, wanted = stored.area(), stored.flags(4, 5, 6, 20, 21)
+        buffer, wanted = stored.buffer(), stored.flags(4, 5, 6, 20, 21)
         if ahead:
-            area.read_ahead(stored.flags(4, 5, 6), reader)
-            wait_until(lambda: is_quiet(area))
-        area.read(wanted, 0, reader)
-        with pytest.raises(ChunkUnreadable, match=f"block at {stored.offset + 5 * BLOCK} "):
-            area.wait(wanted)
+            buffer.read_ahead(stored.flags(4, 5, 6), reader)
+            wait_until(lambda: is_quiet(buffer))
+        buffer.read(wanted, 0, reader)
+        with pytest.raises(SegmentUnreadable, match=f"block at {stored.offset + 5 * BLOCK} "):
+            buffer.wait(wanted)
 
-        assert all(read.done for read in area.reads)
-        area.read(stored.flags(8), 0, reader)
-        area.wait(stored.flags(8))
-        area.close(reader)
+        assert all(read.done for read in buffer.reads)
+        buffer.read(stored.flags(8), 0, reader)
+        buffer.wait(stored.flags(8))
+        buffer.close(reader)
 
 
 def test_what_could_not_be_read_ahead_is_read_when_it_is_wanted(stored: Stored) -> None:
     """The disk answers again: who was under way when it failed must not say it had not."""
     files = FaultyFileSystem()
-    reader = ChunkReader(4, files)
-    area, wanted = stored.area(), stored.flags(4, 5, 6, 20)
+    reader = BlockReader(4, files)
+    buffer, wanted = stored.buffer(), stored.flags(4, 5, 6, 20)
     with files.faults.injected(Rule("EIO", "block")):
-        area.read_ahead(stored.flags(4, 5, 6, 7), reader)
-        wait_until(lambda: is_quiet(area))
+        buffer.read_ahead(stored.flags(4, 5, 6, 7), reader)
+        wait_until(lambda: is_quiet(buffer))
 
-    area.read(wanted, 0, reader)
-    area.wait(wanted)
+    buffer.read(wanted, 0, reader)
+    buffer.wait(wanted)
 
-    stored.check(area, 4, 5, 6, 20)
-    area.close(reader)
+    stored.check(buffer, 4, 5, 6, 20)
+    buffer.close(reader)
     reader.close()
 
 
 def test_memory_is_not_given_again_while_it_is_filled(
-    stored: Stored, step: tuple[ChunkReader, StepEngine]
+    stored: Stored, step: tuple[BlockReader, StepEngine]
 ) -> None:
     reader, engine = step
-    area = stored.area()
-    memory, size = area.memory, len(area.memory)
-    area.read(stored.flags(1, 2), 0, reader)
+    buffer = stored.buffer()
+    memory, size = buffer.memory, len(buffer.memory)
+    buffer.read(stored.flags(1, 2), 0, reader)
     engine.wait_started(2)
 
-    area.close(reader)
+    buffer.close(reader)
     assert stored.pool.used_bytes == 0
     others = [take(stored.pool, size) for _ in range(3)]
     assert all(other is not memory for other in others)
     engine.allow(1)
     assert take(stored.pool, size) is not memory
     engine.allow()
-    wait_until(lambda: is_quiet(area))
+    wait_until(lambda: is_quiet(buffer))
 
     assert take(stored.pool, size) is memory
-    stored.check(area, 1, 2)
+    stored.check(buffer, 1, 2)
 
 
 def test_a_closed_area_stops_reading_ahead(
-    stored: Stored, step: tuple[ChunkReader, StepEngine]
+    stored: Stored, step: tuple[BlockReader, StepEngine]
 ) -> None:
     reader, engine = step
-    area = stored.area()
-    area.read_ahead(stored.flags(*range(10)), reader)
+    buffer = stored.buffer()
+    buffer.read_ahead(stored.flags(*range(10)), reader)
     engine.wait_started(2)
 
-    area.close(reader)
+    buffer.close(reader)
 
-    assert area.ahead_bytes == 2 * BLOCK
+    assert buffer.ahead_bytes == 2 * BLOCK
     time.sleep(0.1)
-    assert not is_quiet(area), "two blocks are on their way"
+    assert not is_quiet(buffer), "two blocks are on their way"
     engine.allow()
-    wait_until(lambda: is_quiet(area))
+    wait_until(lambda: is_quiet(buffer))
     assert stored.started(engine) == [0, 1]
-    assert stored.untouched(area, *range(2, 10))
+    assert stored.untouched(buffer, *range(2, 10))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -324,36 +325,36 @@ def test_any_order_of_reads(stored: Stored, seed: int) -> None:
     random = np.random.default_rng(seed)
     gap = int(random.choice([0, 0, 2 * BLOCK]))
     with stepping(4) as (reader, engine):
-        area, counted, wanted_ever = stored.area(), 0, np.zeros(stored.blocks, np.bool_)
+        buffer, counted, wanted_ever = stored.buffer(), 0, np.zeros(stored.blocks, np.bool_)
         for _ in range(8):
             blocks = random.random(stored.blocks) < random.choice([0.1, 0.5])
             if random.random() < 0.6:
-                area.read_ahead(blocks, reader)
+                buffer.read_ahead(blocks, reader)
                 engine.allow(int(random.integers(0, 6)))
             else:
                 # A layer wants a block once.
                 blocks &= ~wanted_ever
                 wanted_ever |= blocks
-                counted += area.read(blocks, gap, reader)
+                counted += buffer.read(blocks, gap, reader)
                 engine.allow()
-                area.wait(blocks)
-                stored.check(area, *np.flatnonzero(blocks).tolist())
+                buffer.wait(blocks)
+                stored.check(buffer, *np.flatnonzero(blocks).tolist())
                 engine.stop()
         engine.allow()
-        area.close(reader)
-        wait_until(lambda: is_quiet(area))
-        stored.check(area, *np.flatnonzero(wanted_ever).tolist())
-        assert counted + area.ahead_bytes == engine.started_bytes
-        assert 0 <= area.ahead_used_bytes <= area.ahead_bytes
+        buffer.close(reader)
+        wait_until(lambda: is_quiet(buffer))
+        stored.check(buffer, *np.flatnonzero(wanted_ever).tolist())
+        assert counted + buffer.ahead_bytes == engine.started_bytes
+        assert 0 <= buffer.ahead_used_bytes <= buffer.ahead_bytes
         if not gap:
             started = stored.started(engine)
             assert len(set(started)) == len(started)
             in_vain = set(started) - set(np.flatnonzero(wanted_ever).tolist())
-            assert area.ahead_bytes - area.ahead_used_bytes == len(in_vain) * BLOCK
+            assert buffer.ahead_bytes - buffer.ahead_used_bytes == len(in_vain) * BLOCK
 
 
 def test_memory_is_used_again() -> None:
-    pool = AreaPool(8 * MIB)
+    pool = BufferPool(8 * MIB)
     first = take(pool, 3 * MIB)
     assert len(first) >= 3 * MIB and pool.used_bytes == len(first)
     second = take(pool, 3 * MIB)
@@ -368,7 +369,7 @@ def test_memory_is_used_again() -> None:
 
 
 def test_there_is_room_up_to_the_limit() -> None:
-    pool = AreaPool(3 * MIB)
+    pool = BufferPool(3 * MIB)
     assert pool.has_room(3 * MIB) and not pool.has_room(3 * MIB + 1)
     size = pool.size_of(2 * MIB - 5)
     assert size == 2 * MIB
@@ -383,7 +384,7 @@ def test_there_is_room_up_to_the_limit() -> None:
 class Renter:
     """Has memory of a pool until that is taken away."""
 
-    def __init__(self, pool: AreaPool, name: str, log: list[str], owner: object = None) -> None:
+    def __init__(self, pool: BufferPool, name: str, log: list[str], owner: object = None) -> None:
         self.pool, self.name, self.log = pool, name, log
         self.owner = name if owner is None else owner
         self.memory: PooledMemory | None = None
@@ -404,7 +405,7 @@ class Renter:
 
 def test_what_others_hold_is_taken_away_the_latest_first() -> None:
     log: list[str] = []
-    pool = AreaPool(4 * MIB)
+    pool = BufferPool(4 * MIB)
     renters = [Renter(pool, name, log) for name in "abcd"]
     for renter in renters:
         assert renter.take(MIB)
@@ -418,7 +419,7 @@ def test_what_others_hold_is_taken_away_the_latest_first() -> None:
 
 def test_nothing_is_taken_away_for_its_owner() -> None:
     log: list[str] = []
-    pool = AreaPool(3 * MIB)
+    pool = BufferPool(3 * MIB)
     owner = object()
     parts = [Renter(pool, name, log, owner) for name in "ab"]
     assert parts[0].take(2 * MIB) and not parts[1].take(2 * MIB)
@@ -427,40 +428,40 @@ def test_nothing_is_taken_away_for_its_owner() -> None:
 
 
 def test_memory_that_is_still_filled_is_waited_for(
-    stored: Stored, step: tuple[ChunkReader, StepEngine]
+    stored: Stored, step: tuple[BlockReader, StepEngine]
 ) -> None:
     reader, engine = step
-    area = stored.area()
-    size = len(area.memory)
+    buffer = stored.buffer()
+    size = len(buffer.memory)
     stored.pool.limit_bytes = size
-    area.read(stored.flags(1, 2), 0, reader)
+    buffer.read(stored.flags(1, 2), 0, reader)
     engine.wait_started(2)
-    area.close(reader)
+    buffer.close(reader)
     assert not stored.pool.has_room(1), "it is not there before the reads have ended"
     waiting = threading.Timer(0.2, engine.allow)
     waiting.start()
 
-    assert take(stored.pool, size) is area.memory
+    assert take(stored.pool, size) is buffer.memory
 
-    assert is_quiet(area)
+    assert is_quiet(buffer)
     waiting.join()
 
 
 def test_memory_that_a_stopped_device_fills_is_not_waited_for(stored: Stored) -> None:
     with stepping(4, patience=0.2) as (reader, engine):
-        area = stored.area()
-        size = len(area.memory)
+        buffer = stored.buffer()
+        size = len(buffer.memory)
         stored.pool.limit_bytes = size
-        area.read(stored.flags(1, 2), 0, reader)
+        buffer.read(stored.flags(1, 2), 0, reader)
         engine.wait_started(2)
-        area.close(reader)
+        buffer.close(reader)
 
         with pytest.raises(StoreUnavailable, match="wait for the device"):
-            stored.area()
+            stored.buffer()
 
         engine.allow()
-        wait_until(lambda: is_quiet(area))
-        assert take(stored.pool, size) is area.memory
+        wait_until(lambda: is_quiet(buffer))
+        assert take(stored.pool, size) is buffer.memory
 
 
 STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 5 * MIB)), max_size=60)
@@ -471,7 +472,7 @@ def test_no_more_memory_is_held_than_the_limit(
     limit: int, steps: list[tuple[bool, int, int]]
 ) -> None:
     """And who must have some gets it, if others do with less."""
-    pool, log = AreaPool(limit), list[str]()
+    pool, log = BufferPool(limit), list[str]()
     renters = [Renter(pool, str(number), log) for number in range(6)]
     for wants, number, num_bytes in steps:
         renter = renters[number]
@@ -485,7 +486,7 @@ def test_no_more_memory_is_held_than_the_limit(
 
 
 def test_memory_of_sizes_that_nobody_wants_is_let_go() -> None:
-    pool, known = AreaPool(42 * MIB), weakref.WeakSet[PooledMemory]()
+    pool, known = BufferPool(42 * MIB), weakref.WeakSet[PooledMemory]()
     for round_number in range(3):
         for size in (1, 3, 7, 15, 2, 39):
             memory = take(pool, (size + round_number) * MIB)

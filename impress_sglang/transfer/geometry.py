@@ -1,8 +1,8 @@
 """From tokens to chunks, rows and blocks: the arithmetic of a read, vectorised, without any data.
 
-Stage: load. Blocks are counted from the start of their layer, over all streams, so that what is
-wanted of a layer is one mask, whose runs are runs of the file. Lanes are handled together: keys of
-all lanes have the same size and follow each other on disk, and so have and do values.
+Stage: load. Blocks are counted from the start of their layer, over all columns, so that what is
+wanted of a layer is one mask, whose runs are runs of the file. Head groups are handled together:
+keys of all head groups have the same size and follow each other on disk, and so have and do values.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ _NO_BLOCKS = np.empty(0, np.int32), np.empty(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamGroup:
-    """Streams of a layer that are read alike: the probe stream, or keys or values of all lanes.
+class ColumnGroup:
+    """Columns of a layer that are read alike: the probe column, or keys or values of all head
+    groups.
 
-    Sizes in bytes; chunks and blocks of the group go lane after lane. `start` and `first_chunk` are
-    where it begins in the layer.
+    Sizes in bytes; chunks and blocks of the group go head group after head group. `start` and
+    `first_chunk` are where it begins in the layer.
     """
 
-    lanes: int
-    heads: int  # of each stream
+    head_groups: int
+    heads: int  # of each column
     head_dim: int
     row_bytes: int
-    rows: int  # of each stream
-    chunks: int  # of each stream
+    rows: int  # of each column
+    chunks: int  # of each column
     chunk_rows: int
     stride: int
     start: int
-    stream_bytes: int
+    column_bytes: int
     first_chunk: int
 
     @functools.cached_property
     def blocks(self) -> slice:
         """Blocks of the layer that belong to the group."""
         first = self.start // BLOCK_BYTES
-        return slice(first, first + self.lanes * self.stream_bytes // BLOCK_BYTES)
+        return slice(first, first + self.head_groups * self.column_bytes // BLOCK_BYTES)
 
     @functools.cached_property
     def unbroken(self) -> bool:
@@ -61,51 +62,51 @@ class StreamGroup:
     @functools.cached_property
     def chunk_of_block(self) -> Indices:
         """The chunk of the group that each of its blocks belongs to."""
-        own = np.arange(self.stream_bytes // BLOCK_BYTES) // (self.stride // BLOCK_BYTES)
-        return (np.arange(self.lanes)[:, None] * self.chunks + own).reshape(-1)
+        own = np.arange(self.column_bytes // BLOCK_BYTES) // (self.stride // BLOCK_BYTES)
+        return (np.arange(self.head_groups)[:, None] * self.chunks + own).reshape(-1)
 
     @functools.cached_property
     def rows_of_chunk(self) -> npt.NDArray[np.float64]:
         """Rows of each chunk."""
-        rows = np.full((self.lanes, self.chunks), float(self.chunk_rows))
+        rows = np.full((self.head_groups, self.chunks), float(self.chunk_rows))
         rows[:, -1] = self.rows - (self.chunks - 1) * self.chunk_rows
         return rows.reshape(-1)
 
-    def looks_like(self, other: StreamGroup) -> bool:
+    def looks_like(self, other: ColumnGroup) -> bool:
         """Whether rows stand at the same distances in another group."""
-        mine = (self.lanes, self.row_bytes, self.rows, self.stride)
-        return mine == (other.lanes, other.row_bytes, other.rows, other.stride)
+        mine = (self.head_groups, self.row_bytes, self.rows, self.stride)
+        return mine == (other.head_groups, other.row_bytes, other.rows, other.stride)
 
-    def row_offsets(self, lanes: Indices, rows: Indices) -> Indices:
+    def row_offsets(self, head_groups: Indices, rows: Indices) -> Indices:
         """Bytes from the start of the group to some rows."""
         if self.unbroken:
             inside = rows * self.row_bytes
         else:
             chunks, offsets = np.divmod(rows, self.chunk_rows)
             inside = chunks * self.stride + offsets * self.row_bytes
-        return inside if self.lanes == 1 else inside + lanes * self.stream_bytes
+        return inside if self.head_groups == 1 else inside + head_groups * self.column_bytes
 
     @functools.cached_property
     def rows_of_block(self) -> tuple[Int32s, Int32s]:
-        """The first and the last row of which each block of a lane holds a part.
+        """The first and the last row of which each block of a head group holds a part.
 
         Blocks of padding hold none: their last row is the one before their first.
         """
         rows = np.arange(self.rows)
         offsets = self.row_offsets(np.zeros_like(rows), rows)
-        blocks = np.arange(self.stream_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        blocks = np.arange(self.column_bytes // BLOCK_BYTES) * BLOCK_BYTES
         first = np.searchsorted(offsets + self.row_bytes, blocks, side="right")
         last = np.searchsorted(offsets, blocks + BLOCK_BYTES) - 1
         return first.astype(np.int32), last.astype(np.int32)
 
-    def chunks_of_rows(self, lanes: Indices, rows: Indices) -> Indices:
-        """lane * chunks of a stream + chunk, of each row."""
-        return divided(rows, self.chunk_rows) + lanes * self.chunks
+    def chunks_of_rows(self, head_groups: Indices, rows: Indices) -> Indices:
+        """head group * chunks of a column + chunk, of each row."""
+        return divided(rows, self.chunk_rows) + head_groups * self.chunks
 
-    def blocks_of_rows(self, lanes: Indices, rows: Indices) -> Flags:
+    def blocks_of_rows(self, head_groups: Indices, rows: Indices) -> Flags:
         """Which blocks of the group hold some rows."""
-        wanted = np.zeros(self.lanes * self.stream_bytes // BLOCK_BYTES, np.bool_)
-        offsets = self.row_offsets(lanes, rows)
+        wanted = np.zeros(self.head_groups * self.column_bytes // BLOCK_BYTES, np.bool_)
+        offsets = self.row_offsets(head_groups, rows)
         first, last = offsets // BLOCK_BYTES, (offsets + self.row_bytes - 1) // BLOCK_BYTES
         for step in range((self.row_bytes - 2) // BLOCK_BYTES + 2):
             wanted[np.minimum(first + step, last)] = True
@@ -116,26 +117,26 @@ class StreamGroup:
 class LayerGeometry:
     """What is the same for all layers of a segment; groups without heads are None."""
 
-    probe: StreamGroup | None
-    keys: StreamGroup | None
-    values: StreamGroup
+    probe: ColumnGroup | None
+    keys: ColumnGroup | None
+    values: ColumnGroup
     num_blocks: int
     num_chunks: int
     chunk_of_block: Indices  # counted from the start of the layer
 
     @functools.cached_property
     def keys_like_values(self) -> bool:
-        """Whether a key stands in its stream where the value of its token does."""
+        """Whether a key stands in its column where the value of its token does."""
         return self.keys is not None and self.keys.looks_like(self.values)
 
 
 @functools.lru_cache(maxsize=4096)
 def geometry_of(layout: SegmentLayout) -> LayerGeometry:
-    """Where the streams of a layer stand."""
+    """Where the columns of a layer stand."""
     shape = layout.shape
     probe, keys, values = (
-        _group(layout, streams)
-        for streams in (range(PROBE, PROBE + 1), shape.key_streams, shape.value_streams)
+        _group(layout, columns)
+        for columns in (range(PROBE, PROBE + 1), shape.key_columns, shape.value_columns)
     )
     assert values is not None
     present = [group for group in (probe, keys, values) if group is not None]
@@ -143,18 +144,18 @@ def geometry_of(layout: SegmentLayout) -> LayerGeometry:
         probe,
         keys,
         values,
-        layout.streams_bytes // BLOCK_BYTES,
+        layout.columns_bytes // BLOCK_BYTES,
         layout.layer_chunks,
         np.concatenate([group.first_chunk + group.chunk_of_block for group in present]),
     )
 
 
-def _group(layout: SegmentLayout, streams: range) -> StreamGroup | None:
-    shape, first = layout.shape, streams[0]
+def _group(layout: SegmentLayout, columns: range) -> ColumnGroup | None:
+    shape, first = layout.shape, columns[0]
     if not shape.heads(first):
         return None
-    return StreamGroup(
-        lanes=len(streams),
+    return ColumnGroup(
+        head_groups=len(columns),
         heads=len(shape.heads(first)),
         head_dim=shape.head_dim(first),
         row_bytes=shape.row_bytes(first),
@@ -162,8 +163,8 @@ def _group(layout: SegmentLayout, streams: range) -> StreamGroup | None:
         chunks=layout.num_chunks,
         chunk_rows=layout.chunk_tokens,
         stride=layout.chunk_stride(first),
-        start=layout.stream_offset(0, first) - layout.layer_offset(0),
-        stream_bytes=layout.stream_bytes(first),
+        start=layout.column_offset(0, first) - layout.layer_offset(0),
+        column_bytes=layout.column_bytes(first),
         first_chunk=layout.chunk_index(0, first, 0),
     )
 
@@ -187,11 +188,11 @@ class SourceSpan:
 
     @functools.cached_property
     def geometry(self) -> LayerGeometry:
-        """Where the streams of a layer stand."""
+        """Where the columns of a layer stand."""
         return geometry_of(self.segment.layout)
 
     def mapping(self, layer: int) -> MappingRow:
-        """The row of each token of the segment, lane after lane; empty if rows are tokens."""
+        """The row of each token, head group after head group; empty if rows are tokens."""
         if self.segment.mapping is None:
             return NO_MAPPING
         row: MappingRow = self.segment.mapping[layer].reshape(-1)
@@ -199,9 +200,9 @@ class SourceSpan:
 
     @functools.cached_property
     def probe_chunks(self) -> tuple[Indices, Indices, Floats]:
-        """Chunks of the probe stream with the span's tokens; how many of these, and their share."""
+        """Chunks of the probe column with the span's tokens; how many of these, and their share."""
         group, start, stop = self.geometry.probe, self.start, self.stop
-        assert group is not None, "there is no probe stream"
+        assert group is not None, "there is no probe column"
         chunks = np.arange(start // group.chunk_rows, (stop - 1) // group.chunk_rows + 1)
         counts = np.full(len(chunks), group.chunk_rows)
         counts[-1] -= (int(chunks[-1]) + 1) * group.chunk_rows - stop
@@ -210,7 +211,7 @@ class SourceSpan:
 
     @functools.cached_property
     def probe_blocks(self) -> Flags:
-        """Blocks of a layer's probe stream with the span's tokens; not to be changed."""
+        """Blocks of a layer's probe column with the span's tokens; not to be changed."""
         blocks = np.zeros(self.geometry.num_blocks, np.bool_)
         if (group := self.geometry.probe) is not None:
             rows = np.arange(self.start, self.stop)
@@ -227,30 +228,33 @@ class SourceSpan:
         rows = np.arange(self.start, self.stop)
         for group in (self.geometry.keys, self.geometry.values):
             if group is not None:
-                lanes = np.repeat(np.arange(group.lanes), len(rows))
-                blocks[group.blocks] = group.blocks_of_rows(lanes, np.tile(rows, group.lanes))
+                head_groups = np.repeat(np.arange(group.head_groups), len(rows))
+                blocks[group.blocks] = group.blocks_of_rows(
+                    head_groups, np.tile(rows, group.head_groups)
+                )
         return blocks
 
 
 @functools.lru_cache(maxsize=64)
-def lanes_of_tokens(num_lanes: int, k: int) -> Indices:
-    """The lane of each of k tokens per lane, token after token; not to be changed."""
-    return np.tile(np.arange(num_lanes), k)
+def head_groups_of_tokens(num_head_groups: int, k: int) -> Indices:
+    """The head group of each of k tokens per head group, token after token; not to be changed."""
+    return np.tile(np.arange(num_head_groups), k)
 
 
 @dataclasses.dataclass(slots=True)
 class RowPlan:
     """Rows of a span that a read wants, the same of keys and of values.
 
-    `lanes` and `rows` int64 [n] say where each stands: its row in the streams of its lane.
-    `positions` int64 [n] is its place in the read, None if the read has no other rows. `chunks`
-    int64 [c] are those that hold the rows, ascending (lane * chunks of a stream + chunk), `counts`
-    how many rows of each are wanted, `shares` float64 how large a part of it. `value_blocks` and
-    `key_blocks` say which blocks of the groups hold wanted rows; None where there are no keys.
+    `head_groups` and `rows` int64 [n] say where each stands: its row in the columns of its head
+    group. `positions` int64 [n] is its place in the read, None if the read has no other rows.
+    `chunks` int64 [c] are those that hold the rows, ascending (head group * chunks of a column +
+    chunk), `counts` how many rows of each are wanted, `shares` float64 how large a part of it.
+    `value_blocks` and `key_blocks` say which blocks of the groups hold wanted rows; None where
+    there are no keys.
     """
 
     positions: Indices | None
-    lanes: Indices
+    head_groups: Indices
     rows: Indices
     chunks: Indices
     counts: Indices
@@ -265,7 +269,7 @@ def plan_rows(span: SourceSpan, layer: int, tokens: Indices, first: int, *, alon
     Args:
         span: the part of a segment that a request uses.
         layer: from 0.
-        tokens: int64 [lanes, k], counted from the start of the prefix.
+        tokens: int64 [head groups, k], counted from the start of the prefix.
         first: of the span, counted likewise.
         alone: whether no other span has any of the tokens.
     """
@@ -273,7 +277,7 @@ def plan_rows(span: SourceSpan, layer: int, tokens: Indices, first: int, *, alon
     values, keys = geometry.values, geometry.keys
     # Where keys stand like values their blocks are the same.
     other = None if geometry.keys_like_values else keys
-    positions, lanes, rows, by_chunk, value_blocks, key_blocks = loops.locate_rows(
+    positions, head_groups, rows, by_chunk, value_blocks, key_blocks = loops.locate_rows(
         tokens,
         first,
         stop,
@@ -288,7 +292,7 @@ def plan_rows(span: SourceSpan, layer: int, tokens: Indices, first: int, *, alon
     chunks, counts, shares = loops.touched_chunks(by_chunk, values.rows_of_chunk)
     return RowPlan(
         None if alone else positions,
-        lanes_of_tokens(*tokens.shape) if alone else lanes,
+        head_groups_of_tokens(*tokens.shape) if alone else head_groups,
         rows,
         chunks,
         counts,

@@ -20,10 +20,10 @@ from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.pending_read import BlockRuns, PendingRead
-from impress_sglang.storage.reader import ChunkReader
+from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.fence import Fence
 from impress_sglang.tiers.pinning import pin_memory
-from impress_sglang.transfer.plan import runs_of
+from impress_sglang.transfer.geometry import runs_of
 
 _GRAIN = 1 << 20
 _NO_READ = -1
@@ -58,7 +58,7 @@ class Tenant(NamedTuple):
     """Gives the memory back at once."""
 
 
-class AreaPool:
+class BufferPool:
     """At most `limit_bytes` for areas: of those that are open, that are still being filled or read
     by a device, and kept for later.
 
@@ -164,7 +164,7 @@ class AreaPool:
         self._draining = waiting
 
 
-class LayerArea:
+class LayerBuffer:
     """Those blocks of a part of a layer of a segment that were read for a request."""
 
     def __init__(
@@ -172,7 +172,7 @@ class LayerArea:
         segment: OpenSegment,
         offset: int,
         num_bytes: int,
-        pool: AreaPool,
+        pool: BufferPool,
         tenant: Tenant,
         *,
         spare_bytes: int = 0,
@@ -201,7 +201,7 @@ class LayerArea:
         """All reads into the area, in the order in which they were asked for."""
         return self._reads
 
-    def read_ahead(self, wanted: Flags, reader: ChunkReader) -> None:
+    def read_ahead(self, wanted: Flags, reader: BlockReader) -> None:
         """Begin to read blocks that will probably be wanted."""
         missing = wanted & (self._owner == _NO_READ)
         if missing.any():
@@ -212,7 +212,7 @@ class LayerArea:
         owners = np.unique(self._owner[wanted])
         return _NO_READ not in owners and all(self._reads[owner].done for owner in owners)
 
-    def read(self, wanted: Flags, gap_bytes: int, reader: ChunkReader, *, last: bool = True) -> int:
+    def read(self, wanted: Flags, gap_bytes: int, reader: BlockReader, *, last: bool = True) -> int:
         """Begin to read what is missing of the wanted blocks; returns how many bytes that is.
 
         With the last wish of the layer it is known what will be used: of what was to be read ahead
@@ -248,13 +248,13 @@ class LayerArea:
             raise errors[0]
         self._segment.check_blocks(self.memory, self._offset, np.flatnonzero(wanted))
 
-    def close(self, reader: ChunkReader) -> None:
+    def close(self, reader: BlockReader) -> None:
         """Give the memory back; what is not begun is not read any more."""
         self._stop_reading_ahead(range(len(self._reads)), reader)
         self.ahead_bytes = sum(read.num_bytes for read in self._reads if read.ahead)
         self._pool.give(self.memory, self._reads)
 
-    def _stop_reading_ahead(self, numbers: Iterable[int], reader: ChunkReader) -> None:
+    def _stop_reading_ahead(self, numbers: Iterable[int], reader: BlockReader) -> None:
         """Do not begin what is not begun of these reads, if they are ahead."""
         for number in numbers:
             if number == _NO_READ:
@@ -272,7 +272,7 @@ class LayerArea:
             if read.ahead and read.done and read.error is not None:
                 self._owner[self._owner == number] = _NO_READ
 
-    def _submit(self, blocks: Flags, gap_bytes: int, reader: ChunkReader, *, ahead: bool) -> int:
+    def _submit(self, blocks: Flags, gap_bytes: int, reader: BlockReader, *, ahead: bool) -> int:
         starts, stops = runs_of(blocks, gap_bytes)
         runs = BlockRuns(
             self._segment, self.memory, self._offset, starts * BLOCK_BYTES, stops * BLOCK_BYTES

@@ -9,26 +9,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.storage.layout import SegmentLayout, Stream
+from impress_sglang.storage.layout import Column, SegmentLayout
 from impress_sglang.storage.segment import MappingLists
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.transfer.plan import (
+from impress_sglang.transfer.geometry import (
+    ColumnGroup,
     LayerGeometry,
     SourceSpan,
-    StreamGroup,
     geometry_of,
     plan_rows,
     runs_of,
 )
-from impress_sglang.transfer.planner import PrefixPlanner
+from impress_sglang.transfer.read_planner import PrefixPlanner
 from tests.unit.kv_factory import (
     PROBE,
     attach,
     chunk_disk_bytes,
+    columns_of,
+    head_group_of,
+    head_groups_of,
     heads_of,
     holds_values,
-    lane_of,
-    lanes_of,
     make_cache,
     make_info,
     make_shape,
@@ -36,7 +37,6 @@ from tests.unit.kv_factory import (
     random_kvs,
     random_mapping,
     row_size,
-    streams_of,
     write_kvs,
 )
 
@@ -52,7 +52,7 @@ SHAPES = [
 ]
 SPAN_SHAPES = {
     "probe heads": SHAPES[0],
-    "lanes": SHAPES[4],
+    "head_groups": SHAPES[4],
 }
 
 
@@ -71,63 +71,63 @@ def some_of(data: st.DataObject, count: int) -> np.ndarray:
     return np.array(sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1))))
 
 
-def group_of(geometry: LayerGeometry, layout: SegmentLayout, stream: Stream) -> StreamGroup | None:
-    if stream == PROBE:
+def group_of(geometry: LayerGeometry, layout: SegmentLayout, column: Column) -> ColumnGroup | None:
+    if column == PROBE:
         return geometry.probe
-    return geometry.values if holds_values(layout.shape, stream) else geometry.keys
+    return geometry.values if holds_values(layout.shape, column) else geometry.keys
 
 
-def chunks_of(layout: SegmentLayout, stream: Stream) -> list[int]:
-    """Bytes on disk of each chunk of a stream."""
+def chunks_of(layout: SegmentLayout, column: Column) -> list[int]:
+    """Bytes on disk of each chunk of a column."""
     count = -(-layout.num_tokens // layout.chunk_tokens)
-    own = layout.shape, stream, layout.chunk_tokens, layout.num_tokens
+    own = layout.shape, column, layout.chunk_tokens, layout.num_tokens
     return [chunk_disk_bytes(*own, chunk) for chunk in range(count)]
 
 
-def stream_starts(layout: SegmentLayout) -> dict[Stream, tuple[int, int]]:
-    """Where each stream starts in its layer: byte, and number of the first chunk."""
+def column_starts(layout: SegmentLayout) -> dict[Column, tuple[int, int]]:
+    """Where each column starts in its layer: byte, and number of the first chunk."""
     starts, place, chunk = {}, 0, 0
-    for stream in streams_of(layout.shape):
-        starts[stream] = place, chunk
-        place += sum(chunks_of(layout, stream))
-        chunk += len(chunks_of(layout, stream))
+    for column in columns_of(layout.shape):
+        starts[column] = place, chunk
+        place += sum(chunks_of(layout, column))
+        chunk += len(chunks_of(layout, column))
     return starts
 
 
 @given(layouts())
-def test_geometry_of_a_layer_is_that_of_its_streams(layout: SegmentLayout) -> None:
-    geometry, starts = geometry_of(layout), stream_starts(layout)
+def test_geometry_of_a_layer_is_that_of_its_columns(layout: SegmentLayout) -> None:
+    geometry, starts = geometry_of(layout), column_starts(layout)
     chunk_of_block: list[int] = []
-    for stream in streams_of(layout.shape):
-        group, sizes = group_of(geometry, layout, stream), chunks_of(layout, stream)
-        size = row_size(layout.shape, stream)
+    for column in columns_of(layout.shape):
+        group, sizes = group_of(geometry, layout, column), chunks_of(layout, column)
+        size = row_size(layout.shape, column)
         if not size:
             assert group is None
             continue
         assert group is not None
-        lane = 0 if stream == PROBE else lane_of(layout.shape, stream)
-        assert group.lanes == (1 if stream == PROBE else lanes_of(layout.shape))
-        assert group.start + lane * group.stream_bytes == starts[stream][0]
-        assert group.first_chunk + lane * group.chunks == starts[stream][1]
-        assert (group.stream_bytes, group.chunks) == (sum(sizes), len(sizes))
+        head_group = 0 if column == PROBE else head_group_of(layout.shape, column)
+        assert group.head_groups == (1 if column == PROBE else head_groups_of(layout.shape))
+        assert group.start + head_group * group.column_bytes == starts[column][0]
+        assert group.first_chunk + head_group * group.chunks == starts[column][1]
+        assert (group.column_bytes, group.chunks) == (sum(sizes), len(sizes))
         assert (group.row_bytes, group.chunk_rows) == (size, layout.chunk_tokens)
         total = layout.num_tokens
         rows = [
             min(layout.chunk_tokens, total - chunk * layout.chunk_tokens)
             for chunk in range(len(sizes))
         ]
-        own = slice(lane * len(sizes), (lane + 1) * len(sizes))
+        own = slice(head_group * len(sizes), (head_group + 1) * len(sizes))
         assert group.rows_of_chunk[own].tolist() == rows
         mine = [chunk for chunk, num in enumerate(sizes) for _ in range(num // BLOCK)]
-        chunk_of_block += [starts[stream][1] + chunk for chunk in mine]
+        chunk_of_block += [starts[column][1] + chunk for chunk in mine]
         assert group.blocks.start == group.start // BLOCK
         blocks = len(mine)
-        in_group = group.chunk_of_block[lane * blocks : (lane + 1) * blocks]
-        assert in_group.tolist() == [lane * len(sizes) + chunk for chunk in mine]
-        assert group.blocks.stop - group.blocks.start == group.lanes * blocks
+        in_group = group.chunk_of_block[head_group * blocks : (head_group + 1) * blocks]
+        assert in_group.tolist() == [head_group * len(sizes) + chunk for chunk in mine]
+        assert group.blocks.stop - group.blocks.start == group.head_groups * blocks
     assert geometry.chunk_of_block.tolist() == chunk_of_block
     assert geometry.num_blocks == len(chunk_of_block)
-    assert geometry.num_chunks == sum(len(chunks_of(layout, s)) for s in streams_of(layout.shape))
+    assert geometry.num_chunks == sum(len(chunks_of(layout, s)) for s in columns_of(layout.shape))
 
 
 @given(layouts(), st.data())
@@ -138,20 +138,22 @@ def test_wanted_blocks_are_those_that_hold_a_byte_of_a_row(
     group = data.draw(
         st.sampled_from([g for g in (geometry.probe, geometry.keys, geometry.values) if g])
     )
-    places = [(lane, row) for lane in range(group.lanes) for row in range(group.rows)]
+    places = [
+        (head_group, row) for head_group in range(group.head_groups) for row in range(group.rows)
+    ]
     chosen = [places[place] for place in some_of(data, len(places))]
-    lanes, rows = np.array(chosen).T
-    expected = np.zeros(group.lanes * group.stream_bytes // BLOCK, np.bool_)
+    head_groups, rows = np.array(chosen).T
+    expected = np.zeros(group.head_groups * group.column_bytes // BLOCK, np.bool_)
     stride = -(-layout.chunk_tokens * group.row_bytes // BLOCK) * BLOCK
     offsets = []
-    for lane, row in chosen:
+    for head_group, row in chosen:
         chunk, place = divmod(row, layout.chunk_tokens)
-        offsets.append(lane * group.stream_bytes + chunk * stride + place * group.row_bytes)
+        offsets.append(head_group * group.column_bytes + chunk * stride + place * group.row_bytes)
         last = offsets[-1] + group.row_bytes - 1
         expected[offsets[-1] // BLOCK : last // BLOCK + 1] = True
 
-    assert group.row_offsets(lanes, rows).tolist() == offsets
-    assert group.blocks_of_rows(lanes, rows).tolist() == expected.tolist()
+    assert group.row_offsets(head_groups, rows).tolist() == offsets
+    assert group.blocks_of_rows(head_groups, rows).tolist() == expected.tolist()
 
 
 @given(layouts(), st.data())
@@ -163,12 +165,14 @@ def test_groups_that_look_alike_have_the_same_blocks(
     if keys is None:
         return
     shape = layout.shape
-    alike = row_size(shape, shape.key_streams[0]) == row_size(shape, shape.value_streams[0])
+    alike = row_size(shape, shape.key_columns[0]) == row_size(shape, shape.value_columns[0])
     assert keys.looks_like(values) == values.looks_like(keys) == alike
     if alike:
         rows = some_of(data, values.rows)
-        lanes = np.full(len(rows), values.lanes - 1)
-        assert (keys.blocks_of_rows(lanes, rows) == values.blocks_of_rows(lanes, rows)).all()
+        head_groups = np.full(len(rows), values.head_groups - 1)
+        assert (
+            keys.blocks_of_rows(head_groups, rows) == values.blocks_of_rows(head_groups, rows)
+        ).all()
 
 
 def span_of(
@@ -191,41 +195,41 @@ def span_of(
 def test_rows_are_planned_where_they_stand(
     tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
 ) -> None:
-    """Of all lanes at once, each with tokens of its own; those of other spans do not count."""
+    """Of all head groups at once, each with tokens of its own; others do not count."""
     shape = SPAN_SHAPES[name]
     layout = SegmentLayout(shape, 8 * data.draw(st.integers(1, 3)), 45, BLOCK)
     seed = data.draw(st.sampled_from([None, 1, 2]))
     span, mapping = span_of(tmp_path_factory.mktemp("plan"), layout, seed, 3, 45)
     layer, num_chunks = data.draw(st.integers(0, 1)), -(-45 // layout.chunk_tokens)
-    num_lanes, num_rows = lanes_of(shape), layout.num_tokens
+    num_head_groups, num_rows = head_groups_of(shape), layout.num_tokens
     alone = data.draw(st.booleans())
     # Tokens of other spans stand before and behind in the prefix.
     first = 0 if alone else data.draw(st.integers(0, 4))
     count = data.draw(st.integers(1, len(span)))
     numbers = st.integers(0, len(span) - 1 if alone else len(span) + 9)
     some = st.sets(numbers, min_size=count, max_size=count).map(sorted)
-    tokens = np.array([data.draw(some) for _ in range(num_lanes)])
+    tokens = np.array([data.draw(some) for _ in range(num_head_groups)])
     asked = [
-        (place * num_lanes + lane, lane, token - first + span.start)
+        (place * num_head_groups + head_group, head_group, token - first + span.start)
         for place in range(count)
-        for lane, token in enumerate(tokens[:, place].tolist())
+        for head_group, token in enumerate(tokens[:, place].tolist())
         if first <= token < first + len(span)
     ]
     rows = [
-        (position, lane, token if mapping is None else int(mapping[layer, lane][token]))
-        for position, lane, token in asked
+        (position, head_group, token if mapping is None else int(mapping[layer, head_group][token]))
+        for position, head_group, token in asked
     ]
 
     plan = plan_rows(span, layer, tokens, first, alone=alone)
 
-    found = list(zip(plan.lanes.tolist(), plan.rows.tolist(), strict=True))
+    found = list(zip(plan.head_groups.tolist(), plan.rows.tolist(), strict=True))
     if alone:
         assert plan.positions is None and found == [own[1:] for own in rows]
     else:
         assert plan.positions is not None and plan.positions.dtype == np.int64
         placed = zip(plan.positions.tolist(), found, strict=True)
         assert sorted((position, *own) for position, own in placed) == sorted(rows)
-    chunks = [lane * num_chunks + row // layout.chunk_tokens for _, lane, row in rows]
+    chunks = [head_group * num_chunks + row // layout.chunk_tokens for _, head_group, row in rows]
     assert plan.chunks.tolist() == sorted(set(chunks))
     assert plan.counts.tolist() == [chunks.count(chunk) for chunk in plan.chunks.tolist()]
     for chunk, own, share in zip(plan.chunks, plan.counts, plan.shares, strict=True):
@@ -235,20 +239,20 @@ def test_rows_are_planned_where_they_stand(
     for group, blocks in ((geometry.keys, plan.key_blocks), (geometry.values, plan.value_blocks)):
         assert (group is None) == (blocks is None)
         if group is not None and blocks is not None:
-            expected = group.blocks_of_rows(plan.lanes, plan.rows)
+            expected = group.blocks_of_rows(plan.head_groups, plan.rows)
             assert blocks.tolist() == expected.tolist()
     span.segment.close()
 
 
-def first_id(span: SourceSpan, layer: int, stream: Stream) -> int:
-    """Chunks are numbered by layer, then by stream."""
+def first_id(span: SourceSpan, layer: int, column: Column) -> int:
+    """Chunks are numbered by layer, then by column."""
     layout = span.segment.layout
-    counts = [len(chunks_of(layout, other)) for other in streams_of(layout.shape)]
-    return span.base + layer * sum(counts) + sum(counts[:stream])
+    counts = [len(chunks_of(layout, other)) for other in columns_of(layout.shape)]
+    return span.base + layer * sum(counts) + sum(counts[:column])
 
 
 @given(data=st.data())
-def test_the_probe_stream_is_planned_whole_and_in_logical_order(
+def test_the_probe_column_is_planned_whole_and_in_logical_order(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Whatever the order of the rest."""
@@ -294,18 +298,18 @@ def test_ids_of_a_second_segment_follow_its_own_base(tmp_path: Path, name: str) 
         for plan in (*probe, planner.plan(layer, None)):
             for own in plan.spans:
                 for part in own.parts:
-                    streams = [
-                        stream
-                        for stream in streams_of(shape)
-                        if group_of(own.span.geometry, own.span.segment.layout, stream)
+                    columns = [
+                        column
+                        for column in columns_of(shape)
+                        if group_of(own.span.geometry, own.span.segment.layout, column)
                         is part.group
                     ]
-                    first = first_id(own.span, layer, streams[0])
+                    first = first_id(own.span, layer, columns[0])
                     assert part.ids.tolist() == (first + part.chunks).tolist()
                     every += part.ids.tolist()
 
     chunks = sum(
-        len(chunks_of(spans[0].segment.layout, s)) for s in streams_of(shape) if heads_of(shape, s)
+        len(chunks_of(spans[0].segment.layout, s)) for s in columns_of(shape) if heads_of(shape, s)
     )
     assert len(set(every)) == len(every) == 2 * 2 * chunks
     for span in spans:
@@ -334,8 +338,8 @@ def test_blocks_of_a_span_are_those_that_hold_its_rows(
 
     expected: dict[bool, list[bool]] = {True: [], False: []}
     possible: dict[bool, list[bool]] = {True: [], False: []}
-    for stream in streams_of(shape):
-        size, sizes = row_size(shape, stream), chunks_of(layout, stream)
+    for column in columns_of(shape):
+        size, sizes = row_size(shape, column), chunks_of(layout, column)
         rows = range(start, stop)
         for chunk, num_bytes in enumerate(sizes):
             first = chunk * layout.chunk_tokens
@@ -345,10 +349,10 @@ def test_blocks_of_a_span_are_those_that_hold_its_rows(
                 if first <= row < first + layout.chunk_tokens
                 for byte in range(size)
             }
-            tier = int(cache.placement.tiers(first_id(span, 1, stream) + chunk, 1)[0])
+            tier = int(cache.placement.tiers(first_id(span, 1, column) + chunk, 1)[0])
             for block in range(num_bytes // BLOCK):
                 for probe in (True, False):
-                    here = block in held and (stream == PROBE) == probe
+                    here = block in held and (column == PROBE) == probe
                     possible[probe].append(here)
                     expected[probe].append(here and tier == Tier.SSD)
 
