@@ -34,14 +34,20 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# What is changed: storage, tiers, matching, quota, admission.
+# What is changed: storage, tiers, matching, quota, admission, saving.
 TARGETS = (
     "storage/*",
     "tiers/*",
     "management/tree",
+    "management/stored",
     "management/store",
+    "management/versions",
     "management/quota",
+    "serving/admission",
+    "serving/opening",
     "integration/radix_cache",
+    "integration/prompt_saves",
+    "integration/passes",
 )
 SWAPS = {
     old: new

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from impress_sglang.serving.saving import Save
 from impress_sglang.storage.quality import EXACT
+from impress_sglang.storage.writer import WriteAbandoned
 from tests.integration.test_weights import SHAPE, TOKENS, World
 
 
@@ -117,3 +119,15 @@ def test_the_write_of_a_pass_under_way_is_not_given_up(world: World) -> None:
     # Its request ends.
     world.cache._saves._begun.clear()
     world.allocator.free(running.slots)
+
+
+def test_a_prompt_whose_request_ends_before_it_is_computed_is_not_saved(world: World) -> None:
+    save = world.prefill("gone", 3000)
+    req = world.cache._known["gone"].req
+    slots = world.rows.req_to_token[req.kv.req_pool_idx, :TOKENS].to(torch.int64)
+    world.cache.on_release(req, checkpointed=False)
+    world.allocator.free(slots)
+    with pytest.raises(WriteAbandoned):
+        save.check()
+    world.runtime.store.writes.drain()
+    assert world.stored(3000) == 0

@@ -347,3 +347,14 @@ def test_auto_gives_the_most_bits_that_load_while_computing(
     monkeypatch.setattr(runtime.estimator.loading, "seconds", lambda *_: 0.0)
     runtime.estimator.note_forward(100, 5000, 0.1)
     assert runtime.admission.decide(match, RequestLengths(0, TOKENS, 8), wanted).bits == bits
+
+
+@pytest.mark.parametrize(("length", "saved"), [(15, 0), (16, 1)])
+def test_a_prompt_is_saved_from_the_shortest_length_on(
+    world: CodedWorld, length: int, saved: int
+) -> None:
+    saves = world.cache.passes.begin_saves(*world.prompt_of("p", length))
+    assert len(saves) == saved
+    for save in saves.values():
+        save.abandon()
+    world.runtime.store.writes.drain()

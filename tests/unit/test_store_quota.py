@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
+from impress_sglang.config import ImpressConfig
+from impress_sglang.management.quota import Quota
+from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.writing import StoreOutcome
 from tests.unit import store_factory
 from tests.unit.kv_factory import SequenceKVs
@@ -220,3 +226,13 @@ def test_a_full_file_system_makes_room_by_eviction(bench: Workbench) -> None:
     assert bench.offer(store, prompt(3)) is StoreOutcome.ACCEPTED
 
     assert [length(store, prompt(n)) for n in (1, 2)] == [0, 8]
+
+
+def test_a_rewritten_segment_takes_the_place_of_the_old_one() -> None:
+    """Free space is what was measured last, and what is known to have changed since."""
+    disk = SimpleNamespace(free_bytes=100)
+    quota = Quota(ImpressConfig(), StoredTree(), Any, disk, {}, bool, int)  # type: ignore[arg-type]
+    quota.begin(50)
+    quota.end(50, written=True)
+    quota.replace(30, 20)
+    assert (quota.used_bytes, disk.free_bytes) == (40, 60)
