@@ -41,7 +41,14 @@ LONGEST = (
         "test_store_crash",
     ),
     *("test_store_faults", "test_store_reordering", "test_store_restart", "test_refusals"),
-    *("test_random", "test_exact", "test_faults", "test_triton_backend", "test_important_part"),
+    *(
+        "test_random",
+        "test_real_model",
+        "test_exact",
+        "test_faults",
+        "test_triton_backend",
+        "test_important_part",
+    ),
 )
 
 
