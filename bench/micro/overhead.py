@@ -29,8 +29,8 @@ from bench.core.servers import STOCK, Server, servers
 from bench.core.session import BenchFailed, step
 
 VOCAB = 4000
-# Its steps take about 10 ms on two cores. That is what a step of a large model takes on a GPU, so
-# that what IMPRESS does on the scheduler's thread weighs as much as it does there.
+# Its steps take about 10 ms on two cores, as those of a large model on a GPU: work on the
+# scheduler's thread weighs the same.
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 256,
@@ -40,8 +40,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 8192,
 }
-WARM_UP_ROUNDS = 4
-RESAMPLES = 4000
+WARM_UP_ROUNDS, RESAMPLES = 4, 4000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
