@@ -29,6 +29,8 @@ START_TIMEOUT_S = 240
 REQUEST_TIMEOUT_S = 600
 
 CPU_FLAGS = (
+    # Unless a test says otherwise: SGLang would take most of the machine's memory for its pool.
+    "--max-total-tokens=60000",
     "--device=cpu",
     "--attention-backend=torch_native",
     "--host=127.0.0.1",
