@@ -63,38 +63,46 @@ class Loaders:
         )
 
 
-class ExactLoading:
+class SourceLoading:
+    """From a source of the request's own, which is given back to its store."""
+
+    def __init__(self, store: PrefixStore, source: SegmentSource | CodedSource) -> None:
+        self._store = store
+        self._opened = source
+
+    def end_layer(self, layer: int) -> None:
+        """See `Loading.end_layer`."""
+        self._opened.end_layer(layer)
+
+    def close(self) -> Sequence[ReadStats]:
+        """See `Loading.close`; what was read ahead is counted when the source is closed."""
+        self._store.close_source(self._opened)
+        return [self._opened.stats]
+
+
+class ExactLoading(SourceLoading):
     """From chunks of exact KVs, all or the important ones."""
 
     def __init__(self, loader: PrefixLoader, store: PrefixStore, source: SegmentSource) -> None:
         """`source` is given back to `store`."""
+        super().__init__(store, source)
         self._loader = loader
-        self._store = store
         self._source = source
 
     def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
         """See `Loading.load`."""
         self._loader.load(layer, self._source, inputs, slots, stats)
 
-    def end_layer(self, layer: int) -> None:
-        """See `Loading.end_layer`."""
-        self._source.end_layer(layer)
 
-    def close(self) -> Sequence[ReadStats]:
-        """See `Loading.close`; what was read ahead is counted when the source is closed."""
-        self._store.close_source(self._source)
-        return [self._source.stats]
-
-
-class SelectiveLoading:
+class SelectiveLoading(SourceLoading):
     """From codes, the important tokens into slots of the request's own."""
 
     def __init__(
         self, loader: SelectiveLoader, store: PrefixStore, source: CodedSource, bits: float
     ) -> None:
         """`source` is given back to `store`; its tokens are used in so many `bits`."""
+        super().__init__(store, source)
         self._loader = loader
-        self._store = store
         self._source = source
         self._bits = bits
         self._units: UsedUnits | None = None
@@ -104,15 +112,6 @@ class SelectiveLoading:
         if self._units is None:
             self._units = self._loader.begin(self._source, slots.keys.pool.device)
         self._loader.load(layer, self._source, self._units, inputs, slots, self._bits, stats)
-
-    def end_layer(self, layer: int) -> None:
-        """See `Loading.end_layer`."""
-        self._source.end_layer(layer)
-
-    def close(self) -> Sequence[ReadStats]:
-        """See `Loading.close`."""
-        self._store.close_source(self._source)
-        return [self._source.stats]
 
 
 class RecomputedLoading:
