@@ -340,7 +340,8 @@ class ImpressRadixCache(RadixCache):
     ) -> tuple[StoredMatch, AdmissionPlan | None]:
         """What is stored of a request that may be served, and how it would be used."""
         admission, config = self.runtime.admission, self.runtime.config
-        if known.declined:
+        # A prompt is only copied where it may be found.
+        if known.declined or not admission.looks_for(len(key)):
             return StoredMatch(), None
         tokens = as_tokens(key.raw_token_ids())
         wanted = load_options_of(known.req.sampling_params, config)

@@ -145,10 +145,14 @@ class Admission:
         self._probes = bool(shape.probe_kv_heads)
         self._all_keys = policy.selector.evidence == "keys"
 
+    def looks_for(self, num_tokens: int) -> bool:
+        """Whether the store is asked for a prompt of so many tokens now; takes one that is open."""
+        self._served.take_over()
+        return self._served.in_use and num_tokens >= self._config.min_prefix_tokens
+
     def find(self, namespace: str, tokens: Tokens, wanted: LoadOptions) -> StoredMatch:
         """The longest stored prefix of `tokens` that a request may take, in whole pages."""
-        self._served.take_over()
-        if not self._served.in_use or len(tokens) < self._config.min_prefix_tokens:
+        if not self.looks_for(len(tokens)):
             return StoredMatch()
         least = EXACT
         depth = self._config.depth(wanted.retention)
