@@ -21,6 +21,11 @@ class Clock:
         return self.now
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_pauses() -> None:
+    """Pauses of a clock that a test moves are as long as they are."""
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()

@@ -542,7 +542,8 @@ def test_close_waits_for_what_was_asked_for(stored: Stored) -> None:
         engine.allow()
         closing.join(TIMEOUT)
 
-        assert not closing.is_alive() and engine.closed
+        assert not closing.is_alive()
+        wait_until(lambda: engine.closed)
         assert all(read.done for read in reads)
         stored.check((0, 6))
 

@@ -381,7 +381,7 @@ def test_a_damaged_segment_on_a_read_only_disk_costs_nothing_else(
     with pytest.raises(SegmentUnreadable):
         read(store, prompt(1, 40))
     until(store, lambda: store.health.state != "ok")
-    deadline = time.monotonic() + 2.5
+    deadline = time.monotonic() + 0.5
     while time.monotonic() < deadline:
         store.poll()
         assert store.health.readable
@@ -468,7 +468,7 @@ def test_a_second_look_waits_as_long_as_nothing_can_be_seen(
     with pytest.raises(SegmentUnreadable):
         read(store, chats[0])
     with faults.injected(Rule("EIO", "read", f"*{path.name}")):
-        deadline = time.monotonic() + 1.5
+        deadline = time.monotonic() + 0.3
         while time.monotonic() < deadline:
             store.poll()
             time.sleep(0.01)
@@ -492,7 +492,7 @@ def test_a_segment_that_cannot_be_read_now_makes_room(bench: Workbench, faults: 
 
 
 @pytest.fixture
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def frequent_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("impress_sglang.management.suspects.FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("impress_sglang.management.suspects.LONGEST_PAUSE_S", 0.01)
 
@@ -504,7 +504,7 @@ def looks_at(faults: Faults, store: PrefixStore, rule: Rule, count: int) -> None
 
 
 def test_a_segment_behind_a_bad_sector_is_set_aside(
-    bench: Workbench, store: PrefixStore, faults: Faults, short_pauses: None
+    bench: Workbench, store: PrefixStore, faults: Faults, frequent_looks: None
 ) -> None:
     path, chats = shared_prefix(bench, store)
     rule = Rule("EIO", "read|block", f"*{path.name}")
@@ -522,7 +522,7 @@ def test_a_segment_behind_a_bad_sector_is_set_aside(
 
 
 def test_a_disk_that_does_not_answer_condemns_nothing(
-    bench: Workbench, store: PrefixStore, faults: Faults, short_pauses: None
+    bench: Workbench, store: PrefixStore, faults: Faults, frequent_looks: None
 ) -> None:
     """Not even a new file can be made: what cannot be read says nothing about one segment."""
     path, chats = shared_prefix(bench, store)
@@ -542,7 +542,7 @@ def test_a_disk_that_does_not_answer_condemns_nothing(
 
 @pytest.mark.parametrize("fault", ["EMFILE", "ENOMEM", "EACCES"])
 def test_what_the_machine_refuses_condemns_nothing(
-    bench: Workbench, store: PrefixStore, faults: Faults, short_pauses: None, fault: str
+    bench: Workbench, store: PrefixStore, faults: Faults, frequent_looks: None, fault: str
 ) -> None:
     """It says nothing about the file, although the rest of the disk answers."""
     path, chats = shared_prefix(bench, store)
@@ -557,7 +557,7 @@ def test_what_the_machine_refuses_condemns_nothing(
 
 
 def test_a_look_that_was_under_way_when_the_disk_came_back_does_not_count(
-    bench: Workbench, store: PrefixStore, faults: Faults, short_pauses: None
+    bench: Workbench, store: PrefixStore, faults: Faults, frequent_looks: None
 ) -> None:
     path, chats = shared_prefix(bench, store)
     name = look_up(store, chats[0]).spans[0].segment.segment_id
@@ -575,7 +575,7 @@ def test_a_look_that_was_under_way_when_the_disk_came_back_does_not_count(
 
 
 def test_looks_from_before_the_disk_failed_do_not_count(
-    bench: Workbench, store: PrefixStore, faults: Faults, short_pauses: None
+    bench: Workbench, store: PrefixStore, faults: Faults, frequent_looks: None
 ) -> None:
     path, chats = shared_prefix(bench, store)
     sector = Rule("EIO", "read", f"*{path.name}")
