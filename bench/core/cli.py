@@ -19,7 +19,7 @@ from bench.core.session import ROOT, BenchFailed, interrupt_on_signals
 from impress_sglang.errors import ImpressError
 
 ROOMS = {
-    "policies": ("serving",),
+    "policies": ("serving", "simulate"),
     "quality": ("accuracy", "precision", "drift", "decode"),
     "engine": ("engine",),
     "micro": ("pipeline", "overhead", "memory", "planning", "disk", "kernels"),
