@@ -130,10 +130,10 @@ def _identification(
     queries, new = (_random(n, len(probes), dim) for _ in range(2))
     keys = _random(m, len(probes), dim)
     threshold, scaling = similarity_threshold(k, m, 0.6), dim**-0.5
-    lengths = {"new_lengths": [n], "prefix_lengths": [m], "resident_lengths": [0]}
+    heads = tuple(range(len(probes)))
 
     def score() -> Tensor:
-        return scores.column_sums(queries, scores.KeyRows(keys), None, new, scaling, **lengths)
+        return scores.column_sums(queries, keys, new[:0], new, heads, scaling)
 
     def score_reference() -> Tensor:
         return reference.column_sums(queries, keys, new[:0], new, scaling)
@@ -263,11 +263,10 @@ def _squares(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) ->
     m, n, dim = args.tokens, args.new_tokens, args.dim
     queries, new = _random(n, args.heads, dim), _random(n, args.kv_heads, dim)
     keys, scaling = _random(m, args.kv_heads, dim), dim**-0.5
-    lengths = {"new_lengths": [n], "prefix_lengths": [m], "resident_lengths": [0]}
+    heads = tuple(range(args.kv_heads))
 
     def score() -> Tensor:
-        rows = scores.KeyRows(keys)
-        return scores.column_sums(queries, rows, None, new, scaling, **lengths, squares=True)
+        return scores.column_sums(queries, keys, new[:0], new, heads, scaling, squares=True)
 
     def score_reference() -> Tensor:
         return reference.column_sums(queries, keys, new[:0], new, scaling, squares=True)

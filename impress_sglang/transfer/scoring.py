@@ -90,17 +90,7 @@ class KernelScorer:
         squares: bool = False,
     ) -> Tensor:
         """See `Scorer`; nothing is waited for."""
-        rows = self._kernels.KeyRows
-        prefix = rows(prefix_keys.to(queries.device))
-        resident = rows(resident_keys, heads=heads) if len(resident_keys) else None
+        keys = prefix_keys.to(queries.device)
         return self._kernels.column_sums(
-            queries,
-            prefix,
-            resident,
-            rows(new_keys, heads=heads),
-            scaling,
-            new_lengths=[len(queries)],
-            prefix_lengths=[len(prefix_keys)],
-            resident_lengths=[len(resident_keys)],
-            squares=squares,
+            queries, keys, resident_keys, new_keys, heads, scaling, squares=squares
         )

@@ -180,9 +180,8 @@ def _lengths_of_tiles(
     # Short ones first: long ones take memory.
     for tokens in _powers_of_two(LONGEST_PREFIX):
         for new in _powers_of_two(most_new):
-            lengths = scores.Lengths((new,), (tokens,), (0,))
             tile = scores.tile_shape(
-                lengths, num_heads, shape.group_size, shape.key_dim, shape.dtype, processors
+                new, tokens, num_heads, shape.group_size, shape.key_dim, shape.dtype, processors
             )
             found.setdefault(tile, (new, tokens))
     return list(found.values())

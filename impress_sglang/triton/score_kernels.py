@@ -45,26 +45,11 @@ def _load_vectors(
 
 @triton.jit
 def _load_keys(
-    vectors: tl.tensor, slots: tl.tensor, stride: tl.tensor, tokens: tl.tensor, valid: tl.tensor,
-    DIM: tl.constexpr, HAS_SLOTS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    vectors: tl.tensor, stride: tl.tensor, tokens: tl.tensor, count: tl.tensor,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Keys [BLOCK_KEYS, BLOCK_DIM] of the head at `vectors`; `tokens` are those of the batch."""
-    if HAS_SLOTS:
-        rows = tl.load(slots + tokens, mask=valid, other=0).to(tl.int64)
-    else:
-        rows = tokens.to(tl.int64)
-    return _load_vectors(vectors, rows * stride, valid, DIM, BLOCK_DIM)
-
-
-@triton.jit
-def _load_prefix(
-    prefix: tl.tensor, slots: tl.tensor, stride: tl.tensor, request: tl.tensor, tokens: tl.tensor,
-    DIM: tl.constexpr, HAS_SLOTS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-) -> tl.tensor:
-    """Keys [BLOCK_KEYS, BLOCK_DIM] of a request's tokens."""
-    valid = tokens < tl.load(request + 5)
-    first = tl.load(request + 4)
-    return _load_keys(prefix, slots, stride, first + tokens, valid, DIM, HAS_SLOTS, BLOCK_DIM)
+    """Keys [BLOCK_KEYS, BLOCK_DIM] of the head at `vectors`, which has `count` tokens."""
+    return _load_vectors(vectors, tokens.to(tl.int64) * stride, tokens < count, DIM, BLOCK_DIM)
 
 
 @triton.jit
@@ -94,80 +79,71 @@ def _log_sum(peak: tl.tensor, total: tl.tensor) -> tl.tensor:
     return tl.where(total > 0, peak + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
 
 
+# Counts differ from request to request.
 @triton.jit(
-    do_not_specialize=["num_new"],
-    do_not_specialize_on_alignment=["prefix_slots", "resident_slots", "new_slots"],
+    do_not_specialize=["num_new", "num_prefix", "parts", "num_resident", "part_blocks"],
 )
 def row_sums(
     queries: tl.tensor, query_stride: tl.tensor, query_head_stride: tl.tensor,
-    prefix: tl.tensor, prefix_slots: tl.tensor, prefix_heads: tl.tensor,
-    prefix_stride: tl.tensor, prefix_head_stride: tl.tensor,
-    resident: tl.tensor, resident_slots: tl.tensor, resident_heads: tl.tensor,
-    resident_stride: tl.tensor, resident_head_stride: tl.tensor,
-    new: tl.tensor, new_slots: tl.tensor, new_heads: tl.tensor,
-    new_stride: tl.tensor, new_head_stride: tl.tensor,
-    requests: tl.tensor, items: tl.tensor, partial: tl.tensor, scale: tl.tensor, num_new: tl.tensor,
-    DIM: tl.constexpr, GROUP: tl.constexpr, PREFIX_SLOTS: tl.constexpr,
-    RESIDENT_SLOTS: tl.constexpr, NEW_SLOTS: tl.constexpr, WIDEN: tl.constexpr,
+    prefix: tl.tensor, prefix_stride: tl.tensor, prefix_head_stride: tl.tensor,
+    resident: tl.tensor, resident_stride: tl.tensor, resident_head_stride: tl.tensor,
+    new: tl.tensor, new_stride: tl.tensor, new_head_stride: tl.tensor,
+    key_heads: tl.tensor, partial: tl.tensor, scale: tl.tensor,
+    num_new: tl.tensor, num_prefix: tl.tensor, parts: tl.tensor,
+    num_resident: tl.tensor, part_blocks: tl.tensor,
     GROUP_PAD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:
-    """Logarithms of the sums of exponentials per part -> partial [S, Hk, N, padded g]."""
+    """Logarithms of the sums of exponentials per part -> partial [S, Hk, N, padded g].
+
+    A program per tile of queries and part of the keys, and per head.
+    """
+    block_tokens: tl.constexpr = BLOCK_ROWS // GROUP_PAD
     head = tl.program_id(1)
     num_heads = tl.num_programs(1)
-    item = items + tl.program_id(0) * 8
-    begin, end = tl.load(item + 3), tl.load(item + 4)
-    request = requests + tl.load(item) * 8
-    new_first, new_count = tl.load(request), tl.load(request + 1)
-    resident_first, resident_count = tl.load(request + 2), tl.load(request + 3)
-    prefix_count = tl.load(request + 5)
-    prefix_begin = (resident_count + BLOCK_KEYS - 1) // BLOCK_KEYS
-    new_begin = prefix_begin + (prefix_count + BLOCK_KEYS - 1) // BLOCK_KEYS
-    prefix += tl.load(prefix_heads + head).to(tl.int64) * prefix_head_stride
-    resident += tl.load(resident_heads + head).to(tl.int64) * resident_head_stride
-    new += tl.load(new_heads + head).to(tl.int64) * new_head_stride
+    first = (tl.program_id(0) // parts) * block_tokens
+    part = tl.program_id(0) % parts
+    prefix_begin = tl.cdiv(num_resident, BLOCK_KEYS)
+    new_begin = prefix_begin + tl.cdiv(num_prefix, BLOCK_KEYS)
+    begin = part * part_blocks
+    # Later new tokens than those of the tile are not seen.
+    seen_blocks = new_begin + tl.cdiv(tl.minimum(first + block_tokens, num_new), BLOCK_KEYS)
+    end = tl.minimum(begin + part_blocks, seen_blocks)
+    key_head = tl.load(key_heads + head).to(tl.int64)
+    prefix += head.to(tl.int64) * prefix_head_stride
+    resident += key_head * resident_head_stride
+    new += key_head * new_head_stride
 
-    tokens, members, valid = _tile_rows(
-        tl.load(item + 1), new_count, GROUP, GROUP_PAD, BLOCK_ROWS
-    )
-    rows = (new_first + tokens).to(tl.int64)
+    tokens, members, valid = _tile_rows(first, num_new, GROUP, GROUP_PAD, BLOCK_ROWS)
     heads = head * GROUP + members
     tile = _load_vectors(
-        queries, rows * query_stride + heads * query_head_stride, valid, DIM, BLOCK_DIM
+        queries, tokens.to(tl.int64) * query_stride + heads * query_head_stride, valid, DIM,
+        BLOCK_DIM,
     )
     peak = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.full([BLOCK_ROWS], 0.0, tl.float32)
     within = tl.arange(0, BLOCK_KEYS)
     for block in range(begin, tl.minimum(end, prefix_begin)):
         columns = block * BLOCK_KEYS + within
-        keys = _load_keys(
-            resident, resident_slots, resident_stride, resident_first + columns,
-            columns < resident_count, DIM, RESIDENT_SLOTS, BLOCK_DIM,
-        )
-        seen = (columns < resident_count)[None, :]
+        keys = _load_keys(resident, resident_stride, columns, num_resident, DIM, BLOCK_DIM)
+        seen = (columns < num_resident)[None, :]
         logits = _products(tile, keys, WIDEN) * scale
         peak, total = _fold(peak, total, tl.where(seen, logits, float("-inf")))
     for block in range(tl.maximum(begin, prefix_begin), tl.minimum(end, new_begin)):
         columns = (block - prefix_begin) * BLOCK_KEYS + within
-        keys = _load_prefix(
-            prefix, prefix_slots, prefix_stride, request, columns, DIM, PREFIX_SLOTS, BLOCK_DIM,
-        )
-        seen = (columns < prefix_count)[None, :]
+        keys = _load_keys(prefix, prefix_stride, columns, num_prefix, DIM, BLOCK_DIM)
+        seen = (columns < num_prefix)[None, :]
         logits = _products(tile, keys, WIDEN) * scale
         peak, total = _fold(peak, total, tl.where(seen, logits, float("-inf")))
     for block in range(tl.maximum(begin, new_begin), end):
         columns = (block - new_begin) * BLOCK_KEYS + within
-        keys = _load_keys(
-            new, new_slots, new_stride, new_first + columns, columns < new_count, DIM, NEW_SLOTS,
-            BLOCK_DIM,
-        )
+        keys = _load_keys(new, new_stride, columns, num_new, DIM, BLOCK_DIM)
         seen = columns[None, :] <= tokens[:, None]
         logits = _products(tile, keys, WIDEN) * scale
         peak, total = _fold(peak, total, tl.where(seen, logits, float("-inf")))
 
-    part = (tl.load(item + 2) * num_heads + head).to(tl.int64)
-    first = part * num_new + new_first + tl.load(item + 1)
-    out = partial + first * GROUP_PAD + tl.arange(0, BLOCK_ROWS)
+    place = (part * num_heads + head).to(tl.int64) * num_new + first
+    out = partial + place * GROUP_PAD + tl.arange(0, BLOCK_ROWS)
     tl.store(out, _log_sum(peak, total), mask=valid)
 
 
@@ -190,41 +166,35 @@ def _combine(
     return tl.where(valid, _log_sum(peak, total), float("inf"))
 
 
-@triton.jit(
-    do_not_specialize=["num_new", "num_prefix"], do_not_specialize_on_alignment=["prefix_slots"]
-)
+@triton.jit(do_not_specialize=["num_new", "num_prefix", "parts"])
 def weight_sums(
     queries: tl.tensor, query_stride: tl.tensor, query_head_stride: tl.tensor,
-    prefix: tl.tensor, prefix_slots: tl.tensor, prefix_heads: tl.tensor,
-    prefix_stride: tl.tensor, prefix_head_stride: tl.tensor,
-    requests: tl.tensor, items: tl.tensor, partial: tl.tensor, sums: tl.tensor, scale: tl.tensor,
-    num_new: tl.tensor, num_prefix: tl.tensor,
-    DIM: tl.constexpr, GROUP: tl.constexpr, PREFIX_SLOTS: tl.constexpr, WIDEN: tl.constexpr,
-    SQUARES: tl.constexpr, GROUP_PAD: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    prefix: tl.tensor, prefix_stride: tl.tensor, prefix_head_stride: tl.tensor,
+    partial: tl.tensor, sums: tl.tensor, scale: tl.tensor,
+    num_new: tl.tensor, num_prefix: tl.tensor, parts: tl.tensor,
+    GROUP_PAD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, WIDEN: tl.constexpr,
+    SQUARES: tl.constexpr,
 ) -> None:
-    """Weights of a block of prefix keys, summed over the new tokens -> sums [Hq, M]."""
+    """Weights of a block of prefix keys, summed over the new tokens -> sums [Hq, m].
+
+    A program per block and head.
+    """
     block_tokens: tl.constexpr = BLOCK_ROWS // GROUP_PAD
     head = tl.program_id(1)
     num_heads = tl.num_programs(1)
-    item = items + tl.program_id(0) * 8
-    request = requests + tl.load(item) * 8
-    columns = tl.load(item + 1) + tl.arange(0, BLOCK_KEYS)
-    new_first, new_count = tl.load(request), tl.load(request + 1)
-    parts = tl.load(request + 6)
+    columns = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
     part_stride = num_heads.to(tl.int64) * num_new * GROUP_PAD
-    partial += (head.to(tl.int64) * num_new + new_first) * GROUP_PAD
-    prefix += tl.load(prefix_heads + head).to(tl.int64) * prefix_head_stride
-    keys = _load_prefix(
-        prefix, prefix_slots, prefix_stride, request, columns, DIM, PREFIX_SLOTS, BLOCK_DIM,
-    )
+    partial += head.to(tl.int64) * num_new * GROUP_PAD
+    prefix += head.to(tl.int64) * prefix_head_stride
+    keys = _load_keys(prefix, prefix_stride, columns, num_prefix, DIM, BLOCK_DIM)
     weights = tl.full([BLOCK_ROWS, BLOCK_KEYS], 0.0, tl.float32)
-    for first in range(0, new_count, block_tokens):
-        tokens, members, valid = _tile_rows(first, new_count, GROUP, GROUP_PAD, BLOCK_ROWS)
-        rows = (new_first + tokens).to(tl.int64)
+    for first in range(0, num_new, block_tokens):
+        tokens, members, valid = _tile_rows(first, num_new, GROUP, GROUP_PAD, BLOCK_ROWS)
         heads = head * GROUP + members
         tile = _load_vectors(
-            queries, rows * query_stride + heads * query_head_stride, valid, DIM, BLOCK_DIM
+            queries, tokens.to(tl.int64) * query_stride + heads * query_head_stride, valid, DIM,
+            BLOCK_DIM,
         )
         products = _products(tile, keys, WIDEN)
         log_sums = _combine(partial + first * GROUP_PAD, valid, parts, part_stride, BLOCK_ROWS)
@@ -235,6 +205,6 @@ def weight_sums(
     columns_of_heads = tl.sum(tl.reshape(weights, (block_tokens, GROUP_PAD, BLOCK_KEYS)), 0)
     members = tl.arange(0, GROUP_PAD)
     heads = (head * GROUP + members).to(tl.int64)
-    out = sums + heads[:, None] * num_prefix + tl.load(request + 4) + columns[None, :]
-    mask = (members < GROUP)[:, None] & (columns < tl.load(request + 5))[None, :]
+    out = sums + heads[:, None] * num_prefix + columns[None, :]
+    mask = (members < GROUP)[:, None] & (columns < num_prefix)[None, :]
     tl.store(out, columns_of_heads, mask=mask)
