@@ -231,12 +231,6 @@ class SegmentLayout:
         """Offset of a column in the file."""
         return self.layer_offset(layer) + self._column_starts[column]
 
-    def run_bytes(self, column: Column, first: int, stop: int) -> int:
-        """Bytes on disk of the chunks `first` to `stop - 1` of a column, with padding."""
-        if stop < self.num_chunks:
-            return (stop - first) * self._strides[column]
-        return self._column_sizes[column] - first * self._strides[column]
-
     def chunk_index(self, layer: int, column: Column, chunk: int) -> int:
         """Position of a chunk among all chunks of the segment."""
         return layer * self.layer_chunks + column * self.num_chunks + chunk

@@ -207,11 +207,6 @@ class LayerBuffer:
         if missing.any():
             self._submit(missing, 0, reader, ahead=True)
 
-    def has(self, wanted: Flags) -> bool:
-        """Whether the wanted blocks have arrived; their reads may have failed."""
-        owners = np.unique(self._owner[wanted])
-        return _NO_READ not in owners and all(self._reads[owner].done for owner in owners)
-
     def read(self, wanted: Flags, gap_bytes: int, reader: BlockReader, *, last: bool = True) -> int:
         """Begin to read what is missing of the wanted blocks; returns how many bytes that is.
 

@@ -1,10 +1,11 @@
 """Writes segments in processes that are killed, and says what the store holds afterwards.
 
-    python -m tests.unit.crash_writer DIRECTORY SHAPE ROUND...
+    python -m tests.unit.crash_writer DIRECTORY ROUND...
 
-The shape is "probe" or "head groups". A round is the name of a crash point, or a number of
-milliseconds after which the writer is killed. Prints one JSON object per round. Every process is
-forked from this one, which never uses the store itself, so that PyTorch is imported once.
+Each shape has a store of its own there. A round is the name of a crash point, or a number of
+milliseconds after which the writer is killed. Prints one JSON object per shape and round. Every
+process is forked from this one, which never uses the store itself, so that PyTorch is imported
+once.
 """
 
 from __future__ import annotations
@@ -245,17 +246,21 @@ def run_round(directory: Path, name: str) -> dict[str, Any]:
     return {"round": name, "end": end, "written": written, **in_child(lambda: verify(directory))}
 
 
+def run_rounds(shape: str, directory: Path, names: list[str]) -> None:
+    global SHAPE
+    SHAPE = SHAPES[shape]
+    # A new store has writes and renames of its own.
+    in_child(lambda: open_store(directory).close())
+    for name in names:
+        print(json.dumps({"shape": shape, **run_round(directory, name)}), flush=True)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     # A killed process loses nothing that it has written.
     os.fsync = lambda descriptor: None
-    global SHAPE
-    directory = Path(sys.argv[1])
-    SHAPE = SHAPES[sys.argv[2]]
-    # A new store has writes and renames of its own.
-    in_child(lambda: open_store(directory).close())
-    for name in sys.argv[3:]:
-        print(json.dumps(run_round(directory, name)), flush=True)
+    for shape in SHAPES:
+        run_rounds(shape, Path(sys.argv[1]) / shape / "store", sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -206,13 +206,12 @@ def test_a_first_wish_ends_only_what_it_waits_for(
     engine.wait_started(2)
 
     assert buffer.read(wanted, 0, reader, last=False) == 2 * BLOCK
-    assert not buffer.has(wanted)
+    assert not all(read.done for read in buffer.reads)
     engine.allow()
     buffer.wait(wanted)
     wait_until(lambda: is_quiet(buffer))
 
     assert stored.started(engine) == [1, 2, 11, 12, 3, 4]
-    assert buffer.has(stored.flags(1, 4, 11)) and not buffer.has(stored.flags(1, 10))
     assert buffer.read(stored.flags(4), 0, reader) == 0
     buffer.close(reader)
     assert (buffer.ahead_bytes, buffer.ahead_used_bytes) == (4 * BLOCK, BLOCK)

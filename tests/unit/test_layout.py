@@ -65,7 +65,9 @@ def chunk_extents(layout: SegmentLayout) -> list[tuple[int, int]]:
         extents += [
             (
                 layout.column_offset(layer, column) + chunk * layout.chunk_stride(column),
-                layout.run_bytes(column, chunk, chunk + 1),
+                chunk_disk_bytes(
+                    layout.shape, column, layout.chunk_tokens, layout.num_tokens, chunk
+                ),
             )
             for column in layout.shape.columns
             if layout.column_bytes(column)
@@ -94,28 +96,10 @@ def test_chunk_sizes_are_those_of_their_rows(layout: SegmentLayout) -> None:
         total, chunks = layout.num_tokens, 0
         for chunk in range(layout.num_chunks):
             rows = min(layout.chunk_tokens, total - chunk * layout.chunk_tokens)
-            expected = chunk_disk_bytes(
-                layout.shape, column, layout.chunk_tokens, layout.num_tokens, chunk
-            )
-
             assert layout.chunk_rows(chunk) == rows > 0
             assert layout.chunk_bytes(column, chunk) == rows * row_size(layout.shape, column)
-            assert layout.run_bytes(column, chunk, chunk + 1) == expected
             chunks += rows
         assert chunks == total
-
-
-@given(layouts(), st.data())
-def test_bytes_of_a_run_add_up(layout: SegmentLayout, data: st.DataObject) -> None:
-    column = data.draw(st.sampled_from(layout.shape.columns))
-    count = layout.num_chunks
-    first = data.draw(st.integers(0, count - 1))
-    stop = data.draw(st.integers(first + 1, count))
-
-    single = [layout.run_bytes(column, chunk, chunk + 1) for chunk in range(first, stop)]
-
-    assert layout.run_bytes(column, first, stop) == sum(single)
-    assert layout.run_bytes(column, 0, count) == layout.column_bytes(column)
 
 
 @given(layouts())
@@ -224,7 +208,6 @@ def test_other_keys_are_empty_when_all_heads_are_probe_heads() -> None:
     assert shape.other_kv_heads == ()
     assert layout.column_bytes(KEYS) == 0
     assert layout.chunk_stride(KEYS) == 0
-    assert layout.run_bytes(KEYS, 0, layout.num_chunks) == 0
     assert layout.column_offset(0, KEYS) == layout.column_offset(0, VALUES)
 
 

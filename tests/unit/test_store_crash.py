@@ -37,18 +37,15 @@ UNFINISHED = (*POINTS[:5], "reorder: between layers", "reorder: before the renam
 STEP = 12
 
 
-@pytest.fixture(scope="module", params=["probe", "head_groups"])
-def rounds(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    """One directory, killed again and again; what each new process found in it."""
-    directory = tmp_path_factory.mktemp("crash") / "store"
+@pytest.fixture(scope="module")
+def rounds_of_all(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """One directory per shape, killed again and again; what each new process found in it."""
     pick = random.Random(4)
     kills = [str(pick.randint(10, 150)) for _ in range(RANDOM_KILLS)]
     result = subprocess.run(
         [
             *(sys.executable, "-m", "tests.unit.crash_writer"),
-            *(str(directory), request.param, *POINTS, *kills),
+            *(str(tmp_path_factory.mktemp("crash")), *POINTS, *kills),
         ],
         cwd=Path(tests.__file__).parents[1],
         capture_output=True,
@@ -57,6 +54,13 @@ def rounds(
     )
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture(params=["probe", "head_groups"])
+def rounds(
+    request: pytest.FixtureRequest, rounds_of_all: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    return [r for r in rounds_of_all if r["shape"] == request.param]
 
 
 def test_every_writer_was_killed(rounds: list[dict[str, Any]]) -> None:
