@@ -10,41 +10,39 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from bench.policies.sessions import Item, Request
 
+# After so many seconds a use counts half in a score.
+HALF_LIFE = 3600.0
 Key = tuple[float, ...]
 
 
 class Policy:
-    """The contract: the item with the lowest key goes first.
+    """The contract, and FIFO: the item with the lowest key goes first.
 
     The key of an item may rise at any time, and fall when a request for it is admitted.
     """
+
+    def key(self, item: Item) -> Key:
+        """What the item is worth."""
+        return (item.entered,)
 
     def use(self, item: Item, now: float) -> None:
         """Note that a request for the item is admitted."""
         item.used = now
         item.uses += 1
+        # Uses weigh more with time, instead of old ones less: no score moves by itself.
+        weight = now / HALF_LIFE
+        high, low = max(item.log_score, weight), min(item.log_score, weight)
+        item.log_score = high + math.log2(1 + 2 ** (low - high))
 
     def wait(self, request: Request, size: int) -> None:
         """Note that a request was queued, whose history would take `size` bytes."""
 
     def leave(self, request: Request, size: int) -> None:
         """Note that it has left the queue."""
-
-    def key(self, item: Item) -> Key:
-        """What the item is worth."""
-        raise NotImplementedError
-
-
-class FIFO(Policy):
-    """The first that came into the system."""
-
-    def key(self, item: Item) -> Key:
-        """See `Policy`."""
-        return (item.entered,)
 
 
 class LRU(Policy):
@@ -64,21 +62,7 @@ class LFU(Policy):
 
 
 class Score(Policy):
-    """Uses, which count half after a half-life: the store's score where all rows are important.
-
-    New uses weigh more, instead of old ones less, so that keys do not move by themselves.
-    """
-
-    def __init__(self, half_life: float = 3600.0) -> None:
-        """`half_life` is in seconds."""
-        self._half_life = half_life
-
-    def use(self, item: Item, now: float) -> None:
-        """See `Policy`."""
-        super().use(item, now)
-        weight = now / self._half_life
-        high, low = max(item.log_score, weight), min(item.log_score, weight)
-        item.log_score = high + math.log2(1 + 2 ** (low - high))
+    """Uses that count half after HALF_LIFE: the store's score where all rows are important."""
 
     def key(self, item: Item) -> Key:
         """See `Policy`."""
@@ -97,17 +81,20 @@ class LookAhead(Policy):
     """First what no request in a window of the queue waits for, by a base policy; then the tail.
 
     The window ends where the histories of its requests fill `capacity` bytes (AttentionStore
-    3.3.2); without it, it is the whole queue.
+    3.3.2).
     """
 
-    def __init__(self, base: Policy, capacity: float = math.inf) -> None:
+    def __init__(self, base: Policy, capacity: float) -> None:
+        """An infinite capacity is for the whole queue."""
         self._base = base
         self._room = capacity
         self._beyond: deque[tuple[Request, int]] = deque()
 
-    def use(self, item: Item, now: float) -> None:
+    def key(self, item: Item) -> Key:
         """See `Policy`."""
-        self._base.use(item, now)
+        if item.inside:
+            return (1.0, -item.waiting[0].position)
+        return (0.0, *self._base.key(item))
 
     def wait(self, request: Request, size: int) -> None:
         """See `Policy`."""
@@ -120,12 +107,6 @@ class LookAhead(Policy):
             request.item.inside -= 1
             self._room += 0 if request.item.inside else size
             self._extend()
-
-    def key(self, item: Item) -> Key:
-        """See `Policy`."""
-        if item.inside:
-            return (1.0, -item.waiting[0].position)
-        return (0.0, *self._base.key(item))
 
     def _extend(self) -> None:
         while self._beyond:
@@ -140,22 +121,13 @@ class LookAhead(Policy):
             self._beyond.popleft()
 
 
-BASES: dict[str, Callable[[], Policy]] = {
-    "fifo": FIFO,
-    "lru": LRU,
-    "lfu": LFU,
-    "score": Score,
-    "belady": Belady,
-}
+BASES = {"fifo": Policy, "lru": LRU, "lfu": LFU, "score": Score, "belady": Belady}
 
 
 def make_policy(name: str, capacity: float) -> Policy:
     """One of BASES, or `window+BASE` and `queue+BASE`: look-ahead with and without an end.
 
     `capacity` is that of all tiers, in bytes.
-
-    Raises:
-        KeyError: there is no such policy.
     """
     ahead, plus, base = name.rpartition("+")
     if not plus:
