@@ -33,7 +33,7 @@ unit: install
 # Two processes, each with a server for most of the time; then, by themselves, tests that measure time.
 servers: install
 	$(BIN)/python -m pytest tests/serving $(TWO)
-	$(BIN)/python -m pytest tests/unit -m alone
+	$(BIN)/python -m pytest $$(grep -rl mark.alone tests/unit) -m alone
 
 lint: install
 	$(BIN)/ruff check .
