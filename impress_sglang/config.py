@@ -55,6 +55,7 @@ class ImpressConfig:
     io_engine: str = "auto"
     io_depth: int = 32
     readahead: float = 0.2
+    lookahead: str = "on"
     load: str = "faster"
     approximation_depth: int = 8
     io_timeout: float = 10.0

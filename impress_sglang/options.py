@@ -35,6 +35,7 @@ AUTO_BITS = 5.0
 EXACTLY = "exact"
 EXACT_BITS = 16.0
 LEAST_BITS, MOST_BITS = 4.0, 8.0
+ON, OFF = "on", "off"
 ALLOCATIONS = ("query", "even", "random")
 
 
@@ -218,6 +219,14 @@ OPTIONS: tuple[Option, ...] = (
         at_least(0),
         "Prefetch waste budget: bytes that prefetching may read in vain, as a fraction of the "
         "bytes wanted. 0: no prefetching.",
+    ),
+    Option(
+        "lookahead",
+        str,
+        one_of((ON, OFF)),
+        "on: what requests wait for is evicted last, from SGLang's pool, caches and SSD, and of it "
+        "what is needed last goes first. off: only SGLang's pool asks who waits, and not in which "
+        "order.",
     ),
     Option(
         "load",

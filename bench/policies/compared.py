@@ -28,6 +28,8 @@ BASELINES = POLICIES[:4]
 REORDERING = ("paper+itf+reorder", "paper")
 # `impress@BITS` loads prefixes in so many bits, `even@BITS` too, but spreads them evenly.
 WITH_BITS = ("impress", "even")
+# Appended to a policy: the queue does not say what its server evicts.
+NO_LOOKAHEAD = "/off"
 # Stores differ by whether they have probe heads; each is written by a policy that reads it.
 STORED_BY = {"codes": "as", "paper": "paper"}
 # Shorter than any prefix of a trace.
@@ -40,8 +42,8 @@ def store_kind(policy: str) -> str:
 
 
 def policy(text: str) -> str:
-    """A policy, or one of `WITH_BITS` with bits; for `Option.parse`."""
-    base, at, bits = text.partition("@")
+    """A policy, or one of `WITH_BITS` with bits, perhaps `NO_LOOKAHEAD`; for `Option.parse`."""
+    base, at, bits = text.removesuffix(NO_LOOKAHEAD).partition("@")
     known = base in POLICIES
     if at:
         known = base in WITH_BITS and bits == EXACTLY
@@ -50,7 +52,8 @@ def policy(text: str) -> str:
     if not known:
         names = ", ".join(POLICIES)
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not one of {names}, impress@BITS and even@BITS"
+            f"{text!r} is not one of {names}, impress@BITS and even@BITS, with or without "
+            f"{NO_LOOKAHEAD}"
         )
     return text
 
@@ -69,7 +72,7 @@ NO_TIERS = Tiers(0, 0)
 
 def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> list[str]:
     """Arguments of the extension for one policy; `impress` loads all tokens in few bits."""
-    name, _, bits = policy.partition("@")
+    name, _, bits = policy.removesuffix(NO_LOOKAHEAD).partition("@")
     ours = name in WITH_BITS
     base = "impress" if ours else name
     flags = ["--enable-impress", f"--impress-ssd-dir={store}", f"--impress-policy={base}"]
@@ -86,6 +89,8 @@ def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> li
         f"--impress-host-gb={tiers.host_mb / 1e3:.6f}",
         f"--impress-readahead={tiers.readahead}",
     ]
+    if policy.endswith(NO_LOOKAHEAD):
+        flags.append("--impress-lookahead=off")
     if bits:
         flags.append(f"--impress-bits={bits}")
     if name == "even":

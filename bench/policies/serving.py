@@ -51,14 +51,21 @@ DATASETS = Option(
 )
 RETENTION = Option("retention", 0.25, "share of tokens that policies other than impress load")
 OPTIONS = (
-    Option("policies", POLICIES, "what to compare, also impress@BITS and even@BITS", parse=policy),
+    Option(
+        "policies",
+        POLICIES,
+        "what to compare, also impress@BITS and even@BITS, and all of them with /off: without "
+        "look-ahead",
+        parse=policy,
+    ),
     Option("prefixes", 8, "number of shared prefixes", quick=4),
     Option("prefix-tokens", 1500, "tokens of each, about", quick=512),
     Option("warmup", 96, "requests that fill the caches first", quick=6),
     Option("requests", 40, "measured requests", quick=5),
     Option("recompute-requests", 6, "how many of these policy recompute runs", quick=2),
     Option("sigma", None, "of the popularity, in prefixes (a quarter of them)", parse=float),
-    Option("concurrency", 1, "requests under way"),
+    Option("concurrency", 1, "requests that clients have under way"),
+    Option("running", None, "how many of them run; the others wait (all run)", parse=int),
     Option("device-share", 0.10, "device cache of chunks, of all stored KVs"),
     Option("host-share", 0.15, "host cache of chunks, of all stored KVs"),
     Option("ssd-mbps", 30.0, "bandwidth of the emulated SSD in MB/s; 0: the real one"),
@@ -132,6 +139,7 @@ class Comparison:
         self._args = args
         self._pool = pool
         self._concurrency = getattr(args, "concurrency", 1)
+        self._running = getattr(args, "running", None) or self._concurrency
 
     def prepare(self, policies: Sequence[str]) -> int:
         """Compute and store every prefix as each of the policies needs it.
@@ -148,7 +156,7 @@ class Comparison:
     @contextlib.contextmanager
     def serving(self, name: str, tiers: Tiers) -> Iterator[Server]:
         """A server with a policy and all prefixes, for the time of a `with` block."""
-        store = self._pool.folder / f"store-{name}"
+        store = self._pool.folder / f"store-{name.replace('/', '-')}"
         link_store(self._prepared(store_kind(name)), store)
         with self._server(name, name, store, tiers) as server:
             yield server
@@ -197,13 +205,13 @@ class Comparison:
         self, name: str, policy: str, store: Path, tiers: Tiers
     ) -> contextlib.AbstractContextManager[Server]:
         # No more than the requests under way: prefixes of earlier ones have to be loaded.
-        slots = self._concurrency * self.trace.longest_prompt + SPARE_TOKENS
+        slots = self._running * self.trace.longest_prompt + SPARE_TOKENS
         return self._pool.running(
             name,
             self.model,
             self._args.dtype,
             f"--max-total-tokens={slots}",
-            f"--max-running-requests={max(2, self._concurrency)}",
+            f"--max-running-requests={self._running}",
             *policy_flags(policy, store, self._args.retention, tiers),
         )
 

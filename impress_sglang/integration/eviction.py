@@ -9,7 +9,7 @@ running requests use is locked, and never asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from impress_sglang.management.residents import ResidentParts
+from impress_sglang.management.residents import ResidentParts, age_of
 from impress_sglang.management.stored import StoredMatch, StoredSpan
 from impress_sglang.transfer.resident import ResidentPart
 
@@ -50,10 +50,15 @@ class Awaited:
     def __contains__(self, node: object) -> bool:
         return node in self._rids_of
 
+    def turn(self, node: Any) -> int | None:
+        """When a request will use what is resident up to `node`, None: nobody waits for it."""
+        rids = self._rids_of.get(node)
+        return None if rids is None else min(map(self._residents.lookahead.turn, rids))
+
     def note(self, rid: str, node: Any, spans: Sequence[StoredSpan]) -> None:
         """A request that waits will use what is resident up to `node`, and then these tokens."""
         self.note_resident(rid, node)
-        self._residents.awaited.wait(rid, spans)
+        self._residents.lookahead.wait(rid, spans)
 
     def note_resident(self, rid: str, node: Any) -> None:
         """The resident prefix of a waiting request ends at `node`, which may be the root."""
@@ -65,7 +70,7 @@ class Awaited:
     def forget(self, rid: str) -> None:
         """A request is admitted, or gone."""
         self._forget_resident(rid)
-        self._residents.awaited.stop_waiting(rid)
+        self._residents.lookahead.stop_waiting(rid)
 
     def _forget_resident(self, rid: str) -> None:
         node = self._node_of.pop(rid, None)
@@ -87,8 +92,8 @@ class Awaited:
 
     def part_first(self, part: ResidentPart, leaves: Collection[Any]) -> bool:
         """Whether an idle part is evicted before the leaves of the tree."""
-        ages = ((leaf in self, leaf.last_access_time) for leaf in leaves)
-        return self._residents.age(part) <= min(ages, default=(True, math.inf))
+        ages = (age_of(self.turn(leaf), leaf.last_access_time) for leaf in leaves)
+        return self._residents.age(part) <= min(ages, default=age_of(0, math.inf))
 
     def tokens_before(self, leaves: Collection[Any], num_tokens: int) -> int:
         """How many of `num_tokens` the tree evicts at once: nothing awaited before an idle part."""
@@ -125,26 +130,30 @@ def refresh_waiting(original: Callable[..., None], req: Any, tree_cache: Any) ->
 
 
 class ScoreEviction(EvictionStrategy):
-    """What nobody waits for first, then lowest frequency x share first, ties by recency."""
+    """What nobody waits for first, lowest frequency x share first; then the latest turn first."""
 
     def __init__(
-        self, half_life: float, retention: float, awaited: Container[Any] = frozenset()
+        self,
+        half_life: float,
+        retention: float,
+        turn_of: Callable[[Any], int | None] = lambda _: None,
     ) -> None:
         """An access counts half after `half_life` requests (0: never).
 
         Tokens that were never probed count as important with probability `retention`, which is the
-        share that any selection has. `awaited` has nodes that waiting requests will use.
+        share that any selection has. `turn_of` is `Awaited.turn`.
         """
-        self._awaited = awaited
+        self._turn_of = turn_of
         self._step = 1.0 / half_life if half_life else 0.0
         self._unknown = retention
         self._requests = 0
 
     def get_priority(self, node: Any) -> tuple[bool, float, float]:
         """SGLang evicts the node with the lowest value."""
-        if node in self._awaited:
-            # SGLang refreshes last what it will admit first.
-            return True, 0.0, node.last_access_time
+        turn = self._turn_of(node)
+        if turn is not None:
+            # In one turn, SGLang refreshes last what it will admit first.
+            return True, -float(turn), node.last_access_time
         use = getattr(node, _ATTRIBUTE, None)
         if use is None:
             return False, -math.inf, node.last_access_time

@@ -227,6 +227,14 @@ def _after_queued(result: Any, scheduler: Any, req: Any, *_: Any, **__: Any) -> 
     return result
 
 
+def _after_ordered(result: Any, policy: Any, waiting_queue: Any, *_: Any, **__: Any) -> Any:
+    from impress_sglang.integration.radix_cache import ImpressRadixCache
+
+    if isinstance(policy.tree_cache, ImpressRadixCache):
+        policy.tree_cache.runtime.note_queue([req.rid for req in waiting_queue])
+    return result
+
+
 def _around_refresh(original: Callable[..., None], req: Any, tree_cache: Any) -> None:
     from impress_sglang.integration.eviction import refresh_waiting
 
@@ -336,6 +344,9 @@ HOOKS = (
     Hook("sglang.srt.sampling.sampling_params.SamplingParams.verify", _before_verify, "before"),
     Hook("sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache", _after_queued, "after"),
     Hook("sglang.srt.managers.schedule_policy.touch_waiting_prefix", _around_refresh, "around"),
+    Hook(
+        "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority", _after_ordered, "after"
+    ),
     Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", _after_pass, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _after_state, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.set_internal_state", _around_order, "around"),

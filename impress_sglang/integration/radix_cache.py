@@ -76,7 +76,7 @@ class ImpressRadixCache(RadixCache):
         self._score_eviction: ScoreEviction | None = None
         if runtime.policy.scores and params.eviction_policy == "lru":
             self._score_eviction = ScoreEviction(
-                config.half_life, config.part_retention, self.awaited
+                config.half_life, config.part_retention, self.awaited.turn
             )
             self.eviction_strategy = self._score_eviction
         self._started = True
@@ -354,8 +354,7 @@ class ImpressRadixCache(RadixCache):
         Notes what a request, whose resident prefix ends at `node`, waits for.
         """
         plan = self.runtime.admission.accept(plan)
-        covers = () if plan is None else plan.covers
-        self.awaited.note(rid, node, [cover.span for cover in covers])
+        self.awaited.note(rid, node, () if plan is None else plan.spans)
         return plan
 
     def _allocate(self, num_tokens: int) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Whether a file fits under the quota and above the free-space floor, and what goes if not.
 
 Stores of other models that nobody serves go first, the oldest first; then the least recently used
-segment that nothing builds on and nobody reads.
+segment that nothing builds on, nobody reads and nobody waits for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Quota:
         keeper: Keeper,
         monitor: Monitor,
         others: dict[Path, int],
-        is_read: Callable[[str], bool],
+        is_needed: Callable[[str], bool],
         reserved: Callable[[], int],
     ) -> None:
         """Count what is there.
@@ -38,7 +38,7 @@ class Quota:
             keeper: removes stores, and knows what else stands in ours.
             monitor: knows the free space.
             others: stores of other models, latest first, and their bytes.
-            is_read: whether a segment has readers.
+            is_needed: whether requests read a segment, or wait for it.
             reserved: bytes of a file that is being written in the place of another.
         """
         self._reserved = reserved
@@ -49,7 +49,7 @@ class Quota:
         self._others = others
         self._removing: dict[Path, Future[bool]] = {}
         self._served: set[Path] = set()
-        self._is_read = is_read
+        self._is_needed = is_needed
         self.used_bytes = sum(segment.file_bytes for segment in tree.segments())
         """Of segments in the tree, and of those that are being written."""
         self.pending_bytes = 0
@@ -175,7 +175,7 @@ class Quota:
             for segment in self._tree.segments()
             if segment.on_disk
             and segment.segment_id not in kept
-            and not self._is_read(segment.segment_id)
+            and not self._is_needed(segment.segment_id)
         ]
         return sorted(found, key=lambda segment: segment.last_access)
 

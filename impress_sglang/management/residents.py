@@ -14,12 +14,24 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.stored import StoredSpan
 from impress_sglang.transfer.resident import PartUse, ResidentPart
+
+Age: TypeAlias = tuple[bool, int, float]
+
+
+def age_of(turn: int | None, last_access: float) -> Age:
+    """Lower is evicted sooner: what nobody waits for, then the latest turn, then the oldest.
+
+    `last_access` is in the time of `time.monotonic`, as in SGLang's tree.
+    """
+    return turn is not None, -(turn or 0), last_access
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,65 +46,21 @@ class Cover:
     alone: bool = False
 
 
-class AwaitedTokens:
-    """Stored tokens that requests wait for, in whatever parts they are or will be."""
-
-    def __init__(self) -> None:
-        # By segment and by request: the first and the last token, exclusive, that it waits for.
-        self._awaited: dict[str, dict[str, tuple[int, int]]] = {}
-        self._segments_of: dict[str, set[str]] = {}
-
-    def wait(self, rid: str, spans: Sequence[StoredSpan]) -> None:
-        """A request that waits will use these tokens, and no others, in whatever parts they are.
-
-        A part may be loaded while requests wait for its tokens, so these are what is noted.
-        """
-        self.stop_waiting(rid)
-        for span in spans:
-            waiting = self._awaited.setdefault(span.segment.segment_id, {})
-            start, stop = waiting.get(rid, (span.start, span.stop))
-            waiting[rid] = min(start, span.start), max(stop, span.stop)
-        if spans:
-            self._segments_of[rid] = {span.segment.segment_id for span in spans}
-
-    def stop_waiting(self, rid: str) -> None:
-        """A request is admitted, or gone."""
-        for segment_id in self._segments_of.pop(rid, ()):
-            waiting = self._awaited[segment_id]
-            del waiting[rid]
-            if not waiting:
-                del self._awaited[segment_id]
-
-    def overlaps(self, part: ResidentPart) -> bool:
-        """Whether a request waits for tokens of a part."""
-        waiting = self._awaited.get(part.segment_id, {}).values()
-        return any(start < part.stop and part.start < stop for start, stop in waiting)
-
-    def clear(self) -> None:
-        """Nobody waits."""
-        self._awaited.clear()
-        self._segments_of.clear()
-
-    def check_integrity(self) -> None:
-        """See that both sides say the same.
-
-        Raises:
-            AssertionError: they do not, which is a bug.
-        """
-        waiting = {(rid, name) for name, rids in self._awaited.items() for rid in rids}
-        assert waiting == {(rid, name) for rid, own in self._segments_of.items() for name in own}
-
-
 class ResidentParts:
     """The parts that requests may share, and those that are used without that."""
 
-    def __init__(self, free: Callable[[Tensor], None], page_size: int = 1) -> None:
-        """`free` gives slots back, int64 [n], in whole pages."""
+    def __init__(
+        self,
+        free: Callable[[Tensor], None],
+        page_size: int = 1,
+        lookahead: LookAhead | None = None,
+    ) -> None:
+        """`free` gives slots back, int64 [n], in whole pages; `lookahead` knows who waits."""
         self._free = free
         self._page_size = page_size
         self._shared: dict[str, list[ResidentPart]] = {}
         self._parts: set[ResidentPart] = set()
-        self.awaited = AwaitedTokens()
+        self.lookahead = lookahead or LookAhead()
 
     def __iter__(self) -> Iterator[ResidentPart]:
         return iter(self._parts)
@@ -208,14 +176,12 @@ class ResidentParts:
         assert not any(part.users for part in self._parts)
         self._shared.clear()
         self._parts.clear()
-        self.awaited.clear()
+        self.lookahead.clear()
 
-    def age(self, part: ResidentPart) -> tuple[bool, float]:
-        """Whether a request waits for tokens of a part, and its last access; the lowest goes first.
-
-        Accesses are in the time of `time.monotonic`, as in SGLang's tree.
-        """
-        return self.awaited.overlaps(part), part.last_access
+    def age(self, part: ResidentPart) -> Age:
+        """Of a part; the lowest goes first."""
+        turn = self.lookahead.next_turn(part.segment_id, part.start, part.stop)
+        return age_of(turn, part.last_access)
 
     def oldest(self) -> ResidentPart | None:
         """Of the parts that nobody uses the lowest in age."""
@@ -259,7 +225,7 @@ class ResidentParts:
         for part in self._parts:
             useful = part.loaded and not part.broken and not part.alone
             assert part.users >= 0 and (part.users or useful)
-        self.awaited.check_integrity()
+        self.lookahead.check_integrity()
 
 
 def _joined(spans: Sequence[StoredSpan]) -> Iterator[StoredSpan]:

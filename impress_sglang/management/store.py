@@ -26,6 +26,7 @@ from impress_sglang.errors import (
 from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.forecast import ReadForecast
 from impress_sglang.management.keeper import Verdict
+from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.open_segments import AnySource, OpenSegments
 from impress_sglang.management.policies import make_policy
@@ -66,6 +67,7 @@ class PrefixStore:
         *,
         disk: StoreDisk | None = None,
         memory: StoreMemory | None = None,
+        lookahead: LookAhead | None = None,
     ) -> None:
         """Open the store, or take what of it was opened on another thread.
 
@@ -78,6 +80,7 @@ class PrefixStore:
             disk: of the same configuration and identity; with it nothing here waits for the disk.
                 It is still the caller's if this raises.
             memory: for the same configuration and shape, emptied; None to allocate it.
+            lookahead: knows what requests wait for, which is evicted last; None: nobody waits.
 
         Raises:
             ConfigError: the directory cannot be used, or the caches do not fit in memory.
@@ -123,6 +126,7 @@ class PrefixStore:
             learns=self.ahead.enabled,
             patience=patience,
         )
+        self._lookahead = lookahead or LookAhead()
         self._closed = False
         self._measuring: AnySource | None = None
         self.stats = StoreStats()
@@ -142,7 +146,7 @@ class PrefixStore:
             self._keeper,
             self._monitor,
             self._disk.others,
-            self._readers.is_read,
+            lambda segment_id: self._readers.is_read(segment_id) or segment_id in self._lookahead,
             lambda: self.reorders.reserved_bytes,
         )
         self.writes = SegmentWrites(
@@ -242,6 +246,7 @@ class PrefixStore:
         if self._closed:
             return
         self._end_measuring()
+        self._versions.expect(self._lookahead.take_changed())
         self._readers.settle()
         self.writes.poll()
         self._quota.poll()

@@ -8,17 +8,20 @@ began with, whatever is published meanwhile.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from impress_sglang.importance.history import TokenHistory
+from impress_sglang.management.lookahead import AwaitedRange
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.token_order import expected_shares
+from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.rules import Floats
+from impress_sglang.tiers.rules import NOBODY, Floats
 from impress_sglang.transfer.coded import cached_pages, chunks_of
 from impress_sglang.transfer.expectation import BlockHistory, first_shares
 
@@ -99,6 +102,29 @@ class SegmentVersions:
             assert layout is not None, "the store has no codes"
             version.codes = self._codes.attach(cached_pages(layout, self._shape.num_layers))
         return version.codes
+
+    def expect(self, awaited: Iterable[tuple[str, Sequence[AwaitedRange]]]) -> None:
+        """Requests wait for these tokens of some segments, and for no others of these.
+
+        It outlasts the rest in the caches: of codes the bases, for which planes are wanted is not
+        known before; of exact KVs all columns.
+        """
+        for segment_id, ranges in awaited:
+            version = self._versions.get(segment_id)
+            if version is None:
+                continue
+            layout = version.layout
+            if version.codes is not None:
+                assert layout.codes is not None
+                page_tokens = layout.codes.page_groups * GROUP_TOKENS
+                pages = turns_of(layout.codes.num_pages, page_tokens, ranges)
+                count = len(chunks_of(layout.codes).count)
+                layers = version.codes + count * np.arange(self._shape.num_layers)
+                self._codes.expect(layers, pages)
+            if version.columns is not None:
+                chunks = turns_of(layout.num_chunks, layout.chunk_tokens, ranges)
+                starts = np.arange(0, layout.total_chunks, layout.num_chunks)
+                self._cache.expect(version.columns[0] + starts, chunks)
 
     def history(self, stored: StoredSegment) -> TokenHistory:
         """What is known of the tokens of a segment."""
@@ -182,3 +208,13 @@ class SegmentVersions:
             self._codes.detach(version.codes, count)
         if version.columns is not None:
             self._cache.detach(version.columns[0], version.layout.total_chunks)
+
+
+def turns_of(
+    num_chunks: int, chunk_tokens: int, ranges: Sequence[AwaitedRange]
+) -> npt.NDArray[np.int64]:
+    """When chunks of so many tokens are needed next, int64 [num_chunks]; -1: nobody waits."""
+    turns = np.full(num_chunks, NOBODY)
+    for start, stop, turn in ranges:
+        turns[start // chunk_tokens : -(-stop // chunk_tokens)] = turn
+    return turns

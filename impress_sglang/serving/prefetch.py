@@ -56,6 +56,12 @@ class Prefetches:
         self._waiting[rid] = Prefetch(plan, source, timeline)
         store.ahead.wait(source, buffer_bytes(store.forecast.bytes_per_second, plan.estimate))
 
+    def order(self, rids: Sequence[str]) -> None:
+        """Requests wait in this order now; what is not read yet is read in it."""
+        if len(self._waiting) > 1:
+            waiting = [self._waiting[rid].source for rid in rids if rid in self._waiting]
+            self._served.store.ahead.order(waiting)
+
     def take(self, rid: str, plan: AdmissionPlan) -> Prefetch | None:
         """What was read for a request, if a plan still needs just that; it is the caller's."""
         prefetch = self._waiting.pop(rid, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.residents import ResidentParts
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.options import EXACT_BITS
+from impress_sglang.options import EXACT_BITS, ON
 from impress_sglang.serving.admission import Admission, AdmissionPlan
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import Estimator, RequestLengths
@@ -73,8 +74,12 @@ class ServingRuntime:
         self.totals = RequestTotals()
         self.live: dict[str, StoredRequest] = {}
         """Requests that were opened and not released."""
-        self.served = ServedStore(config, identity, shape, device)
-        self.residents = ResidentParts(free, page_size)
+        self._looks_ahead = config.lookahead == ON
+        self.lookahead = LookAhead(tells=self._looks_ahead)
+        """What requests wait for, and when it is their turn."""
+        kept = self.lookahead if self._looks_ahead else None
+        self.served = ServedStore(config, identity, shape, device, kept)
+        self.residents = ResidentParts(free, page_size, self.lookahead)
         self.estimator = Estimator(hidden_size, overlapped=config.readahead > 0)
         self._clock = clock_for(device)
         self._timelines = TimelineWriter(config.trace_path) if config.trace_path else None
@@ -126,6 +131,12 @@ class ServingRuntime:
         if request is not None:
             self.live[rid] = request
         return request
+
+    def note_queue(self, rids: Sequence[str]) -> None:
+        """Requests wait in this order now: first come, first read, and last evicted."""
+        if self._looks_ahead:
+            self.lookahead.order(rids)
+        self.prefetches.order(rids)
 
     def load_layer(
         self, layer: int, request: StoredRequest, inputs: LayerInputs, slots: LayerSlots

@@ -14,6 +14,7 @@ import torch
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError
 from impress_sglang.management.disk import StoreDisk
+from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.store import PrefixStore
@@ -31,9 +32,16 @@ class ServedStore:
     """At most one open store, and the memory that it shares with the one that follows it."""
 
     def __init__(
-        self, config: ImpressConfig, identity: str, shape: KVShape, device: torch.device
+        self,
+        config: ImpressConfig,
+        identity: str,
+        shape: KVShape,
+        device: torch.device,
+        lookahead: LookAhead | None = None,
     ) -> None:
         """Open the store of these weights; `device` is where attention runs.
+
+        `lookahead` knows what not to evict; None: the store does not ask.
 
         Raises:
             ConfigError: a directory cannot be written, or the caches do not fit in memory.
@@ -48,7 +56,10 @@ class ServedStore:
         self._stores = make_policy(config).stores
         # Of the store; where none is open, for the next one.
         self._memory = StoreMemory.allocate(config, shape, device)
-        self._store: PrefixStore | None = PrefixStore(config, identity, shape, memory=self._memory)
+        self._lookahead = lookahead
+        self._store: PrefixStore | None = PrefixStore(
+            config, identity, shape, memory=self._memory, lookahead=lookahead
+        )
         self._opening: Future[StoreDisk] | None = None
         self._opener = BackgroundThread("impress-store")
 
@@ -109,7 +120,12 @@ class ServedStore:
             disk = opening.result()
             try:
                 self._store = PrefixStore(
-                    self._config, self.identity, self._shape, disk=disk, memory=self._memory
+                    self._config,
+                    self.identity,
+                    self._shape,
+                    disk=disk,
+                    memory=self._memory,
+                    lookahead=self._lookahead,
                 )
             except BaseException:
                 self._opener.submit(_close_logged, disk.close)

@@ -86,6 +86,15 @@ class ChunkCache:
         """Forget chunks."""
         self.placement.detach(base, count)
 
+    def expect(self, firsts: Ids, turns: Ids) -> None:
+        """Requests wait for chunks; those of a run are neighbours, `turns` of all runs the same.
+
+        `firsts` int64 [runs], their first ids; `turns` int64 [chunks of a run], as of
+        `AwaitedLast.expect`.
+        """
+        ids = firsts[:, None] + np.arange(len(turns))
+        self.placement.expect(ids.reshape(-1), np.tile(turns, len(firsts)))
+
     def access(self, ids: Ids, shares: Floats) -> Access:
         """See `Placement.access`; every access must be settled or abandoned before the next."""
         return self.placement.access(ids, shares)

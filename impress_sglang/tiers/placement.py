@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from impress_sglang import loops
 from impress_sglang.loops import placing
-from impress_sglang.tiers.rules import Floats, Ids, ReplacementRule
+from impress_sglang.tiers.rules import AwaitedLast, Floats, Ids, ReplacementRule
 
 Pages = npt.NDArray[np.int32]
 _State = tuple[
@@ -124,7 +124,7 @@ class Placement:
         # How many chunks went from tier to tier, by 3 * source + target.
         self._moved = np.zeros(9, np.int64)
         self.capacity: dict[int, int] = {Tier.DEVICE: device_pages, Tier.HOST: host_pages}
-        self._rule = rule
+        self._rule = AwaitedLast(rule)
         self._width = width = max_chunk_pages
         # See `loops.placing`.
         self._tiers = np.zeros(0, np.uint8)
@@ -224,6 +224,11 @@ class Placement:
         factor = self._rule.advance()
         if factor != 1.0:
             self._noted *= factor
+
+    def expect(self, ids: Ids, turns: Ids) -> None:
+        """Requests wait for chunks, or not any more: see `AwaitedLast.expect`."""
+        self._rule.expect(ids, turns)
+        placing.note_falls(ids, self._tiers.take(ids), *self._heap, self._rule.priorities)
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """New chunks replace old ones in the history of accesses; the caches keep the old ones."""

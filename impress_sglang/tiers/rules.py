@@ -28,6 +28,11 @@ AVERAGE_WEIGHT = 0.1
 MOST_ACCESSES = 1000
 # Weights of a forward decay double at every half-life; this keeps them finite.
 MAX_EXPONENT = 500.0
+# Of a chunk for which no request waits; other turns are from 0 to below _TURNS, which are integers
+# that floats have, and above all priorities of rules when scaled.
+NOBODY = -1
+_TURNS = 2**53
+_AWAITED_EXPONENT = 600
 # Of a chunk that is expected to hold nothing of importance.
 LEAST_SHARE = 1e-6
 
@@ -188,6 +193,58 @@ class ImportanceScore:
         """See `ReplacementRule`."""
         for values in (self.priorities, self.shares, self.frequencies, self._accesses):
             values[ids] = 0
+
+
+class AwaitedLast:
+    """Another rule, but for chunks that requests wait for: these are worth more than all others.
+
+    Of two of them the one with the earlier turn is worth more: to be needed sooner is what the best
+    of all rules goes by (Belady), and all that is known of the future is the queue.
+    """
+
+    def __init__(self, rule: ReplacementRule) -> None:
+        """`rule` decides between chunks that nobody waits for."""
+        self.priorities: Floats = np.zeros(0)
+        self._rule = rule
+        self._awaited: Floats = np.zeros(0)
+
+    def resize(self, num_chunks: int) -> None:
+        """See `ReplacementRule`."""
+        self._rule.resize(num_chunks)
+        self.priorities = _grown(self.priorities, num_chunks)
+        self._awaited = _grown(self._awaited, num_chunks)
+
+    def advance(self) -> float:
+        """See `ReplacementRule`; what is awaited keeps its priority."""
+        factor = self._rule.advance()
+        if factor != 1.0:
+            np.maximum(self._rule.priorities, self._awaited, out=self.priorities)
+        return factor
+
+    def record(self, ids: Ids, shares: Floats) -> None:
+        """See `ReplacementRule`."""
+        self._rule.record(ids, shares)
+        self._weigh(ids)
+
+    def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
+        """See `ReplacementRule`."""
+        self._rule.inherit(ids, sources, shares)
+        self._weigh(ids)
+
+    def forget(self, ids: Ids) -> None:
+        """See `ReplacementRule`."""
+        self._rule.forget(ids)
+        self._awaited[ids] = 0.0
+        self._weigh(ids)
+
+    def expect(self, ids: Ids, turns: Ids) -> None:
+        """Requests wait for chunks, distinct `ids`, in these turns, int64; NOBODY does any more."""
+        worth = np.ldexp((_TURNS - turns).astype(np.float64), _AWAITED_EXPONENT)
+        self._awaited[ids] = np.where(turns == NOBODY, 0.0, worth)
+        self._weigh(ids)
+
+    def _weigh(self, ids: Ids) -> None:
+        self.priorities[ids] = np.maximum(self._rule.priorities[ids], self._awaited[ids])
 
 
 def _grown(values: npt.NDArray[_T], size: int) -> npt.NDArray[_T]:

@@ -2,7 +2,7 @@
 
 Stage: load. Reading ahead changes when bytes are read, never which tokens a layer uses. Sources are
 served in this order: of the requests under way the one that is nearest to what it has, then those
-that wait, in the order of their arrival. Probe columns and what a whole prefix needs are certain;
+that wait, in the order of the queue. Probe columns and what a whole prefix needs are certain;
 of other blocks the likeliest are read, and what was read in vain is bounded by `waste_budget`, a
 share of what was wanted.
 """
@@ -10,6 +10,7 @@ share of what was wanted.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.stored_source import StoredSource
@@ -66,6 +67,11 @@ class ReadAhead:
         """A request waits: read at most `limit_bytes` of its first layers, but one in any case."""
         self._waiting.append(_Waiting(source, limit_bytes))
         self.top_up()
+
+    def order(self, sources: Sequence[StoredSource]) -> None:
+        """Those of these that wait are read in this order, before all others."""
+        place = {id(source): number for number, source in enumerate(sources)}
+        self._waiting.sort(key=lambda own: place.get(id(own.source), len(place)))
 
     def leave(self, source: StoredSource) -> None:
         """A source is closed; its counters are final."""

@@ -102,6 +102,11 @@ def _sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def lookahead() -> str:
+    return "on"
+
+
+@pytest.fixture
 def policy() -> str:
     return "impress"
 
@@ -112,8 +117,8 @@ def order() -> str:
 
 
 @pytest.fixture
-def queue(tmp_path: Path, policy: str, order: str) -> Iterator[Queue]:
-    world = World(tmp_path, policy=policy)
+def queue(tmp_path: Path, policy: str, order: str, lookahead: str) -> Iterator[Queue]:
+    world = World(tmp_path, policy=policy, lookahead=lookahead)
     yield Queue(world, order)
     world.cache.check_integrity()
     world.runtime.close()
@@ -176,6 +181,25 @@ def test_it_is_evicted_last_and_not_never(queue: Queue) -> None:
         assert tuple(map(queue.left, (WANTED, POPULAR, POPULAR + 500))) == left
         queue.cache.check_integrity()
     assert queue.world.allocator.available_size() == queue.world.allocator.size
+
+
+@pytest.mark.parametrize("lookahead", ["on", "off"])
+def test_the_tail_of_the_queue_gives_its_prefix_up_first(queue: Queue, lookahead: str) -> None:
+    """Also where the queue was ordered anew, and SGLang has refreshed nothing since.
+
+    Without look-ahead the latest refresh decides, which was in the order of arrival.
+    """
+    queue.resident(WANTED)
+    queue.resident(POPULAR)
+    queue.add("first", WANTED)
+    queue.add("second", POPULAR)
+    queue.schedule()
+    queue.waiting.reverse()
+    queue.schedule()
+    queue.evict(1)
+
+    assert queue.left(WANTED) == (0 if lookahead == "on" else TOKENS)
+    assert queue.left(POPULAR) == (TOKENS if lookahead == "on" else 0)
 
 
 def test_what_is_left_of_an_awaited_prefix_is_awaited(queue: Queue) -> None:
@@ -283,3 +307,30 @@ def test_a_new_idle_part_goes_before_an_awaited_prefix(parts: Queue) -> None:
     assert not parts.left(POPULAR + 500) and not idle(parts)
     parts.evict(1)
     assert not parts.left(POPULAR)
+
+
+def test_parts_go_by_the_turns_of_who_waits_for_them(parts: Queue) -> None:
+    """An idle part and a prefix in the tree, of two requests: the one behind gives its own up."""
+    parts.resident(POPULAR)
+    parts.add("part", WANTED)
+    parts.add("tree", POPULAR)
+    parts.schedule()
+    parts.evict(1)
+    assert (idle(parts), parts.left(POPULAR)) == (TOKENS, 0)
+
+    parts.resident(POPULAR)
+    parts.waiting.reverse()
+    parts.schedule(1 + WAITING_PREFIX_REFRESH_INTERVAL)
+    parts.evict(1)
+    assert (idle(parts), parts.left(POPULAR)) == (0, TOKENS)
+
+
+def test_the_queue_says_what_is_read_first(parts: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[list[str]] = []
+    monkeypatch.setattr(parts.cache.runtime.prefetches, "order", told.append)
+    parts.add("a", WANTED)
+    parts.add("b", POPULAR)
+    parts.schedule()
+    parts.waiting.reverse()
+    parts.schedule()
+    assert told == [["a", "b"], ["b", "a"]]

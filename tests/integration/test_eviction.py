@@ -137,14 +137,16 @@ def test_a_million_half_lives_do_not_overflow() -> None:
     assert np.isfinite(strategy.get_priority(other)[1])
 
 
-def test_what_is_awaited_goes_last_and_first_what_was_refreshed_first() -> None:
-    root, awaited = Node([], None), set[Node]()
-    strategy = ScoreEviction(0, RETENTION, awaited)
+def test_what_is_awaited_goes_last_by_its_turn_and_then_by_its_refresh() -> None:
+    root, turns = Node([], None), dict[Node, int]()
+    strategy = ScoreEviction(0, RETENTION, turns.get)
     head, tail, popular = root.add(1), root.add(2), root.add(3)
     head.last_access_time, tail.last_access_time = 2.0, 1.0
     use(strategy, tail, 2)
     use(strategy, popular, 5)
 
     assert order(strategy, head=head, tail=tail, popular=popular) == ["head", "tail", "popular"]
-    awaited |= {head, tail}
+    turns |= {head: 7, tail: 7}
     assert order(strategy, head=head, tail=tail, popular=popular) == ["popular", "tail", "head"]
+    turns[tail] = 6
+    assert order(strategy, head=head, tail=tail, popular=popular) == ["popular", "head", "tail"]

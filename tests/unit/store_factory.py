@@ -14,6 +14,7 @@ from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
+from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState, StoredMatch
 from impress_sglang.management.writing import Offer, StoreOutcome
@@ -79,10 +80,15 @@ class Workbench:
         self._open: list[PrefixStore] = []
 
     def open(
-        self, identity: str = IDENTITY, *, files: FileSystem | None = None, **options: Any
+        self,
+        identity: str = IDENTITY,
+        *,
+        files: FileSystem | None = None,
+        lookahead: LookAhead | None = None,
+        **options: Any,
     ) -> PrefixStore:
         config = ImpressConfig(ssd_dir=str(self.root), **(DEFAULTS | options))
-        store = PrefixStore(config, identity, self.shape, files=files)
+        store = PrefixStore(config, identity, self.shape, files=files, lookahead=lookahead)
         self._open.append(store)
         return store
 

@@ -358,3 +358,22 @@ def test_no_layer_is_read_twice_and_room_is_kept(
         for own in sources.values():
             assert list(own.memory) == sorted(own.memory)
         assert bench.pool.used_bytes <= room * MIB
+
+
+def test_those_who_wait_are_read_in_the_order_of_the_queue() -> None:
+    """As far as there is room, and from where each of them is."""
+    bench = Bench(room=2)
+    first, second, third = (bench.source(name) for name in "abc")
+    for source in (first, second, third):
+        bench.ahead.wait(source, 2 * MIB)
+    assert bench.take_log() == layers("a", 0, 1)
+
+    bench.ahead.order([third, first])
+    bench.leave(first)
+
+    assert bench.take_log() == []
+    bench.ahead.top_up()
+    assert bench.take_log() == layers("c", 0, 1)
+    bench.leave(third)
+    bench.ahead.top_up()
+    assert bench.take_log() == layers("b", 0, 1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from impress_sglang.tiers.placement import Access, Placement, PlacementStats, Tier
-from impress_sglang.tiers.rules import Floats, Ids, LeastFrequentlyUsed
+from impress_sglang.tiers.rules import NOBODY, Floats, Ids, LeastFrequentlyUsed
 
 SSD, HOST, DEVICE = Tier.SSD, Tier.HOST, Tier.DEVICE
 
@@ -43,8 +43,9 @@ class Bench:
     """A placement, and where its chunks stand."""
 
     def __init__(self, device: int, host: int, sizes: Sequence[int], width: int = 4) -> None:
+        self.rule = GivenPriorities()
         self.placement = Placement(
-            GivenPriorities(), device_pages=device, host_pages=host, max_chunk_pages=width
+            self.rule, device_pages=device, host_pages=host, max_chunk_pages=width
         )
         self.base = self.placement.attach(np.array(sizes, np.uint16))
         assert self.base == 0
@@ -377,6 +378,53 @@ def test_a_chunk_that_is_displaced_before_its_turn_may_come_back() -> None:
     assert found.kept.tolist() == [True, False], "its bytes are those of the host"
 
 
+def expect(bench: Bench, turns: dict[int, int]) -> None:
+    bench.placement.expect(np.array(list(turns)), np.array(list(turns.values())))
+    bench.placement.check_integrity()
+
+
+def test_what_requests_wait_for_is_displaced_last_and_the_latest_turn_first() -> None:
+    bench = equal_chunks(2, 0)
+    bench.fill(1, 2)
+    expect(bench, {0: 5, 1: 9})
+    bench.access({2: 1e9})
+    assert bench.stand == ({0, 1}, set()), "nobody waits for 2"
+    expect(bench, {3: 7})
+    bench.access({3: 1})
+    assert bench.stand == ({0, 3}, set())
+
+    expect(bench, {0: NOBODY, 3: NOBODY})
+    bench.access({4: 2})
+
+    assert len(bench.on(DEVICE) - {4}) == 1 and 4 in bench.on(DEVICE)
+
+
+def test_what_nobody_waits_for_any_more_is_worth_what_its_rule_says() -> None:
+    bench = equal_chunks(2, 0)
+    bench.fill(8, 6)
+    expect(bench, {0: 0, 1: 1})
+    bench.rule.factor = 0.5
+    bench.placement.advance()
+    bench.placement.check_integrity()
+    bench.access({2: 100.0})
+    assert bench.stand == ({0, 1}, set())
+
+    expect(bench, {0: NOBODY, 1: NOBODY})
+    bench.access({2: 3.5})
+
+    assert bench.stand == ({0, 2}, set()), "6 is 3 by now"
+
+
+def test_an_id_that_is_given_to_another_chunk_is_not_awaited() -> None:
+    bench = equal_chunks(1, 0)
+    expect(bench, {0: 0})
+    size = len(bench.placement._places)
+    bench.placement.detach(0, 8)
+    assert bench.placement.attach(np.ones(8, np.uint16)) == 0
+    bench.fill(1, 2)
+    assert bench.stand == ({1}, set()) and len(bench.placement._places) == size
+
+
 def test_without_caches_nothing_is_placed() -> None:
     bench = equal_chunks(0, 0)
 
@@ -420,7 +468,7 @@ def test_moves_are_counted() -> None:
 def test_a_new_request_scales_the_priorities_and_keeps_the_order() -> None:
     bench = equal_chunks(2, 0)
     bench.fill(8, 6)
-    bench.placement._rule.factor = 0.5
+    bench.rule.factor = 0.5
     bench.placement.advance()
     bench.placement.check_integrity()
 

@@ -130,7 +130,7 @@ def test_what_requests_wait_for_is_given_up_last(residents: Residents) -> None:
     own, other = segment("a"), segment("b")
     parts = residents.parts
     for rid in ("first", "second"):
-        parts.awaited.wait(rid, [StoredSpan(own, 5, 8), StoredSpan(own, 8, 20)])
+        parts.lookahead.wait(rid, [StoredSpan(own, 5, 8), StoredSpan(own, 8, 20)])
     for span in (StoredSpan(own, 0, 10), StoredSpan(own, 20, 40), StoredSpan(other, 0, 10)):
         uses = residents.admit([span])
         residents.load(uses)
@@ -142,17 +142,17 @@ def test_what_requests_wait_for_is_given_up_last(residents: Residents) -> None:
         return [(part.segment_id, part.start) for part in idle]
 
     assert order() == [("a", 20), ("b", 0), ("a", 0)]
-    parts.awaited.stop_waiting("first")
+    parts.lookahead.stop_waiting("first")
     parts.check_integrity()
     assert order() == [("a", 20), ("b", 0), ("a", 0)]
-    parts.awaited.wait("second", [StoredSpan(own, 25, 30), StoredSpan(other, 0, 5)])
+    parts.lookahead.wait("second", [StoredSpan(own, 25, 30), StoredSpan(other, 0, 5)])
     assert order() == [("a", 0), ("a", 20), ("b", 0)]
-    parts.awaited.wait("second", [])
+    parts.lookahead.wait("second", [])
     parts.check_integrity()
     assert order() == [("a", 0), ("a", 20), ("b", 0)]
-    parts.awaited.wait("third", [StoredSpan(own, 0, 30)])
+    parts.lookahead.wait("third", [StoredSpan(own, 0, 30)])
     assert order() == [("b", 0), ("a", 0), ("a", 20)]
-    parts.awaited.stop_waiting("nobody")
+    parts.lookahead.stop_waiting("nobody")
 
 
 def test_a_hidden_part_serves_its_users_and_nobody_else(residents: Residents) -> None:

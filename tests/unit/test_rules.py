@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from impress_sglang.tiers import rules
 from impress_sglang.tiers.rules import (
     MAX_EXPONENT,
+    NOBODY,
+    AwaitedLast,
     ImportanceScore,
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
@@ -25,6 +27,7 @@ RULES: dict[str, Callable[[], ReplacementRule]] = {
     "score": lambda: ImportanceScore(0.0),
     "score with a half-life": lambda: ImportanceScore(10.0),
     "score with a half-life of a request": lambda: ImportanceScore(1.0),
+    "score where nobody waits": lambda: AwaitedLast(ImportanceScore(1.0)),
 }
 SIZE = 6
 
@@ -322,3 +325,40 @@ def test_without_a_half_life_it_takes_as_many_requests_as_the_old_one_had() -> N
     assert requests_to_overtake(ImportanceScore(0.0)) == 201
     assert requests_to_overtake(LeastFrequentlyUsed()) == 201
     assert requests_to_overtake(LeastRecentlyUsed()) == 1
+
+
+@pytest.mark.parametrize("name", RULES)
+@given(requests=REQUESTS, turns=st.lists(st.integers(0, 2**52), min_size=SIZE, max_size=SIZE))
+def test_what_is_awaited_is_worth_more_than_all_else(
+    name: str, requests: list[dict[int, float]], turns: list[int]
+) -> None:
+    """The first half of the chunks is, by its turns; of the rest the rule decides."""
+    plain, rule = sized(RULES[name]()), AwaitedLast(RULES[name]())
+    rule.resize(SIZE)
+    ids = np.arange(SIZE // 2)
+    rule.expect(ids, np.array(turns[: SIZE // 2]))
+    with mock.patch.object(rules, "MAX_EXPONENT", 3.0):
+        for request in requests:
+            assert rule.advance() == plain.advance()
+            record(plain, *request, share=list(request.values()))
+            record(rule, *request, share=list(request.values()))
+
+    awaited, others = rule.priorities[ids], rule.priorities[SIZE // 2 :]
+    assert (awaited > others.max()).all() and np.isfinite(awaited).all()
+    assert np.array_equal(
+        np.argsort(-awaited, kind="stable"), np.argsort(turns[: len(ids)], kind="stable")
+    )
+    assert np.array_equal(others, plain.priorities[SIZE // 2 :])
+    rule.expect(ids, np.full(len(ids), NOBODY))
+    assert np.array_equal(rule.priorities, plain.priorities)
+
+
+def test_an_awaited_chunk_is_worth_more_than_any_score_can_be() -> None:
+    """After as many half-lives as weights grow for."""
+    rule = AwaitedLast(ImportanceScore(1.0))
+    rule.resize(SIZE)
+    for _ in range(int(MAX_EXPONENT) - 1):
+        rule.advance()
+        record(rule, *[0] * 1)
+    rule.expect(np.array([1]), np.array([2**52]))
+    assert rule.priorities[1] > rule.priorities[0] > 2.0 ** (MAX_EXPONENT - 10)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from impress_sglang.config import ImpressConfig
+from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.writing import StoreOutcome
@@ -236,3 +237,20 @@ def test_a_rewritten_segment_takes_the_place_of_the_old_one() -> None:
     quota.end(50, written=True)
     quota.replace(30, 20)
     assert (quota.used_bytes, disk.free_bytes) == (40, 60)
+
+
+def test_what_a_request_waits_for_stays_and_a_new_prompt_is_declined(bench: Workbench) -> None:
+    lookahead = LookAhead()
+    store = bench.open(ssd_gb=gb(2 * bench.one), lookahead=lookahead)
+    bench.put(store, prompt(1))
+    bench.put(store, prompt(2))
+    lookahead.wait("waits", look_up(store, prompt(1)).spans)
+    bench.put(store, prompt(3))
+    assert [length(store, prompt(n)) for n in (1, 2, 3)] == [8, 0, 8], "1 is the oldest"
+
+    lookahead.wait("too", look_up(store, prompt(3)).spans)
+    assert bench.offer(store, prompt(4)) is StoreOutcome.NO_SPACE
+
+    lookahead.stop_waiting("waits")
+    bench.put(store, prompt(4))
+    assert [length(store, prompt(n)) for n in (1, 3, 4)] == [0, 8, 8]

@@ -1,0 +1,159 @@
+"""Who waits for stored tokens, and when it is their turn."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.management.lookahead import LAST_TURN, LookAhead
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.stored import StoredSpan
+from impress_sglang.management.versions import turns_of
+from impress_sglang.management.writing import Offer
+from impress_sglang.storage.quality import EXACT
+from impress_sglang.tiers.rules import NOBODY
+from impress_sglang.transfer.source import ReadNeeds
+from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, make_shape
+from tests.unit.reading import read_rows
+from tests.unit.store_factory import gb
+from tests.unit.test_residents import segment
+
+SEGMENTS = [segment(name) for name in "ab"]
+RANGES = st.tuples(st.integers(0, 9), st.integers(1, 5)).map(lambda own: (own[0], sum(own)))
+
+
+def spans(*wanted: tuple[int, tuple[int, int]]) -> list[StoredSpan]:
+    return [StoredSpan(SEGMENTS[number], *own) for number, own in wanted]
+
+
+def test_a_queue_that_moves_on_keeps_its_turns() -> None:
+    """So that nothing has to be told to the caches but what comes and goes."""
+    lookahead = LookAhead()
+    lookahead.wait("b", spans((0, (0, 4))))
+    lookahead.order(["a", "b", "c"])
+    lookahead.take_changed()
+    turns = [lookahead.turn(rid) for rid in "abc"]
+    assert turns == sorted(set(turns)) and lookahead.turn("nobody") == LAST_TURN
+
+    lookahead.order(["b", "c", "d"])
+
+    assert [lookahead.turn(rid) for rid in "bc"] == turns[1:] and lookahead.turn("d") > turns[2]
+    assert lookahead.take_changed() == []
+    lookahead.order(["d", "b", "c"])
+    assert lookahead.turn("d") < lookahead.turn("b") < lookahead.turn("c")
+    assert [segment_id for segment_id, _ in lookahead.take_changed()] == ["a"]
+
+
+def test_who_asks_for_no_changes_is_not_kept_any() -> None:
+    lookahead = LookAhead(tells=False)
+    lookahead.wait("a", spans((0, (0, 4))))
+    lookahead.clear()
+    assert lookahead.take_changed() == []
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from("pqrs"), st.lists(st.tuples(st.integers(0, 1), RANGES))),
+            st.permutations("pqrs"),
+        ),
+        max_size=8,
+    )
+)
+def test_the_next_turn_is_that_of_the_first_who_waits(steps: list[object]) -> None:
+    """Against a list of who waits for what; what the caches were told is the same."""
+    lookahead, wanted = LookAhead(), dict[str, list[tuple[int, tuple[int, int]]]]()
+    queue: list[str] = []
+    told: dict[str, list[tuple[int, int, int]]] = {}
+    for step in steps:
+        if isinstance(step, tuple):
+            rid, ranges = step
+            # Of a segment a request waits for one range.
+            ranges = list({number: (number, own) for number, own in ranges}.values())
+            lookahead.wait(rid, spans(*ranges))
+            wanted[rid] = ranges
+        else:
+            assert isinstance(step, list)
+            queue = step
+            lookahead.order(queue)
+        lookahead.check_integrity()
+        told |= dict(lookahead.take_changed())
+
+    for number, name in enumerate("ab"):
+        turns = turns_of(15, 1, told.get(name, []))
+        for token in range(15):
+            own = [
+                rid
+                for rid, ranges in wanted.items()
+                for place, (start, stop) in ranges
+                if place == number and start <= token < stop
+            ]
+            found = lookahead.next_turn(name, token, token + 1)
+            assert found == min(map(lookahead.turn, own), default=None)
+            assert turns[token] == (NOBODY if found is None else found)
+        places = {place for ranges in wanted.values() for place, _ in ranges}
+        assert (name in lookahead) == (number in places)
+    assert sorted(queue, key=lookahead.turn) == queue
+
+
+def test_turns_of_chunks_are_those_of_their_first_reader() -> None:
+    """Chunks of 4 tokens; the earlier turn comes last."""
+    assert turns_of(4, 4, [(3, 9, 7), (0, 5, 2)]).tolist() == [2, 2, 7, NOBODY]
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool) -> None:
+    """Of a cache with room for less than one of two prefixes."""
+    shape = make_shape(
+        layers=2, query_heads=6, kv_heads=3, key_dim=64, value_dim=64, probe=(), coded=coded
+    )
+    config = ImpressConfig(
+        ssd_dir=str(tmp_path),
+        policy="impress" if coded else "as",
+        min_free_gb=0,
+        min_prefix_tokens=1,
+        device_gb=0,
+        host_gb=gb(40 * 4096),
+        base_error=0,
+    )
+    lookahead = LookAhead()
+
+    def read(prefix: range) -> int:
+        """Bytes from SSD, for all that is certain to be read of a prefix."""
+        match = store.match("", as_tokens(prefix))
+        assert match.num_tokens == len(prefix)
+        if coded:
+            source = store.open_coded(match.spans, [False] * len(match.spans))
+            for layer in range(shape.num_layers):
+                source.read_base(layer)
+        else:
+            source = store.open_source(match, 0, len(prefix), ReadNeeds(whole=True, probe=False))
+            for layer in range(shape.num_layers):
+                read_rows(source, layer, None)
+        store.close_source(source)
+        store.check_integrity()
+        return source.stats.ssd_bytes
+
+    wanted, popular = range(256), range(1000, 1256)
+    with contextlib.closing(PrefixStore(config, IDENTITY, shape, lookahead=lookahead)) as store:
+        for prefix in (wanted, popular):
+            kvs = SequenceKVs(shape, "", tuple(prefix), EXACT)
+            offer = Offer(as_tokens(prefix), kvs.read_from, lambda: None, lambda: None, 1)
+            store.writes.offer("", offer)
+            store.writes.drain()
+        whole = read(wanted)
+        lookahead.wait("waits", store.match("", as_tokens(wanted)).spans)
+        left = read(wanted)
+        for _ in range(5):
+            assert read(popular) == whole
+        assert read(wanted) == left < whole
+
+        lookahead.stop_waiting("waits")
+        for _ in range(9):
+            left = read(popular)
+        assert left < whole == read(wanted)
