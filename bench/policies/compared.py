@@ -29,7 +29,7 @@ REORDERING = ("paper+itf+reorder", "paper")
 # `impress@BITS` loads prefixes in so many bits, `even@BITS` too, but spreads them evenly.
 WITH_BITS = ("impress", "even")
 # Appended to a policy: the queue does not say what its server evicts.
-NO_LOOKAHEAD = "/off"
+NO_LOOKAHEAD = "-off"
 # Stores differ by whether they have probe heads; each is written by a policy that reads it.
 STORED_BY = {"codes": "as", "paper": "paper"}
 # Shorter than any prefix of a trace.

@@ -54,7 +54,7 @@ OPTIONS = (
     Option(
         "policies",
         POLICIES,
-        "what to compare, also impress@BITS and even@BITS, and all of them with /off: without "
+        "what to compare, also impress@BITS and even@BITS, and all of them with -off: without "
         "look-ahead",
         parse=policy,
     ),
@@ -156,7 +156,7 @@ class Comparison:
     @contextlib.contextmanager
     def serving(self, name: str, tiers: Tiers) -> Iterator[Server]:
         """A server with a policy and all prefixes, for the time of a `with` block."""
-        store = self._pool.folder / f"store-{name.replace('/', '-')}"
+        store = self._pool.folder / f"store-{name}"
         link_store(self._prepared(store_kind(name)), store)
         with self._server(name, name, store, tiers) as server:
             yield server
