@@ -96,11 +96,14 @@ class Awaited:
         return self._residents.age(part) <= min(ages, default=age_of(0, math.inf))
 
     def tokens_before(self, leaves: Collection[Any], num_tokens: int) -> int:
-        """How many of `num_tokens` the tree evicts at once: nothing awaited before an idle part."""
-        others = 0
-        if self._rids_of:
-            others = sum(len(leaf.key) for leaf in leaves if leaf not in self)
-        return min(num_tokens, others) if others else num_tokens
+        """How many of `num_tokens` the tree evicts before an idle part is considered again.
+
+        What nobody waits for, or else one leaf: it evicts whole leaves, the lowest first.
+        """
+        if not self._rids_of:
+            return num_tokens
+        others = sum(len(leaf.key) for leaf in leaves if leaf not in self)
+        return min(num_tokens, max(others, 1))
 
     def check_integrity(self, page_size: int) -> None:
         """See that prefixes of waiting requests end in the tree.

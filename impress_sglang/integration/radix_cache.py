@@ -246,7 +246,8 @@ class ImpressRadixCache(RadixCache):
                 if part is not None and self.awaited.part_first(part, leaves):
                     evicted += self._residents.evict(part)
                     continue
-                missing = self.awaited.tokens_before(leaves, missing)
+                if part is not None:
+                    missing = self.awaited.tokens_before(leaves, missing)
                 own = super(ImpressRadixCache, self).evict(EvictParams(num_tokens=missing))
                 evicted += own.num_tokens_evicted
                 if not own.num_tokens_evicted:

@@ -11,7 +11,7 @@ Who evicts asks: the tree cache and `residents` for slots, `tiers.rules` for pag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from impress_sglang.management.stored import StoredSpan
@@ -23,19 +23,25 @@ AwaitedRange: TypeAlias = tuple[int, int, int]
 """First and last token, exclusive, of a segment, and the turn of the next request for them."""
 
 
+_Range: TypeAlias = tuple[int, int]
+
+
 class LookAhead:
     """Stored tokens that requests wait for, by segment; one thread."""
 
     def __init__(self, *, tells: bool = True) -> None:
         """`tells`: somebody calls `take_changed`."""
         self._tells = tells
-        # By segment and by request: the first and the last token, exclusive, that it waits for.
-        self._awaited: dict[str, dict[str, tuple[int, int]]] = {}
-        self._segments_of: dict[str, set[str]] = {}
+        # By segment and by the range of its tokens that they wait for: the requests.
+        self._awaited: dict[str, dict[_Range, set[str]]] = {}
+        self._ranges_of: dict[str, dict[str, _Range]] = {}
         self._turns: dict[str, int] = {}
         self._next_turn = 0
-        # Segments whose ranges are others than `take_changed` has told.
+        # What `ranges` has found, until it changes.
+        self._found: dict[str, list[AwaitedRange]] = {}
+        # Segments whose ranges may be others than `take_changed` has told, and what it has told.
         self._changed: set[str] = set()
+        self._told: dict[str, list[AwaitedRange]] = {}
 
     def __contains__(self, segment_id: str) -> bool:
         """Whether a request waits for tokens of a segment."""
@@ -46,23 +52,46 @@ class LookAhead:
 
         They may be loaded or move while it waits, so tokens are what is noted.
         """
-        self.stop_waiting(rid)
+        wanted: dict[str, _Range] = {}
         for span in spans:
-            waiting = self._awaited.setdefault(span.segment.segment_id, {})
-            start, stop = waiting.get(rid, (span.start, span.stop))
-            waiting[rid] = min(start, span.start), max(stop, span.stop)
-        if spans:
-            self._segments_of[rid] = {span.segment.segment_id for span in spans}
-            self._note_change(self._segments_of[rid])
+            start, stop = wanted.get(span.segment.segment_id, (span.start, span.stop))
+            wanted[span.segment.segment_id] = min(start, span.start), max(stop, span.stop)
+        # Some of SGLang's policies match all requests before each pass.
+        if wanted == self._ranges_of.get(rid, {}):
+            return
+        self.stop_waiting(rid)
+        for segment_id, own in wanted.items():
+            rids = self._awaited.setdefault(segment_id, {}).setdefault(own, set())
+            # Who is in no order yet is behind those who wait for the same.
+            if not rids or rid in self._turns:
+                self._note_change(segment_id)
+            rids.add(rid)
+        if wanted:
+            self._ranges_of[rid] = wanted
 
     def stop_waiting(self, rid: str) -> None:
         """A request is admitted, or gone."""
-        for segment_id in self._segments_of.pop(rid, ()):
-            waiting = self._awaited[segment_id]
-            del waiting[rid]
-            if not waiting:
+        for segment_id, own in self._ranges_of.pop(rid, {}).items():
+            ranges = self._awaited[segment_id]
+            ranges[own].remove(rid)
+            if not ranges[own]:
+                del ranges[own]
+            if not ranges:
                 del self._awaited[segment_id]
-            self._note_change({segment_id})
+            self._note_change(segment_id)
+
+    def succeed(self, old_id: str, new_id: str) -> None:
+        """A segment has the tokens of another, in whose place it is."""
+        ranges = self._awaited.pop(old_id, None)
+        if ranges is None:
+            return
+        self._awaited[new_id] = ranges
+        for own, rids in ranges.items():
+            for rid in rids:
+                del self._ranges_of[rid][old_id]
+                self._ranges_of[rid][new_id] = own
+        self._note_change(old_id)
+        self._note_change(new_id)
 
     def order(self, rids: Sequence[str]) -> None:
         """Requests wait in this order now.
@@ -76,7 +105,8 @@ class LookAhead:
             if turn <= last:
                 turn = max(self._next_turn, last + 1)
                 self._next_turn = turn + 1
-                self._note_change(self._segments_of.get(rid, ()))
+                for segment_id in self._ranges_of.get(rid, ()):
+                    self._note_change(segment_id)
             turns[rid] = last = turn
         self._turns = turns
 
@@ -84,27 +114,50 @@ class LookAhead:
         """When it is a request's turn; lower is sooner."""
         return self._turns.get(rid, LAST_TURN)
 
+    def ranges(self, segment_id: str) -> list[AwaitedRange]:
+        """What is awaited of a segment, the latest turn first; not to be changed."""
+        found = self._found.get(segment_id)
+        if found is None:
+            ranges = self._awaited.get(segment_id, {})
+            found = [(*own, min(map(self.turn, rids))) for own, rids in ranges.items()]
+            found.sort(key=lambda own: -own[2])
+            self._found[segment_id] = found
+        return found
+
     def next_turn(self, segment_id: str, start: int, stop: int) -> int | None:
         """When it is the turn of the first that waits for some of these tokens, None: nobody."""
-        waiting = self._awaited.get(segment_id, {})
-        return min(
-            (self.turn(rid) for rid, own in waiting.items() if own[0] < stop and start < own[1]),
-            default=None,
-        )
+        if segment_id not in self._awaited:
+            return None
+        turns = (turn for low, high, turn in self.ranges(segment_id) if low < stop and start < high)
+        return min(turns, default=None)
 
     def take_changed(self) -> list[tuple[str, list[AwaitedRange]]]:
-        """Segments for which other tokens, or other requests, wait than at the last call.
-
-        Of each the ranges that are awaited, the latest turn first; none if nobody waits any more.
-        """
+        """Segments whose `ranges` are others than at the last call, and these."""
         changed, self._changed = self._changed, set()
-        return [(segment_id, self._ranges(segment_id)) for segment_id in changed]
+        found = []
+        for segment_id in changed:
+            ranges = self.ranges(segment_id)
+            if ranges != self._told.get(segment_id, []):
+                found.append((segment_id, ranges))
+            if ranges:
+                self._told[segment_id] = ranges
+            else:
+                self._told.pop(segment_id, None)
+                self._found.pop(segment_id, None)
+        return found
+
+    def tell_again(self) -> None:
+        """Who calls `take_changed` from now on knows nothing."""
+        self._told.clear()
+        for segment_id in self._awaited:
+            self._note_change(segment_id)
 
     def clear(self) -> None:
         """Nobody waits."""
-        self._note_change(self._awaited)
+        for segment_id in self._awaited:
+            self._note_change(segment_id)
         self._awaited.clear()
-        self._segments_of.clear()
+        self._ranges_of.clear()
         self._turns.clear()
 
     def check_integrity(self) -> None:
@@ -113,17 +166,20 @@ class LookAhead:
         Raises:
             AssertionError: they do not, which is a bug.
         """
-        waiting = {(rid, name) for name, rids in self._awaited.items() for rid in rids}
-        assert waiting == {(rid, name) for rid, own in self._segments_of.items() for name in own}
+        waiting = {
+            (rid, segment_id, own)
+            for segment_id, ranges in self._awaited.items()
+            for own, rids in ranges.items()
+            for rid in rids
+        }
+        assert waiting == {
+            (rid, *item) for rid, ranges in self._ranges_of.items() for item in ranges.items()
+        }
+        for segment_id in tuple(self._found):
+            found = self._found.pop(segment_id)
+            assert self.ranges(segment_id) == found
 
-    def _note_change(self, segment_ids: Iterable[str]) -> None:
+    def _note_change(self, segment_id: str) -> None:
+        self._found.pop(segment_id, None)
         if self._tells:
-            self._changed.update(segment_ids)
-
-    def _ranges(self, segment_id: str) -> list[AwaitedRange]:
-        # Requests for a shared prefix wait for the same tokens of it.
-        first: dict[tuple[int, int], int] = {}
-        for rid, own in self._awaited.get(segment_id, {}).items():
-            first[own] = min(first.get(own, LAST_TURN), self.turn(rid))
-        ranges = [(start, stop, turn) for (start, stop), turn in first.items()]
-        return sorted(ranges, key=lambda own: -own[2])
+            self._changed.add(segment_id)

@@ -127,6 +127,7 @@ class PrefixStore:
             patience=patience,
         )
         self._lookahead = lookahead or LookAhead()
+        self._lookahead.tell_again()
         self._closed = False
         self._measuring: AnySource | None = None
         self.stats = StoreStats()
@@ -379,6 +380,7 @@ class PrefixStore:
         """Draw the consequences of a rewrite for quota and files."""
         segment = outcome.segment
         if outcome.taken_over:
+            self._lookahead.succeed(outcome.old_id, segment.segment_id)
             self._quota.replace(outcome.old_bytes, segment.file_bytes)
             self.stats.bytes_written += segment.file_bytes
             # The old version was read to the end; what stands there now was verified.

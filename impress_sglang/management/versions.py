@@ -34,6 +34,7 @@ class Version:
     somebody asks, because that takes time in proportion to the length.
     """
 
+    segment_id: str
     layout: SegmentLayout
     reordered: bool
     columns: tuple[int, BlockHistory] | None = None
@@ -70,6 +71,8 @@ class SegmentVersions:
         self._retention = retention
         self._by_importance = by_importance
         self._versions: dict[str, Version] = {}
+        # What requests wait for, also of segments that were not read yet.
+        self._awaited: dict[str, Sequence[AwaitedRange]] = {}
 
     def __getitem__(self, segment_id: str) -> Version:
         return self._versions[segment_id]
@@ -82,7 +85,7 @@ class SegmentVersions:
         """That of a segment, which may be read now for the first time."""
         version = self._versions.get(stored.segment_id)
         if version is None:
-            version = Version(stored.info.layout(), stored.info.reordered)
+            version = Version(stored.segment_id, stored.info.layout(), stored.info.reordered)
             self._versions[stored.segment_id] = version
         return version
 
@@ -93,6 +96,8 @@ class SegmentVersions:
             shares = first_shares(layout, self._retention, ordered=version.reordered)
             base = self._cache.attach(self._cache.page.chunk_pages(layout))
             version.columns = base, BlockHistory(layout, shares)
+            if ranges := self._awaited.get(version.segment_id):
+                self._expect_columns(version, ranges)
         return version.columns
 
     def codes(self, version: Version) -> int:
@@ -101,6 +106,8 @@ class SegmentVersions:
             layout = version.layout.codes
             assert layout is not None, "the store has no codes"
             version.codes = self._codes.attach(cached_pages(layout, self._shape.num_layers))
+            if ranges := self._awaited.get(version.segment_id):
+                self._expect_codes(version, ranges)
         return version.codes
 
     def expect(self, awaited: Iterable[tuple[str, Sequence[AwaitedRange]]]) -> None:
@@ -110,21 +117,33 @@ class SegmentVersions:
         known before; of exact KVs all columns.
         """
         for segment_id, ranges in awaited:
-            version = self._versions.get(segment_id)
-            if version is None:
-                continue
-            layout = version.layout
-            if version.codes is not None:
-                assert layout.codes is not None
-                page_tokens = layout.codes.page_groups * GROUP_TOKENS
-                pages = turns_of(layout.codes.num_pages, page_tokens, ranges)
-                count = len(chunks_of(layout.codes).count)
-                layers = version.codes + count * np.arange(self._shape.num_layers)
-                self._codes.expect(layers, pages)
-            if version.columns is not None:
-                chunks = turns_of(layout.num_chunks, layout.chunk_tokens, ranges)
-                starts = np.arange(0, layout.total_chunks, layout.num_chunks)
-                self._cache.expect(version.columns[0] + starts, chunks)
+            if ranges:
+                self._awaited[segment_id] = ranges
+            else:
+                self._awaited.pop(segment_id, None)
+            if (version := self._versions.get(segment_id)) is not None:
+                self._expect_columns(version, ranges)
+                self._expect_codes(version, ranges)
+
+    def _expect_columns(self, version: Version, ranges: Sequence[AwaitedRange]) -> None:
+        if version.columns is None:
+            return
+        layout = version.layout
+        if version.reordered and ranges:
+            # Which chunks have which tokens is in the file.
+            ranges = [(0, layout.num_tokens, ranges[-1][2])]
+        chunks = turns_of(layout.num_chunks, layout.chunk_tokens, ranges)
+        starts = np.arange(0, layout.total_chunks, layout.num_chunks)
+        self._cache.expect(version.columns[0] + starts, chunks)
+
+    def _expect_codes(self, version: Version, ranges: Sequence[AwaitedRange]) -> None:
+        layout = version.layout.codes
+        if version.codes is None or layout is None:
+            return
+        pages = turns_of(layout.num_pages, layout.page_groups * GROUP_TOKENS, ranges)
+        count = len(chunks_of(layout).count)
+        layers = version.codes + count * np.arange(self._shape.num_layers)
+        self._codes.expect(layers, pages)
 
     def history(self, stored: StoredSegment) -> TokenHistory:
         """What is known of the tokens of a segment."""
@@ -171,7 +190,8 @@ class SegmentVersions:
         if old is None:
             return
         layout = new.info.layout()
-        self._versions[new.segment_id] = version = Version(layout, new.info.reordered)
+        version = Version(new.segment_id, layout, new.info.reordered)
+        self._versions[new.segment_id] = version
         if old.columns is None:
             return
         base = self._cache.attach(self._cache.page.chunk_pages(layout))

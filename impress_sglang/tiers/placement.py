@@ -168,8 +168,8 @@ class Placement:
     @property
     def num_bytes(self) -> int:
         """Memory of tables and heaps, in bytes."""
-        values = (*vars(self).values(), *vars(self._rule).values())
-        return sum(array.nbytes for array in values if isinstance(array, np.ndarray))
+        tables = sum(own.nbytes for own in vars(self).values() if isinstance(own, np.ndarray))
+        return tables + self._rule.num_bytes
 
     def used_pages(self, tier: int) -> int:
         """Pages of a cache that chunks stand in."""

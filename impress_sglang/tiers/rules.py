@@ -243,6 +243,12 @@ class AwaitedLast:
         self._awaited[ids] = np.where(turns == NOBODY, 0.0, worth)
         self._weigh(ids)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its tables, in bytes, and of those of the other rule."""
+        values = (*vars(self).values(), *vars(self._rule).values())
+        return sum(array.nbytes for array in values if isinstance(array, np.ndarray))
+
     def _weigh(self, ids: Ids) -> None:
         self.priorities[ids] = np.maximum(self._rule.priorities[ids], self._awaited[ids])
 

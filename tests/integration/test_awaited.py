@@ -334,3 +334,15 @@ def test_the_queue_says_what_is_read_first(parts: Queue, monkeypatch: pytest.Mon
     parts.waiting.reverse()
     parts.schedule()
     assert told == [["a", "b"], ["b", "a"]]
+
+
+def test_a_part_between_two_turns_goes_between_them(parts: Queue) -> None:
+    """All at once are asked for: the tail's prefix and one slot more."""
+    parts.resident(POPULAR)
+    parts.resident(POPULAR + 500)
+    for rid, first in (("head", POPULAR), ("mid", WANTED), ("tail", POPULAR + 500)):
+        parts.add(rid, first)
+    parts.schedule()
+    parts.evict(TOKENS + 1)
+    assert parts.left(POPULAR) == TOKENS
+    assert not parts.left(POPULAR + 500) and not idle(parts)

@@ -49,6 +49,38 @@ def test_a_queue_that_moves_on_keeps_its_turns() -> None:
     assert [segment_id for segment_id, _ in lookahead.take_changed()] == ["a"]
 
 
+def test_who_waits_behind_others_for_the_same_changes_nothing() -> None:
+    """Nor does who is matched again; else each of many requests would cost what the first did."""
+    lookahead = LookAhead()
+    lookahead.wait("a", spans((0, (0, 4))))
+    lookahead.order(["a"])
+    assert lookahead.take_changed() == [("a", [(0, 4, 0)])]
+    for rid in "bcb":
+        lookahead.wait(rid, spans((0, (0, 2)), (0, (2, 4))))
+    lookahead.order(["a", "b", "c"])
+    assert lookahead.take_changed() == []
+
+    lookahead.stop_waiting("a")
+    assert lookahead.take_changed() == [("a", [(0, 4, 1)])]
+    lookahead.wait("d", spans((0, (2, 6))))
+    assert lookahead.take_changed() == [("a", [(2, 6, LAST_TURN), (0, 4, 1)])]
+    lookahead.clear()
+    assert lookahead.take_changed() == [("a", [])]
+
+
+def test_who_waits_for_a_segment_waits_for_the_one_in_its_place() -> None:
+    lookahead = LookAhead()
+    lookahead.wait("a", spans((0, (0, 4)), (1, (0, 2))))
+    lookahead.take_changed()
+    lookahead.succeed("a", "new")
+    lookahead.succeed("nobody waits for this", "other")
+    lookahead.check_integrity()
+    told = dict(lookahead.take_changed())
+    assert told == {"a": [], "new": [(0, 4, LAST_TURN)]}
+    lookahead.stop_waiting("a")
+    assert not any(own in lookahead for own in ("a", "b", "new"))
+
+
 def test_who_asks_for_no_changes_is_not_kept_any() -> None:
     lookahead = LookAhead(tells=False)
     lookahead.wait("a", spans((0, (0, 4))))
@@ -157,3 +189,12 @@ def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool
         for _ in range(9):
             left = read(popular)
         assert left < whole == read(wanted)
+        lookahead.wait("waits", store.match("", as_tokens(wanted)).spans)
+        store.poll()
+    # What nobody has read since the start is in no table of the caches yet.
+    with contextlib.closing(PrefixStore(config, IDENTITY, shape, lookahead=lookahead)) as store:
+        store.poll()
+        read(wanted)
+        for _ in range(9):
+            read(popular)
+        assert read(wanted) < whole
