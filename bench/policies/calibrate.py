@@ -25,7 +25,7 @@ from bench.core.servers import Server, servers
 from bench.core.session import step
 from bench.policies.compared import Tiers, policy_flags
 from bench.policies.eviction import Hierarchy, make_policy
-from bench.policies.sessions import Item, Request
+from bench.policies.sessions import Item, Request, zipf_weights
 from bench.policies.simulation import Rates, Simulation
 
 OPTIONS = (
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> Result:
     model = model_folder(args.model)
     rng = np.random.default_rng(args.seed)
     prefixes = _random_tokens(rng, args.prefixes, args.prefix_tokens)
-    weights = (np.arange(args.prefixes) + 1.0) ** -args.zipf
+    weights = zipf_weights(args.prefixes, args.zipf)
     drawn = rng.choice(args.prefixes, args.requests, p=weights / weights.sum()).tolist()
     questions = _random_tokens(rng, args.requests, QUESTION_TOKENS)
     asked = [(number, prefixes[number] + own) for number, own in zip(drawn, questions, strict=True)]

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -158,6 +159,12 @@ class Sessions:
         return Request(request.item, now + pause, history, question, answer, kept)
 
 
+def zipf_weights(count: int, exponent: float) -> npt.NDArray[np.float64]:
+    """How popular each of some prefixes is, by Zipf's law, the first one most; not normalized."""
+    weights: npt.NDArray[np.float64] = (np.arange(count) + 1.0) ** -exponent
+    return weights
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shared:
     """Single requests over shared prefixes, a Poisson process of `rate` per second.
@@ -183,7 +190,7 @@ class Shared:
         rng = np.random.default_rng(self.seed)
         ranks = np.arange(self.prefixes)
         if self.zipf is not None:
-            weights = (ranks + 1.0) ** -self.zipf
+            weights = zipf_weights(self.prefixes, self.zipf)
         else:
             weights = np.exp(-0.5 * ((ranks - (self.prefixes - 1) / 2) / self.sigma) ** 2)
         drawn = rng.choice(self.prefixes, self.requests, p=weights / weights.sum())
