@@ -41,9 +41,14 @@ def store_kind(policy: str) -> str:
     return "paper" if policy.startswith("paper") else "codes"
 
 
+def ordinary(policy: str) -> str:
+    """The same policy with look-ahead."""
+    return policy.removesuffix(NO_LOOKAHEAD)
+
+
 def policy(text: str) -> str:
     """A policy, or one of `WITH_BITS` with bits, perhaps `NO_LOOKAHEAD`; for `Option.parse`."""
-    base, at, bits = text.removesuffix(NO_LOOKAHEAD).partition("@")
+    base, at, bits = ordinary(text).partition("@")
     known = base in POLICIES
     if at:
         known = base in WITH_BITS and bits == EXACTLY
@@ -72,7 +77,7 @@ NO_TIERS = Tiers(0, 0)
 
 def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> list[str]:
     """Arguments of the extension for one policy; `impress` loads all tokens in few bits."""
-    name, _, bits = policy.removesuffix(NO_LOOKAHEAD).partition("@")
+    name, _, bits = ordinary(policy).partition("@")
     ours = name in WITH_BITS
     base = "impress" if ours else name
     flags = ["--enable-impress", f"--impress-ssd-dir={store}", f"--impress-policy={base}"]
@@ -102,7 +107,7 @@ def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> li
 
 def add_speedups(rows: Sequence[Row]) -> None:
     """Add to each row how many times faster it is than the fastest baseline of the run."""
-    means = [row["ttft_ms_mean"] for row in rows if row["policy"] in BASELINES]
+    means = [row["ttft_ms_mean"] for row in rows if ordinary(row["policy"]) in BASELINES]
     for row in rows:
         row["speedup_over_best_baseline"] = ratio(min(means, default=0.0), row["ttft_ms_mean"])
 

@@ -39,6 +39,7 @@ from bench.policies.compared import (
     Tiers,
     add_speedups,
     link_store,
+    ordinary,
     policy,
     policy_flags,
     segment_sizes,
@@ -172,7 +173,7 @@ class Comparison:
         # An order is found from the first part; the second one fills the caches again.
         first = round(len(warmup) * FIRST_SHARE)
         self.ask(server, warmup[:first])
-        if name in REORDERING:
+        if ordinary(name) in REORDERING:
             server.reorder()
         self.ask(server, warmup[first:])
         # Caches fill alike at any speed; how reads are cut follows the speed that is seen.
@@ -219,7 +220,7 @@ class Comparison:
 def _measure(args: argparse.Namespace, comparison: Comparison, name: str, tiers: Tiers) -> Row:
     measured = comparison.trace.measured
     with comparison.serving(name, tiers) as server, step(f"{name}: measuring"):
-        if name == "recompute":
+        if ordinary(name) == "recompute":
             measured = measured[: args.recompute_requests]
             # There are no caches to fill, and one request is enough to grow buffers. The last one,
             # for the prefix that it leaves in the pool is not that of the first measured one.
@@ -275,7 +276,7 @@ def warnings(rows: Sequence[Row]) -> list[str]:
         f"warning: {row['policy']}: only {row['requests_ssd']} of {row['requests']} requests used "
         "a stored prefix"
         for row in rows
-        if row["policy"] != "recompute" and row["requests_ssd"] != row["requests"]
+        if ordinary(row["policy"]) != "recompute" and row["requests_ssd"] != row["requests"]
     ]
 
 

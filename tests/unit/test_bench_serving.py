@@ -118,7 +118,9 @@ def test_a_trace_that_cannot_be_drawn_is_refused() -> None:
         make_trace({"long": [Question("a " * 100, ("b",), 0)] * 20}, Words(), OPTIONS)
 
 
-@pytest.mark.parametrize("name", [*POLICIES, "impress@6", "even@4.5", "impress@exact"])
+@pytest.mark.parametrize(
+    "name", [*POLICIES, "impress@6", "even@4.5", "impress@exact", "impress-off", "paper-off"]
+)
 def test_flags_of_a_policy_are_options_of_the_server(name: str) -> None:
     assert policy(name) == name
     flags = policy_flags(name, Path("kv"), 0.25, Tiers(70, 104))
@@ -126,13 +128,14 @@ def test_flags_of_a_policy_are_options_of_the_server(name: str) -> None:
     fields = {own.name: own.default for own in dataclasses.fields(ImpressConfig)}
     assert {key.replace("-", "_") for key in given} <= set(fields)
     assert given["policy"] in POLICIES
+    assert given.get("lookahead") == ("off" if name.endswith("-off") else None)
     if name != "recompute":
         assert given["retention"] == ("1.0" if name[0] in "ie" else "0.25")
         assert float(given["device-gb"]) == 0.07 and given["load"] == "always"
     assert store_kind(name) == ("paper" if name.startswith("paper") else "codes")
 
 
-@pytest.mark.parametrize("name", ["lru", "impress@2", "as@5", "impress@many"])
+@pytest.mark.parametrize("name", ["lru", "impress@2", "as@5", "impress@many", "lru-off"])
 def test_what_is_no_policy_is_refused(name: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not one of"):
         policy(name)
