@@ -56,6 +56,7 @@ class ImpressConfig:
     io_depth: int = 32
     readahead: float = 0.2
     lookahead: str = "on"
+    schedule: str = "off"
     load: str = "faster"
     approximation_depth: int = 8
     io_timeout: float = 10.0

@@ -36,6 +36,8 @@ EXACTLY = "exact"
 EXACT_BITS = 16.0
 LEAST_BITS, MOST_BITS = 4.0, 8.0
 ON, OFF = "on", "off"
+CLASSES, ESTIMATE, SHORTEST = "classes", "estimate", "shortest"
+SCHEDULES = (OFF, CLASSES, ESTIMATE, SHORTEST)
 ALLOCATIONS = ("query", "even", "random")
 
 
@@ -227,6 +229,14 @@ OPTIONS: tuple[Option, ...] = (
         "on: what requests wait for is evicted last, from SGLang's pool, caches and SSD, and of it "
         "what is needed last goes first. off: only SGLang's pool asks who waits, and not in which "
         "order.",
+    ),
+    Option(
+        "schedule",
+        str,
+        one_of(SCHEDULES),
+        "How the first 16 queued requests of equal priority change places. classes: what is ready "
+        "goes before what must be computed, that before what must be read. estimate: who waits "
+        "least for the drive goes first. shortest: who is prefilled soonest. off: they do not.",
     ),
     Option(
         "load",

@@ -19,7 +19,7 @@ from bench.core.session import ROOT, BenchFailed, interrupt_on_signals
 from impress_sglang.errors import ImpressError
 
 ROOMS = {
-    "policies": ("serving", "simulate", "calibrate"),
+    "policies": ("serving", "simulate", "calibrate", "schedule"),
     "quality": ("accuracy", "precision", "drift", "decode"),
     "engine": ("engine",),
     "micro": ("pipeline", "overhead", "memory", "planning", "disk", "kernels"),

@@ -159,6 +159,30 @@ class Server:
         with ThreadPoolExecutor(concurrency) as pool:
             return list(pool.map(ask, prompts))
 
+    def generate_at(
+        self, prompts: Sequence[Sequence[int]], whens: Sequence[float]
+    ) -> list[tuple[float, dict[str, Any]]]:
+        """Ask for one token of each prompt, so many seconds from now.
+
+        Returns:
+            Seconds until each answer, and the answer.
+        """
+        began = time.perf_counter()
+
+        def ask(tokens: Sequence[int], when: float) -> tuple[float, dict[str, Any]]:
+            time.sleep(max(0.0, began + when - time.perf_counter()))
+            asked = time.perf_counter()
+            answer = self.generate(tokens)
+            return time.perf_counter() - asked, answer
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(ask, prompts, whens))
+
+    def store(self, tokens: Sequence[int]) -> None:
+        """Compute a prompt, and empty the pool once it is written."""
+        self.generate(tokens)
+        self.flush()
+
     def stats(self) -> dict[str, Any]:
         """`GET /impress/stats`."""
         stats: dict[str, Any] = self._request("GET", "/impress/stats").json()

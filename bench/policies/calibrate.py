@@ -12,9 +12,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from bench.policies.compared import Tiers, policy_flags
 from bench.policies.eviction import Hierarchy, make_policy
 from bench.policies.sessions import Item, Request, zipf_weights
 from bench.policies.simulation import Rates, Simulation
+from bench.policies.trace import random_tokens
 
 OPTIONS = (
     Option("prefixes", 12, "that are shared", quick=6),
@@ -87,10 +87,10 @@ def run(args: argparse.Namespace) -> Result:
     """Measure, then simulate."""
     model = model_folder(args.model)
     rng = np.random.default_rng(args.seed)
-    prefixes = _random_tokens(rng, args.prefixes, args.prefix_tokens)
+    prefixes = random_tokens(rng, args.prefixes, args.prefix_tokens)
     weights = zipf_weights(args.prefixes, args.zipf)
     drawn = rng.choice(args.prefixes, args.requests, p=weights / weights.sum()).tolist()
-    questions = _random_tokens(rng, args.requests, QUESTION_TOKENS)
+    questions = random_tokens(rng, args.requests, QUESTION_TOKENS)
     asked = [(number, prefixes[number] + own) for number, own in zip(drawn, questions, strict=True)]
     # Beside the prefixes, for the last questions about them.
     slots = args.resident * (args.prefix_tokens + QUESTION_TOKENS) + args.prefix_tokens // 2
@@ -166,24 +166,11 @@ def replay(
     ]
 
 
-def _random_tokens(rng: np.random.Generator, count: int, length: int) -> list[list[int]]:
-    found: list[list[int]] = rng.integers(100, 20_000, (count, length)).tolist()
-    return found
-
-
 def _compute(server: Server, tokens: Sequence[int]) -> float:
-    began = time.perf_counter()
-    server.generate(tokens)
-    seconds = time.perf_counter() - began
+    (seconds, _), *_ = server.generate_at([tokens], [0.0])
     # It is written before the pool is emptied.
     server.flush()
     return seconds
-
-
-def _ask(server: Server, half: str, prefix: int, tokens: Sequence[int], arrival: float) -> Seen:
-    began = time.perf_counter()
-    meta = server.generate(tokens)["meta_info"]
-    return Seen(half, prefix, arrival, time.perf_counter() - began, meta["impress"]["path"])
 
 
 def _round(
@@ -200,24 +187,30 @@ def _round(
 
 
 def _one_by_one(server: Server, asked: Sequence[Asked], half: str, after: float) -> list[Seen]:
-    return [
-        _ask(server, half, *own, after + _PAUSE_SECONDS * place)
-        for place, own in enumerate(asked, 1)
-    ]
+    arrivals = [_PAUSE_SECONDS * place for place in range(1, len(asked) + 1)]
+    answers = [server.generate_at([tokens], [0.0])[0] for _, tokens in asked]
+    return _seen(half, asked, arrivals, answers, after)
 
 
 def _queueing(
     server: Server, asked: Sequence[Asked], arrivals: Sequence[float], after: float
 ) -> list[Seen]:
     """Ask at these times, in seconds from now."""
-    began, start = time.perf_counter(), after + _PAUSE_SECONDS
+    answers = server.generate_at([tokens for _, tokens in asked], arrivals)
+    return _seen(QUEUED, asked, arrivals, answers, after + _PAUSE_SECONDS)
 
-    def ask(own: Asked, arrival: float) -> Seen:
-        time.sleep(max(0.0, began + arrival - time.perf_counter()))
-        return _ask(server, QUEUED, *own, start + arrival)
 
-    with ThreadPoolExecutor(len(asked)) as threads:
-        return list(threads.map(ask, asked, arrivals))
+def _seen(
+    half: str,
+    asked: Sequence[Asked],
+    arrivals: Sequence[float],
+    answers: Sequence[tuple[float, dict[str, Any]]],
+    after: float,
+) -> list[Seen]:
+    return [
+        Seen(half, prefix, after + arrival, seconds, answer["meta_info"]["impress"]["path"])
+        for (prefix, _), arrival, (seconds, answer) in zip(asked, arrivals, answers, strict=True)
+    ]
 
 
 def _row(half: str, measured: Sequence[Seen], simulated: Sequence[Seen]) -> Row:

@@ -227,12 +227,22 @@ def _after_queued(result: Any, scheduler: Any, req: Any, *_: Any, **__: Any) -> 
     return result
 
 
-def _after_ordered(result: Any, policy: Any, waiting_queue: Any, *_: Any, **__: Any) -> Any:
+def _around_policy(
+    original: Callable[..., None], policy: Any, waiting_queue: Any, *args: Any, **kwargs: Any
+) -> None:
+    """SGLang orders the waiting queue; then ours change places, and who evicts is told."""
     from impress_sglang.integration.radix_cache import ImpressRadixCache
 
-    if isinstance(policy.tree_cache, ImpressRadixCache):
-        policy.tree_cache.runtime.note_queue([req.rid for req in waiting_queue])
-    return result
+    cache = policy.tree_cache
+    if not isinstance(cache, ImpressRadixCache):
+        original(policy, waiting_queue, *args, **kwargs)
+        return
+    order = cache.runtime.queue_order
+    order.restore(waiting_queue)
+    original(policy, waiting_queue, *args, **kwargs)
+    order.look(waiting_queue, cache.prefetch)
+    order.arrange(waiting_queue)
+    cache.runtime.note_queue([req.rid for req in waiting_queue])
 
 
 def _around_refresh(original: Callable[..., None], req: Any, tree_cache: Any) -> None:
@@ -345,7 +355,9 @@ HOOKS = (
     Hook("sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache", _after_queued, "after"),
     Hook("sglang.srt.managers.schedule_policy.touch_waiting_prefix", _around_refresh, "around"),
     Hook(
-        "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority", _after_ordered, "after"
+        "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority",
+        _around_policy,
+        "around",
     ),
     Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", _after_pass, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _after_state, "after"),

@@ -119,7 +119,7 @@ class ImpressRadixCache(RadixCache):
             )
         if plan is not None:
             report.update(estimate_fields(plan.estimate))
-        known.plan = plan = self._accept(plan, req.rid, resident.last_device_node)
+        known.plan = plan = self._accept(plan, req.rid, resident, len(params.key))
         if plan is None:
             self.runtime.prefetches.drop(req.rid)
             return resident
@@ -149,23 +149,26 @@ class ImpressRadixCache(RadixCache):
         return plan.promised, req.last_node
 
     def prefetch(self, req: Any) -> None:
-        """A request begins to wait: note what it will use, and read it for its first layers.
+        """A request waits: note what it will use, and read it for its first layers.
 
         It is never held back for that: when it is admitted, it goes on with what is there.
         """
         runtime = self.runtime
         runtime.served.take_over()
-        if self.disable or not runtime.served.in_use:
-            return
-        if req.rid in runtime.prefetches or serve_refusal(req) is not None:
+        serves = runtime.served.in_use and serve_refusal(req) is None
+        if self.disable or not (serves or runtime.queue_order.enabled):
             return
         tokens = req.full_untruncated_fill_ids or req.origin_input_ids
         limit = req._compute_max_prefix_len(len(tokens))
         key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
         resident = super().match_prefix(MatchPrefixParams(key=key))
-        _, plan = self._plan(key, resident.device_prefix_len, self._known.note(req))
-        plan = self._accept(plan, req.rid, resident.last_device_node)
-        if plan is not None:
+        plan = None
+        if serves:
+            _, plan = self._plan(key, resident.device_prefix_len, self._known.note(req))
+        plan = self._accept(plan, req.rid, resident, len(key))
+        if plan is None:
+            runtime.prefetches.drop(req.rid)
+        elif req.rid not in runtime.prefetches:
             runtime.prefetches.begin(req.rid, plan)
 
     def prefix_device_indices(self, req: Any) -> Tensor:
@@ -173,7 +176,7 @@ class ImpressRadixCache(RadixCache):
 
         SGLang asks for it when it has admitted the request and locked what it uses.
         """
-        self.awaited.forget(req.rid)
+        self._end_waiting(req.rid)
         request = self.runtime.live.get(req.rid)
         if request is None:
             return super().prefix_device_indices(req)
@@ -349,13 +352,21 @@ class ImpressRadixCache(RadixCache):
         match = admission.find(namespace_of(key), tokens, wanted)
         return match, admission.plan(match, tokens, resident_len, wanted)
 
-    def _accept(self, plan: AdmissionPlan | None, rid: str, node: Any) -> AdmissionPlan | None:
+    def _accept(
+        self, plan: AdmissionPlan | None, rid: str, resident: MatchResult, num_tokens: int
+    ) -> AdmissionPlan | None:
         """A plan; None if its tokens are computed because that is faster.
 
-        Notes what a request, whose resident prefix ends at `node`, waits for.
+        Notes what a request of `num_tokens`, besides the last one, waits for.
         """
-        plan = self.runtime.admission.accept(plan)
-        self.awaited.note(rid, node, () if plan is None else plan.spans)
+        runtime = self.runtime
+        plan = runtime.admission.accept(plan)
+        spans = () if plan is None else plan.spans
+        self.awaited.note(rid, resident.last_device_node, spans)
+        if runtime.queue_order.enabled:
+            resident_len = resident.device_prefix_len
+            state = runtime.admission.state(plan, resident_len, num_tokens + 1)
+            runtime.queue_order.note(rid, state)
         return plan
 
     def _allocate(self, num_tokens: int) -> Tensor | None:
@@ -381,8 +392,13 @@ class ImpressRadixCache(RadixCache):
         self._private_tokens -= request.k
         request.adopt()
 
-    def _forget(self, rid: str) -> None:
+    def _end_waiting(self, rid: str) -> None:
+        """A request is admitted, or gone."""
         self.awaited.forget(rid)
+        self.runtime.queue_order.forget(rid)
+
+    def _forget(self, rid: str) -> None:
+        self._end_waiting(rid)
         self.runtime.prefetches.drop(rid)
         self._known.forget(rid)
         self._saves.forget(rid)

@@ -23,6 +23,7 @@ from impress_sglang.management.stored import StoredMatch, StoredSpan
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.clocks import Clock
 from impress_sglang.serving.estimate import BITS, RETENTIONS, Estimate, Estimator, RequestLengths
+from impress_sglang.serving.scheduling import CacheState
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
@@ -197,6 +198,15 @@ class Admission:
             return plan
         self._served.store.measure_reading(plan.match)
         return None
+
+    def state(self, plan: AdmissionPlan | None, resident_len: int, num_tokens: int) -> CacheState:
+        """What is cached of a request of `num_tokens`, with an accepted plan or none."""
+        if plan is not None:
+            return CacheState(True, plan.estimate)
+        # What is shorter is no prefix that anybody would store.
+        cached = resident_len >= self._config.min_prefix_tokens
+        work = RequestLengths(resident_len, 0, num_tokens - resident_len)
+        return CacheState(cached, self._estimator.estimate(work, 1.0, 0.0))
 
     def decide(self, match: StoredMatch, work: RequestLengths, wanted: LoadOptions) -> Estimate:
         """How much of a stored prefix to load, and what that and computing it would take.

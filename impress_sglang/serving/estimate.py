@@ -57,9 +57,7 @@ class Estimate:
     @property
     def load(self) -> float | None:
         """Seconds with the stored prefix."""
-        if self.compute is None:
-            return None
-        return max(self.io, self.compute) if self.overlapped else self.io + self.compute
+        return None if self.compute is None else self.seconds(1.0)
 
     @property
     def loads_faster(self) -> bool:
@@ -70,6 +68,14 @@ class Estimate:
     def hidden(self) -> bool:
         """Whether reading takes no longer than computing."""
         return self.overlapped and self.compute is not None and self.io <= self.compute
+
+    def unhidden(self, unread: float) -> float:
+        """Seconds of reading beside which nothing is computed, if so much of it is left."""
+        return max(self.io * unread - (self.compute or 0.0) * self.overlapped, 0.0)
+
+    def seconds(self, unread: float) -> float:
+        """Seconds with the stored prefix, if so much of its reading is left."""
+        return (self.compute or 0.0) + self.unhidden(unread)
 
 
 class Estimator:

@@ -56,6 +56,13 @@ class Prefetches:
         self._waiting[rid] = Prefetch(plan, source, timeline)
         store.ahead.wait(source, buffer_bytes(store.forecast.bytes_per_second, plan.estimate))
 
+    def unread(self, rid: str) -> float:
+        """The share of a request's layers of which nothing was read for it yet."""
+        waiting = self._waiting.get(rid)
+        if waiting is None:
+            return 1.0
+        return 1.0 - waiting.source.next_ahead / waiting.source.num_layers
+
     def order(self, rids: Sequence[str]) -> None:
         """Requests wait in this order now; what is not read yet is read in it."""
         if len(self._waiting) > 1:

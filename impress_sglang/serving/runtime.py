@@ -29,6 +29,7 @@ from impress_sglang.serving.opening import Allocate, RequestOpener
 from impress_sglang.serving.prefetch import Prefetches
 from impress_sglang.serving.report import RequestTotals, publish
 from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline, TimelineWriter
@@ -85,6 +86,8 @@ class ServingRuntime:
         self._timelines = TimelineWriter(config.trace_path) if config.trace_path else None
         self._loaders = Loaders.of(config, shape, self.policy)
         self.prefetches = Prefetches(self.served, self._timeline_for)
+        self.queue_order = QueueOrder(config.schedule, self.prefetches.unread)
+        """Who changes places in SGLang's queue."""
         self.admission = Admission(
             config,
             shape,

@@ -1,0 +1,190 @@
+"""Who changes places in the waiting queue, and how often somebody is overtaken."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impress_sglang.options import CLASSES, ESTIMATE, OFF, SHORTEST
+from impress_sglang.serving.estimate import Estimate
+from impress_sglang.serving.scheduling import LOOK_SHARE, WINDOW, CacheState, QueueOrder
+
+READY = CacheState(True, Estimate(1.0, 0.0, 0.2, None))
+UNKNOWN = CacheState(False, Estimate(1.0, 0.0, 1.0, None))
+HIDDEN = CacheState(True, Estimate(1.0, 0.2, 0.3, None))
+SLOW = CacheState(True, Estimate(1.0, 0.9, 0.3, None))
+SLOWER = CacheState(True, Estimate(1.0, 1.1, 0.2, None))
+STATES = {"ready": READY, "unknown": UNKNOWN, "hidden": HIDDEN, "slow": SLOW, "slower": SLOWER}
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    rid: str
+    priority: int | None = None
+
+
+def make_order(schedule: str, unread: float = 1.0) -> QueueOrder:
+    order = QueueOrder(schedule, lambda _: unread)
+    for rid, state in STATES.items():
+        order.note(rid, state)
+    return order
+
+
+def arranged(order: QueueOrder, *rids: str) -> list[str]:
+    queue = [Waiting(rid) for rid in rids]
+    order.restore(queue)
+    order.arrange(queue)
+    return [own.rid for own in queue]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (OFF, ["slower", "slow", "unknown", "hidden", "ready"]),
+        (CLASSES, ["hidden", "ready", "unknown", "slower", "slow"]),
+        (ESTIMATE, ["unknown", "hidden", "ready", "slow", "slower"]),
+        (SHORTEST, ["ready", "hidden", "slow", "unknown", "slower"]),
+    ],
+)
+def test_who_goes_first(schedule: str, expected: list[str]) -> None:
+    """Those of one rank keep their order."""
+    order = make_order(schedule)
+    assert arranged(order, "slower", "slow", "unknown", "hidden", "ready") == expected
+
+
+def test_what_was_read_meanwhile_is_ready() -> None:
+    assert arranged(make_order(CLASSES), "slow", "unknown") == ["unknown", "slow"]
+    assert arranged(make_order(CLASSES, unread=0.3), "slow", "unknown") == ["slow", "unknown"]
+
+
+def test_who_was_never_looked_at_overtakes_nobody() -> None:
+    for schedule in (CLASSES, ESTIMATE, SHORTEST):
+        assert arranged(make_order(schedule), "slower", "new") == ["slower", "new"]
+
+
+def test_before_any_pass_nothing_is_known_to_hide_a_read() -> None:
+    state = CacheState(True, Estimate(1.0, 0.1, None, None))
+    assert state.estimate.unhidden(1.0) == state.estimate.seconds(1.0) == 0.1
+    assert dataclasses.replace(SLOW.estimate, overlapped=False).seconds(0.5) == 0.75
+
+
+def test_who_was_overtaken_as_often_as_allowed_is_next() -> None:
+    order = make_order(CLASSES)
+    queue = [Waiting("slow"), Waiting("unknown")]
+    for number in range(WINDOW):
+        order.note(f"ready-{number}", READY)
+        queue.append(Waiting(f"ready-{number}"))
+        order.restore(queue)
+        order.arrange(queue)
+        assert queue.pop(0).rid == f"ready-{number}"
+    queue.append(Waiting("ready"))
+    order.restore(queue)
+    order.arrange(queue)
+    # Ranks say that `unknown` goes before `slow`.
+    assert [own.rid for own in queue] == ["slow", "unknown", "ready"]
+
+
+class World:
+    """A queue as SGLang keeps it, beside the same one that nobody rearranges."""
+
+    def __init__(self, schedule: str, priorities: int, rng: random.Random) -> None:
+        self.order = QueueOrder(schedule, lambda _: rng.random())
+        self.queue: list[Waiting] = []
+        self.alone: list[Waiting] = []
+        self.overtaken = Counter[str]()
+        self._priorities = priorities
+        self._rng = rng
+        self._count = 0
+
+    def add(self) -> None:
+        rng, self._count = self._rng, self._count + 1
+        own = Waiting(f"r{self._count}", rng.randrange(self._priorities))
+        self.queue.append(own)
+        self.alone.append(own)
+        if rng.random() < 0.9:
+            self.order.note(own.rid, rng.choice(list(STATES.values())))
+
+    def step(self, policy: str, admits: int) -> None:
+        self.order.restore(self.queue)
+        assert self.queue == self.alone
+        # SGLang's policy, whichever it is.
+        if policy == "priority":
+            self.alone.sort(key=lambda own: own.priority or 0)
+        elif policy == "shuffles":
+            self._rng.shuffle(self.alone)
+        self.queue[:] = self.alone
+        self.order.arrange(self.queue)
+        assert Counter(self.queue) == Counter(self.alone)
+        # Some are passed over, as where an adapter is not loaded; others are aborted.
+        able = [own for own in self.queue if self._rng.random() < 0.8]
+        gone = {*able[:admits], *(own for own in self.queue if self._rng.random() < 0.02)}
+        for place, own in enumerate(self.queue):
+            if own in gone:
+                self.order.forget(own.rid)
+                continue
+            behind = self.alone[self.alone.index(own) :]
+            passed = [other for other in self.queue[:place] if other in gone and other in behind]
+            assert all(other.priority == own.priority for other in passed)
+            self.overtaken[own.rid] += len(passed)
+        self.queue = [own for own in self.queue if own not in gone]
+        self.alone = [own for own in self.alone if own not in gone]
+
+
+@given(
+    schedule=st.sampled_from([OFF, CLASSES, ESTIMATE, SHORTEST]),
+    policy=st.sampled_from(["fcfs", "priority", "shuffles"]),
+    priorities=st.integers(1, 3),
+    steps=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5)), max_size=40),
+    seed=st.integers(0, 99),
+)
+def test_nobody_is_overtaken_more_often_than_the_window_is_long(
+    schedule: str, policy: str, priorities: int, steps: list[tuple[int, int]], seed: int
+) -> None:
+    """And SGLang always finds its queue as it left it."""
+    world = World(schedule, priorities, random.Random(seed))
+    for arrivals, admits in steps:
+        for _ in range(arrivals):
+            world.add()
+        world.step(policy, admits)
+        assert max(world.overtaken.values(), default=0) <= (0 if schedule == OFF else WINDOW)
+
+
+def test_looking_takes_its_share_of_the_time_and_the_oldest_first() -> None:
+    now, looked = 0.0, list[str]()
+    order = QueueOrder(CLASSES, lambda _: 1.0, clock=lambda: now)
+    queue = [Waiting(str(number)) for number in range(WINDOW + 1)]
+
+    def look_at(own: Waiting) -> None:
+        nonlocal now
+        looked.append(own.rid)
+        now += 0.001
+        order.note(own.rid, READY)
+
+    for number in range(WINDOW + 1):
+        order.restore(queue)
+        order.look(queue, look_at)
+        order.look(queue, look_at)
+        assert len(looked) == number + 1
+        now += 0.001 / LOOK_SHARE
+    # Nobody outside of the window, and those first who were never looked at.
+    assert looked == [*(str(number) for number in range(WINDOW)), "0"]
+
+
+def test_who_was_matched_in_this_pass_is_not_looked_at_again() -> None:
+    """As with SGLang's policies that match all requests."""
+    order, queue = make_order(CLASSES), [Waiting("ready"), Waiting("slow")]
+    order.restore(queue)
+    for own in queue:
+        order.note(own.rid, READY)
+    order.look(queue, lambda _: pytest.fail("looked"))
+
+
+def test_without_a_schedule_nobody_is_looked_at() -> None:
+    order = make_order(OFF)
+    assert not order.enabled
+    order.look([Waiting("ready")], lambda _: pytest.fail("looked"))
