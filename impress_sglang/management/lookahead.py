@@ -15,9 +15,12 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from impress_sglang.management.stored import StoredSpan
+from impress_sglang.tiers.rules import LAST_TURN
 
-LAST_TURN = 2**52
-"""Of who is in no order yet: behind everybody."""
+# So many may come between two requests before others need new turns.
+_GAP = 1024
+# Room before it, for who overtakes all.
+_FIRST_TURN = 2**40
 
 AwaitedRange: TypeAlias = tuple[int, int, int]
 """First and last token, exclusive, of a segment, and the turn of the next request for them."""
@@ -36,7 +39,7 @@ class LookAhead:
         self._awaited: dict[str, dict[_Range, set[str]]] = {}
         self._ranges_of: dict[str, dict[str, _Range]] = {}
         self._turns: dict[str, int] = {}
-        self._next_turn = 0
+        self._next_turn = _FIRST_TURN
         # What `ranges` has found, until it changes.
         self._found: dict[str, list[AwaitedRange]] = {}
         # Segments whose ranges may be others than `take_changed` has told, and what it has told.
@@ -96,22 +99,26 @@ class LookAhead:
     def order(self, rids: Sequence[str]) -> None:
         """Requests wait in this order now.
 
-        Those who keep their order keep their turns, so that a queue that only moves on costs
-        nothing but this look at it.
+        Those who are not overtaken by others behind them keep their turns, so that a queue that
+        only moves on costs nothing but this look at it.
         """
-        known, last, turns = self._turns, -1, dict[str, int]()
-        for rid in rids:
-            turn = known.get(rid, -1)
-            if turn <= last:
-                turn = max(self._next_turn, last + 1)
-                self._next_turn = turn + 1
-                for segment_id in self._ranges_of.get(rid, ()):
-                    self._note_change(segment_id)
-            turns[rid] = last = turn
+        known, turns = self._turns, dict[str, int]()
+        new = next((i for i, rid in enumerate(reversed(rids)) if rid in known), len(rids))
+        following = self._next_turn
+        for rid in reversed(rids[: len(rids) - new]):
+            turn = known.get(rid, LAST_TURN)
+            if turn >= following:
+                turn = following - 1
+                self._note_turn(rid)
+            turns[rid] = following = turn
+        for rid in rids[len(rids) - new :]:
+            turns[rid] = self._next_turn
+            self._next_turn += _GAP
+            self._note_turn(rid)
         self._turns = turns
 
     def turn(self, rid: str) -> int:
-        """When it is a request's turn; lower is sooner."""
+        """When it is a request's turn; lower is sooner. Who is in no order yet is behind all."""
         return self._turns.get(rid, LAST_TURN)
 
     def ranges(self, segment_id: str) -> list[AwaitedRange]:
@@ -178,6 +185,10 @@ class LookAhead:
         for segment_id in tuple(self._found):
             found = self._found.pop(segment_id)
             assert self.ranges(segment_id) == found
+
+    def _note_turn(self, rid: str) -> None:
+        for segment_id in self._ranges_of.get(rid, ()):
+            self._note_change(segment_id)
 
     def _note_change(self, segment_id: str) -> None:
         self._found.pop(segment_id, None)

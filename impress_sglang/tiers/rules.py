@@ -28,10 +28,10 @@ AVERAGE_WEIGHT = 0.1
 MOST_ACCESSES = 1000
 # Weights of a forward decay double at every half-life; this keeps them finite.
 MAX_EXPONENT = 500.0
-# Of a chunk for which no request waits; other turns are from 0 to below _TURNS, which are integers
-# that floats have, and above all priorities of rules when scaled.
+# Of a chunk for which no request waits. Turns are from 0 to LAST_TURN, which are integers that
+# floats have, and above all priorities of rules when scaled.
 NOBODY = -1
-_TURNS = 2**53
+LAST_TURN = 2**52
 _AWAITED_EXPONENT = 600
 # Of a chunk that is expected to hold nothing of importance.
 LEAST_SHARE = 1e-6
@@ -239,7 +239,7 @@ class AwaitedLast:
 
     def expect(self, ids: Ids, turns: Ids) -> None:
         """Requests wait for chunks, distinct `ids`, in these turns, int64; NOBODY does any more."""
-        worth = np.ldexp((_TURNS - turns).astype(np.float64), _AWAITED_EXPONENT)
+        worth = np.ldexp((LAST_TURN + 1 - turns).astype(np.float64), _AWAITED_EXPONENT)
         self._awaited[ids] = np.where(turns == NOBODY, 0.0, worth)
         self._weigh(ids)
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.lookahead import LAST_TURN, LookAhead
+from impress_sglang.management.lookahead import _GAP, LookAhead
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSpan
 from impress_sglang.management.versions import turns_of
 from impress_sglang.management.writing import Offer
 from impress_sglang.storage.quality import EXACT
-from impress_sglang.tiers.rules import NOBODY
+from impress_sglang.tiers.rules import LAST_TURN, NOBODY
 from impress_sglang.transfer.source import ReadNeeds
 from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, make_shape
 from tests.unit.reading import read_rows
@@ -44,9 +44,33 @@ def test_a_queue_that_moves_on_keeps_its_turns() -> None:
 
     assert [lookahead.turn(rid) for rid in "bc"] == turns[1:] and lookahead.turn("d") > turns[2]
     assert lookahead.take_changed() == []
-    lookahead.order(["d", "b", "c"])
-    assert lookahead.turn("d") < lookahead.turn("b") < lookahead.turn("c")
+    lookahead.order(["d", "new", "b", "c"])
+    turns = [lookahead.turn(rid) for rid in ("d", "new", "b", "c")]
+    assert turns == sorted(set(turns))
+    assert lookahead.take_changed() == []
+    lookahead.order(["d", "c", "b", "new"])
+    turns = [lookahead.turn(rid) for rid in ("d", "c", "b", "new")]
+    assert turns == sorted(set(turns))
     assert [segment_id for segment_id, _ in lookahead.take_changed()] == ["a"]
+
+
+@given(st.lists(st.lists(st.sampled_from("abcdefgh"), unique=True), max_size=20))
+def test_turns_are_in_the_order_of_the_queue(orders: list[list[str]]) -> None:
+    lookahead = LookAhead()
+    for order in orders:
+        lookahead.order(order)
+        turns = [lookahead.turn(rid) for rid in order]
+        assert turns == sorted(set(turns)) and all(0 <= turn < LAST_TURN for turn in turns)
+
+
+def test_a_gap_between_turns_may_be_full() -> None:
+    lookahead = LookAhead()
+    lookahead.order(["a", "z"])
+    for number in range(3 * _GAP):
+        queue = ["a", str(number), str(number - 1), "z"]
+        lookahead.order(queue)
+        turns = [lookahead.turn(rid) for rid in queue]
+        assert turns == sorted(set(turns))
 
 
 def test_who_waits_behind_others_for_the_same_changes_nothing() -> None:
@@ -54,16 +78,18 @@ def test_who_waits_behind_others_for_the_same_changes_nothing() -> None:
     lookahead = LookAhead()
     lookahead.wait("a", spans((0, (0, 4))))
     lookahead.order(["a"])
-    assert lookahead.take_changed() == [("a", [(0, 4, 0)])]
+    first = lookahead.turn("a")
+    assert lookahead.take_changed() == [("a", [(0, 4, first)])]
     for rid in "bcb":
         lookahead.wait(rid, spans((0, (0, 2)), (0, (2, 4))))
     lookahead.order(["a", "b", "c"])
     assert lookahead.take_changed() == []
 
     lookahead.stop_waiting("a")
-    assert lookahead.take_changed() == [("a", [(0, 4, 1)])]
+    second = lookahead.turn("b")
+    assert lookahead.take_changed() == [("a", [(0, 4, second)])] and second > first
     lookahead.wait("d", spans((0, (2, 6))))
-    assert lookahead.take_changed() == [("a", [(2, 6, LAST_TURN), (0, 4, 1)])]
+    assert lookahead.take_changed() == [("a", [(2, 6, LAST_TURN), (0, 4, second)])]
     lookahead.clear()
     assert lookahead.take_changed() == [("a", [])]
 
