@@ -20,7 +20,8 @@ BEGIN, END = (
 GROUPS = {
     "Store": "ssd_dir ssd_gb min_free_gb min_prefix_tokens approximation_depth chunk_tokens",
     "Precision and retention": "bits base_error retention min_retention load",
-    "Memory": "device_gb host_gb buffer_gb recompute_gb half_life lookahead",
+    "Memory": "device_gb host_gb buffer_gb recompute_gb half_life",
+    "Queue": "lookahead schedule",
     "Disk": "readahead io_engine io_depth io_timeout trace_dir",
     "Comparison": "policy allocate probe_heads alpha reorder_interval reorder_key",
 }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +176,7 @@ def narrow(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
         "--impress-host-gb=0.02",
         "--impress-load=always",
         "--impress-approximation-depth=0",
+        "--impress-schedule=classes",
         f"--impress-trace-dir={workdir / 'traces'}",
     )
     own = tuple(flag for flag in own if not flag.startswith("--max-running-requests"))
@@ -205,6 +208,32 @@ def test_requests_that_wait_are_read_ahead(narrow: Server) -> None:
     together = narrow.generate_together(prompts, 4)
     assert [one["output_ids"] for one in alone] == [other["output_ids"] for other in together]
     assert any(report(answer)["prefetched"] for answer in together)
+
+
+def test_who_has_to_be_read_lets_others_pass(narrow: Server) -> None:
+    """While one request runs, three wait, the slowest first."""
+    (stored,) = store_prefixes(narrow, 1, seed=650)
+    resident = random_tokens(1000, seed=651)
+    narrow.generate(resident, 1)
+    narrow.post("/bench/ssd_mbps", mbps=0.3).raise_for_status()
+    ends: list[str] = []
+
+    def ask(name: str, prompt: list[int], new_tokens: int = 1) -> None:
+        narrow.generate(prompt, new_tokens)
+        ends.append(name)
+
+    waiting = {
+        "runs": (random_tokens(20, seed=652), 300),
+        "stored": ([*stored, 5], 1),
+        "unknown": (random_tokens(900, seed=653), 1),
+        "resident": ([*resident, 5], 1),
+    }
+    with ThreadPoolExecutor(len(waiting)) as pool:
+        for name, asked in waiting.items():
+            pool.submit(ask, name, *asked)
+            time.sleep(0.05)
+    narrow.post("/bench/ssd_mbps", mbps=0).raise_for_status()
+    assert ends == ["runs", "resident", "unknown", "stored"]
 
 
 def test_a_timeline_is_written_for_a_loaded_prefix(narrow: Server, workdir: Path) -> None:

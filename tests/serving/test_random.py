@@ -33,6 +33,7 @@ IMPRESS_FLAGS = (
     "--impress-io-timeout=1",
     "--impress-device-gb=0.002",
     "--impress-host-gb=0.008",
+    "--impress-schedule=estimate",
 )
 LIFE_SECONDS = 30
 ENOUGH_LIVES = 8
