@@ -39,7 +39,7 @@ from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.management.writing import SegmentWrites, StoreStats
 from impress_sglang.storage.catalog import CatalogEntry
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.layout import PROBE, Column, KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import Tokens
@@ -105,6 +105,7 @@ class PrefixStore:
             self.cache,
             self._memory.codes,
             retention=config.part_retention,
+            certain=_certain_columns(config, shape),
             by_importance=config.reorder_key == "importance",
         )
         self.forecast = ReadForecast(
@@ -440,3 +441,10 @@ class PrefixStore:
         if error is None:
             self._keeper.catch_up()
         self.health.probed(error, readable=segments is not None)
+
+
+def _certain_columns(config: ImpressConfig, shape: KVShape) -> Sequence[Column]:
+    """Columns of exact KVs that a usual request reads in full: of a part, what it is found by."""
+    if not config.uses_part(config.usual_retention):
+        return shape.columns
+    return (PROBE,) if shape.probe_kv_heads else shape.key_columns

@@ -18,7 +18,7 @@ from impress_sglang.management.lookahead import AwaitedRange
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.token_order import expected_shares
 from impress_sglang.precision.codec import GROUP_TOKENS
-from impress_sglang.storage.layout import KVShape, SegmentLayout
+from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import NOBODY, Floats
@@ -54,6 +54,7 @@ class SegmentVersions:
         codes: ChunkCache,
         *,
         retention: float,
+        certain: Sequence[Column],
         by_importance: bool,
     ) -> None:
         """Begin with none.
@@ -63,12 +64,14 @@ class SegmentVersions:
             cache: holds chunks.
             codes: holds those of codes.
             retention: what requests usually ask for.
+            certain: columns of exact KVs of which they usually ask for all rows.
             by_importance: averages are of importance, not of selections.
         """
         self._shape = shape
         self._cache = cache
         self._codes = codes
         self._retention = retention
+        self._certain = np.array(certain)
         self._by_importance = by_importance
         self._versions: dict[str, Version] = {}
         # What requests wait for, also of segments that were not read yet.
@@ -113,8 +116,8 @@ class SegmentVersions:
     def expect(self, awaited: Iterable[tuple[str, Sequence[AwaitedRange]]]) -> None:
         """Requests wait for these tokens of some segments, and for no others of these.
 
-        It outlasts the rest in the caches: of codes the bases, for which planes are wanted is not
-        known before; of exact KVs all columns.
+        What of it is certain to be read outlasts the rest in the caches: the bases of codes, and
+        some columns of exact KVs.
         """
         for segment_id, ranges in awaited:
             if ranges:
@@ -133,8 +136,9 @@ class SegmentVersions:
             # Which chunks have which tokens is in the file.
             ranges = [(0, layout.num_tokens, ranges[-1][2])]
         chunks = turns_of(layout.num_chunks, layout.chunk_tokens, ranges)
-        starts = np.arange(0, layout.total_chunks, layout.num_chunks)
-        self._cache.expect(version.columns[0] + starts, chunks)
+        layers = version.columns[0] + layout.layer_chunks * np.arange(self._shape.num_layers)
+        starts = layers[:, None] + layout.num_chunks * self._certain
+        self._cache.expect(starts.reshape(-1), chunks)
 
     def _expect_codes(self, version: Version, ranges: Sequence[AwaitedRange]) -> None:
         layout = version.layout.codes

@@ -164,6 +164,45 @@ def test_turns_of_chunks_are_those_of_their_first_reader() -> None:
     assert turns_of(4, 4, [(3, 9, 7), (0, 5, 2)]).tolist() == [2, 2, 7, NOBODY]
 
 
+@pytest.mark.parametrize(
+    ("policy", "retention", "probe", "columns"),
+    [
+        ("as", 0.25, (), [0, 1, 2, 3, 4, 5, 6]),
+        ("as+h2o+lru", 1.0, (), [0, 1, 2, 3, 4, 5, 6]),
+        ("as+h2o+lru", 0.25, (), [1, 2, 3]),
+        ("paper", 0.25, (0,), [0]),
+    ],
+)
+def test_what_is_not_certain_to_be_read_is_not_awaited(
+    tmp_path: Path, policy: str, retention: float, probe: tuple[int, ...], columns: list[int]
+) -> None:
+    """Which rows of the others are wanted tells the query: they would be read whole in vain."""
+    shape = make_shape(
+        layers=2, query_heads=6, kv_heads=3, key_dim=64, value_dim=64, probe=probe, coded=False
+    )
+    own = {"policy": policy, "retention": retention, "min_free_gb": 0.0, "min_prefix_tokens": 1}
+    config = ImpressConfig(ssd_dir=str(tmp_path), device_gb=0, host_gb=gb(40 * 4096), **own)
+    lookahead, prefix = LookAhead(), as_tokens(range(256))
+    with contextlib.closing(PrefixStore(config, IDENTITY, shape, lookahead=lookahead)) as store:
+        kvs = SequenceKVs(shape, "", tuple(range(256)), EXACT)
+        store.writes.offer("", Offer(prefix, kvs.read_from, lambda: None, lambda: None, 1))
+        store.writes.drain()
+        match = store.match("", prefix)
+        store.close_source(store.open_source(match, 0, 256, ReadNeeds(whole=True)))
+        (version,) = store._versions._versions.values()
+        store.forecast.stored_bytes(match.spans)
+        assert version.columns is not None
+        lookahead.wait("waits", match.spans)
+        store.poll()
+        rule, layout = store.cache.placement._rule, version.layout
+        awaited = rule._awaited[version.columns[0] :][: layout.total_chunks]
+        by_column = awaited.reshape(2, -1, layout.num_chunks)
+        assert by_column.all(2).tolist() == by_column.any(2).tolist()
+        assert [[*map(bool, row)] for row in by_column.all(2)] == 2 * [
+            [column in columns for column in shape.columns]
+        ]
+
+
 @pytest.mark.parametrize("coded", [False, True])
 def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool) -> None:
     """Of a cache with room for less than one of two prefixes."""
