@@ -18,6 +18,7 @@ from impress_sglang.integration.judged_arguments import (
     IDENTITY,
     INERT,
     RESTRICTED,
+    SCHEDULED,
     is_off,
 )
 from impress_sglang.integration.judged_backends import BACKENDS, OFFSET_ROWS, REFUSED
@@ -31,6 +32,7 @@ from impress_sglang.integration.judged_models import (
     ROPE_UNSET,
 )
 from impress_sglang.integration.layers import check_architecture
+from impress_sglang.options import OFF
 
 # What is used on a device where nothing is asked for and SGLang's own choice does not do.
 DEFAULT_ATTENTION = {"cpu": "torch_native", "cuda": "triton"}
@@ -161,6 +163,19 @@ def check_parts(config: ImpressConfig, options: Any) -> None:
         if config.policy == "impress":
             asked = f"--impress-retention {config.retention}"
         raise UnsupportedError(f"{refusal}: change that, or drop {asked}")
+
+
+def check_schedule(config: ImpressConfig, options: Any) -> None:
+    """Refuse to change places in orders of which nobody has judged that.
+
+    Raises:
+        UnsupportedError: with one sentence.
+    """
+    if config.schedule != OFF and options.schedule_policy not in SCHEDULED:
+        raise UnsupportedError(
+            f"--impress-schedule changes places in the orders {', '.join(SCHEDULED)}, not in that "
+            f"of --schedule-policy {options.schedule_policy}: choose one of them, or drop it"
+        )
 
 
 def attention_of(options: Any) -> tuple[str | None, str | None]:

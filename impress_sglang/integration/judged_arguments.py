@@ -163,6 +163,9 @@ AT_DEFAULT = _words("""
     ep_num_redundant_experts init_expert_location
 """)
 
+# Orders of the queue in which `--impress-schedule` may let requests change places.
+SCHEDULED = ("fcfs", "lpm", "dfs-weight", "hrrn")
+
 # Change KVs beyond rounding, and are in neither the weights nor the model's configuration. Dtypes
 # and shapes are in the shape of KVs, RoPE and --json-model-override-args in the configuration.
 IDENTITY = _words("""

@@ -149,6 +149,7 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
             check_model,
             check_options,
             check_parts,
+            check_schedule,
         )
 
         config = config_of(server_args)
@@ -158,6 +159,7 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
         check_environment()
         check_options(resolved_view(server_args))
         check_parts(config, resolved_view(server_args))
+        check_schedule(config, resolved_view(server_args))
         check_model(_model_config(server_args))
 
     _or_exit_if_cli(server_args, check)
@@ -234,15 +236,16 @@ def _around_policy(
     from impress_sglang.integration.radix_cache import ImpressRadixCache
 
     cache = policy.tree_cache
-    if not isinstance(cache, ImpressRadixCache):
-        original(policy, waiting_queue, *args, **kwargs)
-        return
-    order = cache.runtime.queue_order
-    order.restore(waiting_queue)
+    ours = isinstance(cache, ImpressRadixCache)
+    order = cache.runtime.queue_order if ours else None
+    if order is not None:
+        order.restore(waiting_queue)
     original(policy, waiting_queue, *args, **kwargs)
-    order.look(waiting_queue, cache.prefetch)
-    order.arrange(waiting_queue)
-    cache.runtime.note_queue([req.rid for req in waiting_queue])
+    if order is not None:
+        order.look(waiting_queue, lambda req: cache.prefetch(req, again=True))
+        order.arrange(waiting_queue)
+    if ours:
+        cache.runtime.note_queue([req.rid for req in waiting_queue])
 
 
 def _around_refresh(original: Callable[..., None], req: Any, tree_cache: Any) -> None:

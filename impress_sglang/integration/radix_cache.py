@@ -91,6 +91,8 @@ class ImpressRadixCache(RadixCache):
         assert not self._saves.held_tokens
         self._residents.forget_all()
         self.awaited.clear()
+        if self.runtime.queue_order is not None:
+            self.runtime.queue_order.forget_states()
         self.runtime.prefetches.drop_all()
         self._saves.forget_all()
         self._known.start_again()
@@ -119,7 +121,7 @@ class ImpressRadixCache(RadixCache):
             )
         if plan is not None:
             report.update(estimate_fields(plan.estimate))
-        known.plan = plan = self._accept(plan, req.rid, resident, len(params.key))
+        known.plan = plan = self._accept(plan, req, resident)
         if plan is None:
             self.runtime.prefetches.drop(req.rid)
             return resident
@@ -148,27 +150,31 @@ class ImpressRadixCache(RadixCache):
         req.storage_hit_length = request.num_tokens
         return plan.promised, req.last_node
 
-    def prefetch(self, req: Any) -> None:
+    def prefetch(self, req: Any, *, again: bool = False) -> None:
         """A request waits: note what it will use, and read it for its first layers.
 
-        It is never held back for that: when it is admitted, it goes on with what is there.
+        It is never held back for that: when it is admitted, it goes on with what is there. `again`:
+        it has waited, and something may have changed.
         """
         runtime = self.runtime
         runtime.served.take_over()
         serves = runtime.served.in_use and serve_refusal(req) is None
-        if self.disable or not (serves or runtime.queue_order.enabled):
+        if self.disable or not (serves or runtime.queue_order):
             return
         tokens = req.full_untruncated_fill_ids or req.origin_input_ids
+        if req.positional_embed_overrides is not None:
+            # What SGLang matches of it, whose KVs do not follow from its tokens.
+            tokens = tokens[:0]
         limit = req._compute_max_prefix_len(len(tokens))
         key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
         resident = super().match_prefix(MatchPrefixParams(key=key))
         plan = None
         if serves:
             _, plan = self._plan(key, resident.device_prefix_len, self._known.note(req))
-        plan = self._accept(plan, req.rid, resident, len(key))
+        plan = self._accept(plan, req, resident, measure=not again)
         if plan is None:
             runtime.prefetches.drop(req.rid)
-        elif req.rid not in runtime.prefetches:
+        else:
             runtime.prefetches.begin(req.rid, plan)
 
     def prefix_device_indices(self, req: Any) -> Tensor:
@@ -353,20 +359,19 @@ class ImpressRadixCache(RadixCache):
         return match, admission.plan(match, tokens, resident_len, wanted)
 
     def _accept(
-        self, plan: AdmissionPlan | None, rid: str, resident: MatchResult, num_tokens: int
+        self, plan: AdmissionPlan | None, req: Any, resident: MatchResult, *, measure: bool = True
     ) -> AdmissionPlan | None:
         """A plan; None if its tokens are computed because that is faster.
 
-        Notes what a request of `num_tokens`, besides the last one, waits for.
+        Notes what the request waits for. `measure`: see `Admission.accept`.
         """
-        runtime = self.runtime
-        plan = runtime.admission.accept(plan)
+        admission, order = self.runtime.admission, self.runtime.queue_order
+        plan = admission.accept(plan, measure=measure)
         spans = () if plan is None else plan.spans
-        self.awaited.note(rid, resident.last_device_node, spans)
-        if runtime.queue_order.enabled:
-            resident_len = resident.device_prefix_len
-            state = runtime.admission.state(plan, resident_len, num_tokens + 1)
-            runtime.queue_order.note(rid, state)
+        self.awaited.note(req.rid, resident.last_device_node, spans)
+        if order is not None:
+            tokens = req.full_untruncated_fill_ids or req.origin_input_ids
+            order.note(req.rid, admission.state(plan, resident.device_prefix_len, len(tokens)))
         return plan
 
     def _allocate(self, num_tokens: int) -> Tensor | None:
@@ -395,7 +400,7 @@ class ImpressRadixCache(RadixCache):
     def _end_waiting(self, rid: str) -> None:
         """A request is admitted, or gone."""
         self.awaited.forget(rid)
-        self.runtime.queue_order.forget(rid)
+        self.runtime.end_waiting(rid)
 
     def _forget(self, rid: str) -> None:
         self._end_waiting(rid)

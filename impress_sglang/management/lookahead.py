@@ -11,6 +11,7 @@ Who evicts asks: the tree cache and `residents` for slots, `tiers.rules` for pag
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -99,19 +100,21 @@ class LookAhead:
     def order(self, rids: Sequence[str]) -> None:
         """Requests wait in this order now.
 
-        Those who are not overtaken by others behind them keep their turns, so that a queue that
-        only moves on costs nothing but this look at it.
+        As many as can keep their turns, so that a queue that moves on costs nothing but this look
+        at it, and who changes places costs what it takes to tell its own turn.
         """
-        known, turns = self._turns, dict[str, int]()
-        new = next((i for i, rid in enumerate(reversed(rids)) if rid in known), len(rids))
-        following = self._next_turn
-        for rid in reversed(rids[: len(rids) - new]):
-            turn = known.get(rid, LAST_TURN)
-            if turn >= following:
+        known = [self._turns.get(rid, -1) for rid in rids]
+        keep = _longest_rise(known)
+        turns, following = dict[str, int](), LAST_TURN
+        # Who comes after all that keep theirs.
+        last = max(keep, default=-1) + 1
+        for place in range(last - 1, -1, -1):
+            turn = known[place]
+            if place not in keep or turn >= following:
                 turn = following - 1
-                self._note_turn(rid)
-            turns[rid] = following = turn
-        for rid in rids[len(rids) - new :]:
+                self._note_turn(rids[place])
+            turns[rids[place]] = following = turn
+        for rid in rids[last:]:
             turns[rid] = self._next_turn
             self._next_turn += _GAP
             self._note_turn(rid)
@@ -194,3 +197,20 @@ class LookAhead:
         self._found.pop(segment_id, None)
         if self._tells:
             self._changed.add(segment_id)
+
+
+def _longest_rise(turns: Sequence[int]) -> set[int]:
+    """The places of as many as possible of these that rise, -1 not among them."""
+    # Of rises of each length: the lowest last one, and its place; and who is before each place.
+    lowest, ends, before = list[int](), list[int](), list[int]()
+    for place, turn in enumerate(turns):
+        length = bisect.bisect_left(lowest, turn)
+        before.append(ends[length - 1] if length else -1)
+        if turn >= 0:
+            lowest[length : length + 1] = [turn]
+            ends[length : length + 1] = [place]
+    rise, place = set[int](), ends[-1] if ends else -1
+    while place >= 0:
+        rise.add(place)
+        place = before[place]
+    return rise

@@ -35,11 +35,11 @@ from impress_sglang.management.reorder_queue import Outcome, ReorderQueue
 from impress_sglang.management.segment_rewriter import SegmentRewriter
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.management.suspects import SuspectSegments
-from impress_sglang.management.versions import SegmentVersions
+from impress_sglang.management.versions import SegmentVersions, certain_columns
 from impress_sglang.management.writing import SegmentWrites, StoreStats
 from impress_sglang.storage.catalog import CatalogEntry
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layout import PROBE, Column, KVShape
+from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import Tokens
@@ -105,7 +105,7 @@ class PrefixStore:
             self.cache,
             self._memory.codes,
             retention=config.part_retention,
-            certain=_certain_columns(config, shape),
+            certain=certain_columns(shape, whole=not config.uses_part(config.usual_retention)),
             by_importance=config.reorder_key == "importance",
         )
         self.forecast = ReadForecast(
@@ -243,12 +243,16 @@ class PrefixStore:
         self.stats.bytes_read_ahead += source.stats.ahead_bytes
         self.stats.bytes_read_ahead_used += source.stats.ahead_used_bytes
 
+    def expect(self) -> None:
+        """Tell the caches what requests wait for now."""
+        self._versions.expect(self._lookahead.take_changed())
+
     def poll(self) -> None:
         """Take in what other threads have done, and begin what is due; never waits."""
         if self._closed:
             return
         self._end_measuring()
-        self._versions.expect(self._lookahead.take_changed())
+        self.expect()
         self._readers.settle()
         self.writes.poll()
         self._quota.poll()
@@ -441,10 +445,3 @@ class PrefixStore:
         if error is None:
             self._keeper.catch_up()
         self.health.probed(error, readable=segments is not None)
-
-
-def _certain_columns(config: ImpressConfig, shape: KVShape) -> Sequence[Column]:
-    """Columns of exact KVs that a usual request reads in full: of a part, what it is found by."""
-    if not config.uses_part(config.usual_retention):
-        return shape.columns
-    return (PROBE,) if shape.probe_kv_heads else shape.key_columns

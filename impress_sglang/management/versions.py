@@ -18,7 +18,7 @@ from impress_sglang.management.lookahead import AwaitedRange
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.token_order import expected_shares
 from impress_sglang.precision.codec import GROUP_TOKENS
-from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
+from impress_sglang.storage.layout import PROBE, Column, KVShape, SegmentLayout
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import NOBODY, Floats
@@ -242,3 +242,10 @@ def turns_of(
     for start, stop, turn in ranges:
         turns[start // chunk_tokens : -(-stop // chunk_tokens)] = turn
     return turns
+
+
+def certain_columns(shape: KVShape, *, whole: bool) -> Sequence[Column]:
+    """Columns that are read in full: all of a whole prefix, of a part what it is found by."""
+    if whole:
+        return shape.columns
+    return (PROBE,) if shape.probe_kv_heads else shape.key_columns

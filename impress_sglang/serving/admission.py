@@ -91,16 +91,22 @@ class AdmissionPlan:
         """Whether another plan reads the same of a prefix in codes."""
         return bool(self.covers) and self.covers == other.covers
 
-    def same_reads(self, other: AdmissionPlan) -> bool:
-        """Whether another plan reads the same of the same segments."""
+    def same_tokens(self, other: AdmissionPlan) -> bool:
+        """Whether another plan uses the same tokens of the same segments and parts."""
         return (
             self.work == other.work
-            and self.k == other.k
-            and self.estimate.bits == other.estimate.bits
-            and not self.covers
-            and not other.covers
+            and self.covers == other.covers
             and [span.segment.segment_id for span in self.match.spans]
             == [span.segment.segment_id for span in other.match.spans]
+        )
+
+    def same_reads(self, other: AdmissionPlan) -> bool:
+        """Whether another plan reads the same of them, and shares nothing."""
+        return (
+            not self.covers
+            and self.same_tokens(other)
+            and self.k == other.k
+            and self.estimate.bits == other.estimate.bits
         )
 
     def open_source(self, store: PrefixStore, timeline: Timeline) -> AnySource:
@@ -192,15 +198,19 @@ class Admission:
         needs = ReadNeeds(k == work.stored, self._probes, all_keys=self._all_keys)
         return AdmissionPlan(match, work, k, tokens, estimate, needs, self._page_size, covers, idle)
 
-    def accept(self, plan: AdmissionPlan | None) -> AdmissionPlan | None:
-        """The plan; None if computing its tokens is faster."""
+    def accept(self, plan: AdmissionPlan | None, *, measure: bool) -> AdmissionPlan | None:
+        """The plan; None if computing its tokens is faster.
+
+        `measure`: how fast reading is now, so that it may be faster again.
+        """
         if plan is None or self._config.load == "always" or plan.estimate.loads_faster:
             return plan
-        self._served.store.measure_reading(plan.match)
+        if measure:
+            self._served.store.measure_reading(plan.match)
         return None
 
     def state(self, plan: AdmissionPlan | None, resident_len: int, num_tokens: int) -> CacheState:
-        """What is cached of a request of `num_tokens`, with an accepted plan or none."""
+        """What is cached of a request of `num_tokens` in all, with an accepted plan or none."""
         if plan is not None:
             return CacheState(True, plan.estimate)
         # What is shorter is no prefix that anybody would store.

@@ -69,13 +69,14 @@ class Estimate:
         """Whether reading takes no longer than computing."""
         return self.overlapped and self.compute is not None and self.io <= self.compute
 
-    def unhidden(self, unread: float) -> float:
-        """Seconds of reading beside which nothing is computed, if so much of it is left."""
-        return max(self.io * unread - (self.compute or 0.0) * self.overlapped, 0.0)
-
     def seconds(self, unread: float) -> float:
         """Seconds with the stored prefix, if so much of its reading is left."""
-        return (self.compute or 0.0) + self.unhidden(unread)
+        io, compute = self.io * unread, self.compute or 0.0
+        return max(io, compute) if self.overlapped else io + compute
+
+    def unhidden(self, unread: float) -> float:
+        """Of these seconds those in which nothing is computed."""
+        return self.seconds(unread) - (self.compute or 0.0)
 
 
 class Estimator:

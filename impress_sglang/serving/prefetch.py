@@ -40,8 +40,12 @@ class Prefetches:
         return rid in self._waiting
 
     def begin(self, rid: str, plan: AdmissionPlan) -> None:
-        """Read the first layers of what a plan needs, unless another request does."""
-        store = self._served.store
+        """Read the first layers of what a plan needs, unless that is done for it or another one."""
+        store, waiting = self._served.store, self._waiting.get(rid)
+        if waiting is not None:
+            if waiting.plan.same_tokens(plan):
+                return
+            self.drop(rid)
         if not store.ahead.enabled or not plan.missing:
             return
         if any(plan.same_parts(other.plan) for other in self._waiting.values()):
@@ -57,11 +61,9 @@ class Prefetches:
         store.ahead.wait(source, buffer_bytes(store.forecast.bytes_per_second, plan.estimate))
 
     def unread(self, rid: str) -> float:
-        """The share of a request's layers of which nothing was read for it yet."""
+        """The share of a request's reads that is to be waited for; see `StoredSource.unread`."""
         waiting = self._waiting.get(rid)
-        if waiting is None:
-            return 1.0
-        return 1.0 - waiting.source.next_ahead / waiting.source.num_layers
+        return 1.0 if waiting is None else waiting.source.unread
 
     def order(self, rids: Sequence[str]) -> None:
         """Requests wait in this order now; what is not read yet is read in it."""

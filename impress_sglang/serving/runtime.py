@@ -20,7 +20,7 @@ from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.residents import ResidentParts
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.options import EXACT_BITS, ON
+from impress_sglang.options import EXACT_BITS, OFF, ON
 from impress_sglang.serving.admission import Admission, AdmissionPlan
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import Estimator, RequestLengths
@@ -86,8 +86,10 @@ class ServingRuntime:
         self._timelines = TimelineWriter(config.trace_path) if config.trace_path else None
         self._loaders = Loaders.of(config, shape, self.policy)
         self.prefetches = Prefetches(self.served, self._timeline_for)
-        self.queue_order = QueueOrder(config.schedule, self.prefetches.unread)
-        """Who changes places in SGLang's queue."""
+        self.queue_order: QueueOrder | None = None
+        """Who changes places in SGLang's queue, if somebody does."""
+        if config.schedule != OFF:
+            self.queue_order = QueueOrder(config.schedule, self.prefetches.unread)
         self.admission = Admission(
             config,
             shape,
@@ -140,6 +142,16 @@ class ServingRuntime:
         if self._looks_ahead:
             self.lookahead.order(rids)
         self.prefetches.order(rids)
+
+    def end_waiting(self, rid: str) -> None:
+        """A request is admitted, or gone, and waits for nothing.
+
+        What it reads from now on is kept for those who still wait: the caches must know.
+        """
+        if self.served.opened is not None:
+            self.served.opened.expect()
+        if self.queue_order is not None:
+            self.queue_order.forget(rid)
 
     def load_layer(
         self, layer: int, request: StoredRequest, inputs: LayerInputs, slots: LayerSlots

@@ -3,7 +3,7 @@
 SGLang's policy says who comes first. At the head of its order, in a window and among requests of
 equal priority, those change places that would make others wait: a request that still has to be read
 lets pass what is ready. Nobody is overtaken more often than the window is long, and nobody is held
-back: whom SGLang can admit it admits.
+back: SGLang admits whom it can.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -61,6 +62,15 @@ RANKS: dict[str, Callable[[CacheState, float], float]] = {
 """Who has the lowest comes first; by the state, and the share of its reading that is left."""
 
 
+@dataclasses.dataclass(slots=True)
+class _Known:
+    """A request that waits: its state, the pass in which that was noted, how many overtook it."""
+
+    state: CacheState | None = None
+    noted: int = -1
+    overtaken: int = 0
+
+
 class QueueOrder:
     """Changes places at the head of a waiting queue, and changes them back; one thread.
 
@@ -74,102 +84,112 @@ class QueueOrder:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`schedule` is one of `options.SCHEDULES`; `unread` tells what is left to read of a rid.
+        """`schedule` is a key of `RANKS`; `unread` tells what is left to read for a rid.
 
         `clock` tells seconds.
         """
-        self._rank = RANKS.get(schedule)
+        self._rank = RANKS[schedule]
         self._unread = unread
         self._clock = clock
-        self._window = WINDOW if self._rank else 0
-        self._states: dict[str, CacheState] = {}
-        # When each state was noted, in passes, and when the next one may be.
-        self._noted: dict[str, int] = {}
+        self._known = defaultdict[str, _Known](_Known)
         self._pass = 0
         self._next_look = -math.inf
-        self._overtaken: dict[str, int] = {}
         # If places were changed: SGLang's order of the window, and ours.
         self._own: list[str] = []
         self._arranged: list[str] = []
-
-    @property
-    def enabled(self) -> bool:
-        """Whether anybody changes places."""
-        return self._rank is not None
+        # Of these, who has left; who comes back, as a retracted request does, is a new one.
+        self._gone: set[str] = set()
+        # Whether SGLang has tried to admit whom we put first, and could not.
+        self._refused = False
 
     def note(self, rid: str, state: CacheState) -> None:
         """What is cached of a request that waits."""
-        self._states[rid] = state
-        self._noted[rid] = self._pass
+        known = self._known[rid]
+        known.state, known.noted = state, self._pass
+        self._refused = self._refused or rid in self._arranged[:1]
 
     def forget(self, rid: str) -> None:
         """A request is admitted, or gone."""
-        self._states.pop(rid, None)
-        self._noted.pop(rid, None)
-        self._overtaken.pop(rid, None)
+        self._known.pop(rid, None)
+        if rid in self._own:
+            self._gone.add(rid)
+
+    def forget_states(self) -> None:
+        """The tree is empty: nothing of what was noted holds."""
+        for known in self._known.values():
+            known.state, known.noted = None, -1
 
     def restore(self, queue: list[_T]) -> None:
         """Put a queue back in the order in which SGLang left it, before it looks at it again."""
         self._pass += 1
         if not self._own:
             return
-        head = queue[: self._window]
-        waiting = {request.rid for request in head}
+        head = queue[:WINDOW]
+        waiting = {request.rid for request in head} - self._gone
         place = {rid: number for number, rid in enumerate(self._own)}
-        left: list[str] = []
+        left: list[int] = []
         for rid in self._arranged:
             if rid not in waiting:
-                left.append(rid)
-                continue
-            passed = sum(place[other] > place[rid] for other in left)
-            if passed:
-                self._overtaken[rid] = self._overtaken.get(rid, 0) + passed
+                left.append(place.pop(rid))
+            else:
+                self._known[rid].overtaken += sum(own > place[rid] for own in left)
         # What SGLang has added since is behind.
-        queue[: self._window] = sorted(head, key=lambda own: place.get(own.rid, self._window))
-        self._own = []
+        queue[:WINDOW] = sorted(head, key=lambda own: place.get(own.rid, WINDOW))
+        self._refused = self._refused and self._arranged[0] in waiting
+        self._own, self._arranged, self._gone = [], [], set()
 
     def look(self, queue: Sequence[_T], look_at: Callable[[_T], None]) -> None:
-        """Let `look_at` note again what is cached of the request whose state is oldest."""
-        began = self._clock()
-        if began < self._next_look or not self._window or not queue:
-            return
-        head = queue[: self._window]
-        oldest = min(head, key=lambda own: self._noted.get(own.rid, -1))
-        if self._noted.get(oldest.rid) != self._pass:
-            look_at(oldest)
-            self._next_look = began + (self._clock() - began) / LOOK_SHARE
+        """Let `look_at` note again what is cached of requests in the window, the oldest first.
+
+        That takes its share of the time; what of that was not needed is kept for a second.
+        """
+        self._next_look = max(self._next_look, self._clock() - 1.0)
+        oldest = sorted(queue[:WINDOW], key=self._noted)
+        for request in oldest:
+            began = self._clock()
+            if began < self._next_look or self._noted(request) == self._pass:
+                break
+            look_at(request)
+            self._next_look += (self._clock() - began) / LOOK_SHARE
 
     def arrange(self, queue: list[_T]) -> None:
-        """Let requests of the window change places."""
-        head, arranged = queue[: self._window], list[_T]()
+        """Let requests of the window change places.
+
+        SGLang admits nobody behind a request for which there is no room. If that is whom we put
+        first, its own order has a pass.
+        """
+        refused, self._refused = self._refused, False
+        if refused:
+            return
+        head, arranged = queue[:WINDOW], list[_T]()
         for _, equals in itertools.groupby(head, key=lambda own: own.priority):
             arranged += self._arrange(list(equals))
         if arranged != head:
             self._own = [request.rid for request in head]
             self._arranged = [request.rid for request in arranged]
-            queue[: self._window] = arranged
+            queue[:WINDOW] = arranged
 
     def _arrange(self, requests: list[_T]) -> list[_T]:
         """Requests by their ranks, but none behind more others than may still overtake it."""
         ranks = [self._rank_of(request.rid) for request in requests]
         if ranks == sorted(ranks):
             return requests
-        allowed = [self._window - self._overtaken.get(own.rid, 0) for own in requests]
+        allowed = [WINDOW - self._known[request.rid].overtaken for request in requests]
         left, arranged = list(range(len(requests))), list[_T]()
         while left:
             # Who may not be overtaken holds up all behind.
             last = next((own for own in left if allowed[own] <= 0), left[-1])
             first = min((own for own in left if own <= last), key=lambda own: ranks[own])
-            for own in left:
-                if own == first:
-                    break
+            for own in left[: left.index(first)]:
                 allowed[own] -= 1
             left.remove(first)
             arranged.append(requests[first])
         return arranged
 
+    def _noted(self, request: Queued) -> int:
+        return self._known[request.rid].noted
+
     def _rank_of(self, rid: str) -> float:
-        state = self._states.get(rid)
-        assert self._rank is not None
+        state = self._known[rid].state
         # Who was not looked at overtakes nobody.
         return math.inf if state is None else self._rank(state, self._unread(rid))

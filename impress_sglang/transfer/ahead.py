@@ -9,7 +9,6 @@ share of what was wanted.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from impress_sglang.transfer.buffers import BufferPool
@@ -17,20 +16,6 @@ from impress_sglang.transfer.stored_source import StoredSource
 
 # Before anything was wanted, so much may be read in vain.
 FIRST_ALLOWANCE_BYTES = 4 << 20
-
-
-@dataclasses.dataclass(slots=True)
-class _Waiting:
-    source: StoredSource
-    limit_bytes: float
-
-    @property
-    def wants_more(self) -> bool:
-        source = self.source
-        read = (source.next_ahead + 1) * source.layer_bytes
-        return source.next_ahead < source.num_layers and (
-            source.next_ahead == 0 or read <= self.limit_bytes
-        )
 
 
 class ReadAhead:
@@ -41,7 +26,7 @@ class ReadAhead:
         self._pool = pool
         self._waste_budget = waste_budget
         self._live: list[StoredSource] = []
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[StoredSource] = []
         # Of sources that have left.
         self._ahead_bytes = 0
         self._used_bytes = 0
@@ -59,23 +44,24 @@ class ReadAhead:
 
     def join(self, source: StoredSource) -> None:
         """A request begins to use a source, which may have waited."""
-        self._waiting = [own for own in self._waiting if own.source is not source]
+        self._waiting = [own for own in self._waiting if own is not source]
         self._live.append(source)
         self.top_up()
 
     def wait(self, source: StoredSource, limit_bytes: float) -> None:
         """A request waits: read at most `limit_bytes` of its first layers, but one in any case."""
-        self._waiting.append(_Waiting(source, limit_bytes))
+        source.wait_bytes = limit_bytes
+        self._waiting.append(source)
         self.top_up()
 
     def order(self, sources: Sequence[StoredSource]) -> None:
         """Those of these that wait are read in this order, before all others."""
         place = {id(source): number for number, source in enumerate(sources)}
-        self._waiting.sort(key=lambda own: place.get(id(own.source), len(place)))
+        self._waiting.sort(key=lambda own: place.get(id(own), len(place)))
 
     def leave(self, source: StoredSource) -> None:
         """A source is closed; its counters are final."""
-        self._waiting = [own for own in self._waiting if own.source is not source]
+        self._waiting = [own for own in self._waiting if own is not source]
         self._live = [own for own in self._live if own is not source]
         stats = source.stats
         self._ahead_bytes += stats.ahead_bytes
@@ -91,11 +77,11 @@ class ReadAhead:
             if not self._has_room(source):
                 return
             source.read_ahead(waste_budget)
-        for waiting in self._waiting:
-            while waiting.wants_more:
-                if not self._has_room(waiting.source):
+        for source in self._waiting:
+            while source.wants_more:
+                if not self._has_room(source):
                     return
-                waiting.source.read_ahead(waste_budget)
+                source.read_ahead(waste_budget)
 
     def _next_live(self) -> StoredSource | None:
         unread = [own for own in self._live if own.next_ahead < own.num_layers]

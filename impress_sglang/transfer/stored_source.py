@@ -45,6 +45,9 @@ class StoredSource(abc.ABC):
         """The layer that was asked for last."""
         self.next_ahead = 0
         """The first layer of which nothing was read ahead."""
+        self.wait_bytes = 0.0
+        """How much is read ahead for a request that waits; one layer is in any case."""
+        self._layers_there = 0
         self._reader = reader
         self._buffers: dict[int, dict[int, LayerBuffer]] = {}
         # With their layers; counted when areas are given back.
@@ -57,6 +60,30 @@ class StoredSource(abc.ABC):
 
         `waste_budget` bounds what is expected to be read in vain, as a share of what is wanted.
         """
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether more is read ahead while its request waits."""
+        read = (self.next_ahead + 1) * self.layer_bytes
+        return self.next_ahead < self.num_layers and (
+            self.next_ahead == 0 or read <= self.wait_bytes
+        )
+
+    @property
+    def unread(self) -> float:
+        """The share of its layers that are not there; 0 where all is that is read while it waits.
+
+        What is taken away again for another source counts as if it were there.
+        """
+        while self._layers_there < self.next_ahead and self._is_there(self._layers_there):
+            self._layers_there += 1
+        if self._layers_there == self.next_ahead and not self.wants_more:
+            return 0.0
+        return 1.0 - self._layers_there / self.num_layers
+
+    def _is_there(self, layer: int) -> bool:
+        areas = self._buffers.get(layer, {}).values()
+        return all(read.done for buffer in areas for read in buffer.reads)
 
     @property
     def is_reading(self) -> bool:

@@ -284,6 +284,21 @@ def test_who_is_admitted_to_a_part_does_not_wait_for_it(parts: Queue) -> None:
     world.end(request)
 
 
+def test_caches_know_who_is_admitted_before_it_reads(
+    parts: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what it reads would be kept for itself, and nobody waits for that."""
+    parts.evict()
+    req = parts.add("waits", WANTED)
+    parts.schedule()
+    store = parts.world.runtime.store
+    store.poll()
+    told: list[object] = []
+    monkeypatch.setattr(store._versions, "expect", lambda awaited: told.extend(awaited))
+    parts.admit(req)
+    assert [ranges for _, ranges in told] == [[]]  # type: ignore[misc]
+
+
 def test_an_awaited_part_is_evicted_last_and_not_never(parts: Queue) -> None:
     parts.add("waits", WANTED)
     parts.resident(POPULAR)

@@ -10,7 +10,7 @@ from sglang.srt.managers.schedule_policy import SchedulePolicy
 
 from tests.integration.test_awaited import Queue
 from tests.integration.test_awaited import _sglang as _sglang
-from tests.integration.test_weights import SHAPE, World
+from tests.integration.test_weights import SHAPE, TOKENS, World
 
 STORED, RESIDENT, UNKNOWN = 1000, 2000, 3000
 
@@ -28,7 +28,11 @@ def order() -> str:
 @pytest.fixture
 def queue(tmp_path: Path, schedule: str, order: str) -> Iterator[Queue]:
     """A prompt is stored, another one resident, and three requests wait: the slowest first."""
-    world = World(tmp_path, schedule=schedule, load="always")
+    yield from _queues(tmp_path, schedule, order, load="always")
+
+
+def _queues(root: Path, schedule: str, order: str, **options: object) -> Iterator[Queue]:
+    world = World(root, schedule=schedule, **options)
     world.prefill("stored", STORED).open(SHAPE.num_layers)
     world.runtime.store.writes.drain()
     del world.cache._saves._begun["stored"]
@@ -48,7 +52,7 @@ def rids(queue: Queue) -> list[str]:
     return [req.rid for req in queue.waiting]
 
 
-@pytest.mark.parametrize("order", ["fcfs", "lpm", "dfs-weight"])
+@pytest.mark.parametrize("order", ["fcfs", "lpm", "dfs-weight", "hrrn"])
 def test_what_is_ready_goes_first_and_what_must_be_read_last(queue: Queue) -> None:
     assert rids(queue) == rids(queue) == ["resident", "unknown", "stored"]
 
@@ -91,7 +95,8 @@ def test_who_leaves_is_forgotten(queue: Queue, end: object) -> None:
     queue.schedule()
     for req in queue.waiting:
         end(queue, req)
-    assert not queue.world.runtime.queue_order._states
+    assert queue.world.runtime.queue_order is not None
+    assert not queue.world.runtime.queue_order._known
 
 
 def test_a_request_that_is_not_served_changes_places_too(queue: Queue) -> None:
@@ -103,3 +108,67 @@ def test_a_request_that_is_not_served_changes_places_too(queue: Queue) -> None:
     queue.waiting.append(req)
     assert rids(queue) == ["resident", "unknown", "log", "stored"]
     assert "log" not in queue.world.runtime.prefetches
+
+
+def test_of_whose_kvs_tokens_say_nothing_nothing_is_cached(queue: Queue) -> None:
+    """SGLang matches it with nothing, and computes all of it."""
+    req = queue.request("embeds", RESIDENT)
+    req.positional_embed_overrides = object()
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    queue.cache.prefetch(req)
+    queue.waiting.append(req)
+    assert rids(queue) == ["resident", "unknown", "embeds", "stored"]
+
+
+@pytest.fixture
+def reading(tmp_path: Path, schedule: str) -> Iterator[Queue]:
+    """The same with a drive that reads ahead, and may compute what it does not load."""
+    yield from _queues(tmp_path, schedule, "fcfs", readahead=0.2, load="faster")
+
+
+def test_what_is_asked_for_is_not_there_yet(
+    reading: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source,) = (own.source for own in reading.world.runtime.prefetches._waiting.values())
+    unread = reading.world.runtime.prefetches.unread
+    while source.is_reading:
+        pass
+    assert unread("stored") == 0.0 and unread("nobody") == 1.0
+    source.wait_bytes = float("inf")
+    assert 0.0 < unread("stored") < 1.0
+    assert rids(reading) == ["resident", "unknown", "stored"]
+    source.wait_bytes = 0.0
+    assert rids(reading) == ["stored", "resident", "unknown"]
+
+
+def test_reads_follow_a_plan_that_changes(reading: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part of the prefix becomes resident while its request waits."""
+    monkeypatch.setattr("impress_sglang.serving.scheduling.LOOK_SHARE", 1e9)
+    waiting = reading.world.runtime.prefetches._waiting
+    first = waiting["stored"]
+    reading.schedule(2)
+    assert waiting["stored"] is first
+    reading.resident(STORED, length=32)
+    reading.schedule(2)
+    assert waiting["stored"].plan.resident_len == 32
+    req = reading.waiting[[own.rid for own in reading.waiting].index("stored")]
+    reading.admit(req)
+
+
+def test_reading_is_measured_once(reading: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a request is looked at whose prefix is computed because that is faster."""
+    measured: list[object] = []
+    world = reading.world
+    monkeypatch.setattr("impress_sglang.serving.scheduling.LOOK_SHARE", 1e9)
+    monkeypatch.setattr(world.runtime.store, "measure_reading", measured.append)
+    world.runtime.estimator.note_forward(TOKENS, TOKENS**2, 1e-9)
+    reading.add("computed", STORED)
+    reading.schedule(9)
+    assert len(measured) == 1 and "computed" not in world.runtime.prefetches
+
+
+def test_a_flush_leaves_nothing_known(queue: Queue) -> None:
+    """Weights may change while requests wait."""
+    queue.world.flush()
+    order = queue.world.runtime.queue_order
+    assert order is not None and not any(own.state for own in order._known.values())

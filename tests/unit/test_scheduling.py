@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.options import CLASSES, ESTIMATE, OFF, SHORTEST
+from impress_sglang.options import CLASSES, ESTIMATE, SHORTEST
 from impress_sglang.serving.estimate import Estimate
 from impress_sglang.serving.scheduling import LOOK_SHARE, WINDOW, CacheState, QueueOrder
 
@@ -45,7 +45,6 @@ def arranged(order: QueueOrder, *rids: str) -> list[str]:
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (OFF, ["slower", "slow", "unknown", "hidden", "ready"]),
         (CLASSES, ["hidden", "ready", "unknown", "slower", "slow"]),
         (ESTIMATE, ["unknown", "hidden", "ready", "slow", "slower"]),
         (SHORTEST, ["ready", "hidden", "slow", "unknown", "slower"]),
@@ -87,6 +86,37 @@ def test_who_was_overtaken_as_often_as_allowed_is_next() -> None:
     order.arrange(queue)
     # Ranks say that `unknown` goes before `slow`.
     assert [own.rid for own in queue] == ["slow", "unknown", "ready"]
+
+
+def test_who_comes_back_is_behind() -> None:
+    """A retracted request is put at the end; no pass of the scheduler need have been between."""
+    order = make_order(CLASSES)
+    queue = [Waiting("slow"), Waiting("ready")]
+    order.restore(queue)
+    order.arrange(queue)
+    for own in queue:
+        order.forget(own.rid)
+    queue = [Waiting("new"), *queue]
+    order.restore(queue)
+    assert [own.rid for own in queue] == ["new", "ready", "slow"]
+
+
+def test_who_does_not_fit_holds_nobody_up_for_long() -> None:
+    """SGLang tries whom we put first, finds no room, and looks no further."""
+    order = make_order(CLASSES)
+    for _ in range(3):
+        assert arranged(order, "slow", "ready") == ["ready", "slow"]
+        # SGLang matches whom it tries.
+        order.note("ready", READY)
+        assert arranged(order, "slow", "ready") == ["slow", "ready"]
+    # But whom it has not even tried, for its budget was spent, stays first.
+    assert arranged(order, "slow", "ready") == arranged(order, "slow", "ready")
+
+
+def test_an_empty_tree_leaves_nothing_known() -> None:
+    order = make_order(CLASSES)
+    order.forget_states()
+    assert arranged(order, "slow", "ready") == ["slow", "ready"]
 
 
 class World:
@@ -133,10 +163,16 @@ class World:
             self.overtaken[own.rid] += len(passed)
         self.queue = [own for own in self.queue if own not in gone]
         self.alone = [own for own in self.alone if own not in gone]
+        # Some are retracted, and have the same id.
+        for own in gone:
+            if self._rng.random() < 0.2:
+                del self.overtaken[own.rid]
+                self.queue.append(own)
+                self.alone.append(own)
 
 
 @given(
-    schedule=st.sampled_from([OFF, CLASSES, ESTIMATE, SHORTEST]),
+    schedule=st.sampled_from([CLASSES, ESTIMATE, SHORTEST]),
     policy=st.sampled_from(["fcfs", "priority", "shuffles"]),
     priorities=st.integers(1, 3),
     steps=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5)), max_size=40),
@@ -151,7 +187,7 @@ def test_nobody_is_overtaken_more_often_than_the_window_is_long(
         for _ in range(arrivals):
             world.add()
         world.step(policy, admits)
-        assert max(world.overtaken.values(), default=0) <= (0 if schedule == OFF else WINDOW)
+        assert max(world.overtaken.values(), default=0) <= WINDOW
 
 
 def test_looking_takes_its_share_of_the_time_and_the_oldest_first() -> None:
@@ -162,17 +198,22 @@ def test_looking_takes_its_share_of_the_time_and_the_oldest_first() -> None:
     def look_at(own: Waiting) -> None:
         nonlocal now
         looked.append(own.rid)
-        now += 0.001
+        now += 0.002
         order.note(own.rid, READY)
 
-    for number in range(WINDOW + 1):
+    # What was saved in a second, and a look that takes longer than what is left of it.
+    order.restore(queue)
+    order.look(queue, look_at)
+    assert len(looked) == 1 + 0.01 // 0.002
+    for number in range(6, WINDOW + 1):
         order.restore(queue)
         order.look(queue, look_at)
-        order.look(queue, look_at)
-        assert len(looked) == number + 1
-        now += 0.001 / LOOK_SHARE
+        assert len(looked) == number
+        now += 0.002 / LOOK_SHARE
+    order.restore(queue)
+    order.look(queue, look_at)
     # Nobody outside of the window, and those first who were never looked at.
-    assert looked == [*(str(number) for number in range(WINDOW)), "0"]
+    assert looked[: WINDOW + 1] == [*map(str, range(WINDOW)), "0"]
 
 
 def test_who_was_matched_in_this_pass_is_not_looked_at_again() -> None:
@@ -182,9 +223,3 @@ def test_who_was_matched_in_this_pass_is_not_looked_at_again() -> None:
     for own in queue:
         order.note(own.rid, READY)
     order.look(queue, lambda _: pytest.fail("looked"))
-
-
-def test_without_a_schedule_nobody_is_looked_at() -> None:
-    order = make_order(OFF)
-    assert not order.enabled
-    order.look([Waiting("ready")], lambda _: pytest.fail("looked"))
