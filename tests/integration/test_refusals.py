@@ -182,6 +182,16 @@ def test_servers_without_parts_of_prefixes(
         assert sentence.endswith(f"or drop {more.replace('=', ' ')}")
 
 
+def test_orders_in_which_nobody_may_change_places(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule, store = "--impress-schedule=classes", f"--impress-ssd-dir={tmp_path / 'kv'}"
+    resolve(llama, "--enable-impress", store, schedule, "--schedule-policy=lpm")
+    for order in ("random", "lof", "routing-key", "shortest-prefill-first"):
+        sentence = refusal(capsys, llama, schedule, f"--schedule-policy={order}")
+        assert f"--schedule-policy {order}: choose" in sentence
+
+
 def test_captured_metadata_is_refused(
     capsys: pytest.CaptureFixture[str], llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
