@@ -13,7 +13,12 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.selectors import probe_kv_heads
 from impress_sglang.integration.attention import PrefixAttention
-from impress_sglang.integration.guards import check_options, check_parts, identity_of_options
+from impress_sglang.integration.guards import (
+    check_options,
+    check_parts,
+    check_schedule,
+    identity_of_options,
+)
 from impress_sglang.integration.layers import check_layers
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.management.identity import model_identity, weights_digest
@@ -50,6 +55,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     options = resolved_view(context.server_args)
     check_options(options)
     check_parts(config, options)
+    check_schedule(config, options)
     check_layers(runner)
     policy = make_policy(config)
     shape = kv_shape(runner, policy, config.probe_heads)
