@@ -148,7 +148,9 @@ class _Case:
         self._pool = BufferPool(1 << 62)
         cache = _cache(shape, columns, columns.max_chunk_pages(shape), 0.0)
         memory = StoreMemory(cache, codes, self._pool)
-        versions = SegmentVersions(shape, cache, codes, retention=1.0, by_importance=False)
+        versions = SegmentVersions(
+            shape, cache, codes, retention=1.0, certain=(), by_importance=False
+        )
         reader, meter = cast("BlockReader", _NoReader()), FloorMeter(0.0)
         self._forecast = ReadForecast(shape, reader, versions, memory, meter, retention=1.0)
         self._readers = _NoFiles(

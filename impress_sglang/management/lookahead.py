@@ -12,7 +12,7 @@ Who evicts asks: the tree cache and `residents` for slots, `tiers.rules` for pag
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from impress_sglang.management.stored import StoredSpan
@@ -27,6 +27,8 @@ AwaitedRange: TypeAlias = tuple[int, int, int]
 """First and last token, exclusive, of a segment, and the turn of the next request for them."""
 
 
+Expect: TypeAlias = Callable[[list[tuple[str, list[AwaitedRange]]]], object]
+"""Takes what `LookAhead.take_changed` returns."""
 _Range: TypeAlias = tuple[int, int]
 
 
@@ -34,8 +36,9 @@ class LookAhead:
     """Stored tokens that requests wait for, by segment; one thread."""
 
     def __init__(self, *, tells: bool = True) -> None:
-        """`tells`: somebody calls `take_changed`."""
+        """`tells`: somebody asks what has changed."""
         self._tells = tells
+        self._expect: Expect = list
         # By segment and by the range of its tokens that they wait for: the requests.
         self._awaited: dict[str, dict[_Range, set[str]]] = {}
         self._ranges_of: dict[str, dict[str, _Range]] = {}
@@ -156,8 +159,13 @@ class LookAhead:
                 self._found.pop(segment_id, None)
         return found
 
-    def tell_again(self) -> None:
-        """Who calls `take_changed` from now on knows nothing."""
+    def tell(self) -> None:
+        """Tell what has changed to whom `tell_to` named."""
+        self._expect(self.take_changed())
+
+    def tell_to(self, expect: Expect) -> None:
+        """Who is told from now on, and knows nothing yet."""
+        self._expect = expect
         self._told.clear()
         for segment_id in self._awaited:
             self._note_change(segment_id)

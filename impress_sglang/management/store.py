@@ -128,7 +128,7 @@ class PrefixStore:
             patience=patience,
         )
         self._lookahead = lookahead or LookAhead()
-        self._lookahead.tell_again()
+        self._lookahead.tell_to(self._versions.expect)
         self._closed = False
         self._measuring: AnySource | None = None
         self.stats = StoreStats()
@@ -243,16 +243,12 @@ class PrefixStore:
         self.stats.bytes_read_ahead += source.stats.ahead_bytes
         self.stats.bytes_read_ahead_used += source.stats.ahead_used_bytes
 
-    def expect(self) -> None:
-        """Tell the caches what requests wait for now."""
-        self._versions.expect(self._lookahead.take_changed())
-
     def poll(self) -> None:
         """Take in what other threads have done, and begin what is due; never waits."""
         if self._closed:
             return
         self._end_measuring()
-        self.expect()
+        self._lookahead.tell()
         self._readers.settle()
         self.writes.poll()
         self._quota.poll()

@@ -148,8 +148,7 @@ class ServingRuntime:
 
         What it reads from now on is kept for those who still wait: the caches must know.
         """
-        if self.served.opened is not None:
-            self.served.opened.expect()
+        self.lookahead.tell()
         if self.queue_order is not None:
             self.queue_order.forget(rid)
 

@@ -294,7 +294,7 @@ def test_caches_know_who_is_admitted_before_it_reads(
     store = parts.world.runtime.store
     store.poll()
     told: list[object] = []
-    monkeypatch.setattr(store._versions, "expect", lambda awaited: told.extend(awaited))
+    monkeypatch.setattr(store._lookahead, "_expect", told.extend)
     parts.admit(req)
     assert [ranges for _, ranges in told] == [[]]  # type: ignore[misc]
 

@@ -215,7 +215,7 @@ def test_who_has_to_be_read_lets_others_pass(narrow: Server) -> None:
     (stored,) = store_prefixes(narrow, 1, seed=650)
     resident = random_tokens(1000, seed=651)
     narrow.generate(resident, 1)
-    narrow.post("/bench/ssd_mbps", mbps=0.3).raise_for_status()
+    narrow.post("/bench/ssd_mbps", mbps=0.03).raise_for_status()
     ends: list[str] = []
 
     def ask(name: str, prompt: list[int], new_tokens: int = 1) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from impress_sglang.transfer.ahead import FIRST_ALLOWANCE_BYTES, ReadAhead
 from impress_sglang.transfer.buffers import BufferPool, PooledMemory, Tenant
 from impress_sglang.transfer.read_planner import ReadStats
+from impress_sglang.transfer.stored_source import StoredSource
 
 MIB = 1 << 20
 WASTE = 0.25
@@ -30,6 +31,8 @@ class FakeSource:
     stats: ReadStats = dataclasses.field(default_factory=ReadStats)
     wastes: list[float] = dataclasses.field(default_factory=list)
     memory: dict[int, PooledMemory] = dataclasses.field(default_factory=dict)
+    wait_bytes: float = 0.0
+    wants_more = StoredSource.wants_more
 
     def read_ahead(self, waste_budget: float) -> None:
         assert self.next_ahead < self.num_layers

@@ -28,6 +28,7 @@ from impress_sglang.options import (
     OPTIONS,
     POLICIES,
     REORDER_KEYS,
+    SCHEDULES,
     is_bits,
 )
 
@@ -79,6 +80,7 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     ("io_engine", ""),
     ("load", "never"),
     ("lookahead", "maybe"),
+    ("schedule", "sometimes"),
     ("load", ""),
     ("policy", "lru"),
     ("policy", ""),
@@ -159,6 +161,7 @@ EDGE_VALUES: list[tuple[str, Any]] = [
     *[("io_engine", engine) for engine in IO_ENGINES],
     *[("load", load) for load in LOADS],
     *[("lookahead", switch) for switch in (ON, OFF)],
+    *[("schedule", schedule) for schedule in SCHEDULES],
     *[("policy", policy) for policy in POLICIES],
     *[(field, 0) for field in ("device_gb", "host_gb", "half_life", "readahead")],
     ("recompute_gb", 0),
