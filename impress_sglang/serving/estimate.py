@@ -69,6 +69,14 @@ class Estimate:
         """Whether reading takes no longer than computing."""
         return self.overlapped and self.compute is not None and self.io <= self.compute
 
+    @property
+    def lead(self) -> float:
+        """The share of its reading that ends before a request begins, if that is not to wait.
+
+        AttentionStore 3.2.1: S_buf = B (T_load L_hist - T_pref L_new), here over B T_load L_hist.
+        """
+        return self.unhidden(1.0) / self.io if self.io else 0.0
+
     def seconds(self, unread: float) -> float:
         """Seconds with the stored prefix, if so much of its reading is left."""
         io, compute = self.io * unread, self.compute or 0.0
@@ -131,12 +139,3 @@ class Estimator:
 def pairs_of(before: float, new: int) -> float:
     """Pairs of a new token and one that it attends to, after `before` tokens."""
     return new * (before + (new + 1) / 2)
-
-
-def buffer_bytes(bytes_per_second: float, estimate: Estimate) -> float:
-    """What must be read before a request begins so that it does not wait (AttentionStore 3.2.1).
-
-    S_buf = B (T_load L_hist - T_pref L_new): bandwidth x (seconds of reading - of computing).
-    """
-    compute = estimate.compute or 0.0
-    return bytes_per_second * max(estimate.io - compute, 0.0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.management.open_segments import AnySource
 from impress_sglang.serving.admission import AdmissionPlan
-from impress_sglang.serving.estimate import buffer_bytes
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
@@ -58,7 +58,7 @@ class Prefetches:
             store.report(error)
             return
         self._waiting[rid] = Prefetch(plan, source, timeline)
-        store.ahead.wait(source, buffer_bytes(store.forecast.bytes_per_second, plan.estimate))
+        store.ahead.wait(source, math.ceil(plan.estimate.lead * source.num_layers))
 
     def unread(self, rid: str) -> float:
         """The share of a request's reads that is to be waited for; see `StoredSource.unread`."""

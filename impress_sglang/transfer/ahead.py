@@ -48,9 +48,9 @@ class ReadAhead:
         self._live.append(source)
         self.top_up()
 
-    def wait(self, source: StoredSource, limit_bytes: float) -> None:
-        """A request waits: read at most `limit_bytes` of its first layers, but one in any case."""
-        source.wait_bytes = limit_bytes
+    def wait(self, source: StoredSource, lead: int) -> None:
+        """A request waits: read at most `lead` of its first layers, but one in any case."""
+        source.lead = lead
         self._waiting.append(source)
         self.top_up()
 

@@ -45,8 +45,8 @@ class StoredSource(abc.ABC):
         """The layer that was asked for last."""
         self.next_ahead = 0
         """The first layer of which nothing was read ahead."""
-        self.wait_bytes = 0.0
-        """How much is read ahead for a request that waits; one layer is in any case."""
+        self.lead = 0
+        """How many layers are read ahead for a request that waits; one is in any case."""
         self._layers_there = 0
         self._reader = reader
         self._buffers: dict[int, dict[int, LayerBuffer]] = {}
@@ -64,10 +64,7 @@ class StoredSource(abc.ABC):
     @property
     def wants_more(self) -> bool:
         """Whether more is read ahead while its request waits."""
-        read = (self.next_ahead + 1) * self.layer_bytes
-        return self.next_ahead < self.num_layers and (
-            self.next_ahead == 0 or read <= self.wait_bytes
-        )
+        return self.next_ahead < min(max(self.lead, 1), self.num_layers)
 
     @property
     def unread(self) -> float:

@@ -11,6 +11,7 @@ from sglang.srt.managers.schedule_policy import SchedulePolicy
 from tests.integration.test_awaited import Queue
 from tests.integration.test_awaited import _sglang as _sglang
 from tests.integration.test_weights import SHAPE, TOKENS, World
+from tests.unit.waiting import wait_until
 
 STORED, RESIDENT, UNKNOWN = 1000, 2000, 3000
 
@@ -131,13 +132,13 @@ def test_what_is_asked_for_is_not_there_yet(
 ) -> None:
     (source,) = (own.source for own in reading.world.runtime.prefetches._waiting.values())
     unread = reading.world.runtime.prefetches.unread
-    while source.is_reading:
-        pass
-    assert unread("stored") == 0.0 and unread("nobody") == 1.0
-    source.wait_bytes = float("inf")
-    assert 0.0 < unread("stored") < 1.0
-    assert rids(reading) == ["resident", "unknown", "stored"]
-    source.wait_bytes = 0.0
+    assert source.next_ahead == source.num_layers and unread("nobody") == 1.0
+    with monkeypatch.context() as patch:
+        patch.setattr(source, "_is_there", lambda layer: layer < 1)
+        assert unread("stored") == 1.0 - 1 / source.num_layers
+        assert rids(reading) == ["resident", "unknown", "stored"]
+    wait_until(lambda: not source.is_reading)
+    assert unread("stored") == 0.0
     assert rids(reading) == ["stored", "resident", "unknown"]
 
 

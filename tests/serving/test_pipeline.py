@@ -212,10 +212,15 @@ def test_requests_that_wait_are_read_ahead(narrow: Server) -> None:
 
 def test_who_has_to_be_read_lets_others_pass(narrow: Server) -> None:
     """While one request runs, three wait, the slowest first."""
-    (stored,) = store_prefixes(narrow, 1, seed=650)
+    *others, stored = store_prefixes(narrow, 6, seed=640)
+    narrow.post("/bench/ssd_mbps", mbps=0.3).raise_for_status()
+    # From these the server learns how slow the drive is.
+    for other in others:
+        narrow.generate([*other, 5], 1)
+    narrow.flush()
+    narrow.post("/bench/ssd_mbps", mbps=0.05).raise_for_status()
     resident = random_tokens(1000, seed=651)
     narrow.generate(resident, 1)
-    narrow.post("/bench/ssd_mbps", mbps=0.03).raise_for_status()
     ends: list[str] = []
 
     def ask(name: str, prompt: list[int], new_tokens: int = 1) -> None:
