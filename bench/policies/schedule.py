@@ -1,9 +1,9 @@
 """Orders of the queue in real servers: requests come as a Poisson process, at shares of capacity.
 
 A third of the requests, each, finds its prefix in the pool, in the store, or nowhere. Capacity is
-what the first server does while many clients keep it busy. All orders get the same requests at the
-same times, at each load; each of SGLang's policies gets a server with each `--impress-schedule`.
-Prefixes and questions are random tokens.
+what the first server does while many clients keep it busy. Of each policy of SGLang there is a
+server for each `--impress-schedule`; they are up together and take turns, in rounds of the same
+requests at the same times. Prefixes and questions are random tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -34,7 +34,8 @@ OPTIONS = (
     Option("prefixes", 48, "that are stored and not in the pool", quick=8),
     Option("resident", 4, "that are", quick=2),
     Option("prefix-tokens", 256, "of each"),
-    Option("requests", 300, "at each load", quick=24),
+    Option("requests", 180, "at each load", quick=24),
+    Option("rounds", 3, "in which servers take turns", quick=1),
     Option("running", 2, "requests that run; the others wait"),
     Option("ssd-mbps", 10.0, "bandwidth of the emulated SSD in MB/s"),
     MODEL,
@@ -45,6 +46,7 @@ OPTIONS = (
 QUESTION_TOKENS = 16
 # They keep a server busy while its capacity is measured.
 CLIENTS = 16
+WARMUP = 60
 KINDS = ("resident", "stored", "unknown")
 # What is read for a prefix stays nowhere.
 _TIERS = Tiers(0, 0)
@@ -63,30 +65,26 @@ def run(args: argparse.Namespace) -> Result:
     """Measure all orders."""
     rng = np.random.default_rng(args.seed)
     prefixes = random_tokens(rng, args.prefixes + args.resident, args.prefix_tokens)
-    # One for capacity, and one for each load.
-    rounds = [_make_requests(args, prefixes, rng) for _ in range(len(args.loads) + 1)]
-    rows: list[Row] = []
-    rate = None
     with servers(args) as pool:
         bench = _Bench(args, pool, prefixes)
         bench.prepare()
-        for order in args.orders:
-            for schedule in args.schedules:
-                found = bench.measure(order, schedule, rounds, rate)
-                rate = rate or found[0]["rate"]
-                rows += found
+        rows = [row for order in args.orders for row in bench.measure(order, rng)]
     for row in rows:
-        first = next(own for own in rows if own["load"] == row["load"])
+        first = next(
+            own for own in rows if (own["order"], own["load"]) == (row["order"], row["load"])
+        )
         for name in ("ttft_ms_mean", "ttft_ms_p99", "seconds"):
             row[f"{name}_ratio"] = ratio(row[name], first[name])
     caption = f"SSD: emulated, {args.ssd_mbps:g} MB/s; ratios to the first of the same load"
-    return Result({"orders": rows}, [Table(COLUMNS, rows, caption)])
+    return Result({"requests_per_s": bench.rate, "orders": rows}, [Table(COLUMNS, rows, caption)])
 
 
 class _Bench:
-    """A store with all prefixes, and a server for each order."""
+    """A store with all prefixes, and servers that take turns."""
 
     def __init__(self, args: argparse.Namespace, pool: Servers, prefixes: list[list[int]]) -> None:
+        self.rate = 0.0
+        """Requests that the first server does in a second."""
         self._args = args
         self._pool = pool
         self._prefixes = prefixes
@@ -102,30 +100,44 @@ class _Bench:
                 server.store(tokens)
             server.stop()
 
-    def measure(
-        self, order: str, schedule: str, rounds: Sequence[list[Asked]], rate: float | None
-    ) -> list[Row]:
-        """A row for each load; without the `rate` of requests per second, it is measured."""
+    def measure(self, order: str, rng: np.random.Generator) -> list[Row]:
+        """A row for each load and schedule."""
+        args = self._args
+        with contextlib.ExitStack() as stack:
+            started = {
+                schedule: stack.enter_context(self._scheduled(order, schedule))
+                for schedule in args.schedules
+            }
+            warmup = _make_requests(args, WARMUP, self._prefixes, rng)
+            for schedule, server in started.items():
+                with step(f"{order}, {schedule}: warming up"):
+                    began = time.perf_counter()
+                    server.first_token_ms([own.tokens for own in warmup], CLIENTS)
+                    self.rate = self.rate or WARMUP / (time.perf_counter() - began)
+            rows = []
+            for load in args.loads:
+                found: dict[str, list[_Answered]] = {schedule: [] for schedule in started}
+                for _ in range(args.rounds):
+                    count = args.requests // args.rounds
+                    asked = _make_requests(args, count, self._prefixes, rng)
+                    for schedule, server in started.items():
+                        with step(f"{order}, {schedule}: load {load:g}"):
+                            found[schedule].append(_ask(server, asked, load * self.rate))
+                for schedule, answered in found.items():
+                    row = {"order": order, "schedule": schedule, "load": load}
+                    rows.append(row | _figures(answered))
+            for server in started.values():
+                server.check_log()
+        return rows
+
+    @contextlib.contextmanager
+    def _scheduled(self, order: str, schedule: str) -> Iterator[Server]:
         name = f"{order}-{schedule}"
         link_store(self._pool.folder / "prepared", self._pool.folder / name)
         flags = (f"--schedule-policy={order}", f"--impress-schedule={schedule}")
-        rows = []
         with self._server(name, *flags) as server:
             server.emulate_ssd(self._args.ssd_mbps)
-            with step(f"{name}: warming up"):
-                began = time.perf_counter()
-                server.first_token_ms([own.tokens for own in rounds[0]], CLIENTS)
-                rate = rate or len(rounds[0]) / (time.perf_counter() - began)
-            for load, asked in zip(self._args.loads, rounds[1:], strict=True):
-                with step(f"{name}: load {load:g}"):
-                    whens = [own.when / load / rate for own in asked]
-                    began = time.perf_counter()
-                    answers = server.generate_at([own.tokens for own in asked], whens)
-                    seconds = time.perf_counter() - began
-                row = {"order": order, "schedule": schedule, "load": load, "rate": round(rate, 3)}
-                rows.append({**row, **_figures(asked, answers, seconds)})
-            server.check_log()
-        return rows
+            yield server
 
     def _server(self, name: str, *flags: str) -> contextlib.AbstractContextManager[Server]:
         ours = policy_flags(self._args.policy, self._pool.folder / name, 1.0, _TIERS)
@@ -140,12 +152,31 @@ class _Bench:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Answered:
+    """Requests, milliseconds until each answer, where its prefix was, and seconds of all."""
+
+    asked: Sequence[Asked]
+    ttft_ms: list[float]
+    paths: list[str]
+    seconds: float
+
+
+def _ask(server: Server, asked: Sequence[Asked], rate: float) -> _Answered:
+    began = time.perf_counter()
+    whens = [own.when / rate for own in asked]
+    answers = server.generate_at([own.tokens for own in asked], whens)
+    seconds = time.perf_counter() - began
+    paths = [answer["meta_info"]["impress"]["path"] for _, answer in answers]
+    return _Answered(asked, [round(own * 1e3, 1) for own, _ in answers], paths, seconds)
+
+
 def _make_requests(
-    args: argparse.Namespace, prefixes: list[list[int]], rng: np.random.Generator
+    args: argparse.Namespace, count: int, prefixes: list[list[int]], rng: np.random.Generator
 ) -> list[Asked]:
-    whens = np.cumsum(rng.exponential(1.0, args.requests)).tolist()
-    questions = random_tokens(rng, args.requests, QUESTION_TOKENS)
-    unknown = iter(random_tokens(rng, args.requests, args.prefix_tokens))
+    whens = np.cumsum(rng.exponential(1.0, count)).tolist()
+    questions = random_tokens(rng, count, QUESTION_TOKENS)
+    unknown = iter(random_tokens(rng, count, args.prefix_tokens))
     found = []
     for when, question in zip(whens, questions, strict=True):
         kind = KINDS[rng.integers(len(KINDS))]
@@ -159,25 +190,22 @@ def _make_requests(
     return found
 
 
-def _figures(
-    asked: Sequence[Asked], answers: Sequence[tuple[float, dict[str, object]]], seconds: float
-) -> Row:
-    ttft = [own * 1e3 for own, _ in answers]
+def _figures(answered: Sequence[_Answered]) -> Row:
+    ttft = [ms for own in answered for ms in own.ttft_ms]
+    kinds = [own.kind for part in answered for own in part.asked]
     by_kind = {
-        f"{kind}_ms": round(
-            statistics.fmean(ms for ms, own in zip(ttft, asked, strict=True) if own.kind == kind), 1
-        )
-        for kind in KINDS
+        kind: [ms for ms, own in zip(ttft, kinds, strict=True) if own == kind] for kind in KINDS
     }
     return {
-        "requests": len(asked),
+        "requests": len(ttft),
         "ttft_ms_mean": round(statistics.fmean(ttft), 1),
         "ttft_ms_p50": round(float(np.percentile(ttft, 50)), 1),
         "ttft_ms_p99": round(float(np.percentile(ttft, 99)), 1),
-        **by_kind,
-        "seconds": round(seconds, 1),
-        "ttft_ms": [round(ms, 1) for ms in ttft],
-        "paths": [answer["meta_info"]["impress"]["path"] for _, answer in answers],
+        **{f"{kind}_ms": round(statistics.fmean(own), 1) for kind, own in by_kind.items()},
+        "seconds": round(sum(own.seconds for own in answered), 1),
+        "ttft_ms": ttft,
+        "kinds": kinds,
+        "paths": [path for own in answered for path in own.paths],
     }
 
 
