@@ -173,7 +173,7 @@ def _command(model: Path, options: Sequence[str], port: int) -> list[str]:
     command += ["--max-total-tokens", "8192", "--max-running-requests", "8"]
     # The demo warms up with requests of its own.
     command += ["--skip-server-warmup"]
-    return [*command, "--enable-impress", *options]
+    return [*command, "--enable-impress", "--impress-write-after", "1", *options]
 
 
 def _environment() -> dict[str, str]:

@@ -42,6 +42,7 @@ class ImpressConfig:
     ssd_dir: str = DEFAULT_SSD_DIR
     ssd_gb: float = 32.0
     min_free_gb: float = 2.0
+    write_after: int = 2
     retention: float | str = 1.0
     min_retention: float = 0.05
     bits: float | str = 5.0

@@ -127,6 +127,14 @@ OPTIONS: tuple[Option, ...] = (
         "Free space to leave on the file system of the SSD store, in GB.",
     ),
     Option(
+        "write_after",
+        int,
+        between(1, 255),
+        "A prefix is stored when it is asked for this often; what is asked for once wears the "
+        "drive for nothing. Prefixes are counted in memory, at every 64th token. 1: every prompt "
+        "is stored at once.",
+    ),
+    Option(
         "retention",
         _parse_retention,
         Rule(f"0 < r <= 1, or {AUTO}", _is_retention),

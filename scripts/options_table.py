@@ -18,7 +18,8 @@ BEGIN, END = (
     "<!-- /options -->",
 )
 GROUPS = {
-    "Store": "ssd_dir ssd_gb min_free_gb min_prefix_tokens approximation_depth chunk_tokens",
+    "Store": "ssd_dir ssd_gb min_free_gb write_after min_prefix_tokens approximation_depth "
+    "chunk_tokens",
     "Precision and retention": "bits base_error retention min_retention load",
     "Memory": "device_gb host_gb buffer_gb recompute_gb half_life",
     "Queue": "lookahead schedule",

@@ -85,6 +85,7 @@ def _measure(
     if ours:
         flags += [
             "--enable-impress",
+            "--impress-write-after=1",
             "--impress-load=always",
             f"--impress-device-gb={args.device_gb}",
             f"--impress-host-gb={args.host_gb}",

@@ -84,7 +84,8 @@ def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> li
     if name == "recompute":
         return flags
     flags += [
-        # What is compared is loading, so it is never computing instead.
+        # What is compared is loading, so prefixes are stored at once and never computed instead.
+        "--impress-write-after=1",
         "--impress-load=always",
         f"--impress-min-prefix-tokens={MIN_PREFIX_TOKENS}",
         f"--impress-retention={1.0 if ours else retention}",

@@ -57,6 +57,7 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
 # Bytes are those of the store, and what is stored are the prefixes only.
 COMMON_FLAGS = (
     "--enable-impress",
+    "--impress-write-after=1",
     "--impress-load=always",
     "--impress-reorder-interval=0",
     "--impress-approximation-depth=0",

@@ -84,6 +84,7 @@ def _ask_all(
         "--max-total-tokens=16384",
         "--max-running-requests=4",
         "--enable-impress",
+        "--impress-write-after=1",
         "--impress-load=always",
         f"--impress-ssd-dir={pool.folder / 'kv'}",
     )

@@ -105,6 +105,7 @@ def _ask_all(
     if ours:
         flags += [
             "--enable-impress",
+            "--impress-write-after=1",
             "--impress-load=always",
             f"--impress-min-prefix-tokens={MIN_PREFIX_TOKENS}",
             f"--impress-ssd-dir={pool.folder / 'kv'}",

@@ -21,6 +21,7 @@ from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.serving.saving import GatedLayerReader, Save
+from impress_sglang.serving.sights import Sights
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.storage.writer import LayerReader
@@ -39,8 +40,20 @@ class PromptSaves:
         self._begun: dict[str, Save] = {}
         self._locking: set[Save] = set()
         self._refused: set[str] = set()
+        least = runtime.config.write_after
+        self._sights = Sights(least) if least > 1 else None
+        # By request: how many of its first tokens are worth storing.
+        self._worth: dict[str, int] = {}
         self.held_tokens = 0
         self.writing_tokens = 0
+
+    def sight(self, req: Any, key: RadixKey) -> None:
+        """A request is matched, perhaps again: count what it asks for, once."""
+        if self._sights is None or req.rid in self._worth:
+            return
+        if store_refusal(req) is None:
+            tokens = as_tokens(key.raw_token_ids())
+            self._worth[req.rid] = self._sights.note(namespace_of(key), tokens)
 
     def begin(self, req: Any, length: int) -> Save | None:
         """Offer a prompt whose last pass begins now, to be saved behind it; `length` tokens."""
@@ -107,6 +120,7 @@ class PromptSaves:
     def forget(self, rid: str) -> None:
         """A request is over: the next one of its name may be offered again."""
         self._refused.discard(rid)
+        self._worth.pop(rid, None)
 
     def forget_all(self) -> None:
         """The tree is empty."""
@@ -154,13 +168,19 @@ class PromptSaves:
         want of space is not offered again by the same request.
         """
         runtime = self._runtime
-        if not runtime.served.in_use or num_tokens < runtime.config.min_prefix_tokens:
+        if not runtime.served.in_use or store_refusal(req) is not None:
             return False
-        if store_refusal(req) is not None:
+        if min(num_tokens, self._worth_of(req)) < runtime.config.min_prefix_tokens:
             return False
         spare = self._cache.token_to_kv_pool_allocator.size // 2 - self.writing_tokens
         fits = self.writing_tokens == 0 or num_tokens <= spare
         return fits and req.rid not in self._refused
+
+    def _worth_of(self, req: Any) -> int:
+        """How many of the first tokens of a request are worth storing."""
+        if self._sights is None:
+            return len(req.full_untruncated_fill_ids)
+        return self._runtime.admission.whole_pages(self._worth.get(req.rid, 0))
 
     def _offer(self, req: Any, save: Save, first: int, quality: Quality) -> bool:
         """Offer the tokens of a request, whose KVs from token `first` on are in a save's slots."""
@@ -181,6 +201,7 @@ class PromptSaves:
             quality=quality,
             available_from=first,
             min_tokens=self._runtime.config.chunk_tokens,
+            most_tokens=self._worth_of(req),
             holder=save,
             queries=save.queries,
         )

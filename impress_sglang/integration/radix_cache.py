@@ -107,6 +107,7 @@ class ImpressRadixCache(RadixCache):
         if req is None or self.disable:
             return resident
         known = self._known.note(req)
+        self._saves.sight(req, params.key)
         report = new_report(self.runtime.policy.name, resident.device_prefix_len)
         refusal = serve_refusal(req)
         report.update(not_served=refusal, not_stored=store_refusal(req))

@@ -56,6 +56,7 @@ def impress_flags(store: Path, *flags: str) -> tuple[str, ...]:
     return (
         *TINY_FLAGS,
         "--enable-impress",
+        "--impress-write-after=1",
         "--impress-load=always",
         f"--impress-ssd-dir={store}",
         *flags,

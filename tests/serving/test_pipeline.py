@@ -26,6 +26,7 @@ def flags(store: Path, *own: str) -> tuple[str, ...]:
     return (
         *TINY_FLAGS,
         "--enable-impress",
+        "--impress-write-after=1",
         f"--impress-ssd-dir={store}",
         "--impress-min-prefix-tokens=64",
         "--impress-device-gb=0",

@@ -37,6 +37,7 @@ def server(smollm: Path, workdir: Path) -> Iterator[Server]:
         "--dtype=float32",
         "--max-total-tokens=12000",
         "--enable-impress",
+        "--impress-write-after=1",
         "--impress-load=always",
         f"--impress-ssd-dir={workdir / 'store-smollm'}",
         "--impress-retention=0.25",

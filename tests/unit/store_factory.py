@@ -48,6 +48,7 @@ QUARTER = Quality(1, 0.25)
 # No caches, no reading ahead, no reordering and no measuring unless a test asks for them, so that
 # bytes can be counted.
 DEFAULTS = {
+    "write_after": 1,
     "policy": "paper",
     "ssd_gb": 1.0,
     "min_free_gb": 0.0,

@@ -1,0 +1,70 @@
+"""Which prefixes were seen before, against exact counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impress_sglang.serving.sights import SIGHT_TOKENS, Sights
+from tests.unit.kv_factory import as_tokens
+
+COLUMNS = 1 << 16
+
+
+def prompt(*blocks: int, rest: int = 0) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Blocks of equal tokens, and some more."""
+    tokens = [token for token in blocks for _ in range(SIGHT_TOKENS)]
+    return as_tokens([*tokens, *range(rest)])
+
+
+@given(
+    least=st.integers(2, 4),
+    asked=st.lists(
+        st.tuples(st.sampled_from(["", "a"]), st.lists(st.integers(0, 2), max_size=4)), max_size=30
+    ),
+)
+def test_against_exact_counts(least: int, asked: list[tuple[str, list[int]]]) -> None:
+    sights, counts = Sights(least, columns=COLUMNS), Counter[tuple[str, tuple[int, ...]]]()
+    for namespace, blocks in asked:
+        prefixes = [tuple(blocks[: stop + 1]) for stop in range(len(blocks))]
+        counts.update((namespace, own) for own in prefixes)
+        often = [own for own in prefixes if counts[namespace, own] >= least]
+        found = sights.note(namespace, prompt(*blocks, rest=SIGHT_TOKENS - 1))
+        assert found == SIGHT_TOKENS * len(often)
+
+
+def test_the_order_of_blocks_counts() -> None:
+    sights = Sights(2, columns=COLUMNS)
+    sights.note("", prompt(1, 2, 2))
+    assert sights.note("", prompt(2, 1, 2)) == sights.note("", prompt(2, 2, 1)) - SIGHT_TOKENS == 0
+
+
+@pytest.mark.parametrize("least", [2, 255])
+def test_counts_end_at_what_a_counter_holds(least: int) -> None:
+    sights = Sights(least, columns=COLUMNS)
+    found = [sights.note("", prompt(1)) for _ in range(300)]
+    assert found == [0] * (least - 1) + [SIGHT_TOKENS] * (301 - least)
+
+
+def test_what_is_seen_once_is_forgotten_and_what_is_seen_often_is_not() -> None:
+    """While more prefixes come than the sketch remembers."""
+    sights, columns = Sights(2, columns=1 << 10), 1 << 10
+    once, often = prompt(1), prompt(2)
+    sights.note("", once)
+    for number in range(columns + 1):
+        sights.note("", prompt(10 + number))
+        if number % 100 == 0:
+            sights.note("", often)
+    assert sights.note("", often) == SIGHT_TOKENS
+    assert sights.note("", once) == 0
+
+
+def test_few_prefixes_are_taken_for_others() -> None:
+    """With as many as are remembered at most."""
+    sights = Sights(2, columns=1 << 12)
+    wrong = sum(sights.note("", prompt(10 + number)) > 0 for number in range(1 << 11))
+    assert wrong < (1 << 11) * 0.02
