@@ -23,6 +23,7 @@ from impress_sglang.integration.layers import check_layers
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.management.identity import model_identity, weights_digest
 from impress_sglang.management.policies import LoadOptions, Policy, make_policy
+from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.warm_up import warm_up
@@ -37,8 +38,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     """The tree cache for SGLang's `TreeCacheBuildContext`.
 
     Raises:
-        UnsupportedError: the attention backend is not ours, so that offset rows would be read
-        wrong,
+        UnsupportedError: the attention backend is not ours, so that prefixes would be read wrong,
             the options or the model are not what is known to be right, the server cannot have the
             parts of prefixes that it is for, or a kernel for this model does not fit into the GPU.
         ConfigError: a directory cannot be written, or the caches do not fit in memory.
@@ -95,6 +95,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
         page_size=params.page_size,
     )
     cache = ImpressRadixCache(params, runtime, read_identity, runner.forward_stream)
+    if cache.metrics_collector is not None:
+        runtime.metrics = ServingMetrics(cache.metrics_collector.labels)
     backend.connect(runtime, cache.passes)
     return cache
 

@@ -271,6 +271,14 @@ def _after_pass(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     return result
 
 
+def _before_idle(scheduler: Any, *_: Any, **__: Any) -> None:
+    """Nothing may happen for long now: say what has."""
+    from impress_sglang.integration.radix_cache import ImpressRadixCache
+
+    if isinstance(scheduler.tree_cache, ImpressRadixCache):
+        scheduler.tree_cache.runtime.tell_metrics(idle=True)
+
+
 def _after_state(result: Any, *arguments: Any, **keywords: Any) -> Any:
     from impress_sglang.integration.reporting import add_totals
 
@@ -363,6 +371,7 @@ HOOKS = (
         "around",
     ),
     Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", _after_pass, "after"),
+    Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", _before_idle, "before"),
     Hook("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _after_state, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.set_internal_state", _around_order, "around"),
     Hook(

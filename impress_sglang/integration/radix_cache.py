@@ -221,7 +221,7 @@ class ImpressRadixCache(RadixCache):
             self._end_failed(req, request)
         reports = (req.customized_info or {}).get(REPORT_KEY)
         if req.finished() and reports:
-            self.runtime.totals.add(reports[0])
+            self.runtime.count(reports[0])
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         """A request that was never admitted is gone."""
@@ -281,6 +281,7 @@ class ImpressRadixCache(RadixCache):
         served.poll()
         if served.opened is not None:
             served.opened.ahead.top_up()
+        self.runtime.tell_metrics()
 
     def evictable_size(self) -> int:
         """Tokens that `evict` can free: SGLang's, and those that only writes hold."""

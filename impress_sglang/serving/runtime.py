@@ -25,6 +25,7 @@ from impress_sglang.serving.admission import Admission, AdmissionPlan
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import Estimator, RequestLengths
 from impress_sglang.serving.loading import Loaders, RecomputedLoading
+from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.opening import Allocate, RequestOpener
 from impress_sglang.serving.prefetch import Prefetches
 from impress_sglang.serving.report import RequestTotals, publish
@@ -73,6 +74,8 @@ class ServingRuntime:
         self.shape = shape
         self.policy = make_policy(config)
         self.totals = RequestTotals()
+        self.metrics: ServingMetrics | None = None
+        """Where Prometheus finds the totals, if somebody asks for that."""
         self.live: dict[str, StoredRequest] = {}
         """Requests that were opened and not released."""
         self._looks_ahead = config.lookahead == ON
@@ -202,6 +205,17 @@ class ServingRuntime:
             if self._timelines is not None and isinstance(request.timeline, RequestTimeline):
                 self._timelines.write(request.timeline)
         return request
+
+    def count(self, report: dict[str, Any]) -> None:
+        """A request has ended, with this report."""
+        self.totals.add(report)
+        if self.metrics is not None:
+            self.metrics.observe(report)
+
+    def tell_metrics(self, *, idle: bool = False) -> None:
+        """Tell what has been counted; see `ServingMetrics.tell`."""
+        if self.metrics is not None:
+            self.metrics.tell(self.summary, idle=idle)
 
     def close(self) -> None:
         """Finish writes and close the store; nothing is served after that."""

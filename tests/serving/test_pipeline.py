@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from impress_sglang import timeline
+from impress_sglang.serving.metrics import COUNTERS, GAUGES, PREFIX
 from tests.serving.compare import report
 from tests.serving.conftest import TINY_FLAGS
 from tests.serving.harness import Server, Zygote, running
 from tests.serving.tiny_models import random_tokens
 
+LABELS = {own.label for own in (*COUNTERS, *GAUGES)}
+RANKS = {"cache_type", "tp_rank", "pp_rank", "dp_rank"}
 PREFIXES = 5
 QUESTIONS = 4
 
@@ -178,6 +183,7 @@ def narrow(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
         "--impress-load=always",
         "--impress-approximation-depth=0",
         "--impress-schedule=classes",
+        "--enable-metrics",
         f"--impress-trace-dir={workdir / 'traces'}",
     )
     own = tuple(flag for flag in own if not flag.startswith("--max-running-requests"))
@@ -190,6 +196,50 @@ def narrow(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
         assert server.stats()["integrity"] == "ok"
         assert server.stats()["store"]["buffer_used_bytes"] == 0
         server.assert_quiet()
+
+
+def metrics_of(server: Server) -> dict[str, float]:
+    """By the name and our own label."""
+    text = requests.get(f"{server.url}/metrics", timeout=30).text
+    samples = (own for family in text_string_to_metric_families(text) for own in family.samples)
+    found = {}
+    for own in samples:
+        if own.name.startswith(PREFIX):
+            mine = {key: value for key, value in own.labels.items() if key in LABELS}
+            assert own.labels.keys() - mine.keys() <= {"le", "pid", *RANKS}, own.labels
+            found[" ".join([own.name.removeprefix(PREFIX), *mine.values()])] = own.value
+    return found
+
+
+def test_prometheus_is_told_what_the_statistics_say(narrow: Server) -> None:
+    (prefix,) = store_prefixes(narrow, 1, seed=670)
+    for question in (5, 6, 7):
+        assert report(narrow.generate([*prefix, question], 1))["path"] == "ssd"
+        narrow.flush()
+    # Writes end behind the requests.
+    narrow.generate([1, 2, 3], 1)
+    stats = narrow.stats()
+    totals, store = stats["totals"], stats["store"]
+    expected = {
+        "requests_total ssd": totals["requests_ssd"],
+        "requests_total computed": totals["requests_computed"],
+        "ssd_read_bytes_total": totals["ssd_bytes"],
+        "chunks_total ssd": totals["ssd_chunks"],
+        "request_seconds_total wait": pytest.approx(totals["wait_ms"] / 1e3),
+        "ssd_written_bytes_total": store["bytes_written"],
+        "segments_total written": store["segments_written"],
+        "store_bytes quota": store["quota_bytes"],
+        "store_segments": store["segments"],
+        "store_state ok": 1.0,
+        "store_state degraded": 0.0,
+        "load_seconds_count": totals["requests_ssd"],
+        "bits_count": totals["requests_ssd"],
+    }
+    found = metrics_of(narrow)
+    assert {name: found.get(name) for name in expected} == expected
+    named = {name.split(" ")[0] for name in found}
+    labelled = {"requests_not_served_total", "requests_not_stored_total"}
+    assert {own.name for own in (*COUNTERS, *GAUGES)} - labelled <= named
 
 
 def store_prefixes(server: Server, count: int, seed: int) -> list[list[int]]:
