@@ -15,7 +15,7 @@ import yaml
 import impress_sglang
 from bench.core.cli import MODULES
 from impress_sglang.serving.report import new_report
-from scripts import options_table
+from scripts import tables
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "impress_sglang"
@@ -29,10 +29,11 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_the_page_of_options_is_made_from_the_options() -> None:
-    page = options_table.PAGE.read_text()
-    assert page == options_table.page_with_tables(page), (
-        "python -m scripts.options_table --write puts the options into their page"
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_tables_are_made_from_the_code(name: str) -> None:
+    page = tables.TABLES[name][0].read_text()
+    assert page == tables.page_with_table(name, page), (
+        "python -m scripts.tables --write puts them into their pages"
     )
 
 

@@ -1,0 +1,83 @@
+"""Tables in the documents that are made from the code: the options, and the metrics.
+
+python -m scripts.tables            prints them
+python -m scripts.tables --write    puts them into their pages
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.options import OPTIONS, Option
+from impress_sglang.serving.metrics import COUNTERS, GAUGES, PREFIX
+
+DOCS = Path(__file__).parents[1] / "docs"
+BEGIN, END = "<!-- {0}: made by `python -m scripts.tables --write` -->", "<!-- /{0} -->"
+GROUPS = {
+    "Store": "ssd_dir ssd_gb min_free_gb write_after min_prefix_tokens approximation_depth "
+    "chunk_tokens",
+    "Precision and retention": "bits base_error retention min_retention load",
+    "Memory": "device_gb host_gb buffer_gb recompute_gb half_life",
+    "Queue": "lookahead schedule",
+    "Disk": "readahead io_engine io_depth io_timeout trace_dir",
+    "Comparison": "policy allocate probe_heads alpha reorder_interval reorder_key",
+}
+
+
+def options() -> str:
+    """One table per group."""
+    left = {option.field: option for option in OPTIONS}
+    parts = []
+    for name, fields in GROUPS.items():
+        rows = [_option(left.pop(field)) for field in fields.split()]
+        table = _table(("flag", "default", "values", "meaning"), rows)
+        parts.append(f"### {name}\n\n{table}")
+    assert not left, f"give these options a group: {', '.join(left)}"
+    return "\n\n".join(parts)
+
+
+def metrics() -> str:
+    """Counters, gauges and their labels."""
+    rows = [
+        (f"`{PREFIX}{own.name}`", f"`{own.label}`" if own.label else "", own.help)
+        for own in (*COUNTERS, *GAUGES)
+    ]
+    return _table(("metric", "label", "meaning"), rows)
+
+
+def _option(option: Option) -> Sequence[str]:
+    default = getattr(ImpressConfig(), option.field)
+    shown = f"{default:g}" if isinstance(default, float) else str(default)
+    cell = f"`{shown}`" if shown else "none"
+    values = option.rule.expected.removeprefix("one of ").removesuffix(" and finite")
+    return f"`{option.flag}`", cell, values, option.help
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """In Markdown."""
+    cells = (" | ".join(text.replace("*", r"\*") for text in row) for row in rows)
+    lines = [" | ".join(heads), "---|" * (len(heads) - 1) + "---", *cells]
+    return "\n".join(f"|{line}|" if line.startswith("---") else f"| {line} |" for line in lines)
+
+
+TABLES = {"options": (DOCS / "options.md", options), "metrics": (DOCS / "operation.md", metrics)}
+
+
+def page_with_table(name: str, page: str) -> str:
+    """The page with the table between its two marks."""
+    begin, end = BEGIN.format(name), END.format(name)
+    before, rest = page.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n\n{TABLES[name][1]()}\n\n{end}{after}"
+
+
+if __name__ == "__main__":
+    for name, (path, make) in TABLES.items():
+        if "--write" in sys.argv[1:]:
+            page = path.read_text(encoding="utf-8")
+            path.write_text(page_with_table(name, page), encoding="utf-8")
+        else:
+            print(make())
