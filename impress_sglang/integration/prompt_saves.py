@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from impress_sglang.integration.eligibility import store_refusal
 from impress_sglang.management.writing import Offer, StoreOutcome
@@ -47,17 +47,34 @@ class PromptSaves:
         self.held_tokens = 0
         self.writing_tokens = 0
 
-    def sight(self, req: Any, key: RadixKey) -> None:
-        """A request is matched, perhaps again: count what it asks for, once."""
-        if self._sights is None or req.rid in self._worth:
-            return
-        if store_refusal(req) is None:
-            tokens = as_tokens(key.raw_token_ids())
-            self._worth[req.rid] = self._sights.note(namespace_of(key), tokens)
+    def sight(self, req: Any) -> None:
+        """A request that may be stored is matched, perhaps again: count it once."""
+        tokens = req.origin_input_ids
+        if (
+            self._sights is not None
+            and req.rid not in self._worth
+            and self._runtime.admission.looks_for(len(tokens))
+        ):
+            # Of several samples SGLang computes the prompt first, with no token behind it.
+            sampling = req.sampling_params
+            count = sampling.n == 1 or sampling.max_new_tokens == 0
+            space = namespace_of(req)
+            self._worth[req.rid] = self._sights.note(space, as_tokens(tokens), count=count)
+
+    def end(self, req: Any) -> None:
+        """A request is over, and not put back: its answer may be in the next prompt."""
+        if self._worth.pop(req.rid, None) is not None and req.output_ids:
+            assert self._sights is not None
+            tokens = as_tokens([*req.origin_input_ids, *req.output_ids])
+            self._sights.note(namespace_of(req), tokens, len(req.origin_input_ids))
+
+    def drop(self, rid: str) -> None:
+        """A request was never admitted, and is gone."""
+        self._worth.pop(rid, None)
 
     def begin(self, req: Any, length: int) -> Save | None:
         """Offer a prompt whose last pass begins now, to be saved behind it; `length` tokens."""
-        length = self._runtime.admission.whole_pages(length)
+        length = self._worth_of(req, length)
         if req.rid in self._begun or not self._wants(req, length):
             return None
         row = self._cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
@@ -81,6 +98,7 @@ class PromptSaves:
     def offer_exact(self, req: Any, up_to: int) -> None:
         """Offer a computed prefix; its slots are resident, and locked while a write reads them."""
         slots = self._cache.path_device_indices(req.last_node)
+        slots = slots[: self._worth_of(req, len(slots))]
         if up_to < len(req.origin_input_ids) or not self._wants(req, len(slots)):
             return
         save = Save(slots, self._runtime.shape.num_layers)
@@ -90,7 +108,7 @@ class PromptSaves:
     def offer_approximate(self, req: Any, request: StoredRequest, up_to: int) -> None:
         """Offer what was computed after a partly loaded prefix, holding its slots for the write."""
         first, quality = request.prefix_len, request.quality
-        up_to = self._runtime.admission.whole_pages(up_to)
+        up_to = self._worth_of(req, up_to)
         too_deep = quality.depth > self._runtime.config.depth(quality.retention)
         if too_deep or up_to <= first or not self._wants(req, up_to):
             return
@@ -120,7 +138,6 @@ class PromptSaves:
     def forget(self, rid: str) -> None:
         """A request is over: the next one of its name may be offered again."""
         self._refused.discard(rid)
-        self._worth.pop(rid, None)
 
     def forget_all(self) -> None:
         """The tree is empty."""
@@ -170,23 +187,22 @@ class PromptSaves:
         runtime = self._runtime
         if not runtime.served.in_use or store_refusal(req) is not None:
             return False
-        if min(num_tokens, self._worth_of(req)) < runtime.config.min_prefix_tokens:
+        if num_tokens < runtime.config.min_prefix_tokens:
             return False
         spare = self._cache.token_to_kv_pool_allocator.size // 2 - self.writing_tokens
         fits = self.writing_tokens == 0 or num_tokens <= spare
         return fits and req.rid not in self._refused
 
-    def _worth_of(self, req: Any) -> int:
-        """How many of the first tokens of a request are worth storing."""
-        if self._sights is None:
-            return len(req.full_untruncated_fill_ids)
-        return self._runtime.admission.whole_pages(self._worth.get(req.rid, 0))
+    def _worth_of(self, req: Any, num_tokens: int) -> int:
+        """How many of the first tokens of a request are worth storing, in whole pages."""
+        if self._sights is not None:
+            num_tokens = min(num_tokens, self._worth.get(req.rid, 0))
+        return self._runtime.admission.whole_pages(num_tokens)
 
     def _offer(self, req: Any, save: Save, first: int, quality: Quality) -> bool:
         """Offer the tokens of a request, whose KVs from token `first` on are in a save's slots."""
         pool = self._cache.token_to_kv_pool_allocator.get_kvcache()
         tokens = as_tokens(req.full_untruncated_fill_ids[: first + len(save.slots)])
-        key = RadixKey(req.full_untruncated_fill_ids[:1], req.extra_key, cache_salt=req.cache_salt)
 
         def read_layers(start: int) -> LayerReader:
             part = save.slots[start - first :]
@@ -201,11 +217,11 @@ class PromptSaves:
             quality=quality,
             available_from=first,
             min_tokens=self._runtime.config.chunk_tokens,
-            most_tokens=self._worth_of(req),
             holder=save,
             queries=save.queries,
+            num_behind=max(len(req.origin_input_ids) - len(tokens), 0),
         )
-        outcome = self._runtime.store.writes.offer(namespace_of(key), offer)
+        outcome = self._runtime.store.writes.offer(namespace_of(req), offer)
         if outcome is StoreOutcome.NO_SPACE:
             self._refused.add(req.rid)
         if outcome is StoreOutcome.ACCEPTED:
@@ -224,8 +240,8 @@ class PromptSaves:
             self._cache.token_to_kv_pool_allocator.free(save.slots)
 
 
-def namespace_of(key: RadixKey) -> str:
-    """What keeps requests with other `extra_key` or `cache_salt` apart."""
+def namespace_of(key: Any) -> str:
+    """What keeps requests with other `extra_key` or `cache_salt` apart: of a key, or a request."""
     return json.dumps([key.extra_key, key.cache_salt])
 
 

@@ -87,6 +87,8 @@ class ImpressRadixCache(RadixCache):
         if self._started and store is not None:
             # Accepted writes read slots that are about to be given away.
             store.writes.drain()
+            # Other weights may come, and another store.
+            self.runtime.tell_metrics(now=True)
         assert not self.runtime.live and not self._private_tokens
         assert not self._saves.held_tokens
         self._residents.forget_all()
@@ -107,10 +109,11 @@ class ImpressRadixCache(RadixCache):
         if req is None or self.disable:
             return resident
         known = self._known.note(req)
-        self._saves.sight(req, params.key)
         report = new_report(self.runtime.policy.name, resident.device_prefix_len)
         refusal = serve_refusal(req)
         report.update(not_served=refusal, not_stored=store_refusal(req))
+        if report["not_stored"] is None:
+            self._saves.sight(req)
         req.customized_info = {REPORT_KEY: [report]}
         match, plan = StoredMatch(), None
         if refusal is None:
@@ -220,6 +223,8 @@ class ImpressRadixCache(RadixCache):
                 self.token_to_kv_pool_allocator.free(request.slots)
             self._end_failed(req, request)
         reports = (req.customized_info or {}).get(REPORT_KEY)
+        if req.finished():
+            self._saves.end(req)
         if req.finished() and reports:
             self.runtime.count(reports[0])
 
@@ -228,6 +233,7 @@ class ImpressRadixCache(RadixCache):
         super().release_aborted_request(handle)
         if handle.rid not in self.runtime.live:
             self._forget(handle.rid)
+            self._saves.drop(handle.rid)
 
     def release_host_resources(self) -> None:
         """A graceful end: finish writes, and keep what the next start should know."""

@@ -80,11 +80,11 @@ class Offer:
         abandon: called if the KVs are wanted back before that: from then on the reader must raise
             `WriteAbandoned`.
         min_tokens: a shorter rest is not worth a file.
-        most_tokens: so many of the first tokens are stored at most; None: all.
         quality: of the new KVs.
         available_from: the reader has no KVs of earlier tokens; those must be stored.
         holder: of the KVs' memory, in the caller's terms.
         queries: of the last tokens, layer by layer, asked for after the KVs of the layer were read.
+        num_behind: tokens between these and the end of the prompt, whose queries they are.
     """
 
     tokens: Tokens
@@ -92,11 +92,11 @@ class Offer:
     on_done: Callable[[], None]
     abandon: Callable[[], None]
     min_tokens: int
-    most_tokens: int | None = None
     quality: Quality = EXACT
     available_from: int = 0
     holder: object = None
     queries: QuerySource = no_queries
+    num_behind: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -158,9 +158,9 @@ class SegmentWrites:
         if not self._health.writable:
             self._stats.offers_while_unavailable += 1
             return StoreOutcome.UNAVAILABLE
-        tokens = offer.tokens[: offer.most_tokens]
+        tokens = offer.tokens
         known = self._tree.match(namespace, tokens, least=offer.quality, only_ready=False)
-        start, stop = _missing(known, len(tokens), offer.quality)
+        start, stop = _missing(known, offer)
         if len(tokens) - start < offer.min_tokens:
             return StoreOutcome.KNOWN
         if start < offer.available_from or start == stop:
@@ -255,7 +255,7 @@ class SegmentWrites:
         info, num_bytes = segment.info, segment.file_bytes
         self._quota.begin(num_bytes)
         reader = _first_tokens(offer.read_layers(info.prefix_len), info.num_tokens)
-        behind = len(offer.tokens) - info.prefix_len - info.num_tokens
+        behind = len(offer.tokens) - info.prefix_len - info.num_tokens + offer.num_behind
         floors = self._meter.rule(offer.queries, behind)
         entry = CatalogEntry(info, num_bytes, segment.last_access)
         future = self._keeper.write(entry, reader, floors)
@@ -282,19 +282,19 @@ class SegmentWrites:
         self._tree.lose(segment)
 
 
-def _missing(known: StoredMatch, num_tokens: int, quality: Quality) -> tuple[int, int]:
-    """The first of so many tokens that are not stored, as [start, stop), empty if nothing of this
+def _missing(known: StoredMatch, offer: Offer) -> tuple[int, int]:
+    """The first tokens of an offer that are not stored, as [start, stop), empty if nothing of its
     quality fits there: those of a hole and of others next to it, or those after the match."""
     lost = [span.segment.state is SegmentState.LOST for span in known.spans]
     if True not in lost:
-        return known.num_tokens, num_tokens
+        return known.num_tokens, len(offer.tokens)
     first = lost.index(True)
     start = stop = sum(map(len, known.spans[:first]))
     for span, hole in zip(known.spans[first:], lost[first:], strict=True):
-        if not hole or span.segment.info.quality != quality:
+        if not hole or span.segment.info.quality != offer.quality:
             return start, stop
         stop += len(span)
-    return start, num_tokens
+    return start, len(offer.tokens)
 
 
 def _first_tokens(read_layer: LayerReader, count: int) -> LayerReader:

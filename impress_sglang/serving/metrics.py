@@ -199,11 +199,13 @@ class ServingMetrics:
         self._labels = dict(labels)
         self._clock = clock
         self._due = 0.0
-        self._news = False
+        self.has_news = False
+        """Whether requests have ended since anything was told."""
         self._told: dict[str, Mapping[str, float]] = {}
 
         def names(series: Series) -> list[str]:
-            return [*self._labels, *([series.label] if series.label else [])]
+            # Somebody may have given all metrics a label of this name: ours is what it says.
+            return list(dict.fromkeys([*self._labels, *([series.label] if series.label else [])]))
 
         mode: dict[str, Any] = {"multiprocess_mode": "mostrecent"}
         self._counters = [
@@ -224,19 +226,19 @@ class ServingMetrics:
 
     def observe(self, report: Mapping[str, Any]) -> None:
         """A request has ended, with this report; see `report.new_report`."""
-        self._news = True
+        self.has_news = True
         if report["path"] != "ssd":
             return
         for field, histogram in self._histograms.items():
             scale = 1e-3 if field.endswith("_ms") else 1.0
             histogram.labels(**self._labels).observe(report[field] * scale)
 
-    def tell(self, summarize: Callable[[], Summary], *, idle: bool = False) -> None:
-        """Write what has been counted, if that is due, or news would wait for the next request."""
-        now = self._clock()
-        if now < self._due and not (idle and self._news):
+    def tell(self, summarize: Callable[[], Summary], *, now: bool = False) -> None:
+        """Write what has been counted, once a second, or `now`."""
+        time_now = self._clock()
+        if time_now < self._due and not now:
             return
-        self._due, self._news = now + PERIOD_SECONDS, False
+        self._due, self.has_news = time_now + PERIOD_SECONDS, False
         summary = summarize()
         for series, counter in self._counters:
             found, told = series.read(summary), self._told.get(series.name, {})

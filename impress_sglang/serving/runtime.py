@@ -212,10 +212,15 @@ class ServingRuntime:
         if self.metrics is not None:
             self.metrics.observe(report)
 
-    def tell_metrics(self, *, idle: bool = False) -> None:
-        """Tell what has been counted; see `ServingMetrics.tell`."""
+    def tell_metrics(self, *, now: bool = False, idle: bool = False) -> None:
+        """Tell what has been counted, once a second, or `now`; `idle`: if there is news."""
         if self.metrics is not None:
-            self.metrics.tell(self.summary, idle=idle)
+            now = now or (idle and self.metrics.has_news)
+            self.metrics.tell(self._polled_summary, now=now)
+
+    def _polled_summary(self) -> dict[str, Any]:
+        self.served.poll()
+        return self.summary()
 
     def close(self) -> None:
         """Finish writes and close the store; nothing is served after that."""

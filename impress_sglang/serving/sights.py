@@ -9,8 +9,8 @@ little between two halvings; it seldom counts too much, and then something is st
 
 from __future__ import annotations
 
+import hashlib
 import secrets
-import zlib
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ from impress_sglang.storage.segment import Tokens
 SIGHT_TOKENS = 64
 _ROWS = 4
 _COLUMNS = 1 << 22
+_EACH_ROW = np.arange(_ROWS)[:, None]
+_SEED_BYTES = 8
 _Hashes = npt.NDArray[np.uint64]
 
 
@@ -30,55 +32,56 @@ class Sights:
     def __init__(self, least: int, *, columns: int = _COLUMNS) -> None:
         """`least` sights, from 2 to 255, make a prefix worth storing.
 
-        `columns`, a power of two: a quarter of so many prefixes are remembered.
+        `columns`, a power of two: counts are halved when a quarter as many new prefixes have come.
         """
         assert 2 <= least <= 255 and columns & (columns - 1) == 0
         self._least = least
         self._counts = np.zeros((_ROWS, columns), np.uint8)
         self._new = 0
         # So that nobody can tell which prompts are counted together.
-        self._seed = np.uint64(secrets.randbits(64))
-        powers = [pow(_ODD, SIGHT_TOKENS - place, 2**64) for place in range(SIGHT_TOKENS)]
+        self._key = secrets.token_bytes(_SEED_BYTES)
+        odd = secrets.randbits(64) | 1
+        powers = [pow(odd, place, 2**64) for place in range(1, SIGHT_TOKENS + 1)]
         self._powers = np.array(powers, np.uint64)
 
-    def note(self, namespace: str, tokens: Tokens) -> int:
+    def note(self, namespace: str, tokens: Tokens, first: int = 0, *, count: bool = True) -> int:
         """A request has these tokens, int32 [n].
+
+        Args:
+            namespace: keeps prefixes of others apart.
+            tokens: from the start.
+            first: so many of them were noted for this request before.
+            count: this is no request of its own.
 
         Returns:
             How many of the first ones were seen often enough, this time included.
         """
         columns = self._columns(namespace, tokens)
-        if not columns.size:
-            return 0
-        found = self._counts[_EACH_ROW, columns]
-        seen = found.min(0)
-        self._new += int(np.count_nonzero(seen == 0))
-        counted = np.minimum(seen, 254) + np.uint8(1)
-        # Blocks of a request may share a counter.
-        np.maximum.at(self._counts, (_EACH_ROW, columns), counted)
-        # So full that few are counted with others.
         if self._new >= self._counts.shape[1] // 4:
             self._counts >>= 1
-            self._new //= 2
-        rare = np.flatnonzero(counted < self._least)
-        blocks = int(rare[0]) if len(rare) else len(counted)
-        return blocks * SIGHT_TOKENS
+            self._new = 0
+        seen = self._counts[_EACH_ROW, columns].min(0, initial=255)
+        if count:
+            again = slice(first // SIGHT_TOKENS, None)
+            self._new += int(np.count_nonzero(seen[again] == 0))
+            seen[again] = np.minimum(seen[again], 254) + 1
+            # Blocks of a request may share a counter.
+            np.maximum.at(self._counts, (_EACH_ROW, columns[:, again]), seen[again])
+        rare = np.flatnonzero(seen < self._least)
+        return int(rare[0] if len(rare) else len(seen)) * SIGHT_TOKENS
 
     def _columns(self, namespace: str, tokens: Tokens) -> npt.NDArray[np.int64]:
         """Where prefixes of whole blocks are counted, int64 [rows, blocks]."""
         blocks = len(tokens) // SIGHT_TOKENS
         own = tokens[: blocks * SIGHT_TOKENS].reshape(-1, SIGHT_TOKENS).astype(np.uint64)
         # Each block's hash depends on its place, and a prefix has the sum of those of its blocks.
-        places = np.arange(1, blocks + 1, dtype=np.uint64) * np.uint64(_ODD)
-        start = self._seed + np.uint64(zlib.crc32(namespace.encode()))
+        places = np.arange(1, blocks + 1, dtype=np.uint64) * self._powers[-1]
+        name = hashlib.blake2b(namespace.encode(), key=self._key, digest_size=_SEED_BYTES)
+        start = np.frombuffer(name.digest(), np.uint64)
         hashes = _mixed(np.cumsum(_mixed(own @ self._powers + places)) + start)
-        rows = np.arange(_ROWS, dtype=np.uint64)[:, None] * np.uint64(_ODD)
+        rows = np.arange(1, _ROWS + 1, dtype=np.uint64)[:, None] * self._powers[0]
         mask = np.uint64(self._counts.shape[1] - 1)
         return (_mixed(hashes + rows) & mask).astype(np.int64)
-
-
-_ODD = 0x9E3779B97F4A7C15
-_EACH_ROW = np.arange(_ROWS)[:, None]
 
 
 def _mixed(values: _Hashes) -> _Hashes:

@@ -216,7 +216,7 @@ def test_prometheus_is_told_what_the_statistics_say(narrow: Server) -> None:
     for question in (5, 6, 7):
         assert report(narrow.generate([*prefix, question], 1))["path"] == "ssd"
         narrow.flush()
-    # Writes end behind the requests.
+    # Writes end behind the requests; a server that sleeps while it is idle says so when it wakes.
     narrow.generate([1, 2, 3], 1)
     stats = narrow.stats()
     totals, store = stats["totals"], stats["store"]

@@ -27,7 +27,6 @@ from tests.serving.world import World
 FLAGS = ("--dtype=float32", "--max-running-requests=64")
 IMPRESS_FLAGS = (
     "--enable-impress",
-    "--impress-write-after=1",
     "--impress-load=always",
     "--impress-min-prefix-tokens=64",
     "--impress-min-free-gb=0",

@@ -24,8 +24,8 @@ class World:
         self.store: dict[str, Any] | None = None
         self.suspended: str | None = None
 
-    def tell(self, *, idle: bool = False) -> None:
-        self.metrics.tell(self.summarize, idle=idle)
+    def tell(self, *, now: bool = False) -> None:
+        self.metrics.tell(self.summarize, now=now)
 
     def summarize(self) -> dict[str, Any]:
         totals = dataclasses.asdict(self.totals)
@@ -59,15 +59,27 @@ def test_counters_follow_the_totals_once_a_second() -> None:
     assert world.value("requests_total", path="ssd") == 5.0
 
 
-def test_an_idle_server_says_what_is_new_at_once() -> None:
+def test_news_may_be_told_at_once() -> None:
     world = World()
     world.tell()
+    assert not world.metrics.has_news
     world.totals.requests_computed = 1
-    world.tell(idle=True)
-    assert world.value("requests_total", path="computed") == 0.0
     world.metrics.observe(new_report("impress", 0))
-    world.tell(idle=True)
-    assert world.value("requests_total", path="computed") == 1.0
+    world.tell()
+    assert world.value("requests_total", path="computed") == 0.0 and world.metrics.has_news
+    world.tell(now=True)
+    assert world.value("requests_total", path="computed") == 1.0 and not world.metrics.has_news
+
+
+def test_a_label_of_ours_is_ours() -> None:
+    """Whatever --extra-metric-labels says."""
+    registry = CollectorRegistry()
+    metrics = ServingMetrics(LABELS | {"tier": "gold"}, lambda: 0.0, registry=registry)
+    metrics.tell(World().summarize)
+    found = LABELS | {"tier": "device"}
+    assert registry.get_sample_value(f"{PREFIX}cache_used_bytes", found) == 7.0
+    found = LABELS | {"tier": "gold", "path": "ssd"}
+    assert registry.get_sample_value(f"{PREFIX}requests_total", found) == 0.0
 
 
 def test_only_what_was_loaded_is_in_the_histograms() -> None:

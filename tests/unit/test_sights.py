@@ -63,6 +63,32 @@ def test_what_is_seen_once_is_forgotten_and_what_is_seen_often_is_not() -> None:
     assert sights.note("", once) == 0
 
 
+def test_who_fills_the_sketch_is_counted() -> None:
+    columns = 1 << 10
+    for filled in (columns // 4 - 1, columns // 4):
+        sights = Sights(2, columns=columns)
+        for number in range(filled):
+            sights.note("", prompt(10 + number))
+        assert sights.note("", prompt(1)) == 0
+        assert sights.note("", prompt(1)) == SIGHT_TOKENS
+
+
+def test_namespaces_are_kept_apart_by_more_than_a_checksum() -> None:
+    """These have the same CRC32."""
+    sights = Sights(2, columns=COLUMNS)
+    assert sights.note("salt301017028x886", prompt(1)) == 0
+    assert sights.note("salt534762151x116", prompt(1)) == 0
+
+
+def test_what_was_noted_before_is_not_counted_again() -> None:
+    """And what is no request of its own is not counted at all."""
+    sights = Sights(2, columns=COLUMNS)
+    sights.note("", prompt(1, rest=9))
+    assert sights.note("", prompt(1, 2), SIGHT_TOKENS + 9) == 0
+    assert sights.note("", prompt(1, 2, 3), count=False) == 0
+    assert sights.note("", prompt(1, 2, 3)) == 2 * SIGHT_TOKENS
+
+
 def test_few_prefixes_are_taken_for_others() -> None:
     """With as many as are remembered at most."""
     sights = Sights(2, columns=1 << 12)
