@@ -91,6 +91,7 @@ def test_no_more_writes_are_given_up_than_are_in_the_way(world: World) -> None:
     req = SimpleNamespace(
         rid="held",
         full_untruncated_fill_ids=array("q", range(2000, 2000 + TOKENS)),
+        origin_input_ids=array("q", range(2000, 2000 + TOKENS)),
         extra_key=None,
         cache_salt=None,
     )

@@ -81,6 +81,8 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     ("load", "never"),
     ("lookahead", "maybe"),
     ("schedule", "sometimes"),
+    ("write_after", 0),
+    ("write_after", 256),
     ("load", ""),
     ("policy", "lru"),
     ("policy", ""),

@@ -63,16 +63,6 @@ def test_what_is_seen_once_is_forgotten_and_what_is_seen_often_is_not() -> None:
     assert sights.note("", once) == 0
 
 
-def test_who_fills_the_sketch_is_counted() -> None:
-    columns = 1 << 10
-    for filled in (columns // 4 - 1, columns // 4):
-        sights = Sights(2, columns=columns)
-        for number in range(filled):
-            sights.note("", prompt(10 + number))
-        assert sights.note("", prompt(1)) == 0
-        assert sights.note("", prompt(1)) == SIGHT_TOKENS
-
-
 def test_namespaces_are_kept_apart_by_more_than_a_checksum() -> None:
     """These have the same CRC32."""
     sights = Sights(2, columns=COLUMNS)
