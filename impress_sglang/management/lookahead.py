@@ -54,6 +54,11 @@ class LookAhead:
         """Whether a request waits for tokens of a segment."""
         return segment_id in self._awaited
 
+    @property
+    def awaits(self) -> bool:
+        """Whether anybody waits for stored tokens."""
+        return bool(self._ranges_of)
+
     def wait(self, rid: str, spans: Sequence[StoredSpan]) -> None:
         """A request that waits will use these tokens, and no others, wherever they are.
 

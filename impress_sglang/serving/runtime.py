@@ -149,9 +149,11 @@ class ServingRuntime:
     def end_waiting(self, rid: str) -> None:
         """A request is admitted, or gone, and waits for nothing.
 
-        What it reads from now on is kept for those who still wait: the caches must know.
+        While others wait, the caches hear of it after its pass: what it is about to read would be
+        the first to make room for them. If nobody does, nothing may be kept only for itself.
         """
-        self.lookahead.tell()
+        if not self.lookahead.awaits:
+            self.lookahead.tell()
         if self.queue_order is not None:
             self.queue_order.forget(rid)
 

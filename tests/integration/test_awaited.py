@@ -284,19 +284,25 @@ def test_who_is_admitted_to_a_part_does_not_wait_for_it(parts: Queue) -> None:
     world.end(request)
 
 
-def test_caches_know_who_is_admitted_before_it_reads(
-    parts: Queue, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("alone", [True, False])
+def test_when_caches_hear_who_is_admitted(
+    parts: Queue, monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
-    """Else what it reads would be kept for itself, and nobody waits for that."""
+    """Before it reads, or what it reads would be kept for itself; but not while others wait.
+
+    What it is about to read would be the first to make room for them.
+    """
     parts.evict()
     req = parts.add("waits", WANTED)
+    if not alone:
+        parts.add("waits too", WANTED)
     parts.schedule()
     store = parts.world.runtime.store
     store.poll()
     told: list[object] = []
     monkeypatch.setattr(store._lookahead, "_expect", told.extend)
     parts.admit(req)
-    assert [ranges for _, ranges in told] == [[]]  # type: ignore[misc]
+    assert [ranges for _, ranges in told] == ([[]] if alone else [])  # type: ignore[misc]
 
 
 def test_an_awaited_part_is_evicted_last_and_not_never(parts: Queue) -> None:
