@@ -355,6 +355,8 @@ class PrefixStore:
         abandoned, so that their ends concern nobody, `leave_disk` may run on another thread.
         """
         self._closed = True
+        # Its chunks are not those of who has the memory next.
+        self._lookahead.tell_to(list)
         self._end_measuring(wait=True)
         return self._memory
 

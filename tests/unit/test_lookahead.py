@@ -13,7 +13,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.management.lookahead import _GAP, LookAhead
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSpan
-from impress_sglang.management.versions import turns_of
+from impress_sglang.management.versions import SegmentVersions, turns_of
 from impress_sglang.management.writing import Offer
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.tiers.rules import LAST_TURN, NOBODY
@@ -162,6 +162,23 @@ def test_the_next_turn_is_that_of_the_first_who_waits(steps: list[object]) -> No
 def test_turns_of_chunks_are_those_of_their_first_reader() -> None:
     """Chunks of 4 tokens; the earlier turn comes last."""
     assert turns_of(4, 4, [(3, 9, 7), (0, 5, 2)]).tolist() == [2, 2, 7, NOBODY]
+
+
+def test_a_closed_store_is_told_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another one is being opened, requests begin and end to wait."""
+    told: list[object] = []
+    monkeypatch.setattr(SegmentVersions, "expect", lambda _, awaited: told.extend(awaited))
+    shape = make_shape(layers=2, query_heads=6, kv_heads=3, key_dim=64, value_dim=64, probe=())
+    config = ImpressConfig(str(tmp_path), min_free_gb=0, policy="as", device_gb=0, host_gb=0)
+    lookahead = LookAhead()
+    store = PrefixStore(config, IDENTITY, shape, lookahead=lookahead)
+    lookahead.wait("a", spans((0, (0, 4))))
+    lookahead.tell()
+    assert len(told) == 1
+    store.close()
+    lookahead.stop_waiting("a")
+    lookahead.tell()
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize(
