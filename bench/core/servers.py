@@ -151,18 +151,17 @@ class Server:
     def first_token_ms(self, prompts: Sequence[Sequence[int]], concurrency: int = 1) -> list[float]:
         """Milliseconds until the first token of each prompt, so many at a time."""
 
-        def ask(tokens: Sequence[int]) -> float:
-            began = time.perf_counter()
-            self.generate(tokens)
-            return (time.perf_counter() - began) * 1e3
-
-        with ThreadPoolExecutor(concurrency) as pool:
-            return list(pool.map(ask, prompts))
+        answers = self.generate_at(prompts, [0.0] * len(prompts), at_once=concurrency)
+        return [seconds * 1e3 for seconds, _ in answers]
 
     def generate_at(
-        self, prompts: Sequence[Sequence[int]], whens: Sequence[float]
+        self,
+        prompts: Sequence[Sequence[int]],
+        whens: Sequence[float],
+        *,
+        at_once: int | None = None,
     ) -> list[tuple[float, dict[str, Any]]]:
-        """Ask for one token of each prompt, so many seconds from now.
+        """Ask for one token of each prompt, so many seconds from now; all at a time, or so many.
 
         Returns:
             Seconds until each answer, and the answer.
@@ -175,7 +174,7 @@ class Server:
             answer = self.generate(tokens)
             return time.perf_counter() - asked, answer
 
-        with ThreadPoolExecutor(len(prompts)) as pool:
+        with ThreadPoolExecutor(at_once or len(prompts)) as pool:
             return list(pool.map(ask, prompts, whens))
 
     def store(self, tokens: Sequence[int]) -> None:

@@ -187,9 +187,8 @@ class Comparison:
             step(f"computing the prefixes for {kind}"),
         ):
             for prefix in self.trace.prefixes:
-                server.generate(prefix.tokens)
                 # While a prefix is written, the pool has no room to write another.
-                server.flush()
+                server.store(prefix.tokens)
             server.stop()
         sizes = segment_sizes(store)
         if len(sizes) != len(self.trace.prefixes):

@@ -31,8 +31,8 @@ class Series:
     label: str = ""
 
 
-def _total(name: str, scale: float = 1.0) -> Callable[[Summary], Mapping[str, float]]:
-    return lambda summary: {"": summary["totals"][name] * scale}
+def _total(name: str) -> Callable[[Summary], Mapping[str, float]]:
+    return lambda summary: {"": summary["totals"][name]}
 
 
 def _totals(pattern: str, *values: str, scale: float = 1.0) -> Callable[..., Mapping[str, float]]:
@@ -142,9 +142,15 @@ COUNTERS = (
         _store(
             **{
                 event: f"segments_{event}"
-                for event in ("written", "failed", "abandoned", "evicted", "unreadable")
-            },
-            quarantined="segments_quarantined",
+                for event in (
+                    "written",
+                    "failed",
+                    "abandoned",
+                    "evicted",
+                    "unreadable",
+                    "quarantined",
+                )
+            }
         ),
         "event",
     ),

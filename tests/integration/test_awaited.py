@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from impress_sglang.management.lookahead import AwaitedRange
 from tests.integration import test_shared_slots, test_weights
 from tests.integration.test_shared_slots import CodedWorld
 from tests.integration.test_weights import TOKENS, World, install_hooks
@@ -299,10 +300,10 @@ def test_when_caches_hear_who_is_admitted(
     parts.schedule()
     store = parts.world.runtime.store
     store.poll()
-    told: list[object] = []
+    told: list[tuple[str, list[AwaitedRange]]] = []
     monkeypatch.setattr(store._lookahead, "_expect", told.extend)
     parts.admit(req)
-    assert [ranges for _, ranges in told] == ([[]] if alone else [])  # type: ignore[misc]
+    assert [ranges for _, ranges in told] == ([[]] if alone else [])
 
 
 def test_an_awaited_part_is_evicted_last_and_not_never(parts: Queue) -> None:
