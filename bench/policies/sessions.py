@@ -64,12 +64,13 @@ class Request:
     answer: int
     kept: int
     next_use: float = math.inf
-    # What a simulation notes: its place among all that were queued, how often it was overtaken, how
-    # many waited when it was admitted, the tier that its history came from.
+    # What a simulation notes: its place among all that were queued, how often it was overtaken and
+    # by how many seconds, how many waited when it was admitted, where its history came from.
     position: int = -1
     queued: bool = False
     inside: bool = False
     overtaken: int = 0
+    waited: float = 0.0
     behind: int = 0
     source: str | None = None
     admitted: float = 0.0

@@ -27,11 +27,10 @@ import numpy as np
 from bench.core.report import ratio
 from bench.policies.eviction import Hierarchy
 from bench.policies.sessions import Request, Workload
+from impress_sglang.serving.scheduling import WINDOW, Place, first_of
 
 # Of the host's memory, for items of waiting requests.
 FETCH_SHARE = 0.5
-# CaR's window at the head of the queue, in which requests change places.
-WINDOW = 16
 ORDERS = ("fcfs", "classes", "estimate", "shortest")
 _ARRIVAL, _END, _FETCHED = range(3)
 
@@ -145,8 +144,10 @@ class Simulation:
         """Let the next request out of the queue."""
         place = self._choose(now)
         request, item = self._queue[place], self._queue[place].item
+        seconds = max(self._prefill_seconds(request, now))
         for other in itertools.islice(self._queue, place):
             other.overtaken += 1
+            other.waited += seconds
         del self._queue[place]
         item.waiting.remove(request)
         request.queued = False
@@ -158,29 +159,26 @@ class Simulation:
         return request
 
     def _choose(self, now: float) -> int:
-        """The place of the next request in the queue; nobody is overtaken more than WINDOW times.
-
-        Who overtakes a request overtakes all before it as well: it is enough to look at the head.
-        """
-        if self._order == "fcfs" or self._queue[0].overtaken >= WINDOW:
+        """The place of the next request in the queue, as the server chooses it."""
+        if self._order == "fcfs":
             return 0
         window = itertools.islice(self._queue, WINDOW)
-        ranks = [self._rank(request, now) for request in window]
-        return ranks.index(min(ranks))
+        return first_of([self._place(request, now) for request in window])
 
-    def _rank(self, request: Request, now: float) -> float:
-        """What comes first has the lowest one.
+    def _place(self, request: Request, now: float) -> Place:
+        """A request's place; ranks are those of the server.
 
         `classes` (CaR III-B1): what is resident, what has nothing stored, what has to be loaded.
         `estimate`: seconds of loading that computing does not hide; `shortest`: of prefilling.
         """
-        if self._order == "classes":
-            if self._source(request) is None:
-                return 1.0
-            return 2.0 * (request.item.level != 0 or request.item.ready > now)
         computing, loading = self._prefill_seconds(request, now)
-        hidden = computing if self._order == "estimate" else 0.0
-        return max(computing, loading) - hidden
+        seconds = max(computing, loading)
+        if self._order == "classes":
+            loads = request.item.level != 0 or request.item.ready > now
+            rank = 1.0 if self._source(request) is None else 2.0 * loads
+        else:
+            rank = seconds - (computing if self._order == "estimate" else 0.0)
+        return Place(rank, seconds, WINDOW - request.overtaken, seconds - request.waited)
 
     def _source(self, request: Request) -> str | None:
         """The tier of the history; None if it has to be computed."""

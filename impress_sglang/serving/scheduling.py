@@ -2,7 +2,9 @@
 
 SGLang's policy says who comes first. At the head of its order, in a window and among requests of
 equal priority, those change places that would make others wait: a request that still has to be read
-lets pass what is ready. Nobody is overtaken more often than the window is long, and nobody is held
+lets pass what is ready. Nobody waits longer for those who overtake it than it takes itself, nor is
+overtaken more often than the window is long: so the mean falls and the tail does not rise (Nudge:
+Grosof, Yang, Scully, Harchol-Balter, SIGMETRICS 2021, where each is overtaken once). Nobody is held
 back: SGLang admits whom it can.
 """
 
@@ -63,12 +65,41 @@ RANKS: dict[str, Callable[[CacheState, float], float]] = {
 
 
 @dataclasses.dataclass(slots=True)
+class Place:
+    """A request in the queue: its rank, the seconds it takes, how much longer it may be overtaken.
+
+    `passes` more may do that, if they take `patience` seconds in all.
+    """
+
+    rank: float
+    seconds: float
+    passes: int
+    patience: float
+
+
+def first_of(places: Sequence[Place]) -> int:
+    """Who goes first: the lowest rank of those that all before them can bear to wait for."""
+    first, patience = 0, math.inf
+    for number, place in enumerate(places):
+        if place.rank < places[first].rank and place.seconds <= patience:
+            first = number
+        if not place.passes:
+            break
+        patience = min(patience, place.patience)
+    return first
+
+
+@dataclasses.dataclass(slots=True)
 class _Known:
-    """A request that waits: its state, the pass in which that was noted, how many overtook it."""
+    """A request that waits: its state, the pass in which that was noted.
+
+    And how many overtook it, who took so many seconds.
+    """
 
     state: CacheState | None = None
     noted: int = -1
     overtaken: int = 0
+    waited: float = 0.0
 
 
 class QueueOrder:
@@ -94,9 +125,9 @@ class QueueOrder:
         self._known = defaultdict[str, _Known](_Known)
         self._pass = 0
         self._next_look = -math.inf
-        # If places were changed: SGLang's order of the window, and ours.
+        # If places were changed: SGLang's order of the window, and ours with everybody's seconds.
         self._own: list[str] = []
-        self._arranged: list[str] = []
+        self._arranged: dict[str, float] = {}
         # Of these, who has left; who comes back, as a retracted request does, is a new one.
         self._gone: set[str] = set()
         # Whether SGLang has tried to admit whom we put first, and could not.
@@ -106,7 +137,7 @@ class QueueOrder:
         """What is cached of a request that waits."""
         known = self._known[rid]
         known.state, known.noted = state, self._pass
-        self._refused = self._refused or rid in self._arranged[:1]
+        self._refused = self._refused or rid == next(iter(self._arranged), None)
 
     def forget(self, rid: str) -> None:
         """A request is admitted, or gone."""
@@ -127,16 +158,18 @@ class QueueOrder:
         head = queue[:WINDOW]
         waiting = {request.rid for request in head} - self._gone
         place = {rid: number for number, rid in enumerate(self._own)}
-        left: list[int] = []
-        for rid in self._arranged:
+        left: list[tuple[int, float]] = []
+        for rid, seconds in self._arranged.items():
             if rid not in waiting:
-                left.append(place.pop(rid))
+                left.append((place.pop(rid), seconds))
             else:
-                self._known[rid].overtaken += sum(own > place[rid] for own in left)
+                overtook = [taken for number, taken in left if number > place[rid]]
+                self._known[rid].overtaken += len(overtook)
+                self._known[rid].waited += sum(overtook)
         # What SGLang has added since is behind.
         queue[:WINDOW] = sorted(head, key=lambda own: place.get(own.rid, WINDOW))
-        self._refused = self._refused and self._arranged[0] in waiting
-        self._own, self._arranged, self._gone = [], [], set()
+        self._refused = self._refused and next(iter(self._arranged)) in waiting
+        self._own, self._arranged, self._gone = [], {}, set()
 
     def look(self, queue: Sequence[_T], look_at: Callable[[_T], None]) -> None:
         """Let `look_at` note again what is cached of requests in the window, the oldest first.
@@ -161,35 +194,36 @@ class QueueOrder:
         refused, self._refused = self._refused, False
         if refused:
             return
-        head, arranged = queue[:WINDOW], list[_T]()
+        head, arranged = queue[:WINDOW], list[tuple[_T, float]]()
         for _, equals in itertools.groupby(head, key=lambda own: own.priority):
             arranged += self._arrange(list(equals))
-        if arranged != head:
+        queue[:WINDOW] = [request for request, _ in arranged]
+        if queue[:WINDOW] != head:
             self._own = [request.rid for request in head]
-            self._arranged = [request.rid for request in arranged]
-            queue[:WINDOW] = arranged
+            self._arranged = {request.rid: seconds for request, seconds in arranged}
 
-    def _arrange(self, requests: list[_T]) -> list[_T]:
-        """Requests by their ranks, but none behind more others than may still overtake it."""
-        ranks = [self._rank_of(request.rid) for request in requests]
-        if ranks == sorted(ranks):
-            return requests
-        allowed = [WINDOW - self._known[request.rid].overtaken for request in requests]
-        left, arranged = list(range(len(requests))), list[_T]()
+    def _arrange(self, requests: list[_T]) -> list[tuple[_T, float]]:
+        """Requests in the order in which they are to go, and the seconds that each takes."""
+        left = [(request, self._place(request.rid)) for request in requests]
+        arranged = list[tuple[_T, float]]()
         while left:
-            # Who may not be overtaken holds up all behind.
-            last = next((own for own in left if allowed[own] <= 0), left[-1])
-            first = min((own for own in left if own <= last), key=lambda own: ranks[own])
-            for own in left[: left.index(first)]:
-                allowed[own] -= 1
-            left.remove(first)
-            arranged.append(requests[first])
+            first = first_of([place for _, place in left])
+            request, own = left.pop(first)
+            for _, place in left[:first]:
+                place.passes -= 1
+                place.patience -= own.seconds
+            arranged.append((request, own.seconds))
         return arranged
 
     def _noted(self, request: Queued) -> int:
         return self._known[request.rid].noted
 
-    def _rank_of(self, rid: str) -> float:
-        state = self._known[rid].state
-        # Who was not looked at overtakes nobody.
-        return math.inf if state is None else self._rank(state, self._unread(rid))
+    def _place(self, rid: str) -> Place:
+        known = self._known[rid]
+        passes = WINDOW - known.overtaken
+        if known.state is None:
+            # Who was not looked at overtakes nobody, and is not known to bear it.
+            return Place(math.inf, 0.0, passes, 0.0)
+        unread = self._unread(rid)
+        seconds = known.state.estimate.seconds(unread)
+        return Place(self._rank(known.state, unread), seconds, passes, seconds - known.waited)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from bench.policies.calibrate import QUESTION_TOKENS, Seen, fit, replay
 from bench.policies.eviction import BASES, Hierarchy, make_policy
 from bench.policies.sessions import TALKS, Item, Request, Sessions, Shared
-from bench.policies.simulation import ORDERS, WINDOW, Rates, Simulation, summarize
+from bench.policies.simulation import ORDERS, Rates, Simulation, summarize
+from impress_sglang.serving.scheduling import WINDOW
 
 # A token a millisecond to compute, and half of it to bring from the host; ten times that from SSD.
 RATES = Rates(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import given
@@ -14,11 +14,12 @@ from impress_sglang.options import CLASSES, ESTIMATE, SHORTEST
 from impress_sglang.serving.estimate import Estimate
 from impress_sglang.serving.scheduling import LOOK_SHARE, WINDOW, CacheState, QueueOrder
 
-READY = CacheState(True, Estimate(1.0, 0.0, 0.2, None))
+QUICK = CacheState(True, Estimate(1.0, 0.0, 0.01, None))
+READY = CacheState(True, Estimate(1.0, 0.0, 0.25, None))
 UNKNOWN = CacheState(False, Estimate(1.0, 0.0, 1.0, None))
 HIDDEN = CacheState(True, Estimate(1.0, 0.2, 0.3, None))
-SLOW = CacheState(True, Estimate(1.0, 0.9, 0.3, None))
-SLOWER = CacheState(True, Estimate(1.0, 1.1, 0.2, None))
+SLOW = CacheState(True, Estimate(1.0, 4.0, 0.4, None))
+SLOWER = CacheState(True, Estimate(1.0, 9.0, 0.2, None))
 STATES = {"ready": READY, "unknown": UNKNOWN, "hidden": HIDDEN, "slow": SLOW, "slower": SLOWER}
 
 
@@ -47,7 +48,7 @@ def arranged(order: QueueOrder, *rids: str) -> list[str]:
     [
         (CLASSES, ["hidden", "ready", "unknown", "slower", "slow"]),
         (ESTIMATE, ["unknown", "hidden", "ready", "slow", "slower"]),
-        (SHORTEST, ["ready", "hidden", "slow", "unknown", "slower"]),
+        (SHORTEST, ["ready", "hidden", "unknown", "slow", "slower"]),
     ],
 )
 def test_who_goes_first(schedule: str, expected: list[str]) -> None:
@@ -58,34 +59,46 @@ def test_who_goes_first(schedule: str, expected: list[str]) -> None:
 
 def test_what_was_read_meanwhile_is_ready() -> None:
     assert arranged(make_order(CLASSES), "slow", "unknown") == ["unknown", "slow"]
-    assert arranged(make_order(CLASSES, unread=0.3), "slow", "unknown") == ["slow", "unknown"]
+    assert arranged(make_order(CLASSES, unread=0.1), "slow", "unknown") == ["slow", "unknown"]
 
 
-def test_who_was_never_looked_at_overtakes_nobody() -> None:
+def test_who_was_never_looked_at_keeps_its_place() -> None:
     for schedule in (CLASSES, ESTIMATE, SHORTEST):
         assert arranged(make_order(schedule), "slower", "new") == ["slower", "new"]
+        assert arranged(make_order(schedule), "new", "ready") == ["new", "ready"]
 
 
 def test_before_any_pass_nothing_is_known_to_hide_a_read() -> None:
     state = CacheState(True, Estimate(1.0, 0.1, None, None))
     assert state.estimate.unhidden(1.0) == state.estimate.seconds(1.0) == 0.1
-    assert dataclasses.replace(SLOW.estimate, overlapped=False).seconds(0.5) == 0.75
+    assert dataclasses.replace(SLOW.estimate, overlapped=False).seconds(0.5) == 2.4
 
 
-def test_who_was_overtaken_as_often_as_allowed_is_next() -> None:
-    order = make_order(CLASSES)
-    queue = [Waiting("slow"), Waiting("unknown")]
-    for number in range(WINDOW):
-        order.note(f"ready-{number}", READY)
-        queue.append(Waiting(f"ready-{number}"))
+@pytest.mark.parametrize(
+    ("first", "others", "times"),
+    [("slow", QUICK, WINDOW), ("slow", READY, 16), ("unknown", READY, 4)],
+)
+def test_who_was_overtaken_as_long_as_allowed_is_next(
+    first: str, others: CacheState, times: int
+) -> None:
+    """As often as the window is long, or by those who take as long as it does."""
+    order = make_order(SHORTEST)
+    queue = [Waiting(first)]
+    for number in range(times + 1):
+        order.note(f"other-{number}", others)
+        queue.append(Waiting(f"other-{number}"))
         order.restore(queue)
         order.arrange(queue)
-        assert queue.pop(0).rid == f"ready-{number}"
-    queue.append(Waiting("ready"))
-    order.restore(queue)
-    order.arrange(queue)
-    # Ranks say that `unknown` goes before `slow`.
-    assert [own.rid for own in queue] == ["slow", "unknown", "ready"]
+        assert queue.pop(0).rid == (f"other-{number}" if number < times else first)
+
+
+def test_who_may_not_be_overtaken_holds_up_all_behind() -> None:
+    order = make_order(CLASSES)
+    assert arranged(order, "slow", "unknown", "ready") == ["ready", "unknown", "slow"]
+    order.note("long", CacheState(True, Estimate(1.0, 0.0, 2.0, None)))
+    # `slow` could wait for `long`, and `unknown` could not.
+    assert arranged(order, "slow", "unknown", "long") == ["unknown", "long", "slow"]
+    assert arranged(order, "slow", "long") == ["long", "slow"]
 
 
 def test_who_comes_back_is_behind() -> None:
@@ -122,11 +135,14 @@ def test_an_empty_tree_leaves_nothing_known() -> None:
 class World:
     """A queue as SGLang keeps it, beside the same one that nobody rearranges."""
 
-    def __init__(self, schedule: str, priorities: int, rng: random.Random) -> None:
-        self.order = QueueOrder(schedule, lambda _: rng.random())
+    def __init__(self, schedule: str, unread: float, priorities: int, rng: random.Random) -> None:
+        self.order = QueueOrder(schedule, lambda _: unread)
         self.queue: list[Waiting] = []
         self.alone: list[Waiting] = []
-        self.overtaken = Counter[str]()
+        # What each takes, if it was looked at, and of those that overtook it.
+        self.seconds = dict[str, float]()
+        self.overtaken = defaultdict[str, list[float]](list)
+        self._unread = unread
         self._priorities = priorities
         self._rng = rng
         self._count = 0
@@ -137,7 +153,9 @@ class World:
         self.queue.append(own)
         self.alone.append(own)
         if rng.random() < 0.9:
-            self.order.note(own.rid, rng.choice(list(STATES.values())))
+            state = rng.choice([*STATES.values(), QUICK])
+            self.order.note(own.rid, state)
+            self.seconds[own.rid] = state.estimate.seconds(self._unread)
 
     def step(self, policy: str, admits: int) -> None:
         self.order.restore(self.queue)
@@ -160,13 +178,14 @@ class World:
             behind = self.alone[self.alone.index(own) :]
             passed = [other for other in self.queue[:place] if other in gone and other in behind]
             assert all(other.priority == own.priority for other in passed)
-            self.overtaken[own.rid] += len(passed)
+            self.overtaken[own.rid] += [self.seconds[other.rid] for other in passed]
         self.queue = [own for own in self.queue if own not in gone]
         self.alone = [own for own in self.alone if own not in gone]
         # Some are retracted, and have the same id.
         for own in gone:
             if self._rng.random() < 0.2:
-                del self.overtaken[own.rid]
+                self.overtaken.pop(own.rid, None)
+                self.seconds.pop(own.rid, None)
                 self.queue.append(own)
                 self.alone.append(own)
 
@@ -176,18 +195,26 @@ class World:
     policy=st.sampled_from(["fcfs", "priority", "shuffles"]),
     priorities=st.integers(1, 3),
     steps=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5)), max_size=40),
+    unread=st.sampled_from([0.0, 0.1, 1.0]),
     seed=st.integers(0, 99),
 )
-def test_nobody_is_overtaken_more_often_than_the_window_is_long(
-    schedule: str, policy: str, priorities: int, steps: list[tuple[int, int]], seed: int
+def test_nobody_is_overtaken_more_often_or_for_longer_than_allowed(
+    schedule: str,
+    policy: str,
+    priorities: int,
+    steps: list[tuple[int, int]],
+    unread: float,
+    seed: int,
 ) -> None:
     """And SGLang always finds its queue as it left it."""
-    world = World(schedule, priorities, random.Random(seed))
+    world = World(schedule, unread, priorities, random.Random(seed))
     for arrivals, admits in steps:
         for _ in range(arrivals):
             world.add()
         world.step(policy, admits)
-        assert max(world.overtaken.values(), default=0) <= WINDOW
+        for rid, others in world.overtaken.items():
+            assert len(others) <= WINDOW
+            assert sum(others) <= world.seconds.get(rid, 0.0) + 1e-9
 
 
 def test_looking_takes_its_share_of_the_time_and_the_oldest_first() -> None:
