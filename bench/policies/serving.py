@@ -26,7 +26,7 @@ import numpy as np
 
 from bench.core.charts import Bars
 from bench.core.data import READERS, load_tokenize, model_folder, read_rows
-from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, Option, one_of
+from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
 from bench.core.report import Column, Result, Row, Table, ratio
 from bench.core.servers import SPARE_TOKENS, Server, Servers, servers
 from bench.core.session import BenchFailed, step
@@ -75,6 +75,7 @@ OPTIONS = (
     DATA,
     MODEL,
     DTYPE,
+    SERVER_FLAG,
     SEED,
     KEEP,
 )
@@ -213,6 +214,7 @@ class Comparison:
             f"--max-total-tokens={slots}",
             f"--max-running-requests={self._running}",
             *policy_flags(policy, store, self._args.retention, tiers),
+            *getattr(self._args, "server_flag", ()),
         )
 
 

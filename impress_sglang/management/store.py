@@ -383,7 +383,9 @@ class PrefixStore:
         """Draw the consequences of a rewrite for quota and files."""
         segment = outcome.segment
         if outcome.taken_over:
-            self._lookahead.succeed(outcome.old_id, segment.segment_id)
+            if not self._closed:
+                # Else this may be another thread, and what is awaited is another store's.
+                self._lookahead.succeed(outcome.old_id, segment.segment_id)
             self._quota.replace(outcome.old_bytes, segment.file_bytes)
             self.stats.bytes_written += segment.file_bytes
             # The old version was read to the end; what stands there now was verified.

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from impress_sglang.management import reorder_queue, segment_rewriter
+from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.token_order import mapping_lists
 from impress_sglang.management.writing import StoreOutcome
@@ -267,6 +268,27 @@ def test_the_key_decides_what_the_order_is_by(bench: Workbench) -> None:
         }
         assert mapping[0].tolist() == [expected[key]] * head_groups
         bench.close(store)
+
+
+def test_a_store_that_is_left_changes_nothing_that_is_awaited(bench: Workbench, held: Held) -> None:
+    """Its second half closes on another thread, and the next store has the queue by then."""
+    lookahead = LookAhead()
+    store = bench.open(lookahead=lookahead)
+    bench.put(store, prompt(1, 40))
+    select(store, prompt(1, 40), 7, 3)
+    (segment,) = store.tree.segments()
+    old_id = segment.segment_id
+    held.begin(store)
+    lookahead.wait("waits", look_up(store, prompt(1, 40)).spans)
+    memory = store.retire()
+    held.go_on.set()
+    store.leave_disk()
+    memory.close()
+    bench.forget(store)
+    assert segment.segment_id != old_id
+    assert old_id in lookahead
+    lookahead.stop_waiting("waits")
+    lookahead.check_integrity()
 
 
 def test_a_segment_can_be_reordered_again(bench: Workbench, store: PrefixStore) -> None:
