@@ -8,8 +8,6 @@ The conversion is done here because the tokenizer that transformers builds from 
 
 from __future__ import annotations
 
-import json
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -44,7 +42,6 @@ _HF_STEMS = {
     "ffn_down": "mlp.down_proj",
 }
 _WEIGHTS = "model.safetensors"
-_KV_PROJECTIONS = (".k_proj.weight", ".v_proj.weight", ".k_proj.bias", ".v_proj.bias")
 
 
 class DemoModelMissing(RuntimeError):
@@ -87,37 +84,6 @@ def model_path(cache_dir: Path | None = None) -> Path:
             _convert(gguf, scratch)
             _publish(scratch, folder)
     return folder
-
-
-def repeat_kv_heads(source: Path, target: Path) -> Path:
-    """Write the multi-head form of a converted grouped-query model; its outputs are identical.
-
-    Each key and value head is repeated once per query head that shares it, so that
-    `num_key_value_heads` equals `num_attention_heads`. The KV cache grows by the same factor,
-    hence I/O figures taken with the result say nothing about the source model.
-
-    Args:
-        source: folder with `config.json` and a single `model.safetensors`.
-        target: folder to create; it appears in one step.
-
-    Returns:
-        `target`.
-
-    Raises:
-        FileExistsError: `target` exists and is not an empty folder.
-        ValueError: the query heads are not a multiple of the KV heads.
-    """
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise FileExistsError(f"{target} exists already")
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    with _scratch_folder(target) as scratch:
-        _copy_all_but_weights(source, scratch)
-        _save_repeated_weights(source, scratch, config)
-        config["num_key_value_heads"] = config["num_attention_heads"]
-        text = json.dumps(config, indent=2) + "\n"
-        (scratch / "config.json").write_text(text, encoding="utf-8")
-        scratch.rename(target)
-    return target
 
 
 @contextmanager
@@ -247,34 +213,6 @@ def _tokenizer(tokens: list[str], merges: list[str], types: list[int]) -> Tokeni
     control = [t for t, kind in zip(tokens, types, strict=True) if kind == _CONTROL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in control])
     return tokenizer
-
-
-def _copy_all_but_weights(source: Path, target: Path) -> None:
-    """Copy the files of `source`, which has no subfolders, except its weights."""
-    for path in source.iterdir():
-        if path.name != _WEIGHTS:
-            shutil.copy(path, target)
-
-
-def _save_repeated_weights(source: Path, target: Path, config: dict[str, Any]) -> None:
-    """Write the weights of `source` with each KV head repeated per query head that uses it."""
-    from safetensors.torch import load_file, save_file
-
-    kv_heads = config["num_key_value_heads"]
-    copies, rest = divmod(config["num_attention_heads"], kv_heads)
-    if rest:
-        raise ValueError(f"query heads are not a multiple of the {kv_heads} KV heads in {source}")
-    weights = {
-        name: _repeat_rows(weight, kv_heads, copies) if name.endswith(_KV_PROJECTIONS) else weight
-        for name, weight in load_file(source / _WEIGHTS).items()
-    }
-    save_file(weights, target / _WEIGHTS, metadata={"format": "pt"})
-
-
-def _repeat_rows(weight: Tensor, blocks: int, copies: int) -> Tensor:
-    """Split the rows into equal blocks and put `copies` of each next to each other."""
-    split = weight.reshape(blocks, -1, *weight.shape[1:])
-    return split.repeat_interleave(copies, dim=0).reshape(-1, *weight.shape[1:])
 
 
 if __name__ == "__main__":

@@ -329,16 +329,6 @@ class Case:
         columns = self.columns_of_kinds(kinds)
         return BLOCK * sum(len(self.blocks(layer, column, tokens)) for column in columns)
 
-    def blocks_of_starts(self, layer: int, tokens: Tensor) -> set[tuple[int, int, int, int]]:
-        """(column, part, chunk, block) in which a wanted row of keys or values begins."""
-        found = set()
-        for column in self.kv_columns:
-            size = row_size(self.shape, column)
-            for number, row in self.rows(layer, column, tokens) if size else ():
-                chunk, place = divmod(row, self.parts[number].chunk_tokens)
-                found.add((column, number, chunk, place * size // BLOCK))
-        return found
-
     def chunks(self, layer: int, column: Column, tokens: Tensor | None = None) -> list[int]:
         """Bytes on disk of each chunk that holds a wanted row."""
         touched = {(number, chunk) for number, chunk, _ in self.blocks(layer, column, tokens)}

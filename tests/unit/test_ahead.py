@@ -100,15 +100,6 @@ def test_a_request_is_read_ahead_layer_after_layer_to_its_end() -> None:
     assert len(bench.log) == 6, "there is nothing more"
 
 
-def test_without_room_nothing_is_read() -> None:
-    bench = Bench(room=0)
-    source = bench.source()
-    bench.ahead.join(source)
-    source.ask_for(0)
-    bench.ahead.top_up()
-    assert bench.log == []
-
-
 def test_room_is_left_for_the_next_layer_of_a_request_that_has_nothing_of_it() -> None:
     """Else it would take away what was read for others."""
     bench = Bench(room=4)
@@ -144,15 +135,6 @@ def test_more_layers_are_read_as_far_as_there_is_room(room: int) -> None:
     assert bench.pool.used_bytes == bench.pool.limit_bytes
 
 
-def test_room_is_what_a_layer_of_the_source_takes() -> None:
-    bench = Bench(room=7)
-    source = bench.source(num_layers=9, size=2 * MIB)
-
-    bench.ahead.join(source)
-
-    assert bench.log == layers("a", 0, 1, 2)
-
-
 def test_the_request_that_is_nearest_to_what_it_has_goes_first() -> None:
     bench = Bench(room=3)
     first, second = bench.source("a", 20), bench.source("b", 20)
@@ -180,16 +162,6 @@ def test_who_waits_is_read_after_those_under_way_in_the_order_of_arrival() -> No
     bench.ahead.join(bench.source("a", 4))
 
     assert bench.log == layers("a", 0, 1, 2, 3) + layers("b", 0, 1, 2) + layers("c", 0, 1, 2)
-
-
-def test_who_waits_gets_no_room_that_those_under_way_can_use() -> None:
-    bench = Bench(room=5)
-    bench.ahead.join(bench.source("a", 8))
-    assert bench.take_log() == layers("a", 0, 1, 2, 3, 4)
-
-    bench.ahead.wait(bench.source("b"), 100)
-
-    assert bench.log == []
 
 
 def test_a_place_in_the_queue_is_kept_while_there_is_no_room() -> None:
@@ -256,16 +228,6 @@ def test_nothing_is_read_for_who_has_left(under_way: bool) -> None:
     bench.ahead.top_up()
 
     assert {name for name, _ in bench.log} == {"stays"}
-
-
-def test_a_source_that_never_joined_may_leave() -> None:
-    """As one that only measures how fast reading is."""
-    bench = Bench(room=100)
-    source = bench.source()
-
-    bench.leave(source)
-
-    assert bench.waste_of_next() == WASTE
 
 
 def test_without_waste_nothing_is_ever_read_ahead() -> None:

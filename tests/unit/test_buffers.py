@@ -100,55 +100,6 @@ def step() -> Iterator[tuple[BlockReader, StepEngine]]:
         yield pair
 
 
-def test_wanted_blocks_arrive(stored: Stored) -> None:
-    with reading() as reader:
-        buffer, wanted = stored.buffer(), stored.flags(0, 1, 5, stored.blocks - 1)
-
-        assert buffer.read(wanted, 0, reader) == 4 * BLOCK
-        buffer.wait(wanted)
-
-        stored.check(buffer, 0, 1, 5, stored.blocks - 1)
-        assert stored.untouched(buffer, 2, 3, 4, 6, stored.blocks - 2)
-        buffer.close(reader)
-        assert (buffer.ahead_bytes, buffer.ahead_used_bytes) == (0, 0)
-
-
-def test_a_gap_is_read_through(stored: Stored) -> None:
-    with reading() as reader:
-        buffer, wanted = stored.buffer(), stored.flags(2, 4, 7)
-
-        assert buffer.read(wanted, BLOCK, reader) == 4 * BLOCK
-        buffer.wait(wanted)
-
-        stored.check(buffer, 2, 3, 4, 7)
-        assert stored.untouched(buffer, 5, 6)
-        # A block of the gap was not asked for: it is not counted on.
-        assert buffer.read(stored.flags(3), 0, reader) == BLOCK
-        buffer.wait(stored.flags(3))
-        buffer.close(reader)
-
-
-def test_only_what_is_missing_is_read(stored: Stored, step: tuple[BlockReader, StepEngine]) -> None:
-    reader, engine = step
-    engine.allow()
-    buffer = stored.buffer()
-    buffer.read_ahead(stored.flags(1, 2, 3, 8), reader)
-    buffer.read_ahead(stored.flags(2, 3, 4), reader)
-    wait_until(lambda: is_quiet(buffer))
-    assert stored.started(engine) == [1, 2, 3, 8, 4]
-
-    assert buffer.read(stored.flags(2, 4, 9, 10), 0, reader) == 2 * BLOCK
-    buffer.wait(stored.flags(2, 4, 9, 10))
-    assert buffer.read(stored.flags(8, 10), 0, reader) == 0
-    buffer.wait(stored.flags(8, 10))
-
-    assert stored.started(engine) == [1, 2, 3, 8, 4, 9, 10]
-    stored.check(buffer, 1, 2, 3, 4, 8, 9, 10)
-    buffer.close(reader)
-    assert buffer.ahead_bytes == 5 * BLOCK
-    assert buffer.ahead_used_bytes == 3 * BLOCK
-
-
 def test_a_block_that_is_wanted_twice_was_read_ahead_once(stored: Stored) -> None:
     """Of what was read ahead, the part that was wanted cannot be more than all of it."""
     with reading() as reader:
@@ -161,18 +112,6 @@ def test_a_block_that_is_wanted_twice_was_read_ahead_once(stored: Stored) -> Non
         buffer.close(reader)
 
     assert (buffer.ahead_bytes, buffer.ahead_used_bytes) == (2 * BLOCK, BLOCK)
-
-
-def test_nothing_to_read_ahead_is_no_read(stored: Stored) -> None:
-    with reading() as reader:
-        buffer = stored.buffer()
-
-        buffer.read_ahead(stored.flags(), reader)
-        assert buffer.read(stored.flags(), 0, reader) == 0
-        buffer.wait(stored.flags())
-
-        assert buffer.reads == []
-        buffer.close(reader)
 
 
 def test_what_was_not_begun_is_read_only_if_it_is_wanted(

@@ -16,7 +16,7 @@ from impress_sglang.tiers.moves import LoadedChunks
 from impress_sglang.tiers.placement import Access, Tier
 from impress_sglang.tiers.slab import PageShape
 from tests.unit.kv_factory import attach, make_shape
-from tests.unit.test_placement import GivenPriorities, each_move
+from tests.unit.test_placement import GivenPriorities
 
 CPU = torch.device("cpu")
 CHUNK = 8
@@ -213,30 +213,6 @@ def bench() -> Bench:
 PROBE, OTHER, VALUES = 0, 1, 2
 
 
-def test_chunks_change_places_through_the_same_pages(bench: Bench) -> None:
-    """Each page is the source of one move and the target of the other."""
-    bench.access({OTHER: 0.5})
-    bench.access({VALUES: 0.4})
-
-    access = bench.access({VALUES: 0.6})
-
-    moves = {move.chunk: move for move in each_move(access)}
-    assert (moves[VALUES].source, moves[VALUES].target) == (Tier.HOST, Tier.DEVICE)
-    assert (moves[OTHER].source, moves[OTHER].target) == (Tier.DEVICE, Tier.HOST)
-    assert sorted(moves[OTHER].target_pages) == sorted(moves[VALUES].source_pages)
-    assert sorted(moves[VALUES].target_pages) == sorted(moves[OTHER].source_pages)
-    again = bench.begin({OTHER: 0.5, VALUES: 0.6})
-    assert again.tiers.tolist() == [Tier.HOST, Tier.DEVICE]
-
-
-def test_a_newcomer_takes_the_pages_of_a_chunk_that_moves_on(bench: Bench) -> None:
-    bench.access({OTHER: 0.5})
-
-    bench.access({VALUES: 0.6})
-
-    assert bench.begin({OTHER: 0.5, VALUES: 0.6}).tiers.tolist() == [Tier.HOST, Tier.DEVICE]
-
-
 def test_copied_bytes_are_those_of_the_pages(bench: Bench) -> None:
     chunk = 6 * bench.cache.page.page_bytes
     bench.access({OTHER: 0.5})
@@ -247,41 +223,6 @@ def test_copied_bytes_are_those_of_the_pages(bench: Bench) -> None:
 
     assert bench.cache.copies.promoted_bytes == 2 * chunk
     assert bench.cache.copies.demoted_bytes == chunk
-
-
-def test_after_a_failed_read_nothing_that_was_to_move_is_cached(bench: Bench) -> None:
-    bench.access({OTHER: 0.5})
-
-    bench.cache.abandon(bench.begin({VALUES: 0.6}))
-
-    bench.cache.check_integrity()
-    assert bench.check_all() == 0, "its pages were promised, and the other one's were, too"
-    bench.access({OTHER: 0.5, VALUES: 0.6})
-    assert bench.check_all() == 2
-
-
-def test_a_failed_read_leaves_what_was_not_to_move() -> None:
-    bench = Bench(make_cache(9, 0))
-    bench.attach(CHUNK)
-    bench.access({OTHER: 0.5})
-
-    bench.cache.abandon(bench.begin({PROBE: 0.4}))
-
-    assert bench.begin({OTHER: 0.5}).tiers.tolist() == [Tier.DEVICE]
-
-
-def test_chunks_of_a_detached_segment_are_gone_and_their_ids_free(bench: Bench) -> None:
-    bench.access({OTHER: 0.5, VALUES: 0.4})
-
-    bench.detach(0)
-
-    assert bench.cache.summary()["device"] == {
-        "capacity_bytes": 384,
-        "used_bytes": 0,
-        "chunks": 0,
-    }
-    assert bench.attach(CHUNK) == 0
-    assert bench.check_all() == 0
 
 
 def test_the_summary_has_sizes_and_counters(bench: Bench) -> None:

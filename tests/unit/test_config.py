@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.config import CONFIG_VARIABLE, ImpressConfig, bytes_of, enable_for_engine
-from impress_sglang.errors import ConfigError, ImpressError
+from impress_sglang.config import CONFIG_VARIABLE, ImpressConfig, enable_for_engine
+from impress_sglang.errors import ConfigError
 from impress_sglang.options import (
     ALLOCATIONS,
     AUTO,
@@ -230,11 +230,6 @@ def test_every_field_with_a_range_has_a_wrong_value_in_this_test() -> None:
     assert {field for field, _ in WRONG_VALUES} == FIELDS - set(DIRECTORIES)
 
 
-def test_config_error_is_a_value_error_and_one_of_ours() -> None:
-    assert issubclass(ConfigError, ValueError)
-    assert issubclass(ConfigError, ImpressError)
-
-
 def test_config_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         ImpressConfig().retention = 1.0  # type: ignore[misc]
@@ -255,16 +250,6 @@ def test_default_written_on_a_command_line_is_parsed_back(option: Any) -> None:
     default = getattr(ImpressConfig(), option.field)
 
     assert option.parse(str(default)) == default
-
-
-def test_sizes_are_decimal_gigabytes() -> None:
-    config = ImpressConfig(ssd_gb=1.5, min_free_gb=0.25, device_gb=0.125, host_gb=2, buffer_gb=0.75)
-
-    assert bytes_of(config.ssd_gb) == 1_500_000_000
-    assert bytes_of(config.min_free_gb) == 250_000_000
-    assert bytes_of(config.device_gb) == 125_000_000
-    assert bytes_of(config.host_gb) == 2_000_000_000
-    assert bytes_of(config.buffer_gb) == 750_000_000
 
 
 @pytest.mark.parametrize("retention", [0.05, 0.3, 1])
@@ -289,12 +274,6 @@ def test_auto_is_never_less_than_its_floor_and_than_what_is_allowed(
     assert config.usual_retention == usual
 
 
-@pytest.mark.parametrize("min_retention", [-0.01, 1.01, float("nan")])
-def test_auto_needs_a_least_retention_in_range(min_retention: float) -> None:
-    with pytest.raises(ConfigError, match="--impress-min-retention"):
-        ImpressConfig(retention=AUTO, min_retention=min_retention)
-
-
 @pytest.mark.parametrize(
     ("text", "value"), [("auto", AUTO), ("0.25", 0.25), ("1", 1.0), ("1e-1", 0.1)]
 )
@@ -303,14 +282,6 @@ def test_retention_on_a_command_line_is_a_number_or_auto(text: str, value: float
 
     assert parse(text) == value
     assert type(parse(text)) is type(value)
-
-
-@pytest.mark.parametrize("text", ["AUTO", "most", ""])
-def test_retention_on_a_command_line_refuses_other_words(text: str) -> None:
-    parse = next(option.parse for option in OPTIONS if option.field == "retention")
-
-    with pytest.raises(ValueError, match="could not convert"):
-        parse(text)
 
 
 @pytest.mark.parametrize(
@@ -355,14 +326,6 @@ def test_bits_on_a_command_line_are_a_number_or_exact(text: str, value: float | 
     assert type(parse(text)) is type(value)
 
 
-@pytest.mark.parametrize("text", ["EXACT", "all", ""])
-def test_bits_on_a_command_line_refuse_other_words(text: str) -> None:
-    parse = next(option.parse for option in OPTIONS if option.field == "bits")
-
-    with pytest.raises(ValueError, match="could not convert"):
-        parse(text)
-
-
 def test_choices_of_an_option_are_what_is_taken() -> None:
     choices = {own.field: own.rule.choices for own in OPTIONS if own.rule.choices}
 
@@ -384,17 +347,6 @@ def test_home_directory_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ImpressConfig(trace_dir="~/traces").trace_path == Path("/home/somebody/traces")
 
 
-@pytest.mark.parametrize("text", ["", "  "])
-def test_no_timelines_are_written_without_a_directory(text: str) -> None:
-    assert ImpressConfig(trace_dir=text).trace_path is None
-
-
-def test_from_options_takes_some_fields_and_keeps_the_other_defaults() -> None:
-    config = ImpressConfig.from_options({"retention": 0.5, "io_depth": 2})
-
-    assert config == dataclasses.replace(ImpressConfig(), retention=0.5, io_depth=2)
-
-
 def test_from_options_names_unknown_fields_and_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"nonsense.*retention") as caught:
         ImpressConfig.from_options({"retention": 0.5, "nonsense": 1, "also_wrong": 2})
@@ -407,20 +359,7 @@ def test_unset_variable_means_no_configuration(environ: dict[str, str]) -> None:
     assert ImpressConfig.from_environment(environ) is None
 
 
-def test_empty_object_means_all_defaults() -> None:
-    assert ImpressConfig.from_environment({CONFIG_VARIABLE: "{}"}) == ImpressConfig()
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["{", "retention=0.5", "[]", '"impress"', "1", "null", '{"nonsense": 1}', '{"retention": 2}'],
-)
-def test_bad_variable_is_a_config_error(text: str) -> None:
-    with pytest.raises(ConfigError):
-        ImpressConfig.from_environment({CONFIG_VARIABLE: text})
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "1"])
+@pytest.mark.parametrize("text", ["{", "[]", "1", "null", '"impress"'])
 def test_message_about_a_bad_variable_names_it(text: str) -> None:
     with pytest.raises(ConfigError, match=CONFIG_VARIABLE):
         ImpressConfig.from_environment({CONFIG_VARIABLE: text})
@@ -476,12 +415,6 @@ def test_a_part_of_a_prefix_is_not_exact(retention: float | str) -> None:
 def test_json_gives_the_same_configuration_back(config: ImpressConfig) -> None:
     assert isinstance(json.loads(config.to_json()), dict)
     assert ImpressConfig.from_environment({CONFIG_VARIABLE: config.to_json()}) == config
-
-
-@pytest.mark.parametrize("field", ["ssd_mbps", "record_dir", "emulate_ssd"])
-def test_there_are_no_options_for_benchmarks(field: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown IMPRESS option {field}"):
-        enable_for_engine(**{field: ""})
 
 
 def test_enable_for_engine_sets_the_variable_that_children_read(

@@ -49,44 +49,12 @@ def tokenizer(model_dir: Path) -> Any:
     return AutoTokenizer.from_pretrained(model_dir)
 
 
-@pytest.fixture(scope="module")
-def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=48,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        attention_bias=True,
-    )
-    model_class: Any = LlamaForCausalLM
-    model = model_class(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    folder = tmp_path_factory.mktemp("tiny")
-    model.save_pretrained(folder)
-    return folder
-
-
 def load(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
-
-
-def largest_logit_difference(one: Path, other: Path, ids: list[int]) -> float:
-    import torch
-
-    tokens = torch.tensor([ids])
-    with torch.inference_mode():
-        return float((load(one)(tokens).logits - load(other)(tokens).logits).abs().max())
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -108,28 +76,6 @@ def test_tokenizer_round_trips(tokenizer: Any, text: str) -> None:
 )
 def test_token_ids(tokenizer: Any, text: str, ids: list[int]) -> None:
     assert tokenizer.encode(text) == ids
-
-
-def test_special_tokens(tokenizer: Any) -> None:
-    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
-    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<|im_end|>", 2)
-    assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("<|im_start|>", 1)
-    assert (tokenizer.unk_token, tokenizer.unk_token_id) == ("<|endoftext|>", 0)
-    assert len(tokenizer) == 49152
-    assert tokenizer.model_max_length == 8192
-    assert tokenizer.clean_up_tokenization_spaces is False
-
-
-def test_every_control_token_is_one_id_and_skippable(tokenizer: Any) -> None:
-    control = tokenizer.convert_ids_to_tokens(list(range(17)))
-    assert tokenizer.encode("".join(control)) == list(range(17))
-    assert tokenizer.decode(list(range(17)), skip_special_tokens=True) == ""
-
-
-def test_every_single_token_maps_back_to_its_id(tokenizer: Any) -> None:
-    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    assert len(set(tokens)) == len(tokenizer)
-    assert tokenizer.convert_tokens_to_ids(tokens) == list(range(len(tokenizer)))
 
 
 def test_chat_template_adds_the_default_system_message(tokenizer: Any) -> None:
@@ -161,39 +107,6 @@ def test_greedy_generation_names_paris(model_dir: Path, tokenizer: Any) -> None:
     inputs = tokenizer("The capital of France is", return_tensors="pt")
     output = load(model_dir).generate(**inputs, max_new_tokens=6, do_sample=False)
     assert "Paris" in tokenizer.decode(output[0])
-
-
-def test_multi_head_form_of_the_demo_model_has_the_same_logits(
-    model_dir: Path, tokenizer: Any, tmp_path: Path
-) -> None:
-    target = demo.repeat_kv_heads(model_dir, tmp_path / "multi-head")
-    assert json.loads((target / "config.json").read_text())["num_key_value_heads"] == 9
-    assert {p.name for p in target.iterdir()} == {p.name for p in model_dir.iterdir()}
-    ids = tokenizer.encode("The quick brown fox jumps over the lazy dog 42 times.")
-    assert largest_logit_difference(model_dir, target, ids) < 1e-3
-
-
-def test_multi_head_form_of_a_model_with_biases_has_the_same_logits(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    target = demo.repeat_kv_heads(tiny_dir, tmp_path / "multi-head")
-    assert load(target).model.layers[0].self_attn.k_proj.weight.shape == (48, 48)
-    assert largest_logit_difference(tiny_dir, target, list(range(20))) < 1e-4
-
-
-def test_multi_head_form_refuses_an_occupied_target(tiny_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine").touch()
-    with pytest.raises(FileExistsError):
-        demo.repeat_kv_heads(tiny_dir, tmp_path)
-
-
-def test_multi_head_form_refuses_uneven_heads(tiny_dir: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text('{"num_attention_heads": 5, "num_key_value_heads": 2}')
-    with pytest.raises(ValueError, match="not a multiple"):
-        demo.repeat_kv_heads(source, tmp_path / "target")
-    assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize("spec", [None, SimpleNamespace(submodule_search_locations=["absent"])])

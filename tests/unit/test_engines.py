@@ -129,17 +129,6 @@ def test_a_read_brings_the_bytes_of_the_file(engine: BlockEngine, file: File) ->
     assert file.untouched(0, 3) and file.untouched(5, BLOCKS - 5), "and nothing else"
 
 
-def test_many_reads_are_in_flight_at_once(engine: BlockEngine, file: File) -> None:
-    reads = [(5 * n, n % 5 + 1) for n in range(engine.depth)]
-    begun = file.start(engine, reads)
-
-    results = finish_all(engine, engine.depth)
-
-    assert results == {number: count * BLOCK for number, (_, count) in begun.items()}
-    for read in reads:
-        file.check(*read)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_any_reads_in_any_batches(engine: BlockEngine, file: File, seed: int) -> None:
     """Room is used again as soon as there is any; numbers are unique among reads in flight."""
@@ -192,29 +181,6 @@ def test_a_bad_descriptor_hurts_no_other_read_of_its_batch(
     os.close(blind)
 
 
-def test_there_is_room_again_after_reads_that_failed(engine: BlockEngine, file: File) -> None:
-    for _ in range(4):
-        file.start(engine, [(n, 1) for n in range(engine.depth)], descriptor=1 << 20)
-        results = finish_all(engine, engine.depth)
-        assert set(results.values()) == {-errno.EBADF}
-
-    begun = file.start(engine, [(n, 1) for n in range(engine.depth)])
-    assert finish_all(engine, engine.depth) == dict.fromkeys(begun, BLOCK)
-
-
-def test_a_failed_read_does_not_keep_those_in_flight_back(engine: BlockEngine, file: File) -> None:
-    """Some end later, in another call: those are not lost."""
-    flying = file.start(engine, [(n, 1) for n in range(3)])
-    failed = file.start(engine, [(9, 1)], descriptor=1 << 20)
-    flying |= file.start(engine, [(n, 1) for n in range(3, 6)])
-
-    results = finish_all(engine, 7)
-
-    assert results == {**dict.fromkeys(flying, BLOCK), **dict.fromkeys(failed, -errno.EBADF)}
-    for read in flying.values():
-        file.check(*read)
-
-
 @pytest.mark.parametrize(("first", "count"), [(BLOCKS - 2, 5), (BLOCKS, 1), (BLOCKS + 7, 2)])
 def test_a_read_beyond_the_end_gives_fewer_bytes(
     engine: BlockEngine, file: File, first: int, count: int
@@ -228,19 +194,6 @@ def test_a_read_beyond_the_end_gives_fewer_bytes(
     assert results[good] == 3 * BLOCK
     file.check(first, results[short] // BLOCK)
     file.check(0, 3)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_several_engines_do_not_disturb_each_other(name: str, tmp_path: Path) -> None:
-    file = File(tmp_path / "file", direct=False)
-    some = [one_of(name, 2) for _ in range(3)]
-    begun = [file.start(own, [(4 * n, 2), (4 * n + 2, 1)]) for n, own in enumerate(some)]
-
-    for own, reads in zip(reversed(some), reversed(begun), strict=True):
-        results = finish_all(own, 2)
-        assert results == {number: count * BLOCK for number, (_, count) in reads.items()}
-        own.close()
-    file.close()
 
 
 def test_there_are_no_more_threads_than_help() -> None:
@@ -292,16 +245,6 @@ def test_auto_takes_threads_where_there_is_no_aio(
     assert (engine.name, engine.depth) == ("threads", 4)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert no_aio in caplog.text
-    engine.close()
-
-
-def test_threads_are_taken_without_asking_for_aio(
-    no_aio: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = make_engine("threads", 4)
-
-    assert engine.name == "threads"
-    assert not caplog.records
     engine.close()
 
 

@@ -124,13 +124,6 @@ def test_chances_begin_with_what_is_expected_of_the_chunks(shape: KVShape) -> No
         np.testing.assert_allclose(history.codes[layer] / STEPS, expected, atol=0.51 / STEPS)
 
 
-def test_shares_out_of_range_are_bounded() -> None:
-    layout = layout_of(SHAPE)
-    shares = np.tile([-0.5, 1.5], layout.total_chunks // 2 + 1)[: layout.total_chunks]
-
-    assert set(BlockHistory(layout, shares).codes.reshape(-1).tolist()) == {0, STEPS}
-
-
 KEY_BLOCKS, VALUE_BLOCKS = slice(11, 14), slice(40, 43)
 
 
@@ -146,29 +139,6 @@ def averaged(wanted: list[bool]) -> float:
     for own in wanted[FIRST_REQUESTS:]:
         average = (1 - AVERAGE_WEIGHT) * average + AVERAGE_WEIGHT * own
     return average
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7, FIRST_REQUESTS])
-def test_first_requests_give_their_plain_mean(count: int) -> None:
-    """What was expected at first is gone with the first one."""
-    history = fresh()
-    for number in range(count):
-        wanted = np.array([True, False, number % 3 == 0])
-        history.note(0, values=False, blocks=KEY_BLOCKS, wanted=wanted)
-
-    found = history.codes[0, KEY_BLOCKS] / STEPS
-    third = len(range(0, count, 3)) / count
-    np.testing.assert_allclose(found, [1.0, 0.0, third], atol=NEAR)
-    assert found[:2].tolist() == [1.0, 0.0]
-
-
-def test_later_requests_move_an_exponential_average() -> None:
-    history = fresh()
-    for number in range(40):
-        history.note(1, values=True, blocks=VALUE_BLOCKS, wanted=np.full(3, number < 20))
-
-    found = history.codes[1, VALUE_BLOCKS] / STEPS
-    np.testing.assert_allclose(found, 0.9**20, atol=NEAR)
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=60))
@@ -261,13 +231,6 @@ def test_what_is_hardly_ever_wanted_is_never_read() -> None:
     found = likely_blocks(codes, np.ones(4, np.bool_), 1e9)
 
     assert found.tolist() == [False, True, False, True]
-
-
-def test_nothing_is_likely_where_there_is_nothing() -> None:
-    empty = np.zeros(0, np.bool_)
-
-    assert len(likely_blocks(np.zeros(0, np.uint8), empty, 1.0)) == 0
-    assert not likely_blocks(np.zeros(3, np.uint8), np.ones(3, np.bool_), 1.0).any()
 
 
 def test_the_bound_is_kept_over_all_layers_together() -> None:

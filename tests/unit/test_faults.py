@@ -8,7 +8,6 @@ import mmap
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,19 +16,13 @@ import pytest
 
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import BlockEngine
-from tests.damage import put_back, take_away
 from tests.fault_control import ControlledFaults, FaultControl
 from tests.faults import (
-    CHANGES,
-    READS,
     SQL,
     Faults,
     FaultyFileSystem,
     Killed,
     Rule,
-    Unforeseen,
-    dead_disk,
-    read_only,
 )
 
 BLOCK = 4096
@@ -115,14 +108,6 @@ def test_each_operation_fails_with_each_error(
     assert read_file(files, file) == CONTENT, "what failed changed nothing"
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_each_operation_raises_what_nobody_planned_for(
-    files: FaultyFileSystem, file: Path, operation: str
-) -> None:
-    with files.faults.injected(Rule("raise", operation)), pytest.raises(Unforeseen):
-        OPERATIONS[operation](files, file)
-
-
 def test_a_fault_that_never_happened_is_seen(files: FaultyFileSystem, file: Path) -> None:
     with (
         pytest.raises(AssertionError, match="never happened"),
@@ -132,11 +117,6 @@ def test_a_fault_that_never_happened_is_seen(files: FaultyFileSystem, file: Path
     files.faults.add(Rule("EIO", "write", name="mine"))
     with pytest.raises(AssertionError, match="mine"):
         files.faults.assert_hit()
-
-
-def test_there_is_no_fault_of_another_name() -> None:
-    with pytest.raises(ValueError, match="EOI"):
-        Rule("EOI")
 
 
 def test_path_count_and_after(files: FaultyFileSystem, file: Path) -> None:
@@ -158,29 +138,12 @@ def test_path_count_and_after(files: FaultyFileSystem, file: Path) -> None:
     assert files.faults.operations["read"] == 10
 
 
-def test_a_probability_is_of_the_seed(root: Path) -> None:
-    def pattern(seed: int) -> list[bool]:
-        faults = Faults(seed)
-        faults.add(Rule("EIO", "stat", probability=0.3))
-        return [bool(faults.pick("stat", "x")) for _ in range(200)]
-
-    assert pattern(1) == pattern(1) != pattern(2)
-    assert 30 < sum(pattern(1)) < 90
-
-
 def test_short_reads_and_flipped_bits(files: FaultyFileSystem, file: Path) -> None:
     with files.faults.injected(Rule("short", "read")), pytest.raises(EOFError):
         read_file(files, file)
     with files.faults.injected(Rule("flip", "read")):
         assert _wrong_bits(read_file(files, file), CONTENT) == 1
     assert read_file(files, file) == CONTENT, "only the memory was wrong"
-
-
-def test_a_flipped_write_stays_wrong(files: FaultyFileSystem, root: Path) -> None:
-    with files.faults.injected(Rule("flip", "write")):
-        files.close(write_file(files, root / "bad"))
-
-    assert _wrong_bits((root / "bad").read_bytes(), CONTENT) == 1
 
 
 @pytest.mark.parametrize("direct", [0, os.O_DIRECT])
@@ -234,44 +197,6 @@ def test_a_hung_operation_goes_on_when_it_is_released(files: FaultyFileSystem, f
     thread.join()
 
 
-def test_a_slow_disk_may_also_fail(files: FaultyFileSystem, file: Path) -> None:
-    slow, bad = Rule("delay", READS, seconds=0.05), Rule("EIO", "read")
-    began = time.monotonic()
-    with files.faults.injected(bad, slow), pytest.raises(OSError):
-        read_file(files, file)
-
-    assert time.monotonic() - began >= 0.1, "open and read"
-    assert slow.hits == 2
-
-
-def test_a_read_only_file_system_can_be_read(files: FaultyFileSystem, file: Path) -> None:
-    base = files.database(file.with_name("base"))
-    base.execute("CREATE TABLE t (x)")
-    with files.faults.injected(*read_only()):
-        assert read_file(files, file) == CONTENT
-        for operation in ("open-write", "rename", "unlink", "make_directory"):
-            assert operation in CHANGES
-            with pytest.raises(OSError, match="Read-only"):
-                OPERATIONS[operation](files, file)
-        assert base.execute("SELECT * FROM t").fetchall() == []
-        with pytest.raises(sqlite3.OperationalError, match="readonly"):
-            base.execute("INSERT INTO t VALUES (1)")
-    base.close()
-
-
-def test_a_dead_disk_does_nothing(files: FaultyFileSystem, file: Path) -> None:
-    with files.faults.injected(*dead_disk("ENODEV")):
-        for do in OPERATIONS.values():
-            with pytest.raises(OSError, match="No such device"):
-                do(files, file)
-
-
-def test_a_full_file_system_says_so(files: FaultyFileSystem, root: Path) -> None:
-    assert files.free_bytes(root) > 0
-    with files.faults.injected(Rule("full")):
-        assert files.free_bytes(root) == 0
-
-
 @pytest.mark.parametrize(
     ("fault", "message"),
     [("locked", "locked"), ("malformed", "malformed"), ("EIO", "disk I/O"), ("ENOSPC", "full")],
@@ -298,15 +223,6 @@ def test_databases_fail(
     with files.faults.injected(Rule("EIO", SQL)), pytest.raises(sqlite3.OperationalError):
         base.execute("SELECT 1")
     base.close()
-
-
-def test_a_directory_goes_and_comes_back(files: FaultyFileSystem, file: Path) -> None:
-    take_away(file.parent)
-    with pytest.raises(FileNotFoundError):
-        read_file(files, file)
-    files.make_directory(file.parent)
-    put_back(file.parent)
-    assert read_file(files, file) == CONTENT
 
 
 def test_rules_of_a_control_file(root: Path, file: Path) -> None:
@@ -371,17 +287,6 @@ def test_power_loss_leaves_what_was_synced(files: FaultyFileSystem, file: Path) 
     assert (root / "new").read_bytes() == CONTENT
 
 
-def test_a_file_that_was_replaced_comes_back(files: FaultyFileSystem, file: Path) -> None:
-    new = file.with_name("new")
-    files.close(write_file(files, new, b"other"))
-    files.rename(new, file)
-
-    files.power_loss()
-
-    assert file.read_bytes() == CONTENT
-    assert not new.exists()
-
-
 def test_a_rename_without_a_sync_of_its_file_leaves_no_bytes(
     files: FaultyFileSystem, root: Path
 ) -> None:
@@ -393,15 +298,6 @@ def test_a_rename_without_a_sync_of_its_file_leaves_no_bytes(
     files.power_loss()
 
     assert (root / "new").read_bytes() == b""
-
-
-def test_a_failed_rename_is_not_undone(files: FaultyFileSystem, file: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        files.rename(file.with_name("none"), file)
-
-    files.power_loss()
-
-    assert file.read_bytes() == CONTENT
 
 
 def test_power_loss_may_keep_some(tmp_path: Path) -> None:
@@ -494,30 +390,6 @@ def test_short_and_flipped_blocks(reads: Reads) -> None:
         (number,) = reads.start(3)
         assert reads.finish(1) == {number: BLOCK}
     assert [reads.right(block) for block in range(4)] == [True, False, False, False]
-    reads.engine.close()
-
-
-def test_late_and_hung_blocks(reads: Reads) -> None:
-    late, hung = Rule("delay", "block", count=1, seconds=0.1), Rule("hang", "block", after=1)
-    began = time.monotonic()
-    with reads.files.faults.injected(late, hung):
-        first, second = reads.start(0, 1)
-        assert reads.finish(1) == {first: BLOCK}
-        assert time.monotonic() - began >= 0.1
-        threading.Timer(0.1, lambda: reads.files.faults.remove(hung)).start()
-        assert reads.finish(1) == {second: BLOCK}
-    assert time.monotonic() - began >= 0.2
-    assert reads.right(0) and reads.right(1)
-    reads.engine.close()
-
-
-@pytest.mark.parametrize("operation", ["start", "finish"])
-def test_an_engine_raises(reads: Reads, operation: str) -> None:
-    reads.start(0)
-    with reads.files.faults.injected(Rule("raise", operation)), pytest.raises(Unforeseen):
-        reads.start(1)
-        reads.finish(1)
-    assert BLOCK in reads.finish(1).values()
     reads.engine.close()
 
 

@@ -28,7 +28,6 @@ from tests.unit.kv_factory import (
     columns_of,
     head_group_of,
     head_groups_of,
-    heads_of,
     holds_values,
     make_cache,
     make_info,
@@ -284,38 +283,6 @@ def test_the_probe_column_is_planned_whole_and_in_logical_order(
     span.segment.close()
 
 
-@pytest.mark.parametrize("name", SPAN_SHAPES)
-def test_ids_of_a_second_segment_follow_its_own_base(tmp_path: Path, name: str) -> None:
-    shape = SPAN_SHAPES[name]
-    path = write_kvs(tmp_path, make_info(shape, range(20)), *random_kvs(shape, 20, seed=1))
-    cache = make_cache(shape)
-    spans = [open_span(path, cache), open_span(path, cache)]
-    planner = PrefixPlanner(shape, spans, cache.placement, cache.page.page_bytes)
-
-    every: list[int] = []
-    for layer in range(2):
-        probe = [planner.plan_probe(layer)] if shape.probe_kv_heads else []
-        for plan in (*probe, planner.plan(layer, None)):
-            for own in plan.spans:
-                for part in own.parts:
-                    columns = [
-                        column
-                        for column in columns_of(shape)
-                        if group_of(own.span.geometry, own.span.segment.layout, column)
-                        is part.group
-                    ]
-                    first = first_id(own.span, layer, columns[0])
-                    assert part.ids.tolist() == (first + part.chunks).tolist()
-                    every += part.ids.tolist()
-
-    chunks = sum(
-        len(chunks_of(spans[0].segment.layout, s)) for s in columns_of(shape) if heads_of(shape, s)
-    )
-    assert len(set(every)) == len(every) == 2 * 2 * chunks
-    for span in spans:
-        span.segment.close()
-
-
 @given(data=st.data())
 @pytest.mark.parametrize("name", SPAN_SHAPES)
 def test_blocks_of_a_span_are_those_that_hold_its_rows(
@@ -398,21 +365,3 @@ def test_runs_of_blocks_are_those_of_a_loop_over_blocks(flags: list[bool], gap_b
     assert read[wanted].all(), "all that is wanted"
     if gap_bytes < BLOCK:
         assert read.sum() == wanted.sum(), "nothing else"
-
-
-@pytest.mark.parametrize(
-    ("gap_bytes", "runs"),
-    [(0, [(0, 1), (2, 3), (5, 6)]), (4096, [(0, 3), (5, 6)]), (8192, [(0, 6)])],
-)
-def test_a_gap_is_read_through_when_it_is_no_larger_than_told(
-    gap_bytes: int, runs: list[tuple[int, int]]
-) -> None:
-    starts, stops = runs_of(np.array([1, 0, 1, 0, 0, 1, 0], np.bool_), gap_bytes)
-
-    assert list(zip(starts.tolist(), stops.tolist(), strict=True)) == runs
-
-
-def test_nothing_wanted_is_no_run() -> None:
-    starts, stops = runs_of(np.zeros(9, np.bool_), 1 << 20)
-
-    assert not len(starts) and not len(stops)

@@ -50,34 +50,6 @@ def averaged(observations: list[float]) -> float:
     return average
 
 
-def test_nothing_is_known_at_first() -> None:
-    history = TokenHistory(2, 1, 5)
-
-    assert history.average.shape == (2, 1, 5)
-    assert not history.average.any()
-    assert not history.accesses.any()
-    assert history.ssd_bytes == 0
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 10])
-def test_first_accesses_give_their_plain_mean(count: int) -> None:
-    history = TokenHistory(1, 1, 3)
-    for access in range(count):
-        note(history, 0, [1] if access % 3 else [0, 1], start=0, count=3)
-
-    selections = sum(access % 3 == 0 for access in range(count))
-    np.testing.assert_allclose(history.average[0, 0], [selections / count, 1, 0], **NEAR)
-    assert history.accesses.tolist() == [count] * 3
-
-
-def test_later_accesses_move_an_exponential_average() -> None:
-    history = TokenHistory(1, 1, 2)
-    for access in range(30):
-        note(history, 0, [0] if access < 20 else [1], start=0, count=2)
-
-    np.testing.assert_allclose(history.average[0, 0], [0.9**10, 1 - 0.9**10], **NEAR)
-
-
 def test_an_average_follows_a_change_after_any_number_of_accesses() -> None:
     """Also when the count of accesses, which is one byte, is full."""
     history = TokenHistory(1, 1, 1)
@@ -86,64 +58,6 @@ def test_an_average_follows_a_change_after_any_number_of_accesses() -> None:
 
     assert history.average[0, 0, 0] == pytest.approx(1 - 0.9**40, abs=NEAR["atol"])
     assert history.accesses.tolist() == [255]
-
-
-def test_a_token_that_is_seen_late_is_not_drawn_to_zero() -> None:
-    history = TokenHistory(1, 1, 4)
-    for _ in range(20):
-        note(history, 0, [0], start=0, count=2)
-    note(history, 0, [0, 3], start=0, count=4)
-
-    np.testing.assert_allclose(history.average[0, 0], [1, 0, 0, 1], **NEAR)
-    assert history.accesses.tolist() == [21, 21, 1, 1]
-
-
-def test_an_access_to_a_part_leaves_the_rest_alone() -> None:
-    history = TokenHistory(1, 1, 10)
-    note(history, 0, [4], start=0, count=10)
-    note(history, 0, [0, 2], start=3, count=4)
-
-    expected = [0, 0, 0, 0.5, 0.5, 0.5, 0, 0, 0, 0]
-    np.testing.assert_allclose(history.average[0, 0], expected, **NEAR)
-    assert history.accesses.tolist() == [1, 1, 1, 2, 2, 2, 2, 1, 1, 1]
-
-
-def test_layers_of_an_access_count_as_one() -> None:
-    history = TokenHistory(3, 1, 2)
-    for access in range(2):
-        for layer in range(3):
-            note(history, layer, [0] if layer == access else [1], start=0, count=2)
-
-    expected = [[[0.5, 0.5]], [[0.5, 0.5]], [[0, 1]]]
-    np.testing.assert_allclose(history.average, expected, **NEAR)
-    np.testing.assert_allclose(history.token_means(), [1 / 3, 2 / 3], **NEAR)
-    assert history.accesses.tolist() == [2, 2]
-
-
-def test_head_groups_are_averaged_apart_and_an_access_counts_once() -> None:
-    history = TokenHistory(2, 3, 2)
-    for access in range(2):
-        for layer in range(2):
-            head_groups = [
-                [0] if (layer + head_group + access) % 2 else [1] for head_group in range(3)
-            ]
-            note(history, layer, *head_groups, start=0, count=2)
-        if not access:
-            first = history.average
-
-    assert first.tolist() == [[[0, 1], [1, 0], [0, 1]], [[1, 0], [0, 1], [1, 0]]]
-    np.testing.assert_allclose(history.average, np.full((2, 3, 2), 0.5), **NEAR)
-    np.testing.assert_allclose(history.token_means(), [0.5, 0.5], **NEAR)
-    assert history.accesses.tolist() == [2, 2]
-
-
-def test_head_groups_may_select_different_numbers_of_tokens() -> None:
-    history = TokenHistory(1, 2, 4)
-
-    note(history, 0, [0, 1, 2], [], start=0, count=4)
-
-    assert history.average[0].tolist() == [[1, 1, 1, 0], [0, 0, 0, 0]]
-    assert history.token_means().tolist() == [0.5, 0.5, 0.5, 0]
 
 
 def test_importance_is_kept_of_each_head_group() -> None:
@@ -206,15 +120,6 @@ def test_token_means_follow_each_access() -> None:
             note(history, layer, selected, start=0, count=2)
 
         np.testing.assert_allclose(history.token_means(), expected, **NEAR)
-
-
-def test_selections_are_averaged_beside_the_importance() -> None:
-    history = TokenHistory(1, 1, 2, by_importance=True)
-
-    note(history, 0, [1], start=0, count=2, scores=torch.tensor([[3.0, 1.0]]))
-
-    assert history.average[0, 0].tolist() == [0, 1]
-    np.testing.assert_allclose(history.order_key[0, 0], [1.5, 0.5], **CLOSE)
 
 
 def test_importance_of_scores_that_vanish_or_tower_stays_finite() -> None:

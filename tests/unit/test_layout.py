@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.storage.layout import KVShape, SegmentLayout, round_up
+from impress_sglang.storage.layout import KVShape, SegmentLayout
 from tests.unit.kv_factory import (
     KEYS,
     PROBE,
@@ -20,7 +20,6 @@ from tests.unit.kv_factory import (
     head_group_of,
     head_groups_of,
     heads_of,
-    holds_values,
     kv_of,
     make_shape,
     row_size,
@@ -117,27 +116,6 @@ def test_chunks_are_numbered_by_layer_then_column_then_place(layout: SegmentLayo
 
 
 @given(layouts())
-def test_blocks_are_all_of_the_file_after_the_header(layout: SegmentLayout) -> None:
-    blocks = sum(size for _, size in chunk_extents(layout)) // BLOCK
-
-    assert layout.num_blocks == blocks
-    assert layout.file_bytes == layout.header_bytes + BLOCK * blocks
-
-
-@given(layouts())
-def test_layers_follow_each_other_and_begin_with_the_probe_column(layout: SegmentLayout) -> None:
-    columns = sum(layout.column_bytes(column) for column in layout.shape.columns)
-    own = columns + (0 if layout.codes is None else layout.codes.layer_bytes)
-    for layer in range(layout.shape.num_layers):
-        start = layout.header_bytes + layer * own
-
-        assert layout.layer_offset(layer) == start
-        assert layout.column_offset(layer, PROBE) == start
-    assert layout.layer_bytes == own
-    assert layout.columns_bytes == columns
-
-
-@given(layouts())
 def test_codes_stand_behind_the_columns_and_are_no_chunks(layout: SegmentLayout) -> None:
     shape, codes = layout.shape, layout.codes
     plain = dataclasses.replace(layout, shape=dataclasses.replace(shape, coded=False))
@@ -153,17 +131,6 @@ def test_codes_stand_behind_the_columns_and_are_no_chunks(layout: SegmentLayout)
         assert (codes.num_tokens, codes.num_heads) == (layout.num_tokens, shape.num_kv_heads)
         assert (codes.key_dim, codes.value_dim) == (shape.key_dim, shape.value_dim)
         assert codes.block_bytes == BLOCK
-
-
-@given(shapes())
-def test_keys_and_values_of_every_head_are_in_one_column_each(shape: KVShape) -> None:
-    columns = list(shape.columns)
-    keys = [s for s in columns if not holds_values(shape, s)]
-    values = [s for s in columns if holds_values(shape, s)]
-
-    everything = list(range(shape.num_kv_heads))
-    assert sorted(head for column in keys for head in shape.heads(column)) == everything
-    assert sorted(head for column in values for head in shape.heads(column)) == everything
 
 
 @given(shapes())
@@ -201,16 +168,6 @@ def test_a_shape_survives_as_fields_of_json(shape: KVShape) -> None:
     assert KVShape.from_fields(fields) == shape
 
 
-def test_other_keys_are_empty_when_all_heads_are_probe_heads() -> None:
-    shape = make_shape(kv_heads=2, probe=(0, 1))
-    layout = SegmentLayout(shape, chunk_tokens=8, num_tokens=20, header_bytes=BLOCK)
-
-    assert shape.other_kv_heads == ()
-    assert layout.column_bytes(KEYS) == 0
-    assert layout.chunk_stride(KEYS) == 0
-    assert layout.column_offset(0, KEYS) == layout.column_offset(0, VALUES)
-
-
 def test_sizes_of_a_known_model() -> None:
     """Llama-3-8B in bfloat16, 1,000 tokens: worked out by hand."""
     shape = make_shape(
@@ -234,30 +191,6 @@ def test_sizes_of_a_known_model() -> None:
     # 63, 438 and 500 blocks of 4,096 bytes.
     assert layout.num_blocks == 32 * (63 + 438 + 500)
     assert layout.total_chunks == 32 * 3 * 16
-
-
-def test_sizes_of_a_known_model_without_probe_heads() -> None:
-    shape = make_shape(
-        layers=32,
-        query_heads=32,
-        kv_heads=8,
-        key_dim=128,
-        value_dim=128,
-        dtype=torch.bfloat16,
-        probe=(),
-    )
-    layout = SegmentLayout(shape, chunk_tokens=64, num_tokens=1000, header_bytes=BLOCK)
-
-    assert layout.num_chunks == 16
-    assert [layout.chunk_rows(chunk) for chunk in (0, 14, 15)] == [64, 64, 40]
-    assert layout.column_bytes(PROBE) == 0
-    # A head: 15 chunks of 64 rows of 256 bytes; 40 rows are 10,240 bytes, padded to 12,288.
-    for column in kv_of(shape):
-        assert layout.column_bytes(column) == 15 * 64 * 256 + 12_288
-    assert layout.num_blocks == 32 * 16 * 63
-    assert layout.layer_chunks == 17 * 16
-    assert layout.column_offset(0, 1) == BLOCK
-    assert layout.column_offset(1, 9) == BLOCK * (1 + 1008 + 8 * 63)
 
 
 def test_sizes_of_a_known_model_with_codes() -> None:
@@ -286,14 +219,6 @@ def test_sizes_of_a_known_model_with_codes() -> None:
     assert layout.columns_bytes == 1008 * BLOCK
     assert layout.codes_offset(1) == BLOCK * (1 + 2 * 1008 + 280 + 256)
     assert layout.num_blocks == 32 * (1008 + 280 + 256)
-
-
-@pytest.mark.parametrize(
-    ("value", "multiple", "expected"),
-    [(0, 4, 0), (1, 4, 4), (4, 4, 4), (5, 4, 8), (4097, 4096, 8192)],
-)
-def test_round_up(value: int, multiple: int, expected: int) -> None:
-    assert round_up(value, multiple) == expected
 
 
 @pytest.mark.parametrize(

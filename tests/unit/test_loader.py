@@ -21,7 +21,6 @@ from impress_sglang.importance.selectors import (
     TokenSelector,
 )
 from impress_sglang.storage.layout import Column, KVShape
-from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastFrequentlyUsed
@@ -37,7 +36,6 @@ from impress_sglang.transfer.source import (
     SegmentSource,
 )
 from tests.unit.kv_factory import (
-    KEYS,
     PROBE,
     columns_of,
     head_group_of,
@@ -281,21 +279,6 @@ def test_shared_path_reads_the_probe_column_and_the_selected_rows_only(setting: 
         assert not setting.source.reads[0, column].any(), "no other layer"
 
 
-def test_a_rule_that_looks_at_nothing_reads_what_it_chose(either: Setting) -> None:
-    """Keys of probe heads are read all the same: they are a part of the keys."""
-    setting = either
-    setting.load(1, FixedRule(torch.tensor([[1, 5]]), ()), 2)
-
-    probes = 1 if setting.shape.probe_kv_heads else 0
-    assert setting.source.counts(1, PROBE) == [probes] * M
-    for column in kv_of(setting.shape):
-        assert setting.source.counts(1, column) == [int(t in (1, 5)) for t in range(M)]
-    ((layer, selected, scores),) = setting.source.selections
-    assert (layer, scores) == (1, None)
-    assert selected == setting.selected(torch.tensor([[1, 5]]))
-    assert setting.stats.layers_by_probe == 1
-
-
 def own_tokens(shape: KVShape, k: int) -> Tensor:
     """Another ascending set for each KV head."""
     generator = torch.Generator().manual_seed(7)
@@ -474,19 +457,6 @@ def test_each_head_gets_its_best_tokens_of_the_dense_reference(either: Setting, 
     setting.check(1, loaded, torch.tensor(own))
 
 
-def test_the_rule_takes_both_paths_in_the_test_above() -> None:
-    """Guards it: if one path were never taken, it would prove half of what it says."""
-    stats = LoadStats()
-    for name in ("mha", "gqa-apart"):
-        for alpha in (0.01, 1.0):
-            setting = Setting(SHAPES[name])
-            setting.stats = stats
-            setting.load(1, PaperSelector(alpha), 45)
-
-    assert stats.layers_by_probe > 0
-    assert stats.layers_by_fallback > 0
-
-
 def test_stats_add_up_over_layers(setting: Setting) -> None:
     one, alone = shared([4]), fallback(own_tokens(setting.shape, 1))
 
@@ -581,74 +551,6 @@ def test_rows_from_ssd_are_the_stored_bits(
         assert found.device_chunks > 0 and found.host_chunks > 0
 
 
-@pytest.fixture
-def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No block is read that is not wanted."""
-    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
-
-
-@pytest.mark.usefixtures("no_gaps")
-def test_shared_path_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
-    """Chunks of 8 tokens: all of the probe keys, and the chunks of tokens 3 and 20."""
-    setting = Setting(SHAPES["gqa-apart"])
-    with stored(tmp_path, setting, make_cache(setting.shape)) as request:
-        source = request()
-        load_layer(
-            PrefixLoader(setting.shape, shared([3, 20])),
-            0,
-            source,
-            setting.inputs,
-            2,
-            setting.stats,
-        )
-
-    # Each chunk of these small heads is one disk block: 8 of the probe keys, 2 and 2 of the rest.
-    assert source.stats.ssd_bytes == (8 + 2 + 2) * 4096
-    assert source.stats.selected_chunks == 4
-    # Two probe heads and two others of 8 numbers, four heads of 12 numbers.
-    assert source.stats.important_bytes == 2 * (2 * 8 + 2 * 8 + 4 * 12) * 4
-    assert np.flatnonzero(setting.span.history.average[0, 0]).tolist() == [3, 20]
-
-
-@pytest.mark.usefixtures("no_gaps")
-def test_a_load_of_head_groups_takes_no_other_bytes_from_ssd(tmp_path: Path) -> None:
-    """The chunks of each head's own tokens."""
-    setting = Setting(HEAD_GROUPS["head_groups"])
-    tokens = torch.tensor([[3, 20], [4, 5], [0, 59]])
-    with stored(tmp_path, setting, make_cache(setting.shape)) as request:
-        source = request()
-        load_layer(
-            PrefixLoader(setting.shape, FixedRule(tokens, ())),
-            0,
-            source,
-            setting.inputs,
-            2,
-            setting.stats,
-        )
-
-    # Chunks of keys and of values of heads 0, 1 and 2, a block each.
-    assert source.stats.ssd_bytes == 2 * (2 + 1 + 2) * 4096
-    assert source.stats.selected_chunks == 2 * (2 + 1 + 2)
-    # Two tokens of three heads; keys of 16 numbers, values of 12.
-    assert source.stats.important_bytes == 2 * 3 * (16 + 12) * 4
-    noted = [np.flatnonzero(own).tolist() for own in setting.span.history.average[0]]
-    assert noted == tokens.tolist()
-
-
-def test_a_whole_load_of_head_groups_takes_all_of_them_from_ssd(tmp_path: Path) -> None:
-    setting = Setting(HEAD_GROUPS["head_groups"])
-    with stored(tmp_path, setting, make_cache(setting.shape), reordered=True) as request:
-        source = request()
-        loaded = load_layer(
-            PrefixLoader(setting.shape, H2OSelector()), 1, source, setting.inputs, M, setting.stats
-        )
-
-        setting.check(1, loaded, torch.arange(M)[None])
-    # Keys and values of 3 heads in 8 chunks each.
-    assert source.stats.ssd_bytes == 2 * 3 * 8 * 4096
-    assert source.stats.important_bytes == M * 3 * (16 + 12) * 4
-
-
 class BrokenSource(CountingSource):
     """Cannot give one column."""
 
@@ -698,8 +600,3 @@ def test_an_unreadable_chunk_reaches_the_caller(name: str, broken: Column, mode:
     assert not setting.source.selections and not setting.source.whole_layers, (
         "nothing is noted of a failure"
     )
-
-
-def test_head_order_of_the_shapes_here_is_not_trivial() -> None:
-    """Guards the tests above: one shape's probe heads do not come first."""
-    assert heads_of(SHAPES["gqa-apart"], KEYS) == [0, 2]

@@ -94,87 +94,8 @@ def each_move(access: Access) -> list[Move]:
     return found
 
 
-def moves_of(access: Access) -> set[tuple[int, Tier, Tier]]:
-    return {(move.chunk, move.source, move.target) for move in each_move(access)}
-
-
 def equal_chunks(device: int, host: int, count: int = 8) -> Bench:
     return Bench(device, host, [1] * count)
-
-
-def test_chunks_fill_the_device_and_then_the_host() -> None:
-    bench = equal_chunks(2, 2)
-
-    bench.fill(5, 4, 3, 2, 1)
-
-    assert bench.stand == ({0, 1}, {2, 3})
-    assert bench.placement.cached_chunks(DEVICE) == bench.placement.used_pages(DEVICE) == 2
-    assert bench.placement.cached_chunks(HOST) == bench.placement.used_pages(HOST) == 2
-
-
-def test_a_chunk_found_on_the_device_stays() -> None:
-    bench = equal_chunks(2, 2)
-    bench.fill(5, 4, 3)
-
-    found = bench.access({0: 1.0})
-
-    assert found.tiers.tolist() == [DEVICE] and not found.kept.any() and len(found.moves) == 0
-    assert bench.stand == ({0, 1}, {2}), "although it is the lowest now"
-
-
-def test_a_chunk_found_on_the_host_that_beats_the_lowest_on_the_device_swaps_with_it() -> None:
-    bench = equal_chunks(2, 2)
-    bench.fill(5, 4, 3, 2)
-
-    found = bench.access({3: 4.5})
-
-    assert found.tiers.tolist() == [HOST] and not found.kept.any()
-    assert moves_of(found) == {(3, HOST, DEVICE), (1, DEVICE, HOST)}
-    assert bench.stand == ({0, 3}, {1, 2})
-
-
-def test_a_chunk_found_on_the_host_that_does_not_stays_there() -> None:
-    bench = equal_chunks(2, 2)
-    bench.fill(5, 4, 3, 2)
-
-    found = bench.access({3: 3.9})
-
-    assert len(found.moves) == 0
-    assert bench.stand == ({0, 1}, {2, 3})
-
-
-def test_a_chunk_found_on_ssd_that_beats_the_device_goes_there() -> None:
-    """The one it displaces takes the place of the lowest on the host, which is dropped."""
-    bench = equal_chunks(2, 2)
-    bench.fill(5, 4, 3, 2)
-
-    found = bench.access({4: 6.0})
-
-    assert found.tiers.tolist() == [SSD] and found.kept.tolist() == [True]
-    assert moves_of(found) == {(4, SSD, DEVICE), (1, DEVICE, HOST)}
-    assert bench.stand == ({0, 4}, {1, 2})
-
-
-def test_a_chunk_found_on_ssd_that_beats_only_the_host_goes_there() -> None:
-    bench = equal_chunks(2, 2)
-    bench.fill(5, 4, 3, 2)
-
-    found = bench.access({4: 2.5})
-
-    assert found.kept.tolist() == [True]
-    assert moves_of(found) == {(4, SSD, HOST)}
-    assert bench.stand == ({0, 1}, {2, 4}), "the displaced one is nowhere"
-
-
-def test_a_chunk_found_on_ssd_that_beats_nothing_stays_there() -> None:
-    bench = equal_chunks(2, 2)
-    bench.fill(5, 4, 3, 2)
-
-    found = bench.access({4: 1.5})
-
-    assert found.tiers.tolist() == [SSD] and found.kept.tolist() == [False]
-    assert len(found.moves) == 0
-    assert bench.stand == ({0, 1}, {2, 3})
 
 
 @pytest.mark.parametrize(("chunk", "worth"), [(4, 4.0), (4, 2.0), (3, 4.0)])
@@ -186,196 +107,6 @@ def test_an_equal_priority_does_not_beat(chunk: int, worth: float) -> None:
 
     assert 1 in bench.on(DEVICE) and chunk not in bench.on(DEVICE)
     assert worth > 2 or 3 in bench.on(HOST)
-
-
-def test_a_displaced_chunk_contends_for_the_host() -> None:
-    """It has fallen below all that are on the host: it is dropped, and they stay."""
-    bench = equal_chunks(1, 1)
-    bench.fill(5, 4)
-    bench.access({0: 3.0})
-
-    found = bench.access({2: 6.0})
-
-    assert moves_of(found) == {(2, SSD, DEVICE)}
-    assert bench.stand == ({2}, {1})
-
-
-def test_a_dropped_chunk_is_found_on_ssd_again() -> None:
-    bench = equal_chunks(1, 0)
-    bench.fill(1, 2)
-
-    found = bench.access({0: 1.5})
-
-    assert bench.stand == ({1}, set())
-    assert found.tiers.tolist() == [SSD]
-
-
-def test_of_several_chunks_the_best_is_placed_first() -> None:
-    bench = equal_chunks(1, 1)
-
-    found = bench.access({0: 1.0, 1: 3.0, 2: 2.0})
-
-    assert bench.stand == ({1}, {2})
-    assert found.tiers.tolist() == [SSD] * 3
-    assert found.kept.tolist() == [False, True, True]
-
-
-def test_a_member_that_is_accessed_with_a_better_newcomer_may_be_displaced() -> None:
-    bench = equal_chunks(1, 1)
-    bench.fill(5, 4)
-
-    found = bench.access({0: 4.5, 2: 6.0})
-
-    assert found.tiers.tolist() == [DEVICE, SSD], "where they stood before"
-    assert bench.stand == ({2}, {0})
-    assert moves_of(found) == {(2, SSD, DEVICE), (0, DEVICE, HOST)}
-
-
-def test_the_two_caches_are_exclusive() -> None:
-    bench = equal_chunks(3, 3)
-    pick = np.random.default_rng(1)
-    for _ in range(50):
-        chunks = pick.choice(8, 3, replace=False)
-        bench.access(dict(zip(chunks.tolist(), pick.random(3).tolist(), strict=True)))
-        device, host = bench.stand
-        assert not device & host
-        assert len(device) <= 3 and len(host) <= 3
-
-
-def test_pages_of_cached_chunks_are_their_own() -> None:
-    bench = Bench(4, 4, [2, 2, 2, 2])
-    found = bench.access({0: 4.0, 1: 3.0, 2: 2.0, 3: 1.0})
-    targets = {move.chunk: (move.target, list(move.target_pages)) for move in each_move(found)}
-
-    assert {tier for tier, _ in targets.values()} == {DEVICE, HOST}
-    for tier in (DEVICE, HOST):
-        pages = [page for t, own in targets.values() if t == tier for page in own]
-        assert sorted(pages) == [0, 1, 2, 3]
-    again = bench.access(dict.fromkeys(range(4), 1.0))
-    for chunk in range(4):
-        assert again.tiers[chunk] == targets[chunk][0]
-        assert again.pages[chunk, :2].tolist() == targets[chunk][1]
-
-
-def test_a_chunk_larger_than_a_tier_goes_to_the_next() -> None:
-    bench = Bench(2, 3, [3, 1, 1])
-    bench.access({1: 1.0})
-    bench.access({2: 2.0})
-
-    found = bench.access({0: 9.0})
-
-    assert moves_of(found) == {(0, SSD, HOST)}
-    assert bench.stand == ({1, 2}, {0})
-
-
-def test_a_chunk_larger_than_both_tiers_is_never_cached() -> None:
-    bench = Bench(2, 2, [3, 1, 1, 1, 1])
-    for chunk in (1, 2, 3, 4):
-        bench.access({chunk: 1.0})
-
-    found = bench.access({0: 9.0})
-
-    assert len(found.moves) == 0 and not found.kept.any()
-    assert bench.stand == ({1, 2}, {3, 4})
-
-
-def test_a_chunk_of_more_pages_than_the_table_has_columns_is_never_cached() -> None:
-    """A segment that was written with other chunks than the caches are made for."""
-    bench = Bench(8, 8, [5, 1], width=4)
-
-    found = bench.access({0: 9.0, 1: 1.0})
-
-    assert bench.stand == ({1}, set())
-    assert found.kept.tolist() == [False, True]
-    assert bench.access({0: 9.0}).tiers.tolist() == [SSD]
-
-
-def test_several_small_victims_make_room_for_a_large_newcomer() -> None:
-    bench = Bench(3, 2, [1, 1, 1, 2])
-    bench.fill(1, 2, 3)
-
-    found = bench.access({3: 4.0})
-
-    assert moves_of(found) == {(3, SSD, DEVICE), (0, DEVICE, HOST), (1, DEVICE, HOST)}
-    assert bench.stand == ({2, 3}, {0, 1})
-
-
-def test_of_several_victims_the_best_gets_the_host() -> None:
-    bench = Bench(2, 1, [1, 1, 2])
-    bench.fill(1, 2)
-
-    bench.access({2: 3.0})
-
-    assert bench.stand == ({2}, {1})
-
-
-def test_a_large_victim_makes_room_for_several_small_newcomers() -> None:
-    bench = Bench(3, 0, [3, 1, 1, 1])
-    bench.fill(1)
-
-    bench.access({1: 2.0, 2: 2.0, 3: 1.5})
-
-    assert bench.stand == ({1, 2, 3}, set())
-
-
-def test_a_newcomer_that_would_need_a_better_victim_gets_none_and_nothing_changes() -> None:
-    bench = Bench(3, 0, [1, 1, 1, 2])
-    bench.fill(1, 5, 6)
-
-    found = bench.access({3: 4.0})
-
-    assert len(found.moves) == 0 and not found.kept.any()
-    assert bench.stand == ({0, 1, 2}, set())
-    assert bench.placement.stats == PlacementStats(admitted_device=3)
-    bench.access({3: 5.5})
-    assert bench.stand == ({2, 3}, set()), "the lowest two are still known"
-
-
-def test_free_pages_are_given_to_any_chunk_that_fits() -> None:
-    """A large chunk of the same access has no part in it."""
-    bench = Bench(3, 0, [2, 2, 1])
-    bench.fill(5)
-
-    bench.access({1: 1.0, 2: 2.0})
-
-    assert bench.stand == ({0, 2}, set())
-
-
-def test_what_a_large_victim_leaves_free_is_given_to_any_chunk_that_fits() -> None:
-    bench = Bench(2, 0, [2, 1, 1])
-    bench.fill(5)
-
-    bench.access({1: 6.0, 2: 1.0})
-
-    assert bench.stand == ({1, 2}, set())
-
-
-def test_a_chunk_that_is_displaced_before_its_turn_may_find_a_place_elsewhere() -> None:
-    """3 displaces 0, which displaces 1 and 2 from the host; 1 fits beside 3."""
-    bench = Bench(2, 2, [2, 1, 1, 1])
-    bench.fill(5, 1, 2)
-    assert bench.stand == ({0}, {1, 2})
-
-    found = bench.access({3: 9.0, 1: 4.0, 2: 1.5})
-
-    assert moves_of(found) == {(3, SSD, DEVICE), (0, DEVICE, HOST), (1, HOST, DEVICE)}
-    assert bench.stand == ({1, 3}, {0})
-    assert found.tiers.tolist() == [SSD, HOST, HOST]
-    assert found.kept.tolist() == [True, False, False]
-
-
-def test_a_chunk_that_is_displaced_before_its_turn_may_come_back() -> None:
-    """4 displaces 3, which displaces 0 and 1 from the host and leaves a page of it free."""
-    bench = Bench(2, 3, [1, 2, 1, 2, 2])
-    bench.access({3: 5.0})
-    bench.access({0: 1.0})
-    bench.access({1: 4.5})
-    assert bench.stand == ({3}, {0, 1})
-
-    found = bench.access({4: 9.0, 0: 4.0})
-
-    assert bench.stand == ({4}, {0, 3})
-    assert found.kept.tolist() == [True, False], "its bytes are those of the host"
 
 
 def expect(bench: Bench, turns: dict[int, int]) -> None:
@@ -425,25 +156,6 @@ def test_an_id_that_is_given_to_another_chunk_is_not_awaited() -> None:
     assert bench.stand == ({1}, set()) and len(bench.placement._places) == size
 
 
-def test_without_caches_nothing_is_placed() -> None:
-    bench = equal_chunks(0, 0)
-
-    found = bench.access({0: 1.0, 1: 2.0})
-
-    assert not bench.placement.enabled
-    assert found.tiers.tolist() == [SSD, SSD] and len(found.moves) == 0 and not found.kept.any()
-
-
-@pytest.mark.parametrize(("device", "host"), [(2, 0), (0, 2)])
-def test_one_cache_alone(device: int, host: int) -> None:
-    bench = equal_chunks(device, host)
-
-    bench.fill(1, 2, 3)
-
-    assert bench.placement.enabled
-    assert bench.stand == (({1, 2}, set()) if device else (set(), {1, 2}))
-
-
 def test_an_empty_access_is_nothing() -> None:
     bench = equal_chunks(1, 1)
 
@@ -463,18 +175,6 @@ def test_moves_are_counted() -> None:
     assert bench.placement.stats == PlacementStats(
         promoted=1, demoted=3, admitted_device=3, admitted_host=1, dropped=2
     )
-
-
-def test_a_new_request_scales_the_priorities_and_keeps_the_order() -> None:
-    bench = equal_chunks(2, 0)
-    bench.fill(8, 6)
-    bench.rule.factor = 0.5
-    bench.placement.advance()
-    bench.placement.check_integrity()
-
-    bench.access({2: 3.5})
-
-    assert bench.stand == ({0, 2}, set()), "6 is 3 by now"
 
 
 def test_ranges_are_used_again() -> None:
@@ -512,34 +212,6 @@ def test_there_is_room_for_any_number_of_chunks() -> None:
     assert base == 1000
     assert bench.stand == ({999, 5999}, set())
     assert placement.num_bytes > before
-
-
-def test_detached_chunks_leave_the_caches_and_are_forgotten() -> None:
-    bench = equal_chunks(2, 2, count=4)
-    base = bench.placement.attach(np.ones(2, np.uint16))
-    bench.access({0: 1.0, base: 9.0, 1: 2.0, base + 1: 0.5})
-    assert bench.stand == ({base, 1}, {0, base + 1})
-
-    bench.placement.detach(base, 2)
-
-    bench.placement.check_integrity()
-    assert bench.stand == ({1}, {0})
-    again = bench.placement.attach(np.ones(2, np.uint16))
-    assert again == base
-    assert bench.access({base: 0.1}).tiers.tolist() == [SSD], "others by the same name"
-
-
-def test_dropped_chunks_are_in_no_cache_and_their_pages_are_free() -> None:
-    bench = equal_chunks(2, 2)
-    bench.fill(5, 4, 3)
-
-    bench.placement.drop(np.array([0, 2, 5]))
-
-    bench.placement.check_integrity()
-    assert bench.stand == ({1}, set())
-    assert bench.placement.used_pages(DEVICE) == 1
-    bench.access({6: 0.1})
-    assert bench.stand == ({1, 6}, set())
 
 
 def test_successors_inherit_priorities_and_no_place() -> None:
@@ -598,14 +270,3 @@ def test_damage_is_noticed(damage: str) -> None:
 
     with pytest.raises(AssertionError):
         bench.placement.check_integrity()
-
-
-def test_a_move_says_where_from_and_where_to() -> None:
-    bench = Bench(1, 1, [1, 1])
-    (first,) = each_move(bench.access({0: 1.0}))
-    moves = {move.chunk: move for move in each_move(bench.access({1: 2.0}))}
-
-    assert first.source == SSD and not first.source_pages
-    assert moves[0].source == DEVICE
-    assert list(moves[0].source_pages) == list(first.target_pages) == [0]
-    assert list(moves[1].target_pages) == [0], "the page is source and target at once"

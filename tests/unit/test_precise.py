@@ -131,17 +131,6 @@ def test_what_is_read_is_the_base_and_the_planes(tmp_path: Path, reader: BlockRe
     case.close()
 
 
-def test_a_part_of_a_segment_reads_little_more_than_its_own(
-    tmp_path: Path, reader: BlockReader
-) -> None:
-    case = CodedCase(tmp_path, [CodedPart(3000, 1000, 1100)], reader)
-    case.source.read_base(0)
-    case.source.read_base(0)
-    groups = 3
-    assert case.source.stats.ssd_bytes <= groups * case.spans[0].layout.group_bytes + 2 * BLOCK
-    case.close()
-
-
 @pytest.mark.parametrize(("device_pages", "host_pages"), [(400, 0), (0, 400), (9, 13), (40, 60)])
 def test_caches_give_what_the_drive_gave(
     device_pages: int, host_pages: int, tmp_path: Path, reader: BlockReader
@@ -192,20 +181,6 @@ def test_a_damaged_block_is_found(where: str, tmp_path: Path, reader: BlockReade
     with pytest.raises(PrefixUnreadable, match="checksum"):
         load(case, 1, 8.0)
     case.close()
-
-
-def test_the_same_history_gives_the_same_bits(tmp_path: Path, reader: BlockReader) -> None:
-    found = []
-    for run in range(2):
-        (tmp_path / str(run)).mkdir()
-        case = CodedCase(tmp_path / str(run), PREFIXES["several"], reader, host_pages=60)
-        for _ in range(2):
-            case.request()
-            found.append([load(case, layer, 5.0) for layer in range(SHAPE.num_layers)])
-            case.source.close()
-        case.close()
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 def test_a_question_raises_what_it_lacks_of_a_resident_prefix(

@@ -19,7 +19,6 @@ from impress_sglang.precision.codec import (
     PLANE_BITS,
     Codes,
     NotCodable,
-    base_of,
     code_keys,
     code_values,
     pack,
@@ -92,19 +91,6 @@ def test_each_plane_adds_its_bits_to_what_is_there(kind: str) -> None:
         assert torch.allclose(value, restore(codes, bits + PLANE_BITS), atol=1e-4)
 
 
-def test_planes_may_be_added_at_once() -> None:
-    codes = code_values(random_kv(200))
-    both = plane_of(codes.codes, 0).int() << PLANE_BITS | plane_of(codes.codes, 1)
-    value = restore(codes, 4) + raised(both, 4, 2 * PLANE_BITS) * steps_of(codes)
-    assert torch.allclose(value, restore(codes, CODE_BITS), atol=1e-4)
-
-
-def test_base_and_planes_are_all_of_a_code() -> None:
-    codes = torch.arange(256, dtype=torch.uint8)
-    parts = [base_of(codes).int(), *(plane_of(codes, plane).int() for plane in range(NUM_PLANES))]
-    assert torch.equal(parts[0] << 4 | parts[1] << 2 | parts[2], codes.int())
-
-
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_packed_codes_are_found_again(bits: int) -> None:
     codes = torch.randint(0, 2**bits, (5, 3, 16), dtype=torch.uint8)
@@ -120,12 +106,6 @@ def test_the_first_element_is_in_the_lowest_bits() -> None:
 
 def test_neighbours_are_in_neighbouring_bytes() -> None:
     assert pack(torch.tensor([1, 2, 3, 4], dtype=torch.uint8), 4).tolist() == [0x31, 0x42]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_equal_elements_are_kept(kind: str) -> None:
-    exact = torch.full((70, 2, 8), 3.25)
-    assert torch.allclose(restore(KINDS[kind](exact), 4), exact, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -231,19 +211,6 @@ class Coded:
     def tokens(self, start: int, stop: int, slots: Tensor) -> CodedTokens:
         groups = self.coded.groups[start // GROUP_TOKENS : -(-stop // GROUP_TOKENS)]
         return CodedTokens(self.layout, groups, start, slots)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 31, 64, 65, 200])
-def test_a_base_is_restored_as_it_was_coded(num_tokens: int) -> None:
-    layer = Coded(num_tokens)
-    assert layer.layout.unit_tokens == 32
-    bounds = sorted({0, 1, num_tokens // 2, num_tokens - 1, num_tokens})
-    for start, stop in itertools.combinations(bounds, 2):
-        slots = torch.randperm(stop - start)
-        found = [torch.zeros(stop - start, *own.shape[1:]) for own in layer.at(4)]
-        restore_base(layer.tokens(start, stop, slots), *found)
-        for own, expected in zip(found, layer.at(4), strict=True):
-            assert torch.allclose(own[slots], expected[start:stop], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

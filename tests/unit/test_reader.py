@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -13,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.core.emulation import SlowFileSystem
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage import pending_read
 from impress_sglang.storage.direct_io import AlignedMemory
@@ -119,17 +117,6 @@ def test_runs_are_filled_and_nothing_else(
     stored.close()
 
 
-def test_runs_of_several_segments_are_one_read(reader: BlockReader, tmp_path: Path) -> None:
-    several = [Stored(tmp_path, name=name) for name in ("ab12", "cd345", "ef6789")]
-
-    num_bytes = reader.read([own.runs((n, 3 * n + 1), (30, 40)) for n, own in enumerate(several)])
-
-    assert num_bytes == sum(2 * n + 1 + 10 for n in range(3)) * BLOCK
-    for n, own in enumerate(several):
-        own.check((n, 3 * n + 1), (30, 40))
-        own.close()
-
-
 def test_nothing_to_read_is_done_at_once(reader: BlockReader, stored: Stored) -> None:
     for runs in ([], [stored.runs()], [stored.runs(), stored.runs()]):
         read = reader.submit(runs)
@@ -204,50 +191,6 @@ def test_what_is_waited_for_overtakes_what_is_read_ahead(
     stored.check((0, 6), (30, 36))
 
 
-@pytest.mark.usefixtures("single_blocks")
-def test_reading_ahead_leaves_room_for_what_comes(
-    step: tuple[BlockReader, StepEngine], stored: Stored
-) -> None:
-    """Of 4 at once, 2 are ahead, however many requests read ahead; each in its turn."""
-    reader, engine = step
-    reads = [reader.submit([stored.runs((n, n + 5))], ahead=True) for n in (0, 10, 20)]
-    engine.wait_started(2)
-    for _ in range(12):
-        engine.allow(1)
-        engine.wait_started(min(len(engine.started) + 1, 14))
-    engine.allow()
-    for read in reads:
-        read.wait()
-
-    assert engine.most_in_flight == 2
-    blocks = [*range(5), *range(10, 15), *range(20, 25)]
-    assert engine.started == [stored.piece(block) for block in blocks]
-
-
-@pytest.mark.usefixtures("single_blocks")
-def test_a_slow_device_reads_what_is_waited_for_first(stored: Stored) -> None:
-    """20 blocks a second: all that is read ahead would take seconds."""
-    with reading_slowly(20 * BLOCK) as reader:
-        ahead = reader.submit([stored.runs((0, 50))], ahead=True)
-        wait_until(lambda: ahead.began > 0)
-        began = time.monotonic()
-        reader.read([stored.runs((55, 58))])
-        seconds = time.monotonic() - began
-
-        assert seconds < 1.5 and not ahead.done
-        reader.cancel(ahead)
-        ahead.wait()
-
-
-@contextlib.contextmanager
-def reading_slowly(bytes_per_second: float) -> Iterator[BlockReader]:
-    reader = BlockReader(4, SlowFileSystem(bytes_per_second / 1e6))
-    try:
-        yield reader
-    finally:
-        reader.close()
-
-
 def listed(rest: Sequence[tuple[BlockRuns, Integers, Integers]]) -> list[tuple[str, int]]:
     """(segment, block) of what was cancelled."""
     return [
@@ -305,15 +248,6 @@ def test_a_read_that_was_not_begun_is_cancelled_at_once(
     for read in (needs, reads[0], reads[2]):
         read.wait()
     stored.check((0, 4), (10, 12), (30, 32))
-
-
-def test_a_read_that_is_done_cannot_be_cancelled(reader: BlockReader, stored: Stored) -> None:
-    read = reader.submit([stored.runs((0, 9))], ahead=True)
-    read.wait()
-
-    assert reader.cancel(read) == []
-    assert read.num_bytes == 9 * BLOCK
-    stored.check((0, 9))
 
 
 @pytest.mark.usefixtures("single_blocks")
@@ -546,18 +480,3 @@ def test_close_waits_for_what_was_asked_for(stored: Stored) -> None:
         wait_until(lambda: engine.closed)
         assert all(read.done for read in reads)
         stored.check((0, 6))
-
-
-def test_an_idle_reader_closes(reader: BlockReader) -> None:
-    """The fixture closes it."""
-    assert reader.engine in ("aio", "threads")
-
-
-@pytest.mark.usefixtures("single_blocks")
-def test_reading_teaches_what_it_costs(stored: Stored) -> None:
-    with reading_slowly(200 * BLOCK) as reader:
-        before = reader.cost.bytes_per_second
-        for _ in range(3):
-            reader.read([stored.runs((0, 20))])
-
-        assert reader.cost.bytes_per_second < before / 2

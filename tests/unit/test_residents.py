@@ -77,13 +77,6 @@ def ranges(uses: Sequence[PartUse]) -> list[tuple[int, int]]:
     return [(use.start, use.stop) for use in uses]
 
 
-def test_the_second_request_gets_the_slots_of_the_first(residents: Residents) -> None:
-    span = StoredSpan(segment("a"), 0, 30)
-    first, second = residents.admit([span]), residents.admit([span])
-    assert second[0].part is first[0].part and len(residents.taken) == 30
-    assert torch.equal(second[0].slots, first[0].slots)
-
-
 def test_what_is_between_and_behind_parts_is_loaded(residents: Residents) -> None:
     own = segment("a")
     middle = residents.admit([StoredSpan(own, 10, 20)])
@@ -94,12 +87,6 @@ def test_what_is_between_and_behind_parts_is_loaded(residents: Residents) -> Non
     assert ranges(again) == [(8, 10), (10, 20), (20, 22)]
     assert [use.part for use in again] == [use.part for use in uses]
     assert again[0].slots.tolist() == uses[0].slots.tolist()[3:]
-
-
-def test_other_segments_are_other_parts(residents: Residents) -> None:
-    one = residents.admit([StoredSpan(segment("a"), 0, 10)])
-    other = residents.admit([StoredSpan(segment("b"), 0, 10)])
-    assert one[0].part is not other[0].part
 
 
 def test_a_part_that_nobody_has_loaded_goes_with_its_last_user(residents: Residents) -> None:

@@ -89,16 +89,6 @@ def check_accesses(rule: ReplacementRule, requests: list[dict[int, float]]) -> N
         assert np.isfinite(rule.priorities).all() and (rule.priorities >= 0).all()
 
 
-def test_a_new_chunk_has_no_priority(rule: ReplacementRule) -> None:
-    assert rule.priorities.tolist() == [0.0] * SIZE
-
-
-def test_an_access_without_a_request_counts(rule: ReplacementRule) -> None:
-    record(rule, 2)
-
-    assert np.flatnonzero(rule.priorities).tolist() == [2]
-
-
 def test_more_room_keeps_what_is_known(rule: ReplacementRule) -> None:
     rule.advance()
     record(rule, 1, 4, share=[0.5, 0.25])
@@ -194,32 +184,6 @@ def test_score_is_frequency_times_the_average_share() -> None:
     assert rule.priorities[1] == 0
 
 
-def test_the_chunk_of_figure_14_with_the_larger_share_wins() -> None:
-    """A: 1.5 times as frequent, half of its keys important. B: all of them."""
-    score, lfu = sized(ImportanceScore(0.0), 2), sized(LeastFrequentlyUsed(), 2)
-    for rule in (score, lfu):
-        for _ in range(15):
-            record(rule, 0, share=0.5)
-        for _ in range(10):
-            record(rule, 1, share=1.0)
-
-    assert score.priorities.tolist() == pytest.approx([7.5, 10.0]), "0.75 to 1"
-    assert order(score) == [0, 1]
-    assert order(lfu) == [1, 0], "a count alone prefers the other"
-
-
-def test_a_lower_share_lowers_the_score_of_an_accessed_chunk() -> None:
-    rule = sized(ImportanceScore(1.0), 1)
-    record(rule, 0, share=1.0)
-    for _ in range(20):
-        record(rule, 0, share=1.0)
-    high = rule.priorities[0]
-    for _ in range(5):
-        record(rule, 0, share=0.01)
-
-    assert rule.priorities[0] < high
-
-
 def test_a_successor_starts_with_its_expected_share() -> None:
     rule = sized(ImportanceScore(0.0), 3)
     for _ in range(4):
@@ -290,41 +254,6 @@ def test_without_a_half_life_nothing_is_ever_rescaled() -> None:
 
     assert {rule.advance() for _ in range(2000)} == {1.0}
     assert rule.priorities[0] == 0.5
-
-
-def test_equally_popular_chunks_do_not_differ_by_recency_within_a_half_life() -> None:
-    rule = sized(ImportanceScore(1000.0), 3)
-    for chunk in (2, 0, 1, 0, 2, 1):
-        rule.advance()
-        record(rule, chunk, share=0.5)
-
-    assert len(set(rule.priorities.tolist())) == 1
-
-
-def requests_to_overtake(rule: ReplacementRule) -> int:
-    """Requests until chunk 1 beats chunk 0, which all of the first 200 requests used."""
-    sized(rule, 2)
-    for _ in range(200):
-        rule.advance()
-        record(rule, 0)
-    for number in range(1, 1000):
-        rule.advance()
-        record(rule, 1)
-        if rule.priorities[1] > rule.priorities[0]:
-            return number
-    raise AssertionError("never")
-
-
-def test_a_newly_popular_chunk_overtakes_an_old_one_after_a_half_life() -> None:
-    # All accesses before the last half-life weigh as much as those in it.
-    assert requests_to_overtake(ImportanceScore(10.0)) == 10
-    assert requests_to_overtake(ImportanceScore(40.0)) == 40
-
-
-def test_without_a_half_life_it_takes_as_many_requests_as_the_old_one_had() -> None:
-    assert requests_to_overtake(ImportanceScore(0.0)) == 201
-    assert requests_to_overtake(LeastFrequentlyUsed()) == 201
-    assert requests_to_overtake(LeastRecentlyUsed()) == 1
 
 
 @pytest.mark.parametrize("name", RULES)

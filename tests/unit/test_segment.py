@@ -15,32 +15,21 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.direct_io import AlignedBuffer, read_exactly, write_exactly
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layout import KVShape, round_up
+from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import (
     SegmentHeader,
     SegmentInfo,
-    block_checksums,
-    checksum,
     encode_header,
     read_header,
 )
 from impress_sglang.storage.writer import write_segment
 from tests.unit.kv_factory import (
-    KEYS,
-    PROBE,
-    VALUES,
-    flip_byte,
-    head_group_of,
-    heads_of,
-    holds_values,
-    kv_of,
     make_info,
     make_shape,
     random_kvs,
@@ -124,23 +113,6 @@ def test_header_is_read_back(tmp_path_factory: pytest.TempPathFactory, data: st.
     found = read_header(header_file(tmp_path_factory.getbasetemp(), info), FILES)
 
     assert same_header(found, some_header(info))
-
-
-@pytest.mark.parametrize(("num_tokens", "width"), [(1, 2), (65_536, 2), (65_537, 4)])
-@pytest.mark.parametrize(("probe", "head_groups"), [((0,), 1), ((), 2)])
-def test_mapping_lists_have_entries_as_wide_as_they_must_be(
-    tmp_path: Path, num_tokens: int, width: int, probe: tuple[int, ...], head_groups: int
-) -> None:
-    info = make_info(make_shape(layers=3, probe=probe), range(num_tokens), generation=1)
-
-    found = read_header(header_file(tmp_path, info), FILES)
-
-    assert found.mapping is not None
-    assert found.mapping.dtype.itemsize == width
-    assert found.mapping.shape == (3, head_groups, num_tokens)
-    assert same_header(found, some_header(info))
-    plain = dataclasses.replace(info, generation=0).layout().header_bytes
-    assert abs(info.layout().header_bytes - plain - 3 * head_groups * num_tokens * width) < 4096
 
 
 def test_a_header_must_have_what_its_description_says() -> None:
@@ -242,17 +214,6 @@ def test_a_description_that_asks_for_more_costs_no_memory(tmp_path: Path) -> Non
     assert files.asked < 1 << 17
 
 
-@given(size=st.integers(0, 4095))
-def test_a_cut_off_header_is_unreadable(
-    tmp_path_factory: pytest.TempPathFactory, size: int
-) -> None:
-    path = header_file(tmp_path_factory.getbasetemp(), SMALL)
-    path.write_bytes(path.read_bytes()[:size])
-
-    with pytest.raises(SegmentUnreadable):
-        read_header(path, FILES)
-
-
 @given(junk=st.binary(max_size=200))
 def test_any_other_file_is_unreadable(
     tmp_path_factory: pytest.TempPathFactory, junk: bytes
@@ -282,30 +243,6 @@ def test_another_format_version_is_unreadable_and_says_so(tmp_path: Path) -> Non
         read_header(path, FILES)
 
 
-def test_resealing_an_unchanged_body_gives_the_same_header(tmp_path: Path) -> None:
-    """Guards the test above: its seal is the right one, so only the version is wrong."""
-    header = header_file(tmp_path, SMALL).read_bytes()
-
-    assert resealed(header, header[32:]) == header
-
-
-@pytest.mark.parametrize("magic", [b"IMPRSEG\x01", b"IMPRSEG\x06", b"\x00" * 8])
-def test_another_magic_is_unreadable(tmp_path: Path, magic: bytes) -> None:
-    path = header_file(tmp_path, SMALL)
-    path.write_bytes(magic + path.read_bytes()[8:])
-
-    with pytest.raises(SegmentUnreadable, match="format"):
-        read_header(path, FILES)
-
-
-def test_a_missing_file_is_unreadable(tmp_path: Path) -> None:
-    with pytest.raises(SegmentUnreadable) as caught:
-        read_header(tmp_path / "missing.kv", FILES)
-
-    assert caught.value.segment_id == "missing"
-    assert "missing" in str(caught.value)
-
-
 @pytest.mark.parametrize("kind", ["directory", "symbolic link"])
 def test_what_is_no_file_of_ours_is_not_condemned(tmp_path: Path, kind: str) -> None:
     """The file system refuses, which says nothing about what is stored."""
@@ -319,15 +256,6 @@ def test_what_is_no_file_of_ours_is_not_condemned(tmp_path: Path, kind: str) -> 
         read_header(path, FILES)
 
     assert caught.value.segment_id == "ab12"
-
-
-def test_a_file_of_holes_is_unreadable(tmp_path: Path) -> None:
-    """What a segment looks like before its header is written."""
-    path = tmp_path / "ab12.kv"
-    path.write_bytes(bytes(SMALL.layout().file_bytes))
-
-    with pytest.raises(SegmentUnreadable):
-        read_header(path, FILES)
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -351,53 +279,6 @@ def test_written_file_has_the_size_of_its_layout_and_a_valid_header(
     assert [file.name for file in tmp_path.iterdir()] == ["ab12.kv"], "no temporary file is left"
 
 
-def test_bytes_of_a_chunk_are_its_rows_head_by_head(tmp_path: Path) -> None:
-    """The format itself, without our reader: raw bytes at the offsets of the layout."""
-    shape = make_shape(kv_heads=4, query_heads=8, probe=(1, 3), value_dim=16)
-    info = make_info(shape, range(20))
-    keys, values = random_kvs(shape, 20, seed=2)
-
-    data = write_kvs(tmp_path, info, keys, values).read_bytes()
-
-    layout = info.layout()
-    for column, whole, heads in (
-        (PROBE, keys, [1, 3]),
-        (KEYS, keys, [0, 2]),
-        (VALUES, values, [0, 1, 2, 3]),
-    ):
-        for layer, chunk in ((0, 0), (1, 1), (1, 2)):
-            rows = whole[layer][8 * chunk : 8 * chunk + 8][:, heads]
-            expected = rows.contiguous().numpy().tobytes()
-            start = layout.column_offset(layer, column) + chunk * layout.chunk_stride(column)
-            stop = start + round_up(len(expected), 4096)
-
-            assert data[start : start + len(expected)] == expected
-            assert not any(data[start + len(expected) : stop]), "padding is zero"
-
-
-def test_bytes_of_a_segment_of_head_groups(tmp_path: Path) -> None:
-    """Each head's rows alone."""
-    shape = make_shape(value_dim=16, probe=())
-    info = make_info(shape, range(20), generation=1)
-    keys, values = random_kvs(shape, 20, seed=2)
-    mapping = random_mapping(info, 3)
-
-    data = write_kvs(tmp_path, info, keys, values, mapping=mapping).read_bytes()
-
-    layout = info.layout()
-    for layer in (0, 1):
-        for column in kv_of(shape):
-            whole = values if holds_values(shape, column) else keys
-            (head,) = heads_of(shape, column)
-            for token in range(20):
-                expected = whole[layer][token][head].numpy().tobytes()
-                chunk, place = divmod(int(mapping[layer, head_group_of(shape, column), token]), 8)
-                start = layout.column_offset(layer, column) + chunk * layout.chunk_stride(column)
-                start += place * len(expected)
-                assert data[start : start + len(expected)] == expected
-        assert layout.column_bytes(PROBE) == 0
-
-
 @pytest.mark.parametrize("probe", [(0,), ()])
 @pytest.mark.parametrize("generation", [0, 1])
 def test_every_block_of_a_written_file_has_its_checksum(
@@ -415,42 +296,6 @@ def test_every_block_of_a_written_file_has_its_checksum(
     assert read_header(path, FILES).checksums.tolist() == expected
 
 
-def test_checksums_of_blocks_are_those_of_each_alone() -> None:
-    data = os.urandom(4096 * 3)
-
-    found = block_checksums(memoryview(data), [2, 0, 1])
-
-    assert found.tolist() == [checksum(data[at : at + 4096]) for at in (8192, 0, 4096)]
-
-
-def test_reordered_rows_stand_where_the_mapping_lists_say(tmp_path: Path) -> None:
-    """The format itself: the row of keys and values is the token's; the probe column stays."""
-    shape = make_shape(kv_heads=2, query_heads=4, probe=(1,))
-    info = make_info(shape, range(20), generation=1)
-    keys, values = random_kvs(shape, 20, seed=2)
-    mapping = random_mapping(info, 3)
-
-    data = write_kvs(tmp_path, info, keys, values, mapping=mapping).read_bytes()
-
-    layout = info.layout()
-    assert np.array_equal(read_header(tmp_path / "ab12.kv", FILES).mapping, mapping)
-    for layer in (0, 1):
-        for column, whole, heads in (
-            (PROBE, keys, [1]),
-            (KEYS, keys, [0]),
-            (VALUES, values, [0, 1]),
-        ):
-            for token in range(20):
-                expected = whole[layer][token][heads].numpy().tobytes()
-                chunk, place = divmod(
-                    token if column == PROBE else int(mapping[layer, 0, token]), 8
-                )
-                start = layout.column_offset(layer, column) + chunk * layout.chunk_stride(column)
-                start += place * len(expected)
-
-                assert data[start : start + len(expected)] == expected
-
-
 @pytest.mark.parametrize("shape", [make_shape(), HEAD_GROUPS], ids=["probe heads", "head_groups"])
 def test_old_bytes_of_the_write_buffer_are_not_written(tmp_path: Path, shape: KVShape) -> None:
     """The buffer is reused: what an earlier, longer segment left there must not reach a file."""
@@ -464,26 +309,6 @@ def test_old_bytes_of_the_write_buffer_are_not_written(tmp_path: Path, shape: KV
 
     (tmp_path / "clean").mkdir()
     assert path.read_bytes() == write_kvs(tmp_path / "clean", info, keys, values).read_bytes()
-
-
-@pytest.mark.parametrize("failing_layer", [0, 1, 2])
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "gone"), RuntimeError("no column")])
-def test_failure_in_the_middle_leaves_nothing_behind(
-    tmp_path: Path, failing_layer: int, error: Exception
-) -> None:
-    shape = make_shape(layers=3)
-    info = make_info(shape, range(20))
-    keys, values = random_kvs(shape, 20, seed=4)
-
-    def read_layer(layer: int) -> tuple[Tensor, Tensor]:
-        if layer == failing_layer:
-            raise error
-        return keys[layer], values[layer]
-
-    with pytest.raises(type(error)):
-        write_segment(tmp_path / "ab12.kv", info, read_layer, AlignedBuffer(), FILES, direct=False)
-
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "pwritev"])
@@ -528,15 +353,6 @@ def test_nothing_has_the_final_name_before_all_is_written_and_synced(
     assert events == ["pwritev before"] * 3 + ["fsync before", "rename before", "fsync after"]
 
 
-def test_flipped_padding_of_the_file_does_not_hurt_the_header(tmp_path: Path) -> None:
-    shape = make_shape()
-    info = make_info(shape, range(20))
-    path = write_kvs(tmp_path, info, *random_kvs(shape, 20, seed=7))
-    flip_byte(path, path.stat().st_size - 1)
-
-    assert same_info(read_header(path, FILES).info, info)
-
-
 def test_aligned_buffer_grows_and_starts_at_a_page() -> None:
     buffer = AlignedBuffer()
     for size in (1, 4096, 5000, 3 << 20, 10):
@@ -546,16 +362,6 @@ def test_aligned_buffer_grows_and_starts_at_a_page() -> None:
         address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
         assert len(view) == size
         assert address % 4096 == 0
-
-
-def test_an_earlier_view_outlives_a_growing_buffer() -> None:
-    buffer = AlignedBuffer()
-    early = buffer.view(4)
-    early[:] = b"kept"
-
-    buffer.view(5 << 20)[:4] = b"other"[:4]
-
-    assert bytes(early) == b"kept"
 
 
 def test_read_and_write_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.allocation import planes_of
 from impress_sglang.precision.codec import NUM_PLANES
-from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
@@ -19,7 +18,7 @@ from impress_sglang.transfer.precise import ALLOCATIONS
 from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
-from tests.unit.kv_factory import flip_byte, make_shape
+from tests.unit.kv_factory import flip_byte
 from tests.unit.test_precise import PREFIXES, inputs, squares
 
 CPU = torch.device("cpu")
@@ -155,25 +154,6 @@ def test_planes_go_where_an_error_of_a_chosen_token_weighs_most(
     request.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_pools_of_few_bits(dtype: torch.dtype, tmp_path: Path, reader: BlockReader) -> None:
-    shape: KVShape = make_shape(
-        layers=1, key_dim=64, value_dim=64, dtype=dtype, probe=(), coded=True
-    )
-    case = CodedCase(tmp_path, PREFIXES["several"], reader, shape=shape)
-    request = Request(case, 150)
-    given = inputs(case)
-    tokens = request.load(0, 6.0, given)
-    base = request.case.expected(0, torch.zeros_like(request.planes(0)))[0].to(dtype).float()
-    scores = importance(given, base)
-    for mine, own in zip(tokens, scores, strict=True):
-        # Keys are rounded to the pool, which brings near ones out of order.
-        best = own.topk(len(mine)).values
-        assert float(own[mine].sum()) >= float(best.sum()) * (1 - 1e-2)
-    request.check_slots(0, tokens)
-    request.close()
-
-
 def test_one_token_and_all_but_one(tmp_path: Path, reader: BlockReader) -> None:
     for k in (1, 63):
         (folder := tmp_path / str(k)).mkdir()
@@ -221,21 +201,6 @@ def test_a_damaged_block_is_said(what: str, tmp_path: Path, reader: BlockReader)
     with pytest.raises(PrefixUnreadable) as caught:
         request.load(1, 8.0, inputs(case))
     assert caught.value.segment_id == segment.segment_id
-    request.close()
-
-
-def test_the_next_request_finds_codes_in_the_caches(tmp_path: Path, reader: BlockReader) -> None:
-    case = CodedCase(tmp_path, PREFIXES["one"], reader, host_pages=10_000)
-    answers = []
-    for _ in range(2):
-        request = Request(case, 175)
-        given = inputs(case)
-        tokens = request.load(0, 5.0, given)
-        request.check_slots(0, tokens)
-        request.source.close()
-        answers.append((tokens, request.source.stats.ssd_bytes))
-    assert torch.equal(answers[0][0], answers[1][0])
-    assert answers[0][1] > 0 and answers[1][1] == 0
     request.close()
 
 

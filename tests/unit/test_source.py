@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.storage import pending_read
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.geometry import SourceSpan
@@ -37,9 +36,7 @@ from tests.unit.source_factory import (
     counting,
     open_case,
     opened,
-    poison,
     random_tokens,
-    reading,
     same_tokens,
 )
 
@@ -139,43 +136,11 @@ def test_gives_random_tokens_of_each_head_group(case: Case) -> None:
         case.check(seed % 2, tokens=random_tokens(case, max(1, int(share * case.num_tokens)), seed))
 
 
-def test_gives_all_keys_and_then_some_values(case: Case) -> None:
-    """As where a layer falls back."""
-    for layer in range(2):
-        case.check(layer, ["probe"])
-        case.check_more(layer, ["keys"])
-        case.check_more(layer, ["values"], random_tokens(case, 5, layer))
-
-
 def test_gives_the_same_tokens_of_all_head_groups(case: Case) -> None:
     """As a rule asks that has one set for all heads: one row of a tensor, repeated in place."""
     tokens = random_tokens(case, 4, 3)[:1].expand(head_groups_of(case.shape), -1)
     assert head_groups_of(case.shape) == 1 or tokens.stride(0) == 0
     case.check(0, KVS, tokens)
-
-
-def test_gives_other_tokens_of_a_layer_that_was_read(case: Case) -> None:
-    case.request()
-    for seed in range(3):
-        case.check_more(1, KVS, random_tokens(case, 3, seed))
-
-
-def test_gives_any_single_token(case: Case) -> None:
-    for token in range(0, case.num_tokens, 2 if case.paths else 10):
-        case.check(token % 2, [KVS[token // 2 % 2]], same_tokens(case, [token]))
-
-
-def test_gives_unbroken_runs_of_tokens(case: Case) -> None:
-    for first in range(0, case.num_tokens, 14):
-        for stop in range(first + 1, case.num_tokens + 1, 19):
-            case.check(0, ["values"], same_tokens(case, range(first, stop)))
-
-
-def test_old_bytes_of_the_memory_of_layers_do_not_leak(case: Case) -> None:
-    for tokens in (None, random_tokens(case, 3, 1), same_tokens(case, [case.num_tokens - 1])):
-        case.request()
-        poison(case)
-        case.check_more(1, tokens=tokens)
 
 
 def test_rows_stay_valid_while_the_layer_is_read(case: Case) -> None:
@@ -216,19 +181,6 @@ def test_costs_exactly_the_blocks_that_hold_wanted_rows(uncached: Case) -> None:
         assert cost == uncached.block_bytes(0, [kind], tokens)
 
 
-@pytest.mark.parametrize("gap", [1, 8192])
-def test_costs_little_more_than_what_it_touches(
-    uncached: Case, gap: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between two wanted blocks at most a gap; chunks that nobody wants may be part of it."""
-    monkeypatch.setattr(ReadCost, "gap_bytes", gap)
-
-    for kind, tokens, cost in read_costs(uncached):
-        needed = uncached.block_bytes(0, [kind], tokens)
-        assert needed <= cost <= needed * (1 + gap // BLOCK)
-        assert gap >= BLOCK or cost == needed
-
-
 def test_a_large_gap_is_read_through(
     reader: BlockReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,24 +198,6 @@ def test_a_large_gap_is_read_through(
         case.check(0, ["values"], same_tokens(case, tokens))
         assert case.stats.ssd_bytes - before == blocks * BLOCK
     case.close()
-
-
-@pytest.mark.parametrize("gap", [0, 1 << 20])
-def test_reads_each_byte_once_when_a_layer_is_read_whole(
-    uncached: Case, gap: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ReadCost, "gap_bytes", gap)
-    before = uncached.stats.ssd_bytes
-
-    uncached.check(0)
-
-    cost = uncached.stats.ssd_bytes - before
-    needed, whole = uncached.block_bytes(0), uncached.chunk_bytes(0)
-    assert needed <= cost
-    if gap == 0:
-        assert cost == needed
-    if all(part.stop - part.start == part.num_tokens for part in uncached.parts):
-        assert cost == whole
 
 
 def test_accesses_and_needed_bytes_are_counted(uncached: Case) -> None:
@@ -305,35 +239,6 @@ def several(
     case.close()
 
 
-@pytest.mark.parametrize("piece", [4096, 3 * 4096, 10 * 4096])
-def test_size_of_single_reads_changes_nothing(
-    several: Case, monkeypatch: pytest.MonkeyPatch, piece: int
-) -> None:
-    """Runs are cut into many reads in parallel: same rows, same bytes."""
-    monkeypatch.setattr(pending_read, "PIECE_BYTES", piece)
-    poison(several)
-
-    check_everything(several)
-    for kind, tokens, cost in read_costs(several):
-        assert cost == several.block_bytes(0, [kind], tokens)
-
-
-@pytest.mark.parametrize("piece", [4096, 8192])
-@pytest.mark.parametrize("name", ["gqa-float32", "head_groups-float32"])
-def test_single_reads_are_no_larger_than_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, name: str
-) -> None:
-    monkeypatch.setattr(pending_read, "PIECE_BYTES", piece)
-    with counting() as (reader, engine):
-        case = open_case(tmp_path, SHAPES[name], SEVERAL, reader)
-
-        case.check(0, ["values"])
-
-        assert max(size for _, _, size in engine.started) == piece
-        assert engine.started_bytes == case.stats.ssd_bytes
-        case.close()
-
-
 @pytest.mark.parametrize("name", ["gqa-float32", "head_groups-float32"])
 def test_neighbouring_blocks_are_one_read(tmp_path: Path, name: str) -> None:
     """Values of all head groups, too."""
@@ -346,18 +251,6 @@ def test_neighbouring_blocks_are_one_read(tmp_path: Path, name: str) -> None:
         assert len(engine.started) == 2, "keys and values are neighbours"
         assert engine.started_bytes == case.stats.ssd_bytes
         case.close()
-
-
-def test_the_reader_learns_from_its_reads(tmp_path: Path) -> None:
-    with reading(2) as own:
-        before = own.cost.seconds_per_piece, own.cost.bytes_per_second
-        case = open_case(tmp_path, SHAPES["gqa-float32"], SEVERAL, own)
-
-        check_everything(case)
-        case.close()
-
-    assert (own.cost.seconds_per_piece, own.cost.bytes_per_second) != before
-    assert own.cost.seconds_per_piece < 0.1, "how long the drive was busy, not since when"
 
 
 def test_source_names_its_segments_in_order(several: Case) -> None:
@@ -438,20 +331,6 @@ def listened(case: Case) -> tuple[SegmentSource, list[Noted]]:
     spans = [part(3, 5), part(0, 3)]
     source = SegmentSource(case.shape, spans, case.reader, case.pool, case.cache, ReadNeeds())
     return source, heard
-
-
-def test_each_segment_notes_its_own_scores(reader: BlockReader, tmp_path: Path) -> None:
-    case = open_case(tmp_path, make_shape(), [Part(20, 8, 0, 20)], reader)
-    source, heard = listened(case)
-    scores = torch.arange(10.0).view(2, 5)
-
-    source.note_selection(1, torch.tensor([[1, 2, 4]]), scores)
-
-    assert heard == [
-        (1, 3, 2, [0], [1], [[0.0, 1.0], [5.0, 6.0]]),
-        (1, 0, 3, [0, 0], [0, 2], [[2.0, 3.0, 4.0], [7.0, 8.0, 9.0]]),
-    ]
-    case.close()
 
 
 def test_all_head_groups_are_noted_together(reader: BlockReader, tmp_path: Path) -> None:

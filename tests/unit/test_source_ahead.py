@@ -212,51 +212,6 @@ def test_what_a_demand_is_certain_of_is_read_ahead(
 
 
 @pytest.mark.usefixtures("no_gaps")
-@pytest.mark.parametrize("reordered", [False, True])
-def test_only_blocks_of_the_span_are_read_ahead(reordered: bool, tmp_path: Path) -> None:
-    """A request that uses a part of a segment does not pay for the rest."""
-    with counting() as (reader, engine):
-        parts = [Part(77, 8, 13, 30)]
-        shape = SHAPES["cut-rows-float32"]
-        case = open_case(tmp_path, shape, parts, reader, reordered=reordered)
-        source = case.make_source(ReadNeeds(whole=True))
-
-        source.read_ahead(0.0)
-        wait_for_reads(source)
-        source.close()
-        case.close()
-
-    (tmp_path / "plain").mkdir()
-    with counting() as (reader, _):
-        plain = open_case(tmp_path / "plain", shape, parts, reader)
-        # Where the rows of a node stay together, as the store reorders them.
-        assert engine.started_bytes == plain.block_bytes(0)
-        plain.close()
-
-
-@pytest.mark.usefixtures("no_gaps")
-@pytest.mark.parametrize("name", ["cut-rows-float32", "head_groups-cut-rows"])
-def test_all_that_is_certain_is_read_ahead(name: str, tmp_path: Path) -> None:
-    with counting() as (reader, engine):
-        parts = [Part(61, 8, 9, 50), Part(30, 8, 0, 30)]
-        case = open_case(tmp_path, SHAPES[name], parts, reader)
-        case.request(ReadNeeds(whole=True))
-        for _ in range(2):
-            case.segment_source.read_ahead(0.0)
-
-        for layer in range(2):
-            case.check_more(layer)
-        source = case.segment_source
-        source.close()
-
-        whole = sum(case.block_bytes(layer) for layer in range(2))
-        assert engine.started_bytes == source.stats.ssd_bytes == whole
-        # What was not begun when its layer asked is no reading ahead.
-        assert source.stats.ahead_used_bytes == source.stats.ahead_bytes
-        case.close()
-
-
-@pytest.mark.usefixtures("no_gaps")
 def test_what_requests_want_is_read_ahead_for_later_ones(tmp_path: Path) -> None:
     with counting() as (reader, _):
         parts = [Part(77, 8, 0, 77)]
@@ -336,24 +291,6 @@ def test_nothing_reads_from_the_files_of_a_closed_source(tmp_path: Path, asked: 
     assert len(engine.started) == begun
 
 
-def test_the_files_of_a_closed_source_can_be_closed_when_its_reads_have_ended(
-    tmp_path: Path,
-) -> None:
-    """Descriptors are closed at once, many times over, with all of a prefix on its way."""
-    with reading(16) as reader:
-        parts = [Part(77, 8, 0, 77), Part(200, 8, 0, 200)]
-        case = open_case(tmp_path, SHAPES["cut-rows-float32"], parts, reader)
-        for _ in range(30):
-            source = case.make_source(ReadNeeds(whole=True))
-            for _ in range(2):
-                source.read_ahead(1.0)
-            source.close()
-            wait_until(lambda own=source: not own.is_reading)
-            case.reopen()
-        case.check(1)
-        case.close()
-
-
 def test_layers_that_were_skipped_are_not_kept(tmp_path: Path) -> None:
     """Their memory is free again as soon as a later layer is asked for."""
     shape = make_shape(layers=6)
@@ -371,17 +308,6 @@ def test_layers_that_were_skipped_are_not_kept(tmp_path: Path) -> None:
         assert (source.layer, source.next_ahead) == (4, 6)
         source.close()
         assert case.pool.used_bytes == 0
-        case.close()
-
-
-def test_a_layer_that_was_asked_for_is_not_read_ahead(tmp_path: Path) -> None:
-    shape = make_shape(layers=6)
-    with reading() as reader:
-        case = open_case(tmp_path, shape, [Part(40, 8, 0, 40)], reader)
-        case.request()
-        case.check_more(2)
-
-        assert case.segment_source.next_ahead == 3
         case.close()
 
 

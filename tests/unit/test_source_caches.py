@@ -18,7 +18,6 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.read_planner import ReadStats
 from tests.unit.kv_factory import flip_byte, make_cache, make_shape
-from tests.unit.reading import read_rows
 from tests.unit.source_factory import (
     BLOCK,
     CACHES,
@@ -26,7 +25,6 @@ from tests.unit.source_factory import (
     KVS,
     LAYOUTS,
     RULES,
-    SEVERAL,
     SHAPES,
     CacheKind,
     Case,
@@ -223,42 +221,6 @@ def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
     case.close()
 
 
-@pytest.mark.parametrize("name", ["cut-rows-float32", "head_groups-cut-rows"])
-def test_sources_share_the_caches_and_the_memory(
-    reader: BlockReader, tmp_path: Path, name: str
-) -> None:
-    """Three requests that take turns, on the same segments and on others."""
-    shape = SHAPES[name]
-    room = 3 if shape.probe_kv_heads else 12
-    cache = CacheKind(device=room, host=room).make(shape)
-    cases = []
-    for folder, reordered in (("first", False), ("second", True)):
-        (tmp_path / folder).mkdir()
-        cases.append(
-            open_case(tmp_path / folder, shape, SEVERAL, reader, cache=cache, reordered=reordered)
-        )
-    cases[0].pool = cases[1].pool
-    hits = 0
-    for seed in range(8):
-        again = cases[0].make_source()
-        for case in cases:
-            case.request()
-        for layer in range(2):
-            tokens = random_tokens(cases[0], 9, seed)
-            values = read_rows(again, layer, tokens, keys=False).values
-            for case in cases:
-                case.check_more(layer, KVS, random_tokens(case, 9, seed // 2))
-            cases[0].check_more(layer, ["probe"])
-            assert values is not None
-            cases[0].check_rows(values, layer, "values", tokens)
-        hits += again.stats.device_chunks + again.stats.host_chunks
-        again.close()
-
-    assert hits > 0
-    for case in cases:
-        case.close()
-
-
 @pytest.fixture
 def small(reader: BlockReader, tmp_path: Path) -> Callable[..., Case]:
     """20 tokens in chunks of 8; rows of 32, 32 and 64 bytes, every chunk one block."""
@@ -319,23 +281,6 @@ class TestCounters:
         )
         assert (case.stats.chunks_accessed, case.stats.chunks_loaded) == (14, 7)
         assert case.spans[0].history.ssd_bytes == 4 * BLOCK
-        case.close()
-
-    def test_with_room_on_the_host(self, small: Callable[..., Case]) -> None:
-        case = small(host_chunks=20)
-
-        probe_and_load(case)
-        assert case.stats == FIRST_TIME
-        probe_and_load(case)
-
-        assert case.stats == dataclasses.replace(
-            FIRST_TIME,
-            host_chunks=7,
-            h2d_bytes=2 * FIRST_TIME.h2d_bytes,
-            selected_chunks=8,
-            important_bytes=2 * 3 * 128,
-        )
-        assert (case.stats.chunks_accessed, case.stats.chunks_loaded) == (14, 14)
         case.close()
 
     def test_of_a_layer_that_falls_back(self, small: Callable[..., Case]) -> None:
@@ -403,55 +348,8 @@ def small_head_groups(reader: BlockReader, tmp_path: Path) -> Callable[..., Case
     return make
 
 
-def load_head_groups(case: Case) -> None:
-    """What the loader does where head 0 takes tokens 1, 2 and 17, and head 1 tokens 3, 4 and 5."""
-    own = torch.tensor([[1, 2, 17], [3, 4, 5]])
-    case.check(0, KVS, own)
-    case.source.note_selection(0, own, torch.ones(4, 20))
-
-
-# 3 rows of keys and of values of each head in 2 and 1 chunks.
-FIRST_HEAD_GROUPS = ReadStats(
-    ssd_bytes=2 * (2 + 1) * BLOCK,
-    ssd_needed_bytes=3 * 4 * 32,
-    h2d_bytes=3 * 4 * 32,
-    ssd_chunks=6,
-    selected_chunks=6,
-    important_bytes=3 * 4 * 32,
-)
-
-
 @pytest.mark.usefixtures("no_gaps")
 class TestCountersOfLanes:
-    def test_without_caches(self, small_head_groups: Callable[..., Case]) -> None:
-        case = small_head_groups()
-
-        load_head_groups(case)
-
-        assert case.stats == FIRST_HEAD_GROUPS
-        assert case.spans[0].history.ssd_bytes == 6 * BLOCK
-        case.close()
-
-    def test_with_room_on_the_device(self, small_head_groups: Callable[..., Case]) -> None:
-        """Pages of 256 bytes: each chunk takes one."""
-        case = small_head_groups(device_chunks=20)
-
-        load_head_groups(case)
-        first = dataclasses.replace(
-            FIRST_HEAD_GROUPS, h2d_bytes=FIRST_HEAD_GROUPS.h2d_bytes + 6 * 256
-        )
-        assert case.stats == first
-        load_head_groups(case)
-
-        assert case.stats == dataclasses.replace(
-            first,
-            device_chunks=6,
-            selected_chunks=12,
-            important_bytes=2 * 3 * 4 * 32,
-            important_device_bytes=3 * 4 * 32,
-        )
-        case.close()
-
     @pytest.mark.parametrize("whole", [False, True])
     def test_a_hit_of_a_head_group_is_one_of_its_own_selection(
         self, small_head_groups: Callable[..., Case], whole: bool

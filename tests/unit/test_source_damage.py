@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.read_cost import ReadCost
@@ -43,7 +43,6 @@ from tests.unit.source_factory import (
     check_everything,
     open_case,
     opened,
-    random_tokens,
     reading,
     same_tokens,
 )
@@ -227,62 +226,6 @@ def test_nothing_is_cached_of_an_access_that_failed(roomy: Case) -> None:
     check_everything(roomy)
 
 
-def test_a_cached_chunk_is_read_while_its_file_is_damaged(roomy: Case) -> None:
-    check_everything(roomy)
-    for number, path in enumerate(roomy.paths):
-        for _, _, _, offset in all_chunks(roomy.shape, roomy.parts[number], path):
-            flip_byte(path, offset)
-
-    check_everything(roomy)
-
-
-@pytest.mark.parametrize("name", [name for name in CACHES if name.startswith("tiny")])
-@pytest.mark.parametrize("shape", ["cut-rows-float32", "head_groups-cut-rows"])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_caches_stay_right_after_failures_in_between(
-    name: str, shape: str, ahead: bool, reader: BlockReader, tmp_path: Path
-) -> None:
-    """What an access would have moved is dropped, and its pages hold other chunks later."""
-    case = opened(f"several-segments, {name}, reordered: {shape}", tmp_path, reader)
-    assert case.cache is not None
-    failures = 0
-    for seed in range(9):
-        number = seed % 2
-        places = list(all_chunks(case.shape, case.parts[number], case.paths[number]))
-        damaged = [offset for layer, _, chunk, offset in places if layer == 0 and chunk < 3]
-        for offset in damaged:
-            flip_byte(case.paths[number], offset)
-        case.request()
-        if ahead:
-            case.segment_source.read_ahead(0.3)
-        tokens = random_tokens(case, 6, seed // 3)
-        try:
-            case.check_more(0, tokens=tokens)
-        except SegmentUnreadable:
-            failures += 1
-        case.finish()
-        case.cache.check_integrity()
-        for offset in damaged:
-            flip_byte(case.paths[number], offset)
-        case.check(0, tokens=random_tokens(case, 3, seed // 2))
-    check_everything(case)
-    assert failures > 2
-    case.close()
-
-
-def test_damage_in_several_segments_names_one_of_them(several: Case) -> None:
-    for number in (1, 3):
-        for _, _, _, offset in all_chunks(
-            several.shape, several.parts[number], several.paths[number]
-        ):
-            flip_byte(several.paths[number], offset)
-
-    with pytest.raises(SegmentUnreadable) as caught:
-        several.read(0)
-
-    assert caught.value.segment_id in ("segment1", "segment3")
-
-
 def test_two_blocks_that_changed_places_are_found(several: Case) -> None:
     """Right bytes with a right checksum, but of another place in the same column."""
     path = several.paths[1]
@@ -369,42 +312,3 @@ def test_a_file_that_shrinks_while_it_is_open_is_unreadable(
             several.check_more(layer)
 
     assert caught.value.segment_id == "segment3"
-
-
-def test_a_file_that_is_removed_while_it_is_open_can_still_be_read(several: Case) -> None:
-    """An eviction must not disturb a request that reads."""
-    for path in several.paths:
-        path.unlink()
-
-    check_everything(several)
-
-
-def test_a_read_that_the_system_refuses_condemns_nothing(several: Case, tmp_path: Path) -> None:
-    """A descriptor that cannot be read, as after an error of the device."""
-    segment = several.spans[1].segment
-    good = segment.descriptor
-    bad = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
-    segment.descriptor = bad
-
-    probe = ["probe"] if several.shape.probe_kv_heads else []
-    for kind in (*probe, "keys", "values"):
-        several.request()
-        with pytest.raises(StoreUnavailable, match="Bad file descriptor") as caught:
-            several.read(0, [kind])
-        assert caught.value.segment_id == "segment1"
-
-    several.finish()
-    segment.descriptor = good
-    os.close(bad)
-    check_everything(several)
-
-
-def test_a_new_source_works_again_after_an_unreadable_chunk(several: Case) -> None:
-    offset = next(all_chunks(several.shape, several.parts[0], several.paths[0]))[3]
-    flip_byte(several.paths[0], offset)
-    with pytest.raises(SegmentUnreadable):
-        several.read(0)
-
-    flip_byte(several.paths[0], offset)
-
-    check_everything(several)

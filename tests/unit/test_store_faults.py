@@ -189,23 +189,6 @@ def test_writes_that_hang_are_given_up_and_their_slots_with_them(
     until_well(store)
 
 
-def test_writes_are_given_up_at_once_when_their_slots_are_wanted_back(
-    bench: Workbench, store: PrefixStore
-) -> None:
-    gates = [Gate(SequenceKVs(bench.shape, "", prompt(n))) for n in range(3)]
-    for number, gate in enumerate(gates):
-        bench.offer(store, prompt(number), read_layers=gate)
-    began = time.monotonic()
-    store.writes.abandon(lambda: len(bench.done) == 2)
-
-    assert time.monotonic() - began < 0.1
-    assert bench.abandoned == bench.done == [prompt(2), prompt(1)], "the latest first"
-    for gate in gates:
-        gate.opened.set()
-    store.writes.drain()
-    assert sorted(bench.done) == [prompt(0), prompt(1), prompt(2)], "each is told once"
-
-
 @pytest.mark.parametrize("fault", ["EIO", "locked", "malformed", "raise"])
 def test_the_index_may_refuse(
     bench: Workbench, store: PrefixStore, faults: Faults, fault: str
@@ -412,42 +395,6 @@ def test_a_folder_of_the_store_that_was_removed_is_made_anew(
     check_rows(store, prompt(1, 40))
 
 
-def test_a_file_that_is_gone_is_lost_and_can_be_stored_again(
-    bench: Workbench, store: PrefixStore
-) -> None:
-    path, chats = shared_prefix(bench, store)
-    path.unlink()
-    with pytest.raises(SegmentUnreadable):
-        read(store, chats[0])
-    until(store, lambda: store.stats.segments_gone == 1)
-
-    bench.put(store, prompt(1, 10))
-    assert length(store, chats[0]) == 10, "a part of it only"
-    bench.put(store, chats[1])
-    for tokens in chats:
-        check_rows(store, tokens)
-
-
-def test_a_hole_is_filled_as_far_as_a_branch_has_its_tokens(
-    bench: Workbench, store: PrefixStore
-) -> None:
-    """A prompt that leaves the lost segment half-way is long enough, and yet has other tokens."""
-    lost, branch = prompt(1, 24), (*prompt(1, 12), *prompt(5, 40))
-    bench.put(store, lost)
-    bench.put(store, branch)
-    path_of(bench, look_up(store, lost)).unlink()
-    with pytest.raises(SegmentUnreadable):
-        read(store, lost)
-    until(store, lambda: store.stats.segments_gone == 1)
-
-    bench.put(store, (*branch, *prompt(6, 16)))
-    check_rows(store, branch)
-    assert length(store, lost) == 12
-    bench.put(store, lost)
-    for tokens in (lost, branch):
-        check_rows(store, tokens)
-
-
 def test_a_bit_that_was_wrong_only_in_memory_costs_one_recompute(
     bench: Workbench, store: PrefixStore, faults: Faults
 ) -> None:
@@ -570,23 +517,6 @@ def test_a_look_that_was_under_way_when_the_disk_came_back_does_not_count(
         store._looks.hurry()
         until(store, lambda: suspect.look is None)
         assert suspect.looks <= 0 and path.exists()
-    until_well(store)
-    check_rows(store, chats[0])
-
-
-def test_looks_from_before_the_disk_failed_do_not_count(
-    bench: Workbench, store: PrefixStore, faults: Faults, frequent_looks: None
-) -> None:
-    path, chats = shared_prefix(bench, store)
-    sector = Rule("EIO", "read", f"*{path.name}")
-    name = look_up(store, chats[0]).spans[0].segment.segment_id
-    with faults.injected(sector):
-        for _ in range(3):
-            if not len(store._looks):
-                store.report(SegmentUnreadable(name, "a test"))
-            looks_at(faults, store, sector, MOST_LOOKS - 2)
-            store._looks.hurry()
-        assert path.exists()
     until_well(store)
     check_rows(store, chats[0])
 

@@ -7,23 +7,18 @@ import torch
 
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.writing import StoreOutcome
 from tests.unit import store_factory
-from tests.unit.kv_factory import SequenceKVs, columns_of, head_groups_of, heads_of
+from tests.unit.kv_factory import columns_of, head_groups_of, heads_of
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import (
-    QUARTER,
-    Gate,
     Workbench,
     check_rows,
     gb,
-    length,
     look_again,
     look_up,
     lose,
     open_source,
     prompt,
-    rows,
 )
 
 bench = store_factory.bench
@@ -40,73 +35,6 @@ def test_a_part_of_a_match_can_be_opened(
     bench.put(store, prompt(1, 30))
 
     check_rows(store, prompt(1, 30), start=start, stop=stop)
-
-
-def test_an_extension_is_a_second_segment(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1, 13))
-    kvs = SequenceKVs(bench.shape, "", prompt(1, 40))
-    gate = Gate(kvs)
-    gate.opened.set()
-
-    bench.put(store, kvs.tokens, read_layers=gate)
-
-    assert gate.starts == [13], "only what is new is read"
-    assert [len(span) for span in look_up(store, kvs.tokens).spans] == [13, 27]
-    check_rows(store, kvs.tokens)
-    check_rows(store, prompt(1, 13))
-
-
-def test_prompts_that_part_in_the_middle_share_what_is_before(
-    bench: Workbench, store: PrefixStore
-) -> None:
-    left = prompt(1, 40)
-    right = (*left[:21], *prompt(7, 30))
-    bench.put(store, left)
-    bench.put(store, right)
-
-    check_rows(store, left)
-    check_rows(store, right)
-    assert [len(span) for span in look_up(store, right).spans] == [21, 30]
-    assert len(bench.files()) == 2
-
-
-def test_namespaces_are_apart(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1), namespace="salt-1")
-    assert length(store, prompt(1), namespace="salt-2") == 0
-    assert length(store, prompt(1)) == 0
-
-    bench.put(store, prompt(1), namespace="salt-2")
-
-    check_rows(store, prompt(1), namespace="salt-1")
-    check_rows(store, prompt(1), namespace="salt-2")
-
-
-def test_approximate_kvs_are_found_only_where_they_are_allowed(
-    bench: Workbench, store: PrefixStore
-) -> None:
-    bench.put(store, prompt(1, 13))
-    bench.put(store, prompt(1, 40), quality=QUARTER, available_from=13)
-
-    assert length(store, prompt(1, 40)) == 13
-    match = look_up(store, prompt(1, 40), quality=QUARTER)
-    assert (match.num_tokens, match.quality) == (40, QUARTER)
-    source = open_source(store, match, 0, 40)
-    kvs = SequenceKVs(bench.shape, "", prompt(1, 40), QUARTER)
-    assert torch.equal(rows(bench.shape, source, 0)[0][13:], kvs.keys(0)[13:])
-    store.close_source(source)
-
-
-def test_exact_kvs_can_be_stored_beside_approximate_ones(
-    bench: Workbench, store: PrefixStore
-) -> None:
-    bench.put(store, prompt(1, 13))
-    bench.put(store, prompt(1, 40), quality=QUARTER, available_from=13)
-
-    bench.put(store, prompt(1, 40))
-
-    check_rows(store, prompt(1, 40))
-    check_rows(store, prompt(1, 40), quality=QUARTER)
-    assert bench.offer(store, prompt(1, 40), quality=QUARTER) is StoreOutcome.KNOWN
 
 
 def test_stats_count_what_was_written_and_read(

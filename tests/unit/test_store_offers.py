@@ -25,37 +25,6 @@ bench = store_factory.bench
 store = store_factory.store
 
 
-@pytest.mark.parametrize("count", [1, 7, 8, 9, 64, 200])
-def test_an_offered_prefix_is_found_and_its_rows_are_right(
-    bench: Workbench, store: PrefixStore, count: int
-) -> None:
-    tokens = prompt(1, count)
-
-    assert bench.offer(store, tokens) is StoreOutcome.ACCEPTED
-    store.writes.drain()
-
-    store.check_integrity()
-    check_rows(store, tokens)
-    assert length(store, [*tokens, 7, 8]) == count
-    assert length(store, [9999, *tokens]) == 0
-
-
-def test_a_prefix_that_is_still_written_is_not_found(bench: Workbench, store: PrefixStore) -> None:
-    tokens = prompt(1)
-    gate = Gate(SequenceKVs(bench.shape, "", tokens))
-
-    assert bench.offer(store, tokens, read_layers=gate) is StoreOutcome.ACCEPTED
-
-    assert store.writes
-    assert length(store, tokens) == 0
-    assert bench.done == []
-    gate.opened.set()
-    store.writes.drain()
-    assert not store.writes
-    assert bench.done == [tokens]
-    check_rows(store, tokens)
-
-
 def test_finished_writes_are_taken_in_by_a_later_match(
     bench: Workbench, store: PrefixStore
 ) -> None:
@@ -92,30 +61,6 @@ def test_the_callback_runs_once_on_the_callers_thread(bench: Workbench, store: P
     assert threads == [threading.get_ident()]
 
 
-def test_a_prefix_that_is_stored_is_known(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1, 20))
-
-    for known in (prompt(1, 20), prompt(1, 19), prompt(1, 3)):
-        assert bench.offer(store, known) is StoreOutcome.KNOWN
-    assert len(bench.files()) == 1
-    assert bench.done == [prompt(1, 20)], "a refused offer has no callback"
-
-
-def test_two_offers_of_one_prefix_are_one_write(bench: Workbench, store: PrefixStore) -> None:
-    tokens = prompt(1)
-    gate = Gate(SequenceKVs(bench.shape, "", tokens))
-
-    first = bench.offer(store, tokens, read_layers=gate)
-    second = bench.offer(store, tokens, read_layers=gate)
-    gate.opened.set()
-    store.writes.drain()
-
-    assert (first, second) == (StoreOutcome.ACCEPTED, StoreOutcome.KNOWN)
-    assert gate.starts == [0], "the second reader was never made"
-    assert len(bench.files()) == 1
-    assert store.stats.segments_written == 1
-
-
 @pytest.mark.parametrize(("new", "expected"), [(4, StoreOutcome.KNOWN), (5, StoreOutcome.ACCEPTED)])
 def test_a_short_rest_is_not_worth_a_file(
     bench: Workbench, store: PrefixStore, new: int, expected: StoreOutcome
@@ -136,20 +81,6 @@ def test_kvs_that_the_reader_lacks_must_be_stored(bench: Workbench, store: Prefi
     bench.put(store, prompt(1, 8))
     bench.put(store, tokens, available_from=8)
     check_rows(store, tokens)
-
-
-def test_an_extension_of_a_prefix_that_is_still_written(
-    bench: Workbench, store: PrefixStore
-) -> None:
-    gate = Gate(SequenceKVs(bench.shape, "", prompt(1, 13)))
-    bench.offer(store, prompt(1, 13), read_layers=gate)
-
-    assert bench.offer(store, prompt(1, 40), available_from=13) is StoreOutcome.ACCEPTED
-    assert length(store, prompt(1, 40)) == 0
-    gate.opened.set()
-    store.writes.drain()
-
-    check_rows(store, prompt(1, 40))
 
 
 def test_a_write_that_fails_is_counted_logged_and_forgotten(
@@ -186,35 +117,6 @@ def failing(error: Exception) -> tuple[threading.Event, Callable[[int], LayerRea
         raise error
 
     return opened, lambda start: fail
-
-
-def test_what_builds_on_a_failed_write_waits_for_another(
-    bench: Workbench, store: PrefixStore
-) -> None:
-    entered, opened = threading.Event(), threading.Event()
-
-    def fail(layer: int) -> tuple[Tensor, Tensor]:
-        entered.set()
-        assert opened.wait(30)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    bench.offer(store, prompt(1, 13), read_layers=lambda start: fail)
-    assert entered.wait(30)
-    assert bench.offer(store, prompt(1, 40)) is StoreOutcome.ACCEPTED
-    assert bench.offer(store, prompt(2)) is StoreOutcome.ACCEPTED
-    opened.set()
-    store.writes.drain()
-
-    store.check_integrity()
-    assert bench.done == [prompt(1, 13), prompt(1, 40), prompt(2)]
-    assert length(store, prompt(1, 40)) == 0
-    check_rows(store, prompt(2))
-    recover(store)
-    bench.put(store, prompt(1, 13))
-    check_rows(store, prompt(1, 40))
-    store = bench.reopen(store)
-    check_rows(store, prompt(1, 40))
-    assert len(bench.files()) == 3
 
 
 def test_what_builds_on_a_failed_write_is_removed_by_the_next_start(
@@ -315,19 +217,6 @@ def test_a_write_that_frees_nothing_is_only_abandoned_with_all(
     assert bench.abandoned == [prompt(1), prompt(2)]
 
 
-def test_all_writes_can_be_abandoned_once(bench: Workbench, store: PrefixStore) -> None:
-    gates(bench, store, 1, 2)
-
-    store.writes.abandon()
-    store.writes.abandon()
-
-    assert bench.abandoned == bench.done == [prompt(2), prompt(1)]
-    store.writes.drain()
-    assert store.summary()["used_bytes"] == 0 and len(store.tree) == 0
-    bench.put(store, prompt(1))
-    check_rows(store, prompt(1))
-
-
 def test_a_write_that_has_read_everything_is_published_although_it_is_abandoned(
     bench: Workbench, store: PrefixStore
 ) -> None:
@@ -340,22 +229,6 @@ def test_a_write_that_has_read_everything_is_published_although_it_is_abandoned(
     assert bench.done == [prompt(1)]
     check_rows(store, prompt(1))
     assert store.stats.segments_abandoned == 0
-
-
-def test_what_builds_on_an_abandoned_write_waits_for_another(
-    bench: Workbench, store: PrefixStore
-) -> None:
-    gate = Gate(SequenceKVs(bench.shape, "", prompt(1, 13)))
-    bench.offer(store, prompt(1, 13), read_layers=gate)
-    bench.offer(store, prompt(1, 40))
-    gate.abandon()
-
-    store.writes.drain()
-
-    assert length(store, prompt(1, 40)) == 0
-    bench.put(store, prompt(1, 40))
-    check_rows(store, prompt(1, 40))
-    assert store.stats.segments_written == 2
 
 
 def test_nobody_waits_longer_than_the_timeout_for_writes(bench: Workbench) -> None:

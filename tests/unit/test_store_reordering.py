@@ -53,7 +53,6 @@ from tests.unit.store_factory import (
     path_of,
     prompt,
     recover,
-    rows,
     use,
 )
 from tests.unit.waiting import wait_until
@@ -159,44 +158,6 @@ def test_a_new_file_takes_the_place_of_the_old_one(bench: Workbench, store: Pref
     check_rows(store, prompt(1, 40))
 
 
-CACHES = {
-    "none": {},
-    "host": {"host_gb": 1.0},
-    "device": {"device_gb": 1.0},
-    "small": {"device_gb": 3000 / 1e9, "host_gb": 3000 / 1e9},
-}
-
-
-@pytest.mark.parametrize("policy", REORDERING)
-@pytest.mark.parametrize("caches", CACHES)
-def test_the_same_rows_are_read_back_through_any_path(
-    bench: Workbench, caches: str, policy: str
-) -> None:
-    tokens = prompt(1, 45)
-    kvs = SequenceKVs(bench.shape, "", tokens)
-    sizes = {name: size / 100 for name, size in CACHES[caches].items() if size == 1.0}
-    store = bench.open(policy=policy, **(CACHES[caches] | sizes))
-    bench.put(store, prompt(1, 21))
-    bench.put(store, tokens)
-    select(store, tokens, 2, 9, 20, 22, 30, 44)
-    reorder(store)
-    pick = np.random.default_rng(2)
-
-    for _ in range(4):
-        chosen = torch.from_numpy(np.flatnonzero(pick.random(45) < 0.3))
-        source = open_source(store, look_up(store, tokens), 0, 45)
-        for layer in range(bench.shape.num_layers):
-            keys, values = rows(bench.shape, source, layer, chosen)
-            assert torch.equal(keys, kvs.keys(layer)[chosen])
-            assert torch.equal(values, kvs.values(layer)[chosen])
-        store.close_source(source)
-        check_rows(store, tokens)
-        check_rows(store, tokens, start=5, stop=33)
-    found = store.cache.placement.cached_chunks
-    assert (found(Tier.DEVICE) > 0) == (caches in ("device", "small"))
-    assert (found(Tier.HOST) > 0) == (caches in ("host", "small"))
-
-
 def test_rows_stand_in_the_order_of_the_mapping_lists(bench: Workbench, store: PrefixStore) -> None:
     tokens = prompt(1, 20)
     bench.put(store, tokens)
@@ -291,34 +252,6 @@ def test_a_store_that_is_left_changes_nothing_that_is_awaited(bench: Workbench, 
     lookahead.check_integrity()
 
 
-def test_a_segment_can_be_reordered_again(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1, 30))
-    for generation, chosen in enumerate([(3, 17), (5, 29), (0, 11)], 1):
-        for _ in range(4):
-            select(store, prompt(1, 30), *chosen)
-        reorder(store)
-        (segment,) = store.tree.segments()
-        assert segment.info.generation == generation
-        check_rows(store, prompt(1, 30))
-    assert len(bench.files()) == 1
-
-
-def test_what_builds_on_a_reordered_segment_stays(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1, 20))
-    bench.put(store, prompt(1, 40))
-    select(store, prompt(1, 20), 3, 17)
-
-    reorder(store)
-
-    assert [s.info.generation for s in store.tree.segments()].count(1) == 1
-    check_rows(store, prompt(1, 40))
-    bench.put(store, prompt(1, 60))
-    lose(bench, store, look_up(store, prompt(1, 20)).spans[0].segment.segment_id)
-    assert length(store, prompt(1, 60)) == 0
-    bench.put(store, prompt(1, 20))
-    check_rows(store, prompt(1, 60))
-
-
 def test_the_order_stays_inside_the_nodes_of_the_tree(bench: Workbench, store: PrefixStore) -> None:
     left, right = prompt(1, 40), (*prompt(1, 40)[:21], *prompt(7, 5))
     bench.put(store, left)
@@ -366,34 +299,6 @@ def remove_catalog(bench: Workbench) -> None:
     next(bench.root.glob("*/catalog.sqlite")).unlink()
 
 
-@pytest.mark.parametrize("with_catalog", [True, False])
-def test_a_reordered_segment_is_found_after_a_restart(bench: Workbench, with_catalog: bool) -> None:
-    store = bench.open()
-    bench.put(store, prompt(1, 20))
-    bench.put(store, prompt(1, 40))
-    select(store, prompt(1, 40), 3, 17, 39)
-    reorder(store)
-    before = {s.segment_id: s.hits for s in store.tree.segments()}
-    used = store.summary()["used_bytes"]
-    bench.close(store)
-    if not with_catalog:
-        remove_catalog(bench)
-
-    store = bench.open()
-
-    check_rows(store, prompt(1, 40))
-    assert {s.segment_id for s in store.tree.segments()} == set(before)
-    assert [s.info.generation for s in store.tree.segments()] == [1, 1]
-    assert store.summary()["used_bytes"] == used
-    if with_catalog:
-        assert {s.segment_id: s.hits for s in store.tree.segments()} == {
-            name: hits + 1 for name, hits in before.items()
-        }, "and one for reading it just now"
-    select(store, prompt(1, 40), 5)
-    reorder(store)
-    check_rows(store, prompt(1, 40))
-
-
 @pytest.mark.parametrize("catalog", ["new", "old", "none"])
 def test_of_both_files_after_a_crash_the_newer_is_kept(
     bench: Workbench, tmp_path: Path, catalog: str
@@ -434,34 +339,6 @@ def test_of_both_files_after_a_crash_the_newer_is_kept(
     assert new.exists() and not old.exists()
 
 
-def test_an_open_source_goes_on_with_its_version(bench: Workbench) -> None:
-    store = bench.open(device_gb=0.001)
-    tokens = prompt(1, 40)
-    kvs = SequenceKVs(bench.shape, "", tokens)
-    bench.put(store, tokens)
-    select(store, tokens, 3, 17)
-    source = open_source(store, look_up(store, tokens), 0, 40)
-    rows(bench.shape, source, 0)
-    cached = store.cache.placement.cached_chunks(Tier.DEVICE)
-    assert cached > 0
-
-    reorder(store)
-
-    assert store.cache.placement.cached_chunks(Tier.DEVICE) == cached, "still read from"
-    assert source.segment_ids != [s.segment_id for s in store.tree.segments()]
-    for layer in (0, 1):
-        assert torch.equal(rows(bench.shape, source, layer)[0], kvs.keys(layer))
-        assert torch.equal(rows(bench.shape, source, layer)[1], kvs.values(layer))
-    check_rows(store, tokens, start=3)
-    both = store.cache.placement.cached_chunks(Tier.DEVICE)
-    store.close_source(source)
-    store.check_integrity()
-    # 2 layers and 5 chunks in each column of keys and values, and of probe keys.
-    chunks = 2 * 5 * sum(bool(bench.shape.heads(column)) for column in bench.shape.columns)
-    assert (both, store.cache.placement.cached_chunks(Tier.DEVICE)) == (2 * chunks, chunks)
-    check_rows(store, tokens)
-
-
 def test_without_readers_the_old_chunks_leave_at_once(bench: Workbench) -> None:
     store = bench.open(device_gb=0.001)
     bench.put(store, prompt(1, 40))
@@ -494,21 +371,6 @@ def test_new_chunks_inherit_the_priority_of_the_old_ones(bench: Workbench) -> No
 
     assert source.stats.device_chunks == head_groups_of(bench.shape)
     assert source.stats.chunks_accessed == head_groups_of(bench.shape)
-
-
-def test_a_match_from_before_the_rewrite_reads_the_new_version(
-    bench: Workbench, store: PrefixStore
-) -> None:
-    bench.put(store, prompt(1, 40))
-    select(store, prompt(1, 40), 3, 17)
-    match = look_up(store, prompt(1, 40))
-
-    reorder(store)
-
-    source = open_source(store, match, 0, 40)
-    expected = SequenceKVs(bench.shape, "", prompt(1, 40)).keys(1)
-    assert torch.equal(rows(bench.shape, source, 1)[0], expected)
-    store.close_source(source)
 
 
 def test_a_segment_that_is_lost_meanwhile_stays_lost(
@@ -642,21 +504,6 @@ def test_a_damaged_block_costs_the_segment(bench: Workbench, store: PrefixStore)
     assert len(bench.files()) == 1
 
 
-def test_a_file_that_is_gone_costs_the_segment(bench: Workbench, store: PrefixStore) -> None:
-    bench.put(store, prompt(1, 20))
-    bench.put(store, prompt(2))
-    for number, count in ((1, 20), (2, 8)):
-        select(store, prompt(number, count), 3)
-    path_of(bench, look_up(store, prompt(1, 20))).unlink()
-
-    reorder(store)
-    look_again(store)
-
-    assert store.stats.segments_unreadable == 1
-    assert length(store, prompt(1, 20)) == 0
-    assert store.reorders.summary()["segments"] == 1, "the next one has its turn"
-
-
 def test_a_file_that_cannot_be_written_leaves_the_old_one(
     bench: Workbench, store: PrefixStore, held: Held, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -701,17 +548,6 @@ def spread_store(bench: Workbench, **options: Any) -> PrefixStore:
 def select_spread(store: PrefixStore, first: int = 0) -> None:
     tokens = spread_prompt(store._shape)
     select(store, tokens, *range(first, len(tokens), 16))
-
-
-def test_units_of_the_spread_prompt() -> None:
-    """Guards the tests below: by hand."""
-    found = {name: spread_units(shape) for name, shape in store_factory.SHAPES.items()}
-
-    assert found == {
-        "probe heads": (12, 2),
-        "head groups float32": (16, 4),
-        "head groups bfloat16": (16, 4),
-    }
 
 
 def test_a_rewrite_that_saves_less_than_it_costs_is_not_begun(bench: Workbench) -> None:
@@ -791,17 +627,6 @@ def test_a_segment_that_is_being_rewritten_is_not_queued_again(
     assert store.reorders.summary()["segments"] == 1
 
 
-def test_a_segment_that_waits_is_not_queued_again(bench: Workbench, held: Held) -> None:
-    store = bench.open()
-    for number in (1, 2):
-        bench.put(store, prompt(number))
-        select(store, prompt(number), 3)
-
-    assert [store.reorders.enqueue(force=True) for _ in range(3)] == [2, 2, 2]
-    held.go_on.set()
-    finish(store)
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Turns the store's clock forward."""
@@ -837,19 +662,6 @@ def test_reordering_begins_at_each_interval(
     clock(20)
     store.poll()
     assert store.reorders.summary()["pending"] + store.reorders.summary()["not_worth"] == 1
-
-
-def test_without_an_interval_it_never_begins_by_itself(
-    bench: Workbench, clock: Callable[[float], None]
-) -> None:
-    store = spread_store(bench, reorder_interval=0.0)
-    for _ in range(4):
-        select_spread(store)
-    clock(1e9)
-    store.poll()
-
-    assert store.reorders.summary()["pending"] == 0
-    assert store.reorders.enqueue() == 1
 
 
 def test_closing_finishes_the_rewrite_in_work_and_forgets_the_others(bench: Workbench) -> None:

@@ -108,15 +108,6 @@ def test_the_null_timeline_lets_exceptions_pass_and_nests() -> None:
         raise KeyError
 
 
-def test_stages_and_rest_sum_to_the_whole(clock: Clock) -> None:
-    timeline = request(clock)
-
-    assert timeline.enabled
-    assert timeline.duration_ms == pytest.approx(14)
-    assert list(timeline.totals()) == [*STAGES, REST]
-    assert_totals(timeline, **{SELECT: 4, PLAN: 2, COPY: 5, REST: 3})
-
-
 def test_a_span_excludes_all_that_is_inside_of_it(clock: Clock) -> None:
     timeline = RequestTimeline("r")
     with timeline.span(ATTENTION, 0):
@@ -131,17 +122,6 @@ def test_a_span_excludes_all_that_is_inside_of_it(clock: Clock) -> None:
     timeline.finish()
 
     assert_totals(timeline, **{ATTENTION: 49, SELECT: 2, SSD_READ: 12})
-
-
-def test_a_span_that_begins_or_ends_with_its_outer_one_is_inside(clock: Clock) -> None:
-    timeline = RequestTimeline("r")
-    with timeline.span(SELECT, 0):
-        spend(timeline, clock, PLAN, 1)
-        clock.pass_ms(2)
-        spend(timeline, clock, COPY, 4)
-    timeline.finish()
-
-    assert_totals(timeline, **{SELECT: 2, PLAN: 1, COPY: 4})
 
 
 def test_an_inner_span_wins_where_the_clock_does_not_tell_them_apart(clock: Clock) -> None:
@@ -172,27 +152,6 @@ def test_an_exception_passes_and_its_spans_are_counted(clock: Clock) -> None:
     assert_totals(timeline, **{SELECT: 5, PLAN: 2, REST: 8})
 
 
-def test_other_tracks_are_not_counted(clock: Clock) -> None:
-    timeline = RequestTimeline("r")
-    timeline.add("SSD", SSD_READ, clock.now, clock.now + 1)
-    spend(timeline, clock, COPY, 2)
-    timeline.add("SSD", "chunk", clock.now, clock.now + 1)
-    timeline.finish()
-
-    assert_totals(timeline, **{COPY: 2})
-
-
-def test_other_names_of_the_requests_track_are_counted(clock: Clock) -> None:
-    timeline = RequestTimeline("r")
-    with timeline.span("wait", 3):
-        clock.pass_ms(2)
-    timeline.add(REQUEST_TRACK, "queue", clock.now, clock.now + 0.001)
-    clock.pass_ms(4)
-    timeline.finish()
-
-    assert_totals(timeline, wait=2, queue=1, rest=3)
-
-
 def test_what_lies_outside_of_the_request_is_not_counted(clock: Clock) -> None:
     """As of a span that is open when the request is aborted. Overlap is not counted twice."""
     timeline = RequestTimeline("r")
@@ -219,33 +178,6 @@ def test_the_first_finish_counts(clock: Clock) -> None:
     timeline.finish()
 
     assert_totals(timeline, rest=3)
-
-
-def test_real_time_is_measured() -> None:
-    timeline = RequestTimeline("r")
-    with timeline.span(COPY, 0):
-        threading.Event().wait(0.02)
-    timeline.finish()
-
-    assert 15 < timeline.totals()[COPY] <= timeline.duration_ms
-
-
-def test_threads_add_at_the_same_time() -> None:
-    timeline = RequestTimeline("r")
-
-    def work(track: str) -> None:
-        for number in range(500):
-            timeline.add(track, "chunk", float(number), number + 0.5)
-            if number % 50 == 0:
-                timeline.totals()
-
-    threads = [threading.Thread(target=work, args=(f"SSD {n}",)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert len(complete_events(timeline.chrome_trace())) == 2000
 
 
 def test_the_trace_has_the_fields_of_the_format(clock: Clock) -> None:
@@ -320,15 +252,6 @@ def test_writer_numbers_on_from_what_is_there(tmp_path: Path) -> None:
     assert first.exists()
 
 
-def test_writer_numbers_beyond_six_digits(tmp_path: Path) -> None:
-    (tmp_path / "999999-x.json").touch()
-    writer = TimelineWriter(tmp_path, max_files=2)
-    writer.write(RequestTimeline("a"))
-    writer.write(RequestTimeline("b"))
-
-    assert names_in(tmp_path) == ["1000000-a.json", "1000001-b.json"]
-
-
 @pytest.mark.parametrize(
     ("rid", "part"),
     [
@@ -368,18 +291,6 @@ def test_writer_removes_the_oldest_of_its_own_files(tmp_path: Path) -> None:
     assert names_in(tmp_path) == sorted([*others, "000006-f.json"])
 
 
-def test_writer_removes_nothing_below_its_limit(tmp_path: Path) -> None:
-    writer = TimelineWriter(tmp_path, max_files=12)
-    for count in range(1, 13):
-        writer.write(RequestTimeline("r"))
-        assert len(names_in(tmp_path)) == count
-
-
-def test_writer_needs_room_for_a_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="max_files"):
-        TimelineWriter(tmp_path, max_files=0)
-
-
 @pytest.mark.parametrize("step", ["write_text", "replace"])
 def test_a_full_disk_is_a_warning_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
@@ -400,16 +311,6 @@ def test_a_full_disk_is_a_warning_and_leaves_nothing(
     assert writer.write(RequestTimeline("next")) == tmp_path / "000002-next.json"
 
 
-def test_a_directory_that_went_away_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    writer = TimelineWriter(tmp_path / "d")
-    (tmp_path / "d").rmdir()
-
-    assert writer.write(RequestTimeline("lost")) is None
-    assert "lost" in caplog.text
-
-
 def test_a_file_that_cannot_be_removed_does_not_lose_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -422,25 +323,6 @@ def test_a_file_that_cannot_be_removed_does_not_lose_the_new_one(
     monkeypatch.setattr(Path, "unlink", denied)
     assert writer.write(RequestTimeline("new")) == tmp_path / "000002-new.json"
     assert "000001-old.json" in caplog.text
-
-
-def test_a_file_appears_whole(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until it is renamed, what is being written does not look like a timeline."""
-    seen: list[list[str]] = []
-    replace = Path.replace
-
-    def watched(path: Path, target: Path) -> Path:
-        json.loads(path.read_text())
-        seen.append([p.name for p in tmp_path.glob("[0-9]*.json")])
-        return replace(path, target)
-
-    monkeypatch.setattr(Path, "replace", watched)
-    TimelineWriter(tmp_path).write(request(clock))
-
-    assert seen == [[]]
-    assert names_in(tmp_path) == ["000001-r.json"]
 
 
 def test_threads_write_at_the_same_time(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ P = (1, 2, 3, 4, 5, 6)  # a prompt that others share
 # Computed after a part of an exact prefix.
 ONCE = Quality(1, 0.25)
 HALF = Quality(1, 0.5)
-TWICE = Quality(2, 0.5)
 
 
 def segment(
@@ -87,58 +86,6 @@ def spans_of(match: StoredMatch) -> list[tuple[str, int, int]]:
     return [(span.segment.segment_id, span.start, span.stop) for span in match.spans]
 
 
-def test_an_empty_tree_knows_nothing(tree: StoredTree) -> None:
-    assert found(tree, P) == []
-    assert len(tree) == 0
-    tree.check_integrity()
-
-
-def test_a_match_ends_where_the_tokens_differ(tree: StoredTree, put: Put) -> None:
-    put("a", P)
-
-    assert found(tree, P) == [("a", 0, 6)]
-    assert found(tree, [*P, 7, 8]) == [("a", 0, 6)]
-    assert found(tree, P[:4]) == [("a", 0, 4)]
-    assert found(tree, [1, 2, 9, 4]) == [("a", 0, 2)]
-    assert found(tree, [9]) == []
-    assert found(tree, []) == []
-
-
-def test_an_extension_is_a_second_segment(tree: StoredTree, put: Put) -> None:
-    first = put("a", P)
-    second = put("b", [7, 8], P)
-
-    assert found(tree, [*P, 7, 8, 9]) == [("a", 0, 6), ("b", 0, 2)]
-    assert second.parent is first
-    assert first.dependents == 1
-
-
-def test_two_branches_share_the_part_before_them(tree: StoredTree, put: Put) -> None:
-    first = put("a", P)
-    put("b", [40, 50], P[:3])
-    put("c", [60], P[:5])
-
-    assert found(tree, P) == [("a", 0, 6)], "one span, however often the node was split"
-    assert found(tree, [1, 2, 3, 40, 50]) == [("a", 0, 3), ("b", 0, 2)]
-    assert found(tree, [1, 2, 3, 4, 5, 60]) == [("a", 0, 5), ("c", 0, 1)]
-    assert first.dependents == 2
-
-
-def test_a_split_below_a_split_keeps_the_ranges(tree: StoredTree, put: Put) -> None:
-    put("a", range(10))
-    put("b", range(100, 110), range(7))
-    put("c", range(200, 205), [*range(7), *range(100, 104)])
-    put("d", range(300, 302), range(3))
-
-    assert found(tree, [*range(7), *range(100, 104), *range(200, 205)]) == [
-        ("a", 0, 7),
-        ("b", 0, 4),
-        ("c", 0, 5),
-    ]
-    assert found(tree, [*range(7), *range(100, 110)]) == [("a", 0, 7), ("b", 0, 10)]
-    assert found(tree, [0, 1, 2, 300]) == [("a", 0, 3), ("d", 0, 1)]
-
-
 def test_a_matched_part_can_be_cut_out(tree: StoredTree, put: Put) -> None:
     put("a", P)
     put("b", [40, 50], P[:3])
@@ -154,62 +101,6 @@ def test_a_matched_part_can_be_cut_out(tree: StoredTree, put: Put) -> None:
     assert cut(4, 5) == [("b", 1, 2)]
     assert cut(0, 3) == [("a", 0, 3)]
     assert cut(2, 2) == []
-
-
-def test_namespaces_do_not_see_each_other(tree: StoredTree, put: Put) -> None:
-    put("a", P, namespace="tenant-1")
-    put("b", P, namespace="tenant-2")
-
-    assert found(tree, P, namespace="tenant-1") == [("a", 0, 6)]
-    assert found(tree, P, namespace="tenant-2") == [("b", 0, 6)]
-    assert found(tree, P, namespace="") == []
-
-
-def test_approximate_segments_are_seen_only_where_they_are_allowed(
-    tree: StoredTree, put: Put
-) -> None:
-    put("a", P)
-    put("b", [7, 8], P, quality=ONCE)
-
-    tokens = [*P, 7, 8]
-    assert found(tree, tokens) == [("a", 0, 6)]
-    assert found(tree, tokens, least=ONCE) == [("a", 0, 6), ("b", 0, 2)]
-    assert tree.match("", as_tokens(tokens)).quality == EXACT
-    assert tree.match("", as_tokens(tokens), least=ONCE).quality == ONCE
-
-
-def test_exact_and_approximate_kvs_of_the_same_tokens_live_side_by_side(
-    tree: StoredTree, put: Put
-) -> None:
-    put("a", P)
-    put("b", [7, 8], P, quality=ONCE)
-    put("c", [7, 8], P)
-
-    assert found(tree, [*P, 7, 8]) == [("a", 0, 6), ("c", 0, 2)]
-    assert found(tree, [*P, 7, 8], least=ONCE) == [("a", 0, 6), ("c", 0, 2)], "exact first"
-
-
-def test_pending_segments_are_invisible_until_they_are_ready(tree: StoredTree, put: Put) -> None:
-    put("a", P)
-    late = put("b", [7, 8], P, ready=False)
-    put("c", [9], [*P, 7, 8])
-
-    tokens = [*P, 7, 8, 9]
-    assert found(tree, tokens) == [("a", 0, 6)], "nor what hangs below them"
-    assert found(tree, tokens, pending=True) == [("a", 0, 6), ("b", 0, 2), ("c", 0, 1)]
-    late.state = SegmentState.READY
-    assert found(tree, tokens) == [("a", 0, 6), ("b", 0, 2), ("c", 0, 1)]
-
-
-def test_matching_changes_nothing(tree: StoredTree, put: Put) -> None:
-    first = put("a", P)
-    before = (first.last_access, first.hits)
-
-    found(tree, [1, 2, 9])
-    found(tree, P, namespace="new")
-
-    assert (first.last_access, first.hits) == before
-    assert found(tree, P) == [("a", 0, 6)]
 
 
 def test_touching_a_match_makes_its_segments_the_latest(tree: StoredTree, put: Put) -> None:
@@ -248,54 +139,6 @@ def test_a_second_segment_for_the_same_place_is_refused(tree: StoredTree, put: P
     assert found(tree, P) == [("a", 0, 6)]
 
 
-@pytest.mark.parametrize(
-    "prefix", [[9], [1, 9], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 9], [2, 3], [1, 3]]
-)
-def test_a_segment_after_an_unknown_prefix_is_refused(
-    tree: StoredTree, put: Put, prefix: list[int]
-) -> None:
-    put("a", P)
-
-    assert not tree.insert(segment("b", [50], prefix), as_tokens(prefix))
-    tree.check_integrity()
-    assert found(tree, P) == [("a", 0, 6)]
-    assert found(tree, [*P, 50]) == [("a", 0, 6)]
-
-
-def test_a_prefix_that_leaves_a_node_midway_is_not_found_below_its_end(
-    tree: StoredTree, put: Put
-) -> None:
-    """`a` is 1 2 7 and `b` follows it with 3 4: the prefix 1 2 3 4 is not in the tree.
-
-    Were it taken for known, KVs computed after 1 2 3 4 would be served after 1 2 7 3 4.
-    """
-    put("a", [1, 2, 7])
-    put("b", [3, 4], [1, 2, 7])
-
-    assert not tree.insert(segment("c", [5, 6], [1, 2, 3, 4]), as_tokens([1, 2, 3, 4]))
-    assert found(tree, [1, 2, 7, 3, 4, 5, 6]) == [("a", 0, 3), ("b", 0, 2)]
-
-
-def test_the_best_of_the_qualities_that_a_request_takes_is_followed(
-    tree: StoredTree, put: Put
-) -> None:
-    put("a", P)
-    for name, quality in (("b", TWICE), ("c", ONCE), ("d", HALF)):
-        put(name, [7, 8], P, quality=quality)
-
-    def tail(least: Quality) -> str:
-        return found(tree, [*P, 7, 8], least=least)[-1][0]
-
-    assert tail(EXACT) == "a"
-    assert tail(HALF) == tail(ONCE) == "d"
-    assert tail(Quality(1, 0.75)) == "a", "no more than half of a prefix is behind any of them"
-    assert tail(TWICE) == tail(Quality(2, 0.25)) == "d"
-    assert tail(Quality(2, 0.75)) == "a"
-    tree.lose(tree.get("d"))
-    assert tail(HALF) == "a" and tail(ONCE) == "c"
-    assert tail(TWICE) == "b" and tail(Quality(2, 0.25)) == "c"
-
-
 def test_a_match_is_as_good_as_its_worst_part(tree: StoredTree, put: Put) -> None:
     put("a", P)
     put("b", [7], P, quality=HALF)
@@ -306,15 +149,6 @@ def test_a_match_is_as_good_as_its_worst_part(tree: StoredTree, put: Put) -> Non
         return tree.match("", tokens, least=Quality(2, 0.25)).quality
 
     assert [quality(n) for n in (0, 6, 7, 8)] == [EXACT, EXACT, HALF, Quality(2, 0.25)]
-
-
-def test_of_each_quality_there_is_one_child(tree: StoredTree, put: Put) -> None:
-    put("a", [1, 2], quality=ONCE)
-    put("b", [1, 3], quality=HALF)
-
-    assert not tree.insert(segment("c", [1, 4], quality=ONCE), as_tokens([]))
-    put("d", [4], [1], quality=HALF)
-    assert found(tree, [1, 4], least=ONCE) == [("b", 0, 1), ("d", 0, 1)]
 
 
 @pytest.mark.parametrize("state", SegmentState)
@@ -333,32 +167,6 @@ def test_a_match_ends_before_what_cannot_be_read(
     assert found(tree, tokens) == (whole if state is SegmentState.READY else whole[:1])
     assert second.ready == (state is SegmentState.READY)
     assert second.on_disk == (state in (SegmentState.READY, SegmentState.SUSPECT))
-
-
-def test_exact_segments_do_not_hang_below_approximate_ones(tree: StoredTree, put: Put) -> None:
-    put("a", P)
-    put("b", [7, 8], P, quality=ONCE)
-
-    assert not tree.insert(segment("c", [9], [*P, 7, 8]), as_tokens([*P, 7, 8]))
-    put("d", [9], [*P, 7, 8], quality=ONCE)
-
-
-def test_losing_a_leaf_leaves_the_rest(tree: StoredTree, put: Put) -> None:
-    first = put("a", P)
-    second = put("b", [40, 50], P[:3])
-
-    tree.lose(second)
-
-    tree.check_integrity()
-    assert "b" not in tree and tree.get("b") is None
-    assert second.state is SegmentState.LOST, "who holds it sees that"
-    assert first.dependents == 0
-    assert found(tree, [1, 2, 3, 40]) == [("a", 0, 3)]
-    assert found(tree, P) == [("a", 0, 6)]
-    tree.lose(first)
-    tree.check_integrity()
-    assert found(tree, P) == []
-    put("c", P)
 
 
 # ---- holes
@@ -400,101 +208,6 @@ def test_each_run_between_branches_is_a_hole_of_its_own(
     assert [span.segment.parent for span in spans[1:]] == [span.segment for span in spans[:3]]
 
 
-def test_the_end_that_nothing_builds_on_is_no_hole(tree: StoredTree, put: Put) -> None:
-    first = put("a", P)
-    put("b", BRANCH[3:], P[:3])
-
-    tree.lose(first)
-
-    tree.check_integrity()
-    assert holes(tree, P) == [-3]
-
-
-def test_holes_are_filled_by_one_segment(tree: StoredTree, lost: StoredSegment, put: Put) -> None:
-    new = put("n", [*P, 8])
-
-    assert found(tree, BRANCH) == [("n", 0, 3), ("b", 0, 1)]
-    assert found(tree, LEAF) == [("n", 0, 6), ("c", 0, 1)]
-    assert found(tree, [*P, 8]) == [("n", 0, 7)]
-    assert (new.dependents, tree.node_starts(new)) == (2, [0, 2, 3, 6])
-
-
-def test_holes_are_filled_with_what_follows_them(
-    tree: StoredTree, lost: StoredSegment, put: Put
-) -> None:
-    new = put("n", [*P[:3], 50, 51])
-
-    assert found(tree, [*P[:3], 50, 51]) == [("n", 0, 5)]
-    assert found(tree, BRANCH) == [("n", 0, 3), ("b", 0, 1)]
-    assert holes(tree, LEAF) == [3, -3, 1]
-    assert new.dependents == 2
-
-
-@pytest.mark.parametrize(("length", "left"), [(1, [-1, -1, -3, 1]), (4, [-2, 1])])
-def test_a_part_of_a_hole_is_filled(
-    tree: StoredTree, lost: StoredSegment, put: Put, length: int, left: list[int]
-) -> None:
-    put("n", P[:length])
-
-    assert found(tree, LEAF) == [("n", 0, length)]
-    assert holes(tree, LEAF) == [length, *left]
-    put("m", P[length:], P[:length])
-    assert found(tree, LEAF) == [("n", 0, length), ("m", 0, 6 - length), ("c", 0, 1)]
-
-
-def test_a_branch_off_the_middle_of_a_hole_cuts_it(
-    tree: StoredTree, lost: StoredSegment, put: Put
-) -> None:
-    put("d", [60], P[:5])
-
-    assert holes(tree, LEAF) == [-2, -1, -2, -1, 1]
-    put("n", P[:5])
-    assert found(tree, [*P[:5], 60]) == [("n", 0, 5), ("d", 0, 1)]
-
-
-def test_a_hole_ends_before_what_is_stored(tree: StoredTree, put: Put) -> None:
-    first = put("a", P)
-    put("b", [7, 8], P)
-    tree.lose(first)
-
-    assert not tree.insert(segment("n", [*P, 7]), as_tokens([]))
-    tree.check_integrity()
-    put("n", P)
-    assert found(tree, [*P, 7, 8]) == [("n", 0, 6), ("b", 0, 2)]
-
-
-def test_a_hole_is_filled_in_its_own_quality_only(tree: StoredTree, put: Put) -> None:
-    first = put("a", P, quality=ONCE)
-    put("b", [7], P, quality=ONCE)
-    tree.lose(first)
-
-    put("n", P)
-    assert holes(tree, [*P, 7], ONCE) == [6], "the better branch hides it"
-    put("m", P, quality=ONCE)
-    assert [s.state for s in tree.segments()].count(SegmentState.LOST) == 0
-
-
-def test_what_fills_a_hole_can_be_lost_again(
-    tree: StoredTree, lost: StoredSegment, put: Put
-) -> None:
-    new = put("n", [*P[:3], 50, 51])
-
-    tree.lose(new)
-
-    tree.check_integrity()
-    assert holes(tree, LEAF) == [-2, -1, -3, 1]
-    assert holes(tree, [*P[:3], 50, 51]) == [-2, -1], "its own tokens are gone"
-
-
-def test_holes_go_with_the_last_that_builds_on_them(tree: StoredTree, lost: StoredSegment) -> None:
-    tree.lose(tree.get("c"))
-    tree.check_integrity()
-    assert holes(tree, LEAF) == [-2, -1]
-    tree.lose(tree.get("b"))
-    tree.check_integrity()
-    assert len(tree) == 0 and holes(tree, LEAF) == []
-
-
 def test_digest_of_a_prefix_depends_on_namespace_and_every_token() -> None:
     prefixes = [(), (0,), (0, 0), (1,), (256,), (1, 2), (2, 1)]
     names = ["", "a", "a\0", "\0"]
@@ -514,26 +227,6 @@ def test_common_prefix_len(left: list[int], right: list[int]) -> None:
 
 def in_another_file(old: StoredSegment, name: str) -> SegmentInfo:
     return dataclasses.replace(old.info, segment_id=name, generation=old.info.generation + 1)
-
-
-def test_a_replaced_segment_has_its_place_under_another_name(tree: StoredTree, put: Put) -> None:
-    first, second = put("a", P), put("b", [40, 50], P[:3])
-    third = put("c", [7], P)
-    match = tree.match("", as_tokens(P))
-
-    tree.replace(first, in_another_file(first, "z"), 12345)
-
-    tree.check_integrity()
-    assert "a" not in tree and tree.get("z") is first
-    assert (first.segment_id, first.file_bytes, first.dependents) == ("z", 12345, 2)
-    assert found(tree, [*P, 7]) == [("z", 0, 6), ("c", 0, 1)]
-    assert found(tree, [1, 2, 3, 40]) == [("z", 0, 3), ("b", 0, 1)]
-    assert match.spans[0].segment is first, "a match is not out of date"
-    assert second.parent is third.parent is first
-    for own in (second, third, first):
-        tree.lose(own)
-        tree.check_integrity()
-    assert found(tree, P) == []
 
 
 def test_a_replacement_has_the_same_tokens_and_a_new_name(tree: StoredTree, put: Put) -> None:
@@ -612,60 +305,6 @@ def test_files_of_other_places_qualities_or_namespaces_are_all_kept() -> None:
     assert len(kept) == 5 and others == []
 
 
-def family() -> list[StoredSegment]:
-    return [
-        segment("a", P),
-        segment("b", [40, 50], P[:3]),
-        segment("c", [60], [*P[:3], 40]),
-        segment("d", [7, 8], P, quality=ONCE),
-        segment("e", [9], [*P, 7, 8], quality=ONCE),
-        segment("f", P, namespace="other"),
-        segment("g", [7], P, namespace="other"),
-    ]
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_segments_are_restored_from_any_order(tree: StoredTree, seed: int) -> None:
-    segments = family()
-    np.random.default_rng(seed).shuffle(segments)  # type: ignore[arg-type]
-
-    lost = restore_segments(tree, segments)
-
-    assert lost == []
-    tree.check_integrity()
-    assert found(tree, [*P[:3], 40, 60]) == [("a", 0, 3), ("b", 0, 1), ("c", 0, 1)]
-    assert found(tree, [*P, 7, 8, 9], least=ONCE) == [("a", 0, 6), ("d", 0, 2), ("e", 0, 1)]
-    assert found(tree, [*P, 7, 8, 9]) == [("a", 0, 6)]
-    assert found(tree, [*P, 7], namespace="other") == [("f", 0, 6), ("g", 0, 1)]
-
-
-@pytest.mark.parametrize(
-    ("missing", "expected"),
-    [
-        ("a", {"b", "c", "d", "e"}),
-        ("b", {"c"}),
-        ("d", {"e"}),
-        ("f", {"g"}),
-        ("c", set()),
-    ],
-)
-def test_segments_above_which_one_is_gone_are_lost(
-    tree: StoredTree, missing: str, expected: set[str]
-) -> None:
-    lost = restore_segments(tree, [s for s in family() if s.segment_id != missing])
-
-    assert {s.segment_id for s in lost} == expected
-    assert {s.segment_id for s in tree.segments()} == set("abcdefg") - expected - {missing}
-    tree.check_integrity()
-
-
-def test_two_segments_for_the_same_place_are_not_both_restored(tree: StoredTree) -> None:
-    lost = restore_segments(tree, [segment("a", P), segment("b", [1, 2, 9])])
-
-    assert [s.segment_id for s in lost] == ["b"]
-    tree.check_integrity()
-
-
 def test_a_segment_is_restored_below_a_parent_that_a_better_one_hides(tree: StoredTree) -> None:
     """Approximate 1 2 3 4 came first, then exact 1 2 7 and 3 4 after that.
 
@@ -690,34 +329,6 @@ def test_a_segment_is_restored_below_a_parent_that_a_better_one_hides(tree: Stor
     tree.lose(tree.get("c"))
     tree.lose(tree.get("b"))
     assert found(tree, [1, 2, 3, 4, 5, 6], least=ONCE) == [("a", 0, 4), ("d", 0, 2)]
-
-
-def test_segments_are_restored_on_any_path_that_suffices(tree: StoredTree) -> None:
-    """Twice the same tokens, and below each something that begins alike."""
-    lost = restore_segments(
-        tree,
-        [
-            segment("a", P, quality=ONCE),
-            segment("b", P),
-            segment("c", [7, 8], P, quality=ONCE),
-            segment("d", [7, 9], P, quality=ONCE),
-            segment("e", [7, 10], P, quality=HALF),
-            segment("f", [7, 11], P),
-        ],
-    )
-
-    assert lost == []
-    tree.check_integrity()
-    parents = {name: tree.get(name).parent.segment_id for name in "cdef"}
-    assert parents == {"c": "b", "d": "a", "e": "b", "f": "b"}
-
-
-def test_a_path_of_too_low_a_quality_is_no_place(tree: StoredTree) -> None:
-    lost = restore_segments(
-        tree, [segment("a", P, quality=ONCE), segment("b", [7], P, quality=HALF)]
-    )
-
-    assert [own.segment_id for own in lost] == ["b"]
 
 
 DAMAGE: dict[str, Callable[[StoredSegment, StoredSegment], None]] = {

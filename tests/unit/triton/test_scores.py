@@ -161,19 +161,6 @@ def test_queries_may_be_a_view(device: str) -> None:
     assert_same(request.found(queries=view), request.expected())
 
 
-def test_a_new_token_does_not_see_later_ones(device: str) -> None:
-    """All but the first query look at the last new token as soon as they may: only the last can."""
-    n = 70
-    queries = torch.ones(n, 1, 64, dtype=HALF, device=device)
-    prefix = torch.zeros(1, 1, 64, dtype=HALF, device=device)
-    new = torch.full((n, 1, 64), -10.0, dtype=HALF, device=device)
-    new[-1] = 10.0
-
-    found = column_sums(queries, prefix, new[:0], new, (0,), 1.0)
-
-    assert found.item() == pytest.approx(n - 1, rel=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
 def test_very_large_logits_do_not_overflow(device: str, dtype: torch.dtype) -> None:
     request = Request(device, 9, 50, 3, 2, 1, dtype=dtype)
@@ -187,22 +174,6 @@ def test_very_large_logits_do_not_overflow(device: str, dtype: torch.dtype) -> N
         assert (found.sum(1) <= 9 * (1 + 1e-5)).all()
         expected = request.expected(squares=squares)
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
-
-
-def test_the_weights_of_a_row_sum_to_one(device: str) -> None:
-    """What goes to the prefix, and what would go to the rest, were it the prefix."""
-    n, m, c = 5, 70, 40
-    request = Request(device, n, m, c, 6, 2, dtype=BRAIN)
-    # No query looks at the new tokens: their logits are far below all others.
-    request.queries[..., 0] = 50.0
-    request.new.zero_()[..., 0] = -50.0
-    turned = Request(device, n, c, m, 6, 2, dtype=BRAIN)
-    turned.queries, turned.new = request.queries, request.new
-    turned.prefix, turned.resident = request.resident, request.prefix
-
-    total = request.found().sum(1) + turned.found().sum(1)
-
-    torch.testing.assert_close(total, torch.full_like(total, n), rtol=1e-5, atol=0)
 
 
 def test_nothing_to_score(device: str) -> None:
