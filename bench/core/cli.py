@@ -19,10 +19,10 @@ from bench.core.session import ROOT, BenchFailed, interrupt_on_signals
 from impress_sglang.errors import ImpressError
 
 ROOMS = {
-    "policies": ("serving", "simulate", "calibrate", "schedule"),
-    "quality": ("accuracy", "precision", "drift", "decode"),
+    "policies": ("serving", "simulate", "schedule"),
+    "quality": ("accuracy",),
     "engine": ("engine",),
-    "micro": ("pipeline", "overhead", "memory", "planning", "disk", "kernels"),
+    "micro": ("overhead", "memory", "kernels"),
 }
 MODULES = {name: f"bench.{room}.{name}" for room, names in ROOMS.items() for name in names}
 

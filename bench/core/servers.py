@@ -208,10 +208,6 @@ class Server:
         """Slow reads from SSD down from now on; 0 for as fast as they are."""
         self._request("POST", "/bench/ssd_mbps", json={"mbps": mbps})
 
-    def set_readahead(self, share: float) -> None:
-        """Let so much be read ahead in vain from now on; 0 for nothing read ahead."""
-        self._request("POST", "/bench/readahead", json={"share": share})
-
     def check_log(self) -> None:
         """Raise if the log tells of an exception or a leak.
 

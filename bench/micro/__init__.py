@@ -1,1 +1,1 @@
-"""One part at a time: reading ahead, overhead, memory, planning, the drive, kernels."""
+"""One part at a time: overhead, memory, kernels."""

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.core.report import Row, ratio
-from impress_sglang.config import ImpressConfig
 from impress_sglang.options import EXACTLY, is_bits
 
 POLICIES = (
@@ -65,11 +64,10 @@ def policy(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiers:
-    """Caches in MB in front of the SSD, and the share of bytes that may be read ahead in vain."""
+    """Caches in MB in front of the SSD."""
 
     device_mb: float
     host_mb: float
-    readahead: float = ImpressConfig().readahead
 
 
 NO_TIERS = Tiers(0, 0)
@@ -93,7 +91,6 @@ def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> li
         "--impress-approximation-depth=0",
         f"--impress-device-gb={tiers.device_mb / 1e3:.6f}",
         f"--impress-host-gb={tiers.host_mb / 1e3:.6f}",
-        f"--impress-readahead={tiers.readahead}",
     ]
     if policy.endswith(NO_LOOKAHEAD):
         flags.append("--impress-lookahead=off")

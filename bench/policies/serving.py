@@ -47,10 +47,6 @@ from bench.policies.compared import (
 )
 from bench.policies.trace import MIN_SIGMA, Request, Trace, TraceOptions, make_trace
 
-DATASETS = Option(
-    "datasets", ("piqa", "openbookqa", "copa"), "to take prefixes from", parse=one_of(READERS)
-)
-RETENTION = Option("retention", 0.25, "share of tokens that policies other than impress load")
 OPTIONS = (
     Option(
         "policies",
@@ -70,8 +66,10 @@ OPTIONS = (
     Option("device-share", 0.10, "device cache of chunks, of all stored KVs"),
     Option("host-share", 0.15, "host cache of chunks, of all stored KVs"),
     Option("ssd-mbps", 30.0, "bandwidth of the emulated SSD in MB/s; 0: the real one"),
-    RETENTION,
-    DATASETS,
+    Option("retention", 0.25, "share of tokens that policies other than impress load"),
+    Option(
+        "datasets", ("piqa", "openbookqa", "copa"), "to take prefixes from", parse=one_of(READERS)
+    ),
     DATA,
     MODEL,
     DTYPE,
@@ -140,8 +138,7 @@ class Comparison:
             self.trace: Trace = make_trace(datasets, load_tokenize(self.model), options)
         self._args = args
         self._pool = pool
-        self._concurrency = getattr(args, "concurrency", 1)
-        self._running = getattr(args, "running", None) or self._concurrency
+        self._running = args.running or args.concurrency
 
     def prepare(self, policies: Sequence[str]) -> int:
         """Compute and store every prefix as each of the policies needs it.
@@ -166,7 +163,7 @@ class Comparison:
 
     def ask(self, server: Server, requests: Sequence[Request]) -> list[float]:
         """Milliseconds to the first token of each request."""
-        return server.first_token_ms([own.tokens for own in requests], self._concurrency)
+        return server.first_token_ms([own.tokens for own in requests], self._args.concurrency)
 
     def warm_up(self, server: Server, name: str, mbps: float) -> None:
         """All requests before the measured ones."""

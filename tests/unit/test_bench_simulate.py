@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.policies.calibrate import QUESTION_TOKENS, Seen, fit, replay
 from bench.policies.eviction import BASES, Hierarchy, make_policy
 from bench.policies.sessions import TALKS, Item, Request, Sessions, Shared
 from bench.policies.simulation import ORDERS, Rates, Simulation, summarize
@@ -214,23 +212,3 @@ def test_sessions_are_as_published(name: str, turns: float, longer: float) -> No
         lengths.append(length)
     assert requests / 4000 == pytest.approx(turns, rel=0.03)
     assert sum(length > 2048 for length in lengths) / 4000 == pytest.approx(longer, abs=0.02)
-
-
-def test_rates_of_a_simulated_server_are_found_again() -> None:
-    """Of one that computes 1,000 tokens a second and reads 200, beside 10 ms for anything."""
-    rates = Rates(
-        prefill_tokens_per_s=1000,
-        decode_ms=1,
-        batch=1,
-        h2d_gbps=1e3,
-        ssd_gbps=0.2,
-        bytes_per_token=1_000_000,
-        overhead_ms=10,
-    )
-    asked = [Seen("", number % 4 % 3, 10.0 * number, 0.0, "") for number in range(20)]
-    served = replay(rates, asked, 3, PREFIX, 2 * (PREFIX + QUESTION_TOKENS))
-    assert {own.source for own in served} == {"device", "ssd"}
-    computed = 0.01 + (PREFIX + QUESTION_TOKENS) / 1000
-    assert dataclasses.astuple(fit(computed, served, PREFIX, 1_000_000)) == pytest.approx(
-        dataclasses.astuple(rates)
-    )
