@@ -1,6 +1,4 @@
-"""A server that benchmarks and tests can slow down and command: `python -m bench.core.server ARGS`.
-
-ARGS are those of `sglang.launch_server`. Beside its routes there are
+"""A server that benchmarks and tests can slow down and command, by routes beside SGLang's.
 
     POST /bench/ssd_mbps {"mbps": 30}     read from SSD no faster than that; 0: as fast as it goes
     POST /bench/readahead {"share": 0.2}  change --impress-readahead
@@ -12,13 +10,11 @@ loaded there. What it installs is this process's; nothing of it is in the produc
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from bench.core.emulation import SlowFileSystem
-from bench.core.zygote import launch
 from impress_sglang.integration.reporting import add_order, give_order
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.files import install
@@ -63,6 +59,3 @@ add_order("bench_reorder", _reorder_all)
 HookRegistry.register(
     "sglang.srt.entrypoints.http_server._setup_and_run_http_server", _add_routes, HookType.BEFORE
 )
-
-if __name__ == "__main__":
-    launch(sys.argv[1:])

@@ -7,12 +7,9 @@ and again in each spawned child, before plugins are loaded there.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-from bench.core.zygote import launch
 
 
 def _use_rectangular_attention(backend: Any, runner: Any, *_: Any) -> Any:
@@ -41,6 +38,3 @@ HookRegistry.register(
     _use_native_rope,
     HookType.BEFORE,
 )
-
-if __name__ == "__main__":
-    launch(sys.argv[1:])

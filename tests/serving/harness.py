@@ -24,6 +24,9 @@ STOCK = "bench.core.stock_server"
 BENCH = "bench.core.server"
 FAULTY = "tests.serving.faulty_server"
 RETRACTING = "tests.serving.retracting_server"
+# Runs the Python file that the variable names, in place of a server.
+SCRIPT = "tests.serving.script"
+SCRIPT_VARIABLE, ARGUMENTS_VARIABLE = "TESTS_SCRIPT", "TESTS_SCRIPT_ARGUMENTS"
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
 START_TIMEOUT_S = 240
 REQUEST_TIMEOUT_S = 600
@@ -181,18 +184,15 @@ def launch(
     zygote: Zygote | None,
     stock: bool = False,
     bench: bool = False,
-    env: dict[str, str] | None = None,
     faults: FaultControl | None = None,
     retracts: bool = False,
 ) -> Server:
     """Start a server without waiting for it: forked, or by the real command if there is no zygote.
 
     `stock` is the one to compare with, `bench` one that can be slowed down and commanded, one that
-    `retracts` takes requests out and puts them back all the time. `env` needs the real command, for
-    SGLang reads much of it while it is imported.
+    `retracts` takes requests out and puts them back all the time; all of these are forked.
     """
     assert not (stock and faults), "stock has no store"
-    assert zygote is not None or not retracts, "its module does not start a server"
     port = free_port()
     argv = [f"--model-path={model}", f"--port={port}", *CPU_FLAGS, *flags]
     preload = STOCK if stock else BENCH if bench else RETRACTING if retracts else None
@@ -201,16 +201,15 @@ def launch(
         preload = FAULTY
         own[CONTROL_VARIABLE] = str(faults.path)
     if zygote is not None:
-        assert env is None
         process = zygote.fork(argv, log, preload=preload, environment=own)
         return Server(process, port, log)
-    module = preload or "sglang.launch_server"
+    assert preload is None
     with log.open("wb") as output:
         child = subprocess.Popen(
-            [sys.executable, "-m", module, *argv],
+            [sys.executable, "-m", "sglang.launch_server", *argv],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=server_environment({**own, **(env or {})}),
+            env=server_environment(),
             cwd=ROOT,
             start_new_session=True,
         )
@@ -232,28 +231,10 @@ def wait_until_ready(server: Server) -> Server:
 
 @contextlib.contextmanager
 def running(
-    model: Path,
-    log: Path,
-    *flags: str,
-    zygote: Zygote | None,
-    stock: bool = False,
-    bench: bool = False,
-    env: dict[str, str] | None = None,
-    faults: FaultControl | None = None,
-    retracts: bool = False,
+    model: Path, log: Path, *flags: str, zygote: Zygote | None, **how: Any
 ) -> Iterator[Server]:
-    """A server for the time of a `with` block."""
-    server = launch(
-        model,
-        log,
-        *flags,
-        zygote=zygote,
-        stock=stock,
-        bench=bench,
-        env=env,
-        faults=faults,
-        retracts=retracts,
-    )
+    """A server for the time of a `with` block; see `launch`."""
+    server = launch(model, log, *flags, zygote=zygote, **how)
     try:
         yield wait_until_ready(server)
     finally:

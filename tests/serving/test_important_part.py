@@ -7,22 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.compare import assert_same, paths, report
+from tests.serving.compare import paths, report
 from tests.serving.conftest import impress_flags
 from tests.serving.harness import Server, Zygote, running
 from tests.serving.tiny_models import random_tokens
 
 
-@pytest.fixture(scope="module", params=["impress", "paper"])
-def impress(
-    request: pytest.FixtureRequest, workdir: Path, tiny_llama: Path, zygote: Zygote
-) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def impress(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
     with running(
         tiny_llama,
-        workdir / f"impress-{request.param}.log",
+        workdir / "impress.log",
         *impress_flags(
             workdir / "store-impress",
-            f"--impress-policy={request.param}",
             "--impress-retention=0.25",
             "--impress-min-prefix-tokens=64",
             "--max-total-tokens=9000",
@@ -152,9 +149,6 @@ def asking(retention: object) -> dict[str, object]:
     return {"custom_params": {"impress_retention": retention}}
 
 
-EXACT = {"custom_params": {"impress_retention": 1.0, "impress_bits": "exact"}}
-
-
 @pytest.mark.parametrize(("asked", "used"), [(0.5, 301), (0.1, 61), (0.001, 31)])
 def test_a_request_asks_for_its_own_retention(impress: Server, asked: float, used: int) -> None:
     """Down to the floor of the server, 0.05."""
@@ -169,33 +163,7 @@ def test_a_request_asks_for_its_own_retention(impress: Server, asked: float, use
     assert answers[0]["output_ids"] == answers[2]["output_ids"]
 
 
-def test_a_request_asks_for_an_exact_answer(impress: Server) -> None:
-    prefix = random_tokens(700, seed=81)
-    question = [*prefix, *random_tokens(20, seed=82)]
-    computed = impress.generate(question, 12, return_logprob=True)
-    assert paths([computed]) == ["computed"]
-    impress.flush()
-    exact = impress.generate(question, 12, return_logprob=True, sampling_params=EXACT)
-    assert_same([computed], [exact], 1e-4)
-    said = report(exact)
-    assert said["path"] == "ssd" and said["approximate"] is False
-    assert said["used_tokens"] == said["prefix_tokens"]
-    # It is resident now, for those who did not ask as well.
-    assert paths([impress.generate(question, 1)]) == ["device"]
-
-
-def test_exact_requests_do_not_see_approximate_kvs(impress: Server) -> None:
-    first = store_prefix(impress, 500, seed=91)
-    second = [*first, *random_tokens(200, seed=92)]
-    impress.generate(second, 1)
-    impress.flush()
-    third = [*second, *random_tokens(30, seed=93)]
-    assert report(impress.generate(third, 1))["stored_tokens"] == 700
-    exact = report(impress.generate(third, 1, sampling_params=EXACT))
-    assert exact["stored_tokens"] == 500 and exact["approximate"] is False
-
-
-@pytest.mark.parametrize("wrong", [0, -0.5, 1.5, "half", True, None, [0.5]])
+@pytest.mark.parametrize("wrong", [1.5, [0.5]])
 def test_a_wrong_retention_is_refused(impress: Server, wrong: object) -> None:
     response = impress.post(
         "/generate", input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 1, **asking(wrong)}

@@ -86,18 +86,16 @@ def without_pages(workdir: Path, tiny_llama: Path, zygote: Zygote) -> list[Answe
         return [server.generate(question, 8, **EIGHT_BITS) for question in questions()]
 
 
-def exactly_as_stock(server: Server, stock: Server, page: int, sampling: dict[str, Any]) -> None:
+def test_exact_answers_are_those_of_stock(paged: Server, stock: Server, page: int) -> None:
     prompts = branches(100, page)
     for prompt in prompts:
-        server.generate(prompt, 1)
-    server.flush()
+        paged.generate(prompt, 1)
+    paged.flush()
     asked = [[*prompt, *random_tokens(37, seed=7)] for prompt in prompts]
     expected = stock.generate_together(asked, 24, return_logprob=True)
 
     def ask() -> list[Answer]:
-        return server.generate_together(
-            asked, 24, return_logprob=True, sampling_params=dict(sampling)
-        )
+        return paged.generate_together(asked, 24, return_logprob=True, sampling_params=dict(EXACT))
 
     from_ssd, resident = ask(), ask()
     assert_same(expected, from_ssd, TOLERANCE)
@@ -106,25 +104,6 @@ def exactly_as_stock(server: Server, stock: Server, page: int, sampling: dict[st
     for prompt, answer in zip(prompts, from_ssd, strict=True):
         assert answer["meta_info"]["cached_tokens"] == len(prompt) // page * page
         assert report(answer)["approximate"] is False
-
-
-def test_exact_answers_are_those_of_stock(paged: Server, stock: Server, page: int) -> None:
-    exactly_as_stock(paged, stock, page, EXACT)
-
-
-def test_a_policy_that_loads_whole_prefixes(
-    page: int, workdir: Path, tiny_llama: Path, zygote: Zygote, stock: Server
-) -> None:
-    if page == 16:
-        pytest.skip("one page size is enough")
-    flags = (f"--page-size={page}", "--impress-policy=as", "--impress-min-prefix-tokens=64")
-    log = workdir / "pages-as.log"
-    with running(
-        tiny_llama, log, *impress_flags(workdir / "store-as-pages", *flags), zygote=zygote
-    ) as own:
-        exactly_as_stock(own, stock, page, {})
-        assert own.stats()["integrity"] == "ok"
-        own.assert_quiet()
 
 
 def test_codes_are_those_of_any_page_size(

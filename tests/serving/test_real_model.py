@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,16 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.segment import read_header
 from tests.serving.compare import report
-from tests.serving.harness import Server, running
+from tests.serving.harness import (
+    ARGUMENTS_VARIABLE,
+    SCRIPT,
+    SCRIPT_VARIABLE,
+    Server,
+    Zygote,
+    running,
+    tail,
+)
+from tests.unit.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE_TIMEOUT_S = 300
@@ -136,15 +146,15 @@ def test_openai_client_example(server: Server) -> None:
     server.assert_quiet()
 
 
-def test_offline_engine_example(smollm: Path, workdir: Path) -> None:
-    """`sglang.Engine` has no command line; the example starts its own."""
-    _run_example(
-        "offline_engine.py",
-        f"--model-path={smollm}",
-        f"--impress-ssd-dir={workdir / 'store-engine'}",
-        "--device=cpu",
-        "--dtype=float32",
-    )
+def test_offline_engine_example(smollm: Path, workdir: Path, zygote: Zygote) -> None:
+    """`sglang.Engine` has no command line; the example starts its own, where SGLang is imported."""
+    options = [f"--model-path={smollm}", "--device=cpu", "--dtype=float32"]
+    script, log = ROOT / "examples" / "offline_engine.py", workdir / "offline-engine.log"
+    told = {SCRIPT_VARIABLE: str(script), ARGUMENTS_VARIABLE: json.dumps(options)}
+    process = zygote.fork([], log, preload=SCRIPT, environment=told)
+    wait_until(lambda: not process.alive(), EXAMPLE_TIMEOUT_S)
+    first, _, second = log.read_text().partition("after emptying the device pool\n")
+    assert "path computed" in first and "path ssd" in second, tail(log.read_text())
 
 
 def test_generated_shared_prefix_benchmark(server: Server, smollm: Path, workdir: Path) -> None:

@@ -59,6 +59,10 @@ def reordered_store(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Path:
             server.flush()
         before = set(store.glob("*/segments/*/*.kv"))
         first = [server.generate(question(i, 0), 1) for i in range(4)]
+        told = [report(answer) for answer in first]
+        assert {own["used_tokens"] for own in told} == {700 // 4}
+        layers = {own["layers_by_probe"] + own["layers_by_fallback"] for own in told}
+        assert layers == {3} and all(own["approximate"] for own in told)
         reorder(server, "/impress/reorder", force=True)
         assert server.stats()["reorder"]["segments"] == 0, "one request has not paid for it"
         more = [server.generate(question(i, seed), 1) for seed in (1, 2) for i in range(4)]

@@ -6,7 +6,6 @@ A tokenizer built by transformers' own GGUF conversion fails on spaces before di
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import subprocess
@@ -173,25 +172,3 @@ def test_locating_the_weights_imports_nothing_heavy() -> None:
         text=True,
     )
     assert result.stdout.split() == []
-
-
-def test_fresh_conversion_has_the_weights_transformers_would_load(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import gguf as files
-    import torch
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM, GgufConfig
-
-    # Its tables are read for seconds, once for us and three times for transformers.
-    monkeypatch.setattr(files, "GGUFReader", functools.cache(files.GGUFReader))
-    gguf = demo.gguf_path()
-    converted = load_file(demo.model_path(tmp_path) / "model.safetensors")
-    reference = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-    ).state_dict()
-    assert reference.keys() - converted.keys() == {"lm_head.weight"}
-    assert all(torch.equal(weight, reference[name]) for name, weight in converted.items())

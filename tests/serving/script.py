@@ -1,0 +1,17 @@
+"""A Python file in a fork of the process that has imported SGLang: it runs in place of a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from tests.serving.harness import ARGUMENTS_VARIABLE, SCRIPT_VARIABLE
+
+script = Path(os.environ[SCRIPT_VARIABLE])
+sys.argv = [str(script), *json.loads(os.environ[ARGUMENTS_VARIABLE])]
+sys.path.insert(0, str(script.parent))
+runpy.run_path(str(script), run_name="__main__")
+sys.exit(0)
