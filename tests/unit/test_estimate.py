@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from impress_sglang.management.forecast import CodedBytes, StoredBytes
-from impress_sglang.options import AUTO_BITS, EXACT_BITS
+from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.estimate import (
-    BITS,
     LEAST_OBSERVED_TOKENS,
     RETENTIONS,
     Estimate,
@@ -201,17 +200,6 @@ def test_auto_takes_the_largest_hidden_retention_and_else_its_floor(
     assert Estimator(HIDDEN_SIZE).largest_hidden(estimates(*ios)).retention == retention
 
 
-def test_auto_takes_its_floor_where_nothing_is_known() -> None:
-    estimator = Estimator(HIDDEN_SIZE)
-    unknown = [estimator.estimate(WORKS[1], retention, 0.0) for retention in (1.0, 0.5, 0.25)]
-
-    assert estimator.largest_hidden(unknown).retention == 0.25
-
-
-def test_retentions_that_auto_tries_fall_from_all() -> None:
-    assert RETENTIONS[0] == 1.0 and list(RETENTIONS) == sorted(set(RETENTIONS), reverse=True)
-
-
 def stored(chances: dict[int, float], *, probe_bytes: int = 0, usual: float = 0.25) -> StoredBytes:
     counts = np.zeros(CODES)
     for code, num_bytes in chances.items():
@@ -223,10 +211,6 @@ def test_usual_requests_are_expected_to_read_by_the_chances() -> None:
     found = stored({0: 4e6, 51: 1e6, 255: 2e5}, probe_bytes=300)
 
     assert found.expected(0.25) == pytest.approx(300 + 0.2 * 1e6 + 2e5)
-
-
-def test_a_whole_prefix_is_all_that_is_on_the_ssd() -> None:
-    assert stored({0: 4e6, 51: 1e6, 255: 2e5}, probe_bytes=300).expected(1.0) == 300 + 5.2e6
 
 
 def test_twice_the_retention_asks_twice() -> None:
@@ -285,7 +269,3 @@ def test_as_much_is_read_before_as_would_be_waited_for(
 def test_coded_bytes_are_the_base_and_planes_by_bits() -> None:
     found = CodedBytes(1000.0, 800.0)
     assert [found.expected(bits) for bits in (4, 5, 6, 8)] == [1000, 1200, 1400, 1800]
-
-
-def test_bits_that_auto_tries_fall_to_its_floor() -> None:
-    assert list(BITS) == sorted(set(BITS), reverse=True) and BITS[-1] > AUTO_BITS

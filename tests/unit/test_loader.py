@@ -353,19 +353,6 @@ def test_exact_scores_need_no_probe_heads(either: Setting) -> None:
     np.testing.assert_allclose(rule.scores, setting.reference_scores(0), rtol=1e-4, atol=1e-7)
 
 
-def test_rule_sees_the_scores_of_the_probe_column_then_of_all_keys(setting: Setting) -> None:
-    rule = fallback(own_tokens(setting.shape, 5))
-
-    setting.load(1, rule, 5)
-
-    expected = setting.reference_scores(1)
-    assert rule.probe_scores is not None and rule.scores is not None
-    np.testing.assert_allclose(
-        rule.probe_scores, expected[setting.probe_query_heads()], rtol=1e-4, atol=1e-7
-    )
-    np.testing.assert_allclose(rule.scores, expected, rtol=1e-4, atol=1e-7)
-
-
 def test_evidence_is_read_and_scored_once_however_often_it_is_asked_for(setting: Setting) -> None:
     class Doubting:
         evidence = "probe"

@@ -72,50 +72,6 @@ def test_first_guess_stands_without_observations() -> None:
     assert cost.gap_bytes == pytest.approx(START_SECONDS_PER_PIECE / START_SECONDS_PER_BYTE, abs=1)
 
 
-def test_a_new_bandwidth_replaces_the_old_one() -> None:
-    """As when another process begins to use the drive."""
-    cost = taught(50e-6, 5e9)
-    for seed in range(2, 8):
-        for pieces, num_bytes in reads(seed):
-            cost.observe(pieces, num_bytes, pieces * 50e-6 + num_bytes / 5e8)
-
-    assert cost.bytes_per_second == pytest.approx(5e8, rel=0.1)
-    assert cost.seconds_per_piece == pytest.approx(50e-6, rel=0.1)
-
-
-def test_the_gap_shrinks_with_the_bandwidth() -> None:
-    gaps = [taught(50e-6, bandwidth).gap_bytes for bandwidth in (8e9, 2e9, 5e8, 1e8)]
-
-    assert gaps == sorted(gaps, reverse=True)
-    assert gaps[0] > 10 * gaps[-1]
-
-
-@given(
-    pieces=st.integers(1, 1000),
-    blocks=st.integers(1, 10_000),
-    seconds=st.floats(1e-7, 100.0),
-    count=st.integers(1, 300),
-)
-def test_reads_of_one_kind_give_finite_positive_costs_that_explain_them(
-    pieces: int, blocks: int, seconds: float, count: int
-) -> None:
-    """They cannot tell latency from bandwidth, and must not make either absurd."""
-    cost = ReadCost()
-    for _ in range(count):
-        cost.observe(pieces, 4096 * blocks, seconds)
-
-    assert_sane(cost)
-
-
-def test_a_series_of_like_reads_is_explained() -> None:
-    cost = ReadCost()
-    for _ in range(300):
-        cost.observe(10, 10 * 65_536, 2e-3)
-
-    explained = 10 * cost.seconds_per_piece + 10 * 65_536 / cost.bytes_per_second
-    assert explained == pytest.approx(2e-3, rel=0.02)
-
-
 @given(
     st.lists(
         st.tuples(st.integers(1, 1000), st.integers(1, 10_000), st.floats(1e-7, 1000.0)),
@@ -131,19 +87,6 @@ def test_any_observations_give_finite_positive_costs(
         cost.observe(pieces, 4096 * blocks, seconds)
 
         assert_sane(cost)
-
-
-@pytest.mark.parametrize(("num_bytes", "seconds"), [(0, 1.0), (4096, 0.0), (4096, -1.0)])
-def test_reads_that_say_nothing_change_nothing(num_bytes: int, seconds: float) -> None:
-    """No bytes, or a clock that did not move."""
-    cost, same = taught(50e-6, 5e8), taught(50e-6, 5e8)
-
-    for _ in range(100):
-        cost.observe(1, num_bytes, seconds)
-
-    assert cost.seconds_per_piece == same.seconds_per_piece
-    assert cost.bytes_per_second == same.bytes_per_second
-    assert cost.seconds_for(1e8) == same.seconds_for(1e8)
 
 
 def test_bytes_are_read_in_pieces_as_long_as_they_were_lately() -> None:

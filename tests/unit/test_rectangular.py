@@ -111,14 +111,3 @@ def test_keys_of_another_dtype_are_taken_in_that_of_the_queries() -> None:
     assert found.dtype == torch.float32
     expected = dense_attention(queries, keys.bfloat16(), values.bfloat16(), 0.3, True, None)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_order_of_the_cached_keys_does_not_matter() -> None:
-    """Why a prefix may be stored and loaded in any order: only the new tokens are causal."""
-    queries, keys, values = inputs(4, 30, 4, 2)
-    order = torch.cat([torch.randperm(26), torch.arange(26, 30)])
-
-    plain = rectangular_attention(queries, keys, values, scaling=0.3, causal=True)
-    mixed = rectangular_attention(queries, keys[order], values[order], scaling=0.3, causal=True)
-
-    torch.testing.assert_close(plain, mixed, rtol=1e-5, atol=1e-6)

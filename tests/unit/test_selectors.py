@@ -71,21 +71,6 @@ def test_gives_k_distinct_ascending_tokens_in_range(
     check_sets(RULES[name].select(evidence, k), evidence, k)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 5, 100])
-def test_gives_all_tokens_where_all_are_asked_for(rule: TokenSelector, num_tokens: int) -> None:
-    evidence = FakeEvidence(torch.rand(4, num_tokens), 2)
-
-    for tokens in rule.select(evidence, num_tokens).tolist():
-        assert tokens == list(range(num_tokens))
-
-
-@pytest.mark.parametrize("num_tokens", [1, 3, 100])
-def test_gives_a_single_token(rule: TokenSelector, num_tokens: int) -> None:
-    evidence = FakeEvidence(torch.rand(4, num_tokens), 2)
-
-    check_sets(rule.select(evidence, 1), evidence, 1)
-
-
 def test_is_pure(rule: TokenSelector) -> None:
     generator = torch.Generator().manual_seed(3)
     evidence = FakeEvidence(torch.rand(4, 50, generator=generator), 2)
@@ -188,13 +173,6 @@ def test_paper_lets_a_single_probe_head_speak_for_all() -> None:
 
     assert found.tolist() == [[2, 3, 5, 7, 11]]
     assert evidence.asked == ["probe"]
-
-
-@pytest.mark.parametrize("heads", [[[3, 7, 11]] * 2, [[3, 7, 11]] * 4])
-def test_no_head_speaks_for_others_where_each_takes_its_own(heads: list[list[int]]) -> None:
-    found = H2OSelector().select(FakeEvidence(heads_that_like(*heads)), 3)
-
-    assert found.tolist() == heads
 
 
 @pytest.mark.parametrize("name", ["h2o", "paper that falls back"])

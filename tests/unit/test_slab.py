@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from impress_sglang.errors import ConfigError
 from impress_sglang.storage.direct_io import AlignedMemory
-from impress_sglang.storage.layout import SegmentLayout
+from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.tiers import slab as slab_module
 from impress_sglang.tiers.slab import PageShape, Slab
-from tests.unit.kv_factory import columns_of, make_shape, row_size
+from tests.unit.kv_factory import make_shape, row_size
 
 CPU = torch.device("cpu")
 # gcd(12, 8) = 4 elements a vector: a key head has 3 of them, a value head 2.
@@ -21,78 +24,32 @@ SHAPE = make_shape(
 PAGE = PageShape.of(SHAPE, 16)
 
 
-def test_a_page_holds_one_vector_for_each_token_of_a_chunk() -> None:
-    assert (PAGE.unit, PAGE.page_vectors, PAGE.dtype) == (4, 16, torch.bfloat16)
-    assert PAGE.page_bytes == 4 * 16 * 2
-    assert [PAGE.row_vectors(SHAPE, column) for column in SHAPE.columns] == [3, 6, 6]
-    assert PAGE.max_chunk_pages(SHAPE) == 6
+SINGLE_HEADS = dataclasses.replace(SHAPE, probe_kv_heads=())
+NO_OTHER_KEYS = make_shape(kv_heads=1, query_heads=1, probe=(0,))
 
 
-def test_equal_dims_make_a_page_of_one_head() -> None:
-    page = PageShape.of(make_shape(kv_heads=4, query_heads=8, probe=(0, 1)), 8)
+@pytest.mark.parametrize("shape", [SHAPE, SINGLE_HEADS, NO_OTHER_KEYS])
+@pytest.mark.parametrize(("chunk_tokens", "num_tokens"), [(16, 35), (32, 40), (8, 8)])
+def test_pages_of_each_chunk_in_the_order_of_the_layout(
+    shape: KVShape, chunk_tokens: int, num_tokens: int
+) -> None:
+    """As many as hold its rows, wherever its segment's chunks end; a column without heads none."""
+    page = PageShape.of(shape, 16)
+    layout = SegmentLayout(shape, chunk_tokens, num_tokens, 4096)
 
-    assert (page.unit, page.page_bytes) == (8, 8 * 8 * 4)
-    assert page.max_chunk_pages(make_shape(kv_heads=4, query_heads=8, probe=(0, 1))) == 4
-
-
-def test_pages_of_each_chunk_in_the_order_of_the_layout() -> None:
-    """35 tokens: two whole chunks and one of 3 tokens, in which every page is partly used."""
-    layout = SegmentLayout(SHAPE, 16, 35, 4096)
-
-    pages = PAGE.chunk_pages(layout)
-
-    assert pages.tolist() == [3, 3, 1, 6, 6, 2, 6, 6, 2] * 2
-    assert pages.dtype == np.uint16
-    for layer in range(2):
-        for column in SHAPE.columns:
-            for chunk in range(3):
-                needed = layout.chunk_rows(chunk) * PAGE.row_vectors(SHAPE, column)
-                assert pages[layout.chunk_index(layer, column, chunk)] == -(-needed // 16)
-
-
-def test_a_segment_with_other_chunks_takes_other_pages() -> None:
-    assert PAGE.chunk_pages(SegmentLayout(SHAPE, 32, 40, 4096)).tolist()[:6] == [6, 2, 12, 3, 12, 3]
-    assert PAGE.chunk_pages(SegmentLayout(SHAPE, 8, 8, 4096)).tolist()[:3] == [2, 3, 3]
-
-
-def test_a_column_without_heads_takes_none() -> None:
-    shape = make_shape(kv_heads=1, query_heads=1, probe=(0,))
-
-    assert (
-        PageShape.of(shape, 8).chunk_pages(SegmentLayout(shape, 8, 8, 4096)).tolist()
-        == [
-            1,
-            0,
-            1,
-        ]
-        * 2
-    )
-
-
-def test_pages_of_single_heads() -> None:
-    """A page has 16 vectors of 4 elements."""
-    shape = make_shape(
-        layers=2,
-        kv_heads=3,
-        query_heads=3,
-        key_dim=12,
-        value_dim=8,
-        dtype=torch.bfloat16,
-        probe=(),
-    )
-    page, layout = PageShape.of(shape, 16), SegmentLayout(shape, 16, 35, 4096)
-
-    assert [page.row_vectors(shape, column) for column in shape.columns] == [0, 3, 3, 3, 2, 2, 2]
-    assert [page.row_vectors_of(elements) for elements in (36, 12, 8)] == [9, 3, 2]
-    assert page.max_chunk_pages(shape) == 3
     pages = page.chunk_pages(layout)
-    assert pages.tolist() == [0, 0, 0, *[3, 3, 1] * 3, *[2, 2, 1] * 3] * 2
-    for layer in range(2):
-        for column in columns_of(shape):
+
+    assert (page.unit, page.page_vectors) == (math.gcd(shape.key_dim, shape.value_dim), 16)
+    assert pages.dtype == np.uint16 and len(pages) == layout.total_chunks
+    whole = []
+    for layer in range(shape.num_layers):
+        for column in shape.columns:
+            whole.append(-(-16 * row_size(shape, column) // page.page_bytes))
             for chunk in range(layout.num_chunks):
                 needed = layout.chunk_rows(chunk) * row_size(shape, column)
                 found = pages[layout.chunk_index(layer, column, chunk)]
                 assert found == -(-needed // page.page_bytes)
+    assert page.max_chunk_pages(shape) == max(whole)
 
 
 def contents(count: int, seed: int = 0) -> torch.Tensor:

@@ -289,20 +289,6 @@ def test_what_was_read_ahead_is_used_and_counted(bench: Workbench, no_gaps: None
     assert stats.bytes_read == stats.bytes_read_ahead == stats.bytes_read_ahead_used == whole
 
 
-def test_what_was_read_ahead_in_vain_is_counted_too(bench: Workbench) -> None:
-    store = bench.open(readahead=0.5)
-    bench.put(store, TOKENS)
-    source = store.open_source(look_up(store, TOKENS), 0, 40, ReadNeeds(whole=True))
-    store.ahead.wait(source, 0.0)
-    wait_for_reads(source)
-
-    store.close_source(source)
-
-    per_layer = disk_bytes(bench, *columns_of(bench.shape)) // bench.shape.num_layers
-    assert (store.stats.bytes_read, store.stats.bytes_read_ahead) == (per_layer, per_layer)
-    assert store.stats.bytes_read_ahead_used == 0
-
-
 def test_nothing_that_is_read_ahead_is_evicted(bench: Workbench) -> None:
     store = bench.open(ssd_gb=gb(2 * bench.one), readahead=0.5)
     for number in (1, 2):

@@ -39,13 +39,6 @@ def layout(num_tokens: int, shape: KVShape = SHAPE, chunk_tokens: int = 8) -> Se
 SOME = st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.9, 1.0]), min_size=1, max_size=24)
 
 
-def test_the_mapping_list_of_figure_13() -> None:
-    """Of t0 t1 t2 t3 the important ones are t0 and t3: they become t0 t3 t1 t2."""
-    mapping = mapping_lists(averages([0.9, 0.0, 0.0, 0.8]), [0])
-
-    assert mapping.tolist() == [[[0, 2, 3, 1]]]
-
-
 @given(average=SOME, cuts=st.sets(st.integers(1, 23)))
 def test_a_mapping_list_orders_each_node_by_average_and_keeps_ties(
     average: list[float], cuts: set[int]
@@ -122,16 +115,6 @@ def test_a_row_larger_than_a_block_is_its_own_unit() -> None:
     assert expected_bytes(averages([1.0, 0.5]), None, layout(2, shape), 0) == 1.5 * 3 * BLOCK
 
 
-def test_the_chunks_of_figure_12() -> None:
-    """Two of four tokens, two in a unit: one unit is read instead of two."""
-    shape = make_shape(layers=1, kv_heads=1, query_heads=1, key_dim=8, value_dim=512)
-    average = averages([1.0, 0.0, 0.0, 1.0])
-    mapping = mapping_lists(average, [0])
-
-    assert expected_bytes(average, None, layout(4, shape), 0) == 2 * BLOCK
-    assert expected_bytes(average, mapping, layout(4, shape), 0) == BLOCK
-
-
 @given(first=SOME, gap=st.sampled_from([0, 6000, 2 * BLOCK]))
 def test_an_order_by_average_never_costs_more(first: list[float], gap: int) -> None:
     average = averages(first, first[::-1])
@@ -142,16 +125,6 @@ def test_an_order_by_average_never_costs_more(first: list[float], gap: int) -> N
 
     assert after <= before * (1 + 1e-9)
     assert after <= expected_bytes(average, mapping_lists(-average, [0]), where, gap) * (1 + 1e-9)
-
-
-def test_an_order_by_average_costs_less_where_the_important_tokens_are_spread() -> None:
-    average = np.tile(averages([0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]), (2, 1, 8))
-    where = layout(64)
-
-    before = expected_bytes(average, None, where, 0)
-    after = expected_bytes(average, mapping_lists(average, [0]), where, 0)
-
-    assert after < before / 2
 
 
 def test_shares_of_chunks_by_hand() -> None:
@@ -166,20 +139,6 @@ def test_shares_of_chunks_by_hand() -> None:
     assert shares.tolist() == [[[0.75, 0.0, 0.0]], [[0.0, 0.0, 0.0]]]
     logical = np.tile(np.arange(10, dtype=np.uint16), (2, 1, 1))
     assert chunk_shares(average, logical, where)[0].tolist() == [[0.25, 0.25, 0.5]]
-
-
-def test_head_groups_count_by_themselves() -> None:
-    """All of 8 tokens of two layers: a quarter and half a block each, for both heads."""
-    certain = np.ones((2, 2, 8), np.float32)
-
-    assert expected_bytes(certain, None, layout(8, HEAD_GROUPS), 0) == 2 * 2 * (2 + 4) * BLOCK
-
-
-def test_each_head_group_is_read_by_its_own_average() -> None:
-    average = np.zeros((2, 2, 8), np.float32)
-    average[1, 0] = 1.0
-
-    assert expected_bytes(average, None, layout(8, HEAD_GROUPS), 0) == (2 + 4) * BLOCK
 
 
 @pytest.mark.parametrize("shape", [SHAPE, HEAD_GROUPS], ids=["probe heads", "head_groups"])
