@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Sequence
 
@@ -14,8 +13,6 @@ from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.resident import ResidentPart
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,8 +51,7 @@ class Prefetches:
         try:
             source = plan.open_source(store, timeline)
         except PrefixUnreadable as error:
-            logger.warning("request %s does without its stored prefix: %s", rid, error)
-            store.report(error)
+            self._served.report_miss(rid, error)
             return
         self._waiting[rid] = Prefetch(plan, source, timeline)
         store.ahead.wait(source, math.ceil(plan.estimate.lead * source.num_layers))

@@ -133,8 +133,7 @@ class ServingRuntime:
         try:
             request = self._opener.open(rid, plan, resident_slots, report, allocate)
         except PrefixUnreadable as error:
-            logger.warning("request %s does without its stored prefix: %s", rid, error)
-            self.store.report(error)
+            self.served.report_miss(rid, error)
             return None
         if request is not None:
             self.live[rid] = request

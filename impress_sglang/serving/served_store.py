@@ -12,7 +12,7 @@ from concurrent.futures import Future
 import torch
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.errors import ImpressError
+from impress_sglang.errors import ImpressError, PrefixUnreadable
 from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.memory import StoreMemory
@@ -85,6 +85,11 @@ class ServedStore:
     def in_use(self) -> bool:
         """Whether prefixes are looked for in the store, and offered to it."""
         return self._stores and self.suspended is None
+
+    def report_miss(self, rid: str, error: PrefixUnreadable) -> None:
+        """A request has to do without its stored prefix, which cannot be read."""
+        logger.warning("request %s does without its stored prefix: %s", rid, error)
+        self.store.report(error)
 
     def use_again(self) -> None:
         """All KVs in the pool are of `identity`: use its store, once it is open."""
