@@ -2,10 +2,9 @@
 
     python -m tests.unit.crash_writer DIRECTORY ROUND...
 
-Each shape has a store of its own there. A round is the name of a crash point, or a number of
-milliseconds after which the writer is killed. Prints one JSON object per shape and round. Every
-process is forked from this one, which never uses the store itself, so that PyTorch is imported
-once.
+A round is the name of a crash point, or a number of milliseconds after which the writer is killed.
+Prints one JSON object per round. Every process is forked from this one, which never uses the store
+itself, so that PyTorch is imported once.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ from tests.unit.kv_factory import (
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import open_source, rows
 
-SHAPES = {"probe": make_shape(), "head_groups": make_shape(dtype=torch.bfloat16, probe=())}
-SHAPE = SHAPES["probe"]
+SHAPE = make_shape(dtype=torch.bfloat16, probe=())
 FAMILIES = 3
 STEP = 12  # tokens by which a prefix of a family grows
 LONGEST = 40 * STEP
@@ -110,8 +108,6 @@ def reorder_something(directory: Path, progress: Path) -> None:
     head_groups = head_groups_of(SHAPE)
     selected = torch.arange(1, length, 3).expand(head_groups, -1)
     for layer in range(SHAPE.num_layers):
-        if SHAPE.probe_kv_heads:
-            source.read_probe(layer)
         read_rows(source, layer, selected)
         source.note_selection(layer, selected, torch.ones(head_groups, length))
     store.close_source(source)
@@ -246,21 +242,15 @@ def run_round(directory: Path, name: str) -> dict[str, Any]:
     return {"round": name, "end": end, "written": written, **in_child(lambda: verify(directory))}
 
 
-def run_rounds(shape: str, directory: Path, names: list[str]) -> None:
-    global SHAPE
-    SHAPE = SHAPES[shape]
-    # A new store has writes and renames of its own.
-    in_child(lambda: open_store(directory).close())
-    for name in names:
-        print(json.dumps({"shape": shape, **run_round(directory, name)}), flush=True)
-
-
 def main() -> None:
     torch.set_num_threads(1)
     # A killed process loses nothing that it has written.
     os.fsync = lambda descriptor: None
-    for shape in SHAPES:
-        run_rounds(shape, Path(sys.argv[1]) / shape / "store", sys.argv[2:])
+    directory = Path(sys.argv[1]) / "store"
+    # A new store has writes and renames of its own.
+    in_child(lambda: open_store(directory).close())
+    for name in sys.argv[2:]:
+        print(json.dumps(run_round(directory, name)), flush=True)
 
 
 if __name__ == "__main__":

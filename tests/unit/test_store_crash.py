@@ -38,8 +38,8 @@ STEP = 12
 
 
 @pytest.fixture(scope="module")
-def rounds_of_all(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """One directory per shape, killed again and again; what each new process found in it."""
+def rounds(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """A directory, and what each new process found in it after the one before was killed."""
     pick = random.Random(4)
     kills = [str(pick.randint(10, 150)) for _ in range(RANDOM_KILLS)]
     result = subprocess.run(
@@ -54,13 +54,6 @@ def rounds_of_all(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
     )
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
-
-
-@pytest.fixture(params=["probe", "head_groups"])
-def rounds(
-    request: pytest.FixtureRequest, rounds_of_all: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    return [r for r in rounds_of_all if r["shape"] == request.param]
 
 
 def test_every_writer_was_killed(rounds: list[dict[str, Any]]) -> None:
