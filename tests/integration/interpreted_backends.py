@@ -324,14 +324,6 @@ def test_extend_of_rows_with_and_without_a_prefix(world: World, triton_backend: 
     assert triton_backend.kv_index_translator is world.runner.kv_index_translator
 
 
-def test_whole_prefix_is_a_row_from_its_beginning(world: World, triton_backend: Any) -> None:
-    rows = [(world.row(5, sink=(30, 30)), 3)]
-    batch = world.extend(rows)
-    triton_backend.init_forward_metadata(batch)
-    attend_all_layers(triton_backend, world, batch, rows)
-    assert len(world.store.loaded) == LAYERS
-
-
 def test_chunks_of_a_prefill_and_its_decode(world: World, triton_backend: Any) -> None:
     """Two chunks of one request, then decode steps beside a row without a prefix."""
     sink, other = world.row(3, sink=(10, 40)), world.row(12)

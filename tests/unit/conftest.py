@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from impress_sglang.storage import pending_read
+from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
-from tests.unit.source_factory import reading
+from tests.unit.source_factory import BLOCK, SEVERAL, SHAPES, Case, open_case, reading
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +29,33 @@ def short_pauses() -> Iterator[None]:
         mock.patch("impress_sglang.management.suspects.FIRST_PAUSE_S", 0.1),
     ):
         yield
+
+
+@pytest.fixture
+def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only wanted blocks are read, so that bytes can be counted."""
+    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
+
+
+@pytest.fixture
+def single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block is a piece of its own."""
+    monkeypatch.setattr(pending_read, "PIECE_BYTES", BLOCK)
+
+
+@pytest.fixture(
+    params=[
+        "in order: gqa-float32",
+        "reordered: gqa-float32",
+        "in order: head_groups-float32",
+        "reordered: head_groups-bfloat16",
+    ]
+)
+def several(
+    request: pytest.FixtureRequest, reader: BlockReader, tmp_path: Path, no_gaps: None
+) -> Iterator[Case]:
+    """Parts of several segments, of which exactly what is wanted is read."""
+    order, shape = request.param.split(": ")
+    case = open_case(tmp_path, SHAPES[shape], SEVERAL, reader, reordered=order == "reordered")
+    yield case
+    case.close()

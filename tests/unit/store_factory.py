@@ -21,7 +21,6 @@ from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit.kv_factory import (
@@ -171,12 +170,6 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Workbench]
 @pytest.fixture
 def store(bench: Workbench) -> PrefixStore:
     return bench.open()
-
-
-@pytest.fixture
-def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only wanted blocks are read, so that bytes can be counted."""
-    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
 
 
 class Gate:

@@ -78,12 +78,6 @@ def stored(tmp_path: Path) -> Iterator[Stored]:
     stored.close()
 
 
-@pytest.fixture
-def single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block is a piece of its own."""
-    monkeypatch.setattr(pending_read, "PIECE_BYTES", BLOCK)
-
-
 @pytest.fixture(params=["auto", "threads"])
 def reader(request: pytest.FixtureRequest) -> Iterator[BlockReader]:
     with reading(4, request.param) as reader:

@@ -40,13 +40,6 @@ from tests.unit.source_factory import (
     same_tokens,
 )
 
-
-@pytest.fixture
-def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No block is read that is not wanted."""
-    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
-
-
 # "layout, options: shape"; each shape and each cache once, and each layout with and without head
 # groups.
 UNCACHED = [
@@ -220,23 +213,6 @@ def test_accesses_and_needed_bytes_are_counted(uncached: Case) -> None:
         ssd_chunks=sum(chunks.values()),
         selected_chunks=sum(chunks.values()) - chunks[PROBE],
     )
-
-
-@pytest.fixture(
-    params=[
-        "in order: gqa-float32",
-        "reordered: gqa-float32",
-        "in order: head_groups-float32",
-        "reordered: head_groups-bfloat16",
-    ]
-)
-def several(
-    request: pytest.FixtureRequest, reader: BlockReader, tmp_path: Path, no_gaps: None
-) -> Iterator[Case]:
-    order, shape = request.param.split(": ")
-    case = open_case(tmp_path, SHAPES[shape], SEVERAL, reader, reordered=order == "reordered")
-    yield case
-    case.close()
 
 
 @pytest.mark.parametrize("name", ["gqa-float32", "head_groups-float32"])

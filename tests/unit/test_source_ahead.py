@@ -44,18 +44,6 @@ DEMANDS = [
 ]
 
 
-@pytest.fixture
-def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No block is read that is not wanted."""
-    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
-
-
-@pytest.fixture
-def single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block is a piece of its own."""
-    monkeypatch.setattr(pending_read, "PIECE_BYTES", BLOCK)
-
-
 def draw_case(data: st.DataObject, directory: Path, reader: BlockReader) -> Case:
     """Any shape, parts of segments, caches and order; few or many rows are expected."""
     shape = SHAPES[data.draw(st.sampled_from(sorted(SHAPES)))]

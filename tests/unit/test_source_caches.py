@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.read_planner import ReadStats
@@ -37,13 +36,6 @@ from tests.unit.source_factory import (
     random_tokens,
     same_tokens,
 )
-
-
-@pytest.fixture
-def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No block is read that is not wanted."""
-    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
-
 
 ROOMY = [
     f"several-segments, {name}, reordered: {shape}"

@@ -12,7 +12,6 @@ import torch
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.buffers import BufferPool
@@ -35,7 +34,6 @@ from tests.unit.source_factory import (
     BLOCK,
     CACHES,
     KVS,
-    SEVERAL,
     SHAPES,
     Case,
     Part,
@@ -52,29 +50,6 @@ from tests.unit.source_factory import (
 def any_reader(request: pytest.FixtureRequest) -> Iterator[BlockReader]:
     with reading(3, request.param) as reader:
         yield reader
-
-
-@pytest.fixture
-def no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No block is read that is not wanted."""
-    monkeypatch.setattr(ReadCost, "gap_bytes", 0)
-
-
-@pytest.fixture(
-    params=[
-        "in order: gqa-float32",
-        "reordered: gqa-float32",
-        "in order: head_groups-float32",
-        "reordered: head_groups-bfloat16",
-    ]
-)
-def several(
-    request: pytest.FixtureRequest, reader: BlockReader, tmp_path: Path, no_gaps: None
-) -> Iterator[Case]:
-    order, shape = request.param.split(": ")
-    case = open_case(tmp_path, SHAPES[shape], SEVERAL, reader, reordered=order == "reordered")
-    yield case
-    case.close()
 
 
 @pytest.fixture(

@@ -43,7 +43,6 @@ from tests.unit.waiting import wait_until
 
 bench = store_factory.bench
 store = store_factory.store
-no_gaps = store_factory.no_gaps
 
 TOKENS = prompt(1, 40)
 CHUNK_TOKENS = 8

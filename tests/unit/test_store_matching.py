@@ -23,7 +23,6 @@ from tests.unit.store_factory import (
 
 bench = store_factory.bench
 store = store_factory.store
-no_gaps = store_factory.no_gaps
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (3, 20), (8, 16), (19, 30), (29, 30)])

@@ -59,7 +59,6 @@ from tests.unit.waiting import wait_until
 
 bench = store_factory.bench
 store = store_factory.store
-no_gaps = store_factory.no_gaps
 
 REORDERING = ("paper", "paper+itf+reorder")
 
