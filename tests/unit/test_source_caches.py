@@ -293,6 +293,19 @@ class TestCounters:
         )
         case.close()
 
+    def test_of_each_segment_its_own_selection_counts(
+        self, reader: BlockReader, tmp_path: Path
+    ) -> None:
+        """All rows of both were read; of the second one, token 9 of it was selected."""
+        shape, parts = make_shape(), [Part(20, 8, 13, 20), Part(20, 8, 0, 20)]
+        case = open_case(tmp_path, shape, parts, reader, cache=make_cache(shape, device_chunks=20))
+        for known, hits in ((False, 0), (True, 3)):
+            case.check(0)
+            case.source.note_selection(0, torch.tensor([[1, 2, 16]]), torch.ones(2, 27))
+            assert case.stats.important_bytes == (1 + known) * 3 * 128
+            assert case.stats.important_device_bytes == hits * 128
+        case.close()
+
     def test_a_hit_is_a_selected_row_that_was_on_the_device(
         self, small: Callable[..., Case]
     ) -> None:

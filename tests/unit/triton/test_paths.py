@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from impress_sglang.importance import selection
-from impress_sglang.importance.selection import agreed_tokens, own_tokens
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
@@ -18,7 +17,7 @@ from impress_sglang.tiers.moves import KernelMover
 from impress_sglang.transfer import source as source_module
 from impress_sglang.transfer.gather import KernelGatherer
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
-from impress_sglang.transfer.scoring import KernelScorer, TorchScorer
+from impress_sglang.transfer.scoring import KernelScorer
 from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import scores as score_module
 from impress_sglang.triton import selection as selection_kernels
@@ -64,43 +63,6 @@ def test_a_kernel_gathers_what_indexing_does(
 def inputs(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("resident", [0, 5])
-@pytest.mark.parametrize("heads", [(0, 1, 2, 3), (1, 3)])
-def test_scores_of_keys(
-    device: str, dtype: torch.dtype, resident: int, heads: tuple[int, ...]
-) -> None:
-    queries = inputs((7, 3 * len(heads), 32), 0, dtype).to(device)
-    prefix = inputs((50, len(heads), 32), 1, dtype).to(device)
-    before = inputs((resident, 4, 32), 2, dtype).to(device)
-    new = inputs((7, 4, 32), 3, dtype).to(device)
-    arguments = (queries, prefix, before, new, heads, 0.3)
-
-    found = KernelScorer().column_sums(*arguments)
-
-    expected = TorchScorer().column_sums(*arguments)
-    torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_kernels_choose_what_torch_does(
-    device: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Heads that are alike, and heads that are not; scores without ties."""
-    generator = torch.Generator().manual_seed(seed)
-    common, own = torch.rand(1, 300, generator=generator), torch.rand(6, 300, generator=generator)
-    scores = (common + own * (0.05, 2.0)[seed % 2]).to(device)
-
-    expected = agreed_tokens(scores.cpu(), 40, 0.4), own_tokens(scores.cpu(), 3, 40)
-    monkeypatch.setattr(selection, "_kernels", lambda _: selection_kernels)
-    agreed, each = agreed_tokens(scores, 40, 0.4), own_tokens(scores, 3, 40)
-
-    assert (agreed is None) == (expected[0] is None) == bool(seed % 2)
-    if agreed is not None:
-        assert agreed.dtype == torch.int64 and torch.equal(agreed, expected[0])
-    assert each.dtype == torch.int64 and torch.equal(each, expected[1])
 
 
 def loaded_layers(case: Case, loader: PrefixLoader) -> list[LoadedLayer]:

@@ -182,17 +182,6 @@ def test_nothing_to_score(device: str) -> None:
     assert torch.equal(no_queries, torch.zeros(2, 20, device=device))
 
 
-def test_inputs_are_not_changed(device: str) -> None:
-    request = Request(device, 3, 20, 4, 2, 1)
-    inputs = [request.queries, request.prefix, request.resident, request.new]
-    before = [tensor.clone() for tensor in inputs]
-
-    request.found()
-
-    for tensor, copy in zip(inputs, before, strict=True):
-        assert torch.equal(tensor, copy)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_nothing_waits_for_the_device(device: str) -> None:
     request = Request(device, 5, 100, 4, 4, 2)
