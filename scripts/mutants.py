@@ -152,17 +152,19 @@ def draw(count: int, seed: int) -> list[Mutant]:
             seen[f"{name} {where}"] += 1
             place = f"{name} {where} #{seen[f'{name} {where}']}"
             found.append(Mutant(name, number, function, place))
-    return sorted(found, key=lambda own: hashlib.sha256(f"{seed} {own.place}".encode()).digest())[
-        :count
-    ]
+
+    def chance(mutant: Mutant) -> bytes:
+        return hashlib.sha256(f"{seed} {mutant.place}".encode()).digest()
+
+    return sorted(found, key=chance)[:count]
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     """It and all that is defined in it."""
     yield code
-    for own in code.co_consts:
-        if isinstance(own, types.CodeType):
-            yield from codes_in(own)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_in(constant)
 
 
 def put_in_place(mutant: Mutant, functions: Sequence[types.FunctionType]) -> None:
@@ -171,10 +173,11 @@ def put_in_place(mutant: Mutant, functions: Sequence[types.FunctionType]) -> Non
     tree = ast.parse(path.read_text())
     change(next(itertools.islice(candidates(tree), mutant.number, None))[0])
     module = compile(ast.fix_missing_locations(tree), str(path), "exec", dont_inherit=True)
-    codes = {(own.co_qualname, own.co_firstlineno): own for own in codes_in(module)}
-    for own in functions:
-        if own.__code__.co_filename == str(path):
-            own.__code__ = codes[own.__code__.co_qualname, own.__code__.co_firstlineno]
+    changed = {(code.co_qualname, code.co_firstlineno): code for code in codes_in(module)}
+    for function in functions:
+        code = function.__code__
+        if code.co_filename == str(path):
+            function.__code__ = changed[code.co_qualname, code.co_firstlineno]
 
 
 class Calls:
@@ -243,8 +246,8 @@ class Mutants:
         """Instead of pytest's own."""
         files = {str(path) for path in targets()}
         everything = gc.get_objects()
-        functions = [own for own in everything if type(own) is types.FunctionType]
-        self._functions = [own for own in functions if own.__code__.co_filename in files]
+        functions = [function for function in everything if type(function) is types.FunctionType]
+        self._functions = [call for call in functions if call.__code__.co_filename in files]
         gc.freeze()
         session.config.pluginmanager.unregister(name="terminalreporter")
         calls = self._calls(session.items)

@@ -42,8 +42,8 @@ def options() -> str:
 def metrics() -> str:
     """Counters, gauges and their labels."""
     rows = [
-        (f"`{PREFIX}{own.name}`", f"`{own.label}`" if own.label else "", own.help)
-        for own in (*COUNTERS, *GAUGES)
+        (f"`{PREFIX}{metric.name}`", f"`{metric.label}`" if metric.label else "", metric.help)
+        for metric in (*COUNTERS, *GAUGES)
     ]
     return _table(("metric", "label", "meaning"), rows)
 

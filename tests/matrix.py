@@ -40,9 +40,11 @@ def _row(item: pytest.Function) -> Row:
     """Values are the same objects in all combinations."""
     values = item.callspec.params
     tables = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    names = [own.replace(" ", "").split(",") if isinstance(own, str) else own for own in tables]
-    alone = [[name] for name in values if not any(name in own for own in names)]
-    return tuple(tuple(id(values[name]) for name in own) for own in [*names, *alone])
+    together = [
+        names.replace(" ", "").split(",") if isinstance(names, str) else names for names in tables
+    ]
+    alone = [[name] for name in values if not any(name in names for names in together)]
+    return tuple(tuple(id(values[name]) for name in names) for names in [*together, *alone])
 
 
 def pairwise(rows: Sequence[Row]) -> list[Row]:

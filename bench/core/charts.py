@@ -51,7 +51,7 @@ class Lines:
     note: str = ""
 
     def __str__(self) -> str:
-        points = [point for own in self.series.values() for point in own]
+        points = [point for series in self.series.values() for point in series]
         right, x_step = _scale(max(point[0] for point in points))
         bottom = min(0.0, *(point[2] for point in points))
         top, step = _scale(max(point[3] for point in points))
@@ -60,14 +60,14 @@ class Lines:
             across = LEFT + (WIDTH - LEFT - RIGHT) * number * x_step / right
             parts.append(_text(across, HEIGHT - BOTTOM + 16, f"{number * x_step:g}"))
         parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM + 34, self.x))
-        for place, (label, own) in enumerate(self.series.items()):
+        for place, (label, series) in enumerate(self.series.items()):
             colour = COLOURS[place % len(COLOURS)]
             places = [
                 (
                     LEFT + (WIDTH - LEFT - RIGHT) * point[0] / right,
                     *(_height(value, bottom, top) for value in point[1:]),
                 )
-                for point in sorted(own)
+                for point in sorted(series)
             ]
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y, *_ in places)
             parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}"/>')

@@ -96,10 +96,10 @@ def bounds(text: str) -> tuple[int, int]:
 
 
 def parse(
-    name: str, description: str | None, own: Sequence[Option], given: Sequence[str]
+    name: str, description: str | None, options: Sequence[Option], given: Sequence[str]
 ) -> argparse.Namespace:
     """The values of all options; `command` gives the same run on any machine."""
-    options = [QUICK, *own, JSON, SVG]
+    options = [QUICK, *options, JSON, SVG]
     parser = argparse.ArgumentParser(
         prog=f"python -m bench {name}",
         description=description,

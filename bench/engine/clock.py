@@ -63,7 +63,7 @@ class EventTimeline(RequestTimeline):
         """See `RequestTimeline.finish`."""
         super().finish()
         for stage, layer, *marks in self._marks:
-            start, stop = (self._began + self._origin.elapsed_time(own) / 1e3 for own in marks)
+            start, stop = (self._began + self._origin.elapsed_time(mark) / 1e3 for mark in marks)
             self.add(REQUEST_TRACK, stage, start, stop, layer)
         self._marks.clear()
 

@@ -170,7 +170,7 @@ class CellRun:
         }
 
     def _rows(self) -> Iterator[Row]:
-        stored = [own for own in self._args.policies if own != "recompute"]
+        stored = [name for name in self._args.policies if name != "recompute"]
         if len(stored) < len(self._args.policies):
             with step("recompute"):
                 yield self._computed()
@@ -188,7 +188,7 @@ class CellRun:
         """The policy that stores nothing; its first request is only to grow buffers."""
         self._engine.serve_computed(self._workload.measured[0])
         chosen = self._workload.measured[: self._args.recompute_requests]
-        return make_row("recompute", [self._engine.serve_computed(own) for own in chosen])
+        return make_row("recompute", [self._engine.serve_computed(request) for request in chosen])
 
     def _store_prefixes(self, folder: Path, policy: str) -> None:
         config = self._config(policy, folder)
@@ -260,11 +260,12 @@ def make_row(policy: str, served: Sequence[Served]) -> Row:
     `io_ms` is waiting for the drive, `probe_ms` reading and scoring what important tokens are found
     from.
     """
-    ttft = [own.ttft_ms for own in served]
+    ttft = [request.ttft_ms for request in served]
     mean = statistics.fmean(ttft)
-    names = dict.fromkeys(name for own in served for name in own.stage_ms)
+    names = dict.fromkeys(name for request in served for name in request.stage_ms)
     stages = {
-        name: statistics.fmean(own.stage_ms.get(name, 0.0) for own in served) for name in names
+        name: statistics.fmean(request.stage_ms.get(name, 0.0) for request in served)
+        for name in names
     }
     io, probe = (
         sum(stages.get(name, 0.0) for name in chosen)
@@ -282,20 +283,20 @@ def make_row(policy: str, served: Sequence[Served]) -> Row:
         "probe_share": ratio(probe, mean),
         "stage_ms": {name: round(value, 2) for name, value in stages.items()},
         **_counted(served),
-        "ttft_ms": [round(own, 2) for own in ttft],
+        "ttft_ms": [round(milliseconds, 2) for milliseconds in ttft],
     }
 
 
 def _counted(served: Sequence[Served]) -> Row:
     """Counters of loading, summed, and ratios of them."""
     reads, loads = ReadStats(), LoadStats()
-    for own in served:
-        if own.reads is not None:
-            reads.add(own.reads)
-        if own.loads is not None:
-            loads.layers_by_probe += own.loads.layers_by_probe
-            loads.layers_by_fallback += own.loads.layers_by_fallback
-    estimates = [own.estimated_ms for own in served if own.estimated_ms is not None]
+    for request in served:
+        if request.reads is not None:
+            reads.add(request.reads)
+        if request.loads is not None:
+            loads.layers_by_probe += request.loads.layers_by_probe
+            loads.layers_by_fallback += request.loads.layers_by_fallback
+    estimates = [request.estimated_ms for request in served if request.estimated_ms is not None]
     accessed = reads.chunks_accessed
     chosen = loads.layers_by_probe + loads.layers_by_fallback
     return {

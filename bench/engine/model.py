@@ -71,24 +71,24 @@ class Model:
 
     def project(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [n, Hq, D], keys and values [n, G, D] of hidden states [n, hidden]."""
-        shape, own = self.shape, self._layers[layer % len(self._layers)]
-        normed = self._normed(hidden, own.attention_norm)
-        flat = self._linear(normed, own.qkv).view(len(hidden), -1, shape.head_dim)
+        shape, weights = self.shape, self._layers[layer % len(self._layers)]
+        normed = self._normed(hidden, weights.attention_norm)
+        flat = self._linear(normed, weights.qkv).view(len(hidden), -1, shape.head_dim)
         heads = [shape.query_heads, shape.kv_heads, shape.kv_heads]
         queries, keys, values = flat.split(heads, dim=1)
         return queries, keys, values
 
     def finish(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
         """Hidden states after a layer, from those before it and attention's output [n, Hq, D]."""
-        own = self._layers[layer % len(self._layers)]
-        hidden = hidden + self._linear(attended.reshape(len(hidden), -1), own.output)
-        up = self._linear(self._normed(hidden, own.ffn_norm), own.up)
+        weights = self._layers[layer % len(self._layers)]
+        hidden = hidden + self._linear(attended.reshape(len(hidden), -1), weights.output)
+        up = self._linear(self._normed(hidden, weights.ffn_norm), weights.up)
         if self.shape.gated:
             gate, up = up.chunk(2, dim=1)
             inner = functional.silu(gate) * up
         else:
             inner = functional.relu(up)
-        return hidden + self._linear(inner, own.down)
+        return hidden + self._linear(inner, weights.down)
 
     def first_token(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The most likely token after hidden states [n, hidden], and the last logits [vocab]."""

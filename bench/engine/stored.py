@@ -81,8 +81,8 @@ class StoredEngine:
         self._runtime = _Runtime(config, shape, IDENTITY, device, hidden, free=_free)
         self._load_options = LoadOptions(config.usual_retention, config.usual_bits)
         self._clock = clock_for(device)
-        for own in engine.passes:
-            self._runtime.estimator.note_forward(*own)
+        for seen in engine.passes:
+            self._runtime.estimator.note_forward(*seen)
 
     @property
     def reorders(self) -> bool:

@@ -159,12 +159,12 @@ class Planter:
         return Question([queries for queries, _ in layers], [keys for _, keys in layers])
 
     def _layer(self, number: int, layer: int, common: Tensor) -> tuple[Tensor, Tensor]:
-        own, shape = self.planting, self.shape
+        planting, shape = self.planting, self.shape
         generator, num_tokens = self._generator(_PREFIX, number, layer), len(common)
         direction = self._heads[layer][0]
-        low, high = own.shared
+        low, high = planting.shared
         share = low + (high - low) * _fraction(layer, self._seed)
-        by_layer = _mix(common, self._field(generator, num_tokens, 1), own.across_layers)
+        by_layer = _mix(common, self._field(generator, num_tokens, 1), planting.across_layers)
         weights = _mix(by_layer, self._field(generator, num_tokens, shape.kv_heads), share)
         keys = self._normal(generator, num_tokens, shape.kv_heads, shape.head_dim)
         # Nothing but the weight in the head's direction, and nothing else in the sink.
@@ -176,16 +176,16 @@ class Planter:
         return keys.to(self._dtype), values.to(self._dtype)
 
     def _ask(self, number: int, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-        own, shape = self.planting, self.shape
+        planting, shape = self.planting, self.shape
         generator = self._generator(_QUESTION, number, layer)
         direction, by_query_head = self._heads[layer]
         asked = _unit(_without(self._normal(generator, shape.kv_heads, shape.head_dim), direction))
         direction, asked = (part.repeat_interleave(self._group, 0) for part in (direction, asked))
         noise = self._normal(generator, num_tokens, shape.query_heads, shape.head_dim)
-        queries = own.token * _without(noise, direction)
-        mean = own.head * direction + own.question * asked
+        queries = planting.token * _without(noise, direction)
+        mean = planting.head * direction + planting.question * asked
         if self._group > 1:
-            mean = mean + own.query_head * by_query_head
+            mean = mean + planting.query_head * by_query_head
         queries += shape.head_dim**0.5 * mean
         keys = self._normal(generator, num_tokens, shape.kv_heads, shape.head_dim)
         return queries.to(self._dtype), keys.to(self._dtype)
@@ -194,19 +194,19 @@ class Planter:
         """Unit vectors: of each KV head [G, D], and of each query head [Hq, D], at right angles."""
         shape, generator = self.shape, self._generator(_DIRECTIONS, 0, layer)
         heads = _unit(self._normal(generator, shape.kv_heads, shape.head_dim))
-        own = self._normal(generator, shape.query_heads, shape.head_dim)
-        return heads, _unit(_without(own, heads.repeat_interleave(self._group, 0)))
+        apart = self._normal(generator, shape.query_heads, shape.head_dim)
+        return heads, _unit(_without(apart, heads.repeat_interleave(self._group, 0)))
 
     def _sink_weights(self, generator: torch.Generator, num_tokens: int) -> Tensor:
         """Weights [G] with which token 0 gets its mass."""
-        own = self.planting
-        low, high = own.sink_mass
+        planting = self.planting
+        low, high = planting.sink_mass
         uniform = torch.rand(self.shape.kv_heads, generator=generator, device=self._device)
         mass = low + (high - low) * uniform
-        variance = own.head**2 + own.question**2 + own.token**2
-        variance += own.query_head**2 if self._group > 1 else 0.0
+        variance = planting.head**2 + planting.question**2 + planting.token**2
+        variance += planting.query_head**2 if self._group > 1 else 0.0
         others = math.log(max(num_tokens - 1, 1)) + variance / 2
-        return (torch.log(mass / (1 - mass)) + others) / own.head
+        return (torch.log(mass / (1 - mass)) + others) / planting.head
 
     def _field(self, generator: torch.Generator, num_tokens: int, heads: int) -> Tensor:
         """Normal weights [t, heads], in part alike for neighbouring tokens."""
@@ -255,7 +255,7 @@ class Workload:
     @property
     def longest_new(self) -> int:
         """New tokens of the longest question."""
-        return max(own.new_tokens for own in (*self.warmup, *self.settle, *self.measured))
+        return max(request.new_tokens for request in (*self.warmup, *self.settle, *self.measured))
 
 
 def make_workload(
@@ -278,7 +278,7 @@ def make_workload(
     drawn = draw_prefixes(total, prefixes, max(MIN_SIGMA, prefixes / 4), rng)
     least, most = new_tokens
     new = rng.integers(least, most + 1, total).tolist()
-    requests = [Request(*own) for own in zip(drawn, range(total), new, strict=True)]
+    requests = [Request(*drawing) for drawing in zip(drawn, range(total), new, strict=True)]
     first, second = parts[0], parts[0] + parts[1]
     return Workload(
         rng.permutation(lengths).tolist(),

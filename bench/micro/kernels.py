@@ -184,15 +184,15 @@ def _gather(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> 
     figures: dict[str, Any] = {"bytes": num_bytes, "shape": {"k": k, "kv_heads": heads, "dim": dim}}
     for name, memory in (("host", host), ("device", host.cuda())):
         rows = [tokens + (np.arange(heads) + part * heads) * m for part in (0, 1)]
-        found = [own.reshape(-1, 1) * dim * 2 + memory.data_ptr() for own in rows]
+        found = [places.reshape(-1, 1) * dim * 2 + memory.data_ptr() for places in rows]
         addresses = upload(found, torch.device("cuda"))
         targets = _targets(pools, addresses, slots)
         run = functools.partial(gather.gather, targets, dim, grain_bytes=gather.WORD_BYTES)
         run()
-        oracle = _targets(expected, [own.cpu() for own in addresses], slots.cpu())
+        oracle = _targets(expected, [place.cpu() for place in addresses], slots.cpu())
         gather.gather_reference(oracle, dim, [memory])
-        for pool, own in zip(pools, expected, strict=True):
-            assert torch.equal(pool[slots].cpu(), own[slots.cpu()])
+        for pool, wanted in zip(pools, expected, strict=True):
+            assert torch.equal(pool[slots].cpu(), wanted[slots.cpu()])
         gbps = num_bytes / watch.microseconds(run) / 1e3
         figures[f"{name}_gbps"] = round(gbps, 2)
         limit = card["host_to_device_gbps" if name == "host" else "memory_gbps"]
@@ -235,8 +235,8 @@ def _codes(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> d
     raise_units()
     oracle.restore_base(tokens, *expected)
     oracle.raise_units(tokens, raised, contents, *expected)
-    for pool, own in zip(pools, expected, strict=True):
-        torch.testing.assert_close(pool.cpu(), own, rtol=2**-6, atol=4e-3)
+    for pool, wanted in zip(pools, expected, strict=True):
+        torch.testing.assert_close(pool.cpu(), wanted, rtol=2**-6, atol=4e-3)
 
     element_bytes = pools[0].element_size()
     # Raised elements are read and written; ranges count where the base is read.
@@ -285,9 +285,14 @@ def _targets(
     heads, dim = pools[0].shape[1:]
     return [
         gather.Target(
-            pool, gather.head_columns(pool, range(heads), dim), own, slots, None, head_groups=heads
+            pool,
+            gather.head_columns(pool, range(heads), dim),
+            places,
+            slots,
+            None,
+            head_groups=heads,
         )
-        for pool, own in zip(pools, addresses, strict=True)
+        for pool, places in zip(pools, addresses, strict=True)
     ]
 
 

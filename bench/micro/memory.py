@@ -108,7 +108,7 @@ def _measure(
         found["computed"] = watch.mark()
         server.flush()
         watch.mark()
-        prompts = [[*own, *new] for own, new in zip(prefixes, questions, strict=True)]
+        prompts = [[*prefix, *new] for prefix, new in zip(prefixes, questions, strict=True)]
         began = time.perf_counter()
         answers = server.generate_together(prompts, 4)
         found["together"] = watch.mark()
@@ -127,7 +127,7 @@ class _Watch:
     def __init__(self, server: Server) -> None:
         main_process = psutil.Process(server.pid)
         tree = [main_process, *main_process.children(recursive=True)]
-        self._process = max(tree, key=lambda own: own.memory_info().rss)
+        self._process = max(tree, key=lambda process: process.memory_info().rss)
         self._most = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)

@@ -112,8 +112,8 @@ def _both(args: argparse.Namespace) -> Iterator[dict[str, Server]]:
             f"--impress-ssd-dir={pool.folder / 'store'}",
         ]
 
-        def start(name: str, own: Sequence[str], preload: str | None) -> Server:
-            server = pool.running(name, model, args.dtype, *flags, *own, preload=preload)
+        def start(name: str, more: Sequence[str], preload: str | None) -> Server:
+            server = pool.running(name, model, args.dtype, *flags, *more, preload=preload)
             return stack.enter_context(server)
 
         second = start("second", [], STOCK) if args.stock_twice else start("impress", ours, None)
@@ -122,24 +122,26 @@ def _both(args: argparse.Namespace) -> Iterator[dict[str, Server]]:
 
 def _compare(args: argparse.Namespace, pair: dict[str, Server], name: str) -> Row:
     workload, chance = WORKLOADS[name], random.Random(f"{args.seed} {name}")
-    seconds: dict[str, list[float]] = {own: [] for own in pair}
+    seconds: dict[str, list[float]] = {which: [] for which in pair}
     with step(f"{name}: {args.pairs} pairs"):
         for number in range(-WARM_UP_ROUNDS, args.pairs):
             prompts = workload.prompts(chance)
             order = sorted(pair)
             chance.shuffle(order)
-            for own in order:
+            for which in order:
                 began = time.perf_counter()
-                pair[own].generate_together(prompts, workload.new_tokens, at_once=args.concurrency)
+                pair[which].generate_together(
+                    prompts, workload.new_tokens, at_once=args.concurrency
+                )
                 if number >= 0:
-                    seconds[own].append(time.perf_counter() - began)
+                    seconds[which].append(time.perf_counter() - began)
     times = zip(seconds["stock"], seconds["impress"], strict=True)
     ratios = [stock / impress for stock, impress in times]
     return {
         "workload": name,
         "throughput_ratio": statistics.median(ratios),
         "interval_95": confidence_interval(ratios, args.seed),
-        "median_seconds": {own: statistics.median(taken) for own, taken in seconds.items()},
+        "median_seconds": {which: statistics.median(taken) for which, taken in seconds.items()},
         "pairs": len(ratios),
         "ratios": [round(ratio, 4) for ratio in ratios],
     }

@@ -186,7 +186,7 @@ class Hierarchy:
         """Names and bytes; what has no capacity is left out."""
         self.policy = policy
         real = [(name, capacity) for name, capacity in capacities if capacity]
-        self.tiers = [Tier(level, *own, policy) for level, own in enumerate(real)]
+        self.tiers = [Tier(level, *sizes, policy) for level, sizes in enumerate(real)]
         # Bytes that each tier took from the one before it.
         self.demoted = dict.fromkeys((tier.name for tier in self.tiers), 0)
 

@@ -163,7 +163,9 @@ class Comparison:
 
     def ask(self, server: Server, requests: Sequence[Request]) -> list[float]:
         """Milliseconds to the first token of each request."""
-        return server.first_token_ms([own.tokens for own in requests], self._args.concurrency)
+        return server.first_token_ms(
+            [request.tokens for request in requests], self._args.concurrency
+        )
 
     def warm_up(self, server: Server, name: str, mbps: float) -> None:
         """All requests before the measured ones."""
@@ -289,7 +291,7 @@ def charts(rows: Sequence[Row], note: str) -> list[Bars]:
             row["policy"]: 100 * (row["important_device_hit_ratio"] or 0.0) for row in rows
         },
     }
-    return [Bars(y.split(",")[0].replace(" ", "-"), y, y, own, note) for y, own in values.items()]
+    return [Bars(y.split(",")[0].replace(" ", "-"), y, y, bars, note) for y, bars in values.items()]
 
 
 def _each(name: str, unit: float) -> Any:

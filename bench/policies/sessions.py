@@ -142,7 +142,8 @@ class Sessions:
             lengths = np.clip(np.rint(medians * factors), 1, self.window // 4).astype(int)
             pauses = rng.exponential(self.think_seconds, turns[number])
             self._left[number] = [
-                (*own, pause) for own, pause in zip(lengths.tolist(), pauses.tolist(), strict=True)
+                (*turn, pause)
+                for turn, pause in zip(lengths.tolist(), pauses.tolist(), strict=True)
             ]
             question, answer, _ = self._left[number].pop()
             yield Request(Item(number), start, 0, question, answer, question + answer)

@@ -187,7 +187,11 @@ def _measure_all(args: argparse.Namespace) -> Row:
     options, tokenize = TaskOptions(**given), load_tokenize(model)
     tasks = [make_task(name, args.data, tokenize, options) for name in args.tasks]
     with servers(args) as pool:
-        measured = [own for system in systems for own in _measure(args, pool, model, system, tasks)]
+        measured = [
+            measurement
+            for system in systems
+            for measurement in _measure(args, pool, model, system, tasks)
+        ]
     size = kv_bytes_per_token(model, args.dtype)
     with step("intervals"):
         rows = make_rows(measured, size, args.seed)
@@ -208,13 +212,15 @@ def _measure_all(args: argparse.Namespace) -> Row:
         "rows": rows,
         "answers": [
             {
-                "system": own.asked.system,
-                "retention": own.retention,
-                "task": own.task.name,
-                "choices": own.choices,
-                "logliks": [[round(x, 5) for x in answer.logliks] for answer in own.answers],
+                "system": measurement.asked.system,
+                "retention": measurement.retention,
+                "task": measurement.task.name,
+                "choices": measurement.choices,
+                "logliks": [
+                    [round(x, 5) for x in answer.logliks] for answer in measurement.answers
+                ],
             }
-            for own in measured
+            for measurement in measured
         ],
     }
 
@@ -322,8 +328,8 @@ def byte_share(measured: Measured, kv_bytes: int, counter: str) -> float | None:
 
 
 def _shift(measured: Measured, reference: Measured) -> float:
-    own, other = ([answer.logliks for answer in m.answers] for m in (measured, reference))
-    return centred_shift(own, other)
+    found, exact = ([answer.logliks for answer in m.answers] for m in (measured, reference))
+    return centred_shift(found, exact)
 
 
 def _fallback(measured: Measured) -> float:
@@ -351,10 +357,10 @@ def charts(rows: Sequence[Row]) -> list[Lines]:
     """Per task accuracy and agreement over the bytes that are read (after Figures 15 and 19)."""
     found = []
     for task in dict.fromkeys(row["task"] for row in rows):
-        own = [row for row in rows if row["task"] == task]
+        of_task = [row for row in rows if row["task"] == task]
         for what in ("accuracy", "agreement"):
             series: dict[str, list[Point]] = {}
-            for row in own:
+            for row in of_task:
                 share = 1.0 if row["read"] is None else row["read"]
                 series.setdefault(row["system"], []).append((100 * share, *_ends(row, what)))
             title, x, y = (

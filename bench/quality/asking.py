@@ -37,10 +37,10 @@ class Asked:
         """The request's `custom_params`."""
         if self.retention is None:
             return {}
-        own: dict[str, Any] = {"impress_retention": self.retention}
+        custom: dict[str, Any] = {"impress_retention": self.retention}
         if self.bits is not None or self.retention >= 1.0:
-            own["impress_bits"] = EXACTLY if self.bits is None else self.bits
-        return own
+            custom["impress_bits"] = EXACTLY if self.bits is None else self.bits
+        return custom
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from tests.unit.source_factory import (
     open_case,
     opened,
     random_tokens,
+    reading,
     same_tokens,
 )
 
@@ -231,6 +232,17 @@ def test_neighbouring_blocks_are_one_read(tmp_path: Path, name: str) -> None:
 
 def test_source_names_its_segments_in_order(several: Case) -> None:
     assert several.segment_source.segment_ids == [f"segment{n}" for n in range(5)]
+
+
+def test_the_reader_learns_from_its_reads(tmp_path: Path) -> None:
+    with reading(2) as reader:
+        case = open_case(tmp_path, SHAPES["gqa-float32"], SEVERAL, reader)
+
+        check_everything(case)
+        case.close()
+
+    assert reader.cost.observations > 0
+    assert reader.cost.seconds_per_piece < 0.1, "how long the drive was busy, not since when"
 
 
 def test_each_segment_notes_its_own_tokens(several: Case) -> None:
