@@ -1,4 +1,4 @@
-"""Tables in the documents that are made from the code: the options, and the metrics.
+"""Tables in the documents that are made from the code: options, metrics, reasons.
 
 python -m scripts.tables            prints them
 python -m scripts.tables --write    puts them into their pages
@@ -13,6 +13,7 @@ from pathlib import Path
 from impress_sglang.config import ImpressConfig
 from impress_sglang.options import OPTIONS, Option
 from impress_sglang.serving.metrics import COUNTERS, GAUGES, PREFIX
+from impress_sglang.serving.why import MEANINGS
 
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- {0}: made by `python -m scripts.tables --write` -->", "<!-- /{0} -->"
@@ -48,6 +49,12 @@ def metrics() -> str:
     return _table(("metric", "label", "meaning"), rows)
 
 
+def reasons() -> str:
+    """What `why` of a report may say."""
+    rows = [(f"`{reason}`", meaning) for reason, meaning in MEANINGS.items()]
+    return _table(("reason", "meaning"), rows)
+
+
 def _option(option: Option) -> Sequence[str]:
     default = getattr(ImpressConfig(), option.field)
     shown = f"{default:g}" if isinstance(default, float) else str(default)
@@ -63,7 +70,11 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"|{line}|" if line.startswith("---") else f"| {line} |" for line in lines)
 
 
-TABLES = {"options": (DOCS / "options.md", options), "metrics": (DOCS / "operation.md", metrics)}
+TABLES = {
+    "options": (DOCS / "options.md", options),
+    "metrics": (DOCS / "operation.md", metrics),
+    "reasons": (DOCS / "api.md", reasons),
+}
 
 
 def page_with_table(name: str, page: str) -> str:

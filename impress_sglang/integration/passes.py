@@ -10,12 +10,16 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from impress_sglang.integration.prompt_saves import PromptSaves
+from impress_sglang.integration.prompt_saves import PromptSaves, as_tokens, namespace_of
 from impress_sglang.serving.admission import AdmissionPlan
+from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.serving.saving import Save
 
 logger = logging.getLogger(__name__)
+
+# Of `meta_info`.
+REPORT_KEY = "impress"
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,12 +78,17 @@ class Passes:
     def begin_saves(self, rids: Sequence[str], lengths: Sequence[int]) -> dict[int, Save]:
         """Offer the prompts that the pass which begins now completes, to be saved behind it.
 
+        Reports of requests that it is the first one of say why these have a prefix, or have none.
+
         `lengths` are tokens of each request after the pass. Returns saves by the place in `rids`.
         """
         saves = {}
         for place, (rid, length) in enumerate(zip(rids, lengths, strict=True)):
             request, known = self._runtime.live.get(rid), self._known.get(rid)
-            if known is None or length != len(known.req.origin_input_ids):
+            if known is None:
+                continue
+            self._explain(known)
+            if length != len(known.req.origin_input_ids):
                 continue
             if request is not None and (request.approximate or request.failed):
                 continue
@@ -87,6 +96,22 @@ class Passes:
             if save is not None:
                 saves[place] = save
         return saves
+
+    def _explain(self, known: KnownRequest) -> None:
+        req = known.req
+        reports = (req.customized_info or {}).get(REPORT_KEY)
+        if not reports or reports[0]["why"] is not None:
+            return
+        tokens = req.full_untruncated_fill_ids or req.origin_input_ids
+        limit = req._compute_max_prefix_len(len(tokens))
+        reports[0]["why"] = self._runtime.explainer.explain(
+            reports[0],
+            namespace_of(req),
+            as_tokens(tokens[:limit]),
+            load_options_of(req.sampling_params, self._runtime.config),
+            seen=self._saves.seen(req.rid),
+            opened=not known.declined,
+        )
 
     def abort(self, rid: str, reason: str) -> None:
         """End a request of the pass under way with status 503, and nothing of it is kept.

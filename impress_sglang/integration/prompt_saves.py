@@ -16,6 +16,7 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from impress_sglang.integration.eligibility import store_refusal
+from impress_sglang.management.losses import Cause
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
 from impress_sglang.serving.request import StoredRequest
@@ -60,6 +61,10 @@ class PromptSaves:
             count = sampling.n == 1 or sampling.max_new_tokens == 0
             space = namespace_of(req)
             self._worth[req.rid] = self._sights.note(space, as_tokens(tokens), count=count)
+
+    def seen(self, rid: str) -> int | None:
+        """How many of the first tokens of a request were asked for often enough, if one counts."""
+        return None if self._sights is None else self._worth.get(rid, 0)
 
     def end(self, req: Any) -> None:
         """A request is over, and not put back: its answer may be in the next prompt."""
@@ -224,6 +229,8 @@ class PromptSaves:
         outcome = self._runtime.store.writes.offer(namespace_of(req), offer)
         if outcome is StoreOutcome.NO_SPACE:
             self._refused.add(req.rid)
+            name = self._runtime.store.namespace(namespace_of(req))
+            self._runtime.store.losses.note_tokens(name, tokens, Cause.NO_ROOM)
         if outcome is StoreOutcome.ACCEPTED:
             self.writing_tokens += len(save.slots)
         return outcome is StoreOutcome.ACCEPTED

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from impress_sglang.integration.eligibility import serve_refusal, store_refusal
 from impress_sglang.integration.eviction import Awaited, ScoreEviction
-from impress_sglang.integration.passes import KnownRequest, KnownRequests, Passes
+from impress_sglang.integration.passes import REPORT_KEY, KnownRequest, KnownRequests, Passes
 from impress_sglang.integration.prompt_saves import PromptSaves, as_tokens, namespace_of
 from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.management.stored import StoredMatch
@@ -44,8 +44,6 @@ from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
 
 logger = logging.getLogger(__name__)
-
-REPORT_KEY = "impress"
 
 
 class ImpressRadixCache(RadixCache):

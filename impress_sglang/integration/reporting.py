@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from impress_sglang.integration.radix_cache import REPORT_KEY, ImpressRadixCache
+from impress_sglang.integration.passes import REPORT_KEY
+from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.serving.runtime import ServingRuntime
 
 STATS_ROUTE = "/impress/stats"

@@ -27,6 +27,7 @@ from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.forecast import ReadForecast
 from impress_sglang.management.keeper import Verdict
 from impress_sglang.management.lookahead import LookAhead
+from impress_sglang.management.losses import Cause, Losses
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.open_segments import AnySource, OpenSegments
 from impress_sglang.management.policies import make_policy
@@ -132,6 +133,7 @@ class PrefixStore:
         self._closed = False
         self._measuring: AnySource | None = None
         self.stats = StoreStats()
+        self.losses = Losses()
         self._looks = SuspectSegments(self._keeper)
         rewriter = SegmentRewriter(self._directory, direct=direct, patience=patience)
         self.reorders = ReorderQueue(
@@ -410,10 +412,11 @@ class PrefixStore:
         """Remove a segment that nothing builds on, to make room."""
         self.stats.segments_evicted += 1
         self._keeper.delete(segment.segment_id, segment.file_bytes)
-        self._lose(segment)
+        self._lose(segment, Cause.EVICTED)
 
-    def _lose(self, segment: StoredSegment) -> None:
+    def _lose(self, segment: StoredSegment, cause: Cause) -> None:
         """A segment has no file any more; it stays in the tree as long as others build on it."""
+        self.losses.note(segment, cause)
         self._quota.remove(segment.file_bytes)
         self._looks.forget(segment.segment_id)
         self._versions.retire(segment.segment_id)
@@ -427,7 +430,7 @@ class PrefixStore:
         self.stats.segments_quarantined += verdict is Verdict.BAD
         self.stats.segments_gone += verdict is Verdict.GONE
         if verdict is not Verdict.GOOD:
-            self._lose(segment)
+            self._lose(segment, Cause.DAMAGED)
 
     def _take_answer(self, segments: frozenset[str] | None, error: Exception | None) -> None:
         """A disk that failed was asked again: go on with what is on it now."""

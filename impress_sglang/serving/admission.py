@@ -161,12 +161,15 @@ class Admission:
         """The longest stored prefix of `tokens` that a request may take, in whole pages."""
         if not self.looks_for(len(tokens)):
             return StoredMatch()
-        least = EXACT
-        depth = self._config.depth(wanted.retention)
-        if not self._policy.exact(wanted) and depth:
-            least = Quality(depth, wanted.retention, wanted.bits)
-        match = self._served.store.match(namespace, tokens, least=least)
+        match = self._served.store.match(namespace, tokens, least=self.least(wanted))
         return StoredMatch(match.slice(0, self.whole_pages(match.num_tokens)))
+
+    def least(self, wanted: LoadOptions) -> Quality:
+        """The worst quality that a request takes."""
+        depth = self._config.depth(wanted.retention)
+        if self._policy.exact(wanted) or not depth:
+            return EXACT
+        return Quality(depth, wanted.retention, wanted.bits)
 
     def plan(
         self, match: StoredMatch, tokens: Tokens, resident_len: int, wanted: LoadOptions

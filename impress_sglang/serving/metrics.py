@@ -104,6 +104,12 @@ COUNTERS = (
         "reason",
     ),
     Series(
+        "requests_why_total",
+        "Finished requests, by what decided about their prefix: see `why` of the API.",
+        lambda summary: summary["totals"]["requests_why"],
+        "reason",
+    ),
+    Series(
         "prefix_tokens_total",
         "Tokens of the prefixes of finished requests, resident and stored.",
         _total("prefix_tokens"),

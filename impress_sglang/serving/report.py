@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.serving import why
 from impress_sglang.serving.estimate import Estimate
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.layout import BLOCK_BYTES
@@ -21,7 +22,7 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
     were in slots already, for other requests. `bits_mean` are bits per element of what was loaded
     of a stored prefix (16: as it was computed), also of tokens that no layer uses; `base_bytes` and
     `plane_bytes` what of its codes was restored, from whichever tier. `not_served` and `not_stored`
-    are what keeps a request from the store (`eligibility.py`).
+    are what keeps a request from the store (`eligibility.py`), `why` is what `Explainer` says.
 
     `probe_ms` and `load_ms` are the host's time. On an accelerator that includes waiting for the
     device, which may still be computing the layers before.
@@ -55,6 +56,7 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
         "estimated_recompute_ms": None,
         "not_served": None,
         "not_stored": None,
+        "why": None,
     }
 
 
@@ -93,6 +95,8 @@ def publish(request: StoredRequest) -> None:
         attention_ms=round(stats.attention_ms, 3),
         recomputed=request.recomputed,
     )
+    if request.recomputed:
+        request.report["why"] = why.damaged()
 
 
 @dataclasses.dataclass(slots=True)
@@ -109,6 +113,9 @@ class RequestTotals:
     requests_prefetched: int = 0
     requests_not_served: dict[str, int] = dataclasses.field(default_factory=dict)
     requests_not_stored: dict[str, int] = dataclasses.field(default_factory=dict)
+    requests_why: dict[str, int] = dataclasses.field(
+        default_factory=lambda: {own.value: 0 for own in why.Reason}
+    )
     prefix_tokens: int = 0
     used_tokens: int = 0
     ssd_bytes: int = 0
@@ -142,6 +149,8 @@ class RequestTotals:
         self.requests_declined += report["decision"] == "recompute"
         for use in ("not_served", "not_stored"):
             _count(getattr(self, f"requests_{use}"), report[use])
+        if report["why"] is not None:
+            _count(self.requests_why, report["why"]["reason"])
         for field in dataclasses.fields(self):
             if not field.name.startswith("requests"):
                 setattr(self, field.name, getattr(self, field.name) + report[field.name])

@@ -32,6 +32,7 @@ from impress_sglang.serving.report import RequestTotals, publish
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.serving.served_store import ServedStore
+from impress_sglang.serving.why import Explainer
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline, TimelineWriter
 from impress_sglang.transfer.loader import LayerInputs
@@ -103,6 +104,8 @@ class ServingRuntime:
             self._clock,
             page_size,
         )
+        self.explainer = Explainer(config, self.served, self.admission)
+        """Says why requests have a prefix, or have none."""
         self._opener = RequestOpener(
             shape.num_layers,
             device,

@@ -53,7 +53,8 @@ class ServedStore:
         """Why the store may not be used (`integration.weights`), also where one is open."""
         self._config = config
         self._shape = shape
-        self._stores = make_policy(config).stores
+        self.stores = make_policy(config).stores
+        """Whether the policy has a store at all."""
         # Of the store; where none is open, for the next one.
         self._memory = StoreMemory.allocate(config, shape, device)
         self._lookahead = lookahead
@@ -84,7 +85,7 @@ class ServedStore:
     @property
     def in_use(self) -> bool:
         """Whether prefixes are looked for in the store, and offered to it."""
-        return self._stores and self.suspended is None
+        return self.stores and self.suspended is None
 
     def report_miss(self, rid: str, error: PrefixUnreadable) -> None:
         """A request has to do without its stored prefix, which cannot be read."""

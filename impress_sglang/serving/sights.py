@@ -9,21 +9,15 @@ little between two halvings; it seldom counts too much, and then something is st
 
 from __future__ import annotations
 
-import hashlib
-import secrets
-
 import numpy as np
 import numpy.typing as npt
 
+from impress_sglang.management.prefix_hashes import BLOCK_TOKENS, PrefixHashes
 from impress_sglang.storage.segment import Tokens
 
-# Prefixes are counted at multiples of so many tokens.
-SIGHT_TOKENS = 64
 _ROWS = 4
 _COLUMNS = 1 << 22
 _EACH_ROW = np.arange(_ROWS)[:, None]
-_SEED_BYTES = 8
-_Hashes = npt.NDArray[np.uint64]
 
 
 class Sights:
@@ -38,11 +32,8 @@ class Sights:
         self._least = least
         self._counts = np.zeros((_ROWS, columns), np.uint8)
         self._new = 0
-        # So that nobody can tell which prompts are counted together.
-        self._key = secrets.token_bytes(_SEED_BYTES)
-        odd = secrets.randbits(64) | 1
-        powers = [pow(odd, place, 2**64) for place in range(1, SIGHT_TOKENS + 1)]
-        self._powers = np.array(powers, np.uint64)
+        # Nobody can tell which prompts are counted together.
+        self._hashes = PrefixHashes()
 
     def note(self, namespace: str, tokens: Tokens, first: int = 0, *, count: bool = True) -> int:
         """A request has these tokens, int32 [n].
@@ -62,30 +53,15 @@ class Sights:
             self._new = 0
         seen = self._counts[_EACH_ROW, columns].min(0, initial=255)
         if count:
-            again = slice(first // SIGHT_TOKENS, None)
+            again = slice(first // BLOCK_TOKENS, None)
             self._new += int(np.count_nonzero(seen[again] == 0))
             seen[again] = np.minimum(seen[again], 254) + 1
             # Blocks of a request may share a counter.
             np.maximum.at(self._counts, (_EACH_ROW, columns[:, again]), seen[again])
         rare = np.flatnonzero(seen < self._least)
-        return int(rare[0] if len(rare) else len(seen)) * SIGHT_TOKENS
+        return int(rare[0] if len(rare) else len(seen)) * BLOCK_TOKENS
 
     def _columns(self, namespace: str, tokens: Tokens) -> npt.NDArray[np.int64]:
         """Where prefixes of whole blocks are counted, int64 [rows, blocks]."""
-        blocks = len(tokens) // SIGHT_TOKENS
-        own = tokens[: blocks * SIGHT_TOKENS].reshape(-1, SIGHT_TOKENS).astype(np.uint64)
-        # Each block's hash depends on its place, and a prefix has the sum of those of its blocks.
-        places = np.arange(1, blocks + 1, dtype=np.uint64) * self._powers[-1]
-        name = hashlib.blake2b(namespace.encode(), key=self._key, digest_size=_SEED_BYTES)
-        start = np.frombuffer(name.digest(), np.uint64)
-        hashes = _mixed(np.cumsum(_mixed(own @ self._powers + places)) + start)
-        rows = np.arange(1, _ROWS + 1, dtype=np.uint64)[:, None] * self._powers[0]
-        mask = np.uint64(self._counts.shape[1] - 1)
-        return (_mixed(hashes + rows) & mask).astype(np.int64)
-
-
-def _mixed(values: _Hashes) -> _Hashes:
-    """Each value to another one, all bits of which depend on all of its (splitmix64)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+        rows = self._hashes.rows(self._hashes.of(namespace, tokens), _ROWS)
+        return (rows & np.uint64(self._counts.shape[1] - 1)).astype(np.int64)

@@ -80,6 +80,9 @@ def test_reordering_asks_for_the_admins_key_and_rewrites_what_pays(server: Serve
     generate(server, prefix)
     said = generate(server, [*prefix, *random_tokens(9, seed=3)])["meta_info"]["impress"]
     assert said["path"] == "ssd" and said["used_tokens"] < said["prefix_tokens"]
+    assert said["why"]["reason"] == "loaded"
+    other = generate(server, [*prefix, 7], extra_key="another-tenant")["meta_info"]["impress"]
+    assert other["why"]["reason"] == "never_stored"
 
     assert ask(server, "POST", "/impress/reorder", None).status_code == 401
     assert ask(server, "POST", "/impress/reorder", "user").status_code == 401

@@ -68,6 +68,7 @@ def test_reading_ahead_changes_no_answer(narrow: Server) -> None:
         narrow.post("/bench/readahead", share=share).raise_for_status()
         answers[share], totals[share] = ask_all(narrow, f"ahead {share}")
     assert {report(answer)["path"] for answer in answers[0.2]} == {"ssd"}
+    assert {report(answer)["why"]["reason"] for answer in answers[0.2]} == {"loaded"}
     for plain, ahead in zip(answers[0.0], answers[0.2], strict=True):
         assert plain["output_ids"] == ahead["output_ids"]
         logprobs = [answer["meta_info"]["output_token_logprobs"] for answer in (plain, ahead)]
@@ -118,6 +119,7 @@ def test_a_prefix_is_computed_where_reading_takes_longer(deciding: Server, stock
         if said[-1]["decision"] == "recompute":
             # A small read in the background keeps the estimate fresh.
             assert said[-1]["path"] == "computed"
+            assert said[-1]["why"]["reason"] == "computed_faster"
             assert said[-1]["estimated_load_ms"] > said[-1]["estimated_recompute_ms"] > 0
             assert answer["output_ids"] == stock.generate(prompt, 3)["output_ids"]
             break

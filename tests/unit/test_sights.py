@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.serving.sights import SIGHT_TOKENS, Sights
+from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
+from impress_sglang.serving.sights import Sights
 from tests.unit.kv_factory import as_tokens
 
 COLUMNS = 1 << 16
@@ -17,7 +18,7 @@ COLUMNS = 1 << 16
 
 def prompt(*blocks: int, rest: int = 0) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     """Blocks of equal tokens, and some more."""
-    tokens = [token for token in blocks for _ in range(SIGHT_TOKENS)]
+    tokens = [token for token in blocks for _ in range(BLOCK_TOKENS)]
     return as_tokens([*tokens, *range(rest)])
 
 
@@ -33,21 +34,21 @@ def test_against_exact_counts(least: int, asked: list[tuple[str, list[int]]]) ->
         prefixes = [tuple(blocks[: stop + 1]) for stop in range(len(blocks))]
         counts.update((namespace, own) for own in prefixes)
         often = [own for own in prefixes if counts[namespace, own] >= least]
-        found = sights.note(namespace, prompt(*blocks, rest=SIGHT_TOKENS - 1))
-        assert found == SIGHT_TOKENS * len(often)
+        found = sights.note(namespace, prompt(*blocks, rest=BLOCK_TOKENS - 1))
+        assert found == BLOCK_TOKENS * len(often)
 
 
 def test_the_order_of_blocks_counts() -> None:
     sights = Sights(2, columns=COLUMNS)
     sights.note("", prompt(1, 2, 2))
-    assert sights.note("", prompt(2, 1, 2)) == sights.note("", prompt(2, 2, 1)) - SIGHT_TOKENS == 0
+    assert sights.note("", prompt(2, 1, 2)) == sights.note("", prompt(2, 2, 1)) - BLOCK_TOKENS == 0
 
 
 @pytest.mark.parametrize("least", [2, 255])
 def test_counts_end_at_what_a_counter_holds(least: int) -> None:
     sights = Sights(least, columns=COLUMNS)
     found = [sights.note("", prompt(1)) for _ in range(300)]
-    assert found == [0] * (least - 1) + [SIGHT_TOKENS] * (301 - least)
+    assert found == [0] * (least - 1) + [BLOCK_TOKENS] * (301 - least)
 
 
 def test_what_is_seen_once_is_forgotten_and_what_is_seen_often_is_not() -> None:
@@ -59,7 +60,7 @@ def test_what_is_seen_once_is_forgotten_and_what_is_seen_often_is_not() -> None:
         sights.note("", prompt(10 + number))
         if number % 100 == 0:
             sights.note("", often)
-    assert sights.note("", often) == SIGHT_TOKENS
+    assert sights.note("", often) == BLOCK_TOKENS
     assert sights.note("", once) == 0
 
 
@@ -74,9 +75,9 @@ def test_what_was_noted_before_is_not_counted_again() -> None:
     """And what is no request of its own is not counted at all."""
     sights = Sights(2, columns=COLUMNS)
     sights.note("", prompt(1, rest=9))
-    assert sights.note("", prompt(1, 2), SIGHT_TOKENS + 9) == 0
+    assert sights.note("", prompt(1, 2), BLOCK_TOKENS + 9) == 0
     assert sights.note("", prompt(1, 2, 3), count=False) == 0
-    assert sights.note("", prompt(1, 2, 3)) == 2 * SIGHT_TOKENS
+    assert sights.note("", prompt(1, 2, 3)) == 2 * BLOCK_TOKENS
 
 
 def test_few_prefixes_are_taken_for_others() -> None:

@@ -1,0 +1,95 @@
+"""What has left the store lately, and why, so that a miss can be explained.
+
+A table of fixed size, by the hash of each prefix of whole blocks of what is gone: what is noted
+later may take the place of what was noted before. It knows no prompt, and finds nothing for who
+does not have the same tokens in the same namespace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from impress_sglang.management.prefix_hashes import BLOCK_TOKENS, PrefixHashes
+from impress_sglang.management.stored import StoredSegment
+from impress_sglang.storage.segment import Tokens
+
+# Prefixes that are remembered: those of four million tokens, in 1.1 MB.
+_PLACES = 1 << 16
+
+
+class Cause(enum.Enum):
+    """Why tokens are not stored any more, or were not taken."""
+
+    EVICTED = 0
+    DAMAGED = 1
+    NO_ROOM = 2
+
+
+_CAUSES = tuple(Cause)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loss:
+    """Of a prompt: `num_tokens` are gone, the first ones since `seconds`."""
+
+    cause: Cause
+    num_tokens: int
+    seconds: float
+
+
+class Losses:
+    """The memory of one store; one thread."""
+
+    def __init__(
+        self, *, places: int = _PLACES, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`places`, a power of two: prefixes that are remembered at most."""
+        assert places & (places - 1) == 0
+        self._hashes = PrefixHashes()
+        self._clock = clock
+        self._names = np.zeros(places, np.uint64)
+        self._times = np.zeros(places)
+        self._causes = np.zeros(places, np.uint8)
+
+    def note(self, segment: StoredSegment, cause: Cause) -> None:
+        """A segment is about to leave the tree."""
+        info = segment.info
+        self.note_tokens(info.namespace, prompt_of(segment), cause, info.prefix_len)
+
+    def note_tokens(self, namespace: str, tokens: Tokens, cause: Cause, start: int = 0) -> None:
+        """Tokens [start, n) of a prompt, int32 [n], are gone, or were not taken."""
+        names = self._hashes.of(namespace, tokens)[start // BLOCK_TOKENS :]
+        places = self._places(names)
+        self._names[places] = names
+        self._times[places] = self._clock()
+        self._causes[places] = cause.value
+
+    def find(self, namespace: str, tokens: Tokens, start: int) -> Loss | None:
+        """Why a prompt is not stored from token `start` on, as far as is known."""
+        names = self._hashes.of(namespace, tokens)[start // BLOCK_TOKENS :]
+        places = self._places(names)
+        found = np.flatnonzero(self._names[places] == names)
+        if not len(found):
+            return None
+        first = places[found[0]]
+        stop = (start // BLOCK_TOKENS + int(found[-1]) + 1) * BLOCK_TOKENS
+        seconds = self._clock() - float(self._times[first])
+        return Loss(_CAUSES[self._causes[first]], stop - start, seconds)
+
+    def _places(self, names: np.ndarray) -> np.ndarray:
+        return (names & np.uint64(len(self._names) - 1)).astype(np.int64)
+
+
+def prompt_of(segment: StoredSegment) -> Tokens:
+    """All tokens from the start of a prompt to the end of a segment of the tree, int32 [n]."""
+    parts, above = [segment.info.tokens], segment
+    while above.parent is not None:
+        length = above.info.prefix_len - above.parent.info.prefix_len
+        above = above.parent
+        parts.append(above.info.tokens[:length])
+    return np.concatenate(parts[::-1])

@@ -1,0 +1,52 @@
+"""Hashes of all prefixes of a prompt at once, for who remembers prompts without keeping them."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from impress_sglang.storage.segment import Tokens
+
+# Prefixes are told apart at multiples of so many tokens.
+BLOCK_TOKENS = 64
+_SEED_BYTES = 8
+Hashes: TypeAlias = npt.NDArray[np.uint64]
+
+
+class PrefixHashes:
+    """Hashes that nobody can foretell: another process, or another one of these, has others."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(_SEED_BYTES)
+        odd = secrets.randbits(64) | 1
+        powers = [pow(odd, place, 2**64) for place in range(1, BLOCK_TOKENS + 1)]
+        self._powers = np.array(powers, np.uint64)
+
+    def of(self, namespace: str, tokens: Tokens) -> Hashes:
+        """Of the prefixes of whole blocks in a namespace, shortest first, uint64 [n // 64].
+
+        `tokens` are those of a prompt from its start, int32 [n].
+        """
+        blocks = len(tokens) // BLOCK_TOKENS
+        own = tokens[: blocks * BLOCK_TOKENS].reshape(-1, BLOCK_TOKENS).astype(np.uint64)
+        # Each block's hash depends on its place, and a prefix has the sum of those of its blocks.
+        places = np.arange(1, blocks + 1, dtype=np.uint64) * self._powers[-1]
+        name = hashlib.blake2b(namespace.encode(), key=self._key, digest_size=_SEED_BYTES)
+        start = np.frombuffer(name.digest(), np.uint64)
+        return mixed(np.cumsum(mixed(own @ self._powers + places)) + start)
+
+    def rows(self, hashes: Hashes, count: int) -> Hashes:
+        """So many independent hashes of each of some hashes, uint64 [count, n]."""
+        rows = np.arange(1, count + 1, dtype=np.uint64)[:, None] * self._powers[0]
+        return mixed(hashes + rows)
+
+
+def mixed(values: Hashes) -> Hashes:
+    """Each value to another one, all bits of which depend on all of its (splitmix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

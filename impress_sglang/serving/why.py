@@ -1,0 +1,210 @@
+"""Why a request got its prefix from where it did, or did not get it: one reason, one sentence.
+
+Decided once, when a request is admitted, and by nothing but what is known of its own namespace:
+what another tenant has stored looks to it as if nobody had. A hit costs nothing; of a miss the
+tokens are hashed once more.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from impress_sglang.config import ImpressConfig
+from impress_sglang.management.losses import Cause, Loss
+from impress_sglang.management.policies import LoadOptions
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.stored import SegmentState, StoredMatch
+from impress_sglang.serving.admission import Admission
+from impress_sglang.serving.served_store import ServedStore
+from impress_sglang.storage.quality import ANYTHING
+from impress_sglang.storage.segment import Tokens
+
+Why: TypeAlias = dict[str, str | None]
+"""`reason`, `text`, and for who has a prefix and lacks more of one `rest`: the reason for that."""
+
+
+class Reason(enum.StrEnum):
+    """What decided about the prefix of a request."""
+
+    LOADED = enum.auto()
+    SHARED = enum.auto()
+    RESIDENT = enum.auto()
+    NEVER_STORED = enum.auto()
+    SEEN_TOO_SELDOM = enum.auto()
+    BEING_WRITTEN = enum.auto()
+    EVICTED = enum.auto()
+    NO_ROOM = enum.auto()
+    TOO_SHORT = enum.auto()
+    COMPUTED_FASTER = enum.auto()
+    QUALITY = enum.auto()
+    DAMAGED = enum.auto()
+    NOT_OPENED = enum.auto()
+    NO_BUFFERS = enum.auto()
+    NOT_SERVED = enum.auto()
+    OTHER_WEIGHTS = enum.auto()
+    DEGRADED = enum.auto()
+    NO_STORE = enum.auto()
+
+
+MEANINGS = {
+    Reason.LOADED: "its stored prefix was loaded",
+    Reason.SHARED: "its stored prefix was in slots already, loaded by other requests",
+    Reason.RESIDENT: "its prefix was in SGLang's pool",
+    Reason.NEVER_STORED: "nothing that begins like it is stored, or was until lately",
+    Reason.SEEN_TOO_SELDOM: "it was not asked for as often as --impress-write-after wants",
+    Reason.BEING_WRITTEN: "it is being written",
+    Reason.EVICTED: "it was stored, and removed from SSD to make room",
+    Reason.NO_ROOM: "it was not stored, for want of room that others could give",
+    Reason.TOO_SHORT: "what may be stored of it is shorter than --impress-min-prefix-tokens",
+    Reason.COMPUTED_FASTER: "loading it was estimated to be slower than computing it",
+    Reason.QUALITY: "it is stored, but less exactly than the request asks for",
+    Reason.DAMAGED: "it was stored, but could not be read as it was written",
+    Reason.NOT_OPENED: "it is stored, but its slots or files could not be had",
+    Reason.NO_BUFFERS: "it is stored, but none of its layers fits into --impress-buffer-gb",
+    Reason.NOT_SERVED: "the request has a feature that the store is not for",
+    Reason.OTHER_WEIGHTS: "the weights are changing, and the store is set aside",
+    Reason.DEGRADED: "the disk does not answer, and the store is not used until it does",
+    Reason.NO_STORE: "--impress-policy stores nothing",
+}
+_LOST = {
+    Cause.EVICTED: Reason.EVICTED,
+    Cause.DAMAGED: Reason.DAMAGED,
+    Cause.NO_ROOM: Reason.NO_ROOM,
+}
+_UNREADY = {
+    SegmentState.PENDING: Reason.BEING_WRITTEN,
+    SegmentState.SUSPECT: Reason.DAMAGED,
+    SegmentState.READY: Reason.QUALITY,
+}
+
+
+class Explainer:
+    """Finds reasons; on the scheduler's thread."""
+
+    def __init__(self, config: ImpressConfig, served: ServedStore, admission: Admission) -> None:
+        self._config = config
+        self._served = served
+        self._admission = admission
+
+    def explain(
+        self,
+        report: Mapping[str, Any],
+        namespace: str,
+        tokens: Tokens,
+        wanted: LoadOptions,
+        *,
+        seen: int | None,
+        opened: bool,
+    ) -> Why:
+        """Of a request that is admitted.
+
+        Args:
+            report: of it, by now.
+            namespace: of it.
+            tokens: of its prompt, as far as a prefix may reach, int32 [n].
+            wanted: what it asks for.
+            seen: how many of its tokens were asked for often enough; None if nobody counts.
+            opened: whether it was not sent back because its prefix could not be had.
+        """
+        hit, used = _hit(report), int(report["prefix_tokens"])
+        rest = len(tokens) - used
+        if hit is not None and rest < self._config.min_prefix_tokens:
+            return _say(*hit)
+        if not opened:
+            miss = Reason.NOT_OPENED, ""
+        else:
+            miss = self._miss(report, namespace, tokens, wanted, seen)
+        if hit is None:
+            return _say(*miss)
+        text = f"{_sentence(*hit)} Of its other {rest:,} tokens: {_sentence(*miss)}"
+        return {"reason": hit[0], "text": text, "rest": miss[0]}
+
+    def _miss(
+        self,
+        report: Mapping[str, Any],
+        namespace: str,
+        tokens: Tokens,
+        wanted: LoadOptions,
+        seen: int | None,
+    ) -> tuple[Reason, str]:
+        """Why no more than the prefix that a report has was used."""
+        config, least = self._config, self._config.min_prefix_tokens
+        if report["not_served"] is not None:
+            return Reason.NOT_SERVED, str(report["not_served"])
+        if not self._served.stores:
+            return Reason.NO_STORE, config.policy
+        if self._served.suspended is not None:
+            return Reason.OTHER_WEIGHTS, self._served.suspended
+        if not self._served.store.health.readable:
+            return Reason.DEGRADED, ""
+        if len(tokens) < least:
+            return Reason.TOO_SHORT, f"{len(tokens)} of {least} tokens"
+        if report["decision"] == "recompute":
+            load, compute = report["estimated_load_ms"], report["estimated_recompute_ms"]
+            return Reason.COMPUTED_FASTER, f"{load:.1f} ms and {compute:.1f} ms"
+        store = self._served.store
+        # Not `store.match`, which also does what is due.
+        name, quality = store.namespace(namespace), self._admission.least(wanted)
+        have = store.tree.match(name, tokens, least=quality).num_tokens
+        if have - report["prefix_tokens"] >= least:
+            return Reason.NO_BUFFERS, ""
+        have = max(have, report["resident_tokens"])
+        if (found := self._stored_otherwise(store, name, tokens, have)) is not None:
+            return found
+        if seen is not None and seen - have < least:
+            return Reason.SEEN_TOO_SELDOM, f"{config.write_after} times"
+        return Reason.NEVER_STORED, ""
+
+    def _stored_otherwise(
+        self, store: PrefixStore, name: str, tokens: Tokens, have: int
+    ) -> tuple[Reason, str] | None:
+        """Why what was stored beyond `have` tokens of a prompt cannot be used, if something was."""
+        least = self._config.min_prefix_tokens
+        known = store.tree.match(name, tokens, least=ANYTHING, only_ready=False)
+        if known.num_tokens - have >= least and (reason := _unready(known, have)) is not None:
+            return reason, ""
+        loss = store.losses.find(name, tokens, have)
+        return None if loss is None or loss.num_tokens < least else _lost(loss)
+
+
+def damaged() -> Why:
+    """Of a request whose stored prefix turned out to be unreadable."""
+    return _say(Reason.DAMAGED, "computed again")
+
+
+def _hit(report: Mapping[str, Any]) -> tuple[Reason, str] | None:
+    """What the prefix of a request was, if it has one."""
+    loaded, shared = report["loaded_tokens"], report["shared_tokens"]
+    if loaded:
+        return Reason.LOADED, f"{loaded:,} tokens in {report['bits']:g} bits"
+    if shared:
+        return Reason.SHARED, f"{shared:,} tokens"
+    resident = report["resident_tokens"]
+    return (Reason.RESIDENT, f"{resident:,} tokens") if resident else None
+
+
+def _unready(known: StoredMatch, have: int) -> Reason | None:
+    """What is wrong with the first segment of a match that has tokens beyond `have`."""
+    last = 0
+    for span in known.spans:
+        last += len(span)
+        if last > have:
+            return _UNREADY.get(span.segment.state)
+    return None
+
+
+def _lost(loss: Loss) -> tuple[Reason, str]:
+    return _LOST[loss.cause], f"{loss.num_tokens:,} tokens, {loss.seconds:.0f} s ago"
+
+
+def _say(reason: Reason, detail: str) -> Why:
+    return {"reason": reason, "text": _sentence(reason, detail), "rest": None}
+
+
+def _sentence(reason: Reason, detail: str) -> str:
+    meaning = MEANINGS[reason]
+    # Not `capitalize`, which makes the rest small.
+    text = meaning[0].upper() + meaning[1:]
+    return f"{text}: {detail}." if detail else f"{text}."
