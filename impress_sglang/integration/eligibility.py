@@ -13,6 +13,7 @@ from impress_sglang.integration.judged import (
     SAMPLING_GUARDS,
     Guard,
 )
+from impress_sglang.serving.custom_params import STORE_KEY, store_wish_of
 
 UNJUDGED = "unjudged"
 # A field that is gone is not known to be what its guard asks for.
@@ -25,6 +26,8 @@ def store_refusal(req: Any) -> str | None:
     `req` is SGLang's `Req`. The reason is the field that stands against it, or `unjudged:` and an
     attribute that no table of `judged.py` knows.
     """
+    if store_wish_of(req.sampling_params) is False:
+        return STORE_KEY
     return _refusal(req, "stores")
 
 

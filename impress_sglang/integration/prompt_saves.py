@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from impress_sglang.integration.eligibility import store_refusal
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.writing import Offer, StoreOutcome
+from impress_sglang.serving.custom_params import store_wish_of
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
@@ -59,8 +60,9 @@ class PromptSaves:
             # Of several samples SGLang computes the prompt first, with no token behind it.
             sampling = req.sampling_params
             count = sampling.n == 1 or sampling.max_new_tokens == 0
-            space = namespace_of(req)
-            self._worth[req.rid] = self._sights.note(space, as_tokens(tokens), count=count)
+            worth = self._sights.note(namespace_of(req), as_tokens(tokens), count=count)
+            at_once = store_wish_of(req.sampling_params) is True
+            self._worth[req.rid] = len(tokens) if at_once else worth
 
     def seen(self, rid: str) -> int | None:
         """How many of the first tokens of a request were asked for often enough, if one counts."""

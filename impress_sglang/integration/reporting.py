@@ -7,6 +7,7 @@ from typing import Any
 
 from impress_sglang.integration.passes import REPORT_KEY
 from impress_sglang.integration.radix_cache import ImpressRadixCache
+from impress_sglang.integration.steering import STEER, add_steering, obey, tokenizer_manager
 from impress_sglang.serving.runtime import ServingRuntime
 
 STATS_ROUTE = "/impress/stats"
@@ -69,6 +70,12 @@ def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> An
     route `/set_internal_state` comes here, too. What it does not know it refuses.
     """
     orders = request.server_args
+    if orders == STEER:
+        from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+        taken = isinstance(scheduler.tree_cache, ImpressRadixCache)
+        answer = obey(scheduler.tree_cache, request.rid) if taken else None
+        return SetInternalStateReqOutput(updated=taken, rid=answer)
     if not orders or not orders.keys() <= _orders.keys():
         return original(scheduler, request)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
@@ -83,7 +90,7 @@ def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> An
 
 async def totals() -> dict[str, Any]:
     """What `GET /impress/stats` shows; in the process of the HTTP server."""
-    states = await _tokenizer_manager().get_internal_state()
+    states = await tokenizer_manager().get_internal_state()
     report: dict[str, Any] = states[0][REPORT_KEY]
     return report
 
@@ -92,7 +99,7 @@ async def give_order(name: str, value: float = 1) -> dict[str, Any]:
     """Let the scheduler's process take an order; the totals after it."""
     from sglang.srt.managers.io_struct import SetInternalStateReq
 
-    await _tokenizer_manager().set_internal_state(SetInternalStateReq(server_args={name: value}))
+    await tokenizer_manager().set_internal_state(SetInternalStateReq(server_args={name: value}))
     return await totals()
 
 
@@ -114,8 +121,4 @@ def add_routes(*_: Any, **__: Any) -> None:
     async def impress_reorder() -> dict[str, Any]:
         return (await give_order(REORDER_ORDER))["reorder"]
 
-
-def _tokenizer_manager() -> Any:
-    from sglang.srt.entrypoints import http_server
-
-    return http_server.get_global_state().tokenizer_manager
+    add_steering(app)

@@ -11,10 +11,11 @@ import logging
 import sqlite3
 from collections.abc import Iterable
 
-from impress_sglang.config import ImpressConfig
+from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError
 from impress_sglang.management.keeper import Keeper
 from impress_sglang.management.monitor import Monitor
+from impress_sglang.management.pins import Pins
 from impress_sglang.management.restoring import recover_tree
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.precision.floors import FloorMeter
@@ -56,6 +57,8 @@ class StoreDisk:
                 self.monitor = Monitor(self.directory, self.health, self._seconds)
                 undo.callback(self.monitor.close, self._seconds)
                 self.tree = recover_tree(self.keeper, identity)
+                most = bytes_of(config.ssd_gb) // 2
+                self.pins = Pins(self.directory, self.keeper, self.tree, most)
                 self.others = other_stores(self.files, self.directory.path)
                 """Stores of other models, latest first, and their bytes."""
             except (OSError, sqlite3.Error) as error:

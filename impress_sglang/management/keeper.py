@@ -10,6 +10,7 @@ import contextlib
 import enum
 import errno
 import logging
+import os
 import sqlite3
 import time
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from impress_sglang.storage.health import Health
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.segment import SegmentInfo, read_header, reading
-from impress_sglang.storage.writer import LayerReader, write_segment
+from impress_sglang.storage.writer import TEMPORARY_SUFFIX, LayerReader, write_segment
 from impress_sglang.threads import BackgroundThread, compute_alone
 
 logger = logging.getLogger(__name__)
@@ -145,6 +146,14 @@ class Keeper:
         """Keep (segment_id, last_access, hits) for the next start."""
         return self._submit(self._catalog.record_accesses, accesses)
 
+    def keep(self, name: str, content: bytes) -> None:
+        """Put a small file of this name into the store's folder, in place of an older one."""
+        self._submit(self._keep, name, content)
+
+    def empty_quarantine(self) -> None:
+        """Remove the damaged segments that are kept: something is to be forgotten."""
+        self._submit(self._limit_quarantine, 0)
+
     def indexed(self) -> Future[dict[str, int]]:
         """Segments of the index and the sizes that their files should have."""
         return self._submit(self._catalog.indexed)
@@ -205,6 +214,22 @@ class Keeper:
         else:
             self._index(self._catalog.replace, segment_id, successor)
         self.progress = time.monotonic()
+
+    def _keep(self, name: str, content: bytes) -> None:
+        path = self._directory.path / name
+        temporary = path.with_name(name + TEMPORARY_SUFFIX)
+        try:
+            descriptor = self._files.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+            try:
+                self._files.write(descriptor, 0, memoryview(content))
+                self._files.sync(descriptor)
+            finally:
+                self._files.close(descriptor)
+            self._files.rename(temporary, path)
+            self._files.sync_directory(path.parent)
+        except OSError as error:
+            logger.warning("%s could not be written: %s", path, error)
+            self._health.failed(f"{name} could not be written", error, reading=False)
 
     def _flush_catalog(self) -> None:
         self._index(self._catalog.flush)
@@ -267,11 +292,11 @@ class Keeper:
         logger.error("%s; set aside in quarantine", error)
         return True
 
-    def _limit_quarantine(self) -> None:
+    def _limit_quarantine(self, most: int = QUARANTINED_FILES) -> None:
         paths = quarantined_files(self._files, self._directory.path)
-        for path in paths[:-QUARANTINED_FILES]:
+        kept = paths[max(len(paths) - most, 0) :]
+        for path in paths[: len(paths) - len(kept)]:
             self._files.unlink(path)
-        kept = paths[-QUARANTINED_FILES:]
         self.quarantined_bytes = sum(self._files.stat(path).st_size for path in kept)
 
     def _verify(self, path: Path, info: SegmentInfo) -> None:

@@ -28,6 +28,7 @@ class Cause(enum.Enum):
     EVICTED = 0
     DAMAGED = 1
     NO_ROOM = 2
+    PURGED = 3
 
 
 _CAUSES = tuple(Cause)

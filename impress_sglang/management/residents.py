@@ -166,6 +166,20 @@ class ResidentParts:
         if not part.users and part in self._parts:
             self._drop([part])
 
+    def hide_segment(self, segment_id: str) -> int:
+        """Nobody else may use parts of a segment; returns how many slots come free at once.
+
+        Who uses them goes on, and they are given up by the last of these.
+        """
+        freed = 0
+        for part in list(self._shared.get(segment_id, ())):
+            if part.users:
+                part.alone = True
+                self._unshare(part)
+            else:
+                freed += self.evict(part)
+        return freed
+
     def hide_all(self) -> None:
         """What is in the slots is of other weights than what is stored from now on."""
         for part in list(self._parts):

@@ -92,7 +92,7 @@ class PrefixStore:
         self._disk = disk or StoreDisk(config, identity, files)
         self._directory, self._keeper = self._disk.directory, self._disk.keeper
         self._monitor, self.health = self._disk.monitor, self._disk.health
-        self.tree = self._disk.tree
+        self.tree, self.pins = self._disk.tree, self._disk.pins
         self.namespace = functools.lru_cache(_NAMESPACES)(self._directory.namespace)
         direct, patience = self._disk.direct, config.io_timeout
         self._memory = memory or StoreMemory.allocate(config, shape, device or torch.device("cpu"))
@@ -150,7 +150,7 @@ class PrefixStore:
             self._keeper,
             self._monitor,
             self._disk.others,
-            lambda segment_id: self._readers.is_read(segment_id) or segment_id in self._lookahead,
+            lambda own: self._readers.is_read(own) or own in self._lookahead or own in self.pins,
             lambda: self.reorders.reserved_bytes,
         )
         self.writes = SegmentWrites(
@@ -408,11 +408,11 @@ class PrefixStore:
         """Whether a file fits without evicting anything."""
         return self._quota.missing(num_bytes) <= 0
 
-    def _evict(self, segment: StoredSegment) -> None:
-        """Remove a segment that nothing builds on, to make room."""
-        self.stats.segments_evicted += 1
+    def _evict(self, segment: StoredSegment, cause: Cause = Cause.EVICTED) -> None:
+        """Remove a segment and its file, to make room or because nobody may have it."""
+        self.stats.segments_evicted += cause is Cause.EVICTED
         self._keeper.delete(segment.segment_id, segment.file_bytes)
-        self._lose(segment, Cause.EVICTED)
+        self._lose(segment, cause)
 
     def _lose(self, segment: StoredSegment, cause: Cause) -> None:
         """A segment has no file any more; it stays in the tree as long as others build on it."""

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
-from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.storage.quality import ANYTHING, EXACT, Quality
 from impress_sglang.storage.segment import SegmentInfo, Tokens
 
 
@@ -143,6 +143,21 @@ class StoredTree:
             else:
                 spans.append(StoredSpan(segment, node.start, node.start + length))
         return StoredMatch(tuple(spans))
+
+    def below(self, namespace: str, prefix: Tokens | None) -> list[StoredSegment]:
+        """Segments that have the end of a prefix or something behind it; None: all of a namespace.
+
+        Those of all qualities, in no order.
+        """
+        if namespace not in self._roots:
+            return []
+        prefix = np.empty(0, np.int32) if prefix is None else prefix
+        found: dict[str, StoredSegment] = {}
+        for end, _ in list(self._ends(namespace, prefix, ANYTHING)):
+            for node in (end, *_descendants(end)):
+                if node.segment is not None:
+                    found[node.segment.segment_id] = node.segment
+        return list(found.values())
 
     def touch(self, match: StoredMatch) -> None:
         """Count an access to every segment of a match."""

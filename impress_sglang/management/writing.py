@@ -12,13 +12,14 @@ import enum
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.keeper import Keeper
+from impress_sglang.management.losses import Cause
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree, prefix_digest
@@ -105,6 +106,8 @@ class _Write:
     future: Future[None]
     offer: Offer
     abandoned: bool = False
+    discarded: Cause | None = None
+    """Why nobody may have it, if somebody said so."""
 
 
 class SegmentWrites:
@@ -122,7 +125,7 @@ class SegmentWrites:
         meter: FloorMeter,
         health: Health,
         stats: StoreStats,
-        evict: Callable[[StoredSegment], None],
+        evict: Callable[[StoredSegment, Cause], None],
     ) -> None:
         """Begin with no write; parts not named here are the store's.
 
@@ -202,6 +205,18 @@ class SegmentWrites:
                 continue
             self._finish(self._writes.popleft())
 
+    def discard(self, segments: Iterable[StoredSegment], cause: Cause) -> None:
+        """Remove segments and their files; those that are being written go when that has ended."""
+        writes = {write.segment: write for write in self._writes}
+        for segment in segments:
+            if (write := writes.get(segment)) is None:
+                self._evict(segment, cause)
+            else:
+                write.discarded = cause
+                self._abandon(write)
+        if cause is Cause.PURGED:
+            self._keeper.empty_quarantine()
+
     def abandon(
         self,
         enough: Callable[[], bool] = lambda: False,
@@ -216,6 +231,10 @@ class SegmentWrites:
                 continue
             if enough():
                 return
+            self._abandon(write)
+
+    def _abandon(self, write: _Write) -> None:
+        if not write.abandoned:
             write.abandoned = True
             write.offer.abandon()
             write.offer.on_done()
@@ -236,7 +255,10 @@ class SegmentWrites:
     def _make_room(
         self, info: SegmentInfo, keep: StoredMatch, first: StoredSegment | None = None
     ) -> bool:
-        return self._quota.make_room(info.layout().file_bytes, keep, self._evict, first)
+        return self._quota.make_room(info.layout().file_bytes, keep, self._make_way, first)
+
+    def _make_way(self, segment: StoredSegment) -> None:
+        self._evict(segment, Cause.EVICTED)
 
     def _replaces(
         self, known: StoredMatch, shorter: StoredMatch, info: SegmentInfo, tokens: Tokens
@@ -270,6 +292,8 @@ class SegmentWrites:
             segment.state = SegmentState.READY
             self._stats.segments_written += 1
             self._stats.bytes_written += segment.file_bytes
+            if write.discarded is not None:
+                self._evict(segment, write.discarded)
             return
         self._keeper.delete(segment.segment_id, segment.file_bytes)
         if isinstance(error, WriteAbandoned):

@@ -12,6 +12,8 @@ from impress_sglang.options import EXACT_BITS, EXACTLY, LEAST_BITS, MOST_BITS, i
 # Of `sampling_params.custom_params`: the retention and the bits that a request asks for.
 RETENTION_KEY = "impress_retention"
 BITS_KEY = "impress_bits"
+# And whether it is stored.
+STORE_KEY = "impress_store"
 
 
 def check_custom_params(
@@ -39,6 +41,8 @@ def check_custom_params(
             f"custom_params {BITS_KEY} must be a number from {LEAST_BITS:g} to {MOST_BITS:g}, or "
             f"{EXACTLY!r}, got {bits!r}"
         )
+    if type(store := custom_params.get(STORE_KEY, True)) is not bool:
+        raise ValueError(f"custom_params {STORE_KEY} must be true or false, got {store!r}")
     wanted = _load_options(custom_params, config)
     if not config.serves(wanted.retention, wanted.bits):
         raise ValueError(
@@ -47,6 +51,13 @@ def check_custom_params(
         )
     if parts_refusal is not None and config.uses_part(wanted.retention):
         raise ValueError(f"custom_params: {parts_refusal}; set {RETENTION_KEY} to 1")
+
+
+def store_wish_of(sampling_params: Any) -> bool | None:
+    """Whether a request wants to be stored: at first sight, not at all, or like others (None)."""
+    params = getattr(sampling_params, "custom_params", None)
+    wish = params.get(STORE_KEY) if isinstance(params, dict) else None
+    return wish if isinstance(wish, bool) else None
 
 
 def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:

@@ -243,6 +243,7 @@ class ServingRuntime:
             "requests_live": len(self.live),
             "totals": rounded,
             "store": None if store is None else store.summary(),
+            "pins": None if store is None else store.pins.summary(),
             "cache": None if store is None else store.cache_summary(),
             "reorder": None if store is None else store.reorders.summary(),
         }

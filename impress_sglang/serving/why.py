@@ -36,6 +36,7 @@ class Reason(enum.StrEnum):
     BEING_WRITTEN = enum.auto()
     EVICTED = enum.auto()
     NO_ROOM = enum.auto()
+    PURGED = enum.auto()
     TOO_SHORT = enum.auto()
     COMPUTED_FASTER = enum.auto()
     QUALITY = enum.auto()
@@ -57,6 +58,7 @@ MEANINGS = {
     Reason.BEING_WRITTEN: "it is being written",
     Reason.EVICTED: "it was stored, and removed from SSD to make room",
     Reason.NO_ROOM: "it was not stored, for want of room that others could give",
+    Reason.PURGED: "it was stored, and removed by order",
     Reason.TOO_SHORT: "what may be stored of it is shorter than --impress-min-prefix-tokens",
     Reason.COMPUTED_FASTER: "loading it was estimated to be slower than computing it",
     Reason.QUALITY: "it is stored, but less exactly than the request asks for",
@@ -72,6 +74,7 @@ _LOST = {
     Cause.EVICTED: Reason.EVICTED,
     Cause.DAMAGED: Reason.DAMAGED,
     Cause.NO_ROOM: Reason.NO_ROOM,
+    Cause.PURGED: Reason.PURGED,
 }
 _UNREADY = {
     SegmentState.PENDING: Reason.BEING_WRITTEN,

@@ -1,7 +1,7 @@
 """The directory of the SSD store: one folder per model identity.
 
-    <ssd dir>/<identity>/{store.json, lock, catalog.sqlite, segments/<2 hex digits>/<segment>.kv,
-                          quarantine/<segment>.kv}
+    <ssd dir>/<identity>/{store.json, lock, catalog.sqlite, pins.json,
+                          segments/<2 hex digits>/<segment>.kv, quarantine/<segment>.kv}
 
 A folder is a store if its name is an identity and its marker `store.json` says so; nothing else is
 read as ours or removed, and in a store only files that have our names. The marker holds the key of
@@ -40,6 +40,7 @@ LOCK = "lock"
 CATALOG = "catalog.sqlite"
 SEGMENTS = "segments"
 QUARANTINE = "quarantine"
+PINS = "pins.json"
 _PROBE = "probe"
 _KIND = "impress-sglang store"
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
@@ -258,7 +259,7 @@ def remove_store(files: FileSystem, path: Path) -> bool:
             files.unlink(own)
         for own in quarantined_files(files, path):
             files.unlink(own)
-        for name in (CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm", _PROBE):
+        for name in (CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm", PINS, _PROBE):
             files.unlink(path / name)
         for folder in (*_folders(files, path / SEGMENTS), path / QUARANTINE, path / SEGMENTS):
             _remove_empty(files, folder)

@@ -84,7 +84,8 @@ class ResidentPart:
     lasting: bool = True
     """Whether a layer can be raised when the next one is loaded: ranges of all are kept."""
     alone: bool = False
-    """Whether another part has slots of its pages: one request uses both, and gives both back."""
+    """Whether nobody else may join: another part has slots of its pages, and one request uses both
+    and gives both back, or its segment is to be forgotten."""
     load: tuple[PartLoad, int] | None = None
     """What it is read from now, and which span of that it is."""
 

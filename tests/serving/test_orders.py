@@ -95,6 +95,48 @@ def test_reordering_asks_for_the_admins_key_and_rewrites_what_pays(server: Serve
     assert stats["reorder"]["pending"] == stats["reorder"]["segments"] == 0
 
 
+def test_steering_asks_for_the_admins_key(server: Server) -> None:
+    for verb in ("warm", "pin", "unpin", "purge"):
+        assert ask(server, "POST", f"/impress/{verb}", None, all=True).status_code == 401
+        assert ask(server, "POST", f"/impress/{verb}", "user", all=True).status_code == 401
+        assert ask(server, "POST", f"/impress/{verb}", "admin").status_code == 400
+
+
+def test_a_prefix_is_warmed_pinned_and_purged(server: Server) -> None:
+    """Of one namespace; in another one the same stays."""
+
+    def order(verb: str, **body: Any) -> dict[str, Any]:
+        response = ask(server, "POST", f"/impress/{verb}", "admin", **body)
+        answer: dict[str, Any] = response.json()
+        assert response.ok != ("error" in answer)
+        return answer
+
+    def why(tenant: str) -> str:
+        answer = generate(server, [*prefix, 3], extra_key=tenant)
+        return str(answer["meta_info"]["impress"]["why"]["reason"])
+
+    prefix = random_tokens(640, seed=50)
+    tenants = [{"input_ids": prefix, "extra_key": name} for name in ("one", "two")]
+    assert "warm it first" in order("pin", **tenants[0])["error"]
+    for tenant in tenants:
+        assert order("warm", **tenant)["why"]["reason"] == "never_stored"
+        ask(server, "POST", "/flush_cache?timeout=60", "admin").raise_for_status()
+    assert why("one") == why("two") == "loaded"
+    assert order("pin", **tenants[0])["pins"]["prefixes"] == 1
+    assert order("pin", input_ids=prefix[:70])["error"].startswith("0 of its 64 tokens")
+
+    generate(server, [*prefix, *random_tokens(200, seed=51)], extra_key="one")
+    purged = order("purge", **tenants[0])
+    assert purged["segments"] >= 2 and purged["tokens"] >= 840 and purged["bytes"] > 0
+    assert purged["unpinned"] == 1
+    assert why("one") == "purged" and why("two") == "loaded"
+    assert order("purge", extra_key="two")["segments"] >= 1
+    assert order("purge", all=True)["segments"] >= 1
+    stats = ask(server, "GET", "/impress/stats", "user").json()
+    assert stats["store"]["segments"] == 0 and stats["integrity"] == "ok"
+    assert stats["pins"] == {"prefixes": 0, "bytes": 0}
+
+
 def test_statistics_ask_for_a_key_and_tell_nothing_of_prompts(server: Server) -> None:
     assert ask(server, "GET", "/impress/stats", None).status_code == 401
     before = texts_of(ask(server, "GET", "/impress/stats", "user").json())

@@ -1,0 +1,238 @@
+"""What an operator may order: `POST /impress/{warm,pin,unpin,purge}`.
+
+SGLang's way to the scheduler's process lets only numbers through, so an order travels as text in
+the name of the message, and so does its answer. The HTTP process checks what it is asked, and turns
+text into tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+
+from impress_sglang.integration.prompt_saves import as_tokens, namespace_of
+from impress_sglang.integration.radix_cache import ImpressRadixCache
+from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
+from impress_sglang.management.purging import purge
+from impress_sglang.serving.custom_params import STORE_KEY
+
+logger = logging.getLogger(__name__)
+
+STEER = {"impress_steer": 1}
+"""`server_args` of a message whose `rid` is an order."""
+_FIELDS = {"text", "input_ids", "extra_key", "cache_salt", "all"}
+_STEPS_FIELDS = ("segments", "tokens", "bytes", "writes", "unpinned", "pool_tokens")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Order:
+    """What is ordered of which prefixes: `input_ids` in a namespace; None: all of what is wider."""
+
+    verb: str
+    input_ids: list[int] | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    everything: bool = False
+
+    def to_json(self) -> str:
+        """As it travels."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def obey(cache: ImpressRadixCache, text: str | None) -> str:
+    """Carry out an order on the scheduler's thread; the answer, as JSON. Raises nothing."""
+    try:
+        answer = _obey(cache, Order(**json.loads(text or "")))
+    except Exception:
+        # Whatever it is, requests are served on.
+        logger.exception("an order could not be carried out")
+        answer = {"error": "the order could not be carried out; the server's log says why"}
+    return json.dumps(answer)
+
+
+def _obey(cache: ImpressRadixCache, order: Order) -> dict[str, Any]:
+    store = cache.runtime.served.opened
+    if store is None or not cache.runtime.served.in_use:
+        return {"error": f"no store is in use: {cache.runtime.served.suspended or 'by policy'}"}
+    name = None if order.everything else store.namespace(namespace_of(order))
+    tokens = None
+    if order.input_ids is not None:
+        # What is stored of a prompt ends with a block, and with a page.
+        whole_blocks = len(order.input_ids) // BLOCK_TOKENS * BLOCK_TOKENS
+        length = cache.runtime.admission.whole_pages(whole_blocks)
+        tokens = as_tokens(order.input_ids[:length])
+        if not length:
+            return {"error": f"a prefix has {BLOCK_TOKENS} tokens at least"}
+    if order.verb == "purge":
+        return _purge(cache, order, name, tokens)
+    assert name is not None and tokens is not None
+    if order.verb == "pin":
+        refusal = store.pins.pin(name, tokens)
+        done: dict[str, Any] = {"tokens": len(tokens), "error": refusal}
+    else:
+        assert order.verb == "unpin"
+        done = {"unpinned": store.pins.unpin(name, tokens)}
+    return {key: value for key, value in done.items() if value is not None} | {
+        "pins": store.pins.summary()
+    }
+
+
+def _purge(cache: ImpressRadixCache, order: Order, name: Any, tokens: Any) -> dict[str, Any]:
+    runtime = cache.runtime
+    purged = purge(runtime.store, name, tokens)
+    residents = runtime.residents
+    pool = sum(residents.hide_segment(segment_id) for segment_id in purged.segment_ids)
+    if order.input_ids is not None:
+        pool += _free_below(cache, order, len(tokens))
+    return {
+        "segments": len(purged.segment_ids),
+        "tokens": purged.tokens,
+        "bytes": purged.bytes,
+        "writes": purged.writes,
+        "unpinned": purged.unpinned,
+        "pool_tokens": pool,
+        "left": purged.left,
+    }
+
+
+def _free_below(cache: ImpressRadixCache, order: Order, length: int) -> int:
+    """Free what SGLang's pool has of a prefix and of what begins with it, if nobody uses it."""
+    assert order.input_ids is not None
+    tokens = array("q", order.input_ids[:length])
+    key = RadixKey(tokens, order.extra_key, cache_salt=order.cache_salt)
+    match = RadixCache.match_prefix(cache, MatchPrefixParams(key=key))
+    if match.device_prefix_len < length:
+        return 0
+    nodes = [match.last_device_node]
+    for node in nodes:
+        nodes.extend(node.children.values())
+    freed = 0
+    for node in reversed(nodes):
+        if node.lock_ref == 0 and not node.children:
+            # As in SGLang's `evict`.
+            cache.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
+            freed += len(node.value)
+            cache._delete_leaf(node)
+            cache.kv_events.record_remove(node)
+    return freed
+
+
+def tokenizer_manager() -> Any:
+    """SGLang's, in the process of the HTTP server."""
+    from sglang.srt.entrypoints import http_server
+
+    return http_server.get_global_state().tokenizer_manager
+
+
+async def give(order: Order) -> dict[str, Any]:
+    """Let the scheduler's process take an order; its answer."""
+    from sglang.srt.managers.io_struct import SetInternalStateReq
+
+    manager = tokenizer_manager()
+    manager.auto_create_handle_loop()
+    message = SetInternalStateReq(server_args=STEER, rid=order.to_json())
+    (answer,) = await manager.set_internal_state_communicator(message)
+    told: dict[str, Any] = json.loads(answer.rid)
+    return told
+
+
+async def carry_out(verb: str, body: object) -> dict[str, Any]:
+    """What a route answers.
+
+    Raises:
+        ValueError: the order is wrong, or cannot be carried out; in one sentence.
+    """
+    order = order_of(verb, body, getattr(tokenizer_manager(), "tokenizer", None))
+    if verb == "warm":
+        return await _warm(order)
+    answer = await give(order)
+    # A purge goes in steps, so that requests are served between them.
+    total = {name: answer.get(name, 0) for name in _STEPS_FIELDS}
+    while answer.get("left"):
+        answer = await give(order)
+        total = {name: total[name] + answer.get(name, 0) for name in _STEPS_FIELDS}
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return total if verb == "purge" else answer
+
+
+async def _warm(order: Order) -> dict[str, Any]:
+    """Ask for a prefix like a request that wants to be stored at first sight."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    sampling = {"max_new_tokens": 1, "temperature": 0, "custom_params": {STORE_KEY: True}}
+    request = GenerateReqInput(
+        input_ids=order.input_ids,
+        sampling_params=sampling,
+        extra_key=order.extra_key,
+        cache_salt=order.cache_salt,
+    )
+    answers = [own async for own in tokenizer_manager().generate_request(request, None)]
+    report = answers[-1]["meta_info"]["impress"]
+    return {"tokens": answers[-1]["meta_info"]["prompt_tokens"], "why": report["why"]}
+
+
+def order_of(verb: str, body: object, tokenizer: Any) -> Order:
+    """The order in the body of a request.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(body, Mapping) or not body.keys() <= _FIELDS:
+        raise ValueError(f"the body must be a JSON object of {', '.join(sorted(_FIELDS))}")
+    names = {name: body.get(name) or None for name in ("extra_key", "cache_salt")}
+    if not all(name is None or isinstance(name, str) for name in names.values()):
+        raise ValueError("extra_key and cache_salt must be texts")
+    everything = body.get("all", False)
+    tokens = _tokens_of(body, tokenizer)
+    if everything is not False and (everything is not True or len(body) > 1 or verb != "purge"):
+        raise ValueError('"all" must be true, stands alone, and is for purge')
+    has_namespace = verb == "purge" and not names.keys().isdisjoint(body)
+    if tokens is None and not everything and not has_namespace:
+        raise ValueError('which prefix? give "text" or "input_ids"')
+    return Order(verb, tokens, names["extra_key"], names["cache_salt"], bool(everything))
+
+
+def _tokens_of(body: Mapping[str, Any], tokenizer: Any) -> list[int] | None:
+    text, tokens = body.get("text"), body.get("input_ids")
+    if text is not None and tokens is not None:
+        raise ValueError('give "text" or "input_ids", not both')
+    if text is not None:
+        if not isinstance(text, str) or tokenizer is None:
+            raise ValueError('"text" must be a text, and needs a server with a tokenizer')
+        tokens = tokenizer.encode(text)
+    if tokens is None:
+        return None
+    most = 2**31
+    # type() and not isinstance(): True is an int to isinstance.
+    if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < most for t in tokens):
+        raise ValueError('"input_ids" must be a list of token ids')
+    if not tokens:
+        raise ValueError("an empty prefix is all of a namespace: leave it out")
+    return tokens
+
+
+def add_steering(app: Any) -> None:
+    """Add the routes, each with the key that `/flush_cache` asks for."""
+    from fastapi import Body
+    from fastapi.responses import JSONResponse
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    def add(verb: str) -> None:
+        @app.post(f"/impress/{verb}")
+        @auth_level(AuthLevel.ADMIN_OPTIONAL)
+        async def steer(body: Any = Body(None)) -> Any:  # noqa: B008
+            try:
+                return await carry_out(verb, body)
+            except ValueError as error:
+                return JSONResponse({"error": str(error)}, status_code=400)
+
+    for verb in ("warm", "pin", "unpin", "purge"):
+        add(verb)

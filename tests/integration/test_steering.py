@@ -1,0 +1,207 @@
+"""What an operator may order, and what becomes of it in the scheduler's process."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import SetInternalStateReq
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from impress_sglang.integration import steering
+from impress_sglang.integration.reporting import take_order
+from impress_sglang.integration.steering import Order, carry_out, obey, order_of
+from impress_sglang.serving.custom_params import STORE_KEY
+from impress_sglang.serving.why import Reason
+from tests.integration import test_weights
+from tests.integration.test_shared_slots import SHAPE, CodedWorld
+from tests.integration.test_weights import TOKENS
+from tests.integration.test_why import STORED, admitted
+from tests.integration.test_write_after import ask as compute
+
+OTHER = [*range(3000, 3000 + TOKENS)]
+
+
+@pytest.fixture
+def least() -> int:
+    return 1
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int) -> Iterator[CodedWorld]:
+    test_weights.install_hooks(monkeypatch)
+    monkeypatch.setattr(test_weights, "SHAPE", SHAPE)
+    world = CodedWorld(tmp_path, load="always", write_after=least)
+    yield world
+    world.cache.check_integrity()
+    cache = world.cache
+    held = world.allocator.available_size() + cache.evictable_size() + cache.protected_size()
+    assert held == world.allocator.size
+    world.runtime.close()
+
+
+def told(world: CodedWorld, verb: str, tokens: list[int] | None = None, **fields: Any) -> Any:
+    """The answer to an order that came by SGLang's way."""
+    message = SetInternalStateReq(
+        server_args=steering.STEER, rid=Order(verb, tokens, **fields).to_json()
+    )
+    scheduler = SimpleNamespace(tree_cache=world.cache)
+    answer = take_order(lambda *_: pytest.fail("not ours"), scheduler, message)
+    assert answer.updated
+    return json.loads(answer.rid)
+
+
+def test_a_purged_prefix_is_nowhere(world: CodedWorld) -> None:
+    """On SSD, in caches, in slots of its codes, and in SGLang's pool."""
+    world.store_prompt(1000)
+    world.idle_part()
+    slots = world.allocator.alloc(TOKENS)
+    world.cache.insert(InsertParams(key=RadixKey(array("q", STORED)), value=slots))
+    slots = world.allocator.alloc(TOKENS)
+    world.cache.insert(InsertParams(key=RadixKey(array("q", OTHER)), value=slots))
+
+    answer = told(world, "purge", [*STORED, 7, 8])
+
+    assert (answer["segments"], answer["tokens"], answer["left"]) == (1, TOKENS, 0)
+    assert answer["bytes"] > 0 and answer["pool_tokens"] == 2 * TOKENS
+    assert world.cache._residents.idle_tokens == 0
+    assert world.cache.evictable_size() == TOKENS
+    assert admitted(world)["reason"] == Reason.PURGED
+    assert admitted(world, OTHER)["reason"] == Reason.RESIDENT
+    world.runtime.store.writes.drain()
+    world.runtime.store.check_index()
+    assert world.files() == 0
+
+
+def test_a_purge_is_of_one_namespace(world: CodedWorld) -> None:
+    compute(world, "a", 2000, prompt=STORED, namespace="tenant")
+    compute(world, "b", 2000, prompt=STORED)
+    assert told(world, "purge", extra_key="nobody")["segments"] == 0
+    assert told(world, "purge", STORED, extra_key="tenant")["segments"] == 1
+    assert told(world, "purge", extra_key="tenant")["segments"] == 0
+    assert admitted(world, namespace="tenant")["reason"] == Reason.PURGED
+    assert admitted(world)["reason"] == Reason.LOADED
+    assert told(world, "purge", everything=True)["segments"] == 1
+
+
+def test_a_request_that_waits_for_what_is_purged_is_computed(world: CodedWorld) -> None:
+    world.store_prompt(1000)
+    req = world.ask("waits")
+    world.cache.prefetch(req)
+    assert told(world, "purge", STORED)["segments"] == 1
+    assert world.admit(req) is None
+    world.runtime.prefetches.drop_all()
+    world.cache._forget("waits")
+
+
+def test_a_request_that_runs_keeps_what_it_has(world: CodedWorld) -> None:
+    world.store_prompt(1000)
+    request = world.admit(world.ask("runs"))
+    assert request is not None
+    world.load(request, 0)
+    assert told(world, "purge", STORED)["pool_tokens"] == 0
+    for layer in range(1, SHAPE.num_layers):
+        world.load(request, layer)
+    world.end(request)
+    assert world.cache._residents.idle_tokens == 0
+
+
+def test_pins(world: CodedWorld) -> None:
+    refused = told(world, "pin", STORED)
+    assert refused["error"] == f"0 of its {TOKENS} tokens are stored: warm it first"
+    world.store_prompt(1000)
+    done = told(world, "pin", [*STORED, 5])
+    assert done["tokens"] == TOKENS and done["pins"]["prefixes"] == 1
+    assert world.runtime.summary()["pins"] == done["pins"]
+    assert told(world, "unpin", STORED)["unpinned"] == 1
+    assert told(world, "pin", STORED[:63]) == {"error": "a prefix has 64 tokens at least"}
+
+
+def test_no_order_ends_the_scheduler(world: CodedWorld) -> None:
+    for text in (None, "", "no JSON", "[]", "{}", '{"verb": 1}', '{"verb": "pin", "x": 1}'):
+        assert "error" in json.loads(obey(world.cache, text))
+    assert "error" in told(world, "unheard of", STORED)
+    assert "error" in told(world, "pin", [2**40] * TOKENS)
+    world.runtime.served.aside = "weights change"
+    assert told(world, "purge", STORED) == {"error": "no store is in use: weights change"}
+
+
+@pytest.mark.parametrize("least", [2])
+def test_what_a_request_says_of_being_stored(world: CodedWorld) -> None:
+    """Nothing of it is, and it counts as no sight; or all of it is, at first sight."""
+    never, at_once = {STORE_KEY: False}, {STORE_KEY: True}
+    for number in range(3):
+        sampling: Any = {"custom_params": never}
+        assert compute(world, f"n{number}", 2000, **sampling) == 0
+    assert compute(world, "first", 3000) == 0
+    assert compute(world, "again", 4000) == TOKENS
+    sampling = {"custom_params": at_once}
+    assert compute(world, "once", 5000, prompt=OTHER, **sampling) == 3 * TOKENS
+
+
+class Tokenizer:
+    def encode(self, text: str) -> list[int]:
+        return [*map(ord, text)]
+
+
+def test_orders_are_read() -> None:
+    order = order_of("pin", {"text": "abc", "extra_key": "t", "cache_salt": ""}, Tokenizer())
+    assert order == Order("pin", [97, 98, 99], "t", None)
+    assert order_of("purge", {"all": True}, None) == Order("purge", everything=True)
+    assert order_of("purge", {"extra_key": None}, None) == Order("purge")
+    assert order_of("warm", {"input_ids": [1]}, None) == Order("warm", [1])
+    assert Order(**json.loads(order.to_json())) == order
+
+
+@pytest.mark.parametrize(
+    ("verb", "body"),
+    [
+        ("purge", None),
+        ("purge", {}),
+        ("purge", []),
+        ("purge", {"all": False}),
+        ("purge", {"all": 1}),
+        ("purge", {"all": True, "extra_key": "t"}),
+        ("purge", {"input_ids": []}),
+        ("purge", {"input_ids": [-1]}),
+        ("purge", {"input_ids": [2**31]}),
+        ("purge", {"input_ids": [True]}),
+        ("purge", {"input_ids": "1"}),
+        ("purge", {"text": 1}),
+        ("purge", {"text": "a", "input_ids": [1]}),
+        ("purge", {"text": ""}),
+        ("purge", {"prefix": [1]}),
+        ("purge", {"extra_key": 1}),
+        ("pin", {"extra_key": "t"}),
+        ("unpin", {"all": True}),
+        ("warm", {"cache_salt": "t"}),
+    ],
+)
+def test_wrong_orders_are_refused(verb: str, body: object) -> None:
+    with pytest.raises(ValueError, match=r"[a-z]"):
+        order_of(verb, body, Tokenizer())
+
+
+def test_text_needs_a_tokenizer() -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        order_of("pin", {"text": "a"}, None)
+
+
+def test_a_long_purge_goes_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    steps = iter([{"segments": 2, "bytes": 5, "left": 1}, {"segments": 1, "bytes": 1, "left": 0}])
+
+    async def give(order: Order) -> dict[str, Any]:
+        return next(steps)
+
+    monkeypatch.setattr(steering, "tokenizer_manager", lambda: None)
+    monkeypatch.setattr(steering, "give", give)
+    total = asyncio.run(carry_out("purge", {"all": True}))
+    assert total["segments"] == 3 and total["bytes"] == 6 and total["writes"] == 0

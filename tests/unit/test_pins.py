@@ -1,0 +1,266 @@
+"""Prefixes that are pinned, and prefixes that are purged."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from impress_sglang.management import pins as pins_module
+from impress_sglang.management.losses import Cause
+from impress_sglang.management.purging import purge
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.writing import StoreOutcome
+from impress_sglang.storage.directory import PINS, remove_store
+from impress_sglang.storage.files import FileSystem
+from tests.unit import store_factory
+from tests.unit.kv_factory import SequenceKVs, as_tokens
+from tests.unit.store_factory import (
+    OTHER_IDENTITY,
+    Gate,
+    Workbench,
+    check_rows,
+    gb,
+    length,
+    look_up,
+    lose,
+    prompt,
+    use,
+)
+from tests.unit.waiting import wait_until
+
+bench = store_factory.bench
+
+
+def pin(store: PrefixStore, tokens: Any, namespace: str = "") -> str | None:
+    return store.pins.pin(store.namespace(namespace), as_tokens(tokens))
+
+
+def unpin(store: PrefixStore, tokens: Any, namespace: str = "") -> int:
+    return store.pins.unpin(store.namespace(namespace), as_tokens(tokens))
+
+
+def forget(
+    store: PrefixStore, tokens: Any = None, namespace: str | None = "", **fields: Any
+) -> Any:
+    name = None if namespace is None else store.namespace(namespace)
+    purged = purge(store, name, None if tokens is None else as_tokens(tokens), **fields)
+    store.check_integrity()
+    return purged
+
+
+def fill(bench: Workbench, store: PrefixStore, count: int, first: int = 50) -> None:
+    for number in range(first, first + count):
+        bench.offer(store, prompt(number))
+        store.writes.drain()
+
+
+def test_a_pinned_prefix_outlasts_newer_ones(bench: Workbench) -> None:
+    store = bench.open(ssd_gb=gb(4 * bench.one))
+    bench.put(store, prompt(1))
+    bench.put(store, prompt(2))
+    assert pin(store, prompt(1)) is None
+    fill(bench, store, 8)
+    assert length(store, prompt(1)) == 8 and length(store, prompt(2)) == 0
+    assert store.pins.summary() == {"prefixes": 1, "bytes": bench.one}
+
+    assert unpin(store, prompt(1)) == 1 and unpin(store, prompt(1)) == 0
+    fill(bench, store, 8, first=70)
+    assert length(store, prompt(1)) == 0
+
+
+def test_pins_survive_a_restart(bench: Workbench) -> None:
+    store = bench.open(ssd_gb=gb(4 * bench.one))
+    bench.put(store, prompt(1), namespace="salt")
+    assert pin(store, prompt(1), "salt") is None
+    store = bench.reopen(store, ssd_gb=gb(4 * bench.one))
+    fill(bench, store, 8)
+    check_rows(store, prompt(1), namespace="salt")
+    assert unpin(store, prompt(1), "salt") == 1
+    store = bench.reopen(store)
+    assert not len(store.pins)
+
+
+def test_all_that_a_pinned_prefix_builds_on_stays(bench: Workbench) -> None:
+    store = bench.open(ssd_gb=gb(8 * bench.one))
+    bench.put(store, prompt(1))
+    bench.put(store, prompt(1, 16))
+    assert pin(store, prompt(1, 16)) is None and pin(store, prompt(1, 16)) is None
+    fill(bench, store, 12)
+    check_rows(store, prompt(1, 16))
+    assert len(store.pins) == 1
+
+
+def test_only_what_is_stored_can_be_pinned(bench: Workbench) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1))
+    refusal = pin(store, prompt(1, 16))
+    assert refusal == "8 of its 16 tokens are stored: warm it first"
+    assert pin(store, prompt(1), "another tenant") == (
+        "0 of its 8 tokens are stored: warm it first"
+    )
+    assert pin(store, []) is not None
+    assert not len(store.pins)
+
+
+def test_pins_leave_room_for_others(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = bench.open(ssd_gb=gb(4 * bench.one))
+    for number in (1, 2, 3):
+        bench.put(store, prompt(number))
+    assert pin(store, prompt(1)) is None and pin(store, prompt(2)) is None
+    refusal = pin(store, prompt(3))
+    assert refusal is not None and "more than half of --impress-ssd-gb" in refusal
+    assert unpin(store, prompt(1)) == 1
+    monkeypatch.setattr(pins_module, "MOST_PINS", 1)
+    refusal = pin(store, prompt(3))
+    assert refusal is not None and "no more can be" in refusal
+
+
+def test_what_is_stored_anew_of_a_pinned_prefix_is_pinned(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pins_module, "_LOOK_SECONDS", 0.0)
+    store = bench.open(ssd_gb=gb(4 * bench.one))
+    bench.put(store, prompt(1))
+    assert pin(store, prompt(1)) is None
+    lose(bench, store, look_up(store, prompt(1)).spans[0].segment.segment_id)
+    assert store.pins.summary() == {"prefixes": 1, "bytes": 0}
+    bench.put(store, prompt(1))
+    fill(bench, store, 8)
+    check_rows(store, prompt(1))
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"{}", b"[1]", b'[{"namespace": "a"}]', b"\xff"])
+def test_damaged_pins_are_none(bench: Workbench, content: bytes) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1))
+    assert pin(store, prompt(1)) is None
+    bench.close(store)
+    (path,) = bench.root.glob(f"*/{PINS}")
+    path.write_bytes(content)
+    store = bench.open()
+    assert not len(store.pins)
+    assert pin(store, prompt(1)) is None
+    assert len(bench.reopen(store).pins) == 1
+
+
+def test_pins_that_cannot_be_written_stop_nothing(bench: Workbench) -> None:
+    class Refusing(FileSystem):
+        def open(self, path: Path, flags: int) -> int:
+            if path.name.startswith(PINS) and flags & os.O_CREAT:
+                raise OSError("no")
+            return super().open(path, flags)
+
+    store = bench.open(files=Refusing())
+    bench.put(store, prompt(1))
+    assert pin(store, prompt(1)) is None
+    wait_until(lambda: store.health.state == "read-only")
+    check_rows(store, prompt(1))
+    bench.forget(store)
+    store.close()
+
+
+def test_a_store_with_pins_can_be_removed(bench: Workbench) -> None:
+    store = bench.open(OTHER_IDENTITY)
+    bench.put(store, prompt(1))
+    assert pin(store, prompt(1)) is None
+    path = bench.root / OTHER_IDENTITY
+    bench.close(store)
+    assert (path / PINS).exists()
+    assert remove_store(FileSystem(), path) and not path.exists()
+
+
+def test_a_purge_takes_what_begins_with_a_prefix_and_nothing_else(bench: Workbench) -> None:
+    store = bench.open()
+    for number, count in ((1, 8), (1, 16), (1, 40), (2, 8)):
+        bench.put(store, prompt(number, count))
+    bench.put(store, prompt(1, 16), namespace="salt")
+    before = len(bench.files())
+
+    purged = forget(store, prompt(1, 16))
+
+    assert (purged.tokens, len(purged.segment_ids), purged.left) == (32, 2, 0)
+    assert purged.bytes >= 2 * bench.one
+    assert length(store, prompt(1, 40)) == 8 and length(store, prompt(2)) == 8
+    check_rows(store, prompt(1, 16), namespace="salt")
+    wait_until(lambda: len(bench.files()) == before - 2)
+    found = store.losses.find(store.namespace(""), as_tokens(prompt(1, 40)), 0)
+    assert found is None or found.cause is Cause.PURGED
+    store = bench.reopen(store)
+    assert length(store, prompt(1, 40)) == 8
+    assert forget(store, prompt(1, 40)).segment_ids == ()
+    assert forget(store, prompt(9)).segment_ids == ()
+    assert forget(store, prompt(1), "nobody").segment_ids == ()
+
+
+def test_a_purge_within_a_segment_leaves_a_hole_that_can_be_filled(bench: Workbench) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1, 24))
+    fork = [*prompt(1, 8), *prompt(7, 16)]
+    bench.put(store, fork)
+    assert forget(store, prompt(1, 16)).tokens == 24
+    assert length(store, prompt(1, 24)) == 0 == length(store, fork)
+    bench.put(store, prompt(1, 8))
+    check_rows(store, fork)
+
+
+@pytest.mark.parametrize("namespace", ["salt", None])
+def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | None) -> None:
+    store = bench.open()
+    for number in range(5):
+        bench.put(store, prompt(number), namespace="salt")
+    bench.put(store, prompt(1))
+    assert pin(store, prompt(3), "salt") is None and pin(store, prompt(1)) is None
+    steps = [forget(store, None, namespace, most=2)]
+    while steps[-1].left:
+        steps.append(forget(store, None, namespace, most=2))
+    gone = 5 if namespace else 6
+    assert [len(own.segment_ids) for own in steps] == [2, 2, gone - 4]
+    assert sum(own.bytes for own in steps) == gone * bench.one
+    assert len(store.tree) == 6 - gone == len(store.pins)
+    wait_until(lambda: len(bench.files()) == 6 - gone)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_being_written_is_purged_as_well(bench: Workbench, late: bool) -> None:
+    """Also where its last layer was read before anybody said so."""
+    store = bench.open()
+    gate = Gate(SequenceKVs(bench.shape, "", prompt(1)))
+    outcome = bench.offer(store, prompt(1), read_layers=gate)
+    assert outcome is StoreOutcome.ACCEPTED
+    if late:
+        gate.opened.set()
+        wait_until(lambda: len(list(bench.root.glob("*/segments/*/*.kv"))) == 1)
+    assert forget(store, prompt(1)).writes == 1
+    gate.opened.set()
+    store.writes.drain()
+    store.check_integrity()
+    assert not len(store.tree)
+    wait_until(lambda: not bench.files())
+    assert bench.done == [prompt(1)]
+
+
+def test_what_somebody_reads_is_purged_under_their_eyes(bench: Workbench) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1))
+    use(store, prompt(1))
+    match = look_up(store, prompt(1))
+    source = store_factory.open_source(store, match)
+    forget(store, prompt(1))
+    keys, _ = store_factory.rows(bench.shape, source, 0)
+    assert torch.equal(keys, SequenceKVs(bench.shape, "", prompt(1)).keys(0))
+    store.close_source(source)
+    store.check_integrity()
+
+
+def test_a_purge_empties_the_quarantine(bench: Workbench) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1))
+    lose(bench, store, look_up(store, prompt(1)).spans[0].segment.segment_id)
+    assert list(bench.root.glob("*/quarantine/*"))
+    forget(store, prompt(1))
+    wait_until(lambda: not list(bench.root.glob("*/quarantine/*")))
+    wait_until(lambda: store.summary()["quarantined_bytes"] == 0)
