@@ -135,6 +135,13 @@ OPTIONS: tuple[Option, ...] = (
         "is stored at once.",
     ),
     Option(
+        "ttl",
+        float,
+        at_least(0),
+        "Seconds after its writing a stored prefix is removed, used or not. 0: it stays until room "
+        "is needed.",
+    ),
+    Option(
         "retention",
         _parse_retention,
         Rule(f"0 < r <= 1, or {AUTO}", _is_retention),

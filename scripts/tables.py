@@ -18,7 +18,7 @@ from impress_sglang.serving.why import MEANINGS
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- {0}: made by `python -m scripts.tables --write` -->", "<!-- /{0} -->"
 GROUPS = {
-    "Store": "ssd_dir ssd_gb min_free_gb write_after min_prefix_tokens approximation_depth "
+    "Store": "ssd_dir ssd_gb min_free_gb write_after ttl min_prefix_tokens approximation_depth "
     "chunk_tokens",
     "Precision and retention": "bits base_error retention min_retention load",
     "Memory": "device_gb host_gb buffer_gb recompute_gb half_life",

@@ -7,9 +7,11 @@ text into tokens.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import logging
+import math
 from array import array
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 STEER = {"impress_steer": 1}
 """`server_args` of a message whose `rid` is an order."""
-_FIELDS = {"text", "input_ids", "extra_key", "cache_salt", "all"}
+_FIELDS = {"text", "input_ids", "extra_key", "cache_salt", "older_than", "all"}
+# Between two steps of an order.
+_PAUSE_S = 0.01
 _STEPS_FIELDS = ("segments", "tokens", "bytes", "writes", "unpinned", "pool_tokens")
 
 
@@ -40,6 +44,7 @@ class Order:
     extra_key: str | None = None
     cache_salt: str | None = None
     everything: bool = False
+    older_than: float | None = None
 
     def to_json(self) -> str:
         """As it travels."""
@@ -70,9 +75,10 @@ def _obey(cache: ImpressRadixCache, order: Order) -> dict[str, Any]:
         tokens = as_tokens(order.input_ids[:length])
         if not length:
             return {"error": f"a prefix has {BLOCK_TOKENS} tokens at least"}
+    assert not order.everything or tokens is None
     if order.verb == "purge":
         return _purge(cache, order, name, tokens)
-    assert name is not None and tokens is not None
+    assert name is not None and tokens is not None, "wrong orders are refused before"
     if order.verb == "pin":
         refusal = store.pins.pin(name, tokens)
         done: dict[str, Any] = {"tokens": len(tokens), "error": refusal}
@@ -85,11 +91,18 @@ def _obey(cache: ImpressRadixCache, order: Order) -> dict[str, Any]:
 
 
 def _purge(cache: ImpressRadixCache, order: Order, name: Any, tokens: Any) -> dict[str, Any]:
-    runtime = cache.runtime
-    purged = purge(runtime.store, name, tokens)
+    runtime, among = cache.runtime, None
+    if order.older_than is not None:
+        found = runtime.served.expiry.older_than(runtime.store, order.older_than)
+        if found is None:
+            return {"left": 1}
+        among = set(found)
+    purged = purge(runtime.store, name, tokens, among=among)
+    if not purged.left:
+        runtime.served.expiry.end_asking()
     residents = runtime.residents
     pool = sum(residents.hide_segment(segment_id) for segment_id in purged.segment_ids)
-    if order.input_ids is not None:
+    if order.input_ids is not None and among is None:
         pool += _free_below(cache, order, len(tokens))
     return {
         "segments": len(purged.segment_ids),
@@ -156,6 +169,7 @@ async def carry_out(verb: str, body: object) -> dict[str, Any]:
     # A purge goes in steps, so that requests are served between them.
     total = {name: answer.get(name, 0) for name in _STEPS_FIELDS}
     while answer.get("left"):
+        await asyncio.sleep(_PAUSE_S)
         answer = await give(order)
         total = {name: total[name] + answer.get(name, 0) for name in _STEPS_FIELDS}
     if "error" in answer:
@@ -190,14 +204,20 @@ def order_of(verb: str, body: object, tokenizer: Any) -> Order:
     names = {name: body.get(name) or None for name in ("extra_key", "cache_salt")}
     if not all(name is None or isinstance(name, str) for name in names.values()):
         raise ValueError("extra_key and cache_salt must be texts")
-    everything = body.get("all", False)
+    everything: Any = body.get("all", False)
+    age: Any = body.get("older_than")
     tokens = _tokens_of(body, tokenizer)
-    if everything is not False and (everything is not True or len(body) > 1 or verb != "purge"):
-        raise ValueError('"all" must be true, stands alone, and is for purge')
+    if verb != "purge" and not {"all", "older_than"}.isdisjoint(body):
+        raise ValueError('"all" and "older_than" are for purge')
+    # type() and not isinstance(): True is an int to isinstance.
+    if "older_than" in body and not (type(age) in (int, float) and 0 <= age < math.inf):
+        raise ValueError('"older_than" must be a number of seconds')
+    if everything is not False and (everything is not True or body.keys() - {"all", "older_than"}):
+        raise ValueError('"all" must be true, and names all that there is')
     has_namespace = verb == "purge" and not names.keys().isdisjoint(body)
     if tokens is None and not everything and not has_namespace:
         raise ValueError('which prefix? give "text" or "input_ids"')
-    return Order(verb, tokens, names["extra_key"], names["cache_salt"], bool(everything))
+    return Order(verb, tokens, names["extra_key"], names["cache_salt"], everything, age)
 
 
 def _tokens_of(body: Mapping[str, Any], tokenizer: Any) -> list[int] | None:

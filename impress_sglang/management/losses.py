@@ -29,6 +29,7 @@ class Cause(enum.Enum):
     DAMAGED = 1
     NO_ROOM = 2
     PURGED = 3
+    EXPIRED = 4
 
 
 _CAUSES = tuple(Cause)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.store import PrefixStore
@@ -30,6 +31,7 @@ def purge(
     namespace: str | None = None,
     tokens: Tokens | None = None,
     *,
+    among: Collection[str] | None = None,
     most: int = MOST_SEGMENTS,
 ) -> Purged:
     """Remove what is stored of a prefix and of all that begins with it.
@@ -42,10 +44,13 @@ def purge(
         store: to remove it from.
         namespace: as the store names it; None: all.
         tokens: the prefix, int32 [n], in a namespace; None: all of that.
+        among: only these segments, and pins stay; None: all.
         most: segments of this step.
     """
-    unpinned = store.pins.unpin(namespace, tokens)
+    unpinned = store.pins.unpin(namespace, tokens) if among is None else 0
     found = _below(store, namespace, tokens)
+    if among is not None:
+        found = [own for own in found if own.segment_id in among]
     writes = [own for own in found if own.state is SegmentState.PENDING]
     stored = [own for own in found if own.on_disk]
     # What builds on others goes before them, so that no holes are left.

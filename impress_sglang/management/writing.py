@@ -205,6 +205,10 @@ class SegmentWrites:
                 continue
             self._finish(self._writes.popleft())
 
+    def written_at(self) -> Future[dict[str, float]]:
+        """When what is stored was written, in seconds of `time.time`, by segment."""
+        return self._keeper.written_at()
+
     def discard(self, segments: Iterable[StoredSegment], cause: Cause) -> None:
         """Remove segments and their files; those that are being written go when that has ended."""
         writes = {write.segment: write for write in self._writes}

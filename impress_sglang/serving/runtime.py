@@ -218,6 +218,9 @@ class ServingRuntime:
 
     def tell_metrics(self, *, now: bool = False, idle: bool = False) -> None:
         """Tell what has been counted, once a second, or `now`; `idle`: if there is news."""
+        if idle:
+            # No batch comes that would do so.
+            self.served.poll()
         if self.metrics is not None:
             now = now or (idle and self.metrics.has_news)
             self.metrics.tell(self._polled_summary, now=now)

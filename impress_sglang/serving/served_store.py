@@ -14,6 +14,7 @@ import torch
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import ImpressError, PrefixUnreadable
 from impress_sglang.management.disk import StoreDisk
+from impress_sglang.management.expiry import Expiry
 from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.policies import make_policy
@@ -51,6 +52,7 @@ class ServedStore:
         """Of the store that is open or being opened; empty if there is none."""
         self.aside: str | None = None
         """Why the store may not be used (`integration.weights`), also where one is open."""
+        self.expiry = Expiry(config.ttl)
         self._config = config
         self._shape = shape
         self.stores = make_policy(config).stores
@@ -115,6 +117,7 @@ class ServedStore:
         self.take_over()
         if self._store is not None:
             self._store.poll()
+            self.expiry.poll(self._store)
 
     def take_over(self) -> None:
         """Take a store that was opened in the background, if it is there; never waits for it."""

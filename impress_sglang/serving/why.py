@@ -37,6 +37,7 @@ class Reason(enum.StrEnum):
     EVICTED = enum.auto()
     NO_ROOM = enum.auto()
     PURGED = enum.auto()
+    EXPIRED = enum.auto()
     TOO_SHORT = enum.auto()
     COMPUTED_FASTER = enum.auto()
     QUALITY = enum.auto()
@@ -59,6 +60,7 @@ MEANINGS = {
     Reason.EVICTED: "it was stored, and removed from SSD to make room",
     Reason.NO_ROOM: "it was not stored, for want of room that others could give",
     Reason.PURGED: "it was stored, and removed by order",
+    Reason.EXPIRED: "it was stored for as long as --impress-ttl allows, and removed",
     Reason.TOO_SHORT: "what may be stored of it is shorter than --impress-min-prefix-tokens",
     Reason.COMPUTED_FASTER: "loading it was estimated to be slower than computing it",
     Reason.QUALITY: "it is stored, but less exactly than the request asks for",
@@ -75,6 +77,7 @@ _LOST = {
     Cause.DAMAGED: Reason.DAMAGED,
     Cause.NO_ROOM: Reason.NO_ROOM,
     Cause.PURGED: Reason.PURGED,
+    Cause.EXPIRED: Reason.EXPIRED,
 }
 _UNREADY = {
     SegmentState.PENDING: Reason.BEING_WRITTEN,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,10 +47,10 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int) -> Iterat
     world.runtime.close()
 
 
-def told(world: CodedWorld, verb: str, tokens: list[int] | None = None, **fields: Any) -> Any:
+def told(world: CodedWorld, verb: str, input_ids: list[int] | None = None, **fields: Any) -> Any:
     """The answer to an order that came by SGLang's way."""
     message = SetInternalStateReq(
-        server_args=steering.STEER, rid=Order(verb, tokens, **fields).to_json()
+        server_args=steering.STEER, rid=Order(verb, input_ids, **fields).to_json()
     )
     scheduler = SimpleNamespace(tree_cache=world.cache)
     answer = take_order(lambda *_: pytest.fail("not ours"), scheduler, message)
@@ -88,6 +89,25 @@ def test_a_purge_is_of_one_namespace(world: CodedWorld) -> None:
     assert admitted(world, namespace="tenant")["reason"] == Reason.PURGED
     assert admitted(world)["reason"] == Reason.LOADED
     assert told(world, "purge", everything=True)["segments"] == 1
+
+
+def test_a_purge_by_age_is_answered_in_steps(world: CodedWorld) -> None:
+    compute(world, "a", 2000, prompt=STORED)
+    compute(world, "b", 2000, prompt=OTHER)
+    for path in Path(world.runtime.config.ssd_path).glob("*/segments/*/*"):
+        os.utime(path, (1, 1))
+    compute(world, "c", 4000, prompt=OTHER)
+
+    def purged(**fields: Any) -> Any:
+        while "segments" not in (answer := told(world, "purge", older_than=100, **fields)):
+            assert answer == {"left": 1}
+        return answer
+
+    assert purged(input_ids=STORED)["segments"] == 1
+    assert purged(everything=True)["segments"] == 1
+    assert purged(everything=True)["segments"] == 0
+    assert admitted(world, STORED)["reason"] == Reason.PURGED
+    assert len(world.runtime.store.tree) > 0
 
 
 def test_a_request_that_waits_for_what_is_purged_is_computed(world: CodedWorld) -> None:
@@ -155,6 +175,8 @@ def test_orders_are_read() -> None:
     assert order == Order("pin", [97, 98, 99], "t", None)
     assert order_of("purge", {"all": True}, None) == Order("purge", everything=True)
     assert order_of("purge", {"extra_key": None}, None) == Order("purge")
+    old = order_of("purge", {"all": True, "older_than": 5}, None)
+    assert old == Order("purge", everything=True, older_than=5)
     assert order_of("warm", {"input_ids": [1]}, None) == Order("warm", [1])
     assert Order(**json.loads(order.to_json())) == order
 
@@ -178,6 +200,12 @@ def test_orders_are_read() -> None:
         ("purge", {"text": ""}),
         ("purge", {"prefix": [1]}),
         ("purge", {"extra_key": 1}),
+        ("purge", {"older_than": 5}),
+        ("purge", {"older_than": -1, "all": True}),
+        ("purge", {"older_than": None, "all": True}),
+        ("purge", {"older_than": True, "all": True}),
+        ("purge", {"older_than": float("inf"), "all": True}),
+        ("pin", {"older_than": 5, "input_ids": [1]}),
         ("pin", {"extra_key": "t"}),
         ("unpin", {"all": True}),
         ("warm", {"cache_salt": "t"}),

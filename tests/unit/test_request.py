@@ -13,8 +13,10 @@ from impress_sglang.options import AUTO, AUTO_BITS, AUTO_FLOOR, EXACT_BITS, EXAC
 from impress_sglang.serving.custom_params import (
     BITS_KEY,
     RETENTION_KEY,
+    STORE_KEY,
     check_custom_params,
     load_options_of,
+    store_wish_of,
 )
 
 CONFIG = ImpressConfig()
@@ -51,6 +53,17 @@ def test_anything_else_is_refused_by_name_and_value(value: Any) -> None:
         check_custom_params({RETENTION_KEY: value}, CONFIG)
 
     assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, 0, 1, "false", []])
+def test_whether_to_store_is_true_or_false(value: object) -> None:
+    for wish in (True, False):
+        check_custom_params({STORE_KEY: wish}, CONFIG)
+        assert store_wish_of(SimpleNamespace(custom_params={STORE_KEY: wish})) is wish
+    with pytest.raises(ValueError, match=STORE_KEY):
+        check_custom_params({STORE_KEY: value}, CONFIG)
+    for params in ({STORE_KEY: value}, {}, None, "x"):
+        assert store_wish_of(SimpleNamespace(custom_params=params)) is None
 
 
 @pytest.mark.parametrize("value", [4, 4.0, 5.5, 8, EXACTLY])

@@ -1,0 +1,109 @@
+"""What is removed because it is old."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from impress_sglang.management.expiry import Expiry
+from impress_sglang.management.losses import Cause
+from impress_sglang.management.store import PrefixStore
+from tests.unit import store_factory
+from tests.unit.kv_factory import as_tokens
+from tests.unit.store_factory import Workbench, length, look_up, path_of, prompt
+from tests.unit.waiting import wait_until
+
+bench = store_factory.bench
+HOUR = 3600.0
+
+
+def age(bench: Workbench, store: PrefixStore, number: int, seconds: float) -> None:
+    """A prefix was written so long ago."""
+    written = time.time() - seconds
+    os.utime(path_of(bench, look_up(store, prompt(number))), (written, written))
+
+
+def settle(expiry: Expiry, store: PrefixStore) -> None:
+    """Until it has looked, and has removed what it found."""
+    expiry.poll(store)
+    wait_until(lambda: expiry._look is None or expiry._look.done())
+    while expiry._look is not None or expiry._going:
+        expiry.poll(store)
+    store.check_integrity()
+
+
+def test_what_is_too_old_is_removed_used_or_not(bench: Workbench) -> None:
+    store, now = bench.open(), [100.0]
+    for number in (1, 2):
+        bench.put(store, prompt(number))
+    bench.put(store, prompt(1, 16))
+    assert store.pins.pin(store.namespace(""), as_tokens(prompt(1))) is None
+    age(bench, store, 1, 2 * HOUR)
+    expiry = Expiry(HOUR, clock=lambda: now[0])
+
+    settle(expiry, store)
+
+    assert length(store, prompt(1, 16)) == 0 and length(store, prompt(2)) == 8
+    wait_until(lambda: len(bench.files()) == 2)
+    age(bench, store, 2, 2 * HOUR)
+    settle(expiry, store)
+    assert length(store, prompt(2)) == 8, "it does not look all the time"
+    now[0] += 60
+    settle(expiry, store)
+    assert length(store, prompt(2)) == 0
+    long = as_tokens([*prompt(1), *range(60)])
+    assert store.losses.find(store.namespace(""), long, 0) is None, "it had not a whole block"
+
+
+def test_ages_outlast_a_restart(bench: Workbench) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1))
+    age(bench, store, 1, 2 * HOUR)
+    store = bench.reopen(store)
+    settle(Expiry(3 * HOUR), store)
+    assert length(store, prompt(1)) == 8
+    settle(Expiry(HOUR), store)
+    assert length(store, prompt(1)) == 0
+
+
+def test_without_a_limit_nothing_is_looked_at(bench: Workbench) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1))
+    age(bench, store, 1, 1e6)
+    expiry = Expiry(0)
+    expiry.poll(store)
+    assert expiry._look is None and length(store, prompt(1)) == 8
+
+
+def test_a_prefix_says_that_it_has_expired(bench: Workbench) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1, 80))
+    os.utime(path_of(bench, look_up(store, prompt(1, 80))), (0, 0))
+    settle(Expiry(HOUR), store)
+    found = store.losses.find(store.namespace(""), as_tokens(prompt(1, 80)), 0)
+    assert found is not None and found.cause is Cause.EXPIRED
+
+
+def test_who_asks_for_ages_gets_them_later(bench: Workbench) -> None:
+    store, expiry = bench.open(), Expiry(0)
+    for number in (1, 2):
+        bench.put(store, prompt(number))
+    age(bench, store, 1, 2 * HOUR)
+    wait_until(lambda: expiry.older_than(store, HOUR) is not None)
+    assert expiry.older_than(store, HOUR) == [look_up(store, prompt(1)).spans[0].segment.segment_id]
+    bench.put(store, prompt(3))
+    assert len(expiry.older_than(store, 0) or []) == 2
+    expiry.end_asking()
+    wait_until(lambda: len(expiry.older_than(store, 0) or []) == 3)
+
+
+def test_a_disk_that_cannot_be_asked_removes_nothing(bench: Workbench) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1))
+    age(bench, store, 1, 2 * HOUR)
+    broken = store_factory.Room()
+    store._keeper._files = broken
+    broken.stat = lambda path: (_ for _ in ()).throw(OSError("no"))  # type: ignore[method-assign]
+    settle(Expiry(HOUR), store)
+    assert length(store, prompt(1)) == 8
+    del broken.stat  # type: ignore[method-assign]
