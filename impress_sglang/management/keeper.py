@@ -18,13 +18,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.precision.floors import FloorRule
 from impress_sglang.storage.catalog import Catalog, CatalogEntry
-from impress_sglang.storage.direct_io import AlignedBuffer, AlignedMemory
+from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.directory import (
     StoreDirectory,
     quarantined_files,
@@ -32,9 +31,8 @@ from impress_sglang.storage.directory import (
     segment_files,
 )
 from impress_sglang.storage.health import Health
-from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.segment import SegmentInfo, read_header, reading
+from impress_sglang.storage.segment import SegmentInfo, read_header
 from impress_sglang.storage.writer import TEMPORARY_SUFFIX, LayerReader, write_segment
 from impress_sglang.threads import BackgroundThread, compute_alone
 
@@ -268,6 +266,9 @@ class Keeper:
             return False
         return True
 
+    def _note_progress(self) -> None:
+        self.progress = time.monotonic()
+
     def _condemn(self, path: Path, error: SegmentUnreadable) -> Verdict:
         """A segment is missing or damaged; if not the whole disk is, it is set aside."""
         try:
@@ -318,15 +319,7 @@ class Keeper:
         try:
             if not segment.info.describes_same(info):
                 raise SegmentUnreadable(info.segment_id, "index and segment file do not agree")
-            layout = segment.layout
-            memory = AlignedMemory(layout.layer_bytes)
-            blocks = np.arange(layout.layer_bytes // BLOCK_BYTES)
-            for layer in range(layout.shape.num_layers):
-                offset = layout.layer_offset(layer)
-                with reading(info.segment_id):
-                    self._files.read(segment.descriptor, offset, memory.view)
-                segment.check_blocks(memory, offset, blocks)
-                self.progress = time.monotonic()
+            segment.check_all(self._note_progress)
         finally:
             segment.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,23 @@ class OpenSegment:
         if len(bad):
             at = offset + int(blocks[bad[0]]) * BLOCK_BYTES
             raise SegmentUnreadable(self.segment_id, f"the block at {at} fails its checksum")
+
+    def check_all(self, note: Callable[[], None] = lambda: None) -> None:
+        """Read and verify all layers; `note` is told of each.
+
+        Raises:
+            SegmentUnreadable: a block is missing or fails its checksum.
+            StoreUnavailable: it cannot be read now.
+        """
+        layout = self.layout
+        memory = AlignedMemory(layout.layer_bytes)
+        blocks = np.arange(layout.layer_bytes // BLOCK_BYTES)
+        for layer in range(layout.shape.num_layers):
+            offset = layout.layer_offset(layer)
+            with reading(self.segment_id):
+                self.files.read(self.descriptor, offset, memory.view)
+            self.check_blocks(memory, offset, blocks)
+            note()
 
     def close(self) -> None:
         """Close the file; no read may be in flight."""

@@ -39,6 +39,7 @@ LEVELS = {
     "transfer": 4,
     "management": 5,
     "serving": 6,
+    "cli": 6,
     "integration": 7,
 }
 EXCEPTIONS = {
@@ -142,7 +143,11 @@ print("imported", len(sys.argv) - 1)
 
 
 def test_every_core_module_can_be_imported_without_sglang() -> None:
-    core = [module for module in MODULES if unit_of(module) != "integration"]
+    core = [
+        module
+        for module in MODULES
+        if unit_of(module) != "integration" and not module.endswith("__main__")
+    ]
 
     result = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL, *core], capture_output=True, text=True, timeout=120

@@ -1,0 +1,169 @@
+"""The command line `impress`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from impress_sglang.cli.outcome import (
+    DAMAGED,
+    DONE,
+    EXIT_STATUS,
+    REFUSED,
+    UNREACHABLE,
+    Refused,
+    Unreachable,
+)
+from impress_sglang.cli.server import Server
+from impress_sglang.config import DEFAULT_SSD_DIR
+
+URL = "http://127.0.0.1:30000"
+KEY_VARIABLE = "IMPRESS_KEY"
+# What is asked of a server, and what of a directory; `stat` and `clear` of either.
+_ORDERS = {
+    "warm": "store a prefix now, or load it",
+    "pin": "never evict a stored prefix",
+    "unpin": "let pinned prefixes go that begin like this one",
+    "purge": "remove a prefix and what begins with it, or a namespace",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    status = "; ".join(f"{code}: {meaning}" for code, meaning in EXIT_STATUS.items())
+    top = argparse.ArgumentParser(
+        "impress",
+        description="Look at stored prefixes and order what becomes of them.",
+        epilog=f"Exit status is {status}.".replace("`", ""),
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+
+    def add(name: str, told: str, *, server: bool, directory: bool) -> argparse.ArgumentParser:
+        own = commands.add_parser(name, help=told, description=told[0].upper() + told[1:] + ".")
+        own.add_argument("--json", action="store_true", help="print JSON")
+        if directory:
+            default = None if server else DEFAULT_SSD_DIR
+            where = "an --impress-ssd-dir that no server uses"
+            shown = f"{where}; default: {default}" if default else f"{where}, in place of a server"
+            own.add_argument("--dir", type=Path, default=default, help=shown)
+        if server:
+            own.add_argument("--url", default=URL, help=f"of a running server; default: {URL}")
+            own.add_argument(
+                "--key", default=os.environ.get(KEY_VARIABLE), help=f"default: {KEY_VARIABLE}"
+            )
+        return own
+
+    add("stat", "say how much is stored", server=True, directory=True)
+    add("ls", "list the stored segments", server=False, directory=True)
+    add("verify", "read all files, and say which are damaged", server=False, directory=True)
+    clear = add("clear", "remove all that is stored", server=True, directory=True)
+    clear.add_argument("--yes", action="store_true", required=True, help="it cannot be undone")
+    for name, told in _ORDERS.items():
+        own = add(name, told, server=True, directory=False)
+        which = own.add_mutually_exclusive_group(required=name != "purge")
+        which.add_argument("--text", help="of the prefix")
+        which.add_argument("--file", type=Path, help="with the text of the prefix; -: stdin")
+        which.add_argument("--ids", help="its token ids, with commas")
+        own.add_argument("--extra-key", help="of the requests that have it")
+        own.add_argument("--cache-salt", help="of these requests")
+        if name == "purge":
+            own.add_argument(
+                "--older-than", type=float, metavar="SECONDS", help="since its writing"
+            )
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carry a command out; returns the exit status."""
+    args = parser().parse_args(arguments)
+    try:
+        found = _carry_out(args)
+    except Refused as error:
+        return _fail(error, REFUSED)
+    except Unreachable as error:
+        return _fail(error, UNREACHABLE)
+    try:
+        print(json.dumps(found, indent=2) if args.json else _as_text(found))
+    except BrokenPipeError:
+        # As of `| head`: nobody reads on.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return DAMAGED if args.command == "verify" and found else DONE
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"impress: {error}", file=sys.stderr)
+    return status
+
+
+def _carry_out(args: argparse.Namespace) -> Any:
+    if getattr(args, "dir", None) is not None:
+        # Only here: it imports torch.
+        from impress_sglang.cli.directory import Directory
+
+        directory = Directory(args.dir)
+        look = directory.segments if args.command == "ls" else getattr(directory, args.command)
+        return look()
+    server = Server(args.url, args.key)
+    if args.command == "stat":
+        return _shown(server.stats())
+    if args.command == "clear":
+        return server.order("purge", {"all": True})
+    return server.order(args.command, _prefix_of(args))
+
+
+def _prefix_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The body of an order."""
+    body = {"extra_key": args.extra_key, "cache_salt": args.cache_salt, "text": args.text}
+    if args.file is not None:
+        try:
+            stdin = str(args.file) == "-"
+            body["text"] = sys.stdin.read() if stdin else args.file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise Refused(f"{args.file} cannot be read: {error}") from error
+    if args.ids is not None:
+        try:
+            body["input_ids"] = [int(own) for own in args.ids.split(",")]
+        except ValueError as error:
+            raise Refused(f"--ids must be numbers with commas between them: {error}") from error
+    if args.command == "purge":
+        body["older_than"] = args.older_than
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _shown(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the statistics what one looks at first."""
+    store, totals = stats["store"] or {}, stats["totals"]
+    names = ("segments", "used_bytes", "quota_bytes", "writes_pending", "bytes_written")
+    return {
+        "identity": stats["identity"],
+        "state": stats["suspended"] or store["health"]["state"],
+        **{name: store.get(name) for name in names},
+        "pins": stats["pins"],
+        "requests": totals["requests"],
+        "why": {reason: count for reason, count in totals["requests_why"].items() if count},
+    }
+
+
+def _as_text(found: Any) -> str:
+    """A table of rows, or a line for each field."""
+    if isinstance(found, list):
+        return _table(found) if found else "nothing"
+    return "\n".join(f"{name}: {_cell(value)}" for name, value in found.items())
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    cells = [list(rows[0]), *([_cell(own) for own in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = (" ".join(map(str.ljust, row, widths)) for row in cells)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_cell(own)}" for name, own in value.items()) or "none"
+    return f"{value:,}" if type(value) is int else str(value)

@@ -1,0 +1,19 @@
+"""How a command ends."""
+
+from __future__ import annotations
+
+DONE, DAMAGED, REFUSED, UNREACHABLE = 0, 1, 2, 3
+EXIT_STATUS = {
+    DONE: "done",
+    DAMAGED: "`verify` has found damage",
+    REFUSED: "the command is wrong, or was refused; nothing was changed",
+    UNREACHABLE: "there is no server, or no store, or it is in use",
+}
+
+
+class Refused(Exception):
+    """The command cannot be carried out as it was given; says why."""
+
+
+class Unreachable(Exception):
+    """There is nobody and nothing to carry it out."""
