@@ -98,8 +98,8 @@ def _purge(cache: ImpressRadixCache, order: Order, name: Any, tokens: Any) -> di
             return {"left": 1}
         among = set(found)
     purged = purge(runtime.store, name, tokens, among=among)
-    if not purged.left:
-        runtime.served.expiry.end_asking()
+    if order.older_than is not None and not purged.left:
+        runtime.served.expiry.end_asking(order.older_than)
     residents = runtime.residents
     pool = sum(residents.hide_segment(segment_id) for segment_id in purged.segment_ids)
     if order.input_ids is not None and among is None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeAlias
 
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSegment
 
-Look: TypeAlias = "Future[dict[str, float]]"
 # Between two looks at all files: a tenth of the time that prefixes are stored, within these.
 _SHORTEST_S, _LONGEST_S = 1.0, 60.0
-# Removed at once.
+# Looks that were ordered, and removals at once.
+_MOST_ASKED = 8
 _MOST_SEGMENTS = 256
 
 
@@ -37,9 +36,9 @@ class Expiry:
         self._clock = clock
         self._wall_clock = wall_clock
         self._look_at = 0.0
-        self._look: Look | None = None
-        self._asked: Look | None = None
-        self._asked_at = 0.0
+        self._look: Future[list[str]] | None = None
+        # By the age that somebody has asked for.
+        self._asked: dict[float, Future[list[str]]] = {}
         self._going: list[str] = []
 
     def poll(self, store: PrefixStore) -> None:
@@ -50,31 +49,35 @@ class Expiry:
             going, self._going = self._going[:_MOST_SEGMENTS], self._going[_MOST_SEGMENTS:]
             store.writes.discard(_stored(store, going), Cause.EXPIRED)
         elif self._look is not None and self._look.done():
-            self._going = self._older(self._look, self._seconds)
-            self._look = None
+            self._going, self._look = _found(self._look), None
         elif self._look is None and self._clock() >= self._look_at:
             self._look_at = self._clock() + self._period
-            self._look = store.writes.written_at()
+            self._look = self._older(store, self._seconds)
 
     def older_than(self, store: PrefixStore, seconds: float) -> list[str] | None:
         """Names of segments that were written so long ago; None while that is being looked up.
 
         Who asks goes on asking until there is an answer, and then says `end_asking`.
         """
-        if self._asked is None or self._clock() - self._asked_at > _LONGEST_S:
-            self._asked, self._asked_at = store.writes.written_at(), self._clock()
-        return self._older(self._asked, seconds) if self._asked.done() else None
+        if seconds not in self._asked:
+            if len(self._asked) == _MOST_ASKED:
+                # Of who went away.
+                del self._asked[next(iter(self._asked))]
+            self._asked[seconds] = self._older(store, seconds)
+        look = self._asked[seconds]
+        return _found(look) if look.done() else None
 
-    def end_asking(self) -> None:
+    def end_asking(self, seconds: float) -> None:
         """The next one to ask wants another look."""
-        self._asked = None
+        self._asked.pop(seconds, None)
 
-    def _older(self, look: Look, seconds: float) -> list[str]:
-        """None of them where the disk could not be asked, which the next look may change."""
-        if look.cancelled() or look.exception() is not None:
-            return []
-        latest = self._wall_clock() - seconds
-        return [segment_id for segment_id, written in look.result().items() if written <= latest]
+    def _older(self, store: PrefixStore, seconds: float) -> Future[list[str]]:
+        return store.writes.written_before(self._wall_clock() - seconds)
+
+
+def _found(look: Future[list[str]]) -> list[str]:
+    """Nothing where the disk could not be asked, which the next look may change."""
+    return [] if look.cancelled() or look.exception() is not None else look.result()
 
 
 def _stored(store: PrefixStore, segment_ids: list[str]) -> list[StoredSegment]:

@@ -148,9 +148,9 @@ class Keeper:
         """Put a small file of this name into the store's folder, in place of an older one."""
         self._submit(self._keep, name, content)
 
-    def written_at(self) -> Future[dict[str, float]]:
-        """When the files of segments were written, in seconds of `time.time`."""
-        return self._submit(self._written_at)
+    def written_before(self, seconds: float) -> Future[list[str]]:
+        """Segments whose files were written no later than that, as of `time.time`."""
+        return self._submit(self._written_before, seconds)
 
     def empty_quarantine(self) -> None:
         """Remove the damaged segments that are kept: something is to be forgotten."""
@@ -217,9 +217,9 @@ class Keeper:
             self._index(self._catalog.replace, segment_id, successor)
         self.progress = time.monotonic()
 
-    def _written_at(self) -> dict[str, float]:
+    def _written_before(self, seconds: float) -> list[str]:
         found = segment_files(self._files, self._directory.path)
-        return {own: self._files.stat(path).st_mtime for own, path, finished in found if finished}
+        return [own for own, path, _ in found if self._files.stat(path).st_mtime <= seconds]
 
     def _keep(self, name: str, content: bytes) -> None:
         path = self._directory.path / name

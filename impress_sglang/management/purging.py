@@ -16,13 +16,13 @@ MOST_SEGMENTS = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Purged:
-    """What one step has removed; `bytes` are on SSD, `left` is how many segments others take."""
+    """What one step has removed; `bytes` are on SSD, `left` says that another step is needed."""
 
     segment_ids: tuple[str, ...]
     tokens: int
     bytes: int
     writes: int
-    left: int
+    left: bool
     unpinned: int
 
 
@@ -48,27 +48,21 @@ def purge(
         most: segments of this step.
     """
     unpinned = store.pins.unpin(namespace, tokens) if among is None else 0
-    found = _below(store, namespace, tokens)
-    if among is not None:
-        found = [own for own in found if own.segment_id in among]
-    writes = [own for own in found if own.state is SegmentState.PENDING]
-    stored = [own for own in found if own.on_disk]
-    # What builds on others goes before them, so that no holes are left.
-    stored.sort(key=lambda own: -own.info.prefix_len)
-    going = stored[:most]
+    writes, going, left = list[StoredSegment](), list[StoredSegment](), False
+    for segment in store.tree.below(namespace, tokens):
+        if segment.state is SegmentState.PENDING:
+            writes.append(segment)
+        elif segment.on_disk and (among is None or segment.segment_id in among):
+            if left := len(going) == most:
+                break
+            going.append(segment)
     purged = Purged(
         segment_ids=tuple(own.segment_id for own in going),
         tokens=sum(own.info.num_tokens for own in going),
         bytes=sum(own.file_bytes for own in going),
-        writes=len(writes),
-        left=len(stored) - len(going),
+        writes=len(writes) if among is None else 0,
+        left=left,
         unpinned=unpinned,
     )
-    store.writes.discard([*writes, *going], Cause.PURGED)
+    store.writes.discard([*writes, *going] if among is None else going, Cause.PURGED)
     return purged
-
-
-def _below(store: PrefixStore, namespace: str | None, tokens: Tokens | None) -> list[StoredSegment]:
-    if namespace is None:
-        return list(store.tree.segments())
-    return store.tree.below(namespace, tokens)

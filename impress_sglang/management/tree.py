@@ -144,20 +144,20 @@ class StoredTree:
                 spans.append(StoredSpan(segment, node.start, node.start + length))
         return StoredMatch(tuple(spans))
 
-    def below(self, namespace: str, prefix: Tokens | None) -> list[StoredSegment]:
-        """Segments that have the end of a prefix or something behind it; None: all of a namespace.
+    def below(self, namespace: str | None, prefix: Tokens | None = None) -> Iterator[StoredSegment]:
+        """Segments that have the end of a prefix or something behind it, in all qualities.
 
-        Those of all qualities, in no order.
+        What builds on a segment comes before it. `namespace`, `prefix`: None for all. To take the
+        first ones costs no more than these, however many there are; nothing may change meanwhile.
         """
-        if namespace not in self._roots:
-            return []
         prefix = np.empty(0, np.int32) if prefix is None else prefix
-        found: dict[str, StoredSegment] = {}
-        for end, _ in list(self._ends(namespace, prefix, ANYTHING)):
-            for node in (end, *_descendants(end)):
-                if node.segment is not None:
-                    found[node.segment.segment_id] = node.segment
-        return list(found.values())
+        for own in self._roots if namespace is None else (namespace,):
+            ends = self._ends(own, prefix, ANYTHING) if own in self._roots else ()
+            for end, _ in ends:
+                for node in _deepest_first(end):
+                    segment = node.segment
+                    if segment is not None and self._tails[segment.segment_id] is node:
+                        yield segment
 
     def touch(self, match: StoredMatch) -> None:
         """Count an access to every segment of a match."""
@@ -412,3 +412,15 @@ def _descendants(root: _Node) -> Iterator[_Node]:
             yield node
         for siblings in node.children.values():
             stack.extend(siblings)
+
+
+def _deepest_first(top: _Node) -> Iterator[_Node]:
+    stack = [(top, False)]
+    while stack:
+        node, below_done = stack.pop()
+        if below_done:
+            yield node
+            continue
+        stack.append((node, True))
+        for siblings in node.children.values():
+            stack.extend((child, False) for child in siblings)

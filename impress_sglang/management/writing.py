@@ -205,9 +205,9 @@ class SegmentWrites:
                 continue
             self._finish(self._writes.popleft())
 
-    def written_at(self) -> Future[dict[str, float]]:
-        """When what is stored was written, in seconds of `time.time`, by segment."""
-        return self._keeper.written_at()
+    def written_before(self, seconds: float) -> Future[list[str]]:
+        """What was written no later than that, as of `time.time`."""
+        return self._keeper.written_before(seconds)
 
     def discard(self, segments: Iterable[StoredSegment], cause: Cause) -> None:
         """Remove segments and their files; those that are being written go when that has ended."""

@@ -92,9 +92,14 @@ def test_who_asks_for_ages_gets_them_later(bench: Workbench) -> None:
     wait_until(lambda: expiry.older_than(store, HOUR) is not None)
     assert expiry.older_than(store, HOUR) == [look_up(store, prompt(1)).spans[0].segment.segment_id]
     bench.put(store, prompt(3))
-    assert len(expiry.older_than(store, 0) or []) == 2
-    expiry.end_asking()
+    age(bench, store, 3, 2 * HOUR)
+    assert len(expiry.older_than(store, HOUR) or []) == 1, "one look is for all steps of an order"
     wait_until(lambda: len(expiry.older_than(store, 0) or []) == 3)
+    expiry.end_asking(HOUR)
+    wait_until(lambda: len(expiry.older_than(store, HOUR) or []) == 2)
+    for seconds in range(20):
+        expiry.older_than(store, seconds)
+    assert len(expiry._asked) == 8
 
 
 def test_a_disk_that_cannot_be_asked_removes_nothing(bench: Workbench) -> None:
