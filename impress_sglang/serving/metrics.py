@@ -190,6 +190,12 @@ GAUGES = (
     Series("cache_used_bytes", "Bytes used of the chunk caches.", _caches, "tier"),
     Series("store_state", "1 for the state in which the store is.", _state, "state"),
 )
+# Of requests that loaded a prefix: the field of their reports, name, meaning and buckets.
+HISTOGRAMS = (
+    ("wait_ms", "wait_seconds", "Waiting of a request for the drive.", WAIT_BUCKETS),
+    ("load_ms", "load_seconds", "Loading of a request's prefix.", WAIT_BUCKETS),
+    ("bits_mean", "bits", "Bits per element of a loaded prefix.", BITS_BUCKETS),
+)
 
 
 class ServingMetrics:
@@ -229,11 +235,7 @@ class ServingMetrics:
         ]
         self._histograms = {
             field: Histogram(PREFIX + name, told, list(self._labels), buckets=buckets, **registry)
-            for field, name, told, buckets in (
-                ("wait_ms", "wait_seconds", "Waiting of a request for the drive.", WAIT_BUCKETS),
-                ("load_ms", "load_seconds", "Loading of a request's prefix.", WAIT_BUCKETS),
-                ("bits_mean", "bits", "Bits per element of a loaded prefix.", BITS_BUCKETS),
-            )
+            for field, name, told, buckets in HISTOGRAMS
         }
 
     def observe(self, report: Mapping[str, Any]) -> None:

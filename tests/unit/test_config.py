@@ -83,6 +83,7 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     ("schedule", "sometimes"),
     ("write_after", 0),
     ("write_after", 256),
+    ("ttl", -1.0),
     ("load", ""),
     ("policy", "lru"),
     ("policy", ""),

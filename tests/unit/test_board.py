@@ -1,0 +1,98 @@
+"""The Grafana board and the alerts ask for what a server tells, and for nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from impress_sglang.serving.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, STATES
+from impress_sglang.serving.why import Reason
+from scripts import board
+
+FOLDER = Path(__file__).parents[2] / "examples/monitoring"
+BOARD = json.loads(board.BOARD.read_text())
+ALERTS = yaml.safe_load((FOLDER / "alerts.yaml").read_text())
+# By the name of each time series that a server tells: its label. A test of a real server sees that
+# it tells these (`test_prometheus_is_told_what_the_statistics_say`).
+TOLD = {own.name: own.label for own in (*COUNTERS, *GAUGES)} | {
+    f"{name}_{part}": "le" if part == "bucket" else ""
+    for _, name, _, _ in HISTOGRAMS
+    for part in ("bucket", "sum", "count")
+}
+QUERIES = {
+    **{
+        f"{p['title']}: {t['legendFormat']}": t["expr"]
+        for p in BOARD["panels"]
+        for t in p["targets"]
+    },
+    **{rule["alert"]: rule["expr"] for group in ALERTS["groups"] for rule in group["rules"]},
+}
+
+
+def metrics_of(query: str) -> list[str]:
+    return re.findall(rf"{PREFIX}(\w+)", query)
+
+
+def test_the_board_is_made_from_its_rows() -> None:
+    assert board.BOARD.read_text() == board.text(), "python -m scripts.board --write makes it"
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_a_query_asks_for_what_is_told(name: str) -> None:
+    query = QUERIES[name]
+    metrics = metrics_of(query)
+    assert metrics and set(metrics) <= TOLD.keys()
+    labels = {TOLD[own] for own in metrics} | {"instance"}
+    grouped = {own for found in re.findall(r"by \(([\w, ]+)\)", query) for own in found.split(", ")}
+    assert grouped <= labels
+    selected = set(re.findall(r"(\w+)=~?\"", query))
+    assert selected <= labels
+    shown = set(re.findall(r"{{(\w+)}}", name))
+    assert shown <= grouped, "its legend would be empty"
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_counters_are_asked_for_their_growth_and_gauges_for_their_value(name: str) -> None:
+    for metric in metrics_of(QUERIES[name]):
+        grows = metric.endswith(("_total", "_bucket", "_sum", "_count"))
+        asked = re.search(rf"(?:rate|increase)\({PREFIX}{metric}\b", QUERIES[name])
+        assert bool(asked) == grows, metric
+
+
+def test_brackets_are_closed() -> None:
+    for query in QUERIES.values():
+        for pair in ("()", "{}", "[]"):
+            assert query.count(pair[0]) == query.count(pair[1]), query
+
+
+def test_values_of_labels_exist() -> None:
+    found = re.findall(r"state=~\"([\w|-]+)\"", " ".join(QUERIES.values()))
+    assert found and {own for names in found for own in names.split("|")} <= set(STATES)
+    assert {own.value for own in Reason} >= {"evicted", "loaded"}
+
+
+def test_panels_have_places_of_their_own() -> None:
+    places = [(own["gridPos"]["x"], own["gridPos"]["y"]) for own in BOARD["panels"]]
+    assert len(set(places)) == len(places) == len({own["id"] for own in BOARD["panels"]})
+    assert all(own["gridPos"]["x"] + own["gridPos"]["w"] <= 24 for own in BOARD["panels"])
+    assert all(own["description"] for own in BOARD["panels"])
+
+
+def mounted(service: Any) -> list[str]:
+    return [volume.split(":")[0] for volume in service["volumes"]]
+
+
+def test_what_compose_mounts_is_there() -> None:
+    compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+    for service in compose["services"].values():
+        for path in mounted(service):
+            assert (FOLDER / path).is_file()
+    prometheus = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
+    assert [(FOLDER / own).is_file() for own in prometheus["rule_files"]] == [True]
+    datasource = yaml.safe_load((FOLDER / "grafana/datasource.yaml").read_text())
+    assert datasource["datasources"][0]["uid"] == board.DATASOURCE["uid"]
