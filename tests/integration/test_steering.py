@@ -25,6 +25,7 @@ from tests.integration.test_shared_slots import SHAPE, CodedWorld
 from tests.integration.test_weights import TOKENS
 from tests.integration.test_why import STORED, admitted
 from tests.integration.test_write_after import ask as compute
+from tests.unit.waiting import wait_until
 
 OTHER = [*range(3000, 3000 + TOKENS)]
 
@@ -35,10 +36,17 @@ def least() -> int:
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int) -> Iterator[CodedWorld]:
+def ttl() -> float:
+    return 0.0
+
+
+@pytest.fixture
+def world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, ttl: float
+) -> Iterator[CodedWorld]:
     test_weights.install_hooks(monkeypatch)
     monkeypatch.setattr(test_weights, "SHAPE", SHAPE)
-    world = CodedWorld(tmp_path, load="always", write_after=least)
+    world = CodedWorld(tmp_path, load="always", write_after=least, ttl=ttl)
     yield world
     world.cache.check_integrity()
     cache = world.cache
@@ -108,6 +116,20 @@ def test_a_purge_by_age_is_answered_in_steps(world: CodedWorld) -> None:
     assert purged(everything=True)["segments"] == 0
     assert admitted(world, STORED)["reason"] == Reason.PURGED
     assert len(world.runtime.store.tree) > 0
+
+
+@pytest.mark.parametrize("ttl", [3600.0])
+def test_an_idle_server_removes_what_is_too_old(world: CodedWorld) -> None:
+    compute(world, "a", 2000, prompt=STORED)
+    for path in Path(world.runtime.config.ssd_path).glob("*/segments/*/*"):
+        os.utime(path, (1, 1))
+
+    def gone() -> bool:
+        world.runtime.tell_metrics(idle=True)
+        return not len(world.runtime.store.tree)
+
+    wait_until(gone)
+    assert admitted(world)["reason"] == Reason.EXPIRED
 
 
 def test_a_request_that_waits_for_what_is_purged_is_computed(world: CodedWorld) -> None:
