@@ -1,0 +1,306 @@
+"""What a request for a stored prefix takes of the scheduler's thread besides its bytes.
+
+A request with the KVs of a large model is found, estimated, opened and planned as in a server:
+where pages of the base and units of planes stand, which blocks must be read, what is read ahead,
+what enters and leaves the caches. Nothing is read, copied or computed: the drive answers at once
+with nothing, what is copied stays where it is, and planes are those of attention that was drawn.
+Milliseconds of a whole request, best of `--repeat`, on one thread:
+
+    found first     match and estimate of a prefix that nobody has asked for before
+    found again     the same for a request that waits
+    opened          the source, and what is noted of its slots
+    layers          all of them
+
+`no cache`: all comes from SSD, every time. `first read`: all comes from SSD, and enters a cache
+that has room. `in the cache`: all is found there. `a cache of 30%`: chunks displace each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.core.options import Option, one_of
+from bench.core.report import Result, Table, plain
+from impress_sglang.management.forecast import ReadForecast
+from impress_sglang.management.memory import StoreMemory
+from impress_sglang.management.open_segments import OpenSegments
+from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
+from impress_sglang.management.tree import StoredTree
+from impress_sglang.management.versions import SegmentVersions
+from impress_sglang.precision.allocation import allocate_planes, planes_of
+from impress_sglang.precision.codec import GROUP_TOKENS
+from impress_sglang.precision.floors import FloorMeter
+from impress_sglang.precision.tokens import CodedTokens
+from impress_sglang.storage.directory import StoreDirectory
+from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.pending_read import BlockRuns
+from impress_sglang.storage.reader import BlockReader
+from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.rules import ImportanceScore
+from impress_sglang.tiers.slab import PageShape
+from impress_sglang.timeline import NO_TIMELINE
+from impress_sglang.transfer.ahead import ReadAhead
+from impress_sglang.transfer.buffers import BufferPool
+from impress_sglang.transfer.coded import CodedSource, most_pages
+from impress_sglang.transfer.frames import CODE_PAGE
+from impress_sglang.transfer.loader import LayerInputs, LoadStats
+from impress_sglang.transfer.precise import PreciseLoader
+from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
+from impress_sglang.transfer.slots import LayerSlots
+
+CPU = torch.device("cpu")
+SHAPES = {
+    "Llama-3-8B": KVShape(32, 32, 8, 128, 128, torch.bfloat16, (), coded=True),
+    "Llama-3-70B": KVShape(80, 64, 8, 128, 128, torch.bfloat16, (), coded=True),
+}
+# What a cache holds of the prefix.
+CACHES = {"no cache": 0.0, "in the cache": 1.01, "a cache of 30%": 0.3}
+CHUNK_TOKENS = 64
+READAHEAD = 0.2
+# How much more some tokens are looked at than others: the deviation of a weight's logarithm.
+SPREAD = 3.0
+
+
+OPTIONS = (
+    Option("prefixes", (32768, 131072), "tokens", quick=(2048,)),
+    Option("shapes", tuple(SHAPES), "of models", quick=("Llama-3-8B",), parse=one_of(SHAPES)),
+    Option("bits", 5.0, "on average"),
+    Option("repeat", 5, "requests after the first one", quick=1),
+)
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Measure all shapes and lengths."""
+    torch.set_num_threads(1)
+    rows = [
+        row
+        for name in args.shapes
+        for tokens in args.prefixes
+        for row in _measure(args, name, SHAPES[name], tokens)
+    ]
+    return Result({"bits": args.bits, "rows": rows}, [Table(plain(*rows[0]), rows)])
+
+
+def _measure(
+    args: argparse.Namespace, name: str, shape: KVShape, tokens: int
+) -> list[dict[str, Any]]:
+    drawn = _Drawn(shape, tokens, args.bits)
+    rows = []
+    for cache, share in CACHES.items():
+        case = _Case(shape, tokens, share, drawn)
+        times = [case.request(args.bits) for _ in range(1 + args.repeat)]
+        first, again = times[0], [min(own) for own in zip(*times[1:], strict=True)]
+        found = {"shape": name, "tokens": tokens, "chunks": case.chunks}
+        if share > 1.0:
+            rows.append({**found, "state": "first read", **_row(first, again)})
+        rows.append({**found, "state": cache, **_row([first[0], *again[1:]], again)})
+    return rows
+
+
+def _row(times: Sequence[float], again: Sequence[float]) -> dict[str, float]:
+    names = ("found first", "found again", "opened", "layers")
+    own = dict(zip(names, (times[0], again[0], *times[1:]), strict=True))
+    own["whole"] = own["found again"] + own["opened"] + own["layers"]
+    return {f"{stage} ms": round(value * 1e3, 2) for stage, value in own.items()}
+
+
+class _Drawn:
+    """An allocation that is known already; see `transfer.precise.Allocation`."""
+
+    weighs = False
+
+    def __init__(self, shape: KVShape, tokens: int, bits: float) -> None:
+        generator = torch.Generator().manual_seed(0)
+        units = -(-tokens // _layout(shape, tokens).unit_tokens)
+        self._planes = []
+        for _ in range(shape.num_layers):
+            noise = torch.randn(shape.num_kv_heads, units, generator=generator)
+            count = planes_of(bits, noise.numel())
+            self._planes.append(allocate_planes(torch.exp(SPREAD * noise), count))
+
+    def planes(self, layer: int, weights: Tensor, num_planes: int, floors: Tensor | None) -> Tensor:
+        """See `Allocation`."""
+        return self._planes[layer]
+
+
+class _Case:
+    """A stored prefix without a file, above it a cache for a share of its codes."""
+
+    def __init__(self, shape: KVShape, tokens: int, share: float, drawn: _Drawn) -> None:
+        layout = _layout(shape, tokens)
+        self._shape = shape
+        self._tokens = np.arange(tokens, dtype=np.int32)
+        self._tree = StoredTree()
+        info = _info(shape, tokens)
+        self._tree.insert(StoredSegment(info, 0, SegmentState.READY), self._tokens[:0])
+        codes = _cache(shape, CODE_PAGE, most_pages(layout), share * layout.layer_bytes)
+        columns = PageShape.of(shape, CHUNK_TOKENS)
+        self._pool = BufferPool(1 << 62)
+        cache = _cache(shape, columns, columns.max_chunk_pages(shape), 0.0)
+        memory = StoreMemory(cache, codes, self._pool)
+        versions = SegmentVersions(
+            shape, cache, codes, retention=1.0, certain=(), by_importance=False
+        )
+        reader, meter = cast("BlockReader", _NoReader()), FloorMeter(0.0)
+        self._forecast = ReadForecast(shape, reader, versions, memory, meter, retention=1.0)
+        self._readers = _NoFiles(
+            cast("StoreDirectory", None),
+            shape,
+            reader,
+            versions,
+            memory,
+            meter,
+            direct=False,
+            learns=True,
+            patience=1.0,
+        )
+        self._codes = codes
+        self._loader = PreciseLoader(shape, drawn, writer=_NoWriter())
+        self._blocks = torch.empty(
+            layout.layer_bytes // BLOCK_BYTES, BLOCK_BYTES, dtype=torch.uint8
+        )
+        self.chunks = shape.num_layers * (layout.num_pages + layout.total_units)
+
+    def request(self, bits: float) -> tuple[float, float, float]:
+        """Seconds to find, open and load a prefix."""
+        began = time.perf_counter()
+        match = self._tree.match("bench", self._tokens)
+        self._forecast.coded_bytes(match.spans).expected(bits)
+        found = time.perf_counter()
+        source, units = self._open(match)
+        ahead = ReadAhead(self._pool, READAHEAD)
+        ahead.join(source)
+        opened = time.perf_counter()
+        rows = torch.zeros(1, self._shape.num_kv_heads, self._shape.key_dim)
+        inputs, slots = LayerInputs(rows, rows, rows, 1.0), LayerSlots.of(rows, rows, units.slots)
+        for layer in range(self._shape.num_layers):
+            ahead.top_up()
+            self._loader.load(layer, units.used, inputs, slots, bits, LoadStats())
+        loaded = time.perf_counter()
+        ahead.leave(source)
+        self._readers.close_source(source)
+        return found - began, opened - found, loaded - opened
+
+    def _open(self, match: StoredMatch) -> tuple[CodedSource, _Slots]:
+        source = self._readers.open_coded(match.spans, [False] * len(match.spans), NO_TIMELINE)
+        source._taker = _NoTaker(self._blocks)
+        (span,) = source.spans
+        slots = torch.arange(len(self._tokens))
+        part = _NoRanges(
+            span.segment.segment_id,
+            span.layout,
+            self._shape.num_layers,
+            span.start,
+            span.stop,
+            slots,
+        )
+        PartLoad(source, [part], pending=1)
+        return source, _Slots(slots, UsedUnits([PartUse(part, part.start, part.stop)], CPU))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slots:
+    slots: Tensor
+    used: UsedUnits
+
+
+def _info(shape: KVShape, tokens: int) -> SegmentInfo:
+    return SegmentInfo(
+        "segment", "", "bench", "", 0, np.arange(tokens, dtype=np.int32), shape, CHUNK_TOKENS
+    )
+
+
+def _layout(shape: KVShape, tokens: int) -> Any:
+    return _info(shape, tokens).layout().codes
+
+
+def _cache(shape: KVShape, page: PageShape, most: int, layer_bytes: float) -> ChunkCache:
+    """A cache that decides, and whose pages hold nothing."""
+    size = int(layer_bytes * shape.num_layers)
+    rule = ImportanceScore(200.0)
+    cache = ChunkCache(page, most, rule, device=CPU, device_bytes=size, host_bytes=0)
+    cache._mover = cast("Any", _NoMover())
+    return cache
+
+
+class _NoFiles(OpenSegments):
+    def _open(self, stored: StoredSegment) -> OpenSegment:
+        return _NoFile(stored.info)
+
+
+class _NoFile(OpenSegment):
+    def __init__(self, info: SegmentInfo) -> None:
+        self.info, self.layout = info, info.layout()
+        self.floors = np.zeros(info.floors_shape, np.uint8)
+
+    def check_blocks(self, *arguments: Any) -> None:
+        """All is well."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class _NoRead:
+    done, error = True, None
+
+    def __init__(self, num_bytes: int, ahead: bool) -> None:
+        self.num_bytes, self.ahead = num_bytes, ahead
+
+    def arrived(self) -> None:
+        """It has."""
+
+
+class _NoReader:
+    @dataclasses.dataclass(frozen=True)
+    class Cost:
+        gap_bytes: int = 0
+
+    cost = Cost()
+
+    def submit(self, runs: Sequence[BlockRuns], *, ahead: bool) -> _NoRead:
+        return _NoRead(sum(int((own.stops - own.starts).sum()) for own in runs), ahead)
+
+    def cancel(self, read: _NoRead) -> list[Any]:
+        return []
+
+
+class _NoTaker:
+    def __init__(self, blocks: Tensor) -> None:
+        self._blocks = blocks
+
+    def take(self, tiers: Any, frames: Any, memory: Any) -> Tensor:
+        return self._blocks[: len(frames)]
+
+
+class _NoMover:
+    def move(self, moves: Any, loaded: Any) -> None:
+        """Nothing holds anything."""
+
+
+class _NoWriter:
+    def restore_base(self, *arguments: Any) -> None:
+        """There are no slots."""
+
+    raise_units = restore_base
+
+
+class _NoRanges(ResidentPart):
+    """A part that keeps no ranges: they are copied."""
+
+    def begin_layer(self, layer: int, groups: Tensor) -> CodedTokens:
+        self.layers_loaded += 1
+        return self.tokens(layer)
+
+    def tokens(self, layer: int) -> CodedTokens:
+        count = -(-self.stop // GROUP_TOKENS)
+        return CodedTokens(self.layout, torch.empty(count, 0), self.start, self.slots)
