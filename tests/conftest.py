@@ -35,7 +35,6 @@ torch.set_num_threads(1)
 LONGEST = (
     *(
         "test_store_stateful",
-        "test_columns",
         "test_coded_paths",
         "test_backends",
         "test_store_crash",
