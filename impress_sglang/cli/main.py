@@ -26,6 +26,7 @@ URL = "http://127.0.0.1:30000"
 KEY_VARIABLE = "IMPRESS_KEY"
 # What is asked of a server, and what of a directory; `stat` and `clear` of either.
 _ORDERS = {
+    "why": "say what is stored of a prompt, and why no more of it",
     "warm": "store a prefix now, or load it",
     "pin": "never evict a stored prefix",
     "unpin": "let pinned prefixes go that begin like this one",

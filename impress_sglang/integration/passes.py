@@ -13,8 +13,10 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from impress_sglang.integration.prompt_saves import PromptSaves, as_tokens, namespace_of
 from impress_sglang.serving.admission import AdmissionPlan
 from impress_sglang.serving.custom_params import load_options_of
+from impress_sglang.serving.report import new_report
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.serving.saving import Save
+from impress_sglang.storage.segment import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +98,16 @@ class Passes:
             if save is not None:
                 saves[place] = save
         return saves
+
+    def foretell(self, namespace: str, tokens: Tokens) -> dict[str, Any]:
+        """What is stored of a prompt that nobody sends now, and why no more of it."""
+        runtime, sights = self._runtime, self._saves.sights
+        wanted = load_options_of(None, runtime.config)
+        stored = runtime.admission.find(namespace, tokens, wanted).num_tokens
+        report = new_report(runtime.policy.name, stored)
+        seen = None if sights is None else sights.note(namespace, tokens, count=False)
+        why = runtime.explainer.foretell(report, namespace, tokens, wanted, seen=seen)
+        return {"tokens": len(tokens), "stored_tokens": stored, "why": why}
 
     def _explain(self, known: KnownRequest) -> None:
         req = known.req

@@ -43,7 +43,8 @@ class PromptSaves:
         self._locking: set[Save] = set()
         self._refused: set[str] = set()
         least = runtime.config.write_after
-        self._sights = Sights(least) if least > 1 else None
+        self.sights = Sights(least) if least > 1 else None
+        """Who counts how often prompts are asked for, if somebody does."""
         # By request: how many of its first tokens are worth storing.
         self._worth: dict[str, int] = {}
         self.held_tokens = 0
@@ -53,27 +54,27 @@ class PromptSaves:
         """A request that may be stored is matched, perhaps again: count it once."""
         tokens = req.origin_input_ids
         if (
-            self._sights is not None
+            self.sights is not None
             and req.rid not in self._worth
             and self._runtime.admission.looks_for(len(tokens))
         ):
             # Of several samples SGLang computes the prompt first, with no token behind it.
             sampling = req.sampling_params
             count = sampling.n == 1 or sampling.max_new_tokens == 0
-            worth = self._sights.note(namespace_of(req), as_tokens(tokens), count=count)
+            worth = self.sights.note(namespace_of(req), as_tokens(tokens), count=count)
             at_once = store_wish_of(req.sampling_params) is True
             self._worth[req.rid] = len(tokens) if at_once else worth
 
     def seen(self, rid: str) -> int | None:
         """How many of the first tokens of a request were asked for often enough, if one counts."""
-        return None if self._sights is None else self._worth.get(rid, 0)
+        return None if self.sights is None else self._worth.get(rid, 0)
 
     def end(self, req: Any) -> None:
         """A request is over, and not put back: its answer may be in the next prompt."""
         if self._worth.pop(req.rid, None) is not None and req.output_ids:
-            assert self._sights is not None
+            assert self.sights is not None
             tokens = as_tokens([*req.origin_input_ids, *req.output_ids])
-            self._sights.note(namespace_of(req), tokens, len(req.origin_input_ids))
+            self.sights.note(namespace_of(req), tokens, len(req.origin_input_ids))
 
     def drop(self, rid: str) -> None:
         """A request was never admitted, and is gone."""
@@ -202,7 +203,7 @@ class PromptSaves:
 
     def _worth_of(self, req: Any, num_tokens: int) -> int:
         """How many of the first tokens of a request are worth storing, in whole pages."""
-        if self._sights is not None:
+        if self.sights is not None:
             num_tokens = min(num_tokens, self._worth.get(req.rid, 0))
         return self._runtime.admission.whole_pages(num_tokens)
 

@@ -1,4 +1,4 @@
-"""What an operator may order: `POST /impress/{warm,pin,unpin,purge}`.
+"""What an operator may order: `POST /impress/{warm,pin,unpin,purge,why}`.
 
 SGLang's way to the scheduler's process lets only numbers through, so an order travels as text in
 the name of the message, and so does its answer. The HTTP process checks what it is asked, and turns
@@ -68,6 +68,8 @@ def _obey(cache: ImpressRadixCache, order: Order) -> dict[str, Any]:
         return {"error": f"no store is in use: {cache.runtime.served.suspended or 'by policy'}"}
     name = None if order.everything else store.namespace(namespace_of(order))
     tokens = None
+    if order.verb == "why":
+        return cache.passes.foretell(namespace_of(order), as_tokens(order.input_ids or ()))
     if order.input_ids is not None:
         # What is stored of a prompt ends with a block, and with a page.
         whole_blocks = len(order.input_ids) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -254,5 +256,5 @@ def add_steering(app: Any) -> None:
             except ValueError as error:
                 return JSONResponse({"error": str(error)}, status_code=400)
 
-    for verb in ("warm", "pin", "unpin", "purge"):
+    for verb in ("warm", "pin", "unpin", "purge", "why"):
         add(verb)

@@ -18,7 +18,7 @@ from impress_sglang.management.stored import StoredSegment
 _SHORTEST_S, _LONGEST_S = 1.0, 60.0
 # Looks that were ordered, and removals at once.
 _MOST_ASKED = 8
-_MOST_SEGMENTS = 256
+_MOST_SEGMENTS = 64
 
 
 class Expiry:

@@ -11,7 +11,7 @@ from impress_sglang.management.stored import SegmentState, StoredSegment
 from impress_sglang.storage.segment import Tokens
 
 # At once: who purges more does so in several steps, between which requests are served.
-MOST_SEGMENTS = 256
+MOST_SEGMENTS = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

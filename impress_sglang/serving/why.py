@@ -31,6 +31,7 @@ class Reason(enum.StrEnum):
     LOADED = enum.auto()
     SHARED = enum.auto()
     RESIDENT = enum.auto()
+    STORED = enum.auto()
     NEVER_STORED = enum.auto()
     SEEN_TOO_SELDOM = enum.auto()
     BEING_WRITTEN = enum.auto()
@@ -54,6 +55,7 @@ MEANINGS = {
     Reason.LOADED: "its stored prefix was loaded",
     Reason.SHARED: "its stored prefix was in slots already, loaded by other requests",
     Reason.RESIDENT: "its prefix was in SGLang's pool",
+    Reason.STORED: "it is stored",
     Reason.NEVER_STORED: "nothing that begins like it is stored, or was until lately",
     Reason.SEEN_TOO_SELDOM: "it was not asked for as often as --impress-write-after wants",
     Reason.BEING_WRITTEN: "it is being written",
@@ -122,10 +124,24 @@ class Explainer:
             miss = Reason.NOT_OPENED, ""
         else:
             miss = self._miss(report, namespace, tokens, wanted, seen)
-        if hit is None:
-            return _say(*miss)
-        text = f"{_sentence(*hit)} Of its other {rest:,} tokens: {_sentence(*miss)}"
-        return {"reason": hit[0], "text": text, "rest": miss[0]}
+        return _say_both(hit, rest, miss)
+
+    def foretell(
+        self,
+        report: Mapping[str, Any],
+        namespace: str,
+        tokens: Tokens,
+        wanted: LoadOptions,
+        *,
+        seen: int | None,
+    ) -> Why:
+        """Of a prompt that nobody sends now; its report has what is stored of it as its prefix."""
+        stored = int(report["prefix_tokens"])
+        hit = (Reason.STORED, f"{stored:,} tokens") if stored else None
+        rest = len(tokens) - stored
+        if hit is not None and rest < self._config.min_prefix_tokens:
+            return _say(*hit)
+        return _say_both(hit, rest, self._miss(report, namespace, tokens, wanted, seen))
 
     def _miss(
         self,
@@ -207,6 +223,14 @@ def _lost(loss: Loss) -> tuple[Reason, str]:
 
 def _say(reason: Reason, detail: str) -> Why:
     return {"reason": reason, "text": _sentence(reason, detail), "rest": None}
+
+
+def _say_both(hit: tuple[Reason, str] | None, rest: int, miss: tuple[Reason, str]) -> Why:
+    """What a request has, if anything, and why it lacks the rest."""
+    if hit is None:
+        return _say(*miss)
+    text = f"{_sentence(*hit)} Of its other {rest:,} tokens: {_sentence(*miss)}"
+    return {"reason": hit[0], "text": text, "rest": miss[0]}
 
 
 def _sentence(reason: Reason, detail: str) -> str:

@@ -165,6 +165,26 @@ def test_pins(world: CodedWorld) -> None:
     assert told(world, "pin", STORED[:63]) == {"error": "a prefix has 64 tokens at least"}
 
 
+@pytest.mark.parametrize("least", [2])
+def test_why_is_told_of_prompts_that_nobody_sends(world: CodedWorld) -> None:
+    def why(prompt: list[int], **fields: Any) -> tuple[int, str, str | None]:
+        answer = told(world, "why", prompt, **fields)
+        assert answer["tokens"] == len(prompt) and answer["why"]["text"].endswith(".")
+        return answer["stored_tokens"], answer["why"]["reason"], answer["why"]["rest"]
+
+    assert why(STORED) == (0, Reason.SEEN_TOO_SELDOM, None)
+    assert why(STORED) == (0, Reason.SEEN_TOO_SELDOM, None), "to ask is no sight"
+    for number in range(2):
+        compute(world, f"r{number}", 2000 + 100 * number, prompt=STORED)
+    assert why(STORED) == (TOKENS, Reason.STORED, None)
+    assert why([*STORED, *OTHER]) == (TOKENS, Reason.STORED, Reason.SEEN_TOO_SELDOM)
+    assert why(STORED, extra_key="tenant") == (0, Reason.SEEN_TOO_SELDOM, None)
+    told(world, "purge", STORED)
+    assert why(STORED) == (0, Reason.PURGED, None)
+    assert why(STORED[:5]) == (0, Reason.TOO_SHORT, None)
+    assert why([]) == (0, Reason.TOO_SHORT, None)
+
+
 def test_no_order_ends_the_scheduler(world: CodedWorld) -> None:
     for text in (None, "", "no JSON", "[]", "{}", '{"verb": 1}', '{"verb": "pin", "x": 1}'):
         assert "error" in json.loads(obey(world.cache, text))

@@ -96,7 +96,7 @@ def test_reordering_asks_for_the_admins_key_and_rewrites_what_pays(server: Serve
 
 
 def test_steering_asks_for_the_admins_key(server: Server) -> None:
-    for verb in ("warm", "pin", "unpin", "purge"):
+    for verb in ("warm", "pin", "unpin", "purge", "why"):
         assert ask(server, "POST", f"/impress/{verb}", None, all=True).status_code == 401
         assert ask(server, "POST", f"/impress/{verb}", "user", all=True).status_code == 401
         assert ask(server, "POST", f"/impress/{verb}", "admin").status_code == 400
@@ -121,6 +121,8 @@ def test_a_prefix_is_warmed_pinned_and_purged(server: Server) -> None:
     for tenant in tenants:
         assert order("warm", **tenant)["why"]["reason"] == "never_stored"
         ask(server, "POST", "/flush_cache?timeout=60", "admin").raise_for_status()
+    told = order("why", **tenants[0])
+    assert (told["why"]["reason"], told["stored_tokens"]) == ("stored", len(prefix))
     assert why("one") == why("two") == "loaded"
     assert order("pin", **tenants[0])["pins"]["prefixes"] == 1
     assert order("pin", input_ids=prefix[:70])["error"].startswith("0 of its 64 tokens")
