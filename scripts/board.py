@@ -139,7 +139,7 @@ def board() -> dict[str, Any]:
         "time": {"from": "now-1h", "to": "now"},
         "refresh": "10s",
         "templating": {"list": [_instances()]},
-        "panels": [_panel(number, own) for number, own in enumerate(PANELS)],
+        "panels": [_panel(number, panel) for number, panel in enumerate(PANELS)],
     }
 
 

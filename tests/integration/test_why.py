@@ -184,9 +184,9 @@ def test_what_could_not_be_opened(world: CodedWorld, monkeypatch: pytest.MonkeyP
     known = world.cache._known.note
 
     def declined(req: Any) -> Any:
-        own = known(req)
-        own.declined = True
-        return own
+        request = known(req)
+        request.declined = True
+        return request
 
     monkeypatch.setattr(world.cache._known, "note", declined)
     assert admitted(world)["reason"] == Reason.NOT_OPENED

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from impress_sglang.serving.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, STATES
-from impress_sglang.serving.why import Reason
 from scripts import board
 
 FOLDER = Path(__file__).parents[2] / "examples/monitoring"
@@ -19,7 +18,7 @@ BOARD = json.loads(board.BOARD.read_text())
 ALERTS = yaml.safe_load((FOLDER / "alerts.yaml").read_text())
 # By the name of each time series that a server tells: its label. A test of a real server sees that
 # it tells these (`test_prometheus_is_told_what_the_statistics_say`).
-TOLD = {own.name: own.label for own in (*COUNTERS, *GAUGES)} | {
+TOLD = {series.name: series.label for series in (*COUNTERS, *GAUGES)} | {
     f"{name}_{part}": "le" if part == "bucket" else ""
     for _, name, _, _ in HISTOGRAMS
     for part in ("bucket", "sum", "count")
@@ -47,8 +46,10 @@ def test_a_query_asks_for_what_is_told(name: str) -> None:
     query = QUERIES[name]
     metrics = metrics_of(query)
     assert metrics and set(metrics) <= TOLD.keys()
-    labels = {TOLD[own] for own in metrics} | {"instance"}
-    grouped = {own for found in re.findall(r"by \(([\w, ]+)\)", query) for own in found.split(", ")}
+    labels = {TOLD[metric] for metric in metrics} | {"instance"}
+    grouped = {
+        label for found in re.findall(r"by \(([\w, ]+)\)", query) for label in found.split(", ")
+    }
     assert grouped <= labels
     selected = set(re.findall(r"(\w+)=~?\"", query))
     assert selected <= labels
@@ -72,15 +73,14 @@ def test_brackets_are_closed() -> None:
 
 def test_values_of_labels_exist() -> None:
     found = re.findall(r"state=~\"([\w|-]+)\"", " ".join(QUERIES.values()))
-    assert found and {own for names in found for own in names.split("|")} <= set(STATES)
-    assert {own.value for own in Reason} >= {"evicted", "loaded"}
+    assert found and {state for names in found for state in names.split("|")} <= set(STATES)
 
 
 def test_panels_have_places_of_their_own() -> None:
-    places = [(own["gridPos"]["x"], own["gridPos"]["y"]) for own in BOARD["panels"]]
-    assert len(set(places)) == len(places) == len({own["id"] for own in BOARD["panels"]})
-    assert all(own["gridPos"]["x"] + own["gridPos"]["w"] <= 24 for own in BOARD["panels"])
-    assert all(own["description"] for own in BOARD["panels"])
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in BOARD["panels"]]
+    assert len(set(places)) == len(places) == len({panel["id"] for panel in BOARD["panels"]})
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in BOARD["panels"])
+    assert all(panel["description"] for panel in BOARD["panels"])
 
 
 def mounted(service: Any) -> list[str]:
@@ -93,6 +93,6 @@ def test_what_compose_mounts_is_there() -> None:
         for path in mounted(service):
             assert (FOLDER / path).is_file()
     prometheus = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
-    assert [(FOLDER / own).is_file() for own in prometheus["rule_files"]] == [True]
+    assert [(FOLDER / path).is_file() for path in prometheus["rule_files"]] == [True]
     datasource = yaml.safe_load((FOLDER / "grafana/datasource.yaml").read_text())
     assert datasource["datasources"][0]["uid"] == board.DATASOURCE["uid"]

@@ -93,8 +93,10 @@ def run(said: Said, *arguments: object) -> tuple[int, Any]:
 
 def test_what_is_in_a_directory(left: Path, capsys: Said) -> None:
     status, stores = run(capsys, "stat", "--dir", left)
-    assert status == DONE and [own["store"] for own in stores] == sorted([IDENTITY, OTHER_IDENTITY])
-    assert [(own["segments"], own["tokens"], own["quarantined"]) for own in stores] == [
+    assert status == DONE and [store["store"] for store in stores] == sorted(
+        [IDENTITY, OTHER_IDENTITY]
+    )
+    assert [(store["segments"], store["tokens"], store["quarantined"]) for store in stores] == [
         (2, 28, 0),
         (1, 8, 0),
     ]
@@ -102,8 +104,8 @@ def test_what_is_in_a_directory(left: Path, capsys: Said) -> None:
     assert stores[0]["bytes"] == sum(sizes)
 
     status, segments = run(capsys, "ls", "--dir", left)
-    assert status == DONE and [own["tokens"] for own in segments] == [8, 20, 8]
-    assert segments[0]["hits"] == 1 and len({own["namespace"] for own in segments[:2]}) == 2
+    assert status == DONE and [segment["tokens"] for segment in segments] == [8, 20, 8]
+    assert segments[0]["hits"] == 1 and len({segment["namespace"] for segment in segments[:2]}) == 2
     assert "salt" not in json.dumps(segments)
 
 
@@ -123,8 +125,8 @@ def test_damage_is_found_and_left_alone(left: Path, capsys: Said) -> None:
 
     status, found = run(capsys, "verify", "--dir", left)
 
-    assert status == DAMAGED and {own["segment"] for own in found} == {path.stem, cut.stem}
-    assert any("fails its checksum" in own["error"] for own in found)
+    assert status == DAMAGED and {segment["segment"] for segment in found} == {path.stem, cut.stem}
+    assert any("fails its checksum" in segment["error"] for segment in found)
     assert path.exists() and cut.exists()
 
 
@@ -134,7 +136,7 @@ def test_a_directory_is_cleared(left: Path, capsys: Said) -> None:
     assert refused.value.code == REFUSED and len(list(left.iterdir())) == 2
     capsys.readouterr()
     status, removed = run(capsys, "clear", "--dir", left, "--yes")
-    assert status == DONE and sum(own["segments"] for own in removed) == 3
+    assert status == DONE and sum(store["segments"] for store in removed) == 3
     assert list(left.iterdir()) == []
     assert main(["stat", "--dir", str(left)]) == UNREACHABLE
 

@@ -218,8 +218,8 @@ def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | No
     while steps[-1].left:
         steps.append(forget(store, None, namespace, most=2))
     gone = 5 if namespace else 6
-    assert [len(own.segment_ids) for own in steps] == [2, 2, gone - 4]
-    assert sum(own.bytes for own in steps) == gone * bench.one
+    assert [len(step.segment_ids) for step in steps] == [2, 2, gone - 4]
+    assert sum(step.bytes for step in steps) == gone * bench.one
     assert len(store.tree) == 6 - gone == len(store.pins)
     wait_until(lambda: len(bench.files()) == 6 - gone)
 
