@@ -106,11 +106,14 @@ class LookAhead:
         self._note_change(new_id)
 
     def order(self, rids: Sequence[str]) -> None:
-        """Requests wait in this order now.
+        """Requests wait in this order now, and no others do.
 
         As many as can keep their turns, so that a queue that moves on costs nothing but this look
         at it, and who changes places costs what it takes to tell its own turn.
         """
+        # SGLang says of who has no prefix at all neither that it is admitted nor that it begins.
+        for rid in self._ranges_of.keys() - set(rids):
+            self.stop_waiting(rid)
         known = [self._turns.get(rid, -1) for rid in rids]
         keep = _longest_rise(known)
         turns, following = dict[str, int](), LAST_TURN

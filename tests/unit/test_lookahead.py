@@ -54,6 +54,19 @@ def test_a_queue_that_moves_on_keeps_its_turns() -> None:
     assert [segment_id for segment_id, _ in lookahead.take_changed()] == ["a"]
 
 
+def test_who_is_no_longer_in_the_queue_waits_for_nothing() -> None:
+    lookahead = LookAhead()
+    for rid in "ab":
+        lookahead.wait(rid, spans((0, (0, 4))))
+    lookahead.order(["a", "b"])
+    assert lookahead.next_turn("a", 0, 4) == lookahead.turn("a")
+    lookahead.order(["b"])
+    assert lookahead.next_turn("a", 0, 4) == lookahead.turn("b") and lookahead.awaits
+    lookahead.order([])
+    assert not lookahead.awaits and "a" not in lookahead
+    lookahead.check_integrity()
+
+
 @given(st.lists(st.lists(st.sampled_from("abcdefgh"), unique=True), max_size=20))
 def test_turns_are_in_the_order_of_the_queue(orders: list[list[str]]) -> None:
     lookahead = LookAhead()
