@@ -23,6 +23,7 @@ from impress_sglang.options import (
     EXACTLY,
     LEAST_BITS,
     MOST_BITS,
+    OFF,
     OPTIONS,
     WHOLE_POLICIES,
 )
@@ -61,6 +62,9 @@ class ImpressConfig:
     schedule: str = "off"
     load: str = "faster"
     approximation_depth: int = 8
+    blend: float | str = "off"
+    blend_min_tokens: int = 512
+    blend_select: str = "first"
     io_timeout: float = 10.0
     device_gb: float = 0.5
     host_gb: float = 3.0
@@ -139,6 +143,11 @@ class ImpressConfig:
     def uses_part(self, retention: float) -> bool:
         """Whether a request of this retention uses a part of a prefix."""
         return retention < 1.0 and self.policy not in WHOLE_POLICIES
+
+    @property
+    def usual_blend(self) -> float | str:
+        """What a request blends that does not say it: a share, `AUTO` or `OFF`."""
+        return self.blend if self.blend in (AUTO, OFF) else float(self.blend)
 
     @property
     def needs_parts(self) -> bool:

@@ -39,6 +39,9 @@ ON, OFF = "on", "off"
 CLASSES, ESTIMATE, SHORTEST = "classes", "estimate", "shortest"
 SCHEDULES = (OFF, CLASSES, ESTIMATE, SHORTEST)
 ALLOCATIONS = ("query", "even", "random")
+# How a request chooses which tokens of reused text are computed again.
+DEVIATION, FIRST, RANDOM = "deviation", "first", "random"
+BLEND_SELECTORS = (FIRST, DEVIATION, RANDOM)
 
 
 def is_bits(value: object) -> bool:
@@ -46,6 +49,13 @@ def is_bits(value: object) -> bool:
     # type() and not isinstance(): True is an int to isinstance.
     number = type(value) in (int, float)
     return value == EXACTLY or (number and LEAST_BITS <= float(str(value)) <= MOST_BITS)
+
+
+def is_blend(value: object) -> bool:
+    """Whether this is a share of reused tokens to compute again, `AUTO` or `OFF`."""
+    # type() and not isinstance(): True is an int to isinstance.
+    number = type(value) in (int, float)
+    return value in (AUTO, OFF) or (number and 0.0 <= float(str(value)) <= 1.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,6 +114,10 @@ def _parse_retention(text: str) -> float | str:
 
 def _parse_bits(text: str) -> float | str:
     return text if text in (EXACTLY, AUTO) else float(text)
+
+
+def _parse_blend(text: str) -> float | str:
+    return text if text in (AUTO, OFF) else float(text)
 
 
 def _is_retention(value: object) -> bool:
@@ -268,6 +282,29 @@ OPTIONS: tuple[Option, ...] = (
         "How many approximations a stored KV may rest on, one on top of the other. 0: only exact "
         "KVs are stored. 1: also what is computed after exact KVs in few bits. 2: also what is "
         "computed after that. Where part of a prefix was used, at most 1.",
+    ),
+    Option(
+        "blend",
+        _parse_blend,
+        Rule(f"0 to 1, {AUTO} or {OFF}", is_blend),
+        "Whether stored text is reused where it is no prefix, which is approximate. A number: this "
+        "share of its tokens is computed again. auto: the largest whose computing hides behind "
+        "I/O, at least 0.15. A request overrides it with custom_params impress_blend. Needs "
+        "--impress-write-after 1 where no prompt is sent twice.",
+    ),
+    Option(
+        "blend_min_tokens",
+        int,
+        at_least(1),
+        "Least tokens of a prompt that are worth reusing where they are no prefix.",
+    ),
+    Option(
+        "blend_select",
+        str,
+        one_of(BLEND_SELECTORS),
+        "Which tokens of reused text are computed again. first: the first ones of each run. "
+        "deviation: those whose KVs differ most from computed ones in the second layer, and fewer "
+        "from layer to layer. random: a baseline.",
     ),
     Option(
         "device_gb",

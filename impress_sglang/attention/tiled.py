@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,17 +30,17 @@ def tiled_attention(
     queries: Tensor,
     tiles: Iterable[tuple[Tensor, Tensor]],
     *,
-    first: int,
+    positions: npt.NDArray[np.int64],
     scaling: float,
 ) -> Tensor:
-    """Attention of the tokens at positions [first, first + n) over all tokens up to their own.
+    """Attention of the tokens at some positions over all tokens up to their own.
 
     Args:
         queries: [n, Hq, D].
         tiles: keys [t, Hk, D] and values [t, Hk, Dv] of the positions from 0 on, without a gap, on
             the device of the queries; each is let go before the next one is asked for. Hq is a
             multiple of Hk.
-        first: position of the first query.
+        positions: int64 [n] of the queries, ascending.
         scaling: factor of the logits.
 
     Returns:
@@ -47,11 +49,11 @@ def tiled_attention(
     softmax, position = None, 0
     for keys, values in tiles:
         if softmax is None:
-            softmax = _RunningSoftmax(queries, keys.shape[1], values.shape[2], first, scaling)
+            softmax = _RunningSoftmax(queries, keys.shape[1], values.shape[2], positions, scaling)
         softmax.add(keys.float().permute(1, 2, 0), values.float().transpose(0, 1), position)
         position += len(keys)
         del keys, values
-    assert softmax is not None and position >= first + len(queries)
+    assert softmax is not None and position > int(positions[-1])
     return softmax.output().to(queries.dtype)
 
 
@@ -62,28 +64,43 @@ class _RunningSoftmax:
     """
 
     def __init__(
-        self, queries: Tensor, key_heads: int, value_dim: int, first: int, scaling: float
+        self,
+        queries: Tensor,
+        key_heads: int,
+        value_dim: int,
+        positions: npt.NDArray[np.int64],
+        scaling: float,
     ) -> None:
         count, heads, dim = queries.shape
+        assert len(positions) == count
         grouped = queries.view(count, key_heads, heads // key_heads, dim).permute(1, 2, 0, 3)
         self._queries = grouped.float() * scaling
-        self._first = first
+        self._positions = torch.from_numpy(positions).to(queries.device)
+        # Of each tile of queries its first and its last position.
+        self._ends = [
+            (rows, int(positions[rows.start]), int(positions[rows.stop - 1]))
+            for rows in tiles_of(count, QUERY_TILE)
+        ]
         self._peak = self._queries.new_full((*grouped.shape[:3], 1), float("-inf"))
         self._sum = torch.zeros_like(self._peak)
         self._weighted = self._queries.new_zeros(*grouped.shape[:3], value_dim)
 
     def add(self, keys: Tensor, values: Tensor, position: int) -> None:
         """Add keys [Hk, D, t] and values [Hk, t, Dv] of the positions from `position` on."""
-        for rows in tiles_of(self._queries.shape[2], QUERY_TILE):
+        for rows, first, last in self._ends:
             # Queries before the tile see nothing of it.
-            if position < self._first + rows.stop:
-                self._add_to(rows, keys, values, position)
+            if position <= last:
+                hides = position + keys.shape[2] - 1 > first
+                self._add_to(rows, keys, values, position if hides else None)
 
-    def _add_to(self, rows: slice, keys: Tensor, values: Tensor, position: int) -> None:
+    def _add_to(self, rows: slice, keys: Tensor, values: Tensor, position: int | None) -> None:
+        """`position`: of the first key, if some come after their query's; else None."""
         queries = self._queries[:, :, rows]
         heads, group, count, _ = queries.shape
         logits = torch.bmm(queries.flatten(1, 2), keys).view(heads, group, count, -1)
-        self._hide_later(logits, self._first + rows.start, position)
+        if position is not None:
+            keys_at = torch.arange(position, position + keys.shape[2], device=logits.device)
+            logits.masked_fill_(keys_at > self._positions[rows, None], float("-inf"))
         old = self._peak[:, :, rows]
         peak = torch.maximum(old, logits.amax(-1, keepdim=True))
         fade = (old - peak).exp_()
@@ -92,16 +109,6 @@ class _RunningSoftmax:
         added = torch.bmm(weights.flatten(1, 2), values).view(heads, group, count, -1)
         self._weighted[:, :, rows].mul_(fade).add_(added)
         old.copy_(peak)
-
-    @staticmethod
-    def _hide_later(logits: Tensor, first: int, position: int) -> None:
-        """Hide keys of the positions from `position` on that come after their query's."""
-        count, keys = logits.shape[-2:]
-        if position + keys - 1 <= first:
-            return
-        queries = torch.arange(first, first + count, device=logits.device)
-        later = torch.arange(position, position + keys, device=logits.device) > queries[:, None]
-        logits.masked_fill_(later, float("-inf"))
 
     def output(self) -> Tensor:
         """float32 [n, Hq, Dv]."""

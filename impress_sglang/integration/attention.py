@@ -22,6 +22,7 @@ from torch import Tensor
 
 from impress_sglang.config import bytes_of
 from impress_sglang.errors import PrefixUnreadable, UnsupportedError
+from impress_sglang.integration.blend import PrefixBlend, blend_prefix
 from impress_sglang.integration.judged_backends import BACKENDS, HYBRID, HYBRID_PARTS
 from impress_sglang.integration.passes import Passes
 from impress_sglang.integration.recompute import (
@@ -34,6 +35,7 @@ from impress_sglang.integration.recompute import (
 )
 from impress_sglang.integration.row_starts import RowStarts
 from impress_sglang.options import EXACT_BITS
+from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.clocks import Clock, Stopwatch, clock_for
 from impress_sglang.serving.estimate import pairs_of
 from impress_sglang.serving.request import StoredRequest
@@ -44,6 +46,8 @@ from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
 
 logger = logging.getLogger(__name__)
+
+_FUSED = "this server keeps no new keys outside its pool, which computing it again needs"
 
 # From the name of SGLang's class to that of ours, None where rows are ordinary.
 ADOPTED = {backend.kind: backend.offset_rows for backend in BACKENDS.values()}
@@ -86,7 +90,7 @@ class PrefixAttention(AttentionBackend):
 
     _runtime: ServingRuntime | None
     _passes: Passes | None
-    _capture: PrefixCapture | None
+    _capture: PrefixCapture | PrefixBlend | None
     _recomputing_seconds: float
     _starts: RowStarts
     _clock: Clock
@@ -302,17 +306,41 @@ class PrefixAttention(AttentionBackend):
             resident_keys=slots.keys.pool[resident],
             scaling=layer.scaling,
         )
+        loading = request.loading
+        blends = isinstance(loading, BlendedLoading) and not loading.blended
+        if blends and not can_compute:
+            assert self._runtime.blending is not None
+            self._runtime.blending.refusal = _FUSED
+            return _FUSED
         try:
+            if isinstance(loading, BlendedLoading) and not loading.blended:
+                shortage = self._blend(request, loading)
+                if shortage is not None:
+                    return shortage
             self._runtime.load_layer(layer.layer_id, request, inputs, slots)
             return None
         except PrefixUnreadable as error:
             self._runtime.give_up_reading(request, error)
         if not can_compute:
-            return "this server keeps no new keys outside its pool, which computing it again needs"
+            return _FUSED
         shortage = self._recompute(request, q.device)
         if shortage is None:
             self._runtime.load_layer(layer.layer_id, request, inputs, slots)
         return shortage
+
+    def _blend(self, request: StoredRequest, loading: BlendedLoading) -> str | None:
+        """Bring a blended prefix into its slots; returns why that cannot be."""
+        blend = PrefixBlend(self._model_runner.token_to_kv_pool, request, loading)
+        self._capture = blend
+        began = time.monotonic()
+        deadline = began + pass_seconds() - self._recomputing_seconds
+        try:
+            if not blend_prefix(self._model_runner.model, request, blend, loading, deadline):
+                return "blending it takes too long"
+        finally:
+            self._capture = None
+            self._recomputing_seconds += time.monotonic() - began
+        return None
 
     def _recompute(self, request: StoredRequest, device: torch.device) -> str | None:
         """Compute the KVs of an unreadable source here; returns why that cannot be."""
@@ -322,13 +350,13 @@ class PrefixAttention(AttentionBackend):
         if shortage is not None:
             return shortage
         pool, model = self._model_runner.token_to_kv_pool, self._model_runner.model
-        self._capture = PrefixCapture(pool, request.resident_slots, shape, num_tokens)
+        self._capture = capture = PrefixCapture(pool, request.resident_slots, shape, num_tokens)
         began = time.monotonic()
         deadline = began + pass_seconds() - self._recomputing_seconds
         try:
             if not recompute_prefix(model, request, device, block_tokens(), deadline):
                 return "computing it again takes too long"
-            self._runtime.load_computed(request, self._capture.source(request.layers_loaded))
+            self._runtime.load_computed(request, capture.source(request.layers_loaded))
         finally:
             self._capture = None
             self._recomputing_seconds += time.monotonic() - began

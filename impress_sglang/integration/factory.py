@@ -13,6 +13,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.selectors import probe_kv_heads
 from impress_sglang.integration.attention import PrefixAttention
+from impress_sglang.integration.blend import rotation_of
 from impress_sglang.integration.guards import (
     check_options,
     check_parts,
@@ -21,8 +22,10 @@ from impress_sglang.integration.guards import (
 )
 from impress_sglang.integration.layers import check_layers
 from impress_sglang.integration.radix_cache import ImpressRadixCache
+from impress_sglang.integration.recompute import block_tokens
 from impress_sglang.management.identity import model_identity, weights_digest
 from impress_sglang.management.policies import LoadOptions, Policy, make_policy
+from impress_sglang.options import OFF
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.layout import KVShape
@@ -94,6 +97,8 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
         free=lambda slots: params.token_to_kv_pool_allocator.free(slots),
         page_size=params.page_size,
     )
+    if config.blend != OFF:
+        runtime.blend_with(rotation_of(runner.model), block_tokens())
     cache = ImpressRadixCache(params, runtime, read_identity, runner.forward_stream)
     if cache.metrics_collector is not None:
         runtime.metrics = ServingMetrics(cache.metrics_collector.labels)

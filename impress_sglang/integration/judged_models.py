@@ -45,6 +45,9 @@ ARCHITECTURES_BY_FILE: dict[str, frozenset[str]] = {
 }
 ARCHITECTURES = frozenset().union(*ARCHITECTURES_BY_FILE.values())
 
+# Those that are run layer by layer, with fewer rows from layer to layer, as `blend.py` does.
+BLENDED = _words("LlamaForCausalLM MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM")
+
 LAYER_TYPES = _words("full_attention attention")
 # Angles that depend on the position alone. `longrope` chooses by the longest of a batch, `mrope`
 # counts media.

@@ -115,6 +115,8 @@ class PromptSaves:
 
     def offer_approximate(self, req: Any, request: StoredRequest, up_to: int) -> None:
         """Offer what was computed after a partly loaded prefix, holding its slots for the write."""
+        if request.blended:
+            return
         first, quality = request.prefix_len, request.quality
         up_to = self._worth_of(req, up_to)
         too_deep = quality.depth > self._runtime.config.depth(quality.retention)

@@ -361,8 +361,12 @@ class ImpressRadixCache(RadixCache):
             return StoredMatch(), None
         tokens = as_tokens(key.raw_token_ids())
         wanted = load_options_of(known.req.sampling_params, config)
-        match = admission.find(namespace_of(key), tokens, wanted)
-        return match, admission.plan(match, tokens, resident_len, wanted)
+        space, blending = namespace_of(key), self.runtime.blending
+        match = admission.find(space, tokens, wanted)
+        plan = admission.plan(match, tokens, resident_len, wanted)
+        if blending is not None:
+            plan = blending.plan(space, tokens, resident_len, plan, wanted) or plan
+        return match, plan
 
     def _accept(
         self, plan: AdmissionPlan | None, req: Any, resident: MatchResult, *, measure: bool = True

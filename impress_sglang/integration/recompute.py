@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -68,7 +69,7 @@ class PrefixCapture:
         """Attention of one block in one layer, [n, Hq * Dv].
 
         Raises:
-            _BlockComputed: this was the last layer, whose output nobody needs.
+            BlockComputed: this was the last layer, whose output nobody needs.
         """
         index, shape = layer.layer_id, self._shape
         keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim).to(shape.dtype)
@@ -79,11 +80,11 @@ class PrefixCapture:
         kept_values[block].copy_(values)
         if index == shape.num_layers - 1:
             self._done = block.stop
-            raise _BlockComputed
+            raise BlockComputed
         output = tiled_attention(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             self._tiles(index, keys, values),
-            first=len(self._resident_slots) + block.start,
+            positions=len(self._resident_slots) + np.arange(block.start, block.stop),
             scaling=layer.scaling,
         )
         return output.reshape(len(keys), -1)
@@ -114,7 +115,7 @@ class PrefixCapture:
             yield keys[tile], values[tile]
 
 
-class _BlockComputed(Exception):
+class BlockComputed(Exception):
     """The KVs of a block are captured: leaves the model before it computes what nobody needs.
 
     That is the rest of the last layer, and logits.
@@ -173,17 +174,17 @@ def recompute_prefix(
         if time.monotonic() >= deadline:
             return False
         tokens = request.token_ids[start : min(start + size, stop)]
-        block = _block_batch(tokens.to(device), start)
+        block = block_batch(tokens.to(device), start)
         try:
             with forward_context(get_forward_context(), forward_batch=block):
                 model.forward(block.input_ids, block.positions, block)
-        except _BlockComputed:
+        except BlockComputed:
             continue
         raise AssertionError("the model ended without attention of its last layer")
     return True
 
 
-def _block_batch(token_ids: Tensor, start: int) -> ForwardBatch:
+def block_batch(token_ids: Tensor, start: int) -> ForwardBatch:
     """A batch of one request that extends by `token_ids` at position `start`.
 
     Nothing of the batch under way is in it: that belongs to other tokens.

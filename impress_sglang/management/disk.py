@@ -13,11 +13,13 @@ from collections.abc import Iterable
 
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import ConfigError
+from impress_sglang.management.content import ContentIndex
 from impress_sglang.management.keeper import Keeper
 from impress_sglang.management.monitor import Monitor
 from impress_sglang.management.pins import Pins
 from impress_sglang.management.restoring import recover_tree
 from impress_sglang.management.stored import StoredSegment
+from impress_sglang.options import OFF
 from impress_sglang.precision.floors import FloorMeter
 from impress_sglang.storage.directory import StoreDirectory, other_stores
 from impress_sglang.storage.files import FileSystem, installed
@@ -56,7 +58,8 @@ class StoreDisk:
                 undo.callback(self.keeper.close, self._seconds)
                 self.monitor = Monitor(self.directory, self.health, self._seconds)
                 undo.callback(self.monitor.close, self._seconds)
-                self.tree = recover_tree(self.keeper, identity)
+                content = None if config.blend == OFF else ContentIndex()
+                self.tree = recover_tree(self.keeper, identity, content)
                 most = bytes_of(config.ssd_gb) // 2
                 self.pins = Pins(self.directory, self.keeper, self.tree, most)
                 self.others = other_stores(self.files, self.directory.path)

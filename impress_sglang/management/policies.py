@@ -24,7 +24,7 @@ from collections.abc import Callable
 from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector, TokenSelector
-from impress_sglang.options import EXACT_BITS
+from impress_sglang.options import EXACT_BITS, OFF
 from impress_sglang.tiers.rules import (
     ImportanceScore,
     LeastFrequentlyUsed,
@@ -37,13 +37,15 @@ from impress_sglang.tiers.rules import (
 class LoadOptions:
     """What of a stored prefix a request wants: the share of its tokens, and their bits.
 
-    `chosen`: the request says itself which share, `bits_chosen` how many bits.
+    `chosen`: the request says itself which share, `bits_chosen` how many bits. `blend`: how much of
+    stored text that is no prefix it computes again: a share, `AUTO`, or `OFF` if it uses none.
     """
 
     retention: float = 1.0
     bits: float = EXACT_BITS
     chosen: bool = False
     bits_chosen: bool = False
+    blend: float | str = OFF
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from impress_sglang.management.content import ContentIndex
 from impress_sglang.management.keeper import Keeper
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree, prefix_digest
@@ -15,8 +16,10 @@ from impress_sglang.storage.quality import Quality
 logger = logging.getLogger(__name__)
 
 
-def recover_tree(keeper: Keeper, identity: str) -> StoredTree:
+def recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None = None) -> StoredTree:
     """The tree of the segments that are on the disk; files without a place in it are removed.
+
+    `content` is the tree's, if it is to find tokens anywhere.
 
     Raises:
         OSError: the directory cannot be read.
@@ -26,7 +29,7 @@ def recover_tree(keeper: Keeper, identity: str) -> StoredTree:
         StoredSegment(e.info, e.file_bytes, last_access=e.last_access, hits=e.hits)
         for e in keeper.recover(identity)
     ]
-    tree = StoredTree(first_time=max((s.last_access for s in segments), default=0) + 1)
+    tree = StoredTree(max((s.last_access for s in segments), default=0) + 1, content)
     newest, others = newest_files(segments)
     for other in others:
         logger.info("segment %s was replaced by a newer one; removed", other.segment_id)

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from impress_sglang.management.content import ContentIndex
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.storage.quality import ANYTHING, EXACT, Quality
 from impress_sglang.storage.segment import SegmentInfo, Tokens
@@ -96,8 +97,12 @@ class _Node:
 class StoredTree:
     """Finds and keeps stored prefixes; not thread-safe, one thread owns it."""
 
-    def __init__(self, first_time: int = 1) -> None:
-        """An empty tree whose logical time starts at `first_time`."""
+    def __init__(self, first_time: int = 1, content: ContentIndex | None = None) -> None:
+        """An empty tree whose logical time starts at `first_time`.
+
+        `content` is kept in step with it; None: tokens are found behind their prefix only.
+        """
+        self.content = content
         self._roots: dict[str, _Node] = {}
         self._tails: dict[str, _Node] = {}
         self._segments: dict[str, StoredSegment] = {}
@@ -187,6 +192,8 @@ class StoredTree:
         assert info.segment_id not in self._segments
         self._tails[info.segment_id] = self._tails.pop(segment.segment_id)
         self._segments[info.segment_id] = self._segments.pop(segment.segment_id)
+        if self.content is not None:
+            self.content.rename(segment.segment_id, info.segment_id)
         segment.info, segment.file_bytes = info, file_bytes
 
     def node_starts(self, segment: StoredSegment) -> list[int]:
@@ -313,10 +320,14 @@ class StoredTree:
             segment.parent.dependents += 1
         self._segments[segment.segment_id] = segment
         self._tails[segment.segment_id] = nodes[-1]
+        if self.content is not None and segment.state is not SegmentState.LOST:
+            self.content.add(segment)
 
     def _forget(self, segment: StoredSegment) -> None:
         """A segment is gone; its nodes are another's, or gone as well."""
         del self._segments[segment.segment_id], self._tails[segment.segment_id]
+        if self.content is not None:
+            self.content.discard(segment)
         if segment.parent is not None:
             segment.parent.dependents -= 1
 

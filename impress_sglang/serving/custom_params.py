@@ -7,11 +7,22 @@ from typing import Any
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions
-from impress_sglang.options import EXACT_BITS, EXACTLY, LEAST_BITS, MOST_BITS, is_bits
+from impress_sglang.options import (
+    AUTO,
+    EXACT_BITS,
+    EXACTLY,
+    LEAST_BITS,
+    MOST_BITS,
+    OFF,
+    is_bits,
+    is_blend,
+)
 
-# Of `sampling_params.custom_params`: the retention and the bits that a request asks for.
+# Of `sampling_params.custom_params`: the retention, the bits and the blending that a request asks
+# for.
 RETENTION_KEY = "impress_retention"
 BITS_KEY = "impress_bits"
+BLEND_KEY = "impress_blend"
 # And whether it is stored.
 STORE_KEY = "impress_store"
 
@@ -43,6 +54,16 @@ def check_custom_params(
         )
     if type(store := custom_params.get(STORE_KEY, True)) is not bool:
         raise ValueError(f"custom_params {STORE_KEY} must be true or false, got {store!r}")
+    blend = custom_params.get(BLEND_KEY, OFF)
+    if not is_blend(blend):
+        raise ValueError(
+            f"custom_params {BLEND_KEY} must be a number from 0 to 1, {AUTO!r} or {OFF!r}, "
+            f"got {blend!r}"
+        )
+    if blend != OFF and config.blend == OFF:
+        raise ValueError(
+            f"custom_params {BLEND_KEY}: this server does not blend; start it with --impress-blend"
+        )
     wanted = _load_options(custom_params, config)
     if not config.serves(wanted.retention, wanted.bits):
         raise ValueError(
@@ -74,4 +95,5 @@ def _load_options(params: Mapping[str, Any], config: ImpressConfig) -> LoadOptio
         EXACT_BITS if bits == EXACTLY else float(bits),
         chosen=own is not None,
         bits_chosen=BITS_KEY in params,
+        blend=params.get(BLEND_KEY, config.usual_blend),
     )

@@ -70,6 +70,11 @@ class Estimate:
         return self.overlapped and self.compute is not None and self.io <= self.compute
 
     @property
+    def hides_computing(self) -> bool:
+        """Whether computing takes no longer than reading."""
+        return self.overlapped and self.compute is not None and self.compute <= self.io
+
+    @property
     def lead(self) -> float:
         """The share of its reading that ends before a request begins, if that is not to wait.
 
@@ -128,14 +133,23 @@ class Estimator:
         miss = self._compute_seconds(work.resident, work.stored + work.new)
         return Estimate(retention, io_seconds, hit, miss, self._overlapped, bits)
 
+    def estimate_blend(self, work: RequestLengths, computed: float, io_seconds: float) -> Estimate:
+        """What a request would take of whose stored tokens so many are computed."""
+        if not self.computing.observations:
+            return Estimate(1.0, io_seconds, None, None, self._overlapped)
+        hit = self._compute_seconds(work.resident + work.stored - computed, work.new + computed)
+        hit += self.copying.seconds(work.stored, work.stored)
+        miss = self._compute_seconds(work.resident, work.stored + work.new)
+        return Estimate(1.0, io_seconds, hit, miss, self._overlapped)
+
     def largest_hidden(self, estimates: Sequence[Estimate]) -> Estimate:
         """Of estimates, the most first, the first whose reading is hidden, else the last."""
         return next((own for own in estimates if own.hidden), estimates[-1])
 
-    def _compute_seconds(self, before: float, new: int) -> float:
+    def _compute_seconds(self, before: float, new: float) -> float:
         return self.computing.seconds(new, pairs_of(before, new))
 
 
-def pairs_of(before: float, new: int) -> float:
+def pairs_of(before: float, new: float) -> float:
     """Pairs of a new token and one that it attends to, after `before` tokens."""
     return new * (before + (new + 1) / 2)

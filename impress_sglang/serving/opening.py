@@ -12,9 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.management.residents import ResidentParts
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.admission import AdmissionPlan
+from impress_sglang.serving.blend_plan import BlendPlan
+from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.loading import (
     ExactLoading,
     Loaders,
@@ -55,6 +58,8 @@ class RequestOpener:
         self._prefetches = prefetches
         self._loaders = loaders
         self._timeline_for = timeline_for
+        self.rotation: KeyRotation | None = None
+        """How keys move; None where nothing is blended."""
 
     def open(
         self,
@@ -76,8 +81,12 @@ class RequestOpener:
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened.
         """
-        prefetched = rid in self._prefetches
-        opened = (self._share if plan.covers else self._own)(rid, plan, allocate)
+        prefetched, blends = rid in self._prefetches, isinstance(plan, BlendPlan)
+        if isinstance(plan, BlendPlan):
+            opened = self._blend(rid, plan, allocate)
+            report.update(blended_tokens=plan.reused)
+        else:
+            opened = (self._share if plan.covers else self._own)(rid, plan, allocate)
         if opened is None:
             return None
         report.update(
@@ -103,7 +112,22 @@ class RequestOpener:
             uses=opened.uses,
             new_tokens=plan.work.new,
             timeline=opened.timeline,
+            blended=blends,
         )
+
+    def _blend(self, rid: str, plan: BlendPlan, allocate: Allocate) -> _Opened | None:
+        """Slots of the request's own, and sources for all that is stored of its prompt."""
+        assert self.rotation is not None
+        store, prefetch = self._served.store, self._prefetches.take(rid, plan)
+        timeline = self._timeline_for(rid) if prefetch is None else prefetch.timeline
+        first = None if prefetch is None else prefetch.source
+        assert first is None or isinstance(first, SegmentSource)
+        loading = BlendedLoading(self._loaders.exact, store, plan, self.rotation, timeline, first)
+        slots = allocate(plan.k)
+        if slots is None:
+            loading.close()
+            return None
+        return _Opened(plan, slots, loading, timeline)
 
     def _own(self, rid: str, plan: AdmissionPlan, allocate: Allocate) -> _Opened | None:
         """Slots of the request's own, and a source for them."""

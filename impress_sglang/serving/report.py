@@ -19,10 +19,12 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
     `prefetched` says that reading began while the request waited. `path` is computed, device or ssd
     (a stored prefix, whichever tier its chunks were in); lengths are in tokens, times in
     milliseconds; the counters of reads are those of `ReadStats`. `shared_tokens` of a stored prefix
-    were in slots already, for other requests. `bits_mean` are bits per element of what was loaded
-    of a stored prefix (16: as it was computed), also of tokens that no layer uses; `base_bytes` and
-    `plane_bytes` what of its codes was restored, from whichever tier. `not_served` and `not_stored`
-    are what keeps a request from the store (`eligibility.py`), `why` is what `Explainer` says.
+    were in slots already, for other requests; `blended_tokens` are stored behind other text than
+    here, and a share of them was computed again. `bits_mean` are bits per element of what was
+    loaded of a stored prefix (16: as it was computed), also of tokens that no layer uses;
+    `base_bytes` and `plane_bytes` what of its codes was restored, from whichever tier. `not_served`
+    and `not_stored` are what keeps a request from the store (`eligibility.py`), `why` is what
+    `Explainer` says.
 
     `probe_ms` and `load_ms` are the host's time. On an accelerator that includes waiting for the
     device, which may still be computing the layers before.
@@ -36,6 +38,7 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
         "stored_tokens": 0,
         "loaded_tokens": 0,
         "shared_tokens": 0,
+        "blended_tokens": 0,
         "approximate": False,
         "layers_by_probe": 0,
         "layers_by_fallback": 0,
@@ -118,6 +121,7 @@ class RequestTotals:
     )
     prefix_tokens: int = 0
     used_tokens: int = 0
+    blended_tokens: int = 0
     ssd_bytes: int = 0
     ssd_needed_bytes: int = 0
     ahead_bytes: int = 0

@@ -51,6 +51,7 @@ class StoredRequest:
     recomputed: bool = False  # the stored KVs could not be read
     failed: bool = False  # nor computed: it ends with an error
     adopted: bool = False  # its slots are SGLang's tree's
+    blended: bool = False  # of text that was stored elsewhere, for this request alone
 
     @property
     def approximate(self) -> bool:
@@ -80,7 +81,7 @@ class StoredRequest:
     @property
     def undisturbed(self) -> bool:
         """Whether its times say what loading takes."""
-        return not (self.recomputed or self.failed)
+        return not (self.recomputed or self.failed or self.blended)
 
     def time_loading(self, stopwatch: Stopwatch) -> None:
         """A pass begins that runs this while it loads; it tells if the pass loads all layers."""

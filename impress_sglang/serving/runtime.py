@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.management.lookahead import LookAhead
@@ -22,6 +23,7 @@ from impress_sglang.management.residents import ResidentParts
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.options import EXACT_BITS, OFF, ON
 from impress_sglang.serving.admission import Admission, AdmissionPlan
+from impress_sglang.serving.blending import Blending
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import Estimator, RequestLengths
 from impress_sglang.serving.loading import Loaders, RecomputedLoading
@@ -79,6 +81,9 @@ class ServingRuntime:
         """Where Prometheus finds the totals, if somebody asks for that."""
         self.live: dict[str, StoredRequest] = {}
         """Requests that were opened and not released."""
+        self.blending: Blending | None = None
+        """How requests reuse text that is no prefix, if they may."""
+        self._page_size = page_size
         self._looks_ahead = config.lookahead == ON
         self.lookahead = LookAhead(tells=self._looks_ahead)
         """What requests wait for, and when it is their turn."""
@@ -115,6 +120,19 @@ class ServingRuntime:
             self._loaders,
             self._timeline_for,
         )
+
+    def blend_with(self, rotation: KeyRotation, block_tokens: int) -> None:
+        """Let requests blend whose keys move so; `block_tokens` are computed at once, at most."""
+        self.blending = Blending(
+            self.config,
+            self.shape,
+            self.policy,
+            self.served,
+            self.estimator,
+            self._page_size,
+            block_tokens,
+        )
+        self._opener.rotation = rotation
 
     @property
     def store(self) -> PrefixStore:

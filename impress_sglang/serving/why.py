@@ -30,6 +30,7 @@ class Reason(enum.StrEnum):
 
     LOADED = enum.auto()
     SHARED = enum.auto()
+    BLENDED = enum.auto()
     RESIDENT = enum.auto()
     STORED = enum.auto()
     NEVER_STORED = enum.auto()
@@ -54,6 +55,7 @@ class Reason(enum.StrEnum):
 MEANINGS = {
     Reason.LOADED: "its stored prefix was loaded",
     Reason.SHARED: "its stored prefix was in slots already, loaded by other requests",
+    Reason.BLENDED: "text was reused that is stored behind other text (--impress-blend)",
     Reason.RESIDENT: "its prefix was in SGLang's pool",
     Reason.STORED: "it is stored",
     Reason.NEVER_STORED: "nothing that begins like it is stored, or was until lately",
@@ -199,6 +201,8 @@ def damaged() -> Why:
 def _hit(report: Mapping[str, Any]) -> tuple[Reason, str] | None:
     """What the prefix of a request was, if it has one."""
     loaded, shared = report["loaded_tokens"], report["shared_tokens"]
+    if report["blended_tokens"]:
+        return Reason.BLENDED, f"{report['blended_tokens']:,} tokens"
     if loaded:
         return Reason.LOADED, f"{loaded:,} tokens in {report['bits']:g} bits"
     if shared:

@@ -116,7 +116,7 @@ class PrefixLoader:
         if k == source.num_tokens:
             stats.layers_whole += 1
             with stats.timed("load_ms"):
-                return self._load_whole(layer, source, slots)
+                return self.load_whole(layer, source, slots)
         if self._scorer is None:
             self._scorer = scorer_for(inputs.queries.device)
         evidence = LayerEvidence(self._shape, layer, source, inputs, stats, self._scorer)
@@ -134,7 +134,8 @@ class PrefixLoader:
         source.note_selection(layer, selected, evidence.scores)
         return selected
 
-    def _load_whole(self, layer: int, source: PrefixSource, slots: LayerSlots) -> Tensor:
+    def load_whole(self, layer: int, source: PrefixSource, slots: LayerSlots) -> Tensor:
+        """Fill slots with all tokens of the prefix; see `load`."""
         shape = self._shape
         if shape.probe_kv_heads:
             slots.keys.only(shape.probe_kv_heads).put(source.read_probe(layer))

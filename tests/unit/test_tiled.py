@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ def check(n: int, sizes: Sequence[int], heads: tuple[int, int] = (6, 2)) -> None
     queries, keys, values = inputs(n, sum(sizes), heads)
     expected = rectangular_attention(queries, keys, values, scaling=0.4, causal=True)
 
-    found = tiled_attention(queries, cut(keys, values, sizes), first=sum(sizes) - n, scaling=0.4)
+    places = np.arange(sum(sizes) - n, sum(sizes))
+    found = tiled_attention(queries, cut(keys, values, sizes), positions=places, scaling=0.4)
 
     assert found.shape == expected.shape and found.dtype == expected.dtype
     assert torch.allclose(found, expected, rtol=1e-5, atol=2e-6)
@@ -65,6 +67,19 @@ def test_boundaries_of_its_own_tiles(n: int, kv: int) -> None:
     check(n, [tile.stop - tile.start for tile in tiles_of(max(n, kv))])
 
 
+@pytest.mark.parametrize("size", [1, 40, 256, 3000])
+def test_queries_here_and_there(size: int) -> None:
+    """Each sees what it would see among all queries."""
+    queries, keys, values = inputs(3000, 3000, (4, 2))
+    places = np.sort(np.random.default_rng(size).permutation(3000)[:size])
+    expected = rectangular_attention(queries, keys, values, scaling=0.4, causal=True)[places]
+    tiles = cut(keys, values, [1000, 700, 1300])
+
+    found = tiled_attention(queries[places], tiles, positions=places, scaling=0.4)
+
+    assert torch.allclose(found, expected, rtol=1e-5, atol=2e-6)
+
+
 def test_tiles_cover_each_token_once() -> None:
     assert list(tiles_of(0)) == []
     assert list(tiles_of(5, 2)) == [slice(0, 2), slice(2, 4), slice(4, 5)]
@@ -80,7 +95,8 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype, tolerance: float) ->
     )
 
     sizes = [1024, 1024, 952]
-    found = tiled_attention(queries, cut(keys, values, sizes), first=2700, scaling=0.4)
+    places = np.arange(2700, 3000)
+    found = tiled_attention(queries, cut(keys, values, sizes), positions=places, scaling=0.4)
 
     assert found.dtype == dtype
     assert (found.double() - exact).abs().max() <= tolerance * exact.abs().max()
@@ -94,7 +110,8 @@ def test_logits_of_any_size(order: int) -> None:
     keys = keys.flip(0) if order < 0 else keys
     expected = rectangular_attention(queries, keys, values, scaling=2.0, causal=True)
 
-    found = tiled_attention(queries, cut(keys, values, [7] * 5 + [5]), first=36, scaling=2.0)
+    tiles, places = cut(keys, values, [7] * 5 + [5]), np.arange(36, 40)
+    found = tiled_attention(queries, tiles, positions=places, scaling=2.0)
 
     assert expected.isfinite().all()
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
@@ -112,11 +129,11 @@ def test_a_tile_is_let_go_before_the_next_is_made() -> None:
             yield tile
             del tile
 
-    tiled_attention(queries, tiles(), first=57, scaling=1.0)
+    tiled_attention(queries, tiles(), positions=np.arange(57, 60), scaling=1.0)
     assert len(alive) == 6
 
 
 def test_keys_that_are_missing_are_our_bug() -> None:
     queries, keys, values = inputs(4, 10, (2, 2))
     with pytest.raises(AssertionError):
-        tiled_attention(queries, [(keys, values)], first=7, scaling=1.0)
+        tiled_attention(queries, [(keys, values)], positions=np.arange(7, 11), scaling=1.0)

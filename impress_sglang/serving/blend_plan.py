@@ -1,0 +1,139 @@
+"""What a blended prefix consists of: runs that are stored behind other text, and what is computed.
+
+Stage: admit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from impress_sglang.loops.types import Uint8s
+from impress_sglang.management.content import Run
+from impress_sglang.management.open_segments import AnySource
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.stored import StoredMatch, StoredSpan
+from impress_sglang.serving.admission import AdmissionPlan
+from impress_sglang.storage.quality import Quality
+from impress_sglang.timeline import Timeline
+from impress_sglang.transfer.source import ReadNeeds, SegmentSource
+
+# Of what is computed behind reused text; stores never see it.
+BLENDED = Quality(depth=1)
+# Layers in which deviations are looked for among all tokens; the first never deviates.
+CHECKED_LAYERS = 2
+
+
+class Kind(enum.IntEnum):
+    """What becomes of a token of a blended prefix."""
+
+    KEPT = 0
+    """It is stored behind the same tokens, so that its KVs are exact."""
+    COMPUTED = 1
+    """It is computed in all layers."""
+    REUSED = 2
+    """It is stored behind other tokens; it is computed as long as its KVs deviate most."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlendBlock:
+    """Tokens [start, stop) of a prompt that are blended at once.
+
+    No chunk of a segment is twice in the runs of a group, so that one source can read it.
+    """
+
+    start: int
+    stop: int
+    groups: tuple[tuple[Run, ...], ...]
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlendPlan(AdmissionPlan):
+    """A prefix of which some runs are stored, each behind other tokens.
+
+    `match` has only what is stored as a prefix of it; `kinds` uint8 [stored] are what `Kind`s the
+    tokens are; of those that are reused `share` is computed on average over the layers.
+    """
+
+    runs: tuple[Run, ...] = ()
+    kinds: Uint8s = dataclasses.field(default_factory=lambda: np.empty(0, np.uint8), compare=False)
+    share: float = 0.0
+    block_tokens: int = 1
+
+    @property
+    def spans(self) -> tuple[StoredSpan, ...]:
+        """What is read, in the order of the prompt."""
+        return tuple(run.span for run in self.runs)
+
+    @property
+    def quality(self) -> Quality:
+        """Of what is computed after it."""
+        return BLENDED
+
+    @property
+    def reused(self) -> int:
+        """Tokens that are stored behind others."""
+        return int(np.count_nonzero(self.kinds == Kind.REUSED))
+
+    def same_tokens(self, other: AdmissionPlan) -> bool:
+        """Whether another plan blends the same."""
+        return isinstance(other, BlendPlan) and (self.work, self.runs) == (other.work, other.runs)
+
+    @property
+    def blocks(self) -> Iterator[BlendBlock]:
+        """What is blended at once, in order."""
+        for start in range(self.resident_len, self.stop, self.block_tokens):
+            stop = min(start + self.block_tokens, self.stop)
+            inside = [own for own in self.runs if own.start < stop and own.stop > start]
+            runs = [own.part(start, stop) for own in inside]
+            yield BlendBlock(start, stop, tuple(map(tuple, apart(runs))))
+
+    def open_source(self, store: PrefixStore, timeline: Timeline) -> AnySource:
+        """What a request that waits reads ahead: the first group of the first block."""
+        groups = (group for block in self.blocks for group in block.groups)
+        return open_group(store, next(groups), timeline)
+
+
+def share_of_layer(share: float, layer: int, num_layers: int) -> float:
+    """Of the reused tokens those that are computed in a layer behind the checked ones.
+
+    CacheBlend 4.3 filters gradually: more than `share` at first, less in the end, `share` on
+    average.
+    """
+    first, last = CHECKED_LAYERS, max(num_layers - 1, CHECKED_LAYERS + 1)
+    spread = min(0.5, (1.0 - share) / share) if share else 0.0
+    return share * (1.0 + spread * (1.0 - 2.0 * (layer - first) / (last - first)))
+
+
+def apart(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs in as few groups as it takes that no group has a chunk of a segment twice."""
+    groups: list[tuple[list[Run], set[tuple[str, int]]]] = []
+    for run in runs:
+        span, info = run.span, run.span.segment.info
+        # Of a segment that was reordered any chunk may hold any token.
+        size = info.num_tokens if info.reordered else info.chunk_tokens
+        last = (span.stop - 1) // size
+        chunks = {(info.segment_id, chunk) for chunk in range(span.start // size, last + 1)}
+        free = next((group for group in groups if group[1].isdisjoint(chunks)), None)
+        if free is None:
+            groups.append(free := ([], set()))
+        free[0].append(run)
+        free[1].update(chunks)
+    return [own for own, _ in groups]
+
+
+def open_group(store: PrefixStore, runs: Sequence[Run], timeline: Timeline) -> SegmentSource:
+    """A source for the tokens of some runs, one run after the other.
+
+    Raises:
+        PrefixUnreadable: a segment is gone or cannot be opened.
+    """
+    match = StoredMatch(tuple(run.span for run in runs))
+    needs = ReadNeeds(whole=True, probe=bool(runs[0].span.segment.info.shape.probe_kv_heads))
+    return store.open_source(match, 0, match.num_tokens, needs, timeline)

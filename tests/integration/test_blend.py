@@ -1,0 +1,415 @@
+"""The model is run over what is computed of a blended prefix: rows are dropped between layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from torch import Tensor
+
+from impress_sglang.attention.rectangular import rectangular_attention
+from impress_sglang.attention.rotation import KeyRotation
+from impress_sglang.errors import UnsupportedError
+from impress_sglang.integration.attention import PrefixAttention
+from impress_sglang.integration.blend import PrefixBlend, blend_prefix, rotation_of
+from impress_sglang.options import EXACT_BITS
+from impress_sglang.serving.blend_plan import BLENDED, Kind, share_of_layer
+from impress_sglang.serving.blended_loading import BlendedLoading
+from impress_sglang.serving.request import StoredRequest
+from impress_sglang.transfer.slots import LayerSlots
+from tests.unit.kv_factory import make_shape
+
+HIDDEN, LAYERS = 24, 6
+SHAPE = make_shape(layers=LAYERS, probe=())
+KVs = list[tuple[Tensor, Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_pass() -> Iterator[None]:
+    with forward_context(ForwardContext(attn_backend=SimpleNamespace())):
+        yield
+
+
+def rope_table(rows: int) -> Tensor:
+    frequencies = 100.0 ** (-torch.arange(0, SHAPE.key_dim, 2) / SHAPE.key_dim)
+    angles = torch.arange(rows)[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+ROTATION = KeyRotation(rope_table, halves=True)
+
+
+class Model:
+    """Embeds, and per layer projects, rotates, attends and adds, as a model of SGLang's does."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(4)
+
+        def weights(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, generator=generator) * 0.25
+
+        heads, groups = SHAPE.num_query_heads, SHAPE.num_kv_heads
+        self.embedding = weights(50, HIDDEN)
+        self.projections = [
+            (
+                weights(HIDDEN, heads * SHAPE.key_dim),
+                weights(HIDDEN, groups * SHAPE.key_dim),
+                weights(HIDDEN, groups * SHAPE.value_dim),
+                weights(heads * SHAPE.value_dim, HIDDEN),
+            )
+            for _ in range(LAYERS)
+        ]
+        self.attend: Any = None
+        self.computed: list[list[int]] = []
+
+    def forward_split_prefill(
+        self, ids: Tensor, positions: Tensor, batch: Any, interval: tuple[int, int]
+    ) -> None:
+        first, last = interval
+        assert last == first + 1 and len(ids) == len(positions) == sum(batch.extend_seq_lens_cpu)
+        if first == 0:
+            residual_batch.start(batch)
+            batch.hidden_states = self.embedding[ids]
+        self.computed.append([first, len(ids)])
+        own, stream = self.projections[first], residual_batch.stream_of(batch)
+        # What the layer before has computed is still to be added.
+        output, residual = stream.input(batch.hidden_states)
+        hidden = output if residual is None else output + residual
+        assert len(hidden) == len(ids)
+        stream.write(hidden)
+        q, k, v = (hidden @ weight for weight in own[:3])
+        q = rotated(q.view(len(ids), -1, SHAPE.key_dim), positions).flatten(1)
+        k = rotated(k.view(len(ids), -1, SHAPE.key_dim), positions).flatten(1)
+        output = self.attend(q, k, v, layer_of(first)) @ own[3]
+        batch.hidden_states = stream.record(output, PLAIN_ADD)
+
+    def kvs(self, tokens: Tensor) -> KVs:
+        """Keys and values [t, G, D] of each layer, all tokens at once from position 0."""
+        hidden, positions, found = self.embedding[tokens], torch.arange(len(tokens)), []
+        for own in self.projections:
+            q, k, v = (hidden @ weight for weight in own[:3])
+            queries = rotated(q.view(len(tokens), -1, SHAPE.key_dim), positions)
+            keys = rotated(k.view(len(tokens), -1, SHAPE.key_dim), positions)
+            values = v.view(len(tokens), -1, SHAPE.value_dim)
+            found.append((keys, values))
+            output = rectangular_attention(queries, keys, values, scaling=0.3, causal=True)
+            hidden = hidden + output.flatten(1) @ own[3]
+        return found
+
+
+def rotated(rows: Tensor, positions: Tensor) -> Tensor:
+    return ROTATION.move(rows, ROTATION.turns(torch.zeros_like(positions), positions))
+
+
+def layer_of(index: int) -> Any:
+    return SimpleNamespace(
+        layer_id=index,
+        scaling=0.3,
+        tp_q_head_num=SHAPE.num_query_heads,
+        tp_k_head_num=SHAPE.num_kv_heads,
+        tp_v_head_num=SHAPE.num_kv_heads,
+        qk_head_dim=SHAPE.key_dim,
+        v_head_dim=SHAPE.value_dim,
+    )
+
+
+class Pool:
+    """Of SGLang: the KVs of all slots, NaN where nobody has written."""
+
+    def __init__(self) -> None:
+        size = 400, SHAPE.num_kv_heads
+        self.keys = [torch.full((*size, SHAPE.key_dim), math.nan) for _ in range(LAYERS)]
+        self.values = [torch.full((*size, SHAPE.value_dim), math.nan) for _ in range(LAYERS)]
+
+    def get_key_buffer(self, layer: int) -> Tensor:
+        return self.keys[layer]
+
+    def get_value_buffer(self, layer: int) -> Tensor:
+        return self.values[layer]
+
+
+class Loading:
+    """Puts given KVs where tokens are stored."""
+
+    def __init__(self, stored: KVs, kinds: np.ndarray, share: float, resident: int, size: int):
+        self.stored, self.resident, self.num_layers = stored, resident, LAYERS
+        self.plan = SimpleNamespace(kinds=kinds, share=share)
+        stop = resident + len(kinds)
+        self.blocks = [
+            SimpleNamespace(start=start, stop=min(start + size, stop))
+            for start in range(resident, stop, size)
+        ]
+        self.ended: list[int] = []
+        self.restored: list[tuple[int, int]] = []
+        self.blended = False
+
+    def restore(self, number: int, layer: int, pools: LayerSlots, slots: Tensor, _: Any) -> None:
+        self.restored.append((number, layer))
+        block = self.blocks[number]
+        kinds = self.plan.kinds[block.start - self.resident : block.stop - self.resident]
+        there = np.flatnonzero(kinds != Kind.COMPUTED)
+        for pool, rows in zip(
+            (pools.keys.pool, pools.values.pool), self.stored[layer], strict=True
+        ):
+            pool[slots[there]] = rows[block.start + there]
+
+    def end_block(self, number: int) -> None:
+        self.ended.append(number)
+
+
+def blend(
+    tokens: Tensor,
+    stored: KVs,
+    kinds: Sequence[int],
+    share: float,
+    *,
+    size: int = 1000,
+    resident: int = 0,
+    deadline: float = math.inf,
+) -> tuple[KVs, Model, Loading]:
+    """The KVs of all tokens in the pool, after those from `resident` on were blended."""
+    model, pool = Model(), Pool()
+    generator = torch.Generator().manual_seed(9)
+    row = torch.randperm(399, generator=generator)[: len(tokens)] + 1
+    for layer, (keys, values) in enumerate(model.kvs(tokens)):
+        pool.keys[layer][row[:resident]] = keys[:resident]
+        pool.values[layer][row[:resident]] = values[:resident]
+    request = StoredRequest(
+        "r",
+        tokens,
+        row[:resident],
+        row[resident:],
+        len(tokens) - resident,
+        EXACT_BITS,
+        BLENDED,
+        None,
+        {},
+    )
+    loading: Any = Loading(stored, np.asarray(kinds, np.uint8), share, resident, size)
+    own = PrefixBlend(pool, request, loading)
+    model.attend = own.attend
+    loading.done = blend_prefix(model, request, own, loading, deadline)
+    found = [(pool.keys[layer][row], pool.values[layer][row]) for layer in range(LAYERS)]
+    return found, model, loading
+
+
+def tokens_of(seed: int, length: int) -> Tensor:
+    return torch.randint(0, 50, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def stored_behind_others(tokens: Tensor, start: int) -> KVs:
+    """KVs of tokens from `start` on behind other ones than here, at the places that they have."""
+    other = torch.cat([tokens_of(77, start), tokens[start:]])
+    return Model().kvs(other)
+
+
+def error(found: KVs, expected: KVs, start: int, layers: slice = slice(None)) -> float:
+    return max(
+        float((own - other)[start:].abs().max())
+        for pair in zip(found[layers], expected[layers], strict=True)
+        for own, other in zip(*pair, strict=True)
+    )
+
+
+@pytest.mark.parametrize("size", [7, 40, 1000])
+@pytest.mark.parametrize("resident", [0, 13])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_all_computed_is_the_model_itself(size: int, resident: int, share: float) -> None:
+    """In both ways to say so, in blocks of any size, behind tokens that are resident."""
+    tokens = tokens_of(1, 90)
+    expected = Model().kvs(tokens)
+    kinds = np.full(90 - resident, Kind.REUSED if share else Kind.COMPUTED)
+    found, _, loading = blend(
+        tokens, stored_behind_others(tokens, 30), kinds, share, size=size, resident=resident
+    )
+    assert loading.done and loading.blended
+    assert loading.ended == list(range(len(loading.blocks)))
+    assert error(found, expected, 0) < 1e-5
+
+
+def test_new_text_between_exact_text_is_exact() -> None:
+    """Where all that is restored is right, so is what is computed between it."""
+    tokens = tokens_of(1, 90)
+    expected = Model().kvs(tokens)
+    kinds = np.full(90, Kind.KEPT)
+    kinds[20:25] = kinds[60:90] = kinds[0:2] = Kind.COMPUTED
+    found, model, _ = blend(tokens, expected, kinds, 0.0, size=50)
+    assert error(found, expected, 0) < 1e-5
+    assert [count for _, count in model.computed] == [7] * LAYERS + [30] * LAYERS
+
+
+def test_reuse_as_is_runs_no_model() -> None:
+    tokens = tokens_of(1, 90)
+    stored = stored_behind_others(tokens, 30)
+    found, model, loading = blend(tokens, stored, [Kind.REUSED] * 90, 0.0, size=40)
+    assert error(found, stored, 0) == 0.0 and not model.computed
+    assert loading.restored == [(block, layer) for block in range(3) for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
+def test_deviating_tokens_are_computed_and_fewer_in_each_layer(share: float) -> None:
+    tokens = tokens_of(1, 300)
+    kinds = np.full(300, Kind.REUSED)
+    kinds[:30] = Kind.KEPT
+    expected, stored = Model().kvs(tokens), stored_behind_others(tokens, 30)
+    stored = [
+        tuple(torch.cat([right[:30], own[30:]]) for right, own in zip(*pair, strict=True))
+        for pair in zip(expected, stored, strict=True)
+    ]
+
+    found, model, _ = blend(tokens, stored, kinds, share)
+    counts = [count for _, count in model.computed]
+
+    assert counts[:2] == [270, 270] and counts[2:] == sorted(counts[2:], reverse=True)
+    assert np.mean(counts[2:]) == pytest.approx(share * 270, rel=0.02)
+    assert error(found, expected, 0, slice(0, 2)) < 1e-5, "where all tokens are computed"
+    assert squares(found, expected) < squares(stored, expected)
+
+
+def by_hand(tokens: Tensor, stored: KVs, kinds: np.ndarray, share: float) -> KVs:
+    """CacheBlend's filtering over one block, without dropping a row."""
+    model, found = Model(), []
+    hidden, positions = model.embedding[tokens], torch.arange(len(tokens))
+    reused = torch.from_numpy(kinds == Kind.REUSED)
+    computed = torch.from_numpy(kinds != Kind.KEPT)
+    for layer, own in enumerate(model.projections):
+        q, k, v = ((hidden @ own[n]).view(len(tokens), -1, SHAPE.key_dim) for n in range(3))
+        q, k, mask = rotated(q, positions), rotated(k, positions), computed[:, None, None]
+        keys = torch.where(mask, k, stored[layer][0])
+        values = torch.where(mask, v, stored[layer][1])
+        found.append((keys, values))
+        if layer >= 1:
+            squares = (keys - stored[layer][0]).square() + (values - stored[layer][1]).square()
+            deviation = squares.sum((1, 2)).masked_fill(~(reused & computed), -1.0)
+            count = round(share_of_layer(share, layer + 1, LAYERS) * int(reused.sum()))
+            computed = computed & ~reused
+            computed[deviation.topk(count).indices] = True
+        output = rectangular_attention(q, keys, values, scaling=0.3, causal=True)
+        hidden = hidden + output.flatten(1) @ own[3]
+    return found
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.8])
+def test_rows_are_dropped_with_all_that_belongs_to_them(share: float) -> None:
+    tokens = tokens_of(1, 300)
+    kinds = np.full(300, Kind.REUSED)
+    kinds[:30], kinds[100:120], kinds[290:] = Kind.KEPT, Kind.COMPUTED, Kind.COMPUTED
+    expected, stored = Model().kvs(tokens), stored_behind_others(tokens, 30)
+    stored = [
+        (torch.cat([a[:30], k[30:]]), torch.cat([b[:30], v[30:]]))
+        for (a, b), (k, v) in zip(expected, stored, strict=True)
+    ]
+    found, _, _ = blend(tokens, stored, kinds, share)
+    assert error(found, by_hand(tokens, stored, kinds, share), 0) < 1e-4
+
+
+def test_deviating_tokens_are_better_than_the_same_number_of_others() -> None:
+    tokens = tokens_of(1, 300)
+    expected, stored = Model().kvs(tokens), stored_behind_others(tokens, 30)
+    found, _, _ = blend(tokens, stored, [Kind.REUSED] * 300, 0.2)
+    kinds = np.full(300, Kind.REUSED)
+    kinds[np.random.default_rng(3).permutation(300)[:60]] = Kind.COMPUTED
+    random, _, _ = blend(tokens, stored, kinds, 0.0)
+    assert squares(found, expected) < squares(random, expected)
+
+
+def squares(found: KVs, expected: KVs) -> float:
+    """Of the layers behind the checked ones."""
+    return sum(
+        float((own - other).square().sum())
+        for pair in zip(found[2:], expected[2:], strict=True)
+        for own, other in zip(*pair, strict=True)
+    )
+
+
+def test_what_takes_too_long_is_left() -> None:
+    tokens = tokens_of(1, 90)
+    _, model, loading = blend(
+        tokens, Model().kvs(tokens), [Kind.COMPUTED] * 90, 0.0, deadline=-math.inf
+    )
+    assert not loading.done and not loading.blended and not model.computed
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.15, 0.5, 0.7, 1.0])
+@pytest.mark.parametrize("layers", [3, 12, 80])
+def test_shares_of_layers(share: float, layers: int) -> None:
+    shares = [share_of_layer(share, layer, layers) for layer in range(2, layers)]
+    assert shares == sorted(shares, reverse=True) and 0.0 <= min(shares) <= max(shares) <= 1.0
+    if layers > 3:
+        assert np.mean(shares) == pytest.approx(share)
+
+
+class LlamaForCausalLM(torch.nn.Module):
+    """Of a name that is known."""
+
+    def __init__(self, rotary: Any) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+
+@pytest.fixture
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang is told by its command line."""
+    monkeypatch.setattr("sglang.srt.layers.rotary_embedding.base._is_cpu", True)
+
+
+@pytest.mark.usefixtures("_on_a_cpu")
+def test_which_models_cannot_be_blended() -> None:
+    plain = RotaryEmbedding(8, 8, 64, 10000, True, torch.float32)
+    rotation_of(LlamaForCausalLM(plain))
+    with pytest.raises(UnsupportedError, match=r"no rotary embedding.*drop --impress-blend"):
+        rotation_of(LlamaForCausalLM(None))
+    with pytest.raises(UnsupportedError, match="with ModuleList, only with Llama"):
+        rotation_of(torch.nn.ModuleList([plain]))
+
+    class Dynamic(RotaryEmbedding):
+        pass
+
+    with pytest.raises(UnsupportedError, match="Dynamic"):
+        rotation_of(LlamaForCausalLM(Dynamic(8, 8, 64, 10000, True, torch.float32)))
+
+
+@pytest.mark.usefixtures("_on_a_cpu")
+def test_keys_move_as_sglang_rotates() -> None:
+    """Beyond the table that is there at first, too."""
+    rotary = RotaryEmbedding(8, 8, 64, 10000, True, torch.float32)
+    rotation = rotation_of(LlamaForCausalLM(rotary))
+    keys = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(1))
+
+    def at(positions: Tensor) -> Tensor:
+        rotary._ensure_cos_sin_cache_length(int(positions.max()))
+        flat = keys.flatten(1).clone()
+        return rotary.forward_native(positions, flat.clone(), flat)[1].view_as(keys)
+
+    old, new = torch.tensor([0, 5, 63, 70, 9]), torch.tensor([8, 4, 500, 1, 9])
+    moved = rotation.move(at(old), rotation.turns(old, new))
+    assert torch.allclose(moved, at(new), atol=1e-5)
+
+
+def test_where_keys_are_fused_one_request_fails_and_no_other_blends() -> None:
+    blending = SimpleNamespace(refusal=None)
+    backend: Any = SimpleNamespace(_runtime=SimpleNamespace(blending=blending))
+    loading = object.__new__(BlendedLoading)
+    loading.blended = False
+    request = SimpleNamespace(
+        loading=loading, start=0, bits=EXACT_BITS, resident_slots=torch.arange(0), resident_len=0
+    )
+    slots = LayerSlots.fresh(3, SHAPE, torch.device("cpu"))
+    row: Any = SimpleNamespace(request=request, new=slice(0, 2))
+    new = torch.zeros(2, SHAPE.num_kv_heads, SHAPE.key_dim)
+    queries = torch.zeros(2, SHAPE.num_query_heads * SHAPE.key_dim)
+
+    reason = PrefixAttention._load(
+        backend, row, queries, new, layer_of(0), slots, can_compute=False
+    )
+
+    assert reason is not None and blending.refusal == reason and "new keys" in reason

@@ -1,0 +1,218 @@
+"""Stored text that is no prefix, reused by real servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.compare import Answer, assert_same, logprob_distance, paths, report
+from tests.serving.conftest import impress_flags
+from tests.serving.damage import flip_value, segment_of, segments
+from tests.serving.harness import Server, Zygote, running
+from tests.serving.tiny_models import make_model, random_tokens
+
+TOLERANCE = 1e-4
+# All tokens are computed again, but not by way of SGLang's own pass.
+ALL = 0.99999
+
+
+@pytest.fixture(scope="module", params=["first", "random", "deviation", "cramped"])
+def blending(
+    request: pytest.FixtureRequest, workdir: Path, tiny_llama: Path, zygote: Zygote
+) -> Iterator[Server]:
+    """Servers with each rule, and one where all is tight, as in `test_exact.py`."""
+    name = request.param
+    select = "random" if name == "cramped" else name
+    flags = [f"--impress-blend-select={select}"]
+    if name == "cramped":
+        flags += [
+            "--max-total-tokens=9000",
+            "--disable-overlap-schedule",
+            "--chunked-prefill-size=512",
+        ]
+    with running(
+        tiny_llama,
+        workdir / f"blend-{name}.log",
+        *impress_flags(
+            workdir / f"store-blend-{name}",
+            "--impress-blend=0.15",
+            "--impress-blend-min-tokens=128",
+            "--impress-min-prefix-tokens=64",
+            *flags,
+        ),
+        zygote=zygote,
+        retracts=name == "cramped",
+    ) as server:
+        server.is_calm = name != "cramped"
+        yield server
+        stats = server.stats()
+        assert stats["integrity"] == "ok"
+        assert stats["requests_live"] == 0
+        assert stats["device_pool"]["private_tokens"] == 0
+        server.assert_quiet()
+
+
+def documents(seed: int, *lengths: int) -> list[list[int]]:
+    return [random_tokens(length, seed=1000 * seed + own) for own, length in enumerate(lengths)]
+
+
+def joined(documents: Sequence[Sequence[int]], order: Sequence[int], seed: int) -> list[int]:
+    """Documents in some order, something short between them, and a question."""
+    prompt = random_tokens(5, seed=seed)
+    for number in order:
+        prompt += [*documents[number], *random_tokens(3, seed=seed + number)]
+    return prompt + random_tokens(20, seed=seed)
+
+
+def store(server: Server, *prompts: list[int]) -> None:
+    """On SSD only."""
+    for prompt in prompts:
+        server.generate(prompt, 1, **asking("off"))
+    server.flush()
+
+
+def asking(blend: float | str, **fields: Any) -> dict[str, Any]:
+    custom = {"impress_blend": blend, **fields}
+    return {"return_logprob": True, "sampling_params": {"custom_params": custom}}
+
+
+def test_all_computed_again_is_stock(stock: Server, blending: Server) -> None:
+    """In batches and alone; documents come from several prompts, and reach over prefill chunks."""
+    own = documents(1, 300, 700, 200, 450)
+    store(blending, joined(own, [0, 1], 1), joined(own, [2, 3, 0], 2))
+    batch = [joined(own, order, 3) for order in ([3, 1, 0, 2], [1, 2], [2, 1, 3])]
+    expected = stock.generate_together(batch, 16, return_logprob=True)
+
+    together = blending.generate_together(batch, 16, **asking(ALL))
+    if set(paths(together)) == {"computed"}:
+        # The first tokens of a run are all of it, and nothing is left to reuse.
+        assert_same(expected, together, TOLERANCE)
+        return
+    blending.flush()
+    alone = [blending.generate(prompt, 16, **asking(ALL)) for prompt in batch]
+
+    assert_same(expected, together, TOLERANCE)
+    assert_same(expected, alone, TOLERANCE)
+    assert blended(alone) == blended(together)
+
+
+def blended(answers: Sequence[Answer]) -> list[int]:
+    return [report(answer)["blended_tokens"] for answer in answers]
+
+
+def test_a_share_is_nearer_than_none(stock: Server, blending: Server) -> None:
+    own = documents(2, 400, 400, 400)
+    store(blending, joined(own, [0, 1, 2], 1))
+    # No other prompt of this module begins so, so that there is no exact head.
+    prompt = joined(own, [2, 1, 0], 31)
+    expected = stock.generate(prompt, 1, return_logprob=True)
+
+    found = {share: blending.generate(prompt, 1, **asking(share)) for share in (0.0, 0.5, 0.95)}
+
+    for share, answer in found.items():
+        told = report(answer)
+        assert told["path"] == "ssd" and told["approximate"] and not told["recomputed"]
+        assert told["used_tokens"] == len(prompt) - 23 and told["why"]["reason"] == "blended"
+        if share == 0.0:
+            assert told["blended_tokens"] == 1200 - 11
+    distances = [logprob_distance(expected, answer) for answer in found.values()]
+    assert distances[2] < distances[0]
+
+
+def test_what_was_blended_is_for_its_request_alone(stock: Server, blending: Server) -> None:
+    own = documents(3, 400, 400)
+    store(blending, joined(own, [0, 1], 1))
+    before = segments(blending)
+    prompt = joined(own, [1, 0], 3)
+    expected = stock.generate(prompt, 8, return_logprob=True)
+
+    first = blending.generate(prompt, 8, **asking(0.0))
+    again = blending.generate(prompt, 8, **asking(0.0))
+    assert segments(blending) == before
+    exact = blending.generate(prompt, 8, **asking(0.0, impress_bits="exact"))
+    blending.flush()
+    off = blending.generate(prompt, 8, **asking("off"))
+
+    assert paths([first, again]) == ["ssd", "ssd"]
+    assert_same([first], [again], TOLERANCE)
+    assert_same([expected], [exact], TOLERANCE)
+    assert report(exact)["blended_tokens"] == report(off)["blended_tokens"] == 0
+
+
+def test_other_namespaces_share_nothing(blending: Server) -> None:
+    own = documents(4, 400, 400)
+    prompt = joined(own, [0, 1], 1)
+    blending.generate(prompt, 1, extra_key="one", **asking("off"))
+    blending.flush()
+    other = joined(own, [1, 0], 3)
+    assert paths([blending.generate(other, 1, extra_key="two", **asking(0.0))]) == ["computed"]
+    assert paths([blending.generate(other, 1, **asking(0.0))]) == ["computed"]
+    assert paths([blending.generate(other, 1, extra_key="one", **asking(0.0))]) == ["ssd"]
+
+
+def test_a_damaged_document_is_computed(stock: Server, blending: Server) -> None:
+    own = documents(5, 300, 500)
+    prompt = joined(own, [0, 1], 1)
+    store(blending, prompt)
+    flip_value(segment_of(blending, prompt))
+    other = joined(own, [1, 0], 3)[:-20] + prompt[-60:]
+    expected = stock.generate(other, 8, return_logprob=True)
+    found = blending.generate(other, 8, **asking(0.0))
+    assert_same([expected], [found], TOLERANCE)
+
+
+def test_several_samples(stock: Server, blending: Server) -> None:
+    own = documents(6, 300, 300)
+    store(blending, joined(own, [0, 1], 1))
+    prompt = joined(own, [1, 0], 3)
+    fields = asking(ALL)
+    fields["sampling_params"] |= {"n": 2}
+    response = blending.post(
+        "/generate",
+        input_ids=prompt,
+        return_logprob=True,
+        sampling_params={
+            "temperature": 0,
+            "max_new_tokens": 8,
+            "ignore_eos": True,
+            **fields["sampling_params"],
+        },
+    )
+    response.raise_for_status()
+    expected = stock.generate(prompt, 8, return_logprob=True)
+    assert_same([expected, expected], response.json(), TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_other_families(family: str, workdir: Path, zygote: Zygote) -> None:
+    """With biases, or norms of heads: what was blended is what the server computes itself."""
+    own = documents(7, 300, 500, 200)
+    model = make_model(family, workdir / f"blend-{family}")
+    flags = impress_flags(
+        workdir / f"store-blend-{family}", "--impress-blend=auto", "--impress-blend-select=random"
+    )
+    with running(model, workdir / f"blend-{family}.log", *flags, zygote=zygote) as server:
+        store(server, joined(own, [0, 1, 2], 1))
+        prompt = joined(own, [2, 0, 1], 3)
+        found = server.generate(prompt, 16, **asking(ALL))
+        usual = server.generate(prompt, 1, **asking("auto"))
+        expected = server.generate(prompt, 16, **asking("off", impress_bits="exact"))
+        assert report(usual)["blended_tokens"] > 700 and paths([found, expected]) == [
+            "ssd",
+            "computed",
+        ]
+        assert_same([expected], [found], TOLERANCE)
+        server.assert_quiet()
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, "much", True, None])
+def test_wrong_values_are_refused(blending: Server, value: object) -> None:
+    answer = blending.post(
+        "/generate",
+        input_ids=[5, 6, 7],
+        sampling_params={"custom_params": {"impress_blend": value}},
+    )
+    assert answer.status_code == 400 and "impress_blend" in answer.text

@@ -1,0 +1,358 @@
+"""How requests reuse stored text that is no prefix: what is planned, and what comes into slots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from impress_sglang.attention.rotation import KeyRotation
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.management.policies import LoadOptions, make_policy
+from impress_sglang.serving.blend_plan import BlendPlan, Kind, apart
+from impress_sglang.serving.blended_loading import BlendedLoading
+from impress_sglang.serving.blending import Blending
+from impress_sglang.serving.estimate import Estimator
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.quality import EXACT
+from impress_sglang.timeline import NO_TIMELINE
+from impress_sglang.transfer.loader import LoadStats, PrefixLoader
+from impress_sglang.transfer.slots import LayerSlots
+from tests.unit.kv_factory import SequenceKVs, as_tokens, make_shape
+from tests.unit.store_factory import DEFAULTS, Workbench, lose
+
+SHAPE = make_shape(probe=(), coded=True)
+OPTIONS: dict[str, Any] = {
+    "policy": "impress",
+    "retention": 1.0,
+    "blend": 0.0,
+    "blend_min_tokens": 100,
+    "load": "always",
+}
+APPROXIMATE = LoadOptions(bits=5.0, blend=0.0)
+DOCUMENTS = [
+    np.random.default_rng(seed).integers(0, 1000, 200 + seed).tolist() for seed in range(4)
+]
+
+
+def texts(*numbers: int) -> list[int]:
+    return [token for number in numbers for token in DOCUMENTS[number]]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Workbench]:
+    bench = Workbench(tmp_path / "kv", SHAPE)
+    yield bench
+    bench.close_all()
+
+
+class Desk:
+    """A store, and what plans with it."""
+
+    def __init__(self, bench: Workbench, page_size: int = 1, block: int = 10_000, **options: Any):
+        options = OPTIONS | options
+        self.config = ImpressConfig(ssd_dir=str(bench.root), **(DEFAULTS | options))
+        self.store = bench.open(**options)
+        self.estimator = Estimator(64)
+        served: Any = type("Served", (), {"store": self.store})()
+        self.blending = Blending(
+            self.config,
+            SHAPE,
+            make_policy(self.config),
+            served,
+            self.estimator,
+            page_size,
+            block,
+        )
+
+    def plan(
+        self,
+        tokens: Sequence[int],
+        resident: int = 0,
+        namespace: str = "",
+        wanted: LoadOptions = APPROXIMATE,
+        usual: Any = None,
+    ) -> BlendPlan | None:
+        return self.blending.plan(namespace, as_tokens(tokens), resident, usual, wanted)
+
+
+def kinds_of(plan: BlendPlan | None) -> str:
+    """One letter for each token and its kind."""
+    assert plan is not None
+    return "".join("kcr"[kind] for kind in plan.kinds)
+
+
+def test_documents_in_another_order(bench: Workbench) -> None:
+    desk = Desk(bench)
+    bench.put(desk.store, texts(0, 1, 2))
+
+    plan = desk.plan([*texts(2), 5, 6, *texts(0), 7, 8, 9])
+
+    assert kinds_of(plan) == 16 * "c" + 186 * "r" + 2 * "c" + 200 * "r"
+    assert plan is not None and plan.reused == 386 and plan.stop == plan.k == 404
+    assert plan.work.new == 4 and plan.quality != EXACT and not plan.match.spans
+    assert [(run.start, run.stop, run.shift) for run in plan.runs] == [
+        (0, 202, -401),
+        (204, 404, 204),
+    ]
+
+
+def test_a_prefix_stays_exact_and_is_a_head(bench: Workbench) -> None:
+    desk = Desk(bench)
+    bench.put(desk.store, texts(0, 1, 2))
+    plan = desk.plan(texts(0, 2, 1))
+    assert kinds_of(plan) == 200 * "k" + 403 * "r"
+    assert plan is not None and [run.shift for run in plan.runs] == [0, -201, 202]
+
+
+def test_what_is_resident_is_not_read(bench: Workbench) -> None:
+    desk = Desk(bench)
+    bench.put(desk.store, texts(0, 1, 2))
+    assert kinds_of(desk.plan(texts(0, 2, 1), resident=150)) == 50 * "k" + 403 * "r"
+    assert kinds_of(desk.plan(texts(3, 2), resident=204)) == "r" * 201
+    # Of a prefix that only SGLang's tree has there is nothing to find.
+    assert desk.plan(texts(3), resident=100) is None
+
+
+def test_cut_conversations_are_found_shifted(bench: Workbench) -> None:
+    """Their head is computed: the first 16 tokens that remain."""
+    desk = Desk(bench)
+    bench.put(desk.store, texts(0, 1, 2))
+    plan = desk.plan([*texts(0, 1, 2)[300:], 1, 2])
+    assert kinds_of(plan) == 16 * "c" + 287 * "r"
+    assert plan is not None and {run.shift for run in plan.runs} == {-300}
+
+
+def test_too_little_is_not_worth_it(bench: Workbench) -> None:
+    desk = Desk(bench, blend_min_tokens=201)
+    bench.put(desk.store, texts(0, 1, 2))
+    assert desk.plan([4, *texts(0)]) is None
+    assert desk.plan([4, *texts(1)]) is not None
+    # Nor is what the request has anyway.
+    assert desk.plan(texts(0, 1, 2)) is None
+    usual: Any = type("Usual", (), {"stop": 100})()
+    assert desk.plan([4, *texts(1)], usual=usual) is None
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        LoadOptions(blend=0.0),
+        LoadOptions(bits=5.0, blend=1.0),
+        LoadOptions(bits=5.0, blend="off"),
+    ],
+)
+def test_who_never_blends(bench: Workbench, wanted: LoadOptions) -> None:
+    desk = Desk(bench)
+    bench.put(desk.store, texts(0, 1))
+    assert desk.plan(texts(1, 0), wanted=wanted) is None
+    assert desk.plan(texts(1, 0)) is not None
+    assert desk.plan(texts(1, 0), namespace="other") is None
+    desk.blending.refusal = "a test"
+    assert desk.plan(texts(1, 0)) is None
+
+
+def test_nothing_is_indexed_without_the_option(bench: Workbench) -> None:
+    desk = Desk(bench, blend="off")
+    bench.put(desk.store, texts(0, 1))
+    assert desk.store.tree.content is None and desk.plan(texts(1, 0)) is None
+
+
+def test_the_index_is_there_after_a_restart_and_follows_evictions(bench: Workbench) -> None:
+    desk = Desk(bench)
+    bench.put(desk.store, texts(0, 1))
+    bench.put(desk.store, texts(0, 1, 2))
+    bench.put(desk.store, texts(3))
+    bench.close(desk.store)
+    desk = Desk(bench)
+    content = desk.store.tree.content
+    assert content is not None
+    content.check_integrity()
+    assert kinds_of(desk.plan([1, *texts(2), 1, *texts(3)]))[16:].count("r") == 390
+    for segment in list(desk.store.tree.segments()):
+        if segment.info.prefix_len:
+            lose(bench, desk.store, segment.segment_id, gone=True)
+    content.check_integrity()
+    assert kinds_of(desk.plan([1, *texts(2), 1, *texts(3)])).count("r") == 203
+
+
+@pytest.mark.parametrize("page_size", [4, 64])
+def test_whole_pages(bench: Workbench, page_size: int) -> None:
+    desk = Desk(bench, page_size)
+    bench.put(desk.store, texts(0, 1, 2))
+    plan = desk.plan([*texts(2), 5, *texts(0)])
+    assert plan is not None
+    assert plan.stop == 403 // page_size * page_size == plan.runs[-1].stop
+    assert all(not block.start % page_size for block in plan.blocks)
+
+
+@pytest.mark.parametrize("select", ["first", "random", "deviation"])
+def test_which_tokens_are_computed_again(bench: Workbench, select: str) -> None:
+    desk = Desk(bench, blend_select=select)
+    bench.put(desk.store, texts(0, 1, 2))
+    plan = desk.plan(texts(0, 2, 1), wanted=LoadOptions(bits=5.0, blend=0.25))
+    assert plan is not None
+    kinds = plan.kinds[200:]
+    if select == "deviation":
+        assert plan.share == 0.25 and (kinds == Kind.REUSED).all()
+        return
+    computed = np.flatnonzero(kinds == Kind.COMPUTED).tolist()
+    assert plan.share == 0.0 and len(computed) == 100
+    first = [*range(50), *range(202, 252)]
+    assert (computed == first) == (select == "first")
+    assert len([own for own in computed if own < 202]) == 50
+
+
+def test_auto_computes_what_hides_behind_reading(bench: Workbench) -> None:
+    desk = Desk(bench)
+    bench.put(desk.store, texts(0, 1, 2))
+    wanted = LoadOptions(bits=5.0, blend="auto")
+
+    def computed(seconds: float) -> int:
+        forecast: Any = desk.store.forecast
+        forecast.seconds_to_read = lambda num_bytes: seconds
+        return kinds_of(desk.plan(texts(0, 2, 1), wanted=wanted)).count("c")
+
+    # Without any pass nothing is known: as little as there is.
+    assert computed(1.0) == 60
+    for _ in range(8):
+        desk.estimator.note_forward(1000, 500_500.0, 1.0)
+    shares = [computed(seconds) for seconds in (0.0, 0.05, 0.1, 0.2, 0.3, 10.0)]
+    assert shares == sorted(shares) and shares[0] == 60 and shares[-1] > 250
+
+
+def test_computing_all_is_chosen_where_it_is_faster(bench: Workbench) -> None:
+    desk = Desk(bench, load="faster")
+    bench.put(desk.store, texts(0, 1, 2))
+    for _ in range(8):
+        desk.estimator.note_forward(1000, 500_500.0, 1.0)
+    forecast: Any = desk.store.forecast
+    forecast.seconds_to_read = lambda num_bytes: 100.0
+    assert desk.plan(texts(0, 2, 1)) is None
+    forecast.seconds_to_read = lambda num_bytes: 0.0
+    assert desk.plan(texts(0, 2, 1)) is not None
+
+
+def table(rows: int) -> Tensor:
+    angles = torch.arange(rows)[:, None] * 50.0 ** (-torch.arange(0, 8, 2) / 8)
+    return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+ROTATION = KeyRotation(table, halves=True)
+
+
+def restore(desk: Desk, plan: BlendPlan, shape: KVShape) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values of each layer of a prefix, NaN where nothing is stored."""
+    loader = PrefixLoader(shape, make_policy(desk.config).selector)
+    loading = BlendedLoading(loader, desk.store, plan, ROTATION, NO_TIMELINE)
+    slots = torch.randperm(plan.k, generator=torch.Generator().manual_seed(1))
+    layers = range(shape.num_layers)
+    size = plan.k, shape.num_kv_heads, 8
+    keys = [torch.full(size, math.nan) for _ in layers]
+    values = [torch.full(size, math.nan) for _ in layers]
+    try:
+        for number, block in enumerate(loading.blocks):
+            for layer in layers:
+                own = slots[block.start - plan.resident_len : block.stop - plan.resident_len]
+                pools = LayerSlots.of(keys[layer], values[layer])
+                loading.restore(number, layer, pools, own, LoadStats())
+            loading.end_block(number)
+    finally:
+        assert len(loading.close()) == sum(len(block.groups) for block in loading.blocks)
+    return [own[slots] for own in keys], [own[slots] for own in values]
+
+
+@pytest.mark.parametrize("block", [10_000, 128, 100])
+@pytest.mark.parametrize("resident", [0, 60])
+def test_what_comes_into_slots(bench: Workbench, block: int, resident: int) -> None:
+    """Keys as they would have been at the new place, values as they were, whoever computed them."""
+    desk = Desk(bench, block=block)
+    first, second = texts(0, 1, 2), texts(3, 2)
+    bench.put(desk.store, first)
+    bench.put(desk.store, second)
+    plan = desk.plan([*texts(2), 5, *texts(3), 6, 7, *texts(1, 0)], resident)
+    assert plan is not None and plan.resident_len == resident
+
+    keys, values = restore(desk, plan, SHAPE)
+
+    for layer in range(SHAPE.num_layers):
+        stored: list[tuple[Tensor, Tensor]] = []
+        for number in range(4):
+            whole, start = (second, 0) if number == 3 else (first, [0, 200, 401][number])
+            own = SequenceKVs(SHAPE, "", tuple(whole))
+            part = slice(start, start + 200 + number)
+            stored.append((own.keys(layer)[part], own.values(layer)[part]))
+        # Document 2 is stored twice; the run that was found says which it is.
+        if plan.runs[0].span.segment.info.num_tokens == len(second):
+            own = SequenceKVs(SHAPE, "", tuple(second))
+            stored[2] = (own.keys(layer)[203:], own.values(layer)[203:])
+        place = 0
+        for number, gap in ((2, 1), (3, 2), (1, 0), (0, 0)):
+            low, high = max(place, resident), place + 200 + number
+            at, of = slice(low - resident, high - resident), slice(low - place, high - place)
+            assert torch.equal(values[layer][at], stored[number][1][of])
+            run = next(run for run in plan.runs if run.start <= low < run.stop)
+            old = torch.arange(low, high) - run.shift
+            turns = ROTATION.turns(old, torch.arange(low, high))
+            expected = ROTATION.move(stored[number][0][of], turns)
+            assert torch.allclose(keys[layer][at], expected, atol=1e-6)
+            place = high + gap
+        assert keys[layer].isnan().any(2).any(1).sum() == 3
+
+
+def test_a_document_that_is_asked_for_twice(bench: Workbench) -> None:
+    desk = Desk(bench)
+    bench.put(desk.store, texts(0, 1))
+    plan = desk.plan([3, *texts(1), 4, *texts(1), 5, *texts(1)])
+    assert plan is not None
+    (block,) = plan.blocks
+    assert [len(group) for group in block.groups] == [1, 1, 1]
+    _, values = restore(desk, plan, SHAPE)
+    own = SequenceKVs(SHAPE, "", tuple(texts(0, 1))).values(1)[200:]
+    for start in (1, 203, 405):
+        assert torch.equal(values[1][start : start + 201], own)
+
+
+def test_runs_of_a_group_have_no_chunk_in_common(bench: Workbench) -> None:
+    desk = Desk(bench)
+    bench.put(desk.store, texts(0, 1, 2, 3))
+    plan = desk.plan([4, *texts(3), 4, *texts(2), 4, *texts(1), 4, *texts(0)])
+    assert plan is not None
+    groups = apart(plan.runs)
+    # Neighbours in the segment share the chunk in which they meet.
+    assert [len(group) for group in groups] == [2, 2] or [len(own) for own in groups] == [3, 1]
+    assert sorted(run.start for group in groups for run in group) == [1, 205, 408, 610]
+
+
+def test_what_cannot_be_opened_is_given_back(bench: Workbench) -> None:
+    """What was opened before is closed, and the segment that is bad is named."""
+    desk = Desk(bench)
+    bench.put(desk.store, texts(0))
+    bench.put(desk.store, texts(1))
+    plan = desk.plan([4, *texts(1), 5, *texts(0)])
+    assert plan is not None
+    bad = plan.runs[1].span.segment.segment_id
+    bench.file_of(bad).unlink()
+    loader = PrefixLoader(SHAPE, make_policy(desk.config).selector)
+    with pytest.raises(PrefixUnreadable) as caught:
+        BlendedLoading(loader, desk.store, plan, ROTATION, NO_TIMELINE)
+    assert caught.value.segment_id == bad
+    desk.store.report(caught.value)
+
+
+def test_the_same_blend(bench: Workbench) -> None:
+    desk = Desk(bench)
+    bench.put(desk.store, texts(0, 1))
+    one, other = desk.plan(texts(1, 0)), desk.plan(texts(1, 0))
+    third = desk.plan([*texts(1, 0)[:-1], 5])
+    assert one is not None and other is not None and third is not None
+    assert one.same_tokens(other) and one.same_reads(other) and not one.same_tokens(third)
+    source = one.open_source(desk.store, NO_TIMELINE)
+    desk.store.close_source(source)

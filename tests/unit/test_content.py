@@ -1,0 +1,290 @@
+"""Stored tokens are found anywhere in a prompt: against a search that compares everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from impress_sglang.management import content as content_module
+from impress_sglang.management.content import SAME_WINDOWS, WINDOW_TOKENS, ContentIndex, Run
+from impress_sglang.management.stored import SegmentState, StoredSegment, StoredSpan
+from impress_sglang.storage.quality import EXACT, Quality
+from tests.unit.kv_factory import as_tokens, make_info, make_shape
+
+SHAPE = make_shape()
+
+
+def segment_of(
+    name: str,
+    tokens: Sequence[int],
+    namespace: str = "",
+    quality: Quality = EXACT,
+    state: SegmentState = SegmentState.READY,
+    prefix_len: int = 0,
+) -> StoredSegment:
+    info = make_info(
+        SHAPE,
+        tokens,
+        segment_id=name,
+        namespace=namespace,
+        quality=quality,
+        prefix_len=prefix_len,
+        prefix_digest="",
+    )
+    return StoredSegment(info, 1, state)
+
+
+def index_of(*segments: StoredSegment) -> ContentIndex:
+    index = ContentIndex()
+    for segment in segments:
+        index.add(segment)
+    index.check_integrity()
+    return index
+
+
+def text(seed: int, length: int, vocabulary: int = 1000) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocabulary, length).tolist()
+
+
+def places(runs: Sequence[Run]) -> list[tuple[int, int, str, int]]:
+    """Of each run: where it begins and ends in the prompt, its segment, and where in that."""
+    return [(r.start, r.stop, r.span.segment.segment_id, r.span.start) for r in runs]
+
+
+@pytest.mark.parametrize("before", [0, 1, 63, 64, 200])
+@pytest.mark.parametrize("skipped", [0, 1, 40, 64, 100])
+def test_a_document_is_found_wherever_it_stands(before: int, skipped: int) -> None:
+    document = text(1, 400)
+    index = index_of(segment_of("s", [*document, *text(2, 100)], prefix_len=7))
+    prompt = [*text(3, before), *document[skipped:], *text(4, 50)]
+
+    (run,) = index.find("", as_tokens(prompt))
+
+    assert places([run]) == [(before, before + 400 - skipped, "s", skipped)]
+    assert run.shift == before - skipped - 7
+
+
+@pytest.mark.parametrize("length", [WINDOW_TOKENS, 126, 127])
+def test_how_long_it_must_be(length: int) -> None:
+    """What does not hold a window of the segment may be missed; 127 tokens always hold one."""
+    stored = text(1, 1000)
+    index = index_of(segment_of("s", stored))
+    found = [
+        bool(index.find("", as_tokens([5000, *stored[start : start + length], 5000])))
+        for start in range(1000 - length)
+    ]
+    assert all(found) == (length == 127)
+    assert found[0] and found[WINDOW_TOKENS]
+
+
+def test_documents_in_another_order() -> None:
+    documents = [text(seed, 150 + seed) for seed in range(6)]
+    index = index_of(segment_of("s", [token for own in documents for token in own]))
+    order = [4, 0, 5, 2, 1, 3]
+    prompt = [token for number in order for token in [2000 + number, *documents[number]]]
+
+    runs = index.find("", as_tokens(prompt))
+
+    assert [len(run) for run in runs] == [len(documents[number]) for number in order]
+    for run in runs:
+        assert prompt[run.start : run.stop] == list(
+            run.span.segment.info.tokens[run.span.start : run.span.stop]
+        )
+
+
+def test_the_scan_begins_behind_what_is_known() -> None:
+    stored = text(1, 500)
+    index = index_of(segment_of("s", stored))
+    assert places(index.find("", as_tokens(stored), 100)) == [(100, 500, "s", 100)]
+    assert index.find("", as_tokens(stored), 437) == []
+    assert index.find("", as_tokens(stored), 500) == []
+    assert index.find("", as_tokens([]), 0) == []
+
+
+def test_of_several_segments_the_longest_run_is_taken() -> None:
+    document = text(1, 300)
+    short = segment_of("short", document[:200])
+    long = segment_of("long", document)
+    index = index_of(short, long)
+    assert places(index.find("", as_tokens(document))) == [(0, 300, "long", 0)]
+    index.discard(long)
+    assert places(index.find("", as_tokens(document))) == [(0, 200, "short", 0)]
+
+
+@pytest.mark.parametrize(
+    ("namespace", "quality", "state"),
+    [
+        ("other", EXACT, SegmentState.READY),
+        ("", Quality(1, 1.0, 5.0), SegmentState.READY),
+        ("", EXACT, SegmentState.PENDING),
+        ("", EXACT, SegmentState.SUSPECT),
+    ],
+)
+def test_what_is_never_found(namespace: str, quality: Quality, state: SegmentState) -> None:
+    document = text(1, 300)
+    index = index_of(segment_of("s", document, namespace, quality, state))
+    assert index.find("", as_tokens(document)) == []
+
+
+def test_a_segment_is_found_once_it_is_written() -> None:
+    document = text(1, 300)
+    segment = segment_of("s", document, state=SegmentState.PENDING)
+    index = index_of(segment)
+    segment.state = SegmentState.READY
+    assert places(index.find("", as_tokens(document))) == [(0, 300, "s", 0)]
+
+
+def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All windows of all texts have one key: only tokens tell them apart."""
+    stored = segment_of("s", text(1, 200))
+    index = ContentIndex()
+    monkeypatch.setattr(
+        content_module,
+        "_windows_of",
+        lambda segment, number: (
+            np.full(3, 7, np.uint64),
+            (number << 32) + np.arange(3, dtype=np.int64),
+        ),
+    )
+    monkeypatch.setattr(
+        content_module,
+        "find_window",
+        lambda tokens, start, length, seed, keys, values: (
+            (start, int(np.flatnonzero(keys == 7)[0]))
+            if start + length <= len(tokens)
+            else (-1, -1)
+        ),
+    )
+    index.add(stored)
+    assert index.find("", as_tokens(text(2, 300))) == []
+    # The first slot of the key is that of window 0; the others are behind it.
+    run = [*text(3, 10), *stored.info.tokens[64:192].tolist(), 5000]
+    assert places(index.find("", as_tokens(run)))[0][:2] == (10, 138)
+
+
+def test_what_is_everywhere_is_kept_a_few_times() -> None:
+    boilerplate = text(1, 64)
+    segments = [segment_of(f"s{n}", [*boilerplate, *text(100 + n, 64)]) for n in range(50)]
+    index = index_of(*segments)
+    assert len(index) == 50 + SAME_WINDOWS
+    for segment in segments:
+        index.discard(segment)
+    index.check_integrity()
+    assert len(index) == 0
+
+
+def test_one_token_again_and_again() -> None:
+    """The worst text there is: all its windows are equal, at every place."""
+    index = index_of(segment_of("s", [3] * 20_000))
+    assert len(index) == SAME_WINDOWS
+    (run,) = index.find("", as_tokens([3] * 10_000))
+    assert (run.start, run.stop) == (0, 10_000)
+
+
+def test_a_table_that_grows_forgets_nothing() -> None:
+    segments = [segment_of(f"s{n}", text(n, 640)) for n in range(1500)]
+    index = index_of(*segments)
+    assert len(index) == 15_000 and index.num_bytes < 1500 * 640 * 8
+    for segment in segments[::3]:
+        index.discard(segment)
+    index.check_integrity()
+    for number, segment in enumerate(segments):
+        found = places(index.find("", segment.info.tokens))
+        assert found == ([] if number % 3 == 0 else [(0, 640, f"s{number}", 0)])
+
+
+def test_come_and_go_takes_no_memory() -> None:
+    index, before = index_of(), ContentIndex().num_bytes
+    for number in range(2000):
+        segment = segment_of("s", text(number, 640))
+        index.add(segment)
+        index.discard(segment)
+    index.check_integrity()
+    assert index.num_bytes == before
+
+
+def test_a_segment_that_is_rewritten_stays() -> None:
+    document = text(1, 300)
+    segment = segment_of("s", document)
+    index = index_of(segment)
+    index.rename("s", "t")
+    segment.info = segment_of("t", document).info
+    index.check_integrity()
+    assert places(index.find("", as_tokens(document))) == [(0, 300, "t", 0)]
+    index.discard(segment)
+    assert len(index) == 0
+
+
+def test_a_part_of_a_run() -> None:
+    run = Run(100, StoredSpan(segment_of("s", text(1, 300), prefix_len=10), 40, 140))
+    assert run.shift == 50
+    part = run.part(120, 1000)
+    assert places([part]) == [(120, 200, "s", 60)] and part.shift == run.shift
+    with pytest.raises(AssertionError):
+        run.part(0, 100)
+
+
+def covered_by_search(segments: Sequence[StoredSegment], tokens: Sequence[int]) -> set[int]:
+    """Places of a prompt that any window of a segment, extended both ways, has."""
+    found: set[int] = set()
+    for segment in segments:
+        own = segment.info.tokens.tolist()
+        for offset in range(1 - len(own), len(tokens)):
+            low, high = max(offset, 0), min(offset + len(own), len(tokens))
+            equal = [tokens[at] == own[at - offset] for at in range(low, high)]
+            at = low
+            while at < high:
+                stop = at
+                while stop < high and equal[stop - low]:
+                    stop += 1
+                windows = range(-(-(at - offset) // WINDOW_TOKENS) * WINDOW_TOKENS, stop - offset)
+                if any(w + WINDOW_TOKENS <= stop - offset for w in windows[::WINDOW_TOKENS]):
+                    found.update(range(at, stop))
+                at = max(stop, at + 1)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_against_a_search_that_compares_everything(data: st.DataObject) -> None:
+    """Runs are real, apart and in order; what they cover is all that a search covers."""
+    pieces = [text(seed, 130, vocabulary=50) for seed in range(4)]
+    some = st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(70, 130)), max_size=5
+    )
+
+    def make() -> list[int]:
+        return [t for n, start, stop in data.draw(some) for t in pieces[n][start:stop]]
+
+    segments = [segment_of(f"s{n}", own) for n in range(3) if (own := make())]
+    prompt = make()
+    index = index_of(*segments)
+
+    runs = index.find("", as_tokens(prompt))
+
+    position, covered = 0, set()
+    for run in runs:
+        assert position <= run.start < run.stop <= len(prompt)
+        own = run.span.segment.info.tokens[run.span.start : run.span.stop]
+        assert own.tolist() == prompt[run.start : run.stop]
+        assert len(run) >= 1
+        position = run.stop
+        covered.update(range(run.start, run.stop))
+    assert covered <= covered_by_search(segments, prompt)
+    missed = covered_by_search(segments, prompt) - covered
+    # A run that begins inside of another one is lost if what is left of it holds no window.
+    assert not missed or max(map(len, _runs_of_places(missed))) < 2 * WINDOW_TOKENS - 1
+
+
+def _runs_of_places(found: set[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for place in sorted(found):
+        if runs and runs[-1][-1] == place - 1:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return runs
