@@ -208,6 +208,17 @@ def test_each_run_between_branches_is_a_hole_of_its_own(
     assert [span.segment.parent for span in spans[1:]] == [span.segment for span in spans[:3]]
 
 
+def test_holes_are_filled_with_what_follows_them(
+    tree: StoredTree, lost: StoredSegment, put: Put
+) -> None:
+    new = put("n", [*P[:3], 50, 51])
+
+    assert found(tree, [*P[:3], 50, 51]) == [("n", 0, 5)]
+    assert found(tree, BRANCH) == [("n", 0, 3), ("b", 0, 1)]
+    assert holes(tree, LEAF) == [3, -3, 1]
+    assert new.dependents == 2
+
+
 def test_digest_of_a_prefix_depends_on_namespace_and_every_token() -> None:
     prefixes = [(), (0,), (0, 0), (1,), (256,), (1, 2), (2, 1)]
     names = ["", "a", "a\0", "\0"]
