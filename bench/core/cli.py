@@ -22,7 +22,7 @@ ROOMS = {
     "policies": ("serving", "simulate", "schedule"),
     "quality": ("accuracy",),
     "engine": ("engine",),
-    "micro": ("overhead", "wear", "memory", "planning", "content", "kernels"),
+    "micro": ("overhead", "wear", "memory", "planning", "content", "kernels", "index"),
 }
 MODULES = {name: f"bench.{room}.{name}" for room, names in ROOMS.items() for name in names}
 

@@ -14,7 +14,6 @@ Slots that SGLang's tree does not know are counted, so that SGLang's own account
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -43,8 +42,6 @@ from impress_sglang.serving.report import estimate_fields, new_report
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
 
-logger = logging.getLogger(__name__)
-
 
 class ImpressRadixCache(RadixCache):
     """SGLang's `RadixCache` that finds evicted prefixes again on SSD."""
@@ -68,6 +65,8 @@ class ImpressRadixCache(RadixCache):
         self._private_tokens = 0
         self._residents = runtime.residents
         self.awaited = Awaited(self._residents)
+        self.integrity = "unchecked"
+        """What was found when somebody last ordered a check: `ok` or `failed`."""
         self._started = False
         super().__init__(params)
         config = runtime.config
@@ -302,7 +301,7 @@ class ImpressRadixCache(RadixCache):
         self.runtime.served.poll()
         return {
             **self.runtime.summary(),
-            "integrity": self._integrity(),
+            "integrity": self.integrity,
             "device_pool": {
                 "tokens": self.token_to_kv_pool_allocator.size,
                 "private_tokens": self._private_tokens,
@@ -326,14 +325,6 @@ class ImpressRadixCache(RadixCache):
         assert self._saves.held_tokens <= self._saves.writing_tokens
         if self.runtime.served.opened is not None:
             self.runtime.store.check_integrity()
-
-    def _integrity(self) -> str:
-        try:
-            self.check_integrity()
-        except AssertionError:
-            logger.exception("the integrity check of IMPRESS failed")
-            return "failed"
-        return "ok"
 
     def _set_aside(self) -> None:
         """Weights or the pool may change. Passes end, writes are given up, plans are forgotten."""

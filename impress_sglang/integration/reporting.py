@@ -1,30 +1,45 @@
-"""What a user can see and order: `meta_info["impress"]`, `/impress/stats`, `/impress/reorder`."""
+"""What a user can see and order: `meta_info["impress"]`, and our routes under `/impress`."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from impress_sglang.integration.passes import REPORT_KEY
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.steering import STEER, add_steering, obey, tokenizer_manager
-from impress_sglang.serving.runtime import ServingRuntime
+
+logger = logging.getLogger(__name__)
 
 STATS_ROUTE = "/impress/stats"
 REORDER_ROUTE = "/impress/reorder"
 REORDER_ORDER = "impress_reorder"
+CHECK_ROUTE = "/impress/check"
+CHECK_ORDER = "impress_check"
 _STATE_ATTRIBUTE = "_impress_report"
 
-Order = Callable[[ServingRuntime, float], None]
+Order = Callable[[ImpressRadixCache, float], None]
 
 
-def _reorder(runtime: ServingRuntime, _: float) -> None:
-    if (store := runtime.served.opened) is not None:
+def _reorder(cache: ImpressRadixCache, _: float) -> None:
+    if (store := cache.runtime.served.opened) is not None:
         store.reorders.enqueue()
         store.poll()
 
 
-_orders: dict[str, Order] = {REORDER_ORDER: _reorder}
+def _check(cache: ImpressRadixCache, _: float) -> None:
+    """Not in each poll: it takes the longer the more there is."""
+    try:
+        cache.check_integrity()
+    except Exception:
+        logger.exception("the integrity check of IMPRESS failed")
+        cache.integrity = "failed"
+    else:
+        cache.integrity = "ok"
+
+
+_orders: dict[str, Order] = {REORDER_ORDER: _reorder, CHECK_ORDER: _check}
 
 
 def add_order(name: str, order: Order) -> None:
@@ -84,7 +99,7 @@ def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> An
     taken = isinstance(cache, ImpressRadixCache)
     if taken:
         for name, value in orders.items():
-            _orders[name](cache.runtime, value)
+            _orders[name](cache, value)
     return SetInternalStateReqOutput(updated=taken)
 
 
@@ -120,5 +135,10 @@ def add_routes(*_: Any, **__: Any) -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def impress_reorder() -> dict[str, Any]:
         return (await give_order(REORDER_ORDER))["reorder"]
+
+    @app.post(CHECK_ROUTE)
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def impress_check() -> dict[str, Any]:
+        return {"integrity": (await give_order(CHECK_ORDER))["integrity"]}
 
     add_steering(app)

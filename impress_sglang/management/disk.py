@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
+import time
 from collections.abc import Iterable
 
 from impress_sglang.config import ImpressConfig, bytes_of
@@ -19,6 +20,7 @@ from impress_sglang.management.monitor import Monitor
 from impress_sglang.management.pins import Pins
 from impress_sglang.management.restoring import recover_tree
 from impress_sglang.management.stored import StoredSegment
+from impress_sglang.management.uses import Uses
 from impress_sglang.options import OFF
 from impress_sglang.precision.floors import FloorMeter
 from impress_sglang.storage.directory import StoreDirectory, other_stores
@@ -26,6 +28,11 @@ from impress_sglang.storage.files import FileSystem, installed
 from impress_sglang.storage.health import Health
 
 logger = logging.getLogger(__name__)
+
+# How much of the order of use a process that is killed may take with it.
+NOTE_SECONDS = 60.0
+# As many at once as are told in less than a millisecond.
+NOTED_TOGETHER = 500
 
 
 class StoreDisk:
@@ -47,6 +54,7 @@ class StoreDisk:
         """
         self.files = files or installed()
         self._seconds = config.io_timeout
+        self._note_at = time.monotonic() + NOTE_SECONDS
         self.meter = FloorMeter(config.base_error)
         self.directory = StoreDirectory(self.files, config.ssd_path, identity)
         with contextlib.ExitStack() as undo:
@@ -71,15 +79,23 @@ class StoreDisk:
             undo.pop_all()
         self._say_what_is_there()
 
-    def close(self, segments: Iterable[StoredSegment] = ()) -> None:
-        """Keep when these were accessed, end the threads and release the lock.
+    def note_uses(self, uses: Uses) -> None:
+        """Keep now and then which segments were used, so that also a killed process has told it."""
+        if time.monotonic() < self._note_at:
+            return
+        used = uses.take_changed(NOTED_TOGETHER)
+        if used:
+            self.keeper.record_uses([segment.use for segment in used])
+        if len(used) < NOTED_TOGETHER:
+            self._note_at = time.monotonic() + NOTE_SECONDS
+
+    def close(self, used: Iterable[StoredSegment] = ()) -> None:
+        """Keep when these were used, end the threads and release the lock.
 
         What does not end within `--impress-io-timeout` is left behind.
         """
-        kept = self.keeper.record_accesses(
-            [(s.segment_id, s.last_access, s.hits) for s in segments]
-        )
-        if not self.keeper.close(self._seconds) or kept.exception() is not None:
+        self.keeper.record_uses([segment.use for segment in used])
+        if not self.keeper.close(self._seconds):
             logger.warning("access times are not kept for the next start")
         self.monitor.close(self._seconds)
         self.directory.close()

@@ -13,7 +13,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.precision.floors import FloorRule
-from impress_sglang.storage.catalog import Catalog, CatalogEntry
+from impress_sglang.storage.catalog import Catalog, CatalogEntry, SegmentUse
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.directory import (
     StoreDirectory,
@@ -96,18 +96,25 @@ class Keeper:
             OSError: the directory cannot be read.
             sqlite3.Error: the index can neither be read nor made anew.
         """
-        known, found = self._catalog.entries(), []
+        known, found, adopted = self._catalog.entries(), [], []
         for segment_id, path, finished in segment_files(self._files, self._directory.path):
             if not finished:
                 logger.info("removing unfinished %s", path.name)
                 self._files.unlink(path)
-            elif (
-                entry := self._recovered(path, known.pop(segment_id, None), identity)
-            ) is not None:
+                continue
+            row = known.pop(segment_id, None)
+            entry = self._recovered(path, row, identity)
+            if entry is not None:
                 found.append(entry)
+                if row is None:
+                    adopted.append(entry)
         for segment_id in known:
             logger.warning("segment %s is in the index but has no file", segment_id)
-            self._catalog.remove(segment_id)
+        # Together, for each change of the database takes a while.
+        if known:
+            self._index(self._catalog.remove, *known)
+        if adopted:
+            self._index(self._catalog.add, *adopted)
         self._limit_quarantine()
         return found
 
@@ -126,6 +133,10 @@ class Keeper:
         """Remove a file and its row; readers that have it open go on reading it."""
         self._submit(self._delete, segment_id, num_bytes, successor)
 
+    def delete_all(self, segments: Mapping[str, int]) -> None:
+        """Remove files of so many bytes, and their rows."""
+        self._submit(self._delete_all, segments)
+
     def look(self, info: SegmentInfo) -> Future[Verdict]:
         """Read a whole segment again and verify it; what is damaged goes to quarantine."""
         return self._submit(self._look, info)
@@ -140,9 +151,9 @@ class Keeper:
         """See `directory.remove_store`."""
         return self._submit(remove_store, self._files, path)
 
-    def record_accesses(self, accesses: list[tuple[str, int, int]]) -> Future[None]:
-        """Keep (segment_id, last_access, hits) for the next start."""
-        return self._submit(self._catalog.record_accesses, accesses)
+    def record_uses(self, uses: list[SegmentUse]) -> Future[None]:
+        """Keep how segments were used for the next start."""
+        return self._submit(self._record_uses, uses)
 
     def keep(self, name: str, content: bytes) -> None:
         """Put a small file of this name into the store's folder, in place of an older one."""
@@ -204,6 +215,20 @@ class Keeper:
     def _delete(
         self, segment_id: str, num_bytes: int, successor: CatalogEntry | None = None
     ) -> None:
+        self._unlink(segment_id, num_bytes)
+        if successor is None:
+            self._index(self._catalog.remove, segment_id)
+        else:
+            self._index(self._catalog.replace, segment_id, successor)
+        self.progress = time.monotonic()
+
+    def _delete_all(self, segments: Mapping[str, int]) -> None:
+        for segment_id, num_bytes in segments.items():
+            self._unlink(segment_id, num_bytes)
+        self._index(self._catalog.remove, *segments)
+        self.progress = time.monotonic()
+
+    def _unlink(self, segment_id: str, num_bytes: int) -> None:
         try:
             self._files.unlink(self._directory.segment_path(segment_id))
             self.undeleted.pop(segment_id, None)
@@ -211,11 +236,9 @@ class Keeper:
             self.undeleted[segment_id] = num_bytes
             logger.warning("segment %s cannot be removed now: %s", segment_id, error)
             self._health.failed("a segment could not be removed", error, reading=False)
-        if successor is None:
-            self._index(self._catalog.remove, segment_id)
-        else:
-            self._index(self._catalog.replace, segment_id, successor)
-        self.progress = time.monotonic()
+
+    def _record_uses(self, uses: list[SegmentUse]) -> None:
+        self._index(self._catalog.record_uses, uses)
 
     def _written_before(self, seconds: float) -> list[str]:
         found = segment_files(self._files, self._directory.path)
@@ -333,7 +356,6 @@ class Keeper:
                 if path != self._directory.segment_path(info.segment_id):
                     raise SegmentUnreadable(path.stem, f"is a copy of segment {info.segment_id}")
                 entry = CatalogEntry(info, info.layout().file_bytes)
-                self._index(self._catalog.add, entry)
             if self._files.stat(path).st_size != entry.file_bytes:
                 raise SegmentUnreadable(path.stem, "has the wrong size")
             if entry.info.identity != identity:

@@ -6,7 +6,7 @@ segment that nothing builds on, nobody reads and nobody waits for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -100,7 +100,7 @@ class Quota:
         self,
         num_bytes: int,
         keep: StoredMatch,
-        remove: Callable[[StoredSegment], None],
+        remove: Callable[[Sequence[StoredSegment]], None],
         first: StoredSegment | None = None,
     ) -> bool:
         """Remove until a file fits; False, and nothing of ours is removed, if it cannot.
@@ -111,15 +111,15 @@ class Quota:
         Args:
             num_bytes: of the file.
             keep: what it builds on, which stays.
-            remove: takes a segment out, and its file.
+            remove: takes segments out, and their files.
             first: a segment that has to go in any case.
         """
         needed = self.missing(num_bytes)
         if needed > 0 and self._remove_others(needed):
             return False
         victims = self._victims(needed, keep, first)
-        for victim in victims or ():
-            remove(victim)
+        if victims:
+            remove(victims)
         return victims is not None
 
     def poll(self) -> None:
@@ -146,38 +146,40 @@ class Quota:
         self, needed: int, keep: StoredMatch, first: StoredSegment | None
     ) -> list[StoredSegment] | None:
         """Who goes, what builds on others before them; None if that would not be enough."""
-        candidates = self._replaceable(keep) if needed > 0 or first is not None else []
-        if first is not None:
-            if first not in candidates or first.dependents:
-                return None
-            candidates.remove(first)
-            candidates.insert(0, first)
-        if needed > sum(own.file_bytes for own in candidates):
+        if needed > self.used_bytes - self.pending_bytes:
             return None
         victims: list[StoredSegment] = []
+        in_use: list[StoredSegment] = []
+        spared = {span.segment for span in keep.spans}
+        # Of segments of which some dependents go, how many stay.
         staying: dict[str, int] = {}
-        while needed > 0 or (first is not None and not victims):
-            leaves = (c for c in candidates if not staying.get(c.segment_id, c.dependents))
-            victim = next(leaves, None)
-            if victim is None:
-                return None
-            candidates.remove(victim)
-            victims.append(victim)
-            needed -= victim.file_bytes
-            _count_out(victim, staying)
-        return victims
 
-    def _replaceable(self, keep: StoredMatch) -> list[StoredSegment]:
-        """Segments that may go, least recently used first."""
-        kept = {span.segment.segment_id for span in keep.spans}
-        found = [
-            segment
-            for segment in self._tree.segments()
-            if segment.on_disk
-            and segment.segment_id not in kept
-            and not self._is_needed(segment.segment_id)
-        ]
-        return sorted(found, key=lambda segment: segment.last_access)
+        def take(segment: StoredSegment) -> bool:
+            built_on = staying.get(segment.segment_id, segment.dependents)
+            if built_on or segment in spared or not segment.on_disk:
+                return False
+            if self._is_needed(segment.segment_id):
+                in_use.append(segment)
+                return False
+            victims.append(segment)
+            spared.add(segment)
+            _count_out(segment, staying)
+            return True
+
+        if first is not None:
+            if not take(first):
+                return None
+            needed -= first.file_bytes
+        # What builds on a segment comes before it, so one look at each is enough.
+        for segment in self._tree.uses:
+            if needed <= 0:
+                break
+            if take(segment):
+                needed -= segment.file_bytes
+        # That is a use, and the next one who looks need not come by them again.
+        for segment in in_use:
+            self._tree.uses.note(segment)
+        return victims if needed <= 0 else None
 
 
 def _count_out(segment: StoredSegment, staying: dict[str, int]) -> None:

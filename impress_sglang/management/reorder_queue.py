@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from impress_sglang.management.open_segments import OpenSegments
@@ -84,6 +84,8 @@ class ReorderQueue:
         self._rewriter = rewriter
         self._queue: collections.deque[tuple[StoredSegment, bool]] = collections.deque()
         self._job: _Job | None = None
+        # What was read since the last look.
+        self._read: dict[str, None] = {}
 
     @property
     def pending(self) -> int:
@@ -95,8 +97,13 @@ class ReorderQueue:
         """Bytes of the file that is being written."""
         return 0 if self._job is None else self._job.file_bytes
 
+    def note_read(self, segment_ids: Iterable[str]) -> None:
+        """These were read, so that a rewrite may pay now."""
+        if self._enabled:
+            self._read.update(dict.fromkeys(segment_ids))
+
     def enqueue(self, *, force: bool = False) -> int:
-        """Queue the segments that may pay, or with `force` all that were selected from.
+        """Queue those read lately that may pay, or with `force` all that were selected from.
 
         A rewrite pays if the reads since the segment got its order would have been shorter by more
         bytes than the file has: what was read so often will be read as often again. No order
@@ -112,9 +119,14 @@ class ReorderQueue:
         waiting = {segment.segment_id for segment, _ in self._queue}
         if self._job is not None:
             waiting.add(self._job.old_id)
-        for segment in self._tree.segments():
-            if segment.segment_id not in waiting and _may_pay(segment, force):
+        # A look at all would take the longer the more are stored.
+        found = self._tree.segments() if force else map(self._tree.get, self._read)
+        for segment in found:
+            if segment is None or segment.segment_id in waiting:
+                continue
+            if _may_pay(segment, force):
                 self._queue.append((segment, force))
+        self._read.clear()
         return len(self._queue)
 
     def poll(self, gap_bytes: int, has_room: Callable[[int], bool]) -> None:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import gc
+import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from impress_sglang.management.content import ContentIndex
+from impress_sglang.management.digests import begun_digest, extended
 from impress_sglang.management.keeper import Keeper
+from impress_sglang.management.losses import prompt_of
 from impress_sglang.management.stored import StoredSegment
-from impress_sglang.management.tree import StoredTree, prefix_digest
+from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.quality import Quality
+from impress_sglang.storage.segment import Tokens
 
 logger = logging.getLogger(__name__)
+
+_Place: TypeAlias = tuple[str, str]
+"""A namespace, and the digest of the tokens before a segment."""
+_NO_TOKENS = np.empty(0, np.int32)
 
 
 def recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None = None) -> StoredTree:
@@ -25,16 +37,38 @@ def recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None = N
         OSError: the directory cannot be read.
         sqlite3.Error: the index can neither be read nor made anew.
     """
+    with _without_collections():
+        return _recover_tree(keeper, identity, content)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Python's garbage is not looked for: nothing here is any, and each look visits all of it.
+
+    There is one look in the end, which would else come during a request.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+            gc.collect()
+
+
+def _recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None) -> StoredTree:
+    entries = keeper.recover(identity)
+    parents = {entry.info.segment_id: entry.parent for entry in entries}
     segments = [
-        StoredSegment(e.info, e.file_bytes, last_access=e.last_access, hits=e.hits)
-        for e in keeper.recover(identity)
+        StoredSegment(e.info, e.file_bytes, last_access=e.last_access, hits=e.hits) for e in entries
     ]
-    tree = StoredTree(max((s.last_access for s in segments), default=0) + 1, content)
+    tree = StoredTree(content)
     newest, others = newest_files(segments)
     for other in others:
         logger.info("segment %s was replaced by a newer one; removed", other.segment_id)
         keeper.delete(other.segment_id, other.file_bytes)
-    for orphan in restore_segments(tree, newest):
+    for orphan in restore_segments(tree, newest, parents):
         # What builds on a file that cannot be read now may be found at another start.
         if keeper.unused_files:
             keeper.unused_bytes += orphan.file_bytes
@@ -54,11 +88,11 @@ def newest_files(
 
     A crash leaves two while one replaces the other, or brings back one that was removed.
     """
-    newest: dict[tuple[str, str, Quality, bytes], StoredSegment] = {}
+    newest: dict[tuple[str, Quality, bytes], StoredSegment] = {}
     others = []
     for segment in sorted(segments, key=_age):
         info = segment.info
-        place = (info.namespace, info.prefix_digest, info.quality, info.tokens.tobytes())
+        place = info.prefix_digest, info.quality, info.tokens.tobytes()
         if place in newest:
             others.append(segment)
         else:
@@ -66,36 +100,119 @@ def newest_files(
     return list(newest.values()), others
 
 
-def restore_segments(tree: StoredTree, segments: Iterable[StoredSegment]) -> list[StoredSegment]:
+def restore_segments(
+    tree: StoredTree, segments: Iterable[StoredSegment], parents: Mapping[str, str] | None = None
+) -> list[StoredSegment]:
     """Put the segments of an earlier process back into an empty tree.
 
     A segment knows only the digest of the tokens before it; their text is that of the segments it
-    hangs below. Returns the segments whose place was not found: a segment above them is gone, or
-    one that was used later stands there.
+    hangs below. `parents` names by segment the one that it stood below: there it is looked for
+    first. It is believed only if the digest says the same.
+
+    Returns the segments whose place was not found: a segment above them is gone, or one that was
+    used later stands there.
     """
     # Generations are versions of one segment, and say nothing of others.
     ordered = sorted(
         segments,
         key=lambda s: (s.info.prefix_len, -s.last_access, -s.info.generation, s.segment_id),
     )
-    wanted_lens: dict[str, set[int]] = {}
-    for segment in ordered:
-        wanted_lens.setdefault(segment.info.namespace, set()).add(segment.info.prefix_len)
-    empty = np.empty(0, np.int32)
-    places = {(name, prefix_digest(name, empty)): empty for name in wanted_lens}
-    lost = []
-    for segment in ordered:
-        info = segment.info
-        prefix = places.get((info.namespace, info.prefix_digest))
-        if prefix is None or not tree.insert(segment, prefix):
-            lost.append(segment)
-            continue
-        path = np.concatenate([prefix, info.tokens])
-        for length in wanted_lens[info.namespace]:
-            if len(prefix) < length <= len(path):
-                digest = prefix_digest(info.namespace, path[:length])
-                places[info.namespace, digest] = path[:length]
+    tree.uses.go_on_from(max((s.last_access for s in ordered), default=0))
+    restoring = _Restoring(tree)
+    lost = restoring.place(ordered, parents or {})
+    if lost and parents:
+        # Perhaps what was said of them, or of what they build on, was wrong.
+        lost = restoring.place(lost, {})
+    tree.uses.sort()
     return lost
+
+
+class _Restoring:
+    """Finds the places of segments by the digests of what stands before them."""
+
+    def __init__(self, tree: StoredTree) -> None:
+        self._tree = tree
+        self._placed: list[StoredSegment] = []
+        # By segment: the digest of what stands before it.
+        self._before: dict[str, hashlib.blake2b] = {}
+        # Places that are looked for, and by namespace the lengths of the prefixes before them.
+        self._wanted: set[_Place] = set()
+        self._lengths: dict[str, list[int]] = {}
+        self._texts: dict[_Place, Tokens] = {}
+
+    def place(
+        self, ordered: Sequence[StoredSegment], parents: Mapping[str, str]
+    ) -> list[StoredSegment]:
+        """Put segments into the tree, those with the fewest tokens before them first.
+
+        Where nobody says below which segment one stands, all that could be are digested up to
+        there. Returns those whose place was not found.
+        """
+        names = {segment.segment_id for segment in ordered}
+        self._look_for(s for s in ordered if parents.get(s.segment_id) not in names)
+        for segment in self._placed:
+            self._note_places(segment)
+        lost = []
+        for segment in ordered:
+            above = self._tree.get(parents.get(segment.segment_id, ""))
+            digest = self._put_below(segment, above) or self._put_anywhere(segment)
+            if digest is None:
+                lost.append(segment)
+                continue
+            self._before[segment.segment_id] = digest
+            self._placed.append(segment)
+            self._note_places(segment)
+        return lost
+
+    def _look_for(self, segments: Iterable[StoredSegment]) -> None:
+        lengths: dict[str, set[int]] = {}
+        self._wanted.clear()
+        for segment in segments:
+            info = segment.info
+            self._wanted.add((info.namespace, info.prefix_digest))
+            lengths.setdefault(info.namespace, set()).add(info.prefix_len)
+        self._lengths = {name: sorted(own) for name, own in lengths.items()}
+        for name in self._lengths:
+            self._texts[name, begun_digest(name).hexdigest()] = _NO_TOKENS
+
+    def _put_below(
+        self, segment: StoredSegment, above: StoredSegment | None
+    ) -> hashlib.blake2b | None:
+        """Put a segment where it stood; the digest of what is before it, None: it did not."""
+        if above is None:
+            return None
+        length = segment.info.prefix_len - above.info.prefix_len
+        if not 0 < length <= above.info.num_tokens:
+            return None
+        digest = extended(self._before[above.segment_id], above.info.tokens[:length])
+        same = (above.info.namespace, digest.hexdigest()) == _place_of(segment)
+        return digest if same and self._tree.insert_below(segment, above, length) else None
+
+    def _put_anywhere(self, segment: StoredSegment) -> hashlib.blake2b | None:
+        """Put a segment after the tokens of its digest, if they were found."""
+        text = self._texts.get(_place_of(segment))
+        if text is None or not self._tree.insert(segment, text):
+            return None
+        return extended(begun_digest(segment.info.namespace), text)
+
+    def _note_places(self, segment: StoredSegment) -> None:
+        """Find places that are looked for in a segment, or at its end."""
+        info = segment.info
+        lengths, first = self._lengths.get(info.namespace, []), info.prefix_len
+        low, high = (bisect.bisect_right(lengths, own) for own in (first, first + info.num_tokens))
+        if low == high:
+            return
+        digest, done = self._before[segment.segment_id], 0
+        for length in lengths[low:high]:
+            digest = extended(digest, info.tokens[done : length - first])
+            done = length - first
+            place = info.namespace, digest.hexdigest()
+            if place in self._wanted and place not in self._texts:
+                self._texts[place] = prompt_of(segment)[:length]
+
+
+def _place_of(segment: StoredSegment) -> _Place:
+    return segment.info.namespace, segment.info.prefix_digest
 
 
 def _age(segment: StoredSegment) -> tuple[int, int, str]:

@@ -38,7 +38,6 @@ from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSe
 from impress_sglang.management.suspects import SuspectSegments
 from impress_sglang.management.versions import SegmentVersions, certain_columns
 from impress_sglang.management.writing import SegmentWrites, StoreStats
-from impress_sglang.storage.catalog import CatalogEntry
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
@@ -240,6 +239,7 @@ class PrefixStore:
     def close_source(self, source: AnySource) -> None:
         """Count what a source has read, and let its segments be removed again."""
         self._readers.close_source(source)
+        self.reorders.note_read(source.segment_ids)
         self.ahead.leave(source)
         self.stats.bytes_read += source.stats.ssd_bytes
         self.stats.bytes_read_ahead += source.stats.ahead_bytes
@@ -263,6 +263,7 @@ class PrefixStore:
             self._settle(outcome)
         if not self.health.writable:
             return
+        self._disk.note_uses(self.tree.uses)
         try:
             self.reorders.poll(self._reader.cost.gap_bytes, self._has_room)
         except PrefixUnreadable as error:
@@ -373,7 +374,7 @@ class PrefixStore:
             self._readers.close(seconds)
             self._reader.close()
         finally:
-            self._disk.close(self.tree.segments())
+            self._disk.close(self.tree.uses.take_changed(len(self.tree)))
 
     def _end_measuring(self, *, wait: bool = False) -> None:
         """Close the source of a measurement that has ended, or with `wait` in any case."""
@@ -393,10 +394,7 @@ class PrefixStore:
             # The old version was read to the end; what stands there now was verified.
             self._looks.forget(outcome.old_id)
             segment.state = SegmentState.READY
-            entry = CatalogEntry(
-                segment.info, segment.file_bytes, segment.last_access, segment.hits
-            )
-            self._keeper.delete(outcome.old_id, outcome.old_bytes, successor=entry)
+            self._keeper.delete(outcome.old_id, outcome.old_bytes, successor=segment.entry)
         if outcome.discard is not None:
             self._keeper.delete(outcome.discard, segment.file_bytes)
         if isinstance(outcome.error, PrefixUnreadable):
@@ -408,11 +406,13 @@ class PrefixStore:
         """Whether a file fits without evicting anything."""
         return self._quota.missing(num_bytes) <= 0
 
-    def _evict(self, segment: StoredSegment, cause: Cause = Cause.EVICTED) -> None:
-        """Remove a segment and its file, to make room or because nobody may have it."""
-        self.stats.segments_evicted += cause is Cause.EVICTED
-        self._keeper.delete(segment.segment_id, segment.file_bytes)
-        self._lose(segment, cause)
+    def _evict(self, segments: Sequence[StoredSegment], cause: Cause = Cause.EVICTED) -> None:
+        """Remove segments and their files, each before what it builds on."""
+        self.stats.segments_evicted += len(segments) if cause is Cause.EVICTED else 0
+        for segment in segments:
+            self._lose(segment, cause)
+        # Together: each job for the other thread lets it take Python from this one.
+        self._keeper.delete_all({own.segment_id: own.file_bytes for own in segments})
 
     def _lose(self, segment: StoredSegment, cause: Cause) -> None:
         """A segment has no file any more; it stays in the tree as long as others build on it."""

@@ -7,6 +7,7 @@ import enum
 import functools
 
 from impress_sglang.importance.history import TokenHistory
+from impress_sglang.storage.catalog import CatalogEntry, SegmentUse
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import SegmentInfo
 
@@ -42,9 +43,20 @@ class StoredSegment:
     history: TokenHistory | None = None
 
     @property
+    def entry(self) -> CatalogEntry:
+        """Its row of the index."""
+        return CatalogEntry(self.info, self.file_bytes, *self.use[1:])
+
+    @property
     def segment_id(self) -> str:
         """Name of the segment."""
         return self.info.segment_id
+
+    @property
+    def use(self) -> SegmentUse:
+        """What the index should know of its use."""
+        parent = "" if self.parent is None else self.parent.segment_id
+        return self.segment_id, self.last_access, self.hits, parent
 
     @property
     def ready(self) -> bool:

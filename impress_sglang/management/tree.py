@@ -17,7 +17,6 @@ Invariants (`check_integrity`):
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import uuid
 from collections import Counter
@@ -27,6 +26,7 @@ import numpy as np
 
 from impress_sglang.management.content import ContentIndex
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
+from impress_sglang.management.uses import Uses
 from impress_sglang.storage.quality import ANYTHING, EXACT, Quality
 from impress_sglang.storage.segment import SegmentInfo, Tokens
 
@@ -77,7 +77,9 @@ class _Node:
 
     def add(self, child: _Node) -> bool:
         """Take a child; False if there is one of its first token and quality."""
-        siblings = self.children.setdefault(child.first_token, [])
+        siblings = self.children.setdefault(child.first_token, [child])
+        if siblings == [child]:
+            return True
         if any(own.quality == child.quality for own in siblings):
             return False
         siblings.append(child)
@@ -97,8 +99,8 @@ class _Node:
 class StoredTree:
     """Finds and keeps stored prefixes; not thread-safe, one thread owns it."""
 
-    def __init__(self, first_time: int = 1, content: ContentIndex | None = None) -> None:
-        """An empty tree whose logical time starts at `first_time`.
+    def __init__(self, content: ContentIndex | None = None) -> None:
+        """An empty tree.
 
         `content` is kept in step with it; None: tokens are found behind their prefix only.
         """
@@ -106,7 +108,8 @@ class StoredTree:
         self._roots: dict[str, _Node] = {}
         self._tails: dict[str, _Node] = {}
         self._segments: dict[str, StoredSegment] = {}
-        self._clock = itertools.count(first_time)
+        self.uses = Uses()
+        """In which order they were used."""
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -166,9 +169,9 @@ class StoredTree:
 
     def touch(self, match: StoredMatch) -> None:
         """Count an access to every segment of a match."""
-        now = next(self._clock)
+        if match.spans:
+            self.uses.note(match.spans[-1].segment)
         for span in match.spans:
-            span.segment.last_access = now
             span.segment.hits += 1
 
     def insert(self, segment: StoredSegment, prefix: Tokens) -> bool:
@@ -186,6 +189,20 @@ class StoredTree:
                 return True
         return False
 
+    def insert_below(self, segment: StoredSegment, above: StoredSegment, length: int) -> bool:
+        """Attach a segment after the first `length` tokens of another; False if that cannot be.
+
+        The same as `insert`, for who knows where: nothing is compared.
+        """
+        if not above.info.quality.suffices(segment.info.quality):
+            return False
+        node = self._tails[above.segment_id]
+        while node.start >= length:
+            assert node.parent is not None
+            node = node.parent
+        own = length - node.start
+        return self._attach(segment, self._split(node, own) if own < len(node.tokens) else node)
+
     def replace(self, segment: StoredSegment, info: SegmentInfo, file_bytes: int) -> None:
         """The same tokens are in another file now."""
         assert np.array_equal(segment.info.tokens, info.tokens)
@@ -195,6 +212,7 @@ class StoredTree:
         if self.content is not None:
             self.content.rename(segment.segment_id, info.segment_id)
         segment.info, segment.file_bytes = info, file_bytes
+        self.uses.change(segment)
 
     def node_starts(self, segment: StoredSegment) -> list[int]:
         """First token of each node of a segment, ascending; the first one is 0."""
@@ -240,6 +258,7 @@ class StoredTree:
             for node in _descendants(root):
                 self._check_node(namespace, node, covered, parents)
         segments = list(self._segments.values())
+        self.uses.check_integrity(s for s in segments if s.state is not SegmentState.LOST)
         assert covered == {s.segment_id: s.info.num_tokens for s in segments}
         dependents = Counter(s.parent.segment_id for s in segments if s.parent is not None)
         for segment in segments:
@@ -290,7 +309,7 @@ class StoredTree:
             if node.segment is not None and node.segment is not segment:
                 self._forget(node.segment)
         self._own(segment, nodes)
-        segment.last_access = segment.last_access or next(self._clock)
+        self.uses.add(segment)
         return True
 
     def _holes(self, parent: _Node, info: SegmentInfo) -> tuple[list[_Node], Tokens]:
@@ -314,6 +333,7 @@ class StoredTree:
                 if below.segment is not None and below.segment is not segment:
                     below.segment.parent = segment
                     segment.dependents += 1
+                    self.uses.change(below.segment)
         assert start == 0 and nodes[0].parent is not None
         segment.parent = nodes[0].parent.segment
         if segment.parent is not None:
@@ -328,6 +348,7 @@ class StoredTree:
         del self._segments[segment.segment_id], self._tails[segment.segment_id]
         if self.content is not None:
             self.content.discard(segment)
+        self.uses.remove(segment)
         if segment.parent is not None:
             segment.parent.dependents -= 1
 
@@ -405,14 +426,6 @@ def common_prefix_len(left: Tokens, right: Tokens) -> int:
     length = min(len(left), len(right))
     different = left[:length] != right[:length]
     return int(different.argmax()) if different.any() else length
-
-
-def prefix_digest(namespace: str, tokens: Tokens) -> str:
-    """Digest of a namespace and a prefix: names a place in the tree across restarts."""
-    state = hashlib.blake2b(namespace.encode(), digest_size=16)
-    state.update(b"\0")
-    state.update(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
-    return state.hexdigest()
 
 
 def _descendants(root: _Node) -> Iterator[_Node]:

@@ -12,19 +12,19 @@ import enum
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 from torch import Tensor
 
 from impress_sglang.config import ImpressConfig
+from impress_sglang.management.digests import prefix_digest
 from impress_sglang.management.keeper import Keeper
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
-from impress_sglang.management.tree import StoredTree, prefix_digest
+from impress_sglang.management.tree import StoredTree
 from impress_sglang.precision.floors import FloorMeter, QuerySource, no_queries
-from impress_sglang.storage.catalog import CatalogEntry
 from impress_sglang.storage.health import Health
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
@@ -125,12 +125,12 @@ class SegmentWrites:
         meter: FloorMeter,
         health: Health,
         stats: StoreStats,
-        evict: Callable[[StoredSegment, Cause], None],
+        evict: Callable[[Sequence[StoredSegment], Cause], None],
     ) -> None:
         """Begin with no write; parts not named here are the store's.
 
-        `name_of` gives the stored name of a namespace; `evict` takes a segment out of the tree, and
-        its file.
+        `name_of` gives the stored name of a namespace; `evict` takes segments out of the tree, and
+        their files.
         """
         self._config = config
         self._identity = identity
@@ -163,6 +163,8 @@ class SegmentWrites:
             return StoreOutcome.UNAVAILABLE
         tokens = offer.tokens
         known = self._tree.match(namespace, tokens, least=offer.quality, only_ready=False)
+        # Its KVs are in SGLang's pool and need not be read: that is a use as well.
+        self._tree.touch(known)
         start, stop = _missing(known, offer)
         if len(tokens) - start < offer.min_tokens:
             return StoreOutcome.KNOWN
@@ -212,12 +214,15 @@ class SegmentWrites:
     def discard(self, segments: Iterable[StoredSegment], cause: Cause) -> None:
         """Remove segments and their files; those that are being written go when that has ended."""
         writes = {write.segment: write for write in self._writes}
+        going = []
         for segment in segments:
             if (write := writes.get(segment)) is None:
-                self._evict(segment, cause)
+                going.append(segment)
             else:
                 write.discarded = cause
                 self._abandon(write)
+        if going:
+            self._evict(going, cause)
         if cause is Cause.PURGED:
             self._keeper.empty_quarantine()
 
@@ -261,8 +266,8 @@ class SegmentWrites:
     ) -> bool:
         return self._quota.make_room(info.layout().file_bytes, keep, self._make_way, first)
 
-    def _make_way(self, segment: StoredSegment) -> None:
-        self._evict(segment, Cause.EVICTED)
+    def _make_way(self, segments: Sequence[StoredSegment]) -> None:
+        self._evict(segments, Cause.EVICTED)
 
     def _replaces(
         self, known: StoredMatch, shorter: StoredMatch, info: SegmentInfo, tokens: Tokens
@@ -283,8 +288,7 @@ class SegmentWrites:
         reader = _first_tokens(offer.read_layers(info.prefix_len), info.num_tokens)
         behind = len(offer.tokens) - info.prefix_len - info.num_tokens + offer.num_behind
         floors = self._meter.rule(offer.queries, behind)
-        entry = CatalogEntry(info, num_bytes, segment.last_access)
-        future = self._keeper.write(entry, reader, floors)
+        future = self._keeper.write(segment.entry, reader, floors)
         self._writes.append(_Write(segment, future, offer))
 
     def _finish(self, write: _Write) -> None:
@@ -297,7 +301,7 @@ class SegmentWrites:
             self._stats.segments_written += 1
             self._stats.bytes_written += segment.file_bytes
             if write.discarded is not None:
-                self._evict(segment, write.discarded)
+                self._evict([segment], write.discarded)
             return
         self._keeper.delete(segment.segment_id, segment.file_bytes)
         if isinstance(error, WriteAbandoned):

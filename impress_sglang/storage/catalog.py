@@ -10,12 +10,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import sqlite3
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -28,7 +29,7 @@ from impress_sglang.storage.segment import SegmentInfo
 
 logger = logging.getLogger(__name__)
 
-_SCHEMA = """
+_SEGMENTS = """
 CREATE TABLE IF NOT EXISTS segments (
     segment_id TEXT PRIMARY KEY,
     identity TEXT NOT NULL,
@@ -43,29 +44,62 @@ CREATE TABLE IF NOT EXISTS segments (
     chunk_tokens INTEGER NOT NULL,
     generation INTEGER NOT NULL,
     file_bytes INTEGER NOT NULL,
-    checksum TEXT NOT NULL,
-    last_access INTEGER NOT NULL DEFAULT 0,
-    hits INTEGER NOT NULL DEFAULT 0
+    checksum TEXT NOT NULL
 ) STRICT
 """
+# What changes stands apart: else each note of a use would write the tokens again.
+_USES = """
+CREATE TABLE IF NOT EXISTS uses (
+    segment_id TEXT PRIMARY KEY,
+    last_access INTEGER NOT NULL,
+    hits INTEGER NOT NULL,
+    parent TEXT NOT NULL
+) STRICT, WITHOUT ROWID
+"""
 
-_INSERT = "INSERT OR REPLACE INTO segments VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
+_INSERT = f"INSERT OR REPLACE INTO segments VALUES ({','.join('?' * 14)})"
+_INSERT_USE = "INSERT OR REPLACE INTO uses VALUES (?,?,?,?)"
 _DELETE = "DELETE FROM segments WHERE segment_id = ?"
-_ACCESS = "UPDATE segments SET last_access = ?2, hits = ?3 WHERE segment_id = ?1"
-# The first ones never change; their checksum follows.
-_COLUMNS, _FIXED = 16, 13
+_DELETE_USE = "DELETE FROM uses WHERE segment_id = ?"
+_USE = "UPDATE uses SET last_access = ?2, hits = ?3, parent = ?4 WHERE segment_id = ?1"
+_SUCCEED = "UPDATE uses SET parent = ?2 WHERE parent = ?1"
+_SELECT = """
+SELECT segments.*, ifnull(uses.last_access, 0), ifnull(uses.hits, 0), ifnull(uses.parent, '')
+FROM segments LEFT JOIN uses USING (segment_id)
+"""
+# The first ones never change, and their checksum follows; then what is used.
+_FIXED, _COLUMNS = 13, 17
+_TOKENS = 5
+# Shapes and qualities that rows have together.
+_SHARED = 1024
+_Change: TypeAlias = tuple[tuple[str, Sequence[Any]], ...]
+"""Statements that are made together, and their values."""
+
+SegmentUse: TypeAlias = tuple[str, int, int, str]
+"""Of a segment its name, last access, hits and parent, as in `CatalogEntry`."""
+
 # Changes that wait for the database at most; the next start mends what is forgotten.
 _MOST_WAITING = 100_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """A published segment as the catalog knows it; `last_access` is a logical time."""
+    """A published segment as the catalog knows it.
+
+    `last_access` is a logical time. `parent` names the segment that it builds on: where its place
+    is looked for first, and no more than that.
+    """
 
     info: SegmentInfo
     file_bytes: int
     last_access: int = 0
     hits: int = 0
+    parent: str = ""
+
+    @property
+    def use(self) -> SegmentUse:
+        """What of it changes."""
+        return self.info.segment_id, self.last_access, self.hits, self.parent
 
 
 class Catalog:
@@ -76,33 +110,32 @@ class Catalog:
         self._files = files
         self._path = directory / CATALOG
         self._connection: sqlite3.Connection | None = None
-        self._waiting: collections.deque[tuple[str, Sequence[Any]]] = collections.deque(
-            maxlen=_MOST_WAITING
-        )
+        self._waiting: collections.deque[_Change] = collections.deque(maxlen=_MOST_WAITING)
 
-    def add(self, entry: CatalogEntry) -> None:
-        """Record a published segment; like each change it waits where it cannot be made now.
+    def add(self, *entries: CatalogEntry) -> None:
+        """Record published segments; like each change it waits where it cannot be made now.
 
         Raises:
             sqlite3.Error: the database refuses.
             OSError: the database cannot be opened.
         """
-        self._waiting.append((_INSERT, _to_row(entry)))
+        self._waiting.extend(map(_insertion, entries))
         self.flush()
 
-    def remove(self, segment_id: str) -> None:
-        """Forget a segment; no error if it is unknown."""
-        self._waiting.append((_DELETE, (segment_id,)))
+    def remove(self, *segment_ids: str) -> None:
+        """Forget segments; no error if one is unknown."""
+        self._waiting.extend(map(_deletion, segment_ids))
         self.flush()
 
     def replace(self, segment_id: str, entry: CatalogEntry) -> None:
         """Record a published segment in the place of another."""
-        self._waiting.append((_INSERT, _to_row(entry)))
-        self.remove(segment_id)
+        moved = _SUCCEED, (segment_id, entry.info.segment_id)
+        self._waiting.append((*_insertion(entry), moved, *_deletion(segment_id)))
+        self.flush()
 
-    def record_accesses(self, accesses: Iterable[tuple[str, int, int]]) -> None:
-        """Keep (segment_id, last_access, hits) for the next start."""
-        self._waiting.extend((_ACCESS, access) for access in accesses)
+    def record_uses(self, uses: Iterable[SegmentUse]) -> None:
+        """Keep how segments were used for the next start; unknown ones are none."""
+        self._waiting.extend(((_USE, use),) for use in uses)
         self.flush()
 
     def flush(self) -> None:
@@ -114,7 +147,7 @@ class Catalog:
         """
         try:
             with self._connected() as connection:
-                for statement, values in self._waiting:
+                for statement, values in itertools.chain.from_iterable(self._waiting):
                     connection.execute(statement, values)
         except (sqlite3.Error, OSError):
             self.close()
@@ -129,10 +162,9 @@ class Catalog:
             OSError: it cannot be opened now.
         """
         try:
-            found = self._connected().execute("SELECT * FROM segments")
-            if len(found.description) != _COLUMNS:
-                raise sqlite3.DatabaseError("another table of that name")
-            rows = found.fetchall()
+            rows = self._connected().execute(_SELECT)
+            if len(rows.description) != _COLUMNS:
+                raise sqlite3.DatabaseError("it has other columns")
             # Of the others the headers are read.
             entries = [_from_row(row) for row in rows if _checksum(row[:_FIXED]) == row[_FIXED]]
         except sqlite3.OperationalError:
@@ -178,13 +210,22 @@ class Catalog:
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
-            connection.execute(_SCHEMA)
+            connection.execute(_SEGMENTS)
+            connection.execute(_USES)
             if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("quick_check failed")
         except BaseException:
             connection.close()
             raise
         return connection
+
+
+def _insertion(entry: CatalogEntry) -> _Change:
+    return (_INSERT, _to_row(entry)), (_INSERT_USE, entry.use)
+
+
+def _deletion(segment_id: str) -> _Change:
+    return (_DELETE, (segment_id,)), (_DELETE_USE, (segment_id,))
 
 
 def _to_row(entry: CatalogEntry) -> tuple[object, ...]:
@@ -204,44 +245,39 @@ def _to_row(entry: CatalogEntry) -> tuple[object, ...]:
         info.generation,
         entry.file_bytes,
     )
-    return *fixed, _checksum(fixed), entry.last_access, entry.hits
+    return *fixed, _checksum(fixed)
 
 
-def _checksum(fixed: tuple[object, ...]) -> str:
+def _checksum(fixed: tuple[Any, ...]) -> str:
     """Of a row: SQLite has none, and what a row says decides which files are kept."""
-    return xxhash.xxh3_64_hexdigest(repr(fixed).encode())
+    state = xxhash.xxh3_64(fixed[_TOKENS])
+    state.update(repr(fixed[:_TOKENS] + fixed[_TOKENS + 1 :]).encode())
+    return state.hexdigest()
 
 
-def _from_row(row: tuple[object, ...]) -> CatalogEntry:
-    (
-        segment_id,
-        identity,
-        namespace,
-        digest,
-        prefix_len,
-        tokens,
-        depth,
-        retention,
-        bits,
-        shape_json,
-        chunk_tokens,
-        generation,
-        file_bytes,
-        _,
-        last_access,
-        hits,
-    ) = row
-    assert isinstance(tokens, bytes)
+def _from_row(row: tuple[Any, ...]) -> CatalogEntry:
+    segment_id, identity, namespace, digest, prefix_len, tokens, *rest = row
+    depth, retention, bits, shape, chunk_tokens, generation, file_bytes, _, *use = rest
     info = SegmentInfo(
-        segment_id=str(segment_id),
-        identity=str(identity),
-        namespace=str(namespace),
-        prefix_digest=str(digest),
-        prefix_len=int(str(prefix_len)),
+        segment_id=segment_id,
+        identity=identity,
+        namespace=namespace,
+        prefix_digest=digest,
+        prefix_len=prefix_len,
         tokens=np.frombuffer(tokens, "<i4").astype(np.int32),
-        shape=KVShape.from_fields(json.loads(str(shape_json))),
-        chunk_tokens=int(str(chunk_tokens)),
-        quality=Quality(int(str(depth)), float(str(retention)), float(str(bits))),
-        generation=int(str(generation)),
+        shape=_shape(shape),
+        chunk_tokens=chunk_tokens,
+        quality=_quality(depth, retention, bits),
+        generation=generation,
     )
-    return CatalogEntry(info, int(str(file_bytes)), int(str(last_access)), int(str(hits)))
+    return CatalogEntry(info, file_bytes, *use)
+
+
+@functools.lru_cache(_SHARED)
+def _shape(text: str) -> KVShape:
+    return KVShape.from_fields(json.loads(text))
+
+
+@functools.lru_cache(_SHARED)
+def _quality(depth: int, retention: float, bits: float) -> Quality:
+    return Quality(depth, retention, bits)

@@ -201,10 +201,11 @@ def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, Path, b
     for folder in files.list(store / SEGMENTS):
         if not _FOLDER.fullmatch(folder):
             continue
-        for name in files.list(store / SEGMENTS / folder):
+        parent = store / SEGMENTS / folder
+        for name in files.list(parent):
             found = _SEGMENT.fullmatch(name)
             if found and name.startswith(folder):
-                yield found[1], store / SEGMENTS / folder / name, found[2] is None
+                yield found[1], parent / name, found[2] is None
 
 
 def quarantined_files(files: FileSystem, store: Path) -> list[Path]:

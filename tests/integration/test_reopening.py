@@ -79,7 +79,7 @@ def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults)
     wait_until(lambda: faults.hits)
     assert world.runtime.served.suspended == "opening"
     summary = world.cache.summary()
-    assert (summary["suspended"], summary["integrity"]) == ("opening", "ok")
+    assert (summary["suspended"], summary["integrity"]) == ("opening", "unchecked")
     assert summary["store"] is summary["cache"] is summary["reorder"] is None
     assert world.stored(1000) == 0
     with pytest.raises(ValueError, match="not enough values to unpack"):

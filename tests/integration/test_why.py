@@ -104,7 +104,7 @@ def test_what_another_tenant_has_stored_nobody_has(world: CodedWorld) -> None:
     stranger = admitted(world, namespace="another")
     assert stranger["reason"] == Reason.NEVER_STORED
     (segment,) = world.runtime.store.tree.segments()
-    world.runtime.store._evict(segment)
+    world.runtime.store._evict([segment])
     assert admitted(world, namespace="another") == stranger
     assert admitted(world)["reason"] == Reason.EVICTED
 

@@ -117,6 +117,8 @@ class Server:
             time.sleep(0.2)
 
     def stats(self) -> dict[str, Any]:
+        """With the result of a check now."""
+        self.post("/impress/check").raise_for_status()
         stats: dict[str, Any] = requests.get(self.url + "/impress/stats", timeout=60).json()
         return stats
 

@@ -135,7 +135,9 @@ def test_a_prefix_is_warmed_pinned_and_purged(server: Server) -> None:
     assert order("purge", extra_key="two")["segments"] >= 1
     assert order("purge", all=True)["segments"] >= 1
     stats = ask(server, "GET", "/impress/stats", "user").json()
-    assert stats["store"]["segments"] == 0 and stats["integrity"] == "ok"
+    assert stats["store"]["segments"] == 0 and stats["integrity"] == "unchecked"
+    assert ask(server, "POST", "/impress/check", "user").status_code == 401
+    assert ask(server, "POST", "/impress/check", "admin").json() == {"integrity": "ok"}
     assert stats["pins"] == {"prefixes": 0, "bytes": 0}
 
 

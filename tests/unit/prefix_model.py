@@ -95,17 +95,22 @@ class PrefixModel:
         return spans
 
     def place_for(
-        self, namespace: str, prefix: Sequence[int], tokens: Sequence[int], quality: Quality
+        self,
+        namespace: str,
+        prefix: Sequence[int],
+        tokens: Sequence[int],
+        quality: Quality,
+        known_place: Path = (),
     ) -> Path | None:
-        """Where a segment may hang: the best path whose tokens are `prefix`; None if it must be
-        refused, because there is none, or all have other KVs of its quality."""
+        """Where a segment may hang: `known_place`, or the best path whose tokens are `prefix`; None
+        if it must be refused, because there is none, or all have other KVs of its quality."""
         paths: list[Path] = [()]
         for token in prefix:
             steps = [(token, own) for own in QUALITIES if own.suffices(quality)]
             paths = [(*p, s) for p in paths for s in steps if (namespace, (*p, s)) in self.places]
             paths = [p for p in paths if p[-1][1] == quality or (namespace, p) in self.owner]
         own = tuple((token, quality) for token in tokens)
-        for path in paths:
+        for path in sorted(paths, key=lambda path: path != known_place):
             new = Known("", namespace, path, own)
             if not any(position in self.owner for position in new.positions()):
                 return path

@@ -83,7 +83,7 @@ def test_changes(catalog: Catalog, tmp_path: Path) -> None:
     catalog.remove("a")
     catalog.remove("unknown")
     catalog.replace("b", entry("c", last_access=2))
-    catalog.record_accesses([("c", 9, 4), ("unknown", 9, 4)])
+    catalog.record_uses([("c", 9, 4, "b"), ("unknown", 9, 4, "")])
 
     found = seen_by_others(tmp_path)
 
@@ -96,7 +96,7 @@ def changes(catalog: Catalog) -> list[Callable[[], None]]:
         lambda: catalog.add(entry("new")),
         lambda: catalog.remove("old"),
         lambda: catalog.replace("older", entry("newer")),
-        lambda: catalog.record_accesses([("kept", 9, 4)]),
+        lambda: catalog.record_uses([("kept", 9, 4, "")]),
     ]
 
 

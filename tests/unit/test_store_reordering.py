@@ -561,6 +561,7 @@ def test_a_rewrite_that_saves_less_than_it_costs_is_not_begun(bench: Workbench) 
 
     assert store.reorders.enqueue() == 0, "not even all that was read is as long as the file"
     segment.history.ssd_bytes = segment.file_bytes + 1
+    store.reorders.note_read([segment.segment_id])
     assert store.reorders.enqueue() == 1, "it must be looked at"
     finish(store)
 

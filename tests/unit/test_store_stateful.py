@@ -615,7 +615,9 @@ class StoreMachine(RuleBasedStateMachine):
         for known in sorted(newest.values(), key=lambda known: (len(known.above), *age(known))):
             # KVs below a hole are lost.
             prefix, own = ([token for token, _ in path] for path in (known.above, known.own))
-            above = self.model.place_for(known.namespace, prefix, own, known.quality)
+            # The index says where it stood.
+            place = () if without_index else known.above
+            above = self.model.place_for(known.namespace, prefix, own, known.quality, place)
             if above is not None:
                 name = before[known.name].segment_id
                 self.model.add(Known(name, known.namespace, above, known.own))

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from impress_sglang.management.digests import prefix_digest
 from impress_sglang.management.restoring import newest_files, restore_segments
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
-from impress_sglang.management.tree import StoredTree, common_prefix_len, prefix_digest
+from impress_sglang.management.tree import StoredTree, common_prefix_len
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import SegmentInfo
 from tests.unit.kv_factory import as_tokens, make_info, make_shape
@@ -118,14 +119,14 @@ def test_new_segments_are_later_than_all_before(put: Put) -> None:
     assert times == sorted(set(times))
 
 
-def test_time_starts_where_it_is_told(put: Put) -> None:
-    tree = StoredTree(first_time=100)
+def test_time_goes_on_after_a_restart(tree: StoredTree, put: Put) -> None:
     new, old = segment("a", P), segment("b", [9], last_access=7)
-    tree.insert(new, as_tokens([]))
-    tree.insert(old, as_tokens([]))
 
-    assert new.last_access >= 100
+    assert restore_segments(tree, [new, old]) == []
+
+    assert new.last_access == 8, "of a file without a row"
     assert old.last_access == 7, "kept from before the restart"
+    assert put("c", [10]).last_access > 8
 
 
 def test_a_second_segment_for_the_same_place_is_refused(tree: StoredTree, put: Put) -> None:

@@ -8,9 +8,10 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from impress_sglang.management.digests import prefix_digest
 from impress_sglang.management.restoring import newest_files, restore_segments
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
-from impress_sglang.management.tree import StoredTree, prefix_digest
+from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.quality import EXACT, Quality
 from tests.unit.kv_factory import as_tokens, make_info, make_shape
 from tests.unit.prefix_model import QUALITIES, Known, Path, PrefixModel

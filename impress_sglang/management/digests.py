@@ -1,0 +1,26 @@
+"""Digests of prefixes: the name of a place in the tree, which outlasts restarts."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from impress_sglang.storage.segment import Tokens
+
+
+def prefix_digest(namespace: str, tokens: Tokens) -> str:
+    """Digest of a namespace and a prefix, 32 hex digits."""
+    return extended(begun_digest(namespace), tokens).hexdigest()
+
+
+def begun_digest(namespace: str) -> hashlib.blake2b:
+    """The digest of a prefix of no tokens."""
+    return hashlib.blake2b(namespace.encode() + b"\0", digest_size=16)
+
+
+def extended(digest: hashlib.blake2b, tokens: Tokens) -> hashlib.blake2b:
+    """The digest of a prefix that is followed by these tokens."""
+    longer = digest.copy()
+    longer.update(np.ascontiguousarray(tokens, dtype="<i4").data)
+    return longer

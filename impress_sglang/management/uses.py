@@ -1,0 +1,94 @@
+"""In which order segments were used: who is evicted first, and what the next start should know."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+from impress_sglang.management.stored import StoredSegment
+
+
+class Uses:
+    """Segments that have a file or will have one, least recently used first.
+
+    A use of a segment is one of all that it builds on, so each stands before these: who looks for
+    something to evict that nothing builds on finds it in front, however many there are.
+    """
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[StoredSegment, None] = OrderedDict()
+        self._changed: dict[StoredSegment, None] = {}
+        self._now = 0
+
+    def __iter__(self) -> Iterator[StoredSegment]:
+        return iter(self._order)
+
+    def go_on_from(self, last_access: int) -> None:
+        """Whatever is used from now on is used after that."""
+        self._now = max(self._now, last_access)
+
+    def add(self, segment: StoredSegment) -> None:
+        """A segment is in the tree; unless it comes from an earlier process, that is a use."""
+        self._order[segment] = None
+        if not segment.last_access:
+            self.note(segment)
+
+    def remove(self, segment: StoredSegment) -> None:
+        """A segment is gone."""
+        self._order.pop(segment, None)
+        self._changed.pop(segment, None)
+
+    def note(self, segment: StoredSegment) -> None:
+        """A segment is used, and what it builds on."""
+        self._now += 1
+        for own in _path_up(segment):
+            own.last_access = self._now
+            # A hole, or what is gone since it was matched, is in no order.
+            if own in self._order:
+                self._order.move_to_end(own)
+                self._changed[own] = None
+
+    def change(self, segment: StoredSegment) -> None:
+        """A segment has another name, or builds on another one."""
+        if segment in self._order:
+            self._changed[segment] = None
+
+    def take_changed(self, most: int) -> list[StoredSegment]:
+        """Some of those of which something has changed since they were last taken."""
+        taken = list(itertools.islice(self._changed, most))
+        for segment in taken:
+            del self._changed[segment]
+        return taken
+
+    def sort(self) -> None:
+        """Put segments of an earlier process in the order in which it used them."""
+        ordered = sorted(self._order, key=lambda segment: -segment.info.prefix_len)
+        for segment in ordered:
+            above = segment.parent
+            if above is not None and above.last_access < segment.last_access:
+                above.last_access = segment.last_access
+        # Of equals those with more tokens before them stay in front.
+        ordered.sort(key=lambda segment: segment.last_access)
+        self._order = OrderedDict.fromkeys(ordered)
+
+    def check_integrity(self, segments: Iterable[StoredSegment]) -> None:
+        """Compare with these, which have a file or will have one.
+
+        Raises:
+            AssertionError: they differ, or the order is wrong, which is a bug.
+        """
+        places = {segment: place for place, segment in enumerate(self._order)}
+        assert places.keys() == set(segments) and self._changed.keys() <= places.keys()
+        for segment, place in places.items():
+            for own in _path_up(segment):
+                assert own not in places or places[own] >= place
+                assert own not in places or own.last_access >= segment.last_access
+
+
+def _path_up(segment: StoredSegment) -> Iterator[StoredSegment]:
+    """A segment, what it builds on, and so on."""
+    own: StoredSegment | None = segment
+    while own is not None:
+        yield own
+        own = own.parent

@@ -1,0 +1,330 @@
+"""What the index does for many segments: counted, for times depend on machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from impress_sglang.management import restoring
+from impress_sglang.management.digests import prefix_digest
+from impress_sglang.management.disk import NOTED_TOGETHER
+from impress_sglang.management.restoring import restore_segments
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.stored import StoredSegment
+from impress_sglang.management.tree import StoredTree
+from impress_sglang.management.writing import StoreOutcome
+from impress_sglang.storage.catalog import Catalog, CatalogEntry
+from impress_sglang.storage.files import FileSystem
+from tests.unit import store_factory
+from tests.unit.kv_factory import as_tokens, make_info, make_shape
+from tests.unit.store_factory import (
+    Workbench,
+    check_three_prefixes,
+    gb,
+    length,
+    look_up,
+    prompt,
+    three_prefixes,
+    use,
+)
+
+bench = store_factory.bench
+SHAPE = make_shape()
+TURNS = 5
+
+
+def conversations(count: int) -> tuple[list[StoredSegment], dict[str, str]]:
+    """Conversations of some turns, each of another length, and by segment the one before it."""
+    segments, parents = [], {}
+    for number in range(count):
+        prefix: list[int] = []
+        for turn in range(TURNS):
+            name, tokens = f"{number:05}-{turn}", [1000 + number + turn] * (3 + number % 97 + turn)
+            digest = prefix_digest("", as_tokens(prefix))
+            info = make_info(
+                SHAPE, tokens, segment_id=name, prefix_len=len(prefix), prefix_digest=digest
+            )
+            segments.append(StoredSegment(info, 4096, last_access=number + 1))
+            parents[name] = f"{number:05}-{turn - 1}" if turn else ""
+            prefix += tokens
+    return segments, parents
+
+
+@pytest.fixture
+def digests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens were digested, one time after the other."""
+    counted: list[int] = []
+    extended = restoring.extended
+
+    def count(digest: object, tokens: object) -> object:
+        counted.append(len(tokens))  # type: ignore[arg-type]
+        return extended(digest, tokens)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(restoring, "extended", count)
+    return counted
+
+
+def restored(segments: list[StoredSegment], parents: dict[str, str]) -> StoredTree:
+    tree = StoredTree()
+    assert restore_segments(tree, segments, parents) == []
+    tree.check_integrity()
+    for segment in segments:
+        above = parents.get(segment.segment_id)
+        assert (segment.parent is None) == (not above)
+        assert segment.parent is None or segment.parent.segment_id == above
+    return tree
+
+
+def test_a_start_digests_the_tokens_of_each_parent_once(digests: list[int]) -> None:
+    segments, parents = conversations(200)
+
+    restored(segments, parents)
+
+    last = f"-{TURNS - 1}"
+    assert sum(digests) == sum(
+        s.info.num_tokens for s in segments if not s.segment_id.endswith(last)
+    )
+
+
+def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list[int]) -> None:
+    """Each segment is digested once more, in pieces; it was each path, once per known length."""
+    segments, parents = conversations(200)
+    tree = StoredTree()
+
+    assert restore_segments(tree, segments) == []
+
+    tree.check_integrity()
+    assert {s.segment_id: s.parent.segment_id for s in segments if s.parent is not None} == {
+        name: above for name, above in parents.items() if above
+    }
+    paths = sum(s.info.prefix_len for s in segments)
+    assert sum(digests) <= sum(s.info.num_tokens for s in segments) + paths
+
+
+@pytest.mark.parametrize("wrong", ["0", "00001-0", "00003-4", "no such segment"])
+def test_a_wrong_parent_in_the_index_costs_nothing(wrong: str) -> None:
+    """A bit that flips must not lend KVs to other tokens, nor cost a file."""
+    segments, parents = conversations(4)
+    tree = StoredTree()
+
+    assert restore_segments(tree, segments, parents | {"00002-2": wrong, "00001-3": wrong}) == []
+
+    tree.check_integrity()
+    assert tree.get("00002-2").parent is tree.get("00002-1")  # type: ignore[union-attr]
+    assert tree.get("00001-3").parent is tree.get("00001-2")  # type: ignore[union-attr]
+
+
+def test_the_order_of_use_is_that_of_before(digests: list[int]) -> None:
+    segments, parents = conversations(3)
+    for segment, last_access in zip(segments, [5, 9, 2, 2, 2, *[3] * 10], strict=True):
+        segment.last_access = last_access
+
+    tree = restored(segments, parents)
+
+    names = [segment.segment_id for segment in tree.uses]
+    assert names[:3] == ["00000-4", "00000-3", "00000-2"], "what builds on others goes first"
+    assert names[-2:] == ["00000-1", "00000-0"], "a use is one of all that it builds on"
+    assert segments[0].last_access == 9
+
+
+@pytest.fixture
+def full(bench: Workbench) -> PrefixStore:
+    store = bench.open(ssd_gb=gb(40 * bench.one))
+    for number in range(1, 41):
+        bench.put(store, prompt(number))
+    return store
+
+
+def test_an_eviction_looks_at_few_segments(bench: Workbench, full: PrefixStore) -> None:
+    asked: list[str] = []
+    is_needed = full._quota._is_needed
+
+    def count(segment_id: str) -> bool:
+        asked.append(segment_id)
+        return is_needed(segment_id)
+
+    full._quota._is_needed = count
+
+    bench.put(full, prompt(50))
+
+    assert len(asked) == 1 and length(full, prompt(1)) == 0
+
+
+def test_an_eviction_asks_once_for_what_is_needed(bench: Workbench, full: PrefixStore) -> None:
+    """Else each would come by all that requests wait for."""
+    asked: list[str] = []
+    needed = {look_up(full, prompt(n)).spans[0].segment.segment_id for n in range(1, 31)}
+
+    def count(segment_id: str) -> bool:
+        asked.append(segment_id)
+        return segment_id in needed
+
+    full._quota._is_needed = count
+
+    for number in range(50, 55):
+        bench.put(full, prompt(number))
+
+    assert len(asked) == 30 + 5
+    assert all(length(full, prompt(n)) == 8 for n in range(1, 31))
+
+
+def test_several_evictions_are_one_change_of_the_index(
+    bench: Workbench, full: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would be a transaction, and wake the writing thread."""
+    removed: list[tuple[str, ...]] = []
+    remove = Catalog.remove
+
+    def count(self: Catalog, *segment_ids: str) -> None:
+        removed.append(segment_ids)
+        remove(self, *segment_ids)
+
+    monkeypatch.setattr(Catalog, "remove", count)
+
+    bench.put(full, prompt(50, 100))
+
+    assert len(removed) == 1 and len(removed[0]) == full.stats.segments_evicted > 3
+    assert len(bench.files()) == len(full.tree)
+
+
+def test_a_prompt_that_can_never_fit_looks_at_none(full: PrefixStore, bench: Workbench) -> None:
+    full._quota._is_needed = lambda segment_id: pytest.fail(f"asked for {segment_id}")
+
+    assert bench.offer(full, prompt(60, 1000)) is StoreOutcome.NO_SPACE
+
+
+def test_what_is_served_from_the_pool_stays(bench: Workbench) -> None:
+    """A prefix that never leaves SGLang's pool is offered with each prompt, and never read."""
+    store = bench.open(ssd_gb=gb(3 * bench.one))
+    bench.put(store, prompt(1))
+    bench.put(store, prompt(2))
+    bench.put(store, prompt(3))
+
+    assert bench.offer(store, prompt(1)) is StoreOutcome.KNOWN
+    bench.put(store, prompt(4))
+    assert bench.offer(store, prompt(1)) is StoreOutcome.KNOWN
+    bench.put(store, prompt(5))
+
+    assert [length(store, prompt(n)) for n in (1, 2, 3, 4, 5)] == [8, 0, 0, 8, 8]
+
+
+def test_who_looks_for_segments_to_reorder_looks_at_those_read(bench: Workbench) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1))
+    bench.put(store, prompt(2))
+    use(store, prompt(1))
+    looked: list[str] = []
+    get = store.tree.get
+    store.tree.get = lambda name: looked.append(name) or get(name)  # type: ignore
+    store.tree.segments = lambda: pytest.fail("a look at all")  # type: ignore
+
+    for _ in range(2):
+        assert store.reorders.enqueue() == 0
+
+    del store.tree.segments, store.tree.get  # type: ignore
+    assert looked == [look_up(store, prompt(1)).spans[0].segment.segment_id]
+
+
+def rows_of(bench: Workbench) -> dict[str, CatalogEntry]:
+    (path,) = bench.root.glob("*/catalog.sqlite")
+    catalog = Catalog(FileSystem(), path.parent)
+    found = catalog.entries()
+    catalog.close()
+    return found
+
+
+def test_a_killed_process_has_told_what_was_used(bench: Workbench) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1))
+    bench.put(store, prompt(2))
+    use(store, prompt(1))
+    name = look_up(store, prompt(1)).spans[0].segment.segment_id
+    assert rows_of(bench)[name].hits == 0
+
+    store._disk._note_at = 0.0
+    store.poll()
+    store._keeper.indexed().result()
+
+    assert rows_of(bench)[name].hits == 1
+    assert max(rows_of(bench).values(), key=lambda row: row.last_access).info.segment_id == name
+    assert store._disk._note_at > 0.0
+
+
+def test_many_uses_are_told_in_several_steps(bench: Workbench) -> None:
+    store = bench.open()
+    for number in range(3):
+        bench.put(store, prompt(number))
+    told: list[int] = []
+    store._disk.keeper.record_uses = lambda uses: told.append(len(uses))  # type: ignore
+    store._disk._note_at = 0.0
+    many = [dataclasses.replace(s, last_access=0) for s in store.tree.segments()] * 200
+
+    class Many:
+        def take_changed(self, most: int) -> list[StoredSegment]:
+            taken, many[:] = many[:most], many[most:]
+            return taken
+
+    for _ in range(4):
+        store._disk.note_uses(Many())  # type: ignore[arg-type]
+
+    assert told == [NOTED_TOGETHER, 600 - NOTED_TOGETHER]
+
+
+def test_a_start_and_an_end_write_nothing_that_did_not_change(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bench.reopen(three_prefixes(bench))
+    told: list[object] = []
+    monkeypatch.setattr(Catalog, "record_uses", lambda _, uses: told.extend(uses))
+
+    store = bench.reopen(store)
+
+    assert told == []
+    check_three_prefixes(store)
+
+
+def test_the_index_says_what_builds_on_what(bench: Workbench) -> None:
+    store = three_prefixes(bench)
+    whole = look_up(store, prompt(1, 40))
+    bench.close(store)
+
+    rows = rows_of(bench)
+
+    first, second = (span.segment.segment_id for span in whole.spans)
+    assert (rows[first].parent, rows[second].parent) == ("", first)
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    catalog = Catalog(FileSystem(), tmp_path)
+    yield catalog
+    catalog.close()
+
+
+def test_what_builds_on_a_rewritten_segment_builds_on_the_new_one(catalog: Catalog) -> None:
+    entries = [CatalogEntry(make_info(SHAPE, [1], segment_id=name), 1) for name in "abc"]
+    old, below, new = entries
+    catalog.add(old, dataclasses.replace(below, parent="a"))
+
+    catalog.replace("a", new)
+
+    found = catalog.entries()
+    assert sorted(found) == ["b", "c"] and found["b"].parent == "c"
+
+
+def test_an_index_of_before_is_made_anew(bench: Workbench) -> None:
+    """Version 0.2.0 had uses in the same table, so each note of one wrote the tokens again."""
+    bench.close(three_prefixes(bench))
+    (path,) = bench.root.glob("*/catalog.sqlite")
+    connection = sqlite3.connect(path)
+    with connection:
+        connection.execute("DROP TABLE uses")
+        for name in ("last_access", "hits"):
+            connection.execute(f"ALTER TABLE segments ADD COLUMN {name} INTEGER NOT NULL DEFAULT 0")
+    connection.close()
+
+    check_three_prefixes(bench.open())
