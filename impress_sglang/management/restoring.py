@@ -45,7 +45,7 @@ def recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None = N
 def _without_collections() -> Iterator[None]:
     """Python's garbage is not looked for: nothing here is any, and each look visits all of it.
 
-    There is one look in the end, which would else come during a request.
+    In the end there is one look at what is new, and not at what a process had before.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -54,7 +54,7 @@ def _without_collections() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-            gc.collect()
+            gc.collect(1)
 
 
 def _recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None) -> StoredTree:
