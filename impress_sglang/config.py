@@ -93,6 +93,10 @@ class ImpressConfig:
                 "that --impress-policy impress has: give bits from "
                 f"{LEAST_BITS:g} to {MOST_BITS:g}, retention 1, or another policy"
             )
+        if self.blend != OFF and self.policy != "impress":
+            raise ConfigError(
+                f"--impress-blend {self.blend} needs --impress-policy impress, got {self.policy!r}"
+            )
 
     @property
     def ssd_path(self) -> Path:

@@ -98,6 +98,7 @@ class BlendedLoading:
         """A block is in its slots: nothing of it is read any more."""
         for key in [own for own in self._sources if own[0] == number]:
             self._close(key)
+        self._turns.clear()
 
     def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
         """See `Loading.load`; there is nothing left to load."""

@@ -12,7 +12,8 @@ tree's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from impress_sglang.management.stored import StoredMatch, StoredSpan
 from impress_sglang.options import AUTO, DEVIATION, FIRST, OFF
 from impress_sglang.serving.admission import AdmissionPlan
 from impress_sglang.serving.blend_plan import CHECKED_LAYERS, BlendPlan, Kind
+from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.estimate import Estimate, Estimator, RequestLengths
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.layout import KVShape
@@ -33,6 +35,8 @@ from impress_sglang.transfer.source import ReadNeeds
 # Where no exact token is before them, so many are computed: attention needs a head that it knows
 # (AttentionStore's truncation as it is printed fails without).
 HEAD_TOKENS = 16
+# Blending is not cut into chunks: nobody else gets a token for so many seconds, at most.
+PASS_SECONDS = 5.0
 # The shares that auto chooses from, the largest first.
 SHARES = (0.75, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15)
 
@@ -99,7 +103,7 @@ class Blending:
         if not store.forecast.can_read(spans, in_codes=False):
             return None
         share, estimate = self._choose(work, kinds, spans, wanted.blend)
-        if self._config.load != "always" and not estimate.loads_faster:
+        if (estimate.compute or 0.0) > PASS_SECONDS or not self._is_worth_it(estimate, usual):
             return None
         if self._config.blend_select != DEVIATION:
             runs = self._compute_some(kinds, runs, resident_len, share)
@@ -119,6 +123,14 @@ class Blending:
             share=share,
             block_tokens=self._block_tokens,
         )
+
+    def _is_worth_it(self, estimate: Estimate, usual: AdmissionPlan | None) -> bool:
+        """Whether to blend is faster than to compute, and than what would be used else."""
+        if self._config.load == "always":
+            return True
+        if usual is not None and usual.estimate.load is not None and estimate.load is not None:
+            return estimate.loads_faster and estimate.load <= usual.estimate.load
+        return estimate.loads_faster
 
     def _accepts(self, wanted: LoadOptions) -> bool:
         """Whether a request takes approximate KVs, and not all of its tokens are computed."""
@@ -175,6 +187,17 @@ class Blending:
                 kinds[first + random.permutation(len(run))[:count]] = Kind.COMPUTED
                 rest.append(run)
         return rest
+
+
+def fits(plan: BlendPlan, loadings: Iterable[object]) -> bool:
+    """Whether a pass has time to blend for another request beside those that wait for it."""
+    others = [
+        own.plan.estimate.compute
+        for own in loadings
+        if isinstance(own, BlendedLoading) and not own.blended
+    ]
+    seconds = (math.inf if own is None else own for own in (*others, plan.estimate.compute))
+    return not others or sum(seconds) <= PASS_SECONDS
 
 
 def _runs_of(match: StoredMatch, start: int) -> list[Run]:

@@ -99,7 +99,7 @@ def publish(request: StoredRequest) -> None:
         recomputed=request.recomputed,
     )
     if request.recomputed:
-        request.report["why"] = why.damaged()
+        request.report.update(why=why.damaged(), blended_tokens=0)
 
 
 @dataclasses.dataclass(slots=True)

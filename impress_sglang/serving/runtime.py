@@ -23,7 +23,8 @@ from impress_sglang.management.residents import ResidentParts
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.options import EXACT_BITS, OFF, ON
 from impress_sglang.serving.admission import Admission, AdmissionPlan
-from impress_sglang.serving.blending import Blending
+from impress_sglang.serving.blend_plan import BlendPlan
+from impress_sglang.serving.blending import Blending, fits
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import Estimator, RequestLengths
 from impress_sglang.serving.loading import Loaders, RecomputedLoading
@@ -151,6 +152,9 @@ class ServingRuntime:
 
         See `RequestOpener.open`.
         """
+        loadings = (request.loading for request in self.live.values())
+        if isinstance(plan, BlendPlan) and not fits(plan, loadings):
+            return None
         try:
             request = self._opener.open(rid, plan, resident_slots, report, allocate)
         except PrefixUnreadable as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,8 @@ from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.management.policies import LoadOptions, make_policy
 from impress_sglang.serving.blend_plan import BlendPlan, Kind, apart
 from impress_sglang.serving.blended_loading import BlendedLoading
-from impress_sglang.serving.blending import Blending
-from impress_sglang.serving.estimate import Estimator
+from impress_sglang.serving.blending import PASS_SECONDS, Blending, fits
+from impress_sglang.serving.estimate import Estimate, Estimator
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.timeline import NO_TIMELINE
@@ -238,6 +240,41 @@ def test_computing_all_is_chosen_where_it_is_faster(bench: Workbench) -> None:
     assert desk.plan(texts(0, 2, 1)) is None
     forecast.seconds_to_read = lambda num_bytes: 0.0
     assert desk.plan(texts(0, 2, 1)) is not None
+
+
+def test_what_would_be_used_else_may_be_faster(bench: Workbench) -> None:
+    desk = Desk(bench, load="faster")
+    bench.put(desk.store, texts(0, 1, 2))
+    desk.estimator.note_forward(1000, 500_500.0, 1.0)
+    blended = desk.plan(texts(0, 2, 1))
+    assert blended is not None and blended.estimate.load is not None
+    for factor, expected in ((0.9, False), (1.1, True)):
+        estimate = Estimate(1.0, 0.0, factor * blended.estimate.load, 10.0)
+        usual = SimpleNamespace(stop=0, estimate=estimate)
+        assert (desk.plan(texts(0, 2, 1), usual=usual) is not None) == expected
+
+
+def test_nobody_blends_for_longer_than_others_may_wait(bench: Workbench) -> None:
+    """Nor do requests of one pass together."""
+    desk = Desk(bench)
+    bench.put(desk.store, texts(0, 1, 2))
+    unknown = desk.plan(texts(0, 2, 1))
+    assert unknown is not None and unknown.estimate.compute is None
+    short = dataclasses.replace(unknown, estimate=Estimate(1.0, 0.0, 0.4 * PASS_SECONDS, 100.0))
+    loader = PrefixLoader(SHAPE, make_policy(desk.config).selector)
+    first, second, other = loadings = [
+        BlendedLoading(loader, desk.store, plan, ROTATION, NO_TIMELINE)
+        for plan in (short, short, unknown)
+    ]
+    assert fits(short, [first, object()]) and not fits(short, [first, second])
+    assert fits(unknown, []) and not fits(unknown, [first]) and not fits(short, [other])
+    for own in loadings:
+        own.blended = True
+        own.close()
+    assert fits(short, loadings)
+    for _ in range(20):
+        desk.estimator.note_forward(1000, 500_500.0, 1e6)
+    assert desk.plan(texts(0, 2, 1)) is None
 
 
 def table(rows: int) -> Tensor:

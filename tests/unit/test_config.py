@@ -419,6 +419,15 @@ def test_a_part_of_a_prefix_is_not_exact(retention: float | str) -> None:
     assert ImpressConfig(bits=EXACTLY).serves(1.0, EXACT_BITS)
 
 
+def test_only_impress_blends() -> None:
+    """Files of some other policies are rewritten while requests wait for them."""
+    for policy in POLICIES:
+        if policy != "impress":
+            assert ImpressConfig(policy=policy).usual_blend == OFF
+            with pytest.raises(ConfigError, match="needs --impress-policy impress"):
+                ImpressConfig(policy=policy, blend=0.15)
+
+
 @given(CONFIGS)
 def test_json_gives_the_same_configuration_back(config: ImpressConfig) -> None:
     assert isinstance(json.loads(config.to_json()), dict)
