@@ -93,7 +93,7 @@ def first_of(places: Sequence[Place]) -> int:
 class _Known:
     """A request that waits: its state, the pass in which that was noted.
 
-    And how many overtook it, who took so many seconds.
+    And how many overtook it, and for how many seconds it waited for them.
     """
 
     state: CacheState | None = None
@@ -125,9 +125,10 @@ class QueueOrder:
         self._known = defaultdict[str, _Known](_Known)
         self._pass = 0
         self._next_look = -math.inf
-        # If places were changed: SGLang's order of the window, and ours with everybody's seconds.
+        # If places were changed: SGLang's order of the window, ours, and when that was.
         self._own: list[str] = []
-        self._arranged: dict[str, float] = {}
+        self._arranged: list[str] = []
+        self._since = 0.0
         # Of these, who has left; who comes back, as a retracted request does, is a new one.
         self._gone: set[str] = set()
         # Whether SGLang has tried to admit whom we put first, and could not.
@@ -137,7 +138,7 @@ class QueueOrder:
         """What is cached of a request that waits."""
         known = self._known[rid]
         known.state, known.noted = state, self._pass
-        self._refused = self._refused or rid == next(iter(self._arranged), None)
+        self._refused = self._refused or rid in self._arranged[:1]
 
     def forget(self, rid: str) -> None:
         """A request is admitted, or gone."""
@@ -158,18 +159,19 @@ class QueueOrder:
         head = queue[:WINDOW]
         waiting = {request.rid for request in head} - self._gone
         place = {rid: number for number, rid in enumerate(self._own)}
-        left: list[tuple[int, float]] = []
-        for rid, seconds in self._arranged.items():
+        left: list[int] = []
+        # By the clock, for estimates leave out what each pass takes besides its tokens.
+        seconds = self._clock() - self._since
+        for rid in self._arranged:
             if rid not in waiting:
-                left.append((place.pop(rid), seconds))
-            else:
-                overtook = [taken for number, taken in left if number > place[rid]]
-                self._known[rid].overtaken += len(overtook)
-                self._known[rid].waited += sum(overtook)
+                left.append(place.pop(rid))
+            elif overtook := sum(number > place[rid] for number in left):
+                self._known[rid].overtaken += overtook
+                self._known[rid].waited += seconds
         # What SGLang has added since is behind.
         queue[:WINDOW] = sorted(head, key=lambda own: place.get(own.rid, WINDOW))
-        self._refused = self._refused and next(iter(self._arranged)) in waiting
-        self._own, self._arranged, self._gone = [], {}, set()
+        self._refused = self._refused and self._arranged[0] in waiting
+        self._own, self._arranged, self._gone = [], [], set()
 
     def look(self, queue: Sequence[_T], look_at: Callable[[_T], None]) -> None:
         """Let `look_at` note again what is cached of requests in the window, the oldest first.
@@ -194,25 +196,26 @@ class QueueOrder:
         refused, self._refused = self._refused, False
         if refused:
             return
-        head, arranged = queue[:WINDOW], list[tuple[_T, float]]()
+        head, arranged = queue[:WINDOW], list[_T]()
         for _, equals in itertools.groupby(head, key=lambda own: own.priority):
             arranged += self._arrange(list(equals))
-        queue[:WINDOW] = [request for request, _ in arranged]
-        if queue[:WINDOW] != head:
+        if arranged != head:
             self._own = [request.rid for request in head]
-            self._arranged = {request.rid: seconds for request, seconds in arranged}
+            self._arranged = [request.rid for request in arranged]
+            self._since = self._clock()
+            queue[:WINDOW] = arranged
 
-    def _arrange(self, requests: list[_T]) -> list[tuple[_T, float]]:
-        """Requests in the order in which they are to go, and the seconds that each takes."""
+    def _arrange(self, requests: list[_T]) -> list[_T]:
+        """Requests in the order in which they are to go."""
         left = [(request, self._place(request.rid)) for request in requests]
-        arranged = list[tuple[_T, float]]()
+        arranged = list[_T]()
         while left:
             first = first_of([place for _, place in left])
             request, own = left.pop(first)
             for _, place in left[:first]:
                 place.passes -= 1
                 place.patience -= own.seconds
-            arranged.append((request, own.seconds))
+            arranged.append(request)
         return arranged
 
     def _noted(self, request: Queued) -> int:
