@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> Result:
         rows = [_serve(args, pool, count, prompts, shared) for count in args.write_after]
     columns = (
         Column("write after", "write_after"),
-        Column("written MB", "written_bytes", lambda own: f"{own / 1e6:,.1f}"),
+        Column("written MB", lambda row: row["written_bytes"] / 1e6, "{:,.1f}"),
         Column("of all", "of_all", "{:.2f}"),
         Column("worth", "of_shared", "{:.2f}"),
         Column("cached", "cached", "{:.0%}"),
