@@ -2,10 +2,10 @@
 
 SGLang's policy says who comes first. At the head of its order, in a window and among requests of
 equal priority, those change places that would make others wait: a request that still has to be read
-lets pass what is ready. Nobody waits longer for those who overtake it than it takes itself, nor is
-overtaken more often than the window is long: so the mean falls and the tail does not rise (Nudge:
-Grosof, Yang, Scully, Harchol-Balter, SIGMETRICS 2021, where each is overtaken once). Nobody is held
-back: SGLang admits whom it can.
+lets pass what is ready. Who has waited for others as long as it takes itself is overtaken no more,
+and nobody is more often than the window is long. So the mean falls and the tail hardly rises
+(Nudge: Grosof, Yang, Scully, Harchol-Balter, SIGMETRICS 2021, where each is overtaken once). Nobody
+is held back: SGLang admits whom it can.
 """
 
 from __future__ import annotations
@@ -208,6 +208,9 @@ class QueueOrder:
     def _arrange(self, requests: list[_T]) -> list[_T]:
         """Requests in the order in which they are to go."""
         left = [(request, self._place(request.rid)) for request in requests]
+        ranks = [place.rank for _, place in left]
+        if ranks == sorted(ranks):
+            return requests
         arranged = list[_T]()
         while left:
             first = first_of([place for _, place in left])

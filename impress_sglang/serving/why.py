@@ -118,15 +118,7 @@ class Explainer:
             seen: how many of its tokens were asked for often enough; None if nobody counts.
             opened: whether it was not sent back because its prefix could not be had.
         """
-        hit, used = _hit(report), int(report["prefix_tokens"])
-        rest = len(tokens) - used
-        if hit is not None and rest < self._config.min_prefix_tokens:
-            return _say(*hit)
-        if not opened:
-            miss = Reason.NOT_OPENED, ""
-        else:
-            miss = self._miss(report, namespace, tokens, wanted, seen)
-        return _say_both(hit, rest, miss)
+        return self._answer(_hit(report), report, namespace, tokens, wanted, seen, opened)
 
     def foretell(
         self,
@@ -140,10 +132,27 @@ class Explainer:
         """Of a prompt that nobody sends now; its report has what is stored of it as its prefix."""
         stored = int(report["prefix_tokens"])
         hit = (Reason.STORED, f"{stored:,} tokens") if stored else None
-        rest = len(tokens) - stored
+        return self._answer(hit, report, namespace, tokens, wanted, seen, opened=True)
+
+    def _answer(
+        self,
+        hit: tuple[Reason, str] | None,
+        report: Mapping[str, Any],
+        namespace: str,
+        tokens: Tokens,
+        wanted: LoadOptions,
+        seen: int | None,
+        opened: bool,
+    ) -> Why:
+        """What a prompt has, if anything, and why it lacks the rest, if that is worth a prefix."""
+        rest = len(tokens) - int(report["prefix_tokens"])
         if hit is not None and rest < self._config.min_prefix_tokens:
             return _say(*hit)
-        return _say_both(hit, rest, self._miss(report, namespace, tokens, wanted, seen))
+        if not opened:
+            miss = Reason.NOT_OPENED, ""
+        else:
+            miss = self._miss(report, namespace, tokens, wanted, seen)
+        return _say_both(hit, rest, miss)
 
     def _miss(
         self,
