@@ -14,6 +14,7 @@ import pytest
 
 from demo.model import model_path
 from impress_sglang.importance.selection import retained_tokens
+from impress_sglang.precision.codec import PLANE_BITS
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.segment import read_header
@@ -77,12 +78,14 @@ def test_bytes_of_a_three_thousand_token_prefix(server: Server, workdir: Path) -
     assert said["loaded_tokens"] == retained_tokens(3000, 0.25) == 750
     assert said["layers_by_probe"] == 30
     path = max(workdir.glob("store-smollm/*/segments/*/*.kv"), key=lambda p: p.stat().st_size)
-    codes = read_header(path, FileSystem()).info.layout().codes
+    header = read_header(path, FileSystem())
+    codes = header.info.layout().codes
     assert codes is not None and codes.num_tokens == 3000
     assert said["base_bytes"] == 30 * codes.num_groups * codes.group_bytes
     assert 0 < said["selected_chunks"] * BLOCK_BYTES == sum(said["plane_bytes"])
-    # Some heads of this model are nearly raised, by some text; few are.
-    assert 4.0 < said["bits_mean"] <= 5.2
+    # Five bits, and the planes of heads that do not bear four.
+    assert said["bits_mean"] == pytest.approx(5 + PLANE_BITS * header.floors.mean(), abs=0.01)
+    assert (header.floors > 0).mean() < 0.2
     analytic = 30 * codes.base_bytes + sum(said["plane_bytes"])
     in_vain = said["ahead_bytes"] - said["ahead_used_bytes"]
     assert said["ssd_bytes"] - in_vain == pytest.approx(analytic, rel=0.02)
