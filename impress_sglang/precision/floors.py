@@ -34,8 +34,8 @@ from impress_sglang.precision.codec import (
 # Of the last tokens of a prompt, how many queries are noted for this.
 MEASURED_QUERIES = 16
 # Tokens of a layer that are rounded for this, at most: 3 to 4 ms of the writing thread for
-# SmolLM2-135M, 18 to 31 ms for Llama-3-8B. Not as many as some time allows: a prompt is to be read in
-# the same bits from a busy machine.
+# SmolLM2-135M, 18 to 31 ms for Llama-3-8B. Not as many as some time allows: the same prompt is to
+# be read in the same bits from a busy machine.
 MEASURED_TOKENS = 8 * GROUP_TOKENS
 
 # Of what is bearable, how much a head that is raised may err.
