@@ -65,6 +65,7 @@ class ImpressConfig:
     blend: float | str = "off"
     blend_min_tokens: int = 512
     blend_select: str = "first"
+    truncate: float | str = "off"
     io_timeout: float = 10.0
     device_gb: float = 0.5
     host_gb: float = 3.0

@@ -58,6 +58,12 @@ def is_blend(value: object) -> bool:
     return value in (AUTO, OFF) or (number and 0.0 <= float(str(value)) <= 1.0)
 
 
+def is_truncation(value: object) -> bool:
+    """Whether this is a share of a conversation to cut at once, or `OFF`."""
+    # type() and not isinstance(): True is an int to isinstance.
+    return value == OFF or (type(value) is float and 0.0 < value < 1.0)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
     """Which values an option may have, of its type; `expected` says it in a message."""
@@ -118,6 +124,10 @@ def _parse_bits(text: str) -> float | str:
 
 def _parse_blend(text: str) -> float | str:
     return text if text in (AUTO, OFF) else float(text)
+
+
+def _parse_truncate(text: str) -> float | str:
+    return OFF if text == OFF else float(text)
 
 
 def _is_retention(value: object) -> bool:
@@ -305,6 +315,14 @@ OPTIONS: tuple[Option, ...] = (
         "Which tokens of reused text are computed again. first: the first ones of each run. "
         "deviation: those whose KVs differ most from computed ones in the second layer, and fewer "
         "from layer to layer. random: a baseline.",
+    ),
+    Option(
+        "truncate",
+        _parse_truncate,
+        Rule(f"between 0 and 1, or {OFF}", is_truncation),
+        "A prompt that is too long for the context is cut instead of refused: the system prompt "
+        "stays, and this share of the room for the conversation is left out at once, the oldest "
+        "first (AttentionStore: 0.5). A request overrides it with custom_params impress_truncate.",
     ),
     Option(
         "device_gb",

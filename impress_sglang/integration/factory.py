@@ -18,6 +18,7 @@ from impress_sglang.integration.guards import (
     check_options,
     check_parts,
     check_schedule,
+    check_truncation,
     identity_of_options,
 )
 from impress_sglang.integration.layers import check_layers
@@ -59,6 +60,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
     check_options(options)
     check_parts(config, options)
     check_schedule(config, options)
+    check_truncation(config, options)
     check_layers(runner)
     policy = make_policy(config)
     shape = kv_shape(runner, policy, config.probe_heads)

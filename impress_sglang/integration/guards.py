@@ -178,6 +178,19 @@ def check_schedule(config: ImpressConfig, options: Any) -> None:
         )
 
 
+def check_truncation(config: ImpressConfig, options: Any) -> None:
+    """Refuse to cut prompts at both ends.
+
+    Raises:
+        UnsupportedError: with one sentence.
+    """
+    if config.truncate != OFF and options.allow_auto_truncate:
+        raise UnsupportedError(
+            "--impress-truncate cuts the oldest part of a prompt that is too long, and "
+            "--allow-auto-truncate its end: drop one of them"
+        )
+
+
 def attention_of(options: Any) -> tuple[str | None, str | None]:
     """The attention backends of prefill and decode; `options` is the resolved view."""
     usual = options.attention_backend

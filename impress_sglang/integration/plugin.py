@@ -150,6 +150,7 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
             check_options,
             check_parts,
             check_schedule,
+            check_truncation,
         )
 
         config = config_of(server_args)
@@ -160,6 +161,7 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
         check_options(resolved_view(server_args))
         check_parts(config, resolved_view(server_args))
         check_schedule(config, resolved_view(server_args))
+        check_truncation(config, resolved_view(server_args))
         check_model(_model_config(server_args))
 
     _or_exit_if_cli(server_args, check)
@@ -307,6 +309,24 @@ def _around_meta_info(original: Callable[..., None], *arguments: Any) -> None:
     keep_report_as_object(original, *arguments)
 
 
+def _around_validation(original: Callable[..., None], *arguments: Any) -> None:
+    from impress_sglang.integration.truncation import around_validation
+
+    around_validation(original, *arguments)
+
+
+def _around_tokenized(original: Callable[..., Any], *arguments: Any) -> Any:
+    from impress_sglang.integration.truncation import around_tokenized
+
+    return around_tokenized(original, *arguments)
+
+
+def _after_chat(result: Any, chat: Any, request: Any, *_: Any, **__: Any) -> Any:
+    from impress_sglang.integration.truncation import keep_system_prompt
+
+    return keep_system_prompt(result, chat, request)
+
+
 def _before_http_server(server_args: Any, *_: Any, **__: Any) -> None:
     if config_of(server_args) is not None:
         from impress_sglang.integration.reporting import add_routes
@@ -378,6 +398,21 @@ HOOKS = (
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._accumulate_request_meta_info",
         _around_meta_info,
         "around",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        _around_validation,
+        "around",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        _around_tokenized,
+        "around",
+    ),
+    Hook(
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request",
+        _after_chat,
+        "after",
     ),
     Hook(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server",

@@ -41,6 +41,7 @@ from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.report import estimate_fields, new_report
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
+from impress_sglang.serving.truncation import truncated_tokens_of
 
 
 class ImpressRadixCache(RadixCache):
@@ -108,7 +109,11 @@ class ImpressRadixCache(RadixCache):
         known = self._known.note(req)
         report = new_report(self.runtime.policy.name, resident.device_prefix_len)
         refusal = serve_refusal(req)
-        report.update(not_served=refusal, not_stored=store_refusal(req))
+        report.update(
+            not_served=refusal,
+            not_stored=store_refusal(req),
+            truncated_tokens=truncated_tokens_of(req.sampling_params),
+        )
         if report["not_stored"] is None:
             self._saves.sight(req)
         req.customized_info = {REPORT_KEY: [report]}

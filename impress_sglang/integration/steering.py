@@ -23,7 +23,9 @@ from impress_sglang.integration.prompt_saves import as_tokens, namespace_of
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.purging import purge
+from impress_sglang.options import OFF
 from impress_sglang.serving.custom_params import STORE_KEY
+from impress_sglang.serving.truncation import TRUNCATE_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +185,8 @@ async def _warm(order: Order) -> dict[str, Any]:
     """Ask for a prefix like a request that wants to be stored at first sight."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    sampling = {"max_new_tokens": 1, "temperature": 0, "custom_params": {STORE_KEY: True}}
+    custom = {STORE_KEY: True, TRUNCATE_KEY: OFF}
+    sampling = {"max_new_tokens": 1, "temperature": 0, "custom_params": custom}
     request = GenerateReqInput(
         input_ids=order.input_ids,
         sampling_params=sampling,

@@ -20,7 +20,8 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
     (a stored prefix, whichever tier its chunks were in); lengths are in tokens, times in
     milliseconds; the counters of reads are those of `ReadStats`. `shared_tokens` of a stored prefix
     were in slots already, for other requests; `blended_tokens` are stored behind other text than
-    here, and a share of them was computed again. `bits_mean` are bits per element of what was
+    here, and a share of them was computed again; `truncated_tokens` were left out of an over-long
+    prompt. `bits_mean` are bits per element of what was
     loaded of a stored prefix (16: as it was computed), also of tokens that no layer uses;
     `base_bytes` and `plane_bytes` what of its codes was restored, from whichever tier. `not_served`
     and `not_stored` are what keeps a request from the store (`eligibility.py`), `why` is what
@@ -39,6 +40,7 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
         "loaded_tokens": 0,
         "shared_tokens": 0,
         "blended_tokens": 0,
+        "truncated_tokens": 0,
         "approximate": False,
         "layers_by_probe": 0,
         "layers_by_fallback": 0,
@@ -122,6 +124,7 @@ class RequestTotals:
     prefix_tokens: int = 0
     used_tokens: int = 0
     blended_tokens: int = 0
+    truncated_tokens: int = 0
     ssd_bytes: int = 0
     ssd_needed_bytes: int = 0
     ahead_bytes: int = 0

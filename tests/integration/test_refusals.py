@@ -192,6 +192,15 @@ def test_orders_in_which_nobody_may_change_places(
         assert f"--schedule-policy {order}: choose" in sentence
 
 
+def test_prompts_are_not_cut_at_both_ends(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    truncate, store = "--impress-truncate=0.5", f"--impress-ssd-dir={tmp_path / 'kv'}"
+    resolve(llama, "--enable-impress", store, truncate)
+    resolve(llama, "--enable-impress", store, "--allow-auto-truncate")
+    assert "drop one of them" in refusal(capsys, llama, truncate, "--allow-auto-truncate")
+
+
 def test_captured_metadata_is_refused(
     capsys: pytest.CaptureFixture[str], llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
