@@ -177,9 +177,9 @@ class Server:
         with ThreadPoolExecutor(at_once or len(prompts)) as pool:
             return list(pool.map(ask, prompts, whens))
 
-    def store(self, tokens: Sequence[int]) -> None:
+    def store(self, tokens: Sequence[int], *, custom: dict[str, Any] | None = None) -> None:
         """Compute a prompt, and empty the pool once it is written."""
-        self.generate(tokens)
+        self.generate(tokens, custom=custom)
         self.flush()
 
     def stats(self) -> dict[str, Any]:

@@ -2,14 +2,21 @@
 
 Each question has some documents. They are stored as one prompt; then the same ones are asked about
 in another order, with each `--shares` of their tokens computed again, chosen by each `--select`:
-the first tokens of each document, those whose KVs deviate most, or random ones. Share 1 is the
-exact answer, which computes everything.
+the first tokens of each document, those whose KVs deviate most, or random ones. Share 0 reuses all
+as it is, whatever the rule; share 1 computes everything and is exact.
 
-`KL` to the exact distributions before each token of the right answer, in nats per token, over the
-100 likeliest tokens and the rest, with a 95% interval over questions (bootstrap); `gold` is what
-the log-likelihood of the right answer loses, and `agreement` that of the likeliest token; `TTFT` is
-the median, one request at a time. `musique_cacheblend` (with --data) has CacheBlend's own documents
-and questions.
+KL         to the exact distributions before each token of the right answer, in nats per token, over
+           the 100 likeliest tokens and the rest, with a 95% interval over questions (bootstrap)
+of reuse   how much of the KL of share 0 is gone; *over random*: the mean of what the KL is less
+           than that of random tokens of the same questions, with its interval
+gold       what the log-likelihood of the right answer loses
+agreement  of the likeliest token
+F1, right  words that a greedy answer of --answer-tokens has in common with the right one (its best
+           variant), and the share of answers that contain it; 95% intervals of the difference of
+           `right` to the exact answers' are in the file
+TTFT       the median, one request at a time
+
+`musique_cacheblend` (with --data) has CacheBlend's own documents and questions.
 """
 
 from __future__ import annotations
@@ -18,8 +25,11 @@ import argparse
 import dataclasses
 import math
 import random
+import re
 import statistics
+import string
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,14 +40,15 @@ from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Opti
 from bench.core.report import Result, Table, plain
 from bench.core.servers import Server, Servers, servers
 from bench.core.session import BenchFailed, step
-from impress_sglang.options import BLEND_SELECTORS, EXACTLY, OFF
+from impress_sglang.options import BLEND_SELECTORS, EXACTLY, OFF, RANDOM
 
 OPTIONS = (
     Option("questions", 40, "how many", quick=2),
     Option("documents", 6, "of each question", quick=3),
     Option("tokens", 512, "of a document, at most", quick=200),
-    Option("shares", (0.0, 0.05, 0.15, 0.3), "of their tokens to compute again"),
+    Option("shares", (0.05, 0.15, 0.3), "of their tokens to compute again, beside 0 and 1"),
     Option("select", BLEND_SELECTORS, "which of them", parse=one_of(BLEND_SELECTORS)),
+    Option("answer-tokens", 12, "of answers that are generated; 0: none are", quick=4),
     Option("set", "squad_xquad_en", "data set with documents, questions and answers"),
     SEED,
     SERVER_FLAG,
@@ -63,6 +74,8 @@ class Question:
     """In which they are asked about; they are stored in another one."""
     question: list[int]
     answer: list[int]
+    answers: list[str]
+    """All that are right; `answer` is the first one."""
 
     def prompt(self, order: Sequence[int]) -> list[int]:
         """Up to the question."""
@@ -77,24 +90,27 @@ class Answer:
     loglik: float
     seconds: float
     report: Row
+    f1: float
+    right: bool
 
 
 def run(args: argparse.Namespace) -> Result:
     """Ask all questions, once with each rule and share."""
     model = model_folder(args.model)
-    rows, tokenize = read_rows(args.data, args.set), load_tokenize(model)
-    asked = draw(rows, tokenize, args)
-    exact: list[Answer] = []
-    found: list[Row] = []
+    asked = draw(read_rows(args.data, args.set), load_tokenize(model), args)
+    found: dict[tuple[str, float], list[Answer]] = {}
     with servers(args) as pool:
         for select in args.select:
-            own = _ask_all(args, pool, model, select, asked, exact)
-            found += [_row(select, share, exact, answers) for share, answers in own.items()]
-    found.append(_row("", 1.0, exact, exact))
+            ways = [(select, share) for share in args.shares]
+            if not found:
+                ways = [("", 1.0), ("", 0.0), *ways]
+            found |= _ask_all(args, pool, model, select, asked, ways)
+    rows = [_row(way, answers, found) for way, answers in found.items()]
     lengths = [len(own.prompt(own.order)) for own in asked]
-    figures = {"model": model.name, "prompt_tokens": lengths, "rows": found}
-    columns = plain("select", "share", "KL", "from", "to", "gold", "agreement", "blended", "TTFT")
-    return Result(figures, [Table(columns, found)])
+    figures = {"model": model.name, "prompt_tokens": lengths, "rows": rows}
+    names = ("KL", "from", "to", "of reuse", "over random", "low", "high", "gold", "agreement")
+    last = ("F1", "right", "blended", "TTFT")
+    return Result(figures, [Table(plain("select", "share", *names, *last), rows)])
 
 
 def draw(rows: Sequence[Row], tokenize: Tokenize, args: argparse.Namespace) -> list[Question]:
@@ -122,8 +138,9 @@ def draw(rows: Sequence[Row], tokenize: Tokenize, args: argparse.Namespace) -> l
             rng.shuffle(order)
         answers = row["answers"]
         question = tokenize(f"Question: {row['question']}\nAnswer:")
-        answer = tokenize(f" {answers[0] if isinstance(answers, list) else answers['text'][0]}")
-        questions.append(Question(tokenize(HEAD), documents, order, question, answer))
+        answers = list(answers if isinstance(answers, list) else answers["text"])
+        answer = tokenize(f" {answers[0]}")
+        questions.append(Question(tokenize(HEAD), documents, order, question, answer, answers))
     return questions
 
 
@@ -133,9 +150,10 @@ def _ask_all(
     model: Any,
     select: str,
     asked: Sequence[Question],
-    exact: list[Answer],
-) -> dict[float, list[Answer]]:
-    """Answers with each share; fills `exact` if it is empty."""
+    ways: Sequence[tuple[str, float]],
+) -> dict[tuple[str, float], list[Answer]]:
+    """Answers by rule and share; the first server stores the documents for all."""
+    folder = pool.folder / "kv"
     flags = [
         "--max-total-tokens=30000",
         "--enable-impress",
@@ -143,35 +161,33 @@ def _ask_all(
         "--impress-load=always",
         "--impress-blend=0.15",
         f"--impress-blend-select={select}",
-        f"--impress-ssd-dir={pool.folder / f'kv-{select}'}",
+        f"--impress-ssd-dir={folder}",
         *args.server_flag,
     ]
-    found: dict[float, list[Answer]] = {share: [] for share in args.shares}
-    complete = bool(exact)
+    first = not folder.exists()
     with pool.running(select, model, args.dtype, *flags) as server, step(f"{select}: asking"):
+        for question in asked if first else ():
+            stored = question.prompt(range(len(question.documents)))
+            server.store([*stored, *question.question], custom={"impress_blend": OFF})
+        found: dict[tuple[str, float], list[Answer]] = {way: [] for way in ways}
         for question in asked:
-            whole = [*question.prompt(range(len(question.documents))), *question.question]
-            server.generate(whole, custom={"impress_blend": OFF})
-            server.flush()
-            for share in args.shares:
-                found[share].append(_ask(server, question, {"impress_blend": share}))
-            # It is stored, so that it comes last.
-            if not complete:
-                custom = {"impress_blend": OFF, "impress_bits": EXACTLY}
-                exact.append(_ask(server, question, custom, store=True))
+            for way in ways:
+                found[way].append(_ask(server, question, way[1], args.answer_tokens))
         server.check_log()
     return found
 
 
-def _ask(
-    server: Server, question: Question, custom: dict[str, Any], *, store: bool = False
-) -> Answer:
+def _ask(server: Server, question: Question, share: float, answer_tokens: int) -> Answer:
+    """One question with such a share; nothing of it is stored.
+
+    Raises:
+        BenchFailed: it was not served so.
+    """
     prompt = [*question.prompt(question.order), *question.question]
+    custom: dict[str, Any] = {"impress_store": False, "impress_blend": share}
+    if share == 1.0:
+        custom |= {"impress_blend": OFF, "impress_bits": EXACTLY}
     began = time.perf_counter()
-    server.generate(prompt, custom=custom)
-    seconds = time.perf_counter() - began
-    if not store:
-        server.flush()
     meta = server.generate(
         [*prompt, *question.answer],
         custom=custom,
@@ -179,35 +195,91 @@ def _ask(
         logprob_start_len=len(prompt) - 1,
         top_logprobs_num=TOP,
     )["meta_info"]
+    seconds = time.perf_counter() - began
+    if bool(meta["impress"]["blended_tokens"]) != (share < 1.0):
+        raise BenchFailed(f"a request was not blended as it was asked to: {meta['impress']}")
+    text = ""
+    if answer_tokens:
+        text = server.generate(prompt, answer_tokens, custom=custom)["text"]
     server.flush()
     return Answer(
         [{entry[1]: entry[0] for entry in own} for own in meta["input_top_logprobs"] if own],
         sum(entry[0] for entry in meta["input_token_logprobs"][1:]),
         seconds,
         meta["impress"],
+        *score(text, question.answers),
     )
 
 
-def _row(select: str, share: float, exact: Sequence[Answer], found: Sequence[Answer]) -> Row:
-    divergences, agreements = [], []
-    for left, right in zip(exact, found, strict=True):
-        pairs = list(zip(left.distributions, right.distributions, strict=True))
-        divergences.append(statistics.fmean(divergence(*pair) for pair in pairs))
-        agreements += [max(a, key=a.__getitem__) == max(b, key=b.__getitem__) for a, b in pairs]
-    low, high = interval(divergences)
-    gold = [left.loglik - right.loglik for left, right in zip(exact, found, strict=True)]
-    return {
-        "select": select,
+def _row(
+    way: tuple[str, float],
+    answers: Sequence[Answer],
+    found: Mapping[tuple[str, float], Sequence[Answer]],
+) -> Row:
+    exact, share = found["", 1.0], way[1]
+    own, reuse = _divergences(exact, answers), _divergences(exact, found["", 0.0])
+    low, high = interval(own)
+    pairs = [
+        (max(a, key=a.__getitem__), max(b, key=b.__getitem__))
+        for left, right in zip(exact, answers, strict=True)
+        for a, b in zip(left.distributions, right.distributions, strict=True)
+    ]
+    row = {
+        "select": way[0],
         "share": share,
-        "KL": round(statistics.fmean(divergences), 5),
+        "KL": round(statistics.fmean(own), 5),
         "from": round(low, 5),
         "to": round(high, 5),
-        "gold": round(statistics.fmean(gold), 4),
-        "agreement": round(statistics.fmean(agreements), 4),
-        "blended": round(statistics.fmean(own.report["blended_tokens"] for own in found)),
-        "TTFT": round(statistics.median(own.seconds for own in found), 4),
-        "divergences": [round(own, 6) for own in divergences],
+        "of reuse": round(1.0 - statistics.fmean(own) / statistics.fmean(reuse), 3),
+        "gold": _mean([a.loglik - b.loglik for a, b in zip(exact, answers, strict=True)]),
+        "agreement": _mean([a == b for a, b in pairs]),
+        "F1": _mean([one.f1 for one in answers]),
+        "right": _mean([one.right for one in answers]),
+        "right_difference": interval(
+            [float(b.right) - a.right for a, b in zip(exact, answers, strict=True)]
+        ),
+        "blended": round(statistics.fmean(one.report["blended_tokens"] for one in answers)),
+        "TTFT": round(statistics.median(one.seconds for one in answers), 4),
+        "divergences": [round(one, 6) for one in own],
     }
+    control = found.get((RANDOM, share), ())
+    if control and way[0] != RANDOM:
+        less = [a - b for a, b in zip(_divergences(exact, control), own, strict=True)]
+        low, high = interval(less)
+        row |= {"over random": _mean(less), "low": round(low, 4), "high": round(high, 4)}
+    return row
+
+
+def _divergences(exact: Sequence[Answer], found: Sequence[Answer]) -> list[float]:
+    return [
+        statistics.fmean(map(divergence, a.distributions, b.distributions))
+        for a, b in zip(exact, found, strict=True)
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return round(statistics.fmean(values), 4)
+
+
+def score(text: str, answers: Sequence[str]) -> tuple[float, bool]:
+    """F1 of the words of a first line to the best of some answers, and whether it contains one.
+
+    Words are compared as SQuAD does: in small letters, without punctuation and articles.
+    """
+    said = words(text.strip().split("\n")[0])
+    best, contained = 0.0, False
+    for answer in answers:
+        wanted = words(answer)
+        common = sum((Counter(said) & Counter(wanted)).values())
+        best = max(best, 2 * common / max(len(said) + len(wanted), 1))
+        contained |= f" {' '.join(wanted)} " in f" {' '.join(said)} "
+    return best, contained
+
+
+def words(text: str) -> list[str]:
+    """What of a text counts."""
+    plain_text = "".join(" " if own in string.punctuation else own for own in text.lower())
+    return re.sub(r"\b(a|an|the)\b", " ", plain_text).split()
 
 
 def divergence(exact: Distribution, found: Distribution) -> float:

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from bench.core.session import BenchFailed
-from bench.quality.blend import divergence, draw, interval
+from bench.quality.blend import divergence, draw, interval, score
 
 
 def tokenize(text: str) -> list[int]:
@@ -63,3 +63,17 @@ def test_the_divergence_is_that_of_named_tokens_and_the_rest() -> None:
     by_hand = 0.5 * math.log(0.5 / 0.4) + 0.25 * math.log(0.25 / 0.4) + 0.25 * math.log(0.25 / 0.2)
     assert divergence(exact, found) == pytest.approx(by_hand)
     assert divergence(exact, exact) == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("text", "f1", "right"),
+    [
+        (" The Exeter College, Oxford.\nQuestion", 0.8, True),
+        (" Exeter", 2 / 3, False),
+        (" collegeexeter college", 0.5, False),
+        ("", 0.0, False),
+        (" B", 1.0, True),
+    ],
+)
+def test_answers_are_compared_by_their_words(text: str, f1: float, right: bool) -> None:
+    assert score(text, ["Exeter College", "b"]) == (pytest.approx(f1), right)
