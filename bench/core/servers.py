@@ -160,6 +160,7 @@ class Server:
         whens: Sequence[float],
         *,
         at_once: int | None = None,
+        custom: dict[str, Any] | None = None,
     ) -> list[tuple[float, dict[str, Any]]]:
         """Ask for one token of each prompt, so many seconds from now; all at a time, or so many.
 
@@ -171,7 +172,7 @@ class Server:
         def ask(tokens: Sequence[int], when: float) -> tuple[float, dict[str, Any]]:
             time.sleep(max(0.0, began + when - time.perf_counter()))
             asked = time.perf_counter()
-            answer = self.generate(tokens)
+            answer = self.generate(tokens, custom=custom)
             return time.perf_counter() - asked, answer
 
         with ThreadPoolExecutor(at_once or len(prompts)) as pool:

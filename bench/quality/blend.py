@@ -14,7 +14,8 @@ agreement  of the likeliest token
 F1, right  words that a greedy answer of --answer-tokens has in common with the right one (its best
            variant), and the share of answers that contain it; 95% intervals of the difference of
            `right` to the exact answers' are in the file
-TTFT       the median, one request at a time
+TTFT       the median, one request at a time; *many*, *per s*: the median of --clients, each of
+           which asks for one token as soon as it has its last one, and how many they get
 
 `musique_cacheblend` (with --data) has CacheBlend's own documents and questions.
 """
@@ -49,6 +50,7 @@ OPTIONS = (
     Option("shares", (0.05, 0.15, 0.3), "of their tokens to compute again, beside 0 and 1"),
     Option("select", BLEND_SELECTORS, "which of them", parse=one_of(BLEND_SELECTORS)),
     Option("answer-tokens", 12, "of answers that are generated; 0: none are", quick=4),
+    Option("clients", 4, "at a time, for the throughput; 0: it is not measured", quick=2),
     Option("set", "squad_xquad_en", "data set with documents, questions and answers"),
     SEED,
     SERVER_FLAG,
@@ -99,17 +101,18 @@ def run(args: argparse.Namespace) -> Result:
     model = model_folder(args.model)
     asked = draw(read_rows(args.data, args.set), load_tokenize(model), args)
     found: dict[tuple[str, float], list[Answer]] = {}
+    rates: dict[tuple[str, float], Row] = {}
     with servers(args) as pool:
         for select in args.select:
             ways = [(select, share) for share in args.shares]
             if not found:
                 ways = [("", 1.0), ("", 0.0), *ways]
-            found |= _ask_all(args, pool, model, select, asked, ways)
-    rows = [_row(way, answers, found) for way, answers in found.items()]
+            found |= _ask_all(args, pool, model, select, asked, ways, rates)
+    rows = [_row(way, answers, found) | rates.get(way, {}) for way, answers in found.items()]
     lengths = [len(own.prompt(own.order)) for own in asked]
     figures = {"model": model.name, "prompt_tokens": lengths, "rows": rows}
     names = ("KL", "from", "to", "of reuse", "over random", "low", "high", "gold", "agreement")
-    last = ("F1", "right", "blended", "TTFT")
+    last = ("F1", "right", "blended", "TTFT", "many", "per s")
     return Result(figures, [Table(plain("select", "share", *names, *last), rows)])
 
 
@@ -151,8 +154,9 @@ def _ask_all(
     select: str,
     asked: Sequence[Question],
     ways: Sequence[tuple[str, float]],
+    rates: dict[tuple[str, float], Row],
 ) -> dict[tuple[str, float], list[Answer]]:
-    """Answers by rule and share; the first server stores the documents for all."""
+    """Answers by rule and share; fills `rates`. The first server stores the documents for all."""
     folder = pool.folder / "kv"
     flags = [
         "--max-total-tokens=30000",
@@ -173,6 +177,8 @@ def _ask_all(
         for question in asked:
             for way in ways:
                 found[way].append(_ask(server, question, way[1], args.answer_tokens))
+        for way in ways if args.clients else ():
+            rates[way] = _rate(server, asked, way[1], args.clients)
         server.check_log()
     return found
 
@@ -183,10 +189,7 @@ def _ask(server: Server, question: Question, share: float, answer_tokens: int) -
     Raises:
         BenchFailed: it was not served so.
     """
-    prompt = [*question.prompt(question.order), *question.question]
-    custom: dict[str, Any] = {"impress_store": False, "impress_blend": share}
-    if share == 1.0:
-        custom |= {"impress_blend": OFF, "impress_bits": EXACTLY}
+    prompt, custom = [*question.prompt(question.order), *question.question], _custom(share)
     began = time.perf_counter()
     meta = server.generate(
         [*prompt, *question.answer],
@@ -209,6 +212,28 @@ def _ask(server: Server, question: Question, share: float, answer_tokens: int) -
         meta["impress"],
         *score(text, question.answers),
     )
+
+
+def _rate(server: Server, asked: Sequence[Question], share: float, clients: int) -> Row:
+    """How fast several clients get the first tokens of all questions."""
+    custom = _custom(share)
+    prompts = [[*own.prompt(own.order), *own.question] for own in asked]
+    server.flush()
+    began = time.perf_counter()
+    answers = server.generate_at(prompts, [0.0] * len(prompts), at_once=clients, custom=custom)
+    seconds = time.perf_counter() - began
+    server.flush()
+    return {
+        "many": round(statistics.median(own for own, _ in answers), 4),
+        "per s": round(len(prompts) / seconds, 3),
+    }
+
+
+def _custom(share: float) -> dict[str, Any]:
+    """A request of which such a share is computed; nothing of it is stored."""
+    if share == 1.0:
+        return {"impress_store": False, "impress_blend": OFF, "impress_bits": EXACTLY}
+    return {"impress_store": False, "impress_blend": share}
 
 
 def _row(
