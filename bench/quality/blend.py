@@ -31,7 +31,7 @@ import statistics
 import string
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ OPTIONS = (
     Option("tokens", 512, "of a document, at most", quick=200),
     Option("shares", (0.05, 0.15, 0.3), "of their tokens to compute again, beside 0 and 1"),
     Option("select", BLEND_SELECTORS, "which of them", parse=one_of(BLEND_SELECTORS)),
+    Option("answers-only", False, "measure no distributions, and no TTFT of one request at a time"),
     Option("answer-tokens", 12, "of answers that are generated; 0: none are", quick=4),
     Option("clients", 4, "at a time, for the throughput; 0: it is not measured", quick=2),
     Option("set", "squad_xquad_en", "data set with documents, questions and answers"),
@@ -98,6 +99,8 @@ class Answer:
 
 def run(args: argparse.Namespace) -> Result:
     """Ask all questions, once with each rule and share."""
+    if args.answers_only and not args.answer_tokens:
+        raise BenchFailed("--answers-only needs --answer-tokens")
     model = model_folder(args.model)
     asked = draw(read_rows(args.data, args.set), load_tokenize(model), args)
     found: dict[tuple[str, float], list[Answer]] = {}
@@ -176,42 +179,51 @@ def _ask_all(
         found: dict[tuple[str, float], list[Answer]] = {way: [] for way in ways}
         for question in asked:
             for way in ways:
-                found[way].append(_ask(server, question, way[1], args.answer_tokens))
+                found[way].append(_ask(server, question, way[1], args))
         for way in ways if args.clients else ():
             rates[way] = _rate(server, asked, way[1], args.clients)
         server.check_log()
     return found
 
 
-def _ask(server: Server, question: Question, share: float, answer_tokens: int) -> Answer:
+def _ask(server: Server, question: Question, share: float, args: argparse.Namespace) -> Answer:
     """One question with such a share; nothing of it is stored.
 
     Raises:
         BenchFailed: it was not served so.
     """
     prompt, custom = [*question.prompt(question.order), *question.question], _custom(share)
-    began = time.perf_counter()
-    meta = server.generate(
-        [*prompt, *question.answer],
-        custom=custom,
-        return_logprob=True,
-        logprob_start_len=len(prompt) - 1,
-        top_logprobs_num=TOP,
-    )["meta_info"]
-    seconds = time.perf_counter() - began
-    if bool(meta["impress"]["blended_tokens"]) != (share < 1.0):
-        raise BenchFailed(f"a request was not blended as it was asked to: {meta['impress']}")
-    text = ""
-    if answer_tokens:
-        text = server.generate(prompt, answer_tokens, custom=custom)["text"]
+    said: list[Row] = []
+    seconds = 0.0
+    if not args.answers_only:
+        began = time.perf_counter()
+        said.append(
+            server.generate(
+                [*prompt, *question.answer],
+                custom=custom,
+                return_logprob=True,
+                logprob_start_len=len(prompt) - 1,
+                top_logprobs_num=TOP,
+            )
+        )
+        seconds = time.perf_counter() - began
+    if args.answer_tokens:
+        said.append(server.generate(prompt, args.answer_tokens, custom=custom))
+    first = said[0]["meta_info"]
     server.flush()
+    if bool(first["impress"]["blended_tokens"]) != (share < 1.0):
+        raise BenchFailed(f"a request was not blended as it was asked to: {first['impress']}")
     return Answer(
-        [{entry[1]: entry[0] for entry in own} for own in meta["input_top_logprobs"] if own],
-        sum(entry[0] for entry in meta["input_token_logprobs"][1:]),
+        [dict(_likeliest(own)) for own in first.get("input_top_logprobs", ()) if own],
+        sum(entry[0] for entry in first.get("input_token_logprobs", [None])[1:]),
         seconds,
-        meta["impress"],
-        *score(text, question.answers),
+        first["impress"],
+        *score(said[-1]["text"] if args.answer_tokens else "", question.answers),
     )
+
+
+def _likeliest(entries: Sequence[Sequence[Any]]) -> Iterator[tuple[int, float]]:
+    return ((entry[1], entry[0]) for entry in entries)
 
 
 def _rate(server: Server, asked: Sequence[Question], share: float, clients: int) -> Row:
@@ -241,33 +253,43 @@ def _row(
     answers: Sequence[Answer],
     found: Mapping[tuple[str, float], Sequence[Answer]],
 ) -> Row:
-    exact, share = found["", 1.0], way[1]
+    exact = found["", 1.0]
+    right = [float(b.right) - a.right for a, b in zip(exact, answers, strict=True)]
+    row = {
+        "select": way[0],
+        "share": way[1],
+        "F1": _mean([one.f1 for one in answers]),
+        "right": _mean([one.right for one in answers]),
+        "right_difference": [_mean(right), *interval(right)],
+        "blended": round(statistics.fmean(one.report["blended_tokens"] for one in answers)),
+    }
+    return row | (_distances(way, answers, found) if answers[0].distributions else {})
+
+
+def _distances(
+    way: tuple[str, float],
+    answers: Sequence[Answer],
+    found: Mapping[tuple[str, float], Sequence[Answer]],
+) -> Row:
+    """How far distributions are from the exact ones, and the TTFT."""
+    exact, control = found["", 1.0], found.get((RANDOM, way[1]), ())
     own, reuse = _divergences(exact, answers), _divergences(exact, found["", 0.0])
     low, high = interval(own)
-    pairs = [
-        (max(a, key=a.__getitem__), max(b, key=b.__getitem__))
+    same = [
+        max(a, key=a.__getitem__) == max(b, key=b.__getitem__)
         for left, right in zip(exact, answers, strict=True)
         for a, b in zip(left.distributions, right.distributions, strict=True)
     ]
     row = {
-        "select": way[0],
-        "share": share,
         "KL": round(statistics.fmean(own), 5),
         "from": round(low, 5),
         "to": round(high, 5),
         "of reuse": round(1.0 - statistics.fmean(own) / statistics.fmean(reuse), 3),
         "gold": _mean([a.loglik - b.loglik for a, b in zip(exact, answers, strict=True)]),
-        "agreement": _mean([a == b for a, b in pairs]),
-        "F1": _mean([one.f1 for one in answers]),
-        "right": _mean([one.right for one in answers]),
-        "right_difference": interval(
-            [float(b.right) - a.right for a, b in zip(exact, answers, strict=True)]
-        ),
-        "blended": round(statistics.fmean(one.report["blended_tokens"] for one in answers)),
+        "agreement": _mean(same),
         "TTFT": round(statistics.median(one.seconds for one in answers), 4),
         "divergences": [round(one, 6) for one in own],
     }
-    control = found.get((RANDOM, share), ())
     if control and way[0] != RANDOM:
         less = [a - b for a, b in zip(_divergences(exact, control), own, strict=True)]
         low, high = interval(less)
