@@ -74,6 +74,7 @@ class ImpressConfig:
     half_life: float = 200.0
     reorder_interval: float = 60.0
     reorder_key: str = "selected"
+    show_prompts: str = "off"
     trace_dir: str = ""
 
     def __post_init__(self) -> None:

@@ -372,6 +372,13 @@ OPTIONS: tuple[Option, ...] = (
         "importance: its attention column sum, as in the paper.",
     ),
     Option(
+        "show_prompts",
+        str,
+        one_of((ON, OFF)),
+        "Whether GET /impress shows the first words of stored prefixes and of the last requests, "
+        "and not only digests of them.",
+    ),
+    Option(
         "trace_dir",
         str,
         ANYTHING,

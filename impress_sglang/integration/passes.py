@@ -125,6 +125,20 @@ class Passes:
             opened=not known.declined,
         )
 
+    def note_end(self, req: Any, report: dict[str, Any]) -> None:
+        """A request has ended: count it, and remember it among the last ones."""
+        runtime, times = self._runtime, req.time_stats
+        runtime.count(report)
+        store = runtime.served.opened
+        runtime.recent.note(
+            req.rid,
+            "" if store is None else store.namespace(namespace_of(req)),
+            req.origin_input_ids,
+            report,
+            waited=times.queue_duration_s,
+            prefill=max(times.prefill_finished_time - times.forward_entry_time, 0.0),
+        )
+
     def abort(self, rid: str, reason: str) -> None:
         """End a request of the pass under way with status 503, and nothing of it is kept.
 

@@ -228,7 +228,7 @@ class ImpressRadixCache(RadixCache):
         if req.finished():
             self._saves.end(req)
         if req.finished() and reports:
-            self.runtime.count(reports[0])
+            self.passes.note_end(req, reports[0])
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         """A request that was never admitted is gone."""

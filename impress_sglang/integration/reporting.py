@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from impress_sglang.integration.page import LOOK, add_page, look
 from impress_sglang.integration.passes import REPORT_KEY
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.steering import STEER, add_steering, obey, tokenizer_manager
@@ -85,11 +86,12 @@ def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> An
     route `/set_internal_state` comes here, too. What it does not know it refuses.
     """
     orders = request.server_args
-    if orders == STEER:
+    if orders in (STEER, LOOK):
         from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
         taken = isinstance(scheduler.tree_cache, ImpressRadixCache)
-        answer = obey(scheduler.tree_cache, request.rid) if taken else None
+        answers = obey if orders == STEER else look
+        answer = answers(scheduler.tree_cache, request.rid) if taken else None
         return SetInternalStateReqOutput(updated=taken, rid=answer)
     if not orders or not orders.keys() <= _orders.keys():
         return original(scheduler, request)
@@ -142,3 +144,4 @@ def add_routes(*_: Any, **__: Any) -> None:
         return {"integrity": (await give_order(CHECK_ORDER))["integrity"]}
 
     add_steering(app)
+    add_page(app)

@@ -150,11 +150,16 @@ def tokenizer_manager() -> Any:
 
 async def give(order: Order) -> dict[str, Any]:
     """Let the scheduler's process take an order; its answer."""
+    return await send(STEER, order.to_json())
+
+
+async def send(kind: dict[str, int], text: str) -> dict[str, Any]:
+    """Send the scheduler's process a text of some kind; its answer."""
     from sglang.srt.managers.io_struct import SetInternalStateReq
 
     manager = tokenizer_manager()
     manager.auto_create_handle_loop()
-    message = SetInternalStateReq(server_args=STEER, rid=order.to_json())
+    message = SetInternalStateReq(server_args=kind, rid=text)
     (answer,) = await manager.set_internal_state_communicator(message)
     told: dict[str, Any] = json.loads(answer.rid)
     return told

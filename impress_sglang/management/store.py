@@ -100,7 +100,7 @@ class PrefixStore:
             config.io_depth, self._disk.files, engine=config.io_engine, patience=patience
         )
         self.ahead = ReadAhead(self._memory.pool, config.readahead)
-        self._versions = SegmentVersions(
+        self.versions = SegmentVersions(
             shape,
             self.cache,
             self._memory.codes,
@@ -111,7 +111,7 @@ class PrefixStore:
         self.forecast = ReadForecast(
             shape,
             self._reader,
-            self._versions,
+            self.versions,
             self._memory,
             self._disk.meter,
             retention=config.part_retention,
@@ -120,7 +120,7 @@ class PrefixStore:
             self._directory,
             shape,
             self._reader,
-            self._versions,
+            self.versions,
             self._memory,
             self._disk.meter,
             direct=direct,
@@ -128,7 +128,7 @@ class PrefixStore:
             patience=patience,
         )
         self._lookahead = lookahead or LookAhead()
-        self._lookahead.tell_to(self._versions.expect)
+        self._lookahead.tell_to(self.versions.expect)
         self._closed = False
         self._measuring: AnySource | None = None
         self.stats = StoreStats()
@@ -138,7 +138,7 @@ class PrefixStore:
         self.reorders = ReorderQueue(
             self.tree,
             self._readers,
-            self._versions,
+            self.versions,
             rewriter,
             config.reorder_interval,
             enabled=make_policy(config).reorders,
@@ -325,7 +325,7 @@ class PrefixStore:
         on_disk = sum(s.file_bytes for s in live.values() if s.on_disk)
         assert self._quota.used_bytes == pending + on_disk
         assert self._quota.pending_bytes == pending
-        self._versions.check_integrity(s.segment_id for s in live.values() if s.on_disk)
+        self.versions.check_integrity(s.segment_id for s in live.values() if s.on_disk)
 
     def check_index(self) -> None:
         """Compare the index with the tree; waits for the disk, and for what is being written.
@@ -419,7 +419,7 @@ class PrefixStore:
         self.losses.note(segment, cause)
         self._quota.remove(segment.file_bytes)
         self._looks.forget(segment.segment_id)
-        self._versions.retire(segment.segment_id)
+        self.versions.retire(segment.segment_id)
         self.tree.lose(segment)
 
     def _judge(self, segment: StoredSegment, verdict: Verdict) -> None:

@@ -167,6 +167,15 @@ class StoredTree:
                     if segment is not None and self._tails[segment.segment_id] is node:
                         yield segment
 
+    def on_top(self, segment: StoredSegment) -> Iterator[StoredSegment]:
+        """Segments that build on one, without others between; as lazy as `below`."""
+        node: _Node | None = self._tails[segment.segment_id]
+        while node is not None and node.segment is segment:
+            for below in itertools.chain.from_iterable(node.children.values()):
+                if below.segment is not None and below.segment is not segment:
+                    yield below.segment
+            node = node.parent
+
     def touch(self, match: StoredMatch) -> None:
         """Count an access to every segment of a match."""
         if match.spans:
@@ -255,8 +264,9 @@ class StoredTree:
         covered: dict[str, int] = {}
         parents: dict[str, StoredSegment | None] = {}
         for namespace, root in self._roots.items():
-            for node in _descendants(root):
-                self._check_node(namespace, node, covered, parents)
+            for node in _deepest_first(root):
+                if node is not root:
+                    self._check_node(namespace, node, covered, parents)
         segments = list(self._segments.values())
         self.uses.check_integrity(s for s in segments if s.state is not SegmentState.LOST)
         assert covered == {s.segment_id: s.info.num_tokens for s in segments}
@@ -426,16 +436,6 @@ def common_prefix_len(left: Tokens, right: Tokens) -> int:
     length = min(len(left), len(right))
     different = left[:length] != right[:length]
     return int(different.argmax()) if different.any() else length
-
-
-def _descendants(root: _Node) -> Iterator[_Node]:
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        if node is not root:
-            yield node
-        for siblings in node.children.values():
-            stack.extend(siblings)
 
 
 def _deepest_first(top: _Node) -> Iterator[_Node]:

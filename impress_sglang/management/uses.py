@@ -19,14 +19,18 @@ class Uses:
     def __init__(self) -> None:
         self._order: OrderedDict[StoredSegment, None] = OrderedDict()
         self._changed: dict[StoredSegment, None] = {}
-        self._now = 0
+        self.now = 0
+        """Uses so far; `last_access` of a segment is one of them."""
 
     def __iter__(self) -> Iterator[StoredSegment]:
         return iter(self._order)
 
+    def __reversed__(self) -> Iterator[StoredSegment]:
+        return reversed(self._order)
+
     def go_on_from(self, last_access: int) -> None:
         """Whatever is used from now on is used after that."""
-        self._now = max(self._now, last_access)
+        self.now = max(self.now, last_access)
 
     def add(self, segment: StoredSegment) -> None:
         """A segment is in the tree; unless it comes from an earlier process, that is a use."""
@@ -41,9 +45,9 @@ class Uses:
 
     def note(self, segment: StoredSegment) -> None:
         """A segment is used, and what it builds on."""
-        self._now += 1
+        self.now += 1
         for own in _path_up(segment):
-            own.last_access = self._now
+            own.last_access = self.now
             # A hole, or what is gone since it was matched, is in no order.
             if own in self._order:
                 self._order.move_to_end(own)

@@ -21,6 +21,7 @@ from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.storage.layout import PROBE, Column, KVShape, SegmentLayout
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import NOBODY, Floats
 from impress_sglang.transfer.coded import cached_pages, chunks_of
 from impress_sglang.transfer.expectation import BlockHistory, first_shares
@@ -160,6 +161,23 @@ class SegmentVersions:
                 by_importance=self._by_importance,
             )
         return stored.history
+
+    def cached_bytes(self, segment_id: str) -> npt.NDArray[np.int64]:
+        """What of a segment is in the caches, in bytes, by `Tier`."""
+        version, found = self._versions.get(segment_id), np.zeros(len(Tier), np.int64)
+        kinds = []
+        if version is not None and version.columns is not None:
+            pages = self._cache.page.chunk_pages(version.layout)
+            kinds.append((self._cache, version.columns[0], pages))
+        if version is not None and version.codes is not None:
+            assert version.layout.codes is not None
+            pages = cached_pages(version.layout.codes, self._shape.num_layers)
+            kinds.append((self._codes, version.codes, pages))
+        for cache, first, pages in kinds:
+            tiers = cache.placement.tiers(first, len(pages))
+            found += np.bincount(tiers, pages, len(Tier)).astype(np.int64) * cache.page.page_bytes
+        found[Tier.SSD] = 0
+        return found
 
     def release(self, segment_id: str) -> None:
         """A reader of a version is done; after the last one its file is closed."""

@@ -31,6 +31,7 @@ from impress_sglang.serving.loading import Loaders, RecomputedLoading
 from impress_sglang.serving.metrics import ServingMetrics
 from impress_sglang.serving.opening import Allocate, RequestOpener
 from impress_sglang.serving.prefetch import Prefetches
+from impress_sglang.serving.recent import RecentRequests
 from impress_sglang.serving.report import RequestTotals, publish
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.scheduling import QueueOrder
@@ -78,6 +79,7 @@ class ServingRuntime:
         self.shape = shape
         self.policy = make_policy(config)
         self.totals = RequestTotals()
+        self.recent = RecentRequests(show_prompts=config.show_prompts == ON)
         self.metrics: ServingMetrics | None = None
         """Where Prometheus finds the totals, if somebody asks for that."""
         self.live: dict[str, StoredRequest] = {}

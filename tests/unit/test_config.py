@@ -81,6 +81,7 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     ("io_engine", ""),
     ("load", "never"),
     ("lookahead", "maybe"),
+    ("show_prompts", "yes"),
     ("schedule", "sometimes"),
     *[("blend", share) for share in (-0.01, 1.01, float("nan"), "", "0.15", "on", "Auto")],
     ("blend_min_tokens", 0),
@@ -144,6 +145,7 @@ WRONG_TYPES: list[tuple[str, Any]] = [
     ("readahead", False),
     ("load", None),
     ("lookahead", True),
+    ("show_prompts", True),
     *[(field, value) for field in DIRECTORIES for value in (None, Path("records"))],
 ]
 

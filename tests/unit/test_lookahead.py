@@ -219,7 +219,7 @@ def test_what_is_not_certain_to_be_read_is_not_awaited(
         store.writes.drain()
         match = store.match("", prefix)
         store.close_source(store.open_source(match, 0, 256, ReadNeeds(whole=True)))
-        (version,) = store._versions._versions.values()
+        (version,) = store.versions._versions.values()
         store.forecast.stored_bytes(match.spans)
         assert version.columns is not None
         lookahead.wait("waits", match.spans)

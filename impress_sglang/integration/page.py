@@ -1,0 +1,192 @@
+"""What a person may look at: `GET /impress`, and its data, `GET /impress/overview`.
+
+The page is three files beside this package, served as one document that needs no other. Its data
+are gathered on the scheduler's thread, in time that does not grow with the store; the HTTP process
+turns tokens into words, where prompts may be shown at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import Request
+from fastapi.responses import HTMLResponse, JSONResponse
+
+from impress_sglang.integration.radix_cache import ImpressRadixCache
+from impress_sglang.integration.steering import send, tokenizer_manager
+from impress_sglang.management.losses import prompt_of
+from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.stored import StoredSegment
+from impress_sglang.serving.recent import RecentRequests
+from impress_sglang.tiers.placement import Tier
+
+logger = logging.getLogger(__name__)
+
+PAGE_ROUTE = "/impress"
+OVERVIEW_ROUTE = "/impress/overview"
+LOOK = {"impress_look": 1}
+"""`server_args` of a message whose `rid` says what to look at."""
+MOST_SEGMENTS = 100
+_MOST_LETTERS = 120
+_FILES = Path(__file__).parents[1] / "page"
+
+
+def look(cache: ImpressRadixCache, text: str | None) -> str:
+    """See what there is, on the scheduler's thread; JSON. Raises nothing.
+
+    `text`: a JSON object, `{"after": N}` for all but the requests up to this number, or
+    `{"below": ID}` for the segments that build on one.
+    """
+    try:
+        wanted = json.loads(text or "{}")
+        below = wanted.get("below")
+        found = _all(cache, wanted["after"]) if below is None else _below(cache, str(below))
+    except Exception:
+        # Whatever it is, requests are served on.
+        logger.exception("somebody could not be shown the store")
+        found = {"error": "this cannot be shown; the server's log says why"}
+    return json.dumps(found)
+
+
+def _all(cache: ImpressRadixCache, after: int) -> dict[str, Any]:
+    recent, stats = cache.runtime.recent, cache.summary()
+    store = cache.runtime.served.opened
+    latest = () if store is None else itertools.islice(reversed(store.tree.uses), MOST_SEGMENTS)
+    return {
+        "since": recent.since,
+        "stats": stats,
+        "requests": recent.after(after),
+        "periods": recent.periods(),
+        "segments": _rows(cache, store, latest),
+    }
+
+
+def _below(cache: ImpressRadixCache, segment_id: str) -> dict[str, Any]:
+    store = cache.runtime.served.opened
+    segment = None if store is None else store.tree.get(segment_id)
+    if store is None or segment is None:
+        return {"segments": []}
+    own = itertools.islice(store.tree.on_top(segment), MOST_SEGMENTS)
+    return {"segments": _rows(cache, store, own)}
+
+
+def _rows(
+    cache: ImpressRadixCache, store: PrefixStore | None, segments: Iterable[StoredSegment]
+) -> list[dict[str, Any]]:
+    if store is None:
+        return []
+    in_slots = Counter[str]()
+    for part in cache.runtime.residents:
+        in_slots[part.segment_id] += len(part)
+    return [_row(cache.runtime.recent, store, own, in_slots[own.segment_id]) for own in segments]
+
+
+def _row(
+    recent: RecentRequests, store: PrefixStore, segment: StoredSegment, slots: int
+) -> dict[str, Any]:
+    info, cached = segment.info, store.versions.cached_bytes(segment.segment_id)
+    parent = segment.parent
+    return {
+        "segment": segment.segment_id,
+        "on": None if parent is None else parent.segment_id,
+        "namespace": info.namespace,
+        "begins": _digest(recent, segment),
+        "words": recent.words(info.tokens),
+        "from_token": info.prefix_len,
+        "tokens": info.num_tokens,
+        "ssd_bytes": segment.file_bytes,
+        "host_bytes": int(cached[Tier.HOST]),
+        "device_bytes": int(cached[Tier.DEVICE]),
+        "slot_tokens": slots,
+        "hits": segment.hits,
+        "uses_ago": store.tree.uses.now - segment.last_access,
+        "pinned": segment.segment_id in store.pins,
+        "state": segment.state.value,
+        "exact": not info.approximate,
+        "builders": segment.dependents,
+    }
+
+
+def _digest(recent: RecentRequests, segment: StoredSegment) -> str | None:
+    """As of requests that begin like it; None of what continues a prompt."""
+    info = segment.info
+    if info.prefix_len >= BLOCK_TOKENS:
+        return None
+    return recent.digest(info.namespace, prompt_of(segment) if segment.parent else info.tokens)
+
+
+def with_text(found: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Put text where there are tokens, if there is a tokenizer."""
+    for row in (*found.get("requests", ()), *found.get("segments", ())):
+        tokens = row.pop("words")
+        shown = tokens is not None and tokenizer is not None
+        row["text"] = tokenizer.decode(tokens)[:_MOST_LETTERS] if shown else None
+    return found
+
+
+def document() -> tuple[str, str]:
+    """The page, and the policy under which a browser runs nothing but what belongs to it."""
+    html, style, script = (
+        (_FILES / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
+    )
+    policy = (
+        f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return html.replace("/* page.css */", style).replace("/* page.js */", script), policy
+
+
+def _source(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def is_foreign(origin: str | None, host: str | None, *, has_key: bool) -> bool:
+    """Whether a page of another site asks, in the browser of somebody who may reach the server.
+
+    SGLang lets every site read its answers. Where there is a key, strangers do not have it.
+    """
+    return not has_key and origin is not None and urlsplit(origin).netloc != host
+
+
+def add_page(app: Any) -> None:
+    """Add both routes. The page has no data; these ask for the key that `/flush_cache` asks for."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    html, policy = document()
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }
+
+    @app.get(PAGE_ROUTE)
+    async def impress_page() -> HTMLResponse:
+        return HTMLResponse(html, headers=headers)
+
+    @app.get(OVERVIEW_ROUTE)
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def impress_overview(
+        request: Request, after: int = 0, below: str | None = None
+    ) -> JSONResponse:
+        manager = tokenizer_manager()
+        arguments, told = manager.server_args, request.headers
+        has_key = bool(arguments.api_key or arguments.admin_api_key)
+        if is_foreign(told.get("origin"), told.get("host"), has_key=has_key):
+            return JSONResponse({"error": "not for pages of other sites"}, status_code=403)
+        found = await send(LOOK, json.dumps({"after": after, "below": below}))
+        return JSONResponse(
+            with_text(found, getattr(manager, "tokenizer", None)),
+            headers={"Cache-Control": "no-store"},
+        )

@@ -1,0 +1,124 @@
+"""The last requests, and where tokens of prompts came from, for who looks at a server now."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from impress_sglang.management.prefix_hashes import BLOCK_TOKENS, PrefixHashes
+from impress_sglang.storage.segment import Tokens
+
+Row: TypeAlias = dict[str, Any]
+
+MOST_REQUESTS = 200
+PERIOD_SECONDS = 10
+MOST_PERIODS = 180
+MOST_WORDS = 32
+# Of a report what is shown of its request, beside how its tokens are split.
+_FIELDS = (
+    "path",
+    "why",
+    "decision",
+    "approximate",
+    "bits_mean",
+    "used_tokens",
+    "blended_tokens",
+    "ssd_bytes",
+    "wait_ms",
+    "prefetched",
+    "recomputed",
+    "not_stored",
+    "estimated_load_ms",
+    "estimated_recompute_ms",
+)
+
+
+class RecentRequests:
+    """Those of one scheduler, in fixed memory; one thread."""
+
+    def __init__(
+        self, *, show_prompts: bool = False, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._show_prompts = show_prompts
+        self._clock = clock
+        self._rows: deque[Row] = deque(maxlen=MOST_REQUESTS)
+        self._periods: deque[list[int]] = deque(maxlen=MOST_PERIODS)
+        self._count = 0
+        self._hashes = PrefixHashes()
+        self.since = clock()
+        """When it began to count, as of `time.time`."""
+
+    def note(
+        self,
+        rid: str,
+        namespace: str,
+        tokens: Sequence[int],
+        report: Mapping[str, Any],
+        *,
+        waited: float,
+        prefill: float,
+    ) -> None:
+        """A request has ended.
+
+        Args:
+            rid: its name, of which the beginning is kept.
+            namespace: as the store names it.
+            tokens: of its prompt.
+            report: of it.
+            waited: seconds in the queue.
+            prefill: seconds from there to its first token.
+        """
+        first = np.array(tokens[:BLOCK_TOKENS], np.int32)
+        sources = {
+            "resident": report["resident_tokens"],
+            "shared": report["shared_tokens"],
+            "loaded": report["loaded_tokens"],
+            # Of a prompt that is all in slots one token is computed again.
+            "computed": max(len(tokens) - report["prefix_tokens"], 0),
+        }
+        loading = min((report["load_ms"] + report["probe_ms"]) / 1e3, prefill)
+        self._count += 1
+        self._rows.append(
+            {
+                "number": self._count,
+                "ended": round(self._clock(), 3),
+                "rid": rid[:64],
+                "begins": self.digest(namespace, first),
+                "words": self.words(first),
+                "tokens": sources,
+                "waited_ms": round(waited * 1e3, 1),
+                "loading_ms": round(loading * 1e3, 1),
+                "computing_ms": round((prefill - loading) * 1e3, 1),
+                **{name: report[name] for name in _FIELDS},
+            }
+        )
+        begin = int(self._clock()) // PERIOD_SECONDS * PERIOD_SECONDS
+        if not self._periods or self._periods[-1][0] != begin:
+            self._periods.append([begin, *(0 for _ in sources)])
+        for place, own in enumerate(sources.values(), start=1):
+            self._periods[-1][place] += own
+
+    def digest(self, namespace: str, tokens: Tokens) -> str:
+        """Of how a prompt begins, int32 [n], another one in each process; "" if it is short."""
+        hashes = self._hashes.of(namespace, tokens[:BLOCK_TOKENS])
+        return "".join(f"{own:016x}" for own in hashes.tolist())
+
+    def words(self, tokens: Tokens) -> list[int] | None:
+        """Its first tokens, if prompts may be shown."""
+        return tokens[:MOST_WORDS].tolist() if self._show_prompts else None
+
+    def after(self, number: int) -> list[Row]:
+        """Those that have ended after the one of this number, the last ones first."""
+        return list(itertools.takewhile(lambda row: row["number"] > number, reversed(self._rows)))
+
+    def periods(self) -> list[list[int]]:
+        """When each period with requests began, and its tokens: resident, shared, loaded, computed.
+
+        The first one first; periods are of ten seconds, of the last half hour in which any were.
+        """
+        return list(self._periods)

@@ -1,0 +1,210 @@
+"""What the page shows, and that it shows nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import SetInternalStateReq
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from impress_sglang.integration import page
+from impress_sglang.integration.page import document, is_foreign, look, with_text
+from impress_sglang.integration.passes import REPORT_KEY
+from impress_sglang.integration.prompt_saves import as_tokens
+from impress_sglang.integration.reporting import take_order
+from impress_sglang.serving.recent import MOST_WORDS
+from impress_sglang.serving.report import new_report
+from tests.browser import needs_browser, shown
+from tests.integration import test_weights
+from tests.integration.test_shared_slots import SHAPE, CodedWorld
+from tests.integration.test_weights import TOKENS
+from tests.integration.test_write_after import ask as compute
+
+CACHES = {"device_gb": 1e-4, "host_gb": 1e-3}
+STORED = [*range(1000, 1000 + TOKENS)]
+
+
+@pytest.fixture
+def show_prompts() -> str:
+    return "off"
+
+
+@pytest.fixture
+def world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, show_prompts: str
+) -> Iterator[CodedWorld]:
+    test_weights.install_hooks(monkeypatch)
+    monkeypatch.setattr(test_weights, "SHAPE", SHAPE)
+    world = CodedWorld(tmp_path, load="always", write_after=1, show_prompts=show_prompts, **CACHES)
+    yield world
+    world.runtime.close()
+
+
+def seen(world: CodedWorld, **wanted: Any) -> Any:
+    """What the scheduler's process answers, by SGLang's way."""
+    message = SetInternalStateReq(server_args=page.LOOK, rid=json.dumps(wanted))
+    scheduler = SimpleNamespace(tree_cache=world.cache)
+    answer = take_order(lambda *_: pytest.fail("not ours"), scheduler, message)
+    assert answer.updated
+    return json.loads(answer.rid)
+
+
+def end(world: CodedWorld, tokens: list[int] = STORED) -> None:
+    req: Any = Req("asked", "", tokens, SamplingParams(), extra_key="tenant")
+    report = new_report("impress", 0)
+    req.customized_info = {REPORT_KEY: [report]}
+    world.cache.passes.note_end(req, report)
+
+
+def test_segments_are_where_they_are(world: CodedWorld) -> None:
+    """Those used last, what others build on first, with what of them is in caches and slots."""
+    world.store_prompt(1000)
+    other = [*range(3000, 3000 + TOKENS)]
+    compute(world, "a", 2000, prompt=other)
+    compute(world, "b", 4000, prompt=other, namespace="tenant")
+    world.idle_part()
+    store = world.runtime.store
+    assert store.pins.pin(store.namespace('["tenant", null]'), as_tokens(other)) is None
+
+    found = seen(world, after=0)
+
+    rows = {row["segment"]: row for row in found["segments"]}
+    assert len(rows) == len(store.tree) == found["stats"]["store"]["segments"]
+    used = sum(row["ssd_bytes"] for row in rows.values())
+    assert used == found["stats"]["store"]["used_bytes"]
+    for tier in ("host", "device"):
+        cached = sum(row[f"{tier}_bytes"] for row in rows.values())
+        assert cached == found["stats"]["cache"][tier]["used_bytes"]
+    assert sum(row["host_bytes"] + row["device_bytes"] for row in rows.values()) > 0
+    first = found["segments"][0]
+    assert (first["slot_tokens"], first["hits"], first["uses_ago"]) == (TOKENS, 1, 0)
+    pinned = [row for row in rows.values() if row["pinned"]]
+    assert [row["namespace"] for row in pinned] == [store.namespace('["tenant", null]')]
+    assert all(row["on"] in rows or row["on"] is None for row in rows.values())
+
+
+def test_never_all_at_once(world: CodedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "MOST_SEGMENTS", 2)
+    for number in range(5):
+        compute(world, f"r{number}", 2000 + 100 * number, prompt=STORED)
+    rows = seen(world, after=0)["segments"]
+    assert len(rows) == 2 and rows[1]["on"] == rows[0]["segment"]
+    assert rows[0]["builders"] == 4 and rows[1]["builders"] == 0
+    below = seen(world, below=rows[0]["segment"])["segments"]
+    assert len(below) == 2 and {row["on"] for row in below} == {rows[0]["segment"]}
+    assert seen(world, below="gone") == {"segments": []}
+
+
+def test_nobody_is_shown_prompts(world: CodedWorld) -> None:
+    compute(world, "r", 2000)
+    end(world)
+    found = seen(world, after=0)
+    assert found["requests"][0]["begins"] and found["segments"][0]["begins"]
+    assert all(row["words"] is None for row in (*found["requests"], *found["segments"]))
+    assert not re.search(r"\b10[0-9][0-9], 10", json.dumps(found)), "tokens"
+    assert all(row["text"] is None for row in with_text(found, Tokenizer())["segments"])
+
+
+class Tokenizer:
+    def decode(self, tokens: list[int]) -> str:
+        return f"<b>{tokens[0]}</b>" + "x" * 1000
+
+
+@pytest.mark.parametrize("show_prompts", ["on"])
+def test_prompts_are_shown_to_who_wants_that(world: CodedWorld) -> None:
+    compute(world, "r", 2000)
+    end(world)
+    found = seen(world, after=0)
+    assert found["requests"][0]["words"] == STORED[:MOST_WORDS]
+    (row,) = with_text({"segments": found["segments"][:1]}, Tokenizer())["segments"]
+    assert row["text"].startswith("<b>1000</b>x") and len(row["text"]) == 120
+    assert with_text({"requests": found["requests"]}, None)["requests"][0]["text"] is None
+
+
+def test_requests_and_segments_that_begin_alike_have_one_name(world: CodedWorld) -> None:
+    compute(world, "r", 2000, namespace="tenant")
+    end(world)
+    found = seen(world, after=0)
+    assert found["requests"][0]["begins"] == found["segments"][0]["begins"]
+    assert seen(world, after=1)["requests"] == []
+
+
+def test_nothing_that_is_asked_ends_the_scheduler(world: CodedWorld) -> None:
+    end(world)
+    for text in ("no JSON", "[]", '{"after": "x"}', "{}"):
+        assert "error" in json.loads(look(world.cache, text))
+    assert json.loads(look(world.cache, '{"below": {}}')) == {"segments": []}
+    world.runtime.served.reopen("1" * 32)
+    assert seen(world, after=0)["segments"] == [] == seen(world, below="x")["segments"]
+
+
+def test_a_browser_runs_what_belongs_to_the_page() -> None:
+    html, policy = document()
+    for kind, tag in (("style", "style"), ("script", "script")):
+        (own,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}';" in policy and len(own) > 1000
+    assert policy.startswith("default-src 'none'") and "unsafe" not in policy
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", html)
+    assert set(re.findall(r"https?://[\w.:]+", html)) <= {
+        "http://127.0.0.1:30000",
+        "http://www.w3.org",
+    }
+
+
+def test_pages_of_other_sites_get_nothing_without_a_key() -> None:
+    assert is_foreign("http://evil.example", "127.0.0.1:30000", has_key=False)
+    assert is_foreign("null", "127.0.0.1:30000", has_key=False)
+    assert not is_foreign("null", "127.0.0.1:30000", has_key=True)
+    assert not is_foreign("http://127.0.0.1:30000", "127.0.0.1:30000", has_key=False)
+    assert not is_foreign(None, "127.0.0.1:30000", has_key=False)
+
+
+HOSTILE = "<img src=x onerror=\"document.title='taken over'\"><script>alert(1)</script>"
+
+
+@contextmanager
+def served(found: dict[str, Any]) -> Iterator[str]:
+    """A server that has the page and these data; its address."""
+    html, policy = document()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_page = self.path == page.PAGE_ROUTE
+            self.send_response(200)
+            self.send_header("Content-Security-Policy", policy)
+            self.send_header("Content-Type", "text/html" if is_page else "application/json")
+            self.end_headers()
+            self.wfile.write((html if is_page else json.dumps(found)).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}{page.PAGE_ROUTE}"
+        server.shutdown()
+
+
+@needs_browser
+@pytest.mark.parametrize("show_prompts", ["on"])
+def test_prompts_are_only_text(world: CodedWorld, tmp_path: Path) -> None:
+    compute(world, "r", 2000)
+    end(world)
+    found = with_text(seen(world, after=0), SimpleNamespace(decode=lambda _: HOSTILE))
+    found["requests"][0] |= {"rid": HOSTILE, "why": {"text": HOSTILE, "reason": "x", "rest": None}}
+    with served(found) as url:
+        dom = shown(url, tmp_path)
+    assert "in use" in dom and dom.count("&lt;img src=x") >= 3
+    assert "<img" not in dom and "taken over</title>" not in dom

@@ -1,0 +1,84 @@
+"""The page of a running server, and its data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.browser import needs_browser, shown
+from tests.serving.conftest import impress_flags
+from tests.serving.harness import Server, Zygote, running
+from tests.serving.tiny_models import random_tokens
+
+KEY = {"Authorization": "Bearer the-admins-key"}
+
+
+@pytest.fixture(scope="module")
+def server(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
+    flags = impress_flags(
+        workdir / "store-page",
+        "--impress-min-prefix-tokens=64",
+        "--max-total-tokens=1500",
+        "--admin-api-key=the-admins-key",
+    )
+    with running(tiny_llama, workdir / "page.log", *flags, zygote=zygote) as server:
+        for number in range(8):
+            prefix = random_tokens(700, seed=number % 3)
+            server.generate([*prefix, *random_tokens(9, seed=50 + number)])
+        yield server
+        server.assert_quiet()
+
+
+def overview(server: Server, **wanted: Any) -> Any:
+    url = f"{server.url}/impress/overview"
+    response = requests.get(url, headers=KEY, params=wanted, timeout=60)
+    response.raise_for_status()
+    return response.json()
+
+
+def test_what_it_says_agrees_with_the_statistics(server: Server) -> None:
+    found = overview(server)
+    stats, rows = found["stats"], found["requests"]
+
+    # The first one is of SGLang's, which warms up.
+    assert [row["number"] for row in rows] == [*range(9, 0, -1)]
+    assert len(rows) == stats["totals"]["requests"]
+    for row in rows[:-1]:
+        assert sum(row["tokens"].values()) == 709
+        assert row["computing_ms"] > 0 and row["waited_ms"] >= 0 and row["why"]["text"]
+    loaded = sum(row["tokens"]["loaded"] for row in rows)
+    assert loaded > 0 and any(row["loading_ms"] > 0 for row in rows)
+    prefixes = sum(sum(row["tokens"].values()) - row["tokens"]["computed"] for row in rows)
+    assert prefixes == stats["totals"]["prefix_tokens"]
+    by_period = [sum(column) for column in zip(*found["periods"], strict=True)][1:]
+    assert by_period == [sum(row["tokens"][name] for row in rows) for name in rows[0]["tokens"]]
+    assert sum(row["ssd_bytes"] for row in found["segments"]) == stats["store"]["used_bytes"]
+    slots = stats["device_pool"]["shared_tokens"] + stats["device_pool"]["shared_idle_tokens"]
+    assert sum(row["slot_tokens"] for row in found["segments"]) == slots
+    assert {row["begins"] for row in rows[:-1]} == {row["begins"] for row in found["segments"]} - {
+        None
+    }
+    assert all(row["text"] is None for row in (*rows, *found["segments"]))
+    assert overview(server, after=9)["requests"] == []
+
+
+def test_data_ask_for_the_admins_key(server: Server) -> None:
+    url = f"{server.url}/impress/overview"
+    assert requests.get(url, timeout=60).status_code == 401
+    other = {"Authorization": "Bearer another"}
+    assert requests.get(url, headers=other, timeout=60).status_code == 401
+    answer = requests.get(f"{server.url}/impress", timeout=60)
+    policy = answer.headers["Content-Security-Policy"]
+    assert answer.ok and policy.startswith("default-src 'none'")
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+@needs_browser
+def test_a_browser_asks_for_the_key(server: Server, tmp_path: Path) -> None:
+    dom = shown(f"{server.url}/impress", tmp_path)
+    assert "a key is needed" in dom and not re.search(r"<tbody id=\"requests\"><tr", dom)

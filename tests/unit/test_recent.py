@@ -1,0 +1,89 @@
+"""What is remembered of the last requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from impress_sglang.serving.recent import (
+    MOST_PERIODS,
+    MOST_REQUESTS,
+    MOST_WORDS,
+    PERIOD_SECONDS,
+    RecentRequests,
+)
+from impress_sglang.serving.report import new_report
+
+PROMPT = [*range(100, 400)]
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def note(
+    recent: RecentRequests, tokens: list[int] = PROMPT, namespace: str = "n", **report: Any
+) -> None:
+    report = new_report("impress", 0) | report
+    recent.note("r" * 500, namespace, tokens, report, waited=0.25, prefill=0.1)
+
+
+def test_it_is_split_where_the_tokens_of_a_prompt_came_from(clock: Clock) -> None:
+    recent = RecentRequests(clock=clock)
+    told = {"resident_tokens": 64, "shared_tokens": 32, "loaded_tokens": 100}
+    note(recent, prefix_tokens=196, load_ms=30.0, probe_ms=10.0, **told)
+    note(recent, PROMPT[:5])
+    # As where all is resident, and SGLang computes the last token nevertheless.
+    note(recent, PROMPT[:5], prefix_tokens=5, resident_tokens=5, load_ms=900.0)
+
+    resident, short, first = recent.after(0)
+    assert first["tokens"] == {"resident": 64, "shared": 32, "loaded": 100, "computed": 104}
+    assert sum(first["tokens"].values()) == len(PROMPT)
+    assert (first["waited_ms"], first["loading_ms"], first["computing_ms"]) == (250, 40, 60)
+    assert (short["tokens"]["computed"], resident["tokens"]["computed"]) == (5, 0)
+    assert (resident["loading_ms"], resident["computing_ms"]) == (100, 0)
+    assert recent.periods() == [[1000, 69, 32, 100, 109]]
+
+
+def test_memory_is_bounded(clock: Clock) -> None:
+    recent = RecentRequests(clock=clock)
+    for _ in range(MOST_REQUESTS + MOST_PERIODS + 7):
+        clock.now += PERIOD_SECONDS
+        note(recent)
+    rows, last = recent.after(0), MOST_REQUESTS + MOST_PERIODS + 7
+    assert [row["number"] for row in rows] == [*range(last, last - MOST_REQUESTS, -1)]
+    assert len(recent.periods()) == MOST_PERIODS
+    assert recent.periods()[-1] == [clock.now, 0, 0, 0, 300]
+    assert len(rows[0]["rid"]) == 64
+    assert [row["number"] for row in recent.after(last - 2)] == [last, last - 1]
+    assert recent.after(last) == []
+
+
+def test_prompts_are_told_apart_and_not_shown() -> None:
+    recent = RecentRequests()
+    note(recent)
+    note(recent, [*PROMPT[:64], 7])
+    note(recent, PROMPT[1:])
+    note(recent, namespace="other")
+    note(recent, PROMPT[:63])
+    short, other, later, same, first = [row["begins"] for row in recent.after(0)]
+    assert first == same and short == "" and len({first, later, other}) == 3
+    assert all(row["words"] is None for row in recent.after(0))
+    again = RecentRequests()
+    note(again)
+    assert again.after(0)[0]["begins"] != first, "nobody can look a prompt up"
+
+
+def test_prompts_are_shown_to_who_wants_that() -> None:
+    recent = RecentRequests(show_prompts=True)
+    note(recent)
+    assert recent.after(0)[0]["words"] == PROMPT[:MOST_WORDS]
