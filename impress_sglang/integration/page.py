@@ -51,11 +51,11 @@ def look(cache: ImpressRadixCache, text: str | None) -> str:
         wanted = json.loads(text or "{}")
         below = wanted.get("below")
         found = _all(cache, wanted["after"]) if below is None else _below(cache, str(below))
+        return json.dumps(found)
     except Exception:
         # Whatever it is, requests are served on.
         logger.exception("somebody could not be shown the store")
-        found = {"error": "this cannot be shown; the server's log says why"}
-    return json.dumps(found)
+        return json.dumps({"error": "this cannot be shown; the server's log says why"})
 
 
 def _all(cache: ImpressRadixCache, after: int) -> dict[str, Any]:
@@ -64,6 +64,7 @@ def _all(cache: ImpressRadixCache, after: int) -> dict[str, Any]:
     latest = () if store is None else itertools.islice(reversed(store.tree.uses), MOST_SEGMENTS)
     return {
         "since": recent.since,
+        "now": recent.now(),
         "stats": stats,
         "requests": recent.after(after),
         "periods": recent.periods(),
@@ -188,5 +189,6 @@ def add_page(app: Any) -> None:
         found = await send(LOOK, json.dumps({"after": after, "below": below}))
         return JSONResponse(
             with_text(found, getattr(manager, "tokenizer", None)),
+            status_code=500 if "error" in found else 200,
             headers={"Cache-Control": "no-store"},
         )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from impress_sglang.integration.prompt_saves import PromptSaves, as_tokens, namespace_of
@@ -126,9 +127,14 @@ class Passes:
         )
 
     def note_end(self, req: Any, report: dict[str, Any]) -> None:
-        """A request has ended: count it, and remember it among the last ones."""
+        """A request has ended: count it, and remember it among the last ones.
+
+        Except the probes of SGLang's /health, of which there may be more than of all others.
+        """
         runtime, times = self._runtime, req.time_stats
         runtime.count(report)
+        if req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+            return
         store = runtime.served.opened
         runtime.recent.note(
             req.rid,

@@ -1,11 +1,12 @@
 "use strict";
 
-const PERIOD_S = 10, MOST_REQUESTS = 200, REFRESH_MS = 2000;
+const PERIOD_S = 10, MOST_REQUESTS = 200, REFRESH_MS = 2000, TIMEOUT_MS = 20000;
 const SOURCES = { resident: "SGLang's pool", shared: "slots that others loaded", loaded: "the store", computed: "computed" };
 const BADGES = { pending: "being written", suspect: "suspect", lost: "lost" };
 const $ = (id) => document.getElementById(id);
 const fromFile = location.protocol === "file:";
-let key = "", server = "", since = 0, last = 0, paused = false, timer = 0;
+let key = "", server = "", since = 0, last = 0, timer = 0;
+let paused = false, busy = false, again = false;
 let requests = [], drawn = "";
 const opened = new Map();  // of a segment's id what builds on it
 
@@ -100,8 +101,8 @@ function showFacts({ totals, store, pins, integrity }) {
   $("facts").replaceChildren(...terms(rows));
 }
 
-function showSources(periods) {
-  const now = Date.now() / 1000, names = Object.keys(SOURCES);
+function showSources(periods, now) {
+  const names = Object.keys(SOURCES);
   const span = Math.min(Math.max(now - (periods.length ? periods[0][0] : now), 120), 1800), start = now - span;
   const shown = periods.filter((own) => own[0] + PERIOD_S > start), paths = names.map(() => "");
   const width = (180 * PERIOD_S) / span;
@@ -239,7 +240,7 @@ function showSegments(stats, latest) {
 
 async function ask(query) {
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
-  const response = await fetch(`${server}impress/overview?${new URLSearchParams(query)}`, { headers });
+  const response = await fetch(`${server}impress/overview?${new URLSearchParams(query)}`, { headers, signal: AbortSignal.timeout(TIMEOUT_MS) });
   if (response.status === 401) $("login").hidden = false;
   const found = await response.json();
   if (!response.ok) throw new Error(found.error ?? response.statusText);
@@ -248,27 +249,31 @@ async function ask(query) {
 
 async function refresh() {
   clearTimeout(timer);
+  again = busy;
+  if (busy) return;
+  busy = true;
   try {
     const found = await ask({ after: last });
     for (const id of opened.keys()) opened.set(id, (await ask({ below: id })).segments);
     $("login").hidden = true;
     $("main").hidden = false;
     if (since !== found.since) {  // another server than before
-      const missing = since !== 0;
+      again = since !== 0;
       [since, last, requests] = [found.since, 0, []];
       $("requests").replaceChildren();
       opened.clear();
-      if (missing) return void refresh();
     }
     showHead(found.stats);
     showTiers(found.stats);
     showFacts(found.stats);
-    showSources(found.periods);
+    showSources(found.periods, found.now);
     if (found.requests.length || !requests.length) showRequests(found.requests);
     showSegments(found.stats, found.segments);
   } catch (error) {
     showState($("login").hidden ? `no answer: ${error.message}` : "a key is needed", false);
   }
+  busy = false;
+  if (again) return void refresh();
   if (!paused && !document.hidden) timer = setTimeout(refresh, REFRESH_MS);
 }
 

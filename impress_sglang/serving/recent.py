@@ -45,13 +45,14 @@ class RecentRequests:
         self, *, show_prompts: bool = False, clock: Callable[[], float] = time.time
     ) -> None:
         self._show_prompts = show_prompts
-        self._clock = clock
+        self.now = clock
+        """The time, in seconds."""
         self._rows: deque[Row] = deque(maxlen=MOST_REQUESTS)
         self._periods: deque[list[int]] = deque(maxlen=MOST_PERIODS)
         self._count = 0
         self._hashes = PrefixHashes()
         self.since = clock()
-        """When it began to count, as of `time.time`."""
+        """When it began to count."""
 
     def note(
         self,
@@ -86,7 +87,7 @@ class RecentRequests:
         self._rows.append(
             {
                 "number": self._count,
-                "ended": round(self._clock(), 3),
+                "ended": round(self.now(), 3),
                 "rid": rid[:64],
                 "begins": self.digest(namespace, first),
                 "words": self.words(first),
@@ -97,7 +98,7 @@ class RecentRequests:
                 **{name: report[name] for name in _FIELDS},
             }
         )
-        begin = int(self._clock()) // PERIOD_SECONDS * PERIOD_SECONDS
+        begin = int(self.now()) // PERIOD_SECONDS * PERIOD_SECONDS
         if not self._periods or self._periods[-1][0] != begin:
             self._periods.append([begin, *(0 for _ in sources)])
         for place, own in enumerate(sources.values(), start=1):

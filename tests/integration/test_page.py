@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -61,8 +62,8 @@ def seen(world: CodedWorld, **wanted: Any) -> Any:
     return json.loads(answer.rid)
 
 
-def end(world: CodedWorld, tokens: list[int] = STORED) -> None:
-    req: Any = Req("asked", "", tokens, SamplingParams(), extra_key="tenant")
+def end(world: CodedWorld, tokens: list[int] = STORED, rid: str = "asked") -> None:
+    req: Any = Req(rid, "", tokens, SamplingParams(), extra_key="tenant")
     report = new_report("impress", 0)
     req.customized_info = {REPORT_KEY: [report]}
     world.cache.passes.note_end(req, report)
@@ -138,7 +139,9 @@ def test_requests_and_segments_that_begin_alike_have_one_name(world: CodedWorld)
     end(world)
     found = seen(world, after=0)
     assert found["requests"][0]["begins"] == found["segments"][0]["begins"]
+    end(world, rid=f"{HEALTH_CHECK_RID_PREFIX}_1")
     assert seen(world, after=1)["requests"] == []
+    assert world.runtime.totals.requests == 2
 
 
 def test_nothing_that_is_asked_ends_the_scheduler(world: CodedWorld) -> None:
