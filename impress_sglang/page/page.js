@@ -135,7 +135,7 @@ const named = (text, digest) =>
 
 function requestRow(own) {
   const all = sum(Object.values(own.tokens)), to = own.waited_ms + own.loading_ms + own.computing_ms;
-  const split = Object.keys(SOURCES).map((name) => `${count(own.tokens[name])} ${SOURCES[name]}`).join(", ");
+  const split = Object.keys(SOURCES).map((name) => `${count(own.tokens[name])} ${name === "computed" ? "" : "from "}${SOURCES[name]}`).join(", ");
   const times = `waited ${duration(own.waited_ms)}, loaded ${duration(own.loading_ms)}, computed ${duration(own.computing_ms)}`;
   const button = el("button", { type: "button", className: "open", "aria-expanded": "false" }, named(own.text, own.begins.slice(0, 10)));
   const row = el("tr", {}, el("td", { className: "muted" }, new Date(1000 * own.ended).toLocaleTimeString([], { hour12: false })),
