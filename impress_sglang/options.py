@@ -299,8 +299,7 @@ OPTIONS: tuple[Option, ...] = (
         Rule(f"0 to 1, {AUTO} or {OFF}", is_blend),
         "Whether stored text is reused where it is no prefix, which is approximate. A number: this "
         "share of its tokens is computed again. auto: the largest whose computing hides behind "
-        "I/O, at least 0.15. A request overrides it with custom_params impress_blend. Needs "
-        "--impress-write-after 1 where no prompt is sent twice.",
+        "I/O, at least 0.15. A request overrides it with custom_params impress_blend.",
     ),
     Option(
         "blend_min_tokens",

@@ -1,8 +1,9 @@
 """What finding stored text anywhere in a prompt takes of the scheduler's thread, and of memory.
 
 Segments of random tokens are indexed (`management.content`); then prompts are scanned that have
-nothing in common with them, or consist of pieces of them in another order. Each prompt is another
-one, so that what the table has of it is in no cache of the processor.
+nothing in common with them, consist of pieces of them in another order, or are the worst that
+somebody could send. Each prompt is another one, so that what the table has of it is in no cache of
+the processor.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 
 from bench.core.options import SEED, Option
 from bench.core.report import Result, Table, plain
-from impress_sglang.management.content import WINDOW_TOKENS, ContentIndex
-from impress_sglang.management.stored import StoredSegment
+from impress_sglang.management.content import SAME_WINDOWS, WINDOW_TOKENS, ContentIndex
+from impress_sglang.management.stored import SegmentState, StoredSegment
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import SegmentInfo, Tokens
 
@@ -51,16 +52,30 @@ def run(args: argparse.Namespace) -> Result:
         own = [segments[rng.integers(len(segments))][at : at + args.piece] for at in starts]
         return np.concatenate(own)[: args.tokens]
 
+    def shuffled() -> Tokens:
+        lengths = rng.integers(WINDOW_TOKENS, 2 * WINDOW_TOKENS, args.tokens // WINDOW_TOKENS)
+        starts = rng.integers(0, SEGMENT_TOKENS // WINDOW_TOKENS - 1, len(lengths)) * WINDOW_TOKENS
+        own = [segments[0][at:][:length] for at, length in zip(starts, lengths, strict=True)]
+        return np.concatenate(own)[: args.tokens]
+
+    for number in range(SAME_WINDOWS):
+        index.add(_segment(f"short {number}", np.zeros(WINDOW_TOKENS, np.int32)))
+        unready = _segment(f"unready {number}", np.ones(args.tokens, np.int32))
+        unready.state = SegmentState.PENDING
+        index.add(unready)
     kinds: dict[str, Callable[[], Tokens]] = {
         "nothing stored": lambda: _tokens(rng, args.tokens),
         "all in pieces": pieces,
+        "one text in short pieces": shuffled,
+        "one token, stored in windows": lambda: np.zeros(args.tokens, np.int32),
+        "one token, not ready": lambda: np.ones(args.tokens, np.int32),
     }
     rows = []
     for name, make in kinds.items():
         times, runs = [], 0
         for prompt in [make() for _ in range(args.prompts)]:
             began = time.perf_counter()
-            runs = len(index.find("", prompt))
+            runs = len(index.find("", prompt).runs)
             times.append((time.perf_counter() - began) * 1e3)
         slowest = round(max(times), 3)
         rows.append(

@@ -11,6 +11,7 @@ block's activations.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.attention.tiled import tiled_attention, tiles_of
-from impress_sglang.errors import UnsupportedError
+from impress_sglang.errors import SegmentUnreadable, UnsupportedError
 from impress_sglang.integration.judged_models import BLENDED
 from impress_sglang.integration.recompute import BlockComputed, block_batch
 from impress_sglang.loops.types import Indices, Uint8s
@@ -34,6 +35,8 @@ from impress_sglang.serving.blend_plan import CHECKED_LAYERS, BlendBlock, Kind, 
 from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.transfer.slots import LayerSlots
+
+logger = logging.getLogger(__name__)
 
 # Whose factors depend on the position alone, as rows of `cos_sin_cache`.
 _KNOWN_ROTATIONS = (
@@ -84,6 +87,8 @@ class PrefixBlend:
         self._loading = loading
         self._row = torch.cat([request.resident_slots, request.slots])
         self._num_layers = loading.num_layers
+        self.token_layers = 0
+        """Computed tokens of all layers, together."""
         self._number = -1
         self._block: BlendBlock
         self._kinds: Uint8s
@@ -94,11 +99,17 @@ class PrefixBlend:
         """Of them those that the next layer computes."""
 
     def begin(self, number: int) -> None:
-        """Another block is blended."""
+        """Another block is blended, or the same one again.
+
+        Raises:
+            PrefixUnreadable: what is stored of it cannot be opened.
+        """
         plan, resident = self._loading.plan, self._request.resident_len
+        self._loading.begin_block(number)
         self._number, self._block = number, self._loading.blocks[number]
         block = self._block
-        self._kinds = kinds = plan.kinds[block.start - resident : block.stop - resident]
+        own = slice(block.start - resident, block.stop - resident)
+        self._kinds = kinds = self._loading.kinds[own]
         self._slots = self._row[block.start : block.stop]
         computed = kinds != Kind.KEPT if plan.share else kinds == Kind.COMPUTED
         self.rows = self.next_rows = np.flatnonzero(computed)
@@ -116,6 +127,7 @@ class PrefixBlend:
             BlockComputed: this was the last layer, whose output nobody needs.
         """
         index = layer.layer_id
+        self.token_layers += len(self.rows)
         keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         values = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         key_pool, value_pool = self._pools(index)
@@ -174,12 +186,23 @@ def blend_prefix(
     Raises:
         PrefixUnreadable: what is stored cannot be read.
     """
-    for number, block in enumerate(loading.blocks):
-        blend.begin(number)
-        if not _blend_block(model, request, blend, block, loading.num_layers, deadline):
-            return False
+    number = 0
+    while number < len(loading.blocks):
+        try:
+            blend.begin(number)
+            block = loading.blocks[number]
+            if not _blend_block(model, request, blend, block, loading.num_layers, deadline):
+                return False
+        except SegmentUnreadable as error:
+            if not loading.compute_instead(number, error):
+                raise
+            logger.warning("request %s computes what it cannot blend: %s", request.rid, error)
+            continue
         loading.end_block(number)
+        number += 1
     loading.blended = True
+    request.computed = blend.token_layers / loading.num_layers
+    request.report.update(blended_tokens=loading.reused)
     return True
 
 

@@ -12,7 +12,9 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from impress_sglang.integration.prompt_saves import PromptSaves, as_tokens, namespace_of
+from impress_sglang.management.policies import LoadOptions
 from impress_sglang.serving.admission import AdmissionPlan
+from impress_sglang.serving.blend_plan import BlendNotes
 from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.report import new_report
 from impress_sglang.serving.runtime import ServingRuntime
@@ -35,6 +37,8 @@ class KnownRequest:
     """Whether its use of resident prefixes is."""
     declined: bool = False
     """Whether it could not be opened, so that it does without a stored prefix."""
+    blend: BlendNotes = dataclasses.field(default_factory=BlendNotes)
+    """The same of text that is no prefix."""
 
 
 class KnownRequests:
@@ -110,6 +114,11 @@ class Passes:
         why = runtime.explainer.foretell(report, namespace, tokens, wanted, seen=seen)
         return {"tokens": len(tokens), "stored_tokens": stored, "why": why}
 
+    def wanted_by(self, req: Any) -> LoadOptions:
+        """What a request asks for; what others will reuse is computed exactly for once."""
+        wanted = load_options_of(req.sampling_params, self._runtime.config)
+        return LoadOptions() if req.rid in self._saves.for_others else wanted
+
     def _explain(self, known: KnownRequest) -> None:
         req = known.req
         reports = (req.customized_info or {}).get(REPORT_KEY)
@@ -121,9 +130,10 @@ class Passes:
             reports[0],
             namespace_of(req),
             as_tokens(tokens[:limit]),
-            load_options_of(req.sampling_params, self._runtime.config),
+            self.wanted_by(req),
             seen=self._saves.seen(req.rid),
             opened=not known.declined,
+            blend=known.blend.why,
         )
 
     def note_end(self, req: Any, report: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from impress_sglang.integration.eligibility import store_refusal
 from impress_sglang.management.losses import Cause
+from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.serving.custom_params import store_wish_of
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
@@ -47,6 +48,8 @@ class PromptSaves:
         """Who counts how often prompts are asked for, if somebody does."""
         # By request: how many of its first tokens are worth storing.
         self._worth: dict[str, int] = {}
+        self.for_others: set[str] = set()
+        """Requests whose text others will reuse where it is no prefix."""
         self.held_tokens = 0
         self.writing_tokens = 0
 
@@ -61,7 +64,12 @@ class PromptSaves:
             # Of several samples SGLang computes the prompt first, with no token behind it.
             sampling = req.sampling_params
             count = sampling.n == 1 or sampling.max_new_tokens == 0
-            worth = self.sights.note(namespace_of(req), as_tokens(tokens), count=count)
+            space, known = namespace_of(req), as_tokens(tokens)
+            worth = self.sights.note(space, known, count=count)
+            elsewhere = self._worth_elsewhere(self.sights, space, known, worth, count=count)
+            if elsewhere > worth:
+                self.for_others.add(req.rid)
+                worth = elsewhere
             at_once = store_wish_of(req.sampling_params) is True
             self._worth[req.rid] = len(tokens) if at_once else worth
 
@@ -69,8 +77,31 @@ class PromptSaves:
         """How many of the first tokens of a request were asked for often enough, if one counts."""
         return None if self.sights is None else self._worth.get(rid, 0)
 
+    def _worth_elsewhere(
+        self, sights: Sights, space: str, tokens: Tokens, known: int, *, count: bool
+    ) -> int:
+        """How many of the first tokens of a prompt are worth storing for its text.
+
+        They are, if most of what stands behind the `known` ones was asked for often enough,
+        wherever it stood, and is stored nowhere.
+        """
+        store = self._runtime.store
+        content = store.tree.content
+        if content is None:
+            return 0
+        starts, often = sights.note_text(space, tokens, count=count)
+        often &= starts >= known
+        most = np.count_nonzero(starts >= known) // 2
+        if np.count_nonzero(often) > most:
+            runs = content.find(store.namespace(space), tokens, known, only_ready=False).runs
+            for run in runs:
+                often &= (starts + BLOCK_TOKENS <= run.start) | (starts >= run.stop)
+        fresh = starts[often]
+        return int(fresh[-1]) + BLOCK_TOKENS if len(fresh) > most else 0
+
     def end(self, req: Any) -> None:
         """A request is over, and not put back: its answer may be in the next prompt."""
+        self.for_others.discard(req.rid)
         if self._worth.pop(req.rid, None) is not None and req.output_ids:
             assert self.sights is not None
             tokens = as_tokens([*req.origin_input_ids, *req.output_ids])
@@ -78,6 +109,7 @@ class PromptSaves:
 
     def drop(self, rid: str) -> None:
         """A request was never admitted, and is gone."""
+        self.for_others.discard(rid)
         self._worth.pop(rid, None)
 
     def begin(self, req: Any, length: int) -> Save | None:

@@ -37,7 +37,7 @@ from impress_sglang.integration.prompt_saves import PromptSaves, as_tokens, name
 from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.management.stored import StoredMatch
 from impress_sglang.serving.admission import AdmissionPlan
-from impress_sglang.serving.custom_params import load_options_of
+from impress_sglang.serving.blend_plan import BlendPlan
 from impress_sglang.serving.report import estimate_fields, new_report
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
@@ -147,6 +147,9 @@ class ImpressRadixCache(RadixCache):
         resident_slots = self.path_device_indices(req.last_node)[: plan.resident_len]
         report = req.customized_info[REPORT_KEY][0]
         request = self.runtime.open(req.rid, plan, resident_slots, report, self._allocate)
+        if request is None and isinstance(plan, BlendPlan):
+            known.blend.decline()
+            return None
         if request is None:
             known.declined = True
             return None
@@ -351,17 +354,17 @@ class ImpressRadixCache(RadixCache):
         self, key: RadixKey, resident_len: int, known: KnownRequest
     ) -> tuple[StoredMatch, AdmissionPlan | None]:
         """What is stored of a request that may be served, and how it would be used."""
-        admission, config = self.runtime.admission, self.runtime.config
+        admission = self.runtime.admission
         # A prompt is only copied where it may be found.
         if known.declined or not admission.looks_for(len(key)):
             return StoredMatch(), None
         tokens = as_tokens(key.raw_token_ids())
-        wanted = load_options_of(known.req.sampling_params, config)
+        wanted = self.passes.wanted_by(known.req)
         space, blending = namespace_of(key), self.runtime.blending
         match = admission.find(space, tokens, wanted)
         plan = admission.plan(match, tokens, resident_len, wanted)
         if blending is not None:
-            plan = blending.plan(space, tokens, resident_len, plan, wanted) or plan
+            plan = blending.plan(space, tokens, resident_len, plan, wanted, known.blend) or plan
         return match, plan
 
     def _accept(

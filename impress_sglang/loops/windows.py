@@ -44,6 +44,22 @@ def _hash(tokens: Int32s, start: int, length: int) -> np.uint64:
     return word
 
 
+@compiled("uint64(int64)")
+def _power(length: int) -> np.uint64:
+    """Of the first token of a window of this length."""
+    power = _ONE
+    for _ in range(length - 1):
+        power *= _BASE
+    return power
+
+
+@compiled("uint64(uint64, int32, int32, uint64)")
+def _next(word: np.uint64, first: np.int32, behind: np.int32, power: np.uint64) -> np.uint64:
+    """The hash of the next window: without its first token, and with the one behind it."""
+    word -= (np.uint64(first) + _ONE) * power
+    return word * _BASE + np.uint64(behind) + _ONE
+
+
 @compiled("uint64[::1](int32[::1], int64, uint64)")
 def window_keys(tokens: Int32s, length: int, seed: np.uint64) -> Words:
     """Keys of the windows of `length` tokens that stand one after the other, uint64 [n // length].
@@ -57,6 +73,33 @@ def window_keys(tokens: Int32s, length: int, seed: np.uint64) -> Words:
     for window in range(len(keys)):
         keys[window] = mixed(_hash(tokens, window * length, length), seed)
     return keys
+
+
+@compiled("Tuple((int64[::1], uint64[::1]))(int32[::1], int64, uint64, uint64)")
+def chosen_windows(
+    tokens: Int32s, length: int, seed: np.uint64, one_of: np.uint64
+) -> tuple[Indices, Words]:
+    """Where some of the windows of `length` tokens begin, int64 [w], and their keys, uint64 [w].
+
+    Args:
+        tokens: int32 [n].
+        length: of a window.
+        seed: of all keys.
+        one_of: a power of two; so many windows have one that is chosen, by its key.
+    """
+    count, found = max(len(tokens) - length + 1, 0), 0
+    starts, keys = np.empty(count, np.int64), np.empty(count, np.uint64)
+    power = _power(length)
+    word = _hash(tokens, 0, min(length, len(tokens)))
+    for position in range(count):
+        key = mixed(word, seed)
+        if key & (one_of - _ONE) == 0:
+            # Its lower bits are all zero.
+            starts[found], keys[found] = position, mixed(key, seed)
+            found += 1
+        if position + 1 < count:
+            word = _next(word, tokens[position], tokens[position + length], power)
+    return starts[:found].copy(), keys[:found].copy()
 
 
 @compiled("int64(uint64[::1], int64[::1], uint64, int64)")
@@ -149,15 +192,35 @@ def find_window(
     """
     if start + length > len(tokens):
         return -1, -1
-    power = _ONE
-    for _ in range(length - 1):
-        power *= _BASE
+    power = _power(length)
     word = _hash(tokens, start, length)
     for position in range(start, len(tokens) - length + 1):
         slot = next_slot(keys, values, mixed(word, seed), -1)
         if slot >= 0:
             return position, slot
         if position + length < len(tokens):
-            word -= (np.uint64(tokens[position]) + _ONE) * power
-            word = word * _BASE + np.uint64(tokens[position + length]) + _ONE
+            word = _next(word, tokens[position], tokens[position + length], power)
     return -1, -1
+
+
+@compiled("UniTuple(int64, 2)(int32[::1], int64, int64, int32[::1], int64)")
+def equal_around(
+    tokens: Int32s, first: int, position: int, own: Int32s, start: int
+) -> tuple[int, int]:
+    """How many tokens of two sequences are equal before two places, and from them on.
+
+    Args:
+        tokens: int32 [n].
+        first: nothing before this one is compared.
+        position: the place in `tokens`.
+        own: int32 [m].
+        start: the place in `own`.
+    """
+    before, after = 0, 0
+    most = min(position - first, start)
+    while before < most and tokens[position - before - 1] == own[start - before - 1]:
+        before += 1
+    most = min(len(tokens) - position, len(own) - start)
+    while after < most and tokens[position + after] == own[start + after]:
+        after += 1
+    return before, after

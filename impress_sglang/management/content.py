@@ -12,17 +12,8 @@ import dataclasses
 import hashlib
 
 import numpy as np
-import numpy.typing as npt
 
 from impress_sglang.loops.types import Indices, Words
-from impress_sglang.loops.windows import (
-    EMPTY,
-    find_window,
-    next_slot,
-    put_all,
-    remove_all,
-    window_keys,
-)
 from impress_sglang.management.stored import StoredSegment, StoredSpan
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens
@@ -64,13 +55,32 @@ class Run:
         return Run(start, StoredSpan(self.span.segment, start + first, stop + first))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoundRuns:
+    """The runs of a prompt of `num_tokens` from `start` on, apart and in their order.
+
+    They hold while the index has this version; None: some of it may be readable at any moment.
+    """
+
+    num_tokens: int
+    start: int
+    version: int | None
+    runs: tuple[Run, ...]
+
+
 class ContentIndex:
     """Windows of the exact segments of a tree; not thread-safe, the tree's thread owns it."""
 
     def __init__(self) -> None:
+        # Here, so that its loops are compiled for nobody who does not look for tokens anywhere.
+        from impress_sglang.loops import windows
+
+        self._loops = windows
         self._segments: list[StoredSegment | None] = []
         self._free: list[int] = []
         self._numbers: dict[str, int] = {}
+        # Counts changes.
+        self._version = 0
         # Slots that are not empty.
         self._taken = 0
         self._keys: Words
@@ -95,48 +105,67 @@ class ContentIndex:
             self._segments.append(None)
         self._segments[number] = segment
         self._numbers[segment.segment_id] = number
-        keys, values = _windows_of(segment, number)
+        self._version += 1
+        keys, values = self._windows_of(segment, number)
         self._make_room(len(keys))
-        self._taken += put_all(self._keys, self._values, keys, values, SAME_WINDOWS)
+        self._taken += self._loops.put_all(self._keys, self._values, keys, values, SAME_WINDOWS)
 
     def discard(self, segment: StoredSegment) -> None:
         """Forget a segment, if it is there."""
         number = self._numbers.pop(segment.segment_id, None)
         if number is None:
             return
-        keys, values = _windows_of(segment, number)
-        remove_all(self._keys, self._values, keys, values)
+        keys, values = self._windows_of(segment, number)
+        self._loops.remove_all(self._keys, self._values, keys, values)
         self._segments[number] = None
         self._free.append(number)
+        self._version += 1
 
     def rename(self, old_id: str, new_id: str) -> None:
         """A segment has another name, and the same tokens."""
         if (number := self._numbers.pop(old_id, None)) is not None:
             self._numbers[new_id] = number
 
-    def find(self, namespace: str, tokens: Tokens, start: int = 0) -> list[Run]:
-        """The runs of a prompt that can be read, from `start` on: apart, in their order.
+    def find(
+        self,
+        namespace: str,
+        tokens: Tokens,
+        start: int = 0,
+        kept: FoundRuns | None = None,
+        *,
+        only_ready: bool = True,
+    ) -> FoundRuns:
+        """The runs of a prompt, from `start` on.
 
         A run begins and ends where its segment does, or other tokens follow; where several segments
-        have a window, the longest one is taken.
+        have a window, the longest one is taken. The time is linear in what is scanned, whatever the
+        tokens are.
 
         Args:
             namespace: of the prompt, as segments have it.
             tokens: of it.
             start: where to begin.
+            kept: what was found of this prompt before; it is returned if it still holds.
+            only_ready: leave out what cannot be read now.
         """
+        if kept is not None and self._holds(kept, len(tokens), start):
+            return kept
         tokens, seed = np.ascontiguousarray(tokens), _seed_of(namespace)
         runs: list[Run] = []
         first = position = start
+        vain = 0
         while True:
-            position, slot = find_window(
+            position, slot = self._loops.find_window(
                 tokens, position, WINDOW_TOKENS, seed, self._keys, self._values
             )
             if position < 0:
-                return runs
-            run = self._longest(namespace, tokens, first, position, slot)
+                version = None if vain else self._version
+                return FoundRuns(len(tokens), start, version, tuple(runs))
+            run = self._longest(namespace, tokens, first, position, slot, only_ready)
             if run is None:
-                position += 1
+                # Periodic text has a segment that is not ready at each of its places.
+                vain += 1
+                position += min(vain, WINDOW_TOKENS)
             else:
                 runs.append(run)
                 first = position = run.stop
@@ -148,7 +177,7 @@ class ContentIndex:
             AssertionError: they differ, which is a bug.
         """
         found = self._values[self._values >= 0]
-        assert self._taken == int((self._values != EMPTY).sum()) < len(self._values)
+        assert self._taken == int((self._values != self._loops.EMPTY).sum()) < len(self._values)
         assert len(np.unique(found)) == len(found)
         for segment_id, number in self._numbers.items():
             segment = self._segments[number]
@@ -157,33 +186,43 @@ class ContentIndex:
         numbers = np.unique(found >> _WINDOW_BITS)
         assert all(self._segments[int(number)] is not None for number in numbers)
 
+    def _holds(self, kept: FoundRuns, num_tokens: int, start: int) -> bool:
+        same = (kept.num_tokens, kept.start, kept.version) == (num_tokens, start, self._version)
+        return same and all(run.span.segment.ready for run in kept.runs)
+
     def _longest(
-        self, namespace: str, tokens: Tokens, first: int, position: int, slot: int
+        self,
+        namespace: str,
+        tokens: Tokens,
+        first: int,
+        position: int,
+        slot: int,
+        only_ready: bool,
     ) -> Run | None:
         """The longest run around a window whose key has this slot; it begins after `first`."""
-        best: Run | None = None
+        best, longest = None, 0
         key = self._keys[slot]
         while slot >= 0:
-            run = self._run_at(namespace, tokens, first, position, int(self._values[slot]))
-            if run is not None and (best is None or len(run) > len(best)):
-                best = run
-            slot = next_slot(self._keys, self._values, key, slot)
+            number, window = divmod(int(self._values[slot]), 1 << _WINDOW_BITS)
+            segment = self._segments[number]
+            assert segment is not None
+            # The seed keeps namespaces apart, and this does where hashes are equal.
+            if segment.info.namespace == namespace and (segment.ready or not only_ready):
+                start = window * WINDOW_TOKENS
+                own = np.ascontiguousarray(segment.info.tokens)
+                before, after = self._loops.equal_around(tokens, first, position, own, start)
+                if after >= WINDOW_TOKENS and before + after > longest:
+                    span = StoredSpan(segment, start - before, start + after)
+                    best, longest = Run(position - before, span), len(span)
+            slot = self._loops.next_slot(self._keys, self._values, key, slot)
         return best
 
-    def _run_at(
-        self, namespace: str, tokens: Tokens, first: int, position: int, value: int
-    ) -> Run | None:
-        segment = self._segments[value >> _WINDOW_BITS]
-        assert segment is not None
-        if not segment.ready or segment.info.namespace != namespace:
-            return None
-        own = segment.info.tokens
-        start = (value & ((1 << _WINDOW_BITS) - 1)) * WINDOW_TOKENS
-        after = _equal(own[start:], tokens[position:])
-        if after < WINDOW_TOKENS:
-            return None
-        before = _equal(own[:start][::-1], tokens[first:position][::-1])
-        return Run(position - before, StoredSpan(segment, start - before, start + after))
+    def _windows_of(self, segment: StoredSegment, number: int) -> tuple[Words, Indices]:
+        """Keys and values of the windows of a segment with this number."""
+        tokens = np.ascontiguousarray(segment.info.tokens, dtype=np.int32)
+        seed = _seed_of(segment.info.namespace)
+        keys = self._loops.window_keys(tokens, WINDOW_TOKENS, seed)
+        return keys, (number << _WINDOW_BITS) + np.arange(len(keys), dtype=np.int64)
 
     def _make_room(self, windows: int) -> None:
         """See that a table with so many more is at most half full."""
@@ -196,27 +235,13 @@ class ContentIndex:
             slots *= 2
         self._clear(slots)
         # All of them have a place, in whatever order they come.
-        self._taken = put_all(self._keys, self._values, keys, values, SAME_WINDOWS)
+        self._taken = self._loops.put_all(self._keys, self._values, keys, values, SAME_WINDOWS)
 
     def _clear(self, slots: int) -> None:
         self._keys = np.zeros(slots, np.uint64)
-        self._values = np.full(slots, EMPTY, np.int64)
-
-
-def _windows_of(segment: StoredSegment, number: int) -> tuple[Words, Indices]:
-    """Keys and values of the windows of a segment with this number."""
-    tokens = np.ascontiguousarray(segment.info.tokens, dtype=np.int32)
-    keys = window_keys(tokens, WINDOW_TOKENS, _seed_of(segment.info.namespace))
-    return keys, (number << _WINDOW_BITS) + np.arange(len(keys), dtype=np.int64)
+        self._values = np.full(slots, self._loops.EMPTY, np.int64)
 
 
 def _seed_of(namespace: str) -> np.uint64:
     digest = hashlib.blake2b(namespace.encode(), digest_size=8).digest()
     return np.frombuffer(digest, np.uint64)[0]
-
-
-def _equal(left: npt.NDArray[np.int32], right: npt.NDArray[np.int32]) -> int:
-    """How many leading tokens two sequences share."""
-    length = min(len(left), len(right))
-    different = left[:length] != right[:length]
-    return int(different.argmax()) if different.any() else length

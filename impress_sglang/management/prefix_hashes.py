@@ -1,4 +1,7 @@
-"""Hashes of all prefixes of a prompt at once, for who remembers prompts without keeping them."""
+"""Hashes of all prefixes of a prompt at once, for who remembers prompts without keeping them.
+
+And of some of its windows, wherever they stand.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from impress_sglang.loops.types import Indices
 from impress_sglang.storage.segment import Tokens
 
 # Prefixes are told apart at multiples of so many tokens.
 BLOCK_TOKENS = 64
+# As many windows has the hash of one.
+_ONE_OF = np.uint64(32)
 _SEED_BYTES = 8
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 
@@ -35,9 +41,23 @@ class PrefixHashes:
         own = tokens[: blocks * BLOCK_TOKENS].reshape(-1, BLOCK_TOKENS).astype(np.uint64)
         # Each block's hash depends on its place, and a prefix has the sum of those of its blocks.
         places = np.arange(1, blocks + 1, dtype=np.uint64) * self._powers[-1]
+        return mixed(np.cumsum(mixed(own @ self._powers + places)) + self._start(namespace))
+
+    def windows(self, namespace: str, tokens: Tokens) -> tuple[Indices, Hashes]:
+        """Windows of 64 tokens: where they begin, ascending, int64 [w], and hashes, uint64 [w].
+
+        What they have decides which ones these are, one of 32 on average, so that the same text has
+        the same ones wherever it stands.
+        """
+        # Here, so that it is compiled for nobody who does not count windows.
+        from impress_sglang.loops.windows import chosen_windows
+
+        tokens = np.ascontiguousarray(tokens, np.int32)
+        return chosen_windows(tokens, BLOCK_TOKENS, self._start(namespace)[0], _ONE_OF)
+
+    def _start(self, namespace: str) -> Hashes:
         name = hashlib.blake2b(namespace.encode(), key=self._key, digest_size=_SEED_BYTES)
-        start = np.frombuffer(name.digest(), np.uint64)
-        return mixed(np.cumsum(mixed(own @ self._powers + places)) + start)
+        return np.frombuffer(name.digest(), np.uint64)
 
     def rows(self, hashes: Hashes, count: int) -> Hashes:
         """So many independent hashes of each of some hashes, uint64 [count, n]."""

@@ -122,6 +122,10 @@ class AdmissionPlan:
             return store.open_coded(self.spans, [False] * len(self.spans), timeline)
         return store.open_source(self.match, self.resident_len, self.stop, self.needs, timeline)
 
+    def unread(self, source: AnySource) -> float:
+        """The share of what is read that a source, which `open_source` gave, has not read yet."""
+        return source.unread
+
     def token_tensor(self) -> Tensor:
         """int64 [stop] on the CPU."""
         return torch.from_numpy(self.tokens[: self.stop]).to(torch.int64)

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from impress_sglang.loops.types import Uint8s
-from impress_sglang.management.content import Run
+from impress_sglang.management.content import FoundRuns, Run
 from impress_sglang.management.open_segments import AnySource
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.stored import StoredMatch, StoredSpan
+from impress_sglang.management.stored import StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.serving.admission import AdmissionPlan
+from impress_sglang.serving.why import Detail, Reason
 from impress_sglang.storage.quality import Quality
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
@@ -52,6 +53,30 @@ class BlendBlock:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    def without(self, segment: StoredSegment) -> BlendBlock:
+        """The block without the runs of a segment."""
+        groups = (tuple(r for r in own if r.span.segment is not segment) for own in self.groups)
+        return dataclasses.replace(self, groups=tuple(own for own in groups if own))
+
+
+@dataclasses.dataclass(slots=True)
+class BlendNotes:
+    """What is known of a request that may blend, until it is over."""
+
+    found: FoundRuns | None = None
+    """What was found of its prompt when it was looked for last."""
+    why: Detail | None = None
+    """Why it does not blend, although it would take it and some of it is stored."""
+    declined: bool = False
+    """Whether its blend could not be opened, so that it does without."""
+    measures: bool = False
+    """Whether it blends to see how fast that is now."""
+
+    def decline(self) -> None:
+        """The request goes on as if nobody blended."""
+        self.declined = True
+        self.why = self.why or (Reason.NOT_OPENED, "")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlendPlan(AdmissionPlan):
@@ -65,6 +90,7 @@ class BlendPlan(AdmissionPlan):
     kinds: Uint8s = dataclasses.field(default_factory=lambda: np.empty(0, np.uint8), compare=False)
     share: float = 0.0
     block_tokens: int = 1
+    notes: BlendNotes = dataclasses.field(default_factory=BlendNotes, compare=False)
 
     @property
     def spans(self) -> tuple[StoredSpan, ...]:
@@ -94,8 +120,12 @@ class BlendPlan(AdmissionPlan):
             runs = [own.part(start, stop) for own in inside]
             yield BlendBlock(start, stop, tuple(map(tuple, apart(runs))))
 
+    def unread(self, source: AnySource) -> float:
+        """See `AdmissionPlan.unread`: of all that is stored a source has a group."""
+        return 1.0 - (1.0 - source.unread) * source.num_tokens / sum(map(len, self.runs))
+
     def open_source(self, store: PrefixStore, timeline: Timeline) -> AnySource:
-        """What a request that waits reads ahead: the first group of the first block."""
+        """What a request that waits reads ahead: the first group."""
         groups = (group for block in self.blocks for group in block.groups)
         return open_group(store, next(groups), timeline)
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from impress_sglang.attention.rotation import KeyRotation, Turns
+from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.content import Run
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.serving.blend_plan import BlendPlan, open_group
+from impress_sglang.management.stored import StoredMatch, StoredSpan
+from impress_sglang.serving.blend_plan import BlendPlan, Kind, open_group
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.read_planner import ReadStats
@@ -33,7 +36,7 @@ class BlendedLoading:
         timeline: Timeline,
         first: SegmentSource | None = None,
     ) -> None:
-        """Open what is read.
+        """Open what the first block reads.
 
         Args:
             loader: of whole prefixes.
@@ -41,7 +44,7 @@ class BlendedLoading:
             plan: of the request.
             rotation: of the model.
             timeline: of the request.
-            first: the source of the first group, if it is open already.
+            first: the source of the first group of all, if it is open already.
 
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened.
@@ -49,23 +52,41 @@ class BlendedLoading:
         self.plan = plan
         self.blended = False
         """Whether all layers of the prefix are in its slots."""
-        self.blocks = tuple(plan.blocks)
+        self.blocks = list(plan.blocks)
+        self.kinds = plan.kinds.copy()
+        """As in the plan; what cannot be read is computed."""
         self.num_layers = plan.spans[0].segment.info.shape.num_layers
         self._loader = loader
         self._store = store
         self._rotation = rotation
-        self._sources: dict[tuple[int, int], SegmentSource] = {}
+        self._timeline = timeline
+        self._first = first
+        self._sources: dict[int, list[SegmentSource]] = {}
         self._stats: list[ReadStats] = []
         self._turns: dict[Run, Turns] = {}
+        # What is opened later must still be there.
+        for segment in dict.fromkeys(span.segment for span in plan.spans):
+            store.touch(StoredMatch((StoredSpan(segment, 0, 1),)))
         try:
-            for number, block in enumerate(self.blocks):
-                for group, runs in enumerate(block.groups):
-                    source, first = first or open_group(store, runs, timeline), None
-                    self._sources[number, group] = source
-                    store.ahead.join(source)
+            self._open(0)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def reused(self) -> int:
+        """Tokens that are stored behind others, and not computed in all layers."""
+        return int(np.count_nonzero(self.kinds == Kind.REUSED))
+
+    def begin_block(self, number: int) -> None:
+        """The layers of a block are restored next; the first one of the next block is read ahead.
+
+        Raises:
+            PrefixUnreadable: a segment is gone or cannot be opened.
+        """
+        self._open(number)
+        if number + 1 < len(self.blocks) and self._store.ahead.enabled:
+            self._open(number + 1)
 
     def restore(
         self, number: int, layer: int, pools: LayerSlots, slots: Tensor, stats: LoadStats
@@ -84,7 +105,7 @@ class BlendedLoading:
         """
         block = self.blocks[number]
         for group, runs in enumerate(block.groups):
-            source = self._sources[number, group]
+            source = self._sources[number][group]
             rows = torch.cat([slots[own.start - block.start :][: len(own)] for own in runs])
             own = LayerSlots.of(pools.keys.pool, pools.values.pool, rows)
             with stats.timed("load_ms"):
@@ -96,9 +117,26 @@ class BlendedLoading:
 
     def end_block(self, number: int) -> None:
         """A block is in its slots: nothing of it is read any more."""
-        for key in [own for own in self._sources if own[0] == number]:
-            self._close(key)
+        self._close(number)
         self._turns.clear()
+
+    def compute_instead(self, number: int, error: SegmentUnreadable) -> bool:
+        """Take a segment out of the blocks from this one on, which begins again.
+
+        Returns whether the block had it, and anything is left to read.
+        """
+        own = [run for run in self._runs(number) if run.span.segment.segment_id == error.segment_id]
+        if not own:
+            return False
+        self._store.report(error)
+        for later in range(number, len(self.blocks)):
+            self._close(later)
+            for run in self._runs(later):
+                if run.span.segment is own[0].span.segment:
+                    first = run.start - self.plan.resident_len
+                    self.kinds[first : first + len(run)] = Kind.COMPUTED
+            self.blocks[later] = self.blocks[later].without(own[0].span.segment)
+        return any(block.groups for block in self.blocks)
 
     def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
         """See `Loading.load`; there is nothing left to load."""
@@ -109,10 +147,26 @@ class BlendedLoading:
 
     def close(self) -> Sequence[ReadStats]:
         """See `Loading.close`."""
-        for key in list(self._sources):
-            self._close(key)
+        for number in list(self._sources):
+            self._close(number)
+        if self._first is not None:
+            self._store.close_source(self._first)
+            self._first = None
         stats, self._stats = self._stats, []
         return stats
+
+    def _runs(self, number: int) -> list[Run]:
+        return [run for group in self.blocks[number].groups for run in group]
+
+    def _open(self, number: int) -> None:
+        """Open the sources of a block, if they are not."""
+        if number in self._sources:
+            return
+        sources = self._sources[number] = []
+        for runs in self.blocks[number].groups:
+            source, self._first = self._first, None
+            sources.append(source or open_group(self._store, runs, self._timeline))
+            self._store.ahead.join(sources[-1])
 
     def _turn(self, runs: Sequence[Run], slots: LayerSlots) -> None:
         """Move the keys of runs to their positions, run by run."""
@@ -128,7 +182,7 @@ class BlendedLoading:
             pool = slots.keys.pool
             pool[rows] = self._rotation.move(pool[rows], self._turns[run])
 
-    def _close(self, key: tuple[int, int]) -> None:
-        source = self._sources.pop(key)
-        self._store.close_source(source)
-        self._stats.append(source.stats)
+    def _close(self, number: int) -> None:
+        for source in self._sources.pop(number, ()):
+            self._store.close_source(source)
+            self._stats.append(source.stats)

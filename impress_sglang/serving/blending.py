@@ -13,6 +13,7 @@ tree's.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -21,13 +22,14 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.loops.types import Uint8s
 from impress_sglang.management.content import Run
 from impress_sglang.management.policies import LoadOptions, Policy
-from impress_sglang.management.stored import StoredMatch, StoredSpan
+from impress_sglang.management.stored import StoredMatch
 from impress_sglang.options import AUTO, DEVIATION, FIRST, OFF
 from impress_sglang.serving.admission import AdmissionPlan
-from impress_sglang.serving.blend_plan import CHECKED_LAYERS, BlendPlan, Kind
+from impress_sglang.serving.blend_plan import CHECKED_LAYERS, BlendNotes, BlendPlan, Kind
 from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.estimate import Estimate, Estimator, RequestLengths
 from impress_sglang.serving.served_store import ServedStore
+from impress_sglang.serving.why import Detail, Reason
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.transfer.source import ReadNeeds
@@ -37,6 +39,8 @@ from impress_sglang.transfer.source import ReadNeeds
 HEAD_TOKENS = 16
 # Blending is not cut into chunks: nobody else gets a token for so many seconds, at most.
 PASS_SECONDS = 5.0
+# A blend that was slow is tried again after so many seconds.
+MEASURE_SECONDS = 60.0
 # The shares that auto chooses from, the largest first.
 SHARES = (0.75, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15)
 
@@ -57,6 +61,7 @@ class Blending:
         """`block_tokens` are blended at once, at most."""
         self.refusal: str | None = None
         """Why this server cannot blend after all, found out when it computes."""
+        self._measure_at = 0.0
         self._config = config
         self._shape = shape
         self._policy = policy
@@ -72,6 +77,7 @@ class Blending:
         resident_len: int,
         usual: AdmissionPlan | None,
         wanted: LoadOptions,
+        notes: BlendNotes,
     ) -> BlendPlan | None:
         """How a request would blend; None if it would not.
 
@@ -81,36 +87,68 @@ class Blending:
             resident_len: how many of them are in SGLang's tree.
             usual: what it would use else.
             wanted: of the request.
+            notes: of the request; are changed.
         """
-        store = self._served.store
-        content = store.tree.content
-        if content is None or not self._accepts(wanted) or not store.health.readable:
+        if not self._accepts(wanted) or not self._served.store.health.readable or notes.declined:
             return None
+        found = self._try(namespace, tokens, resident_len, usual, wanted, notes)
+        if isinstance(found, BlendPlan):
+            notes.why = None
+            return found
+        notes.why = found
+        return None
+
+    def _accepts(self, wanted: LoadOptions) -> bool:
+        """Whether a request takes approximate KVs, and not all of its tokens are computed."""
+        return wanted.blend not in (OFF, 1.0) and not self._policy.exact(wanted)
+
+    def _try(
+        self,
+        namespace: str,
+        tokens: Tokens,
+        resident_len: int,
+        usual: AdmissionPlan | None,
+        wanted: LoadOptions,
+        notes: BlendNotes,
+    ) -> BlendPlan | Detail | None:
+        """How a request would blend, or why it does not; None if nothing is stored for it."""
+        store, least = self._served.store, self._config.blend_min_tokens
+        content = store.tree.content
+        if content is None:
+            return None
+        if self.refusal is not None:
+            return Reason.BLEND_UNSUPPORTED, self.refusal
         name = store.namespace(namespace)
         match = store.tree.match(name, tokens)
         known = max(match.num_tokens, resident_len)
-        runs = content.find(name, tokens, known)
+        notes.found = content.find(name, tokens, known, notes.found)
+        runs = list(notes.found.runs)
         stop = (runs[-1].stop if runs else known) // self._page_size * self._page_size
         runs = [run.part(known, stop) for run in runs if run.start < stop]
         done = known if usual is None else max(usual.stop, known)
         more = sum(max(run.stop - max(run.start, done), 0) for run in runs)
-        if more < self._config.blend_min_tokens:
-            return None
+        if more < least:
+            return (Reason.BLEND_TOO_SHORT, f"{more:,} of {least:,} tokens") if more else None
         prefix = _runs_of(match, resident_len)
         kinds = self._kinds(resident_len, known, stop, runs)
         work = RequestLengths(resident_len, stop - resident_len, len(tokens) + 1 - stop)
-        spans = [run.span for run in (*prefix, *runs)]
-        if not store.forecast.can_read(spans, in_codes=False):
-            return None
-        share, estimate = self._choose(work, kinds, spans, wanted.blend)
-        if (estimate.compute or 0.0) > PASS_SECONDS or not self._is_worth_it(estimate, usual):
-            return None
+        read = store.forecast.stored_bytes([run.span for run in (*prefix, *runs)])
+        io = store.forecast.seconds_to_read(read.expected(1.0))
+        share, estimate = self._choose(work, kinds, io, wanted.blend)
+        if (estimate.compute or 0.0) > PASS_SECONDS:
+            return Reason.BLEND_TOO_LONG, f"{estimate.compute:.1f} of {PASS_SECONDS:g} s"
+        if not self._is_worth_it(estimate, usual):
+            if notes.why is None:
+                # A drive that was slow may be faster again.
+                store.measure_reading(StoredMatch((runs[0].span,)))
+            hopeful = self._estimate(work, kinds, io, share, measured=False)
+            if not self._is_worth_it(hopeful, usual) or not self._may_measure(notes):
+                return _slower(estimate, usual)
+            estimate = hopeful
         if self._config.blend_select != DEVIATION:
             runs = self._compute_some(kinds, runs, resident_len, share)
             share = 0.0
-            if not runs:
-                return None
-        return BlendPlan(
+        plan = BlendPlan(
             match=match,
             work=work,
             k=work.stored,
@@ -122,7 +160,14 @@ class Blending:
             kinds=kinds,
             share=share,
             block_tokens=self._block_tokens,
+            notes=notes,
         )
+        # Groups are read one after the other.
+        groups = (group for block in plan.blocks for group in block.groups)
+        can_read = store.forecast.can_read
+        if not all(can_read([run.span for run in own], in_codes=False) for own in groups):
+            return Reason.NO_BUFFERS, ""
+        return plan if runs else None
 
     def _is_worth_it(self, estimate: Estimate, usual: AdmissionPlan | None) -> bool:
         """Whether to blend is faster than to compute, and than what would be used else."""
@@ -132,10 +177,12 @@ class Blending:
             return estimate.loads_faster and estimate.load <= usual.estimate.load
         return estimate.loads_faster
 
-    def _accepts(self, wanted: LoadOptions) -> bool:
-        """Whether a request takes approximate KVs, and not all of its tokens are computed."""
-        blends = wanted.blend not in (OFF, 1.0) and self.refusal is None
-        return blends and not self._policy.exact(wanted)
+    def _may_measure(self, notes: BlendNotes) -> bool:
+        """Whether a request blends although that was slow, to see whether it still is."""
+        now = time.monotonic()
+        if not notes.measures and now >= self._measure_at:
+            notes.measures, self._measure_at = True, now + MEASURE_SECONDS
+        return notes.measures
 
     def _kinds(self, resident_len: int, known: int, stop: int, runs: Sequence[Run]) -> Uint8s:
         kinds = np.full(stop - resident_len, Kind.COMPUTED, np.uint8)
@@ -147,27 +194,23 @@ class Blending:
         return kinds
 
     def _choose(
-        self,
-        work: RequestLengths,
-        kinds: Uint8s,
-        spans: Sequence[StoredSpan],
-        wanted: float | str,
+        self, work: RequestLengths, kinds: Uint8s, io: float, wanted: float | str
     ) -> tuple[float, Estimate]:
         """The share that is computed again, and what the request would take."""
-        forecast, layers = self._served.store.forecast, self._shape.num_layers
-        io = forecast.seconds_to_read(forecast.stored_bytes(spans).expected(1.0))
-        reused = int(np.count_nonzero(kinds == Kind.REUSED))
-        gaps = int(np.count_nonzero(kinds == Kind.COMPUTED))
-        checked = CHECKED_LAYERS / layers if self._config.blend_select == DEVIATION else 0.0
-
-        def estimate(share: float) -> Estimate:
-            again = min(share + (checked if share else 0.0), 1.0)
-            return self._estimator.estimate_blend(work, gaps + again * reused, io)
-
-        if wanted != AUTO:
-            return float(wanted), estimate(float(wanted))
-        choices = [(share, estimate(share)) for share in SHARES]
+        shares = SHARES if wanted == AUTO else (float(wanted),)
+        choices = [(share, self._estimate(work, kinds, io, share)) for share in shares]
         return next((own for own in choices if own[1].hides_computing), choices[-1])
+
+    def _estimate(
+        self, work: RequestLengths, kinds: Uint8s, io: float, share: float, *, measured: bool = True
+    ) -> Estimate:
+        """What a request would take with a share; `measured`: see `Estimator.estimate_blend`."""
+        again = share
+        if share and self._config.blend_select == DEVIATION:
+            again = min(share + CHECKED_LAYERS / self._shape.num_layers, 1.0)
+        counts = np.bincount(kinds, minlength=len(Kind))
+        computed = float(counts[Kind.COMPUTED] + again * counts[Kind.REUSED])
+        return self._estimator.estimate_blend(work, computed, io, measured=measured)
 
     def _compute_some(
         self, kinds: Uint8s, runs: Sequence[Run], resident_len: int, share: float
@@ -187,6 +230,13 @@ class Blending:
                 kinds[first + random.permutation(len(run))[:count]] = Kind.COMPUTED
                 rest.append(run)
         return rest
+
+
+def _slower(estimate: Estimate, usual: AdmissionPlan | None) -> Detail:
+    """Why a blend that is slower than something else is refused."""
+    others = [estimate.recompute, None if usual is None else usual.estimate.load]
+    fastest = min((own for own in others if own is not None), default=0.0)
+    return Reason.BLEND_SLOWER, f"{1e3 * (estimate.load or 0.0):.1f} ms and {1e3 * fastest:.1f} ms"
 
 
 def fits(plan: BlendPlan, loadings: Iterable[object]) -> bool:

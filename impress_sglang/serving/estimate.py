@@ -106,6 +106,9 @@ class Estimator:
         # Of a part of a prefix, and of a whole one, where nothing is scored.
         self.loading = TwoTermCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_SCORED)
         self.copying = TwoTermCost(START_SECONDS_PER_LOADED, START_SECONDS_PER_LOADED)
+        # Of a blend: per token that is brought in, and how many times as long computing takes there
+        # as in a pass of SGLang's.
+        self.blending = TwoTermCost(START_SECONDS_PER_LOADED, 1.0)
 
     def note_forward(self, new: int, pairs: float, seconds: float) -> None:
         """A pass of the model over `new` tokens took so long, without loading."""
@@ -118,6 +121,10 @@ class Estimator:
             self.copying.observe(work.stored, work.stored, seconds)
         else:
             self.loading.observe(work.stored, work.stored * work.new, seconds)
+
+    def note_blend(self, work: RequestLengths, computed: float, seconds: float) -> None:
+        """A prefix was blended in so long, without reading; see `estimate_blend`."""
+        self.blending.observe(work.stored, self._blended_seconds(work, computed), seconds)
 
     def estimate(
         self, work: RequestLengths, retention: float, io_seconds: float, bits: float = EXACT_BITS
@@ -133,18 +140,32 @@ class Estimator:
         miss = self._compute_seconds(work.resident, work.stored + work.new)
         return Estimate(retention, io_seconds, hit, miss, self._overlapped, bits)
 
-    def estimate_blend(self, work: RequestLengths, computed: float, io_seconds: float) -> Estimate:
-        """What a request would take of whose stored tokens so many are computed."""
+    def estimate_blend(
+        self, work: RequestLengths, computed: float, io_seconds: float, *, measured: bool = True
+    ) -> Estimate:
+        """What a request would take of whose stored tokens so many are computed.
+
+        `computed`: tokens, on average over the layers. `measured`: False is how fast it might be,
+        whatever earlier ones took.
+        """
         if not self.computing.observations:
             return Estimate(1.0, io_seconds, None, None, self._overlapped)
-        hit = self._compute_seconds(work.resident + work.stored - computed, work.new + computed)
-        hit += self.copying.seconds(work.stored, work.stored)
+        hit = self._blended_seconds(work, computed)
+        if measured and self.blending.observations:
+            hit = self.blending.seconds(work.stored, hit)
+        else:
+            hit += self.copying.seconds(work.stored, work.stored)
+        hit += self._compute_seconds(work.resident + work.stored, work.new)
         miss = self._compute_seconds(work.resident, work.stored + work.new)
         return Estimate(1.0, io_seconds, hit, miss, self._overlapped)
 
     def largest_hidden(self, estimates: Sequence[Estimate]) -> Estimate:
         """Of estimates, the most first, the first whose reading is hidden, else the last."""
         return next((own for own in estimates if own.hidden), estimates[-1])
+
+    def _blended_seconds(self, work: RequestLengths, computed: float) -> float:
+        """What SGLang would take to compute so many tokens, which are anywhere among the stored."""
+        return self.computing.seconds(computed, computed * (work.resident + work.stored / 2))
 
     def _compute_seconds(self, before: float, new: float) -> float:
         return self.computing.seconds(new, pairs_of(before, new))

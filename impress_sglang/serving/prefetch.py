@@ -57,9 +57,9 @@ class Prefetches:
         store.ahead.wait(source, math.ceil(plan.estimate.lead * source.num_layers))
 
     def unread(self, rid: str) -> float:
-        """The share of a request's reads that is to be waited for; see `StoredSource.unread`."""
+        """The share of a request's reads that is to be waited for."""
         waiting = self._waiting.get(rid)
-        return 1.0 if waiting is None else waiting.source.unread
+        return 1.0 if waiting is None else waiting.plan.unread(waiting.source)
 
     def order(self, rids: Sequence[str]) -> None:
         """Requests wait in this order now; what is not read yet is read in it."""

@@ -52,6 +52,7 @@ class StoredRequest:
     failed: bool = False  # nor computed: it ends with an error
     adopted: bool = False  # its slots are SGLang's tree's
     blended: bool = False  # of text that was stored elsewhere, for this request alone
+    computed: float = 0.0  # tokens of a blended prefix that were, on average over the layers
 
     @property
     def approximate(self) -> bool:

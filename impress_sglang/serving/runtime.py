@@ -36,7 +36,7 @@ from impress_sglang.serving.report import RequestTotals, publish
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.serving.served_store import ServedStore
-from impress_sglang.serving.why import Explainer
+from impress_sglang.serving.why import Explainer, Reason
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline, TimelineWriter
 from impress_sglang.transfer.loader import LayerInputs
@@ -156,6 +156,7 @@ class ServingRuntime:
         """
         loadings = (request.loading for request in self.live.values())
         if isinstance(plan, BlendPlan) and not fits(plan, loadings):
+            plan.notes.why = Reason.BLEND_TOO_LONG, "others blend before it"
             return None
         try:
             request = self._opener.open(rid, plan, resident_slots, report, allocate)
@@ -286,13 +287,17 @@ class ServingRuntime:
     def _learn(self, request: StoredRequest) -> None:
         """Tell the estimator what loading took besides waiting for the drive."""
         stopwatch = request.stopwatch
-        if stopwatch is None or not request.undisturbed:
+        if stopwatch is None or request.recomputed or request.failed:
             return
         waited = request.reads.wait_ms / 1e3
         work = RequestLengths(request.resident_len, request.num_tokens, request.new_tokens)
         whole = request.k == request.num_tokens and request.bits == EXACT_BITS
 
         def note(seconds: list[float]) -> None:
-            self.estimator.note_load(work, max(seconds[0] - waited, 0.0), whole=whole)
+            took = max(seconds[0] - waited, 0.0)
+            if request.blended:
+                self.estimator.note_blend(work, request.computed, took)
+            else:
+                self.estimator.note_load(work, took, whole=whole)
 
         self._clock.when_known([stopwatch], note)

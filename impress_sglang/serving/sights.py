@@ -5,6 +5,8 @@ day. So a request is not stored but for its first tokens that others had as well
 remembers that in fixed memory (a count-min sketch with conservative updates, whose counts are
 halved now and then, as in TinyLFU: Einziger, Friedman, Manes, ACM ToS 2017). It never counts too
 little between two halvings; it seldom counts too much, and then something is stored too early.
+
+Where text is reused that is no prefix, windows of it are counted in the same way.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from impress_sglang.management.prefix_hashes import BLOCK_TOKENS, PrefixHashes
+from impress_sglang.loops.types import Flags, Indices
+from impress_sglang.management.prefix_hashes import BLOCK_TOKENS, Hashes, PrefixHashes
 from impress_sglang.storage.segment import Tokens
 
 _ROWS = 4
@@ -47,21 +50,36 @@ class Sights:
         Returns:
             How many of the first ones were seen often enough, this time included.
         """
-        columns = self._columns(namespace, tokens)
+        seen = self._see(self._hashes.of(namespace, tokens), first // BLOCK_TOKENS, count=count)
+        rare = np.flatnonzero(seen < self._least)
+        return int(rare[0] if len(rare) else len(seen)) * BLOCK_TOKENS
+
+    def note_text(
+        self, namespace: str, tokens: Tokens, *, count: bool = True
+    ) -> tuple[Indices, Flags]:
+        """A request has these tokens, int32 [n], wherever they stand.
+
+        Returns:
+            Where windows of `BLOCK_TOKENS` tokens begin, ascending, int64 [w], and whether these
+            were seen often enough, this time included, bool [w].
+        """
+        starts, hashes = self._hashes.windows(namespace, tokens)
+        # Once for each request.
+        hashes, places = np.unique(hashes, return_inverse=True)
+        return starts, (self._see(hashes, 0, count=count) >= self._least)[places]
+
+    def _see(self, hashes: Hashes, first: int, *, count: bool) -> npt.NDArray[np.uint8]:
+        """How often hashes were seen, uint8 [n]; from `first` on once more, if they count."""
+        rows = self._hashes.rows(hashes, _ROWS)
+        columns = (rows & np.uint64(self._counts.shape[1] - 1)).astype(np.int64)
         if self._new >= self._counts.shape[1] // 4:
             self._counts >>= 1
             self._new = 0
         seen = self._counts[_EACH_ROW, columns].min(0, initial=255)
         if count:
-            again = slice(first // BLOCK_TOKENS, None)
+            again = slice(first, None)
             self._new += int(np.count_nonzero(seen[again] == 0))
             seen[again] = np.minimum(seen[again], 254) + 1
-            # Blocks of a request may share a counter.
+            # Those of a request may share a counter.
             np.maximum.at(self._counts, (_EACH_ROW, columns[:, again]), seen[again])
-        rare = np.flatnonzero(seen < self._least)
-        return int(rare[0] if len(rare) else len(seen)) * BLOCK_TOKENS
-
-    def _columns(self, namespace: str, tokens: Tokens) -> npt.NDArray[np.int64]:
-        """Where prefixes of whole blocks are counted, int64 [rows, blocks]."""
-        rows = self._hashes.rows(self._hashes.of(namespace, tokens), _ROWS)
-        return (rows & np.uint64(self._counts.shape[1] - 1)).astype(np.int64)
+        return seen

@@ -42,6 +42,10 @@ class Reason(enum.StrEnum):
     EXPIRED = enum.auto()
     TOO_SHORT = enum.auto()
     COMPUTED_FASTER = enum.auto()
+    BLEND_TOO_SHORT = enum.auto()
+    BLEND_SLOWER = enum.auto()
+    BLEND_TOO_LONG = enum.auto()
+    BLEND_UNSUPPORTED = enum.auto()
     QUALITY = enum.auto()
     DAMAGED = enum.auto()
     NOT_OPENED = enum.auto()
@@ -67,6 +71,10 @@ MEANINGS = {
     Reason.EXPIRED: "it was stored for as long as --impress-ttl allows, and removed",
     Reason.TOO_SHORT: "what may be stored of it is shorter than --impress-min-prefix-tokens",
     Reason.COMPUTED_FASTER: "loading it was estimated to be slower than computing it",
+    Reason.BLEND_TOO_SHORT: "too little of it is stored elsewhere (--impress-blend-min-tokens)",
+    Reason.BLEND_SLOWER: "blending it was estimated to be slower than what is done without",
+    Reason.BLEND_TOO_LONG: "blending it would have kept others waiting for too long",
+    Reason.BLEND_UNSUPPORTED: "it would have been blended, which this server cannot do",
     Reason.QUALITY: "it is stored, but less exactly than the request asks for",
     Reason.DAMAGED: "it was stored, but could not be read as it was written",
     Reason.NOT_OPENED: "it is stored, but its slots or files could not be had",
@@ -76,6 +84,8 @@ MEANINGS = {
     Reason.DEGRADED: "the disk does not answer, and the store is not used until it does",
     Reason.NO_STORE: "--impress-policy stores nothing",
 }
+Detail: TypeAlias = tuple[Reason, str]
+"""A reason, and the figures that belong to its sentence."""
 _LOST = {
     Cause.EVICTED: Reason.EVICTED,
     Cause.DAMAGED: Reason.DAMAGED,
@@ -107,6 +117,7 @@ class Explainer:
         *,
         seen: int | None,
         opened: bool,
+        blend: Detail | None = None,
     ) -> Why:
         """Of a request that is admitted.
 
@@ -117,8 +128,10 @@ class Explainer:
             wanted: what it asks for.
             seen: how many of its tokens were asked for often enough; None if nobody counts.
             opened: whether it was not sent back because its prefix could not be had.
+            blend: why it does not blend, if it would have.
         """
-        return self._answer(_hit(report), report, namespace, tokens, wanted, seen, opened)
+        hit = _hit(report)
+        return self._answer(hit, report, namespace, tokens, wanted, seen, opened, blend)
 
     def foretell(
         self,
@@ -136,13 +149,14 @@ class Explainer:
 
     def _answer(
         self,
-        hit: tuple[Reason, str] | None,
+        hit: Detail | None,
         report: Mapping[str, Any],
         namespace: str,
         tokens: Tokens,
         wanted: LoadOptions,
         seen: int | None,
         opened: bool,
+        blend: Detail | None = None,
     ) -> Why:
         """What a prompt has, if anything, and why it lacks the rest, if that is worth a prefix."""
         rest = len(tokens) - int(report["prefix_tokens"])
@@ -151,7 +165,7 @@ class Explainer:
         if not opened:
             miss = Reason.NOT_OPENED, ""
         else:
-            miss = self._miss(report, namespace, tokens, wanted, seen)
+            miss = self._miss(report, namespace, tokens, wanted, seen, blend)
         return _say_both(hit, rest, miss)
 
     def _miss(
@@ -161,7 +175,8 @@ class Explainer:
         tokens: Tokens,
         wanted: LoadOptions,
         seen: int | None,
-    ) -> tuple[Reason, str]:
+        blend: Detail | None,
+    ) -> Detail:
         """Why no more than the prefix that a report has was used."""
         config, least = self._config, self._config.min_prefix_tokens
         if report["not_served"] is not None:
@@ -186,13 +201,15 @@ class Explainer:
         have = max(have, report["resident_tokens"])
         if (found := self._stored_otherwise(store, name, tokens, have)) is not None:
             return found
+        if blend is not None:
+            return blend
         if seen is not None and seen - have < least:
             return Reason.SEEN_TOO_SELDOM, f"{config.write_after} times"
         return Reason.NEVER_STORED, ""
 
     def _stored_otherwise(
         self, store: PrefixStore, name: str, tokens: Tokens, have: int
-    ) -> tuple[Reason, str] | None:
+    ) -> Detail | None:
         """Why what was stored beyond `have` tokens of a prompt cannot be used, if something was."""
         least = self._config.min_prefix_tokens
         known = store.tree.match(name, tokens, least=ANYTHING, only_ready=False)
@@ -207,7 +224,7 @@ def damaged() -> Why:
     return _say(Reason.DAMAGED, "computed again")
 
 
-def _hit(report: Mapping[str, Any]) -> tuple[Reason, str] | None:
+def _hit(report: Mapping[str, Any]) -> Detail | None:
     """What the prefix of a request was, if it has one."""
     loaded, shared = report["loaded_tokens"], report["shared_tokens"]
     if report["blended_tokens"]:
@@ -230,7 +247,7 @@ def _unready(known: StoredMatch, have: int) -> Reason | None:
     return None
 
 
-def _lost(loss: Loss) -> tuple[Reason, str]:
+def _lost(loss: Loss) -> Detail:
     return _LOST[loss.cause], f"{loss.num_tokens:,} tokens, {loss.seconds:.0f} s ago"
 
 
@@ -238,7 +255,7 @@ def _say(reason: Reason, detail: str) -> Why:
     return {"reason": reason, "text": _sentence(reason, detail), "rest": None}
 
 
-def _say_both(hit: tuple[Reason, str] | None, rest: int, miss: tuple[Reason, str]) -> Why:
+def _say_both(hit: Detail | None, rest: int, miss: Detail) -> Why:
     """What a request has, if anything, and why it lacks the rest."""
     if hit is None:
         return _say(*miss)

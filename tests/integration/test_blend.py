@@ -18,7 +18,7 @@ from torch import Tensor
 
 from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.attention.rotation import KeyRotation
-from impress_sglang.errors import UnsupportedError
+from impress_sglang.errors import SegmentUnreadable, UnsupportedError
 from impress_sglang.integration.attention import PrefixAttention
 from impress_sglang.integration.blend import PrefixBlend, blend_prefix, rotation_of
 from impress_sglang.options import EXACT_BITS
@@ -142,7 +142,9 @@ class Loading:
 
     def __init__(self, stored: KVs, kinds: np.ndarray, share: float, resident: int, size: int):
         self.stored, self.resident, self.num_layers = stored, resident, LAYERS
-        self.plan = SimpleNamespace(kinds=kinds, share=share)
+        self.plan, self.kinds = SimpleNamespace(share=share), kinds
+        self.reused = int((kinds == Kind.REUSED).sum())
+        self.begun: list[int] = []
         stop = resident + len(kinds)
         self.blocks = [
             SimpleNamespace(start=start, stop=min(start + size, stop))
@@ -151,16 +153,29 @@ class Loading:
         self.ended: list[int] = []
         self.restored: list[tuple[int, int]] = []
         self.blended = False
+        self.bad: tuple[int, int] | None = None
+        self.drops = True
+
+    def compute_instead(self, number: int, error: SegmentUnreadable) -> bool:
+        """All from this block on was in that segment."""
+        self.kinds[self.blocks[number].start - self.resident :] = Kind.COMPUTED
+        return self.drops
 
     def restore(self, number: int, layer: int, pools: LayerSlots, slots: Tensor, _: Any) -> None:
         self.restored.append((number, layer))
+        if (number, layer) == self.bad:
+            self.bad = None
+            raise SegmentUnreadable("s", "a test")
         block = self.blocks[number]
-        kinds = self.plan.kinds[block.start - self.resident : block.stop - self.resident]
+        kinds = self.kinds[block.start - self.resident : block.stop - self.resident]
         there = np.flatnonzero(kinds != Kind.COMPUTED)
         for pool, rows in zip(
             (pools.keys.pool, pools.values.pool), self.stored[layer], strict=True
         ):
             pool[slots[there]] = rows[block.start + there]
+
+    def begin_block(self, number: int) -> None:
+        self.begun.append(number)
 
     def end_block(self, number: int) -> None:
         self.ended.append(number)
@@ -175,6 +190,8 @@ def blend(
     size: int = 1000,
     resident: int = 0,
     deadline: float = math.inf,
+    bad: tuple[int, int] | None = None,
+    drops: bool = True,
 ) -> tuple[KVs, Model, Loading]:
     """The KVs of all tokens in the pool, after those from `resident` on were blended."""
     model, pool = Model(), Pool()
@@ -195,9 +212,11 @@ def blend(
         {},
     )
     loading: Any = Loading(stored, np.asarray(kinds, np.uint8), share, resident, size)
+    loading.bad, loading.drops = bad, drops
     own = PrefixBlend(pool, request, loading)
     model.attend = own.attend
     loading.done = blend_prefix(model, request, own, loading, deadline)
+    loading.computed = request.computed
     found = [(pool.keys[layer][row], pool.values[layer][row]) for layer in range(LAYERS)]
     return found, model, loading
 
@@ -232,7 +251,7 @@ def test_all_computed_is_the_model_itself(size: int, resident: int, share: float
         tokens, stored_behind_others(tokens, 30), kinds, share, size=size, resident=resident
     )
     assert loading.done and loading.blended
-    assert loading.ended == list(range(len(loading.blocks)))
+    assert loading.begun == loading.ended == list(range(len(loading.blocks)))
     assert error(found, expected, 0) < 1e-5
 
 
@@ -253,6 +272,26 @@ def test_reuse_as_is_runs_no_model() -> None:
     found, model, loading = blend(tokens, stored, [Kind.REUSED] * 90, 0.0, size=40)
     assert error(found, stored, 0) == 0.0 and not model.computed
     assert loading.restored == [(block, layer) for block in range(3) for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_what_cannot_be_read_is_computed_and_the_rest_is_not(share: float) -> None:
+    """A block begins again without the segment, whose first layers it had already."""
+    tokens = tokens_of(1, 90)
+    expected = Model().kvs(tokens)
+    kinds = np.full(90, Kind.KEPT)
+    kinds[50:60] = Kind.REUSED
+    found, model, loading = blend(tokens, expected, kinds, share, size=30, bad=(1, 3))
+    assert error(found, expected, 0) < 1e-5 and loading.blended
+    assert loading.begun == [0, 1, 1, 2] and loading.ended == [0, 1, 2]
+    assert model.computed[-2 * LAYERS :] == [[own, 30] for own in [*range(LAYERS)] * 2]
+    assert loading.computed == pytest.approx(sum(own for _, own in model.computed) / LAYERS)
+
+
+def test_where_nothing_is_left_all_is_computed() -> None:
+    tokens = tokens_of(1, 90)
+    with pytest.raises(SegmentUnreadable):
+        blend(tokens, Model().kvs(tokens), [Kind.REUSED] * 90, 0.0, bad=(0, 3), drops=False)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.6])

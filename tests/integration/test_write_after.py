@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from impress_sglang.attention.rotation import KeyRotation
+from impress_sglang.management import prefix_hashes
+from impress_sglang.serving.blend_plan import BlendPlan
+from impress_sglang.serving.why import Reason
+from tests.integration import test_weights
 from tests.integration.test_weights import SHAPE, TOKENS, World, install_hooks
 
 
@@ -112,3 +119,83 @@ def test_a_request_that_never_ran_leaves_nothing(world: World) -> None:
 @pytest.mark.parametrize("least", [1])
 def test_without_counting_all_is_stored_at_once(world: World) -> None:
     assert ask(world, "r", 2000) == 2 * TOKENS
+
+
+@pytest.fixture
+def blends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """With room for longer prompts, whose text may be reused where it is no prefix."""
+    install_hooks(monkeypatch)
+    monkeypatch.setattr(test_weights, "TOKENS", 8 * TOKENS)
+    # Which windows are counted is chosen by chance.
+    chance = random.Random(1)
+    fixed = SimpleNamespace(token_bytes=chance.randbytes, randbits=chance.getrandbits)
+    monkeypatch.setattr(prefix_hashes, "secrets", fixed)
+    world = World(tmp_path, write_after=2, blend=0.15, blend_min_tokens=200)
+    world.runtime.blend_with(KeyRotation(lambda rows: torch.zeros(rows, 8), halves=True), 4096)
+    yield world
+    world.runtime.close()
+
+
+def shuffled(*order: int) -> list[int]:
+    """Documents in some order."""
+    return [own for n in order for own in range(10_000 * n, 10_000 * n + 300)]
+
+
+def test_documents_in_another_order_are_stored_once_and_reused(blends: World) -> None:
+    """And prompts that nobody sends again are not, nor questions behind documents."""
+    stored = [
+        ask(blends, f"r{number}", 2000 + 100 * number, prompt=shuffled(*order))
+        for number, order in enumerate([(1, 2, 3), (4, 5, 6), (3, 1, 2), (2, 1, 3), (6, 5, 4)])
+    ]
+    assert stored[:2] == [0, 0] and 800 < stored[2] <= 900
+    assert stored[3] == stored[2] and 1600 < stored[4] <= 1800
+    assert not blends.cache._saves.for_others
+
+    tokens = array("q", shuffled(2, 3, 1))
+    custom = {"impress_bits": 5.0, "impress_retention": 1.0}
+    req = Req("r", "", tokens, SamplingParams(custom_params=custom))
+    known = blends.cache._known.note(req)
+    _, plan = blends.cache._plan(RadixKey(tokens, None, limit=len(tokens) - 1), 0, known)
+    assert isinstance(plan, BlendPlan) and plan.reused > 700
+
+
+def test_who_stores_documents_for_others_computes_them_exactly(blends: World) -> None:
+    """Although some of them are stored, and could be reused."""
+    for rid, order in (("a", (1,)), ("b", (1,)), ("c", (2, 3, 4, 1))):
+        ask(blends, rid, 2000, prompt=shuffled(*order))
+    tokens = array("q", shuffled(3, 4, 2, 1))
+    sampling = SamplingParams(custom_params={"impress_bits": 5.0, "impress_retention": 1.0})
+    req = Req("d", "", tokens, sampling)
+    for expected in (True, False):
+        key = RadixKey(tokens, None, limit=len(tokens) - 1)
+        _, plan = blends.cache._plan(key, 0, blends.cache._known.note(req))
+        assert isinstance(plan, BlendPlan) == expected
+        blends.cache._saves.sight(req)
+    assert 800 < (blends.cache._saves.seen("d") or 0) <= 900
+    blends.cache.release_aborted_request(req.cache_request_handle)
+    assert not blends.cache._saves.for_others
+
+
+def test_who_could_not_open_a_blend_has_the_usual_plan(
+    blends: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rid in ("a", "b"):
+        ask(blends, rid, 2000, prompt=shuffled(1, 2))
+    tokens = array("q", shuffled(1, 3, 2))
+    sampling = SamplingParams(custom_params={"impress_bits": 5.0, "impress_retention": 1.0})
+    req = Req("r", "", tokens, sampling)
+    req.full_untruncated_fill_ids = tokens
+    asked = MatchPrefixParams(key=RadixKey(tokens, None, limit=len(tokens) - 1), req=req)
+    match = blends.cache.match_prefix(asked)
+    req.last_node = match.last_device_node
+    known, loaded = (
+        blends.cache._known["r"],
+        InitLoadBackParams(None, match.host_hit_length, req=req),
+    )
+    assert isinstance(known.plan, BlendPlan)
+    monkeypatch.setattr(blends.runtime, "open", lambda *_: None)
+    assert blends.cache.init_load_back(loaded) is None and not known.declined
+    blends.cache.match_prefix(asked)
+    assert known.plan is not None and not isinstance(known.plan, BlendPlan)
+    assert known.plan.stop > 250 and known.blend.why == (Reason.NOT_OPENED, "")
+    blends.cache.release_aborted_request(req.cache_request_handle)

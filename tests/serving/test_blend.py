@@ -164,6 +164,22 @@ def test_a_damaged_document_is_computed(stock: Server, blending: Server) -> None
     assert_same([expected], [found], TOLERANCE)
 
 
+def test_of_several_documents_only_the_damaged_one_is_computed(blending: Server) -> None:
+    """From the block on where that is found; the next request does not find it."""
+    own = documents(8, 540, 540)
+    prompts = joined(own, [0], 41), joined(own, [1], 42)
+    store(blending, *prompts)
+    flip_value(segment_of(blending, prompts[0]))
+    other = joined(own, [1, 0], 43)
+    told = [report(blending.generate(other, 8, **asking(0.0))) for _ in range(2)]
+    assert not any(own["recomputed"] for own in told)
+    assert [own["why"]["reason"] for own in told] == ["blended", "blended"]
+    first, second = (own["blended_tokens"] for own in told)
+    # No prompt began so before: the head is computed.
+    assert 540 - 11 == second <= first < 1080 - 11
+    assert told[0]["used_tokens"] == len(other) - 23
+
+
 def test_several_samples(stock: Server, blending: Server) -> None:
     own = documents(6, 300, 300)
     store(blending, joined(own, [0, 1], 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +17,15 @@ from torch import Tensor
 
 from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
-from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
+from impress_sglang.loops import windows
 from impress_sglang.management.policies import LoadOptions, make_policy
-from impress_sglang.serving.blend_plan import BlendPlan, Kind, apart
+from impress_sglang.serving import blended_loading
+from impress_sglang.serving.blend_plan import BlendNotes, BlendPlan, Kind, apart
 from impress_sglang.serving.blended_loading import BlendedLoading
-from impress_sglang.serving.blending import PASS_SECONDS, Blending, fits
+from impress_sglang.serving.blending import MEASURE_SECONDS, PASS_SECONDS, Blending, fits
 from impress_sglang.serving.estimate import Estimate, Estimator
+from impress_sglang.serving.why import Reason
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.timeline import NO_TIMELINE
@@ -81,8 +85,10 @@ class Desk:
         namespace: str = "",
         wanted: LoadOptions = APPROXIMATE,
         usual: Any = None,
+        notes: BlendNotes | None = None,
     ) -> BlendPlan | None:
-        return self.blending.plan(namespace, as_tokens(tokens), resident, usual, wanted)
+        notes = notes or BlendNotes()
+        return self.blending.plan(namespace, as_tokens(tokens), resident, usual, wanted, notes)
 
 
 def kinds_of(plan: BlendPlan | None) -> str:
@@ -245,6 +251,8 @@ def test_computing_all_is_chosen_where_it_is_faster(bench: Workbench) -> None:
 def test_what_would_be_used_else_may_be_faster(bench: Workbench) -> None:
     desk = Desk(bench, load="faster")
     bench.put(desk.store, texts(0, 1, 2))
+    forecast: Any = desk.store.forecast
+    forecast.seconds_to_read = lambda num_bytes: 0.1
     desk.estimator.note_forward(1000, 500_500.0, 1.0)
     blended = desk.plan(texts(0, 2, 1))
     assert blended is not None and blended.estimate.load is not None
@@ -296,6 +304,7 @@ def restore(desk: Desk, plan: BlendPlan, shape: KVShape) -> tuple[list[Tensor], 
     values = [torch.full(size, math.nan) for _ in layers]
     try:
         for number, block in enumerate(loading.blocks):
+            loading.begin_block(number)
             for layer in layers:
                 own = slots[block.start - plan.resident_len : block.stop - plan.resident_len]
                 pools = LayerSlots.of(keys[layer], values[layer])
@@ -382,6 +391,159 @@ def test_what_cannot_be_opened_is_given_back(bench: Workbench) -> None:
         BlendedLoading(loader, desk.store, plan, ROTATION, NO_TIMELINE)
     assert caught.value.segment_id == bad
     desk.store.report(caught.value)
+
+
+def two_segments(desk: Desk, bench: Workbench) -> BlendPlan:
+    """A prompt of documents 1 and 0, which stand in segments of their own."""
+    bench.put(desk.store, texts(0))
+    bench.put(desk.store, texts(1))
+    plan = desk.plan([4, *texts(1), 5, *texts(0)])
+    assert plan is not None
+    return plan
+
+
+def opening(desk: Desk, plan: BlendPlan, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
+    """What loads a plan, and how many sources it has opened, and not closed."""
+    open_now, loader = [0], PrefixLoader(SHAPE, make_policy(desk.config).selector)
+    opens, closes = blended_loading.open_group, desk.store.close_source
+
+    def opened(*arguments: Any) -> Any:
+        open_now[0] += 1
+        return opens(*arguments)
+
+    def closed(source: Any) -> None:
+        open_now[0] -= 1
+        closes(source)
+
+    monkeypatch.setattr(blended_loading, "open_group", opened)
+    monkeypatch.setattr(desk.store, "close_source", closed)
+    return BlendedLoading(loader, desk.store, plan, ROTATION, NO_TIMELINE), open_now
+
+
+def test_at_most_one_block_is_open_ahead(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(bench, block=50, readahead=1.0)
+    loading, open_now = opening(desk, two_segments(desk, bench), monkeypatch)
+    assert open_now == [1] and len(loading.blocks) == 9
+    for number in range(9):
+        loading.begin_block(number)
+        assert open_now[0] <= 4, "two blocks, each of which may have both documents"
+        loading.end_block(number)
+    assert open_now == [0]
+    loading.close()
+
+
+def test_of_groups_the_largest_must_fit(bench: Workbench) -> None:
+    """They are read one after the other."""
+    desk, notes = Desk(bench), BlendNotes()
+    bench.put(desk.store, texts(0, 1))
+    forecast: Any = desk.store.forecast
+    forecast.can_read = lambda spans, in_codes: len(spans) == 1
+    assert desk.plan([3, *texts(1), 4, *texts(1), 5, *texts(1)]) is not None
+    bench.put(desk.store, texts(2))
+    assert desk.plan([3, *texts(1), 4, *texts(2)], notes=notes) is None
+    assert notes.why == (Reason.NO_BUFFERS, "")
+
+
+def test_what_cannot_be_read_is_computed_and_the_rest_reused(bench: Workbench) -> None:
+    desk = Desk(bench, block=100)
+    plan = two_segments(desk, bench)
+    bad, good = (run.span.segment.segment_id for run in plan.runs)
+    loader = PrefixLoader(SHAPE, make_policy(desk.config).selector)
+    loading = BlendedLoading(loader, desk.store, plan, ROTATION, NO_TIMELINE)
+    error = SegmentUnreadable(bad, "a test")
+    assert not loading.compute_instead(3, error), "it is in none of these"
+    assert loading.compute_instead(0, error) and loading.reused == 200
+    assert (loading.kinds[:202] == Kind.COMPUTED).all() and plan.reused == 386
+    assert [len(block.groups) for block in loading.blocks] == [0, 0, 1, 1, 1]
+    # Nobody finds it before a second look, whatever was found before.
+    assert not plan.runs[0].span.segment.ready
+    again = desk.plan([4, *texts(1), 5, *texts(0)], notes=plan.notes)
+    assert again is not None and {run.span.segment.segment_id for run in again.runs} == {good}
+    assert not loading.compute_instead(2, SegmentUnreadable(good, "a test")), "nothing is left"
+    loading.close()
+
+
+def test_a_prompt_is_scanned_once(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk, notes = Desk(bench), BlendNotes()
+    bench.put(desk.store, texts(0, 1))
+    first = desk.plan(texts(1, 0), notes=notes)
+    monkeypatch.setattr(windows, "find_window", None)
+    again = desk.plan(texts(1, 0), notes=notes)
+    assert first is not None and again is not None and again.same_tokens(first)
+
+
+def test_who_could_not_open_a_blend_does_without(bench: Workbench) -> None:
+    desk, notes = Desk(bench), BlendNotes()
+    bench.put(desk.store, texts(0, 1))
+    notes.decline()
+    assert desk.plan(texts(1, 0), notes=notes) is None
+    assert notes.why == (Reason.NOT_OPENED, "")
+
+
+def test_why_nobody_blends(bench: Workbench) -> None:
+    desk = Desk(bench, load="faster")
+    bench.put(desk.store, texts(0, 1, 2))
+
+    def why(tokens: list[int], wanted: LoadOptions = APPROXIMATE) -> str | None:
+        notes = BlendNotes()
+        assert desk.plan(tokens, wanted=wanted, notes=notes) is None
+        return None if notes.why is None else ": ".join(notes.why)
+
+    short = texts(0)[:90]
+    assert why(texts(3)) is None and why([4, *short]) == "blend_too_short: 90 of 100 tokens"
+    assert why([4, *short], LoadOptions(bits=5.0, blend=1.0)) is None, "it would not have"
+    for _ in range(8):
+        desk.estimator.note_forward(1000, 500_500.0, 1.0)
+    forecast: Any = desk.store.forecast
+    forecast.seconds_to_read = lambda num_bytes: 100.0
+    assert str(why(texts(0, 2, 1))).startswith("blend_slower: 100000.0 ms and ")
+    for _ in range(20):
+        desk.estimator.note_forward(1000, 500_500.0, 1e6)
+    assert str(why([4, *texts(2)], wanted=LoadOptions(bits=5.0, blend=0.9))).startswith(
+        "blend_too_long: "
+    )
+    desk.blending.refusal = "a test"
+    assert why(texts(0, 2, 1)) == "blend_unsupported: a test"
+
+
+def test_what_blends_take_is_learnt_and_tried_again(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(bench, load="faster")
+    bench.put(desk.store, texts(0, 1, 2))
+    forecast: Any = desk.store.forecast
+    forecast.seconds_to_read = lambda num_bytes: 0.0
+    for _ in range(8):
+        desk.estimator.note_forward(1000, 500_500.0, 0.5)
+    wanted, now = LoadOptions(bits=5.0, blend=0.5), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def plan(notes: BlendNotes | None = None) -> BlendPlan | None:
+        return desk.plan(texts(0, 2, 1), wanted=wanted, notes=notes)
+
+    fast = plan()
+    assert fast is not None and fast.estimate.compute is not None
+    for _ in range(30):
+        desk.estimator.note_blend(fast.work, 201.0, 1.0)
+    first, other = BlendNotes(), BlendNotes()
+    assert plan(first) is not None, "to see how fast it is"
+    assert plan(other) is None and other.why is not None
+    assert plan(first) is not None and plan(other) is None
+    now[0] += MEASURE_SECONDS
+    assert plan(other) is not None and plan(BlendNotes()) is None
+    for _ in range(30):
+        desk.estimator.note_blend(fast.work, 201.0, 0.01)
+    found = plan(BlendNotes())
+    assert found is not None and found.estimate.compute is not None
+    assert found.estimate.compute < fast.estimate.compute
+
+
+def test_what_is_read_ahead_is_a_part(bench: Workbench) -> None:
+    """A queue that asks for the rest must not hear that nothing is left."""
+    desk = Desk(bench, block=100)
+    plan = two_segments(desk, bench)
+    read: Any = SimpleNamespace(unread=0.25, num_tokens=99)
+    assert plan.unread(read) == pytest.approx(1 - 0.75 * 99 / 401)
 
 
 def test_the_same_blend(bench: Workbench) -> None:

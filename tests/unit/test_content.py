@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impress_sglang.management import content as content_module
+from impress_sglang.loops import windows
 from impress_sglang.management.content import SAME_WINDOWS, WINDOW_TOKENS, ContentIndex, Run
 from impress_sglang.management.stored import SegmentState, StoredSegment, StoredSpan
 from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.storage.segment import Tokens
 from tests.unit.kv_factory import as_tokens, make_info, make_shape
 
 SHAPE = make_shape()
@@ -50,6 +54,10 @@ def text(seed: int, length: int, vocabulary: int = 1000) -> list[int]:
     return np.random.default_rng(seed).integers(0, vocabulary, length).tolist()
 
 
+def find(index: ContentIndex, tokens: Tokens, start: int = 0) -> Sequence[Run]:
+    return index.find("", tokens, start).runs
+
+
 def places(runs: Sequence[Run]) -> list[tuple[int, int, str, int]]:
     """Of each run: where it begins and ends in the prompt, its segment, and where in that."""
     return [(r.start, r.stop, r.span.segment.segment_id, r.span.start) for r in runs]
@@ -62,7 +70,7 @@ def test_a_document_is_found_wherever_it_stands(before: int, skipped: int) -> No
     index = index_of(segment_of("s", [*document, *text(2, 100)], prefix_len=7))
     prompt = [*text(3, before), *document[skipped:], *text(4, 50)]
 
-    (run,) = index.find("", as_tokens(prompt))
+    (run,) = find(index, as_tokens(prompt))
 
     assert places([run]) == [(before, before + 400 - skipped, "s", skipped)]
     assert run.shift == before - skipped - 7
@@ -74,7 +82,7 @@ def test_how_long_it_must_be(length: int) -> None:
     stored = text(1, 1000)
     index = index_of(segment_of("s", stored))
     found = [
-        bool(index.find("", as_tokens([5000, *stored[start : start + length], 5000])))
+        bool(find(index, as_tokens([5000, *stored[start : start + length], 5000])))
         for start in range(1000 - length)
     ]
     assert all(found) == (length == 127)
@@ -87,7 +95,7 @@ def test_documents_in_another_order() -> None:
     order = [4, 0, 5, 2, 1, 3]
     prompt = [token for number in order for token in [2000 + number, *documents[number]]]
 
-    runs = index.find("", as_tokens(prompt))
+    runs = find(index, as_tokens(prompt))
 
     assert [len(run) for run in runs] == [len(documents[number]) for number in order]
     for run in runs:
@@ -99,10 +107,10 @@ def test_documents_in_another_order() -> None:
 def test_the_scan_begins_behind_what_is_known() -> None:
     stored = text(1, 500)
     index = index_of(segment_of("s", stored))
-    assert places(index.find("", as_tokens(stored), 100)) == [(100, 500, "s", 100)]
-    assert index.find("", as_tokens(stored), 437) == []
-    assert index.find("", as_tokens(stored), 500) == []
-    assert index.find("", as_tokens([]), 0) == []
+    assert places(find(index, as_tokens(stored), 100)) == [(100, 500, "s", 100)]
+    assert find(index, as_tokens(stored), 437) == ()
+    assert find(index, as_tokens(stored), 500) == ()
+    assert find(index, as_tokens([]), 0) == ()
 
 
 def test_of_several_segments_the_longest_run_is_taken() -> None:
@@ -110,9 +118,9 @@ def test_of_several_segments_the_longest_run_is_taken() -> None:
     short = segment_of("short", document[:200])
     long = segment_of("long", document)
     index = index_of(short, long)
-    assert places(index.find("", as_tokens(document))) == [(0, 300, "long", 0)]
+    assert places(find(index, as_tokens(document))) == [(0, 300, "long", 0)]
     index.discard(long)
-    assert places(index.find("", as_tokens(document))) == [(0, 200, "short", 0)]
+    assert places(find(index, as_tokens(document))) == [(0, 200, "short", 0)]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +135,7 @@ def test_of_several_segments_the_longest_run_is_taken() -> None:
 def test_what_is_never_found(namespace: str, quality: Quality, state: SegmentState) -> None:
     document = text(1, 300)
     index = index_of(segment_of("s", document, namespace, quality, state))
-    assert index.find("", as_tokens(document)) == []
+    assert find(index, as_tokens(document)) == ()
 
 
 def test_a_segment_is_found_once_it_is_written() -> None:
@@ -135,7 +143,7 @@ def test_a_segment_is_found_once_it_is_written() -> None:
     segment = segment_of("s", document, state=SegmentState.PENDING)
     index = index_of(segment)
     segment.state = SegmentState.READY
-    assert places(index.find("", as_tokens(document))) == [(0, 300, "s", 0)]
+    assert places(find(index, as_tokens(document))) == [(0, 300, "s", 0)]
 
 
 def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,15 +151,15 @@ def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = segment_of("s", text(1, 200))
     index = ContentIndex()
     monkeypatch.setattr(
-        content_module,
+        ContentIndex,
         "_windows_of",
-        lambda segment, number: (
+        lambda self, segment, number: (
             np.full(3, 7, np.uint64),
             (number << 32) + np.arange(3, dtype=np.int64),
         ),
     )
     monkeypatch.setattr(
-        content_module,
+        windows,
         "find_window",
         lambda tokens, start, length, seed, keys, values: (
             (start, int(np.flatnonzero(keys == 7)[0]))
@@ -160,10 +168,10 @@ def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     )
     index.add(stored)
-    assert index.find("", as_tokens(text(2, 300))) == []
+    assert find(index, as_tokens(text(2, 300))) == ()
     # The first slot of the key is that of window 0; the others are behind it.
     run = [*text(3, 10), *stored.info.tokens[64:192].tolist(), 5000]
-    assert places(index.find("", as_tokens(run)))[0][:2] == (10, 138)
+    assert places(find(index, as_tokens(run)))[0][:2] == (10, 138)
 
 
 def test_what_is_everywhere_is_kept_a_few_times() -> None:
@@ -181,8 +189,69 @@ def test_one_token_again_and_again() -> None:
     """The worst text there is: all its windows are equal, at every place."""
     index = index_of(segment_of("s", [3] * 20_000))
     assert len(index) == SAME_WINDOWS
-    (run,) = index.find("", as_tokens([3] * 10_000))
+    (run,) = find(index, as_tokens([3] * 10_000))
     assert (run.start, run.stop) == (0, 10_000)
+
+
+@pytest.mark.parametrize("state", [SegmentState.READY, SegmentState.PENDING])
+@pytest.mark.parametrize("length", [64, 100, 20_000])
+def test_what_a_search_does_is_linear(
+    monkeypatch: pytest.MonkeyPatch, length: int, state: SegmentState
+) -> None:
+    """Also of text that is known at each of its places, in pieces, or where nobody may read."""
+    compared = [0]
+
+    def equal_around(*arguments: Any) -> tuple[int, int]:
+        found = windows_equal_around(*arguments)
+        compared[0] += sum(found) + 1
+        return found
+
+    windows_equal_around = windows.equal_around
+    monkeypatch.setattr(windows, "equal_around", equal_around)
+    looked, find_window = [0], windows.find_window
+
+    def counted(*arguments: Any) -> tuple[int, int]:
+        looked[0] += 1
+        return find_window(*arguments)
+
+    monkeypatch.setattr(windows, "find_window", counted)
+    index = index_of(*(segment_of(f"s{n}", [3] * length, state=state) for n in range(6)))
+    found = find(index, as_tokens([3] * 20_000))
+    assert bool(found) == (state is SegmentState.READY)
+    assert compared[0] <= 2 * SAME_WINDOWS * 20_000
+    assert looked[0] <= 20_000 // WINDOW_TOKENS + WINDOW_TOKENS + 1
+
+
+def test_a_prompt_is_looked_for_again_only_if_the_index_has_changed() -> None:
+    tokens = as_tokens([*text(1, 300), *text(2, 300)])
+    first, second = (segment_of(f"s{n}", text(n, 300)) for n in (1, 2))
+    index = index_of(first)
+    found = index.find("", tokens)
+    assert index.find("", tokens, 0, found) is found
+    assert index.find("", tokens[:200], 0, found).runs[0].stop == 200
+    assert index.find("", tokens, 100, found).runs[0].start == 100
+    second.state = SegmentState.PENDING
+    index.add(second)
+    found = index.find("", tokens, 0, found)
+    assert [run.span.segment for run in found.runs] == [first]
+    # No change of the index tells that a segment is written, or cannot be read.
+    second.state = SegmentState.READY
+    found = index.find("", tokens, 0, found)
+    assert [run.span.segment for run in found.runs] == [first, second]
+    first.state = SegmentState.SUSPECT
+    assert [run.span.segment for run in index.find("", tokens, 0, found).runs] == [second]
+    first.state = SegmentState.READY
+    assert index.find("", tokens, 0, found) is found
+    index.discard(second)
+    assert [run.span.segment for run in index.find("", tokens, 0, found).runs] == [first]
+
+
+def test_nothing_is_compiled_for_who_does_not_blend() -> None:
+    code = "import sys, impress_sglang.serving.runtime as _; print(*sys.modules, sep='\\n')"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = ran.stdout.split()
+    assert "impress_sglang.management.content" in modules
+    assert "impress_sglang.loops.windows" not in modules
 
 
 def test_a_table_that_grows_forgets_nothing() -> None:
@@ -193,7 +262,7 @@ def test_a_table_that_grows_forgets_nothing() -> None:
         index.discard(segment)
     index.check_integrity()
     for number, segment in enumerate(segments):
-        found = places(index.find("", segment.info.tokens))
+        found = places(find(index, segment.info.tokens))
         assert found == ([] if number % 3 == 0 else [(0, 640, f"s{number}", 0)])
 
 
@@ -214,7 +283,7 @@ def test_a_segment_that_is_rewritten_stays() -> None:
     index.rename("s", "t")
     segment.info = segment_of("t", document).info
     index.check_integrity()
-    assert places(index.find("", as_tokens(document))) == [(0, 300, "t", 0)]
+    assert places(find(index, as_tokens(document))) == [(0, 300, "t", 0)]
     index.discard(segment)
     assert len(index) == 0
 
@@ -264,7 +333,7 @@ def test_against_a_search_that_compares_everything(data: st.DataObject) -> None:
     prompt = make()
     index = index_of(*segments)
 
-    runs = index.find("", as_tokens(prompt))
+    runs = find(index, as_tokens(prompt))
 
     position, covered = 0, set()
     for run in runs:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
+from impress_sglang.management.prefix_hashes import BLOCK_TOKENS, PrefixHashes
 from impress_sglang.serving.sights import Sights
 from tests.unit.kv_factory import as_tokens
 
@@ -85,3 +85,44 @@ def test_few_prefixes_are_taken_for_others() -> None:
     sights = Sights(2, columns=1 << 12)
     wrong = sum(sights.note("", prompt(10 + number)) > 0 for number in range(1 << 11))
     assert wrong < (1 << 11) * 0.02
+
+
+def text(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 1000, length).tolist()
+
+
+def test_text_is_seen_wherever_it_stands() -> None:
+    """In documents of any length, and once for each request."""
+    sights = Sights(2, columns=COLUMNS)
+    documents = [text(seed, 500 + seed) for seed in range(8)]
+    for order in (range(8), [3, 3, 0, 7, 1, 6, 2, 5, 4], [4, 2, 6, 0, 3, 7, 5, 1]):
+        tokens, stood = [], []
+        for number in order:
+            stood.append(len(tokens))
+            tokens += [5000, *documents[number]]
+        starts, often = sights.note_text("", as_tokens(tokens))
+        if order == range(8):
+            assert not often.any() and 80 < len(starts) < 200
+    # What crosses from one document into the next was never seen, but all begin with one token.
+    crossing = [any(start < at < start + BLOCK_TOKENS - 1 for at in stood) for start in starts]
+    assert often.tolist() == [not own for own in crossing]
+    assert not sights.note_text("tenant", as_tokens(tokens))[1].any()
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128])
+def test_windows_of_short_texts(length: int) -> None:
+    sights = Sights(2, columns=COLUMNS)
+    tokens = as_tokens([7] * length)
+    starts, often = sights.note_text("", tokens)
+    assert len(starts) in (0, max(length - 63, 0)) and not often.any(), "all are equal"
+    assert sights.note_text("", tokens)[1].all()
+
+
+def test_windows_have_the_same_hash_at_each_place() -> None:
+    """Against hashes of each window alone."""
+    hashes, tokens = PrefixHashes(), as_tokens(text(1, 5000))
+    starts, found = hashes.windows("n", tokens)
+    for start, own in zip(starts, found, strict=True):
+        alone = hashes.windows("n", tokens[start : start + BLOCK_TOKENS])
+        assert alone[0].tolist() == [0] and alone[1].tolist() == [own]
+    assert 100 < len(starts) < 220
