@@ -219,7 +219,7 @@ function showSegments(stats, latest) {
   const body = $("segments"), known = new Map(), below = new Map(), rows = [];
   for (const own of [...latest, ...[...opened.values()].flat()]) if (!known.has(own.segment)) known.set(own.segment, own);
   const all = stats.store ? stats.store.segments : 0;
-  $("segments-of").textContent = all ? `${count(known.size)} of ${count(all)}, those used last` : "nothing is stored yet";
+  $("segments-of").textContent = all ? `${count(known.size)} of ${count(all)}, those used last` : stats.store ? "nothing is stored yet" : "no store is open";
   const state = JSON.stringify([...known.values()]) + [...opened.keys()];
   if (state === drawn) return;  // what is selected or focused stays so
   drawn = state;
