@@ -20,7 +20,7 @@ from impress_sglang.errors import ImpressError
 
 ROOMS = {
     "policies": ("serving", "simulate", "schedule"),
-    "quality": ("accuracy", "blend"),
+    "quality": ("accuracy", "blend", "truncation"),
     "engine": ("engine",),
     "micro": ("overhead", "wear", "memory", "planning", "content", "kernels", "index"),
 }
