@@ -92,6 +92,8 @@ class PromptSaves:
         starts, often = sights.note_text(space, tokens, count=count)
         often &= starts >= known
         most = np.count_nonzero(starts >= known) // 2
+        if not store.health.writable:
+            return 0
         if np.count_nonzero(often) > most:
             runs = content.find(store.namespace(space), tokens, known, only_ready=False).runs
             for run in runs:

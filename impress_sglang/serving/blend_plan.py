@@ -5,6 +5,7 @@ Stage: admit.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,12 @@ class BlendNotes:
 
     found: FoundRuns | None = None
     """What was found of its prompt when it was looked for last."""
+    answer: BlendPlan | Detail | None = None
+    """How it would blend, or why not, as far as that was asked for lately."""
+    asked: tuple[int, int] | None = None
+    """What of it was in SGLang's tree then, and where its usual plan ended."""
+    answered: float = 0.0
+    """When, by `time.monotonic`."""
     why: Detail | None = None
     """Why it does not blend, although it would take it and some of it is stored."""
     declined: bool = False
@@ -114,10 +121,11 @@ class BlendPlan(AdmissionPlan):
     @property
     def blocks(self) -> Iterator[BlendBlock]:
         """What is blended at once, in order."""
+        starts, stops = [own.start for own in self.runs], [own.stop for own in self.runs]
         for start in range(self.resident_len, self.stop, self.block_tokens):
             stop = min(start + self.block_tokens, self.stop)
-            inside = [own for own in self.runs if own.start < stop and own.stop > start]
-            runs = [own.part(start, stop) for own in inside]
+            first, last = bisect.bisect_right(stops, start), bisect.bisect_left(starts, stop)
+            runs = [own.part(start, stop) for own in self.runs[first:last]]
             yield BlendBlock(start, stop, tuple(map(tuple, apart(runs))))
 
     def unread(self, source: AnySource) -> float:

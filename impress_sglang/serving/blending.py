@@ -41,6 +41,9 @@ HEAD_TOKENS = 16
 PASS_SECONDS = 5.0
 # A blend that was slow is tried again after so many seconds.
 MEASURE_SECONDS = 60.0
+# A request that waits is matched again and again, and weighed once in so many seconds, unless
+# something else is found.
+ANSWER_SECONDS = 1.0
 # The shares that auto chooses from, the largest first.
 SHARES = (0.75, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15)
 
@@ -112,8 +115,7 @@ class Blending:
         notes: BlendNotes,
     ) -> BlendPlan | Detail | None:
         """How a request would blend, or why it does not; None if nothing is stored for it."""
-        store, least = self._served.store, self._config.blend_min_tokens
-        content = store.tree.content
+        store, content = self._served.store, self._served.store.tree.content
         if content is None:
             return None
         if self.refusal is not None:
@@ -121,11 +123,31 @@ class Blending:
         name = store.namespace(namespace)
         match = store.tree.match(name, tokens)
         known = max(match.num_tokens, resident_len)
-        notes.found = content.find(name, tokens, known, notes.found)
+        found = content.find(name, tokens, known, notes.found)
+        asked = resident_len, known if usual is None else max(usual.stop, known)
+        now = time.monotonic()
+        is_kept = found is notes.found and asked == notes.asked
+        if not is_kept or now >= notes.answered + ANSWER_SECONDS:
+            notes.found, notes.asked, notes.answered = found, asked, now
+            notes.answer = self._weigh(match, tokens, known, usual, wanted, notes)
+        return notes.answer
+
+    def _weigh(
+        self,
+        match: StoredMatch,
+        tokens: Tokens,
+        known: int,
+        usual: AdmissionPlan | None,
+        wanted: LoadOptions,
+        notes: BlendNotes,
+    ) -> BlendPlan | Detail | None:
+        """Whether what was found behind the `known` tokens is worth a blend, and how."""
+        assert notes.found is not None and notes.asked is not None
+        store, least = self._served.store, self._config.blend_min_tokens
+        resident_len, done = notes.asked
         runs = list(notes.found.runs)
         stop = (runs[-1].stop if runs else known) // self._page_size * self._page_size
         runs = [run.part(known, stop) for run in runs if run.start < stop]
-        done = known if usual is None else max(usual.stop, known)
         more = sum(max(run.stop - max(run.start, done), 0) for run in runs)
         if more < least:
             return (Reason.BLEND_TOO_SHORT, f"{more:,} of {least:,} tokens") if more else None

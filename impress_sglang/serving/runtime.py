@@ -154,6 +154,9 @@ class ServingRuntime:
 
         See `RequestOpener.open`.
         """
+        if isinstance(plan, BlendPlan):
+            # They refer to each other.
+            plan.notes.answer = None
         loadings = (request.loading for request in self.live.values())
         if isinstance(plan, BlendPlan) and not fits(plan, loadings):
             plan.notes.why = Reason.BLEND_TOO_LONG, "others blend before it"

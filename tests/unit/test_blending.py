@@ -23,7 +23,13 @@ from impress_sglang.management.policies import LoadOptions, make_policy
 from impress_sglang.serving import blended_loading
 from impress_sglang.serving.blend_plan import BlendNotes, BlendPlan, Kind, apart
 from impress_sglang.serving.blended_loading import BlendedLoading
-from impress_sglang.serving.blending import MEASURE_SECONDS, PASS_SECONDS, Blending, fits
+from impress_sglang.serving.blending import (
+    ANSWER_SECONDS,
+    MEASURE_SECONDS,
+    PASS_SECONDS,
+    Blending,
+    fits,
+)
 from impress_sglang.serving.estimate import Estimate, Estimator
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.layout import KVShape
@@ -464,12 +470,19 @@ def test_what_cannot_be_read_is_computed_and_the_rest_reused(bench: Workbench) -
 
 
 def test_a_prompt_is_scanned_once(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk, notes = Desk(bench), BlendNotes()
+    """And weighed once a second, or where something else is asked."""
+    desk, notes, now = Desk(bench), BlendNotes(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     bench.put(desk.store, texts(0, 1))
     first = desk.plan(texts(1, 0), notes=notes)
     monkeypatch.setattr(windows, "find_window", None)
+    assert first is not None and desk.plan(texts(1, 0), notes=notes) is first
+    usual: Any = type("Usual", (), {"stop": 300})()
+    assert desk.plan(texts(1, 0), notes=notes, usual=usual) is not first
+    assert desk.plan(texts(1, 0), notes=notes) is not None
+    now[0] += ANSWER_SECONDS
     again = desk.plan(texts(1, 0), notes=notes)
-    assert first is not None and again is not None and again.same_tokens(first)
+    assert again is not None and again is not first and again.same_tokens(first)
 
 
 def test_who_could_not_open_a_blend_does_without(bench: Workbench) -> None:
