@@ -157,15 +157,13 @@ class Blending:
         read = store.forecast.stored_bytes([run.span for run in (*prefix, *runs)])
         io = store.forecast.seconds_to_read(read.expected(1.0))
         share, estimate = self._choose(work, kinds, io, wanted.blend)
-        if (estimate.compute or 0.0) > PASS_SECONDS:
-            return Reason.BLEND_TOO_LONG, f"{estimate.compute:.1f} of {PASS_SECONDS:g} s"
-        if not self._is_worth_it(estimate, usual):
+        if (refusal := self._too_slow(estimate, usual)) is not None:
             if notes.why is None:
                 # A drive that was slow may be faster again.
                 store.measure_reading(StoredMatch((runs[0].span,)))
             hopeful = self._estimate(work, kinds, io, share, measured=False)
-            if not self._is_worth_it(hopeful, usual) or not self._may_measure(notes):
-                return _slower(estimate, usual)
+            if self._too_slow(hopeful, usual) or not self._may_measure(estimate, notes):
+                return refusal
             estimate = hopeful
         if self._config.blend_select != DEVIATION:
             runs = self._compute_some(kinds, runs, resident_len, share)
@@ -191,19 +189,26 @@ class Blending:
             return Reason.NO_BUFFERS, ""
         return plan if runs else None
 
-    def _is_worth_it(self, estimate: Estimate, usual: AdmissionPlan | None) -> bool:
-        """Whether to blend is faster than to compute, and than what would be used else."""
-        if self._config.load == "always":
-            return True
-        if usual is not None and usual.estimate.load is not None and estimate.load is not None:
-            return estimate.loads_faster and estimate.load <= usual.estimate.load
-        return estimate.loads_faster
+    def _too_slow(self, estimate: Estimate, usual: AdmissionPlan | None) -> Detail | None:
+        """Why a blend that would take so long is refused, if it is."""
+        if estimate.compute is None or estimate.load is None or estimate.recompute is None:
+            return None
+        if estimate.compute > PASS_SECONDS:
+            return Reason.BLEND_TOO_LONG, f"{estimate.compute:.1f} of {PASS_SECONDS:g} s"
+        other = estimate.recompute
+        if usual is not None and usual.estimate.load is not None:
+            other = min(other, usual.estimate.load)
+        if self._config.load == "always" or estimate.load <= other:
+            return None
+        return Reason.BLEND_SLOWER, f"{1e3 * estimate.load:.1f} ms and {1e3 * other:.1f} ms"
 
-    def _may_measure(self, notes: BlendNotes) -> bool:
+    def _may_measure(self, learnt: Estimate, notes: BlendNotes) -> bool:
         """Whether a request blends although that was slow, to see whether it still is."""
         now = time.monotonic()
         if not notes.measures and now >= self._measure_at:
-            notes.measures, self._measure_at = True, now + MEASURE_SECONDS
+            # Who waits for that does so for a small part of the time, however long it was.
+            pause = MEASURE_SECONDS * max((learnt.compute or 0.0) / PASS_SECONDS, 1.0)
+            notes.measures, self._measure_at = True, now + pause
         return notes.measures
 
     def _kinds(self, resident_len: int, known: int, stop: int, runs: Sequence[Run]) -> Uint8s:
@@ -252,13 +257,6 @@ class Blending:
                 kinds[first + random.permutation(len(run))[:count]] = Kind.COMPUTED
                 rest.append(run)
         return rest
-
-
-def _slower(estimate: Estimate, usual: AdmissionPlan | None) -> Detail:
-    """Why a blend that is slower than something else is refused."""
-    others = [estimate.recompute, None if usual is None else usual.estimate.load]
-    fastest = min((own for own in others if own is not None), default=0.0)
-    return Reason.BLEND_SLOWER, f"{1e3 * (estimate.load or 0.0):.1f} ms and {1e3 * fastest:.1f} ms"
 
 
 def fits(plan: BlendPlan, loadings: Iterable[object]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.management import prefix_hashes
 from impress_sglang.serving.blend_plan import BlendPlan
+from impress_sglang.serving.blended_loading import BlendedLoading
+from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.why import Reason
 from tests.integration import test_weights
 from tests.integration.test_weights import SHAPE, TOKENS, World, install_hooks
@@ -193,9 +196,34 @@ def test_who_could_not_open_a_blend_has_the_usual_plan(
         InitLoadBackParams(None, match.host_hit_length, req=req),
     )
     assert isinstance(known.plan, BlendPlan)
-    monkeypatch.setattr(blends.runtime, "open", lambda *_: None)
-    assert blends.cache.init_load_back(loaded) is None and not known.declined
+    with monkeypatch.context() as closed:
+        closed.setattr(blends.runtime, "open", lambda *_: None)
+        assert blends.cache.init_load_back(loaded) is None and not known.declined
     blends.cache.match_prefix(asked)
     assert known.plan is not None and not isinstance(known.plan, BlendPlan)
     assert known.plan.stop > 250 and known.blend.why == (Reason.NOT_OPENED, "")
     blends.cache.release_aborted_request(req.cache_request_handle)
+
+
+def test_what_a_blend_takes_is_learnt(blends: World) -> None:
+    for rid in ("a", "b"):
+        ask(blends, rid, 2000, prompt=shuffled(1, 2))
+    tokens = array("q", shuffled(2, 1))
+    sampling = SamplingParams(custom_params={"impress_bits": 5.0, "impress_retention": 1.0})
+    req = Req("r", "", tokens, sampling)
+    req.full_untruncated_fill_ids = tokens
+    asked = MatchPrefixParams(key=RadixKey(tokens, None, limit=len(tokens) - 1), req=req)
+    match = blends.cache.match_prefix(asked)
+    req.last_node = match.last_device_node
+    assert blends.cache.init_load_back(InitLoadBackParams(None, match.host_hit_length, req=req))
+    runtime, request = blends.runtime, blends.runtime.live["r"]
+    assert isinstance(request.loading, BlendedLoading)
+    request.loading.blended, request.computed = True, 50.0
+    request.time_loading(clock_for(torch.device("cpu")).stopwatch())
+    with request.stopwatch or pytest.fail():
+        time.sleep(0.01)
+    for _ in range(SHAPE.num_layers):
+        runtime.finish_layer(request)
+    assert runtime.estimator.blending.observations == 1
+    assert runtime.estimator.copying.observations == 0
+    blends.cache.on_release(req, checkpointed=False)

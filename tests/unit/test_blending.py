@@ -549,6 +549,15 @@ def test_what_blends_take_is_learnt_and_tried_again(
     found = plan(BlendNotes())
     assert found is not None and found.estimate.compute is not None
     assert found.estimate.compute < fast.estimate.compute
+    # Whoever waits for a blend of a minute does so seldom.
+    for _ in range(60):
+        desk.estimator.note_blend(fast.work, 201.0, 60.0)
+    now[0] += MEASURE_SECONDS
+    assert plan(BlendNotes()) is not None
+    for seconds, expected in ((5 * MEASURE_SECONDS, False), (20 * MEASURE_SECONDS, True)):
+        now[0] += seconds
+        assert (plan(notes := BlendNotes()) is not None) == expected
+        assert expected or (notes.why or ("",))[0] == Reason.BLEND_TOO_LONG
 
 
 def test_what_is_read_ahead_is_a_part(bench: Workbench) -> None:
