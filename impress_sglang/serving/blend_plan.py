@@ -16,12 +16,13 @@ from impress_sglang.loops.types import Uint8s
 from impress_sglang.management.content import FoundRuns, Run
 from impress_sglang.management.open_segments import AnySource
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.stored import StoredMatch, StoredSegment, StoredSpan
+from impress_sglang.management.stored import StoredSegment, StoredSpan
+from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.serving.admission import AdmissionPlan
 from impress_sglang.serving.why import Detail, Reason
 from impress_sglang.storage.quality import Quality
 from impress_sglang.timeline import Timeline
-from impress_sglang.transfer.source import ReadNeeds, SegmentSource
+from impress_sglang.transfer.coded import CodedSource
 
 # Of what is computed behind reused text; stores never see it.
 BLENDED = Quality(depth=1)
@@ -44,7 +45,7 @@ class Kind(enum.IntEnum):
 class BlendBlock:
     """Tokens [start, stop) of a prompt that are blended at once.
 
-    No chunk of a segment is twice in the runs of a group, so that one source can read it.
+    No page of a segment's codes is twice in the runs of a group, so that one source can read it.
     """
 
     start: int
@@ -150,28 +151,26 @@ def share_of_layer(share: float, layer: int, num_layers: int) -> float:
 
 
 def apart(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs in as few groups as it takes that no group has a chunk of a segment twice."""
+    """Runs in as few groups as it takes that no group has a page of a segment's codes twice."""
     groups: list[tuple[list[Run], set[tuple[str, int]]]] = []
     for run in runs:
-        span, info = run.span, run.span.segment.info
-        # Of a segment that was reordered any chunk may hold any token.
-        size = info.num_tokens if info.reordered else info.chunk_tokens
+        span, layout = run.span, run.span.segment.info.layout().codes
+        assert layout is not None, "the store has no codes"
+        size = layout.page_groups * GROUP_TOKENS
         last = (span.stop - 1) // size
-        chunks = {(info.segment_id, chunk) for chunk in range(span.start // size, last + 1)}
-        free = next((group for group in groups if group[1].isdisjoint(chunks)), None)
+        pages = {(span.segment.segment_id, page) for page in range(span.start // size, last + 1)}
+        free = next((group for group in groups if group[1].isdisjoint(pages)), None)
         if free is None:
             groups.append(free := ([], set()))
         free[0].append(run)
-        free[1].update(chunks)
+        free[1].update(pages)
     return [own for own, _ in groups]
 
 
-def open_group(store: PrefixStore, runs: Sequence[Run], timeline: Timeline) -> SegmentSource:
+def open_group(store: PrefixStore, runs: Sequence[Run], timeline: Timeline) -> CodedSource:
     """A source for the tokens of some runs, one run after the other.
 
     Raises:
         PrefixUnreadable: a segment is gone or cannot be opened.
     """
-    match = StoredMatch(tuple(run.span for run in runs))
-    needs = ReadNeeds(whole=True, probe=bool(runs[0].span.segment.info.shape.probe_kv_heads))
-    return store.open_source(match, 0, match.num_tokens, needs, timeline)
+    return store.open_coded([run.span for run in runs], [False] * len(runs), timeline)

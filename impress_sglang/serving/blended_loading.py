@@ -18,10 +18,12 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredMatch, StoredSpan
 from impress_sglang.serving.blend_plan import BlendPlan, Kind, open_group
 from impress_sglang.timeline import Timeline
-from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
+from impress_sglang.transfer.coded import CodedSource
+from impress_sglang.transfer.loader import LayerInputs, LoadStats
+from impress_sglang.transfer.precise import PreciseLoader
 from impress_sglang.transfer.read_planner import ReadStats
+from impress_sglang.transfer.resident import UsedUnits, parts_alone
 from impress_sglang.transfer.slots import LayerSlots
-from impress_sglang.transfer.source import SegmentSource
 
 
 class BlendedLoading:
@@ -29,17 +31,17 @@ class BlendedLoading:
 
     def __init__(
         self,
-        loader: PrefixLoader,
+        loader: PreciseLoader,
         store: PrefixStore,
         plan: BlendPlan,
         rotation: KeyRotation,
         timeline: Timeline,
-        first: SegmentSource | None = None,
+        first: CodedSource | None = None,
     ) -> None:
         """Open what the first block reads.
 
         Args:
-            loader: of whole prefixes.
+            loader: alike for all tokens, for nobody has looked at them yet.
             store: of the runs.
             plan: of the request.
             rotation: of the model.
@@ -61,7 +63,9 @@ class BlendedLoading:
         self._rotation = rotation
         self._timeline = timeline
         self._first = first
-        self._sources: dict[int, list[SegmentSource]] = {}
+        self._sources: dict[int, list[CodedSource]] = {}
+        # By the group of the block that is restored.
+        self._units: dict[int, UsedUnits] = {}
         self._stats: list[ReadStats] = []
         self._turns: dict[Run, Turns] = {}
         # What is opened later must still be there.
@@ -108,9 +112,11 @@ class BlendedLoading:
             source = self._sources[number][group]
             rows = torch.cat([slots[own.start - block.start :][: len(own)] for own in runs])
             own = LayerSlots.of(pools.keys.pool, pools.values.pool, rows)
+            if group not in self._units:
+                self._units[group] = parts_alone(source, rows)
+            units, bits = self._units[group], self.plan.estimate.bits
+            self._loader.load(layer, units, None, own, bits, stats, source.timeline)
             with stats.timed("load_ms"):
-                stats.layers_whole += 1
-                self._loader.load_whole(layer, source, own)
                 self._turn(runs, own)
             source.end_layer(layer)
             self._store.ahead.top_up()
@@ -183,6 +189,7 @@ class BlendedLoading:
             pool[rows] = self._rotation.move(pool[rows], self._turns[run])
 
     def _close(self, number: int) -> None:
+        self._units.clear()
         for source in self._sources.pop(number, ()):
             self._store.close_source(source)
             self._stats.append(source.stats)

@@ -12,6 +12,7 @@ tree's.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -154,8 +155,9 @@ class Blending:
         prefix = _runs_of(match, resident_len)
         kinds = self._kinds(resident_len, known, stop, runs)
         work = RequestLengths(resident_len, stop - resident_len, len(tokens) + 1 - stop)
-        read = store.forecast.stored_bytes([run.span for run in (*prefix, *runs)])
-        io = store.forecast.seconds_to_read(read.expected(1.0))
+        bits = self._policy.bits(wanted)
+        read = store.forecast.coded_bytes([run.span for run in (*prefix, *runs)])
+        io = store.forecast.seconds_to_read(read.expected(bits))
         share, estimate = self._choose(work, kinds, io, wanted.blend)
         if (refusal := self._too_slow(estimate, usual)) is not None:
             if notes.why is None:
@@ -173,7 +175,7 @@ class Blending:
             work=work,
             k=work.stored,
             tokens=tokens,
-            estimate=estimate,
+            estimate=dataclasses.replace(estimate, bits=bits),
             needs=ReadNeeds(whole=True, probe=bool(self._shape.probe_kv_heads)),
             page_size=self._page_size,
             runs=(*prefix, *runs),
@@ -185,7 +187,7 @@ class Blending:
         # Groups are read one after the other.
         groups = (group for block in plan.blocks for group in block.groups)
         can_read = store.forecast.can_read
-        if not all(can_read([run.span for run in own], in_codes=False) for own in groups):
+        if not all(can_read([run.span for run in own], in_codes=True) for own in groups):
             return Reason.NO_BUFFERS, ""
         return plan if runs else None
 

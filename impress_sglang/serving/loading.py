@@ -51,6 +51,8 @@ class Loaders:
     exact: PrefixLoader
     precise: PreciseLoader
     selective: SelectiveLoader
+    even: PreciseLoader
+    """Where no query is known yet."""
 
     @classmethod
     def of(cls, config: ImpressConfig, shape: KVShape, policy: Policy) -> Loaders:
@@ -60,6 +62,7 @@ class Loaders:
             PrefixLoader(shape, policy.selector),
             PreciseLoader(shape, allocation),
             SelectiveLoader(shape, allocation),
+            PreciseLoader(shape, ALLOCATIONS["even"]),
         )
 
 

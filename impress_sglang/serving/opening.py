@@ -121,8 +121,8 @@ class RequestOpener:
         store, prefetch = self._served.store, self._prefetches.take(rid, plan)
         timeline = self._timeline_for(rid) if prefetch is None else prefetch.timeline
         first = None if prefetch is None else prefetch.source
-        assert first is None or isinstance(first, SegmentSource)
-        loading = BlendedLoading(self._loaders.exact, store, plan, self.rotation, timeline, first)
+        assert first is None or isinstance(first, CodedSource)
+        loading = BlendedLoading(self._loaders.even, store, plan, self.rotation, timeline, first)
         slots = allocate(plan.k)
         if slots is None:
             loading.close()

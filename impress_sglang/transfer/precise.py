@@ -113,7 +113,7 @@ class PreciseLoader:
         self,
         layer: int,
         units: UsedUnits,
-        inputs: LayerInputs,
+        inputs: LayerInputs | None,
         slots: LayerSlots,
         bits: float,
         stats: LoadStats,
@@ -124,7 +124,7 @@ class PreciseLoader:
         Args:
             layer: from 0; ascending for each source.
             units: of the parts, all of which have a load.
-            inputs: of the request.
+            inputs: of the request; None for an `Allocation` that does not ask for weights.
             slots: of the request, one for each token of the parts.
             bits: per element, on average, where no plane belongs to the base; those that do come
                 on top.
@@ -171,7 +171,7 @@ class PreciseLoader:
         self,
         layer: int,
         units: UsedUnits,
-        inputs: LayerInputs,
+        inputs: LayerInputs | None,
         slots: LayerSlots,
         bits: float,
         stats: LoadStats,
@@ -200,7 +200,7 @@ class PreciseLoader:
         self,
         layer: int,
         units: UsedUnits,
-        inputs: LayerInputs,
+        inputs: LayerInputs | None,
         slots: LayerSlots,
         bits: float,
         chosen: Tensor | None,
@@ -213,6 +213,7 @@ class PreciseLoader:
         room = NUM_PLANES * weights.numel() - (0 if floors is None else int(floors.sum()))
         count = min(planes_of(bits, weights.numel()), room)
         if self._allocation.weighs and 0 < count < room:
+            assert inputs is not None, "nobody knows what the request looks at"
             with timeline.span(PROBE_COMPUTE, layer):
                 by_token = self._weights(inputs, slots)
                 weights = units.weights(by_token if chosen is None else by_token * chosen)
