@@ -38,6 +38,8 @@ from impress_sglang.transfer.source import ReadNeeds
 # Where no exact token is before them, so many are computed: attention needs a head that it knows
 # (AttentionStore's truncation as it is printed fails without).
 HEAD_TOKENS = 16
+# Of what is reused, however few a request takes of its prefix: nobody looks which tokens matter.
+LEAST_BITS = 6.0
 # Blending is not cut into chunks: nobody else gets a token for so many seconds, at most.
 PASS_SECONDS = 5.0
 # A blend that was slow is tried again after so many seconds.
@@ -155,7 +157,7 @@ class Blending:
         prefix = _runs_of(match, resident_len)
         kinds = self._kinds(resident_len, known, stop, runs)
         work = RequestLengths(resident_len, stop - resident_len, len(tokens) + 1 - stop)
-        bits = self._policy.bits(wanted)
+        bits = max(self._policy.bits(wanted), LEAST_BITS)
         read = store.forecast.coded_bytes([run.span for run in (*prefix, *runs)])
         io = store.forecast.seconds_to_read(read.expected(bits))
         share, estimate = self._choose(work, kinds, io, wanted.blend)

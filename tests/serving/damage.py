@@ -42,6 +42,16 @@ def store_damaged(server: Server, length: int, seed: int) -> list[int]:
     return prefix
 
 
+def flip_code(path: Path) -> None:
+    """Flip a bit of the base of the last tokens, in the second layer; exact KVs stay."""
+    layout = read_header(path, FileSystem()).info.layout()
+    assert layout.codes is not None
+    last = layout.codes.group_offset(layout.codes.num_groups - 1)
+    content = bytearray(path.read_bytes())
+    content[layout.codes_offset(1) + last + 5] ^= 0x10
+    path.write_bytes(content)
+
+
 def flip_value(path: Path) -> None:
     """Flip a bit of a value of one of the last tokens, in the second layer.
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.serving.compare import Answer, assert_same, logprob_distance, paths, report
 from tests.serving.conftest import impress_flags
-from tests.serving.damage import flip_value, segment_of, segments
+from tests.serving.damage import flip_code, segment_of, segments
 from tests.serving.harness import Server, Zygote, running
 from tests.serving.tiny_models import make_model, random_tokens
 
@@ -158,7 +158,7 @@ def test_a_damaged_document_is_computed(stock: Server, blending: Server) -> None
     own = documents(5, 300, 500)
     prompt = joined(own, [0, 1], 1)
     store(blending, prompt)
-    flip_value(segment_of(blending, prompt))
+    flip_code(segment_of(blending, prompt))
     other = joined(own, [1, 0], 3)[:-20] + prompt[-60:]
     expected = stock.generate(other, 8, return_logprob=True)
     found = blending.generate(other, 8, **asking(0.0))
@@ -170,7 +170,7 @@ def test_of_several_documents_only_the_damaged_one_is_computed(blending: Server)
     own = documents(8, 540, 540)
     prompts = joined(own, [0], 41), joined(own, [1], 42)
     store(blending, *prompts)
-    flip_value(segment_of(blending, prompts[0]))
+    flip_code(segment_of(blending, prompts[0]))
     other = joined(own, [1, 0], 43)
     told = [report(blending.generate(other, 8, **asking(0.0))) for _ in range(2)]
     assert not any(own["recomputed"] for own in told)
