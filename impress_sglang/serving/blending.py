@@ -125,6 +125,9 @@ class Blending:
             return Reason.BLEND_UNSUPPORTED, self.refusal
         name = store.namespace(namespace)
         match = store.tree.match(name, tokens)
+        if match.num_tokens - resident_len < HEAD_TOKENS:
+            # What others happen to begin with is computed, exactly.
+            match = StoredMatch()
         known = max(match.num_tokens, resident_len)
         found = content.find(name, tokens, known, notes.found)
         asked = resident_len, known if usual is None else max(usual.stop, known)
@@ -220,8 +223,8 @@ class Blending:
         kinds[: known - resident_len] = Kind.KEPT
         for run in runs:
             kinds[run.start - resident_len : run.stop - resident_len] = Kind.REUSED
-        if not known:
-            kinds[:HEAD_TOKENS] = Kind.COMPUTED
+        if known < HEAD_TOKENS:
+            kinds[: HEAD_TOKENS - resident_len] = Kind.COMPUTED
         return kinds
 
     def _choose(
