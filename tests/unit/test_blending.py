@@ -333,7 +333,7 @@ def rounded(tokens: list[int], layer: int, part: slice, bits: int) -> tuple[Tens
 
 
 @pytest.mark.parametrize("block", [10_000, 128, 100])
-@pytest.mark.parametrize(("resident", "bits"), [(0, 4), (60, 6), (0, 8)])
+@pytest.mark.parametrize(("resident", "bits"), [(0, 6), (60, 6), (0, 8)])
 def test_what_comes_into_slots(bench: Workbench, block: int, resident: int, bits: int) -> None:
     """Keys as they would have been at the new place, values as they were, whoever computed them."""
     desk = Desk(bench, block=block, base_error=0.0)
