@@ -115,6 +115,11 @@ COUNTERS = (
         _total("prefix_tokens"),
     ),
     Series(
+        "loaded_tokens_total",
+        "Tokens of stored prefixes that finished requests loaded themselves.",
+        _total("loaded_tokens"),
+    ),
+    Series(
         "chunks_total",
         "Chunks that requests wanted, by the tier in which they were.",
         _totals("*_chunks", "device", "host", "ssd"),

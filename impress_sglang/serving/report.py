@@ -123,6 +123,7 @@ class RequestTotals:
     )
     prefix_tokens: int = 0
     used_tokens: int = 0
+    loaded_tokens: int = 0
     blended_tokens: int = 0
     truncated_tokens: int = 0
     ssd_bytes: int = 0

@@ -28,6 +28,8 @@ KINDS = {
     "override": 2,
     "talk": 1,
 }
+# Of these each request is answered, and its answer has its report.
+REPORTED = ("plain", "logprob", "json")
 WAYS = {"whole": 8, "part": 3, "bits": 3, "abort": 1, "hang up": 1}
 # What a request asks for: all as it was computed, a part in few bits, or all in few bits.
 WISHES: dict[str, dict[str, Any]] = {
@@ -35,6 +37,8 @@ WISHES: dict[str, dict[str, Any]] = {
     "part": {"impress_retention": PART, "impress_bits": 5},
     "bits": {"impress_retention": 1.0, "impress_bits": 5},
 }
+
+COUNTED = ("approximate", "recomputed", "prefix_tokens", "loaded_tokens", "ssd_bytes")
 
 # What SGLang says when requests are retracted, which lives here do on purpose.
 NOT_RETRACTED = "Beam groups cannot be retracted"
@@ -67,8 +71,12 @@ class Client(threading.Thread):
     def _ask_something(self) -> None:
         if self.stopped.is_set():
             return
-        (kind,) = self._chance.choices(list(self._kinds), list(self._kinds.values()))
-        (way,) = self._chance.choices(list(WAYS), list(WAYS.values()))
+        kinds, ways = self._kinds, WAYS
+        if self._world.only_reported:
+            kinds = {kind: kinds.get(kind, 1) for kind in REPORTED}
+            ways = {way: WAYS[way] for way in WISHES}
+        (kind,) = self._chance.choices(list(kinds), list(kinds.values()))
+        (way,) = self._chance.choices(list(ways), list(ways.values()))
         self._asked += 1
         # An abort is for all ids that begin like its own.
         rid = f"{self.name}-{self._asked}."
@@ -107,7 +115,7 @@ class Client(threading.Thread):
             self._world.problem(f"{rid} {ask.name}: {response.status_code} {response.text[:300]}")
             return
         told = response.json()
-        self._count_path(told)
+        self._count_report(told)
         self._world.judge(ask, told, began, exact=self._is_exact(ask, wanted))
 
     def _abort(self, ask: Ask, rid: str) -> None:
@@ -182,13 +190,13 @@ class Client(threading.Thread):
                 self._world.problem(f"{route}: {type(error).__name__}: {error}")
             return None
 
-    def _count_path(self, told: Any) -> None:
+    def _count_report(self, told: Any) -> None:
         for sequence in told if isinstance(told, list) else [told]:
             report = sequence.get("meta_info", {}).get("impress", {})
             if report:
                 self._world.count(f"path {report['path']}")
-                self._world.count("approximate", int(report["approximate"]))
-                self._world.count("recomputed", int(report["recomputed"]))
+                for field in COUNTED:
+                    self._world.count(field, int(report[field]))
 
 
 def _custom(wanted: str | None) -> dict[str, Any] | None:

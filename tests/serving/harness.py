@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench.core.zygote import Zygote as ZygoteProcess
+from impress_sglang.serving.metrics import COUNTERS, GAUGES, PREFIX
 from tests.fault_control import CONTROL_VARIABLE, FaultControl
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +29,8 @@ RETRACTING = "tests.serving.retracting_server"
 # Runs the Python file that the variable names, in place of a server.
 SCRIPT = "tests.serving.script"
 SCRIPT_VARIABLE, ARGUMENTS_VARIABLE = "TESTS_SCRIPT", "TESTS_SCRIPT_ARGUMENTS"
+LABELS = {own.label for own in (*COUNTERS, *GAUGES)}
+RANKS = {"cache_type", "tp_rank", "pp_rank", "dp_rank"}
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
 START_TIMEOUT_S = 240
 REQUEST_TIMEOUT_S = 600
@@ -155,6 +159,19 @@ class Server:
         while self.process.alive() and time.monotonic() < deadline:
             time.sleep(0.05)
         return not self.process.alive()
+
+
+def metrics_of(server: Server) -> dict[str, float]:
+    """Our own, by name and label."""
+    text = requests.get(f"{server.url}/metrics", timeout=30).text
+    samples = (own for family in text_string_to_metric_families(text) for own in family.samples)
+    found = {}
+    for own in samples:
+        if own.name.startswith(PREFIX):
+            mine = {key: value for key, value in own.labels.items() if key in LABELS}
+            assert own.labels.keys() - mine.keys() <= {"le", "pid", *RANKS}, own.labels
+            found[" ".join([own.name.removeprefix(PREFIX), *mine.values()])] = own.value
+    return found
 
 
 def tail(text: str, lines: int = 40) -> str:

@@ -17,8 +17,9 @@ from tests.damage import put_back, take_away
 from tests.fault_control import FaultControl
 from tests.faults import READS, Rule, dead_disk, read_only
 from tests.serving.clients import PART, Client
-from tests.serving.harness import Server, Zygote, running, tail
+from tests.serving.harness import Server, Zygote, metrics_of, running, tail
 from tests.serving.traffic import Ask, read_answer
+from tests.serving.watch import Watch
 from tests.serving.world import KILL, MIXED, World
 
 CLIENTS = 8
@@ -27,6 +28,15 @@ MOST_GROWTH_BYTES = 300 << 20
 # Log lines of what a server must never do, and what it may when something was raised on purpose.
 BAD_WORDS = ("memory leak", "pool leak", "AssertionErr")
 TRACEBACK = "Traceback (most recent call last)"
+
+# Metrics, and what clients count of reports: both are totals of the same.
+RECKONED = {
+    **{f"requests_total {path}": f"path {path}" for path in ("ssd", "device", "computed")},
+    "prefix_tokens_total": "prefix_tokens",
+    "loaded_tokens_total": "loaded_tokens",
+    "ssd_read_bytes_total": "ssd_bytes",
+}
+LARGEST_ERROR = 0.01
 
 FAULTS: dict[str, tuple[Rule, ...]] = {
     "reads fail": (Rule("EIO", READS, probability=0.3),),
@@ -68,15 +78,17 @@ class Setting:
     flags: tuple[str, ...]
     retracts: bool
     is_killed: bool
+    quota_gb: float
 
 
 def draw_setting(number: int, chance: random.Random) -> Setting:
     """Of two lives one ends by kill -9; the other options are drawn."""
+    quota_gb = chance.choice((0.01, 1.0))
     flags = [
         f"--max-total-tokens={chance.choice((7000, 9000, 14000))}",
         f"--impress-policy={chance.choice(('impress', 'impress', 'paper+itf', 'as+h2o+lru'))}",
         f"--impress-chunk-tokens={chance.choice((16, 64))}",
-        f"--impress-ssd-gb={chance.choice((0.01, 1.0))}",
+        f"--impress-ssd-gb={quota_gb}",
         f"--impress-io-engine={chance.choice(('auto', 'threads'))}",
         f"--impress-reorder-interval={chance.choice((0, 3))}",
     ]
@@ -91,7 +103,8 @@ def draw_setting(number: int, chance: random.Random) -> Setting:
         "bits": [],
     }[usual]
     retracts = chance.random() < 0.5
-    return Setting(chance.choice("ab"), usual, tuple(flags), retracts, number % 2 == 0)
+    weights = chance.choice("ab")
+    return Setting(weights, usual, tuple(flags), retracts, number % 2 == 0, quota_gb)
 
 
 @dataclasses.dataclass
@@ -99,6 +112,7 @@ class Lives:
     """Servers on one store directory, one after another."""
 
     world: World
+    watch: Watch
     models: dict[str, Path]
     store: Path
     flags: tuple[str, ...]
@@ -126,7 +140,8 @@ class Lives:
         ) as server:
             life = Life(self, server, setting, chance)
             try:
-                life.run(seconds, f"{self.seed} {number}")
+                with self.watch.life(server.process.pid, setting.quota_gb):
+                    life.run(seconds, f"{self.seed} {number}")
             finally:
                 self.control.set()
                 self.world.server = None
@@ -173,7 +188,12 @@ class Life:
     # Events
 
     def _disturb_until(self, end: float) -> None:
-        events: dict[Callable[[], None], int] = {self._flush: 4, self._reorder: 1, self._poll: 2}
+        events: dict[Callable[[], None], int] = {
+            self._flush: 4,
+            self._reorder: 1,
+            self._poll: 2,
+            self._reckon: 2,
+        }
         if self._lives.with_weights:
             events |= {self._update_and_flush: 2, self._update_without_flush: 1}
         if self._lives.with_faults:
@@ -202,6 +222,36 @@ class Life:
     def _poll(self) -> None:
         """A status poll in the middle of it all."""
         self._require_sound(self._server.stats())
+
+    def _reckon(self) -> None:
+        """For a while nothing is asked but what reports: the metrics must say what reports do."""
+        with self._world.pause():
+            before = self._reckoned()
+            self._world.only_reported = True
+        time.sleep(self._chance.uniform(1.0, 3.0))
+        with self._world.pause():
+            after = self._reckoned()
+            self._world.only_reported = False
+        for metric in RECKONED:
+            reported, measured = (
+                new - old for old, new in zip(before[metric], after[metric], strict=True)
+            )
+            self._world.count(f"reckoned {metric}", int(reported))
+            self._world.count(f"off {metric}", int(abs(measured - reported)))
+            self._require(
+                abs(measured - reported) <= LARGEST_ERROR * reported,
+                f"{metric} says {measured:g}, reports {reported:g}",
+            )
+
+    def _reckoned(self) -> dict[str, tuple[float, float]]:
+        """By metric: what reports came to so far, and what it says, of an idle server."""
+        # Also those have ended then that nobody waits for.
+        self._server.flush()
+        found = metrics_of(self._server)
+        return {
+            metric: (self._world.counts[count], found.get(metric, 0.0))
+            for metric, count in RECKONED.items()
+        }
 
     def _update_and_flush(self) -> None:
         self._update(flush=True)

@@ -11,18 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
-from prometheus_client.parser import text_string_to_metric_families
 
 from impress_sglang import timeline
-from impress_sglang.serving.metrics import COUNTERS, GAUGES, PREFIX
+from impress_sglang.serving.metrics import COUNTERS, GAUGES
 from tests.serving.compare import report
 from tests.serving.conftest import TINY_FLAGS
-from tests.serving.harness import Server, Zygote, running
+from tests.serving.harness import Server, Zygote, metrics_of, running
 from tests.serving.tiny_models import random_tokens
 
-LABELS = {own.label for own in (*COUNTERS, *GAUGES)}
-RANKS = {"cache_type", "tp_rank", "pp_rank", "dp_rank"}
 PREFIXES = 5
 QUESTIONS = 4
 
@@ -198,19 +194,6 @@ def narrow(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
         assert server.stats()["integrity"] == "ok"
         assert server.stats()["store"]["buffer_used_bytes"] == 0
         server.assert_quiet()
-
-
-def metrics_of(server: Server) -> dict[str, float]:
-    """By the name and our own label."""
-    text = requests.get(f"{server.url}/metrics", timeout=30).text
-    samples = (own for family in text_string_to_metric_families(text) for own in family.samples)
-    found = {}
-    for own in samples:
-        if own.name.startswith(PREFIX):
-            mine = {key: value for key, value in own.labels.items() if key in LABELS}
-            assert own.labels.keys() - mine.keys() <= {"le", "pid", *RANKS}, own.labels
-            found[" ".join([own.name.removeprefix(PREFIX), *mine.values()])] = own.value
-    return found
 
 
 def test_prometheus_is_told_what_the_statistics_say(narrow: Server) -> None:

@@ -2,9 +2,13 @@
 
     pytest tests/serving/test_random.py --random-minutes 60 --random-seed 7
 
+Or a soak: from ten minutes on the second half is one life, in which memory may not grow.
+
 Eight clients ask a finite set of requests in all ways, while caches are flushed, weights replaced,
 disks fail and servers are killed. Each answer from a whole prefix is compared with stock SGLang's
-to the same request, token for token. A run in which something of this did not happen fails.
+to the same request, token for token. Memory and disk are watched as the kernel sees them, and now
+and then clients and metrics count the same requests. A run in which something of this did not
+happen fails.
 """
 
 from __future__ import annotations
@@ -17,16 +21,18 @@ import pytest
 from tests.fault_control import FaultControl
 from tests.serving.clients import KINDS
 from tests.serving.harness import Zygote, running
-from tests.serving.lives import Lives
+from tests.serving.lives import RECKONED, Lives
 from tests.serving.tiny_models import make_model
 from tests.serving.tiny_tokenizer import add_tokenizer
 from tests.serving.traffic import Catalogue, answer_by_stock, drop_near_ties, make_catalogue
+from tests.serving.watch import LONG_SECONDS, Watch
 from tests.serving.world import World
 
 # SGLang ends with an AssertionError when there are not enough rows for all beams.
 FLAGS = ("--dtype=float32", "--max-running-requests=64")
 IMPRESS_FLAGS = (
     "--enable-impress",
+    "--enable-metrics",
     "--impress-load=always",
     "--impress-min-prefix-tokens=64",
     "--impress-min-free-gb=0",
@@ -90,9 +96,10 @@ def test_random_traffic(
     assert without <= {*KINDS, "faults", "weights"}, without
     folder = workdir / f"random-{seed}"
     folder.mkdir()
-    world = World(catalogue)
+    world, watch = World(catalogue), Watch(folder / "store")
     lives = Lives(
         world,
+        watch,
         models,
         folder / "store",
         (*FLAGS, *IMPRESS_FLAGS),
@@ -107,12 +114,16 @@ def test_random_traffic(
     while not world.problems and (
         time.monotonic() < end or number % 2 or (number < ENOUGH_LIVES and _missing(world, lives))
     ):
+        left = end - time.monotonic()
+        is_long = number % 2 and LONG_SECONDS <= left <= 30 * minutes
         try:
-            lives.live(number, LIFE_SECONDS, zygote)
+            lives.live(number, left if is_long else LIFE_SECONDS, zygote)
         except Exception as error:
             world.problem(f"life {number}: {type(error).__name__}: {error}")
         number += 1
     print(f"seed {seed}, {number} lives: {dict(sorted(world.counts.items()))}")
+    print(f"soak of {minutes:g} min: {watch.summary()}; {_reckoning(world)}")
+    world.problems += watch.problems()
     if world.problems:
         pytest.fail(_story(world, seed, folder))
     assert not _missing(world, lives), world.counts
@@ -124,12 +135,20 @@ def _story(world: World, seed: int, folder: Path) -> str:
     return f"seed {seed}, logs in {folder}\n{operations}\n\n{problems}"
 
 
+def _reckoning(world: World) -> str:
+    """How far metrics were from what clients counted, where both counted the same."""
+    own = {name: world.counts[f"reckoned {name}"] for name in RECKONED}
+    off = {name: world.counts[f"off {name}"] / max(count, 1) for name, count in own.items()}
+    return f"metrics against reports {own}, off by {max(off.values()):.2%} at most"
+
+
 def _missing(world: World, lives: Lives) -> list[str]:
     """What has not happened yet: the run is to be about something."""
     counts = world.counts
     wanted = [f"compared {kind}" for kind in lives.kinds]
     wanted += ["killed", "accounts checked", "flushed", "aborted", "hung up", "approximate"]
     wanted += [f"path {path}" for path in PATHS]
+    wanted += [f"reckoned requests_total {path}" for path in PATHS]
     if lives.with_weights:
         wanted.append("update flush")
     missing = [what for what in wanted if not counts[what]]

@@ -40,6 +40,8 @@ class World:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.operations: deque[str] = deque(maxlen=200)
+        self.only_reported = False
+        """Whether nothing may be asked but what is answered with one report each."""
         self._lock = threading.RLock()
         self._began = time.monotonic()
         self._disturbances: list[Span] = []

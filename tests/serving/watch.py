@@ -1,0 +1,177 @@
+"""What servers take while the randomised run goes on, memory and disk, as the kernel says."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+PERIOD_SECONDS = 0.5
+# What is no file with KVs: the index, pins, folders.
+BESIDE = "beside"
+# Until this share of a life is over, caches fill and code is loaded; the end is as long.
+WARM_UP = 0.1
+# A shorter life is all warm-up, and may be compared with others only.
+LONG_SECONDS = 300
+MOST_GROWTH = 0.03
+# Medians of fewer lives say nothing.
+LEAST_LIVES = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """Seconds since the life began, resident bytes of all its processes, and bytes that the file
+    system has allocated, by store and what they are for."""
+
+    seconds: float
+    resident: int
+    allocated: Counter[tuple[str, str]]
+
+    @property
+    def stored(self) -> int:
+        """Bytes of files with KVs."""
+        return sum(size for (_, kind), size in self.allocated.items() if kind != BESIDE)
+
+    @property
+    def beside(self) -> int:
+        """Bytes of all other files."""
+        return sum(size for (_, kind), size in self.allocated.items() if kind == BESIDE)
+
+
+@dataclasses.dataclass
+class Record:
+    """What was seen of one life; `quota` in bytes."""
+
+    quota: float
+    looks: list[Look] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_long(self) -> bool:
+        return self.looks[-1].seconds >= LONG_SECONDS
+
+    @property
+    def fullest(self) -> Look:
+        """When most was stored."""
+        return max(self.looks, key=lambda look: look.stored)
+
+    @property
+    def fullness(self) -> float:
+        """Most that was stored, of the quota or of what an earlier life has left above it."""
+        return self.fullest.stored / max(self.quota, self.looks[0].stored)
+
+    def resident(self, first: float, last: float) -> float:
+        """Median between two shares of the life."""
+        low, high = (share * self.looks[-1].seconds for share in (first, last))
+        return statistics.median(o.resident for o in self.looks if low <= o.seconds <= high)
+
+    @property
+    def end(self) -> float:
+        """Resident bytes in the end."""
+        return self.resident(1 - WARM_UP, 1)
+
+    @property
+    def growth(self) -> float:
+        """Of resident bytes from the end of the warm-up on."""
+        return self.end / self.resident(WARM_UP, 2 * WARM_UP) - 1
+
+
+class Watch:
+    """Looks at the server of each life, on a thread of its own."""
+
+    def __init__(self, store: Path) -> None:
+        self._store = store
+        self.records: list[Record] = []
+
+    @contextlib.contextmanager
+    def life(self, pid: int, quota_gb: float) -> Iterator[None]:
+        """Look for the time of a `with` block at a server, which may be killed meanwhile."""
+        record, stopped = Record(quota_gb * 1e9), threading.Event()
+        thread = threading.Thread(target=self._look_on, args=(pid, record, stopped))
+        thread.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            thread.join()
+            if record.looks:
+                self.records.append(record)
+
+    def _look_on(self, pid: int, record: Record, stopped: threading.Event) -> None:
+        began = time.monotonic()
+        while not stopped.wait(PERIOD_SECONDS):
+            try:
+                resident = resident_bytes(pid)
+            except psutil.NoSuchProcess:
+                return
+            if self._store.exists():
+                now = time.monotonic() - began
+                record.looks.append(Look(now, resident, allocated_bytes(self._store)))
+
+    def growths(self) -> dict[str, float]:
+        """Of resident bytes: in lives that are long, and from the first to the last third of lives,
+        where there are enough."""
+        found = {
+            f"in a life of {own.looks[-1].seconds / 60:.0f} min": own.growth
+            for own in self.records
+            if own.is_long
+        }
+        ends = [own.end for own in self.records if not own.is_long]
+        if (third := len(ends) // 3) >= LEAST_LIVES:
+            last, first = statistics.median(ends[-third:]), statistics.median(ends[:third])
+            found[f"over {len(ends)} lives"] = last / first - 1
+        return found
+
+    def problems(self) -> list[str]:
+        """What may not be."""
+        grown = [
+            f"memory grew by {share:.1%} {where}"
+            for where, share in self.growths().items()
+            if share > MOST_GROWTH
+        ]
+        full = [
+            f"life {number} had {own.fullness:.2%} of its quota on the disk: {own.fullest}"
+            for number, own in enumerate(self.records)
+            if own.fullness > 1
+        ]
+        return [*grown, *full]
+
+    def summary(self) -> str:
+        """In figures."""
+        looks = [look for own in self.records for look in own.looks]
+        grown = ", ".join(f"{share:+.2%} {where}" for where, share in self.growths().items())
+        return (
+            f"resident {min(own.end for own in self.records) / 1e6:.0f} to "
+            f"{max(own.end for own in self.records) / 1e6:.0f} MB ({grown or 'no long life'}); "
+            f"{max(own.fullness for own in self.records):.1%} of the quota on the disk at most in "
+            f"{len(looks)} looks, {max(look.beside for look in looks) / 1e6:.1f} MB beside it"
+        )
+
+
+def resident_bytes(pid: int) -> int:
+    """Of a process and all below it."""
+    process = psutil.Process(pid)
+    total = 0
+    for own in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += own.memory_info().rss
+    return total
+
+
+def allocated_bytes(folder: Path) -> Counter[tuple[str, str]]:
+    """What files below a folder take of the disk, by store and what they are for."""
+    found: Counter[tuple[str, str]] = Counter()
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            store, *below = path.relative_to(folder).parts
+            kind = below[0] if ".kv" in path.name else BESIDE
+            found[store[:4], kind + path.suffix * (path.suffix == ".tmp")] += (
+                path.stat().st_blocks * 512
+            )
+    return found
