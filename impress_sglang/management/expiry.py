@@ -1,13 +1,14 @@
 """How long prefixes are stored: what is older than it may be is removed, used or not.
 
 The age of a segment is that of its file, so it outlasts restarts and needs no record. Files are
-looked at in the background, all of them now and then.
+looked at in the background, all of them now and then. What a request has given a time of its own
+goes then, if it is not too old before; that time is in its file.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from impress_sglang.management.losses import Cause
@@ -43,6 +44,8 @@ class Expiry:
 
     def poll(self, store: PrefixStore) -> None:
         """Begin what is due, and remove what is too old; never waits."""
+        if due := store.tree.uses.take_due(self._wall_clock(), _MOST_SEGMENTS):
+            store.writes.discard(_upwards(due), Cause.EXPIRED)
         if not self._seconds:
             return
         if self._going:
@@ -81,7 +84,11 @@ def _found(look: Future[list[str]]) -> list[str]:
 
 
 def _stored(store: PrefixStore, segment_ids: list[str]) -> list[StoredSegment]:
-    """Those that are still there, what builds on others before them."""
+    """Those that are still there."""
     found = [store.tree.get(segment_id) for segment_id in segment_ids]
-    stored = [own for own in found if own is not None and own.on_disk]
-    return sorted(stored, key=lambda own: -own.info.prefix_len)
+    return _upwards(own for own in found if own is not None and own.on_disk)
+
+
+def _upwards(segments: Iterable[StoredSegment]) -> list[StoredSegment]:
+    """What builds on others before them."""
+    return sorted(segments, key=lambda own: -own.info.prefix_len)

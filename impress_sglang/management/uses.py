@@ -1,7 +1,8 @@
-"""In which order segments were used: who is evicted first, and what the next start should know."""
+"""In which order segments go: when they were used, which the next start should know, or are due."""
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,9 @@ class Uses:
         self._changed: dict[StoredSegment, None] = {}
         self.now = 0
         """Uses so far; `last_access` of a segment is one of them."""
+        # When segments have to go, and a number by which equals are told apart.
+        self._due: list[tuple[int, int, StoredSegment]] = []
+        self._numbers = itertools.count()
 
     def __iter__(self) -> Iterator[StoredSegment]:
         return iter(self._order)
@@ -35,6 +39,8 @@ class Uses:
     def add(self, segment: StoredSegment) -> None:
         """A segment is in the tree; unless it comes from an earlier process, that is a use."""
         self._order[segment] = None
+        if segment.info.expires:
+            self._note_due(segment)
         if not segment.last_access:
             self.note(segment)
 
@@ -64,6 +70,22 @@ class Uses:
         for segment in taken:
             del self._changed[segment]
         return taken
+
+    def take_due(self, now: float, most: int) -> list[StoredSegment]:
+        """Some of those that had to go by then; `now` as of `time.time`."""
+        taken: list[StoredSegment] = []
+        while self._due and self._due[0][0] <= now and len(taken) < most:
+            segment = heapq.heappop(self._due)[2]
+            if segment in self._order:
+                taken.append(segment)
+        return taken
+
+    def _note_due(self, segment: StoredSegment) -> None:
+        if len(self._due) > 2 * len(self._order):
+            # What has left before its time would stay until then.
+            self._due = [due for due in self._due if due[2] in self._order]
+            heapq.heapify(self._due)
+        heapq.heappush(self._due, (segment.info.expires, next(self._numbers), segment))
 
     def sort(self) -> None:
         """Put segments of an earlier process in the order in which it used them."""

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import enum
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -86,6 +87,7 @@ class Offer:
         holder: of the KVs' memory, in the caller's terms.
         queries: of the last tokens, layer by layer, asked for after the KVs of the layer were read.
         num_behind: tokens between these and the end of the prompt, whose queries they are.
+        ttl: seconds after which the new KVs go, 0: when room is needed.
     """
 
     tokens: Tokens
@@ -98,6 +100,7 @@ class Offer:
     holder: object = None
     queries: QuerySource = no_queries
     num_behind: int = 0
+    ttl: float = 0.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -259,6 +262,7 @@ class SegmentWrites:
             shape=self._shape,
             chunk_tokens=self._config.chunk_tokens,
             quality=offer.quality,
+            expires=math.ceil(time.time() + offer.ttl) if offer.ttl else 0,
         )
 
     def _make_room(

@@ -23,8 +23,11 @@ from impress_sglang.options import (
 RETENTION_KEY = "impress_retention"
 BITS_KEY = "impress_bits"
 BLEND_KEY = "impress_blend"
-# And whether it is stored.
+# And whether it is stored, and for how many seconds.
 STORE_KEY = "impress_store"
+TTL_KEY = "impress_ttl"
+# Thirty years: in a file a time has to be a number.
+LONGEST_TTL = 1e9
 
 
 def check_custom_params(
@@ -54,6 +57,11 @@ def check_custom_params(
         )
     if type(store := custom_params.get(STORE_KEY, True)) is not bool:
         raise ValueError(f"custom_params {STORE_KEY} must be true or false, got {store!r}")
+    if not _is_ttl(ttl := custom_params.get(TTL_KEY, 1)):
+        raise ValueError(
+            f"custom_params {TTL_KEY} must be a number of seconds above 0 and at most "
+            f"{LONGEST_TTL:g}, got {ttl!r}"
+        )
     blend = custom_params.get(BLEND_KEY, OFF)
     if not is_blend(blend):
         raise ValueError(
@@ -81,10 +89,22 @@ def store_wish_of(sampling_params: Any) -> bool | None:
     return wish if isinstance(wish, bool) else None
 
 
+def ttl_of(sampling_params: Any) -> float:
+    """For how many seconds what a request stores is stored, 0: as the server says."""
+    params = getattr(sampling_params, "custom_params", None)
+    ttl = params.get(TTL_KEY) if isinstance(params, dict) else None
+    return float(ttl) if ttl is not None and _is_ttl(ttl) else 0.0
+
+
 def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:
     """What a request asks for, and the server's usual for the rest; at least the server's floor."""
     params = getattr(sampling_params, "custom_params", None)
     return _load_options(params if isinstance(params, dict) else {}, config)
+
+
+def _is_ttl(value: Any) -> bool:
+    # type() and not isinstance(): True is an int to isinstance.
+    return type(value) in (int, float) and 0.0 < value <= LONGEST_TTL
 
 
 def _load_options(params: Mapping[str, Any], config: ImpressConfig) -> LoadOptions:

@@ -43,6 +43,7 @@ CREATE TABLE IF NOT EXISTS segments (
     shape TEXT NOT NULL,
     chunk_tokens INTEGER NOT NULL,
     generation INTEGER NOT NULL,
+    expires INTEGER NOT NULL,
     file_bytes INTEGER NOT NULL,
     checksum TEXT NOT NULL
 ) STRICT
@@ -57,7 +58,7 @@ CREATE TABLE IF NOT EXISTS uses (
 ) STRICT, WITHOUT ROWID
 """
 
-_INSERT = f"INSERT OR REPLACE INTO segments VALUES ({','.join('?' * 14)})"
+_INSERT = f"INSERT OR REPLACE INTO segments VALUES ({','.join('?' * 15)})"
 _INSERT_USE = "INSERT OR REPLACE INTO uses VALUES (?,?,?,?)"
 _DELETE = "DELETE FROM segments WHERE segment_id = ?"
 _DELETE_USE = "DELETE FROM uses WHERE segment_id = ?"
@@ -68,7 +69,7 @@ SELECT segments.*, ifnull(uses.last_access, 0), ifnull(uses.hits, 0), ifnull(use
 FROM segments LEFT JOIN uses USING (segment_id)
 """
 # The first ones never change, and their checksum follows; then what is used.
-_FIXED, _COLUMNS = 13, 17
+_FIXED, _COLUMNS = 14, 18
 _TOKENS = 5
 # Shapes and qualities that rows have together.
 _SHARED = 1024
@@ -243,6 +244,7 @@ def _to_row(entry: CatalogEntry) -> tuple[object, ...]:
         json.dumps(info.shape.to_fields()),
         info.chunk_tokens,
         info.generation,
+        info.expires,
         entry.file_bytes,
     )
     return *fixed, _checksum(fixed)
@@ -257,7 +259,7 @@ def _checksum(fixed: tuple[Any, ...]) -> str:
 
 def _from_row(row: tuple[Any, ...]) -> CatalogEntry:
     segment_id, identity, namespace, digest, prefix_len, tokens, *rest = row
-    depth, retention, bits, shape, chunk_tokens, generation, file_bytes, _, *use = rest
+    depth, retention, bits, shape, chunk_tokens, generation, expires, file_bytes, _, *use = rest
     info = SegmentInfo(
         segment_id=segment_id,
         identity=identity,
@@ -269,6 +271,7 @@ def _from_row(row: tuple[Any, ...]) -> CatalogEntry:
         chunk_tokens=chunk_tokens,
         quality=_quality(depth, retention, bits),
         generation=generation,
+        expires=expires,
     )
     return CatalogEntry(info, file_bytes, *use)
 

@@ -50,7 +50,8 @@ class SegmentInfo:
 
     `namespace` is a keyed hash (`StoreDirectory.namespace`); `prefix_digest` is the digest of it
     and of all `prefix_len` tokens before `tokens`; `quality` says how the KVs were computed;
-    `generation` counts how often the segment was reordered (0: tokens stand in logical order).
+    `generation` counts how often the segment was reordered (0: tokens stand in logical order);
+    `expires` is when it has to go, in seconds as of `time.time`, 0: when room is needed.
     """
 
     segment_id: str
@@ -63,6 +64,7 @@ class SegmentInfo:
     chunk_tokens: int
     quality: Quality = EXACT
     generation: int = 0
+    expires: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -129,6 +131,8 @@ class SegmentInfo:
             "generation": self.generation,
             "shape": self.shape.to_fields(),
         }
+        # Only of who has one: files without it stay as they were.
+        fields |= {"expires": self.expires} if self.expires else {}
         return json.dumps(fields, sort_keys=True).encode()
 
 
@@ -268,6 +272,7 @@ def _info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
         chunk_tokens=fields["chunk_tokens"],
         quality=Quality(fields["depth"], fields["retention"], fields["bits"]),
         generation=fields["generation"],
+        expires=fields.get("expires", 0),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +19,13 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from impress_sglang.integration import steering
 from impress_sglang.integration.reporting import take_order
 from impress_sglang.integration.steering import Order, carry_out, obey, order_of
-from impress_sglang.serving.custom_params import STORE_KEY
+from impress_sglang.serving.custom_params import STORE_KEY, TTL_KEY
 from impress_sglang.serving.why import Reason
 from tests.integration import test_weights
 from tests.integration.test_shared_slots import SHAPE, CodedWorld
 from tests.integration.test_weights import TOKENS
 from tests.integration.test_why import STORED, admitted
+from tests.integration.test_write_after import SHARED
 from tests.integration.test_write_after import ask as compute
 from tests.unit.waiting import wait_until
 
@@ -205,6 +207,15 @@ def test_what_a_request_says_of_being_stored(world: CodedWorld) -> None:
     assert compute(world, "again", 4000) == TOKENS
     sampling = {"custom_params": at_once}
     assert compute(world, "once", 5000, prompt=OTHER, **sampling) == 3 * TOKENS
+
+
+@pytest.mark.parametrize("least", [1])
+def test_a_request_says_how_long_it_is_stored(world: CodedWorld) -> None:
+    for number, ttl in enumerate((3600, 0)):
+        sampling: Any = {"custom_params": {TTL_KEY: ttl} if ttl else {}}
+        compute(world, f"r{number}", 2000, prompt=(SHARED, OTHER)[number], **sampling)
+    ends = sorted(own.info.expires for own in world.runtime.store.tree.segments())
+    assert ends[0] == 0 and 0 < ends[1] - time.time() <= 3601
 
 
 class Tokenizer:

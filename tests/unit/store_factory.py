@@ -121,6 +121,7 @@ class Workbench:
         min_tokens: int = 1,
         read_layers: Callable[[int], LayerReader] | None = None,
         holder: object = None,
+        ttl: float = 0.0,
     ) -> StoreOutcome:
         kvs = SequenceKVs(self.shape, namespace, tuple(tokens), quality)
 
@@ -140,6 +141,7 @@ class Workbench:
                 quality=quality,
                 min_tokens=min_tokens,
                 holder=holder,
+                ttl=ttl,
             ),
         )
         store.check_integrity()

@@ -8,9 +8,10 @@ import time
 from impress_sglang.management.expiry import Expiry
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.writing import StoreOutcome
 from tests.unit import store_factory
-from tests.unit.kv_factory import as_tokens
-from tests.unit.store_factory import Workbench, length, look_up, path_of, prompt
+from tests.unit.kv_factory import SequenceKVs, as_tokens
+from tests.unit.store_factory import Gate, Workbench, length, look_up, path_of, prompt
 from tests.unit.waiting import wait_until
 
 bench = store_factory.bench
@@ -112,3 +113,58 @@ def test_a_disk_that_cannot_be_asked_removes_nothing(bench: Workbench) -> None:
     settle(Expiry(HOUR), store)
     assert length(store, prompt(1)) == 8
     del broken.stat  # type: ignore[method-assign]
+
+
+def test_what_a_request_stores_goes_when_it_says(bench: Workbench) -> None:
+    """Also after a restart, without the index, where it is pinned, and below others."""
+    store, now = bench.open(), [time.time()]
+    bench.put(store, prompt(1), ttl=HOUR)
+    bench.put(store, prompt(1, 16))
+    bench.put(store, prompt(2), ttl=3 * HOUR)
+    assert bench.offer(store, prompt(2), ttl=1) is StoreOutcome.KNOWN
+    assert store.pins.pin(store.namespace(""), as_tokens(prompt(1))) is None
+    expiry = Expiry(0, wall_clock=lambda: now[0])
+
+    def stored() -> list[int]:
+        expiry.poll(store)
+        store.check_integrity()
+        return [length(store, prompt(1, 16)), length(store, prompt(2)), len(bench.files())]
+
+    now[0] += HOUR - 10
+    assert stored() == [16, 8, 3]
+    bench.close(store)
+    for index in bench.root.glob("*/catalog.sqlite*"):
+        index.unlink()
+    store = bench.reopen(bench.open())
+    assert stored() == [16, 8, 3]
+    now[0] += 20
+    assert stored()[:2] == [0, 8]
+    wait_until(lambda: len(bench.files()) == 2)
+    bench.put(store, prompt(1))
+    assert stored() == [16, 8, 3], "who stores what is missing sets its time"
+    now[0] += 5 * HOUR
+    assert stored()[:2] == [16, 0]
+    wait_until(lambda: len(bench.files()) == 2)
+
+
+def test_what_is_due_while_it_is_written_does_not_stay(bench: Workbench) -> None:
+    store, gate = bench.open(), Gate(SequenceKVs(bench.shape, "", prompt(1)))
+    bench.offer(store, prompt(1), ttl=1, read_layers=gate)
+    Expiry(0, wall_clock=lambda: time.time() + 2).poll(store)
+    store.writes.drain()
+    assert length(store, prompt(1)) == 0 and not bench.files()
+
+
+def test_the_shorter_time_counts(bench: Workbench) -> None:
+    store = bench.open()
+    bench.put(store, prompt(1), ttl=9 * HOUR)
+    age(bench, store, 1, 2 * HOUR)
+    settle(Expiry(HOUR), store)
+    assert length(store, prompt(1)) == 0
+
+
+def test_times_of_what_has_gone_are_forgotten(bench: Workbench) -> None:
+    store = bench.open(ssd_gb=store_factory.gb(2 * bench.one))
+    for number in range(20):
+        bench.put(store, prompt(number), ttl=HOUR)
+    assert len(store.tree.uses._due) <= 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,11 @@ from impress_sglang.serving.custom_params import (
     BITS_KEY,
     RETENTION_KEY,
     STORE_KEY,
+    TTL_KEY,
     check_custom_params,
     load_options_of,
     store_wish_of,
+    ttl_of,
 )
 
 CONFIG = ImpressConfig()
@@ -64,6 +67,17 @@ def test_whether_to_store_is_true_or_false(value: object) -> None:
         check_custom_params({STORE_KEY: value}, CONFIG)
     for params in ({STORE_KEY: value}, {}, None, "x"):
         assert store_wish_of(SimpleNamespace(custom_params=params)) is None
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, True, "5", math.nan, math.inf, 2e9])
+def test_a_time_is_a_number_of_seconds(value: object) -> None:
+    for ttl in (0.5, 60):
+        check_custom_params({TTL_KEY: ttl}, CONFIG)
+        assert ttl_of(SimpleNamespace(custom_params={TTL_KEY: ttl})) == ttl
+    with pytest.raises(ValueError, match=TTL_KEY):
+        check_custom_params({TTL_KEY: value}, CONFIG)
+    for params in ({TTL_KEY: value}, {}, None, "x"):
+        assert ttl_of(SimpleNamespace(custom_params=params)) == 0
 
 
 @pytest.mark.parametrize("value", [4, 4.0, 5.5, 8, EXACTLY])
