@@ -292,8 +292,9 @@ class Life:
         self._world.note(f"fault {name}")
         seconds = self._chance.uniform(0.5, 3.0)
         if name == AWAY:
-            take_away(self._lives.store)
+            away = take_away(self._lives.store)
             time.sleep(seconds)
+            self._lives.watch.comes_back(away)
             put_back(self._lives.store)
             self._world.count(f"fault {AWAY}")
             return

@@ -47,10 +47,15 @@ class Look:
 
 @dataclasses.dataclass
 class Record:
-    """What was seen of one life; `quota` in bytes."""
+    """What was seen of one life; `quota` in bytes.
+
+    `returned` are bytes of files that came back after the server had given them up: until the next
+    start nobody knows them.
+    """
 
     quota: float
     looks: list[Look] = dataclasses.field(default_factory=list)
+    returned: int = 0
 
     @property
     def is_long(self) -> bool:
@@ -88,11 +93,13 @@ class Watch:
     def __init__(self, store: Path) -> None:
         self._store = store
         self.records: list[Record] = []
+        self.current = Record(0)
 
     @contextlib.contextmanager
     def life(self, pid: int, quota_gb: float) -> Iterator[None]:
         """Look for the time of a `with` block at a server, which may be killed meanwhile."""
         record, stopped = Record(quota_gb * 1e9), threading.Event()
+        self.current = record
         thread = threading.Thread(target=self._look_on, args=(pid, record, stopped))
         thread.start()
         try:
@@ -112,7 +119,13 @@ class Watch:
                 return
             if self._store.exists():
                 now = time.monotonic() - began
-                record.looks.append(Look(now, resident, allocated_bytes(self._store)))
+                allocated = allocated_bytes(self._store)
+                allocated["", "returned"] = -record.returned
+                record.looks.append(Look(now, resident, allocated))
+
+    def comes_back(self, away: Path) -> None:
+        """The store's directory is about to be put back, which was given up."""
+        self.current.returned += Look(0, 0, allocated_bytes(away)).stored
 
     def growths(self) -> dict[str, float]:
         """Of resident bytes: in lives that are long, and from the first to the last third of lives,
