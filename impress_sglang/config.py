@@ -43,6 +43,7 @@ class ImpressConfig:
     ssd_dir: str = DEFAULT_SSD_DIR
     ssd_gb: float = 32.0
     min_free_gb: float = 2.0
+    namespace_gb: float = 0.0
     write_after: int = 2
     ttl: float = 0.0
     retention: float | str = 1.0

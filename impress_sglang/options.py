@@ -151,6 +151,13 @@ OPTIONS: tuple[Option, ...] = (
         "Free space to leave on the file system of the SSD store, in GB.",
     ),
     Option(
+        "namespace_gb",
+        float,
+        at_least(0),
+        "Most that prefixes of one namespace (cache_salt, extra_key) may take on SSD, in GB. More "
+        "than that makes room among its own. 0: no limit.",
+    ),
+    Option(
         "write_after",
         int,
         between(1, 255),

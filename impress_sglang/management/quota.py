@@ -1,12 +1,13 @@
 """Whether a file fits under the quota and above the free-space floor, and what goes if not.
 
 Stores of other models that nobody serves go first, the oldest first; then the least recently used
-segment that nothing builds on, nobody reads and nobody waits for.
+segment that nothing builds on, nobody reads and nobody waits for: first of a namespace that has
+more than it may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from impress_sglang.management.keeper import Keeper
 from impress_sglang.management.monitor import Monitor
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
+from impress_sglang.storage.segment import SegmentInfo
 
 
 class Quota:
@@ -50,8 +52,14 @@ class Quota:
         self._removing: dict[Path, Future[bool]] = {}
         self._served: set[Path] = set()
         self._is_needed = is_needed
-        self.used_bytes = sum(segment.file_bytes for segment in tree.segments())
+        self.used_bytes = 0
         """Of segments in the tree, and of those that are being written."""
+        # Of that what each namespace has; none of these is 0.
+        self._held: dict[str, int] = {}
+        # Namespaces that have more than they may, as when they may have less than before.
+        self._over: dict[str, None] = {}
+        for segment in tree.segments():
+            self._count(segment, segment.file_bytes)
         self.pending_bytes = 0
         """What of that is not on the disk yet."""
 
@@ -60,30 +68,49 @@ class Quota:
         """Of the stores of other models, as of the start of this process."""
         return sum(self._others.values())
 
-    def remove(self, num_bytes: int) -> None:
+    def remove(self, segment: StoredSegment) -> None:
         """A file is on its way out."""
-        self.used_bytes -= num_bytes
+        self._count(segment, -segment.file_bytes)
         # Until the next measurement.
-        self._monitor.free_bytes += num_bytes
+        self._monitor.free_bytes += segment.file_bytes
 
-    def begin(self, num_bytes: int) -> None:
+    def begin(self, segment: StoredSegment) -> None:
         """A file is going to be written."""
-        self.used_bytes += num_bytes
-        self.pending_bytes += num_bytes
+        self._count(segment, segment.file_bytes)
+        self.pending_bytes += segment.file_bytes
 
-    def end(self, num_bytes: int, *, written: bool) -> None:
+    def end(self, segment: StoredSegment, *, written: bool) -> None:
         """A file is written, or will not be."""
-        self.pending_bytes -= num_bytes
+        self.pending_bytes -= segment.file_bytes
         if written:
-            self._monitor.free_bytes -= num_bytes
+            self._monitor.free_bytes -= segment.file_bytes
         else:
-            self.used_bytes -= num_bytes
+            self._count(segment, -segment.file_bytes)
 
-    def replace(self, old_bytes: int, new_bytes: int) -> None:
-        """A file has taken the place of another, which is on its way out."""
-        self.remove(old_bytes)
-        self.used_bytes += new_bytes
-        self._monitor.free_bytes -= new_bytes
+    def replace(self, segment: StoredSegment, old_bytes: int) -> None:
+        """The file of a segment has taken the place of another, which is on its way out."""
+        more = segment.file_bytes - old_bytes
+        self._count(segment, more)
+        self._monitor.free_bytes -= more
+
+    def _count(self, segment: StoredSegment, more: int) -> None:
+        """A segment has so many bytes more than were counted."""
+        self.used_bytes += more
+        name = segment.info.namespace
+        held = self._held.get(name, 0) + more
+        if held:
+            self._held[name] = held
+        else:
+            self._held.pop(name, None)
+        if self._exceeds(held):
+            self._over[name] = None
+        else:
+            self._over.pop(name, None)
+
+    def _exceeds(self, held: int) -> int:
+        """How much more that is than a namespace may have; 0 or less if it is not."""
+        most = bytes_of(self._config.namespace_gb)
+        return max(held - most, 0) if most else 0
 
     def missing(self, num_bytes: int) -> int:
         """How much more must be free for a file to fit; 0 or less if it does."""
@@ -98,7 +125,7 @@ class Quota:
 
     def make_room(
         self,
-        num_bytes: int,
+        info: SegmentInfo,
         keep: StoredMatch,
         remove: Callable[[Sequence[StoredSegment]], None],
         first: StoredSegment | None = None,
@@ -109,15 +136,17 @@ class Quota:
         serves it, and so whether there will be room, is not known before.
 
         Args:
-            num_bytes: of the file.
+            info: of the segment in the file.
             keep: what it builds on, which stays.
             remove: takes segments out, and their files.
             first: a segment that has to go in any case.
         """
+        num_bytes = info.layout().file_bytes
         needed = self.missing(num_bytes)
         if needed > 0 and self._remove_others(needed):
             return False
-        victims = self._victims(needed, keep, first)
+        own = self._exceeds(self._held.get(info.namespace, 0) + num_bytes)
+        victims = self._victims(needed, own, info.namespace, keep, first)
         if victims:
             remove(victims)
         return victims is not None
@@ -143,43 +172,69 @@ class Quota:
         return bool(self._removing)
 
     def _victims(
-        self, needed: int, keep: StoredMatch, first: StoredSegment | None
+        self,
+        needed: int,
+        own: int,
+        namespace: str,
+        keep: StoredMatch,
+        first: StoredSegment | None,
     ) -> list[StoredSegment] | None:
-        """Who goes, what builds on others before them; None if that would not be enough."""
-        if needed > self.used_bytes - self.pending_bytes:
+        """Who goes, what builds on others before them; None if that would not be enough.
+
+        So many bytes are `needed`, and so many of them, or more, are its `own` of a namespace.
+        """
+        if needed > self.used_bytes - self.pending_bytes or own > self._held.get(namespace, 0):
             return None
-        victims: list[StoredSegment] = []
-        in_use: list[StoredSegment] = []
-        spared = {span.segment for span in keep.spans}
-        # Of segments of which some dependents go, how many stay.
-        staying: dict[str, int] = {}
-
-        def take(segment: StoredSegment) -> bool:
-            built_on = staying.get(segment.segment_id, segment.dependents)
-            if built_on or segment in spared or not segment.on_disk:
-                return False
-            if self._is_needed(segment.segment_id):
-                in_use.append(segment)
-                return False
-            victims.append(segment)
-            spared.add(segment)
-            _count_out(segment, staying)
-            return True
-
-        if first is not None:
-            if not take(first):
-                return None
-            needed -= first.file_bytes
-        # What builds on a segment comes before it, so one look at each is enough.
-        for segment in self._tree.uses:
-            if needed <= 0:
-                break
-            if take(segment):
-                needed -= segment.file_bytes
+        uses, choice = self._tree.uses, _Choice(self._is_needed, keep)
+        fits = first is None or choice.take(first)
+        if fits:
+            choice.take_from(uses.of(namespace), own)
+            fits = choice.num_bytes >= own
+        if fits:
+            for name in list(self._over) if choice.num_bytes < needed else ():
+                excess = 0 if name == namespace else self._exceeds(self._held[name])
+                choice.take_from(uses.of(name), min(choice.num_bytes + excess, needed))
+            choice.take_from(uses, needed)
         # That is a use, and the next one who looks need not come by them again.
-        for segment in in_use:
-            self._tree.uses.note(segment)
-        return victims if needed <= 0 else None
+        for segment in choice.in_use:
+            uses.note(segment)
+        return choice.victims if fits and choice.num_bytes >= needed else None
+
+
+class _Choice:
+    """Segments that may go, what builds on others before them, and the bytes of their files."""
+
+    def __init__(self, is_needed: Callable[[str], bool], keep: StoredMatch) -> None:
+        self.victims: list[StoredSegment] = []
+        self.num_bytes = 0
+        self.in_use: list[StoredSegment] = []
+        """Those that could not be taken because somebody needs them."""
+        self._is_needed = is_needed
+        self._spared = {span.segment for span in keep.spans}
+        # Of segments of which some dependents go, how many stay.
+        self._staying: dict[str, int] = {}
+
+    def take(self, segment: StoredSegment) -> bool:
+        """Take a segment, if it may go."""
+        built_on = self._staying.get(segment.segment_id, segment.dependents)
+        if built_on or segment in self._spared or not segment.on_disk:
+            return False
+        if self._is_needed(segment.segment_id):
+            self.in_use.append(segment)
+            return False
+        self.victims.append(segment)
+        self.num_bytes += segment.file_bytes
+        self._spared.add(segment)
+        _count_out(segment, self._staying)
+        return True
+
+    def take_from(self, segments: Iterable[StoredSegment], most: int) -> None:
+        """Take the first ones until there are so many bytes, with what was taken before."""
+        # What builds on a segment comes before it, so one look at each is enough.
+        for segment in segments:
+            if self.num_bytes >= most:
+                return
+            self.take(segment)
 
 
 def _count_out(segment: StoredSegment, staying: dict[str, int]) -> None:

@@ -389,7 +389,7 @@ class PrefixStore:
             if not self._closed:
                 # Else this may be another thread, and what is awaited is another store's.
                 self._lookahead.succeed(outcome.old_id, segment.segment_id)
-            self._quota.replace(outcome.old_bytes, segment.file_bytes)
+            self._quota.replace(segment, outcome.old_bytes)
             self.stats.bytes_written += segment.file_bytes
             # The old version was read to the end; what stands there now was verified.
             self._looks.forget(outcome.old_id)
@@ -417,7 +417,7 @@ class PrefixStore:
     def _lose(self, segment: StoredSegment, cause: Cause) -> None:
         """A segment has no file any more; it stays in the tree as long as others build on it."""
         self.losses.note(segment, cause)
-        self._quota.remove(segment.file_bytes)
+        self._quota.remove(segment)
         self._looks.forget(segment.segment_id)
         self.versions.retire(segment.segment_id)
         self.tree.lose(segment)

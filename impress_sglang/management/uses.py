@@ -19,6 +19,8 @@ class Uses:
 
     def __init__(self) -> None:
         self._order: OrderedDict[StoredSegment, None] = OrderedDict()
+        # The same for each namespace.
+        self._orders: dict[str, OrderedDict[StoredSegment, None]] = {}
         self._changed: dict[StoredSegment, None] = {}
         self.now = 0
         """Uses so far; `last_access` of a segment is one of them."""
@@ -32,6 +34,10 @@ class Uses:
     def __reversed__(self) -> Iterator[StoredSegment]:
         return reversed(self._order)
 
+    def of(self, namespace: str) -> Iterator[StoredSegment]:
+        """Those of a namespace, in the same order; what builds on a segment is in its namespace."""
+        return iter(self._orders.get(namespace, ()))
+
     def go_on_from(self, last_access: int) -> None:
         """Whatever is used from now on is used after that."""
         self.now = max(self.now, last_access)
@@ -39,6 +45,7 @@ class Uses:
     def add(self, segment: StoredSegment) -> None:
         """A segment is in the tree; unless it comes from an earlier process, that is a use."""
         self._order[segment] = None
+        self._orders.setdefault(segment.info.namespace, OrderedDict())[segment] = None
         if segment.info.expires:
             self._note_due(segment)
         if not segment.last_access:
@@ -46,7 +53,12 @@ class Uses:
 
     def remove(self, segment: StoredSegment) -> None:
         """A segment is gone."""
-        self._order.pop(segment, None)
+        if segment in self._order:
+            del self._order[segment]
+            own = self._orders[segment.info.namespace]
+            del own[segment]
+            if not own:
+                del self._orders[segment.info.namespace]
         self._changed.pop(segment, None)
 
     def note(self, segment: StoredSegment) -> None:
@@ -57,6 +69,7 @@ class Uses:
             # A hole, or what is gone since it was matched, is in no order.
             if own in self._order:
                 self._order.move_to_end(own)
+                self._orders[own.info.namespace].move_to_end(own)
                 self._changed[own] = None
 
     def change(self, segment: StoredSegment) -> None:
@@ -97,6 +110,9 @@ class Uses:
         # Of equals those with more tokens before them stay in front.
         ordered.sort(key=lambda segment: segment.last_access)
         self._order = OrderedDict.fromkeys(ordered)
+        self._orders = {}
+        for segment in ordered:
+            self._orders.setdefault(segment.info.namespace, OrderedDict())[segment] = None
 
     def check_integrity(self, segments: Iterable[StoredSegment]) -> None:
         """Compare with these, which have a file or will have one.
@@ -106,6 +122,11 @@ class Uses:
         """
         places = {segment: place for place, segment in enumerate(self._order)}
         assert places.keys() == set(segments) and self._changed.keys() <= places.keys()
+        assert sum(map(len, self._orders.values())) == len(places)
+        for namespace, order in self._orders.items():
+            own_places = [places[segment] for segment in order]
+            assert own_places and own_places == sorted(own_places)
+            assert all(segment.info.namespace == namespace for segment in order)
         for segment, place in places.items():
             for own in _path_up(segment):
                 assert own not in places or places[own] >= place

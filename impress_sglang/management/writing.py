@@ -268,7 +268,7 @@ class SegmentWrites:
     def _make_room(
         self, info: SegmentInfo, keep: StoredMatch, first: StoredSegment | None = None
     ) -> bool:
-        return self._quota.make_room(info.layout().file_bytes, keep, self._make_way, first)
+        return self._quota.make_room(info, keep, self._make_way, first)
 
     def _make_way(self, segments: Sequence[StoredSegment]) -> None:
         self._evict(segments, Cause.EVICTED)
@@ -287,8 +287,8 @@ class SegmentWrites:
         return rest.num_tokens == info.prefix_len and self._make_room(info, shorter, last)
 
     def _begin(self, segment: StoredSegment, offer: Offer) -> None:
-        info, num_bytes = segment.info, segment.file_bytes
-        self._quota.begin(num_bytes)
+        info = segment.info
+        self._quota.begin(segment)
         reader = _first_tokens(offer.read_layers(info.prefix_len), info.num_tokens)
         behind = len(offer.tokens) - info.prefix_len - info.num_tokens + offer.num_behind
         floors = self._meter.rule(offer.queries, behind)
@@ -299,7 +299,7 @@ class SegmentWrites:
         segment, error = write.segment, write.future.exception()
         if not write.abandoned:
             write.offer.on_done()
-        self._quota.end(segment.file_bytes, written=error is None)
+        self._quota.end(segment, written=error is None)
         if error is None:
             segment.state = SegmentState.READY
             self._stats.segments_written += 1

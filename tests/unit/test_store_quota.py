@@ -10,10 +10,11 @@ import torch
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.quota import Quota
+from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.writing import StoreOutcome
 from tests.unit import store_factory
-from tests.unit.kv_factory import SequenceKVs
+from tests.unit.kv_factory import SequenceKVs, make_info, make_shape
 from tests.unit.store_factory import (
     Gate,
     Room,
@@ -233,10 +234,12 @@ def test_a_rewritten_segment_takes_the_place_of_the_old_one() -> None:
     """Free space is what was measured last, and what is known to have changed since."""
     disk = SimpleNamespace(free_bytes=100)
     quota = Quota(ImpressConfig(), StoredTree(), Any, disk, {}, bool, int)  # type: ignore[arg-type]
-    quota.begin(50)
-    quota.end(50, written=True)
-    quota.replace(30, 20)
-    assert (quota.used_bytes, disk.free_bytes) == (40, 60)
+    segment = StoredSegment(make_info(make_shape(), prompt(1)), 30)
+    quota.begin(segment)
+    quota.end(segment, written=True)
+    segment.file_bytes = 20
+    quota.replace(segment, 30)
+    assert (quota.used_bytes, disk.free_bytes) == (20, 80)
 
 
 def test_what_a_request_waits_for_stays_and_a_new_prompt_is_declined(bench: Workbench) -> None:
@@ -254,3 +257,52 @@ def test_what_a_request_waits_for_stays_and_a_new_prompt_is_declined(bench: Work
     lookahead.stop_waiting("waits")
     bench.put(store, prompt(4))
     assert [length(store, prompt(n)) for n in (1, 3, 4)] == [0, 8, 8]
+
+
+def test_a_namespace_makes_room_among_its_own(bench: Workbench) -> None:
+    """Its least recently used prefix goes, not what nobody has used for longer elsewhere."""
+    store = bench.open(ssd_gb=gb(9 * bench.one), namespace_gb=gb(2 * bench.one))
+    bench.put(store, prompt(1), namespace="other")
+    for number in (2, 3):
+        bench.put(store, prompt(number), namespace="own")
+    store.touch(look_up(store, prompt(2), "own"))
+
+    bench.put(store, prompt(4), namespace="own")
+
+    assert [length(store, prompt(n), namespace="own") for n in (2, 3, 4)] == [8, 0, 8]
+    assert length(store, prompt(1), namespace="other") == 8
+    assert bench.offer(store, prompt(5, 40), namespace="own") is StoreOutcome.NO_SPACE
+    assert [length(store, prompt(n), namespace="own") for n in (2, 4)] == [8, 8]
+    bench.put(store, prompt(5), namespace="third")
+    source = open_source(store, look_up(store, prompt(2), "own"))
+    bench.put(store, prompt(6), namespace="own")
+    assert [length(store, prompt(n), namespace="own") for n in (2, 4, 6)] == [8, 0, 8]
+    store.close_source(source)
+
+
+def test_who_has_more_than_it_may_goes_first(bench: Workbench) -> None:
+    """As after a restart with less for each; nobody is asked for more than is too much."""
+    store = bench.open(ssd_gb=gb(4 * bench.one))
+    bench.put(store, prompt(1), namespace="other")
+    for number in (2, 3, 4):
+        bench.put(store, prompt(number), namespace="own")
+    small = {"ssd_gb": gb(4 * bench.one), "namespace_gb": gb(2 * bench.one)}
+    store = bench.reopen(store, **small)
+
+    bench.put(store, prompt(5), namespace="third")
+
+    assert [length(store, prompt(n), namespace="own") for n in (2, 3, 4)] == [0, 8, 8]
+    assert length(store, prompt(1), namespace="other") == 8
+    bench.put(store, prompt(6), namespace="third")
+    assert length(store, prompt(1), namespace="other") == 0
+    assert [length(store, prompt(n), namespace="own") for n in (3, 4)] == [8, 8]
+
+
+def test_a_prefix_may_take_the_place_of_its_own_tail(bench: Workbench) -> None:
+    """As without namespaces: what shares little with it goes, and what both begin with stays."""
+    store = bench.open(namespace_gb=gb(2 * bench.one))
+    bench.put(store, prompt(1))
+    bench.put(store, (*prompt(1), *prompt(7)))
+    bench.put(store, (*prompt(1), 700, *prompt(8)[1:]))
+    assert length(store, (*prompt(1), *prompt(7))) == 9
+    assert length(store, (*prompt(1), 700, *prompt(8)[1:])) == 16
