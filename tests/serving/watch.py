@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import statistics
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -100,15 +102,16 @@ class Watch:
         """Look for the time of a `with` block at a server, which may be killed meanwhile."""
         record, stopped = Record(quota_gb * 1e9), threading.Event()
         self.current = record
-        thread = threading.Thread(target=self._look_on, args=(pid, record, stopped))
-        thread.start()
-        try:
-            yield
-        finally:
-            stopped.set()
-            thread.join()
-            if record.looks:
-                self.records.append(record)
+        with ThreadPoolExecutor(1) as pool:
+            looking = pool.submit(self._look_on, pid, record, stopped)
+            try:
+                yield
+            finally:
+                stopped.set()
+                if record.looks:
+                    self.records.append(record)
+            # Who stops looking has seen nothing wrong, which is no finding.
+            looking.result()
 
     def _look_on(self, pid: int, record: Record, stopped: threading.Event) -> None:
         began = time.monotonic()
@@ -180,11 +183,12 @@ def resident_bytes(pid: int) -> int:
 def allocated_bytes(folder: Path) -> Counter[tuple[str, str]]:
     """What files below a folder take of the disk, by store and what they are for."""
     found: Counter[tuple[str, str]] = Counter()
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            store, *below = path.relative_to(folder).parts
-            kind = below[0] if ".kv" in path.name else BESIDE
-            found[store[:4], kind + path.suffix * (path.suffix == ".tmp")] += (
-                path.stat().st_blocks * 512
-            )
+    # It passes over folders that are gone by then.
+    for parent, folders, files in os.walk(folder):
+        store, *below = (*Path(parent).relative_to(folder).parts, "")
+        for name in (*folders, *files):
+            kind = below[0] if ".kv" in name else BESIDE
+            kind += ".tmp" if name.endswith(".kv.tmp") else ""
+            with contextlib.suppress(FileNotFoundError):
+                found[store[:4], kind] += os.stat(Path(parent, name)).st_blocks * 512
     return found
