@@ -44,6 +44,7 @@ class ImpressConfig:
     ssd_gb: float = 32.0
     min_free_gb: float = 2.0
     namespace_gb: float = 0.0
+    write_gb_per_day: float = 0.0
     write_after: int = 2
     ttl: float = 0.0
     retention: float | str = 1.0

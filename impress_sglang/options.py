@@ -166,6 +166,13 @@ OPTIONS: tuple[Option, ...] = (
         "is stored at once.",
     ),
     Option(
+        "write_gb_per_day",
+        float,
+        at_least(0),
+        "GB that may be written to the SSD store per day, as its drive bears them. When they are "
+        "spent no new prompts are stored until some have come in again. 0: no limit.",
+    ),
+    Option(
         "ttl",
         float,
         at_least(0),

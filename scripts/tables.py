@@ -18,8 +18,8 @@ from impress_sglang.serving.why import MEANINGS
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- {0}: made by `python -m scripts.tables --write` -->", "<!-- /{0} -->"
 GROUPS = {
-    "Store": "ssd_dir ssd_gb min_free_gb namespace_gb write_after ttl min_prefix_tokens "
-    "approximation_depth chunk_tokens",
+    "Store": "ssd_dir ssd_gb min_free_gb namespace_gb write_after write_gb_per_day ttl "
+    "min_prefix_tokens approximation_depth chunk_tokens",
     "Precision and retention": "bits base_error retention min_retention load",
     "Text that is no prefix": "blend blend_select blend_min_tokens truncate",
     "Memory": "device_gb host_gb buffer_gb recompute_gb half_life",

@@ -29,6 +29,8 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from impress_sglang.storage.writer import LayerReader
 
+_REFUSALS = {StoreOutcome.NO_SPACE: Cause.NO_ROOM, StoreOutcome.SPENT: Cause.WRITE_BUDGET}
+
 
 class PromptSaves:
     """The saves of one tree cache; the scheduler's thread owns them."""
@@ -267,10 +269,10 @@ class PromptSaves:
             ttl=ttl_of(req.sampling_params),
         )
         outcome = self._runtime.store.writes.offer(namespace_of(req), offer)
-        if outcome is StoreOutcome.NO_SPACE:
+        if (cause := _REFUSALS.get(outcome)) is not None:
             self._refused.add(req.rid)
             name = self._runtime.store.namespace(namespace_of(req))
-            self._runtime.store.losses.note_tokens(name, tokens, Cause.NO_ROOM)
+            self._runtime.store.losses.note_tokens(name, tokens, cause)
         if outcome is StoreOutcome.ACCEPTED:
             self.writing_tokens += len(save.slots)
         return outcome is StoreOutcome.ACCEPTED

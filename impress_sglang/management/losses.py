@@ -30,6 +30,7 @@ class Cause(enum.Enum):
     NO_ROOM = 2
     PURGED = 3
     EXPIRED = 4
+    WRITE_BUDGET = 5
 
 
 _CAUSES = tuple(Cause)

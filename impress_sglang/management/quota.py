@@ -16,6 +16,7 @@ from impress_sglang.management.keeper import Keeper
 from impress_sglang.management.monitor import Monitor
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
+from impress_sglang.management.wear import WriteBudget
 from impress_sglang.storage.segment import SegmentInfo
 
 
@@ -31,6 +32,7 @@ class Quota:
         others: dict[Path, int],
         is_needed: Callable[[str], bool],
         reserved: Callable[[], int],
+        budget: WriteBudget,
     ) -> None:
         """Count what is there.
 
@@ -42,7 +44,9 @@ class Quota:
             others: stores of other models, latest first, and their bytes.
             is_needed: whether requests read a segment, or wait for it.
             reserved: bytes of a file that is being written in the place of another.
+            budget: of what is written.
         """
+        self.budget = budget
         self._reserved = reserved
         self._config = config
         self._tree = tree
@@ -76,6 +80,7 @@ class Quota:
 
     def begin(self, segment: StoredSegment) -> None:
         """A file is going to be written."""
+        self.budget.spend(segment.file_bytes)
         self._count(segment, segment.file_bytes)
         self.pending_bytes += segment.file_bytes
 
@@ -85,10 +90,12 @@ class Quota:
         if written:
             self._monitor.free_bytes -= segment.file_bytes
         else:
+            self.budget.spend(-segment.file_bytes)
             self._count(segment, -segment.file_bytes)
 
     def replace(self, segment: StoredSegment, old_bytes: int) -> None:
         """The file of a segment has taken the place of another, which is on its way out."""
+        self.budget.spend(segment.file_bytes)
         more = segment.file_bytes - old_bytes
         self._count(segment, more)
         self._monitor.free_bytes -= more
@@ -122,6 +129,10 @@ class Quota:
         pending = self.pending_bytes + reserved
         available = self._monitor.free_bytes - pending - bytes_of(config.min_free_gb)
         return max(used + num_bytes - bytes_of(config.ssd_gb), num_bytes - available)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a file may be written without evicting anything."""
+        return self.missing(num_bytes) <= 0 and not self.budget.is_spent
 
     def make_room(
         self,

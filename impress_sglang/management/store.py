@@ -37,6 +37,7 @@ from impress_sglang.management.segment_rewriter import SegmentRewriter
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.management.suspects import SuspectSegments
 from impress_sglang.management.versions import SegmentVersions, certain_columns
+from impress_sglang.management.wear import WriteBudget
 from impress_sglang.management.writing import SegmentWrites, StoreStats
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
@@ -68,6 +69,7 @@ class PrefixStore:
         disk: StoreDisk | None = None,
         memory: StoreMemory | None = None,
         lookahead: LookAhead | None = None,
+        budget: WriteBudget | None = None,
     ) -> None:
         """Open the store, or take what of it was opened on another thread.
 
@@ -81,6 +83,7 @@ class PrefixStore:
                 It is still the caller's if this raises.
             memory: for the same configuration and shape, emptied; None to allocate it.
             lookahead: knows what requests wait for, which is evicted last; None: nobody waits.
+            budget: of what is written to the drive; None for a new one.
 
         Raises:
             ConfigError: the directory cannot be used, or the caches do not fit in memory.
@@ -134,12 +137,11 @@ class PrefixStore:
         self.stats = StoreStats()
         self.losses = Losses()
         self._looks = SuspectSegments(self._keeper)
-        rewriter = SegmentRewriter(self._directory, direct=direct, patience=patience)
         self.reorders = ReorderQueue(
             self.tree,
             self._readers,
             self.versions,
-            rewriter,
+            SegmentRewriter(self._directory, direct=direct, patience=patience),
             config.reorder_interval,
             enabled=make_policy(config).reorders,
         )
@@ -151,6 +153,7 @@ class PrefixStore:
             self._disk.others,
             lambda own: self._readers.is_read(own) or own in self._lookahead or own in self.pins,
             lambda: self.reorders.reserved_bytes,
+            budget or WriteBudget(config.write_gb_per_day),
         )
         self.writes = SegmentWrites(
             config,
@@ -265,7 +268,7 @@ class PrefixStore:
             return
         self._disk.note_uses(self.tree.uses)
         try:
-            self.reorders.poll(self._reader.cost.gap_bytes, self._has_room)
+            self.reorders.poll(self._reader.cost.gap_bytes, self._quota.has_room)
         except PrefixUnreadable as error:
             self.report(error)
 
@@ -292,6 +295,7 @@ class PrefixStore:
             "quarantined_bytes": self._keeper.quarantined_bytes,
             "other_models_bytes": self._quota.other_models_bytes,
             "quota_bytes": bytes_of(self._config.ssd_gb),
+            **self._quota.budget.summary(),
             "direct_io": self._disk.direct,
             "io_engine": self._reader.engine,
             "buffer_bytes": self._memory.pool.limit_bytes,
@@ -401,10 +405,6 @@ class PrefixStore:
             self.report(outcome.error)
         elif isinstance(outcome.error, OSError):
             self.health.failed("a segment could not be reordered", outcome.error, reading=False)
-
-    def _has_room(self, num_bytes: int) -> bool:
-        """Whether a file fits without evicting anything."""
-        return self._quota.missing(num_bytes) <= 0
 
     def _evict(self, segments: Sequence[StoredSegment], cause: Cause = Cause.EVICTED) -> None:
         """Remove segments and their files, each before what it builds on."""

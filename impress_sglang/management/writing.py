@@ -45,6 +45,8 @@ class StoreOutcome(enum.Enum):
     KNOWN = "known"
     UNREACHABLE = "unreachable"
     NO_SPACE = "no_space"
+    SPENT = "spent"
+    """The drive has been written to enough for today."""
     UNAVAILABLE = "unavailable"
     """The disk does not take anything now."""
 
@@ -68,6 +70,7 @@ class StoreStats:
     bytes_read_ahead_used: int = 0
     offers_without_space: int = 0
     offers_while_unavailable: int = 0
+    offers_above_budget: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,6 +176,9 @@ class SegmentWrites:
             return StoreOutcome.KNOWN
         if start < offer.available_from or start == stop:
             return StoreOutcome.UNREACHABLE
+        if self._quota.budget.is_spent:
+            self._stats.offers_above_budget += 1
+            return StoreOutcome.SPENT
         info = self._describe(namespace, offer, start, stop)
         if not self._make_room(info, known):
             shorter = _shortened(known, offer.available_from)

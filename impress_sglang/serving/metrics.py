@@ -167,8 +167,13 @@ COUNTERS = (
     ),
     Series(
         "offers_refused_total",
-        "Prompts that were not stored, for want of space or because the disk takes nothing.",
-        _store(no_space="offers_without_space", unavailable="offers_while_unavailable"),
+        "Prompts that were not stored: for want of space, because the disk takes nothing, or for "
+        "want of a budget.",
+        _store(
+            no_space="offers_without_space",
+            unavailable="offers_while_unavailable",
+            budget="offers_above_budget",
+        ),
         "reason",
     ),
 )
@@ -185,6 +190,12 @@ GAUGES = (
         "kind",
     ),
     Series("store_segments", "Segments on SSD.", _store(_="segments")),
+    Series(
+        "write_budget_bytes",
+        "Bytes that may be written now, and per day (0: no limit).",
+        _store(left="write_budget_left_bytes", day="write_budget_bytes"),
+        "kind",
+    ),
     Series("writes_pending", "Segments that are being written.", _store(_="writes_pending")),
     Series(
         "buffer_bytes",

@@ -19,6 +19,7 @@ from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.policies import make_policy
 from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.wear import WriteBudget
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.threads import BackgroundThread
 
@@ -53,6 +54,7 @@ class ServedStore:
         self.aside: str | None = None
         """Why the store may not be used (`integration.weights`), also where one is open."""
         self.expiry = Expiry(config.ttl)
+        self._budget = WriteBudget(config.write_gb_per_day)
         self._config = config
         self._shape = shape
         self.stores = make_policy(config).stores
@@ -61,7 +63,12 @@ class ServedStore:
         self._memory = StoreMemory.allocate(config, shape, device)
         self._lookahead = lookahead
         self._store: PrefixStore | None = PrefixStore(
-            config, identity, shape, memory=self._memory, lookahead=lookahead
+            config,
+            identity,
+            shape,
+            memory=self._memory,
+            lookahead=lookahead,
+            budget=self._budget,
         )
         self._opening: Future[StoreDisk] | None = None
         self._opener = BackgroundThread("impress-store")
@@ -140,6 +147,7 @@ class ServedStore:
                     disk=disk,
                     memory=self._memory,
                     lookahead=self._lookahead,
+                    budget=self._budget,
                 )
             except BaseException:
                 self._opener.submit(_close_logged, disk.close)

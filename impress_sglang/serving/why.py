@@ -38,6 +38,7 @@ class Reason(enum.StrEnum):
     BEING_WRITTEN = enum.auto()
     EVICTED = enum.auto()
     NO_ROOM = enum.auto()
+    WRITE_BUDGET = enum.auto()
     PURGED = enum.auto()
     EXPIRED = enum.auto()
     TOO_SHORT = enum.auto()
@@ -67,6 +68,7 @@ MEANINGS = {
     Reason.BEING_WRITTEN: "it is being written",
     Reason.EVICTED: "it was stored, and removed from SSD to make room",
     Reason.NO_ROOM: "it was not stored, for want of room that others could give",
+    Reason.WRITE_BUDGET: "it was not stored: what --impress-write-gb-per-day allows was written",
     Reason.PURGED: "it was stored, and removed by order",
     Reason.EXPIRED: "it was stored for as long as --impress-ttl or its request allows, and removed",
     Reason.TOO_SHORT: "what may be stored of it is shorter than --impress-min-prefix-tokens",
@@ -90,6 +92,7 @@ _LOST = {
     Cause.EVICTED: Reason.EVICTED,
     Cause.DAMAGED: Reason.DAMAGED,
     Cause.NO_ROOM: Reason.NO_ROOM,
+    Cause.WRITE_BUDGET: Reason.WRITE_BUDGET,
     Cause.PURGED: Reason.PURGED,
     Cause.EXPIRED: Reason.EXPIRED,
 }

@@ -12,6 +12,7 @@ from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
+from impress_sglang.management.wear import WriteBudget
 from impress_sglang.management.writing import StoreOutcome
 from tests.unit import store_factory
 from tests.unit.kv_factory import SequenceKVs, make_info, make_shape
@@ -233,7 +234,7 @@ def test_a_full_file_system_makes_room_by_eviction(bench: Workbench) -> None:
 def test_a_rewritten_segment_takes_the_place_of_the_old_one() -> None:
     """Free space is what was measured last, and what is known to have changed since."""
     disk = SimpleNamespace(free_bytes=100)
-    quota = Quota(ImpressConfig(), StoredTree(), Any, disk, {}, bool, int)  # type: ignore[arg-type]
+    quota = Quota(ImpressConfig(), StoredTree(), Any, disk, {}, bool, int, WriteBudget())  # type: ignore[arg-type]
     segment = StoredSegment(make_info(make_shape(), prompt(1)), 30)
     quota.begin(segment)
     quota.end(segment, written=True)
