@@ -67,6 +67,8 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     ("ssd_gb", -1.0),
     ("ssd_gb", float("nan")),
     ("ssd_gb", float("inf")),
+    ("namespace_gb", -0.001),
+    ("write_gb_per_day", -1.0),
     ("min_free_gb", -0.001),
     ("min_free_gb", float("nan")),
     ("min_free_gb", float("inf")),
