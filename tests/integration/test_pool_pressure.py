@@ -89,6 +89,7 @@ def test_no_more_writes_are_given_up_than_are_in_the_way(world: World) -> None:
     assert slots is not None
     held = Save(slots, SHAPE.num_layers)
     req = SimpleNamespace(
+        sampling_params=None,
         rid="held",
         full_untruncated_fill_ids=array("q", range(2000, 2000 + TOKENS)),
         origin_input_ids=array("q", range(2000, 2000 + TOKENS)),
