@@ -133,7 +133,11 @@ class Explainer:
             opened: whether it was not sent back because its prefix could not be had.
             blend: why it does not blend, if it would have.
         """
-        hit = _hit(report)
+        hit, resident = _hit(report), int(report["resident_tokens"])
+        least = min(self._config.min_prefix_tokens, len(tokens) / 2)
+        if hit is not None and hit[0] is Reason.RESIDENT and resident < least:
+            # Others happen to begin like it.
+            hit = None
         return self._answer(hit, report, namespace, tokens, wanted, seen, opened, blend)
 
     def foretell(

@@ -96,6 +96,9 @@ def test_what_is_resident(world: CodedWorld) -> None:
     slots = world.allocator.alloc(TOKENS)
     world.cache.insert(InsertParams(key=RadixKey(array("q", STORED)), value=slots))
     assert admitted(world)["reason"] == Reason.RESIDENT
+    # A word that others begin with, too, is no prefix.
+    begins_alike = [STORED[0], *range(5000, 5000 + TOKENS)]
+    assert admitted(world, begins_alike)["reason"] == Reason.NEVER_STORED
 
 
 def test_what_another_tenant_has_stored_nobody_has(world: CodedWorld) -> None:
