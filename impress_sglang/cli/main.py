@@ -64,6 +64,15 @@ def parser() -> argparse.ArgumentParser:
     add("verify", "read all files, and say which are damaged", server=False, directory=True)
     clear = add("clear", "remove all that is stored", server=True, directory=True)
     clear.add_argument("--yes", action="store_true", required=True, help="it cannot be undone")
+    sizes = add("plan", "say what prefixes of a model take", server=False, directory=False)
+    sizes.add_argument("--model", type=Path, required=True, help="its folder, or its config.json")
+    sizes.add_argument("--prefixes", type=int, required=True, help="that are to be kept")
+    sizes.add_argument("--tokens", type=int, required=True, help="of a prefix")
+    sizes.add_argument("--bits", type=float, default=5.0, help="of --impress-bits; default: 5")
+    sizes.add_argument(
+        "--drive-gbps", type=float, default=3.0, help="GB/s that the drive reads; default: 3"
+    )
+    sizes.add_argument("--per-day", type=int, default=0, help="new prefixes per day; default: 0")
     for name, told in _ORDERS.items():
         own = add(name, told, server=True, directory=False)
         which = own.add_mutually_exclusive_group(required=name != "purge")
@@ -102,6 +111,12 @@ def _fail(error: Exception, status: int) -> int:
 
 
 def _carry_out(args: argparse.Namespace) -> Any:
+    if args.command == "plan":
+        # Only here: it imports torch.
+        from impress_sglang.cli.plan import plan
+
+        sizes = args.prefixes, args.tokens, args.bits, args.drive_gbps, args.per_day
+        return plan(args.model, *sizes)
     if getattr(args, "dir", None) is not None:
         # Only here: it imports torch.
         from impress_sglang.cli.directory import Directory

@@ -248,3 +248,43 @@ def test_exit_codes_are_in_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs/operation.md").read_text()
     for code, meaning in EXIT_STATUS.items():
         assert f"| {code} | {meaning} |" in page
+
+
+LLAMA = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_what_prefixes_take(tmp_path: Path, capsys: Said) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    asked = ["plan", "--prefixes=100", "--tokens=4096", "--per-day=10", "--json"]
+    assert main([*asked, f"--model={tmp_path}", "--bits=4"]) == DONE
+    few = json.loads(capsys.readouterr().out)
+    assert main([*asked, f"--model={tmp_path / 'config.json'}", "--bits=8"]) == DONE
+    many = json.loads(capsys.readouterr().out)
+    assert few["kv_bytes_per_token"] == 131_072
+    # Ranges of keys and values come on top of their bits.
+    assert 4 / 16 < few["read_share"] < 5 / 16 and 8 / 16 < many["read_share"] < 9 / 16
+    assert few["ssd_gb"] == many["ssd_gb"] == pytest.approx(0.1 * few["file_mb"], abs=0.1)
+    exact_mb = 4096 * 131_072 / 1e6
+    assert few["file_mb"] == pytest.approx(exact_mb * (1 + many["read_share"]), rel=1e-3)
+    assert few["read_exact_ms"] == pytest.approx(exact_mb / 3, rel=1e-3)
+    assert few["written_gb_per_day"] == pytest.approx(0.01 * few["file_mb"], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "config", [{}, [], {**LLAMA, "kv_lora_rank": 512}, {**LLAMA, "torch_dtype": "float17"}]
+)
+def test_a_model_that_says_nothing_of_its_kvs(tmp_path: Path, capsys: Said, config: Any) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert main(["plan", f"--model={path}", "--prefixes=1", "--tokens=1"]) == REFUSED
+    assert main(["plan", f"--model={tmp_path / 'none'}", "--prefixes=1", "--tokens=1"]) == REFUSED
+    path.write_text(json.dumps(LLAMA))
+    assert main(["plan", f"--model={path}", "--prefixes=0", "--tokens=1"]) == REFUSED
+    assert main(["plan", f"--model={path}", "--prefixes=1", "--tokens=1", "--bits=3"]) == REFUSED
+    assert "impress: " in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""How much storage and memory some prefixes of a model take, and how long reading them would.
+
+By the layout of segment files; what stands beside KVs in them (tokens, checksums) is left out. This
+is the part that needs the package's dependencies, torch among them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from impress_sglang.cli.outcome import Refused
+from impress_sglang.config import ImpressConfig
+from impress_sglang.options import is_bits
+from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
+from impress_sglang.storage.layout import KVShape, SegmentLayout
+
+_GB = 1e9
+
+
+def plan(
+    model: Path, prefixes: int, tokens: int, bits: float, drive_gbps: float, per_day: int
+) -> dict[str, Any]:
+    """What so many prefixes take, on all ranks together.
+
+    Args:
+        model: its folder, or its config.json.
+        prefixes: how many are to be kept.
+        tokens: of each.
+        bits: per element that a request reads, on average.
+        drive_gbps: GB per second that the drive reads.
+        per_day: new prefixes per day.
+
+    Raises:
+        Refused: the model's configuration cannot be read, or has no KVs of the usual kind; or a
+            number is out of range.
+    """
+    if min(prefixes, tokens) < 1 or per_day < 0 or not drive_gbps > 0 or not is_bits(bits):
+        raise Refused("prefixes, tokens and the drive's rate must be positive, and bits 4 to 8")
+    shape = shape_of(_config_of(model))
+    layout = SegmentLayout(shape, ImpressConfig().chunk_tokens, tokens, 0)
+    codes = layout.codes
+    assert codes is not None
+    planes = (bits - BASE_BITS) / (PLANE_BITS * NUM_PLANES) * codes.planes_bytes
+    read = shape.num_layers * (codes.base_bytes + planes)
+    exact = tokens * shape.num_layers * sum(map(shape.row_bytes, shape.columns))
+    stored = layout.file_bytes
+    return {
+        "kv_bytes_per_token": exact // tokens,
+        "file_mb": round(stored / 1e6, 1),
+        "ssd_gb": round(prefixes * stored / _GB, 1),
+        "cache_gb": round(prefixes * read / _GB, 1),
+        "read_mb": round(read / 1e6, 1),
+        "read_share": round(read / exact, 3),
+        "read_ms": round(read / drive_gbps / _GB * 1e3, 1),
+        "read_exact_ms": round(exact / drive_gbps / _GB * 1e3, 1),
+        "buffer_gb": round(2 * layout.layer_bytes / _GB, 3),
+        "written_gb_per_day": round(per_day * stored / _GB, 1),
+    }
+
+
+def shape_of(config: Mapping[str, Any]) -> KVShape:
+    """The KVs of a model on one rank that has all heads.
+
+    Raises:
+        Refused: that is not said, or they are compressed (MLA).
+    """
+    config = config.get("text_config") or config
+    if config.get("kv_lora_rank"):
+        raise Refused("the model compresses its KVs (MLA), which is not supported")
+    try:
+        heads = int(config["num_attention_heads"])
+        dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+        layers = int(config["num_hidden_layers"])
+        key_heads = int(config.get("num_key_value_heads") or heads)
+        name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        dtype = getattr(torch, name)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Refused(f"the model's config.json does not say its KVs: {error!r}") from error
+    if not isinstance(dtype, torch.dtype) or not key_heads or heads % key_heads:
+        raise Refused("the model's config.json does not say its KVs")
+    return KVShape(layers, heads, key_heads, dim, dim, dtype, (), coded=True)
+
+
+def _config_of(model: Path) -> Mapping[str, Any]:
+    path = model / "config.json" if model.is_dir() else model
+    try:
+        config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(config, dict):
+            return config
+    except (OSError, ValueError) as error:
+        raise Refused(f"{path} cannot be read: {error}") from error
+    raise Refused(f"{path} is no configuration of a model")
