@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,6 +53,9 @@ def server(smollm: Path, workdir: Path) -> Iterator[Server]:
         "--impress-load=always",
         f"--impress-ssd-dir={workdir / 'store-smollm'}",
         "--impress-retention=0.25",
+        "--impress-blend=0.15",
+        "--impress-blend-min-tokens=128",
+        "--enable-cache-report",
         zygote=None,
     ) as running_server:
         yield running_server
@@ -149,6 +153,15 @@ def test_openai_client_example(server: Server) -> None:
     server.assert_quiet()
 
 
+def test_passages_example(server: Server) -> None:
+    """Passages are found in another order than that in which they were stored."""
+    told = _run_example("passages.py", f"--url={server.url}")
+    cached = [int(own) for own in re.findall(r"(\d+) of them cached", told)]
+    # On a busy machine blending may take too long for others to wait.
+    assert len(cached) == 4 and sum(own > 300 for own in cached) >= 2, told
+    server.assert_quiet()
+
+
 def test_offline_engine_example(smollm: Path, workdir: Path, zygote: Zygote) -> None:
     """`sglang.Engine` has no command line; the example starts its own, where SGLang is imported."""
     options = [f"--model-path={smollm}", "--device=cpu", "--dtype=float32"]
@@ -202,9 +215,10 @@ def _bytes_read_by(server: Server) -> int:
     return total
 
 
-def _run_example(name: str, *arguments: str) -> None:
+def _run_example(name: str, *arguments: str) -> str:
     result = _run(str(ROOT / "examples" / name), *arguments)
     assert result.stdout.strip(), "an example prints answers"
+    return result.stdout
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
