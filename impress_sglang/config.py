@@ -66,7 +66,7 @@ class ImpressConfig:
     approximation_depth: int = 8
     blend: float | str = "off"
     blend_min_tokens: int = 512
-    blend_select: str = "first"
+    blend_select: str = "deviation"
     truncate: float | str = "off"
     io_timeout: float = 10.0
     device_gb: float = 0.5

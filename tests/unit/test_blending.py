@@ -50,6 +50,7 @@ OPTIONS: dict[str, Any] = {
     "retention": 1.0,
     "blend": 0.0,
     "blend_min_tokens": 100,
+    "blend_select": "first",
     "load": "always",
 }
 APPROXIMATE = LoadOptions(bits=5.0, blend=0.0)
