@@ -15,8 +15,8 @@ import torch
 
 from impress_sglang.cli.outcome import Refused
 from impress_sglang.config import ImpressConfig
+from impress_sglang.management.forecast import CodedBytes
 from impress_sglang.options import is_bits
-from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
 from impress_sglang.storage.layout import KVShape, SegmentLayout
 
 _GB = 1e9
@@ -45,8 +45,7 @@ def plan(
     layout = SegmentLayout(shape, ImpressConfig().chunk_tokens, tokens, 0)
     codes = layout.codes
     assert codes is not None
-    planes = (bits - BASE_BITS) / (PLANE_BITS * NUM_PLANES) * codes.planes_bytes
-    read = shape.num_layers * (codes.base_bytes + planes)
+    read = shape.num_layers * CodedBytes(codes.base_bytes, codes.planes_bytes).expected(bits)
     exact = tokens * shape.num_layers * sum(map(shape.row_bytes, shape.columns))
     stored = layout.file_bytes
     return {

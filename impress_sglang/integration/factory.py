@@ -15,10 +15,7 @@ from impress_sglang.importance.selectors import probe_kv_heads
 from impress_sglang.integration.attention import PrefixAttention
 from impress_sglang.integration.blend import rotation_of
 from impress_sglang.integration.guards import (
-    check_options,
-    check_parts,
-    check_schedule,
-    check_truncation,
+    check_arguments,
     identity_of_options,
 )
 from impress_sglang.integration.layers import check_layers
@@ -57,10 +54,7 @@ def make_tree_cache(context: Any, config: ImpressConfig) -> ImpressRadixCache:
             "attn_backend_wrapper, and that SGLANG_PLUGINS includes impress"
         )
     options = resolved_view(context.server_args)
-    check_options(options)
-    check_parts(config, options)
-    check_schedule(config, options)
-    check_truncation(config, options)
+    check_arguments(config, options)
     check_layers(runner)
     policy = make_policy(config)
     shape = kv_shape(runner, policy, config.probe_heads)

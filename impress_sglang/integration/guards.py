@@ -64,6 +64,18 @@ MODEL_CHECKS: tuple[_Check, ...] = (
 )
 
 
+def check_arguments(config: ImpressConfig, options: Any) -> None:
+    """Refuse what a server was asked for and IMPRESS was not built for, or not together.
+
+    Raises:
+        UnsupportedError: with one sentence.
+    """
+    check_options(options)
+    check_parts(config, options)
+    check_schedule(config, options)
+    check_truncation(config, options)
+
+
 def check_options(options: Any) -> None:
     """Refuse SGLang options that cannot be combined with IMPRESS; `options` is the resolved view.
 

@@ -145,12 +145,9 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
 
     def check() -> None:
         from impress_sglang.integration.guards import (
+            check_arguments,
             check_environment,
             check_model,
-            check_options,
-            check_parts,
-            check_schedule,
-            check_truncation,
         )
 
         config = config_of(server_args)
@@ -158,10 +155,7 @@ def _resolve_cache(server_args: Any, previous: Callable[[Any], None]) -> None:
         _check_seams()
         _require_writable(config)
         check_environment()
-        check_options(resolved_view(server_args))
-        check_parts(config, resolved_view(server_args))
-        check_schedule(config, resolved_view(server_args))
-        check_truncation(config, resolved_view(server_args))
+        check_arguments(config, resolved_view(server_args))
         check_model(_model_config(server_args))
 
     _or_exit_if_cli(server_args, check)

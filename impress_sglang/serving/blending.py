@@ -181,7 +181,7 @@ class Blending:
             k=work.stored,
             tokens=tokens,
             estimate=dataclasses.replace(estimate, bits=bits),
-            needs=ReadNeeds(whole=True, probe=bool(self._shape.probe_kv_heads)),
+            needs=ReadNeeds(whole=True),
             page_size=self._page_size,
             runs=(*prefix, *runs),
             kinds=kinds,

@@ -12,7 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import (
+    InitLoadBackParams,
+    MatchPrefixParams,
+    MatchResult,
+)
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -179,18 +183,25 @@ def test_who_stores_documents_for_others_computes_them_exactly(blends: World) ->
     assert not blends.cache._saves.for_others
 
 
+def matched(world: World, prompt: list[int]) -> tuple[MatchPrefixParams, MatchResult]:
+    """A request "r" that accepts blending, and what SGLang finds for it."""
+    tokens = array("q", prompt)
+    sampling = SamplingParams(custom_params={"impress_bits": 5.0, "impress_retention": 1.0})
+    req = Req("r", "", tokens, sampling)
+    req.full_untruncated_fill_ids = tokens
+    asked = MatchPrefixParams(key=RadixKey(tokens, None, limit=len(tokens) - 1), req=req)
+    match = world.cache.match_prefix(asked)
+    req.last_node = match.last_device_node
+    return asked, match
+
+
 def test_who_could_not_open_a_blend_has_the_usual_plan(
     blends: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rid in ("a", "b"):
         ask(blends, rid, 2000, prompt=shuffled(1, 2))
-    tokens = array("q", shuffled(1, 3, 2))
-    sampling = SamplingParams(custom_params={"impress_bits": 5.0, "impress_retention": 1.0})
-    req = Req("r", "", tokens, sampling)
-    req.full_untruncated_fill_ids = tokens
-    asked = MatchPrefixParams(key=RadixKey(tokens, None, limit=len(tokens) - 1), req=req)
-    match = blends.cache.match_prefix(asked)
-    req.last_node = match.last_device_node
+    asked, match = matched(blends, shuffled(1, 3, 2))
+    req = asked.req
     known, loaded = (
         blends.cache._known["r"],
         InitLoadBackParams(None, match.host_hit_length, req=req),
@@ -208,13 +219,8 @@ def test_who_could_not_open_a_blend_has_the_usual_plan(
 def test_what_a_blend_takes_is_learnt(blends: World) -> None:
     for rid in ("a", "b"):
         ask(blends, rid, 2000, prompt=shuffled(1, 2))
-    tokens = array("q", shuffled(2, 1))
-    sampling = SamplingParams(custom_params={"impress_bits": 5.0, "impress_retention": 1.0})
-    req = Req("r", "", tokens, sampling)
-    req.full_untruncated_fill_ids = tokens
-    asked = MatchPrefixParams(key=RadixKey(tokens, None, limit=len(tokens) - 1), req=req)
-    match = blends.cache.match_prefix(asked)
-    req.last_node = match.last_device_node
+    asked, match = matched(blends, shuffled(2, 1))
+    req = asked.req
     assert blends.cache.init_load_back(InitLoadBackParams(None, match.host_hit_length, req=req))
     runtime, request = blends.runtime, blends.runtime.live["r"]
     assert isinstance(request.loading, BlendedLoading)
