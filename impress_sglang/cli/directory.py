@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from impress_sglang.cli.outcome import Unreachable
+from impress_sglang.cli.orders import carry_out, in_use, opened
+from impress_sglang.cli.outcome import Refused, Unreachable
+from impress_sglang.cli.prefix_file import PrefixFile
+from impress_sglang.cli.shipping import export_file, import_file
 from impress_sglang.errors import PrefixUnreadable, StoreError
 from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.directory import (
     StoreDirectory,
+    is_identity,
     is_store,
     quarantined_files,
     remove_store,
@@ -36,7 +40,7 @@ class Directory:
         """Of each store how much there is."""
         return [self._stat(path) for path in self._stores()]
 
-    def segments(self) -> list[dict[str, Any]]:
+    def ls(self) -> list[dict[str, Any]]:
         """All segments, those of a store behind each other, the last used first."""
         found = []
         for path in self._stores():
@@ -61,8 +65,41 @@ class Directory:
         removed = self.stat()
         for path in self._stores():
             if not remove_store(self._files, path):
-                raise _in_use(path)
+                raise in_use(path)
         return removed
+
+    def order(self, verb: str, which: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """See `orders.carry_out`."""
+        with contextlib.ExitStack() as stack:
+            paths = self._stores()
+            stores = {own.name: stack.enter_context(opened(self._files, own)) for own in paths}
+            return carry_out(verb, which, stores)
+
+    def export(self, which: Mapping[str, Any], path: Path, name: str | None) -> dict[str, Any]:
+        """See `shipping.export_file`; `name` of the store, if there are several."""
+        found = {own.name: own for own in self._stores()}
+        if name is None and len(found) == 1:
+            (name,) = found
+        if name not in found:
+            raise Refused(f"which store? give --store, one of {', '.join(found)}")
+        with opened(self._files, found[name]) as store:
+            return export_file(self._files, store, found[name], which, path)
+
+    def import_(self, which: Mapping[str, Any], path: Path) -> dict[str, Any]:
+        """See `shipping.import_file`. Where there is no store at all, one is made."""
+        found = PrefixFile(path)
+        identity = found.contents.identity
+        if not is_identity(identity):
+            raise Refused(f"{path} is of no model identity")
+        with contextlib.suppress(Unreachable):
+            names = [own.name for own in self._stores()]
+            if identity not in names:
+                raise Refused(
+                    f"{path} is of the model identity {identity}, and here are stores of "
+                    f"{', '.join(names)} only: start its server here once"
+                )
+        with opened(self._files, self._root / identity, found.contents.shape) as store:
+            return import_file(store, found, which, self._files.free_bytes(self._root))
 
     def _stores(self) -> list[Path]:
         try:
@@ -79,7 +116,7 @@ class Directory:
         try:
             directory = StoreDirectory(self._files, path.parent, path.name)
         except StoreError as error:
-            raise _in_use(path) from error
+            raise in_use(path) from error
         try:
             yield
         except (OSError, sqlite3.Error) as error:
@@ -136,7 +173,3 @@ def _described(store: str, entry: CatalogEntry) -> dict[str, Any]:
 
 def _latest_first(entry: CatalogEntry) -> tuple[int, str]:
     return -entry.last_access, entry.info.segment_id
-
-
-def _in_use(path: Path) -> Unreachable:
-    return Unreachable(f"{path} serves a running server: ask that, with --url")

@@ -24,7 +24,7 @@ from impress_sglang.config import DEFAULT_SSD_DIR
 
 URL = "http://127.0.0.1:30000"
 KEY_VARIABLE = "IMPRESS_KEY"
-# What is asked of a server, and what of a directory; `stat` and `clear` of either.
+# What becomes of prefixes; a directory takes these orders as well, but for the first two.
 _ORDERS = {
     "why": "say what is stored of a prompt, and why no more of it",
     "warm": "store a prefix now, or load it",
@@ -32,6 +32,9 @@ _ORDERS = {
     "unpin": "let pinned prefixes go that begin like this one",
     "purge": "remove a prefix and what begins with it, or a namespace",
 }
+_ONLY_OF_SERVERS = ("why", "warm")
+_IDS = "its token ids, with commas"
+_SEGMENT = "the segment that ends it, as of ls"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         return own
 
     add("stat", "say how much is stored", server=True, directory=True)
-    add("ls", "list the stored segments", server=False, directory=True)
+    add("ls", "list stored segments, the last used first", server=True, directory=True)
     add("verify", "read all files, and say which are damaged", server=False, directory=True)
     clear = add("clear", "remove all that is stored", server=True, directory=True)
     clear.add_argument("--yes", action="store_true", required=True, help="it cannot be undone")
@@ -74,18 +77,34 @@ def parser() -> argparse.ArgumentParser:
     )
     sizes.add_argument("--per-day", type=int, default=0, help="new prefixes per day; default: 0")
     for name, told in _ORDERS.items():
-        own = add(name, told, server=True, directory=False)
+        own = add(name, told, server=True, directory=name not in _ONLY_OF_SERVERS)
         which = own.add_mutually_exclusive_group(required=name != "purge")
         which.add_argument("--text", help="of the prefix")
         which.add_argument("--file", type=Path, help="with the text of the prefix; -: stdin")
-        which.add_argument("--ids", help="its token ids, with commas")
-        own.add_argument("--extra-key", help="of the requests that have it")
-        own.add_argument("--cache-salt", help="of these requests")
+        which.add_argument("--ids", help=_IDS)
+        if name not in _ONLY_OF_SERVERS:
+            which.add_argument("--segment", help=f"{_SEGMENT}; only with --dir")
+        _add_namespace(own)
         if name == "purge":
             own.add_argument(
                 "--older-than", type=float, metavar="SECONDS", help="since its writing"
             )
+    export = add("export", "write a namespace to a new file", server=False, directory=True)
+    export.add_argument("path", type=Path, metavar="FILE", help="in safetensors")
+    export.add_argument("--store", help="as of ls, if there are several")
+    which = export.add_mutually_exclusive_group()
+    which.add_argument("--ids", help=f"in place of the namespace a prefix: {_IDS}")
+    which.add_argument("--segment", help=f"the same: {_SEGMENT}")
+    _add_namespace(export)
+    taken = add("import", "store what another one exported", server=False, directory=True)
+    taken.add_argument("path", type=Path, metavar="FILE", help="of impress export")
+    _add_namespace(taken)
     return top
+
+
+def _add_namespace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--extra-key", help="of the requests that have it")
+    parser.add_argument("--cache-salt", help="of these requests")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,9 +141,18 @@ def _carry_out(args: argparse.Namespace) -> Any:
         from impress_sglang.cli.directory import Directory
 
         directory = Directory(args.dir)
-        look = directory.segments if args.command == "ls" else getattr(directory, args.command)
-        return look()
+        if args.command in _ORDERS:
+            return directory.order(args.command, _prefix_of(args))
+        if args.command == "export":
+            return directory.export(_prefix_of(args), args.path, args.store)
+        if args.command == "import":
+            return directory.import_(_prefix_of(args), args.path)
+        return getattr(directory, args.command)()
+    if getattr(args, "segment", None) is not None:
+        raise Refused("--segment names a prefix in a directory: give --dir")
     server = Server(args.url, args.key)
+    if args.command == "ls":
+        return _listed(server.overview())
     if args.command == "stat":
         return _shown(server.stats())
     if args.command == "clear":
@@ -134,21 +162,37 @@ def _carry_out(args: argparse.Namespace) -> Any:
 
 def _prefix_of(args: argparse.Namespace) -> dict[str, Any]:
     """The body of an order."""
-    body = {"extra_key": args.extra_key, "cache_salt": args.cache_salt, "text": args.text}
-    if args.file is not None:
+    told = vars(args)
+    names = ("text", "extra_key", "cache_salt", "segment", "older_than")
+    body = {name: told[name] for name in names if told.get(name) is not None}
+    if told.get("file") is not None:
         try:
             stdin = str(args.file) == "-"
             body["text"] = sys.stdin.read() if stdin else args.file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise Refused(f"{args.file} cannot be read: {error}") from error
-    if args.ids is not None:
+    if told.get("ids") is not None:
         try:
             body["input_ids"] = [int(own) for own in args.ids.split(",")]
         except ValueError as error:
             raise Refused(f"--ids must be numbers with commas between them: {error}") from error
-    if args.command == "purge":
-        body["older_than"] = args.older_than
-    return {name: value for name, value in body.items() if value is not None}
+    # Nothing else says which: of all that there is.
+    return {**body, "all": True} if body.keys() == {"older_than"} else body
+
+
+def _listed(overview: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Segments that were used last, in the rows of a directory."""
+    stats, found = overview["stats"], overview["segments"]
+    count = (stats["store"] or {}).get("segments", 0)
+    if count > len(found):
+        print(f"impress: {len(found)} of {count:,} segments, used last", file=sys.stderr)
+    names = ("segment", "namespace", "from_token", "tokens")
+    return [
+        {"store": stats["identity"]}
+        | {name: own[name] for name in names}
+        | {"bytes": own["ssd_bytes"], "hits": own["hits"], "exact": own["exact"]}
+        for own in found
+    ]
 
 
 def _shown(stats: Mapping[str, Any]) -> dict[str, Any]:

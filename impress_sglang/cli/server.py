@@ -23,6 +23,10 @@ class Server:
         """See `GET /impress/stats`."""
         return self._ask("GET", "stats")
 
+    def overview(self) -> dict[str, Any]:
+        """See `GET /impress/overview`."""
+        return self._ask("GET", "overview")
+
     def order(self, verb: str, prefix: dict[str, Any]) -> dict[str, Any]:
         """See `POST /impress/{warm,pin,unpin,purge}`."""
         return self._ask("POST", verb, prefix)
@@ -31,13 +35,13 @@ class Server:
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        request = urllib.request.Request(
-            f"{self._url}/impress/{route}",
-            None if body is None else json.dumps(body).encode(),
-            headers,
-            method=method,
-        )
         try:
+            request = urllib.request.Request(
+                f"{self._url}/impress/{route}",
+                None if body is None else json.dumps(body).encode(),
+                headers,
+                method=method,
+            )
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
                 answer: dict[str, Any] = json.load(response)
                 return answer

@@ -6,7 +6,6 @@ save's (`held_tokens`: what was computed after an approximation).
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from impress_sglang.integration.eligibility import store_refusal
+from impress_sglang.management.digests import namespace_text
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.writing import Offer, StoreOutcome
@@ -291,7 +291,7 @@ class PromptSaves:
 
 def namespace_of(key: Any) -> str:
     """What keeps requests with other `extra_key` or `cache_salt` apart: of a key, or a request."""
-    return json.dumps([key.extra_key, key.cache_salt])
+    return namespace_text(key.extra_key, key.cache_salt)
 
 
 def as_tokens(token_ids: Sequence[int]) -> Tokens:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 import numpy as np
 
 from impress_sglang.storage.segment import Tokens
+
+
+def namespace_text(extra_key: str | None, cache_salt: str | None) -> str:
+    """What keeps requests with other `extra_key` or `cache_salt` apart."""
+    return json.dumps([extra_key, cache_salt])
 
 
 def prefix_digest(namespace: str, tokens: Tokens) -> str:

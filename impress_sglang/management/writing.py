@@ -25,7 +25,7 @@ from impress_sglang.management.losses import Cause
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
-from impress_sglang.precision.floors import FloorMeter, QuerySource, no_queries
+from impress_sglang.precision.floors import FloorMeter, FloorRule, QuerySource, no_queries
 from impress_sglang.storage.health import Health
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
@@ -91,6 +91,7 @@ class Offer:
         queries: of the last tokens, layer by layer, asked for after the KVs of the layer were read.
         num_behind: tokens between these and the end of the prompt, whose queries they are.
         ttl: seconds after which the new KVs go, 0: when room is needed.
+        floors: of heads, where they are known; None: they are measured.
     """
 
     tokens: Tokens
@@ -104,6 +105,7 @@ class Offer:
     queries: QuerySource = no_queries
     num_behind: int = 0
     ttl: float = 0.0
+    floors: FloorRule | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -297,7 +299,7 @@ class SegmentWrites:
         self._quota.begin(segment)
         reader = _first_tokens(offer.read_layers(info.prefix_len), info.num_tokens)
         behind = len(offer.tokens) - info.prefix_len - info.num_tokens + offer.num_behind
-        floors = self._meter.rule(offer.queries, behind)
+        floors = offer.floors or self._meter.rule(offer.queries, behind)
         future = self._keeper.write(segment.entry, reader, floors)
         self._writes.append(_Write(segment, future, offer))
 

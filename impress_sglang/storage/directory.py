@@ -177,13 +177,18 @@ class StoreDirectory:
         self.files.sync_directory(self.path)
 
 
+def is_identity(name: str) -> bool:
+    """Whether a folder of this name may be a store."""
+    return _IDENTITY.fullmatch(name) is not None
+
+
 def is_store(files: FileSystem, path: Path) -> bool:
     """Whether a folder is a store of this package: by its name and its marker.
 
     Raises:
         OSError: that cannot be seen now.
     """
-    if not _IDENTITY.fullmatch(path.name):
+    if not is_identity(path.name):
         return False
     try:
         is_folder = stat.S_ISDIR(files.stat(path).st_mode)

@@ -16,12 +16,17 @@ import pytest
 
 from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DAMAGED, DONE, EXIT_STATUS, REFUSED, UNREACHABLE
+from impress_sglang.management.digests import namespace_text
 from impress_sglang.serving.report import RequestTotals
+from impress_sglang.storage.files import FileSystem
 from tests.unit import store_factory
 from tests.unit.kv_factory import IDENTITY, flip_byte
-from tests.unit.store_factory import OTHER_IDENTITY, Workbench, prompt, use
+from tests.unit.store_factory import OTHER_IDENTITY, Workbench, length, look_up, prompt, use
 
 bench = store_factory.bench
+NONE, TENANT = namespace_text(None, None), namespace_text("tenant", None)
+CONVERSATION = prompt(1, 128)
+STORES = (IDENTITY, OTHER_IDENTITY)
 Said = pytest.CaptureFixture[str]
 STATS = {
     "identity": "abc",
@@ -141,7 +146,10 @@ def test_a_directory_is_cleared(left: Path, capsys: Said) -> None:
     assert main(["stat", "--dir", str(left)]) == UNREACHABLE
 
 
-@pytest.mark.parametrize("command", [["stat"], ["ls"], ["verify"], ["clear", "--yes"]])
+@pytest.mark.parametrize(
+    "command",
+    [["stat"], ["ls"], ["verify"], ["clear", "--yes"], ["purge", "--older-than=0"]],
+)
 def test_nothing_is_touched_beside_a_server(
     bench: Workbench, left: Path, capsys: Said, command: list[str]
 ) -> None:
@@ -168,6 +176,19 @@ def test_a_server_says_how_it_is(stub: Stub, capsys: Said) -> None:
     assert "used_bytes: 12,345\n" in capsys.readouterr().out
 
 
+def test_a_server_lists_what_a_directory_lists(left: Path, stub: Stub, capsys: Said) -> None:
+    _, rows = run(capsys, "ls", "--dir", left)
+    shown = [row | {"ssd_bytes": row["bytes"], "pinned": False} for row in rows]
+    stub.answer = json.dumps({"stats": STATS, "segments": shown}).encode()
+    assert run(capsys, "ls", "--url", stub.url)[1] == [row | {"store": "abc"} for row in rows]
+    assert stub.asked[0][1] == "/impress/overview"
+    stub.answer = json.dumps({"stats": STATS, "segments": shown[:1]}).encode()
+    assert main(["ls", "--url", stub.url]) == DONE
+    captured = capsys.readouterr()
+    assert captured.err == "impress: 1 of 3 segments, used last\n"
+    assert len(captured.out.splitlines()) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "verb", "body"),
     [
@@ -180,6 +201,7 @@ def test_a_server_says_how_it_is(stub: Stub, capsys: Said) -> None:
             "purge",
             {"text": "a", "cache_salt": "s", "older_than": 60.0},
         ),
+        (["purge", "--older-than", "60"], "purge", {"all": True, "older_than": 60.0}),
         (["clear", "--yes"], "purge", {"all": True}),
     ],
 )
@@ -220,7 +242,9 @@ def test_what_cannot_be_asked(capsys: Said, tmp_path: Path) -> None:
     assert main(["stat", "--url", "http://127.0.0.1:9"]) == UNREACHABLE
     assert main(["pin", "--ids", "1,x"]) == REFUSED
     assert main(["pin", "--file", str(tmp_path / "missing")]) == REFUSED
-    for wrong in (["pin"], ["pin", "--text", "a", "--ids", "1"], ["ls", "--url", "x"], []):
+    assert main(["ls", "--url", "x"]) == UNREACHABLE
+    assert main(["pin", "--segment", "abc"]) == REFUSED
+    for wrong in (["pin"], ["pin", "--text", "a", "--ids", "1"], ["verify", "--url", "x"], []):
         with pytest.raises(SystemExit) as refused:
             main(wrong)
         assert refused.value.code == REFUSED
@@ -288,3 +312,90 @@ def test_a_model_that_says_nothing_of_its_kvs(tmp_path: Path, capsys: Said, conf
     assert main(["plan", f"--model={path}", "--prefixes=0", "--tokens=1"]) == REFUSED
     assert main(["plan", f"--model={path}", "--prefixes=1", "--tokens=1", "--bits=3"]) == REFUSED
     assert "impress: " in capsys.readouterr().err
+
+
+@pytest.fixture
+def tenants(bench: Workbench) -> Workbench:
+    """A conversation of each of two tenants, of whom one gives no name, and another model's."""
+    store = bench.open()
+    for namespace in (NONE, TENANT):
+        bench.put(store, CONVERSATION[:64], namespace=namespace)
+        bench.put(store, CONVERSATION, namespace=namespace)
+    bench.put(store, prompt(9, 64), namespace=NONE)
+    bench.close(store)
+    other = bench.open(OTHER_IDENTITY)
+    bench.put(other, CONVERSATION, namespace=NONE)
+    bench.close(other)
+    return bench
+
+
+def order(said: Said, bench: Workbench, *arguments: object) -> dict[str, Any]:
+    """What was done, by store."""
+    status, rows = run(said, *arguments, "--dir", bench.root)
+    assert status == DONE
+    return {row.pop("store"): row for row in rows}
+
+
+def test_purging_without_a_server(tenants: Workbench, capsys: Said) -> None:
+    def purged(*options: object) -> tuple[int, int]:
+        done = order(capsys, tenants, "purge", *options)
+        return tuple(done.get(name, {"segments": -1})["segments"] for name in STORES)  # type: ignore[return-value]
+
+    ids = ",".join(map(str, CONVERSATION[:70]))
+    assert purged("--ids", ids, "--extra-key", "nobody") == (0, 0)
+    assert purged("--older-than", 3600) == (0, 0)
+    assert purged("--ids", ids) == (2, 1)
+    assert len(tenants.files()) == 3
+    _, rows = run(capsys, "ls", "--dir", tenants.root)
+    (above,) = (row["segment"] for row in rows if row["from_token"])
+    assert purged("--segment", above) == (1, -1)
+    assert purged("--extra-key", "tenant") == (1, 0)
+    store = tenants.reopen(tenants.open())
+    assert length(store, prompt(9, 64), namespace=NONE) == 64 and len(store.tree) == 1
+    tenants.close(store)
+    assert purged("--older-than", 0) == (1, 0) and not tenants.files()
+
+
+def test_pins_without_a_server_hold_in_one(tenants: Workbench, capsys: Said) -> None:
+    pinned = prompt(9, 64)
+    ids = ",".join(map(str, pinned))
+    assert order(capsys, tenants, "pin", "--ids", ids)[IDENTITY]["prefixes"] == 1
+    store = tenants.open()
+    (span,) = look_up(store, pinned, NONE).spans
+    name = span.segment.segment_id
+    assert name in store.pins
+    tenants.close(store)
+    assert order(capsys, tenants, "unpin", "--ids", ids)[IDENTITY] == {"unpinned": 1}
+    assert order(capsys, tenants, "pin", "--segment", name)[IDENTITY]["prefixes"] == 1
+    assert order(capsys, tenants, "purge", "--segment", name)[IDENTITY]["unpinned"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["purge"], "which prefix"),
+        (["purge", "--text", "hello"], "no tokenizer"),
+        (["unpin", "--segment", "abc"], "no segment abc"),
+        (["pin", "--ids", ",".join(["7"] * 64)], "0 of its 64 tokens are stored"),
+        (["pin", "--ids", ",".join(["7"] * 63)], "64 tokens at least"),
+        (["purge", "--ids", ",".join([str(2**31)] * 64)], "2^31"),
+    ],
+)
+def test_wrong_orders_change_nothing(
+    tenants: Workbench, capsys: Said, arguments: list[str], said: str
+) -> None:
+    before = tenants.files()
+    assert main([*arguments, "--dir", str(tenants.root)]) == REFUSED
+    assert said in capsys.readouterr().err and tenants.files() == before
+
+
+def test_a_disk_that_refuses_is_told(
+    tenants: Workbench, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unlink(self: FileSystem, path: Path) -> None:
+        if path.suffix == ".kv":
+            raise OSError("read-only")
+
+    monkeypatch.setattr(FileSystem, "unlink", unlink)
+    assert main(["purge", "--extra-key", "tenant", "--dir", str(tenants.root)]) == UNREACHABLE
+    assert "not all of it was done" in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""Orders about prefixes in a directory that no server uses.
+
+A store is opened as a server opens it, and the same code changes it. What only a server's flags
+say is without bounds here: the next server's quota removes what is too much for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from impress_sglang.cli.outcome import Refused, Unreachable
+from impress_sglang.config import ImpressConfig
+from impress_sglang.errors import ConfigError, SegmentUnreadable, StoreInUseError, StoreUnavailable
+from impress_sglang.management.digests import namespace_text
+from impress_sglang.management.losses import prompt_of
+from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
+from impress_sglang.management.purging import purge
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.storage.directory import segment_files
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.segment import Tokens, read_header
+
+# Nobody else waits for the disk.
+_PATIENCE_S = 3600.0
+_UNBOUNDED_GB = 1e9
+# Of a store without segments, in which nothing is read or written.
+_NO_SHAPE = KVShape(1, 1, 1, 4, 4, torch.float16, ())
+
+
+@contextlib.contextmanager
+def opened(files: FileSystem, path: Path, shape: KVShape | None = None) -> Iterator[PrefixStore]:
+    """The store in a folder, closed in the end; `shape` of its KVs, None: as its segments say.
+
+    Raises:
+        Unreachable: a server has it, it cannot be opened, or what was ordered of its disk failed.
+    """
+    config = ImpressConfig(
+        ssd_dir=str(path.parent),
+        ssd_gb=_UNBOUNDED_GB,
+        policy="as",
+        device_gb=0.0,
+        host_gb=0.0,
+        io_timeout=_PATIENCE_S,
+    )
+    try:
+        store = PrefixStore(config, path.name, shape or _shape_in(files, path), files=files)
+    except StoreInUseError as error:
+        raise in_use(path) from error
+    except (ConfigError, OSError) as error:
+        raise Unreachable(f"{path} cannot be opened: {error}") from error
+    try:
+        yield store
+    finally:
+        store.close()
+    health = store.health.summary()
+    if health["state"] != "ok":
+        raise Unreachable(f"not all of it was done, {health['last_failure']}")
+
+
+def in_use(path: Path) -> Unreachable:
+    """What to say of a store that is locked."""
+    return Unreachable(f"{path} serves a running server: ask that, with --url")
+
+
+def carry_out(
+    verb: str, which: Mapping[str, Any], stores: Mapping[str, PrefixStore]
+) -> list[dict[str, Any]]:
+    """`pin`, `unpin` or `purge` prefixes in all stores that have them.
+
+    `which`: the body of a server's order, or `segment`, which ends a prefix.
+
+    Raises:
+        Refused: it names no prefix, or none that can be pinned.
+    """
+    places = {name: place_of(store, which) for name, store in stores.items()}
+    found = {name: place for name, place in places.items() if place is not None}
+    if not found:
+        raise Refused(f"there is no segment {which['segment']}")
+    if verb == "pin":
+        return _pin(found, stores)
+    if verb == "unpin":
+        return [{"store": n, "unpinned": stores[n].pins.unpin(*found[n])} for n in found]
+    return [{"store": n, **_purge(stores[n], *found[n], which.get("older_than"))} for n in found]
+
+
+def place_of(
+    store: PrefixStore, which: Mapping[str, Any]
+) -> tuple[str | None, Tokens | None] | None:
+    """Name of the namespace and tokens of what is meant, None for all; None: not in this store.
+
+    Raises:
+        Refused: that cannot be said.
+    """
+    if "segment" in which:
+        segment = store.tree.get(which["segment"])
+        return None if segment is None else (segment.info.namespace, prompt_of(segment))
+    if "text" in which:
+        raise Refused("a directory has no tokenizer: give --ids or --segment")
+    if "all" in which:
+        return None, None
+    keys = [which.get(name) or None for name in ("extra_key", "cache_salt")]
+    name = store.namespace(namespace_text(*keys))
+    if "input_ids" in which:
+        ids = which["input_ids"]
+        whole = len(ids) // BLOCK_TOKENS * BLOCK_TOKENS
+        if not whole or not all(0 <= own < 2**31 for own in ids):
+            raise Refused(f"a prefix has {BLOCK_TOKENS} tokens at least, which are from 0 to 2^31")
+        return name, np.array(ids[:whole], np.int32)
+    if not {"extra_key", "cache_salt"} & which.keys():
+        raise Refused("which prefix? give --ids, --segment, --extra-key or --older-than")
+    return name, None
+
+
+def _pin(found: Mapping[str, Any], stores: Mapping[str, PrefixStore]) -> list[dict[str, Any]]:
+    refusals = {name: stores[name].pins.pin(*place) for name, place in found.items()}
+    pinned = [name for name, refusal in refusals.items() if refusal is None]
+    if not pinned:
+        raise Refused("; ".join(str(refusal) for refusal in refusals.values()))
+    return [{"store": name, **stores[name].pins.summary()} for name in pinned]
+
+
+def _purge(
+    store: PrefixStore, namespace: str | None, tokens: Tokens | None, age: float | None
+) -> dict[str, Any]:
+    among = None
+    if age is not None:
+        among = set(store.writes.written_before(time.time() - age).result())
+    purged = purge(store, namespace, tokens, among=among, most=len(store.tree))
+    counts = {"tokens": purged.tokens, "bytes": purged.bytes, "unpinned": purged.unpinned}
+    return {"segments": len(purged.segment_ids), **counts}
+
+
+def _shape_in(files: FileSystem, path: Path) -> KVShape:
+    for _, own, finished in segment_files(files, path):
+        with contextlib.suppress(SegmentUnreadable, StoreUnavailable):
+            if finished:
+                return read_header(own, files).info.shape
+    return _NO_SHAPE

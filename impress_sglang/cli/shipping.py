@@ -1,0 +1,169 @@
+"""Prefixes of one store for others: `impress export` and `impress import`.
+
+What is imported is offered to the store like what a server has computed: it is written by the same
+writer, and what is there already is not written again.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from impress_sglang.cli.orders import place_of
+from impress_sglang.cli.outcome import Refused, Unreachable
+from impress_sglang.cli.prefix_file import Contents, Prefix, PrefixFile, write_file
+from impress_sglang.config import ImpressConfig, bytes_of
+from impress_sglang.errors import PrefixUnreadable
+from impress_sglang.management.digests import namespace_text
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.stored import StoredSegment
+from impress_sglang.management.writing import Offer, StoreOutcome
+from impress_sglang.storage.directory import segment_files
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, SegmentLayout
+from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.quality import ANYTHING
+from impress_sglang.storage.writer import LayerReader
+
+
+def export_file(
+    files: FileSystem, store: PrefixStore, folder: Path, which: Mapping[str, Any], path: Path
+) -> dict[str, Any]:
+    """Write what `which` names into a new file; see `orders.place_of`.
+
+    Without a prefix it is the whole namespace, with one what is stored of that, with what it builds
+    on.
+
+    Raises:
+        Refused: it is not stored, or cannot be read; or the file is there already.
+        Unreachable: the file cannot be written.
+    """
+    chosen = _with_bases(_chosen(store, which))
+    if not chosen:
+        raise Refused("nothing is stored of that")
+    numbers = {own: number for number, own in enumerate(chosen)}
+    prefixes = [_prefix(own, numbers) for own in chosen]
+    info = chosen[0].info
+    contents = Contents.of(info.identity, info.shape, prefixes, _namespace_in(which))
+    paths = {name: own for name, own, _ in segment_files(files, folder)}
+    sources = [
+        functools.partial(OpenSegment, paths[own.segment_id], files, direct=False) for own in chosen
+    ]
+    try:
+        num_bytes = write_file(files, path, contents, sources)
+    except PrefixUnreadable as error:
+        raise Refused(f"{error}, so nothing is exported: see impress verify") from error
+    except OSError as error:
+        raise Unreachable(f"{path} cannot be written: {error}") from error
+    tokens = sum(own.info.num_tokens for own in chosen)
+    return {"store": folder.name, "segments": len(chosen), "tokens": tokens, "bytes": num_bytes}
+
+
+def import_file(
+    store: PrefixStore, found: PrefixFile, which: Mapping[str, Any], free_bytes: int
+) -> dict[str, Any]:
+    """Store what is in a file and not in the store, without removing anything for it.
+
+    `which` names the namespace; `free_bytes` are on the file system.
+
+    Raises:
+        Refused: it is another namespace, or there is no room.
+        Unreachable: the disk fails.
+    """
+    namespace, contents = _namespace_in(which), found.contents
+    if not contents.is_of(namespace):
+        raise Refused("it is of another namespace: give the --extra-key and --cache-salt of that")
+    now, name = time.time(), store.namespace(namespace)
+    new = [
+        (number, own)
+        for number, own in enumerate(contents.prefixes)
+        if not 0 < own.expires <= now
+        and store.tree.match(name, found.prompt(number), least=own.quality).num_tokens
+        < own.start + own.num_tokens
+    ]
+    needed = sum(_file_bytes(contents.shape, own) for _, own in new)
+    left = free_bytes - bytes_of(ImpressConfig().min_free_gb)
+    if new and needed > left:
+        raise Refused(f"it takes {needed / 1e9:.3f} GB, and {max(left, 0) / 1e9:.3f} GB are free")
+    for number, own in new:
+        _store(store, found, number, own, namespace)
+    written = store.stats
+    if written.segments_failed:
+        raise Unreachable(f"{written.segments_failed} segments could not be written")
+    return {
+        "store": contents.identity,
+        "segments": written.segments_written,
+        "known": len(contents.prefixes) - len(new),
+        "bytes": written.bytes_written,
+    }
+
+
+def _store(store: PrefixStore, found: PrefixFile, number: int, own: Prefix, namespace: str) -> None:
+    def read_from(start: int) -> LayerReader:
+        return lambda layer: found.layer(number, layer, start - own.start)
+
+    offer = Offer(
+        found.prompt(number),
+        read_from,
+        on_done=_nothing,
+        abandon=_nothing,
+        min_tokens=1,
+        quality=own.quality,
+        available_from=own.start,
+        floors=found.floors(number),
+        ttl=max(own.expires - time.time(), 1.0) if own.expires else 0.0,
+    )
+    outcome = store.writes.offer(namespace, offer)
+    store.writes.drain()
+    if outcome in (StoreOutcome.NO_SPACE, StoreOutcome.UNAVAILABLE):
+        raise Unreachable(f"segment {number} of the file could not be stored: {outcome.value}")
+
+
+def _nothing() -> None:
+    """Nobody holds anything."""
+
+
+def _chosen(store: PrefixStore, which: Mapping[str, Any]) -> list[StoredSegment]:
+    """Segments of a prefix, or of a namespace."""
+    # If nothing says which namespace, that of requests without one.
+    place = place_of(store, {"extra_key": None, **which})
+    if place is None:
+        raise Refused(f"there is no segment {which['segment']}")
+    name, tokens = place
+    if name != store.namespace(_namespace_in(which)):
+        raise Refused("it is of another namespace: give the --extra-key and --cache-salt of that")
+    if tokens is None:
+        return list(store.tree.below(name))
+    match = store.tree.match(name, tokens, least=ANYTHING)
+    if match.num_tokens < len(tokens):
+        raise Refused(f"{match.num_tokens} of its {len(tokens)} tokens are stored")
+    return [span.segment for span in match.spans]
+
+
+def _with_bases(segments: Iterable[StoredSegment]) -> list[StoredSegment]:
+    """These and all that they build on, that before them."""
+    found: dict[StoredSegment, None] = {}
+    for segment in segments:
+        own: StoredSegment | None = segment
+        while own is not None and own not in found:
+            found[own] = None
+            own = own.parent
+    return sorted(found, key=lambda own: own.info.prefix_len)
+
+
+def _prefix(segment: StoredSegment, numbers: Mapping[StoredSegment, int]) -> Prefix:
+    info = segment.info
+    above = -1 if segment.parent is None else numbers[segment.parent]
+    return Prefix(info.num_tokens, info.prefix_len, above, info.quality, info.expires)
+
+
+def _namespace_in(which: Mapping[str, Any]) -> str:
+    return namespace_text(*(which.get(name) or None for name in ("extra_key", "cache_salt")))
+
+
+def _file_bytes(shape: KVShape, own: Prefix) -> int:
+    chunk_tokens = ImpressConfig().chunk_tokens
+    return SegmentLayout(shape, chunk_tokens, own.num_tokens, BLOCK_BYTES).file_bytes

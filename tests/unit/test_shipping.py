@@ -1,0 +1,261 @@
+"""Prefixes of one store for another: bit for bit, once, and nothing of a file with damage."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from impress_sglang.cli.main import main
+from impress_sglang.cli.outcome import DONE, REFUSED, UNREACHABLE
+from impress_sglang.cli.prefix_file import PrefixFile, _header
+from impress_sglang.management.digests import namespace_text
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.segment import read_header
+from tests.unit.kv_factory import IDENTITY, SequenceKVs, flip_byte, make_shape
+from tests.unit.store_factory import (
+    OTHER_IDENTITY,
+    QUARTER,
+    Workbench,
+    check_rows,
+    length,
+    prompt,
+)
+
+Said = pytest.CaptureFixture[str]
+SHAPES = {
+    "probe heads float32": make_shape(),
+    "codes bfloat16": make_shape(dtype=torch.bfloat16, probe=(), coded=True),
+    "codes float16": make_shape(dtype=torch.float16, probe=(), value_dim=16, coded=True),
+}
+LONG = prompt(1, 200)
+EARLY, APPROXIMATE = (*LONG[:150], 7, 8, 9), (*LONG, *prompt(3, 30))
+NONE, TENANT = namespace_text(None, None), namespace_text("tenant", None)
+# So that files of both stores have one layout; floors are the meter's.
+OPTIONS = {"chunk_tokens": 64, "base_error": 0.33}
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request: pytest.FixtureRequest) -> KVShape:
+    return SHAPES[request.param]
+
+
+@pytest.fixture
+def source(tmp_path: Path, shape: KVShape) -> Workbench:
+    """A conversation, a prompt that leaves it early, what approximates it, and another tenant's."""
+    bench = Workbench(tmp_path / "source", shape)
+    store = bench.open(**OPTIONS)
+    store._disk.meter.note(np.array([[0, 1], [2, 1]], np.uint8))
+    bench.put(store, LONG[:100], namespace=NONE)
+    bench.put(store, LONG, namespace=NONE)
+    bench.put(store, EARLY, namespace=NONE)
+    bench.put(store, APPROXIMATE, namespace=NONE, quality=QUARTER)
+    bench.put(store, prompt(2, 70), namespace=TENANT)
+    bench.close(store)
+    return bench
+
+
+@pytest.fixture
+def target(tmp_path: Path, shape: KVShape) -> Iterator[Workbench]:
+    bench = Workbench(tmp_path / "target", shape)
+    yield bench
+    bench.close_all()
+
+
+@pytest.fixture
+def file(source: Workbench, capsys: Said) -> Path:
+    path = source.root.parent / "prefixes.safetensors"
+    assert run(capsys, "export", path, source)["segments"] == 4
+    return path
+
+
+def run(said: Said, command: str, path: Path, bench: Workbench, *options: str) -> Any:
+    """What a command prints as JSON, or its exit status if that is not 0."""
+    status = main([command, str(path), "--dir", str(bench.root), "--json", *options])
+    out = said.readouterr().out
+    return json.loads(out) if status == DONE else status
+
+
+def contents(bench: Workbench) -> collections.Counter[tuple[bytes, bytes, bytes]]:
+    """Of all files tokens, floors, and what stands behind the header."""
+    found: collections.Counter[tuple[bytes, bytes, bytes]] = collections.Counter()
+    for path in bench.root.glob("*/segments/*/*"):
+        header = read_header(path, FileSystem())
+        body = path.read_bytes()[header.info.layout().header_bytes :]
+        found[header.info.tokens.tobytes(), header.floors.tobytes(), body] += 1
+    return found
+
+
+def test_all_of_it_arrives(source: Workbench, file: Path, target: Workbench, capsys: Said) -> None:
+    done = run(capsys, "import", file, target)
+    assert (done["segments"], done["known"], done["store"]) == (4, 0, IDENTITY)
+
+    assert contents(source) - contents(target) == collections.Counter(
+        {own: 1 for own in contents(source) if own[0] == np.array(prompt(2, 70), "<i4").tobytes()}
+    )
+    store = target.open(**OPTIONS)
+    check_rows(store, LONG, namespace=NONE)
+    check_rows(store, EARLY, namespace=NONE)
+    assert length(store, APPROXIMATE, namespace=NONE) == len(LONG)
+    assert length(store, APPROXIMATE, namespace=NONE, quality=QUARTER) == len(APPROXIMATE)
+    assert not length(store, prompt(2, 70), namespace=TENANT)
+
+
+def test_what_is_stored_is_not_stored_again(file: Path, target: Workbench, capsys: Said) -> None:
+    store = target.open(**OPTIONS)
+    target.put(store, LONG[:30], namespace=NONE)
+    target.close(store)
+    assert run(capsys, "import", file, target)["segments"] == 4
+    before = target.files()
+    done = run(capsys, "import", file, target)
+    assert (done["segments"], done["known"], done["bytes"]) == (0, 4, 0)
+    assert target.files() == before
+    check_rows(target.open(**OPTIONS), EARLY, namespace=NONE)
+
+
+def test_some_of_it(source: Workbench, target: Workbench, capsys: Said, tmp_path: Path) -> None:
+    """One prefix by its tokens or its last segment, or another namespace."""
+    rows = json.loads(_ls(source, capsys))
+    (last,) = (row["segment"] for row in rows if row["tokens"] == 3)
+    ids = ",".join(map(str, LONG))
+    for path, option, own, wanted in (
+        (tmp_path / "ids", "--ids", ids, (2, 2)),
+        (tmp_path / "segment", "--segment", last, (3, 1)),
+    ):
+        exported = run(capsys, "export", path, source, option, own)["segments"]
+        assert (exported, run(capsys, "import", path, target)["segments"]) == wanted
+    path = tmp_path / "tenant"
+    tenant = ["--extra-key", "tenant"]
+    assert run(capsys, "export", path, source, *tenant)["segments"] == 1
+    assert run(capsys, "import", path, target) == REFUSED
+    assert run(capsys, "import", path, target, *tenant)["segments"] == 1
+    store = target.open(**OPTIONS)
+    check_rows(store, prompt(2, 70), namespace=TENANT)
+    check_rows(store, EARLY, namespace=NONE)
+    assert b"tenant" not in path.read_bytes()
+
+
+def _ls(bench: Workbench, said: Said) -> str:
+    assert main(["ls", "--dir", str(bench.root), "--json"]) == DONE
+    return said.readouterr().out
+
+
+def test_damage_is_found_wherever_it_is(file: Path, target: Workbench, capsys: Said) -> None:
+    size = file.stat().st_size
+    for offset in {*range(9), *range(9, size, size // 60), size - 1}:
+        flip_byte(file, offset)
+        assert run(capsys, "import", file, target) == REFUSED, offset
+        flip_byte(file, offset)
+    whole = file.read_bytes()
+    for cut in (b"", whole[:5], whole[: size // 2], whole[:-1], whole + b"\0"):
+        file.write_bytes(cut)
+        assert run(capsys, "import", file, target) == REFUSED
+    assert not target.root.exists()
+
+
+def test_what_is_no_export(file: Path, target: Workbench, capsys: Said, tmp_path: Path) -> None:
+    """Also one that somebody made up."""
+    tensors, other = load_file(file), tmp_path / "other"
+    save_file(tensors, other)
+    assert run(capsys, "import", other, target) == REFUSED
+    save_file(tensors, other, {"kind": "impress-sglang prefixes", "version": "1"})
+    assert run(capsys, "import", other, target) == REFUSED
+    assert run(capsys, "import", tmp_path / "missing", target) == REFUSED
+    assert run(capsys, "import", tmp_path, target) == REFUSED
+    whole = PrefixFile(file).contents
+    with safe_open(file, "pt") as opened:
+        digests = json.loads(opened.metadata()["digests"])
+    data = file.read_bytes()[len(_header(whole, digests)) :]
+    first, second, *rest = whole.prefixes
+    for changes in (
+        {"identity": "../../elsewhere"},
+        {"prefixes": (first, dataclasses.replace(second, above=3), *rest)},
+        {"prefixes": (first, dataclasses.replace(second, start=101), *rest)},
+        {"shape": dataclasses.replace(whole.shape, num_layers=1)},
+    ):
+        made_up: Any = dataclasses.replace(whole, **changes)
+        other.write_bytes(_header(made_up, digests) + data)
+        assert run(capsys, "import", other, target) == REFUSED
+    other.write_bytes(_header(whole, digests) + data)
+    assert not target.root.exists() and len(list(tmp_path.iterdir())) == 3
+    assert run(capsys, "import", other, target)["segments"] == 4
+
+
+def test_other_models_are_refused(file: Path, target: Workbench, capsys: Said) -> None:
+    store = target.open(OTHER_IDENTITY)
+    target.put(store, prompt(5))
+    target.close(store)
+    before = target.files()
+    assert run(capsys, "import", file, target) == REFUSED
+    assert target.files() == before and len(list(target.root.iterdir())) == 1
+
+
+def test_beside_a_server(file: Path, source: Workbench, target: Workbench, capsys: Said) -> None:
+    source.open(), target.open()
+    assert run(capsys, "export", file.with_name("new"), source) == UNREACHABLE
+    assert run(capsys, "import", file, target) == UNREACHABLE
+    source.close_all()
+    assert not target.files() and not file.with_name("new").exists()
+
+
+def test_what_is_not_exported(source: Workbench, file: Path, capsys: Said, tmp_path: Path) -> None:
+    before, new = file.read_bytes(), tmp_path / "new"
+    assert run(capsys, "export", file, source) == REFUSED and file.read_bytes() == before
+    assert run(capsys, "export", new, source, "--extra-key", "nobody") == REFUSED
+    assert run(capsys, "export", new, source, "--segment", "nothing") == REFUSED
+    assert run(capsys, "export", new, source, "--ids", ",".join(["5"] * 64)) == REFUSED
+    assert run(capsys, "export", new, source, "--store", OTHER_IDENTITY) == REFUSED
+    assert run(capsys, "export", tmp_path / "no" / "folder", source) == UNREACHABLE
+    for path in source.root.glob("*/segments/*/*"):
+        flip_byte(path, read_header(path, FileSystem()).info.layout().header_bytes + 100)
+    assert run(capsys, "export", new, source) == REFUSED
+    assert not list(tmp_path.glob("new*"))
+
+
+def test_no_more_than_there_is_room_for(
+    file: Path, target: Workbench, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileSystem, "free_bytes", lambda *_: 2_000_000_000 + 10_000)
+    assert run(capsys, "import", file, target) == REFUSED and not target.files()
+    monkeypatch.setattr(FileSystem, "free_bytes", lambda *_: 2_100_000_000)
+    assert run(capsys, "import", file, target)["segments"] == 4
+
+
+def test_a_time_to_live_travels_with_it(
+    source: Workbench, target: Workbench, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = source.open(**OPTIONS)
+    source.put(store, prompt(6, 64), namespace=NONE, ttl=1000.0)
+    source.close(store)
+    path = source.root.parent / "mortal"
+    ids = ",".join(map(str, prompt(6, 64)))
+    assert run(capsys, "export", path, source, "--ids", ids)["segments"] == 1
+    (own,) = PrefixFile(path).contents.prefixes
+    with monkeypatch.context() as later:
+        later.setattr("impress_sglang.cli.shipping.time.time", lambda: own.expires + 1.0)
+        assert run(capsys, "import", path, target)["segments"] == 0
+    assert run(capsys, "import", path, target)["segments"] == 1
+    (segment,) = target.open(**OPTIONS).tree.segments()
+    assert math.isclose(segment.info.expires, own.expires, abs_tol=1.0)
+
+
+def test_anybody_reads_it(file: Path, shape: KVShape) -> None:
+    """With what reads safetensors; nothing but the tensors is needed."""
+    tensors = load_file(file)
+    kvs = SequenceKVs(shape, NONE, LONG)
+    assert tensors["0.tokens"].tolist() == list(LONG[:100])
+    for layer in range(shape.num_layers):
+        assert torch.equal(tensors["0.keys"][layer], kvs.keys(layer)[:100])
+        assert torch.equal(tensors["0.values"][layer], kvs.values(layer)[:100])
+    assert file.stat().st_mode & 0o777 == 0o600
