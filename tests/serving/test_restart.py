@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from impress_sglang.cli.main import main
+from impress_sglang.cli.outcome import DONE
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import read_header
 from tests.serving.compare import assert_same, paths, report
@@ -70,7 +72,10 @@ def test_kill_during_a_write_then_restart(workdir: Path, wide: Path, zygote: Zyg
 def test_whole_prefix_policy_other_flags_and_new_weights(
     workdir: Path, tiny_llama: Path, zygote: Zygote
 ) -> None:
-    """`as` reads each byte once; the next server has another chunk size, then other weights."""
+    """`as` reads each byte once; the next server has another chunk size, then other weights.
+
+    It has what was exported from the store of the first one, which is gone.
+    """
     store = workdir / "store-as"
     prompt = random_tokens(1000, seed=11)
     question = [*prompt, *random_tokens(10, seed=12)]
@@ -90,6 +95,10 @@ def test_whole_prefix_policy_other_flags_and_new_weights(
         assert said["ssd_bytes"] == 3 * kv_bytes, "an `as` hit reads each key and value once"
         assert paths([server.generate(question, 1)]) == ["device"]
         server.assert_quiet()
+    file, at = workdir / "prefixes.safetensors", ["--dir", str(store)]
+    for command in (["export", str(file)], ["clear", "--yes"], ["import", str(file)]):
+        assert main([*command, *at]) == DONE
+    assert list(store.glob("*/segments/*/*.kv")) != [segment]
     other = make_model("llama", workdir / "other", initializer_range=0.1)
     with running(
         tiny_llama, workdir / "chunks.log", *base, "--impress-chunk-tokens=16", zygote=zygote
