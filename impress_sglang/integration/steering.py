@@ -100,7 +100,7 @@ def _purge(cache: ImpressRadixCache, order: Order, name: Any, tokens: Any) -> di
         found = runtime.served.expiry.older_than(runtime.store, order.older_than)
         if found is None:
             return {"left": 1}
-        among = set(found)
+        among = found if order.input_ids is None else set(found)
     purged = purge(runtime.store, name, tokens, among=among)
     if order.older_than is not None and not purged.left:
         runtime.served.expiry.end_asking(order.older_than)
@@ -171,7 +171,10 @@ async def carry_out(verb: str, body: object) -> dict[str, Any]:
     Raises:
         ValueError: the order is wrong, or cannot be carried out; in one sentence.
     """
-    order = order_of(verb, body, getattr(tokenizer_manager(), "tokenizer", None))
+    manager = tokenizer_manager()
+    order = order_of(verb, body, getattr(manager, "tokenizer", None))
+    if order.input_ids is not None and len(order.input_ids) > manager.context_len:
+        raise ValueError(f"no prompt has more than {manager.context_len:,} tokens here")
     if verb == "warm":
         return await _warm(order)
     answer = await give(order)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.store import PrefixStore
@@ -49,13 +49,21 @@ def purge(
     """
     unpinned = store.pins.unpin(namespace, tokens) if among is None else 0
     writes, going, left = list[StoredSegment](), list[StoredSegment](), False
-    for segment in store.tree.below(namespace, tokens):
+    within = store.tree.below(namespace, tokens)
+    if among is not None and tokens is None:
+        # However many others there are.
+        within = _named(store, namespace, among)
+    elif among is not None:
+        within = (own for own in within if own.segment_id in among)
+    for segment in within:
         if segment.state is SegmentState.PENDING:
             writes.append(segment)
-        elif segment.on_disk and (among is None or segment.segment_id in among):
+        elif segment.on_disk:
             if left := len(going) == most:
                 break
             going.append(segment)
+    # What builds on others before them.
+    going.sort(key=lambda own: -own.info.prefix_len)
     purged = Purged(
         segment_ids=tuple(own.segment_id for own in going),
         tokens=sum(own.info.num_tokens for own in going),
@@ -66,3 +74,13 @@ def purge(
     )
     store.writes.discard([*writes, *going] if among is None else going, Cause.PURGED)
     return purged
+
+
+def _named(
+    store: PrefixStore, namespace: str | None, segment_ids: Iterable[str]
+) -> Iterator[StoredSegment]:
+    """Those of these that are still there, of a namespace or of all."""
+    for segment_id in segment_ids:
+        segment = store.tree.get(segment_id)
+        if segment is not None and namespace in (None, segment.info.namespace):
+            yield segment

@@ -439,12 +439,12 @@ def common_prefix_len(left: Tokens, right: Tokens) -> int:
 
 
 def _deepest_first(top: _Node) -> Iterator[_Node]:
-    stack = [(top, False)]
+    # Of each node on the way down those of its children that are still to come.
+    stack = [(top, itertools.chain.from_iterable(top.children.values()))]
     while stack:
-        node, below_done = stack.pop()
-        if below_done:
+        node, children = stack[-1]
+        if (child := next(children, None)) is None:
+            stack.pop()
             yield node
-            continue
-        stack.append((node, True))
-        for siblings in node.children.values():
-            stack.extend((child, False) for child in siblings)
+        else:
+            stack.append((child, itertools.chain.from_iterable(child.children.values())))

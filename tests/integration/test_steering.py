@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -269,14 +270,20 @@ def test_wrong_orders_are_refused(verb: str, body: object) -> None:
         order_of(verb, body, Tokenizer())
 
 
+def test_what_is_no_prompt_never_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = SimpleNamespace(context_len=5)
+    monkeypatch.setattr(steering, "tokenizer_manager", lambda: manager)
+    monkeypatch.setattr(steering, "send", None)
+    with pytest.raises(ValueError, match="more than 5 tokens"):
+        asyncio.run(carry_out("why", {"input_ids": [1] * 6}))
+
+
 def test_text_needs_a_tokenizer() -> None:
     with pytest.raises(ValueError, match="tokenizer"):
         order_of("pin", {"text": "a"}, None)
 
 
 def test_a_long_purge_goes_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
-
     steps = iter([{"segments": 2, "bytes": 5, "left": 1}, {"segments": 1, "bytes": 1, "left": 0}])
 
     async def give(order: Order) -> dict[str, Any]:

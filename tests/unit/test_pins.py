@@ -224,6 +224,21 @@ def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | No
     wait_until(lambda: len(bench.files()) == 6 - gone)
 
 
+def test_a_purge_of_some_looks_at_no_others(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of it takes no longer where there are many."""
+    store = bench.open()
+    for number in range(6):
+        bench.put(store, prompt(number), namespace=("a", "b")[number % 2])
+    named = [own.segment_id for own in store.tree.segments()][:4]
+    monkeypatch.setattr(store.tree, "below", lambda *_: iter(()))
+    assert forget(store, None, "a", among=named).tokens == 16
+    step = forget(store, None, None, among=named, most=1)
+    assert len(step.segment_ids) == 1 and step.left
+    assert len(store.tree) == 3
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_what_is_being_written_is_purged_as_well(bench: Workbench, late: bool) -> None:
     """Also where its last layer was read before anybody said so."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,6 +103,20 @@ def test_a_matched_part_can_be_cut_out(tree: StoredTree, put: Put) -> None:
     assert cut(4, 5) == [("b", 1, 2)]
     assert cut(0, 3) == [("a", 0, 3)]
     assert cut(2, 2) == []
+
+
+def test_who_takes_the_first_of_many_looks_at_few(tree: StoredTree, put: Put) -> None:
+    for token in range(50, 90):
+        put(f"s{token}", [token, 1])
+    looked = []
+
+    class Counted(dict[int, Any]):
+        def values(self) -> Any:
+            return (looked.append(own) or own for own in super().values())
+
+    tree._roots[""].children = Counted(tree._roots[""].children)
+    first = list(itertools.islice(tree.below(""), 3))
+    assert len(first) == 3 and len(looked) <= 4
 
 
 def test_touching_a_match_makes_its_segments_the_latest(tree: StoredTree, put: Put) -> None:
