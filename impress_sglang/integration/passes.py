@@ -67,7 +67,7 @@ class KnownRequests:
     def drop_plans(self) -> None:
         """Requests that wait are matched again."""
         for known in self._known.values():
-            known.plan = None
+            known.plan, known.blend = None, BlendNotes()
 
     def start_again(self) -> None:
         """The tree is empty."""

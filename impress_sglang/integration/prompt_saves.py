@@ -94,12 +94,12 @@ class PromptSaves:
         starts, often = sights.note_text(space, tokens, count=count)
         often &= starts >= known
         most = np.count_nonzero(starts >= known) // 2
-        if not store.health.writable:
+        if not store.writes.are_taken:
+            # Else it would be computed exactly for nobody.
             return 0
         if np.count_nonzero(often) > most:
-            runs = content.find(store.namespace(space), tokens, known, only_ready=False).runs
-            for run in runs:
-                often &= (starts + BLOCK_TOKENS <= run.start) | (starts >= run.stop)
+            found = content.find(store.namespace(space), tokens, known, only_ready=False)
+            often &= ~found.meet(starts, BLOCK_TOKENS)
         fresh = starts[often]
         return int(fresh[-1]) + BLOCK_TOKENS if len(fresh) > most else 0
 

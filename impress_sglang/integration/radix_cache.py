@@ -147,11 +147,9 @@ class ImpressRadixCache(RadixCache):
         resident_slots = self.path_device_indices(req.last_node)[: plan.resident_len]
         report = req.customized_info[REPORT_KEY][0]
         request = self.runtime.open(req.rid, plan, resident_slots, report, self._allocate)
-        if request is None and isinstance(plan, BlendPlan):
-            known.blend.decline()
-            return None
         if request is None:
-            known.declined = True
+            # Who blends says by itself whether it may do so later.
+            known.declined = not isinstance(plan, BlendPlan)
             return None
         if not request.uses:
             self._private_tokens += request.k

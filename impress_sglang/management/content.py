@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import secrets
 
 import numpy as np
 
-from impress_sglang.loops.types import Indices, Words
+from impress_sglang.loops.types import Flags, Indices, Words
 from impress_sglang.management.stored import StoredSegment, StoredSpan
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens
@@ -25,6 +26,7 @@ SAME_WINDOWS = 4
 # A value is the number of a segment, and in these lower bits that of a window.
 _WINDOW_BITS = 32
 _LEAST_SLOTS = 1 << 12
+_SECRET_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +69,19 @@ class FoundRuns:
     version: int | None
     runs: tuple[Run, ...]
 
+    def meet(self, starts: Indices, length: int) -> Flags:
+        """Which windows of `length` tokens that begin at `starts` have a token of a run.
+
+        `starts` int64 [w]; returns bool [w].
+        """
+        if not self.runs:
+            return np.zeros(len(starts), np.bool_)
+        begins, stops = np.array([(run.start, run.stop) for run in self.runs]).T
+        # Of the runs that begin before a window ends the last one ends last.
+        last = np.searchsorted(begins, starts + length) - 1
+        meets: Flags = (last >= 0) & (stops[last] > starts)
+        return meets
+
 
 class ContentIndex:
     """Windows of the exact segments of a tree; not thread-safe, the tree's thread owns it."""
@@ -76,6 +91,8 @@ class ContentIndex:
         from impress_sglang.loops import windows
 
         self._loops = windows
+        # Nobody can send text whose windows all stand in one place of the table.
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._segments: list[StoredSegment | None] = []
         self._free: list[int] = []
         self._numbers: dict[str, int] = {}
@@ -150,7 +167,7 @@ class ContentIndex:
         """
         if kept is not None and self._holds(kept, len(tokens), start):
             return kept
-        tokens, seed = np.ascontiguousarray(tokens), _seed_of(namespace)
+        tokens, seed = np.ascontiguousarray(tokens), self._seed_of(namespace)
         runs: list[Run] = []
         first = position = start
         vain = 0
@@ -220,7 +237,7 @@ class ContentIndex:
     def _windows_of(self, segment: StoredSegment, number: int) -> tuple[Words, Indices]:
         """Keys and values of the windows of a segment with this number."""
         tokens = np.ascontiguousarray(segment.info.tokens, dtype=np.int32)
-        seed = _seed_of(segment.info.namespace)
+        seed = self._seed_of(segment.info.namespace)
         keys = self._loops.window_keys(tokens, WINDOW_TOKENS, seed)
         return keys, (number << _WINDOW_BITS) + np.arange(len(keys), dtype=np.int64)
 
@@ -241,7 +258,6 @@ class ContentIndex:
         self._keys = np.zeros(slots, np.uint64)
         self._values = np.full(slots, self._loops.EMPTY, np.int64)
 
-
-def _seed_of(namespace: str) -> np.uint64:
-    digest = hashlib.blake2b(namespace.encode(), digest_size=8).digest()
-    return np.frombuffer(digest, np.uint64)[0]
+    def _seed_of(self, namespace: str) -> np.uint64:
+        digest = hashlib.blake2b(namespace.encode(), key=self._secret, digest_size=8).digest()
+        return np.frombuffer(digest, np.uint64)[0]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from impress_sglang.management.memory import StoreMemory
-from impress_sglang.management.stored import StoredSpan
+from impress_sglang.management.stored import StoredSegment, StoredSpan
 from impress_sglang.management.versions import SegmentVersions
 from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
 from impress_sglang.precision.floors import FloorMeter
@@ -130,8 +131,12 @@ class ReadForecast:
         base_bytes = plane_bytes = 0.0
         # What belongs to the base of some heads.
         certain = self._meter.mean_planes / NUM_PLANES
+        # Of a segment there may be many.
+        lengths = Counter[StoredSegment]()
         for span in spans:
-            version = self._versions.of(span.segment)
+            lengths[span.segment] += len(span)
+        for segment, length in lengths.items():
+            version = self._versions.of(segment)
             base = self._versions.codes(version)
             layout = version.layout.codes
             assert layout is not None
@@ -140,7 +145,7 @@ class ReadForecast:
             tiers = self._memory.codes.placement.tiers(base, count)
             on_ssd = (tiers == Tier.SSD).reshape(self._shape.num_layers, -1).sum(0) * chunks.count
             units = float(on_ssd[layout.num_pages :].sum())
-            share = (span.stop - span.start) / version.layout.num_tokens * BLOCK_BYTES
+            share = length / version.layout.num_tokens * BLOCK_BYTES
             base_bytes += share * (float(on_ssd[: layout.num_pages].sum()) + certain * units)
             plane_bytes += share * (1.0 - certain) * units
         return CodedBytes(base_bytes, plane_bytes)

@@ -160,6 +160,11 @@ class SegmentWrites:
         """The segments that are being written, and the bytes of their files."""
         return ((write.segment, write.segment.file_bytes) for write in self._writes)
 
+    @property
+    def are_taken(self) -> bool:
+        """Whether the disk takes any now, and what may be written to it."""
+        return self._health.writable and not self._quota.budget.is_spent
+
     def offer(self, namespace: str, offer: Offer) -> StoreOutcome:
         """Store what is new of a prefix, in the background.
 

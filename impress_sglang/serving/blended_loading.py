@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.attention.rotation import KeyRotation, Turns
-from impress_sglang.errors import SegmentUnreadable
+from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
 from impress_sglang.management.content import Run
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredMatch, StoredSpan
@@ -86,11 +86,15 @@ class BlendedLoading:
         """The layers of a block are restored next; the first one of the next block is read ahead.
 
         Raises:
-            PrefixUnreadable: a segment is gone or cannot be opened.
+            PrefixUnreadable: a segment of the block is gone or cannot be opened.
         """
         self._open(number)
         if number + 1 < len(self.blocks) and self._store.ahead.enabled:
-            self._open(number + 1)
+            try:
+                self._open(number + 1)
+            except PrefixUnreadable:
+                # This block does not need it; who does, hears of it.
+                self._close(number + 1)
 
     def restore(
         self, number: int, layer: int, pools: LayerSlots, slots: Tensor, stats: LoadStats

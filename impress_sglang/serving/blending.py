@@ -21,7 +21,7 @@ import numpy as np
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.loops.types import Uint8s
-from impress_sglang.management.content import Run
+from impress_sglang.management.content import FoundRuns, Run
 from impress_sglang.management.policies import LoadOptions, Policy
 from impress_sglang.management.stored import StoredMatch
 from impress_sglang.options import AUTO, DEVIATION, FIRST, OFF
@@ -44,8 +44,8 @@ LEAST_BITS = 6.0
 PASS_SECONDS = 5.0
 # A blend that was slow is tried again after so many seconds.
 MEASURE_SECONDS = 60.0
-# A request that waits is matched again and again, and weighed once in so many seconds, unless
-# something else is found.
+# A request that waits is matched again and again, and its text looked for and weighed once in so
+# many seconds, unless what was found is gone: the index may change with every write.
 ANSWER_SECONDS = 1.0
 # The shares that auto chooses from, the largest first.
 SHARES = (0.75, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15)
@@ -129,12 +129,12 @@ class Blending:
             # What others happen to begin with is computed, exactly.
             match = StoredMatch()
         known = max(match.num_tokens, resident_len)
-        found = content.find(name, tokens, known, notes.found)
         asked = resident_len, known if usual is None else max(usual.stop, known)
         now = time.monotonic()
-        is_kept = found is notes.found and asked == notes.asked
-        if not is_kept or now >= notes.answered + ANSWER_SECONDS:
-            notes.found, notes.asked, notes.answered = found, asked, now
+        holds = asked == notes.asked and now < notes.answered + ANSWER_SECONDS
+        if not (holds and _can_be_read(notes.found, len(tokens))):
+            notes.found = content.find(name, tokens, known, notes.found)
+            notes.asked, notes.answered = asked, now
             notes.answer = self._weigh(match, tokens, known, usual, wanted, notes)
         return notes.answer
 
@@ -275,6 +275,13 @@ def fits(plan: BlendPlan, loadings: Iterable[object]) -> bool:
     ]
     seconds = (math.inf if own is None else own for own in (*others, plan.estimate.compute))
     return not others or sum(seconds) <= PASS_SECONDS
+
+
+def _can_be_read(found: FoundRuns | None, num_tokens: int) -> bool:
+    """Whether what was found of a prompt of so many tokens is still there."""
+    if found is None or found.num_tokens != num_tokens:
+        return False
+    return all(run.span.segment.ready for run in found.runs)
 
 
 def _runs_of(match: StoredMatch, start: int) -> list[Run]:

@@ -36,7 +36,7 @@ from impress_sglang.serving.report import RequestTotals, publish
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.scheduling import QueueOrder
 from impress_sglang.serving.served_store import ServedStore
-from impress_sglang.serving.why import Explainer, Reason
+from impress_sglang.serving.why import Explainer
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline, TimelineWriter
 from impress_sglang.transfer.loader import LayerInputs
@@ -156,18 +156,20 @@ class ServingRuntime:
         """
         if isinstance(plan, BlendPlan):
             # They refer to each other.
-            plan.notes.answer = None
+            plan.notes.answer = plan.notes.asked = None
         loadings = (request.loading for request in self.live.values())
         if isinstance(plan, BlendPlan) and not fits(plan, loadings):
-            plan.notes.why = Reason.BLEND_TOO_LONG, "others blend before it"
+            # Others blend in the pass that is put together now, and it does in the next one.
             return None
         try:
             request = self._opener.open(rid, plan, resident_slots, report, allocate)
         except PrefixUnreadable as error:
             self.served.report_miss(rid, error)
-            return None
+            request = None
         if request is not None:
             self.live[rid] = request
+        elif isinstance(plan, BlendPlan):
+            plan.notes.decline()
         return request
 
     def note_queue(self, rids: Sequence[str]) -> None:

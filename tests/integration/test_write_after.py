@@ -183,11 +183,26 @@ def test_who_stores_documents_for_others_computes_them_exactly(blends: World) ->
     assert not blends.cache._saves.for_others
 
 
-def matched(world: World, prompt: list[int]) -> tuple[MatchPrefixParams, MatchResult]:
-    """A request "r" that accepts blending, and what SGLang finds for it."""
+def test_nothing_is_computed_exactly_for_what_cannot_be_stored(
+    blends: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rid, order in (("a", (1,)), ("b", (1,)), ("c", (2, 3, 4, 1))):
+        ask(blends, rid, 2000, prompt=shuffled(*order))
+    budget = type(blends.runtime.store._quota.budget)
+    monkeypatch.setattr(budget, "is_spent", property(lambda own: True))
+    asked, _ = matched(blends, shuffled(3, 4, 2, 1))
+    assert not blends.cache._saves.for_others
+    assert isinstance(blends.cache._known["r"].plan, BlendPlan)
+    blends.cache.release_aborted_request(asked.req.cache_request_handle)
+
+
+def matched(
+    world: World, prompt: list[int], rid: str = "r"
+) -> tuple[MatchPrefixParams, MatchResult]:
+    """A request that accepts blending, and what SGLang finds for it."""
     tokens = array("q", prompt)
     sampling = SamplingParams(custom_params={"impress_bits": 5.0, "impress_retention": 1.0})
-    req = Req("r", "", tokens, sampling)
+    req = Req(rid, "", tokens, sampling)
     req.full_untruncated_fill_ids = tokens
     asked = MatchPrefixParams(key=RadixKey(tokens, None, limit=len(tokens) - 1), req=req)
     match = world.cache.match_prefix(asked)
@@ -208,12 +223,31 @@ def test_who_could_not_open_a_blend_has_the_usual_plan(
     )
     assert isinstance(known.plan, BlendPlan)
     with monkeypatch.context() as closed:
-        closed.setattr(blends.runtime, "open", lambda *_: None)
+        closed.setattr(blends.runtime._opener, "open", lambda *_: None)
         assert blends.cache.init_load_back(loaded) is None and not known.declined
     blends.cache.match_prefix(asked)
     assert known.plan is not None and not isinstance(known.plan, BlendPlan)
     assert known.plan.stop > 250 and known.blend.why == (Reason.NOT_OPENED, "")
     blends.cache.release_aborted_request(req.cache_request_handle)
+
+
+def test_who_finds_others_blending_does_so_in_the_next_pass(blends: World) -> None:
+    for rid in ("a", "b"):
+        ask(blends, rid, 2000, prompt=shuffled(1, 2))
+
+    def admitted(rid: str) -> bool:
+        asked, match = matched(blends, shuffled(2, 1), rid)
+        assert isinstance(blends.cache._known[rid].plan, BlendPlan)
+        loaded = InitLoadBackParams(None, match.host_hit_length, req=asked.req)
+        return blends.cache.init_load_back(loaded) is not None
+
+    assert admitted("r") and not admitted("s"), "how long that takes is not known yet"
+    loading = blends.runtime.live["r"].loading
+    assert isinstance(loading, BlendedLoading)
+    loading.blended = True
+    assert admitted("s")
+    for request in list(blends.runtime.live):
+        blends.runtime.release(request)
 
 
 def test_what_a_blend_takes_is_learnt(blends: World) -> None:

@@ -384,6 +384,26 @@ def test_a_document_that_is_asked_for_twice(bench: Workbench) -> None:
         assert torch.allclose(values[1][start : start + 201], own, atol=1e-4)
 
 
+def test_of_many_runs_of_a_segment_it_is_looked_at_once(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(bench)
+    bench.put(desk.store, texts(0, 1))
+    plan = desk.plan([4, *texts(1), 5, *texts(0), 6, *texts(1)])
+    assert plan is not None and len(plan.runs) == 3
+    expected = [desk.store.forecast.coded_bytes([span]).expected(6.0) for span in plan.spans]
+    placement: Any = desk.store._memory.codes.placement
+    looked, tiers = [0], placement.tiers
+
+    def counted(*own: int) -> Any:
+        looked[0] += 1
+        return tiers(*own)
+
+    monkeypatch.setattr(placement, "tiers", counted)
+    found = desk.store.forecast.coded_bytes(plan.spans).expected(6.0)
+    assert found == pytest.approx(sum(expected)) and looked == [1]
+
+
 def test_runs_of_a_group_have_no_page_in_common(bench: Workbench) -> None:
     desk = Desk(bench)
     bench.put(desk.store, texts(0, 1, 2, 3))
@@ -457,6 +477,24 @@ def test_at_most_one_block_is_open_ahead(bench: Workbench, monkeypatch: pytest.M
     loading.close()
 
 
+def test_what_is_not_needed_yet_may_be_gone(bench: Workbench) -> None:
+    """A block is blended although the next one cannot be opened, and that says so when it comes."""
+    desk = Desk(bench, block=100, readahead=1.0)
+    plan = two_segments(desk, bench)
+    bad = plan.runs[1].span.segment.segment_id
+    bench.file_of(bad).unlink()
+    loader = PreciseLoader(SHAPE, ALLOCATIONS["even"])
+    loading = BlendedLoading(loader, desk.store, plan, ROTATION, NO_TIMELINE)
+    for number in range(2):
+        loading.begin_block(number)
+        loading.end_block(number)
+    with pytest.raises(SegmentUnreadable) as caught:
+        loading.begin_block(2)
+    assert caught.value.segment_id == bad
+    assert loading.compute_instead(2, caught.value) and loading.reused == 186
+    loading.close()
+
+
 def test_of_groups_the_largest_must_fit(bench: Workbench) -> None:
     """They are read one after the other."""
     desk, notes = Desk(bench), BlendNotes()
@@ -489,7 +527,7 @@ def test_what_cannot_be_read_is_computed_and_the_rest_reused(bench: Workbench) -
 
 
 def test_a_prompt_is_scanned_once(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And weighed once a second, or where something else is asked."""
+    """And once a second, whatever is written; weighed too where something else is asked."""
     desk, notes, now = Desk(bench), BlendNotes(), [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     bench.put(desk.store, texts(0, 1))
@@ -502,6 +540,12 @@ def test_a_prompt_is_scanned_once(bench: Workbench, monkeypatch: pytest.MonkeyPa
     now[0] += ANSWER_SECONDS
     again = desk.plan(texts(1, 0), notes=notes)
     assert again is not None and again is not first and again.same_tokens(first)
+    for number in (2, 3):
+        bench.put(desk.store, texts(number))
+        assert desk.plan(texts(1, 0), notes=notes) is again
+    now[0] += ANSWER_SECONDS
+    monkeypatch.setattr(windows, "find_window", lambda *_: (-1, -1))
+    assert desk.plan(texts(1, 0), notes=notes) is None
 
 
 def test_who_could_not_open_a_blend_does_without(bench: Workbench) -> None:

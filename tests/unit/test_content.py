@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impress_sglang.loops import windows
-from impress_sglang.management.content import SAME_WINDOWS, WINDOW_TOKENS, ContentIndex, Run
+from impress_sglang.management.content import (
+    SAME_WINDOWS,
+    WINDOW_TOKENS,
+    ContentIndex,
+    FoundRuns,
+    Run,
+)
 from impress_sglang.management.stored import SegmentState, StoredSegment, StoredSpan
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
@@ -174,6 +180,11 @@ def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert places(find(index, as_tokens(run)))[0][:2] == (10, 138)
 
 
+def test_nobody_can_foretell_where_windows_stand() -> None:
+    one, other = (index_of(segment_of("s", text(1, 640))) for _ in range(2))
+    assert len(one) == 10 and np.intersect1d(one._keys, other._keys).tolist() == [0]
+
+
 def test_what_is_everywhere_is_kept_a_few_times() -> None:
     boilerplate = text(1, 64)
     segments = [segment_of(f"s{n}", [*boilerplate, *text(100 + n, 64)]) for n in range(50)]
@@ -286,6 +297,18 @@ def test_a_segment_that_is_rewritten_stays() -> None:
     assert places(find(index, as_tokens(document))) == [(0, 300, "t", 0)]
     index.discard(segment)
     assert len(index) == 0
+
+
+@pytest.mark.parametrize("length", [1, 7])
+def test_what_meets_runs(length: int) -> None:
+    segment = segment_of("s", text(1, 300))
+    places = [(0, 3), (3, 5), (20, 21), (40, 60)]
+    runs = tuple(Run(first, StoredSpan(segment, 9, 9 + last - first)) for first, last in places)
+    starts = np.arange(70)
+    found = FoundRuns(70, 0, None, runs).meet(starts, length)
+    inside = {place for first, last in places for place in range(first, last)}
+    assert found.tolist() == [any(own + i in inside for i in range(length)) for own in range(70)]
+    assert not FoundRuns(70, 0, None, ()).meet(starts, length).any()
 
 
 def test_a_part_of_a_run() -> None:
