@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import torch
 
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 # Why the store is not used while one is opened, and where that failed.
 OPENING = "opening"
 NOT_OPENED = "not opened"
+# How long a server waits at its start for a store with many segments.
+START_SECONDS = 5.0
 
 
 class ServedStore:
@@ -43,7 +45,8 @@ class ServedStore:
     ) -> None:
         """Open the store of these weights; `device` is where attention runs.
 
-        `lookahead` knows what not to evict; None: the store does not ask.
+        `lookahead` knows what not to evict; None: the store does not ask. What takes longer than
+        START_SECONDS is taken over when it is there, and requests are computed until then.
 
         Raises:
             ConfigError: a directory cannot be written, or the caches do not fit in memory.
@@ -62,16 +65,15 @@ class ServedStore:
         # Of the store; where none is open, for the next one.
         self._memory = StoreMemory.allocate(config, shape, device)
         self._lookahead = lookahead
-        self._store: PrefixStore | None = PrefixStore(
-            config,
-            identity,
-            shape,
-            memory=self._memory,
-            lookahead=lookahead,
-            budget=self._budget,
-        )
-        self._opening: Future[StoreDisk] | None = None
+        self._store: PrefixStore | None = None
         self._opener = BackgroundThread("impress-store")
+        opening = self._opener.submit(StoreDisk, config, identity)
+        self._opening: Future[StoreDisk] | None = opening
+        wait([opening], START_SECONDS)
+        if opening.done():
+            self._take_opened()
+        else:
+            logger.info("the store takes long to open: until it is there, requests are computed")
 
     @property
     def opened(self) -> PrefixStore | None:
@@ -133,25 +135,10 @@ class ServedStore:
 
     def take_over(self) -> None:
         """Take a store that was opened in the background, if it is there; never waits for it."""
-        opening = self._opening
-        if opening is None or not opening.done():
+        if self._opening is None or not self._opening.done():
             return
-        self._opening = None
         try:
-            disk = opening.result()
-            try:
-                self._store = PrefixStore(
-                    self._config,
-                    self.identity,
-                    self._shape,
-                    disk=disk,
-                    memory=self._memory,
-                    lookahead=self._lookahead,
-                    budget=self._budget,
-                )
-            except BaseException:
-                self._opener.submit(_close_logged, disk.close)
-                raise
+            self._take_opened()
         except Exception as error:
             # Whatever it is, answers are right without the store.
             logger.error(
@@ -163,6 +150,25 @@ class ServedStore:
             self.aside = self.aside or NOT_OPENED
             return
         self._say_used()
+
+    def _take_opened(self) -> None:
+        """Take what was opened, or raise what stood against it."""
+        opening, self._opening = self._opening, None
+        assert opening is not None
+        disk = opening.result()
+        try:
+            self._store = PrefixStore(
+                self._config,
+                self.identity,
+                self._shape,
+                disk=disk,
+                memory=self._memory,
+                lookahead=self._lookahead,
+                budget=self._budget,
+            )
+        except BaseException:
+            self._opener.submit(_close_logged, disk.close)
+            raise
 
     def close(self) -> None:
         """Finish writes and close the store; nothing is served after that.

@@ -82,7 +82,7 @@ MEANINGS = {
     Reason.NOT_OPENED: "it is stored, but its slots or files could not be had",
     Reason.NO_BUFFERS: "it is stored, but none of its layers fits into --impress-buffer-gb",
     Reason.NOT_SERVED: "the request has a feature that the store is not for",
-    Reason.OTHER_WEIGHTS: "the weights are changing, and the store is set aside",
+    Reason.OTHER_WEIGHTS: "the store is set aside: weights are changing, or it is being opened",
     Reason.DEGRADED: "the disk does not answer, and the store is not used until it does",
     Reason.NO_STORE: "--impress-policy stores nothing",
 }

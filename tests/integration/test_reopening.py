@@ -20,6 +20,7 @@ from impress_sglang.integration.reporting import REORDER_ORDER, take_order
 from impress_sglang.management import store as store_module
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.store import PrefixStore
+from impress_sglang.serving import served_store
 from impress_sglang.storage import files as files_module
 from impress_sglang.storage.layout import SegmentLayout
 from tests.faults import Faults, FaultyFileSystem, Rule
@@ -217,3 +218,20 @@ def test_the_end_of_a_server_does_not_wait_for_a_store_that_is_opened(
     assert time.monotonic() - began < PATIENCE / 2
     faults.clear()
     wait_until(lambda: opens(world, NEW))
+
+
+def test_a_server_serves_before_its_store_is_open(
+    world: World, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where it has so many segments that opening it takes long."""
+    with pytest.raises(StoreInUseError):
+        World(world.runtime.config.ssd_path)
+    world.runtime.close()
+    monkeypatch.setattr(served_store, "START_SECONDS", 0.1)
+    faults.add(hang(OLD, "sql.*"))
+    begun = World(world.runtime.config.ssd_path, io_timeout=IO_TIMEOUT)
+    assert begun.runtime.served.suspended == "opening" and begun.stored(1000) == 0
+    assert begun.cache.summary()["store"] is None
+    faults.clear()
+    assert begun.used() and begun.stored(1000) == TOKENS
+    begun.runtime.close()
