@@ -51,14 +51,14 @@ class Option:
         return tuple(dict.fromkeys(self._one(part) for part in text.split(",")))
 
     def _one(self, text: str) -> Any:
-        example = self.default[0] if isinstance(self.default, tuple) else self.default
-        value = (self.parse or type(example))(text)
+        several = isinstance(self.default, tuple)
+        value = (self.parse or type(self.default[0] if several else self.default))(text)
         if isinstance(value, int) and value < 0:
             raise argparse.ArgumentTypeError("must not be negative")
         return value
 
     def _shown_default(self) -> str:
-        if self.default is None or self.default is False or self.repeated:
+        if self.default is None or self.default is False or self.default == () or self.repeated:
             return ""
         quick = "" if self.quick is None else f", with --quick {_shown(self.quick)}"
         return f" ({_shown(self.default)}{quick})".replace("%", "%%")

@@ -142,7 +142,12 @@ class _Bench:
     def _scheduled(self, order: str, schedule: str) -> Iterator[Server]:
         name = f"{order}-{schedule}"
         link_store(self._pool.folder / "prepared", self._pool.folder / name)
-        flags = (f"--schedule-policy={order}", f"--impress-schedule={schedule}")
+        # As by default, what is asked for once is not written.
+        flags = (
+            f"--schedule-policy={order}",
+            f"--impress-schedule={schedule}",
+            "--impress-write-after=2",
+        )
         with self._server(name, *flags) as server:
             server.emulate_ssd(self._args.ssd_mbps)
             yield server

@@ -16,6 +16,8 @@ F1, right  words that a greedy answer of --answer-tokens has in common with the 
            `right` to the exact answers' are in the file
 TTFT       the median, one request at a time; *many*, *per s*: the median of --clients, each of
            which asks for one token as soon as it has its last one, and how many they get
+drives     the median TTFT of each share, and of what `auto` takes, with emulated SSDs of --ssd-mbps
+           and no caches; each has been asked once with a drive before
 
 `musique_cacheblend` (with --data) has CacheBlend's own documents and questions.
 """
@@ -32,6 +34,7 @@ import string
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +44,7 @@ from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Opti
 from bench.core.report import Result, Table, plain
 from bench.core.servers import Server, Servers, servers
 from bench.core.session import BenchFailed, step
-from impress_sglang.options import BLEND_SELECTORS, EXACTLY, OFF, RANDOM
+from impress_sglang.options import AUTO, BLEND_SELECTORS, EXACTLY, OFF, RANDOM
 
 OPTIONS = (
     Option("questions", 40, "how many", quick=2),
@@ -52,6 +55,7 @@ OPTIONS = (
     Option("answers-only", False, "measure no distributions, and no TTFT of one request at a time"),
     Option("answer-tokens", 12, "of answers that are generated; 0: none are", quick=4),
     Option("clients", 4, "at a time, for the throughput; 0: it is not measured", quick=2),
+    Option("ssd-mbps", (), "bandwidths of emulated SSDs in MB/s, to compare auto on", parse=float),
     Option("set", "squad_xquad_en", "data set with documents, questions and answers"),
     SEED,
     SERVER_FLAG,
@@ -105,18 +109,23 @@ def run(args: argparse.Namespace) -> Result:
     asked = draw(read_rows(args.data, args.set), load_tokenize(model), args)
     found: dict[tuple[str, float], list[Answer]] = {}
     rates: dict[tuple[str, float], Row] = {}
+    drives: list[Row] = []
     with servers(args) as pool:
         for select in args.select:
             ways = [(select, share) for share in args.shares]
             if not found:
                 ways = [("", 1.0), ("", 0.0), *ways]
             found |= _ask_all(args, pool, model, select, asked, ways, rates)
+            drives += _on_drives(args, pool, model, select, asked)
     rows = [_row(way, answers, found) | rates.get(way, {}) for way, answers in found.items()]
     lengths = [len(own.prompt(own.order)) for own in asked]
-    figures = {"model": model.name, "prompt_tokens": lengths, "rows": rows}
+    figures = {"model": model.name, "prompt_tokens": lengths, "rows": rows, "drives": drives}
     names = ("KL", "from", "to", "of reuse", "over random", "low", "high", "gold", "agreement")
     last = ("F1", "right", "blended", "TTFT", "many", "per s")
-    return Result(figures, [Table(plain("select", "share", *names, *last), rows)])
+    tables = [Table(plain("select", "share", *names, *last), rows)]
+    if drives:
+        tables.append(Table(plain(*(key for key in drives[0] if key != "seconds")), drives))
+    return Result(figures, tables)
 
 
 def draw(rows: Sequence[Row], tokenize: Tokenize, args: argparse.Namespace) -> list[Question]:
@@ -160,18 +169,8 @@ def _ask_all(
     rates: dict[tuple[str, float], Row],
 ) -> dict[tuple[str, float], list[Answer]]:
     """Answers by rule and share; fills `rates`. The first server stores the documents for all."""
-    folder = pool.folder / "kv"
-    flags = [
-        "--max-total-tokens=30000",
-        "--enable-impress",
-        "--impress-write-after=1",
-        "--impress-load=always",
-        "--impress-blend=0.15",
-        f"--impress-blend-select={select}",
-        f"--impress-ssd-dir={folder}",
-        *args.server_flag,
-    ]
-    first = not folder.exists()
+    flags = _flags(args, pool, select)
+    first = not _store(pool).exists()
     with pool.running(select, model, args.dtype, *flags) as server, step(f"{select}: asking"):
         for question in asked if first else ():
             stored = question.prompt(range(len(question.documents)))
@@ -184,6 +183,63 @@ def _ask_all(
             rates[way] = _rate(server, asked, way[1], args.clients)
         server.check_log()
     return found
+
+
+def _store(pool: Servers) -> Path:
+    return pool.folder / "kv"
+
+
+def _flags(args: argparse.Namespace, pool: Servers, select: str) -> list[str]:
+    return [
+        "--max-total-tokens=30000",
+        "--enable-impress",
+        "--impress-write-after=1",
+        "--impress-load=always",
+        "--impress-blend=0.15",
+        f"--impress-blend-select={select}",
+        f"--impress-ssd-dir={_store(pool)}",
+        *args.server_flag,
+    ]
+
+
+def _on_drives(
+    args: argparse.Namespace, pool: Servers, model: Any, select: str, asked: Sequence[Question]
+) -> Iterator[Row]:
+    """A row for each drive and share, in which `auto` is one."""
+    if not args.ssd_mbps:
+        return
+    flags = [*_flags(args, pool, select), "--impress-host-gb=0", "--impress-device-gb=0"]
+    with pool.running(f"{select}-drives", model, args.dtype, *flags) as server:
+        for mbps in args.ssd_mbps:
+            server.emulate_ssd(mbps)
+            for share in (*args.shares, AUTO):
+                with step(f"{select}: {share} at {mbps:g} MB/s"):
+                    _timed(server, asked[0], share)
+                    seconds = [_timed(server, own, share) for own in asked]
+                yield {
+                    "select": select,
+                    "MB/s": mbps,
+                    "share": share,
+                    "TTFT": round(statistics.median(seconds), 4),
+                    "seconds": [round(own, 4) for own in seconds],
+                }
+        server.check_log()
+
+
+def _timed(server: Server, question: Question, share: float | str) -> float:
+    """Seconds to the first token; nothing of it stays.
+
+    Raises:
+        BenchFailed: it was not blended.
+    """
+    prompt = [*question.prompt(question.order), *question.question]
+    began = time.perf_counter()
+    answer = server.generate(prompt, custom=_custom(share))
+    seconds = time.perf_counter() - began
+    server.flush()
+    if not answer["meta_info"]["impress"]["blended_tokens"]:
+        raise BenchFailed(f"a request was not blended: {answer['meta_info']['impress']}")
+    return seconds
 
 
 def _ask(server: Server, question: Question, share: float, args: argparse.Namespace) -> Answer:
@@ -241,7 +297,7 @@ def _rate(server: Server, asked: Sequence[Question], share: float, clients: int)
     }
 
 
-def _custom(share: float) -> dict[str, Any]:
+def _custom(share: float | str) -> dict[str, Any]:
     """A request of which such a share is computed; nothing of it is stored."""
     if share == 1.0:
         return {"impress_store": False, "impress_blend": OFF, "impress_bits": EXACTLY}
