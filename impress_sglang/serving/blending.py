@@ -200,14 +200,16 @@ class Blending:
         """Why a blend that would take so long is refused, if it is."""
         if estimate.compute is None or estimate.load is None or estimate.recompute is None:
             return None
+        too_long = Reason.BLEND_TOO_LONG, f"{estimate.load:.1f} of {PASS_SECONDS:g} s"
         if estimate.compute > PASS_SECONDS:
-            return Reason.BLEND_TOO_LONG, f"{estimate.compute:.1f} of {PASS_SECONDS:g} s"
+            return too_long
         other = estimate.recompute
         if usual is not None and usual.estimate.load is not None:
             other = min(other, usual.estimate.load)
-        if self._config.load == "always" or estimate.load <= other:
-            return None
-        return Reason.BLEND_SLOWER, f"{1e3 * estimate.load:.1f} ms and {1e3 * other:.1f} ms"
+        if self._config.load != "always" and estimate.load > other:
+            return Reason.BLEND_SLOWER, f"{1e3 * estimate.load:.1f} ms and {1e3 * other:.1f} ms"
+        # Others wait while it reads as well.
+        return too_long if estimate.load > PASS_SECONDS else None
 
     def _may_measure(self, learnt: Estimate, notes: BlendNotes) -> bool:
         """Whether a request blends although that was slow, to see whether it still is."""
@@ -269,11 +271,11 @@ class Blending:
 def fits(plan: BlendPlan, loadings: Iterable[object]) -> bool:
     """Whether a pass has time to blend for another request beside those that wait for it."""
     others = [
-        own.plan.estimate.compute
+        own.plan.estimate.load
         for own in loadings
         if isinstance(own, BlendedLoading) and not own.blended
     ]
-    seconds = (math.inf if own is None else own for own in (*others, plan.estimate.compute))
+    seconds = (math.inf if own is None else own for own in (*others, plan.estimate.load))
     return not others or sum(seconds) <= PASS_SECONDS
 
 

@@ -243,7 +243,7 @@ def test_auto_computes_what_hides_behind_reading(bench: Workbench) -> None:
     assert computed(1.0) == 60
     for _ in range(8):
         desk.estimator.note_forward(1000, 500_500.0, 1.0)
-    shares = [computed(seconds) for seconds in (0.0, 0.05, 0.1, 0.2, 0.3, 10.0)]
+    shares = [computed(seconds) for seconds in (0.0, 0.05, 0.1, 0.2, 0.3, PASS_SECONDS)]
     assert shares == sorted(shares) and shares[0] == 60 and shares[-1] > 250
 
 
@@ -294,6 +294,18 @@ def test_nobody_blends_for_longer_than_others_may_wait(bench: Workbench) -> None
     for _ in range(20):
         desk.estimator.note_forward(1000, 500_500.0, 1e6)
     assert desk.plan(texts(0, 2, 1)) is None
+
+
+def test_others_wait_for_reads_as_well(bench: Workbench) -> None:
+    desk, notes = Desk(bench), BlendNotes()
+    bench.put(desk.store, texts(0, 1, 2))
+    desk.estimator.note_forward(1000, 500_500.0, 0.1)
+    forecast: Any = desk.store.forecast
+    forecast.seconds_to_read = lambda num_bytes: 0.9 * PASS_SECONDS
+    assert desk.plan(texts(0, 2, 1)) is not None
+    forecast.seconds_to_read = lambda num_bytes: 1.1 * PASS_SECONDS
+    assert desk.plan(texts(0, 2, 1), notes=notes) is None
+    assert notes.why == (Reason.BLEND_TOO_LONG, "5.5 of 5 s")
 
 
 def table(rows: int) -> Tensor:
