@@ -45,8 +45,10 @@ PASS_SECONDS = 5.0
 # A blend that was slow is tried again after so many seconds.
 MEASURE_SECONDS = 60.0
 # A request that waits is matched again and again, and its text looked for and weighed once in so
-# many seconds, unless what was found is gone: the index may change with every write.
+# many seconds, unless what was found is gone: the index may change with every write. Where many
+# wait, those that ask first have this share of the time for it.
 ANSWER_SECONDS = 1.0
+ANSWER_SHARE = 0.01
 # The shares that auto chooses from, the largest first.
 SHARES = (0.75, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15)
 
@@ -68,6 +70,7 @@ class Blending:
         self.refusal: str | None = None
         """Why this server cannot blend after all, found out when it computes."""
         self._measure_at = 0.0
+        self._answer_at = 0.0
         self._config = config
         self._shape = shape
         self._policy = policy
@@ -131,11 +134,13 @@ class Blending:
         known = max(match.num_tokens, resident_len)
         asked = resident_len, known if usual is None else max(usual.stop, known)
         now = time.monotonic()
-        holds = asked == notes.asked and now < notes.answered + ANSWER_SECONDS
+        again_at = max(notes.answered + ANSWER_SECONDS, self._answer_at)
+        holds = asked == notes.asked and now < again_at
         if not (holds and _can_be_read(notes.found, len(tokens))):
             notes.found = content.find(name, tokens, known, notes.found)
             notes.asked, notes.answered = asked, now
             notes.answer = self._weigh(match, tokens, known, usual, wanted, notes)
+            self._answer_at = now + (time.monotonic() - now) / ANSWER_SHARE
         return notes.answer
 
     def _weigh(

@@ -28,6 +28,7 @@ from impress_sglang.serving.blend_plan import BlendNotes, BlendPlan, Kind, apart
 from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.blending import (
     ANSWER_SECONDS,
+    ANSWER_SHARE,
     MEASURE_SECONDS,
     PASS_SECONDS,
     Blending,
@@ -558,6 +559,32 @@ def test_a_prompt_is_scanned_once(bench: Workbench, monkeypatch: pytest.MonkeyPa
     now[0] += ANSWER_SECONDS
     monkeypatch.setattr(windows, "find_window", lambda *_: (-1, -1))
     assert desk.plan(texts(1, 0), notes=notes) is None
+
+
+def test_where_many_wait_few_are_weighed_again(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, waiting, now = Desk(bench), [BlendNotes() for _ in range(4)], [0.0]
+    bench.put(desk.store, texts(0, 1))
+    forecast: Any = desk.store.forecast
+
+    def slow(num_bytes: float) -> float:
+        now[0] += 5 * ANSWER_SECONDS * ANSWER_SHARE
+        return 0.0
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(forecast, "seconds_to_read", slow)
+    first = [desk.plan(texts(1, 0), notes=notes) for notes in waiting]
+    assert None not in first and now[0] == pytest.approx(0.2 * ANSWER_SECONDS)
+
+    def weighed() -> list[bool]:
+        found = [desk.plan(texts(1, 0), notes=notes) for notes in waiting]
+        return [own is not before for own, before in zip(found, first, strict=True)]
+
+    now[0] += 4 * ANSWER_SECONDS
+    assert weighed() == [False] * 4
+    now[0] += ANSWER_SECONDS
+    assert weighed() == [True, False, False, False]
 
 
 def test_who_could_not_open_a_blend_does_without(bench: Workbench) -> None:
