@@ -231,6 +231,17 @@ def test_who_could_not_open_a_blend_has_the_usual_plan(
     blends.cache.release_aborted_request(req.cache_request_handle)
 
 
+def test_what_was_found_in_a_store_ends_with_it(blends: World) -> None:
+    for rid in ("a", "b"):
+        ask(blends, rid, 2000, prompt=shuffled(1, 2))
+    asked, _ = matched(blends, shuffled(2, 1))
+    known = blends.cache._known["r"]
+    assert known.blend.found is not None and isinstance(known.plan, BlendPlan)
+    blends.cache.weights.begin("a test")
+    assert known.blend.found is None and known.plan is None
+    blends.cache.release_aborted_request(asked.req.cache_request_handle)
+
+
 def test_who_finds_others_blending_does_so_in_the_next_pass(blends: World) -> None:
     for rid in ("a", "b"):
         ask(blends, rid, 2000, prompt=shuffled(1, 2))
