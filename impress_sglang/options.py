@@ -289,8 +289,9 @@ OPTIONS: tuple[Option, ...] = (
         one_of(SCHEDULES),
         "How the first 16 queued requests of equal priority change places. classes: what is ready "
         "goes before what must be computed, that before what must be read. estimate: who waits "
-        "least for the drive goes first. shortest: who is prefilled soonest. Who has waited for "
-        "that as long as it takes itself keeps its place. off: they do not.",
+        "least for the drive goes first. shortest: who is prefilled soonest, of those first for "
+        "whom the engine need not wait for the drive. Who has waited for that as long as it takes "
+        "itself keeps its place. off: they do not.",
     ),
     Option(
         "load",

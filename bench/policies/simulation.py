@@ -27,7 +27,7 @@ import numpy as np
 from bench.core.report import ratio
 from bench.policies.eviction import Hierarchy
 from bench.policies.sessions import Request, Workload
-from impress_sglang.serving.scheduling import WINDOW, Place, first_of
+from impress_sglang.serving.scheduling import WINDOW, Place, Rank, first_of
 
 # Of the host's memory, for items of waiting requests.
 FETCH_SHARE = 0.5
@@ -169,15 +169,18 @@ class Simulation:
         """A request's place; ranks are those of the server.
 
         `classes` (CaR III-B1): what is resident, what has nothing stored, what has to be loaded.
-        `estimate`: seconds of loading that computing does not hide; `shortest`: of prefilling.
+        `estimate`: seconds of loading that computing does not hide; `shortest`: of prefilling, of
+        those first that have none of these.
         """
         computing, loading = self._prefill_seconds(request, now)
         seconds = max(computing, loading)
         if self._order == "classes":
             loads = request.item.level != 0 or request.item.ready > now
-            rank = 1.0 if self._source(request) is None else 2.0 * loads
+            rank: Rank = (1.0 if self._source(request) is None else 2.0 * loads,)
+        elif self._order == "estimate":
+            rank = (seconds - computing,)
         else:
-            rank = seconds - (computing if self._order == "estimate" else 0.0)
+            rank = seconds > computing, seconds
         return Place(rank, seconds, WINDOW - request.overtaken, seconds - request.waited)
 
     def _source(self, request: Request) -> str | None:

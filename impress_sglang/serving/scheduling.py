@@ -49,19 +49,33 @@ class CacheState:
     estimate: Estimate
 
 
-def _class(state: CacheState, unread: float) -> float:
+Rank = tuple[float, ...]
+"""Who has the lowest comes first."""
+
+
+def _class(state: CacheState, unread: float) -> Rank:
     """0: what is cached is ready; 1: nothing is cached; 2: it still has to be read."""
     if not state.cached:
-        return 1.0
-    return 2.0 * (state.estimate.unhidden(unread) > 0.0)
+        return (1.0,)
+    return (2.0 * (state.estimate.unhidden(unread) > 0.0),)
 
 
-RANKS: dict[str, Callable[[CacheState, float], float]] = {
+def _shortest(state: CacheState, unread: float) -> Rank:
+    """By seconds, and those for which the engine would wait for the drive behind all others.
+
+    They are read while these are computed. If they went first, the engine would be idle so long:
+    near capacity that loses more than the order gains.
+    """
+    estimate = state.estimate
+    return estimate.unhidden(unread) > 0.0, estimate.seconds(unread)
+
+
+RANKS: dict[str, Callable[[CacheState, float], Rank]] = {
     CLASSES: _class,
-    ESTIMATE: lambda state, unread: state.estimate.unhidden(unread),
-    SHORTEST: lambda state, unread: state.estimate.seconds(unread),
+    ESTIMATE: lambda state, unread: (state.estimate.unhidden(unread),),
+    SHORTEST: _shortest,
 }
-"""Who has the lowest comes first; by the state, and the share of its reading that is left."""
+"""By the state, and the share of its reading that is left."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,7 +85,7 @@ class Place:
     `passes` more may do that, if they take `patience` seconds in all.
     """
 
-    rank: float
+    rank: Rank
     seconds: float
     passes: int
     patience: float
@@ -229,7 +243,7 @@ class QueueOrder:
         passes = WINDOW - known.overtaken
         if known.state is None:
             # Who was not looked at overtakes nobody, and is not known to bear it.
-            return Place(math.inf, 0.0, passes, 0.0)
+            return Place((math.inf,), 0.0, passes, 0.0)
         unread = self._unread(rid)
         seconds = known.state.estimate.seconds(unread)
         return Place(self._rank(known.state, unread), seconds, passes, seconds - known.waited)

@@ -66,6 +66,17 @@ def test_what_was_read_meanwhile_is_ready() -> None:
     assert arranged(make_order(CLASSES, unread=0.1), "slow", "unknown") == ["slow", "unknown"]
 
 
+def test_nobody_is_put_first_for_whom_the_engine_would_wait() -> None:
+    """However soon it would be served: it is read while others are computed."""
+    short = CacheState(True, Estimate(1.0, 0.1, 0.05, None))
+    for unread, first in ((1.0, "unknown"), (0.5, "short")):
+        order = make_order(SHORTEST, unread)
+        order.note("short", short)
+        assert arranged(order, "unknown", "short")[0] == first
+        # Who waits longer than it takes itself is not overtaken for that either.
+        assert arranged(order, "short", "unknown")[0] == "short"
+
+
 def test_who_was_never_looked_at_keeps_its_place() -> None:
     for schedule in (CLASSES, ESTIMATE, SHORTEST):
         assert arranged(make_order(schedule), "slower", "new") == ["slower", "new"]
