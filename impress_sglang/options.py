@@ -25,11 +25,12 @@ WHOLE_POLICIES = ("as", "recompute")
 REORDER_KEYS = ("selected", "importance")
 IO_ENGINES = ("auto", "aio", "threads")
 LOADS = ("faster", "always")
-# The value of --impress-retention and of --impress-bits that leaves the choice to the server, and
-# the least that it chooses.
+# The value of --impress-retention, --impress-bits and --impress-blend that leaves the choice to the
+# server, and the least that it chooses.
 AUTO = "auto"
 AUTO_FLOOR = 0.25
 AUTO_BITS = 5.0
+AUTO_SHARE = 0.15
 # The value of --impress-bits for KVs as they were computed, and the number that stands for it,
 # whatever their dtype has; else the bits of the base, and of base and planes (`precision.codec`).
 EXACTLY = "exact"
@@ -314,7 +315,7 @@ OPTIONS: tuple[Option, ...] = (
         Rule(f"0 to 1, {AUTO} or {OFF}", is_blend),
         "Whether stored text is reused where it is no prefix, which is approximate. A number: this "
         "share of its tokens is computed again. auto: the largest whose computing hides behind "
-        "I/O, at least 0.15. A request overrides it with custom_params impress_blend.",
+        f"I/O, at least {AUTO_SHARE:g}. A request overrides it with custom_params impress_blend.",
     ),
     Option(
         "blend_min_tokens",

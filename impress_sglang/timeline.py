@@ -57,6 +57,9 @@ class Timeline(Protocol):
     ) -> None:
         """Record an event of any thread on `track`; times in seconds of `time.perf_counter()`."""
 
+    def finish(self) -> None:
+        """Note the end of the request; the first call counts."""
+
 
 class _NoTimeline:
     """Keeps nothing."""
@@ -71,6 +74,9 @@ class _NoTimeline:
     def add(
         self, track: str, name: str, start: float, stop: float, layer: int | None = None
     ) -> None:
+        pass
+
+    def finish(self) -> None:
         pass
 
 
@@ -111,7 +117,7 @@ class RequestTimeline:
         self._events.append((track, name, start, stop, layer))
 
     def finish(self) -> None:
-        """Note the end of the request; the first call counts."""
+        """See `Timeline.finish`."""
         if self._ended is None:
             self._ended = perf_counter()
 

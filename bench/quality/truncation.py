@@ -7,8 +7,9 @@ this process: `unturned` reuses keys where they were, and `headless` does withou
 as AttentionStore prints it. `worse` is the perplexity against recompute, with a 95% interval over
 documents (bootstrap).
 
-TTFT: the first turn of conversations that outgrew the context of a server, which cuts them itself;
-the median, one at a time. Documents that are too short are joined.
+TTFT: the first turn of conversations that outgrew the context of a server, which cuts them itself,
+and the next one, which finds what that one has stored; medians, one at a time. Documents that are
+too short are joined.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def run(args: argparse.Namespace) -> Result:
     rows, tokenize = read_rows(args.data, args.set), load_tokenize(model)
     length = args.window + args.scored
     texts = list(documents(rows, tokenize, length))[: args.documents]
-    talks = list(documents(rows, tokenize, args.context + args.turn))[: args.conversations + 1]
+    talks = list(documents(rows, tokenize, args.context + 2 * args.turn))
+    talks = talks[: args.conversations + 1]
     if len(texts) < 2 or len(talks) < 2:
         raise BenchFailed(f"{args.set} is too short")
     flags = (
@@ -92,7 +94,7 @@ def run(args: argparse.Namespace) -> Result:
         figures,
         [
             Table(plain("way", "perplexity", "worse", "from", "to"), found),
-            Table(plain("way", "TTFT", "times", "prompt", "reused"), times),
+            Table(plain("way", "TTFT", "times", "reused", "next", "next reused", "prompt"), times),
         ],
     )
 
@@ -142,36 +144,50 @@ def score(server: Server, texts: Sequence[list[int]], args: argparse.Namespace) 
 
 
 def measure(server: Server, talks: Sequence[list[int]], args: argparse.Namespace) -> list[Row]:
-    """The turn that is too long, with and without reuse; the first conversation warms up."""
+    """The turn that is too long and the next one, with and without reuse.
+
+    The first conversation warms up. Ways have namespaces of their own.
+    """
     ways = {"recompute": OFF} | {f"reuse, {share:g} again": share for share in args.shares}
-    answers: dict[str, list[tuple[float, Row, int]]] = {way: [] for way in ways}
-    for talk in talks:
-        server.generate(talk[: args.context - args.turn], custom={"impress_blend": OFF})
-        server.flush()
-        for way, blend in ways.items():
-            began = time.perf_counter()
-            meta = server.generate(talk, custom={"impress_blend": blend, "impress_store": False})[
-                "meta_info"
-            ]
-            seconds = time.perf_counter() - began
-            answers[way].append((seconds, meta["impress"], meta["prompt_tokens"]))
+    found: list[Row] = []
+    for way, blend in ways.items():
+        turns: list[list[tuple[float, Row]]] = [[], []]
+        for talk in talks:
+            before = talk[: args.context - args.turn]
+            server.generate(before, custom={"impress_blend": OFF}, extra_key=way)
+            for own, length in zip(turns, (-args.turn, len(talk)), strict=True):
+                server.flush()
+                own.append(_ask(server, talk[:length], blend, way))
             server.flush()
-            if not meta["impress"]["truncated_tokens"]:
-                raise BenchFailed(f"{way}: nothing was cut: {meta['impress']}")
-    medians = {
-        way: statistics.median(own[0] for own in found[1:]) for way, found in answers.items()
-    }
-    return [
-        {
-            "way": way,
-            "TTFT": round(medians[way], 4),
-            "times": round(medians["recompute"] / medians[way], 2),
-            "prompt": found[-1][2],
-            "reused": found[-1][1]["blended_tokens"],
-            "seconds": [round(own[0], 4) for own in found[1:]],
-        }
-        for way, found in answers.items()
-    ]
+        first, following = ([seconds for seconds, _ in own[1:]] for own in turns)
+        reports = [own[-1][1]["impress"] for own in turns]
+        recompute = found[0]["TTFT"] if found else statistics.median(first)
+        found.append(
+            {
+                "way": way,
+                "TTFT": round(statistics.median(first), 4),
+                "times": round(recompute / statistics.median(first), 2),
+                "prompt": turns[0][-1][1]["prompt_tokens"],
+                "reused": reports[0]["blended_tokens"],
+                "next": round(statistics.median(following), 4),
+                "next reused": reports[1]["blended_tokens"],
+                "seconds": [round(seconds, 4) for seconds in first],
+                "next seconds": [round(seconds, 4) for seconds in following],
+            }
+        )
+    return found
+
+
+def _ask(
+    server: Server, talk: list[int], blend: float | str, namespace: str
+) -> tuple[float, dict[str, Any]]:
+    """A turn that must be cut: the seconds until its token, and what is said of it."""
+    began = time.perf_counter()
+    answer = server.generate(talk, custom={"impress_blend": blend}, extra_key=namespace)
+    seconds, meta = time.perf_counter() - began, answer["meta_info"]
+    if not meta["impress"]["truncated_tokens"]:
+        raise BenchFailed(f"{namespace}: nothing was cut: {meta['impress']}")
+    return seconds, meta
 
 
 class Controls:

@@ -150,21 +150,28 @@ class PromptSaves:
             self._lock_for(save, req.last_node)
 
     def offer_approximate(self, req: Any, request: StoredRequest, up_to: int) -> None:
-        """Offer what was computed after a partly loaded prefix, holding its slots for the write."""
-        if request.blended:
-            return
-        first, quality = request.prefix_len, request.quality
+        """Offer what was computed after a partly loaded prefix, holding its slots for the write.
+
+        Of a blended prefix that is all from where it was blended on, and what SGLang's tree has
+        before that, for it may be stored nowhere.
+        """
+        own = self._runtime.admission.whole_pages(request.prefix_len - request.blended)
+        first, quality = 0 if own == request.resident_len else own, request.quality
         up_to = self._worth_of(req, up_to)
         too_deep = quality.depth > self._runtime.config.depth(quality.retention)
-        if too_deep or up_to <= first or not self._wants(req, up_to):
+        if too_deep or up_to <= own or not self._wants(req, up_to):
             return
         row = self._cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         save = Save(row[first:up_to].to(torch.int64, copy=True), self._runtime.shape.num_layers)
         if self._offer(req, save, first, quality):
             # SGLang frees [cache_protected_len, up_to) next: these slots are ours now.
-            req.kv.cache_protected_len = up_to
-            save.held = True
-            self.held_tokens += len(save.slots)
+            req.kv.cache_protected_len = max(req.kv.cache_protected_len, up_to)
+            if request.blended:
+                request.give(own, up_to)
+            save.held = save.slots[own - first :]
+            self.held_tokens += len(save.held)
+            if first < own:
+                self._lock_for(save, req.last_node)
 
     def abandon(self, rid: str) -> None:
         """A prompt is not computed, or its slots are given away."""
@@ -202,9 +209,9 @@ class PromptSaves:
 
         def frees(save: object) -> bool:
             assert isinstance(save, Save)
-            if save.node is None:
-                return save.held
-            return not nodes.isdisjoint(self._path(save.node))
+            if len(save.held):
+                return True
+            return save.node is not None and not nodes.isdisjoint(self._path(save.node))
 
         return frees
 
@@ -284,9 +291,8 @@ class PromptSaves:
         if save.node is not None:
             self._locking.remove(save)
             self._cache.dec_lock_ref(save.node)
-        if save.held:
-            self.held_tokens -= len(save.slots)
-            self._cache.token_to_kv_pool_allocator.free(save.slots)
+        self.held_tokens -= len(save.held)
+        self._cache.token_to_kv_pool_allocator.free(save.held)
 
 
 def namespace_of(key: Any) -> str:

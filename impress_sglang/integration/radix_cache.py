@@ -201,12 +201,16 @@ class ImpressRadixCache(RadixCache):
         request = self.runtime.live.get(req.rid)
         if request is not None:
             assert request.layers_loaded == self.runtime.shape.num_layers
-            request.finish_timeline()
+            # What comes after the prompt is not what a timeline is about.
+            request.timeline.finish()
             if request.failed:
                 return
             if request.approximate:
                 if req.finished():
+                    before = request.k
                     self._saves.offer_approximate(req, request, up_to)
+                    # What a write holds of them is not private any more.
+                    self._private_tokens -= before - request.k
                 return
             if not request.adopted:
                 self._adopt(req, request)

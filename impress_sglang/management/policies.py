@@ -24,7 +24,7 @@ from collections.abc import Callable
 from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.selection import retained_tokens
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector, TokenSelector
-from impress_sglang.options import EXACT_BITS, OFF
+from impress_sglang.options import AUTO, AUTO_SHARE, EXACT_BITS, OFF
 from impress_sglang.tiers.rules import (
     ImportanceScore,
     LeastFrequentlyUsed,
@@ -46,6 +46,13 @@ class LoadOptions:
     chosen: bool = False
     bits_chosen: bool = False
     blend: float | str = OFF
+
+    @property
+    def share(self) -> float:
+        """At least so much of what it reuses behind other text is computed again, by whomever."""
+        if self.blend == OFF:
+            return 1.0
+        return AUTO_SHARE if self.blend == AUTO else float(self.blend)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -83,9 +83,7 @@ class _Node:
         if any(own.quality == child.quality for own in siblings):
             return False
         siblings.append(child)
-        siblings.sort(
-            key=lambda own: (own.quality.depth, -own.quality.retention, -own.quality.bits)
-        )
+        siblings.sort(key=lambda own: own.quality.rank)
         return True
 
     def remove(self, child: _Node) -> None:

@@ -82,6 +82,11 @@ class AdmissionPlan:
         return self.match.slice(self.resident_len, self.stop)
 
     @property
+    def blended(self) -> int:
+        """Last tokens of the prefix that are not stored behind the same ones as here."""
+        return 0
+
+    @property
     def quality(self) -> Quality:
         """Of what is computed after the prefix."""
         retention = 1.0 if self.k == self.work.stored else self.estimate.retention
@@ -170,10 +175,7 @@ class Admission:
 
     def least(self, wanted: LoadOptions) -> Quality:
         """The worst quality that a request takes."""
-        depth = self._config.depth(wanted.retention)
-        if self._policy.exact(wanted) or not depth:
-            return EXACT
-        return Quality(depth, wanted.retention, wanted.bits)
+        return least_of(wanted, self._config, self._policy)
 
     def plan(
         self, match: StoredMatch, tokens: Tokens, resident_len: int, wanted: LoadOptions
@@ -287,6 +289,17 @@ class Admission:
         if last >= 0 and rest < self._config.min_prefix_tokens:
             del covers[last + 1 :]
         return tuple(covers)
+
+
+def least_of(wanted: LoadOptions, config: ImpressConfig, policy: Policy) -> Quality:
+    """The worst quality that a request takes.
+
+    Of what others have blended it takes what was computed again no less than it would itself.
+    """
+    depth = config.depth(wanted.retention)
+    if policy.exact(wanted) or not depth:
+        return EXACT
+    return Quality(depth, wanted.retention, wanted.bits, wanted.share)
 
 
 def _spans_of(covers: Sequence[Cover]) -> tuple[list[StoredSpan], list[bool]]:

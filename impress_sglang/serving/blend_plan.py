@@ -24,8 +24,6 @@ from impress_sglang.storage.quality import Quality
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
 
-# Of what is computed behind reused text; stores never see it.
-BLENDED = Quality(depth=1)
 # Layers in which deviations are looked for among all tokens; the first never deviates.
 CHECKED_LAYERS = 2
 
@@ -34,7 +32,7 @@ class Kind(enum.IntEnum):
     """What becomes of a token of a blended prefix."""
 
     KEPT = 0
-    """It is stored behind the same tokens, so that its KVs are exact."""
+    """It is stored behind the same tokens."""
     COMPUTED = 1
     """It is computed in all layers."""
     REUSED = 2
@@ -91,11 +89,13 @@ class BlendPlan(AdmissionPlan):
     """A prefix of which some runs are stored, each behind other tokens.
 
     `match` has only what is stored as a prefix of it; `kinds` uint8 [stored] are what `Kind`s the
-    tokens are; of those that are reused `share` is computed on average over the layers.
+    tokens are. Of what is stored elsewhere the share `again` is computed, on average over the
+    layers; of those that are `REUSED` it is `share`.
     """
 
     runs: tuple[Run, ...] = ()
     kinds: Uint8s = dataclasses.field(default_factory=lambda: np.empty(0, np.uint8), compare=False)
+    again: float = 0.0
     share: float = 0.0
     block_tokens: int = 1
     notes: BlendNotes = dataclasses.field(default_factory=BlendNotes, compare=False)
@@ -107,8 +107,13 @@ class BlendPlan(AdmissionPlan):
 
     @property
     def quality(self) -> Quality:
-        """Of what is computed after it."""
-        return BLENDED
+        """Of what is computed after it, and of what is blended."""
+        return self.match.quality.after(1.0, self.estimate.bits, self.again)
+
+    @property
+    def blended(self) -> int:
+        """See `AdmissionPlan.blended`."""
+        return len(self.kinds) - int(np.argmax(self.kinds != Kind.KEPT))
 
     @property
     def reused(self) -> int:

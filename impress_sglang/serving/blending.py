@@ -6,8 +6,8 @@ of the reused tokens a share as well, so that they see the text that they stand 
 (CacheBlend, 4.2). All that happens before the first layer of the request's own pass, block by
 block; then its prefix is in its slots, and the pass goes on as behind any other one.
 
-What was computed so is approximate. It is for this request alone: never stored, and never SGLang's
-tree's.
+What was computed so is approximate. It is never SGLang's tree's, and stored with a mark: only who
+would blend as much takes it, and nothing of it is reused behind other text.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from impress_sglang.loops.types import Uint8s
 from impress_sglang.management.content import FoundRuns, Run
 from impress_sglang.management.policies import LoadOptions, Policy
 from impress_sglang.management.stored import StoredMatch
-from impress_sglang.options import AUTO, DEVIATION, FIRST, OFF
-from impress_sglang.serving.admission import AdmissionPlan
+from impress_sglang.options import AUTO, AUTO_SHARE, DEVIATION, FIRST
+from impress_sglang.serving.admission import AdmissionPlan, least_of
 from impress_sglang.serving.blend_plan import CHECKED_LAYERS, BlendNotes, BlendPlan, Kind
 from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.estimate import Estimate, Estimator, RequestLengths
@@ -50,7 +50,7 @@ MEASURE_SECONDS = 60.0
 ANSWER_SECONDS = 1.0
 ANSWER_SHARE = 0.01
 # The shares that auto chooses from, the largest first.
-SHARES = (0.75, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15)
+SHARES = (0.75, 0.5, 0.4, 0.3, 0.25, 0.2, AUTO_SHARE)
 
 
 class Blending:
@@ -109,7 +109,7 @@ class Blending:
 
     def _accepts(self, wanted: LoadOptions) -> bool:
         """Whether a request takes approximate KVs, and not all of its tokens are computed."""
-        return wanted.blend not in (OFF, 1.0) and not self._policy.exact(wanted)
+        return wanted.share < 1.0 and not self._policy.exact(wanted)
 
     def _try(
         self,
@@ -127,7 +127,8 @@ class Blending:
         if self.refusal is not None:
             return Reason.BLEND_UNSUPPORTED, self.refusal
         name = store.namespace(namespace)
-        match = store.tree.match(name, tokens)
+        least = least_of(wanted, self._config, self._policy)
+        match = store.tree.match(name, tokens, least=least)
         if match.num_tokens - resident_len < HEAD_TOKENS:
             # What others happen to begin with is computed, exactly.
             match = StoredMatch()
@@ -177,6 +178,7 @@ class Blending:
             if self._too_slow(hopeful, usual) or not self._may_measure(estimate, notes):
                 return refusal
             estimate = hopeful
+        again = share
         if self._config.blend_select != DEVIATION:
             runs = self._compute_some(kinds, runs, resident_len, share)
             share = 0.0
@@ -190,6 +192,7 @@ class Blending:
             page_size=self._page_size,
             runs=(*prefix, *runs),
             kinds=kinds,
+            again=again,
             share=share,
             block_tokens=self._block_tokens,
             notes=notes,

@@ -81,7 +81,7 @@ class RequestOpener:
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened.
         """
-        prefetched, blends = rid in self._prefetches, isinstance(plan, BlendPlan)
+        prefetched = rid in self._prefetches
         if isinstance(plan, BlendPlan):
             opened = self._blend(rid, plan, allocate)
             report.update(blended_tokens=plan.reused)
@@ -112,7 +112,7 @@ class RequestOpener:
             uses=opened.uses,
             new_tokens=plan.work.new,
             timeline=opened.timeline,
-            blended=blends,
+            blended=plan.blended,
         )
 
     def _blend(self, rid: str, plan: BlendPlan, allocate: Allocate) -> _Opened | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from impress_sglang.serving.clocks import Stopwatch
 from impress_sglang.serving.loading import Loading
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.timeline import NO_TIMELINE, RequestTimeline, Timeline
+from impress_sglang.timeline import NO_TIMELINE, Timeline
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.resident import PartUse
@@ -51,7 +52,7 @@ class StoredRequest:
     recomputed: bool = False  # the stored KVs could not be read
     failed: bool = False  # nor computed: it ends with an error
     adopted: bool = False  # its slots are SGLang's tree's
-    blended: bool = False  # of text that was stored elsewhere, for this request alone
+    blended: int = 0  # last tokens of the prefix that are stored nowhere behind the same text
     computed: float = 0.0  # tokens of a blended prefix that were, on average over the layers
 
     @property
@@ -125,11 +126,12 @@ class StoredRequest:
         self.failed = True
         self.end_loading()
 
+    def give(self, start: int, stop: int) -> None:
+        """The slots of tokens [start, stop) of the prompt are another's; the request is over."""
+        first, last = start - self.resident_len, stop - self.resident_len
+        self.slots = torch.cat([self.slots[:first], self.slots[last:]])
+        self.num_tokens = len(self.slots)
+
     def adopt(self) -> None:
         """The slots are SGLang's tree's from now on."""
         self.adopted = True
-
-    def finish_timeline(self) -> None:
-        """The prompt is computed: what comes later is not what a timeline is about."""
-        if isinstance(self.timeline, RequestTimeline):
-            self.timeline.finish()

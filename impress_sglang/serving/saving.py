@@ -36,9 +36,9 @@ class Save:
         self.finished = False
         """Whether the slots are not needed any more."""
         self.node: Any = None
-        """The locked node of SGLang's tree that owns the slots, after the prompt is computed."""
-        self.held = False
-        """Whether the slots belong to the save alone."""
+        """The locked node of SGLang's tree that owns slots, after the prompt is computed."""
+        self.held = slots[:0]
+        """Those of the slots that belong to the save alone."""
         self._layers = layers
         self._abandoned = False
         self._events: list[Any] = []

@@ -37,9 +37,7 @@ CREATE TABLE IF NOT EXISTS segments (
     prefix_digest TEXT NOT NULL,
     prefix_len INTEGER NOT NULL,
     tokens BLOB NOT NULL,
-    depth INTEGER NOT NULL,
-    retention REAL NOT NULL,
-    bits REAL NOT NULL,
+    quality TEXT NOT NULL,
     shape TEXT NOT NULL,
     chunk_tokens INTEGER NOT NULL,
     generation INTEGER NOT NULL,
@@ -58,7 +56,7 @@ CREATE TABLE IF NOT EXISTS uses (
 ) STRICT, WITHOUT ROWID
 """
 
-_INSERT = f"INSERT OR REPLACE INTO segments VALUES ({','.join('?' * 15)})"
+_INSERT = f"INSERT OR REPLACE INTO segments VALUES ({','.join('?' * 13)})"
 _INSERT_USE = "INSERT OR REPLACE INTO uses VALUES (?,?,?,?)"
 _DELETE = "DELETE FROM segments WHERE segment_id = ?"
 _DELETE_USE = "DELETE FROM uses WHERE segment_id = ?"
@@ -69,7 +67,7 @@ SELECT segments.*, ifnull(uses.last_access, 0), ifnull(uses.hits, 0), ifnull(use
 FROM segments LEFT JOIN uses USING (segment_id)
 """
 # The first ones never change, and their checksum follows; then what is used.
-_FIXED, _COLUMNS = 14, 18
+_FIXED, _COLUMNS = 12, 16
 _TOKENS = 5
 # Shapes and qualities that rows have together.
 _SHARED = 1024
@@ -238,9 +236,7 @@ def _to_row(entry: CatalogEntry) -> tuple[object, ...]:
         info.prefix_digest,
         info.prefix_len,
         info.tokens.astype("<i4", copy=False).tobytes(),
-        info.quality.depth,
-        info.quality.retention,
-        info.quality.bits,
+        json.dumps(dataclasses.astuple(info.quality)),
         json.dumps(info.shape.to_fields()),
         info.chunk_tokens,
         info.generation,
@@ -259,7 +255,7 @@ def _checksum(fixed: tuple[Any, ...]) -> str:
 
 def _from_row(row: tuple[Any, ...]) -> CatalogEntry:
     segment_id, identity, namespace, digest, prefix_len, tokens, *rest = row
-    depth, retention, bits, shape, chunk_tokens, generation, expires, file_bytes, _, *use = rest
+    quality, shape, chunk_tokens, generation, expires, file_bytes, _, *use = rest
     info = SegmentInfo(
         segment_id=segment_id,
         identity=identity,
@@ -269,7 +265,7 @@ def _from_row(row: tuple[Any, ...]) -> CatalogEntry:
         tokens=np.frombuffer(tokens, "<i4").astype(np.int32),
         shape=_shape(shape),
         chunk_tokens=chunk_tokens,
-        quality=_quality(depth, retention, bits),
+        quality=_quality(quality),
         generation=generation,
         expires=expires,
     )
@@ -282,5 +278,5 @@ def _shape(text: str) -> KVShape:
 
 
 @functools.lru_cache(_SHARED)
-def _quality(depth: int, retention: float, bits: float) -> Quality:
-    return Quality(depth, retention, bits)
+def _quality(text: str) -> Quality:
+    return Quality(*json.loads(text))

@@ -31,6 +31,9 @@ from impress_sglang.storage.quality import EXACT, Quality
 
 MAGIC = b"IMPRSEG\x07"
 FORMAT_VERSION = 7
+# Of segments that were blended: software that does not know of that takes them for damaged, and not
+# for better than they are.
+BLENDED_VERSION = 8
 SEGMENT_SUFFIX = ".kv"
 # magic, header bytes, bytes of the JSON description, xxh3-64 of the two sizes and all that follows
 _PREAMBLE = struct.Struct("<8sQQQ")
@@ -77,6 +80,11 @@ class SegmentInfo:
         return self.quality != EXACT
 
     @property
+    def version(self) -> int:
+        """Of the format, that a reader must know."""
+        return BLENDED_VERSION if self.quality.blended else FORMAT_VERSION
+
+    @property
     def reordered(self) -> bool:
         """Whether the file has mapping lists."""
         return self.generation > 0
@@ -117,7 +125,7 @@ class SegmentInfo:
 
     def _description(self) -> bytes:
         fields = {
-            "version": FORMAT_VERSION,
+            "version": self.version,
             "segment_id": self.segment_id,
             "identity": self.identity,
             "namespace": self.namespace,
@@ -131,8 +139,9 @@ class SegmentInfo:
             "generation": self.generation,
             "shape": self.shape.to_fields(),
         }
-        # Only of who has one: files without it stay as they were.
+        # Only of who has them: files without stay as they were.
         fields |= {"expires": self.expires} if self.expires else {}
+        fields |= {"share": self.quality.share} if self.quality.blended else {}
         return json.dumps(fields, sort_keys=True).encode()
 
 
@@ -251,10 +260,11 @@ def _check_size(name: str, description: bytearray, header_bytes: int) -> None:
         version = fields["version"]
         # Takes no memory, however many they are.
         tokens = np.broadcast_to(np.int32(0), fields["num_tokens"])
-        expected = _info_from(fields, tokens).layout().header_bytes
+        info = _info_from(fields, tokens)
+        expected = info.layout().header_bytes
     except Exception as error:
         raise SegmentUnreadable(name, f"the header cannot be understood: {error}") from error
-    if version != FORMAT_VERSION:
+    if version != info.version:
         raise SegmentUnreadable(name, f"format version {version} is not supported")
     if header_bytes != expected:
         raise SegmentUnreadable(name, "the header has the wrong size")
@@ -270,7 +280,9 @@ def _info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
         tokens=tokens,
         shape=KVShape.from_fields(fields["shape"]),
         chunk_tokens=fields["chunk_tokens"],
-        quality=Quality(fields["depth"], fields["retention"], fields["bits"]),
+        quality=Quality(
+            fields["depth"], fields["retention"], fields["bits"], fields.get("share", 1.0)
+        ),
         generation=fields["generation"],
         expires=fields.get("expires", 0),
     )

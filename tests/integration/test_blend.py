@@ -22,9 +22,10 @@ from impress_sglang.errors import SegmentUnreadable, UnsupportedError
 from impress_sglang.integration.attention import PrefixAttention
 from impress_sglang.integration.blend import PrefixBlend, blend_prefix, rotation_of
 from impress_sglang.options import EXACT_BITS
-from impress_sglang.serving.blend_plan import BLENDED, Kind, share_of_layer
+from impress_sglang.serving.blend_plan import Kind, share_of_layer
 from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.request import StoredRequest
+from impress_sglang.storage.quality import Quality
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.kv_factory import make_shape
 
@@ -207,7 +208,7 @@ def blend(
         row[resident:],
         len(tokens) - resident,
         EXACT_BITS,
-        BLENDED,
+        Quality(1, share=share),
         None,
         {},
     )

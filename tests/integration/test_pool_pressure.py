@@ -97,7 +97,7 @@ def test_no_more_writes_are_given_up_than_are_in_the_way(world: World) -> None:
         cache_salt=None,
     )
     assert world.cache._saves._offer(req, held, 0, EXACT)
-    held.held = True
+    held.held = slots
     world.cache._saves.held_tokens += TOKENS
     assert _all_tokens(world) == TOKENS * 4
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.serving.compare import Answer, assert_same, logprob_distance, paths, report
 from tests.serving.conftest import impress_flags
-from tests.serving.damage import flip_code, segment_of, segments
+from tests.serving.damage import flip_code, segment_of
 from tests.serving.harness import Server, Zygote, running
 from tests.serving.tiny_models import make_model, random_tokens
 
@@ -123,24 +123,40 @@ def test_a_share_is_nearer_than_none(stock: Server, blending: Server) -> None:
     assert distances[2] < distances[0]
 
 
-def test_what_was_blended_is_for_its_request_alone(stock: Server, blending: Server) -> None:
+def test_what_was_blended_is_loaded_by_who_would_blend_as_much(
+    stock: Server, blending: Server
+) -> None:
+    """With other questions, too; nobody else has it, and who has an exact one does not use it."""
     own = documents(3, 400, 400)
     store(blending, joined(own, [0, 1], 1))
-    before = segments(blending)
     prompt = joined(own, [1, 0], 3)
+    other = prompt[:-20] + random_tokens(20, seed=99)
     expected = stock.generate(prompt, 8, return_logprob=True)
 
-    first = blending.generate(prompt, 8, **asking(0.0))
-    again = blending.generate(prompt, 8, **asking(0.0))
-    assert segments(blending) == before
-    exact = blending.generate(prompt, 8, **asking(0.0, impress_bits="exact"))
+    first = blending.generate(prompt, 8, **asking(0.25, impress_bits=8))
     blending.flush()
-    off = blending.generate(prompt, 8, **asking("off"))
+    again = [
+        blending.generate(prompt, 8, **asking(0.25, impress_bits=8)),
+        blending.generate(other, 8, **asking(0.0)),
+        blending.generate(prompt, 8, **asking("auto", impress_store=False)),
+    ]
+    more, off, exact = (
+        blending.generate(prompt, 8, **asking(impress_store=False, **wish))
+        for wish in ({"blend": 0.5}, {"blend": "off"}, {"blend": 0.25, "impress_bits": "exact"})
+    )
 
-    assert paths([first, again]) == ["ssd", "ssd"]
-    assert_same([first], [again], TOLERANCE)
+    assert min(blended([first, more])) > 300 and not any(blended([*again, off, exact]))
+    for told in map(report, again):
+        assert told["approximate"] and told["why"]["reason"] in ("loaded", "shared")
+    assert [report(own)["prefix_tokens"] for own in again[::2]] == 2 * [len(prompt) - 1]
+    assert logprob_distance(first, again[0]) < logprob_distance(expected, first)
+    assert report(off)["stored_tokens"] == report(exact)["stored_tokens"] == 0
     assert_same([expected], [exact], TOLERANCE)
-    assert report(exact)["blended_tokens"] == report(off)["blended_tokens"] == 0
+    blending.flush()
+    blending.generate(prompt, 1, **asking("off"))
+    blending.flush()
+    last = blending.generate(prompt, 8, **asking(0.25, impress_bits=8))
+    assert logprob_distance(expected, last) < logprob_distance(expected, again[0])
 
 
 def test_other_namespaces_share_nothing(blending: Server) -> None:
@@ -172,7 +188,8 @@ def test_of_several_documents_only_the_damaged_one_is_computed(blending: Server)
     store(blending, *prompts)
     flip_code(segment_of(blending, prompts[0]))
     other = joined(own, [1, 0], 43)
-    told = [report(blending.generate(other, 8, **asking(0.0))) for _ in range(2)]
+    asked = asking(0.0, impress_store=False)
+    told = [report(blending.generate(other, 8, **asked)) for _ in range(2)]
     assert not any(own["recomputed"] for own in told)
     assert [own["why"]["reason"] for own in told] == ["blended", "blended"]
     first, second = (own["blended_tokens"] for own in told)
@@ -185,7 +202,7 @@ def test_several_samples(stock: Server, blending: Server) -> None:
     own = documents(6, 300, 300)
     store(blending, joined(own, [0, 1], 1))
     prompt = joined(own, [1, 0], 3)
-    fields = asking(ALL)
+    fields = asking(ALL, impress_store=False)
     fields["sampling_params"] |= {"n": 2}
     response = blending.post(
         "/generate",
@@ -214,7 +231,7 @@ def test_other_families(family: str, workdir: Path, zygote: Zygote) -> None:
     with running(model, workdir / f"blend-{family}.log", *flags, zygote=zygote) as server:
         store(server, joined(own, [0, 1, 2], 1))
         prompt = joined(own, [2, 0, 1], 3)
-        found = server.generate(prompt, 16, **asking(ALL))
+        found = server.generate(prompt, 16, **asking(ALL, impress_store=False))
         usual = server.generate(prompt, 1, **asking("auto"))
         expected = server.generate(prompt, 16, **asking("off", impress_bits="exact"))
         assert report(usual)["blended_tokens"] > 700 and paths([found, expected]) == [

@@ -84,6 +84,10 @@ def test_a_conversation_outgrows_the_context(truncating: Server) -> None:
     assert last[system] == BEGIN
     assert CONTEXT // 3 < len(last) < CONTEXT - 4
 
+    truncating.flush()
+    _, again = chat(truncating, turns + 1)
+    assert again["blended_tokens"] == 0 and again["approximate"]
+    assert again["prefix_tokens"] >= len(last) - 20, "the first turn has stored what it blended"
     _, exact = chat(truncating, turns, impress_blend="off")
     following, told = chat(truncating, turns + 1, impress_blend="off")
 

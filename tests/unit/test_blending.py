@@ -37,7 +37,7 @@ from impress_sglang.serving.blending import (
 from impress_sglang.serving.estimate import Estimate, Estimator
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.quality import EXACT
+from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.timeline import NO_TIMELINE
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
@@ -132,6 +132,22 @@ def test_a_prefix_stays_exact_and_is_a_head(bench: Workbench) -> None:
     assert plan is not None and [run.shift for run in plan.runs] == [0, -201, 202]
 
 
+def test_behind_what_was_blended_before_only_the_rest_is(bench: Workbench) -> None:
+    """Its own text is no run for anybody, and who computes more again begins anew."""
+    desk = Desk(bench)
+    bench.put(desk.store, texts(0, 1, 2))
+    bench.put(desk.store, texts(3, 2, 1), quality=Quality(2, 1.0, 5.0, 0.5))
+    plan = desk.plan(texts(3, 2, 1, 0), wanted=LoadOptions(bits=5.0, blend=0.25))
+    assert kinds_of(plan) == 606 * "k" + 50 * "c" + 150 * "r"
+    assert plan is not None and plan.blended == plan.reused + 50 == 200
+    assert plan.quality == Quality(3, 1.0, 5.0, 0.25)
+    assert desk.plan(texts(3, 2, 1), wanted=LoadOptions(bits=5.0, blend=0.25)) is None
+    plan = desk.plan(texts(3, 2, 1, 0), wanted=LoadOptions(bits=5.0, blend=0.75))
+    assert plan is not None and kinds_of(plan).startswith(203 * "c" + 152 * "c" + 50 * "r")
+    assert plan.quality == Quality(1, 1.0, 6.0, 0.75)
+    assert desk.plan([7, *texts(3)]) is None, "what was blended is no donor"
+
+
 def test_what_is_resident_is_not_read(bench: Workbench) -> None:
     desk = Desk(bench)
     bench.put(desk.store, texts(0, 1, 2))
@@ -220,6 +236,7 @@ def test_which_tokens_are_computed_again(bench: Workbench, select: str) -> None:
     plan = desk.plan(texts(0, 2, 1), wanted=LoadOptions(bits=5.0, blend=0.25))
     assert plan is not None
     kinds = plan.kinds[200:]
+    assert plan.quality == Quality(1, 1.0, 6.0, 0.25) and plan.blended == 403
     if select == "deviation":
         assert plan.share == 0.25 and (kinds == Kind.REUSED).all()
         return

@@ -27,7 +27,7 @@ REFUSALS = {
 
 
 def entry(name: str, count: int = 8, **fields: object) -> CatalogEntry:
-    info = make_info(SHAPE, range(count), segment_id=name, quality=Quality(2, 1 / 3, 5.3))
+    info = make_info(SHAPE, range(count), segment_id=name, quality=Quality(2, 1 / 3, 5.3, 0.15))
     return dataclasses.replace(CatalogEntry(info, 1000 + count), **fields)
 
 
@@ -195,11 +195,11 @@ def test_a_database_that_is_malformed_is_made_anew(
     [
         "UPDATE segments SET shape = 'no json'",
         "UPDATE segments SET shape = '{}'",
-        "UPDATE segments SET depth = 0",
-        "UPDATE segments SET retention = 2.0",
+        "UPDATE segments SET quality = '[0, 1.0, 16.0, 1.0]'",
+        "UPDATE segments SET quality = '[2, 2.0, 5.3, 1.0]'",
         "UPDATE segments SET tokens = x'010203'",
         "ALTER TABLE segments ADD COLUMN more TEXT",
-        "ALTER TABLE segments DROP COLUMN retention",
+        "ALTER TABLE segments DROP COLUMN quality",
     ],
 )
 def test_a_row_that_cannot_be_is_a_damaged_database(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,8 @@ from impress_sglang.storage.quality import EXACT, Quality
 
 RETENTIONS = st.floats(0.0, 1.0, exclude_min=True)
 BITS = st.sampled_from([4.0, 5.0, 8.0]) | st.just(EXACT_BITS)
-QUALITIES = st.just(EXACT) | st.builds(Quality, st.integers(1, 4), RETENTIONS, BITS)
+SHARES = st.just(1.0) | st.floats(0.0, 1.0)
+QUALITIES = st.just(EXACT) | st.builds(Quality, st.integers(1, 4), RETENTIONS, BITS, SHARES)
 
 
 @pytest.mark.parametrize(
@@ -27,9 +29,12 @@ QUALITIES = st.just(EXACT) | st.builds(Quality, st.integers(1, 4), RETENTIONS, B
         (1, 1.0, 0.0),
         (1, 1.0, 16.5),
         (0, 1.0, 5.0),
+        (1, 1.0, 5.0, -0.1),
+        (1, 1.0, 5.0, 1.1),
+        (0, 1.0, 16.0, 0.5),
     ],
 )
-def test_a_quality_that_cannot_be(bad: tuple[int, float] | tuple[int, float, float]) -> None:
+def test_a_quality_that_cannot_be(bad: tuple[Any, ...]) -> None:
     with pytest.raises(AssertionError):
         Quality(*bad)
 
@@ -53,6 +58,8 @@ def test_better_is_a_partial_order(a: Quality, b: Quality, c: Quality) -> None:
         assert a == b
     if a.suffices(b) and b.suffices(c):
         assert a.suffices(c)
+    assert a.rank <= b.rank or not a.suffices(b)
+    assert a.rank < b.rank or a.blended or not b.blended, "whatever else they rest on"
 
 
 def test_neither_fewer_approximations_nor_more_tokens_make_up_for_the_other() -> None:
@@ -65,20 +72,21 @@ def test_neither_fewer_approximations_nor_more_tokens_make_up_for_the_other() ->
     assert Quality(1, 1.0, 8.0).suffices(few) and not few.suffices(Quality(1, 1.0, 8.0))
 
 
-@given(QUALITIES, RETENTIONS, BITS)
+@given(QUALITIES, RETENTIONS, BITS, SHARES)
 def test_what_is_computed_after_a_part_is_worse_by_one_approximation(
-    before: Quality, retention: float, bits: float
+    before: Quality, retention: float, bits: float, share: float
 ) -> None:
-    after = before.after(retention, bits)
+    after = before.after(retention, bits, share)
 
     assert before.suffices(after)
     assert before.after(retention) == before.after(retention, EXACT_BITS)
-    if retention == 1.0 and bits == EXACT_BITS:
+    if retention == share == 1.0 and bits == EXACT_BITS:
         assert after == before
     else:
         assert after.depth == before.depth + 1
         assert after.retention == min(before.retention, retention)
         assert after.bits == min(before.bits, bits)
+        assert after.share == min(before.share, share)
 
 
 def test_a_chat_counts_its_turns() -> None:

@@ -102,7 +102,9 @@ def test_header_is_read_back(tmp_path_factory: pytest.TempPathFactory, data: st.
         data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=300)),
         chunk_tokens=data.draw(st.sampled_from([8, 64])),
         quality=data.draw(
-            st.sampled_from([EXACT, Quality(1, 0.25), Quality(3, 1 / 3), Quality(1, 1.0, 5.3)])
+            st.sampled_from(
+                [EXACT, Quality(1, 0.25), Quality(3, 1 / 3, 5.3), Quality(1, 1.0, 6.0, 0.15)]
+            )
         ),
         namespace=data.draw(st.text(max_size=50)),
         prefix_len=data.draw(st.integers(0, 10**6)),
@@ -218,14 +220,20 @@ def resealed(header: bytes, body: bytes) -> bytes:
     return struct.pack("<8sQQQ", magic, size, text_size, digest) + body
 
 
-def test_another_format_version_is_unreadable_and_says_so(tmp_path: Path) -> None:
-    path = header_file(tmp_path, SMALL)
+@pytest.mark.parametrize(
+    ("quality", "own", "other"), [(EXACT, 7, 6), (EXACT, 7, 8), (Quality(1, 1.0, 6.0, 0.5), 8, 7)]
+)
+def test_another_format_version_is_unreadable_and_says_so(
+    tmp_path: Path, quality: Quality, own: int, other: int
+) -> None:
+    """What was blended has one that software without blended segments does not know."""
+    path = header_file(tmp_path, dataclasses.replace(SMALL, quality=quality))
     header = path.read_bytes()
-    body = header[32:].replace(b'"version": 7', b'"version": 6')
+    body = header[32:].replace(b'"version": %d' % own, b'"version": %d' % other)
     assert body != header[32:]
     path.write_bytes(resealed(header, body))
 
-    with pytest.raises(SegmentUnreadable, match="version 6"):
+    with pytest.raises(SegmentUnreadable, match=f"version {other}"):
         read_header(path, FILES)
 
 

@@ -145,7 +145,7 @@ def test_a_row_that_calls_approximate_kvs_exact_is_not_believed(bench: Workbench
     bench.put(store, prompt(1, 13), quality=QUARTER)
     bench.close(store)
     (catalog,) = bench.root.glob("*/catalog.sqlite")
-    rewrite_rows(catalog, "UPDATE segments SET depth = 0, retention = 1.0")
+    rewrite_rows(catalog, "UPDATE segments SET quality = '[0, 1.0, 16.0, 1.0]'")
 
     assert not is_served(bench.open(), prompt(1, 13))
 
