@@ -87,7 +87,10 @@ def parser() -> argparse.ArgumentParser:
         _add_namespace(own)
         if name == "purge":
             own.add_argument(
-                "--older-than", type=float, metavar="SECONDS", help="since its writing"
+                "--older-than",
+                type=float,
+                metavar="SECONDS",
+                help="since its writing; alone: of all",
             )
     export = add("export", "write a namespace to a new file", server=False, directory=True)
     export.add_argument("path", type=Path, metavar="FILE", help="in safetensors")

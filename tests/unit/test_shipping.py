@@ -18,12 +18,22 @@ from safetensors.torch import load_file, save_file
 
 from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DONE, REFUSED, UNREACHABLE
-from impress_sglang.cli.prefix_file import PrefixFile, _header
+from impress_sglang.cli.prefix_file import Contents, Prefix, PrefixFile, _header, write_file
 from impress_sglang.management.digests import namespace_text
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.segment import read_header
-from tests.unit.kv_factory import IDENTITY, SequenceKVs, flip_byte, make_shape
+from tests.unit.kv_factory import (
+    IDENTITY,
+    SequenceKVs,
+    flip_byte,
+    make_info,
+    make_shape,
+    random_kvs,
+    random_mapping,
+    write_kvs,
+)
 from tests.unit.store_factory import (
     OTHER_IDENTITY,
     QUARTER,
@@ -259,3 +269,20 @@ def test_anybody_reads_it(file: Path, shape: KVShape) -> None:
         assert torch.equal(tensors["0.keys"][layer], kvs.keys(layer)[:100])
         assert torch.equal(tensors["0.values"][layer], kvs.values(layer)[:100])
     assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_an_order_that_was_learnt_stays_behind(tmp_path: Path) -> None:
+    """Of a file that was reordered rows are exported as the model has them."""
+    shape = SHAPES["probe heads float32"]
+    info = make_info(shape, LONG, generation=1)
+    keys, values = random_kvs(shape, len(LONG), 1)
+    written = write_kvs(tmp_path, info, keys, values, mapping=random_mapping(info, 2))
+    own = Contents.of(IDENTITY, shape, [Prefix(len(LONG), 0, -1, info.quality, 0)], NONE)
+    write_file(
+        FileSystem(),
+        tmp_path / "file",
+        own,
+        [lambda: OpenSegment(written, FileSystem(), direct=False)],
+    )
+    tensors = load_file(tmp_path / "file")
+    assert torch.equal(tensors["0.keys"], keys) and torch.equal(tensors["0.values"], values)
