@@ -16,13 +16,12 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from fastapi import Request
+from fastapi import Depends
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from impress_sglang.integration.radix_cache import ImpressRadixCache
-from impress_sglang.integration.steering import send, tokenizer_manager
+from impress_sglang.integration.steering import refuse_foreign, send, tokenizer_manager
 from impress_sglang.management.losses import prompt_of
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.store import PrefixStore
@@ -152,14 +151,6 @@ def _source(text: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def is_foreign(origin: str | None, host: str | None, *, has_key: bool) -> bool:
-    """Whether a page of another site asks, in the browser of somebody who may reach the server.
-
-    SGLang lets every site read its answers. Where there is a key, strangers do not have it.
-    """
-    return not has_key and origin is not None and urlsplit(origin).netloc != host
-
-
 def add_page(app: Any) -> None:
     """Add both routes. The page has no data; these ask for the key that `/flush_cache` asks for."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -176,19 +167,12 @@ def add_page(app: Any) -> None:
     async def impress_page() -> HTMLResponse:
         return HTMLResponse(html, headers=headers)
 
-    @app.get(OVERVIEW_ROUTE)
+    @app.get(OVERVIEW_ROUTE, dependencies=[Depends(refuse_foreign)])
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def impress_overview(
-        request: Request, after: int = 0, below: str | None = None
-    ) -> JSONResponse:
-        manager = tokenizer_manager()
-        arguments, told = manager.server_args, request.headers
-        has_key = bool(arguments.api_key or arguments.admin_api_key)
-        if is_foreign(told.get("origin"), told.get("host"), has_key=has_key):
-            return JSONResponse({"error": "not for pages of other sites"}, status_code=403)
+    async def impress_overview(after: int = 0, below: str | None = None) -> JSONResponse:
         found = await send(LOOK, json.dumps({"after": after, "below": below}))
         return JSONResponse(
-            with_text(found, getattr(manager, "tokenizer", None)),
+            with_text(found, getattr(tokenizer_manager(), "tokenizer", None)),
             status_code=500 if "error" in found else 200,
             headers={"Cache-Control": "no-store"},
         )

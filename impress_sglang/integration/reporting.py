@@ -6,10 +6,18 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from fastapi import Depends
+
 from impress_sglang.integration.page import LOOK, add_page, look
 from impress_sglang.integration.passes import REPORT_KEY
 from impress_sglang.integration.radix_cache import ImpressRadixCache
-from impress_sglang.integration.steering import STEER, add_steering, obey, tokenizer_manager
+from impress_sglang.integration.steering import (
+    STEER,
+    add_steering,
+    obey,
+    refuse_foreign,
+    tokenizer_manager,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -129,16 +137,18 @@ def add_routes(*_: Any, **__: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
+    ours = [Depends(refuse_foreign)]
+
     @app.get(STATS_ROUTE)
     async def impress_stats() -> dict[str, Any]:
         return await totals()
 
-    @app.post(REORDER_ROUTE)
+    @app.post(REORDER_ROUTE, dependencies=ours)
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def impress_reorder() -> dict[str, Any]:
         return (await give_order(REORDER_ORDER))["reorder"]
 
-    @app.post(CHECK_ROUTE)
+    @app.post(CHECK_ROUTE, dependencies=ours)
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def impress_check() -> dict[str, Any]:
         return {"integrity": (await give_order(CHECK_ORDER))["integrity"]}

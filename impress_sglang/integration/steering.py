@@ -15,7 +15,10 @@ import math
 from array import array
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
+from fastapi import Body, Depends, HTTPException, Request
+from fastapi.responses import JSONResponse
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
@@ -252,14 +255,32 @@ def _tokens_of(body: Mapping[str, Any], tokenizer: Any) -> list[int] | None:
     return tokens
 
 
+def is_foreign(origin: str | None, host: str | None, *, has_key: bool) -> bool:
+    """Whether a page of another site asks, in the browser of somebody who may reach the server.
+
+    SGLang lets every site ask and read its answers. Where there is a key, strangers do not have it.
+    """
+    return not has_key and origin is not None and urlsplit(origin).netloc != host
+
+
+def refuse_foreign(request: Request) -> None:
+    """What each of our routes that tells of prompts or takes orders depends on.
+
+    Raises:
+        HTTPException: a page of another site asks.
+    """
+    arguments, told = tokenizer_manager().server_args, request.headers
+    has_key = bool(arguments.api_key or arguments.admin_api_key)
+    if is_foreign(told.get("origin"), told.get("host"), has_key=has_key):
+        raise HTTPException(403, "not for pages of other sites")
+
+
 def add_steering(app: Any) -> None:
     """Add the routes, each with the key that `/flush_cache` asks for."""
-    from fastapi import Body
-    from fastapi.responses import JSONResponse
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     def add(verb: str) -> None:
-        @app.post(f"/impress/{verb}")
+        @app.post(f"/impress/{verb}", dependencies=[Depends(refuse_foreign)])
         @auth_level(AuthLevel.ADMIN_OPTIONAL)
         async def steer(body: Any = Body(None)) -> Any:  # noqa: B008
             try:

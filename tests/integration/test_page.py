@@ -21,7 +21,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.integration import page
-from impress_sglang.integration.page import document, is_foreign, look, with_text
+from impress_sglang.integration.page import document, look, with_text
 from impress_sglang.integration.passes import REPORT_KEY
 from impress_sglang.integration.prompt_saves import as_tokens
 from impress_sglang.integration.reporting import take_order
@@ -165,14 +165,6 @@ def test_a_browser_runs_what_belongs_to_the_page() -> None:
         "http://127.0.0.1:30000",
         "http://www.w3.org",
     }
-
-
-def test_pages_of_other_sites_get_nothing_without_a_key() -> None:
-    assert is_foreign("http://evil.example", "127.0.0.1:30000", has_key=False)
-    assert is_foreign("null", "127.0.0.1:30000", has_key=False)
-    assert not is_foreign("null", "127.0.0.1:30000", has_key=True)
-    assert not is_foreign("http://127.0.0.1:30000", "127.0.0.1:30000", has_key=False)
-    assert not is_foreign(None, "127.0.0.1:30000", has_key=False)
 
 
 HOSTILE = "<img src=x onerror=\"document.title='taken over'\"><script>alert(1)</script>"

@@ -13,13 +13,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.integration import steering
-from impress_sglang.integration.reporting import take_order
-from impress_sglang.integration.steering import Order, carry_out, obey, order_of
+from impress_sglang.integration.reporting import add_routes, take_order
+from impress_sglang.integration.steering import Order, carry_out, is_foreign, obey, order_of
 from impress_sglang.serving.custom_params import STORE_KEY, TTL_KEY
 from impress_sglang.serving.why import Reason
 from tests.integration import test_weights
@@ -293,3 +296,45 @@ def test_a_long_purge_goes_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steering, "give", give)
     total = asyncio.run(carry_out("purge", {"all": True}))
     assert total["segments"] == 3 and total["bytes"] == 6 and total["writes"] == 0
+
+
+def test_a_site_is_foreign_where_there_is_no_key() -> None:
+    assert is_foreign("http://evil.example", "127.0.0.1:30000", has_key=False)
+    assert is_foreign("null", "127.0.0.1:30000", has_key=False)
+    assert not is_foreign("null", "127.0.0.1:30000", has_key=True)
+    assert not is_foreign("http://127.0.0.1:30000", "127.0.0.1:30000", has_key=False)
+    assert not is_foreign(None, "127.0.0.1:30000", has_key=False)
+
+
+def test_pages_of_other_sites_neither_see_nor_order_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A browser sends what a page posts, whoever may read the answer: it is refused before."""
+    app = FastAPI()
+    arguments = SimpleNamespace(api_key=None, admin_api_key=None)
+    manager = SimpleNamespace(server_args=arguments, context_len=100, tokenizer=None)
+    monkeypatch.setattr(http_server, "app", app)
+    monkeypatch.setattr(steering, "tokenizer_manager", lambda: manager)
+    add_routes()
+    client = TestClient(app)
+    # Totals are as open as those of SGLang, and the page has no data.
+    open_to_all = {"/impress", "/impress/stats"}
+    routes = {
+        (path, method.upper())
+        for path, methods in app.openapi()["paths"].items()
+        for method in methods
+        if path not in open_to_all
+    }
+    assert {path.split("/")[-1] for path, _ in routes} == {
+        *("overview", "reorder", "check", "warm", "pin", "unpin", "purge", "why")
+    }
+    for path, method in sorted(routes):
+        answer = client.request(method, path, headers={"Origin": "http://evil.example"})
+        assert answer.status_code == 403, path
+    # Of our own page an order is taken, and this one is wrong.
+    answer = client.post("/impress/pin", headers={"Origin": "http://testserver"}, json={"a": 1})
+    assert answer.status_code == 400
+    # With a key the key decides.
+    arguments.api_key = "secret"
+    answer = client.post("/impress/pin", headers={"Origin": "http://evil.example"}, json={"a": 1})
+    assert answer.status_code == 400
