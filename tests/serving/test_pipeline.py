@@ -247,14 +247,17 @@ def test_requests_that_wait_are_read_ahead(narrow: Server) -> None:
 
 
 def test_who_has_to_be_read_lets_others_pass(narrow: Server) -> None:
-    """While one request runs, three wait, the slowest first."""
+    """While one request runs, three wait, the slowest first; its drive is freed behind the others.
+
+    The drive is so slow that a busy machine does not change what is the slowest.
+    """
     *others, stored = store_prefixes(narrow, 6, seed=640)
     narrow.post("/bench/ssd_mbps", mbps=0.3).raise_for_status()
     # From these the server learns how slow the drive is.
     for other in others:
         narrow.generate([*other, 5], 1)
     narrow.flush()
-    narrow.post("/bench/ssd_mbps", mbps=0.05).raise_for_status()
+    narrow.post("/bench/ssd_mbps", mbps=0.01).raise_for_status()
     resident = random_tokens(1000, seed=651)
     narrow.generate(resident, 1)
     ends: list[str] = []
@@ -262,6 +265,8 @@ def test_who_has_to_be_read_lets_others_pass(narrow: Server) -> None:
     def ask(name: str, prompt: list[int], new_tokens: int = 1) -> None:
         narrow.generate(prompt, new_tokens)
         ends.append(name)
+        if name == "unknown":
+            narrow.post("/bench/ssd_mbps", mbps=0).raise_for_status()
 
     waiting = {
         "runs": (random_tokens(20, seed=652), 300),
@@ -273,7 +278,6 @@ def test_who_has_to_be_read_lets_others_pass(narrow: Server) -> None:
         for name, asked in waiting.items():
             pool.submit(ask, name, *asked)
             time.sleep(0.05)
-    narrow.post("/bench/ssd_mbps", mbps=0).raise_for_status()
     assert ends == ["runs", "resident", "unknown", "stored"]
 
 
