@@ -19,6 +19,7 @@ from impress_sglang.options import (
     AUTO,
     AUTO_BITS,
     AUTO_FLOOR,
+    CODED_POLICIES,
     EXACT_BITS,
     EXACTLY,
     LEAST_BITS,
@@ -97,7 +98,7 @@ class ImpressConfig:
                 "that --impress-policy impress has: give bits from "
                 f"{LEAST_BITS:g} to {MOST_BITS:g}, retention 1, or another policy"
             )
-        if self.blend != OFF and self.policy != "impress":
+        if self.blend != OFF and self.policy not in CODED_POLICIES:
             raise ConfigError(
                 f"--impress-blend {self.blend} needs --impress-policy impress, got {self.policy!r}"
             )
@@ -146,7 +147,7 @@ class ImpressConfig:
 
     def serves(self, retention: float, bits: float) -> bool:
         """Whether there is such a prefix: `impress` takes a part of one from its codes only."""
-        return self.policy != "impress" or retention >= 1.0 or bits < EXACT_BITS
+        return self.policy not in CODED_POLICIES or retention >= 1.0 or bits < EXACT_BITS
 
     def uses_part(self, retention: float) -> bool:
         """Whether a request of this retention uses a part of a prefix."""
@@ -160,7 +161,7 @@ class ImpressConfig:
     @property
     def needs_parts(self) -> bool:
         """Whether the server is for parts of prefixes: its usual retention, or its policy."""
-        compared = self.policy not in (*WHOLE_POLICIES, "impress")
+        compared = self.policy not in (*WHOLE_POLICIES, *CODED_POLICIES)
         return compared or self.uses_part(self.usual_retention)
 
     @property

@@ -12,6 +12,8 @@ from typing import Any
 
 POLICIES = (
     "impress",
+    "impress+lfu",
+    "impress+lru",
     "paper",
     "paper+itf+reorder",
     "paper+itf",
@@ -20,6 +22,8 @@ POLICIES = (
     "as",
     "recompute",
 )
+# Those that load prefixes from codes.
+CODED_POLICIES = ("impress", "impress+lfu", "impress+lru")
 # Those that never use a part of a prefix, whatever the retention.
 WHOLE_POLICIES = ("as", "recompute")
 REORDER_KEYS = ("selected", "importance")
@@ -248,7 +252,8 @@ OPTIONS: tuple[Option, ...] = (
         "policy",
         str,
         one_of(POLICIES),
-        "impress: prefixes in few bits, more of them where a request attends. Baselines: paper "
+        "impress: prefixes in few bits, more of them where a request attends. Baselines: "
+        "impress+lfu and impress+lru (the same with other caches), paper "
         "(IMPRESS as published: tokens found by probe heads, reordering, caches by score), "
         "paper+itf+reorder (the same with LFU caches), paper+itf (nor reordering), as+h2o+lru and "
         "as+h2o+lfu (all keys, important values), as (whole prefixes, LRU caches, like "

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.core.report import Row, ratio
-from impress_sglang.options import EXACTLY, is_bits
+from impress_sglang.options import CODED_POLICIES, EXACTLY, is_bits
+from impress_sglang.options import POLICIES as ALL_POLICIES
 
 POLICIES = (
     "recompute",
@@ -48,13 +49,13 @@ def ordinary(policy: str) -> str:
 def policy(text: str) -> str:
     """A policy, or one of `WITH_BITS` with bits, perhaps `NO_LOOKAHEAD`; for `Option.parse`."""
     base, at, bits = ordinary(text).partition("@")
-    known = base in POLICIES
+    known = base in ALL_POLICIES
     if at:
         known = base in WITH_BITS and bits == EXACTLY
         with contextlib.suppress(ValueError):
             known = known or (base in WITH_BITS and is_bits(float(bits)))
     if not known:
-        names = ", ".join(POLICIES)
+        names = ", ".join(ALL_POLICIES)
         raise argparse.ArgumentTypeError(
             f"{text!r} is not one of {names}, impress@BITS and even@BITS, with or without "
             f"{NO_LOOKAHEAD}"
@@ -76,8 +77,8 @@ NO_TIERS = Tiers(0, 0)
 def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> list[str]:
     """Arguments of the extension for one policy; `impress` loads all tokens in few bits."""
     name, _, bits = ordinary(policy).partition("@")
-    ours = name in WITH_BITS
-    base = "impress" if ours else name
+    base = "impress" if name in WITH_BITS else name
+    ours = base in CODED_POLICIES
     flags = ["--enable-impress", f"--impress-ssd-dir={store}", f"--impress-policy={base}"]
     if name == "recompute":
         return flags

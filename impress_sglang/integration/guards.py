@@ -32,7 +32,7 @@ from impress_sglang.integration.judged_models import (
     ROPE_UNSET,
 )
 from impress_sglang.integration.layers import check_architecture
-from impress_sglang.options import OFF
+from impress_sglang.options import CODED_POLICIES, OFF
 
 # What is used on a device where nothing is asked for and SGLang's own choice does not do.
 DEFAULT_ATTENTION = {"cpu": "torch_native", "cuda": "triton"}
@@ -172,7 +172,7 @@ def check_parts(config: ImpressConfig, options: Any) -> None:
     refusal = parts_refusal(options) if config.needs_parts else None
     if refusal is not None:
         asked = f"--impress-policy {config.policy}"
-        if config.policy == "impress":
+        if config.policy in CODED_POLICIES:
             asked = f"--impress-retention {config.retention}"
         raise UnsupportedError(f"{refusal}: change that, or drop {asked}")
 

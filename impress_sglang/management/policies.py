@@ -13,7 +13,9 @@ a difference between two servers is a difference of policy. They are the paper's
 
 and ours:
 
-    impress            the prefix in few bits and more where a request looks; caches by score
+    impress+lru        the prefix in few bits and more where a request looks; LRU
+    impress+lfu        the same with LFU
+    impress            the same, caches by score
 """
 
 from __future__ import annotations
@@ -117,6 +119,8 @@ def make_policy(config: ImpressConfig) -> Policy:
         Policy("paper+itf", paper, LeastFrequentlyUsed, probes=True),
         Policy("paper+itf+reorder", paper, LeastFrequentlyUsed, probes=True, reorders=True),
         Policy("paper", paper, score, probes=True, reorders=True, scores=True),
+        Policy("impress+lru", codes=True),
+        Policy("impress+lfu", replacement=LeastFrequentlyUsed, codes=True),
         Policy("impress", replacement=score, codes=True, scores=True),
     )
     return next(policy for policy in policies if policy.name == config.policy)

@@ -35,6 +35,7 @@ from bench.policies.trace import (
     make_trace,
 )
 from impress_sglang.config import ImpressConfig
+from impress_sglang.options import POLICIES as ALL_POLICIES
 from impress_sglang.serving.report import RequestTotals
 
 TOTALS = dataclasses.asdict(RequestTotals())
@@ -119,7 +120,16 @@ def test_a_trace_that_cannot_be_drawn_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*POLICIES, "impress@6", "even@4.5", "impress@exact", "impress-off", "paper-off"]
+    "name",
+    [
+        *POLICIES,
+        "impress@6",
+        "even@4.5",
+        "impress@exact",
+        "impress-off",
+        "impress+lru",
+        "impress+lfu-off",
+    ],
 )
 def test_flags_of_a_policy_are_options_of_the_server(name: str) -> None:
     assert policy(name) == name
@@ -127,7 +137,7 @@ def test_flags_of_a_policy_are_options_of_the_server(name: str) -> None:
     given = dict(flag.removeprefix("--impress-").split("=") for flag in flags[1:])
     fields = {own.name: own.default for own in dataclasses.fields(ImpressConfig)}
     assert {key.replace("-", "_") for key in given} <= set(fields)
-    assert given["policy"] in POLICIES
+    assert given["policy"] in ALL_POLICIES
     assert given.get("lookahead") == ("off" if name.endswith("-off") else None)
     if name != "recompute":
         assert given["retention"] == ("1.0" if name[0] in "ie" else "0.25")

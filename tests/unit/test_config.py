@@ -20,6 +20,7 @@ from impress_sglang.options import (
     AUTO_BITS,
     AUTO_FLOOR,
     BLEND_SELECTORS,
+    CODED_POLICIES,
     EXACT_BITS,
     EXACTLY,
     IO_ENGINES,
@@ -417,7 +418,7 @@ def test_a_part_of_a_prefix_is_not_exact(retention: float | str) -> None:
     with pytest.raises(ConfigError, match="--impress-bits exact with --impress-retention"):
         ImpressConfig(retention=retention, bits=EXACTLY)
     for policy in POLICIES:
-        if policy != "impress":
+        if policy not in CODED_POLICIES:
             config = ImpressConfig(policy=policy, retention=retention, bits=EXACTLY)
             assert config.serves(0.25, EXACT_BITS)
     assert ImpressConfig(retention=retention).serves(0.25, 8.0)
@@ -425,10 +426,10 @@ def test_a_part_of_a_prefix_is_not_exact(retention: float | str) -> None:
     assert ImpressConfig(bits=EXACTLY).serves(1.0, EXACT_BITS)
 
 
-def test_only_impress_blends() -> None:
+def test_only_policies_with_codes_blend() -> None:
     """Files of some other policies are rewritten while requests wait for them."""
     for policy in POLICIES:
-        if policy != "impress":
+        if policy not in CODED_POLICIES:
             assert ImpressConfig(policy=policy).usual_blend == OFF
             with pytest.raises(ConfigError, match="needs --impress-policy impress"):
                 ImpressConfig(policy=policy, blend=0.15)

@@ -10,7 +10,7 @@ import pytest
 from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector
 from impress_sglang.management.policies import LoadOptions, Policy, make_policy
-from impress_sglang.options import EXACT_BITS, POLICIES
+from impress_sglang.options import CODED_POLICIES, EXACT_BITS, POLICIES
 from impress_sglang.tiers.rules import ImportanceScore, LeastFrequentlyUsed, LeastRecentlyUsed
 
 CONFIGS = [ImpressConfig(policy=policy) for policy in POLICIES]
@@ -73,7 +73,7 @@ def test_fewer_bits_are_for_those_who_read_codes(
     for chosen in (False, True):
         found = policy.bits(LoadOptions(retention, bits, chosen))
 
-        assert found == (bits if policy.name == "impress" else EXACT_BITS)
+        assert found == (bits if policy.name in CODED_POLICIES else EXACT_BITS)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -128,6 +128,8 @@ EXPECTED_RULES = {
     "paper+itf": (PaperSelector, LeastFrequentlyUsed),
     "paper+itf+reorder": (PaperSelector, LeastFrequentlyUsed),
     "paper": (PaperSelector, ImportanceScore),
+    "impress+lru": (H2OSelector, LeastRecentlyUsed),
+    "impress+lfu": (H2OSelector, LeastFrequentlyUsed),
     "impress": (H2OSelector, ImportanceScore),
 }
 
