@@ -30,15 +30,24 @@ KINDS = {
 }
 # Of these each request is answered, and its answer has its report.
 REPORTED = ("plain", "logprob", "json")
-WAYS = {"whole": 8, "part": 3, "bits": 3, "abort": 1, "hang up": 1}
-# What a request asks for: all as it was computed, a part in few bits, or all in few bits.
+WAYS = {"whole": 8, "part": 3, "bits": 3, "blend": 3, "abort": 1, "hang up": 1}
+# What a request asks for: all as it was computed, a part in few bits, all in few bits, or with what
+# is stored elsewhere.
 WISHES: dict[str, dict[str, Any]] = {
     "whole": {"impress_retention": 1.0, "impress_bits": "exact"},
     "part": {"impress_retention": PART, "impress_bits": 5},
     "bits": {"impress_retention": 1.0, "impress_bits": 5},
+    "blend": {"impress_retention": 1.0, "impress_bits": 5, "impress_blend": 0.15},
 }
 
-COUNTED = ("approximate", "recomputed", "prefix_tokens", "loaded_tokens", "ssd_bytes")
+COUNTED = (
+    "approximate",
+    "recomputed",
+    "prefix_tokens",
+    "loaded_tokens",
+    "blended_tokens",
+    "ssd_bytes",
+)
 
 # What SGLang says when requests are retracted, which lives here do on purpose.
 NOT_RETRACTED = "Beam groups cannot be retracted"
@@ -47,14 +56,23 @@ NOT_RETRACTED = "Beam groups cannot be retracted"
 class Client(threading.Thread):
     """Asks until it is stopped.
 
-    `usual` is what a request gets that asks for nothing, a key of `WISHES`.
+    `usual` is what a request gets that asks for nothing, a key of `WISHES`; `without` are those of
+    which the server has none.
     """
 
     def __init__(
-        self, world: World, name: str, seed: str, usual: str, kinds: Sequence[str]
+        self,
+        world: World,
+        name: str,
+        seed: str,
+        usual: str,
+        kinds: Sequence[str],
+        without: Sequence[str],
     ) -> None:
         super().__init__(name=name)
         self._world, self._usual = world, usual
+        self._ways = {way: often for way, often in WAYS.items() if way not in without}
+        self._wishes = [way for way in self._ways if way in WISHES]
         self._chance = random.Random(seed)
         self._kinds = {kind: KINDS[kind] for kind in kinds}
         self._asked = 0
@@ -71,10 +89,10 @@ class Client(threading.Thread):
     def _ask_something(self) -> None:
         if self.stopped.is_set():
             return
-        kinds, ways = self._kinds, WAYS
+        kinds, ways = self._kinds, self._ways
         if self._world.only_reported:
             kinds = {kind: kinds.get(kind, 1) for kind in REPORTED}
-            ways = {way: WAYS[way] for way in WISHES}
+            ways = {way: WAYS[way] for way in self._wishes}
         (kind,) = self._chance.choices(list(kinds), list(kinds.values()))
         (way,) = self._chance.choices(list(ways), list(ways.values()))
         self._asked += 1
@@ -125,7 +143,7 @@ class Client(threading.Thread):
             self._chance.random() * 0.4, self._post, ("/abort_request", began), {"rid": rid}
         )
         late.start()
-        wanted = self._load_options(*WISHES)
+        wanted = self._load_options(*self._wishes)
         fields = {} if ask.kind == "many" else {"rid": rid}
         response = self._post(ask.route, began, **ask.with_fields(_custom(wanted), **fields))
         late.join()
@@ -142,7 +160,7 @@ class Client(threading.Thread):
     def _hang_up(self, ask: Ask, rid: str) -> None:
         """Go away before the answer is complete."""
         assert self._world.server is not None
-        wanted = self._load_options(*WISHES)
+        wanted = self._load_options(*self._wishes)
         fields: dict[str, Any] = {"stream": True} if ask.kind in ("plain", "logprob") else {}
         patience = 0.02 + self._chance.random() * 0.3
         with (
@@ -159,7 +177,7 @@ class Client(threading.Thread):
 
     def _talk(self, talk: Talk, session: str) -> None:
         began = time.monotonic()
-        (way,) = self._chance.choices(tuple(WISHES), (3, 1, 1))
+        (way,) = self._chance.choices(self._wishes, [WAYS[way] for way in self._wishes])
         wanted = self._load_options(way)
         self._world.note(f"{session} {way} {talk.name}")
         try:

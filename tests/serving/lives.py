@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from impress_sglang.options import BLEND_SELECTORS
 from tests.damage import put_back, take_away
 from tests.fault_control import FaultControl
 from tests.faults import READS, Rule, dead_disk, read_only
@@ -23,6 +24,7 @@ from tests.serving.watch import Watch
 from tests.serving.world import KILL, MIXED, World
 
 CLIENTS = 8
+LEAST_BLEND = "--impress-blend-min-tokens=128"
 # Caches of these servers are far smaller; the rest is what allocators keep.
 MOST_GROWTH_BYTES = 300 << 20
 # Log lines of what a server must never do, and what it may when something was raised on purpose.
@@ -77,6 +79,7 @@ class Setting:
     usual: str
     flags: tuple[str, ...]
     retracts: bool
+    blends: bool
     is_killed: bool
     quota_gb: float
 
@@ -84,14 +87,19 @@ class Setting:
 def draw_setting(number: int, chance: random.Random) -> Setting:
     """Of two lives one ends by kill -9; the other options are drawn."""
     quota_gb = chance.choice((0.01, 1.0))
+    others = ("impress", "impress", "paper+itf", "as+h2o+lru")
+    policy = chance.choice(others) if number else "impress"
     flags = [
         f"--max-total-tokens={chance.choice((7000, 9000, 14000))}",
-        f"--impress-policy={chance.choice(('impress', 'impress', 'paper+itf', 'as+h2o+lru'))}",
+        f"--impress-policy={policy}",
         f"--impress-chunk-tokens={chance.choice((16, 64))}",
         f"--impress-ssd-gb={quota_gb}",
         f"--impress-io-engine={chance.choice(('auto', 'threads'))}",
         f"--impress-reorder-interval={chance.choice((0, 3))}",
     ]
+    if policy == "impress":
+        select = chance.choice(BLEND_SELECTORS)
+        flags += ["--impress-blend=0", f"--impress-blend-select={select}", LEAST_BLEND]
     if chance.random() < 0.5:
         flags.append("--chunked-prefill-size=256")
     if chance.random() < 0.3:
@@ -104,7 +112,9 @@ def draw_setting(number: int, chance: random.Random) -> Setting:
     }[usual]
     retracts = chance.random() < 0.5
     weights = chance.choice("ab")
-    return Setting(weights, usual, tuple(flags), retracts, number % 2 == 0, quota_gb)
+    return Setting(
+        weights, usual, tuple(flags), retracts, policy == "impress", number % 2 == 0, quota_gb
+    )
 
 
 @dataclasses.dataclass
@@ -166,8 +176,9 @@ class Life:
         self._probe()
         scheduler = scheduler_of(self._server)
         before = Footprint.of(scheduler)
+        usual, without = self._setting.usual, () if self._setting.blends else ("blend",)
         clients = [
-            Client(world, f"c{i}", f"{seed} client {i}", self._setting.usual, self._lives.kinds)
+            Client(world, f"c{i}", f"{seed} client {i}", usual, self._lives.kinds, without)
             for i in range(CLIENTS)
         ]
         for client in clients:

@@ -146,7 +146,15 @@ def _missing(world: World, lives: Lives) -> list[str]:
     """What has not happened yet: the run is to be about something."""
     counts = world.counts
     wanted = [f"compared {kind}" for kind in lives.kinds]
-    wanted += ["killed", "accounts checked", "flushed", "aborted", "hung up", "approximate"]
+    wanted += [
+        "killed",
+        "accounts checked",
+        "flushed",
+        "aborted",
+        "hung up",
+        "approximate",
+        "blended_tokens",
+    ]
     wanted += [f"path {path}" for path in PATHS]
     wanted += [f"reckoned requests_total {path}" for path in PATHS]
     if lives.with_weights:

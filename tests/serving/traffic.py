@@ -8,6 +8,7 @@ stored prefixes are found, split and grown.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -142,7 +143,8 @@ def make_catalogue(seed: int) -> Catalogue:
     later = [[*turn, *fresh(80, 200)] for turn in chance.sample(turns, 8)]
     alone = [fresh(300, 900) for _ in range(4)]
     short = [fresh(5, 60) for _ in range(8)]
-    prompts = [*systems, *branches, *turns, *later, *alone, *short]
+    mixed = [_mixed(chance, [*systems, *alone], fresh(10, 60)) for _ in range(8)]
+    prompts = [*systems, *branches, *turns, *later, *alone, *short, *mixed]
     asks = [_generate(f"plain-{i}", "plain", prompt) for i, prompt in enumerate(prompts)]
     asks += _variants(chance, [*branches, *turns, *later])
     asks += _scores(chance, systems)
@@ -151,6 +153,12 @@ def make_catalogue(seed: int) -> Catalogue:
         for i in range(4)
     ]
     return Catalogue(asks, talks)
+
+
+def _mixed(chance: random.Random, texts: list[Tokens], question: Tokens) -> Tokens:
+    """What other prompts have, too, but not at their beginning, and a question."""
+    parts = [text[chance.randrange(60) :][: chance.randint(150, 350)] for text in texts]
+    return [*question[:5], *itertools.chain(*chance.sample(parts, 3)), *question[5:]]
 
 
 def _variants(chance: random.Random, prompts: list[Tokens]) -> Iterator[Ask]:
