@@ -3,142 +3,41 @@
 `tiers.placement` says by which rule. Tiers are numbered as in `tiers.placement.Tier`: 0 is SSD, 1
 the host and 2 the device; of what only caches have, tier t has row t - 1.
 
-A heap has each member of its tier once, the lowest first, of equal ones that with the lower id.
-What it goes by is `noted`, which is at most a chunk's priority: one that rises is corrected when
-the chunk comes up, one that falls is told by `note_falls`.
-
     tiers uint8 [chunks]          where each chunk stands
-    first int64 [chunks]          where in `pages` its own begin
-    num_pages uint16 [chunks]     how many these are
-    pages int32                   their numbers, if the chunk is in a cache
-    noted float64 [chunks]        what the heap of a chunk's tier goes by
-    places int64 [chunks]         where in the heap a chunk is, 0 for nowhere
-    heaps int64 [2, 1 + chunks]   ids, from place 1 on
-    sizes int64 [2]               members
+    num_pages uint16 [chunks]     how many pages it takes
+    first int32 [chunks]          the first of them, if the chunk is in a cache
+    following int32 [2, pages]    the page of the same chunk that comes after each
+    heaps, sizes, places, noted   of the chunks in a cache, see `loops.heaps`
     stacks int32 [2, pages]       free pages, the next one last
     free int64 [2]                how many these are
+
+Tables of chunks are not larger than they need be: there may be a billion of them, few of which are
+in a cache.
 """
 
 from __future__ import annotations
 
+import numpy as np
+
+from impress_sglang.loops.heaps import HEAP, enter, leave, lowest
 from impress_sglang.loops.jit import compiled
 from impress_sglang.loops.types import Floats, Indices, Int32s, Uint8s, Uint16s
 
 _SSD, _DEVICE = 0, 2
-_HEAP = "int64[:, ::1], int64[::1], int64[::1], float64[::1]"
-_CHUNKS = "uint8[::1], int64[::1], uint16[::1], int32[::1]"
-_STATE = f"{_CHUNKS}, {_HEAP}, int32[:, ::1], int64[::1]"
-
-
-@compiled("(float64[::1], int64, int64)")
-def _before(noted: Floats, one: int, other: int) -> bool:
-    return noted[one] < noted[other] or (noted[one] == noted[other] and one < other)
-
-
-@compiled("(int64[::1], int64[::1], float64[::1], int64)")
-def _rise(heap: Indices, places: Indices, noted: Floats, at: int) -> None:
-    """The chunk at this place may be lower than those above."""
-    chunk = heap[at]
-    while at > 1 and _before(noted, chunk, heap[at // 2]):
-        heap[at] = heap[at // 2]
-        places[heap[at]] = at
-        at //= 2
-    heap[at] = chunk
-    places[chunk] = at
-
-
-@compiled("(int64[::1], int64, int64[::1], float64[::1], int64)")
-def _sink(heap: Indices, size: int, places: Indices, noted: Floats, at: int) -> None:
-    """The chunk at this place may be higher than those below."""
-    chunk = heap[at]
-    while 2 * at <= size:
-        child = 2 * at
-        if child < size and _before(noted, heap[child + 1], heap[child]):
-            child += 1
-        if not _before(noted, heap[child], chunk):
-            break
-        heap[at] = heap[child]
-        places[heap[at]] = at
-        at = child
-    heap[at] = chunk
-    places[chunk] = at
-
-
-@compiled(f"({_HEAP}, int64, int64, float64)")
-def enter(
-    heaps: Indices,
-    sizes: Indices,
-    places: Indices,
-    noted: Floats,
-    row: int,
-    chunk: int,
-    priority: float,
-) -> None:
-    """A chunk becomes a member."""
-    sizes[row] += 1
-    heaps[row, sizes[row]] = chunk
-    noted[chunk] = priority
-    _rise(heaps[row], places, noted, sizes[row])
-
-
-@compiled(f"({_HEAP}, int64, int64)")
-def leave(
-    heaps: Indices, sizes: Indices, places: Indices, noted: Floats, row: int, chunk: int
-) -> None:
-    """A chunk that is a member is none any more."""
-    at = places[chunk]
-    last = heaps[row, sizes[row]]
-    sizes[row] -= 1
-    places[chunk] = 0
-    if last != chunk:
-        heaps[row, at] = last
-        places[last] = at
-        _rise(heaps[row], places, noted, at)
-        _sink(heaps[row], sizes[row], places, noted, places[last])
-
-
-@compiled(f"({_HEAP}, int64, float64[::1])")
-def lowest(
-    heaps: Indices, sizes: Indices, places: Indices, noted: Floats, row: int, priorities: Floats
-) -> int:
-    """The member with the lowest priority, -1 if there is none; it stays."""
-    while sizes[row]:
-        chunk = heaps[row, 1]
-        if priorities[chunk] <= noted[chunk]:
-            return int(chunk)
-        noted[chunk] = priorities[chunk]
-        _sink(heaps[row], sizes[row], places, noted, 1)
-    return -1
-
-
-@compiled(f"(int64[::1], uint8[::1], {_HEAP}, float64[::1])")
-def note_falls(
-    ids: Indices,
-    tiers: Uint8s,
-    heaps: Indices,
-    sizes: Indices,
-    places: Indices,
-    noted: Floats,
-    priorities: Floats,
-) -> None:
-    """Priorities of chunks, which stand in these tiers, may have fallen."""
-    for number in range(len(ids)):
-        chunk = ids[number]
-        if tiers[number] != _SSD and priorities[chunk] < noted[chunk]:
-            noted[chunk] = priorities[chunk]
-            _rise(heaps[tiers[number] - 1], places, noted, places[chunk])
+_CHUNKS = "uint8[::1], uint16[::1], int32[::1], int32[:, ::1]"
+_STATE = f"{_CHUNKS}, {HEAP}, int32[:, ::1], int64[::1]"
 
 
 @compiled(f"(int64, {_STATE})")
 def release(
     chunk: int,
     tiers: Uint8s,
-    first: Indices,
     num_pages: Uint16s,
-    pages: Int32s,
+    first: Int32s,
+    following: Int32s,
     heaps: Indices,
     sizes: Indices,
-    places: Indices,
+    places: Int32s,
     noted: Floats,
     stacks: Int32s,
     free: Indices,
@@ -148,11 +47,66 @@ def release(
     # Who is chosen to be displaced has left the heap before.
     if places[chunk]:
         leave(heaps, sizes, places, noted, row, chunk)
-    count = num_pages[chunk]
-    for number in range(count):
-        stacks[row, free[row] + number] = pages[first[chunk] + count - 1 - number]
-    free[row] += count
+    free[row] += num_pages[chunk]
+    page = first[chunk]
+    for number in range(num_pages[chunk]):
+        stacks[row, free[row] - 1 - number] = page
+        page = following[row, page]
     tiers[chunk] = _SSD
+
+
+@compiled(f"(int64[::1], {_STATE})")
+def drop(
+    ids: Indices,
+    tiers: Uint8s,
+    num_pages: Uint16s,
+    first: Int32s,
+    following: Int32s,
+    heaps: Indices,
+    sizes: Indices,
+    places: Int32s,
+    noted: Floats,
+    stacks: Int32s,
+    free: Indices,
+) -> None:
+    """Chunks leave the caches that they are in, if any."""
+    for number in range(len(ids)):
+        if tiers[ids[number]] != _SSD:
+            release(
+                ids[number],
+                tiers,
+                num_pages,
+                first,
+                following,
+                heaps,
+                sizes,
+                places,
+                noted,
+                stacks,
+                free,
+            )
+
+
+@compiled(f"(int64[::1], int64, {_CHUNKS})")
+def pages_of(
+    ids: Indices,
+    width: int,
+    tiers: Uint8s,
+    num_pages: Uint16s,
+    first: Int32s,
+    following: Int32s,
+) -> Int32s:
+    """Pages of chunks, int32 [n, width], with zeros where there are none."""
+    found = np.zeros((len(ids), width), np.int32)
+    for number in range(len(ids)):
+        chunk = ids[number]
+        if tiers[chunk] != _SSD:
+            page = first[chunk]
+            for place in range(num_pages[chunk]):
+                if place:
+                    page = following[tiers[chunk] - 1, page]
+                found[number, place] = page
+    return found
 
 
 @compiled(f"(int64, int64, float64, {_STATE})")
@@ -161,27 +115,31 @@ def _occupy(
     tier: int,
     priority: float,
     tiers: Uint8s,
-    first: Indices,
     num_pages: Uint16s,
-    pages: Int32s,
+    first: Int32s,
+    following: Int32s,
     heaps: Indices,
     sizes: Indices,
-    places: Indices,
+    places: Int32s,
     noted: Floats,
     stacks: Int32s,
     free: Indices,
 ) -> None:
     """A chunk enters a cache, whose free pages do."""
-    row, count = tier - 1, num_pages[chunk]
-    free[row] -= count
-    for number in range(count):
-        pages[first[chunk] + number] = stacks[row, free[row] + count - 1 - number]
+    row = tier - 1
+    free[row] -= num_pages[chunk]
+    # From the last one to the first, which is on top.
+    after = stacks[row, free[row]]
+    for place in range(free[row] + 1, free[row] + num_pages[chunk]):
+        following[row, stacks[row, place]] = after
+        after = stacks[row, place]
+    first[chunk] = after
     tiers[chunk] = tier
     enter(heaps, sizes, places, noted, row, chunk, priority)
 
 
 @compiled(
-    f"(int64, int64, float64, float64[::1], int64[::1], uint16[::1], {_HEAP}, int64[::1],"
+    f"(int64, int64, float64, float64[::1], int64[::1], uint16[::1], {HEAP}, int64[::1],"
     " int64[::1])"
 )
 def _victims(
@@ -193,7 +151,7 @@ def _victims(
     num_pages: Uint16s,
     heaps: Indices,
     sizes: Indices,
-    places: Indices,
+    places: Int32s,
     noted: Floats,
     free: Indices,
     found: Indices,
@@ -222,7 +180,7 @@ def _victims(
     return count
 
 
-_TOUCHED = "int64[::1], uint8[::1], int32[:, ::1], int64[::1]"
+_TOUCHED = "int64[::1], uint8[::1], int32[:, ::1], uint8[::1]"
 
 
 @compiled(f"(int64, int64, {_CHUNKS}, {_TOUCHED})")
@@ -230,13 +188,13 @@ def _remember(
     chunk: int,
     count: int,
     tiers: Uint8s,
-    first: Indices,
     num_pages: Uint16s,
-    pages: Int32s,
+    first: Int32s,
+    following: Int32s,
     touched: Indices,
     sources: Uint8s,
     source_pages: Int32s,
-    marks: Indices,
+    marks: Uint8s,
 ) -> int:
     """Keep where a chunk stood before anything moved; returns how many are kept."""
     if marks[chunk]:
@@ -244,8 +202,11 @@ def _remember(
     marks[chunk] = 1
     touched[count] = chunk
     sources[count] = tiers[chunk]
-    for number in range(num_pages[chunk]):
-        source_pages[count, number] = pages[first[chunk] + number]
+    if tiers[chunk] != _SSD:
+        page = first[chunk]
+        for number in range(num_pages[chunk]):
+            source_pages[count, number] = page
+            page = following[tiers[chunk] - 1, page]
     return count + 1
 
 
@@ -257,19 +218,19 @@ def _move(
     priorities: Floats,
     capacity: Indices,
     tiers: Uint8s,
-    first: Indices,
     num_pages: Uint16s,
-    pages: Int32s,
+    first: Int32s,
+    following: Int32s,
     heaps: Indices,
     sizes: Indices,
-    places: Indices,
+    places: Int32s,
     noted: Floats,
     stacks: Int32s,
     free: Indices,
     touched: Indices,
     sources: Uint8s,
     source_pages: Int32s,
-    marks: Indices,
+    marks: Uint8s,
     victims: Indices,
 ) -> tuple[int, int]:
     """Bring a chunk to a tier if it beats who must make room for it.
@@ -297,18 +258,20 @@ def _move(
     for number in range(displaced + 1):
         own = victims[number] if number < displaced else chunk
         count = _remember(
-            own, count, tiers, first, num_pages, pages, touched, sources, source_pages, marks
+            own, count, tiers, num_pages, first, following, touched, sources, source_pages, marks
         )
         if tiers[own] != _SSD:
-            release(own, tiers, first, num_pages, pages, heaps, sizes, places, noted, stacks, free)
+            release(
+                own, tiers, num_pages, first, following, heaps, sizes, places, noted, stacks, free
+            )
     _occupy(
         chunk,
         tier,
         priorities[chunk],
         tiers,
-        first,
         num_pages,
-        pages,
+        first,
+        following,
         heaps,
         sizes,
         places,
@@ -331,19 +294,19 @@ def place(
     priorities: Floats,
     capacity: Indices,
     tiers: Uint8s,
-    first: Indices,
     num_pages: Uint16s,
-    pages: Int32s,
+    first: Int32s,
+    following: Int32s,
     heaps: Indices,
     sizes: Indices,
-    places: Indices,
+    places: Int32s,
     noted: Floats,
     stacks: Int32s,
     free: Indices,
     touched: Indices,
     sources: Uint8s,
     source_pages: Int32s,
-    marks: Indices,
+    marks: Uint8s,
     displaced: Indices,
     dropped: Indices,
 ) -> tuple[int, int, int]:
@@ -359,7 +322,7 @@ def place(
         capacity: int64 [2], pages of each tier.
         tiers, ..., free: the state.
         touched, sources, source_pages: see there.
-        marks: int64 [chunks], 1 for those that were touched.
+        marks: uint8 [chunks], 1 for those that were touched.
         displaced, dropped: int64 [most pages of a chunk], for victims on the device and the host.
     """
     width = len(displaced)
@@ -383,9 +346,9 @@ def place(
                 priorities,
                 capacity,
                 tiers,
-                first,
                 num_pages,
-                pages,
+                first,
+                following,
                 heaps,
                 sizes,
                 places,
@@ -410,9 +373,9 @@ def place(
                     priorities,
                     capacity,
                     tiers,
-                    first,
                     num_pages,
-                    pages,
+                    first,
+                    following,
                     heaps,
                     sizes,
                     places,

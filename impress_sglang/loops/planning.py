@@ -305,7 +305,7 @@ def find_candidates(
         tiers: uint8 [n], where they stand.
         num_pages: uint16, by id.
         priorities: float64, by id.
-        width: a chunk of more pages never moves.
+        width: a chunk of more pages, or of none, never moves.
         device: the best tier.
         lowest_device: the lowest priority there, infinity if it is empty.
         lowest_host: likewise.
@@ -320,7 +320,7 @@ def find_candidates(
     any_chance = False
     for place in range(len(ids)):
         pages = num_pages[ids[place]]
-        if tiers[place] != device and pages <= width:
+        if tiers[place] != device and 0 < pages <= width:
             movable += 1
             if priorities[ids[place]] > lowest or pages <= free_device or pages <= free_host:
                 any_chance = True
@@ -329,7 +329,7 @@ def find_candidates(
     found = np.empty(movable, np.int64)
     count = 0
     for place in range(len(ids)):
-        if tiers[place] != device and num_pages[ids[place]] <= width:
+        if tiers[place] != device and 0 < num_pages[ids[place]] <= width:
             found[count] = place
             count += 1
     return found

@@ -20,20 +20,18 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from impress_sglang import loops
-from impress_sglang.loops import placing
+from impress_sglang.loops import heaps, placing
 from impress_sglang.tiers.rules import AwaitedLast, Floats, Ids, ReplacementRule
+from impress_sglang.tiers.tables import IdRanges, grown
 
 Pages = npt.NDArray[np.int32]
-_State = tuple[
-    npt.NDArray[np.uint8], Ids, npt.NDArray[np.uint16], Pages, Ids, Ids, Ids, Floats, Pages, Ids
-]
-_T = TypeVar("_T", bound=np.generic)
+_Chunks = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16], Pages, Pages]
+_Heap = tuple[Ids, Ids, Pages, Floats]
 _FIRST_CHUNKS = 1024
 _FIRST_TOUCHED = 4096
 
@@ -120,32 +118,33 @@ class Placement:
     def __init__(
         self, rule: ReplacementRule, *, device_pages: int, host_pages: int, max_chunk_pages: int
     ) -> None:
-        """Capacities are in pages; a chunk of more than `max_chunk_pages` is never cached."""
+        """Capacities are in pages; a chunk of more than `max_chunk_pages`, or of none, is no
+        candidate for a cache."""
         # How many chunks went from tier to tier, by 3 * source + target.
         self._moved = np.zeros(9, np.int64)
         self.capacity: dict[int, int] = {Tier.DEVICE: device_pages, Tier.HOST: host_pages}
         self._rule = AwaitedLast(rule)
         self._width = width = max_chunk_pages
-        # See `loops.placing`.
+        # See `loops.placing` and `loops.heaps`. No chunk in a cache has less than a page.
+        most = max(host_pages, device_pages)
         self._tiers = np.zeros(0, np.uint8)
-        self._first = np.zeros(0, np.int64)
         self._num_pages = np.zeros(0, np.uint16)
-        self._pages: Pages = np.zeros(0, np.int32)
-        self._heaps = np.zeros((2, 1), np.int64)
-        self._places = np.zeros(0, np.int64)
-        self._noted: Floats = np.zeros(0)
-        self._marks = np.zeros(0, np.int64)
+        self._first: Pages = np.zeros(0, np.int32)
+        self._following: Pages = np.zeros((2, most), np.int32)
+        self._heaps = np.zeros((2, 1 + most), np.int64)
         self._sizes = np.zeros(2, np.int64)
+        self._places: Pages = np.zeros(0, np.int32)
+        self._noted: Floats = np.zeros((2, 1 + most))
         self._capacity = np.array([host_pages, device_pages])
         self._free = self._capacity.copy()
-        self._stacks = np.zeros((2, max(host_pages, device_pages)), np.int32)
+        self._stacks: Pages = np.zeros((2, most), np.int32)
         for row, own in zip(self._stacks, self._capacity.tolist(), strict=True):
             row[:own] = np.arange(own)[::-1]
+        self._marks = np.zeros(0, np.uint8)
         self._displaced, self._dropped = np.zeros((2, width), np.int64)
         self._touched: tuple[Ids, npt.NDArray[np.uint8], Pages]
         self._make_touched(_FIRST_TOUCHED)
-        # Of ids, and of places in `_pages`.
-        self._ids, self._own_pages = _Ranges(), _Ranges()
+        self._ids = IdRanges()
         self._grow(_FIRST_CHUNKS)
 
     @property
@@ -167,7 +166,7 @@ class Placement:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of tables and heaps, in bytes."""
+        """Memory of tables and heaps, in bytes, if all of it has been written."""
         tables = sum(own.nbytes for own in vars(self).values() if isinstance(own, np.ndarray))
         return tables + self._rule.num_bytes
 
@@ -190,30 +189,23 @@ class Placement:
 
     def attach(self, num_pages: npt.NDArray[np.uint16]) -> int:
         """Take a range of ids for new chunks of so many pages each; returns the first."""
-        ends = np.cumsum(num_pages, dtype=np.int64)
-        while (base := self._ids.take(len(num_pages))) is None:
-            self._grow(max(2 * len(self._tiers), len(self._tiers) + len(num_pages)))
-        while (start := self._own_pages.take(int(ends[-1]))) is None:
-            self._grow_pages(max(2 * len(self._pages), len(self._pages) + int(ends[-1])))
-        own = slice(base, base + len(num_pages))
-        self._num_pages[own] = num_pages
-        self._first[own] = start + ends - num_pages
+        base = self._ids.take(len(num_pages))
+        stop = base + len(num_pages)
+        if stop > len(self._tiers):
+            self._grow(max(2 * len(self._tiers), stop))
+        self._num_pages[base:stop] = num_pages
         return base
 
     def detach(self, base: int, size: int) -> None:
         """Give a range of ids back; their chunks leave the caches."""
         ids = np.arange(base, base + size)
-        self.drop(ids[self._tiers[ids] != Tier.SSD])
+        self.drop(ids)
         self._rule.forget(ids)
-        start, stop = self._first[base], self._first[ids[-1]] + self._num_pages[ids[-1]]
-        self._own_pages.give(int(start), int(stop - start))
         self._ids.give(base, size)
 
     def drop(self, ids: Ids) -> None:
         """Remove chunks from the caches, without a decision."""
-        for chunk in ids.tolist():
-            if self._tiers[chunk] != _SSD:
-                placing.release(chunk, *self._state)
+        placing.drop(ids, *self._chunks, *self._heap, self._stacks, self._free)
 
     def tiers(self, first: int, count: int) -> npt.NDArray[np.uint8]:
         """Where neighbouring chunks stand now, `Tier` values; not to be changed."""
@@ -228,7 +220,7 @@ class Placement:
     def expect(self, ids: Ids, turns: Ids) -> None:
         """Requests wait for chunks, or not any more: see `AwaitedLast.expect`."""
         self._rule.expect(ids, turns)
-        placing.note_falls(ids, self._tiers.take(ids), *self._heap, self._rule.priorities)
+        heaps.note_falls(ids, self._tiers.take(ids), *self._heap, self._rule.priorities)
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """New chunks replace old ones in the history of accesses; the caches keep the old ones."""
@@ -244,9 +236,10 @@ class Placement:
         tiers = self._tiers.take(ids)
         cached = bool(np.count_nonzero(tiers))
         pages = self._pages_of(ids) if cached else np.empty((0, 0), np.int32)
-        self._rule.record(ids, shares)
+        if self.enabled:
+            self._rule.record(ids, shares)
         if cached:
-            placing.note_falls(ids, tiers, *self._heap, self._rule.priorities)
+            heaps.note_falls(ids, tiers, *self._heap, self._rule.priorities)
         # Where all is on the device, nothing moves.
         settled = cached and int(tiers.min()) == _DEVICE
         moves = self._place(ids, tiers) if self.enabled and not settled else Moves.none()
@@ -257,18 +250,17 @@ class Placement:
         return Access(tiers, pages, kept, moves)
 
     @property
-    def _heap(self) -> tuple[Ids, Ids, Ids, Floats]:
+    def _heap(self) -> _Heap:
         return self._heaps, self._sizes, self._places, self._noted
 
     @property
-    def _state(self) -> _State:
-        chunks = self._tiers, self._first, self._num_pages, self._pages
-        return *chunks, *self._heap, self._stacks, self._free
+    def _chunks(self) -> _Chunks:
+        return self._tiers, self._num_pages, self._first, self._following
 
     def _pages_of(self, ids: Ids) -> Pages:
         """Pages of chunks [n, most of any]; what is behind a chunk's own is anything."""
-        columns = np.arange(self._num_pages.take(ids).max(initial=0))
-        return self._pages.take(self._first.take(ids)[:, None] + columns, mode="clip")
+        width = int(self._num_pages.take(ids).max(initial=0))
+        return placing.pages_of(ids, width, *self._chunks)
 
     def _place(self, ids: Ids, tiers: npt.NDArray[np.uint8]) -> Moves:
         priorities = self._rule.priorities
@@ -297,7 +289,10 @@ class Placement:
                 count,
                 priorities,
                 self._capacity,
-                *self._state,
+                *self._chunks,
+                *self._heap,
+                self._stacks,
+                self._free,
                 *self._touched,
                 self._marks,
                 self._displaced,
@@ -336,25 +331,16 @@ class Placement:
         return moves.chosen((targets != _SSD) & other)
 
     def _lowest(self, tier: int) -> float:
-        chunk = placing.lowest(*self._heap, tier - 1, self._rule.priorities)
+        chunk = heaps.lowest(*self._heap, tier - 1, self._rule.priorities)
         return math.inf if chunk < 0 else float(self._rule.priorities[chunk])
 
     def _grow(self, size: int) -> None:
-        old = len(self._tiers)
-        self._tiers = _grown(self._tiers, size)
-        self._first = _grown(self._first, size)
-        self._num_pages = _grown(self._num_pages, size)
-        heaps, self._heaps = self._heaps, np.zeros((2, 1 + size), np.int64)
-        self._heaps[:, : heaps.shape[1]] = heaps
-        self._places = _grown(self._places, size)
-        self._noted = _grown(self._noted, size)
-        self._marks = _grown(self._marks, size)
+        self._tiers = grown(self._tiers, size)
+        self._num_pages = grown(self._num_pages, size)
+        self._first = grown(self._first, size)
+        self._places = grown(self._places, size)
+        self._marks = grown(self._marks, size)
         self._rule.resize(size)
-        self._ids.give(old, size - old)
-
-    def _grow_pages(self, size: int) -> None:
-        old, self._pages = len(self._pages), _grown(self._pages, size)
-        self._own_pages.give(old, size - old)
 
     def check_integrity(self) -> None:
         """Check that pages, tiers and heaps agree.
@@ -368,7 +354,7 @@ class Placement:
             heap = self._heaps[row, 1 : 1 + self._sizes[row]]
             assert np.array_equal(np.sort(heap), members)
             assert np.array_equal(self._places[heap], 1 + np.arange(len(heap)))
-            noted = self._noted[heap]
+            noted = self._noted[row, 1 : 1 + len(heap)]
             assert (noted <= priorities[heap]).all()
             assert (noted[1:] >= noted[np.arange(2, 1 + len(heap)) // 2 - 1]).all()
             pages = self._pages_of(members)
@@ -381,55 +367,3 @@ class Placement:
         owned = self._ids.owned(len(self._tiers))
         assert not self._tiers[~owned].any(), "a chunk without an owner is cached"
         assert not priorities[~owned].any()
-        chunks = np.flatnonzero(owned)
-        counts = self._num_pages[chunks].astype(np.int64)
-        ends = np.cumsum(counts)
-        places = np.repeat(self._first[chunks] - ends + counts, counts) + np.arange(counts.sum())
-        table = self._own_pages.owned(len(self._pages))
-        assert np.array_equal(np.sort(places), np.flatnonzero(table))
-
-
-class _Ranges:
-    """Ranges of numbers that are given out and come back."""
-
-    def __init__(self) -> None:
-        self.gaps: list[tuple[int, int]] = []
-
-    def take(self, size: int) -> int | None:
-        """The first of `size` neighbouring numbers, None if there is no such gap."""
-        for position, (base, length) in enumerate(self.gaps):
-            if length >= size:
-                self.gaps[position] = (base + size, length - size)
-                if length == size:
-                    del self.gaps[position]
-                return base
-        return None
-
-    def give(self, base: int, size: int) -> None:
-        """Numbers are free."""
-        merged: list[tuple[int, int]] = []
-        for start, length in sorted([*self.gaps, (base, size)]):
-            if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + length)
-            else:
-                merged.append((start, length))
-        self.gaps = merged
-
-    def owned(self, size: int) -> npt.NDArray[np.bool_]:
-        """Which of the first `size` numbers are given out.
-
-        Raises:
-            AssertionError: gaps overlap, which is a bug.
-        """
-        found = np.ones(size, np.bool_)
-        for base, length in self.gaps:
-            assert found[base : base + length].all()
-            found[base : base + length] = False
-        return found
-
-
-def _grown(values: npt.NDArray[_T], size: int) -> npt.NDArray[_T]:
-    # Zeros that nobody has touched take no time.
-    grown = np.zeros(size, values.dtype)
-    grown[: len(values)] = values
-    return grown

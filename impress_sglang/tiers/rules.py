@@ -11,16 +11,16 @@ that also move while an item is outside.
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from impress_sglang import loops
+from impress_sglang.tiers.tables import grown
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-_T = TypeVar("_T", bound=np.generic)
 
 # Weight of the newest share in the moving average; the first observations count alike.
 AVERAGE_WEIGHT = 0.1
@@ -77,7 +77,7 @@ class LeastRecentlyUsed:
 
     def resize(self, num_chunks: int) -> None:
         """See `ReplacementRule`."""
-        self.priorities = _grown(self.priorities, num_chunks)
+        self.priorities = grown(self.priorities, num_chunks)
 
     def advance(self) -> float:
         """See `ReplacementRule`."""
@@ -105,7 +105,7 @@ class LeastFrequentlyUsed:
 
     def resize(self, num_chunks: int) -> None:
         """See `ReplacementRule`."""
-        self.priorities = _grown(self.priorities, num_chunks)
+        self.priorities = grown(self.priorities, num_chunks)
 
     def advance(self) -> float:
         """See `ReplacementRule`."""
@@ -146,10 +146,10 @@ class ImportanceScore:
 
     def resize(self, num_chunks: int) -> None:
         """See `ReplacementRule`."""
-        self.priorities = _grown(self.priorities, num_chunks)
-        self.shares = _grown(self.shares, num_chunks)
-        self.frequencies = _grown(self.frequencies, num_chunks)
-        self._accesses = _grown(self._accesses, num_chunks)
+        self.priorities = grown(self.priorities, num_chunks)
+        self.shares = grown(self.shares, num_chunks)
+        self.frequencies = grown(self.frequencies, num_chunks)
+        self._accesses = grown(self._accesses, num_chunks)
 
     def advance(self) -> float:
         """See `ReplacementRule`."""
@@ -162,10 +162,12 @@ class ImportanceScore:
             return 1.0
         factor = 2.0**-self._exponent
         self._exponent = 0.0
-        self.frequencies *= factor
-        # What was accessed at all stays above what never was.
-        least = np.where(self.priorities > 0, np.finfo(np.float64).tiny, 0.0)
-        self.priorities = np.maximum(self.priorities * factor, least)
+        # What was accessed at all stays above what never was, and that is not written.
+        known = self.priorities > 0
+        np.multiply(self.frequencies, factor, out=self.frequencies, where=known)
+        np.multiply(self.priorities, factor, out=self.priorities, where=known)
+        least = np.finfo(np.float64).tiny
+        np.maximum(self.priorities, least, out=self.priorities, where=known)
         return factor
 
     def record(self, ids: Ids, shares: Floats) -> None:
@@ -211,14 +213,15 @@ class AwaitedLast:
     def resize(self, num_chunks: int) -> None:
         """See `ReplacementRule`."""
         self._rule.resize(num_chunks)
-        self.priorities = _grown(self.priorities, num_chunks)
-        self._awaited = _grown(self._awaited, num_chunks)
+        self.priorities = grown(self.priorities, num_chunks)
+        self._awaited = grown(self._awaited, num_chunks)
 
     def advance(self) -> float:
         """See `ReplacementRule`; what is awaited keeps its priority."""
         factor = self._rule.advance()
         if factor != 1.0:
-            np.maximum(self._rule.priorities, self._awaited, out=self.priorities)
+            known = self.priorities > 0
+            np.maximum(self._rule.priorities, self._awaited, out=self.priorities, where=known)
         return factor
 
     def record(self, ids: Ids, shares: Floats) -> None:
@@ -234,7 +237,8 @@ class AwaitedLast:
     def forget(self, ids: Ids) -> None:
         """See `ReplacementRule`."""
         self._rule.forget(ids)
-        self._awaited[ids] = 0.0
+        # Of most nobody has written anything.
+        self._awaited[ids[self._awaited[ids] > 0]] = 0.0
         self._weigh(ids)
 
     def expect(self, ids: Ids, turns: Ids) -> None:
@@ -251,9 +255,3 @@ class AwaitedLast:
 
     def _weigh(self, ids: Ids) -> None:
         self.priorities[ids] = np.maximum(self._rule.priorities[ids], self._awaited[ids])
-
-
-def _grown(values: npt.NDArray[_T], size: int) -> npt.NDArray[_T]:
-    grown = np.zeros(size, values.dtype)
-    grown[: len(values)] = values
-    return grown

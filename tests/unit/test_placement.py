@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from impress_sglang.tiers.placement import Access, Placement, PlacementStats, Tier
-from impress_sglang.tiers.rules import NOBODY, Floats, Ids, LeastFrequentlyUsed
+from impress_sglang.tiers.rules import (
+    MAX_EXPONENT,
+    NOBODY,
+    Floats,
+    Ids,
+    ImportanceScore,
+    LeastFrequentlyUsed,
+)
+from impress_sglang.tiers.tables import IdRanges
 
 SSD, HOST, DEVICE = Tier.SSD, Tier.HOST, Tier.DEVICE
 
@@ -156,6 +164,16 @@ def test_an_id_that_is_given_to_another_chunk_is_not_awaited() -> None:
     assert bench.stand == ({1}, set()) and len(bench.placement._places) == size
 
 
+def test_a_chunk_without_pages_is_in_no_cache() -> None:
+    """A segment without a probe has such chunks; a cache has no place for more than its pages."""
+    bench = Bench(1, 1, [0, 1, 1, 0])
+
+    found = bench.access({0: 9.0, 1: 8.0, 2: 7.0, 3: 6.0})
+
+    assert found.kept.tolist() == [False, True, True, False]
+    assert bench.stand == ({1}, {2})
+
+
 def test_an_empty_access_is_nothing() -> None:
     bench = equal_chunks(1, 1)
 
@@ -214,6 +232,63 @@ def test_there_is_room_for_any_number_of_chunks() -> None:
     assert placement.num_bytes > before
 
 
+def tables(placement: Placement) -> dict[str, np.ndarray]:
+    """All that has an entry per chunk."""
+    owners = {"": placement, "last.": placement._rule, "rule.": placement._rule._rule}
+    return {
+        owner + name: own
+        for owner, holder in owners.items()
+        for name, own in vars(holder).items()
+        if isinstance(own, np.ndarray) and len(own) == len(placement._tiers)
+    }
+
+
+def test_more_chunks_copy_nothing() -> None:
+    """Else a request would wait for seconds where there are millions."""
+    placement = Placement(ImportanceScore(1.0), device_pages=2, host_pages=0, max_chunk_pages=1)
+    placement.attach(np.ones(1000, np.uint16))
+    placement.access(np.array([7]), np.ones(1))
+    before = tables(placement)
+
+    base = placement.attach(np.ones(100_000, np.uint16))
+    placement.access(np.array([base]), np.ones(1))
+
+    after = tables(placement)
+    assert len(after) == len(before) == 11
+    for name, own in after.items():
+        assert len(own) > len(before[name])
+        assert own.ctypes.data == before[name].ctypes.data, name
+    assert after["_tiers"][[7, base]].tolist() == [DEVICE, DEVICE]
+    placement.check_integrity()
+
+
+def test_priorities_are_scaled_where_they_stand() -> None:
+    placement = Placement(ImportanceScore(1.0), device_pages=2, host_pages=0, max_chunk_pages=1)
+    placement.attach(np.ones(4, np.uint16))
+    placement.access(np.array([2]), np.ones(1))
+    before = tables(placement)
+
+    for _ in range(int(MAX_EXPONENT) + 1):
+        placement.advance()
+
+    after = tables(placement)
+    assert 0.0 < after["last.priorities"][2] < 1.0
+    assert {n: own.ctypes.data for n, own in after.items()} == {
+        n: own.ctypes.data for n, own in before.items()
+    }
+    placement.check_integrity()
+
+
+def test_without_caches_nothing_is_noted_of_chunks() -> None:
+    """It would take memory, and say nothing."""
+    bench = equal_chunks(0, 0)
+
+    found = bench.access({0: 5.0, 3: 2.0})
+
+    assert found.tiers.tolist() == [SSD, SSD] and not len(found.moves)
+    assert not bench.rule.priorities.any()
+
+
 def test_successors_inherit_priorities_and_no_place() -> None:
     placement = Placement(LeastFrequentlyUsed(), device_pages=1, host_pages=0, max_chunk_pages=1)
     placement.attach(np.ones(4, np.uint16))
@@ -235,27 +310,30 @@ def corrupt(values: np.ndarray, at: object, value: object) -> None:
     values[at] = value
 
 
+def overlap(ids: IdRanges) -> None:
+    ids.starts, ids.lengths = np.array([500, 501]), np.array([2, 9])
+
+
 DAMAGE: dict[str, Damage] = {
     "a chunk in another tier": lambda p: corrupt(p._tiers, 0, HOST),
     "a chunk in no tier": lambda p: corrupt(p._tiers, 0, SSD),
     "a chunk that was never placed": lambda p: corrupt(p._tiers, 5, DEVICE),
     "a chunk without an owner": lambda p: corrupt(p._tiers, 900, HOST),
-    "two chunks in one page": lambda p: corrupt(p._pages, 0, p._pages[1]),
-    "a page that is not there": lambda p: corrupt(p._pages, 0, 99),
+    "two chunks in one page": lambda p: corrupt(p._first, 0, p._first[1]),
+    "a page that is not there": lambda p: corrupt(p._first, 0, 99),
     "more pages": lambda p: corrupt(p._num_pages, 0, 2),
     "a wrong count": lambda p: corrupt(p._sizes, 0, 5),
     "a page lost": lambda p: corrupt(p._free, 0, p._free[0] - 1),
     "a page free twice": lambda p: corrupt(p._stacks, (0, 0), p._stacks[0, 1]),
-    "a used page free": lambda p: corrupt(p._stacks, (0, 0), p._pages[3]),
+    "a used page free": lambda p: corrupt(p._stacks, (0, 0), p._first[3]),
     "an entry lost": lambda p: corrupt(p._heaps, (1, 1), p._heaps[1, 2]),
     "a place that is not its own": lambda p: corrupt(p._places, 0, p._places[1]),
     "a place of none": lambda p: corrupt(p._places, 5, 1),
-    "heaps in no order": lambda p: corrupt(p._noted, 0, -1.0),
+    "heaps in no order": lambda p: corrupt(p._noted, (1, 2), -1.0),
     "a chunk that was touched": lambda p: corrupt(p._marks, 0, 1),
     "a priority that fell": lambda p: corrupt(p._rule.priorities, 0, 0.5),
-    "a gap over a chunk": lambda p: p._ids.gaps.append((0, 1)),
-    "pages of nobody": lambda p: p._own_pages.gaps.append((0, 1)),
-    "two gaps over each other": lambda p: p._ids.gaps.append((500, 1)),
+    "a gap over a chunk": lambda p: corrupt(p._ids.starts, 0, 0),
+    "two gaps over each other": lambda p: overlap(p._ids),
     "the past of a chunk without an owner": lambda p: corrupt(p._rule.priorities, 900, 1.0),
 }
 

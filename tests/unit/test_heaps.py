@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from impress_sglang.loops import placing
+from impress_sglang.loops import heaps
 
 CHUNKS = 12
 HOST, DEVICE = 1, 2
@@ -20,9 +20,9 @@ class HeapMachine(RuleBasedStateMachine):
         self.tiers = np.zeros(CHUNKS, np.uint8)
         self.priorities = np.zeros(CHUNKS)
         self.sizes = np.zeros(2, np.int64)
-        self.places = np.zeros(CHUNKS, np.int64)
-        self.noted = np.zeros(CHUNKS)
-        self.heap = np.zeros((2, 1 + CHUNKS), np.int64), self.sizes, self.places, self.noted
+        self.places = np.zeros(CHUNKS, np.int32)
+        self.heaps, self.noted = np.zeros((2, 1 + CHUNKS), np.int64), np.zeros((2, 1 + CHUNKS))
+        self.heap = self.heaps, self.sizes, self.places, self.noted
 
     def members(self, tier: int) -> list[int]:
         return np.flatnonzero(self.tiers == tier).tolist()
@@ -31,35 +31,37 @@ class HeapMachine(RuleBasedStateMachine):
     def enter(self, chunk: int, tier: int) -> None:
         if not self.tiers[chunk]:
             self.tiers[chunk] = tier
-            placing.enter(*self.heap, tier - 1, chunk, self.priorities[chunk])
+            heaps.enter(*self.heap, tier - 1, chunk, self.priorities[chunk])
 
     @precondition(lambda self: self.tiers.any())
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         chunk = data.draw(st.sampled_from(np.flatnonzero(self.tiers).tolist()))
-        placing.leave(*self.heap, self.tiers[chunk] - 1, chunk)
+        heaps.leave(*self.heap, self.tiers[chunk] - 1, chunk)
         self.tiers[chunk] = 0
 
     @rule(worths=st.dictionaries(st.integers(0, CHUNKS - 1), st.integers(0, 9), min_size=1))
     def change(self, worths: dict[int, int]) -> None:
         ids = np.array(list(worths))
         self.priorities[ids] = list(worths.values())
-        placing.note_falls(ids, self.tiers[ids], *self.heap, self.priorities)
+        heaps.note_falls(ids, self.tiers[ids], *self.heap, self.priorities)
 
     @invariant()
     def the_lowest_is_found(self) -> None:
         for tier in (HOST, DEVICE):
             members = self.members(tier)
-            found = placing.lowest(*self.heap, tier - 1, self.priorities)
+            found = heaps.lowest(*self.heap, tier - 1, self.priorities)
             assert self.sizes[tier - 1] == len(members)
             expected = min(members, key=lambda own: (self.priorities[own], own), default=-1)
             assert found == expected
 
     @invariant()
     def what_is_noted_is_no_more_than_the_priority(self) -> None:
-        own = self.tiers > 0
-        assert (self.noted[own] <= self.priorities[own]).all()
-        assert not self.places[~own].any()
+        own = np.flatnonzero(self.tiers)
+        row = self.tiers[own] - 1, self.places[own]
+        assert np.array_equal(self.heaps[row], own)
+        assert (self.noted[row] <= self.priorities[own]).all()
+        assert not self.places[self.tiers == 0].any()
 
 
 TestHeap = HeapMachine.TestCase
