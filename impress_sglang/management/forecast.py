@@ -137,12 +137,10 @@ class ReadForecast:
             lengths[span.segment] += len(span)
         for segment, length in lengths.items():
             version = self._versions.of(segment)
-            base = self._versions.codes(version)
             layout = version.layout.codes
             assert layout is not None
             chunks = chunks_of(layout)
-            count = self._shape.num_layers * len(chunks.count)
-            tiers = self._memory.codes.placement.tiers(base, count)
+            tiers = self._versions.code_tiers(version)
             on_ssd = (tiers == Tier.SSD).reshape(self._shape.num_layers, -1).sum(0) * chunks.count
             units = float(on_ssd[layout.num_pages :].sum())
             share = length / version.layout.num_tokens * BLOCK_BYTES
@@ -155,9 +153,8 @@ class ReadForecast:
         probe_bytes, chances = 0.0, np.zeros(STEPS + 1)
         for span in spans:
             version = self._versions.of(span.segment)
-            base, blocks = self._versions.columns(version)
-            geometry = geometry_of(version.layout)
-            tiers = self._memory.cache.placement.tiers(base, version.layout.total_chunks)
+            blocks, geometry = self._versions.blocks(version), geometry_of(version.layout)
+            tiers = self._versions.column_tiers(version)
             chunks_on_ssd = (tiers == Tier.SSD).reshape(-1, geometry.num_chunks)
             on_ssd = chunks_on_ssd[:, geometry.chunk_of_block]
             share = (span.stop - span.start) / version.layout.num_tokens * BLOCK_BYTES

@@ -84,7 +84,8 @@ class OpenSegments:
         self._memory.cache.placement.advance()
         opened = []
         for span, segment in zip(spans, segments, strict=True):
-            base, blocks = self._versions.columns(self._versions[segment.segment_id])
+            version = self._versions[segment.segment_id]
+            base, blocks = self._versions.columns(version), self._versions.blocks(version)
             history = self._versions.history(span.segment)
             opened.append(SourceSpan(segment, span.start, span.stop, base, history, blocks))
         return SegmentSource(

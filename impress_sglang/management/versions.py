@@ -31,15 +31,17 @@ from impress_sglang.transfer.expectation import BlockHistory, first_shares
 class Version:
     """One file: its chunk ids, and its readers while it has any.
 
-    `columns` and `codes`: the first id of their chunks, and what is known of these; None until
-    somebody asks, because that takes time in proportion to the length.
+    `columns` and `codes`: the first id of their chunks; None until they are read. `blocks`: what is
+    known of the blocks of columns; None until somebody asks, because that takes time in proportion
+    to the length.
     """
 
     segment_id: str
     layout: SegmentLayout
     reordered: bool
-    columns: tuple[int, BlockHistory] | None = None
+    columns: int | None = None
     codes: int | None = None
+    blocks: BlockHistory | None = None
     segment: OpenSegment | None = None
     readers: int = 0
     retired: bool = False
@@ -93,19 +95,24 @@ class SegmentVersions:
             self._versions[stored.segment_id] = version
         return version
 
-    def columns(self, version: Version) -> tuple[int, BlockHistory]:
-        """The first id of its chunks of exact KVs, and what is known of their blocks."""
-        if version.columns is None:
+    def blocks(self, version: Version) -> BlockHistory:
+        """What is known of its blocks of exact KVs."""
+        if version.blocks is None:
             layout = version.layout
             shares = first_shares(layout, self._retention, ordered=version.reordered)
-            base = self._cache.attach(self._cache.page.chunk_pages(layout))
-            version.columns = base, BlockHistory(layout, shares)
+            version.blocks = BlockHistory(layout, shares)
+        return version.blocks
+
+    def columns(self, version: Version) -> int:
+        """The first id of its chunks of exact KVs, which are read now."""
+        if version.columns is None:
+            version.columns = self._cache.attach(self._cache.page.chunk_pages(version.layout))
             if ranges := self._awaited.get(version.segment_id):
                 self._expect_columns(version, ranges)
         return version.columns
 
     def codes(self, version: Version) -> int:
-        """The first id of its chunks in codes."""
+        """The first id of its chunks in codes, which are read now."""
         if version.codes is None:
             layout = version.layout.codes
             assert layout is not None, "the store has no codes"
@@ -113,6 +120,14 @@ class SegmentVersions:
             if ranges := self._awaited.get(version.segment_id):
                 self._expect_codes(version, ranges)
         return version.codes
+
+    def column_tiers(self, version: Version) -> npt.NDArray[np.uint8]:
+        """Where its chunks of exact KVs stand, `Tier` values."""
+        return _tiers(self._cache, version.columns, version.layout.total_chunks)
+
+    def code_tiers(self, version: Version) -> npt.NDArray[np.uint8]:
+        """Where its chunks in codes stand, `Tier` values."""
+        return _tiers(self._codes, version.codes, self._num_codes(version))
 
     def expect(self, awaited: Iterable[tuple[str, Sequence[AwaitedRange]]]) -> None:
         """Requests wait for these tokens of some segments, and for no others of these.
@@ -137,7 +152,7 @@ class SegmentVersions:
             # Which chunks have which tokens is in the file.
             ranges = [(0, layout.num_tokens, ranges[-1][2])]
         chunks = turns_of(layout.num_chunks, layout.chunk_tokens, ranges)
-        layers = version.columns[0] + layout.layer_chunks * np.arange(self._shape.num_layers)
+        layers = version.columns + layout.layer_chunks * np.arange(self._shape.num_layers)
         starts = layers[:, None] + layout.num_chunks * self._certain
         self._cache.expect(starts.reshape(-1), chunks)
 
@@ -168,13 +183,12 @@ class SegmentVersions:
         kinds = []
         if version is not None and version.columns is not None:
             pages = self._cache.page.chunk_pages(version.layout)
-            kinds.append((self._cache, version.columns[0], pages))
+            kinds.append((self._cache, self.column_tiers(version), pages))
         if version is not None and version.codes is not None:
             assert version.layout.codes is not None
             pages = cached_pages(version.layout.codes, self._shape.num_layers)
-            kinds.append((self._codes, version.codes, pages))
-        for cache, first, pages in kinds:
-            tiers = cache.placement.tiers(first, len(pages))
+            kinds.append((self._codes, self.code_tiers(version), pages))
+        for cache, tiers, pages in kinds:
             found += np.bincount(tiers, pages, len(Tier)).astype(np.int64) * cache.page.page_bytes
         found[Tier.SSD] = 0
         return found
@@ -223,9 +237,9 @@ class SegmentVersions:
         requests = 0.0 if new.history is None else float(new.history.accesses.mean())
         by_place = first_shares(layout, self._retention, ordered=True)
         chances = (requests * expected + by_place) / (requests + 1)
-        version.columns = base, BlockHistory(layout, chances)
+        version.columns, version.blocks = base, BlockHistory(layout, chances)
         ids = np.arange(layout.total_chunks)
-        self._cache.placement.inherit(base + ids, old.columns[0] + ids, expected)
+        self._cache.placement.inherit(base + ids, old.columns + ids, expected)
 
     def check_integrity(self, live: Iterable[str]) -> None:
         """Compare versions with the segments in the tree, and check the caches.
@@ -245,11 +259,21 @@ class SegmentVersions:
     def _forget(self, segment_id: str) -> None:
         version = self._versions.pop(segment_id)
         if version.codes is not None:
-            assert version.layout.codes is not None
-            count = self._shape.num_layers * len(chunks_of(version.layout.codes).count)
-            self._codes.detach(version.codes, count)
+            self._codes.detach(version.codes, self._num_codes(version))
         if version.columns is not None:
-            self._cache.detach(version.columns[0], version.layout.total_chunks)
+            self._cache.detach(version.columns, version.layout.total_chunks)
+
+    def _num_codes(self, version: Version) -> int:
+        """Its chunks in codes."""
+        assert version.layout.codes is not None, "the store has no codes"
+        return self._shape.num_layers * len(chunks_of(version.layout.codes).count)
+
+
+def _tiers(cache: ChunkCache, first: int | None, count: int) -> npt.NDArray[np.uint8]:
+    """Where neighbouring chunks stand; on SSD if they have no ids."""
+    if first is None:
+        return np.full(count, Tier.SSD, np.uint8)
+    return cache.placement.tiers(first, count)
 
 
 def turns_of(

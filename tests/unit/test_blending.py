@@ -21,6 +21,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
 from impress_sglang.loops import windows
 from impress_sglang.management.policies import LoadOptions, make_policy
+from impress_sglang.management.versions import Version
 from impress_sglang.precision.codec import GROUP_TOKENS, code_keys, code_values
 from impress_sglang.precision.codec import restore as restore_codes
 from impress_sglang.serving import blended_loading
@@ -422,14 +423,14 @@ def test_of_many_runs_of_a_segment_it_is_looked_at_once(
     plan = desk.plan([4, *texts(1), 5, *texts(0), 6, *texts(1)])
     assert plan is not None and len(plan.runs) == 3
     expected = [desk.store.forecast.coded_bytes([span]).expected(6.0) for span in plan.spans]
-    placement: Any = desk.store._memory.codes.placement
-    looked, tiers = [0], placement.tiers
+    versions, looked = desk.store.versions, [0]
+    tiers = versions.code_tiers
 
-    def counted(*own: int) -> Any:
+    def counted(version: Version) -> Any:
         looked[0] += 1
-        return tiers(*own)
+        return tiers(version)
 
-    monkeypatch.setattr(placement, "tiers", counted)
+    monkeypatch.setattr(versions, "code_tiers", counted)
     found = desk.store.forecast.coded_bytes(plan.spans).expected(6.0)
     assert found == pytest.approx(sum(expected)) and looked == [1]
 

@@ -191,6 +191,20 @@ def test_several_evictions_are_one_change_of_the_index(
     assert len(bench.files()) == len(full.tree)
 
 
+def test_what_is_only_considered_takes_no_ids(bench: Workbench) -> None:
+    """Chunks that have ids take memory for as long as their segment is stored."""
+    store = bench.open()
+    bench.put(store, prompt(1))
+    spans = look_up(store, prompt(1)).spans
+
+    assert store.forecast.stored_bytes(spans).expected(1.0) > 0
+
+    (version,) = store.versions._versions.values()
+    assert version.columns is None and version.codes is None
+    use(store, prompt(1))
+    assert (version.columns, version.codes) == (0, None)
+
+
 def test_a_prompt_that_can_never_fit_looks_at_none(full: PrefixStore, bench: Workbench) -> None:
     full._quota._is_needed = lambda segment_id: pytest.fail(f"asked for {segment_id}")
 
