@@ -10,6 +10,13 @@ Times of one thread, in milliseconds but for those of opening:
     match     of a stored prompt and a question, median and 99th percentile
     offer     of a prompt, while there is room
     evict     of a prompt to a store that is full: others are evicted first
+
+Then what the caches remember of --read segments of 8,192 tokens of Llama-3-8B in codes. Each is
+read whole, but for its bytes; the caches hold 4 GB of them:
+
+    attach    the longest time until the chunks of a segment have their ids
+    access    the longest time to place the chunks of a layer
+    bytes     resident memory per chunk
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from bench.core.options import KEEP, SEED, Option
@@ -29,13 +37,18 @@ from bench.core.session import BenchFailed, step, work_folder
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import Offer, StoreOutcome
+from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.files import FileSystem
-from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.tiers.placement import Placement
+from impress_sglang.tiers.rules import ImportanceScore
+from impress_sglang.transfer.coded import cached_pages, most_pages
 
 OPTIONS = (
     Option("segments", (1000, 10000, 100000), "of the stores", quick=(200,)),
     Option("requests", 2000, "of each kind that are measured", quick=20),
+    Option("read", (300, 600), "segments that the caches remember", quick=(3,)),
     SEED,
     KEEP,
 )
@@ -46,6 +59,9 @@ VOCAB = 32000
 SYSTEM_PROMPTS, CONVERSATIONS = 20, 200
 SHORTEST, LONGEST = 64, 400
 QUESTION_TOKENS = 32
+# Of Llama-3-8B, and what its caches hold.
+LAYERS, READ = 32, CodeLayout(8192, 8, 128, 128, BLOCK_BYTES)
+CACHED_PAGES = 500_000
 # Offers between two waits for the writer.
 TOGETHER = 500
 
@@ -69,7 +85,36 @@ def run(args: argparse.Namespace) -> Result:
     torch.set_num_threads(1)
     with work_folder(args.keep) as folder:
         rows = [_measure(args, folder / str(count), count) for count in args.segments]
-    return Result({"rows": rows}, [Table(plain(*rows[0]), rows)])
+    read = [measure_chunks(count) for count in args.read]
+    tables = [Table(plain(*own[0]), own) for own in (rows, read)]
+    return Result({"rows": rows, "read": read}, tables)
+
+
+def measure_chunks(count: int) -> dict[str, float]:
+    """What the placement takes for chunks of so many segments, which are all read once."""
+    pages = cached_pages(READ, LAYERS)
+    whole = np.ones(len(pages) // LAYERS)
+    placement = Placement(
+        ImportanceScore(ImpressConfig().half_life),
+        device_pages=CACHED_PAGES,
+        host_pages=CACHED_PAGES,
+        max_chunk_pages=most_pages(READ),
+    )
+    process, attach, access = psutil.Process(), 0.0, 0.0
+    before = process.memory_info().rss
+    for number in range(count):
+        attach = max(attach, _time(lambda: placement.attach(pages)))
+        placement.advance()
+        for ids in np.split(np.arange(len(pages)) + number * len(pages), LAYERS):
+            access = max(access, _time(lambda ids=ids: placement.access(ids, whole)))
+    chunks = count * len(pages)
+    return {
+        "segments": count,
+        "chunks": chunks,
+        "attach ms": round(attach * 1e3, 2),
+        "access ms": round(access * 1e3, 2),
+        "bytes": round((process.memory_info().rss - before) / chunks, 1),
+    }
 
 
 def _measure(args: argparse.Namespace, folder: Path, count: int) -> dict[str, Any]:
