@@ -90,13 +90,13 @@ def newest_files(
     """
     newest: dict[tuple[str, Quality, bytes], StoredSegment] = {}
     others = []
-    for segment in sorted(segments, key=_age):
+    for segment in segments:
         info = segment.info
         place = info.prefix_digest, info.quality, info.tokens.tobytes()
-        if place in newest:
-            others.append(segment)
-        else:
-            newest[place] = segment
+        first = newest.setdefault(place, segment)
+        if first is not segment:
+            newest[place], other = sorted((first, segment), key=_age)
+            others.append(other)
     return list(newest.values()), others
 
 
@@ -119,10 +119,8 @@ def restore_segments(
     )
     tree.uses.go_on_from(max((s.last_access for s in ordered), default=0))
     restoring = _Restoring(tree)
-    lost = restoring.place(ordered, parents or {})
-    if lost and parents:
-        # Perhaps what was said of them, or of what they build on, was wrong.
-        lost = restoring.place(lost, {})
+    others = restoring.put_below(ordered, parents or {})
+    lost = restoring.put_anywhere(others) if others else []
     tree.uses.sort()
     return lost
 
@@ -132,68 +130,75 @@ class _Restoring:
 
     def __init__(self, tree: StoredTree) -> None:
         self._tree = tree
-        self._placed: list[StoredSegment] = []
-        # By segment: the digest of what stands before it.
-        self._before: dict[str, hashlib.blake2b] = {}
+        # Of segments that have their place: the digest of what stands before it.
+        self._before: dict[StoredSegment, hashlib.blake2b] = {}
         # Places that are looked for, and by namespace the lengths of the prefixes before them.
         self._wanted: set[_Place] = set()
         self._lengths: dict[str, list[int]] = {}
         self._texts: dict[_Place, Tokens] = {}
 
-    def place(
-        self, ordered: Sequence[StoredSegment], parents: Mapping[str, str]
+    def put_below(
+        self, ordered: Iterable[StoredSegment], parents: Mapping[str, str]
     ) -> list[StoredSegment]:
-        """Put segments into the tree, those with the fewest tokens before them first.
+        """Put segments where they stood, those with the fewest tokens before them first.
 
-        Where nobody says below which segment one stands, all that could be are digested up to
-        there. Returns those whose place was not found.
+        Returns the others: it is not said of them, or of what they build on, or it is wrong.
         """
-        names = {segment.segment_id for segment in ordered}
-        self._look_for(s for s in ordered if parents.get(s.segment_id) not in names)
-        for segment in self._placed:
+        others = []
+        for segment in ordered:
+            if segment.info.prefix_len:
+                above = self._tree.get(parents.get(segment.segment_id, ""))
+                placed = above is not None and self._put_below(segment, above)
+            else:
+                placed = self._put_behind(segment, _NO_TOKENS)
+            if not placed:
+                others.append(segment)
+        return others
+
+    def put_anywhere(self, ordered: Sequence[StoredSegment]) -> list[StoredSegment]:
+        """Put segments behind the tokens of their digests, if these are in the tree.
+
+        All that could be these tokens are digested up to there. Returns the others.
+        """
+        self._look_for(ordered)
+        for segment in self._before:
             self._note_places(segment)
         lost = []
         for segment in ordered:
-            above = self._tree.get(parents.get(segment.segment_id, ""))
-            digest = self._put_below(segment, above) or self._put_anywhere(segment)
-            if digest is None:
+            text = self._texts.get(_place_of(segment))
+            if text is not None and self._put_behind(segment, text):
+                self._note_places(segment)
+            else:
                 lost.append(segment)
-                continue
-            self._before[segment.segment_id] = digest
-            self._placed.append(segment)
-            self._note_places(segment)
         return lost
+
+    def _put_below(self, segment: StoredSegment, above: StoredSegment) -> bool:
+        """Put a segment below another, if its digest says the same; whether it is there now."""
+        length = segment.info.prefix_len - above.info.prefix_len
+        if not 0 < length <= above.info.num_tokens:
+            return False
+        digest = extended(self._before[above], above.info.tokens[:length])
+        same = (above.info.namespace, digest.hexdigest()) == _place_of(segment)
+        if not same or not self._tree.insert_below(segment, above, length):
+            return False
+        self._before[segment] = digest
+        return True
+
+    def _put_behind(self, segment: StoredSegment, text: Tokens) -> bool:
+        """Put a segment behind tokens of the tree, if its digest is theirs; see `_put_below`."""
+        digest = extended(begun_digest(segment.info.namespace), text)
+        same = digest.hexdigest() == segment.info.prefix_digest
+        if not same or not self._tree.insert(segment, text):
+            return False
+        self._before[segment] = digest
+        return True
 
     def _look_for(self, segments: Iterable[StoredSegment]) -> None:
         lengths: dict[str, set[int]] = {}
-        self._wanted.clear()
         for segment in segments:
-            info = segment.info
-            self._wanted.add((info.namespace, info.prefix_digest))
-            lengths.setdefault(info.namespace, set()).add(info.prefix_len)
+            self._wanted.add(_place_of(segment))
+            lengths.setdefault(segment.info.namespace, set()).add(segment.info.prefix_len)
         self._lengths = {name: sorted(own) for name, own in lengths.items()}
-        for name in self._lengths:
-            self._texts[name, begun_digest(name).hexdigest()] = _NO_TOKENS
-
-    def _put_below(
-        self, segment: StoredSegment, above: StoredSegment | None
-    ) -> hashlib.blake2b | None:
-        """Put a segment where it stood; the digest of what is before it, None: it did not."""
-        if above is None:
-            return None
-        length = segment.info.prefix_len - above.info.prefix_len
-        if not 0 < length <= above.info.num_tokens:
-            return None
-        digest = extended(self._before[above.segment_id], above.info.tokens[:length])
-        same = (above.info.namespace, digest.hexdigest()) == _place_of(segment)
-        return digest if same and self._tree.insert_below(segment, above, length) else None
-
-    def _put_anywhere(self, segment: StoredSegment) -> hashlib.blake2b | None:
-        """Put a segment after the tokens of its digest, if they were found."""
-        text = self._texts.get(_place_of(segment))
-        if text is None or not self._tree.insert(segment, text):
-            return None
-        return extended(begun_digest(segment.info.namespace), text)
 
     def _note_places(self, segment: StoredSegment) -> None:
         """Find places that are looked for in a segment, or at its end."""
@@ -202,7 +207,7 @@ class _Restoring:
         low, high = (bisect.bisect_right(lengths, own) for own in (first, first + info.num_tokens))
         if low == high:
             return
-        digest, done = self._before[segment.segment_id], 0
+        digest, done = self._before[segment], 0
         for length in lengths[low:high]:
             digest = extended(digest, info.tokens[done : length - first])
             done = length - first
