@@ -330,7 +330,7 @@ class FaultyFileSystem(FileSystem):
         self.enter("list", path)
         return super().list(path)
 
-    def stat(self, path: Path) -> os.stat_result:
+    def stat(self, path: Path | str) -> os.stat_result:
         self.enter("stat", path)
         return super().stat(path)
 
@@ -357,7 +357,7 @@ class FaultyFileSystem(FileSystem):
         with self._lock:
             return self._paths.get(descriptor)
 
-    def enter(self, operation: str, path: Path | None) -> str | None:
+    def enter(self, operation: str, path: Path | str | None) -> str | None:
         """Begin an operation: wait or raise as the rules say; the fault that the caller does."""
         self.check_alive()
         for rule in self.faults.pick(operation, str(path or "")):
@@ -379,7 +379,7 @@ class FaultyFileSystem(FileSystem):
             self.check_alive()
             time.sleep(POLL_SECONDS)
 
-    def _strike(self, rule: Rule, operation: str, path: Path | None) -> str:
+    def _strike(self, rule: Rule, operation: str, path: Path | str | None) -> str:
         if rule.fault == "raise":
             raise Unforeseen(f"injected into {operation} of {path}")
         if rule.fault == "kill":

@@ -55,7 +55,7 @@ class Directory:
         for path in self._stores():
             with self._locked(path):
                 for segment_id, own, finished in segment_files(self._files, path):
-                    error = self._error_in(own) if finished else None
+                    error = self._error_in(Path(own)) if finished else None
                     if error is not None:
                         wrong.append({"store": path.name, "segment": segment_id, "error": error})
         return wrong

@@ -142,5 +142,5 @@ def _shape_in(files: FileSystem, path: Path) -> KVShape:
     for _, own, finished in segment_files(files, path):
         with contextlib.suppress(SegmentUnreadable, StoreUnavailable):
             if finished:
-                return read_header(own, files).info.shape
+                return read_header(Path(own), files).info.shape
     return _NO_SHAPE

@@ -48,7 +48,7 @@ def export_file(
     prefixes = [_prefix(own, numbers) for own in chosen]
     info = chosen[0].info
     contents = Contents.of(info.identity, info.shape, prefixes, _namespace_in(which))
-    paths = {name: own for name, own, _ in segment_files(files, folder)}
+    paths = {name: Path(own) for name, own, _ in segment_files(files, folder)}
     sources = [
         functools.partial(OpenSegment, paths[own.segment_id], files, direct=False) for own in chosen
     ]

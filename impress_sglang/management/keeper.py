@@ -99,11 +99,11 @@ class Keeper:
         known, found, adopted = self._catalog.entries(), [], []
         for segment_id, path, finished in segment_files(self._files, self._directory.path):
             if not finished:
-                logger.info("removing unfinished %s", path.name)
-                self._files.unlink(path)
+                logger.info("removing unfinished %s", path)
+                self._files.unlink(Path(path))
                 continue
             row = known.pop(segment_id, None)
-            entry = self._recovered(path, row, identity)
+            entry = self._recovered(segment_id, path, row, identity)
             if entry is not None:
                 found.append(entry)
                 if row is None:
@@ -143,9 +143,8 @@ class Keeper:
 
     def condemn(self, info: SegmentInfo) -> Future[Verdict]:
         """Set a segment aside that looks could not read."""
-        path = self._directory.segment_path(info.segment_id)
         error = SegmentUnreadable(info.segment_id, "can never be read")
-        return self._submit(self._condemn, path, error)
+        return self._submit(self._condemn, error)
 
     def remove_store(self, path: Path) -> Future[bool]:
         """See `directory.remove_store`."""
@@ -270,12 +269,11 @@ class Keeper:
             self._health.failed("the index could not be written", error, reading=False)
 
     def _look(self, info: SegmentInfo) -> Verdict:
-        path = self._directory.segment_path(info.segment_id)
         try:
-            self._verify(path, info)
+            self._verify(info)
             return Verdict.GOOD
         except SegmentUnreadable as error:
-            return self._condemn(path, error)
+            return self._condemn(error)
         except StoreUnavailable as error:
             logger.warning("a second look has seen nothing: %s", error)
             at_fault = isinstance(error.__cause__, OSError) and error.__cause__.errno in _OF_MEDIA
@@ -292,8 +290,9 @@ class Keeper:
     def _note_progress(self) -> None:
         self.progress = time.monotonic()
 
-    def _condemn(self, path: Path, error: SegmentUnreadable) -> Verdict:
+    def _condemn(self, error: SegmentUnreadable) -> Verdict:
         """A segment is missing or damaged; if not the whole disk is, it is set aside."""
+        path = self._directory.segment_path(error.segment_id)
         try:
             self._directory.check_readable()
             missing = path.name not in self._files.list(path.parent)
@@ -331,13 +330,14 @@ class Keeper:
             self._files.unlink(path)
         self.quarantined_bytes = sum(self._files.stat(path).st_size for path in kept)
 
-    def _verify(self, path: Path, info: SegmentInfo) -> None:
+    def _verify(self, info: SegmentInfo) -> None:
         """Read all of a segment.
 
         Raises:
             SegmentUnreadable: it is missing, short or damaged, or not what the index says.
             StoreUnavailable: it cannot be read now.
         """
+        path = self._directory.segment_path(info.segment_id)
         segment = OpenSegment(path, self._files, direct=self._direct)
         try:
             if not segment.info.describes_same(info):
@@ -347,22 +347,22 @@ class Keeper:
             segment.close()
 
     def _recovered(
-        self, path: Path, entry: CatalogEntry | None, identity: str
+        self, segment_id: str, path: str, entry: CatalogEntry | None, identity: str
     ) -> CatalogEntry | None:
         """The entry of a file that can be used."""
         try:
             if entry is None:
-                info = read_header(path, self._files).info
-                if path != self._directory.segment_path(info.segment_id):
-                    raise SegmentUnreadable(path.stem, f"is a copy of segment {info.segment_id}")
+                info = read_header(Path(path), self._files).info
+                if info.segment_id != segment_id:
+                    raise SegmentUnreadable(segment_id, f"is a copy of segment {info.segment_id}")
                 entry = CatalogEntry(info, info.layout().file_bytes)
             if self._files.stat(path).st_size != entry.file_bytes:
-                raise SegmentUnreadable(path.stem, "has the wrong size")
+                raise SegmentUnreadable(segment_id, "has the wrong size")
             if entry.info.identity != identity:
-                raise SegmentUnreadable(path.stem, "belongs to another model")
+                raise SegmentUnreadable(segment_id, "belongs to another model")
             return entry
         except SegmentUnreadable as error:
-            self._condemn(path, SegmentUnreadable(path.stem, str(error)))
+            self._condemn(error)
         except (OSError, StoreUnavailable) as error:
             # What the index knows is verified when it is opened.
             if entry is not None:
@@ -370,5 +370,5 @@ class Keeper:
             self.unused_files += 1
             with contextlib.suppress(OSError):
                 self.unused_bytes += self._files.stat(path).st_size
-            logger.warning("%s stays where it is, unused: %s", path.name, error)
+            logger.warning("%s stays where it is, unused: %s", path, error)
         return None

@@ -197,8 +197,10 @@ def is_store(files: FileSystem, path: Path) -> bool:
         return False
 
 
-def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, Path, bool]]:
+def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, str, bool]]:
     """Files of a store's segments: id, path, and whether the file is finished.
+
+    Paths are strings, for there are many.
 
     Raises:
         OSError: a folder cannot be listed.
@@ -210,7 +212,7 @@ def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, Path, b
         for name in files.list(parent):
             found = _SEGMENT.fullmatch(name)
             if found and name.startswith(folder):
-                yield found[1], parent / name, found[2] is None
+                yield found[1], f"{parent}/{name}", found[2] is None
 
 
 def quarantined_files(files: FileSystem, store: Path) -> list[Path]:
@@ -262,9 +264,9 @@ def remove_store(files: FileSystem, path: Path) -> bool:
             return False
         logger.info("removing another store to make room: %s", path.name)
         for _, own, _ in segment_files(files, path):
-            files.unlink(own)
-        for own in quarantined_files(files, path):
-            files.unlink(own)
+            files.unlink(Path(own))
+        for aside in quarantined_files(files, path):
+            files.unlink(aside)
         for name in (CATALOG, f"{CATALOG}-wal", f"{CATALOG}-shm", PINS, _PROBE):
             files.unlink(path / name)
         for folder in (*_folders(files, path / SEGMENTS), path / QUARANTINE, path / SEGMENTS):

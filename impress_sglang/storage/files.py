@@ -105,7 +105,7 @@ class FileSystem:
         finally:
             os.close(descriptor)
 
-    def stat(self, path: Path) -> os.stat_result:
+    def stat(self, path: Path | str) -> os.stat_result:
         """What is known of a file or directory, of a symbolic link itself."""
         return os.stat(path, follow_symlinks=False)
 

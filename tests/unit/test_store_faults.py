@@ -250,7 +250,7 @@ class _OtherDisk(FaultyFileSystem):
 
     gone = False
 
-    def stat(self, path: Path) -> os.stat_result:
+    def stat(self, path: Path | str) -> os.stat_result:
         found = super().stat(path)
         fields = [*found[:2], found.st_dev + self.gone, *found[3:]]
         return os.stat_result(fields)
