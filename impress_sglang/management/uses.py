@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 
 from impress_sglang.management.stored import StoredSegment
@@ -20,7 +20,7 @@ class Uses:
     def __init__(self) -> None:
         self._order: OrderedDict[StoredSegment, None] = OrderedDict()
         # The same for each namespace.
-        self._orders: dict[str, OrderedDict[StoredSegment, None]] = {}
+        self._orders: dict[str, OrderedDict[StoredSegment, None]] = defaultdict(OrderedDict)
         self._changed: dict[StoredSegment, None] = {}
         self.now = 0
         """Uses so far; `last_access` of a segment is one of them."""
@@ -45,7 +45,7 @@ class Uses:
     def add(self, segment: StoredSegment) -> None:
         """A segment is in the tree; unless it comes from an earlier process, that is a use."""
         self._order[segment] = None
-        self._orders.setdefault(segment.info.namespace, OrderedDict())[segment] = None
+        self._orders[segment.info.namespace][segment] = None
         if segment.info.expires:
             self._note_due(segment)
         if not segment.last_access:
@@ -102,17 +102,16 @@ class Uses:
 
     def sort(self) -> None:
         """Put segments of an earlier process in the order in which it used them."""
-        ordered = sorted(self._order, key=lambda segment: -segment.info.prefix_len)
+        ordered = sorted(reversed(self._order), key=lambda segment: -segment.info.prefix_len)
         for segment in ordered:
             above = segment.parent
             if above is not None and above.last_access < segment.last_access:
                 above.last_access = segment.last_access
         # Of equals those with more tokens before them stay in front.
         ordered.sort(key=lambda segment: segment.last_access)
-        self._order = OrderedDict.fromkeys(ordered)
-        self._orders = {}
         for segment in ordered:
-            self._orders.setdefault(segment.info.namespace, OrderedDict())[segment] = None
+            self._order.move_to_end(segment)
+            self._orders[segment.info.namespace].move_to_end(segment)
 
     def check_integrity(self, segments: Iterable[StoredSegment]) -> None:
         """Compare with these, which have a file or will have one.

@@ -68,7 +68,7 @@ FROM segments LEFT JOIN uses USING (segment_id)
 """
 # The first ones never change, and their checksum follows; then what is used.
 _FIXED, _COLUMNS = 12, 16
-_TOKENS = 5
+_TOKENS, _INTEGERS = 5, np.dtype("<i4")
 # Shapes and qualities that rows have together.
 _SHARED = 1024
 _Change: TypeAlias = tuple[tuple[str, Sequence[Any]], ...]
@@ -205,7 +205,7 @@ class Catalog:
     def _open(self) -> sqlite3.Connection:
         connection = self._files.database(self._path)
         # What is damaged fails its checksum, not the start.
-        connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
+        connection.text_factory = lambda text: text.decode(errors="replace")
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
@@ -235,7 +235,7 @@ def _to_row(entry: CatalogEntry) -> tuple[object, ...]:
         info.namespace,
         info.prefix_digest,
         info.prefix_len,
-        info.tokens.astype("<i4", copy=False).tobytes(),
+        info.tokens.astype(_INTEGERS, copy=False).tobytes(),
         json.dumps(dataclasses.astuple(info.quality)),
         json.dumps(info.shape.to_fields()),
         info.chunk_tokens,
@@ -254,22 +254,17 @@ def _checksum(fixed: tuple[Any, ...]) -> str:
 
 
 def _from_row(row: tuple[Any, ...]) -> CatalogEntry:
-    segment_id, identity, namespace, digest, prefix_len, tokens, *rest = row
-    quality, shape, chunk_tokens, generation, expires, file_bytes, _, *use = rest
+    *place, tokens, quality, shape, chunk_tokens, generation, expires, file_bytes = row[:_FIXED]
     info = SegmentInfo(
-        segment_id=segment_id,
-        identity=identity,
-        namespace=namespace,
-        prefix_digest=digest,
-        prefix_len=prefix_len,
-        tokens=np.frombuffer(tokens, "<i4").astype(np.int32),
-        shape=_shape(shape),
-        chunk_tokens=chunk_tokens,
-        quality=_quality(quality),
-        generation=generation,
-        expires=expires,
+        *place,
+        np.frombuffer(tokens, _INTEGERS).astype(np.int32),
+        _shape(shape),
+        chunk_tokens,
+        _quality(quality),
+        generation,
+        expires,
     )
-    return CatalogEntry(info, file_bytes, *use)
+    return CatalogEntry(info, file_bytes, *row[_FIXED + 1 :])
 
 
 @functools.lru_cache(_SHARED)

@@ -47,7 +47,7 @@ Checksums = npt.NDArray[np.uint64]
 MappingLists = npt.NDArray[np.unsignedinteger[Any]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class SegmentInfo:
     """What a segment is, apart from its KVs.
 
