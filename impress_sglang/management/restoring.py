@@ -174,11 +174,12 @@ class _Restoring:
 
     def _put_below(self, segment: StoredSegment, above: StoredSegment) -> bool:
         """Put a segment below another, if its digest says the same; whether it is there now."""
-        length = segment.info.prefix_len - above.info.prefix_len
-        if not 0 < length <= above.info.num_tokens:
+        info, base = segment.info, above.info
+        length = info.prefix_len - base.prefix_len
+        if not 0 < length <= base.num_tokens or info.namespace != base.namespace:
             return False
-        digest = extended(self._before[above], above.info.tokens[:length])
-        same = (above.info.namespace, digest.hexdigest()) == _place_of(segment)
+        digest = extended(self._before[above], base.tokens[:length])
+        same = digest.hexdigest() == info.prefix_digest
         if not same or not self._tree.insert_below(segment, above, length):
             return False
         self._before[segment] = digest

@@ -102,7 +102,7 @@ class Uses:
 
     def sort(self) -> None:
         """Put segments of an earlier process in the order in which it used them."""
-        ordered = sorted(reversed(self._order), key=lambda segment: -segment.info.prefix_len)
+        ordered = sorted(self._order, key=lambda segment: -segment.info.prefix_len)
         for segment in ordered:
             above = segment.parent
             if above is not None and above.last_access < segment.last_access:

@@ -165,14 +165,15 @@ class Catalog:
             if len(rows.description) != _COLUMNS:
                 raise sqlite3.DatabaseError("it has other columns")
             # Of the others the headers are read.
-            entries = [_from_row(row) for row in rows if _checksum(row[:_FIXED]) == row[_FIXED]]
+            return {
+                row[0]: _from_row(row) for row in rows if _checksum(row[:_FIXED]) == row[_FIXED]
+            }
         except sqlite3.OperationalError:
             self.close()
             raise
         except sqlite3.DatabaseError as error:
             self._begin_anew(error)
             return {}
-        return {entry.info.segment_id: entry for entry in entries}
 
     def indexed(self) -> dict[str, int]:
         """Segments of the index and the sizes that their files should have."""
