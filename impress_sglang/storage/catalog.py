@@ -255,9 +255,14 @@ def _checksum(fixed: tuple[Any, ...]) -> str:
 
 
 def _from_row(row: tuple[Any, ...]) -> CatalogEntry:
-    *place, tokens, quality, shape, chunk_tokens, generation, expires, file_bytes = row[:_FIXED]
+    segment_id, identity, namespace, digest, prefix_len, tokens, *rest = row
+    quality, shape, chunk_tokens, generation, expires, file_bytes, _, *use = rest
     info = SegmentInfo(
-        *place,
+        segment_id,
+        identity,
+        namespace,
+        digest,
+        prefix_len,
         np.frombuffer(tokens, _INTEGERS).astype(np.int32),
         _shape(shape),
         chunk_tokens,
@@ -265,7 +270,7 @@ def _from_row(row: tuple[Any, ...]) -> CatalogEntry:
         generation,
         expires,
     )
-    return CatalogEntry(info, file_bytes, *row[_FIXED + 1 :])
+    return CatalogEntry(info, file_bytes, *use)
 
 
 @functools.lru_cache(_SHARED)

@@ -208,8 +208,8 @@ def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, str, bo
     for folder in files.list(store / SEGMENTS):
         if not _FOLDER.fullmatch(folder):
             continue
-        parent = store / SEGMENTS / folder
-        for name in files.list(parent):
+        parent = f"{store}/{SEGMENTS}/{folder}"
+        for name in files.list(Path(parent)):
             found = _SEGMENT.fullmatch(name)
             if found and name.startswith(folder):
                 yield found[1], f"{parent}/{name}", found[2] is None
