@@ -111,7 +111,8 @@ def test_a_wrong_parent_in_the_index_costs_nothing(wrong: str) -> None:
     segments, parents = conversations(4)
     tree = StoredTree()
 
-    assert restore_segments(tree, segments, parents | {"00002-2": wrong, "00001-3": wrong}) == []
+    names = ("00002-2", "00001-3", "00003-0")
+    assert restore_segments(tree, segments, parents | dict.fromkeys(names, wrong)) == []
 
     tree.check_integrity()
     assert tree.get("00002-2").parent is tree.get("00002-1")  # type: ignore[union-attr]

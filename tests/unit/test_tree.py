@@ -323,6 +323,15 @@ def test_of_two_files_of_the_same_tokens_the_newer_is_restored(
     assert found(tree, [*P, 7]) == [(new.segment_id, 0, 6), ("c", 0, 1)]
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_of_three_files_of_the_same_tokens_the_newest_is_kept(order: tuple[int, ...]) -> None:
+    files = [segment(name, P, last_access=number) for number, name in enumerate("abc")]
+
+    kept, others = newest_files(files[number] for number in order)
+
+    assert kept == files[2:] and sorted(own.segment_id for own in others) == ["a", "b"]
+
+
 def test_a_file_that_came_back_takes_no_place_of_what_was_used_later(tree: StoredTree) -> None:
     """However often it was rewritten: its generation says nothing of others."""
     back = segment("a", P)
