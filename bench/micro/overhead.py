@@ -1,15 +1,19 @@
-"""What IMPRESS costs requests that have no use for it: throughput with and without, pair by pair.
+"""What IMPRESS or an option of it costs who has no use for it: throughput, pair by pair.
 
-Two servers are up at the same time, stock SGLang and the same with --enable-impress, both with the
-same rectangular attention on a CPU. The same fresh prompts go to one and then to the other, many
-short rounds, in an order that is drawn for each pair, so that what else the machine does hits both.
+Two servers are up at the same time, one with --enable-impress and another one: stock SGLang with
+the same rectangular attention on a CPU, or, with --against, IMPRESS with some other flags. The same
+fresh prompts go to one and then to the other, many short rounds, in an order that is drawn for each
+pair, so that what else the machine does hits both.
 
   short    prompts below --impress-min-prefix-tokens: the store is never asked, nothing is stored
   unshared longer prompts of which no two begin alike: each is written to SSD, with
             --write-after 1 (2, the default of a server, writes none of them)
+  shared    prompts that begin with one of 16 prefixes of 400 tokens, which are read from SSD where
+            --pool-tokens have no room for them
 
-The ratio is the median over pairs of the throughput with IMPRESS over that without, in brackets its
-95% interval (bootstrap). --stock-twice says what the method finds where there is no difference.
+The ratio is the median over pairs of the throughput with IMPRESS over that of the other, in
+brackets its 95% interval (bootstrap). --stock-twice says what the method finds where there is no
+difference.
 """
 
 from __future__ import annotations
@@ -41,35 +45,59 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 8192,
 }
+PREFIX_TOKENS = 400
 WARM_UP_ROUNDS, RESAMPLES = 4, 4000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
-    """A round: so many requests with prompts of [shortest, longest] tokens and so many new ones."""
+    """A round: so many requests with prompts of [shortest, longest] tokens and so many new ones.
+
+    `prefixes`: how many there are, of PREFIX_TOKENS, with one of which each prompt begins.
+    """
 
     requests: int
     shortest: int
     longest: int
     new_tokens: int
+    prefixes: int = 0
 
     def prompts(self, chance: random.Random) -> list[list[int]]:
-        """Token ids that nobody has seen before."""
+        """Token ids, of which nobody has seen those after the prefix before."""
         lengths = [chance.randint(self.shortest, self.longest) for _ in range(self.requests)]
-        return [chance.choices(range(3, VOCAB), k=length) for length in lengths]
+        return [self._prefix(chance) + draw(chance, length) for length in lengths]
+
+    def _prefix(self, chance: random.Random) -> list[int]:
+        if not self.prefixes:
+            return []
+        return draw(random.Random(chance.randrange(self.prefixes)), PREFIX_TOKENS)
+
+
+def draw(chance: random.Random, count: int) -> list[int]:
+    """So many token ids."""
+    return chance.choices(range(3, VOCAB), k=count)
 
 
 WORKLOADS = {
     "short": Workload(requests=16, shortest=16, longest=120, new_tokens=16),
     "unshared": Workload(requests=8, shortest=300, longest=600, new_tokens=16),
+    "shared": Workload(requests=8, shortest=16, longest=60, new_tokens=4, prefixes=16),
 }
 OPTIONS = (
-    Option("workloads", tuple(WORKLOADS), "which", parse=one_of(WORKLOADS)),
+    Option(
+        "workloads", ("short", "unshared"), "of short, unshared, shared", parse=one_of(WORKLOADS)
+    ),
     Option("pairs", 60, "rounds on each server", quick=4),
     Option("concurrency", 8, "requests under way"),
     Option("pool-tokens", 16000, "of the device pool"),
     Option("write-after", 1, "sights after which a prompt is written"),
     Option("stock-twice", False, "compare stock with itself"),
+    Option(
+        "against",
+        (),
+        "flags for the other server, in place of stock: --against=--impress-lookahead=off",
+        parse=str,
+    ),
     dataclasses.replace(MODEL, help="folder of a model (made, with steps of some 10 ms)"),
     DTYPE,
     SEED,
@@ -86,7 +114,7 @@ def run(args: argparse.Namespace) -> Result:
     columns = (
         Column("workload", "workload"),
         Column("pairs", "pairs"),
-        Column("stock s", lambda row: row["median_seconds"]["stock"], "{:.3f}"),
+        Column("other s", lambda row: row["median_seconds"]["other"], "{:.3f}"),
         Column("impress s", lambda row: row["median_seconds"]["impress"], "{:.3f}"),
         Column("throughput", "throughput_ratio", "{:.4f}"),
         Column("95%", lambda row: "[{:.4f}, {:.4f}]".format(*row["interval_95"])),
@@ -96,7 +124,7 @@ def run(args: argparse.Namespace) -> Result:
 
 @contextlib.contextmanager
 def _both(args: argparse.Namespace) -> Iterator[dict[str, Server]]:
-    """Both servers, one with IMPRESS."""
+    """Both servers: `impress`, and the `other` one."""
     with servers(args) as pool, contextlib.ExitStack() as stack:
         model = args.model or make_model(pool.folder / "model", **SHAPE)
         flags = [
@@ -109,15 +137,17 @@ def _both(args: argparse.Namespace) -> Iterator[dict[str, Server]]:
         ours = [
             "--enable-impress",
             f"--impress-write-after={args.write_after}",
-            f"--impress-ssd-dir={pool.folder / 'store'}",
         ]
 
-        def start(name: str, more: Sequence[str], preload: str | None) -> Server:
-            server = pool.running(name, model, args.dtype, *flags, *more, preload=preload)
+        def start(name: str, more: Sequence[str] | None) -> Server:
+            """With flags of IMPRESS; None: stock."""
+            own = [] if more is None else [*ours, f"--impress-ssd-dir={pool.folder / name}", *more]
+            preload = STOCK if more is None else None
+            server = pool.running(name, model, args.dtype, *flags, *own, preload=preload)
             return stack.enter_context(server)
 
-        second = start("second", [], STOCK) if args.stock_twice else start("impress", ours, None)
-        yield {"stock": start("stock", [], STOCK), "impress": second}
+        impress = start("impress", None if args.stock_twice else [])
+        yield {"other": start("other", args.against or None), "impress": impress}
 
 
 def _compare(args: argparse.Namespace, pair: dict[str, Server], name: str) -> Row:
@@ -135,8 +165,8 @@ def _compare(args: argparse.Namespace, pair: dict[str, Server], name: str) -> Ro
                 )
                 if number >= 0:
                     seconds[which].append(time.perf_counter() - began)
-    times = zip(seconds["stock"], seconds["impress"], strict=True)
-    ratios = [stock / impress for stock, impress in times]
+    times = zip(seconds["other"], seconds["impress"], strict=True)
+    ratios = [other / impress for other, impress in times]
     return {
         "workload": name,
         "throughput_ratio": statistics.median(ratios),
@@ -159,5 +189,5 @@ def confidence_interval(values: Sequence[float], seed: int) -> tuple[float, floa
 def _check_use(stats: dict[str, Any], workloads: Sequence[str], write_after: int) -> None:
     """The workloads did with the store what they are said to do."""
     stored = int(stats["store"]["segments"])
-    if ("unshared" in workloads and write_after == 1) != (stored > 0):
+    if (set(workloads) != {"short"} and write_after == 1) != (stored > 0):
         raise BenchFailed(f"{stored} segments were stored by {', '.join(workloads)}")
