@@ -3,7 +3,9 @@
 Importing SGLang takes 20 seconds of CPU in each of a server's three processes, which would be most
 of the time of a session with many servers. The servers are forked instead, and fork their
 children; after that they run as `python -m sglang.launch_server` does. The command itself, and
-options that SGLang reads while it is imported, need a real start.
+options that SGLang reads while it is imported, need a real start. What else each server would do
+alike is done once as well: the store's modules are imported, and SGLang's hooks find what they
+replace in a table.
 
 Protocol: one JSON object a line on standard input {"argv", "log", "preload", "environment"}, where
 `preload` names a module to import before SGLang's plugins or is null, and `environment` has
@@ -24,8 +26,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from bench.core.session import ROOT
@@ -115,10 +119,13 @@ class Zygote:
 
 def main() -> None:
     """Import, then serve orders until standard input ends."""
-    _import_sglang()
-    _end_when_told()
     # As a server does after its warm-up: garbage collections pass over all that was imported.
+    gc.disable()
+    _import_servers()
+    _end_when_told()
+    _find_names_in_a_table()
     gc.freeze()
+    gc.enable()
     children: set[int] = set()
     signal.signal(signal.SIGCHLD, lambda *_: _reap(children))
     print("ready", flush=True)
@@ -143,12 +150,17 @@ def _reap(children: set[int]) -> None:
             children.discard(pid)
 
 
-def _import_sglang() -> None:
-    import sglang.srt.entrypoints.http_server
-    import sglang.srt.managers.detokenizer_manager
-    import sglang.srt.managers.scheduler
-    import sglang.srt.models.llama
-    import sglang.srt.models.registry  # noqa: F401
+def _import_servers() -> None:
+    for module in (
+        "sglang.srt.entrypoints.http_server",
+        "sglang.srt.managers.detokenizer_manager",
+        "sglang.srt.managers.scheduler",
+        "sglang.srt.models.llama",
+        "sglang.srt.models.registry",
+        "impress_sglang.integration.factory",
+        "impress_sglang.integration.plugin",
+    ):
+        importlib.import_module(module)
 
 
 def _become_server(order: dict[str, Any]) -> None:
@@ -181,6 +193,45 @@ def _end_when_told() -> None:
         self.tokenizer_manager.asyncio_tasks.add(looking)
 
     SignalHandler.sigterm_handler = note_and_look
+
+
+class BoundNames:
+    """Which names of modules functions are bound to.
+
+    SGLang walks through all names of all modules for each hook, which takes a server a second.
+    """
+
+    def __init__(self) -> None:
+        self._bound: dict[int, list[tuple[ModuleType, str]]] = defaultdict(list)
+        modules = [own for own in sys.modules.values() if isinstance(own, ModuleType)]
+        for module in modules:
+            for name, value in list(vars(module).items()):
+                if callable(value):
+                    self._bound[id(value)].append((module, name))
+        self._known = {id(module) for module in modules}
+
+    def replace(self, original: object, wrapped: object, source: object) -> int:
+        """Bind all names of a function but the `source`'s own to another one; how many there were.
+
+        Modules that were imported since then are looked through.
+        """
+        count = 0
+        for module, name in [*self._bound.get(id(original), ()), *self._names_of_new_modules()]:
+            if module is not source and vars(module).get(name) is original:
+                setattr(module, name, wrapped)
+                count += 1
+        return count
+
+    def _names_of_new_modules(self) -> Iterator[tuple[ModuleType, str]]:
+        for module in list(sys.modules.values()):
+            if isinstance(module, ModuleType) and id(module) not in self._known:
+                yield from ((module, name) for name in list(vars(module)))
+
+
+def _find_names_in_a_table() -> None:
+    from sglang.srt.plugins import hook_registry
+
+    hook_registry._propagate_patch = BoundNames().replace
 
 
 def _prepare_process(order: dict[str, Any]) -> None:
