@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -256,14 +254,6 @@ def test_a_prompt_is_looked_for_again_only_if_the_index_has_changed() -> None:
     assert index.find("", tokens, 0, found) is found
     index.discard(second)
     assert [run.span.segment for run in index.find("", tokens, 0, found).runs] == [first]
-
-
-def test_nothing_is_compiled_for_who_does_not_blend() -> None:
-    code = "import sys, impress_sglang.serving.runtime as _; print(*sys.modules, sep='\\n')"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    modules = ran.stdout.split()
-    assert "impress_sglang.management.content" in modules
-    assert "impress_sglang.loops.windows" not in modules
 
 
 def test_a_table_that_grows_forgets_nothing() -> None:
