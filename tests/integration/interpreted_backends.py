@@ -1,9 +1,9 @@
 """Rows, starts and loading of prefixes in SGLang's triton and flashinfer backends, on a CPU.
 
-`test_backends.py` runs this file in a process of its own: Triton decides when it is imported
-whether kernels are interpreted. The backends, pools, translator and batches are SGLang's. Only a
-model runner's other parts, flashinfer's wrappers (there are none without CUDA; what they are given
-is recorded) and the store are stand-ins.
+`tests/serving/test_triton_backend.py` runs this file in a process of its own: Triton decides when
+it is imported whether kernels are interpreted. The backends, pools, translator and batches are
+SGLang's. Only a model runner's other parts, flashinfer's wrappers (there are none without CUDA;
+what they are given is recorded) and the store are stand-ins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loading of prefixes in front of backends whose rows are ordinary, on a CPU.
 
-`test_backends.py` runs this file in a process of its own, for fa3's kernels are stand-ins there;
-the backends are SGLang's.
+`tests/serving/test_triton_backend.py` runs this file in a process of its own, for fa3's kernels are
+stand-ins there; the backends are SGLang's.
 """
 
 from __future__ import annotations

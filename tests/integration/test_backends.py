@@ -6,10 +6,7 @@ import dataclasses
 import gc
 import inspect
 import itertools
-import os
 import pkgutil
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,27 +40,6 @@ from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.quality import Quality
 from tests.unit.kv_factory import IDENTITY, make_shape
 from tests.unit.store_factory import DEFAULTS
-
-FOLDER = Path(__file__).parent
-# Nor is anything compiled, which takes longer than to run it once.
-INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-
-
-def test_rows_in_the_interpreter() -> None:
-    """Triton decides when it is imported whether it interprets, so this is another process."""
-    files = [str(FOLDER / f"{name}_backends.py") for name in ("interpreted", "ordinary")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
-    result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        cwd=FOLDER.parents[1],
-        env={**os.environ, **INTERPRETED},
-    )
-    assert result.returncode == 0, result.stdout[-8000:]
-    assert "47 passed" in result.stdout
 
 
 def test_sink_rows_are_where_they_begin() -> None:

@@ -1,15 +1,13 @@
 """What cannot be served is refused at start, in one sentence, with a non-zero exit status.
 
 The checks run in this process, as `python -m sglang.launch_server` runs them before it starts any
-other process; one case goes through the real command.
+other process; `tests/serving/test_restart.py` has one that a whole server makes.
 """
 
 from __future__ import annotations
 
 import json
 import pkgutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -426,17 +424,6 @@ def test_attention_hook_not_in_place(tmp_path: Path) -> None:
     context = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
     with pytest.raises(UnsupportedError, match="attention hook of IMPRESS is not in place"):
         make_tree_cache(context, ImpressConfig(ssd_dir=str(tmp_path)))
-
-
-def test_real_command(llama: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sglang.launch_server", f"--model-path={llama}"]
-    flags = ["--device=cpu", "--enable-impress", f"--impress-ssd-dir={tmp_path}", "--enable-lora"]
-    result = subprocess.run(
-        [*command, *flags], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert result.returncode != 0
-    assert "IMPRESS does not support LoRA yet: drop --enable-lora" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -20,18 +21,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.core.zygote import Zygote as ZygoteProcess
 from impress_sglang.serving.metrics import COUNTERS, GAUGES, PREFIX
 from tests.fault_control import CONTROL_VARIABLE, FaultControl
+from tests.unit.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 STOCK = "bench.core.stock_server"
 BENCH = "bench.core.server"
 FAULTY = "tests.serving.faulty_server"
 RETRACTING = "tests.serving.retracting_server"
-# Runs the Python file that the variable names, in place of a server.
+# Runs the Python file that the variable names, in place of a server, and says how it ended.
 SCRIPT = "tests.serving.script"
 SCRIPT_VARIABLE, ARGUMENTS_VARIABLE = "TESTS_SCRIPT", "TESTS_SCRIPT_ARGUMENTS"
+ENDED = "ended with status "
 LABELS = {own.label for own in (*COUNTERS, *GAUGES)}
 RANKS = {"cache_type", "tp_rank", "pp_rank", "dp_rank"}
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
+SCRIPT_TIMEOUT_S = 300
 START_TIMEOUT_S = 240
 REQUEST_TIMEOUT_S = 600
 
@@ -72,7 +76,22 @@ class Zygote(ZygoteProcess):
 
     def __init__(self) -> None:
         # Compiling the penalties of a sampler takes longer than most tests, and changes no answer.
-        super().__init__(server_environment({"TORCH_COMPILE_DISABLE": "1"}))
+        # Triton decides when it is imported whether it interprets; torch_native does not use it.
+        on_cpu = {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        super().__init__(server_environment(on_cpu))
+
+    def run(self, script: Path, log: Path, *arguments: str) -> str:
+        """Run a Python file in a fork, where SGLang is imported; it has to end well.
+
+        Returns:
+            What it printed.
+        """
+        own = {SCRIPT_VARIABLE: str(script), ARGUMENTS_VARIABLE: json.dumps(arguments)}
+        process = self.fork([], log, preload=SCRIPT, environment=own)
+        wait_until(lambda: not process.alive(), SCRIPT_TIMEOUT_S)
+        told, _, status = log.read_text(errors="replace").rpartition(ENDED)
+        assert status.strip() == "0", tail(told + status)
+        return told
 
 
 class Server:

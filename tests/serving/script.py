@@ -1,4 +1,7 @@
-"""A Python file in a fork of the process that has imported SGLang: it runs in place of a server."""
+"""A Python file in a fork of the process that has imported SGLang: it runs in place of a server.
+
+Its last line says with which status it ended.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,15 @@ import runpy
 import sys
 from pathlib import Path
 
-from tests.serving.harness import ARGUMENTS_VARIABLE, SCRIPT_VARIABLE
+from tests.serving.harness import ARGUMENTS_VARIABLE, ENDED, SCRIPT_VARIABLE
 
 script = Path(os.environ[SCRIPT_VARIABLE])
 sys.argv = [str(script), *json.loads(os.environ[ARGUMENTS_VARIABLE])]
 sys.path.insert(0, str(script.parent))
-runpy.run_path(str(script), run_name="__main__")
+status: object = 0
+try:
+    runpy.run_path(str(script), run_name="__main__")
+except SystemExit as ended:
+    status = ended.code or 0
+print(f"{ENDED}{status}", flush=True)
 sys.exit(0)

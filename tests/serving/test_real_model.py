@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import os
 import re
 import subprocess
@@ -20,19 +20,11 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.segment import read_header
 from tests.serving.compare import report
-from tests.serving.harness import (
-    ARGUMENTS_VARIABLE,
-    SCRIPT,
-    SCRIPT_VARIABLE,
-    Server,
-    Zygote,
-    running,
-    tail,
-)
-from tests.unit.waiting import wait_until
+from tests.serving.harness import ROOT, Server, Zygote, running, tail
 
-ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 EXAMPLE_TIMEOUT_S = 300
+TOKENS = 1500
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +54,13 @@ def server(smollm: Path, workdir: Path) -> Iterator[Server]:
         running_server.assert_quiet()
 
 
-def test_bytes_of_a_three_thousand_token_prefix(server: Server, workdir: Path) -> None:
+def test_bytes_of_a_part_of_a_prefix(server: Server, workdir: Path) -> None:
     """The base of all tokens and planes, by our count, by arithmetic, and by the kernel's count.
 
     Beside these there is what was read ahead in vain, which is bounded. The caches are empty and
     have room; the next question finds most of it there.
     """
-    prefix = [3 + (i * 7919) % 40000 for i in range(3000)]
+    prefix = [3 + (i * 7919) % 40000 for i in range(TOKENS)]
     other = list(range(6000, 6400))
     for stored in (other, prefix):
         server.generate(stored, 1)
@@ -79,12 +71,12 @@ def test_bytes_of_a_three_thousand_token_prefix(server: Server, workdir: Path) -
     before = _bytes_read_by(server)
     said = report(server.generate([*prefix, *range(1000, 1064)], 1))
     from_device = _bytes_read_by(server) - before
-    assert said["loaded_tokens"] == retained_tokens(3000, 0.25) == 750
+    assert said["loaded_tokens"] == retained_tokens(TOKENS, 0.25) == 375
     assert said["layers_by_probe"] == 30
     path = max(workdir.glob("store-smollm/*/segments/*/*.kv"), key=lambda p: p.stat().st_size)
     header = read_header(path, FileSystem())
     codes = header.info.layout().codes
-    assert codes is not None and codes.num_tokens == 3000
+    assert codes is not None and codes.num_tokens == TOKENS
     assert said["base_bytes"] == 30 * codes.num_groups * codes.group_bytes
     assert 0 < said["selected_chunks"] * BLOCK_BYTES == sum(said["plane_bytes"])
     # Five bits, and the planes of heads that do not bear four.
@@ -109,7 +101,7 @@ def test_bytes_of_a_prefix_in_few_bits(server: Server) -> None:
     def ask(prefix: list[int]) -> dict[str, Any]:
         return report(server.generate([*prefix, *range(1000, 1064)], 1, sampling_params=params))
 
-    prefix = [3 + (i * 7907) % 40000 for i in range(3000)]
+    prefix = [3 + (i * 7907) % 40000 for i in range(TOKENS)]
     other = list(range(5000, 5400))
     for stored in (other, prefix):
         server.generate(stored, 1)
@@ -120,9 +112,9 @@ def test_bytes_of_a_prefix_in_few_bits(server: Server) -> None:
     before = _bytes_read_by(server)
     said = ask(prefix)
     from_device = _bytes_read_by(server) - before
-    assert said["loaded_tokens"] == said["used_tokens"] == 3000
+    assert said["loaded_tokens"] == said["used_tokens"] == TOKENS
     assert 4.98 <= said["bits_mean"] <= 5.2
-    half_precision = 3000 * 30 * 3 * 2 * 64 * 2
+    half_precision = TOKENS * 30 * 3 * 2 * 64 * 2
     assert said["ssd_bytes"] <= 0.37 * half_precision
     if server.stats()["store"]["direct_io"]:
         assert said["ssd_bytes"] <= from_device <= 1.03 * said["ssd_bytes"]
@@ -143,8 +135,10 @@ def test_answer_with_a_quarter_of_the_prefix_makes_sense(server: Server) -> None
     assert stored["text"].strip().startswith(following)
 
 
-def test_frontend_language_example(server: Server) -> None:
-    _run_example("frontend_language.py", f"--url={server.url}")
+def test_frontend_language_example(server: Server, workdir: Path, zygote: Zygote) -> None:
+    script, log = EXAMPLES / "frontend_language.py", workdir / "frontend-language.log"
+    told = zygote.run(script, log, f"--url={server.url}")
+    assert told.count("tokens were cached") == told.count("topic: ") == 3
     server.assert_quiet()
 
 
@@ -165,19 +159,21 @@ def test_passages_example(server: Server) -> None:
 def test_offline_engine_example(smollm: Path, workdir: Path, zygote: Zygote) -> None:
     """`sglang.Engine` has no command line; the example starts its own, where SGLang is imported."""
     options = [f"--model-path={smollm}", "--device=cpu", "--dtype=float32"]
-    script, log = ROOT / "examples" / "offline_engine.py", workdir / "offline-engine.log"
-    told = {SCRIPT_VARIABLE: str(script), ARGUMENTS_VARIABLE: json.dumps(options)}
-    process = zygote.fork([], log, preload=SCRIPT, environment=told)
-    wait_until(lambda: not process.alive(), EXAMPLE_TIMEOUT_S)
-    first, _, second = log.read_text().partition("after emptying the device pool\n")
-    assert "path computed" in first and "path ssd" in second, tail(log.read_text())
+    log = workdir / "offline-engine.log"
+    told = zygote.run(EXAMPLES / "offline_engine.py", log, *options)
+    first, _, second = told.partition("after emptying the device pool\n")
+    assert "path computed" in first and "path ssd" in second, tail(told)
 
 
-def test_generated_shared_prefix_benchmark(server: Server, smollm: Path, workdir: Path) -> None:
-    """The command that the README shows, at a small size."""
-    result = _run(
-        "-m",
-        "sglang.bench_serving",
+def test_generated_shared_prefix_benchmark(
+    server: Server, smollm: Path, workdir: Path, zygote: Zygote
+) -> None:
+    """The command that `docs/results.md` shows, at a small size."""
+    sglang = importlib.util.find_spec("sglang")
+    assert sglang is not None and sglang.origin is not None
+    told = zygote.run(
+        Path(sglang.origin).with_name("bench_serving.py"),
+        workdir / "bench-serving.log",
         "--backend=sglang",
         "--host=127.0.0.1",
         f"--port={server.port}",
@@ -193,8 +189,8 @@ def test_generated_shared_prefix_benchmark(server: Server, smollm: Path, workdir
         "--max-concurrency=1",
         f"--output-file={workdir / 'bench.jsonl'}",
     )
-    assert "Serving Benchmark Result" in result.stdout
-    assert "Successful requests:                     3" in result.stdout
+    assert "Serving Benchmark Result" in told
+    assert "Successful requests:                     3" in told
 
 
 _COLOURS = ["red", "green", "blue", "black", "white", "brown", "pink", "grey", "orange", "purple"]
@@ -216,14 +212,8 @@ def _bytes_read_by(server: Server) -> int:
 
 
 def _run_example(name: str, *arguments: str) -> str:
-    result = _run(str(ROOT / "examples" / name), *arguments)
-    assert result.stdout.strip(), "an example prints answers"
-    return result.stdout
-
-
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     result = subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, str(EXAMPLES / name), *arguments],
         capture_output=True,
         text=True,
         timeout=EXAMPLE_TIMEOUT_S,
@@ -232,4 +222,5 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"},
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
-    return result
+    assert result.stdout.strip(), "an example prints answers"
+    return result.stdout

@@ -17,6 +17,7 @@ from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import impress_flags
 from tests.serving.harness import Zygote, launch, running, wait_until_ready
 from tests.serving.tiny_models import make_model, random_tokens
+from tests.unit.waiting import wait_until
 
 # 24 KB of KV per token, so that writing a prefix takes long enough to be interrupted.
 WIDE = {
@@ -112,6 +113,17 @@ def test_whole_prefix_policy_other_flags_and_new_weights(
         assert changed.ok and changed.json()["success"]
         assert paths([server.generate(question, 1)]) == ["computed"]
         server.assert_quiet()
+
+
+def test_a_server_that_is_refused_ends(workdir: Path, tiny_llama: Path, zygote: Zygote) -> None:
+    """In one sentence; `tests/integration/test_refusals.py` has what is refused."""
+    log = workdir / "refused.log"
+    server = launch(
+        tiny_llama, log, *impress_flags(workdir / "refused"), "--enable-lora", zygote=zygote
+    )
+    wait_until(lambda: not server.process.alive(), 60)
+    assert "IMPRESS does not support LoRA yet: drop --enable-lora" in server.log_text()
+    assert "Traceback" not in server.log_text()
 
 
 def _wait_for_temporary_file(store: Path) -> None:

@@ -1,4 +1,4 @@
-"""Servers with SGLang's triton backend, whose kernels run in Triton's interpreter on a CPU.
+"""SGLang's triton backend, whose kernels run in Triton's interpreter on a CPU, and its servers.
 
 The interpreter is slow, so prompts are short. It says that rows, starts and loading are right, and
 nothing of a GPU: neither of CUDA graphs nor of what runs at the same time there.
@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-import bench.core.zygote
 from tests.serving.compare import assert_same, logprob_distance, paths, report
 from tests.serving.conftest import TINY_FLAGS, impress_flags
 from tests.serving.damage import flip_value
-from tests.serving.harness import Server, Zygote, running, server_environment
+from tests.serving.harness import ROOT, Server, Zygote, running
 from tests.serving.tiny_models import make_model, random_tokens
 
 CHUNK = 128
@@ -36,45 +35,30 @@ EXACT: dict[str, Any] = {
 }
 
 
-class InterpretingZygote(Zygote):
-    """Triton decides when it is imported whether it interprets; torch_native does not use it."""
-
-    def __init__(self) -> None:
-        environment = server_environment({"TRITON_INTERPRET": "1"})
-        bench.core.zygote.Zygote.__init__(self, environment)
-
-
-@pytest.fixture(scope="module")
-def interpreting() -> Iterator[Zygote]:
-    process = InterpretingZygote()
-    yield process
-    process.close()
-
-
 @pytest.fixture(scope="module")
 def model(workdir: Path) -> Path:
     return make_model("llama", workdir / "llama-two-layers", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
-def stock_triton(workdir: Path, model: Path, interpreting: Zygote) -> Iterator[Server]:
+def stock_triton(workdir: Path, model: Path, zygote: Zygote) -> Iterator[Server]:
     log = workdir / "stock-triton.log"
-    with running(model, log, *TINY_FLAGS, *FLAGS, zygote=interpreting, stock=True) as server:
+    with running(model, log, *TINY_FLAGS, *FLAGS, zygote=zygote, stock=True) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def triton(workdir: Path, model: Path, interpreting: Zygote) -> Iterator[Server]:
+def triton(workdir: Path, model: Path, zygote: Zygote) -> Iterator[Server]:
     flags = (*impress_flags(workdir / "store-triton", *PART_FLAGS), *FLAGS)
-    with running(model, workdir / "triton.log", *flags, zygote=interpreting) as server:
+    with running(model, workdir / "triton.log", *flags, zygote=zygote) as server:
         yield server
         server.assert_quiet()
 
 
 @pytest.fixture(scope="module")
-def torch_native(workdir: Path, model: Path, interpreting: Zygote) -> Iterator[Server]:
+def torch_native(workdir: Path, model: Path, zygote: Zygote) -> Iterator[Server]:
     flags = (*impress_flags(workdir / "store-torch-native", *PART_FLAGS), *FLAGS[1:])
-    with running(model, workdir / "torch-native.log", *flags, zygote=interpreting) as server:
+    with running(model, workdir / "torch-native.log", *flags, zygote=zygote) as server:
         yield server
 
 
@@ -93,6 +77,17 @@ def store_prefix(servers: list[Server], length: int, seed: int) -> list[int]:
         server.generate(prefix, 1)
         server.flush()
     return prefix
+
+
+def test_rows_of_backends(workdir: Path, zygote: Zygote) -> None:
+    """Those of `tests/integration` that need an interpreting Triton, or stand-ins for kernels."""
+    folder = ROOT / "tests" / "integration"
+    files = [str(folder / f"{name}_backends.py") for name in ("interpreted", "ordinary")]
+    log = workdir / "backends.log"
+    told = zygote.run(
+        Path(pytest.__file__).with_name("__main__.py"), log, "-p", "no:cacheprovider", *files
+    )
+    assert "47 passed" in told
 
 
 def test_whole_prefixes_give_the_answers_of_stock(stock_triton: Server, triton: Server) -> None:
