@@ -218,7 +218,7 @@ class Life:
                 if first
                 else self._chance.choices(*zip(*events.items(), strict=True))[0]
             )
-            time.sleep(min(self._chance.uniform(0.5, 3.0), left))
+            time.sleep(min(self._chance.uniform(0.3, 2.0), left))
             self._world.note(f"event {event.__name__}")
             event()
 
@@ -239,7 +239,7 @@ class Life:
         with self._world.pause():
             before = self._reckoned()
             self._world.only_reported = True
-        time.sleep(self._chance.uniform(1.0, 3.0))
+        time.sleep(self._chance.uniform(1.0, 2.0))
         with self._world.pause():
             after = self._reckoned()
             self._world.only_reported = False
@@ -291,7 +291,7 @@ class Life:
             changed = told["success"] or "were updated" in told["message"]
             world.count(f"update {'refused' if not changed else 'flush' if flush else 'no flush'}")
             if not flush:
-                time.sleep(self._chance.uniform(0.5, 3.0))
+                time.sleep(self._chance.uniform(0.5, 2.0))
             self._weights = new if changed else old
             with world.pause():
                 self._server.flush()
@@ -301,7 +301,7 @@ class Life:
     def _fail(self) -> None:
         name = self._chance.choice([*FAULTS, AWAY])
         self._world.note(f"fault {name}")
-        seconds = self._chance.uniform(0.5, 3.0)
+        seconds = self._chance.uniform(0.5, 2.0)
         if name == AWAY:
             away = take_away(self._lives.store)
             time.sleep(seconds)

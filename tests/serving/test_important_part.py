@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -204,3 +205,26 @@ def test_approximations_do_not_pile_up(impress: Server) -> None:
         found.append(known)
     assert found[0] == 500 and found[1] > 600
     assert found[2] == found[3] == found[1], "what rests on two approximations is not stored"
+
+
+BEAM_WIDTH = 6
+ROWS = 16
+
+
+def search(server: Server, prompt: list[int]) -> list[list[int]]:
+    """The sequences that beam search finds, best first."""
+    sampling = {"beam_width": BEAM_WIDTH, "n": BEAM_WIDTH}
+    answer: dict[str, Any] = server.generate(prompt, 12, sampling_params=sampling)
+    return [own["output_ids"] for own in answer["meta_info"]["beam_results"]]
+
+
+def test_beams_take_rows_that_were_offset_rows(stock: Server, impress: Server) -> None:
+    """A beam's rows never pass through extend: nothing of an earlier request's row is left."""
+    prompt = random_tokens(400, seed=7)
+    expected = search(stock, prompt)
+    stored = store_prefix(impress, 900, seed=20)
+    prompts = [[*stored, *random_tokens(20, seed=21 + i)] for i in range(ROWS)]
+    # Every row of the pool has been an offset row.
+    assert paths(impress.generate_together(prompts, 24)) == ["ssd"] * ROWS
+    assert paths([impress.generate(prompt, 1) for _ in range(2)]) == ["computed", "device"]
+    assert search(impress, prompt) == expected and len(expected) == BEAM_WIDTH
