@@ -15,10 +15,12 @@ from impress_sglang.cli.orders import carry_out, in_use, opened
 from impress_sglang.cli.outcome import Refused, Unreachable
 from impress_sglang.cli.prefix_file import PrefixFile
 from impress_sglang.cli.shipping import export_file, import_file
+from impress_sglang.cli.upkeep import collect, rebuild, removal
 from impress_sglang.errors import PrefixUnreadable, StoreError
 from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.directory import (
     StoreDirectory,
+    format_of,
     is_identity,
     is_store,
     quarantined_files,
@@ -27,6 +29,7 @@ from impress_sglang.storage.directory import (
 )
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.open_segment import OpenSegment
+from impress_sglang.storage.segment import FORMAT_VERSION
 
 
 class Directory:
@@ -67,6 +70,20 @@ class Directory:
             if not remove_store(self._files, path):
                 raise in_use(path)
         return removed
+
+    def rebuild(self) -> list[dict[str, Any]]:
+        """See `upkeep.rebuild`; stores of other formats are left alone."""
+        with self._all_locked() as (stores, _):
+            return [rebuild(own) for own in stores]
+
+    def gc(self, *, dry_run: bool) -> list[dict[str, Any]]:
+        """See `upkeep.collect`; stores of older formats go as a whole."""
+        with self._all_locked() as (stores, old):
+            rows = [removal(path.name, "older format", self._sizes(path)) for path in old]
+            for path in () if dry_run else old:
+                if not remove_store(self._files, path):
+                    raise in_use(path)
+            return rows + [row for own in stores for row in collect(own, dry_run=dry_run)]
 
     def order(self, verb: str, which: Mapping[str, Any]) -> list[dict[str, Any]]:
         """See `orders.carry_out`."""
@@ -112,13 +129,25 @@ class Directory:
         return found
 
     @contextlib.contextmanager
-    def _locked(self, path: Path) -> Iterator[None]:
+    def _all_locked(self) -> Iterator[tuple[list[StoreDirectory], list[Path]]]:
+        """The stores of this version's format, before one is changed, and those of older ones."""
+        with contextlib.ExitStack() as stack:
+            try:
+                formats = {path: format_of(self._files, path) for path in self._stores()}
+                own = [path for path in formats if formats[path] == FORMAT_VERSION]
+                old = [path for path in formats if formats[path] < FORMAT_VERSION]
+                yield [stack.enter_context(self._locked(path)) for path in own], old
+            except (OSError, sqlite3.Error) as error:
+                raise Unreachable(f"not all was done in {self._root}: {error}") from error
+
+    @contextlib.contextmanager
+    def _locked(self, path: Path) -> Iterator[StoreDirectory]:
         try:
             directory = StoreDirectory(self._files, path.parent, path.name)
         except StoreError as error:
             raise in_use(path) from error
         try:
-            yield
+            yield directory
         except (OSError, sqlite3.Error) as error:
             raise Unreachable(f"{path} cannot be read: {error}") from error
         finally:
@@ -126,9 +155,7 @@ class Directory:
 
     def _stat(self, path: Path) -> dict[str, Any]:
         with self._locked(path):
-            sizes = [
-                self._files.stat(own).st_size for _, own, _ in segment_files(self._files, path)
-            ]
+            sizes = self._sizes(path)
             aside = quarantined_files(self._files, path)
             return {
                 "store": path.name,
@@ -137,6 +164,9 @@ class Directory:
                 "quarantined": len(aside),
                 "tokens": sum(own.info.num_tokens for own in self._entries(path)),
             }
+
+    def _sizes(self, path: Path) -> list[int]:
+        return [self._files.stat(own).st_size for _, own, _ in segment_files(self._files, path)]
 
     def _entries(self, path: Path) -> list[CatalogEntry]:
         catalog = Catalog(self._files, path)

@@ -65,6 +65,9 @@ def parser() -> argparse.ArgumentParser:
     add("stat", "say how much is stored", server=True, directory=True)
     add("ls", "list stored segments, the last used first", server=True, directory=True)
     add("verify", "read all files, and say which are damaged", server=False, directory=True)
+    add("rebuild", "make indexes anew from all files", server=False, directory=True)
+    gc = add("gc", "remove what nobody can use", server=False, directory=True)
+    gc.add_argument("--dry-run", action="store_true", help="only say what that is")
     clear = add("clear", "remove all that is stored", server=True, directory=True)
     clear.add_argument("--yes", action="store_true", required=True, help="it cannot be undone")
     sizes = add("plan", "say what prefixes of a model take", server=False, directory=False)
@@ -150,6 +153,8 @@ def _carry_out(args: argparse.Namespace) -> Any:
             return directory.export(_prefix_of(args), args.path, args.store)
         if args.command == "import":
             return directory.import_(_prefix_of(args), args.path)
+        if args.command == "gc":
+            return directory.gc(dry_run=args.dry_run)
         return getattr(directory, args.command)()
     if getattr(args, "segment", None) is not None:
         raise Refused("--segment names a prefix in a directory: give --dir")

@@ -25,11 +25,12 @@ from impress_sglang.management.purging import purge
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.directory import segment_files
 from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.health import Health
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import Tokens, read_header
 
 # Nobody else waits for the disk.
-_PATIENCE_S = 3600.0
+PATIENCE_S = 3600.0
 _UNBOUNDED_GB = 1e9
 # Of a store without segments, in which nothing is read or written.
 _NO_SHAPE = KVShape(1, 1, 1, 4, 4, torch.float16, ())
@@ -48,7 +49,7 @@ def opened(files: FileSystem, path: Path, shape: KVShape | None = None) -> Itera
         policy="as",
         device_gb=0.0,
         host_gb=0.0,
-        io_timeout=_PATIENCE_S,
+        io_timeout=PATIENCE_S,
     )
     try:
         store = PrefixStore(config, path.name, shape or _shape_in(files, path), files=files)
@@ -60,9 +61,18 @@ def opened(files: FileSystem, path: Path, shape: KVShape | None = None) -> Itera
         yield store
     finally:
         store.close()
-    health = store.health.summary()
-    if health["state"] != "ok":
-        raise Unreachable(f"not all of it was done, {health['last_failure']}")
+    check_done(store.health)
+
+
+def check_done(health: Health) -> None:
+    """See that the disk has done all that was ordered.
+
+    Raises:
+        Unreachable: it has refused something.
+    """
+    found = health.summary()
+    if found["state"] != "ok":
+        raise Unreachable(f"not all of it was done, {found['last_failure']}")
 
 
 def in_use(path: Path) -> Unreachable:

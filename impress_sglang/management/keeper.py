@@ -7,6 +7,7 @@ futures; what fails is in them, or reported to `Health`, and nothing is raised a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import errno
 import logging
@@ -65,6 +66,22 @@ class Verdict(enum.Enum):
         return self in (Verdict.GOOD, Verdict.BAD, Verdict.GONE)
 
 
+@dataclasses.dataclass(slots=True)
+class Survey:
+    """What an earlier process has left of segments; `anew`: the index is to be made of it."""
+
+    anew: bool
+    entries: list[CatalogEntry] = dataclasses.field(default_factory=list)
+    """Of files that can be used."""
+    adopted: list[CatalogEntry] = dataclasses.field(default_factory=list)
+    """Those of them that the index does not have."""
+    missing: list[str] = dataclasses.field(default_factory=list)
+    """Segments that only the index has."""
+    unfinished: list[Path] = dataclasses.field(default_factory=list)
+    damaged: list[SegmentUnreadable] = dataclasses.field(default_factory=list)
+    """What is wrong with files that can never be used."""
+
+
 class Keeper:
     """Owned by the store's thread; its own thread does the work."""
 
@@ -86,37 +103,60 @@ class Keeper:
         self.unused_bytes = 0
         """Of these, and of what may build on them."""
 
-    def recover(self, identity: str) -> list[CatalogEntry]:
-        """All published segments of this identity, after comparing the rows with the files.
+    def survey(self, identity: str, *, anew: bool = False) -> Survey:
+        """Compare the files of this identity with their rows, and change no file.
 
-        Unfinished files are removed, damaged ones go to quarantine; what cannot be read now is left
-        where it is. Called once, before anything else.
+        `anew`: also headers are read of which the index has rows, which say only how they were
+        used.
 
         Raises:
             OSError: the directory cannot be read.
             sqlite3.Error: the index can neither be read nor made anew.
         """
-        known, found, adopted = self._catalog.entries(), [], []
+        known, survey = self._catalog.entries(), Survey(anew)
         for segment_id, path, finished in segment_files(self._files, self._directory.path):
             if not finished:
-                logger.info("removing unfinished %s", path)
-                self._files.unlink(Path(path))
+                survey.unfinished.append(Path(path))
                 continue
             row = known.pop(segment_id, None)
-            entry = self._recovered(segment_id, path, row, identity)
+            try:
+                entry = self._recovered(segment_id, path, row, identity, anew=anew)
+            except SegmentUnreadable as error:
+                survey.damaged.append(error)
+                continue
             if entry is not None:
-                found.append(entry)
+                survey.entries.append(entry)
                 if row is None:
-                    adopted.append(entry)
-        for segment_id in known:
+                    survey.adopted.append(entry)
+        survey.missing.extend(known)
+        return survey
+
+    def recover(self, survey: Survey) -> list[CatalogEntry]:
+        """All published segments, after the index and the folder were made as surveyed.
+
+        Unfinished files are removed, damaged ones go to quarantine; what cannot be read now is left
+        where it is. Called once, before anything else is.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        for path in survey.unfinished:
+            logger.info("removing unfinished %s", path)
+            self._files.unlink(path)
+        for error in survey.damaged:
+            self._condemn(error)
+        for segment_id in survey.missing:
             logger.warning("segment %s is in the index but has no file", segment_id)
         # Together, for each change of the database takes a while.
-        if known:
-            self._index(self._catalog.remove, *known)
-        if adopted:
-            self._index(self._catalog.add, *adopted)
+        if survey.anew:
+            self._index(self._catalog.begin_with, survey.entries)
+        else:
+            if survey.missing:
+                self._index(self._catalog.remove, *survey.missing)
+            if survey.adopted:
+                self._index(self._catalog.add, *survey.adopted)
         self._limit_quarantine()
-        return found
+        return survey.entries
 
     def write(
         self, entry: CatalogEntry, read_layer: LayerReader, floors: FloorRule | None = None
@@ -347,26 +387,30 @@ class Keeper:
             segment.close()
 
     def _recovered(
-        self, segment_id: str, path: str, entry: CatalogEntry | None, identity: str
+        self, segment_id: str, path: str, row: CatalogEntry | None, identity: str, *, anew: bool
     ) -> CatalogEntry | None:
-        """The entry of a file that can be used."""
+        """The entry of a file; None if it cannot be read now.
+
+        Raises:
+            SegmentUnreadable: it can never be used.
+        """
         try:
-            if entry is None:
+            entry = row
+            if entry is None or anew:
                 info = read_header(Path(path), self._files).info
                 if info.segment_id != segment_id:
                     raise SegmentUnreadable(segment_id, f"is a copy of segment {info.segment_id}")
-                entry = CatalogEntry(info, info.layout().file_bytes)
+                used = () if row is None else row.use[1:]
+                entry = CatalogEntry(info, info.layout().file_bytes, *used)
             if self._files.stat(path).st_size != entry.file_bytes:
                 raise SegmentUnreadable(segment_id, "has the wrong size")
             if entry.info.identity != identity:
                 raise SegmentUnreadable(segment_id, "belongs to another model")
             return entry
-        except SegmentUnreadable as error:
-            self._condemn(error)
         except (OSError, StoreUnavailable) as error:
             # What the index knows is verified when it is opened.
-            if entry is not None:
-                return entry
+            if row is not None:
+                return row
             self.unused_files += 1
             with contextlib.suppress(OSError):
                 self.unused_bytes += self._files.stat(path).st_size

@@ -18,6 +18,7 @@ from impress_sglang.management.keeper import Keeper
 from impress_sglang.management.losses import prompt_of
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
+from impress_sglang.storage.catalog import CatalogEntry
 from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Tokens
 
@@ -58,17 +59,13 @@ def _without_collections() -> Iterator[None]:
 
 
 def _recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None) -> StoredTree:
-    entries = keeper.recover(identity)
-    parents = {entry.info.segment_id: entry.parent for entry in entries}
-    segments = [
-        StoredSegment(e.info, e.file_bytes, last_access=e.last_access, hits=e.hits) for e in entries
-    ]
+    entries = keeper.recover(keeper.survey(identity))
     tree = StoredTree(content)
-    newest, others = newest_files(segments)
+    others, orphans = restore_entries(tree, entries)
     for other in others:
         logger.info("segment %s was replaced by a newer one; removed", other.segment_id)
         keeper.delete(other.segment_id, other.file_bytes)
-    for orphan in restore_segments(tree, newest, parents):
+    for orphan in orphans:
         # What builds on a file that cannot be read now may be found at another start.
         if keeper.unused_files:
             keeper.unused_bytes += orphan.file_bytes
@@ -79,6 +76,23 @@ def _recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None) -
             )
             keeper.delete(orphan.segment_id, orphan.file_bytes)
     return tree
+
+
+def restore_entries(
+    tree: StoredTree, entries: Iterable[CatalogEntry]
+) -> tuple[list[StoredSegment], list[StoredSegment]]:
+    """Put what the index knows into an empty tree.
+
+    Returns segments in whose place a newer one stands, and those whose place was not found.
+    """
+    parents, segments = {}, []
+    for own in entries:
+        parents[own.info.segment_id] = own.parent
+        segments.append(
+            StoredSegment(own.info, own.file_bytes, last_access=own.last_access, hits=own.hits)
+        )
+    newest, others = newest_files(segments)
+    return others, restore_segments(tree, newest, parents)
 
 
 def newest_files(

@@ -62,6 +62,7 @@ _DELETE = "DELETE FROM segments WHERE segment_id = ?"
 _DELETE_USE = "DELETE FROM uses WHERE segment_id = ?"
 _USE = "UPDATE uses SET last_access = ?2, hits = ?3, parent = ?4 WHERE segment_id = ?1"
 _SUCCEED = "UPDATE uses SET parent = ?2 WHERE parent = ?1"
+_CLEARING = (("DELETE FROM segments", ()), ("DELETE FROM uses", ()))
 _SELECT = """
 SELECT segments.*, ifnull(uses.last_access, 0), ifnull(uses.hits, 0), ifnull(uses.parent, '')
 FROM segments LEFT JOIN uses USING (segment_id)
@@ -130,6 +131,14 @@ class Catalog:
         """Record a published segment in the place of another."""
         moved = _SUCCEED, (segment_id, entry.info.segment_id)
         self._waiting.append((*_insertion(entry), moved, *_deletion(segment_id)))
+        self.flush()
+
+    def begin_with(self, entries: Iterable[CatalogEntry]) -> None:
+        """Record these in place of all that there was; until that is done, all is as it was."""
+        self._waiting.clear()
+        # One change, however many they are.
+        insertions = itertools.chain.from_iterable(map(_insertion, entries))
+        self._waiting.append((*_CLEARING, *insertions))
         self.flush()
 
     def record_uses(self, uses: Iterable[SegmentUse]) -> None:

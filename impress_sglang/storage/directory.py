@@ -197,6 +197,12 @@ def is_store(files: FileSystem, path: Path) -> bool:
         return False
 
 
+def format_of(files: FileSystem, store: Path) -> int:
+    """The format that the marker of a store names; 0 of one from before markers named it."""
+    found = json.loads(_read_small(files, store / MARKER)).get("format", 0)
+    return found if isinstance(found, int) else 0
+
+
 def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, str, bool]]:
     """Files of a store's segments: id, path, and whether the file is finished.
 
@@ -234,7 +240,7 @@ def other_stores(files: FileSystem, own: Path) -> dict[Path, int]:
         path = own.parent / name
         with contextlib.suppress(OSError):
             if path != own and is_store(files, path):
-                older = _format_in(_read_small(files, path / MARKER)) < FORMAT_VERSION
+                older = format_of(files, path) < FORMAT_VERSION
                 found.append((not older, files.stat(path).st_mtime_ns, path))
     found.sort(reverse=True)
     stores = {path: _store_bytes(files, path) for _, _, path in found}
@@ -304,12 +310,6 @@ def _key_in(marker: bytes) -> bytes:
     except (ValueError, TypeError, KeyError, RecursionError):
         return b""
     return key if len(key) == _KEY_BYTES else b""
-
-
-def _format_in(marker: bytes) -> int:
-    """The format that a marker of ours names; 0 of one from before markers named it."""
-    found = json.loads(marker).get("format", 0)
-    return found if isinstance(found, int) else 0
 
 
 def _remove_empty(files: FileSystem, path: Path) -> None:

@@ -148,7 +148,15 @@ def test_a_directory_is_cleared(left: Path, capsys: Said) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["stat"], ["ls"], ["verify"], ["clear", "--yes"], ["purge", "--older-than=0"]],
+    [
+        ["stat"],
+        ["ls"],
+        ["verify"],
+        ["rebuild"],
+        ["gc"],
+        ["clear", "--yes"],
+        ["purge", "--older-than=0"],
+    ],
 )
 def test_nothing_is_touched_beside_a_server(
     bench: Workbench, left: Path, capsys: Said, command: list[str]

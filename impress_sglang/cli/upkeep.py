@@ -1,0 +1,83 @@
+"""What keeps stores in order that no server uses: `impress rebuild` and `impress gc`.
+
+The same code does it as at the start of a server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from impress_sglang.cli.orders import PATIENCE_S, check_done
+from impress_sglang.management.keeper import Keeper
+from impress_sglang.management.restoring import restore_entries
+from impress_sglang.management.tree import StoredTree
+from impress_sglang.storage.directory import StoreDirectory, quarantined_files
+from impress_sglang.storage.health import Health
+
+
+def rebuild(directory: StoreDirectory) -> dict[str, Any]:
+    """Make the index of a store anew from the headers of all its files.
+
+    When segments were used is taken from the old index, which stays until the new one is whole.
+
+    Raises:
+        Unreachable: the disk has refused something.
+        OSError: the directory cannot be read.
+        sqlite3.Error: the index can neither be read nor made anew.
+    """
+    with _kept(directory) as keeper:
+        survey = keeper.survey(directory.path.name, anew=True)
+        keeper.recover(survey)
+    return {
+        "store": directory.path.name,
+        "segments": len(survey.entries),
+        "not_indexed": len(survey.adopted),
+        "without_file": len(survey.missing),
+        "quarantined": len(survey.damaged),
+        "unreadable_now": keeper.unused_files,
+    }
+
+
+def collect(directory: StoreDirectory, *, dry_run: bool) -> list[dict[str, Any]]:
+    """Remove what nobody can use of a store, or only say what that is; raises as `rebuild`."""
+    store, now = directory.path.name, time.time()
+    with _kept(directory) as keeper:
+        survey = keeper.survey(store)
+        expired = [own for own in survey.entries if 0 < own.info.expires <= now]
+        current = [own for own in survey.entries if not 0 < own.info.expires <= now]
+        others, orphans = restore_entries(StoredTree(), current)
+        # What builds on a file that cannot be read now may be found at another time.
+        placeless = [own.entry for own in (others if keeper.unused_files else others + orphans)]
+        damaged = [directory.segment_path(own.segment_id) for own in survey.damaged]
+        damaged += quarantined_files(directory.files, directory.path)
+        found = {
+            "unfinished": [directory.files.stat(own).st_size for own in survey.unfinished],
+            "damaged": [directory.files.stat(own).st_size for own in damaged],
+            "expired": [own.file_bytes for own in expired],
+            "without a place": [own.file_bytes for own in placeless],
+        }
+        if not dry_run:
+            keeper.recover(survey)
+            keeper.delete_all({own.info.segment_id: own.file_bytes for own in expired + placeless})
+            keeper.empty_quarantine()
+    return [removal(store, what, sizes) for what, sizes in found.items() if sizes]
+
+
+def removal(store: str, what: str, sizes: list[int]) -> dict[str, Any]:
+    """A row: so many files of a kind, and their bytes."""
+    return {"store": store, "what": what, "files": len(sizes), "bytes": sum(sizes)}
+
+
+@contextlib.contextmanager
+def _kept(directory: StoreDirectory) -> Iterator[Keeper]:
+    """A keeper of a store, which has done all in the end."""
+    health = Health()
+    keeper = Keeper(directory, health, direct=False)
+    try:
+        yield keeper
+    finally:
+        keeper.close(PATIENCE_S)
+    check_done(health)
