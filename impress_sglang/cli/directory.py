@@ -16,7 +16,7 @@ from impress_sglang.cli.outcome import Refused, Unreachable
 from impress_sglang.cli.prefix_file import PrefixFile
 from impress_sglang.cli.shipping import export_file, import_file
 from impress_sglang.cli.upkeep import collect, rebuild, removal
-from impress_sglang.errors import PrefixUnreadable, StoreError
+from impress_sglang.errors import ConfigError, PrefixUnreadable, StoreError
 from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.directory import (
     StoreDirectory,
@@ -146,6 +146,8 @@ class Directory:
             directory = StoreDirectory(self._files, path.parent, path.name)
         except StoreError as error:
             raise in_use(path) from error
+        except ConfigError as error:
+            raise Unreachable(f"{path} cannot be opened: {error}") from error
         try:
             yield directory
         except (OSError, sqlite3.Error) as error:

@@ -266,3 +266,12 @@ def test_no_store_is_changed_beside_one_that_is_used(left: Workbench, capsys: Sa
         assert main([*command, "--dir", str(left.root)]) == UNREACHABLE
         assert "serves a running server" in capsys.readouterr().err
     assert sorted(left.root.rglob("*.kv*")) == before
+
+
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "rebuild", "gc"])
+def test_a_directory_that_cannot_be_locked_is_told_of(
+    left: Workbench, capsys: Said, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    install(monkeypatch, Rule("EROFS", "open-write"))
+    assert main([command, "--dir", str(left.root)]) == UNREACHABLE
+    assert "cannot be opened" in capsys.readouterr().err
