@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,7 @@ class Directory:
     def clear(self) -> list[dict[str, Any]]:
         """Remove all stores; says what was in them."""
         removed = self.stat()
-        for path in self._stores():
-            if not remove_store(self._files, path):
-                raise in_use(path)
+        self._remove(self._stores())
         return removed
 
     def rebuild(self) -> list[dict[str, Any]]:
@@ -80,9 +78,7 @@ class Directory:
         """See `upkeep.collect`; stores of older formats go as a whole."""
         with self._all_locked() as (stores, old):
             rows = [removal(path.name, "older format", self._sizes(path)) for path in old]
-            for path in () if dry_run else old:
-                if not remove_store(self._files, path):
-                    raise in_use(path)
+            self._remove(() if dry_run else old)
             return rows + [row for own in stores for row in collect(own, dry_run=dry_run)]
 
     def order(self, verb: str, which: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -127,6 +123,11 @@ class Directory:
         if not found:
             raise Unreachable(f"there is no store in {self._root}")
         return found
+
+    def _remove(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            if not remove_store(self._files, path):
+                raise in_use(path)
 
     @contextlib.contextmanager
     def _all_locked(self) -> Iterator[tuple[list[StoreDirectory], list[Path]]]:

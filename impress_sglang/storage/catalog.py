@@ -267,17 +267,17 @@ def _from_row(row: tuple[Any, ...]) -> CatalogEntry:
     segment_id, identity, namespace, digest, prefix_len, tokens, *rest = row
     quality, shape, chunk_tokens, generation, expires, file_bytes, _, *use = rest
     info = SegmentInfo(
-        segment_id,
-        identity,
-        namespace,
-        digest,
-        prefix_len,
-        np.frombuffer(tokens, _INTEGERS).astype(np.int32),
-        _shape(shape),
-        chunk_tokens,
-        _quality(quality),
-        generation,
-        expires,
+        segment_id=segment_id,
+        identity=identity,
+        namespace=namespace,
+        prefix_digest=digest,
+        prefix_len=prefix_len,
+        tokens=np.frombuffer(tokens, _INTEGERS).astype(np.int32),
+        shape=_shape(shape),
+        chunk_tokens=chunk_tokens,
+        quality=_quality(quality),
+        generation=generation,
+        expires=expires,
     )
     return CatalogEntry(info, file_bytes, *use)
 
