@@ -245,9 +245,12 @@ class Mutants:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Instead of pytest's own."""
         files = {str(path) for path in targets()}
+        # `tests/conftest.py` freezes what is imported, which `get_objects` then leaves out.
+        gc.unfreeze()
         everything = gc.get_objects()
         functions = [function for function in everything if type(function) is types.FunctionType]
         self._functions = [call for call in functions if call.__code__.co_filename in files]
+        assert self._functions, "nothing could be changed"
         gc.freeze()
         session.config.pluginmanager.unregister(name="terminalreporter")
         calls = self._calls(session.items)
