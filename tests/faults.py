@@ -343,9 +343,9 @@ class FaultyFileSystem(FileSystem):
         self.enter("engine", None)
         return FaultyEngine(super().engine(name, depth), self)
 
-    def database(self, path: Path) -> sqlite3.Connection:
+    def database(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         self.enter("database", path)
-        connection = super().database(path)
+        connection = super().database(path, read_only=read_only)
         with self._lock:
             self._connections.setdefault(path, []).append(connection)
         return cast("sqlite3.Connection", FaultyConnection(connection, path, self))

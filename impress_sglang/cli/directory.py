@@ -172,7 +172,7 @@ class Directory:
         return [self._files.stat(own).st_size for _, own, _ in segment_files(self._files, path)]
 
     def _entries(self, path: Path) -> list[CatalogEntry]:
-        catalog = Catalog(self._files, path)
+        catalog = Catalog(self._files, path, read_only=True)
         try:
             return list(catalog.entries().values())
         finally:

@@ -14,6 +14,7 @@ from impress_sglang.cli.orders import PATIENCE_S, check_done
 from impress_sglang.management.keeper import Keeper
 from impress_sglang.management.restoring import restore_entries
 from impress_sglang.management.tree import StoredTree
+from impress_sglang.storage.catalog import CatalogEntry
 from impress_sglang.storage.directory import StoreDirectory, quarantined_files
 from impress_sglang.storage.health import Health
 
@@ -44,13 +45,14 @@ def rebuild(directory: StoreDirectory) -> dict[str, Any]:
 def collect(directory: StoreDirectory, *, dry_run: bool) -> list[dict[str, Any]]:
     """Remove what nobody can use of a store, or only say what that is; raises as `rebuild`."""
     store, now = directory.path.name, time.time()
-    with _kept(directory) as keeper:
+    expired: list[CatalogEntry] = []
+    current: list[CatalogEntry] = []
+    with _kept(directory, read_only=dry_run) as keeper:
         survey = keeper.survey(store)
-        expired = [own for own in survey.entries if 0 < own.info.expires <= now]
-        current = [own for own in survey.entries if not 0 < own.info.expires <= now]
-        others, orphans = restore_entries(StoredTree(), current)
-        # What builds on a file that cannot be read now may be found at another time.
-        placeless = [own.entry for own in (others if keeper.unused_files else others + orphans)]
+        for own in survey.entries:
+            (expired if 0 < own.info.expires <= now else current).append(own)
+        useless, _ = restore_entries(StoredTree(), current, all_read=not keeper.unused_files)
+        placeless = [own.entry for own in useless]
         damaged = [directory.segment_path(own.segment_id) for own in survey.damaged]
         damaged += quarantined_files(directory.files, directory.path)
         found = {
@@ -72,10 +74,10 @@ def removal(store: str, what: str, sizes: list[int]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _kept(directory: StoreDirectory) -> Iterator[Keeper]:
-    """A keeper of a store, which has done all in the end."""
+def _kept(directory: StoreDirectory, *, read_only: bool = False) -> Iterator[Keeper]:
+    """A keeper of a store, which has done all in the end; see `Keeper` for `read_only`."""
     health = Health()
-    keeper = Keeper(directory, health, direct=False)
+    keeper = Keeper(directory, health, direct=False, read_only=read_only)
     try:
         yield keeper
     finally:

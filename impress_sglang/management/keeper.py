@@ -85,12 +85,20 @@ class Survey:
 class Keeper:
     """Owned by the store's thread; its own thread does the work."""
 
-    def __init__(self, directory: StoreDirectory, health: Health, *, direct: bool) -> None:
+    def __init__(
+        self,
+        directory: StoreDirectory,
+        health: Health,
+        *,
+        direct: bool,
+        read_only: bool = False,
+    ) -> None:
+        """Of a locked folder; `read_only` for who only surveys it, and changes no index either."""
         self._directory = directory
         self._files = directory.files
         self._health = health
         self._direct = direct
-        self._catalog = Catalog(self._files, directory.path)
+        self._catalog = Catalog(self._files, directory.path, read_only=read_only)
         self._buffer = AlignedBuffer()
         self._thread = BackgroundThread("impress-write", compute_alone)
         self.progress = time.monotonic()

@@ -61,29 +61,25 @@ def _without_collections() -> Iterator[None]:
 def _recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None) -> StoredTree:
     entries = keeper.recover(keeper.survey(identity))
     tree = StoredTree(content)
-    others, orphans = restore_entries(tree, entries)
-    for other in others:
-        logger.info("segment %s was replaced by a newer one; removed", other.segment_id)
-        keeper.delete(other.segment_id, other.file_bytes)
-    for orphan in orphans:
-        # What builds on a file that cannot be read now may be found at another start.
-        if keeper.unused_files:
-            keeper.unused_bytes += orphan.file_bytes
-        else:
-            logger.warning(
-                "segment %s has no place: what it builds on is gone, or others are there; removed",
-                orphan.segment_id,
-            )
-            keeper.delete(orphan.segment_id, orphan.file_bytes)
+    useless, waiting = restore_entries(tree, entries, all_read=not keeper.unused_files)
+    for own in useless:
+        logger.warning(
+            "segment %s has no place: what it builds on is gone, or others are there; removed",
+            own.segment_id,
+        )
+        keeper.delete(own.segment_id, own.file_bytes)
+    keeper.unused_bytes += sum(own.file_bytes for own in waiting)
     return tree
 
 
 def restore_entries(
-    tree: StoredTree, entries: Iterable[CatalogEntry]
+    tree: StoredTree, entries: Iterable[CatalogEntry], *, all_read: bool
 ) -> tuple[list[StoredSegment], list[StoredSegment]]:
     """Put what the index knows into an empty tree.
 
-    Returns segments in whose place a newer one stands, and those whose place was not found.
+    Returns what nobody can use: another file has its tokens, or what it builds on is gone; and what
+    may be used at another time, for it may build on one of the files that could not be read now.
+    `all_read`: there are none of these.
     """
     parents, segments = {}, []
     for own in entries:
@@ -92,7 +88,8 @@ def restore_entries(
             StoredSegment(own.info, own.file_bytes, last_access=own.last_access, hits=own.hits)
         )
     newest, others = newest_files(segments)
-    return others, restore_segments(tree, newest, parents)
+    orphans = restore_segments(tree, newest, parents)
+    return (others + orphans, []) if all_read else (others, orphans)
 
 
 def newest_files(

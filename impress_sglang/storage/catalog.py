@@ -3,6 +3,9 @@
 The segment files are the truth. A catalog that is missing or damaged is rebuilt from their headers,
 a row without its file is dropped, a file without a row is read and added. So a change that the
 database does not take now is kept and tried again, and nothing else depends on it.
+
+A change that waits is little more than a reference to what it is about; rows are made when the
+database takes them.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import itertools
 import json
 import logging
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -62,7 +65,6 @@ _DELETE = "DELETE FROM segments WHERE segment_id = ?"
 _DELETE_USE = "DELETE FROM uses WHERE segment_id = ?"
 _USE = "UPDATE uses SET last_access = ?2, hits = ?3, parent = ?4 WHERE segment_id = ?1"
 _SUCCEED = "UPDATE uses SET parent = ?2 WHERE parent = ?1"
-_CLEARING = (("DELETE FROM segments", ()), ("DELETE FROM uses", ()))
 _SELECT = """
 SELECT segments.*, ifnull(uses.last_access, 0), ifnull(uses.hits, 0), ifnull(uses.parent, '')
 FROM segments LEFT JOIN uses USING (segment_id)
@@ -72,13 +74,16 @@ _FIXED, _COLUMNS = 12, 16
 _TOKENS, _INTEGERS = 5, np.dtype("<i4")
 # Shapes and qualities that rows have together.
 _SHARED = 1024
-_Change: TypeAlias = tuple[tuple[str, Sequence[Any]], ...]
-"""Statements that are made together, and their values."""
+_Statement: TypeAlias = tuple[str, Sequence[Any]]
+_Change: TypeAlias = Callable[[], Iterable[_Statement]]
+"""Makes the statements that belong together, and their values."""
 
 SegmentUse: TypeAlias = tuple[str, int, int, str]
 """Of a segment its name, last access, hits and parent, as in `CatalogEntry`."""
 
-# Changes that wait for the database at most; the next start mends what is forgotten.
+# Changes of one transaction.
+_TOGETHER = 1000
+# Changes that wait at most for a database that refuses them.
 _MOST_WAITING = 100_000
 
 
@@ -105,12 +110,18 @@ class CatalogEntry:
 class Catalog:
     """The rows of one store directory; used by one thread at a time."""
 
-    def __init__(self, files: FileSystem, directory: Path) -> None:
-        """Connects when it is first used."""
+    def __init__(self, files: FileSystem, directory: Path, *, read_only: bool = False) -> None:
+        """Connects when it is first used.
+
+        `read_only`: nothing is changed, also if it is damaged.
+        """
         self._files = files
         self._path = directory / CATALOG
+        self._read_only = read_only
         self._connection: sqlite3.Connection | None = None
-        self._waiting: collections.deque[_Change] = collections.deque(maxlen=_MOST_WAITING)
+        self._waiting: collections.deque[_Change] = collections.deque()
+        # Whether changes were forgotten since the database has last taken all.
+        self._forgetful = False
 
     def add(self, *entries: CatalogEntry) -> None:
         """Record published segments; like each change it waits where it cannot be made now.
@@ -119,56 +130,75 @@ class Catalog:
             sqlite3.Error: the database refuses.
             OSError: the database cannot be opened.
         """
-        self._waiting.extend(map(_insertion, entries))
-        self.flush()
+        self._make(functools.partial(_insertion, own) for own in entries)
 
     def remove(self, *segment_ids: str) -> None:
         """Forget segments; no error if one is unknown."""
-        self._waiting.extend(map(_deletion, segment_ids))
-        self.flush()
+        self._make(functools.partial(_deletion, own) for own in segment_ids)
 
     def replace(self, segment_id: str, entry: CatalogEntry) -> None:
         """Record a published segment in the place of another."""
-        moved = _SUCCEED, (segment_id, entry.info.segment_id)
-        self._waiting.append((*_insertion(entry), moved, *_deletion(segment_id)))
-        self.flush()
+        self._make([functools.partial(_replacement, segment_id, entry)])
 
-    def begin_with(self, entries: Iterable[CatalogEntry]) -> None:
+    def begin_with(self, entries: Sequence[CatalogEntry]) -> None:
         """Record these in place of all that there was; until that is done, all is as it was."""
         self._waiting.clear()
         # One change, however many they are.
-        insertions = itertools.chain.from_iterable(map(_insertion, entries))
-        self._waiting.append((*_CLEARING, *insertions))
-        self.flush()
+        self._make([functools.partial(_beginning, entries)])
 
     def record_uses(self, uses: Iterable[SegmentUse]) -> None:
         """Keep how segments were used for the next start; unknown ones are none."""
-        self._waiting.extend(((_USE, use),) for use in uses)
-        self.flush()
+        self._make(functools.partial(_usage, own) for own in uses)
 
     def flush(self) -> None:
-        """Make the changes that wait, all or none.
+        """Make the changes that wait, in their order, and each as a whole or not.
 
         Raises:
             sqlite3.Error: the database refuses; it is opened anew next time.
             OSError: it cannot be opened.
         """
+        self._make(())
+
+    def _make(self, changes: Iterable[_Change]) -> None:
+        self._waiting.extend(changes)
         try:
-            with self._connected() as connection:
-                for statement, values in itertools.chain.from_iterable(self._waiting):
-                    connection.execute(statement, values)
+            while self._waiting:
+                together = list(itertools.islice(self._waiting, _TOGETHER))
+                with self._connected() as connection:
+                    for statement, values in itertools.chain.from_iterable(c() for c in together):
+                        connection.execute(statement, values)
+                for _ in together:
+                    self._waiting.popleft()
+            self._forgetful = False
         except (sqlite3.Error, OSError):
             self.close()
+            self._forget_oldest()
             raise
-        self._waiting.clear()
+
+    def _forget_oldest(self) -> None:
+        """Bound what waits for a database that refuses; files tell the next start the same."""
+        while len(self._waiting) > _MOST_WAITING:
+            self._waiting.popleft()
+            if not self._forgetful:
+                logger.warning(
+                    "%s refuses more than %d changes: the next start makes up for the oldest ones, "
+                    "from the segments",
+                    self._path,
+                    _MOST_WAITING,
+                )
+            self._forgetful = True
 
     def entries(self) -> dict[str, CatalogEntry]:
         """All sound rows by segment; none of a database that is damaged, which is made anew.
+
+        Where nothing may be changed, that is left to others.
 
         Raises:
             sqlite3.Error: the database cannot be read now.
             OSError: it cannot be opened now.
         """
+        if self._read_only and self._path.name not in self._files.list(self._path.parent):
+            return {}
         try:
             rows = self._connected().execute(_SELECT)
             if len(rows.description) != _COLUMNS:
@@ -202,25 +232,34 @@ class Catalog:
             except sqlite3.OperationalError:
                 raise
             except sqlite3.DatabaseError as error:
+                if self._read_only:
+                    raise
                 self._begin_anew(error)
                 self._connection = self._open()
         return self._connection
 
     def _begin_anew(self, error: Exception) -> None:
-        logger.warning("%s is damaged (%s); rebuilding it from the segments", self._path, error)
         self.close()
+        if self._read_only:
+            return
+        logger.warning("%s is damaged (%s); rebuilding it from the segments", self._path, error)
         for suffix in ("", "-wal", "-shm"):
             self._files.unlink(self._path.with_name(self._path.name + suffix))
 
     def _open(self) -> sqlite3.Connection:
-        connection = self._files.database(self._path)
+        connection = self._files.database(self._path, read_only=self._read_only)
         # What is damaged fails its checksum, not the start.
         connection.text_factory = lambda text: text.decode(errors="replace")
         try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
-            connection.execute(_SEGMENTS)
-            connection.execute(_USES)
+            if self._read_only:
+                found = connection.execute("SELECT name FROM sqlite_schema").fetchall()
+                if not {("segments",), ("uses",)} <= set(found):
+                    raise sqlite3.DatabaseError("it has other tables")
+            else:
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = NORMAL")
+                connection.execute(_SEGMENTS)
+                connection.execute(_USES)
             if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("quick_check failed")
         except BaseException:
@@ -229,12 +268,31 @@ class Catalog:
         return connection
 
 
-def _insertion(entry: CatalogEntry) -> _Change:
-    return (_INSERT, _to_row(entry)), (_INSERT_USE, entry.use)
+def _insertion(entry: CatalogEntry) -> Iterator[_Statement]:
+    yield _INSERT, _to_row(entry)
+    yield _INSERT_USE, entry.use
 
 
-def _deletion(segment_id: str) -> _Change:
-    return (_DELETE, (segment_id,)), (_DELETE_USE, (segment_id,))
+def _deletion(segment_id: str) -> Iterator[_Statement]:
+    yield _DELETE, (segment_id,)
+    yield _DELETE_USE, (segment_id,)
+
+
+def _replacement(segment_id: str, entry: CatalogEntry) -> Iterator[_Statement]:
+    yield from _insertion(entry)
+    yield _SUCCEED, (segment_id, entry.info.segment_id)
+    yield from _deletion(segment_id)
+
+
+def _beginning(entries: Iterable[CatalogEntry]) -> Iterator[_Statement]:
+    yield "DELETE FROM segments", ()
+    yield "DELETE FROM uses", ()
+    for entry in entries:
+        yield from _insertion(entry)
+
+
+def _usage(use: SegmentUse) -> Iterator[_Statement]:
+    yield _USE, use
 
 
 def _to_row(entry: CatalogEntry) -> tuple[object, ...]:

@@ -129,8 +129,16 @@ class FileSystem:
         """What reads blocks of open segments; see `engines.make_engine`."""
         return make_engine(name, depth)
 
-    def database(self, path: Path) -> sqlite3.Connection:
-        """A connection that threads may use one after another; its files are 0600."""
+    def database(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+        """A connection that threads may use one after another; its files are 0600.
+
+        With `read_only` one of a database that is there, which nobody else changes meanwhile: its
+        content stays as it is, and so does its log, if there is one.
+        """
+        if read_only:
+            way = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
+            uri = f"{path.absolute().as_uri()}?{way}"
+            return sqlite3.connect(uri, uri=True, check_same_thread=False)
         # SQLite gives its other files the mode of this one.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, _FILE_MODE))
         return sqlite3.connect(path, check_same_thread=False)

@@ -148,21 +148,92 @@ def test_changes_are_made_in_their_order(
     assert seen_by_others(tmp_path) == {}
 
 
-def test_of_too_many_changes_the_oldest_are_forgotten(
-    files: FaultyFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two changes are a transaction, and three may wait for a database that refuses."""
+    monkeypatch.setattr(catalog_module, "_TOGETHER", 2)
+    monkeypatch.setattr(catalog_module, "_MOST_WAITING", 3)
+
+
+def test_more_changes_than_may_wait_are_made_at_once(
+    few: None, catalog: Catalog, tmp_path: Path
 ) -> None:
-    """The next start finds these segments by their files."""
-    monkeypatch.setattr(catalog_module, "_MOST_WAITING", 2)
-    catalog = Catalog(files, tmp_path)
-    with files.faults.injected(REFUSALS["full"]):
-        for name in "abc":
-            with pytest.raises(sqlite3.Error):
-                catalog.add(entry(name))
+    """As at a start without an index."""
+    entries = [entry(str(number)) for number in range(10)]
+    catalog.add(*entries)
+    assert len(seen_by_others(tmp_path)) == 10
+    catalog.record_uses([(own.info.segment_id, 9, 4, "") for own in entries])
+    assert all(own.hits == 4 for own in seen_by_others(tmp_path).values())
+    catalog.remove(*map(str, range(9)))
+    assert list(seen_by_others(tmp_path)) == ["9"]
+    catalog.begin_with(entries)
+    assert len(seen_by_others(tmp_path)) == 10
+
+
+def test_what_was_made_of_many_changes_stays_and_the_rest_waits(
+    few: None, catalog: Catalog, files: FaultyFileSystem, tmp_path: Path
+) -> None:
+    catalog.add(entry("0"))
+    with files.faults.injected(Rule("ENOSPC", "sql.commit", after=1)):
+        with pytest.raises(sqlite3.Error):
+            catalog.add(*(entry(str(number)) for number in range(1, 6)))
+        assert sorted(seen_by_others(tmp_path)) == ["0", "1", "2"]
 
     catalog.flush()
 
-    assert sorted(seen_by_others(tmp_path)) == ["b", "c"]
+    assert len(seen_by_others(tmp_path)) == 6
+
+
+def test_an_index_that_is_made_anew_is_the_old_one_until_it_is_whole(
+    few: None, catalog: Catalog, files: FaultyFileSystem, tmp_path: Path
+) -> None:
+    catalog.add(entry("old"))
+    new = [entry(str(number)) for number in range(10)]
+    with files.faults.injected(Rule("ENOSPC", "sql.insert", after=15)):
+        with pytest.raises(sqlite3.Error):
+            catalog.begin_with(new)
+        assert list(seen_by_others(tmp_path)) == ["old"]
+
+    catalog.flush()
+
+    assert len(seen_by_others(tmp_path)) == 10
+
+
+def test_of_changes_that_are_refused_for_too_long_the_oldest_are_forgotten(
+    few: None,
+    catalog: Catalog,
+    files: FaultyFileSystem,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The next start finds these segments by their files."""
+    with files.faults.injected(REFUSALS["full"]):
+        for name in "abcde":
+            with pytest.raises(sqlite3.Error):
+                catalog.add(entry(name))
+    assert caplog.text.count("refuses more than 3 changes") == 1
+
+    catalog.flush()
+
+    assert sorted(seen_by_others(tmp_path)) == ["c", "d", "e"]
+
+
+def test_who_only_reads_changes_nothing(catalog: Catalog, tmp_path: Path) -> None:
+    def read() -> list[str]:
+        reader = Catalog(FileSystem(), tmp_path, read_only=True)
+        names = list(reader.entries())
+        reader.close()
+        return names
+
+    assert read() == [] and not list(tmp_path.iterdir())
+    catalog.add(entry("a"))
+    assert read() == ["a"], "what another process has not folded into the database yet"
     catalog.close()
+    (path,) = tmp_path.iterdir()
+    for damage in (b"no index" * 1000, b"", path.read_bytes()[:4096], path.read_bytes()):
+        path.write_bytes(damage)
+        assert read() == (["a"] if damage == path.read_bytes() and len(damage) > 8000 else [])
+        assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == damage
 
 
 @pytest.mark.parametrize("fault", ["EIO", "EMFILE", "locked"])

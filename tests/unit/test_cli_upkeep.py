@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+import sqlite3
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from impress_sglang.storage.directory import CATALOG, MARKER
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import FORMAT_VERSION
 from tests.faults import SQL, FaultyFileSystem, Killed, Rule
+from tests.faulty_database import cut_database
 from tests.unit import store_factory
 from tests.unit.kv_factory import IDENTITY, flip_byte
 from tests.unit.store_factory import (
@@ -222,6 +224,38 @@ def test_what_nobody_can_use_is_removed(
     store = left.open()
     check_rows(store, prompt(4, 8))
     check_rows(store, prompt(2, 8), namespace="salt")
+
+
+@pytest.mark.parametrize("index", ["missing", "garbage", "columns", "log"])
+def test_who_only_looks_changes_no_index(left: Workbench, capsys: Said, index: str) -> None:
+    def contents() -> dict[str, bytes]:
+        # SQLite has a file there for its own use while it reads a log.
+        return {
+            str(own): own.read_bytes()
+            for own in left.root.rglob("*")
+            if own.is_file() and not own.name.endswith("-shm")
+        }
+
+    path = left.root / IDENTITY / CATALOG
+    if index == "missing":
+        path.unlink()
+    elif index == "garbage":
+        path.write_bytes(b"no index" * 1000)
+    else:
+        connection = sqlite3.connect(path)
+        with connection:
+            connection.execute("ALTER TABLE segments ADD COLUMN more TEXT")
+            if index == "log":
+                connection.execute("ALTER TABLE segments DROP COLUMN more")
+        # As a server that is killed leaves it.
+        cut_database(path, [connection], keep_log=True)
+    before = contents()
+    for command in (["gc", "--dry-run"], ["ls"], ["stat"], ["verify"]):
+        assert main([*command, "--dir", str(left.root)]) == DONE
+        assert contents() == before
+    capsys.readouterr()
+    assert removed(capsys, left, "--dry-run") == removed(capsys, left) == {}
+    check_three_prefixes(left.open())
 
 
 def test_damaged_files_and_second_ones_of_a_place(left: Workbench, capsys: Said) -> None:
