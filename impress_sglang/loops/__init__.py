@@ -9,11 +9,11 @@ from impress_sglang.loops.planning import (
     find_candidates,
     locate_rows,
     missing_blocks,
-    record_scores,
     tally,
     touched_chunks,
     vector_addresses,
 )
+from impress_sglang.loops.scores import record_scores, scores_of
 
 __all__ = [
     "add_cached_blocks",
@@ -25,6 +25,7 @@ __all__ = [
     "move_averages",
     "move_codes",
     "record_scores",
+    "scores_of",
     "tally",
     "touched_chunks",
     "vector_addresses",

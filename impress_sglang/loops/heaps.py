@@ -7,32 +7,32 @@ the chunk comes up, one that falls is told by `note_falls`.
     heaps int64 [2, 1 + most members]    ids, from place 1 on
     sizes int64 [2]                      members
     places int32 [chunks]                where in its heap a chunk is, 0 for nowhere
-    noted float64 [2, 1 + most members]  of the member at each place
+    noted int64 [2, 1 + most members]    of the member at each place
 """
 
 from __future__ import annotations
 
 from impress_sglang.loops.jit import compiled
-from impress_sglang.loops.types import Floats, Indices, Int32s, Uint8s
+from impress_sglang.loops.types import Indices, Int32s, Uint8s
 
 _SSD = 0
-HEAP = "int64[:, ::1], int64[::1], int32[::1], float64[:, ::1]"
+HEAP = "int64[:, ::1], int64[::1], int32[::1], int64[:, ::1]"
 
 
-@compiled("(float64, int64, float64, int64)")
-def _before(noted: float, chunk: int, other_noted: float, other: int) -> bool:
+@compiled("(int64, int64, int64, int64)")
+def _before(noted: int, chunk: int, other_noted: int, other: int) -> bool:
     return noted < other_noted or (noted == other_noted and chunk < other)
 
 
-@compiled("(int64[::1], int32[::1], float64[::1], int64, int64, float64)")
-def _put(heap: Indices, places: Int32s, noted: Floats, at: int, chunk: int, own: float) -> None:
+@compiled("(int64[::1], int32[::1], int64[::1], int64, int64, int64)")
+def _put(heap: Indices, places: Int32s, noted: Indices, at: int, chunk: int, own: int) -> None:
     heap[at] = chunk
     noted[at] = own
     places[chunk] = at
 
 
-@compiled("(int64[::1], int32[::1], float64[::1], int64)")
-def _rise(heap: Indices, places: Int32s, noted: Floats, at: int) -> None:
+@compiled("(int64[::1], int32[::1], int64[::1], int64)")
+def _rise(heap: Indices, places: Int32s, noted: Indices, at: int) -> None:
     """The chunk at this place may be lower than those above."""
     chunk, own = heap[at], noted[at]
     while at > 1 and _before(own, chunk, noted[at // 2], heap[at // 2]):
@@ -41,8 +41,8 @@ def _rise(heap: Indices, places: Int32s, noted: Floats, at: int) -> None:
     _put(heap, places, noted, at, chunk, own)
 
 
-@compiled("(int64[::1], int64, int32[::1], float64[::1], int64)")
-def _sink(heap: Indices, size: int, places: Int32s, noted: Floats, at: int) -> None:
+@compiled("(int64[::1], int64, int32[::1], int64[::1], int64)")
+def _sink(heap: Indices, size: int, places: Int32s, noted: Indices, at: int) -> None:
     """The chunk at this place may be higher than those below."""
     chunk, own = heap[at], noted[at]
     while 2 * at <= size:
@@ -56,15 +56,15 @@ def _sink(heap: Indices, size: int, places: Int32s, noted: Floats, at: int) -> N
     _put(heap, places, noted, at, chunk, own)
 
 
-@compiled(f"({HEAP}, int64, int64, float64)")
+@compiled(f"({HEAP}, int64, int64, int64)")
 def enter(
     heaps: Indices,
     sizes: Indices,
     places: Int32s,
-    noted: Floats,
+    noted: Indices,
     row: int,
     chunk: int,
-    priority: float,
+    priority: int,
 ) -> None:
     """A chunk becomes a member."""
     sizes[row] += 1
@@ -74,7 +74,7 @@ def enter(
 
 @compiled(f"({HEAP}, int64, int64)")
 def leave(
-    heaps: Indices, sizes: Indices, places: Int32s, noted: Floats, row: int, chunk: int
+    heaps: Indices, sizes: Indices, places: Int32s, noted: Indices, row: int, chunk: int
 ) -> None:
     """A chunk that is a member is none any more."""
     at, end = int(places[chunk]), sizes[row]
@@ -87,9 +87,9 @@ def leave(
         _sink(heaps[row], sizes[row], places, noted[row], int(places[last]))
 
 
-@compiled(f"({HEAP}, int64, float64[::1])")
+@compiled(f"({HEAP}, int64, int64[::1])")
 def lowest(
-    heaps: Indices, sizes: Indices, places: Int32s, noted: Floats, row: int, priorities: Floats
+    heaps: Indices, sizes: Indices, places: Int32s, noted: Indices, row: int, priorities: Indices
 ) -> int:
     """The member with the lowest priority, -1 if there is none; it stays."""
     while sizes[row]:
@@ -101,15 +101,15 @@ def lowest(
     return -1
 
 
-@compiled(f"(int64[::1], uint8[::1], {HEAP}, float64[::1])")
+@compiled(f"(int64[::1], uint8[::1], {HEAP}, int64[::1])")
 def note_falls(
     ids: Indices,
     tiers: Uint8s,
     heaps: Indices,
     sizes: Indices,
     places: Int32s,
-    noted: Floats,
-    priorities: Floats,
+    noted: Indices,
+    priorities: Indices,
 ) -> None:
     """Priorities of chunks, which stand in these tiers, may have fallen."""
     for number in range(len(ids)):

@@ -21,7 +21,7 @@ import numpy as np
 
 from impress_sglang.loops.heaps import HEAP, enter, leave, lowest
 from impress_sglang.loops.jit import compiled
-from impress_sglang.loops.types import Floats, Indices, Int32s, Uint8s, Uint16s
+from impress_sglang.loops.types import Indices, Int32s, Uint8s, Uint16s
 
 _SSD, _DEVICE = 0, 2
 _CHUNKS = "uint8[::1], uint16[::1], int32[::1], int32[:, ::1]"
@@ -38,7 +38,7 @@ def release(
     heaps: Indices,
     sizes: Indices,
     places: Int32s,
-    noted: Floats,
+    noted: Indices,
     stacks: Int32s,
     free: Indices,
 ) -> None:
@@ -65,7 +65,7 @@ def drop(
     heaps: Indices,
     sizes: Indices,
     places: Int32s,
-    noted: Floats,
+    noted: Indices,
     stacks: Int32s,
     free: Indices,
 ) -> None:
@@ -109,11 +109,11 @@ def pages_of(
     return found
 
 
-@compiled(f"(int64, int64, float64, {_STATE})")
+@compiled(f"(int64, int64, int64, {_STATE})")
 def _occupy(
     chunk: int,
     tier: int,
-    priority: float,
+    priority: int,
     tiers: Uint8s,
     num_pages: Uint16s,
     first: Int32s,
@@ -121,7 +121,7 @@ def _occupy(
     heaps: Indices,
     sizes: Indices,
     places: Int32s,
-    noted: Floats,
+    noted: Indices,
     stacks: Int32s,
     free: Indices,
 ) -> None:
@@ -139,20 +139,19 @@ def _occupy(
 
 
 @compiled(
-    f"(int64, int64, float64, float64[::1], int64[::1], uint16[::1], {HEAP}, int64[::1],"
-    " int64[::1])"
+    f"(int64, int64, int64, int64[::1], int64[::1], uint16[::1], {HEAP}, int64[::1], int64[::1])"
 )
 def _victims(
     row: int,
     wanted: int,
-    priority: float,
-    priorities: Floats,
+    priority: int,
+    priorities: Indices,
     capacity: Indices,
     num_pages: Uint16s,
     heaps: Indices,
     sizes: Indices,
     places: Int32s,
-    noted: Floats,
+    noted: Indices,
     free: Indices,
     found: Indices,
 ) -> int:
@@ -210,12 +209,12 @@ def _remember(
     return count + 1
 
 
-@compiled(f"(int64, int64, int64, float64[::1], int64[::1], {_STATE}, {_TOUCHED}, int64[::1])")
+@compiled(f"(int64, int64, int64, int64[::1], int64[::1], {_STATE}, {_TOUCHED}, int64[::1])")
 def _move(
     chunk: int,
     tier: int,
     count: int,
-    priorities: Floats,
+    priorities: Indices,
     capacity: Indices,
     tiers: Uint8s,
     num_pages: Uint16s,
@@ -224,7 +223,7 @@ def _move(
     heaps: Indices,
     sizes: Indices,
     places: Int32s,
-    noted: Floats,
+    noted: Indices,
     stacks: Int32s,
     free: Indices,
     touched: Indices,
@@ -283,7 +282,7 @@ def _move(
 
 
 @compiled(
-    f"(int64[::1], int64, int64, int64, float64[::1], int64[::1], {_STATE}, {_TOUCHED}, "
+    f"(int64[::1], int64, int64, int64, int64[::1], int64[::1], {_STATE}, {_TOUCHED}, "
     "int64[::1], int64[::1])"
 )
 def place(
@@ -291,7 +290,7 @@ def place(
     begin: int,
     refused: int,
     count: int,
-    priorities: Floats,
+    priorities: Indices,
     capacity: Indices,
     tiers: Uint8s,
     num_pages: Uint16s,
@@ -300,7 +299,7 @@ def place(
     heaps: Indices,
     sizes: Indices,
     places: Int32s,
-    noted: Floats,
+    noted: Indices,
     stacks: Int32s,
     free: Indices,
     touched: Indices,
@@ -318,7 +317,7 @@ def place(
         refused: chunks of so many pages find no place until something moves.
         count: chunks that were touched so far; their ids, and where they stood before, are in
             `touched`, `sources` and `source_pages`. It ends early when there is no room for more.
-        priorities: float64 [chunks].
+        priorities: int64 [chunks].
         capacity: int64 [2], pages of each tier.
         tiers, ..., free: the state.
         touched, sources, source_pages: see there.

@@ -237,62 +237,17 @@ def chunk_hits(
 
 
 @compiled(
-    "(int64[::1], float64[::1], uint16[::1], float64[::1], float64[::1], float64[::1], "
-    "float64, float64, int64)"
-)
-def record_scores(
-    ids: Indices,
-    shares: Floats,
-    accesses: Uint16s,
-    averages: Floats,
-    frequencies: Floats,
-    priorities: Floats,
-    unit: float,
-    least_weight: float,
-    most_accesses: int,
-) -> None:
-    """Count an access to distinct chunks, and give them their new priorities.
-
-    Args:
-        ids: int64 [n].
-        shares: float64 [n], share of each chunk's rows that is wanted.
-        accesses: uint16, by id, changed in place.
-        averages: float64, moving averages of the shares, by id, changed in place.
-        frequencies: float64, by id, changed in place.
-        priorities: float64, frequency times average, by id, changed in place.
-        unit: what an access adds to a frequency.
-        least_weight: of a share in its average; the first ones count alike.
-        most_accesses: where counting stops.
-    """
-    # A division takes longer than all of the rest.
-    always_least = 2.0 / least_weight
-    for place in range(len(ids)):
-        chunk = np.uint64(ids[place])
-        if accesses[chunk] < most_accesses:
-            accesses[chunk] += np.uint16(1)
-        weight = least_weight
-        if accesses[chunk] < always_least:
-            weight = max(1.0 / accesses[chunk], least_weight)
-        old = averages[chunk]
-        average = old + weight * (shares[place] - old)
-        averages[chunk] = average
-        frequencies[chunk] += unit
-        priorities[chunk] = frequencies[chunk] * average
-
-
-@compiled(
-    "(int64[::1], uint8[::1], uint16[::1], float64[::1], int64, int64, float64, float64, int64, "
-    "int64)"
+    "(int64[::1], uint8[::1], uint16[::1], int64[::1], int64, int64, int64, int64, int64, int64)"
 )
 def find_candidates(
     ids: Indices,
     tiers: Uint8s,
     num_pages: Uint16s,
-    priorities: Floats,
+    priorities: Indices,
     width: int,
     device: int,
-    lowest_device: float,
-    lowest_host: float,
+    lowest_device: int,
+    lowest_host: int,
     free_device: int,
     free_host: int,
 ) -> Indices:
@@ -304,10 +259,10 @@ def find_candidates(
         ids: int64 [n].
         tiers: uint8 [n], where they stand.
         num_pages: uint16, by id.
-        priorities: float64, by id.
+        priorities: int64, by id.
         width: a chunk of more pages, or of none, never moves.
         device: the best tier.
-        lowest_device: the lowest priority there, infinity if it is empty.
+        lowest_device: the lowest priority there, more than any if it is empty.
         lowest_host: likewise.
         free_device: pages.
         free_host: pages.

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +30,9 @@ from impress_sglang.tiers.tables import IdRanges, grown
 
 Pages = npt.NDArray[np.int32]
 _Chunks = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16], Pages, Pages]
-_Heap = tuple[Ids, Ids, Pages, Floats]
+_Heap = tuple[Ids, Ids, Pages, Ids]
 _FIRST_CHUNKS = 1024
+_HIGHEST = np.iinfo(np.int64).max
 _FIRST_TOUCHED = 4096
 
 
@@ -134,7 +134,7 @@ class Placement:
         self._heaps = np.zeros((2, 1 + most), np.int64)
         self._sizes = np.zeros(2, np.int64)
         self._places: Pages = np.zeros(0, np.int32)
-        self._noted: Floats = np.zeros((2, 1 + most))
+        self._noted = np.zeros((2, 1 + most), np.int64)
         self._capacity = np.array([host_pages, device_pages])
         self._free = self._capacity.copy()
         self._stacks: Pages = np.zeros((2, most), np.int32)
@@ -198,9 +198,8 @@ class Placement:
 
     def detach(self, base: int, size: int) -> None:
         """Give a range of ids back; their chunks leave the caches."""
-        ids = np.arange(base, base + size)
-        self.drop(ids)
-        self._rule.forget(ids)
+        self.drop(np.arange(base, base + size))
+        self._rule.forget(base, size)
         self._ids.give(base, size)
 
     def drop(self, ids: Ids) -> None:
@@ -213,9 +212,7 @@ class Placement:
 
     def advance(self) -> None:
         """A new request begins."""
-        factor = self._rule.advance()
-        if factor != 1.0:
-            self._noted *= factor
+        self._rule.advance()
 
     def expect(self, ids: Ids, turns: Ids) -> None:
         """Requests wait for chunks, or not any more: see `AwaitedLast.expect`."""
@@ -330,9 +327,9 @@ class Placement:
         moves = Moves(chunks, counts, sources, before, targets, pages)
         return moves.chosen((targets != _SSD) & other)
 
-    def _lowest(self, tier: int) -> float:
+    def _lowest(self, tier: int) -> int:
         chunk = heaps.lowest(*self._heap, tier - 1, self._rule.priorities)
-        return math.inf if chunk < 0 else float(self._rule.priorities[chunk])
+        return _HIGHEST if chunk < 0 else int(self._rule.priorities[chunk])
 
     def _grow(self, size: int) -> None:
         self._tiers = grown(self._tiers, size)

@@ -26,13 +26,11 @@ Floats = npt.NDArray[np.float64]
 AVERAGE_WEIGHT = 0.1
 # Counting accesses stops long after the last of them that would change a weight.
 MOST_ACCESSES = 1000
-# Weights of a forward decay double at every half-life; this keeps them finite.
-MAX_EXPONENT = 500.0
-# Of a chunk for which no request waits. Turns are from 0 to LAST_TURN, which are integers that
-# floats have, and above all priorities of rules when scaled.
+# Of a chunk for which no request waits. Turns are from 0 to LAST_TURN, and what has one is worth
+# more than any priority of a rule.
 NOBODY = -1
 LAST_TURN = 2**52
-_AWAITED_EXPONENT = 600
+_AWAITED = 2**62
 # Of a chunk that is expected to hold nothing of importance.
 LEAST_SHARE = 1e-6
 
@@ -40,31 +38,35 @@ LEAST_SHARE = 1e-6
 class ReplacementRule(Protocol):
     """The contract; tests/unit/test_rules.py runs it on every implementation.
 
-    `priorities` is float64, one per chunk id; a chunk that was never accessed has 0.0, any other
-    more. An access never lowers the priority of a chunk that is not accessed, except that `advance`
-    may scale all priorities by one factor, which it returns.
+    Priorities are int64 below 2**62; a chunk that was never accessed has 0, any other more. They
+    change only for chunks that are accessed: to age is to give more to those that come.
     """
-
-    priorities: Floats
 
     def resize(self, num_chunks: int) -> None:
         """Make room for the ids [0, num_chunks)."""
         ...
 
-    def advance(self) -> float:
-        """A new request begins; returns the factor by which all priorities were scaled."""
+    def advance(self) -> None:
+        """A new request begins."""
         ...
 
-    def record(self, ids: Ids, shares: Floats) -> None:
-        """Count an access to distinct chunks, of which `shares` (0, 1] of the rows are wanted."""
+    def record(self, ids: Ids, shares: Floats) -> Ids:
+        """Count an access to distinct chunks, of which `shares` (0, 1] of the rows are wanted.
+
+        Returns their priorities.
+        """
+        ...
+
+    def priorities(self, ids: Ids) -> Ids:
+        """What chunks are worth."""
         ...
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """New chunks replace old ones: `ids` get the history of `sources`, and new shares."""
         ...
 
-    def forget(self, ids: Ids) -> None:
-        """The ids may be given to other chunks."""
+    def forget(self, base: int, count: int) -> None:
+        """The ids of neighbouring chunks may be given to others."""
         ...
 
 
@@ -72,56 +74,64 @@ class LeastRecentlyUsed:
     """LRU: priority is the request that last used the chunk."""
 
     def __init__(self) -> None:
-        self.priorities: Floats = np.zeros(0)
+        self._last: Ids = np.zeros(0, np.int64)
         self._now = 0
 
     def resize(self, num_chunks: int) -> None:
         """See `ReplacementRule`."""
-        self.priorities = grown(self.priorities, num_chunks)
+        self._last = grown(self._last, num_chunks)
 
-    def advance(self) -> float:
+    def advance(self) -> None:
         """See `ReplacementRule`."""
         self._now += 1
-        return 1.0
 
-    def record(self, ids: Ids, shares: Floats) -> None:
+    def record(self, ids: Ids, shares: Floats) -> Ids:
         """See `ReplacementRule`."""
-        self.priorities[ids] = max(self._now, 1)
+        self._last[ids] = max(self._now, 1)
+        return self.priorities(ids)
+
+    def priorities(self, ids: Ids) -> Ids:
+        """See `ReplacementRule`."""
+        return self._last.take(ids)
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """See `ReplacementRule`."""
-        self.priorities[ids] = self.priorities[sources]
+        self._last[ids] = self._last[sources]
 
-    def forget(self, ids: Ids) -> None:
+    def forget(self, base: int, count: int) -> None:
         """See `ReplacementRule`."""
-        self.priorities[ids] = 0.0
+        self._last[base : base + count] = 0
 
 
 class LeastFrequentlyUsed:
     """LFU: priority is the number of accesses, kept while a chunk is outside the caches."""
 
     def __init__(self) -> None:
-        self.priorities: Floats = np.zeros(0)
+        self._counts: Ids = np.zeros(0, np.int64)
 
     def resize(self, num_chunks: int) -> None:
         """See `ReplacementRule`."""
-        self.priorities = grown(self.priorities, num_chunks)
+        self._counts = grown(self._counts, num_chunks)
 
-    def advance(self) -> float:
+    def advance(self) -> None:
         """See `ReplacementRule`."""
-        return 1.0
 
-    def record(self, ids: Ids, shares: Floats) -> None:
+    def record(self, ids: Ids, shares: Floats) -> Ids:
         """See `ReplacementRule`."""
-        self.priorities[ids] += 1.0
+        self._counts[ids] += 1
+        return self.priorities(ids)
+
+    def priorities(self, ids: Ids) -> Ids:
+        """See `ReplacementRule`."""
+        return self._counts.take(ids)
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """See `ReplacementRule`."""
-        self.priorities[ids] = self.priorities[sources]
+        self._counts[ids] = self._counts[sources]
 
-    def forget(self, ids: Ids) -> None:
+    def forget(self, base: int, count: int) -> None:
         """See `ReplacementRule`."""
-        self.priorities[ids] = 0.0
+        self._counts[base : base + count] = 0
 
 
 class ImportanceScore:
@@ -132,73 +142,68 @@ class ImportanceScore:
     ICDE 2009): instead of halving old counts, new ones weigh twice as much, so the order of chunks
     needs no upkeep. Weights grow in steps and not with every request: chunks of equally popular
     prefixes would else differ by recency alone, and displace each other in turn.
+
+    A frequency is kept in the weight that an access had when the chunk was last accessed, and a
+    priority has the number of doublings in its exponent (`loops.score_of`). So neither grows out of
+    its range, however long a server runs.
     """
 
     def __init__(self, half_life: float) -> None:
         """`half_life` is in requests; 0 keeps every access for ever."""
-        self.priorities: Floats = np.zeros(0)
         self.shares: Floats = np.zeros(0)
         self.frequencies: Floats = np.zeros(0)
+        self._doublings = np.zeros(0, np.int32)
         self._accesses = np.zeros(0, np.uint16)
         self._half_life = half_life
         self._requests = 0
-        self._exponent = 0.0
+        self._now = 0
 
     def resize(self, num_chunks: int) -> None:
         """See `ReplacementRule`."""
-        self.priorities = grown(self.priorities, num_chunks)
         self.shares = grown(self.shares, num_chunks)
         self.frequencies = grown(self.frequencies, num_chunks)
+        self._doublings = grown(self._doublings, num_chunks)
         self._accesses = grown(self._accesses, num_chunks)
 
-    def advance(self) -> float:
+    def advance(self) -> None:
         """See `ReplacementRule`."""
         self._requests += 1
-        if not self._half_life or self._requests < self._half_life:
-            return 1.0
-        self._requests = 0
-        self._exponent += 1.0
-        if self._exponent < MAX_EXPONENT:
-            return 1.0
-        factor = 2.0**-self._exponent
-        self._exponent = 0.0
-        # What was accessed at all stays above what never was, and that is not written.
-        known = self.priorities > 0
-        np.multiply(self.frequencies, factor, out=self.frequencies, where=known)
-        np.multiply(self.priorities, factor, out=self.priorities, where=known)
-        least = np.finfo(np.float64).tiny
-        np.maximum(self.priorities, least, out=self.priorities, where=known)
-        return factor
+        if self._half_life and self._requests >= self._half_life:
+            self._requests = 0
+            self._now += 1
 
-    def record(self, ids: Ids, shares: Floats) -> None:
+    def record(self, ids: Ids, shares: Floats) -> Ids:
         """See `ReplacementRule`."""
-        loops.record_scores(
+        return loops.record_scores(
             ids,
             shares,
             self._accesses,
             self.shares,
             self.frequencies,
-            self.priorities,
-            2.0**self._exponent,
+            self._doublings,
+            self._now,
             AVERAGE_WEIGHT,
             MOST_ACCESSES,
         )
 
+    def priorities(self, ids: Ids) -> Ids:
+        """See `ReplacementRule`."""
+        return loops.scores_of(ids, self.shares, self.frequencies, self._doublings)
+
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """See `ReplacementRule`."""
-        self.frequencies[ids] = self.frequencies[sources]
-        self._accesses[ids] = self._accesses[sources]
+        for values in (self.frequencies, self._doublings, self._accesses):
+            values[ids] = values[sources]
         self.shares[ids] = np.maximum(shares, LEAST_SHARE)
-        self.priorities[ids] = self.frequencies[ids] * self.shares[ids]
 
-    def forget(self, ids: Ids) -> None:
+    def forget(self, base: int, count: int) -> None:
         """See `ReplacementRule`."""
-        for values in (self.priorities, self.shares, self.frequencies, self._accesses):
-            values[ids] = 0
+        for values in (self.shares, self.frequencies, self._doublings, self._accesses):
+            values[base : base + count] = 0
 
 
 class AwaitedLast:
-    """Another rule, but for chunks that requests wait for: these are worth more than all others.
+    """The priorities of another rule, but chunks that requests wait for are worth more than others.
 
     Of two of them the one with the earlier turn is worth more: to be needed sooner is what the best
     of all rules goes by (Belady), and all that is known of the future is the queue.
@@ -206,46 +211,43 @@ class AwaitedLast:
 
     def __init__(self, rule: ReplacementRule) -> None:
         """`rule` decides between chunks that nobody waits for."""
-        self.priorities: Floats = np.zeros(0)
+        self.priorities: Ids = np.zeros(0, np.int64)
+        """By id; 0 for what was never accessed and for which nobody waits."""
         self._rule = rule
-        self._awaited: Floats = np.zeros(0)
+        self._awaited: Ids = np.zeros(0, np.int64)
 
     def resize(self, num_chunks: int) -> None:
-        """See `ReplacementRule`."""
+        """Make room for the ids [0, num_chunks)."""
         self._rule.resize(num_chunks)
         self.priorities = grown(self.priorities, num_chunks)
         self._awaited = grown(self._awaited, num_chunks)
 
-    def advance(self) -> float:
-        """See `ReplacementRule`; what is awaited keeps its priority."""
-        factor = self._rule.advance()
-        if factor != 1.0:
-            known = self.priorities > 0
-            np.maximum(self._rule.priorities, self._awaited, out=self.priorities, where=known)
-        return factor
+    def advance(self) -> None:
+        """A new request begins."""
+        self._rule.advance()
 
     def record(self, ids: Ids, shares: Floats) -> None:
-        """See `ReplacementRule`."""
-        self._rule.record(ids, shares)
-        self._weigh(ids)
+        """Count an access; see `ReplacementRule.record`."""
+        self._weigh(ids, self._rule.record(ids, shares))
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
-        """See `ReplacementRule`."""
+        """New chunks replace old ones; see `ReplacementRule.inherit`."""
         self._rule.inherit(ids, sources, shares)
-        self._weigh(ids)
+        self._weigh(ids, self._rule.priorities(ids))
 
-    def forget(self, ids: Ids) -> None:
-        """See `ReplacementRule`."""
-        self._rule.forget(ids)
+    def forget(self, base: int, count: int) -> None:
+        """The ids of neighbouring chunks may be given to others."""
+        self._rule.forget(base, count)
+        self.priorities[base : base + count] = 0
         # Of most nobody has written anything.
-        self._awaited[ids[self._awaited[ids] > 0]] = 0.0
-        self._weigh(ids)
+        awaited = self._awaited[base : base + count]
+        if awaited.any():
+            awaited[:] = 0
 
     def expect(self, ids: Ids, turns: Ids) -> None:
         """Requests wait for chunks, distinct `ids`, in these turns, int64; NOBODY does any more."""
-        worth = np.ldexp((LAST_TURN + 1 - turns).astype(np.float64), _AWAITED_EXPONENT)
-        self._awaited[ids] = np.where(turns == NOBODY, 0.0, worth)
-        self._weigh(ids)
+        self._awaited[ids] = np.where(turns == NOBODY, 0, _AWAITED + LAST_TURN - turns)
+        self._weigh(ids, self._rule.priorities(ids))
 
     @property
     def num_bytes(self) -> int:
@@ -253,5 +255,5 @@ class AwaitedLast:
         values = (*vars(self).values(), *vars(self._rule).values())
         return sum(array.nbytes for array in values if isinstance(array, np.ndarray))
 
-    def _weigh(self, ids: Ids) -> None:
-        self.priorities[ids] = np.maximum(self._rule.priorities[ids], self._awaited[ids])
+    def _weigh(self, ids: Ids, priorities: Ids) -> None:
+        self.priorities[ids] = np.maximum(priorities, self._awaited.take(ids))

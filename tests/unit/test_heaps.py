@@ -18,10 +18,10 @@ class HeapMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tiers = np.zeros(CHUNKS, np.uint8)
-        self.priorities = np.zeros(CHUNKS)
+        self.priorities = np.zeros(CHUNKS, np.int64)
         self.sizes = np.zeros(2, np.int64)
         self.places = np.zeros(CHUNKS, np.int32)
-        self.heaps, self.noted = np.zeros((2, 1 + CHUNKS), np.int64), np.zeros((2, 1 + CHUNKS))
+        self.heaps, self.noted = np.zeros((2, 2, 1 + CHUNKS), np.int64)
         self.heap = self.heaps, self.sizes, self.places, self.noted
 
     def members(self, tier: int) -> list[int]:

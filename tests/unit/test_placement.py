@@ -10,7 +10,6 @@ import pytest
 
 from impress_sglang.tiers.placement import Access, Placement, PlacementStats, Tier
 from impress_sglang.tiers.rules import (
-    MAX_EXPONENT,
     NOBODY,
     Floats,
     Ids,
@@ -22,29 +21,35 @@ from impress_sglang.tiers.tables import IdRanges
 SSD, HOST, DEVICE = Tier.SSD, Tier.HOST, Tier.DEVICE
 
 
+# Of a share that is 1.
+UNIT = 2**32
+
+
 class GivenPriorities:
     """A rule whose priority is the share of the last access: a test says what a chunk is worth."""
 
     def __init__(self) -> None:
-        self.priorities: Floats = np.zeros(0)
-        self.factor = 1.0
+        self.worths: Ids = np.zeros(0, np.int64)
 
     def resize(self, num_chunks: int) -> None:
-        old, self.priorities = self.priorities, np.zeros(num_chunks)
-        self.priorities[: len(old)] = old
+        old, self.worths = self.worths, np.zeros(num_chunks, np.int64)
+        self.worths[: len(old)] = old
 
-    def advance(self) -> float:
-        self.priorities *= self.factor
-        return self.factor
+    def advance(self) -> None:
+        pass
 
-    def record(self, ids: Ids, shares: Floats) -> None:
-        self.priorities[ids] = shares
+    def record(self, ids: Ids, shares: Floats) -> Ids:
+        self.worths[ids] = shares * UNIT
+        return self.priorities(ids)
+
+    def priorities(self, ids: Ids) -> Ids:
+        return self.worths[ids]
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
-        self.priorities[ids] = self.priorities[sources]
+        self.worths[ids] = self.worths[sources]
 
-    def forget(self, ids: Ids) -> None:
-        self.priorities[ids] = 0.0
+    def forget(self, base: int, count: int) -> None:
+        self.worths[base : base + count] = 0
 
 
 class Bench:
@@ -142,16 +147,13 @@ def test_what_nobody_waits_for_any_more_is_worth_what_its_rule_says() -> None:
     bench = equal_chunks(2, 0)
     bench.fill(8, 6)
     expect(bench, {0: 0, 1: 1})
-    bench.rule.factor = 0.5
-    bench.placement.advance()
-    bench.placement.check_integrity()
     bench.access({2: 100.0})
     assert bench.stand == ({0, 1}, set())
 
     expect(bench, {0: NOBODY, 1: NOBODY})
-    bench.access({2: 3.5})
+    bench.access({2: 7.0})
 
-    assert bench.stand == ({0, 2}, set()), "6 is 3 by now"
+    assert bench.stand == ({0, 2}, set())
 
 
 def test_an_id_that_is_given_to_another_chunk_is_not_awaited() -> None:
@@ -262,23 +264,6 @@ def test_more_chunks_copy_nothing() -> None:
     placement.check_integrity()
 
 
-def test_priorities_are_scaled_where_they_stand() -> None:
-    placement = Placement(ImportanceScore(1.0), device_pages=2, host_pages=0, max_chunk_pages=1)
-    placement.attach(np.ones(4, np.uint16))
-    placement.access(np.array([2]), np.ones(1))
-    before = tables(placement)
-
-    for _ in range(int(MAX_EXPONENT) + 1):
-        placement.advance()
-
-    after = tables(placement)
-    assert 0.0 < after["last.priorities"][2] < 1.0
-    assert {n: own.ctypes.data for n, own in after.items()} == {
-        n: own.ctypes.data for n, own in before.items()
-    }
-    placement.check_integrity()
-
-
 def test_without_caches_nothing_is_noted_of_chunks() -> None:
     """It would take memory, and say nothing."""
     bench = equal_chunks(0, 0)
@@ -286,7 +271,7 @@ def test_without_caches_nothing_is_noted_of_chunks() -> None:
     found = bench.access({0: 5.0, 3: 2.0})
 
     assert found.tiers.tolist() == [SSD, SSD] and not len(found.moves)
-    assert not bench.rule.priorities.any()
+    assert not bench.rule.worths.any()
 
 
 def test_successors_inherit_priorities_and_no_place() -> None:
@@ -329,12 +314,12 @@ DAMAGE: dict[str, Damage] = {
     "an entry lost": lambda p: corrupt(p._heaps, (1, 1), p._heaps[1, 2]),
     "a place that is not its own": lambda p: corrupt(p._places, 0, p._places[1]),
     "a place of none": lambda p: corrupt(p._places, 5, 1),
-    "heaps in no order": lambda p: corrupt(p._noted, (1, 2), -1.0),
+    "heaps in no order": lambda p: corrupt(p._noted, (1, 2), -1),
     "a chunk that was touched": lambda p: corrupt(p._marks, 0, 1),
-    "a priority that fell": lambda p: corrupt(p._rule.priorities, 0, 0.5),
+    "a priority that fell": lambda p: corrupt(p._rule.priorities, 0, UNIT // 2),
     "a gap over a chunk": lambda p: corrupt(p._ids.starts, 0, 0),
     "two gaps over each other": lambda p: overlap(p._ids),
-    "the past of a chunk without an owner": lambda p: corrupt(p._rule.priorities, 900, 1.0),
+    "the past of a chunk without an owner": lambda p: corrupt(p._rule.priorities, 900, 1),
 }
 
 

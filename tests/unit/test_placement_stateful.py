@@ -164,13 +164,6 @@ class PlacementMachine(RuleBasedStateMachine):
             self.model.remove(name)
             self.places.pop(name, None)
 
-    @rule(factor=st.sampled_from([1.0, 0.5, 0.25]))
-    def advance(self, factor: float) -> None:
-        self.rule.factor = factor
-        self.placement.advance()
-        for name in self.model.worth:
-            self.model.worth[name] *= factor
-
     @invariant()
     def same_chunks_in_the_same_caches(self) -> None:
         if not hasattr(self, "placement"):

@@ -148,8 +148,9 @@ def test_each_call_gives_a_replacement_rule_of_its_own(policy: Policy) -> None:
     first.advance()
     first.record(np.array([1]), np.array([0.5]))
 
-    assert first.priorities[1] > 0
-    assert second.priorities.tolist() == [0.0, 0.0]
+    ids = np.arange(2)
+    assert first.priorities(ids)[1] > 0
+    assert second.priorities(ids).tolist() == [0, 0]
 
 
 def test_reorders_only_where_the_name_says_so(policy: Policy) -> None:
@@ -172,5 +173,6 @@ def test_the_options_reach_the_rules() -> None:
             rule.advance()
             rule.record(np.array([chunk]), np.ones(1))
 
-    assert fast.priorities[1] > fast.priorities[0]
-    assert never.priorities[1] < never.priorities[0]
+    ids = np.arange(2)
+    assert fast.priorities(ids)[1] > fast.priorities(ids)[0]
+    assert never.priorities(ids)[1] < never.priorities(ids)[0]

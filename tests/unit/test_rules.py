@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.tiers import rules
+from impress_sglang import loops
 from impress_sglang.tiers.rules import (
-    MAX_EXPONENT,
+    LAST_TURN,
     NOBODY,
     AwaitedLast,
+    Floats,
+    Ids,
     ImportanceScore,
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
@@ -27,7 +29,6 @@ RULES: dict[str, Callable[[], ReplacementRule]] = {
     "score": lambda: ImportanceScore(0.0),
     "score with a half-life": lambda: ImportanceScore(10.0),
     "score with a half-life of a request": lambda: ImportanceScore(1.0),
-    "score where nobody waits": lambda: AwaitedLast(ImportanceScore(1.0)),
 }
 SIZE = 6
 
@@ -42,18 +43,26 @@ def sized(rule: ReplacementRule, size: int = SIZE) -> ReplacementRule:
     return rule
 
 
-def record(rule: ReplacementRule, *ids: int, share: float | Sequence[float] = 1.0) -> None:
+def record(
+    rule: ReplacementRule | AwaitedLast, *ids: int, share: float | Sequence[float] = 1.0
+) -> Ids | None:
     shares = np.full(len(ids), share, np.float64)
-    rule.record(np.array(ids, np.int64), shares)
+    return rule.record(np.array(ids, np.int64), shares)
 
 
 def inherit(rule: ReplacementRule, new: int, old: int, share: float = 1.0) -> None:
     rule.inherit(np.array([new]), np.array([old]), np.array([share]))
 
 
-def order(rule: ReplacementRule) -> list[int]:
-    """Chunks by priority, the lowest first."""
-    return np.argsort(rule.priorities, kind="stable").tolist()
+def priorities(rule: ReplacementRule) -> Ids:
+    """Of all chunks."""
+    return rule.priorities(np.arange(SIZE))
+
+
+def scores(rule: ReplacementRule) -> Floats:
+    """What the priorities of scores stand for; see `loops.scores`."""
+    exponents, below = np.divmod(priorities(rule), 2**32)
+    return np.where(exponents > 0, np.ldexp(0.5 + below / 2**33, exponents - 1100), 0.0)
 
 
 REQUESTS = st.lists(
@@ -63,56 +72,49 @@ REQUESTS = st.lists(
 
 @pytest.mark.parametrize("name", RULES)
 @given(requests=REQUESTS)
-def test_only_accessed_chunks_change_but_for_one_factor(
-    name: str, requests: list[dict[int, float]]
-) -> None:
-    """Also where a rule with a half-life has to scale its priorities every few requests."""
-    with mock.patch.object(rules, "MAX_EXPONENT", 3.0):
-        check_accesses(sized(RULES[name]()), requests)
-
-
-def check_accesses(rule: ReplacementRule, requests: list[dict[int, float]]) -> None:
-    accessed: set[int] = set()
+def test_only_accessed_chunks_change(name: str, requests: list[dict[int, float]]) -> None:
+    rule, accessed = sized(RULES[name]()), set[int]()
     for request in requests:
-        before = rule.priorities.copy()
-        factor = rule.advance()
-        assert factor > 0
-        assert np.array_equal(rule.priorities, before * factor)
-        scaled = rule.priorities.copy()
-        record(rule, *request, share=list(request.values()))
+        before = priorities(rule)
+        rule.advance()
+        assert np.array_equal(priorities(rule), before)
+        found = record(rule, *request, share=list(request.values()))
         accessed |= set(request)
 
+        now = priorities(rule)
         others = [chunk for chunk in range(SIZE) if chunk not in request]
-        assert np.array_equal(rule.priorities[others], scaled[others])
-        assert rule.priorities.dtype == np.float64
-        assert set(np.flatnonzero(rule.priorities > 0)) == accessed
-        assert np.isfinite(rule.priorities).all() and (rule.priorities >= 0).all()
+        assert np.array_equal(now[others], before[others])
+        assert np.array_equal(now[list(request)], found)
+        assert now.dtype == found.dtype == np.int64
+        assert set(np.flatnonzero(now)) == accessed
+        assert (now >= 0).all() and (now < 2**62).all()
 
 
 def test_more_room_keeps_what_is_known(rule: ReplacementRule) -> None:
     rule.advance()
     record(rule, 1, 4, share=[0.5, 0.25])
-    before = rule.priorities.copy()
+    before = priorities(rule)
 
     rule.resize(3 * SIZE)
 
-    assert rule.priorities.tolist() == [*before, *[0.0] * (2 * SIZE)]
+    ids = np.arange(3 * SIZE)
+    assert rule.priorities(ids).tolist() == [*before, *[0] * (2 * SIZE)]
     record(rule, 1, 3 * SIZE - 1, share=[0.5, 0.5])
-    assert rule.priorities[1] >= before[1] > 0
-    assert rule.priorities[-1] > 0
+    assert rule.priorities(ids)[1] >= before[1] > 0
+    assert rule.priorities(ids)[-1] > 0
 
 
 def test_a_forgotten_chunk_is_like_a_new_one(rule: ReplacementRule) -> None:
     for _ in range(5):
         rule.advance()
-        record(rule, 0, 1, share=0.5)
-    kept = rule.priorities[1]
+        record(rule, 0, 1, 2, share=0.5)
+    kept = priorities(rule)[2]
 
-    rule.forget(np.array([0, 5]))
+    rule.forget(0, 2)
 
-    assert rule.priorities.tolist() == [0.0, kept, 0.0, 0.0, 0.0, 0.0]
-    record(rule, 0, 3, share=0.25)
-    assert rule.priorities[0] == rule.priorities[3], "nothing of the past is left"
+    assert priorities(rule).tolist() == [0, 0, kept, 0, 0, 0]
+    found = record(rule, 0, 3, share=0.25)
+    assert found is not None and found[0] == found[1], "nothing of the past is left"
 
 
 def test_a_successor_has_the_history_of_the_chunk_it_replaces(rule: ReplacementRule) -> None:
@@ -122,28 +124,28 @@ def test_a_successor_has_the_history_of_the_chunk_it_replaces(rule: ReplacementR
 
     inherit(rule, 3, 0)
 
-    assert rule.priorities[3] == rule.priorities[0]
+    assert priorities(rule)[3] == priorities(rule)[0]
     for _ in range(3):
         rule.advance()
         record(rule, 0, 3, share=0.5)
-        assert rule.priorities[3] == pytest.approx(rule.priorities[0])
+        assert priorities(rule)[3] == pytest.approx(priorities(rule)[0])
 
 
 def test_the_successor_of_an_unknown_chunk_is_unknown(rule: ReplacementRule) -> None:
     inherit(rule, 3, 0, share=0.5)
 
-    assert rule.priorities[3] == 0
+    assert priorities(rule)[3] == 0
     record(rule, 3, 4, share=1.0)
-    assert rule.priorities[3] == rule.priorities[4], "and begins like one"
+    assert priorities(rule)[3] == priorities(rule)[4], "and begins like one"
 
 
 def test_lru_orders_by_the_last_request() -> None:
-    rule = sized(LeastRecentlyUsed(), 4)
+    rule = sized(LeastRecentlyUsed())
     for chunks in [(0, 1), (2,), (3,), (0,), (2, 3)]:
         rule.advance()
         record(rule, *chunks)
 
-    assert rule.priorities.tolist() == [4.0, 1.0, 5.0, 5.0]
+    assert priorities(rule).tolist()[:4] == [4, 1, 5, 5]
 
 
 def test_lru_counts_requests_and_not_accesses() -> None:
@@ -154,47 +156,47 @@ def test_lru_counts_requests_and_not_accesses() -> None:
     record(rule, 1)
     record(rule, 0)
 
-    assert rule.priorities[0] == rule.priorities[1]
+    assert priorities(rule)[0] == priorities(rule)[1]
 
 
 def test_lfu_counts_accesses_whatever_their_share_and_age() -> None:
-    rule = sized(LeastFrequentlyUsed(), 3)
+    rule = sized(LeastFrequentlyUsed())
     for chunks in [(0, 1), (0,), (0, 2), (2,)]:
         rule.advance()
         record(rule, *chunks, share=0.1)
 
-    assert rule.priorities.tolist() == [3.0, 1.0, 2.0]
+    assert priorities(rule).tolist()[:3] == [3, 1, 2]
 
 
 def test_score_is_frequency_times_the_average_share() -> None:
     """The first ten shares count alike; from then on the newest has a tenth."""
-    rule = sized(ImportanceScore(0.0), 2)
+    rule = sized(ImportanceScore(0.0))
     shares = [0.5, 0.1, 0.9, 0.3, 0.7, 0.2, 1.0, 0.4, 0.6, 0.8]
     for count, share in enumerate(shares, 1):
         rule.advance()
         record(rule, 0, share=share)
         mean = sum(shares[:count]) / count
-        assert rule.priorities[0] == pytest.approx(count * mean)
+        assert scores(rule)[0] == pytest.approx(count * mean)
 
     record(rule, 0, share=0.05)
     average = 0.9 * sum(shares) / 10 + 0.1 * 0.05
-    assert rule.priorities[0] == pytest.approx(11 * average)
+    assert scores(rule)[0] == pytest.approx(11 * average)
     record(rule, 0, share=1.0)
-    assert rule.priorities[0] == pytest.approx(12 * (0.9 * average + 0.1))
-    assert rule.priorities[1] == 0
+    assert scores(rule)[0] == pytest.approx(12 * (0.9 * average + 0.1))
+    assert scores(rule)[1] == 0
 
 
 def test_a_successor_starts_with_its_expected_share() -> None:
-    rule = sized(ImportanceScore(0.0), 3)
+    rule = sized(ImportanceScore(0.0))
     for _ in range(4):
         record(rule, 0, share=0.5)
 
     inherit(rule, 1, 0, share=0.75)
-    assert rule.priorities[1] == pytest.approx(4 * 0.75)
+    assert scores(rule)[1] == pytest.approx(4 * 0.75)
     record(rule, 1, share=0.25)
 
-    assert rule.priorities[1] == pytest.approx(5 * (0.75 + (0.25 - 0.75) / 5)), "a fifth access"
-    assert rule.priorities[0] == pytest.approx(4 * 0.5)
+    assert scores(rule)[1] == pytest.approx(5 * (0.75 + (0.25 - 0.75) / 5)), "a fifth access"
+    assert scores(rule)[0] == pytest.approx(4 * 0.5)
 
 
 class HalvedCount:
@@ -223,41 +225,67 @@ def test_forward_decay_is_a_halved_count_up_to_one_factor(half_life: int) -> Non
         naive.request(chunks)
 
         if naive.counts.any():
-            factor = rule.priorities.sum() / naive.counts.sum()
-            assert rule.priorities == pytest.approx(factor * naive.counts, rel=1e-9)
+            factor = scores(rule).sum() / naive.counts.sum()
+            assert scores(rule) == pytest.approx(factor * naive.counts, rel=1e-9)
 
 
-def test_rescaling_keeps_the_order_and_the_ratios() -> None:
-    """A half-life of 1 comes to the limit of the exponent after 500 requests."""
-    rule, naive = sized(ImportanceScore(1.0), SIZE), HalvedCount(1)
-    factors = []
-    for number in range(2 * int(MAX_EXPONENT) + 10):
-        factors.append(rule.advance())
+def test_more_half_lives_than_a_float_has_exponents_keep_order_and_ratios() -> None:
+    rule, naive = sized(ImportanceScore(1.0)), HalvedCount(1)
+    for number in range(5000):
+        rule.advance()
         chunks = [number % SIZE] if number % 5 else [number % SIZE, (number + 1) % SIZE]
         record(rule, *chunks)
         naive.request(chunks)
-        assert order(rule) == order_of(naive.counts)
-        assert rule.priorities.max() < 2.0 ** (MAX_EXPONENT + 2)
+        assert order(priorities(rule)) == order(naive.counts)
 
-    assert [factor for factor in factors if factor != 1.0] == [2.0**-MAX_EXPONENT] * 2
-    factor = rule.priorities.max() / naive.counts.max()
-    assert rule.priorities == pytest.approx(factor * naive.counts, rel=1e-9)
-
-
-def order_of(counts: np.ndarray) -> list[int]:
-    return np.argsort(counts, kind="stable").tolist()
+    exponents, below = np.divmod(priorities(rule), 2**32)
+    ratios = np.ldexp(1 + below / 2**32, exponents - exponents[0])
+    assert ratios / ratios[0] == pytest.approx(naive.counts / naive.counts[0], rel=1e-9)
 
 
-def test_without_a_half_life_nothing_is_ever_rescaled() -> None:
-    rule = sized(ImportanceScore(0.0), 1)
+def order(worths: np.ndarray) -> list[int]:
+    return np.argsort(worths, kind="stable").tolist()
+
+
+@pytest.mark.parametrize("doublings", [0, 1, 500, 1100, 100_000, 2**29])
+@given(worths=st.lists(st.floats(1e-300, 1e300), min_size=SIZE, max_size=SIZE))
+def test_scores_have_the_order_of_their_numbers(doublings: int, worths: list[float]) -> None:
+    ids, ones = np.arange(SIZE), np.ones(SIZE)
+    found = loops.scores_of(ids, ones, np.array(worths), np.full(SIZE, doublings, np.int32))
+
+    for one, other in itertools.pairwise(np.argsort(worths).tolist()):
+        assert found[one] <= found[other]
+        assert found[one] < found[other] or worths[other] <= worths[one] * (1 + 2**-31)
+    assert (found > 0).all() and (found < 2**62).all()
+
+
+def test_nobody_touches_the_chunks_that_are_not_accessed() -> None:
+    """However many half-lives pass: there may be millions of them."""
+    rule = sized(ImportanceScore(1.0))
+    record(rule, 0, 1, 2)
+    tables = [own for own in vars(rule).values() if isinstance(own, np.ndarray)]
+    for table in tables:
+        table.flags.writeable = False
+
+    for _ in range(5000):
+        rule.advance()
+
+    assert len(tables) == 4
+
+
+def test_without_a_half_life_accesses_count_alike_for_ever() -> None:
+    rule = sized(ImportanceScore(0.0))
     record(rule, 0, share=0.5)
 
-    assert {rule.advance() for _ in range(2000)} == {1.0}
-    assert rule.priorities[0] == 0.5
+    for _ in range(2000):
+        rule.advance()
+    record(rule, 0, share=0.5)
+
+    assert scores(rule)[0] == 1.0
 
 
 @pytest.mark.parametrize("name", RULES)
-@given(requests=REQUESTS, turns=st.lists(st.integers(0, 2**52), min_size=SIZE, max_size=SIZE))
+@given(requests=REQUESTS, turns=st.lists(st.integers(0, LAST_TURN), min_size=SIZE, max_size=SIZE))
 def test_what_is_awaited_is_worth_more_than_all_else(
     name: str, requests: list[dict[int, float]], turns: list[int]
 ) -> None:
@@ -266,28 +294,28 @@ def test_what_is_awaited_is_worth_more_than_all_else(
     rule.resize(SIZE)
     ids = np.arange(SIZE // 2)
     rule.expect(ids, np.array(turns[: SIZE // 2]))
-    with mock.patch.object(rules, "MAX_EXPONENT", 3.0):
-        for request in requests:
-            assert rule.advance() == plain.advance()
-            record(plain, *request, share=list(request.values()))
-            record(rule, *request, share=list(request.values()))
+    for request in requests:
+        for own in (rule, plain):
+            own.advance()
+            record(own, *request, share=list(request.values()))
 
     awaited, others = rule.priorities[ids], rule.priorities[SIZE // 2 :]
-    assert (awaited > others.max()).all() and np.isfinite(awaited).all()
+    assert (awaited > others.max()).all() and (awaited >= 2**62).all()
     assert np.array_equal(
         np.argsort(-awaited, kind="stable"), np.argsort(turns[: len(ids)], kind="stable")
     )
-    assert np.array_equal(others, plain.priorities[SIZE // 2 :])
+    assert np.array_equal(others, priorities(plain)[SIZE // 2 :])
     rule.expect(ids, np.full(len(ids), NOBODY))
-    assert np.array_equal(rule.priorities, plain.priorities)
+    assert np.array_equal(rule.priorities, priorities(plain))
 
 
-def test_an_awaited_chunk_is_worth_more_than_any_score_can_be() -> None:
-    """After as many half-lives as weights grow for."""
-    rule = AwaitedLast(ImportanceScore(1.0))
+def test_what_is_forgotten_is_not_awaited() -> None:
+    rule = AwaitedLast(LeastRecentlyUsed())
     rule.resize(SIZE)
-    for _ in range(int(MAX_EXPONENT) - 1):
-        rule.advance()
-        record(rule, *[0] * 1)
-    rule.expect(np.array([1]), np.array([2**52]))
-    assert rule.priorities[1] > rule.priorities[0] > 2.0 ** (MAX_EXPONENT - 10)
+    rule.expect(np.arange(3), np.arange(3))
+
+    rule.forget(0, 2)
+
+    assert rule.priorities.tolist() == [0, 0, 2**62 + LAST_TURN - 2, 0, 0, 0]
+    record(rule, 0)
+    assert rule.priorities[0] == 1
