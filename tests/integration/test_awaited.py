@@ -6,8 +6,7 @@ The scheduling policy, which refreshes what waits, is SGLang's own.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +17,10 @@ from sglang.srt.managers.schedule_policy import WAITING_PREFIX_REFRESH_INTERVAL,
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestOutcome,
     EvictParams,
-    InsertParams,
-    MatchPrefixParams,
 )
-from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.management.lookahead import AwaitedRange
-from tests.integration import test_shared_slots, test_weights
-from tests.integration.test_shared_slots import CodedWorld
-from tests.integration.test_weights import TOKENS, World, install_hooks
+from tests.integration.worlds import TOKENS, World
 
 WANTED, POPULAR = 1000, 2000
 """First tokens of prefixes: somebody waits for one, and the other one was used more often."""
@@ -43,25 +36,21 @@ class Queue:
 
     def resident(self, first: int, times: int = 0, length: int = TOKENS) -> None:
         """A prefix is computed and, later, used some times."""
-        slots = self.world.allocator.alloc(length)
-        assert slots is not None
-        tokens = array("q", range(first, first + length))
-        found = self.cache.insert(InsertParams(key=RadixKey(tokens), value=slots))
-        self.world.allocator.free(slots[: found.prefix_len])
+        self.world.make_resident(range(first, first + length))
         for number in range(times):
             req = self.request(f"{first}-{number}", first, length)
-            self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens), req=req))
-            self.cache.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)
+            self.world.match(req)
+            self.abort(req)
 
     def request(self, rid: str, first: int, length: int = TOKENS) -> Req:
-        tokens = array("q", [*range(first, first + length), 9])
-        custom = {"impress_retention": 1.0, "impress_bits": self.bits}
-        return Req(rid, "", tokens, SamplingParams(custom_params=custom))
+        tokens = [*range(first, first + length), 9]
+        return self.world.request(rid, tokens, retention=1.0, bits=self.bits)
 
     def add(self, rid: str, first: int, length: int = TOKENS) -> Req:
         """A request begins to wait."""
-        req = self.request(rid, first, length)
-        req.full_untruncated_fill_ids = req.origin_input_ids
+        return self.enqueue(self.request(rid, first, length))
+
+    def enqueue(self, req: Req) -> Req:
         self.cache.prefetch(req)
         self.waiting.append(req)
         return req
@@ -94,8 +83,7 @@ class Queue:
 
 @pytest.fixture(autouse=True)
 def _sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks and configuration as in a server."""
-    install_hooks(monkeypatch)
+    """Configuration as in a server."""
     memory = SimpleNamespace(radix_eviction_policy="lru")
     monkeypatch.setattr(schedule_policy, "get_memory", lambda: memory)
     disagg = SimpleNamespace(disaggregation_mode="null")
@@ -118,11 +106,13 @@ def order() -> str:
 
 
 @pytest.fixture
-def queue(tmp_path: Path, policy: str, order: str, lookahead: str) -> Iterator[Queue]:
-    world = World(tmp_path, policy=policy, lookahead=lookahead)
-    yield Queue(world, order)
-    world.cache.check_integrity()
-    world.runtime.close()
+def options(policy: str, lookahead: str) -> dict[str, str]:
+    return {"policy": policy, "lookahead": lookahead, "load": "always"}
+
+
+@pytest.fixture
+def queue(world: World, order: str) -> Queue:
+    return Queue(world, order)
 
 
 @pytest.mark.parametrize("order", ["fcfs", "lpm"])
@@ -240,16 +230,11 @@ def test_no_more_of_a_prefix_is_awaited_than_a_request_has(queue: Queue) -> None
 
 
 @pytest.fixture
-def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
+def parts(world: World) -> Queue:
     """A prefix in codes is in slots, and nobody uses it."""
-    monkeypatch.setattr(test_weights, "SHAPE", test_shared_slots.SHAPE)
-    world = CodedWorld(tmp_path, load="always")
     world.store_prompt(WANTED)
     world.idle_part()
-    yield Queue(world, bits=5.0)
-    world.runtime.prefetches.drop_all()
-    world.cache.check_integrity()
-    world.runtime.close()
+    return Queue(world, bits=5.0)
 
 
 def idle(queue: Queue) -> int:
@@ -273,7 +258,6 @@ def test_an_awaited_part_outlasts_newer_prefixes(
 
 def test_who_is_admitted_to_a_part_does_not_wait_for_it(parts: Queue) -> None:
     world = parts.world
-    assert isinstance(world, CodedWorld)
     (part,) = parts.cache._residents
     req = world.ask("waits")
     assert parts.cache._residents.age(part)[0]

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from impress_sglang.integration.reporting import CHECK_ORDER, REPORT_KEY, add_totals, take_order
-from tests.integration.test_weights import World
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    yield world
-    world.runtime.close()
+from tests.integration.worlds import World
 
 
 def polled(world: World) -> str:
     """As `/get_internal_state` and `GET /impress/stats` are."""
     state = SimpleNamespace(internal_state={})
-    add_totals(state, SimpleNamespace(tree_cache=world.cache))
+    add_totals(state, world.updater.scheduler)
     integrity: str = state.internal_state[REPORT_KEY]["integrity"]
     return integrity
 
 
 def check(world: World) -> None:
-    scheduler = SimpleNamespace(tree_cache=world.cache)
     order = SimpleNamespace(server_args={CHECK_ORDER: 1})
-    assert take_order(lambda *_: None, scheduler, order).updated
+    assert take_order(lambda *_: None, world.updater.scheduler, order).updated
 
 
 @pytest.mark.parametrize("error", [AssertionError, KeyError])
@@ -56,6 +46,7 @@ def test_polls_tell_what_the_last_check_found(
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(world.cache, "check_integrity", fail)
-    check(world)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cache, "check_integrity", fail)
+        check(world)
     assert polled(world) == "failed" and "the integrity check of IMPRESS failed" in caplog.text

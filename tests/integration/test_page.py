@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import SetInternalStateReq
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.integration import page
 from impress_sglang.integration.page import document, look, with_text
@@ -28,13 +26,7 @@ from impress_sglang.integration.reporting import take_order
 from impress_sglang.serving.recent import MOST_WORDS
 from impress_sglang.serving.report import new_report
 from tests.browser import needs_browser, shown
-from tests.integration import test_weights
-from tests.integration.test_shared_slots import SHAPE, CodedWorld
-from tests.integration.test_weights import TOKENS
-from tests.integration.test_write_after import ask as compute
-
-CACHES = {"device_gb": 1e-4, "host_gb": 1e-3}
-STORED = [*range(1000, 1000 + TOKENS)]
+from tests.integration.worlds import OTHER, STORED, TOKENS, World
 
 
 @pytest.fixture
@@ -43,41 +35,34 @@ def show_prompts() -> str:
 
 
 @pytest.fixture
-def world(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, show_prompts: str
-) -> Iterator[CodedWorld]:
-    test_weights.install_hooks(monkeypatch)
-    monkeypatch.setattr(test_weights, "SHAPE", SHAPE)
-    world = CodedWorld(tmp_path, load="always", write_after=1, show_prompts=show_prompts, **CACHES)
-    yield world
-    world.runtime.close()
+def options(show_prompts: str) -> dict[str, Any]:
+    caches = {"device_gb": 1e-4, "host_gb": 1e-3}
+    return {"load": "always", "write_after": 1, "show_prompts": show_prompts, **caches}
 
 
-def seen(world: CodedWorld, **wanted: Any) -> Any:
+def seen(world: World, **wanted: Any) -> Any:
     """What the scheduler's process answers, by SGLang's way."""
     message = SetInternalStateReq(server_args=page.LOOK, rid=json.dumps(wanted))
-    scheduler = SimpleNamespace(tree_cache=world.cache)
-    answer = take_order(lambda *_: pytest.fail("not ours"), scheduler, message)
+    answer = take_order(lambda *_: pytest.fail("not ours"), world.updater.scheduler, message)
     assert answer.updated
     return json.loads(answer.rid)
 
 
-def end(world: CodedWorld, tokens: list[int] = STORED, rid: str = "asked") -> None:
-    req: Any = Req(rid, "", tokens, SamplingParams(), extra_key="tenant")
+def end(world: World, tokens: list[int] = STORED, rid: str = "asked") -> None:
+    req = world.request(rid, tokens, namespace="tenant")
     report = new_report("impress", 0)
     req.customized_info = {REPORT_KEY: [report]}
     world.cache.passes.note_end(req, report)
 
 
-def test_segments_are_where_they_are(world: CodedWorld) -> None:
+def test_segments_are_where_they_are(world: World) -> None:
     """Those used last, what others build on first, with what of them is in caches and slots."""
     world.store_prompt(1000)
-    other = [*range(3000, 3000 + TOKENS)]
-    compute(world, "a", 2000, prompt=other)
-    compute(world, "b", 4000, prompt=other, namespace="tenant")
+    world.compute("a", 2000, prompt=OTHER)
+    world.compute("b", 4000, prompt=OTHER, namespace="tenant")
     world.idle_part()
     store = world.runtime.store
-    assert store.pins.pin(store.namespace('["tenant", null]'), as_tokens(other)) is None
+    assert store.pins.pin(store.namespace('["tenant", null]'), as_tokens(OTHER)) is None
 
     found = seen(world, after=0)
 
@@ -96,10 +81,10 @@ def test_segments_are_where_they_are(world: CodedWorld) -> None:
     assert all(row["on"] in rows or row["on"] is None for row in rows.values())
 
 
-def test_never_all_at_once(world: CodedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_never_all_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "MOST_SEGMENTS", 2)
     for number in range(5):
-        compute(world, f"r{number}", 2000 + 100 * number, prompt=STORED)
+        world.compute(f"r{number}", 2000 + 100 * number)
     rows = seen(world, after=0)["segments"]
     assert len(rows) == 2 and rows[1]["on"] == rows[0]["segment"]
     assert rows[0]["builders"] == 4 and rows[1]["builders"] == 0
@@ -108,8 +93,8 @@ def test_never_all_at_once(world: CodedWorld, monkeypatch: pytest.MonkeyPatch) -
     assert seen(world, below="gone") == {"segments": []}
 
 
-def test_nobody_is_shown_prompts(world: CodedWorld) -> None:
-    compute(world, "r", 2000)
+def test_nobody_is_shown_prompts(world: World) -> None:
+    world.compute("r", 2000)
     end(world)
     found = seen(world, after=0)
     assert found["requests"][0]["begins"] and found["segments"][0]["begins"]
@@ -124,8 +109,8 @@ class Tokenizer:
 
 
 @pytest.mark.parametrize("show_prompts", ["on"])
-def test_prompts_are_shown_to_who_wants_that(world: CodedWorld) -> None:
-    compute(world, "r", 2000)
+def test_prompts_are_shown_to_who_wants_that(world: World) -> None:
+    world.compute("r", 2000)
     end(world)
     found = seen(world, after=0)
     assert found["requests"][0]["words"] == STORED[:MOST_WORDS]
@@ -134,8 +119,8 @@ def test_prompts_are_shown_to_who_wants_that(world: CodedWorld) -> None:
     assert with_text({"requests": found["requests"]}, None)["requests"][0]["text"] is None
 
 
-def test_requests_and_segments_that_begin_alike_have_one_name(world: CodedWorld) -> None:
-    compute(world, "r", 2000, namespace="tenant")
+def test_requests_and_segments_that_begin_alike_have_one_name(world: World) -> None:
+    world.compute("r", 2000, namespace="tenant")
     end(world)
     found = seen(world, after=0)
     assert found["requests"][0]["begins"] == found["segments"][0]["begins"]
@@ -144,7 +129,7 @@ def test_requests_and_segments_that_begin_alike_have_one_name(world: CodedWorld)
     assert world.runtime.totals.requests == 2
 
 
-def test_nothing_that_is_asked_ends_the_scheduler(world: CodedWorld) -> None:
+def test_nothing_that_is_asked_ends_the_scheduler(world: World) -> None:
     end(world)
     for text in ("no JSON", "[]", '{"after": "x"}', "{}"):
         assert "error" in json.loads(look(world.cache, text))
@@ -194,8 +179,8 @@ def served(found: dict[str, Any]) -> Iterator[str]:
 
 @needs_browser
 @pytest.mark.parametrize("show_prompts", ["on"])
-def test_prompts_are_only_text(world: CodedWorld, tmp_path: Path) -> None:
-    compute(world, "r", 2000)
+def test_prompts_are_only_text(world: World, tmp_path: Path) -> None:
+    world.compute("r", 2000)
     end(world)
     found = with_text(seen(world, after=0), SimpleNamespace(decode=lambda _: HOSTILE))
     found["requests"][0] |= {"rid": HOSTILE, "why": {"text": HOSTILE, "reason": "x", "rest": None}}

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from impress_sglang.serving.saving import Save
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.writer import WriteAbandoned
-from tests.integration.test_weights import SHAPE, TOKENS, World
+from tests.integration.worlds import SHAPE, TOKENS, World
 
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
-    yield world
-    world.pool.go_on.set()
-    world.runtime.store.writes.drain()
-    world.cache.check_integrity()
-    assert _all_tokens(world) == TOKENS * 4
-    world.runtime.close()
-
-
-def _all_tokens(world: World) -> int:
-    """SGLang's equation, where no request runs."""
-    cache = world.cache
-    available: int = world.allocator.available_size()
-    return available + cache.evictable_size() + cache.protected_size()
+pytestmark = pytest.mark.usefixtures("no_slot_is_lost")
 
 
 def _computed(world: World, rid: str, first: int) -> tuple[Save, Any]:
@@ -62,7 +42,7 @@ def test_slots_that_are_written_count_as_room(world: World) -> None:
 
     budget = world.allocator.create_prefill_budget(world.cache, num_mixed_decode_tokens=0)
     assert budget.remaining_total == TOKENS * 4
-    assert _all_tokens(world) == TOKENS * 4
+    world.check_slots()
     world.cache.evict(EvictParams(num_tokens=2 * TOKENS))
     assert world.allocator.available_size() == TOKENS * 4
 
@@ -73,7 +53,7 @@ def test_what_a_request_has_locked_too_is_no_room(world: World) -> None:
     lock = world.cache.lock(req.last_node)
 
     assert world.cache.evictable_size() == 0
-    assert _all_tokens(world) == TOKENS * 4
+    world.check_slots()
     assert world.cache.evict(EvictParams(num_tokens=TOKENS)).num_tokens_evicted == 0
     assert not save.finished, "that would have freed nothing"
     assert world.cache.protected_size() == TOKENS
@@ -88,18 +68,11 @@ def test_no_more_writes_are_given_up_than_are_in_the_way(world: World) -> None:
     slots = world.allocator.alloc(TOKENS)
     assert slots is not None
     held = Save(slots, SHAPE.num_layers)
-    req = SimpleNamespace(
-        sampling_params=None,
-        rid="held",
-        full_untruncated_fill_ids=array("q", range(2000, 2000 + TOKENS)),
-        origin_input_ids=array("q", range(2000, 2000 + TOKENS)),
-        extra_key=None,
-        cache_salt=None,
-    )
+    req = world.request("held", range(2000, 2000 + TOKENS))
     assert world.cache._saves._offer(req, held, 0, EXACT)
     held.held = slots
     world.cache._saves.held_tokens += TOKENS
-    assert _all_tokens(world) == TOKENS * 4
+    world.check_slots()
 
     assert world.cache.evict(EvictParams(num_tokens=TOKENS)).num_tokens_evicted == TOKENS
     assert held.finished and not first.finished
@@ -126,7 +99,7 @@ def test_the_write_of_a_pass_under_way_is_not_given_up(world: World) -> None:
 def test_a_prompt_whose_request_ends_before_it_is_computed_is_not_saved(world: World) -> None:
     save = world.prefill("gone", 3000)
     req = world.cache._known["gone"].req
-    slots = world.rows.req_to_token[req.kv.req_pool_idx, :TOKENS].to(torch.int64)
+    slots = world.rows.req_to_token[req.kv.req_pool_idx, :TOKENS].long()
     world.cache.on_release(req, checkpointed=False)
     world.allocator.free(slots)
     with pytest.raises(WriteAbandoned):

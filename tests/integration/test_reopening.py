@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from array import array
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.errors import ConfigError, StoreInUseError
 from impress_sglang.integration.reporting import REORDER_ORDER, take_order
@@ -24,7 +20,7 @@ from impress_sglang.serving import served_store
 from impress_sglang.storage import files as files_module
 from impress_sglang.storage.layout import SegmentLayout
 from tests.faults import Faults, FaultyFileSystem, Rule
-from tests.integration.test_weights import NEW, OLD, SHAPE, TOKENS, World, install_hooks
+from tests.integration.worlds import NEW, OLD, SHAPE, STORED, TOKENS, World
 from tests.unit.kv_factory import attach
 from tests.unit.waiting import wait_until
 
@@ -47,10 +43,13 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
 
 
 @pytest.fixture
-def world(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def options() -> dict[str, float]:
+    return {"io_timeout": IO_TIMEOUT}
+
+
+@pytest.fixture
+def world(faults: Faults, world: World) -> Iterator[World]:
     """A test whose scheduler hangs goes on after a while, and fails."""
-    install_hooks(monkeypatch)
-    world = World(tmp_path, io_timeout=IO_TIMEOUT)
     world.store_prompt(1000)
     watchdog = threading.Timer(PATIENCE, faults.clear)
     watchdog.start()
@@ -58,10 +57,6 @@ def world(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> It
     assert watchdog.is_alive(), "the scheduler's thread waited for the disk"
     watchdog.cancel()
     faults.clear()
-    for save in world.cache._saves._begun.values():
-        save.abandon()
-    world.cache.check_integrity()
-    world.runtime.close()
 
 
 def opens(world: World, identity: str) -> bool:
@@ -86,8 +81,8 @@ def test_a_disk_that_hangs_while_a_store_is_opened(world: World, faults: Faults)
     with pytest.raises(ValueError, match="not enough values to unpack"):
         world.prefill("unsaved", 5)
     world.cache.evict(EvictParams(num_tokens=4 * TOKENS))
-    world.cache.prefetch(Req("waits", "", array("q", range(1000, 1080)), SamplingParams()))
-    scheduler = SimpleNamespace(tree_cache=world.cache)
+    world.cache.prefetch(world.request("waits", [*STORED, 5]))
+    scheduler = world.updater.scheduler
     take_order(lambda *_: None, scheduler, SimpleNamespace(server_args={REORDER_ORDER: 1}))
     for _ in range(2):
         assert world.flush() and world.runtime.served.suspended == "opening"

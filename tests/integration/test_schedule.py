@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 
 from tests.integration.test_awaited import Queue
 from tests.integration.test_awaited import _sglang as _sglang
-from tests.integration.test_weights import SHAPE, TOKENS, World
+from tests.integration.worlds import TOKENS, World
 from tests.unit.waiting import wait_until
 
 STORED, RESIDENT, UNKNOWN = 1000, 2000, 3000
@@ -22,30 +21,24 @@ def schedule() -> str:
 
 
 @pytest.fixture
+def options(schedule: str) -> dict[str, Any]:
+    return {"schedule": schedule, "load": "always"}
+
+
+@pytest.fixture
 def order() -> str:
     return "fcfs"
 
 
 @pytest.fixture
-def queue(tmp_path: Path, schedule: str, order: str) -> Iterator[Queue]:
+def queue(world: World, order: str) -> Queue:
     """A prompt is stored, another one resident, and three requests wait: the slowest first."""
-    yield from _queues(tmp_path, schedule, order, load="always")
-
-
-def _queues(root: Path, schedule: str, order: str, **options: object) -> Iterator[Queue]:
-    world = World(root, schedule=schedule, **options)
-    world.prefill("stored", STORED).open(SHAPE.num_layers)
-    world.runtime.store.writes.drain()
-    del world.cache._saves._begun["stored"]
-    world.flush()
+    world.store_prompt(STORED)
     queue = Queue(world, order)
     queue.resident(RESIDENT)
     for rid, first in (("stored", STORED), ("unknown", UNKNOWN), ("resident", RESIDENT)):
         queue.add(rid, first)
-    yield queue
-    world.runtime.prefetches.drop_all()
-    world.cache.check_integrity()
-    world.runtime.close()
+    return queue
 
 
 def rids(queue: Queue) -> list[str]:
@@ -104,9 +97,7 @@ def test_a_request_that_is_not_served_changes_places_too(queue: Queue) -> None:
     """With what is resident: of what is stored it gets nothing, and waits for nothing."""
     req = queue.request("log", STORED)
     req.return_logprob, req.logprob_start_len = True, 0
-    req.full_untruncated_fill_ids = req.origin_input_ids
-    queue.cache.prefetch(req)
-    queue.waiting.append(req)
+    queue.enqueue(req)
     assert rids(queue) == ["resident", "unknown", "log", "stored"]
     assert "log" not in queue.world.runtime.prefetches
 
@@ -115,56 +106,55 @@ def test_of_whose_kvs_tokens_say_nothing_nothing_is_cached(queue: Queue) -> None
     """SGLang matches it with nothing, and computes all of it."""
     req = queue.request("embeds", RESIDENT)
     req.positional_embed_overrides = object()
-    req.full_untruncated_fill_ids = req.origin_input_ids
-    queue.cache.prefetch(req)
-    queue.waiting.append(req)
+    queue.enqueue(req)
     assert rids(queue) == ["resident", "unknown", "embeds", "stored"]
 
 
-@pytest.fixture
-def reading(tmp_path: Path, schedule: str) -> Iterator[Queue]:
-    """The same with a drive that reads ahead, and may compute what it does not load."""
-    yield from _queues(tmp_path, schedule, "fcfs", readahead=0.2, load="faster")
+# A drive that reads ahead, and may compute what it does not load.
+reads_ahead = pytest.mark.parametrize(
+    "options", [{"schedule": "classes", "readahead": 0.2, "load": "faster"}]
+)
 
 
-def test_what_is_asked_for_is_not_there_yet(
-    reading: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (source,) = (own.source for own in reading.world.runtime.prefetches._waiting.values())
-    unread = reading.world.runtime.prefetches.unread
+@reads_ahead
+def test_what_is_asked_for_is_not_there_yet(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source,) = (own.source for own in queue.world.runtime.prefetches._waiting.values())
+    unread = queue.world.runtime.prefetches.unread
     assert source.next_ahead == source.num_layers and unread("nobody") == 1.0
     with monkeypatch.context() as patch:
         patch.setattr(source, "_is_there", lambda layer: layer < 1)
         assert unread("stored") == 1.0 - 1 / source.num_layers
-        assert rids(reading) == ["resident", "unknown", "stored"]
+        assert rids(queue) == ["resident", "unknown", "stored"]
     wait_until(lambda: not source.is_reading)
     assert unread("stored") == 0.0
-    assert rids(reading) == ["stored", "resident", "unknown"]
+    assert rids(queue) == ["stored", "resident", "unknown"]
 
 
-def test_reads_follow_a_plan_that_changes(reading: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+@reads_ahead
+def test_reads_follow_a_plan_that_changes(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Part of the prefix becomes resident while its request waits."""
     monkeypatch.setattr("impress_sglang.serving.scheduling.LOOK_SHARE", 1e9)
-    waiting = reading.world.runtime.prefetches._waiting
+    waiting = queue.world.runtime.prefetches._waiting
     first = waiting["stored"]
-    reading.schedule(2)
+    queue.schedule(2)
     assert waiting["stored"] is first
-    reading.resident(STORED, length=32)
-    reading.schedule(2)
+    queue.resident(STORED, length=32)
+    queue.schedule(2)
     assert waiting["stored"].plan.resident_len == 32
-    req = reading.waiting[[own.rid for own in reading.waiting].index("stored")]
-    reading.admit(req)
+    req = queue.waiting[[own.rid for own in queue.waiting].index("stored")]
+    queue.admit(req)
 
 
-def test_reading_is_measured_once(reading: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+@reads_ahead
+def test_reading_is_measured_once(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often a request is looked at whose prefix is computed because that is faster."""
     measured: list[object] = []
-    world = reading.world
+    world = queue.world
     monkeypatch.setattr("impress_sglang.serving.scheduling.LOOK_SHARE", 1e9)
     monkeypatch.setattr(world.runtime.store, "measure_reading", measured.append)
     world.runtime.estimator.note_forward(TOKENS, TOKENS**2, 1e-9)
-    reading.add("computed", STORED)
-    reading.schedule(9)
+    queue.add("computed", STORED)
+    queue.schedule(9)
     assert len(measured) == 1 and "computed" not in world.runtime.prefetches
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -22,128 +18,43 @@ from impress_sglang.options import AUTO
 from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.estimate import RequestLengths
 from impress_sglang.serving.loading import SelectiveLoading, SharedLoading
-from impress_sglang.serving.request import StoredRequest
+from impress_sglang.serving.saving import Save
 from impress_sglang.storage.quality import Quality
-from impress_sglang.transfer.loader import LayerInputs
-from impress_sglang.transfer.slots import LayerSlots
-from tests.integration import test_weights
-from tests.integration.test_weights import TOKENS, World
-from tests.unit.kv_factory import make_shape
+from tests.integration.worlds import SHAPE, TOKENS, World
 
-SHAPE = make_shape(layers=3, probe=(), coded=True)
-
-
-class CodedWorld(World):
-    """A tree cache whose requests get 5 bits, and what a pass does of them."""
-
-    def ask(
-        self,
-        rid: str,
-        length: int = TOKENS,
-        new: int = 8,
-        bits: object = 5.0,
-        retention: float = 1.0,
-        fork: int = TOKENS,
-    ) -> Any:
-        """A request with the first tokens of a stored prompt is matched."""
-        prompt = [*range(1000, 1000 + fork), *range(1500, 1500 + TOKENS - fork)]
-        tokens = array("q", [*prompt[:length], *range(5000, 5000 + new)])
-        custom = {"impress_retention": retention, "impress_bits": bits}
-        req = Req(rid, "", tokens, SamplingParams(custom_params=custom))
-        req.full_untruncated_fill_ids = tokens
-        key = RadixKey(tokens, None, limit=len(tokens) - 1)
-        match = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
-        req.last_node = match.last_device_node
-        req.host_hit_length = match.host_hit_length
-        req.prefix_len = match.device_prefix_len
-        return req
-
-    def admit(self, req: Any) -> StoredRequest | None:
-        loaded = self.cache.init_load_back(
-            InitLoadBackParams(best_match_node=None, host_hit_length=req.host_hit_length, req=req)
-        )
-        return None if loaded is None else self.runtime.live[req.rid]
-
-    def load(self, request: StoredRequest, layer: int) -> None:
-        pool = self.pool.get_key_buffer(layer)
-        inputs = LayerInputs(
-            torch.randn(4, SHAPE.num_query_heads, SHAPE.key_dim),
-            torch.randn(4, SHAPE.num_kv_heads, SHAPE.key_dim),
-            pool[:0],
-            0.3,
-        )
-        slots = LayerSlots.of(pool, pool.clone(), request.slots)
-        self.runtime.load_layer(layer, request, inputs, slots)
-        self.runtime.finish_layer(request)
-
-    def end(self, request: StoredRequest) -> None:
-        """As `on_release` does."""
-        self.cache._forget(request.rid)
-        self.runtime.release(request.rid)
-        if not request.uses:
-            self.cache._private_tokens -= request.k
-            self.allocator.free(request.slots)
-
-    def idle_part(self, length: int = TOKENS) -> None:
-        request = self.admit(self.ask("first", length))
-        assert request is not None
-        for layer in range(SHAPE.num_layers):
-            self.load(request, layer)
-        self.end(request)
-        assert self.cache._residents.idle_tokens == length
-
-    def prompt_of(self, rid: str, length: int) -> tuple[list[str], list[int]]:
-        """A pass that completes a prompt nobody has stored, as `begin_saves` is told of it."""
-        (row,) = self.rows.alloc_rows(1)
-        tokens = array("q", range(3000, 3000 + length))
-        req = Req(rid, "", tokens, SamplingParams())
-        req.full_untruncated_fill_ids = tokens
-        req.kv = SimpleNamespace(req_pool_idx=row)
-        self.cache._known.note(req)
-        return [rid], [length]
-
-    @property
-    def room(self) -> int:
-        """What SGLang admits by."""
-        return int(self.allocator.create_prefill_budget(self.cache).remaining_total)
+pytestmark = pytest.mark.usefixtures("no_slot_is_lost")
 
 
 @pytest.fixture
-def page_size() -> int:
-    return 1
+def options() -> dict[str, str]:
+    return {"load": "always"}
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_size: int) -> Iterator[CodedWorld]:
-    monkeypatch.setattr(test_weights, "SHAPE", SHAPE)
-    world = CodedWorld(tmp_path, page_size, load="always")
+def world(world: World) -> World:
     world.store_prompt(1000)
-    yield world
-    for rid in list(world.runtime.live):
-        world.end(world.runtime.live[rid])
-    world.runtime.prefetches.drop_all()
-    world.cache.check_integrity()
-    cache = world.cache
-    held = world.allocator.available_size() + cache.evictable_size() + cache.protected_size()
-    assert held == world.allocator.size
-    world.runtime.close()
+    return world
 
 
 @pytest.mark.parametrize("length", [TOKENS, 24])
-def test_admission_takes_no_more_room_than_it_promised(world: CodedWorld, length: int) -> None:
+def test_admission_takes_no_more_room_than_it_promised(world: World, length: int) -> None:
     """SGLang counts idle parts as room until they are used; then it must have counted them."""
     world.idle_part()
-    req, before = world.ask("second", length), world.room
+    req, before = world.ask("second", length), room(world)
     request = world.admit(req)
     assert request is not None and request.report["shared_tokens"] == length
-    assert before - world.room <= req.host_hit_length
-    for layer in range(SHAPE.num_layers):
-        world.load(request, layer)
+    assert before - room(world) <= req.host_hit_length
+    world.load(request)
+
+
+def room(world: World) -> int:
+    """What SGLang admits by."""
+    return int(world.allocator.create_prefill_budget(world.cache).remaining_total)
 
 
 @pytest.mark.parametrize("where", ["restore_base", "raise_units"])
 def test_nobody_joins_what_ran_out_of_memory(
-    world: CodedWorld, where: str, monkeypatch: pytest.MonkeyPatch
+    world: World, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = world.admit(world.ask("first"))
     second = world.admit(world.ask("second"))
@@ -166,28 +77,20 @@ def test_nobody_joins_what_ran_out_of_memory(
     with pytest.raises(PrefixUnreadable):
         world.load(second, 1)
     # And who comes before the two have left loads it for itself.
-    third = world.admit(world.ask("third"))
-    assert third is not None
+    third = world.loaded("third")
     assert not set(third.slots.tolist()) & set(first.slots.tolist())
-    for layer in range(SHAPE.num_layers):
-        world.load(third, layer)
 
 
-def test_who_comes_after_one_that_ran_out_of_memory(
-    world: CodedWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_comes_after_one_that_ran_out_of_memory(world: World) -> None:
     """With SGLang's overlap a request is admitted before the failed one has left."""
     first = world.admit(world.ask("first"))
     assert first is not None
     world.load(first, 0)
     world.runtime.fail(first)
-    second = world.admit(world.ask("second"))
-    assert second is not None
-    for layer in range(SHAPE.num_layers):
-        world.load(second, layer)
+    world.loaded("second")
 
 
-def test_a_taken_prefetch_leaves_none_behind(world: CodedWorld) -> None:
+def test_a_taken_prefetch_leaves_none_behind(world: World) -> None:
     world.runtime.store.ahead.set_waste_budget(0.2)
     long, short = world.ask("long"), world.ask("short", 40)
     world.cache.prefetch(long)
@@ -198,20 +101,16 @@ def test_a_taken_prefetch_leaves_none_behind(world: CodedWorld) -> None:
     assert "long" not in world.runtime.prefetches
 
 
-def test_a_prefix_that_is_used_in_codes_is_the_last_to_be_removed(world: CodedWorld) -> None:
+def test_a_prefix_that_is_used_in_codes_is_the_last_to_be_removed(world: World) -> None:
     """Also where all of it is in slots: the quota removes what was used longest ago."""
     (segment,) = world.runtime.store.tree.segments()
     for _ in range(2):
         before = segment.hits, segment.last_access
-        request = world.admit(world.ask("r"))
-        assert request is not None
-        for layer in range(SHAPE.num_layers):
-            world.load(request, layer)
-        world.end(request)
+        world.end(world.loaded("r"))
         assert segment.hits == before[0] + 1 and segment.last_access > before[1]
 
 
-def test_a_part_of_a_prefix_has_slots_of_its_own(world: CodedWorld) -> None:
+def test_a_part_of_a_prefix_has_slots_of_its_own(world: World) -> None:
     """A offset row, filled from codes: nobody shares it, and it shares nothing that is there."""
     world.idle_part()
     req = world.ask("part", retention=0.25)
@@ -223,8 +122,7 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: CodedWorld) -> None:
     assert request.quality == Quality(1, 0.25, 5.0)
     assert request.report["used_tokens"] == request.report["loaded_tokens"] == TOKENS // 4
     assert request.report["shared_tokens"] == 0 and request.report["bits"] == 5.0
-    for layer in range(SHAPE.num_layers):
-        world.load(request, layer)
+    world.load(request)
     assert request.loading is None, "given back after the last layer"
     assert request.stats.layers_by_probe == SHAPE.num_layers
     assert 4.0 <= float(str(request.report["bits_mean"])) <= 5.0
@@ -232,7 +130,7 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: CodedWorld) -> None:
     assert world.cache._residents.idle_tokens == TOKENS, "what others share stays"
 
 
-def test_what_was_read_for_a_part_while_it_waited_is_its_own(world: CodedWorld) -> None:
+def test_what_was_read_for_a_part_while_it_waited_is_its_own(world: World) -> None:
     world.runtime.store.ahead.set_waste_budget(0.2)
     world.cache.prefetch(world.ask("part", retention=0.5))
     (prefetch,) = world.runtime.prefetches._waiting.values()
@@ -246,7 +144,7 @@ def test_what_was_read_for_a_part_while_it_waited_is_its_own(world: CodedWorld) 
 
 
 @pytest.mark.parametrize("retention", [1.0, 0.5])
-def test_a_prefix_that_no_buffer_holds_is_computed(world: CodedWorld, retention: float) -> None:
+def test_a_prefix_that_no_buffer_holds_is_computed(world: World, retention: float) -> None:
     pool = world.runtime.store._memory.pool
     limit, pool.limit_bytes = pool.limit_bytes, 1
     assert world.ask("first", retention=retention).host_hit_length == 0
@@ -258,7 +156,7 @@ FORK = 40
 
 
 @pytest.mark.parametrize("page_size", [16])
-def test_slots_are_taken_and_given_back_in_pages(world: CodedWorld, page_size: int) -> None:
+def test_slots_are_taken_and_given_back_in_pages(world: World, page_size: int) -> None:
     """Of a prompt that leaves another one inside a page; its page there is nobody else's."""
     world.store_prompt(1000, FORK)
     world.idle_part()
@@ -273,10 +171,9 @@ def test_slots_are_taken_and_given_back_in_pages(world: CodedWorld, page_size: i
     same = first.slots == second.slots
     assert same.tolist() == [token // page_size != FORK // page_size for token in range(TOKENS)]
     assert first.report["loaded_tokens"] == 32 and second.report["loaded_tokens"] == 16
-    world.cache.check_integrity()
     for layer in range(SHAPE.num_layers):
-        for request in (first, second):
-            world.load(request, layer)
+        world.load(first, layer)
+        world.load(second, layer)
     world.end(first)
     assert world.allocator.available_size() == world.allocator.size - (TOKENS + 32)
     world.end(second)
@@ -287,24 +184,19 @@ def test_slots_are_taken_and_given_back_in_pages(world: CodedWorld, page_size: i
 
 @pytest.mark.parametrize("page_size", [16])
 @pytest.mark.parametrize("bits", [5.0, "exact"])
-def test_a_prefix_ends_with_a_page(world: CodedWorld, bits: object) -> None:
+def test_a_prefix_ends_with_a_page(world: World, bits: object) -> None:
     request = world.admit(world.ask("r", length=50, bits=bits))
     assert request is not None and request.prefix_len == request.k == 48
     assert world.allocator.available_size() == world.allocator.size - 48
-    for layer in range(SHAPE.num_layers):
-        world.load(request, layer)
+    world.load(request)
     world.end(request)
     # What is in no whole page of the tree is not saved: its slots are not the tree's.
-    (save,) = world.cache.passes.begin_saves(*world.prompt_of("p", 50)).values()
+    (save,) = saves_of(world, 50)
     assert len(save.slots) == 48
-    save.abandon()
-    world.runtime.store.writes.drain()
 
 
 @pytest.mark.parametrize("page_size", [16])
-def test_a_rest_in_a_page_with_another_segment_is_computed(
-    world: CodedWorld, page_size: int
-) -> None:
+def test_a_rest_in_a_page_with_another_segment_is_computed(world: World, page_size: int) -> None:
     """All of its pages or none: a prefix does not end inside of one."""
     world.store_prompt(1000, FORK)
     world.idle_part()
@@ -314,8 +206,7 @@ def test_a_rest_in_a_page_with_another_segment_is_computed(
     request = world.admit(req)
     assert request is not None and request.prefix_len == 32
     assert req.host_hit_length % page_size == req.prefix_len % page_size == 0
-    for layer in range(SHAPE.num_layers):
-        world.load(request, layer)
+    world.load(request)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +214,7 @@ def test_a_rest_in_a_page_with_another_segment_is_computed(
     [(1e9, None, 8.0), (0.4, None, 6.0), (1e-3, None, 5.0), (1e9, 4.5, 4.5), (1e-3, 7, 7.0)],
 )
 def test_auto_gives_the_most_bits_that_load_while_computing(
-    world: CodedWorld,
+    world: World,
     megabytes_per_second: float,
     asked: float | None,
     bits: float,
@@ -351,10 +242,15 @@ def test_auto_gives_the_most_bits_that_load_while_computing(
 
 @pytest.mark.parametrize(("length", "saved"), [(15, 0), (16, 1)])
 def test_a_prompt_is_saved_from_the_shortest_length_on(
-    world: CodedWorld, length: int, saved: int
+    world: World, length: int, saved: int
 ) -> None:
-    saves = world.cache.passes.begin_saves(*world.prompt_of("p", length))
-    assert len(saves) == saved
-    for save in saves.values():
-        save.abandon()
-    world.runtime.store.writes.drain()
+    assert len(saves_of(world, length)) == saved
+
+
+def saves_of(world: World, length: int) -> list[Save]:
+    """Of a pass that completes a prompt nobody has stored."""
+    req = world.request("p", range(3000, 3000 + length))
+    (row,) = world.rows.alloc_rows(1)
+    req.kv = SimpleNamespace(req_pool_idx=row)
+    world.cache._known.note(req)
+    return [*world.cache.passes.begin_saves(["p"], [length]).values()]

@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import time
-from array import array
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,23 +15,16 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import SetInternalStateReq
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.integration import steering
 from impress_sglang.integration.reporting import add_routes, take_order
 from impress_sglang.integration.steering import Order, carry_out, is_foreign, obey, order_of
-from impress_sglang.serving.custom_params import STORE_KEY, TTL_KEY
 from impress_sglang.serving.why import Reason
-from tests.integration import test_weights
-from tests.integration.test_shared_slots import SHAPE, CodedWorld
-from tests.integration.test_weights import TOKENS
-from tests.integration.test_why import STORED, admitted
-from tests.integration.test_write_after import SHARED
-from tests.integration.test_write_after import ask as compute
+from tests.integration.test_why import admitted
+from tests.integration.worlds import OTHER, STORED, TOKENS, World
 from tests.unit.waiting import wait_until
 
-OTHER = [*range(3000, 3000 + TOKENS)]
+pytestmark = pytest.mark.usefixtures("no_slot_is_lost")
 
 
 @pytest.fixture
@@ -47,39 +38,32 @@ def ttl() -> float:
 
 
 @pytest.fixture
-def world(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, ttl: float
-) -> Iterator[CodedWorld]:
-    test_weights.install_hooks(monkeypatch)
-    monkeypatch.setattr(test_weights, "SHAPE", SHAPE)
-    world = CodedWorld(tmp_path, load="always", write_after=least, ttl=ttl)
-    yield world
-    world.cache.check_integrity()
-    cache = world.cache
-    held = world.allocator.available_size() + cache.evictable_size() + cache.protected_size()
-    assert held == world.allocator.size
-    world.runtime.close()
+def options(least: int, ttl: float) -> dict[str, Any]:
+    return {"load": "always", "write_after": least, "ttl": ttl}
 
 
-def told(world: CodedWorld, verb: str, input_ids: list[int] | None = None, **fields: Any) -> Any:
+def told(world: World, verb: str, input_ids: list[int] | None = None, **fields: Any) -> Any:
     """The answer to an order that came by SGLang's way."""
     message = SetInternalStateReq(
         server_args=steering.STEER, rid=Order(verb, input_ids, **fields).to_json()
     )
-    scheduler = SimpleNamespace(tree_cache=world.cache)
-    answer = take_order(lambda *_: pytest.fail("not ours"), scheduler, message)
+    answer = take_order(lambda *_: pytest.fail("not ours"), world.updater.scheduler, message)
     assert answer.updated
     return json.loads(answer.rid)
 
 
-def test_a_purged_prefix_is_nowhere(world: CodedWorld) -> None:
+def make_old(world: World) -> None:
+    """All that is stored was used long ago."""
+    for path in Path(world.runtime.config.ssd_path).glob("*/segments/*/*"):
+        os.utime(path, (1, 1))
+
+
+def test_a_purged_prefix_is_nowhere(world: World) -> None:
     """On SSD, in caches, in slots of its codes, and in SGLang's pool."""
     world.store_prompt(1000)
     world.idle_part()
-    slots = world.allocator.alloc(TOKENS)
-    world.cache.insert(InsertParams(key=RadixKey(array("q", STORED)), value=slots))
-    slots = world.allocator.alloc(TOKENS)
-    world.cache.insert(InsertParams(key=RadixKey(array("q", OTHER)), value=slots))
+    world.make_resident(STORED)
+    world.make_resident(OTHER)
 
     answer = told(world, "purge", [*STORED, 7, 8])
 
@@ -94,9 +78,9 @@ def test_a_purged_prefix_is_nowhere(world: CodedWorld) -> None:
     assert world.files() == 0
 
 
-def test_a_purge_is_of_one_namespace(world: CodedWorld) -> None:
-    compute(world, "a", 2000, prompt=STORED, namespace="tenant")
-    compute(world, "b", 2000, prompt=STORED)
+def test_a_purge_is_of_one_namespace(world: World) -> None:
+    world.compute("a", 2000, namespace="tenant")
+    world.compute("b", 2000)
     assert told(world, "purge", extra_key="nobody")["segments"] == 0
     assert told(world, "purge", STORED, extra_key="tenant")["segments"] == 1
     assert told(world, "purge", extra_key="tenant")["segments"] == 0
@@ -105,12 +89,11 @@ def test_a_purge_is_of_one_namespace(world: CodedWorld) -> None:
     assert told(world, "purge", everything=True)["segments"] == 1
 
 
-def test_a_purge_by_age_is_answered_in_steps(world: CodedWorld) -> None:
-    compute(world, "a", 2000, prompt=STORED)
-    compute(world, "b", 2000, prompt=OTHER)
-    for path in Path(world.runtime.config.ssd_path).glob("*/segments/*/*"):
-        os.utime(path, (1, 1))
-    compute(world, "c", 4000, prompt=OTHER)
+def test_a_purge_by_age_is_answered_in_steps(world: World) -> None:
+    world.compute("a", 2000)
+    world.compute("b", 2000, prompt=OTHER)
+    make_old(world)
+    world.compute("c", 4000, prompt=OTHER)
 
     def purged(**fields: Any) -> Any:
         while "segments" not in (answer := told(world, "purge", older_than=100, **fields)):
@@ -125,10 +108,9 @@ def test_a_purge_by_age_is_answered_in_steps(world: CodedWorld) -> None:
 
 
 @pytest.mark.parametrize("ttl", [3600.0])
-def test_an_idle_server_removes_what_is_too_old(world: CodedWorld) -> None:
-    compute(world, "a", 2000, prompt=STORED)
-    for path in Path(world.runtime.config.ssd_path).glob("*/segments/*/*"):
-        os.utime(path, (1, 1))
+def test_an_idle_server_removes_what_is_too_old(world: World) -> None:
+    world.compute("a", 2000)
+    make_old(world)
 
     def gone() -> bool:
         world.runtime.tell_metrics(idle=True)
@@ -138,7 +120,7 @@ def test_an_idle_server_removes_what_is_too_old(world: CodedWorld) -> None:
     assert admitted(world)["reason"] == Reason.EXPIRED
 
 
-def test_a_request_that_waits_for_what_is_purged_is_computed(world: CodedWorld) -> None:
+def test_a_request_that_waits_for_what_is_purged_is_computed(world: World) -> None:
     world.store_prompt(1000)
     req = world.ask("waits")
     world.cache.prefetch(req)
@@ -148,19 +130,18 @@ def test_a_request_that_waits_for_what_is_purged_is_computed(world: CodedWorld) 
     world.cache._forget("waits")
 
 
-def test_a_request_that_runs_keeps_what_it_has(world: CodedWorld) -> None:
+def test_a_request_that_runs_keeps_what_it_has(world: World) -> None:
     world.store_prompt(1000)
     request = world.admit(world.ask("runs"))
     assert request is not None
     world.load(request, 0)
     assert told(world, "purge", STORED)["pool_tokens"] == 0
-    for layer in range(1, SHAPE.num_layers):
-        world.load(request, layer)
+    world.load(request, 1, 2)
     world.end(request)
     assert world.cache._residents.idle_tokens == 0
 
 
-def test_pins(world: CodedWorld) -> None:
+def test_pins(world: World) -> None:
     refused = told(world, "pin", STORED)
     assert refused["error"] == f"0 of its {TOKENS} tokens are stored: warm it first"
     world.store_prompt(1000)
@@ -172,7 +153,7 @@ def test_pins(world: CodedWorld) -> None:
 
 
 @pytest.mark.parametrize("least", [2])
-def test_why_is_told_of_prompts_that_nobody_sends(world: CodedWorld) -> None:
+def test_why_is_told_of_prompts_that_nobody_sends(world: World) -> None:
     def why(prompt: list[int], **fields: Any) -> tuple[int, str, str | None]:
         answer = told(world, "why", prompt, **fields)
         assert answer["tokens"] == len(prompt) and answer["why"]["text"].endswith(".")
@@ -181,7 +162,7 @@ def test_why_is_told_of_prompts_that_nobody_sends(world: CodedWorld) -> None:
     assert why(STORED) == (0, Reason.SEEN_TOO_SELDOM, None)
     assert why(STORED) == (0, Reason.SEEN_TOO_SELDOM, None), "to ask is no sight"
     for number in range(2):
-        compute(world, f"r{number}", 2000 + 100 * number, prompt=STORED)
+        world.compute(f"r{number}", 2000 + 100 * number)
     assert why(STORED) == (TOKENS, Reason.STORED, None)
     assert why([*STORED, *OTHER]) == (TOKENS, Reason.STORED, Reason.SEEN_TOO_SELDOM)
     assert why(STORED, extra_key="tenant") == (0, Reason.SEEN_TOO_SELDOM, None)
@@ -191,7 +172,7 @@ def test_why_is_told_of_prompts_that_nobody_sends(world: CodedWorld) -> None:
     assert why([]) == (0, Reason.TOO_SHORT, None)
 
 
-def test_no_order_ends_the_scheduler(world: CodedWorld) -> None:
+def test_no_order_ends_the_scheduler(world: World) -> None:
     for text in (None, "", "no JSON", "[]", "{}", '{"verb": 1}', '{"verb": "pin", "x": 1}'):
         assert "error" in json.loads(obey(world.cache, text))
     assert "error" in told(world, "unheard of", STORED)
@@ -201,23 +182,20 @@ def test_no_order_ends_the_scheduler(world: CodedWorld) -> None:
 
 
 @pytest.mark.parametrize("least", [2])
-def test_what_a_request_says_of_being_stored(world: CodedWorld) -> None:
+def test_what_a_request_says_of_being_stored(world: World) -> None:
     """Nothing of it is, and it counts as no sight; or all of it is, at first sight."""
-    never, at_once = {STORE_KEY: False}, {STORE_KEY: True}
     for number in range(3):
-        sampling: Any = {"custom_params": never}
-        assert compute(world, f"n{number}", 2000, **sampling) == 0
-    assert compute(world, "first", 3000) == 0
-    assert compute(world, "again", 4000) == TOKENS
-    sampling = {"custom_params": at_once}
-    assert compute(world, "once", 5000, prompt=OTHER, **sampling) == 3 * TOKENS
+        assert world.compute(f"n{number}", 2000, store=False) == 0
+    assert world.compute("first", 3000) == 0
+    assert world.compute("again", 4000) == TOKENS
+    assert world.compute("once", 5000, prompt=OTHER, store=True) == 3 * TOKENS
 
 
 @pytest.mark.parametrize("least", [1])
-def test_a_request_says_how_long_it_is_stored(world: CodedWorld) -> None:
+def test_a_request_says_how_long_it_is_stored(world: World) -> None:
     for number, ttl in enumerate((3600, 0)):
-        sampling: Any = {"custom_params": {TTL_KEY: ttl} if ttl else {}}
-        compute(world, f"r{number}", 2000, prompt=(SHARED, OTHER)[number], **sampling)
+        wanted = {"ttl": ttl} if ttl else {}
+        world.compute(f"r{number}", 2000, prompt=(STORED, OTHER)[number], **wanted)
     ends = sorted(own.info.expires for own in world.runtime.store.tree.segments())
     assert ends[0] == 0 and 0 < ends[1] - time.time() <= 3601
 

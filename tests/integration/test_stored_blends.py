@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,25 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
-from sglang.srt.mem_cache.base_prefix_cache import (
-    InitLoadBackParams,
-    InsertParams,
-    MatchPrefixParams,
-)
-from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
-from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.serving.blend_plan import BlendPlan
 from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.quality import Quality
-from tests.integration import test_weights
-from tests.integration.test_weights import SHAPE, World, install_hooks
-from tests.integration.test_write_after import ask, shuffled
+from tests.integration.worlds import SHAPE, World, blending_world, install_hooks, shuffled
 
 QUESTION = [*range(70_000, 70_020)]
+
+
+pytestmark = pytest.mark.usefixtures("no_slot_is_lost")
 
 
 @pytest.fixture(params=[1, 16])
@@ -48,36 +40,19 @@ def world(
 ) -> Iterator[World]:
     """Documents 1, 2 and 3 are stored, in this order."""
     install_hooks(monkeypatch)
-    monkeypatch.setattr(test_weights, "TOKENS", 1024)
-    world = World(
-        tmp_path, page_size, write_after=least, blend=0.15, blend_min_tokens=200, load="always"
-    )
-    world.runtime.blend_with(KeyRotation(lambda rows: torch.zeros(rows, 8), halves=True), 4096)
+    world = blending_world(tmp_path, page_size, size=4096, write_after=least, load="always")
     for rid in "xy"[:least]:
         # With its question, whole pages.
-        ask(world, rid, 2000, prompt=[*shuffled(1, 2, 3), *range(12)])
+        world.compute(rid, 2000, prompt=[*shuffled(1, 2, 3), *range(12)])
     yield world
-    world.runtime.store.writes.drain()
-    check(world)
     assert world.cache._saves.writing_tokens == 0
-    world.runtime.close()
+    world.close()
 
 
-def check(world: World) -> None:
-    world.cache.check_integrity()
-    held = world.allocator.available_size() + world.cache.evictable_size()
-    assert held + world.cache.protected_size() == world.allocator.size
-
-
-def wait(world: World, prompt: list[int], rid: str = "r", **custom: object) -> Any:
+def wait(world: World, prompt: list[int], rid: str = "r", **wanted: object) -> Any:
     """A request is matched; by default it blends what is stored and computes a quarter again."""
-    tokens = array("q", prompt)
-    params = {"impress_bits": 5.0, "impress_retention": 1.0, "impress_blend": 0.25} | custom
-    req = Req(rid, "", tokens, SamplingParams(custom_params=params))
-    req.full_untruncated_fill_ids = tokens
-    key = RadixKey(tokens, None, limit=len(tokens) - 1)
-    match = world.cache.match_prefix(MatchPrefixParams(key=key, req=req))
-    req.last_node, req.host_hit_length = match.last_device_node, match.host_hit_length
+    req = world.request(rid, prompt, **({"bits": 5.0, "retention": 1.0, "blend": 0.25} | wanted))
+    world.match(req)
     return req
 
 
@@ -93,9 +68,8 @@ def run(world: World, req: Any) -> StoredRequest:
     """A request is admitted and blended."""
     cache = world.cache
     assert isinstance(cache._known[req.rid].plan, BlendPlan)
-    assert cache.init_load_back(InitLoadBackParams(None, req.host_hit_length, req=req))
-    request = world.runtime.live[req.rid]
-    assert isinstance(request.loading, BlendedLoading)
+    request = world.admit(req)
+    assert request is not None and isinstance(request.loading, BlendedLoading)
     request.loading.blended = True
     for _ in range(SHAPE.num_layers):
         world.runtime.finish_layer(request)
@@ -120,7 +94,7 @@ def end(world: World, req: Any) -> None:
     world.cache.unlock(req.lock)
     world.cache.on_release(req, checkpointed=True)
     world.rows.free_slots.append(row)
-    check(world)
+    world.check_slots()
 
 
 def blend(world: World, prompt: list[int], rid: str = "r", **custom: object) -> None:
@@ -142,12 +116,12 @@ def test_the_second_request_loads_what_the_first_one_blended(world: World) -> No
     assert not isinstance(again, BlendPlan) and again.stop == whole
     assert again.match.quality == Quality(1, 1.0, 6.0, 0.25)
     assert again.quality == Quality(2, 1.0, 5.0, 0.25)
-    assert isinstance(plan_of(world, PROMPT, impress_blend=0.5), BlendPlan)
-    assert plan_of(world, PROMPT, impress_bits="exact") is None
-    assert plan_of(world, PROMPT, impress_bits=7.0).match.quality == Quality()
+    assert isinstance(plan_of(world, PROMPT, blend=0.5), BlendPlan)
+    assert plan_of(world, PROMPT, bits="exact") is None
+    assert plan_of(world, PROMPT, bits=7.0).match.quality == Quality()
     for refused in ("off", 1.0):
-        assert plan_of(world, PROMPT, impress_blend=refused) is None
-    assert plan_of(world, [*PROMPT, 5], impress_blend="auto").match == again.match
+        assert plan_of(world, PROMPT, blend=refused) is None
+    assert plan_of(world, [*PROMPT, 5], blend="auto").match == again.match
 
 
 @pytest.mark.parametrize("page_size", [1])
@@ -158,21 +132,20 @@ def test_after_a_restart_it_still_is_what_it_was(world: World, indexed: bool) ->
     if not indexed:
         for path in world.runtime.config.ssd_path.glob("*/catalog.sqlite*"):
             path.unlink()
-    root = world.runtime.config.ssd_path
-    world.__init__(root, write_after=1, blend=0.15, blend_min_tokens=200, load="always")  # type: ignore[misc]
-    world.runtime.blend_with(KeyRotation(lambda rows: torch.zeros(rows, 8), halves=True), 4096)
-    assert plan_of(world, PROMPT).match.quality == Quality(1, 1.0, 6.0, 0.25)
-    assert isinstance(plan_of(world, PROMPT, impress_blend=0.5), BlendPlan)
-    assert plan_of(world, PROMPT, impress_bits="exact") is None
+    again = blending_world(world.runtime.config.ssd_path, size=4096, load="always")
+    assert plan_of(again, PROMPT).match.quality == Quality(1, 1.0, 6.0, 0.25)
+    assert isinstance(plan_of(again, PROMPT, blend=0.5), BlendPlan)
+    assert plan_of(again, PROMPT, bits="exact") is None
+    again.close()
 
 
 def test_an_exact_copy_is_found_by_all(world: World) -> None:
     blend(world, PROMPT)
     world.runtime.store.writes.drain()
     before = len(world.runtime.store.tree)
-    ask(world, "exact", 9000, prompt=[*PROMPT, *range(8)])
+    world.compute("exact", 9000, prompt=[*PROMPT, *range(8)])
     assert len(world.runtime.store.tree) == before + 1
-    for custom in ({}, {"impress_blend": "off"}):
+    for custom in ({}, {"blend": "off"}):
         assert plan_of(world, PROMPT, **custom).match.quality == Quality()
 
 
@@ -180,7 +153,7 @@ def test_behind_a_kept_prefix_only_the_rest_is_stored(world: World) -> None:
     """And a request that is not to be stored stores nothing of it."""
     tree, prompt = world.runtime.store.tree, [*shuffled(1, 3, 2), *QUESTION]
     before = set(tree.segments())
-    blend(world, prompt, impress_store=False)
+    blend(world, prompt, store=False)
     assert set(tree.segments()) == before
     blend(world, prompt)
     (new,) = set(tree.segments()) - before
@@ -203,10 +176,7 @@ def test_slots_are_held_until_they_are_written(world: World, resident: int) -> N
     """Those of the request, and those of SGLang's tree, if what it has is stored nowhere."""
     prompt = [*range(60_000, 60_000 + resident), *PROMPT]
     if resident:
-        slots = world.allocator.alloc(resident)
-        assert slots is not None
-        head = RadixKey(array("q", prompt[:resident]), None)
-        world.cache.insert(InsertParams(key=head, value=slots))
+        world.make_resident(prompt[:resident])
     free, cache = world.allocator.available_size(), world.cache
     world.pool.go_on.clear()
     blend(world, prompt)

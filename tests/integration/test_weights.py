@@ -1,273 +1,33 @@
-"""Weights and memory that are taken away and replaced: when the store is used, and by whose name.
-
-The handlers are SGLang's, hooked as in a server. Its workers, the memory saver and the forward
-passes are stand-ins; whoever touches what is released, fails.
-"""
+"""Weights and memory that are taken away: when the store is used, and by whose name."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import pkgutil
 import threading
-from array import array
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.scheduler_components.weight_updater import (
-    SchedulerWeightUpdaterManager,
-)
-from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.sampling.sampling_params import SamplingParams
-from torch import Tensor
 
-from impress_sglang.config import ImpressConfig
 from impress_sglang.integration.compat import WEIGHT_HANDLERS
 from impress_sglang.integration.factory import kv_tensors
-from impress_sglang.integration.passes import KnownRequest
 from impress_sglang.integration.plugin import _around_weights
-from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.serving.pool_reader import PoolAccess
-from impress_sglang.serving.runtime import ServingRuntime
-from impress_sglang.serving.saving import Save
 from impress_sglang.storage.writer import WriteAbandoned
-from tests.unit.kv_factory import make_shape
-from tests.unit.store_factory import DEFAULTS
-from tests.unit.waiting import wait_until
-
-SHAPE = make_shape(layers=3, probe=(), coded=True)
-OLD, NEW = "0" * 32, "1" * 32
-TOKENS = 64
-
-
-class Pool:
-    """Stands in for SGLang's KV pool; a read may be held up."""
-
-    start_layer = 0
-
-    def __init__(self) -> None:
-        self.paused = False
-        self.reading = threading.Event()
-        self.go_on = threading.Event()
-        self.go_on.set()
-        self._buffer = torch.randn(TOKENS * 5, SHAPE.num_kv_heads, SHAPE.key_dim)
-
-    def get_key_buffer(self, layer: int) -> Tensor:
-        self.reading.set()
-        assert self.go_on.wait(30)
-        assert not self.paused, "the pool is read while it is paused"
-        return self._buffer
-
-    def get_value_buffer(self, layer: int) -> Tensor:
-        return self.get_key_buffer(layer)
-
-
-@dataclasses.dataclass
-class Saver:
-    """Stands in for SGLang's memory saver."""
-
-    pool: Pool
-    paused: set[str] = dataclasses.field(default_factory=set)
-
-    def pause(self, tag: str) -> None:
-        self.paused.add(tag)
-        self.pool.paused = "kv_cache" in self.paused
-
-    def resume(self, tag: str) -> None:
-        self.paused.remove(tag)
-        self.pool.paused = "kv_cache" in self.paused
-
-
-class World:
-    """A tree cache with a store, and SGLang's updater of weights that flushes it."""
-
-    def __init__(self, root: Path, page_size: int = 1, **options: Any) -> None:
-        self.pool = Pool()
-        self.saver = Saver(self.pool)
-        self.rows = ReqToTokenPool(4, 4 * TOKENS, "cpu", enable_memory_saver=False)
-        size, rest = TOKENS * 4, (torch.float32, "cpu", self.pool, False)
-        self.allocator = (
-            TokenToKVPoolAllocator(size, *rest)
-            if page_size == 1
-            else PagedTokenToKVPoolAllocator(size, page_size, *rest)
-        )
-        self.weights, self.asked, self.idle = OLD, 0, True
-        own = DEFAULTS | {"policy": "impress", "min_prefix_tokens": 16} | options
-        config = ImpressConfig(ssd_dir=str(root), **own)
-        self.runtime = ServingRuntime(
-            config,
-            SHAPE,
-            OLD,
-            torch.device("cpu"),
-            hidden_size=64,
-            free=self.allocator.free,
-            page_size=page_size,
-        )
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=self.rows,
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=page_size,
-        )
-        self.cache = ImpressRadixCache(params, self.runtime, self.read_identity, None)
-        self.updater = self._updater()
-
-    def _updater(self) -> Any:
-        updater = object.__new__(SchedulerWeightUpdaterManager)
-        runner = SimpleNamespace(
-            weight_updater=SimpleNamespace(
-                update_weights_from_disk=self.load,
-                begin_weight_update=lambda: None,
-                end_weight_update=lambda run_post_load: None,
-            ),
-            check_weights=lambda **_: None,
-            model=torch.nn.Linear(1, 1),
-        )
-        updater.tp_worker = SimpleNamespace(
-            weight_update_runners=lambda: [("target", runner)], model_runner=runner
-        )
-        updater.scheduler = SimpleNamespace(
-            tree_cache=self.cache,
-            _engine_paused=False,
-            disaggregation_mode=DisaggregationMode.NULL,
-            record_weight_version_change=lambda new_version: None,
-            weight_updater=updater,
-        )
-        updater.draft_worker = updater.metrics_collector = updater._session = None
-        updater.memory_saver_adapter = self.saver
-        updater.flush_cache = self.flush
-        updater.is_fully_idle = lambda ignore_waiting=False: self.idle
-        updater.offload_tags = set()
-        updater.tp_cpu_group = None
-        return updater
-
-    def read_identity(self) -> str:
-        self.asked += 1
-        assert "weights" not in self.saver.paused, "weights are read while they are released"
-        if self.weights == "unreadable":
-            raise RuntimeError("no weights")
-        return self.weights
-
-    def load(self, model_path: str, *_: Any, **__: Any) -> tuple[bool, str]:
-        assert not self.runtime.served.in_use
-        if model_path == "missing":
-            return False, "no such model"
-        self.weights = model_path
-        return True, ""
-
-    def flush(self, empty_cache: bool = True) -> bool:
-        """SGLang's `Scheduler.flush_cache`."""
-        if self.idle:
-            self.cache.reset()
-            self.rows.clear()
-            self.allocator.clear()
-        return self.idle
-
-    def call(self, handler: str, **fields: Any) -> Any:
-        """Send a message of SGLang."""
-        request = {
-            "tags": None,
-            "selector": "all",
-            "flush_cache": True,
-            "model_path": NEW,
-            "load_format": None,
-            "recapture_cuda_graph": False,
-            "weight_version": None,
-            "torch_empty_cache": False,
-            "allow_quant_error": False,
-            "skip_tensor_list": None,
-        }
-        return getattr(self.updater, handler)(SimpleNamespace(**(request | fields)))
-
-    def prefill(self, rid: str, first: int, fork: int = TOKENS) -> Save:
-        """A pass begins that completes a prompt; its write waits for the layers.
-
-        The prompt has other tokens than the one that begins alike, from a token on.
-        """
-        (row,) = self.rows.alloc_rows(1)
-        slots = self.allocator.alloc(TOKENS)
-        assert slots is not None
-        self.rows.req_to_token[row, :TOKENS] = slots
-        tokens = [*range(first, first + fork), *range(first + 500, first + 500 + TOKENS - fork)]
-        req = Req(rid, "", array("q", tokens), SamplingParams())
-        req.full_untruncated_fill_ids = tokens
-        req.kv = SimpleNamespace(req_pool_idx=row)
-        self.cache._known.note(req)
-        (save,) = self.cache.passes.begin_saves([rid], [TOKENS]).values()
-        return save
-
-    def store_prompt(self, first: int, fork: int = TOKENS) -> None:
-        """A prompt is in the store, and nothing is resident."""
-        self.prefill("stored", first, fork).open(SHAPE.num_layers)
-        self.runtime.store.writes.drain()
-        del self.cache._saves._begun["stored"]
-        assert self.flush() and self.stored(first) == TOKENS
-        assert self.files() == (1 if fork == TOKENS else 2)
-
-    def stored(self, first: int) -> int:
-        """How many tokens of a prompt the tree cache would find in the store."""
-        key = RadixKey(array("q", range(first, first + TOKENS)), None)
-        req = Req("looking", "", array("q", [first]), SamplingParams())
-        return self.cache._plan(key, 0, KnownRequest(req))[0].num_tokens
-
-    def used(self) -> bool:
-        """Whether the store is used, once it is open: that is done in the background."""
-
-        def is_over() -> bool:
-            self.cache.flush_pending_backups()
-            return self.runtime.served.suspended != "opening"
-
-        wait_until(is_over)
-        return self.runtime.served.suspended is None
-
-    def files(self) -> int:
-        return len(list(Path(self.runtime.config.ssd_path).glob("*/segments/*/*")))
-
-
-@pytest.fixture(autouse=True)
-def _hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_hooks(monkeypatch)
-
-
-def install_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a server; what needs several processes or an accelerator is left out."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    monkeypatch.setattr(torch.distributed, "barrier", lambda *_, **__: None)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda **_: 1)
-    # SGLang asks for the module of the build's accelerator, which a CPU machine lacks.
-    monkeypatch.setattr(torch, "get_device_module", lambda device="cpu": torch.cpu)
-    monkeypatch.setattr(
-        SchedulerWeightUpdaterManager, "_assert_weight_cache_inactive", lambda *_: None
-    )
+from tests.integration.worlds import NEW, OLD, SHAPE, TOKENS, World
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path)
+def world(world: World) -> World:
     world.store_prompt(1000)
     world.asked = 0
-    yield world
-    world.pool.go_on.set()
-    # A write would wait for its layers for ever.
-    for save in world.cache._saves._begun.values():
-        save.abandon()
-    world.cache.check_integrity()
-    world.runtime.close()
+    return world
 
 
+@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("target", WEIGHT_HANDLERS)
 def test_handlers_are_hooked(target: str) -> None:
     """And take what the hook takes: themselves and a message."""

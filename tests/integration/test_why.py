@@ -2,66 +2,45 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.errors import SegmentUnreadable
+from impress_sglang.integration import radix_cache
 from impress_sglang.integration.passes import REPORT_KEY
 from impress_sglang.management.losses import Cause
-from impress_sglang.management.stored import SegmentState
+from impress_sglang.management.stored import SegmentState, StoredSegment
 from impress_sglang.serving.report import RequestTotals, new_report
 from impress_sglang.serving.why import MEANINGS, Reason
-from tests.integration import test_weights
-from tests.integration.test_shared_slots import SHAPE, CodedWorld
-from tests.integration.test_weights import TOKENS
-from tests.integration.test_write_after import ask as compute
-
-STORED = [*range(1000, 1000 + TOKENS)]
+from tests.integration.worlds import STORED, TOKENS, World
 
 
 @pytest.fixture
 def options() -> dict[str, Any]:
-    return {}
+    return {"load": "always"}
 
 
 @pytest.fixture
-def world(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> Iterator[CodedWorld]:
-    test_weights.install_hooks(monkeypatch)
-    monkeypatch.setattr(test_weights, "SHAPE", SHAPE)
-    world = CodedWorld(tmp_path, **({"load": "always"} | options))
-    yield world
-    for rid in list(world.runtime.live):
-        world.end(world.runtime.live[rid])
-    world.runtime.close()
+def stored(world: World) -> StoredSegment:
+    """What is stored, and nothing is resident."""
+    world.store_prompt(1000)
+    return the_segment(world)
 
 
 def admitted(
-    world: CodedWorld,
+    world: World,
     tokens: list[int] = STORED,
     *,
-    bits: object = 5.0,
-    namespace: str | None = None,
     new: int = 8,
+    namespace: str | None = None,
+    **wanted: Any,
 ) -> dict[str, Any]:
     """What the report of a request says when it has been admitted."""
-    prompt = array("q", [*tokens, *range(7000, 7000 + new)])
-    sampling = SamplingParams(custom_params={"impress_bits": bits, "impress_retention": 1.0})
-    req = Req("asks", "", prompt, sampling, extra_key=namespace)
-    req.full_untruncated_fill_ids = prompt
-    key = RadixKey(prompt, namespace, limit=len(prompt) - 1)
-    match = world.cache.match_prefix(MatchPrefixParams(key=key, req=req))
-    req.last_node, req.host_hit_length = match.last_device_node, match.host_hit_length
-    req.prefix_len = match.device_prefix_len
+    wishes = {"bits": 5.0, "retention": 1.0} | wanted
+    req = world.request("asks", [*tokens, *range(7000, 7000 + new)], namespace=namespace, **wishes)
+    world.match(req)
     if req.host_hit_length:
         world.admit(req)
     assert not world.cache.passes.begin_saves([req.rid], [1])
@@ -74,8 +53,8 @@ def admitted(
     return why
 
 
-def test_a_hit(world: CodedWorld) -> None:
-    world.store_prompt(1000)
+@pytest.mark.usefixtures("stored")
+def test_a_hit(world: World) -> None:
     why = admitted(world)
     assert why["reason"] == Reason.LOADED and why["rest"] is None
     assert why["text"] == f"Its stored prefix was loaded: {TOKENS} tokens in 5 bits."
@@ -83,8 +62,8 @@ def test_a_hit(world: CodedWorld) -> None:
     assert admitted(world)["reason"] == Reason.SHARED
 
 
-def test_a_hit_and_what_it_lacks(world: CodedWorld) -> None:
-    world.store_prompt(1000)
+@pytest.mark.usefixtures("stored")
+def test_a_hit_and_what_it_lacks(world: World) -> None:
     why = admitted(world, [*STORED, *range(3000, 3064)], new=1)
     assert (why["reason"], why["rest"]) == (Reason.LOADED, Reason.NEVER_STORED)
     assert why["text"].endswith(
@@ -92,98 +71,93 @@ def test_a_hit_and_what_it_lacks(world: CodedWorld) -> None:
     )
 
 
-def test_what_is_resident(world: CodedWorld) -> None:
-    slots = world.allocator.alloc(TOKENS)
-    world.cache.insert(InsertParams(key=RadixKey(array("q", STORED)), value=slots))
+def test_what_is_resident(world: World) -> None:
+    world.make_resident(STORED)
     assert admitted(world)["reason"] == Reason.RESIDENT
     # A word that others begin with, too, is no prefix.
     begins_alike = [STORED[0], *range(5000, 5000 + TOKENS)]
     assert admitted(world, begins_alike)["reason"] == Reason.NEVER_STORED
 
 
-def test_what_another_tenant_has_stored_nobody_has(world: CodedWorld) -> None:
+def test_what_another_tenant_has_stored_nobody_has(world: World, stored: StoredSegment) -> None:
     """Neither while it is there, nor when it is gone."""
-    world.store_prompt(1000)
     stranger = admitted(world, namespace="another")
     assert stranger["reason"] == Reason.NEVER_STORED
-    (segment,) = world.runtime.store.tree.segments()
-    world.runtime.store._evict([segment])
+    world.runtime.store._evict([stored])
     assert admitted(world, namespace="another") == stranger
     assert admitted(world)["reason"] == Reason.EVICTED
 
 
 @pytest.mark.parametrize("cause", Cause)
-def test_what_has_left_the_store(world: CodedWorld, cause: Cause) -> None:
-    world.store_prompt(1000)
-    (segment,) = world.runtime.store.tree.segments()
-    world.runtime.store._lose(segment, cause)
+def test_what_has_left_the_store(world: World, stored: StoredSegment, cause: Cause) -> None:
+    world.runtime.store._lose(stored, cause)
     why = admitted(world)
     assert why["reason"] == Reason(cause.name.lower())
     assert why["text"].endswith(f": {TOKENS} tokens, 0 s ago.")
     assert admitted(world, STORED[:15], new=1)["reason"] == Reason.TOO_SHORT
 
 
-def test_what_was_not_taken_for_want_of_room(world: CodedWorld) -> None:
+def test_what_was_not_taken_for_want_of_room(world: World) -> None:
     world.runtime.store._quota.used_bytes = 10**12
-    assert compute(world, "r", 2000, prompt=STORED) == 0
+    assert world.compute("r", 2000) == 0
     assert admitted(world)["reason"] == Reason.NO_ROOM
     world.runtime.store._quota.used_bytes = 0
 
 
 @pytest.mark.parametrize("options", [{"write_after": 2}])
-def test_what_was_seen_too_seldom(world: CodedWorld) -> None:
+def test_what_was_seen_too_seldom(world: World) -> None:
     why = admitted(world)
     assert why["reason"] == Reason.SEEN_TOO_SELDOM and why["text"].endswith(": 2 times.")
     assert admitted(world)["reason"] == Reason.NEVER_STORED
 
 
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [
-        (SegmentState.PENDING, Reason.BEING_WRITTEN),
-        (SegmentState.SUSPECT, Reason.DAMAGED),
-    ],
+def the_segment(world: World) -> StoredSegment:
+    (segment,) = world.runtime.store.tree.segments()
+    return segment
+
+
+# What is set on what of a world, and the reason and words that follow from it.
+SET: tuple[tuple[Callable[[World], object], str, object, Reason, str], ...] = (
+    (the_segment, "state", SegmentState.PENDING, Reason.BEING_WRITTEN, ""),
+    (the_segment, "state", SegmentState.SUSPECT, Reason.DAMAGED, ""),
+    (lambda world: world.runtime.store._memory.pool, "limit_bytes", 1, Reason.NO_BUFFERS, ""),
+    (lambda world: world.runtime.served, "aside", "a test", Reason.OTHER_WEIGHTS, ": a test."),
+    (lambda _: radix_cache, "serve_refusal", lambda _: "lora_id", Reason.NOT_SERVED, ": lora_id."),
 )
-def test_what_cannot_be_read_now(world: CodedWorld, state: SegmentState, reason: Reason) -> None:
-    world.store_prompt(1000)
-    (segment,) = world.runtime.store.tree.segments()
-    segment.state = state
-    assert admitted(world)["reason"] == reason
-    segment.state = SegmentState.READY
 
 
-def test_what_is_not_exact_enough(world: CodedWorld) -> None:
-    world.store_prompt(1000)
-    (segment,) = world.runtime.store.tree.segments()
-    quality = segment.info.quality.after(1.0, 5.0)
-    object.__setattr__(segment.info, "quality", quality)
+@pytest.mark.usefixtures("stored")
+@pytest.mark.parametrize(("where", "name", "value", "reason", "end"), SET)
+def test_what_stands_against_it(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    where: Callable[[World], object],
+    name: str,
+    value: object,
+    reason: Reason,
+    end: str,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(where(world), name, value)
+        why = admitted(world)
+    assert why["reason"] == reason and why["text"].endswith(end)
+
+
+def test_what_is_not_exact_enough(world: World, stored: StoredSegment) -> None:
+    quality = stored.info.quality.after(1.0, 5.0)
+    object.__setattr__(stored.info, "quality", quality)
     assert admitted(world, bits="exact")["reason"] == Reason.QUALITY
     assert admitted(world, bits=6)["reason"] == Reason.QUALITY
 
 
-def test_a_disk_that_does_not_answer(world: CodedWorld) -> None:
-    world.store_prompt(1000)
+@pytest.mark.usefixtures("stored")
+def test_a_disk_that_does_not_answer(world: World) -> None:
     world.runtime.store.health.failed("a test", OSError("no"), reading=True)
     assert admitted(world)["reason"] == Reason.DEGRADED
 
 
-def test_weights_that_change(world: CodedWorld) -> None:
-    world.runtime.served.aside = "somebody changes them"
-    why = admitted(world)
-    assert why["reason"] == Reason.OTHER_WEIGHTS
-    assert why["text"].endswith(": somebody changes them.")
-
-
-def test_what_no_buffer_holds(world: CodedWorld) -> None:
-    world.store_prompt(1000)
-    pool = world.runtime.store._memory.pool
-    limit, pool.limit_bytes = pool.limit_bytes, 1
-    assert admitted(world)["reason"] == Reason.NO_BUFFERS
-    pool.limit_bytes = limit
-
-
-def test_what_could_not_be_opened(world: CodedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.store_prompt(1000)
+@pytest.mark.usefixtures("stored")
+def test_what_could_not_be_opened(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     known = world.cache._known.note
 
     def declined(req: Any) -> Any:
@@ -195,31 +169,22 @@ def test_what_could_not_be_opened(world: CodedWorld, monkeypatch: pytest.MonkeyP
     assert admitted(world)["reason"] == Reason.NOT_OPENED
 
 
+@pytest.mark.usefixtures("stored")
 @pytest.mark.parametrize("options", [{"load": "faster"}])
-def test_what_is_computed_faster(world: CodedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.store_prompt(1000)
+def test_what_is_computed_faster(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.runtime.estimator.note_forward(1000, 1e6, 1e-9)
     monkeypatch.setattr(type(world.runtime.store.forecast), "seconds_to_read", lambda *_: 9.0)
     assert admitted(world)["reason"] == Reason.COMPUTED_FASTER
 
 
 @pytest.mark.parametrize("options", [{"policy": "recompute"}])
-def test_a_policy_without_a_store(world: CodedWorld) -> None:
+def test_a_policy_without_a_store(world: World) -> None:
     why = admitted(world)
     assert why["reason"] == Reason.NO_STORE and why["text"].endswith(": recompute.")
 
 
-def test_features_that_the_store_is_not_for(
-    world: CodedWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refusal = "impress_sglang.integration.radix_cache.serve_refusal"
-    monkeypatch.setattr(refusal, lambda req: "lora_id")
-    why = admitted(world)
-    assert why["reason"] == Reason.NOT_SERVED and why["text"].endswith(": lora_id.")
-
-
-def test_what_turned_out_to_be_damaged(world: CodedWorld) -> None:
-    world.store_prompt(1000)
+@pytest.mark.usefixtures("stored")
+def test_what_turned_out_to_be_damaged(world: World) -> None:
     request = world.admit(world.ask("reads"))
     assert request is not None
     request.report["why"] = {"reason": Reason.LOADED}

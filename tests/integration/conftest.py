@@ -1,0 +1,39 @@
+"""A world for each test, with the options that its module or its parameters say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.worlds import World, install_hooks
+
+
+@pytest.fixture
+def options() -> dict[str, Any]:
+    """Fields of the configuration beside the defaults."""
+    return {}
+
+
+@pytest.fixture
+def page_size() -> int:
+    return 1
+
+
+@pytest.fixture
+def world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page_size: int, options: dict[str, Any]
+) -> Iterator[World]:
+    install_hooks(monkeypatch)
+    world = World(tmp_path, page_size, **options)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def no_slot_is_lost(world: World) -> Iterator[None]:
+    yield
+    world.settle()
+    world.check_slots()
