@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable, StoreUnavailable
+from impress_sglang.loops import areas
 from impress_sglang.loops.types import Flags
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
@@ -23,7 +24,6 @@ from impress_sglang.storage.pending_read import BlockRuns, PendingRead
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.fence import Fence
 from impress_sglang.tiers.pinning import pin_memory
-from impress_sglang.transfer.geometry import runs_of
 
 _GRAIN = 1 << 20
 _NO_READ = -1
@@ -203,9 +203,7 @@ class LayerBuffer:
 
     def read_ahead(self, wanted: Flags, reader: BlockReader) -> None:
         """Begin to read blocks that will probably be wanted."""
-        missing = wanted & (self._owner == _NO_READ)
-        if missing.any():
-            self._submit(missing, 0, reader, ahead=True)
+        self._submit(wanted, 0, reader, ahead=True)
 
     def read(self, wanted: Flags, gap_bytes: int, reader: BlockReader, *, last: bool = True) -> int:
         """Begin to read what is missing of the wanted blocks; returns how many bytes that is.
@@ -214,16 +212,17 @@ class LayerBuffer:
         and is not begun, only what is wanted is read. Before that only reads that would bring
         wanted blocks are ended, for these are waited for now.
         """
-        bringing = range(len(self._reads)) if last else np.unique(self._owner[wanted]).tolist()
-        self._stop_reading_ahead(bringing, reader)
+        if any(read.ahead and not read.done for read in self._reads):
+            numbers: Iterable[int] = range(len(self._reads))
+            if not last:
+                _, brought = areas.brought_by(wanted, self._owner, len(self._reads))
+                numbers = np.flatnonzero(brought[1:]).tolist()
+            self._stop_reading_ahead(numbers, reader)
         self._forget_failed()
-        begun = self._owner[wanted & ~self._wanted]
-        self._wanted |= wanted
-        ahead = np.array([read.ahead for read in self._reads], np.bool_)
-        found = begun[begun != _NO_READ]
-        self.ahead_used_bytes += int(np.count_nonzero(ahead[found])) * BLOCK_BYTES
-        missing = wanted & (self._owner == _NO_READ)
-        return self._submit(missing, gap_bytes, reader, ahead=False) if missing.any() else 0
+        new = areas.count_new(wanted, self._owner, self._wanted, len(self._reads)).tolist()
+        for read, count in zip(self._reads, new, strict=True):
+            self.ahead_used_bytes += count * BLOCK_BYTES if read.ahead else 0
+        return self._submit(wanted, gap_bytes // BLOCK_BYTES, reader, ahead=False)
 
     def wait(self, wanted: Flags) -> None:
         """Wait until the wanted blocks are there, and verify them; all were asked for.
@@ -231,17 +230,17 @@ class LayerBuffer:
         Raises:
             PrefixUnreadable: one of the reads that bring them failed, or one of them is corrupt.
         """
-        owners = np.flatnonzero(np.bincount(self._owner[wanted] + 1)) - 1
-        assert _NO_READ not in owners
+        blocks, brought = areas.brought_by(wanted, self._owner, len(self._reads))
+        assert not brought[0], "nobody asked for a block"
         errors = []
-        for owner in owners.tolist():
+        for number in np.flatnonzero(brought[1:]).tolist():
             try:
-                self._reads[owner].arrived()
+                self._reads[number].arrived()
             except PrefixUnreadable as error:
                 errors.append(error)
         if errors:
             raise errors[0]
-        self._segment.check_blocks(self.memory, self._offset, np.flatnonzero(wanted))
+        self._segment.check_blocks(self.memory, self._offset, blocks)
 
     def close(self, reader: BlockReader) -> None:
         """Give the memory back; what is not begun is not read any more."""
@@ -252,8 +251,6 @@ class LayerBuffer:
     def _stop_reading_ahead(self, numbers: Iterable[int], reader: BlockReader) -> None:
         """Do not begin what is not begun of these reads, if they are ahead."""
         for number in numbers:
-            if number == _NO_READ:
-                continue
             read = self._reads[number]
             if read.ahead and not read.done:
                 for _, starts, stops in reader.cancel(read):
@@ -267,13 +264,15 @@ class LayerBuffer:
             if read.ahead and read.done and read.error is not None:
                 self._owner[self._owner == number] = _NO_READ
 
-    def _submit(self, blocks: Flags, gap_bytes: int, reader: BlockReader, *, ahead: bool) -> int:
-        starts, stops = runs_of(blocks, gap_bytes)
+    def _submit(self, wanted: Flags, gap_blocks: int, reader: BlockReader, *, ahead: bool) -> int:
+        """Read what is missing, if anything is; returns how many bytes that is."""
+        # A gap that is read through may hold what another read brings, too: the same bytes.
+        starts, stops = areas.claim_blocks(wanted, self._owner, len(self._reads), gap_blocks)
+        if not len(starts):
+            return 0
         runs = BlockRuns(
             self._segment, self.memory, self._offset, starts * BLOCK_BYTES, stops * BLOCK_BYTES
         )
-        # A gap that is read through may hold what another read brings, too: the same bytes.
-        self._owner[blocks] = len(self._reads)
         read = reader.submit([runs], ahead=ahead)
         self._reads.append(read)
         return read.num_bytes

@@ -17,8 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from impress_sglang.loops.types import Flags, Indices
-from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
+from impress_sglang.loops import areas
+from impress_sglang.loops.types import Flags, Indices, Uint8s
+from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.precision.floors import Floors
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES
@@ -50,21 +51,6 @@ class CodeChunks:
     def num_blocks(self) -> int:
         """Of the layer."""
         return int(self.first[-1] + self.count[-1])
-
-    def frames(self, chunks: Indices) -> tuple[Indices, Indices]:
-        """The blocks of chunks, one after another: the place of its chunk in `chunks`, and where
-        it is in the chunk."""
-        counts = self.count[chunks]
-        place = np.repeat(np.arange(len(chunks)), counts)
-        inside = np.arange(len(place)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return place, inside
-
-    def blocks(self, chunks: Indices) -> Flags:
-        """Which blocks of the layer are those of some chunks."""
-        place, inside = self.frames(chunks)
-        blocks = np.zeros(self.num_blocks, np.bool_)
-        blocks[self.first[chunks][place] + inside] = True
-        return blocks
 
 
 @functools.lru_cache(maxsize=4096)
@@ -129,24 +115,24 @@ class CodedSpan:
         return np.arange(self.groups[0] // per_page, self.groups[-1] // per_page + 1)
 
     @functools.cached_property
-    def base_blocks(self) -> Flags:
-        """Blocks of a layer that hold `groups`; not to be changed."""
+    def spared_blocks(self) -> Flags:
+        """Blocks of a layer that are in the same pages as `groups`, and hold none of them."""
         layout, blocks = self.layout, np.zeros(self.chunks.num_blocks, np.bool_)
+        blocks[: layout.base_bytes // BLOCK_BYTES] = True
         first = layout.group_offset(self.groups[0]) // BLOCK_BYTES
         last = layout.group_offset(self.groups[-1]) + layout.group_bytes
-        blocks[first : -(-last // BLOCK_BYTES)] = True
+        blocks[first : -(-last // BLOCK_BYTES)] = False
         return blocks
 
     def floor_units(self, layer: int) -> Indices:
         """Units of the span that belong to the base of a layer, int64 [n, 3]: plane, head, unit."""
-        raised = np.argwhere(np.arange(NUM_PLANES)[:, None] < self.segment.floors[layer])
-        units = np.tile(np.arange(self.units[0], self.units[-1] + 1), len(raised))
-        return np.column_stack([np.repeat(raised, len(self.units), 0), units])
+        floors = self.segment.floors[layer]
+        return areas.units_below(floors, self.units.start, self.units.stop)
 
-    def certain_blocks(self, layer: int) -> Flags:
-        """Blocks of a layer that are wanted whoever asks: `base_blocks`, and `floor_units`."""
-        chunks = self.unit_chunks(self.floor_units(layer))
-        return self.base_blocks | self.chunks.blocks(chunks) if len(chunks) else self.base_blocks
+    def certain_chunks(self, layer: int) -> Indices:
+        """Chunks that are wanted whoever asks: `pages`, and those of `floor_units`."""
+        raised = self.floor_units(layer)
+        return np.concatenate([self.pages, self.unit_chunks(raised)]) if len(raised) else self.pages
 
     def unit_chunks(self, raised: Indices) -> Indices:
         """The chunks of units, int64 [n, 3]: plane, head and unit."""
@@ -283,7 +269,11 @@ class CodedSource(StoredSource):
         for number, span in enumerate(self.spans):
             if self._in_slots[number]:
                 continue
-            base = self._missing(layer, span) & span.certain_blocks(layer)
+            chunks, first = span.chunks, self._first_id(layer, span)
+            tiers = self._cache.placement.tiers(first, len(chunks.first))
+            base = areas.uncached_blocks(
+                span.certain_chunks(layer), chunks.first, chunks.count, tiers, span.spared_blocks
+            )
             if base.any():
                 self._buffer(layer, number).read_ahead(base, self._reader)
 
@@ -301,13 +291,6 @@ class CodedSource(StoredSource):
     def _first_id(self, layer: int, span: CodedSpan) -> int:
         return span.base + layer * len(span.chunks.first)
 
-    def _missing(self, layer: int, span: CodedSpan) -> Flags:
-        """Blocks of a layer that are in no cache."""
-        chunks = span.chunks
-        tiers = self._cache.placement.tiers(self._first_id(layer, span), len(chunks.first))
-        missing: Flags = np.repeat(tiers == _SSD, chunks.count)
-        return missing
-
     def _read(
         self, layer: int, wanted: Sequence[tuple[int, Indices]], stage: str, *, last: bool
     ) -> list[Tensor]:
@@ -321,13 +304,13 @@ class CodedSource(StoredSource):
             parts, start = [], 0
             for (number, chunks), own in zip(wanted, ids, strict=True):
                 place = slice(start, start := start + len(chunks))
-                parts.append(_Part(number, self.spans[number], chunks, own, place, access))
+                parts.append(_Part.of(number, self.spans[number], chunks, own, place, access))
         try:
             with self.timeline.span(stage, layer):
                 self._fetch(layer, parts, last=last)
             with self.timeline.span(COPY, layer):
-                found = [self._take(layer, part) for part in parts]
-                self._settle(layer, parts, access)
+                found = [self._take(part) for part in parts]
+                self._settle(parts, access)
         except BaseException:
             # The placement counts on bytes that were not copied.
             self._cache.abandon(access)
@@ -339,33 +322,32 @@ class CodedSource(StoredSource):
         """Bring all blocks that must come from SSD into their areas."""
         # Units are wanted here and there, many at a time: to read what is between them costs more
         # than it saves.
-        gap, fetched = 0 if last else self._reader.cost.gap_bytes, []
+        gap = 0 if last else self._reader.cost.gap_bytes
+        reading: list[tuple[LayerBuffer, Flags]] = []
         for part in parts:
-            if part.on_ssd.any():
-                blocks = part.blocks_from_ssd()
-                self.stats.ssd_needed_bytes += int(np.count_nonzero(blocks)) * BLOCK_BYTES
-                buffer = self._buffer(layer, part.number)
-                self.stats.ssd_bytes += buffer.read(blocks, gap, self._reader, last=last)
-                fetched.append((buffer, blocks))
+            if part.from_ssd:
+                part.area = self._buffer(layer, part.number)
+                self.stats.ssd_needed_bytes += part.from_ssd * BLOCK_BYTES
+                self.stats.ssd_bytes += part.area.read(part.wanted, gap, self._reader, last=last)
+                reading.append((part.area, part.wanted))
         began = time.perf_counter()
-        for buffer, blocks in fetched:
-            buffer.wait(blocks)
+        for area, wanted in reading:
+            area.wait(wanted)
         self.stats.wait_ms += (time.perf_counter() - began) * 1e3
 
-    def _take(self, layer: int, part: _Part) -> Tensor:
-        memory = self._buffer(layer, part.number).memory if part.on_ssd.any() else None
-        return self._taker.take(*part.frames(), memory)
+    def _take(self, part: _Part) -> Tensor:
+        memory = None if part.area is None else part.area.memory
+        return self._taker.take(part.tiers, part.frames, memory)
 
-    def _settle(self, layer: int, parts: Sequence[_Part], access: Access) -> None:
+    def _settle(self, parts: Sequence[_Part], access: Access) -> None:
         """Move chunks; those that were read to be cached are taken from the areas."""
         loaded: list[LoadedChunks] = []
         memories: list[PooledMemory] = []
         for part in parts:
-            if part.kept.any():
-                memory = self._buffer(layer, part.number).memory
-                memories.append(memory)
-                flat = memory.vectors(torch.uint8, 1).view(-1)
-                starts = part.span.chunks.first[part.chunks[part.kept]] * BLOCK_BYTES
+            if part.area is not None and part.kept.any():
+                memories.append(part.area.memory)
+                flat = part.area.memory.vectors(torch.uint8, 1).view(-1)
+                starts = part.starts[part.kept] * BLOCK_BYTES
                 loaded.append(LoadedChunks(flat, part.ids[part.kept], starts))
         fence = self._cache.settle(access, loaded)
         if fence is not None:
@@ -374,54 +356,59 @@ class CodedSource(StoredSource):
 
     def _count(self, parts: Sequence[_Part], access: Access) -> None:
         stats = self.stats
-        stats.ssd_chunks += int(np.count_nonzero(access.tiers == _SSD))
-        stats.host_chunks += int(np.count_nonzero(access.tiers == _HOST))
-        stats.device_chunks += int(np.count_nonzero(access.tiers == _DEVICE))
-        for part in parts:
-            sizes = part.span.chunks.count[part.chunks] * BLOCK_BYTES
-            stats.h2d_bytes += int(sizes[part.tiers != _DEVICE].sum())
-        stats.h2d_bytes += access.moves.pages_to(_DEVICE) * BLOCK_BYTES
+        chunks = np.bincount(access.tiers, minlength=len(Tier)).tolist()
+        stats.ssd_chunks += chunks[_SSD]
+        stats.host_chunks += chunks[_HOST]
+        stats.device_chunks += chunks[_DEVICE]
+        blocks = sum(part.not_on_device for part in parts) + access.moves.pages_to(_DEVICE)
+        stats.h2d_bytes += blocks * BLOCK_BYTES
 
 
+@dataclasses.dataclass(slots=True)
 class _Part:
-    """What a read wants of a span: chunks, their ids, and where they stood."""
+    """What a read wants of a span: chunks of these `ids`, of which some will be cached (`kept`).
 
-    def __init__(
-        self,
+    `starts` int64 is the first block of each. Of their blocks, one after another, `tiers` uint8 and
+    `frames` int64 say where each is, see `FrameTaker.take`. `wanted` are the blocks of the layer
+    that must come from SSD, `from_ssd` so many; `not_on_device` are the blocks of chunks that stood
+    elsewhere. `area` is where those from SSD are read to.
+    """
+
+    number: int
+    ids: Indices
+    starts: Indices
+    kept: Flags
+    tiers: Uint8s
+    frames: Indices
+    wanted: Flags
+    from_ssd: int
+    not_on_device: int
+    area: LayerBuffer | None = None
+
+    @classmethod
+    def of(
+        cls,
         number: int,
         span: CodedSpan,
         chunks: Indices,
         ids: Indices,
         place: slice,
         access: Access,
-    ) -> None:
-        self.number = number
-        self.span = span
-        self.chunks = chunks
-        self.ids = ids
-        self.tiers = access.tiers[place]
-        self.kept = access.kept[place]
-        self.on_ssd = self.tiers == _SSD
-        self._pages = access.pages[place]
-
-    def frames(self) -> tuple[npt.NDArray[np.uint8], Indices]:
-        """Tier and place there of each block of all chunks, one after another."""
-        place, inside = self.span.chunks.frames(self.chunks)
-        frames = self.span.chunks.first[self.chunks][place] + inside
-        tiers = self.tiers[place]
-        if len(self._pages):
-            cached = tiers != _SSD
-            frames[cached] = self._pages[place[cached], inside[cached]]
-        return tiers, frames
-
-    def blocks_from_ssd(self) -> Flags:
-        """Blocks of the layer; of pages of a base that will not be cached what the span needs."""
-        chunks = self.span.chunks
-        wanted = chunks.blocks(self.chunks[self.on_ssd])
-        if self.chunks[0] < self.span.layout.num_pages:
-            kept = chunks.blocks(self.chunks[self.on_ssd & self.kept])
-            wanted = (wanted & self.span.base_blocks) | kept
-        return wanted
+    ) -> _Part:
+        """The part of an access at some place in it, for chunks of the span with this number."""
+        own, kept = span.chunks, access.kept[place]
+        tiers, frames, wanted, sums = areas.find_blocks(
+            chunks,
+            own.first,
+            own.count,
+            access.tiers[place],
+            kept,
+            access.pages[place],
+            span.spared_blocks,
+        )
+        from_ssd, on_ssd, on_host, _ = sums.tolist()
+        starts = own.first[chunks]
+        return cls(number, ids, starts, kept, tiers, frames, wanted, from_ssd, on_ssd + on_host)
 
 
 def _groups(span: CodedSpan, blocks: Tensor) -> Tensor:

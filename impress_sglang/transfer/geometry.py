@@ -308,17 +308,3 @@ def divided(values: npt.NDArray[_I], divisor: int) -> npt.NDArray[_I]:
         return values // divisor
     shifted: npt.NDArray[_I] = np.right_shift(values, divisor.bit_length() - 1)
     return shifted
-
-
-def runs_of(wanted: Flags, gap_bytes: int) -> tuple[Indices, Indices]:
-    """Starts and stops (in blocks) of runs that cover a mask.
-
-    Runs at most `gap_bytes` apart are joined: the gap costs less to read than to skip.
-    """
-    blocks = np.flatnonzero(wanted)
-    if not len(blocks):
-        return blocks, blocks
-    breaks = np.flatnonzero(np.diff(blocks) > 1 + gap_bytes // BLOCK_BYTES)
-    starts = blocks[np.concatenate([[0], breaks + 1])]
-    stops = blocks[np.concatenate([breaks, [len(blocks) - 1]])] + 1
-    return starts, stops

@@ -18,7 +18,6 @@ from impress_sglang.transfer.geometry import (
     SourceSpan,
     geometry_of,
     plan_rows,
-    runs_of,
 )
 from impress_sglang.transfer.read_planner import PrefixPlanner
 from tests.unit.kv_factory import (
@@ -334,34 +333,3 @@ def test_blocks_of_a_span_are_those_that_hold_its_rows(
                 some = planner.missing(first, span, probe=probe, layers=count)
                 assert some.tolist() == found[:count]
     span.segment.close()
-
-
-def naive_runs(wanted: np.ndarray, gap_bytes: int) -> list[tuple[int, int]]:
-    """Block by block: go on with the last run where that costs no more than the gap."""
-    runs: list[tuple[int, int]] = []
-    for block in np.flatnonzero(wanted).tolist():
-        if runs and (block - runs[-1][1]) * BLOCK <= gap_bytes:
-            runs[-1] = runs[-1][0], block + 1
-        else:
-            runs.append((block, block + 1))
-    return runs
-
-
-GAPS = st.sampled_from([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 1 << 20])
-
-
-@given(st.lists(st.booleans(), max_size=60), GAPS)
-def test_runs_of_blocks_are_those_of_a_loop_over_blocks(flags: list[bool], gap_bytes: int) -> None:
-    wanted = np.array(flags, np.bool_)
-
-    starts, stops = runs_of(wanted, gap_bytes)
-
-    found = list(zip(starts.tolist(), stops.tolist(), strict=True))
-    assert found == naive_runs(wanted, gap_bytes)
-    read = np.zeros(len(wanted), np.bool_)
-    for start, stop in found:
-        assert not read[start:stop].any(), "read twice"
-        read[start:stop] = True
-    assert read[wanted].all(), "all that is wanted"
-    if gap_bytes < BLOCK:
-        assert read.sum() == wanted.sum(), "nothing else"
