@@ -67,6 +67,7 @@ class ImpressConfig:
     approximation_depth: int = 8
     blend: float | str = "off"
     blend_min_tokens: int = 512
+    blend_seconds: float = 5.0
     blend_select: str = "deviation"
     truncate: float | str = "off"
     io_timeout: float = 10.0

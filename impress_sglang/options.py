@@ -329,6 +329,13 @@ OPTIONS: tuple[Option, ...] = (
         "Least tokens of a prompt that are worth reusing where they are no prefix.",
     ),
     Option(
+        "blend_seconds",
+        float,
+        Rule("more than 0, and 60 at most", lambda value: 0 < value <= 60),
+        "A request blends in one go, and nobody else gets a token meanwhile: one that would take "
+        "longer than this is computed instead.",
+    ),
+    Option(
         "blend_select",
         str,
         one_of(BLEND_SELECTORS),

@@ -34,6 +34,7 @@ import string
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ OPTIONS = (
     Option("tokens", 512, "of a document, at most", quick=200),
     Option("shares", (0.05, 0.15, 0.3), "of their tokens to compute again, beside 0 and 1"),
     Option("select", BLEND_SELECTORS, "which of them", parse=one_of(BLEND_SELECTORS)),
-    Option("answers-only", False, "measure no distributions, and no TTFT of one request at a time"),
+    Option("answers-only", False, "measure no distributions and no TTFT; ask eight at a time"),
     Option("answer-tokens", 12, "of answers that are generated; 0: none are", quick=4),
     Option("clients", 4, "at a time, for the throughput; 0: it is not measured", quick=2),
     Option("ssd-mbps", (), "bandwidths of emulated SSDs in MB/s, to compare auto on", parse=float),
@@ -68,7 +69,13 @@ Distribution = Mapping[int, float]
 """Log-probabilities of the likeliest tokens."""
 TOP = 100
 RESAMPLES = 2000
+AT_ONCE = 8
 HEAD = f"Answer the question from these passages.{SEPARATOR}"
+# Between the documents and the question: without them small models do not answer in few words.
+SHOTS = (
+    f"Question: What is the capital of France?\nAnswer: Paris{SEPARATOR}"
+    f"Question: When did the Second World War end?\nAnswer: 1945{SEPARATOR}"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,7 +159,7 @@ def draw(rows: Sequence[Row], tokenize: Tokenize, args: argparse.Namespace) -> l
         while order == sorted(order) and len(order) > 1:
             rng.shuffle(order)
         answers = row["answers"]
-        question = tokenize(f"Question: {row['question']}\nAnswer:")
+        question = tokenize(f"{SHOTS}Question: {row['question']}\nAnswer:")
         answers = list(answers if isinstance(answers, list) else answers["text"])
         answer = tokenize(f" {answers[0]}")
         questions.append(Question(tokenize(HEAD), documents, order, question, answer, answers))
@@ -175,10 +182,14 @@ def _ask_all(
         for question in asked if first else ():
             stored = question.prompt(range(len(question.documents)))
             server.store([*stored, *question.question], custom={"impress_blend": OFF})
-        found: dict[tuple[str, float], list[Answer]] = {way: [] for way in ways}
-        for question in asked:
-            for way in ways:
-                found[way].append(_ask(server, question, way[1], args))
+        if args.answers_only:
+            found = {way: _ask_together(server, asked, way[1], args) for way in ways}
+        else:
+            found = {way: [] for way in ways}
+            for question in asked:
+                for way in ways:
+                    found[way].append(_ask(server, question, way[1], args))
+                    server.flush()
         for way in ways if args.clients else ():
             rates[way] = _rate(server, asked, way[1], args.clients)
         server.check_log()
@@ -196,6 +207,9 @@ def _flags(args: argparse.Namespace, pool: Servers, select: str) -> list[str]:
         "--impress-write-after=1",
         "--impress-load=always",
         "--impress-blend=0.15",
+        # However slow the machine is, and short the passages, all questions are blended.
+        "--impress-blend-seconds=60",
+        "--impress-blend-min-tokens=128",
         f"--impress-blend-select={select}",
         f"--impress-ssd-dir={_store(pool)}",
         *args.server_flag,
@@ -243,7 +257,7 @@ def _timed(server: Server, question: Question, share: float | str) -> float:
 
 
 def _ask(server: Server, question: Question, share: float, args: argparse.Namespace) -> Answer:
-    """One question with such a share; nothing of it is stored.
+    """One question with such a share; nothing of it is stored, but it may stay in the pool.
 
     Raises:
         BenchFailed: it was not served so.
@@ -266,7 +280,6 @@ def _ask(server: Server, question: Question, share: float, args: argparse.Namesp
     if args.answer_tokens:
         said.append(server.generate(prompt, args.answer_tokens, custom=custom))
     first = said[0]["meta_info"]
-    server.flush()
     if bool(first["impress"]["blended_tokens"]) != (share < 1.0):
         raise BenchFailed(f"a request was not blended as it was asked to: {first['impress']}")
     return Answer(
@@ -276,6 +289,16 @@ def _ask(server: Server, question: Question, share: float, args: argparse.Namesp
         first["impress"],
         *score(said[-1]["text"] if args.answer_tokens else "", question.answers),
     )
+
+
+def _ask_together(
+    server: Server, asked: Sequence[Question], share: float, args: argparse.Namespace
+) -> list[Answer]:
+    """All questions with such a share, some at a time."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        answers = list(pool.map(lambda own: _ask(server, own, share, args), asked))
+    server.flush()
+    return answers
 
 
 def _likeliest(entries: Sequence[Sequence[Any]]) -> Iterator[tuple[int, float]]:

@@ -40,8 +40,6 @@ from impress_sglang.transfer.source import ReadNeeds
 HEAD_TOKENS = 16
 # Of what is reused, however few a request takes of its prefix: nobody looks which tokens matter.
 LEAST_BITS = 6.0
-# Blending is not cut into chunks: nobody else gets a token for so many seconds, at most.
-PASS_SECONDS = 5.0
 # A blend that was slow is tried again after so many seconds.
 MEASURE_SECONDS = 60.0
 # A request that waits is matched again and again, and its text looked for and weighed once in so
@@ -208,8 +206,9 @@ class Blending:
         """Why a blend that would take so long is refused, if it is."""
         if estimate.compute is None or estimate.load is None or estimate.recompute is None:
             return None
-        too_long = Reason.BLEND_TOO_LONG, f"{estimate.load:.1f} of {PASS_SECONDS:g} s"
-        if estimate.compute > PASS_SECONDS:
+        most = self._config.blend_seconds
+        too_long = Reason.BLEND_TOO_LONG, f"{estimate.load:.1f} of {most:g} s"
+        if estimate.compute > most:
             return too_long
         other = estimate.recompute
         if usual is not None and usual.estimate.load is not None:
@@ -217,14 +216,14 @@ class Blending:
         if self._config.load != "always" and estimate.load > other:
             return Reason.BLEND_SLOWER, f"{1e3 * estimate.load:.1f} ms and {1e3 * other:.1f} ms"
         # Others wait while it reads as well.
-        return too_long if estimate.load > PASS_SECONDS else None
+        return too_long if estimate.load > most else None
 
     def _may_measure(self, learnt: Estimate, notes: BlendNotes) -> bool:
         """Whether a request blends although that was slow, to see whether it still is."""
         now = time.monotonic()
         if not notes.measures and now >= self._measure_at:
             # Who waits for that does so for a small part of the time, however long it was.
-            pause = MEASURE_SECONDS * max((learnt.compute or 0.0) / PASS_SECONDS, 1.0)
+            pause = MEASURE_SECONDS * max((learnt.compute or 0.0) / self._config.blend_seconds, 1.0)
             notes.measures, self._measure_at = True, now + pause
         return notes.measures
 
@@ -276,15 +275,15 @@ class Blending:
         return rest
 
 
-def fits(plan: BlendPlan, loadings: Iterable[object]) -> bool:
-    """Whether a pass has time to blend for another request beside those that wait for it."""
+def fits(plan: BlendPlan, loadings: Iterable[object], most: float) -> bool:
+    """Whether a pass that blends for so many seconds has time for one more request."""
     others = [
         own.plan.estimate.load
         for own in loadings
         if isinstance(own, BlendedLoading) and not own.blended
     ]
     seconds = (math.inf if own is None else own for own in (*others, plan.estimate.load))
-    return not others or sum(seconds) <= PASS_SECONDS
+    return not others or sum(seconds) <= most
 
 
 def _can_be_read(found: FoundRuns | None, num_tokens: int) -> bool:

@@ -158,7 +158,7 @@ class ServingRuntime:
             # They refer to each other.
             plan.notes.answer = plan.notes.asked = None
         loadings = (request.loading for request in self.live.values())
-        if isinstance(plan, BlendPlan) and not fits(plan, loadings):
+        if isinstance(plan, BlendPlan) and not fits(plan, loadings, self.config.blend_seconds):
             # Others blend in the pass that is put together now, and it does in the next one.
             return None
         try:

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from bench.core.session import BenchFailed
-from bench.quality.blend import divergence, draw, interval, score
+from bench.quality.blend import SHOTS, divergence, draw, interval, score
 
 
 def tokenize(text: str) -> list[int]:
@@ -41,7 +41,7 @@ def test_documents_come_in_another_order(rows: list[dict[str, object]]) -> None:
 
 def test_the_passage_of_a_question_is_among_its_documents() -> None:
     for own in draw(ROWS, tokenize, arguments(tokens=1000)):
-        number = bytes(own.question).decode().removeprefix("Question: what ")[0]
+        number = bytes(own.question).decode().removeprefix(f"{SHOTS}Question: what ")[0]
         assert any(f"passage {number} " in bytes(doc).decode() for doc in own.documents)
         assert bytes(own.answer).decode() == f" {number}"
 

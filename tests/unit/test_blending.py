@@ -31,7 +31,6 @@ from impress_sglang.serving.blending import (
     ANSWER_SECONDS,
     ANSWER_SHARE,
     MEASURE_SECONDS,
-    PASS_SECONDS,
     Blending,
     fits,
 )
@@ -262,7 +261,7 @@ def test_auto_computes_what_hides_behind_reading(bench: Workbench) -> None:
     assert computed(1.0) == 60
     for _ in range(8):
         desk.estimator.note_forward(1000, 500_500.0, 1.0)
-    shares = [computed(seconds) for seconds in (0.0, 0.05, 0.1, 0.2, 0.3, PASS_SECONDS)]
+    shares = [computed(seconds) for seconds in (0.0, 0.05, 0.1, 0.2, 0.3, 5.0)]
     assert shares == sorted(shares) and shares[0] == 60 and shares[-1] > 250
 
 
@@ -298,33 +297,34 @@ def test_nobody_blends_for_longer_than_others_may_wait(bench: Workbench) -> None
     bench.put(desk.store, texts(0, 1, 2))
     unknown = desk.plan(texts(0, 2, 1))
     assert unknown is not None and unknown.estimate.compute is None
-    short = dataclasses.replace(unknown, estimate=Estimate(1.0, 0.0, 0.4 * PASS_SECONDS, 100.0))
+    short = dataclasses.replace(unknown, estimate=Estimate(1.0, 0.0, 0.4 * 5.0, 100.0))
     loader = PreciseLoader(SHAPE, ALLOCATIONS["even"])
     first, second, other = loadings = [
         BlendedLoading(loader, desk.store, plan, ROTATION, NO_TIMELINE)
         for plan in (short, short, unknown)
     ]
-    assert fits(short, [first, object()]) and not fits(short, [first, second])
-    assert fits(unknown, []) and not fits(unknown, [first]) and not fits(short, [other])
+    assert fits(short, [first, object()], 5.0) and not fits(short, [first, second], 5.0)
+    assert fits(unknown, [], 5.0) and not fits(unknown, [first], 5.0)
+    assert fits(short, [first, second], 6.1) and not fits(short, [other], 6.1)
     for own in loadings:
         own.blended = True
         own.close()
-    assert fits(short, loadings)
+    assert fits(short, loadings, 5.0)
     for _ in range(20):
         desk.estimator.note_forward(1000, 500_500.0, 1e6)
     assert desk.plan(texts(0, 2, 1)) is None
 
 
 def test_others_wait_for_reads_as_well(bench: Workbench) -> None:
-    desk, notes = Desk(bench), BlendNotes()
+    desk, notes = Desk(bench, blend_seconds=7.0), BlendNotes()
     bench.put(desk.store, texts(0, 1, 2))
     desk.estimator.note_forward(1000, 500_500.0, 0.1)
     forecast: Any = desk.store.forecast
-    forecast.seconds_to_read = lambda num_bytes: 0.9 * PASS_SECONDS
+    forecast.seconds_to_read = lambda num_bytes: 0.9 * 7.0
     assert desk.plan(texts(0, 2, 1)) is not None
-    forecast.seconds_to_read = lambda num_bytes: 1.1 * PASS_SECONDS
+    forecast.seconds_to_read = lambda num_bytes: 1.1 * 7.0
     assert desk.plan(texts(0, 2, 1), notes=notes) is None
-    assert notes.why == (Reason.BLEND_TOO_LONG, "5.5 of 5 s")
+    assert notes.why == (Reason.BLEND_TOO_LONG, "7.7 of 7 s")
 
 
 def table(rows: int) -> Tensor:
