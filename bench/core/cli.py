@@ -21,7 +21,7 @@ from impress_sglang.errors import ImpressError
 ROOMS = {
     "policies": ("serving", "simulate", "schedule"),
     "quality": ("accuracy", "blend", "truncation"),
-    "engine": ("engine",),
+    "engine": ("engine", "controller"),
     "micro": ("overhead", "wear", "memory", "planning", "content", "kernels", "index"),
 }
 MODULES = {name: f"bench.{room}.{name}" for room, names in ROOMS.items() for name in names}

@@ -21,10 +21,6 @@ class Turns:
     cos: Tensor
     sin: Tensor
 
-    def part(self, start: int, stop: int) -> Turns:
-        """Those of the tokens [start, stop)."""
-        return Turns(self.cos[start:stop], self.sin[start:stop])
-
 
 class KeyRotation:
     """Moves keys of a model whose positions are rotary embeddings."""

@@ -100,9 +100,13 @@ class OpenSegments:
         )
 
     def open_coded(
-        self, spans: Sequence[StoredSpan], in_slots: Sequence[bool], timeline: Timeline
+        self,
+        spans: Sequence[StoredSpan],
+        in_slots: Sequence[bool],
+        timeline: Timeline,
+        planes: int,
     ) -> CodedSource:
-        """A source for spans in codes; `in_slots` says of each whether its base is not needed.
+        """A source for spans in codes; see `PrefixStore.open_coded`.
 
         Raises:
             PrefixUnreadable: a segment cannot be opened.
@@ -112,7 +116,7 @@ class OpenSegments:
         opened = []
         for span, segment in zip(spans, segments, strict=True):
             base = self._versions.codes(self._versions[segment.segment_id])
-            opened.append(CodedSpan(segment, span.start, span.stop, base))
+            opened.append(CodedSpan(segment, span.start, span.stop, base, planes))
         return CodedSource(
             opened,
             self._reader,

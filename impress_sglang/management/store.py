@@ -200,14 +200,21 @@ class PrefixStore:
         spans: Sequence[StoredSpan],
         in_slots: Sequence[bool],
         timeline: Timeline = NO_TIMELINE,
+        planes: int = 0,
     ) -> CodedSource:
-        """A source for spans in codes, of which some are in slots; `close_source` gives it back.
+        """A source for spans in codes; `close_source` gives it back.
+
+        Args:
+            spans: one or more.
+            in_slots: of each whether its base is not needed.
+            timeline: of the request.
+            planes: so many are read with the base, and ahead.
 
         Raises:
             PrefixUnreadable: as of `open_source`.
         """
         self._check_there(spans)
-        return self._readers.open_coded(spans, in_slots, timeline)
+        return self._readers.open_coded(spans, in_slots, timeline, planes)
 
     def touch(self, match: StoredMatch) -> None:
         """Count a use of a match of which `open_coded` opens what is not in slots."""

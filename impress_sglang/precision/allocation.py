@@ -57,6 +57,11 @@ def allocate_planes(weights: Tensor, num_planes: int, floors: Tensor | None = No
     return given.view_as(weights)
 
 
+def whole_planes(bits: float) -> int:
+    """How many planes each unit gets for `bits` per element, whoever allocates the others."""
+    return int((bits - BASE_BITS) // PLANE_BITS)
+
+
 def planes_of(bits: float, num_units: int) -> int:
     """How many planes `num_units` units of a layer get for `bits` per element on average."""
     most = NUM_PLANES * num_units

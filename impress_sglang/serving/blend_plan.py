@@ -17,6 +17,7 @@ from impress_sglang.management.content import FoundRuns, Run
 from impress_sglang.management.open_segments import AnySource
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSegment, StoredSpan
+from impress_sglang.precision.allocation import whole_planes
 from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.serving.admission import AdmissionPlan
 from impress_sglang.serving.why import Detail, Reason
@@ -116,6 +117,11 @@ class BlendPlan(AdmissionPlan):
         return len(self.kinds) - int(np.argmax(self.kinds != Kind.KEPT))
 
     @property
+    def planes(self) -> int:
+        """Planes that are read with the base: those that all units get, for nobody looks."""
+        return whole_planes(self.estimate.bits)
+
+    @property
     def reused(self) -> int:
         """Tokens that are stored behind others."""
         return int(np.count_nonzero(self.kinds == Kind.REUSED))
@@ -141,7 +147,7 @@ class BlendPlan(AdmissionPlan):
     def open_source(self, store: PrefixStore, timeline: Timeline) -> AnySource:
         """What a request that waits reads ahead: the first group."""
         groups = (group for block in self.blocks for group in block.groups)
-        return open_group(store, next(groups), timeline)
+        return open_group(store, next(groups), timeline, self.planes)
 
 
 def share_of_layer(share: float, layer: int, num_layers: int) -> float:
@@ -172,10 +178,12 @@ def apart(runs: Sequence[Run]) -> list[list[Run]]:
     return [own for own, _ in groups]
 
 
-def open_group(store: PrefixStore, runs: Sequence[Run], timeline: Timeline) -> CodedSource:
-    """A source for the tokens of some runs, one run after the other.
+def open_group(
+    store: PrefixStore, runs: Sequence[Run], timeline: Timeline, planes: int
+) -> CodedSource:
+    """A source for the tokens of some runs, one run after the other; see `BlendPlan.planes`.
 
     Raises:
         PrefixUnreadable: a segment is gone or cannot be opened.
     """
-    return store.open_coded([run.span for run in runs], [False] * len(runs), timeline)
+    return store.open_coded([run.span for run in runs], [False] * len(runs), timeline, planes)

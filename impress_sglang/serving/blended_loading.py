@@ -16,6 +16,7 @@ from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
 from impress_sglang.management.content import Run
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredMatch, StoredSpan
+from impress_sglang.precision.codec import PLANE_BITS
 from impress_sglang.serving.blend_plan import BlendPlan, Kind, open_group
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
@@ -67,7 +68,8 @@ class BlendedLoading:
         # By the group of the block that is restored.
         self._units: dict[int, UsedUnits] = {}
         self._stats: list[ReadStats] = []
-        self._turns: dict[Run, Turns] = {}
+        # Of each group of the block: which of its tokens move, and by what.
+        self._turns: dict[int, tuple[Tensor, Turns]] = {}
         # What is opened later must still be there.
         for segment in dict.fromkeys(span.segment for span in plan.spans):
             store.touch(StoredMatch((StoredSpan(segment, 0, 1),)))
@@ -118,17 +120,20 @@ class BlendedLoading:
             own = LayerSlots.of(pools.keys.pool, pools.values.pool, rows)
             if group not in self._units:
                 self._units[group] = parts_alone(source, rows)
-            units, bits = self._units[group], self.plan.estimate.bits
+            # What all units get comes with the base.
+            units, bits = (
+                self._units[group],
+                self.plan.estimate.bits - PLANE_BITS * self.plan.planes,
+            )
             self._loader.load(layer, units, None, own, bits, stats, source.timeline)
             with stats.timed("load_ms"):
-                self._turn(runs, own)
+                self._turn(group, runs, own)
             source.end_layer(layer)
             self._store.ahead.top_up()
 
     def end_block(self, number: int) -> None:
         """A block is in its slots: nothing of it is read any more."""
         self._close(number)
-        self._turns.clear()
 
     def compute_instead(self, number: int, error: SegmentUnreadable) -> bool:
         """Take a segment out of the blocks from this one on, which begins again.
@@ -175,25 +180,29 @@ class BlendedLoading:
         sources = self._sources[number] = []
         for runs in self.blocks[number].groups:
             source, self._first = self._first, None
-            sources.append(source or open_group(self._store, runs, self._timeline))
+            sources.append(
+                source or open_group(self._store, runs, self._timeline, self.plan.planes)
+            )
             self._store.ahead.join(sources[-1])
 
-    def _turn(self, runs: Sequence[Run], slots: LayerSlots) -> None:
-        """Move the keys of runs to their positions, run by run."""
-        start = 0
-        assert slots.keys.rows is not None
-        for run in runs:
-            rows, start = slots.keys.rows[start : start + len(run)], start + len(run)
-            if not run.shift:
-                continue
-            if run not in self._turns:
-                new = torch.arange(run.start, run.stop)
-                self._turns[run] = self._rotation.turns(new - run.shift, new)
-            pool = slots.keys.pool
-            pool[rows] = self._rotation.move(pool[rows], self._turns[run])
+    def _turn(self, group: int, runs: Sequence[Run], slots: LayerSlots) -> None:
+        """Move the keys of the runs of a group to their positions."""
+        pool, rows = slots.keys.pool, slots.keys.rows
+        assert rows is not None
+        if not any(run.shift for run in runs):
+            return
+        if group not in self._turns:
+            new = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+            shift = torch.cat([torch.full((len(run),), run.shift) for run in runs])
+            moving = shift.nonzero().flatten()
+            turns = self._rotation.turns((new - shift)[moving], new[moving])
+            self._turns[group] = moving.to(rows.device), turns
+        moving, turns = self._turns[group]
+        pool[rows[moving]] = self._rotation.move(pool[rows[moving]], turns)
 
     def _close(self, number: int) -> None:
         self._units.clear()
+        self._turns.clear()
         for source in self._sources.pop(number, ()):
             self._store.close_source(source)
             self._stats.append(source.stats)

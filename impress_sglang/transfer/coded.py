@@ -19,7 +19,7 @@ from torch import Tensor
 
 from impress_sglang.loops import areas
 from impress_sglang.loops.types import Flags, Indices, Uint8s
-from impress_sglang.precision.codec import GROUP_TOKENS
+from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
 from impress_sglang.precision.floors import Floors
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.storage.layout import BLOCK_BYTES
@@ -75,12 +75,16 @@ def most_pages(layout: CodeLayout) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class CodedSpan:
-    """The tokens [start, stop) of a segment whose first chunk of codes has the id `base`."""
+    """The tokens [start, stop) of a segment whose first chunk of codes has the id `base`.
+
+    So many `planes` are read with the base, beside the floors of heads.
+    """
 
     segment: OpenSegment
     start: int
     stop: int
     base: int
+    planes: int = 0
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -124,10 +128,13 @@ class CodedSpan:
         blocks[first : -(-last // BLOCK_BYTES)] = False
         return blocks
 
+    def floors(self, layer: int) -> Floors:
+        """How many planes are read with the base of each head of a layer, uint8 [G]."""
+        return np.minimum(self.segment.floors[layer] + np.uint8(self.planes), np.uint8(NUM_PLANES))
+
     def floor_units(self, layer: int) -> Indices:
-        """Units of the span that belong to the base of a layer, int64 [n, 3]: plane, head, unit."""
-        floors = self.segment.floors[layer]
-        return areas.units_below(floors, self.units.start, self.units.stop)
+        """Units of the span that are read with the base, int64 [n, 3]: plane, head, unit."""
+        return areas.units_below(self.floors(layer), self.units.start, self.units.stop)
 
     def certain_chunks(self, layer: int) -> Indices:
         """Chunks that are wanted whoever asks: `pages`, and those of `floor_units`."""
@@ -204,9 +211,8 @@ class CodedSource(StoredSource):
         self._taker = make_taker(cache) if taker is None else taker
 
     def floors(self, layer: int, number: int) -> Floors:
-        """How many planes belong to the base of each head of a span's layer, uint8 [G]."""
-        floors: Floors = self.spans[number].segment.floors[layer]
-        return floors
+        """See `CodedSpan.floors`."""
+        return self.spans[number].floors(layer)
 
     def read_base(self, layer: int) -> list[Base | None]:
         """The base of each span that is not in slots.

@@ -39,6 +39,7 @@ from impress_sglang.serving.why import Reason
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.timeline import NO_TIMELINE
+from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.slots import LayerSlots
@@ -399,6 +400,34 @@ def test_what_comes_into_slots(bench: Workbench, block: int, resident: int, bits
             assert torch.allclose(keys[layer][at], expected, atol=1e-3)
             place = high + gap
         assert keys[layer].isnan().any(2).any(1).sum() == 3
+
+
+@pytest.mark.parametrize(("bits", "later"), [(6.0, False), (7.0, True), (8.0, False)])
+def test_the_planes_that_all_units_get_are_certain(
+    bench: Workbench, bits: float, later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So they are read ahead, and with the base."""
+    asked: list[int] = []
+    read_units = CodedSource.read_units
+
+    def read(self: CodedSource, layer: int, number: int, raised: Tensor) -> Tensor:
+        asked.append(layer)
+        return read_units(self, layer, number, raised)
+
+    monkeypatch.setattr(CodedSource, "read_units", read)
+    desk = Desk(bench, base_error=0.0)
+    bench.put(desk.store, texts(0, 1, 2))
+    plan = desk.plan(texts(2, 1, 0), wanted=LoadOptions(bits=bits, blend=0.0))
+    assert plan is not None
+    restore(desk, plan, SHAPE)
+    assert bool(asked) == later
+    source = plan.open_source(desk.store, NO_TIMELINE)
+    assert isinstance(source, CodedSource)
+    span = source.spans[0]
+    units = span.floor_units(0)
+    assert set(units[:, 0]) == set(range(plan.planes)) and plan.planes == (bits - 4) // 2
+    assert list(span.certain_chunks(0)) == [*span.pages, *span.unit_chunks(units)]
+    desk.store.close_source(source)
 
 
 def test_a_document_that_is_asked_for_twice(bench: Workbench) -> None:
