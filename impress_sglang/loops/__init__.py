@@ -6,7 +6,6 @@ from impress_sglang.loops.chances import likely_flags, move_averages, move_codes
 from impress_sglang.loops.planning import (
     add_cached_blocks,
     chunk_hits,
-    find_candidates,
     locate_rows,
     missing_blocks,
     tally,
@@ -18,7 +17,6 @@ from impress_sglang.loops.scores import record_scores, scores_of
 __all__ = [
     "add_cached_blocks",
     "chunk_hits",
-    "find_candidates",
     "likely_flags",
     "locate_rows",
     "missing_blocks",

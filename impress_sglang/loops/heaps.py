@@ -1,121 +1,145 @@
-"""Heaps of the chunks of two tiers, as flat arrays: which chunk of a tier is worth least.
+"""Heaps of the chunks of two tiers: which chunk of a tier is worth least.
 
 A heap has each member of its tier once, the lowest first, of equal ones that with the lower id.
 What it goes by is `noted`, which is at most a chunk's priority: one that rises is corrected when
 the chunk comes up, one that falls is told by `note_falls`.
-
-    heaps int64 [2, 1 + most members]    ids, from place 1 on
-    sizes int64 [2]                      members
-    places int32 [chunks]                where in its heap a chunk is, 0 for nowhere
-    noted int64 [2, 1 + most members]    of the member at each place
 """
 
 from __future__ import annotations
 
-from impress_sglang.loops.jit import compiled
+from typing import NamedTuple
+
+import numpy as np
+
+from impress_sglang.loops.jit import array_type, compiled, tuple_type
 from impress_sglang.loops.types import Indices, Int32s, Uint8s
 
 _SSD = 0
-HEAP = "int64[:, ::1], int64[::1], int32[::1], int64[:, ::1]"
+# Of those that leave, one in so many makes it faster to build a heap again.
+REBUILD_SHARE = 16
 
 
-@compiled("(int64, int64, int64, int64)")
+class Heaps(NamedTuple):
+    """The heaps of host and device, of which tier t has row t - 1, and what is known of chunks."""
+
+    members: Indices
+    """int64 [2, 1 + most members], ids, from place 1 on."""
+    noted: Indices
+    """int64 [2, 1 + most members], of the member at each place."""
+    sizes: Indices
+    """int64 [2], how many members there are."""
+    places: Int32s
+    """int32 [chunks], where in its heap a chunk is, 0 for nowhere."""
+    priorities: Indices
+    """int64 [chunks]."""
+
+
+HEAPS = tuple_type(
+    Heaps,
+    array_type(np.int64, 2),
+    array_type(np.int64, 2),
+    array_type(np.int64),
+    array_type(np.int32),
+    array_type(np.int64),
+)
+
+
+@compiled("(int64, int64, int64, int64)", makes_arrays=False)
 def _before(noted: int, chunk: int, other_noted: int, other: int) -> bool:
     return noted < other_noted or (noted == other_noted and chunk < other)
 
 
-@compiled("(int64[::1], int32[::1], int64[::1], int64, int64, int64)")
-def _put(heap: Indices, places: Int32s, noted: Indices, at: int, chunk: int, own: int) -> None:
-    heap[at] = chunk
-    noted[at] = own
-    places[chunk] = at
+@compiled((HEAPS, "int64", "int64", "int64", "int64"), makes_arrays=False)
+def _put(heaps: Heaps, row: int, at: int, chunk: int, noted: int) -> None:
+    heaps.members[row, at] = chunk
+    heaps.noted[row, at] = noted
+    heaps.places[chunk] = at
 
 
-@compiled("(int64[::1], int32[::1], int64[::1], int64)")
-def _rise(heap: Indices, places: Int32s, noted: Indices, at: int) -> None:
-    """The chunk at this place may be lower than those above."""
-    chunk, own = heap[at], noted[at]
-    while at > 1 and _before(own, chunk, noted[at // 2], heap[at // 2]):
-        _put(heap, places, noted, at, heap[at // 2], noted[at // 2])
-        at //= 2
-    _put(heap, places, noted, at, chunk, own)
+@compiled((HEAPS, "int64", "int64", "int64", "int64"), makes_arrays=False)
+def _rise(heaps: Heaps, row: int, at: int, chunk: int, noted: int) -> None:
+    """Put a chunk at this place, or above if it is lower than what is there."""
+    while at > 1:
+        above = at // 2
+        own, own_noted = heaps.members[row, above], heaps.noted[row, above]
+        if not _before(noted, chunk, own_noted, own):
+            break
+        _put(heaps, row, at, own, own_noted)
+        at = above
+    _put(heaps, row, at, chunk, noted)
 
 
-@compiled("(int64[::1], int64, int32[::1], int64[::1], int64)")
-def _sink(heap: Indices, size: int, places: Int32s, noted: Indices, at: int) -> None:
-    """The chunk at this place may be higher than those below."""
-    chunk, own = heap[at], noted[at]
+@compiled((HEAPS, "int64", "int64", "int64", "int64"), makes_arrays=False)
+def _sink(heaps: Heaps, row: int, at: int, chunk: int, noted: int) -> None:
+    """Put a chunk at this place, or below if it is higher than what is there."""
+    size = heaps.sizes[row]
     while 2 * at <= size:
         child = 2 * at
-        if child < size and _before(noted[child + 1], heap[child + 1], noted[child], heap[child]):
-            child += 1
-        if not _before(noted[child], heap[child], own, chunk):
+        own, own_noted = heaps.members[row, child], heaps.noted[row, child]
+        if child < size:
+            other, other_noted = heaps.members[row, child + 1], heaps.noted[row, child + 1]
+            if _before(other_noted, other, own_noted, own):
+                child, own, own_noted = child + 1, other, other_noted
+        if not _before(own_noted, own, noted, chunk):
             break
-        _put(heap, places, noted, at, heap[child], noted[child])
+        _put(heaps, row, at, own, own_noted)
         at = child
-    _put(heap, places, noted, at, chunk, own)
+    _put(heaps, row, at, chunk, noted)
 
 
-@compiled(f"({HEAP}, int64, int64, int64)")
-def enter(
-    heaps: Indices,
-    sizes: Indices,
-    places: Int32s,
-    noted: Indices,
-    row: int,
-    chunk: int,
-    priority: int,
-) -> None:
+@compiled((HEAPS, "int64", "int64"), makes_arrays=False)
+def enter(heaps: Heaps, row: int, chunk: int) -> None:
     """A chunk becomes a member."""
-    sizes[row] += 1
-    _put(heaps[row], places, noted[row], sizes[row], chunk, priority)
-    _rise(heaps[row], places, noted[row], sizes[row])
+    heaps.sizes[row] += 1
+    _rise(heaps, row, heaps.sizes[row], chunk, heaps.priorities[chunk])
 
 
-@compiled(f"({HEAP}, int64, int64)")
-def leave(
-    heaps: Indices, sizes: Indices, places: Int32s, noted: Indices, row: int, chunk: int
-) -> None:
+@compiled((HEAPS, "int64", "int64"), makes_arrays=False)
+def leave(heaps: Heaps, row: int, chunk: int) -> None:
     """A chunk that is a member is none any more."""
-    at, end = int(places[chunk]), sizes[row]
-    last = heaps[row, end]
-    sizes[row] -= 1
-    places[chunk] = 0
+    at, end = int(heaps.places[chunk]), heaps.sizes[row]
+    last, noted = heaps.members[row, end], heaps.noted[row, end]
+    heaps.sizes[row] -= 1
+    heaps.places[chunk] = 0
     if last != chunk:
-        _put(heaps[row], places, noted[row], at, last, noted[row, end])
-        _rise(heaps[row], places, noted[row], at)
-        _sink(heaps[row], sizes[row], places, noted[row], int(places[last]))
+        above = at // 2
+        if above and _before(noted, last, heaps.noted[row, above], heaps.members[row, above]):
+            _rise(heaps, row, at, last, noted)
+        else:
+            _sink(heaps, row, at, last, noted)
 
 
-@compiled(f"({HEAP}, int64, int64[::1])")
-def lowest(
-    heaps: Indices, sizes: Indices, places: Int32s, noted: Indices, row: int, priorities: Indices
-) -> int:
+@compiled((HEAPS, "int64"), makes_arrays=False)
+def leave_marked(heaps: Heaps, row: int) -> None:
+    """Members whose place is given as 0 are none any more; the others are put in order again."""
+    size = 0
+    for at in range(1, heaps.sizes[row] + 1):
+        chunk = heaps.members[row, at]
+        if heaps.places[chunk]:
+            size += 1
+            _put(heaps, row, size, chunk, heaps.noted[row, at])
+    heaps.sizes[row] = size
+    for at in range(size // 2, 0, -1):
+        _sink(heaps, row, at, heaps.members[row, at], heaps.noted[row, at])
+
+
+@compiled((HEAPS, "int64"), makes_arrays=False)
+def lowest(heaps: Heaps, row: int) -> int:
     """The member with the lowest priority, -1 if there is none; it stays."""
-    while sizes[row]:
-        chunk = heaps[row, 1]
-        if priorities[chunk] <= noted[row, 1]:
+    while heaps.sizes[row]:
+        chunk = heaps.members[row, 1]
+        if heaps.priorities[chunk] <= heaps.noted[row, 1]:
             return int(chunk)
-        noted[row, 1] = priorities[chunk]
-        _sink(heaps[row], sizes[row], places, noted[row], 1)
+        _sink(heaps, row, 1, chunk, heaps.priorities[chunk])
     return -1
 
 
-@compiled(f"(int64[::1], uint8[::1], {HEAP}, int64[::1])")
-def note_falls(
-    ids: Indices,
-    tiers: Uint8s,
-    heaps: Indices,
-    sizes: Indices,
-    places: Int32s,
-    noted: Indices,
-    priorities: Indices,
-) -> None:
+@compiled((HEAPS, "int64[::1]", "uint8[::1]"), makes_arrays=False)
+def note_falls(heaps: Heaps, ids: Indices, tiers: Uint8s) -> None:
     """Priorities of chunks, which stand in these tiers, may have fallen."""
     for number in range(len(ids)):
         chunk = ids[number]
         if tiers[number] != _SSD:
-            row, at = tiers[number] - 1, int(places[chunk])
-            if priorities[chunk] < noted[row, at]:
-                noted[row, at] = priorities[chunk]
-                _rise(heaps[row], places, noted[row], at)
+            row, at = tiers[number] - 1, int(heaps.places[chunk])
+            if heaps.priorities[chunk] < heaps.noted[row, at]:
+                _rise(heaps, row, at, chunk, heaps.priorities[chunk])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from impress_sglang.loops.jit import compiled
-from impress_sglang.loops.types import Flags, Floats, Indices, Int32s, Mapping, Uint8s, Uint16s
+from impress_sglang.loops.types import Flags, Floats, Indices, Int32s, Mapping, Uint8s
 
 # As in segment files.
 _MAPPINGS = ("uint16[::1]", "uint32[::1]")
@@ -234,60 +234,6 @@ def chunk_hits(
             hits += flags[row // np.uint64(chunk_rows)]
         wanted += high - low
     return wanted, hits
-
-
-@compiled(
-    "(int64[::1], uint8[::1], uint16[::1], int64[::1], int64, int64, int64, int64, int64, int64)"
-)
-def find_candidates(
-    ids: Indices,
-    tiers: Uint8s,
-    num_pages: Uint16s,
-    priorities: Indices,
-    width: int,
-    device: int,
-    lowest_device: int,
-    lowest_host: int,
-    free_device: int,
-    free_host: int,
-) -> Indices:
-    """Chunks that might move to a better place; if one has a chance, all that could move at all.
-
-    A chunk may displace a larger one and leave room for others.
-
-    Args:
-        ids: int64 [n].
-        tiers: uint8 [n], where they stand.
-        num_pages: uint16, by id.
-        priorities: int64, by id.
-        width: a chunk of more pages, or of none, never moves.
-        device: the best tier.
-        lowest_device: the lowest priority there, more than any if it is empty.
-        lowest_host: likewise.
-        free_device: pages.
-        free_host: pages.
-
-    Returns:
-        Their places in `ids`, ascending.
-    """
-    lowest = min(lowest_device, lowest_host)
-    movable = 0
-    any_chance = False
-    for place in range(len(ids)):
-        pages = num_pages[ids[place]]
-        if tiers[place] != device and 0 < pages <= width:
-            movable += 1
-            if priorities[ids[place]] > lowest or pages <= free_device or pages <= free_host:
-                any_chance = True
-    if not any_chance:
-        return np.empty(0, np.int64)
-    found = np.empty(movable, np.int64)
-    count = 0
-    for place in range(len(ids)):
-        if tiers[place] != device and 0 < num_pages[ids[place]] <= width:
-            found[count] = place
-            count += 1
-    return found
 
 
 @compiled("(uint8[:, ::1], int64[::1], boolean[::1], int64)")

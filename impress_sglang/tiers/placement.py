@@ -23,16 +23,14 @@ import enum
 import numpy as np
 import numpy.typing as npt
 
-from impress_sglang import loops
 from impress_sglang.loops import heaps, placing
+from impress_sglang.loops.heaps import Heaps
+from impress_sglang.loops.placing import Caches, Touched
 from impress_sglang.tiers.rules import AwaitedLast, Floats, Ids, ReplacementRule
 from impress_sglang.tiers.tables import IdRanges, grown
 
 Pages = npt.NDArray[np.int32]
-_Chunks = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16], Pages, Pages]
-_Heap = tuple[Ids, Ids, Pages, Ids]
 _FIRST_CHUNKS = 1024
-_HIGHEST = np.iinfo(np.int64).max
 _FIRST_TOUCHED = 4096
 
 
@@ -125,24 +123,27 @@ class Placement:
         self.capacity: dict[int, int] = {Tier.DEVICE: device_pages, Tier.HOST: host_pages}
         self._rule = AwaitedLast(rule)
         self._width = width = max_chunk_pages
-        # See `loops.placing` and `loops.heaps`. No chunk in a cache has less than a page.
+        # No chunk in a cache has less than a page.
         most = max(host_pages, device_pages)
-        self._tiers = np.zeros(0, np.uint8)
-        self._num_pages = np.zeros(0, np.uint16)
-        self._first: Pages = np.zeros(0, np.int32)
-        self._following: Pages = np.zeros((2, most), np.int32)
-        self._heaps = np.zeros((2, 1 + most), np.int64)
-        self._sizes = np.zeros(2, np.int64)
-        self._places: Pages = np.zeros(0, np.int32)
-        self._noted = np.zeros((2, 1 + most), np.int64)
-        self._capacity = np.array([host_pages, device_pages])
-        self._free = self._capacity.copy()
-        self._stacks: Pages = np.zeros((2, most), np.int32)
-        for row, own in zip(self._stacks, self._capacity.tolist(), strict=True):
+        capacity = np.array([host_pages, device_pages])
+        stacks = np.zeros((2, most), np.int32)
+        for row, own in zip(stacks, capacity.tolist(), strict=True):
             row[:own] = np.arange(own)[::-1]
-        self._marks = np.zeros(0, np.uint8)
-        self._displaced, self._dropped = np.zeros((2, width), np.int64)
-        self._touched: tuple[Ids, npt.NDArray[np.uint8], Pages]
+        none, places = np.zeros(0, np.uint8), np.zeros(0, np.int32)
+        members, noted = np.zeros((2, 2, 1 + most), np.int64)
+        self._caches = Caches(
+            tiers=none,
+            num_pages=np.zeros(0, np.uint16),
+            first=places,
+            following=np.zeros((2, most), np.int32),
+            stacks=stacks,
+            free=capacity.copy(),
+            capacity=capacity,
+            heaps=Heaps(members, noted, np.zeros(2, np.int64), places, self._rule.priorities),
+        )
+        displaced, dropped = np.zeros((2, width), np.int64)
+        sources, pages = none, np.zeros((0, width), np.int32)
+        self._touched = Touched(displaced[:0], sources, pages, none, displaced, dropped)
         self._make_touched(_FIRST_TOUCHED)
         self._ids = IdRanges()
         self._grow(_FIRST_CHUNKS)
@@ -167,16 +168,17 @@ class Placement:
     @property
     def num_bytes(self) -> int:
         """Memory of tables and heaps, in bytes, if all of it has been written."""
-        tables = sum(own.nbytes for own in vars(self).values() if isinstance(own, np.ndarray))
-        return tables + self._rule.num_bytes
+        held = (*self._caches, *self._caches.heaps, *self._touched)
+        tables = sum(own.nbytes for own in held if isinstance(own, np.ndarray))
+        return tables - self._rule.priorities.nbytes + self._rule.num_bytes
 
     def used_pages(self, tier: int) -> int:
         """Pages of a cache that chunks stand in."""
-        return self.capacity[tier] - int(self._free[tier - 1])
+        return self.capacity[tier] - int(self._caches.free[tier - 1])
 
     def cached_chunks(self, tier: int) -> int:
         """Chunks in a cache."""
-        return int(self._sizes[tier - 1])
+        return int(self._caches.heaps.sizes[tier - 1])
 
     def emptied(self, rule: ReplacementRule) -> Placement:
         """A placement without chunks, of the same pages."""
@@ -191,9 +193,9 @@ class Placement:
         """Take a range of ids for new chunks of so many pages each; returns the first."""
         base = self._ids.take(len(num_pages))
         stop = base + len(num_pages)
-        if stop > len(self._tiers):
-            self._grow(max(2 * len(self._tiers), stop))
-        self._num_pages[base:stop] = num_pages
+        if stop > len(self._caches.tiers):
+            self._grow(max(2 * len(self._caches.tiers), stop))
+        self._caches.num_pages[base:stop] = num_pages
         return base
 
     def detach(self, base: int, size: int) -> None:
@@ -204,11 +206,11 @@ class Placement:
 
     def drop(self, ids: Ids) -> None:
         """Remove chunks from the caches, without a decision."""
-        placing.drop(ids, *self._chunks, *self._heap, self._stacks, self._free)
+        placing.drop(self._caches, ids)
 
     def tiers(self, first: int, count: int) -> npt.NDArray[np.uint8]:
         """Where neighbouring chunks stand now, `Tier` values; not to be changed."""
-        return self._tiers[first : first + count]
+        return self._caches.tiers[first : first + count]
 
     def advance(self) -> None:
         """A new request begins."""
@@ -217,7 +219,7 @@ class Placement:
     def expect(self, ids: Ids, turns: Ids) -> None:
         """Requests wait for chunks, or not any more: see `AwaitedLast.expect`."""
         self._rule.expect(ids, turns)
-        heaps.note_falls(ids, self._tiers.take(ids), *self._heap, self._rule.priorities)
+        heaps.note_falls(self._caches.heaps, ids, self._caches.tiers.take(ids))
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """New chunks replace old ones in the history of accesses; the caches keep the old ones."""
@@ -230,114 +232,80 @@ class Placement:
             ids: int64 [n].
             shares: float64 [n], share of each chunk's rows that is wanted.
         """
-        tiers = self._tiers.take(ids)
+        tiers = self._caches.tiers.take(ids)
         cached = bool(np.count_nonzero(tiers))
         pages = self._pages_of(ids) if cached else np.empty((0, 0), np.int32)
         if self.enabled:
             self._rule.record(ids, shares)
         if cached:
-            heaps.note_falls(ids, tiers, *self._heap, self._rule.priorities)
+            heaps.note_falls(self._caches.heaps, ids, tiers)
         # Where all is on the device, nothing moves.
         settled = cached and int(tiers.min()) == _DEVICE
         moves = self._place(ids, tiers) if self.enabled and not settled else Moves.none()
         if len(moves):
-            kept = (tiers == _SSD) & (self._tiers.take(ids) != _SSD)
+            kept = (tiers == _SSD) & (self._caches.tiers.take(ids) != _SSD)
         else:
             kept = np.zeros(len(ids), np.bool_)
         return Access(tiers, pages, kept, moves)
 
-    @property
-    def _heap(self) -> _Heap:
-        return self._heaps, self._sizes, self._places, self._noted
-
-    @property
-    def _chunks(self) -> _Chunks:
-        return self._tiers, self._num_pages, self._first, self._following
-
     def _pages_of(self, ids: Ids) -> Pages:
         """Pages of chunks [n, most of any]; what is behind a chunk's own is anything."""
-        width = int(self._num_pages.take(ids).max(initial=0))
-        return placing.pages_of(ids, width, *self._chunks)
+        width = int(self._caches.num_pages.take(ids).max(initial=0))
+        return placing.pages_of(self._caches, ids, width)
 
     def _place(self, ids: Ids, tiers: npt.NDArray[np.uint8]) -> Moves:
-        priorities = self._rule.priorities
-        candidates = loops.find_candidates(
-            ids,
-            tiers,
-            self._num_pages,
-            priorities,
-            self._width,
-            _DEVICE,
-            self._lowest(_DEVICE),
-            self._lowest(_HOST),
-            int(self._free[_DEVICE - 1]),
-            int(self._free[_HOST - 1]),
-        )
-        if not len(candidates):
+        found = np.empty(len(ids), np.int64)
+        count, descending = placing.find_candidates(self._caches, ids, tiers, self._width, found)
+        if not count:
             return Moves.none()
-        chosen = ids[candidates]
-        order = chosen[np.argsort(-priorities[chosen], kind="stable")]
+        order = found[:count]
+        if not descending:
+            order = order[np.argsort(-self._rule.priorities[order], kind="stable")]
         begin, refused, count = 0, self._width + 1, 0
         while True:
             begin, refused, count = placing.place(
-                order,
-                begin,
-                refused,
-                count,
-                priorities,
-                self._capacity,
-                *self._chunks,
-                *self._heap,
-                self._stacks,
-                self._free,
-                *self._touched,
-                self._marks,
-                self._displaced,
-                self._dropped,
+                self._caches, order, begin, refused, count, self._touched
             )
             if begin == len(order):
                 return self._moves(count)
-            self._make_touched(2 * len(self._touched[0]), count)
+            self._make_touched(2 * len(self._touched.chunks), count)
+
+    def _moves(self, count: int) -> Moves:
+        """What of the chunks that were touched is now somewhere else."""
+        caches, touched = self._caches, self._touched
+        moving, width = placing.sum_up(caches, touched, count, self._moved)
+        chunks = touched.chunks[:moving].copy()
+        return Moves(
+            chunks,
+            caches.num_pages.take(chunks),
+            touched.sources[:moving].copy(),
+            touched.pages[:moving, :width].copy(),
+            caches.tiers.take(chunks),
+            placing.pages_of(caches, chunks, width),
+        )
 
     def _make_touched(self, size: int, kept: int = 0) -> None:
         """Room to remember where so many chunks stood, and at least those that one can touch."""
         size = max(size, 1 + self._width + self._width**2)
         chunks, sources = np.empty(size, np.int64), np.empty(size, np.uint8)
         pages = np.empty((size, self._width), np.int32)
-        if kept:
-            before = self._touched
-            chunks[:kept], sources[:kept], pages[:kept] = (own[:kept] for own in before)
-        self._touched = chunks, sources, pages
-
-    def _moves(self, count: int) -> Moves:
-        """What of the chunks that were touched is now somewhere else."""
-        own_chunks, own_sources, own_pages = self._touched
-        chunks, sources, before = own_chunks[:count], own_sources[:count], own_pages[:count]
-        self._marks[chunks] = 0
-        targets, counts, pages = (
-            self._tiers[chunks],
-            self._num_pages[chunks],
-            self._pages_of(chunks),
-        )
-        before = before[:, : pages.shape[1]]
-        changed = targets != sources
-        self._moved += np.bincount(3 * sources[changed] + targets[changed], minlength=9)
-        used = np.arange(pages.shape[1]) < counts[:, None]
-        other = changed | ((pages != before) & used).any(1)
-        moves = Moves(chunks, counts, sources, before, targets, pages)
-        return moves.chosen((targets != _SSD) & other)
-
-    def _lowest(self, tier: int) -> int:
-        chunk = heaps.lowest(*self._heap, tier - 1, self._rule.priorities)
-        return _HIGHEST if chunk < 0 else int(self._rule.priorities[chunk])
+        before = self._touched
+        for own, now in ((before.chunks, chunks), (before.sources, sources), (before.pages, pages)):
+            now[:kept] = own[:kept]
+        self._touched = before._replace(chunks=chunks, sources=sources, pages=pages)
 
     def _grow(self, size: int) -> None:
-        self._tiers = grown(self._tiers, size)
-        self._num_pages = grown(self._num_pages, size)
-        self._first = grown(self._first, size)
-        self._places = grown(self._places, size)
-        self._marks = grown(self._marks, size)
         self._rule.resize(size)
+        caches, heaps = self._caches, self._caches.heaps
+        self._caches = caches._replace(
+            tiers=grown(caches.tiers, size),
+            num_pages=grown(caches.num_pages, size),
+            first=grown(caches.first, size),
+            heaps=heaps._replace(
+                places=grown(heaps.places, size), priorities=self._rule.priorities
+            ),
+        )
+        self._touched = self._touched._replace(marks=grown(self._touched.marks, size))
 
     def check_integrity(self) -> None:
         """Check that pages, tiers and heaps agree.
@@ -345,22 +313,23 @@ class Placement:
         Raises:
             AssertionError: they do not, which is a bug.
         """
-        priorities = self._rule.priorities
+        caches, heaps, priorities = self._caches, self._caches.heaps, self._rule.priorities
+        assert heaps.priorities is priorities
         for tier in CACHES:
-            row, members = tier - 1, np.flatnonzero(self._tiers == tier)
-            heap = self._heaps[row, 1 : 1 + self._sizes[row]]
+            row, members = tier - 1, np.flatnonzero(caches.tiers == tier)
+            heap = heaps.members[row, 1 : 1 + heaps.sizes[row]]
             assert np.array_equal(np.sort(heap), members)
-            assert np.array_equal(self._places[heap], 1 + np.arange(len(heap)))
-            noted = self._noted[row, 1 : 1 + len(heap)]
+            assert np.array_equal(heaps.places[heap], 1 + np.arange(len(heap)))
+            noted = heaps.noted[row, 1 : 1 + len(heap)]
             assert (noted <= priorities[heap]).all()
             assert (noted[1:] >= noted[np.arange(2, 1 + len(heap)) // 2 - 1]).all()
             pages = self._pages_of(members)
-            used = np.arange(pages.shape[1]) < self._num_pages[members][:, None]
+            used = np.arange(pages.shape[1]) < caches.num_pages[members][:, None]
             held = pages[used].tolist()
-            free = self._stacks[row, : self._free[row]].tolist()
+            free = caches.stacks[row, : caches.free[row]].tolist()
             assert sorted([*held, *free]) == list(range(self.capacity[tier]))
-        assert not self._places[self._tiers == _SSD].any()
-        assert not self._marks.any()
-        owned = self._ids.owned(len(self._tiers))
-        assert not self._tiers[~owned].any(), "a chunk without an owner is cached"
+        assert not heaps.places[caches.tiers == _SSD].any()
+        assert not self._touched.marks.any()
+        owned = self._ids.owned(len(caches.tiers))
+        assert not caches.tiers[~owned].any(), "a chunk without an owner is cached"
         assert not priorities[~owned].any()

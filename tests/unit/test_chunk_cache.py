@@ -256,7 +256,7 @@ def test_a_cache_that_does_not_fit_is_a_config_error_that_names_its_option(tier:
 
 def test_an_integrity_check_looks_into_the_placement(bench: Bench) -> None:
     bench.access({OTHER: 0.5})
-    bench.cache.placement._tiers[OTHER] = Tier.HOST
+    bench.cache.placement._caches.tiers[OTHER] = Tier.HOST
 
     with pytest.raises(AssertionError):
         bench.cache.check_integrity()

@@ -76,7 +76,7 @@ class Bench:
             self.access({chunk: worth})
 
     def on(self, tier: Tier) -> set[int]:
-        return set(np.flatnonzero(self.placement._tiers == tier).tolist())
+        return set(np.flatnonzero(self.placement._caches.tiers == tier).tolist())
 
     @property
     def stand(self) -> tuple[set[int], set[int]]:
@@ -159,11 +159,11 @@ def test_what_nobody_waits_for_any_more_is_worth_what_its_rule_says() -> None:
 def test_an_id_that_is_given_to_another_chunk_is_not_awaited() -> None:
     bench = equal_chunks(1, 0)
     expect(bench, {0: 0})
-    size = len(bench.placement._places)
+    size = len(bench.placement._caches.tiers)
     bench.placement.detach(0, 8)
     assert bench.placement.attach(np.ones(8, np.uint16)) == 0
     bench.fill(1, 2)
-    assert bench.stand == ({1}, set()) and len(bench.placement._places) == size
+    assert bench.stand == ({1}, set()) and len(bench.placement._caches.tiers) == size
 
 
 def test_a_chunk_without_pages_is_in_no_cache() -> None:
@@ -211,6 +211,22 @@ def test_ranges_are_used_again() -> None:
     placement.check_integrity()
 
 
+@pytest.mark.parametrize("leaving", [1, 30])
+def test_few_leave_the_heaps_one_by_one_and_many_at_once(leaving: int) -> None:
+    bench = equal_chunks(50, 50, count=100)
+    worths = np.random.default_rng(1).permutation(100).tolist()
+    bench.access({chunk: 1.0 + worth for chunk, worth in enumerate(worths)})
+
+    bench.placement.drop(np.arange(40, 40 + leaving))
+
+    bench.placement.check_integrity()
+    left = [chunk for chunk in range(100) if not 40 <= chunk < 40 + leaving]
+    assert bench.stand == (
+        {chunk for chunk in left if worths[chunk] >= 50},
+        {chunk for chunk in left if worths[chunk] < 50},
+    )
+
+
 def test_neighbouring_gaps_become_one() -> None:
     bench = equal_chunks(2, 0, count=10)
     placement = bench.placement
@@ -236,12 +252,17 @@ def test_there_is_room_for_any_number_of_chunks() -> None:
 
 def tables(placement: Placement) -> dict[str, np.ndarray]:
     """All that has an entry per chunk."""
-    owners = {"": placement, "last.": placement._rule, "rule.": placement._rule._rule}
+    caches, size = placement._caches, len(placement._caches.tiers)
+    owners = {
+        "": caches._asdict() | caches.heaps._asdict() | placement._touched._asdict(),
+        "last.": vars(placement._rule),
+        "rule.": vars(placement._rule._rule),
+    }
     return {
         owner + name: own
-        for owner, holder in owners.items()
-        for name, own in vars(holder).items()
-        if isinstance(own, np.ndarray) and len(own) == len(placement._tiers)
+        for owner, held in owners.items()
+        for name, own in held.items()
+        if isinstance(own, np.ndarray) and len(own) == size
     }
 
 
@@ -256,11 +277,11 @@ def test_more_chunks_copy_nothing() -> None:
     placement.access(np.array([base]), np.ones(1))
 
     after = tables(placement)
-    assert len(after) == len(before) == 11
+    assert len(after) == len(before) == 12
     for name, own in after.items():
         assert len(own) > len(before[name])
         assert own.ctypes.data == before[name].ctypes.data, name
-    assert after["_tiers"][[7, base]].tolist() == [DEVICE, DEVICE]
+    assert after["tiers"][[7, base]].tolist() == [DEVICE, DEVICE]
     placement.check_integrity()
 
 
@@ -300,23 +321,28 @@ def overlap(ids: IdRanges) -> None:
 
 
 DAMAGE: dict[str, Damage] = {
-    "a chunk in another tier": lambda p: corrupt(p._tiers, 0, HOST),
-    "a chunk in no tier": lambda p: corrupt(p._tiers, 0, SSD),
-    "a chunk that was never placed": lambda p: corrupt(p._tiers, 5, DEVICE),
-    "a chunk without an owner": lambda p: corrupt(p._tiers, 900, HOST),
-    "two chunks in one page": lambda p: corrupt(p._first, 0, p._first[1]),
-    "a page that is not there": lambda p: corrupt(p._first, 0, 99),
-    "more pages": lambda p: corrupt(p._num_pages, 0, 2),
-    "a wrong count": lambda p: corrupt(p._sizes, 0, 5),
-    "a page lost": lambda p: corrupt(p._free, 0, p._free[0] - 1),
-    "a page free twice": lambda p: corrupt(p._stacks, (0, 0), p._stacks[0, 1]),
-    "a used page free": lambda p: corrupt(p._stacks, (0, 0), p._first[3]),
-    "an entry lost": lambda p: corrupt(p._heaps, (1, 1), p._heaps[1, 2]),
-    "a place that is not its own": lambda p: corrupt(p._places, 0, p._places[1]),
-    "a place of none": lambda p: corrupt(p._places, 5, 1),
-    "heaps in no order": lambda p: corrupt(p._noted, (1, 2), -1),
-    "a chunk that was touched": lambda p: corrupt(p._marks, 0, 1),
+    "a chunk in another tier": lambda p: corrupt(p._caches.tiers, 0, HOST),
+    "a chunk in no tier": lambda p: corrupt(p._caches.tiers, 0, SSD),
+    "a chunk that was never placed": lambda p: corrupt(p._caches.tiers, 5, DEVICE),
+    "a chunk without an owner": lambda p: corrupt(p._caches.tiers, 900, HOST),
+    "two chunks in one page": lambda p: corrupt(p._caches.first, 0, p._caches.first[1]),
+    "a page that is not there": lambda p: corrupt(p._caches.first, 0, 99),
+    "more pages": lambda p: corrupt(p._caches.num_pages, 0, 2),
+    "a wrong count": lambda p: corrupt(p._caches.heaps.sizes, 0, 5),
+    "a page lost": lambda p: corrupt(p._caches.free, 0, p._caches.free[0] - 1),
+    "a page free twice": lambda p: corrupt(p._caches.stacks, (0, 0), p._caches.stacks[0, 1]),
+    "a used page free": lambda p: corrupt(p._caches.stacks, (0, 0), p._caches.first[3]),
+    "an entry lost": lambda p: corrupt(
+        p._caches.heaps.members, (1, 1), p._caches.heaps.members[1, 2]
+    ),
+    "a place that is not its own": lambda p: corrupt(
+        p._caches.heaps.places, 0, p._caches.heaps.places[1]
+    ),
+    "a place of none": lambda p: corrupt(p._caches.heaps.places, 5, 1),
+    "heaps in no order": lambda p: corrupt(p._caches.heaps.noted, (1, 2), -1),
+    "a chunk that was touched": lambda p: corrupt(p._touched.marks, 0, 1),
     "a priority that fell": lambda p: corrupt(p._rule.priorities, 0, UNIT // 2),
+    "priorities of another table": lambda p: p._rule.resize(5000),
     "a gap over a chunk": lambda p: corrupt(p._ids.starts, 0, 0),
     "two gaps over each other": lambda p: overlap(p._ids),
     "the past of a chunk without an owner": lambda p: corrupt(p._rule.priorities, 900, 1),
