@@ -26,15 +26,18 @@ from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration import attention
 from impress_sglang.integration.attention import ADOPTED, PrefixAttention, adopt_backend
 from impress_sglang.integration.judged_backends import BACKENDS
-from tests.integration.interpreted_backends import (
+from tests.integration.backend_world import (
     DIM,
     KV_HEADS,
     LAYERS,
     QUERY_HEADS,
     World,
-    attend_all_layers,
+    check,
     configured,
+    decode,
+    extend,
     layers,
+    prepare,
 )
 
 __all__ = ["configured"]
@@ -122,29 +125,22 @@ def test_prefixes_are_loaded_before_attention(world: World, backend: Any) -> Non
     assert not backend.offset_rows
     stored = world.row(32, sink=(48, 48))
     rows = [(stored, 16), (world.row(16), 16), (world.row(0), 32)]
-    batch = world.extend(rows)
-    backend.init_forward_metadata(batch)
-    attend_all_layers(backend, world, batch, rows)
+    extend(backend, world, *rows)
     assert world.store.loaded == [(stored.rid, layer) for layer in range(LAYERS)]
     inputs = world.store.inputs[stored.rid]
     assert inputs.queries.shape == (16, QUERY_HEADS, DIM)
     assert inputs.new_keys.shape == (16, KV_HEADS, DIM)
     assert [new for new, _ in world.store.passes] == [64]
     # The next chunk finds the prefix in its slots, and so does decoding.
-    batch = world.extend([(stored, 16)])
-    backend.init_forward_metadata(batch)
-    attend_all_layers(backend, world, batch, [(stored, 16)])
-    batch = world.decode([row for row, _ in rows])
-    backend.init_forward_metadata(batch)
-    attend_all_layers(backend, world, batch, [(row, 1) for row, _ in rows])
+    extend(backend, world, (stored, 16))
+    decode(backend, world, [row for row, _ in rows])
     assert len(world.store.loaded) == LAYERS
 
 
 @pytest.mark.parametrize("backend", ["elsewhere", "fa3", "prefill", "decode"], indirect=True)
 def test_keys_that_were_written_with_their_rotation(world: World, backend: Any) -> None:
     stored = world.row(0, sink=(32, 32))
-    batch = world.extend([(stored, 16)])
-    backend.init_forward_metadata(batch)
+    batch = prepare(backend, world, (stored, 16))
     pool = world.runner.token_to_kv_pool
     for layer in layers():
         keys, values = (torch.randn(16, KV_HEADS, DIM) for _ in range(2))
@@ -153,14 +149,8 @@ def test_keys_that_were_written_with_their_rotation(world: World, backend: Any) 
         q = torch.randn(16, QUERY_HEADS * DIM)
         output = backend.forward(q, None, None, layer, batch, save_kv_cache=False)
         assert torch.equal(world.store.inputs[stored.rid].new_keys, keys)
-        expected = rectangular_attention(
-            q.view(-1, QUERY_HEADS, DIM),
-            pool.k_buffer[layer.layer_id][stored.slots],
-            pool.v_buffer[layer.layer_id][stored.slots],
-            scaling=layer.scaling,
-            causal=True,
-        )
-        torch.testing.assert_close(output.view(expected.shape), expected, rtol=1e-4, atol=1e-5)
+        shape = 16, QUERY_HEADS, DIM
+        check(world, layer, stored, q.view(shape), output.view(shape))
 
 
 def test_a_part_of_a_prefix_never_gets_here(world: World) -> None:

@@ -10,14 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
-from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
 
 from impress_sglang.attention.rectangular import rectangular_attention
-from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.errors import SegmentUnreadable, UnsupportedError
 from impress_sglang.integration.attention import PrefixAttention
 from impress_sglang.integration.blend import PrefixBlend, blend_prefix, rotation_of
@@ -27,115 +24,17 @@ from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.quality import Quality
 from impress_sglang.transfer.slots import LayerSlots
+from tests.integration.tiny_model import SCALING, KVs, Model, Pool, layer_of, tokens_of
 from tests.unit.kv_factory import make_shape
 
-HIDDEN, LAYERS = 24, 6
+LAYERS = 6
 SHAPE = make_shape(layers=LAYERS, probe=())
-KVs = list[tuple[Tensor, Tensor]]
 
 
 @pytest.fixture(autouse=True)
 def _in_a_pass() -> Iterator[None]:
     with forward_context(ForwardContext(attn_backend=SimpleNamespace())):
         yield
-
-
-def rope_table(rows: int) -> Tensor:
-    frequencies = 100.0 ** (-torch.arange(0, SHAPE.key_dim, 2) / SHAPE.key_dim)
-    angles = torch.arange(rows)[:, None] * frequencies
-    return torch.cat([angles.cos(), angles.sin()], -1)
-
-
-ROTATION = KeyRotation(rope_table, halves=True)
-
-
-class Model:
-    """Embeds, and per layer projects, rotates, attends and adds, as a model of SGLang's does."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(4)
-
-        def weights(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, generator=generator) * 0.25
-
-        heads, groups = SHAPE.num_query_heads, SHAPE.num_kv_heads
-        self.embedding = weights(50, HIDDEN)
-        self.projections = [
-            (
-                weights(HIDDEN, heads * SHAPE.key_dim),
-                weights(HIDDEN, groups * SHAPE.key_dim),
-                weights(HIDDEN, groups * SHAPE.value_dim),
-                weights(heads * SHAPE.value_dim, HIDDEN),
-            )
-            for _ in range(LAYERS)
-        ]
-        self.attend: Any = None
-        self.computed: list[list[int]] = []
-
-    def forward_split_prefill(
-        self, ids: Tensor, positions: Tensor, batch: Any, interval: tuple[int, int]
-    ) -> None:
-        first, last = interval
-        assert last == first + 1 and len(ids) == len(positions) == sum(batch.extend_seq_lens_cpu)
-        if first == 0:
-            residual_batch.start(batch)
-            batch.hidden_states = self.embedding[ids]
-        self.computed.append([first, len(ids)])
-        own, stream = self.projections[first], residual_batch.stream_of(batch)
-        # What the layer before has computed is still to be added.
-        output, residual = stream.input(batch.hidden_states)
-        hidden = output if residual is None else output + residual
-        assert len(hidden) == len(ids)
-        stream.write(hidden)
-        q, k, v = (hidden @ weight for weight in own[:3])
-        q = rotated(q.view(len(ids), -1, SHAPE.key_dim), positions).flatten(1)
-        k = rotated(k.view(len(ids), -1, SHAPE.key_dim), positions).flatten(1)
-        output = self.attend(q, k, v, layer_of(first)) @ own[3]
-        batch.hidden_states = stream.record(output, PLAIN_ADD)
-
-    def kvs(self, tokens: Tensor) -> KVs:
-        """Keys and values [t, G, D] of each layer, all tokens at once from position 0."""
-        hidden, positions, found = self.embedding[tokens], torch.arange(len(tokens)), []
-        for own in self.projections:
-            q, k, v = (hidden @ weight for weight in own[:3])
-            queries = rotated(q.view(len(tokens), -1, SHAPE.key_dim), positions)
-            keys = rotated(k.view(len(tokens), -1, SHAPE.key_dim), positions)
-            values = v.view(len(tokens), -1, SHAPE.value_dim)
-            found.append((keys, values))
-            output = rectangular_attention(queries, keys, values, scaling=0.3, causal=True)
-            hidden = hidden + output.flatten(1) @ own[3]
-        return found
-
-
-def rotated(rows: Tensor, positions: Tensor) -> Tensor:
-    return ROTATION.move(rows, ROTATION.turns(torch.zeros_like(positions), positions))
-
-
-def layer_of(index: int) -> Any:
-    return SimpleNamespace(
-        layer_id=index,
-        scaling=0.3,
-        tp_q_head_num=SHAPE.num_query_heads,
-        tp_k_head_num=SHAPE.num_kv_heads,
-        tp_v_head_num=SHAPE.num_kv_heads,
-        qk_head_dim=SHAPE.key_dim,
-        v_head_dim=SHAPE.value_dim,
-    )
-
-
-class Pool:
-    """Of SGLang: the KVs of all slots, NaN where nobody has written."""
-
-    def __init__(self) -> None:
-        size = 400, SHAPE.num_kv_heads
-        self.keys = [torch.full((*size, SHAPE.key_dim), math.nan) for _ in range(LAYERS)]
-        self.values = [torch.full((*size, SHAPE.value_dim), math.nan) for _ in range(LAYERS)]
-
-    def get_key_buffer(self, layer: int) -> Tensor:
-        return self.keys[layer]
-
-    def get_value_buffer(self, layer: int) -> Tensor:
-        return self.values[layer]
 
 
 class Loading:
@@ -195,7 +94,7 @@ def blend(
     drops: bool = True,
 ) -> tuple[KVs, Model, Loading]:
     """The KVs of all tokens in the pool, after those from `resident` on were blended."""
-    model, pool = Model(), Pool()
+    model, pool = Model(SHAPE), Pool(SHAPE, 400)
     generator = torch.Generator().manual_seed(9)
     row = torch.randperm(399, generator=generator)[: len(tokens)] + 1
     for layer, (keys, values) in enumerate(model.kvs(tokens)):
@@ -222,14 +121,10 @@ def blend(
     return found, model, loading
 
 
-def tokens_of(seed: int, length: int) -> Tensor:
-    return torch.randint(0, 50, (length,), generator=torch.Generator().manual_seed(seed))
-
-
 def stored_behind_others(tokens: Tensor, start: int) -> KVs:
     """KVs of tokens from `start` on behind other ones than here, at the places that they have."""
     other = torch.cat([tokens_of(77, start), tokens[start:]])
-    return Model().kvs(other)
+    return Model(SHAPE).kvs(other)
 
 
 def error(found: KVs, expected: KVs, start: int, layers: slice = slice(None)) -> float:
@@ -246,7 +141,7 @@ def error(found: KVs, expected: KVs, start: int, layers: slice = slice(None)) ->
 def test_all_computed_is_the_model_itself(size: int, resident: int, share: float) -> None:
     """In both ways to say so, in blocks of any size, behind tokens that are resident."""
     tokens = tokens_of(1, 90)
-    expected = Model().kvs(tokens)
+    expected = Model(SHAPE).kvs(tokens)
     kinds = np.full(90 - resident, Kind.REUSED if share else Kind.COMPUTED)
     found, _, loading = blend(
         tokens, stored_behind_others(tokens, 30), kinds, share, size=size, resident=resident
@@ -259,7 +154,7 @@ def test_all_computed_is_the_model_itself(size: int, resident: int, share: float
 def test_new_text_between_exact_text_is_exact() -> None:
     """Where all that is restored is right, so is what is computed between it."""
     tokens = tokens_of(1, 90)
-    expected = Model().kvs(tokens)
+    expected = Model(SHAPE).kvs(tokens)
     kinds = np.full(90, Kind.KEPT)
     kinds[20:25] = kinds[60:90] = kinds[0:2] = Kind.COMPUTED
     found, model, _ = blend(tokens, expected, kinds, 0.0, size=50)
@@ -279,7 +174,7 @@ def test_reuse_as_is_runs_no_model() -> None:
 def test_what_cannot_be_read_is_computed_and_the_rest_is_not(share: float) -> None:
     """A block begins again without the segment, whose first layers it had already."""
     tokens = tokens_of(1, 90)
-    expected = Model().kvs(tokens)
+    expected = Model(SHAPE).kvs(tokens)
     kinds = np.full(90, Kind.KEPT)
     kinds[50:60] = Kind.REUSED
     found, model, loading = blend(tokens, expected, kinds, share, size=30, bad=(1, 3))
@@ -292,7 +187,7 @@ def test_what_cannot_be_read_is_computed_and_the_rest_is_not(share: float) -> No
 def test_where_nothing_is_left_all_is_computed() -> None:
     tokens = tokens_of(1, 90)
     with pytest.raises(SegmentUnreadable):
-        blend(tokens, Model().kvs(tokens), [Kind.REUSED] * 90, 0.0, bad=(0, 3), drops=False)
+        blend(tokens, Model(SHAPE).kvs(tokens), [Kind.REUSED] * 90, 0.0, bad=(0, 3), drops=False)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
@@ -300,7 +195,7 @@ def test_deviating_tokens_are_computed_and_fewer_in_each_layer(share: float) -> 
     tokens = tokens_of(1, 300)
     kinds = np.full(300, Kind.REUSED)
     kinds[:30] = Kind.KEPT
-    expected, stored = Model().kvs(tokens), stored_behind_others(tokens, 30)
+    expected, stored = Model(SHAPE).kvs(tokens), stored_behind_others(tokens, 30)
     stored = [
         tuple(torch.cat([right[:30], own[30:]]) for right, own in zip(*pair, strict=True))
         for pair in zip(expected, stored, strict=True)
@@ -317,13 +212,13 @@ def test_deviating_tokens_are_computed_and_fewer_in_each_layer(share: float) -> 
 
 def by_hand(tokens: Tensor, stored: KVs, kinds: np.ndarray, share: float) -> KVs:
     """CacheBlend's filtering over one block, without dropping a row."""
-    model, found = Model(), []
+    model, found = Model(SHAPE), []
     hidden, positions = model.embedding[tokens], torch.arange(len(tokens))
     reused = torch.from_numpy(kinds == Kind.REUSED)
     computed = torch.from_numpy(kinds != Kind.KEPT)
     for layer, own in enumerate(model.projections):
-        q, k, v = ((hidden @ own[n]).view(len(tokens), -1, SHAPE.key_dim) for n in range(3))
-        q, k, mask = rotated(q, positions), rotated(k, positions), computed[:, None, None]
+        q, k, v = model.projected(hidden, positions, layer)
+        mask = computed[:, None, None]
         keys = torch.where(mask, k, stored[layer][0])
         values = torch.where(mask, v, stored[layer][1])
         found.append((keys, values))
@@ -333,7 +228,7 @@ def by_hand(tokens: Tensor, stored: KVs, kinds: np.ndarray, share: float) -> KVs
             count = round(share_of_layer(share, layer + 1, LAYERS) * int(reused.sum()))
             computed = computed & ~reused
             computed[deviation.topk(count).indices] = True
-        output = rectangular_attention(q, keys, values, scaling=0.3, causal=True)
+        output = rectangular_attention(q, keys, values, scaling=SCALING, causal=True)
         hidden = hidden + output.flatten(1) @ own[3]
     return found
 
@@ -343,7 +238,7 @@ def test_rows_are_dropped_with_all_that_belongs_to_them(share: float) -> None:
     tokens = tokens_of(1, 300)
     kinds = np.full(300, Kind.REUSED)
     kinds[:30], kinds[100:120], kinds[290:] = Kind.KEPT, Kind.COMPUTED, Kind.COMPUTED
-    expected, stored = Model().kvs(tokens), stored_behind_others(tokens, 30)
+    expected, stored = Model(SHAPE).kvs(tokens), stored_behind_others(tokens, 30)
     stored = [
         (torch.cat([a[:30], k[30:]]), torch.cat([b[:30], v[30:]]))
         for (a, b), (k, v) in zip(expected, stored, strict=True)
@@ -354,7 +249,7 @@ def test_rows_are_dropped_with_all_that_belongs_to_them(share: float) -> None:
 
 def test_deviating_tokens_are_better_than_the_same_number_of_others() -> None:
     tokens = tokens_of(1, 300)
-    expected, stored = Model().kvs(tokens), stored_behind_others(tokens, 30)
+    expected, stored = Model(SHAPE).kvs(tokens), stored_behind_others(tokens, 30)
     found, _, _ = blend(tokens, stored, [Kind.REUSED] * 300, 0.2)
     kinds = np.full(300, Kind.REUSED)
     kinds[np.random.default_rng(3).permutation(300)[:60]] = Kind.COMPUTED
@@ -374,7 +269,7 @@ def squares(found: KVs, expected: KVs) -> float:
 def test_what_takes_too_long_is_left() -> None:
     tokens = tokens_of(1, 90)
     _, model, loading = blend(
-        tokens, Model().kvs(tokens), [Kind.COMPUTED] * 90, 0.0, deadline=-math.inf
+        tokens, Model(SHAPE).kvs(tokens), [Kind.COMPUTED] * 90, 0.0, deadline=-math.inf
     )
     assert not loading.done and not loading.blended and not model.computed
 
@@ -449,7 +344,7 @@ def test_where_keys_are_fused_one_request_fails_and_no_other_blends() -> None:
     queries = torch.zeros(2, SHAPE.num_query_heads * SHAPE.key_dim)
 
     reason = PrefixAttention._load(
-        backend, row, queries, new, layer_of(0), slots, can_compute=False
+        backend, row, queries, new, layer_of(SHAPE, 0), slots, can_compute=False
     )
 
     assert reason is not None and blending.refusal == reason and "new keys" in reason

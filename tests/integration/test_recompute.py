@@ -7,10 +7,11 @@ import itertools
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.integration import attention as attention_module
@@ -43,10 +43,9 @@ from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.timeline import NO_TIMELINE
+from tests.integration.tiny_model import HIDDEN, Model, Pool, layer_of, tokens_of
 from tests.unit.kv_factory import IDENTITY, make_shape
 from tests.unit.store_factory import DEFAULTS
-
-HIDDEN = 24
 
 
 def request_of(
@@ -60,100 +59,6 @@ def request_of(
     return StoredRequest(rid, tokens, resident_slots, slots, m, EXACT_BITS, quality, None, {})
 
 
-class Pool:
-    """Of SGLang: the KVs of all slots."""
-
-    def __init__(self, shape: KVShape, size: int, device: str = "cpu") -> None:
-        def buffers(dim: int) -> list[Tensor]:
-            sizes = (size, shape.num_kv_heads, dim)
-            return [
-                torch.full(sizes, 7.0, dtype=shape.dtype, device=device)
-                for _ in range(shape.num_layers)
-            ]
-
-        self.keys, self.values = buffers(shape.key_dim), buffers(shape.value_dim)
-
-    def get_key_buffer(self, layer: int) -> Tensor:
-        return self.keys[layer]
-
-    def get_value_buffer(self, layer: int) -> Tensor:
-        return self.values[layer]
-
-
-class Model:
-    """Embeds, and per layer projects, attends and adds; positions count, as in any model."""
-
-    def __init__(self, shape: KVShape) -> None:
-        self.shape = shape
-        generator = torch.Generator().manual_seed(4)
-
-        def weights(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, generator=generator) * 0.2
-
-        heads, groups = shape.num_query_heads, shape.num_kv_heads
-        self.embedding = weights(50, HIDDEN)
-        self.projections = [
-            (
-                weights(HIDDEN, heads * shape.key_dim),
-                weights(HIDDEN, groups * shape.key_dim),
-                weights(HIDDEN, groups * shape.value_dim),
-                weights(heads * shape.value_dim, HIDDEN),
-            )
-            for _ in range(shape.num_layers)
-        ]
-        self.layers = [layer_of(shape, index) for index in range(shape.num_layers)]
-        self.attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-        self.blocks: list[int] = []
-        self.logits = 0
-
-    def forward(self, input_ids: Tensor, positions: Tensor, batch: Any) -> None:
-        assert batch.forward_mode == ForwardMode.EXTEND and batch.batch_size == 1
-        assert batch.seq_lens.tolist() == [positions[-1] + 1]
-        self.blocks.append(len(input_ids))
-        hidden = self.embedding[input_ids] + positions[:, None].sin()
-        for own, layer in zip(self.projections, self.layers, strict=True):
-            q, k, v = (hidden @ weight for weight in own[:3])
-            hidden = hidden + self.attend(q, k, v, layer) @ own[3]
-        self.logits += 1
-
-    def kvs(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [t, G, D] of each layer, all tokens at once."""
-        found, shape = [], self.shape
-
-        def whole(q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
-            keys = k.view(-1, shape.num_kv_heads, shape.key_dim)
-            values = v.view(-1, shape.num_kv_heads, shape.value_dim)
-            found.append((keys, values))
-            queries = q.view(-1, shape.num_query_heads, shape.key_dim)
-            return rectangular_attention(
-                queries, keys, values, scaling=layer.scaling, causal=True
-            ).reshape(len(q), -1)
-
-        self.attend = whole
-        positions = torch.arange(len(tokens))
-        batch = SimpleNamespace(
-            forward_mode=ForwardMode.EXTEND,
-            batch_size=1,
-            seq_lens=torch.tensor([len(tokens)]),
-        )
-        self.forward(tokens, positions, batch)
-        self.blocks.clear()
-        self.logits = 0
-        return found
-
-
-def layer_of(shape: KVShape, index: int) -> Any:
-    return SimpleNamespace(
-        layer_id=index,
-        scaling=0.3,
-        tp_q_head_num=shape.num_query_heads,
-        tp_k_head_num=shape.num_kv_heads,
-        tp_v_head_num=shape.num_kv_heads,
-        qk_head_dim=shape.key_dim,
-        v_head_dim=shape.value_dim,
-    )
-
-
 @pytest.fixture(autouse=True)
 def _in_a_pass() -> Iterator[None]:
     with forward_context(ForwardContext(attn_backend=SimpleNamespace())):
@@ -164,8 +69,8 @@ def _in_a_pass() -> Iterator[None]:
 @pytest.mark.parametrize("size", [1, 7, 40, 100])
 def test_blocks_give_the_kvs_of_the_whole_at_once(size: int, resident: int) -> None:
     shape = make_shape(layers=3, probe=())
-    model, pool = Model(shape), Pool(shape, 64)
-    tokens = torch.randint(0, 50, (57,), generator=torch.Generator().manual_seed(1))
+    model, pool = Model(shape), Pool(shape, 64, 7.0)
+    tokens = tokens_of(1, 57)
     expected = model.kvs(tokens)
     for layer, (keys, values) in enumerate(expected):
         pool.keys[layer][1 : 1 + resident] = keys[:resident]
@@ -178,7 +83,8 @@ def test_blocks_give_the_kvs_of_the_whole_at_once(size: int, resident: int) -> N
     source = capture.source(0)
 
     m = request.num_tokens
-    assert model.blocks == [size] * (m // size) + ([m % size] if m % size else [])
+    blocks = [count for layer, count in model.computed if layer == 0]
+    assert blocks == [size] * (m // size) + ([m % size] if m % size else [])
     assert model.logits == 0, "nothing is computed after the last layer's KVs"
     assert source.num_tokens == m
     for layer, (keys, values) in enumerate(expected):
@@ -221,7 +127,7 @@ def peak_on_device(m: int, resident: int, layers: int) -> int:
     """
     shape = KVShape(layers, 32, 8, 128, 128, torch.bfloat16, ())
     with FakeTensorMode():
-        pool = Pool(shape, 8192, "cuda")
+        pool = Pool(shape, 8192, device="cuda")
         request = request_of(torch.zeros(resident + m, dtype=torch.int64), resident)
         request = dataclasses.replace(request, resident_slots=request.resident_slots.to("cuda"))
         with DeviceBytes(request.resident_slots) as used:
@@ -274,7 +180,7 @@ def test_torch_says_on_a_cpu_that_memory_ran_out() -> None:
 
 def test_host_memory_is_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = make_shape(layers=3, probe=())
-    each = 3 * shape.num_kv_heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
+    each = token_bytes(shape)
     assert host_shortage(shape, 100, 100 * each) is None
     assert "--impress-recompute-gb" in (host_shortage(shape, 101, 100 * each) or "")
     assert host_shortage(shape, 1, 0) is not None
@@ -287,6 +193,11 @@ def test_host_memory_is_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(recompute_module, "available_bytes", unknown)
     assert "not known: no such file" in (host_shortage(shape, 1, 100 * each) or "")
+
+
+def token_bytes(shape: KVShape) -> int:
+    each = shape.num_kv_heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
+    return shape.num_layers * each
 
 
 class Unreadable:
@@ -327,11 +238,7 @@ class Backend(PrefixAttention, Stock):
         model.attend = lambda q, k, v, layer: self.forward(q, k, v, layer, None)
 
     def extend(
-        self,
-        runtime: ServingRuntime,
-        requests: list[StoredRequest],
-        *,
-        keys_in_pool: bool = False,
+        self, runtime: ServingRuntime, requests: list[StoredRequest], *, keys_in_pool: bool = False
     ) -> None:
         """A pass of one new token per request."""
         shape, clock = runtime.shape, self._clock
@@ -361,7 +268,7 @@ class Serving:
         self, rid: str, m: int, broken_at: int = 1, k: int | None = None
     ) -> tuple[StoredRequest, Tensor]:
         first = 100 * (1 + len(self.runtime.live))
-        tokens = torch.randint(0, 50, (m,), generator=torch.Generator().manual_seed(m))
+        tokens = tokens_of(m, m)
         request = request_of(tokens, 0, torch.arange(first, first + (k or m)), rid)
         source: Any = Unreadable(m, broken_at, 3.0)
         request.loading = RecomputedLoading(self.runtime._loaders.exact, source)
@@ -378,14 +285,13 @@ def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving
     monkeypatch.setattr(attention_module, "block_tokens", lambda: 16)
     monkeypatch.setattr(attention_module, "pass_seconds", lambda: 100.0)
     shape = make_shape(layers=3, probe=())
-    each = 3 * shape.num_kv_heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
-    own = DEFAULTS | {"policy": "impress", "recompute_gb": 60 * each / 1e9}
+    own = DEFAULTS | {"policy": "impress", "recompute_gb": 60 * token_bytes(shape) / 1e9}
     config = ImpressConfig(ssd_dir=str(tmp_path), **own)
     runtime = ServingRuntime(
         config, shape, IDENTITY, torch.device("cpu"), hidden_size=HIDDEN, free=lambda slots: None
     )
     aborted: list[tuple[str, str]] = []
-    model, pool = Model(shape), Pool(shape, 512)
+    model, pool = Model(shape), Pool(shape, 512, 7.0)
     backend = Backend(runtime, model, pool, lambda rid, why: aborted.append((rid, why)))
     yield Serving(runtime, model, pool, backend, aborted)
     runtime.live.clear()
@@ -393,10 +299,7 @@ def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving
 
 
 def assert_computed(serving: Serving, request: StoredRequest, tokens: Tensor, since: int) -> None:
-    attend = serving.model.attend
-    expected = serving.model.kvs(tokens)
-    serving.model.attend = attend
-    for layer, kvs in enumerate(expected):
+    for layer, kvs in enumerate(serving.model.kvs(tokens)):
         for found, want in zip(serving.kvs_in(request, layer), kvs, strict=True):
             if layer < since:
                 assert bool((found == 3.0).all()), "what was loaded stays"
@@ -461,6 +364,20 @@ def test_one_without_room_fails_alone(serving: Serving) -> None:
     assert bool((serving.pool.keys[1][:100] == 7.0).all()), "other slots are as they were"
 
 
+def fail_passes(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, *, number: int, error: Exception
+) -> None:
+    """The pass of this number over the model fails."""
+    forward, passes = serving.model.forward, itertools.count()
+
+    def run_out(*arguments: Any) -> None:
+        if next(passes) == number:
+            raise error
+        forward(*arguments)
+
+    monkeypatch.setattr(serving.model, "forward", run_out)
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -469,25 +386,21 @@ def test_one_without_room_fails_alone(serving: Serving) -> None:
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
     ],
 )
-@pytest.mark.parametrize("block", [0, 2])
+@pytest.mark.parametrize("block", [0, 2, None])
 def test_memory_that_runs_out_fails_one_request(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch, error: Exception, block: int
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, error: Exception, block: int | None
 ) -> None:
+    """While it is computed again, or before that while it is loaded."""
     (first, _), (second, tokens) = serving.request("first", 50), serving.request("second", 45)
-    forward, passes = serving.model.forward, itertools.count()
-
-    def run_out(*arguments: Any) -> None:
-        if next(passes) == block:
-            raise error
-        forward(*arguments)
-
-    monkeypatch.setattr(serving.model, "forward", run_out)
+    if block is None:
+        monkeypatch.setattr(first.loading, "load", mock.Mock(side_effect=error))
+    else:
+        fail_passes(serving, monkeypatch, number=block, error=error)
     serving.backend.extend(serving.runtime, [first, second])
-    monkeypatch.undo()
 
     assert [rid for rid, _ in serving.aborted] == ["first"]
     assert first.failed and first.loading is None
-    assert_zeros(serving, first, 1)
+    assert_zeros(serving, first, 0 if block is None else 1)
     assert serving.backend._capture is None
     assert not second.failed
     assert_computed(serving, second, tokens, 1)
@@ -495,28 +408,11 @@ def test_memory_that_runs_out_fails_one_request(
 
 def test_another_error_is_not_hidden(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     request, _ = serving.request("request", 50)
-
-    def broken(*_: Any) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(serving.model, "forward", broken)
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    fail_passes(serving, monkeypatch, number=0, error=error)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         serving.backend.extend(serving.runtime, [request])
     assert serving.aborted == [] and serving.backend._capture is None
-
-
-def test_memory_that_runs_out_while_loading_fails_one_request(serving: Serving) -> None:
-    (first, _), (second, tokens) = serving.request("first", 50), serving.request("second", 45)
-
-    def run_out(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    first.loading.load = run_out  # type: ignore[union-attr, method-assign]
-    serving.backend.extend(serving.runtime, [first, second])
-
-    assert [rid for rid, _ in serving.aborted] == ["first"]
-    assert_zeros(serving, first, 0)
-    assert_computed(serving, second, tokens, 1)
 
 
 def test_a_pass_gives_up_in_time(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

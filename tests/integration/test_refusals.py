@@ -10,13 +10,24 @@ import json
 import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.arg_groups import overrides
+from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.model_executor import cuda_graph_config
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
+from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration import compat, guards, hooks, judged_arguments, plugin
+from impress_sglang.integration.factory import make_tree_cache
+from impress_sglang.integration.flags import CONFIG_ATTRIBUTE, config_of
 from impress_sglang.integration.hooks import Hook
 
 LLAMA: dict[str, Any] = {
@@ -35,8 +46,6 @@ LLAMA: dict[str, Any] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _plugins() -> None:
-    from sglang.srt.plugins import load_plugins
-
     load_plugins()
 
 
@@ -52,50 +61,41 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
     return path
 
 
-def resolve(model: Path, *flags: str) -> Any:
-    """Parse and resolve a command line as the launcher does."""
-    from sglang.srt.server_args import prepare_server_args
-
+def resolve(model: Path, *flags: str, enabled: bool = True) -> Any:
+    """What the launcher makes of a command line."""
     base = [f"--model-path={model}", "--device=cpu", "--skip-tokenizer-init", "--dtype=float32"]
+    if enabled:
+        base += ["--enable-impress", f"--impress-ssd-dir={model.parent / 'store'}"]
     server_args = prepare_server_args([*base, *flags])
     server_args.resolve_once()
-    return server_args
+    return resolved_view(server_args)
 
 
-def refusal(capsys: pytest.CaptureFixture[str], model: Path, *flags: str) -> str:
+def refusal(capsys: pytest.CaptureFixture[str], model: Path, *flags: str, **how: bool) -> str:
     """The sentence that a refused command line prints."""
-    store = model.parent / "store"
     with pytest.raises(SystemExit) as error:
-        resolve(model, "--enable-impress", f"--impress-ssd-dir={store}", *flags)
+        resolve(model, *flags, **how)
     assert error.value.code == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert "error: " in last
     return last
 
 
-def test_accepted(llama: Path, tmp_path: Path) -> None:
+def test_accepted(llama: Path) -> None:
     """The control: without a reason to refuse, the options resolve to our tree and attention."""
-    from sglang.srt.arg_groups.overrides import resolved_view
-
-    args = resolve(llama, "--enable-impress", f"--impress-ssd-dir={tmp_path / 'kv'}")
-    view = resolved_view(args)
+    view = resolve(llama)
     assert view.radix_cache_backend == "impress"
     assert view.attention_backend == "torch_native"
 
 
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])
-def test_backends_of_accelerators(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_backends_of_accelerators(llama: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """They run with CUDA graphs for decode only, whatever SGLang's default for prefill is."""
-    from sglang.srt.arg_groups.overrides import resolved_view
-    from sglang.srt.model_executor import cuda_graph_config
-
     monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: "breakable")
-    flags = [f"--attention-backend={name}", f"--impress-ssd-dir={tmp_path / 'kv'}"]
-    graphs = resolved_view(resolve(llama, *flags[:1])).cuda_graph_config
+    flag = f"--attention-backend={name}"
+    graphs = resolve(llama, flag, enabled=False).cuda_graph_config
     assert graphs.prefill.backend == "breakable", "the control: without us it stays"
-    view = resolved_view(resolve(llama, "--enable-impress", *flags))
+    view = resolve(llama, flag)
     assert view.attention_backend == name
     assert view.cuda_graph_config.prefill.backend == "disabled"
     assert view.cuda_graph_config.decode.backend == "full"
@@ -122,9 +122,6 @@ def test_backend_where_none_is_asked_for(
     taken: str,
 ) -> None:
     """SGLang chooses by the GPU; what it has chosen stays where it does."""
-    from types import SimpleNamespace
-
-    from sglang.srt.arg_groups import overrides
 
     def declared(*_: Any, attention_backend: str) -> None:
         chosen.attention_backend = attention_backend
@@ -167,12 +164,9 @@ WHOLE = "--impress-policy=as"
     ],
 )
 def test_servers_without_parts_of_prefixes(
-    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+    llama: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
-    from sglang.srt.arg_groups.overrides import resolved_view
-
-    store = f"--impress-ssd-dir={tmp_path / 'kv'}"
-    assert resolved_view(resolve(llama, "--enable-impress", store, *flags)).radix_cache_backend
+    assert resolve(llama, *flags).radix_cache_backend
     asked = [flag for flag in flags if not flag.startswith("--impress-")]
     for more in ("--impress-retention=0.5", "--impress-retention=auto", "--impress-policy=paper"):
         sentence = refusal(capsys, llama, *asked, more)
@@ -181,21 +175,19 @@ def test_servers_without_parts_of_prefixes(
 
 
 def test_orders_in_which_nobody_may_change_places(
-    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    schedule, store = "--impress-schedule=classes", f"--impress-ssd-dir={tmp_path / 'kv'}"
-    resolve(llama, "--enable-impress", store, schedule, "--schedule-policy=lpm")
+    schedule = "--impress-schedule=classes"
+    resolve(llama, schedule, "--schedule-policy=lpm")
     for order in ("random", "lof", "routing-key", "shortest-prefill-first"):
         sentence = refusal(capsys, llama, schedule, f"--schedule-policy={order}")
         assert f"--schedule-policy {order}: choose" in sentence
 
 
-def test_prompts_are_not_cut_at_both_ends(
-    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    truncate, store = "--impress-truncate=0.5", f"--impress-ssd-dir={tmp_path / 'kv'}"
-    resolve(llama, "--enable-impress", store, truncate)
-    resolve(llama, "--enable-impress", store, "--allow-auto-truncate")
+def test_prompts_are_not_cut_at_both_ends(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    truncate = "--impress-truncate=0.5"
+    resolve(llama, truncate)
+    resolve(llama, "--allow-auto-truncate")
     assert "drop one of them" in refusal(capsys, llama, truncate, "--allow-auto-truncate")
 
 
@@ -207,9 +199,7 @@ def test_captured_metadata_is_refused(
 
 
 def test_without_the_flag_nothing_changes(llama: Path) -> None:
-    from sglang.srt.arg_groups.overrides import resolved_view
-
-    view = resolved_view(resolve(llama, "--attention-backend=torch_native"))
+    view = resolve(llama, "--attention-backend=torch_native", enabled=False)
     assert view.radix_cache_backend is None
 
 
@@ -265,10 +255,8 @@ def test_our_options(capsys: pytest.CaptureFixture[str], llama: Path, flag: str,
 
 
 def test_options_without_the_switch(capsys: pytest.CaptureFixture[str], llama: Path) -> None:
-    with pytest.raises(SystemExit) as error:
-        resolve(llama, "--impress-retention=0.5")
-    assert error.value.code == 2
-    assert "--impress-retention needs --enable-impress" in capsys.readouterr().err
+    said = refusal(capsys, llama, "--impress-retention=0.5", enabled=False)
+    assert "--impress-retention needs --enable-impress" in said
 
 
 SLIDING = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
@@ -332,8 +320,6 @@ HYBRID = {
     ],
 )
 def test_models(tmp_path: Path, config: dict[str, Any], word: str) -> None:
-    from sglang.srt.configs.model_config import ModelConfig
-
     model_config = ModelConfig(str(write_config(tmp_path, config)))
     with pytest.raises(UnsupportedError, match=word):
         guards.check_model(model_config)
@@ -390,9 +376,6 @@ def test_every_hook_is_looked_for(hook: Hook, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_hook_below_that_of_another_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
-
     theirs = _wrap_fn(Scheduler.get_internal_state, lambda result, *_: None, HookType.AFTER)
     monkeypatch.setattr(Scheduler, "get_internal_state", theirs)
     hooks.check_in_place(plugin.HOOKS)
@@ -400,13 +383,6 @@ def test_hook_below_that_of_another_plugin(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_scheduler_looks_for_hooks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The tree factory runs in the scheduler's process, whose hooks are its own."""
-    from types import SimpleNamespace
-
-    from sglang.srt.managers.scheduler import Scheduler
-
-    from impress_sglang.config import ImpressConfig
-    from impress_sglang.integration.flags import CONFIG_ATTRIBUTE
-
     monkeypatch.setattr(Scheduler, "_prefetch_kvcache", lambda *_: None)
     server_args = SimpleNamespace(**{CONFIG_ATTRIBUTE: ImpressConfig(ssd_dir=str(tmp_path))})
     with pytest.raises(UnsupportedError, match="_prefetch_kvcache"):
@@ -415,11 +391,6 @@ def test_scheduler_looks_for_hooks(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_attention_hook_not_in_place(tmp_path: Path) -> None:
     """The tree factory never serves offset rows with a backend that is not ours."""
-    from types import SimpleNamespace
-
-    from impress_sglang.config import ImpressConfig
-    from impress_sglang.integration.factory import make_tree_cache
-
     runner = SimpleNamespace(attn_backend=object())
     context = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
     with pytest.raises(UnsupportedError, match="attention hook of IMPRESS is not in place"):
@@ -436,10 +407,6 @@ def test_engine_configuration_comes_from_the_environment(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`sglang.Engine` has no command line: a refusal is an exception there, not an exit."""
-    from sglang.srt.server_args import ServerArgs
-
-    from impress_sglang.integration.flags import config_of
-
     options = {"ssd_dir": str(tmp_path / "kv"), "retention": 0.5}
     monkeypatch.setenv("IMPRESS_CONFIG", json.dumps(options))
     args = ServerArgs(model_path=str(llama), device="cpu", skip_tokenizer_init=True)

@@ -93,21 +93,6 @@ def test_how_long_it_must_be(length: int) -> None:
     assert found[0] and found[WINDOW_TOKENS]
 
 
-def test_documents_in_another_order() -> None:
-    documents = [text(seed, 150 + seed) for seed in range(6)]
-    index = index_of(segment_of("s", [token for own in documents for token in own]))
-    order = [4, 0, 5, 2, 1, 3]
-    prompt = [token for number in order for token in [2000 + number, *documents[number]]]
-
-    runs = find(index, as_tokens(prompt))
-
-    assert [len(run) for run in runs] == [len(documents[number]) for number in order]
-    for run in runs:
-        assert prompt[run.start : run.stop] == list(
-            run.span.segment.info.tokens[run.span.start : run.span.stop]
-        )
-
-
 def test_the_scan_begins_behind_what_is_known() -> None:
     stored = text(1, 500)
     index = index_of(segment_of("s", stored))
@@ -193,14 +178,6 @@ def test_what_is_everywhere_is_kept_a_few_times() -> None:
         index.discard(segment)
     index.check_integrity()
     assert len(index) == 0
-
-
-def test_one_token_again_and_again() -> None:
-    """The worst text there is: all its windows are equal, at every place."""
-    index = index_of(segment_of("s", [3] * 20_000))
-    assert len(index) == SAME_WINDOWS
-    (run,) = find(index, as_tokens([3] * 10_000))
-    assert (run.start, run.stop) == (0, 10_000)
 
 
 @pytest.mark.parametrize("state", [SegmentState.READY, SegmentState.PENDING])

@@ -7,7 +7,6 @@ A tokenizer built by transformers' own GGUF conversion fails on spaces before di
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -87,18 +86,6 @@ def test_chat_template_adds_the_default_system_message(tokenizer: Any) -> None:
     )
 
 
-def test_configuration(model_dir: Path) -> None:
-    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert config["dtype"] == "bfloat16"
-    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (9, 3)
-    assert config["rope_parameters"]["rope_theta"] == 100000
-    assert config["tie_word_embeddings"] is True
-    assert "quantization_config" not in config
-    generation = json.loads((model_dir / "generation_config.json").read_text(encoding="utf-8"))
-    assert generation["eos_token_id"] == 2
-
-
 def test_greedy_generation_names_paris(model_dir: Path, tokenizer: Any) -> None:
     import torch
 
@@ -165,10 +152,6 @@ def test_locating_the_weights_imports_nothing_heavy() -> None:
     )
     root = Path(demo.__file__).parents[1]
     result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        check=True,
-        cwd=root,
-        text=True,
+        [sys.executable, "-c", code], capture_output=True, check=True, cwd=root, text=True
     )
     assert result.stdout.split() == []

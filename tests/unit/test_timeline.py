@@ -103,11 +103,6 @@ def test_the_null_timeline_is_free() -> None:
     assert min(timeit.repeat(spans, number=10, repeat=20)) / 10_000 < 1e-6
 
 
-def test_the_null_timeline_lets_exceptions_pass_and_nests() -> None:
-    with pytest.raises(KeyError), NO_TIMELINE.span(COPY, 0), NO_TIMELINE.span(PLAN, 0):
-        raise KeyError
-
-
 def test_a_span_excludes_all_that_is_inside_of_it(clock: Clock) -> None:
     timeline = RequestTimeline("r")
     with timeline.span(ATTENTION, 0):

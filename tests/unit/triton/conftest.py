@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,17 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpretedFunction, _patch_lang
+
+from impress_sglang.importance import selection
+from impress_sglang.tiers import cache
+from impress_sglang.tiers.moves import KernelMover
+from impress_sglang.transfer import coded, source
+from impress_sglang.transfer.frames import KernelTaker
+from impress_sglang.transfer.gather import KernelGatherer
+from impress_sglang.triton import selection as selection_kernels
 
 KERNELS = "impress_sglang.triton"
 
@@ -99,3 +109,48 @@ def _interpreted() -> Iterator[None]:
 
 def _method(function: Any) -> Any:
     return lambda *arguments, **options: function(*arguments, **options)
+
+
+@pytest.fixture
+def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that a GPU would do with kernels is done with them, on CPU tensors."""
+    if device == "cuda":
+        pytest.skip("stores, caches and pools of these tests are on the CPU")
+    use_kernels(monkeypatch)
+
+
+def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on."""
+    monkeypatch.setattr(source, "make_gatherer", KernelGatherer)
+    monkeypatch.setattr(coded, "make_taker", KernelTaker)
+    monkeypatch.setattr(cache, "make_mover", KernelMover)
+    monkeypatch.setattr(selection, "_kernels", lambda _: selection_kernels)
+
+
+@pytest.fixture
+def no_synchronisation() -> Iterator[Callable[[], None]]:
+    """Call it, and from then on torch raises where it would wait for the device."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def compiled(
+    kernel: Any,
+    kinds: Mapping[str, str],
+    constants: Mapping[str, Any],
+    aligned: Collection[str],
+    **options: int,
+) -> Any:
+    """A kernel for compute capability 9.0, which needs no GPU.
+
+    `kinds` of the arguments that are no constants, some of which are multiples of 16.
+    """
+    signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(signature)
+        if name in aligned
+    }
+    own = {name: value for name, value in constants.items() if name in signature}
+    source_code = ASTSource(kernel, signature, own, attributes)
+    return triton.compile(source_code, target=GPUTarget("cuda", 90, 32), options=options or None)

@@ -19,12 +19,9 @@ from impress_sglang.precision.tokens import CodedTokens
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers.cache import ChunkCache
-from impress_sglang.tiers.moves import KernelMover
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
-from impress_sglang.transfer import coded as coded_module
 from impress_sglang.transfer.buffers import PooledMemory
 from impress_sglang.transfer.coded_slots import CodeWriter, KernelCodeWriter, LoopCodeWriter
 from impress_sglang.transfer.frames import CODE_PAGE, IndexedTaker, KernelTaker
@@ -33,6 +30,7 @@ from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.scoring import KernelScorer
 from impress_sglang.triton import codes, gather, scores
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
+from tests.unit.triton.conftest import use_kernels
 
 # Kernels are interpreted only in modules that were imported before.
 KERNELS = (codes, gather, scores)
@@ -53,12 +51,7 @@ class Frames:
     def __init__(self) -> None:
         size = FRAMES * BLOCK_BYTES
         self.cache = ChunkCache(
-            CODE_PAGE,
-            1,
-            LeastRecentlyUsed(),
-            device=CPU,
-            device_bytes=size,
-            host_bytes=size,
+            CODE_PAGE, 1, LeastRecentlyUsed(), device=CPU, device_bytes=size, host_bytes=size
         )
         generator = torch.Generator().manual_seed(0)
         self.blocks = torch.randint(
@@ -288,8 +281,7 @@ def test_a_layer_is_loaded_alike(
         folder = tmp_path / str(kernels)
         folder.mkdir()
         if kernels:
-            monkeypatch.setattr(cache_module, "make_mover", KernelMover)
-            monkeypatch.setattr(coded_module, "make_taker", KernelTaker)
+            use_kernels(monkeypatch)
         device_pages, host_pages = pages
         case = CodedCase(
             folder,

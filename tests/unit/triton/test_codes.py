@@ -6,8 +6,6 @@ import pytest
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from impress_sglang.precision.codec import (
     GROUP_TOKENS,
@@ -23,6 +21,7 @@ from impress_sglang.precision.codec import (
 from impress_sglang.precision.layer import CodedLayer, encode_layer
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.triton import codes
+from tests.unit.triton.conftest import compiled
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 64, 64), (3, 80, 48), (2, 128, 64)]
@@ -161,17 +160,9 @@ def test_kernels_compile_for_an_h100(kernel: triton.runtime.JITFunction, dim: in
         "VALUE_PADDED": dim,
         "TILE_TOKENS": codes.TILE_TOKENS,
     }
-    signature, attributes = {}, {}
-    for place, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        pool = name in ("keys", "values")
-        number = name in ("start", "count") or name.endswith("stride")
-        signature[name] = "*bf16" if pool else "i32" if number else "*i64"
-        if name not in ("start", "count", "slots"):
-            attributes[(place,)] = [["tt.divisibility", 16]]
-    known = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    source = ASTSource(kernel, signature, known, attributes)
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    kinds = {"keys": "*bf16", "values": "*bf16", "start": "i32", "count": "i32"}
+    for name in set(kernel.arg_names) - constants.keys() - kinds.keys():
+        kinds[name] = "i32" if name.endswith("stride") else "*i64"
+    aligned = kinds.keys() - {"start", "count", "slots"}
+    ptx = compiled(kernel, kinds, constants, aligned).asm["ptx"]
     assert "st.global" in ptx

@@ -1,19 +1,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from impress_sglang.tiers.page_copies import PageCopier, upload
 from impress_sglang.tiers.slab import PageShape
 from impress_sglang.triton import gather
+from tests.unit.triton.conftest import compiled
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -293,15 +292,11 @@ def test_threads_move_16_bytes_at_once(case: tuple[int, int, int], words: tuple[
         "TO_GRAIN": to_grain,
         "TILE_ROWS": max(1, gather.TILE_BYTES // (2 * padded)),
     }
-    kinds = {"pool": "*i16", "stride": "i64", "count": "i32"}
-    signature, attributes = {}, {}
-    for place, name in enumerate(kernel.arg_names):
-        kind = "constexpr" if name in constants else kinds.get(name.split("_")[-1], "*i64")
-        signature[name] = kind
-        if kind in ("*i16", "i64"):
-            attributes[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    endings = {"pool": "*i16", "stride": "i64", "count": "i32"}
+    names = [name for name in kernel.arg_names if name not in constants]
+    kinds = {name: endings.get(name.split("_")[-1], "*i64") for name in names}
+    aligned = [name for name, kind in kinds.items() if kind in ("*i16", "i64")]
+    ptx = compiled(kernel, kinds, constants, aligned).asm["ptx"]
     assert all(word in ptx for word in words)
     narrow = {"ld.global.b16", "st.global.b16"} - set(words)
     assert not any(word in ptx for word in narrow)
@@ -316,13 +311,6 @@ def test_a_pool_that_is_not_pinned_is_refused(device: str) -> None:
     target = gather.Target(pool, columns, addresses.to(device))
     with pytest.raises(AssertionError, match="not pinned"):
         gather.gather([target], 16, grain_bytes=16)
-
-
-@pytest.fixture
-def no_synchronisation() -> Iterator[Callable[[], None]]:
-    """Call it, and from then on torch raises where it would wait for the device."""
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @needs_cuda

@@ -6,28 +6,18 @@ import numpy as np
 import pytest
 
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.tiers import cache as cache_module
-from impress_sglang.tiers.moves import KernelMover
 from impress_sglang.tiers.placement import Tier
 from tests.unit.test_chunk_cache import HEAD_GROUPS, SHAPE, Bench, make_cache
 from tests.unit.test_placement import each_move
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("shape", "device_pages", "host_pages"),
     [(SHAPE, 24, 20), (HEAD_GROUPS, 24, 20), (SHAPE, 0, 12), (HEAD_GROUPS, 12, 0)],
 )
-def test_random_accesses(
-    device: str,
-    shape: KVShape,
-    device_pages: int,
-    host_pages: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_random_accesses(shape: KVShape, device_pages: int, host_pages: int) -> None:
     """From SSD, between the caches, and through pages that others have just left."""
-    if device == "cuda":
-        pytest.skip("this cache is on the CPU")
-    monkeypatch.setattr(cache_module, "make_mover", KernelMover)
     bench, rng = Bench(make_cache(device_pages, host_pages, shape), shape), np.random.default_rng(0)
     for num_tokens, chunk_tokens in ((19, 8), (11, 4), (20, 16)):
         bench.attach(num_tokens, chunk_tokens)

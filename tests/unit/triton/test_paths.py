@@ -8,34 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.importance import selection
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.tiers import cache as cache_module
-from impress_sglang.tiers.moves import KernelMover
-from impress_sglang.transfer import source as source_module
 from impress_sglang.transfer.gather import KernelGatherer
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.scoring import KernelScorer
 from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import scores as score_module
-from impress_sglang.triton import selection as selection_kernels
 from tests.unit.reading import LoadedLayer, load_layer
 from tests.unit.source_factory import Case, check_everything, opened
+from tests.unit.triton.conftest import use_kernels
 
 # Kernels are interpreted only in modules that were imported before.
 KERNELS = (gather_kernels, score_module)
-
-
-@pytest.fixture
-def interpreted(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that a GPU would do with kernels is done with them, on CPU tensors."""
-    if device == "cuda":
-        pytest.skip("there it is what all tests on a GPU run")
-    monkeypatch.setattr(source_module, "make_gatherer", KernelGatherer)
-    monkeypatch.setattr(cache_module, "make_mover", KernelMover)
-    monkeypatch.setattr(selection, "_kernels", lambda _: selection_kernels)
 
 
 CASES = [
@@ -46,7 +32,7 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernel_gathers_what_indexing_does(
     name: str, tmp_path: Path, reader: BlockReader
@@ -105,8 +91,7 @@ def test_a_layer_is_loaded_alike(
         folder.mkdir()
     reference = opened(name, folders[0], reader)
     expected = [loaded_layers(reference, PrefixLoader(reference.shape, rule)) for _ in range(2)]
-    monkeypatch.setattr(source_module, "make_gatherer", KernelGatherer)
-    monkeypatch.setattr(selection, "_kernels", lambda _: selection_kernels)
+    use_kernels(monkeypatch)
     case = opened(name, folders[1], reader)
     loader = PrefixLoader(case.shape, rule, KernelScorer())
     found = [loaded_layers(case, loader) for _ in range(2)]

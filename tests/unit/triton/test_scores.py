@@ -11,13 +11,12 @@ import pytest
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance.scores import column_sums as oracle
 from impress_sglang.triton import score_kernels, scores
 from impress_sglang.triton.scores import column_sums, split_rows, tile_shape
+from tests.unit.triton.conftest import compiled
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 SCALING = 0.1
@@ -183,16 +182,13 @@ def test_nothing_to_score(device: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_nothing_waits_for_the_device(device: str) -> None:
+def test_nothing_waits_for_the_device(device: str, no_synchronisation: Callable[[], None]) -> None:
     request = Request(device, 5, 100, 4, 4, 2)
     request.found()
     scores._head_map.cache_clear()
 
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        request.found()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    no_synchronisation()
+    request.found()
 
 
 @pytest.mark.parametrize(
@@ -275,41 +271,31 @@ def test_kernels_compile_for_hopper(
     request = Request("cpu", 100, 200, 70, heads, 2, dim, dtype)
 
     for kernel, _, arguments, tile, constants in launched(request, squares=squares):
-        code = compiled(kernel, arguments, tile, constants)
+        code = compiled_of(kernel, arguments, tile, constants)
         assert "tf32" not in code.asm["ptx"]
         assert code.metadata.shared <= 227 * 1024
         if dtype != SINGLE:
             assert "wgmma" in code.asm["ptx"]
 
 
-TYPES = {
-    HALF: "*fp16",
-    BRAIN: "*bf16",
-    SINGLE: "*fp32",
-    torch.int32: "*i32",
-}
+TYPES = {HALF: "*fp16", BRAIN: "*bf16", SINGLE: "*fp32", torch.int32: "*i32"}
 
 
-def compiled(
+def compiled_of(
     kernel: Any, arguments: tuple[Any, ...], tile: scores.Tile, constants: dict[str, int]
 ) -> Any:
-    types = [
-        TYPES[each.dtype]
+    names = [name for name in kernel.arg_names if name not in constants]
+    kinds = {
+        name: TYPES[each.dtype]
         if isinstance(each, Tensor)
         else "i32"
         if isinstance(each, int)
         else "fp32"
-        for each in arguments
-    ]
-    signature = dict(zip(kernel.arg_names, types + ["constexpr"] * len(constants), strict=True))
-    aligned = {
-        (place,): [["tt.divisibility", 16]] for place, kind in enumerate(types) if kind[0] == "*"
+        for name, each in zip(names, arguments, strict=True)
     }
-    return triton.compile(
-        ASTSource(kernel, signature, constants, aligned),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": tile.warps, "num_stages": tile.stages},
-    )
+    aligned = [name for name, kind in kinds.items() if kind[0] == "*"]
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return compiled(kernel, kinds, constants, aligned, **options)
 
 
 def test_a_request_takes_two_launches(launched: Launcher) -> None:

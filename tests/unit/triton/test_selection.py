@@ -274,13 +274,6 @@ def test_to_host_copies(device: str) -> None:
     assert torch.equal(copied, torch.arange(12, dtype=torch.int32).view(3, 4))
 
 
-@pytest.fixture
-def no_synchronisation() -> Iterator[Callable[[], None]]:
-    """Call it, and from then on torch raises where it would wait for the device."""
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
-
-
 @needs_cuda
 def test_only_the_copy_is_waited_for(device: str, no_synchronisation: Callable[[], None]) -> None:
     scores = importance(4, 16_384, 0.5)

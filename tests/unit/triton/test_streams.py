@@ -17,21 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from impress_sglang.importance import selection
 from impress_sglang.importance.selection import top_tokens, vote
 from impress_sglang.importance.selectors import PaperSelector
 from impress_sglang.precision.tokens import CodedTokens
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers import cache as cache_module
 from impress_sglang.tiers import moves as moves_module
-from impress_sglang.tiers.moves import KernelMover
-from impress_sglang.transfer import coded as coded_module
 from impress_sglang.transfer import frames as frames_module
 from impress_sglang.transfer import gather as gather_module
-from impress_sglang.transfer import source as source_module
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
-from impress_sglang.transfer.frames import KernelTaker
-from impress_sglang.transfer.gather import KernelGatherer
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.resident import ResidentPart
@@ -40,10 +34,10 @@ from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import scores as score_module
-from impress_sglang.triton import selection as selection_kernels
 from tests.unit.coded_factory import CodedCase, CodedPart
 from tests.unit.reading import ScatteredSlots
 from tests.unit.source_factory import Case, opened
+from tests.unit.triton.conftest import use_kernels
 
 Action = Callable[[], None]
 
@@ -151,10 +145,7 @@ def fake(device: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cache_module, "CopyStream", stream)
     for own in (moves_module, gather_module, frames_module):
         monkeypatch.setattr(own, "Fence", fence)
-    monkeypatch.setattr(cache_module, "make_mover", KernelMover)
-    monkeypatch.setattr(source_module, "make_gatherer", KernelGatherer)
-    monkeypatch.setattr(coded_module, "make_taker", KernelTaker)
-    monkeypatch.setattr(selection, "_kernels", lambda _: selection_kernels)
+    use_kernels(monkeypatch)
     return fake
 
 
@@ -251,10 +242,7 @@ def test_each_layer_has_its_tokens(
 
 
 def test_each_layer_has_its_codes(
-    fake: Device,
-    tmp_path: Path,
-    reader: BlockReader,
-    monkeypatch: pytest.MonkeyPatch,
+    fake: Device, tmp_path: Path, reader: BlockReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks that are taken are in slots later; meanwhile they move, and areas are used again."""
     parts = [CodedPart(200, 17), CodedPart(64)]

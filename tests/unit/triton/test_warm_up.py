@@ -22,21 +22,11 @@ from triton.runtime.jit import create_function_from_signature
 
 from impress_sglang.errors import UnsupportedError
 from impress_sglang.importance import selection
-from impress_sglang.importance.selectors import (
-    H2OSelector,
-    PaperSelector,
-    TokenSelector,
-)
+from impress_sglang.importance.selectors import H2OSelector, PaperSelector, TokenSelector
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.tiers import cache as cache_module
-from impress_sglang.tiers.moves import KernelMover
-from impress_sglang.transfer import coded as coded_module
-from impress_sglang.transfer import source as source_module
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
-from impress_sglang.transfer.frames import KernelTaker
-from impress_sglang.transfer.gather import KernelGatherer
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
@@ -52,13 +42,8 @@ from impress_sglang.triton import selection as selection_kernels
 from tests.unit.coded_factory import CodedCase, CodedPart
 from tests.unit.kv_factory import make_shape, random_kvs
 from tests.unit.reading import load_layer
-from tests.unit.source_factory import (
-    SEVERAL,
-    CacheKind,
-    Case,
-    Part,
-    open_case,
-)
+from tests.unit.source_factory import SEVERAL, CacheKind, Case, Part, open_case
+from tests.unit.triton.conftest import use_kernels
 
 CPU = torch.device("cpu")
 CHUNK = 8
@@ -127,10 +112,7 @@ def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> Launches:
 
     monkeypatch.setattr(InterpretedFunction, "run", noted)
     monkeypatch.setattr(SegmentSource, "__init__", on_accelerator)
-    monkeypatch.setattr(source_module, "make_gatherer", KernelGatherer)
-    monkeypatch.setattr(coded_module, "make_taker", KernelTaker)
-    monkeypatch.setattr(cache_module, "make_mover", KernelMover)
-    monkeypatch.setattr(selection, "_kernels", lambda _: selection_kernels)
+    use_kernels(monkeypatch)
     return launches
 
 
@@ -159,16 +141,12 @@ class Server:
 
 SERVERS = {
     "paper-mha-bfloat16": Server.of(MHA, torch.bfloat16, PaperSelector(0.6)),
-    "paper-mha-float32": Server.of(MHA, torch.float32, PaperSelector(0.6)),
     "paper-gqa-float16": Server.of(GQA, torch.float16, PaperSelector(0.6)),
-    "paper-mqa-bfloat16": Server.of(MQA, torch.bfloat16, PaperSelector(0.6)),
     "h2o-mqa-bfloat16": Server.of(MQA, torch.bfloat16, H2OSelector()),
-    "h2o-float16": Server.of(HEAD_GROUPS, torch.float16, H2OSelector()),
     "h2o-float32": Server.of(HEAD_GROUPS, torch.float32, H2OSelector()),
     "h2o-mha-bfloat16": Server.of(MHA, torch.bfloat16, H2OSelector()),
     "whole-bfloat16": Server.of(HEAD_GROUPS, torch.bfloat16, None),
     "coded-bfloat16": Server.of(CODED, torch.bfloat16, H2OSelector()),
-    "coded-float32": Server.of(CODED, torch.float32, H2OSelector()),
     "coded-whole-float16": Server.of(CODED, torch.float16, None),
 }
 

@@ -1,0 +1,374 @@
+"""Batches of SGLang for its attention backends, on a CPU, and what they should give.
+
+Pools, translator and batches are SGLang's. Only a model runner's other parts and the store are
+stand-ins.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from torch import Tensor
+
+from impress_sglang.attention.rectangular import rectangular_attention
+from impress_sglang.integration.attention import adopt_backend
+from impress_sglang.options import EXACT_BITS
+from impress_sglang.serving.request import StoredRequest
+from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.transfer.loader import LayerInputs
+from impress_sglang.transfer.slots import LayerSlots
+
+LAYERS, QUERY_HEADS, KV_HEADS, DIM = 2, 4, 2, 16
+SCALING = DIM**-0.5
+CAPTURED = 4
+
+
+class Store:
+    """Stands in for `ServingRuntime`: each layer of a request has random KVs of its own."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, StoredRequest] = {}
+        self.shape = SimpleNamespace(num_layers=LAYERS)
+        self.estimator = SimpleNamespace(note_forward=self._note)
+        self.passes: list[tuple[int, float]] = []
+        self.loaded: list[tuple[str, int]] = []
+        self.inputs: dict[str, LayerInputs] = {}
+
+    def load_layer(
+        self, layer: int, request: StoredRequest, inputs: LayerInputs, slots: LayerSlots
+    ) -> None:
+        self.loaded.append((request.rid, layer))
+        self.inputs[request.rid] = inputs
+        for own in (slots.keys, slots.values):
+            own.put(torch.randn(request.k, KV_HEADS, DIM))
+
+    def finish_layer(self, request: StoredRequest) -> None:
+        request.end_layer()
+
+    def begin_saves(self, rids: Any, lengths: Any) -> dict[int, Any]:
+        return {}
+
+    def _note(self, new_tokens: int, pairs: float, seconds: float) -> None:
+        assert seconds > 0
+        self.passes.append((new_tokens, pairs))
+
+
+class Row:
+    """A request: its row in the table, and the slots that its attention should see."""
+
+    numbers = itertools.count()
+
+    def __init__(self, world: World, known: int, sink: tuple[int, int] | None = None) -> None:
+        """`known` tokens are resident; after them, of a offset row, k of a prefix of m."""
+        self.rid = f"request-{next(self.numbers)}"
+        self._world = world
+        (self.index,) = world.rows.alloc_rows(1)
+        self.zeros = 0
+        resident = world.take(known)
+        slots = list(resident)
+        if sink is not None:
+            k, m = sink
+            self.zeros = m - k
+            own = world.take(k)
+            slots += own
+            world.store.live[self.rid] = StoredRequest(
+                rid=self.rid,
+                token_ids=torch.zeros(known + m, dtype=torch.int64),
+                resident_slots=torch.tensor(resident, dtype=torch.int64),
+                slots=torch.tensor(own),
+                num_tokens=m,
+                bits=EXACT_BITS,
+                quality=Quality(1, k / m) if k < m else EXACT,
+                loading=None,
+                report={},
+            )
+        # Nobody may see what stands in the sink slot.
+        self.slots = slots
+        self._write(0, [0] * self.zeros + slots)
+
+    @property
+    def length(self) -> int:
+        return self.zeros + len(self.slots)
+
+    def grow(self, count: int) -> list[int]:
+        """Slots for new tokens, which are appended to the row."""
+        new = self._world.take(count)
+        self._write(self.length, new)
+        self.slots += new
+        return new
+
+    def _write(self, start: int, slots: Sequence[int]) -> None:
+        table = self._world.runner.req_to_token_pool.req_to_token
+        table[self.index, start : start + len(slots)] = torch.tensor(slots, dtype=torch.int32)
+
+
+class World:
+    """A model runner's pools, translator and configuration, and a store."""
+
+    def __init__(self, model_config: Any, server_args: Any, page_size: int = 1) -> None:
+        rows, tokens = 12, 800
+        pool = MHATokenToKVPool(
+            tokens,
+            page_size,
+            torch.float32,
+            KV_HEADS,
+            DIM,
+            LAYERS,
+            "cpu",
+            enable_memory_saver=False,
+        )
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer.normal_()
+            # Who reads the sink slot shall notice.
+            buffer[0] = float("nan")
+        table = ReqToTokenPool(rows, 256, "cpu", enable_memory_saver=False)
+        allocator = TokenToKVPoolAllocator(tokens, torch.float32, "cpu", pool, need_sort=False)
+        translator = KVIndexTranslator(
+            req_to_token=table.req_to_token,
+            token_to_kv_pool_allocator=allocator,
+            token_to_kv_pool=pool,
+            page_size=page_size,
+            device="cpu",
+        )
+        self.runner = SimpleNamespace(
+            req_to_token_pool=table,
+            token_to_kv_pool=pool,
+            token_to_kv_pool_allocator=allocator,
+            kv_index_translator=translator,
+            model_config=model_config,
+            server_args=server_args,
+            device="cpu",
+            gpu_id=0,
+            page_size=page_size,
+            dtype=torch.float32,
+            kv_cache_dtype=torch.float32,
+            kv_cache_dtype_str="auto",
+            sliding_window_size=None,
+            is_draft_worker=False,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+            decode_num_tokens_per_req=lambda: 1,
+            prefill_attention_backend_str="flashinfer",
+            decode_attention_backend_str="flashinfer",
+        )
+        self.store = Store()
+        self.rows = table
+        # Scattered, so that neighbours in a row are none in the pool.
+        self._page_size = page_size
+        self._pages = iter((torch.randperm(tokens // page_size) + 1).tolist())
+
+    def take(self, count: int) -> list[int]:
+        """Slots of pages that nobody has."""
+        size = self._page_size
+        pages = itertools.islice(self._pages, -(-count // size))
+        return [page * size + token for page in pages for token in range(size)][:count]
+
+    def row(self, known: int, sink: tuple[int, int] | None = None) -> Row:
+        return Row(self, known, sink)
+
+    def adopted(self, backend: Any) -> Any:
+        adopt_backend(backend, self.runner)
+        backend.connect(self.store, self.store)
+        return backend
+
+    def extend(self, rows: Sequence[tuple[Row, int]]) -> Any:
+        """SGLang's batch that extends rows by some tokens each."""
+        prefixes = [row.length for row, _ in rows]
+        new = [count for _, count in rows]
+        written = [slot for row, count in rows for slot in row.grow(count)]
+        batch = self._batch(ForwardMode.EXTEND, [row for row, _ in rows], written)
+        batch.extend_num_tokens = sum(new)
+        batch.extend_seq_lens = torch.tensor(new, dtype=torch.int32)
+        batch.extend_seq_lens_cpu = new
+        batch.extend_prefix_lens = torch.tensor(prefixes, dtype=torch.int32)
+        batch.extend_prefix_lens_cpu = prefixes
+        batch.extend_start_loc = torch.tensor([0, *new[:-1]], dtype=torch.int32).cumsum(0)
+        batch.req_pool_indices_cpu = batch.req_pool_indices.clone()
+        return batch
+
+    def decode(self, rows: Sequence[Row]) -> Any:
+        """SGLang's batch that extends each row by one token."""
+        return self._batch(ForwardMode.DECODE, rows, [row.grow(1)[0] for row in rows])
+
+    def _batch(self, mode: ForwardMode, rows: Sequence[Row], written: Sequence[int]) -> Any:
+        lengths = torch.tensor([row.length for row in rows])
+        batch = ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(rows),
+            input_ids=torch.zeros(len(written), dtype=torch.int64),
+            req_pool_indices=torch.tensor([row.index for row in rows]),
+            seq_lens=lengths,
+            out_cache_loc=torch.tensor(written),
+            seq_lens_sum=int(lengths.sum()),
+            seq_lens_cpu=lengths.clone(),
+            positions=torch.zeros(len(written), dtype=torch.int64),
+            rids=[row.rid for row in rows],
+        )
+        self.runner.kv_index_translator.bind_own_plan(batch)
+        return batch
+
+
+def layers() -> list[RadixAttention]:
+    return [RadixAttention(QUERY_HEADS, DIM, SCALING, KV_HEADS, layer) for layer in range(LAYERS)]
+
+
+def prepare(backend: Any, world: World, *rows: tuple[Row, int]) -> Any:
+    """Rows are extended by some tokens each, as far as a backend sees before it attends."""
+    batch = world.extend(rows)
+    backend.init_forward_metadata(batch)
+    return batch
+
+
+def extend(backend: Any, world: World, *rows: tuple[Row, int]) -> Any:
+    """A whole pass that extends rows."""
+    batch = prepare(backend, world, *rows)
+    attend(backend, world, batch, rows)
+    return batch
+
+
+def decode(backend: Any, world: World, rows: Sequence[Row]) -> None:
+    """A whole pass that extends each row by one token."""
+    batch = world.decode(rows)
+    backend.init_forward_metadata(batch)
+    attend(backend, world, batch, [(row, 1) for row in rows])
+
+
+def attend(
+    backend: Any, world: World, batch: Any, rows: Sequence[tuple[Row, int]], total: int = 0
+) -> None:
+    """Run each layer, and compare with attention over the slots that each row should have.
+
+    A batch may be filled up to a total: slot 0 is written by what fills it up.
+    """
+    pool, used = world.runner.token_to_kv_pool, sum(count for _, count in rows)
+    total = total or used
+    filling = torch.zeros(total - used, dtype=torch.int64)
+    batch.out_cache_loc = torch.cat([batch.out_cache_loc, filling])
+    for layer in layers():
+        q = torch.randn(total, QUERY_HEADS * DIM)
+        k, v = (torch.randn(total, KV_HEADS, DIM) for _ in range(2))
+        output = backend.forward(q, k, v, layer, batch)[:used].view(used, QUERY_HEADS, DIM)
+        first = 0
+        for row, count in rows:
+            new = slice(first, first + count)
+            assert torch.equal(pool.k_buffer[layer.layer_id][row.slots[-count:]], k[new])
+            check(world, layer, row, q.view(-1, QUERY_HEADS, DIM)[new], output[new])
+            first += count
+
+
+def check(world: World, layer: Any, row: Row, queries: Tensor, output: Tensor) -> None:
+    """What a layer has computed of a row is attention over the row's slots."""
+    pool = world.runner.token_to_kv_pool
+    expected = rectangular_attention(
+        queries,
+        pool.k_buffer[layer.layer_id][row.slots],
+        pool.v_buffer[layer.layer_id][row.slots],
+        scaling=SCALING,
+        causal=True,
+    )
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    folder = tmp_path_factory.mktemp("model")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": QUERY_HEADS * DIM,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": QUERY_HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": 100,
+        "max_position_embeddings": 256,
+        "torch_dtype": "float32",
+    }
+    Path(folder / "config.json").write_text(json.dumps(config))
+    args = ServerArgs(
+        model_path=str(folder),
+        device="cpu",
+        dtype="float32",
+        attention_backend="triton",
+        skip_tokenizer_init=True,
+        triton_attention_num_kv_splits=2,
+    )
+    context = runtime_context.create_context(args, role="scheduler")
+    with runtime_context.use_context(context):
+        context.parallel.override_permanently(attn_dcp_rank=0)
+        yield ModelConfig(str(folder)), args
+
+
+class Beam(Row):
+    """A row that SGLang makes of another one: it is allocated and filled, and never extended."""
+
+    def __init__(self, world: World, leader: Row) -> None:
+        super().__init__(world, 0)
+        self.slots = list(leader.slots)
+        self._write(0, self.slots)
+
+
+def beams_on_rows_of(world: World, backend: Any, starts: Sequence[tuple[int, int]]) -> list[Row]:
+    """A leader without a prefix and its beams, on rows that earlier requests started late."""
+    gone = [world.row(0, sink=sink) for sink in starts]
+    prepare(backend, world, *((row, 2) for row in gone))
+    leader = world.row(70)
+    prepare(backend, world, (leader, 3))
+    world.store.live.clear()
+    world.rows.free_rows([row.index for row in gone])
+    beams = [Beam(world, leader) for _ in gone]
+    assert {row.index for row in beams} == {row.index for row in gone}
+    return [leader, *beams]
+
+
+def captured(backend: Any, world: World, size: int) -> Any:
+    """Prepare a batch size for capture, as SGLang's runner does; returns what a graph would use."""
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=size,
+        input_ids=torch.zeros(size, dtype=torch.int64),
+        req_pool_indices=torch.zeros(size, dtype=torch.int64),
+        seq_lens=torch.ones(size, dtype=torch.int64),
+        out_cache_loc=torch.zeros(size, dtype=torch.int64),
+        seq_lens_sum=size,
+        seq_lens_cpu=torch.ones(size, dtype=torch.int64),
+        positions=torch.zeros(size, dtype=torch.int64),
+    )
+    world.runner.kv_index_translator.bind_runner_slots(batch)
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    return backend.forward_metadata
+
+
+def replayed(world: World, batch: Any, size: int) -> Any:
+    """SGLang's view of a batch that is filled up to a captured size."""
+
+    def filled(values: Tensor, fill: int) -> Tensor:
+        return torch.cat([values, torch.full((size - len(values),), fill, dtype=values.dtype)])
+
+    buffers = SimpleNamespace(
+        input_ids=filled(batch.input_ids, 0),
+        positions=filled(batch.positions, 0),
+        req_pool_indices=filled(batch.req_pool_indices, 0),
+        seq_lens=filled(batch.seq_lens, 1),
+        seq_lens_cpu=filled(batch.seq_lens_cpu, 1),
+        mamba_track_indices=None,
+    )
+    return build_replay_fb_view(
+        batch, buffers, size, batch.batch_size, size, None, 1, ForwardMode.DECODE, False
+    )

@@ -1,0 +1,141 @@
+"""A model of SGLang's kind in torch, and its pool: what is run again within a pass is compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from torch import Tensor
+
+from impress_sglang.attention.rectangular import rectangular_attention
+from impress_sglang.attention.rotation import KeyRotation
+from impress_sglang.storage.layout import KVShape
+
+HIDDEN, WORDS, SCALING = 24, 50, 0.3
+KVs = list[tuple[Tensor, Tensor]]
+
+
+def _table(rows: int) -> Tensor:
+    angles = torch.arange(rows)[:, None] * 100.0 ** (-torch.arange(0, 8, 2) / 8)
+    return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+ROTATION = KeyRotation(_table, halves=True)
+
+
+def rotated(rows: Tensor, positions: Tensor) -> Tensor:
+    return ROTATION.move(rows, ROTATION.turns(torch.zeros_like(positions), positions))
+
+
+def tokens_of(seed: int, length: int) -> Tensor:
+    return torch.randint(0, WORDS, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def layer_of(shape: KVShape, index: int) -> Any:
+    """What SGLang says of an attention layer."""
+    return SimpleNamespace(
+        layer_id=index,
+        scaling=SCALING,
+        tp_q_head_num=shape.num_query_heads,
+        tp_k_head_num=shape.num_kv_heads,
+        tp_v_head_num=shape.num_kv_heads,
+        qk_head_dim=shape.key_dim,
+        v_head_dim=shape.value_dim,
+    )
+
+
+class Pool:
+    """Of SGLang: the KVs of all slots."""
+
+    def __init__(self, shape: KVShape, size: int, fill: float = math.nan, device: str = "cpu"):
+        def buffers(dim: int) -> list[Tensor]:
+            sizes, options = (size, shape.num_kv_heads, dim), {"dtype": shape.dtype}
+            return [
+                torch.full(sizes, fill, device=device, **options) for _ in range(shape.num_layers)
+            ]
+
+        self.keys, self.values = buffers(shape.key_dim), buffers(shape.value_dim)
+
+    def get_key_buffer(self, layer: int) -> Tensor:
+        return self.keys[layer]
+
+    def get_value_buffer(self, layer: int) -> Tensor:
+        return self.values[layer]
+
+
+class Model:
+    """Embeds, and per layer projects, rotates, attends and adds."""
+
+    def __init__(self, shape: KVShape) -> None:
+        self.shape = shape
+        generator = torch.Generator().manual_seed(4)
+        heads = shape.num_query_heads, shape.num_kv_heads, shape.num_kv_heads
+        dims = shape.key_dim, shape.key_dim, shape.value_dim
+        sizes = [(HIDDEN, own * dim) for own, dim in zip(heads, dims, strict=True)]
+        sizes.append((shape.num_query_heads * shape.value_dim, HIDDEN))
+
+        def weights(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator) * 0.25
+
+        self.embedding = weights(WORDS, HIDDEN)
+        self.projections = [[weights(*size) for size in sizes] for _ in range(shape.num_layers)]
+        self.layers = [layer_of(shape, index) for index in range(shape.num_layers)]
+        self.attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+        # Of each run of a layer: its number, and how many tokens it had.
+        self.computed: list[list[int]] = []
+        self.logits = 0
+
+    def projected(self, hidden: Tensor, positions: Tensor, layer: int) -> tuple[Tensor, ...]:
+        """Queries, keys and values [t, heads, D]."""
+        q, k, v = (hidden @ own for own in self.projections[layer][:3])
+        dim = self.shape.key_dim
+        q, k = (rotated(own.view(len(hidden), -1, dim), positions) for own in (q, k))
+        return q, k, v.view(len(hidden), -1, self.shape.value_dim)
+
+    def layer(self, hidden: Tensor, positions: Tensor, layer: int) -> Tensor:
+        """What a layer adds."""
+        self.computed.append([layer, len(hidden)])
+        q, k, v = (own.flatten(1) for own in self.projected(hidden, positions, layer))
+        return self.attend(q, k, v, self.layers[layer]) @ self.projections[layer][3]
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: Any) -> None:
+        """All layers, as SGLang runs them."""
+        assert batch.forward_mode == ForwardMode.EXTEND and batch.batch_size == 1
+        assert batch.seq_lens.tolist() == [positions[-1] + 1]
+        hidden = self.embedding[input_ids]
+        for layer in range(len(self.layers)):
+            hidden = hidden + self.layer(hidden, positions, layer)
+        self.logits += 1
+
+    def forward_split_prefill(
+        self, ids: Tensor, positions: Tensor, batch: Any, interval: tuple[int, int]
+    ) -> None:
+        """One layer, as SGLang runs it."""
+        first, last = interval
+        assert last == first + 1 and len(ids) == len(positions) == sum(batch.extend_seq_lens_cpu)
+        if first == 0:
+            residual_batch.start(batch)
+            batch.hidden_states = self.embedding[ids]
+        stream = residual_batch.stream_of(batch)
+        # What the layer before has computed is still to be added.
+        output, residual = stream.input(batch.hidden_states)
+        hidden = output if residual is None else output + residual
+        assert len(hidden) == len(ids)
+        stream.write(hidden)
+        batch.hidden_states = stream.record(self.layer(hidden, positions, first), PLAIN_ADD)
+
+    def kvs(self, tokens: Tensor) -> KVs:
+        """Keys and values [t, G, D] of each layer, all tokens at once from position 0."""
+        hidden, positions, found = self.embedding[tokens], torch.arange(len(tokens)), []
+        for layer, own in enumerate(self.projections):
+            q, k, v = self.projected(hidden, positions, layer)
+            found.append((k, v))
+            output = rectangular_attention(q, k, v, scaling=SCALING, causal=True)
+            hidden = hidden + output.flatten(1) @ own[3]
+        return found

@@ -1,0 +1,113 @@
+"""What plans blends in these tests: a store with documents, and all that weighs its use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from impress_sglang.attention.rotation import KeyRotation
+from impress_sglang.config import ImpressConfig
+from impress_sglang.management.policies import LoadOptions, make_policy
+from impress_sglang.serving.blend_plan import BlendNotes, BlendPlan
+from impress_sglang.serving.blended_loading import BlendedLoading
+from impress_sglang.serving.blending import Blending
+from impress_sglang.serving.estimate import Estimator
+from impress_sglang.timeline import NO_TIMELINE
+from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
+from tests.unit.kv_factory import as_tokens, make_shape
+from tests.unit.store_factory import DEFAULTS, Workbench
+
+SHAPE = make_shape(probe=(), coded=True)
+OPTIONS: dict[str, Any] = {
+    "policy": "impress",
+    "retention": 1.0,
+    "blend": 0.0,
+    "blend_min_tokens": 100,
+    "blend_select": "first",
+    "load": "always",
+}
+APPROXIMATE = LoadOptions(bits=5.0, blend=0.0)
+DOCUMENTS = [
+    np.random.default_rng(seed).integers(0, 1000, 200 + seed).tolist() for seed in range(4)
+]
+
+
+def texts(*numbers: int) -> list[int]:
+    return [token for number in numbers for token in DOCUMENTS[number]]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Workbench]:
+    bench = Workbench(tmp_path / "kv", SHAPE)
+    yield bench
+    bench.close_all()
+
+
+def table(rows: int) -> Tensor:
+    angles = torch.arange(rows)[:, None] * 50.0 ** (-torch.arange(0, 8, 2) / 8)
+    return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+ROTATION = KeyRotation(table, halves=True)
+
+
+class Desk:
+    """A store, and what plans with it."""
+
+    def __init__(
+        self,
+        bench: Workbench,
+        *stored: tuple[int, ...],
+        page_size: int = 1,
+        block: int = 10_000,
+        **options: Any,
+    ) -> None:
+        """`stored` are prompts of documents."""
+        options = OPTIONS | options
+        self.config = ImpressConfig(ssd_dir=str(bench.root), **(DEFAULTS | options))
+        self.store = bench.open(**options)
+        self.estimator = Estimator(64)
+        for numbers in stored:
+            bench.put(self.store, texts(*numbers))
+        served: Any = SimpleNamespace(store=self.store)
+        self.blending = Blending(
+            self.config, SHAPE, make_policy(self.config), served, self.estimator, page_size, block
+        )
+
+    def plan(
+        self,
+        tokens: Sequence[int],
+        resident: int = 0,
+        namespace: str = "",
+        wanted: LoadOptions = APPROXIMATE,
+        usual: Any = None,
+        notes: BlendNotes | None = None,
+    ) -> BlendPlan | None:
+        notes = notes or BlendNotes()
+        return self.blending.plan(namespace, as_tokens(tokens), resident, usual, wanted, notes)
+
+    def planned(self, *arguments: Any, **how: Any) -> BlendPlan:
+        """Of a request that does blend."""
+        plan = self.plan(*arguments, **how)
+        assert plan is not None
+        return plan
+
+    def reading_takes(self, seconds: float) -> None:
+        forecast: Any = self.store.forecast
+        forecast.seconds_to_read = lambda num_bytes: seconds
+
+    def passes_take(self, seconds: float, times: int = 8) -> None:
+        """For 1,000 new tokens."""
+        for _ in range(times):
+            self.estimator.note_forward(1000, 500_500.0, seconds)
+
+    def loading(self, plan: BlendPlan) -> BlendedLoading:
+        loader = PreciseLoader(SHAPE, ALLOCATIONS["even"])
+        return BlendedLoading(loader, self.store, plan, ROTATION, NO_TIMELINE)
