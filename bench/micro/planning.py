@@ -192,7 +192,7 @@ class _Case:
         return found - began, opened - found, loaded - opened
 
     def _open(self, match: StoredMatch) -> tuple[CodedSource, _Slots]:
-        source = self._readers.open_coded(match.spans, [False] * len(match.spans), NO_TIMELINE)
+        source = self._readers.open_coded(match.spans, [False] * len(match.spans), NO_TIMELINE, 0)
         source._taker = _NoTaker(self._blocks)
         (span,) = source.spans
         slots = torch.arange(len(self._tokens))

@@ -12,7 +12,7 @@ from impress_sglang.loops.planning import (
     touched_chunks,
     vector_addresses,
 )
-from impress_sglang.loops.scores import record_scores, scores_of
+from impress_sglang.loops.scores import record_scores, scores_of, update_scores
 
 __all__ = [
     "add_cached_blocks",
@@ -26,6 +26,7 @@ __all__ = [
     "scores_of",
     "tally",
     "touched_chunks",
+    "update_scores",
     "vector_addresses",
     "weigh_codes",
 ]

@@ -86,3 +86,11 @@ def record_scores(
         frequencies[chunk] += 1.0
         found[place] = score_of(frequencies[chunk] * average, now)
     return found
+
+
+@compiled("(int64[::1], int64[::1], int64[::1], int64)", makes_arrays=False)
+def update_scores(ids: Indices, found: Indices, priorities: Indices, kept: int) -> None:
+    """Put priorities, int64 [n], into the table of all, but where they are `kept` or more there."""
+    for place in range(len(ids)):
+        if priorities[ids[place]] < kept:
+            priorities[ids[place]] = found[place]

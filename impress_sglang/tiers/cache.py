@@ -132,11 +132,9 @@ class ChunkCache:
         moves, size = access.moves, self.page.page_bytes
         if not len(moves):
             return None
-        up = moves.pages_between(Tier.SSD, Tier.DEVICE) + moves.pages_between(
-            Tier.HOST, Tier.DEVICE
-        )
-        self.copies.promoted_bytes += up * size
-        self.copies.demoted_bytes += moves.pages_between(Tier.DEVICE, Tier.HOST) * size
+        pages = moves.pages_moved()
+        self.copies.promoted_bytes += int(pages[:, Tier.DEVICE].sum()) * size
+        self.copies.demoted_bytes += int(pages[Tier.DEVICE, Tier.HOST]) * size
         return self._mover.move(moves, loaded)
 
     def abandon(self, access: Access) -> None:

@@ -86,13 +86,10 @@ class Moves:
         """Some of them, by flags or by their places."""
         return Moves(*(getattr(self, field.name)[which] for field in dataclasses.fields(self)))
 
-    def pages_between(self, source: int, target: int) -> int:
-        """How many pages go from one tier to another."""
-        return int(self.counts[(self.sources == source) & (self.targets == target)].sum())
-
-    def pages_to(self, target: int) -> int:
-        """How many pages of a tier are filled."""
-        return int(self.counts[self.targets == target].sum())
+    def pages_moved(self) -> npt.NDArray[np.int64]:
+        """How many pages go from tier to tier, int64 [source, target]."""
+        ways = 3 * self.sources + self.targets
+        return np.bincount(ways, self.counts, 9).astype(np.int64).reshape(3, 3)
 
 
 @dataclasses.dataclass(slots=True)

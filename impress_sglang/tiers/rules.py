@@ -27,7 +27,7 @@ AVERAGE_WEIGHT = 0.1
 # Counting accesses stops long after the last of them that would change a weight.
 MOST_ACCESSES = 1000
 # Of a chunk for which no request waits. Turns are from 0 to LAST_TURN, and what has one is worth
-# more than any priority of a rule.
+# more than any priority of a rule: _AWAITED at least.
 NOBODY = -1
 LAST_TURN = 2**52
 _AWAITED = 2**62
@@ -214,13 +214,11 @@ class AwaitedLast:
         self.priorities: Ids = np.zeros(0, np.int64)
         """By id; 0 for what was never accessed and for which nobody waits."""
         self._rule = rule
-        self._awaited: Ids = np.zeros(0, np.int64)
 
     def resize(self, num_chunks: int) -> None:
         """Make room for the ids [0, num_chunks)."""
         self._rule.resize(num_chunks)
         self.priorities = grown(self.priorities, num_chunks)
-        self._awaited = grown(self._awaited, num_chunks)
 
     def advance(self) -> None:
         """A new request begins."""
@@ -228,32 +226,25 @@ class AwaitedLast:
 
     def record(self, ids: Ids, shares: Floats) -> None:
         """Count an access; see `ReplacementRule.record`."""
-        self._weigh(ids, self._rule.record(ids, shares))
+        loops.update_scores(ids, self._rule.record(ids, shares), self.priorities, _AWAITED)
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """New chunks replace old ones; see `ReplacementRule.inherit`."""
         self._rule.inherit(ids, sources, shares)
-        self._weigh(ids, self._rule.priorities(ids))
+        loops.update_scores(ids, self._rule.priorities(ids), self.priorities, _AWAITED)
 
     def forget(self, base: int, count: int) -> None:
         """The ids of neighbouring chunks may be given to others."""
         self._rule.forget(base, count)
         self.priorities[base : base + count] = 0
-        # Of most nobody has written anything.
-        awaited = self._awaited[base : base + count]
-        if awaited.any():
-            awaited[:] = 0
 
     def expect(self, ids: Ids, turns: Ids) -> None:
         """Requests wait for chunks, distinct `ids`, in these turns, int64; NOBODY does any more."""
-        self._awaited[ids] = np.where(turns == NOBODY, 0, _AWAITED + LAST_TURN - turns)
-        self._weigh(ids, self._rule.priorities(ids))
+        worth = _AWAITED + LAST_TURN - turns
+        self.priorities[ids] = np.where(turns == NOBODY, self._rule.priorities(ids), worth)
 
     @property
     def num_bytes(self) -> int:
         """Memory of its tables, in bytes, and of those of the other rule."""
         values = (*vars(self).values(), *vars(self._rule).values())
         return sum(array.nbytes for array in values if isinstance(array, np.ndarray))
-
-    def _weigh(self, ids: Ids, priorities: Ids) -> None:
-        self.priorities[ids] = np.maximum(priorities, self._awaited.take(ids))

@@ -35,6 +35,7 @@ class PooledMemory(AlignedMemory):
     def __init__(self, num_bytes: int, *, pin: bool = False) -> None:
         """`pin` locks it, so that an accelerator can read it by itself."""
         super().__init__(num_bytes)
+        self.num_bytes = num_bytes
         self.fence: Fence | None = None
         """Until then a device reads it."""
         if pin:
@@ -83,7 +84,7 @@ class BufferPool:
     @property
     def held_bytes(self) -> int:
         """All memory of the pool."""
-        return self.used_bytes + self._draining_bytes + sum(map(len, self._free))
+        return self.used_bytes + self._draining_bytes + sum(own.num_bytes for own in self._free)
 
     def size_of(self, num_bytes: int) -> int:
         """What an area of so many bytes takes."""
@@ -105,14 +106,14 @@ class BufferPool:
         if self.used_bytes + size > self.limit_bytes or not self._drain(size):
             return None
         memory = self._free_memory(size) or self._new_memory(size)
-        self.used_bytes += len(memory)
+        self.used_bytes += memory.num_bytes
         self._open[memory] = tenant
         return memory
 
     def give(self, memory: PooledMemory, reads: list[PendingRead]) -> None:
         """Take memory back; `reads` may still be filling it."""
         del self._open[memory]
-        self.used_bytes -= len(memory)
+        self.used_bytes -= memory.num_bytes
         self._draining.append((memory, reads))
         self._collect()
 
@@ -126,7 +127,7 @@ class BufferPool:
 
     @property
     def _draining_bytes(self) -> int:
-        return sum(len(memory) for memory, _ in self._draining)
+        return sum(memory.num_bytes for memory, _ in self._draining)
 
     def _drain(self, size: int) -> bool:
         """Wait until so much more fits; False if reads that must end for that do not."""
@@ -142,8 +143,9 @@ class BufferPool:
 
     def _free_memory(self, size: int) -> PooledMemory | None:
         room = self.limit_bytes - self.used_bytes - self._draining_bytes
-        fitting = [own for own in self._free if size <= len(own) <= min(2 * size, room)]
-        memory = min(fitting, key=len, default=None)
+        most = min(2 * size, room)
+        fitting = [own for own in self._free if size <= own.num_bytes <= most]
+        memory = min(fitting, key=lambda own: own.num_bytes, default=None)
         if memory is not None:
             self._free.remove(memory)
         return memory

@@ -362,12 +362,13 @@ class CodedSource(StoredSource):
 
     def _count(self, parts: Sequence[_Part], access: Access) -> None:
         stats = self.stats
-        chunks = np.bincount(access.tiers, minlength=len(Tier)).tolist()
+        chunks = np.bincount(access.tiers, minlength=3).tolist()
         stats.ssd_chunks += chunks[_SSD]
         stats.host_chunks += chunks[_HOST]
         stats.device_chunks += chunks[_DEVICE]
-        blocks = sum(part.not_on_device for part in parts) + access.moves.pages_to(_DEVICE)
-        stats.h2d_bytes += blocks * BLOCK_BYTES
+        stats.h2d_bytes += sum([part.not_on_device for part in parts]) * BLOCK_BYTES
+        if len(access.moves):
+            stats.h2d_bytes += int(access.moves.pages_moved()[:, _DEVICE].sum()) * BLOCK_BYTES
 
 
 @dataclasses.dataclass(slots=True)

@@ -283,7 +283,8 @@ class PrefixPlanner:
                             wanted=part.blocks,
                         )
                 self._found.append((own, part, read.whole))
-        stats.h2d_bytes += read.access.moves.pages_to(_DEVICE) * self._page_bytes
+        pages = read.access.moves.pages_moved()[:, _DEVICE].sum()
+        stats.h2d_bytes += int(pages) * self._page_bytes
 
     @functools.cached_property
     def _everything(self) -> Indices:

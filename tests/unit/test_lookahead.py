@@ -225,7 +225,7 @@ def test_what_is_not_certain_to_be_read_is_not_awaited(
         lookahead.wait("waits", match.spans)
         store.poll()
         rule, layout = store.cache.placement._rule, version.layout
-        awaited = rule._awaited[version.columns :][: layout.total_chunks]
+        awaited = rule.priorities[version.columns :][: layout.total_chunks] >= 2**62
         by_column = awaited.reshape(2, -1, layout.num_chunks)
         assert by_column.all(2).tolist() == by_column.any(2).tolist()
         assert [[*map(bool, row)] for row in by_column.all(2)] == 2 * [

@@ -277,7 +277,7 @@ def test_more_chunks_copy_nothing() -> None:
     placement.access(np.array([base]), np.ones(1))
 
     after = tables(placement)
-    assert len(after) == len(before) == 12
+    assert len(after) == len(before) == 11
     for name, own in after.items():
         assert len(own) > len(before[name])
         assert own.ctypes.data == before[name].ctypes.data, name
