@@ -1,7 +1,8 @@
 """Which blocks of a layer are read, and by which read: loops over chunks and over areas.
 
 An area (`transfer.buffers`) has a place for every block of a part of a layer of a segment. `owners`
-int16 [blocks] is the number of the read that brings each, -1 for none.
+int16 [blocks] is the number of the read that brings each, -1 for none. Blocks that are wanted are
+listed, ascending: to ask of each whether it is wanted takes longer than all else.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def find_blocks(
     kept: Flags,
     pages: Int32s,
     spared: Flags,
-) -> tuple[Uint8s, Indices, Flags, Indices]:
+) -> tuple[Uint8s, Indices, Indices, Indices]:
     """Where the blocks of chunks are, and which of them must come from SSD.
 
     Args:
@@ -40,51 +41,51 @@ def find_blocks(
 
     Returns:
         Of all blocks of the chunks, one after another, the tier, uint8, and the page there or the
-        block of the layer, int64; which blocks of the layer are wanted from SSD, bool; and int64
-        [4]: how many these are, and blocks of chunks that were found on SSD, host and device.
+        block of the layer, int64; those that are wanted from SSD, int64, ascending if the chunks
+        are; and int64 [3]: blocks of chunks that were found on SSD, host and device.
     """
     total = 0
     for place in range(len(chunks)):
         total += count[chunks[place]]
     sources, frames = np.empty(total, np.uint8), np.empty(total, np.int64)
-    wanted, sums = np.zeros(len(spared), np.bool_), np.zeros(4, np.int64)
-    at = 0
+    wanted, sums = np.empty(total, np.int64), np.zeros(3, np.int64)
+    at, asked = 0, 0
     for place in range(len(chunks)):
         chunk, tier = chunks[place], tiers[place]
         blocks, begin = count[chunk], first[chunk]
-        sums[1 + tier] += blocks
+        sums[tier] += blocks
         for inside in range(blocks):
             sources[at + inside] = tier
             frames[at + inside] = begin + inside if tier == _SSD else pages[place, inside]
         if tier == _SSD:
             for block in range(begin, begin + blocks):
-                if kept[place] or not spared[block]:
-                    wanted[block] = True
-                    sums[0] += 1
+                wanted[asked] = block
+                asked += kept[place] or not spared[block]
         at += blocks
-    return sources, frames, wanted, sums
+    return sources, frames, wanted[:asked].copy(), sums
 
 
 @compiled("(int64[::1], int64[::1], int64[::1], uint8[::1], boolean[::1])")
 def uncached_blocks(
     chunks: Indices, first: Indices, count: Indices, tiers: Uint8s, spared: Flags
-) -> Flags:
-    """Blocks of those of some chunks that are on SSD alone, bool [blocks of the layer].
+) -> Indices:
+    """Blocks of those of some chunks that are on SSD alone, int64, ascending if the chunks are.
 
     `tiers` uint8 [chunks of the layer]; for the rest see `find_blocks`.
     """
-    found = np.zeros(len(spared), np.bool_)
+    found, asked = np.empty(len(spared), np.int64), 0
     for place in range(len(chunks)):
         chunk = chunks[place]
         if tiers[chunk] == _SSD:
             for block in range(first[chunk], first[chunk] + count[chunk]):
-                found[block] = not spared[block]
-    return found
+                found[asked] = block
+                asked += not spared[block]
+    return found[:asked].copy()
 
 
-@compiled("(boolean[::1], int16[::1], int64, int64)")
+@compiled("(int64[::1], int16[::1], int64, int64)")
 def claim_blocks(
-    wanted: Flags, owners: Int16s, number: int, gap_blocks: int
+    wanted: Indices, owners: Int16s, number: int, gap_blocks: int
 ) -> tuple[Indices, Indices]:
     """Give the wanted blocks that no read brings to the read `number`, in place.
 
@@ -92,47 +93,45 @@ def claim_blocks(
         Starts and stops, int64 in blocks, of runs that cover them. Runs that are at most
         `gap_blocks` apart are joined: the gap costs less to read than to skip.
     """
-    starts, stops = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.int64)
-    runs = 0
-    for block in range(len(wanted)):
-        if wanted[block] and owners[block] == _NO_READ:
+    starts, stops = np.empty(len(wanted) + 1, np.int64), np.empty(len(wanted), np.int64)
+    runs, reached = 0, -gap_blocks - 1
+    for place in range(len(wanted)):
+        block = wanted[place]
+        if owners[block] == _NO_READ:
             owners[block] = number
-            if not runs or block - stops[runs - 1] > gap_blocks:
-                starts[runs] = block
-                runs += 1
-            stops[runs - 1] = block + 1
+            # Without a branch, which nobody could predict.
+            starts[runs] = block
+            runs += block - reached > gap_blocks
+            reached = block + 1
+            stops[runs - 1] = reached
     return starts[:runs].copy(), stops[:runs].copy()
 
 
-@compiled("(boolean[::1], int16[::1], boolean[::1], int64)")
-def count_new(wanted: Flags, owners: Int16s, seen: Flags, reads: int) -> Indices:
-    """How many blocks that were not wanted before each read brings, int64 [reads].
+@compiled("(int64[::1], int16[::1], boolean[::1], int64)")
+def count_new(wanted: Indices, owners: Int16s, seen: Flags, reads: int) -> Indices:
+    """How many blocks that were not wanted before each read brings, int64 [1 + reads].
 
-    `seen` bool [blocks], changed in place: those that were wanted at any time.
+    The first number is of those that no read brings. `seen` bool [blocks], changed in place: those
+    that were wanted at any time.
     """
-    found = np.zeros(reads, np.int64)
-    for block in range(len(wanted)):
-        if wanted[block] and not seen[block]:
-            seen[block] = True
-            if owners[block] != _NO_READ:
-                found[owners[block]] += 1
+    found = np.zeros(1 + reads, np.int64)
+    for place in range(len(wanted)):
+        block = wanted[place]
+        found[1 + owners[block]] += not seen[block]
+        seen[block] = True
     return found
 
 
-@compiled("(boolean[::1], int16[::1], int64)")
-def brought_by(wanted: Flags, owners: Int16s, reads: int) -> tuple[Indices, Flags]:
-    """The wanted blocks, int64 [n], and whether each read brings some of them.
+@compiled("(int64[::1], int16[::1], int64)")
+def bringing(wanted: Indices, owners: Int16s, reads: int) -> Flags:
+    """Whether each read brings some of the wanted blocks, bool [1 + reads].
 
-    The flags, bool [1 + reads], begin with whether no read brings some.
+    The first flag is whether no read brings some of them.
     """
-    blocks, found = np.empty(len(wanted), np.int64), np.zeros(1 + reads, np.bool_)
-    count = 0
-    for block in range(len(wanted)):
-        if wanted[block]:
-            blocks[count] = block
-            count += 1
-            found[1 + owners[block]] = True
-    return blocks[:count].copy(), found
+    found = np.zeros(1 + reads, np.bool_)
+    for place in range(len(wanted)):
+        found[1 + owners[wanted[place]]] = True
+    return found
 
 
 @compiled("(uint8[::1], int64, int64)")
@@ -154,3 +153,43 @@ def units_below(floors: Uint8s, first: int, stop: int) -> Indices:
                     found[at, 0], found[at, 1], found[at, 2] = plane, head, unit
                     at += 1
     return found
+
+
+@compiled("(int64[:, :], int64, int64, int64)")
+def unit_places(units: Indices, num_heads: int, num_units: int, first: int) -> Indices:
+    """Which chunks of a layer units are, int64 [n], if those before them are `first`.
+
+    `units` int64 [n, 3]: plane, head and unit, of which a head has `num_units` in each plane.
+    """
+    found = np.empty(len(units), np.int64)
+    for place in range(len(units)):
+        row = units[place, 0] * num_heads + units[place, 1]
+        found[place] = first + row * num_units + units[place, 2]
+    return found
+
+
+@compiled("(uint8[:, :], uint8[:, :], int64)")
+def missing_units(levels: Uint8s, wanted: Uint8s, first: int) -> Indices:
+    """Units that lack planes, int64 [n, 3], ascending: plane, head, unit.
+
+    Args:
+        levels: uint8 [heads, units], how many planes each has.
+        wanted: uint8 [heads, units], how many it shall have.
+        first: number of the first unit.
+    """
+    heads, units = levels.shape
+    total, planes = 0, 0
+    for head in range(heads):
+        for unit in range(units):
+            # As signed numbers.
+            most, own = int(np.int64(wanted[head, unit])), int(np.int64(levels[head, unit]))
+            total += max(most - own, 0)
+            planes = max(planes, most)
+    # Without a branch, which nobody could predict: each writes, and the last one stays.
+    found, at = np.empty((total + 1, 3), np.int64), 0
+    for plane in range(planes):
+        for head in range(heads):
+            for unit in range(units):
+                found[at, 0], found[at, 1], found[at, 2] = plane, head, first + unit
+                at += levels[head, unit] <= plane and plane < wanted[head, unit]
+    return found[:total].copy()

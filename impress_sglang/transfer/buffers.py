@@ -16,7 +16,7 @@ from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable, StoreUnavailable
 from impress_sglang.loops import areas
-from impress_sglang.loops.types import Flags
+from impress_sglang.loops.types import Indices
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.layout import BLOCK_BYTES, round_up
 from impress_sglang.storage.open_segment import OpenSegment
@@ -167,7 +167,10 @@ class BufferPool:
 
 
 class LayerBuffer:
-    """Those blocks of a part of a layer of a segment that were read for a request."""
+    """Those blocks of a part of a layer of a segment that were read for a request.
+
+    Blocks that are wanted are int64 [n], ascending, counted from the first one of the part.
+    """
 
     def __init__(
         self,
@@ -203,11 +206,13 @@ class LayerBuffer:
         """All reads into the area, in the order in which they were asked for."""
         return self._reads
 
-    def read_ahead(self, wanted: Flags, reader: BlockReader) -> None:
+    def read_ahead(self, wanted: Indices, reader: BlockReader) -> None:
         """Begin to read blocks that will probably be wanted."""
         self._submit(wanted, 0, reader, ahead=True)
 
-    def read(self, wanted: Flags, gap_bytes: int, reader: BlockReader, *, last: bool = True) -> int:
+    def read(
+        self, wanted: Indices, gap_bytes: int, reader: BlockReader, *, last: bool = True
+    ) -> int:
         """Begin to read what is missing of the wanted blocks; returns how many bytes that is.
 
         With the last wish of the layer it is known what will be used: of what was to be read ahead
@@ -217,32 +222,33 @@ class LayerBuffer:
         if any(read.ahead and not read.done for read in self._reads):
             numbers: Iterable[int] = range(len(self._reads))
             if not last:
-                _, brought = areas.brought_by(wanted, self._owner, len(self._reads))
-                numbers = np.flatnonzero(brought[1:]).tolist()
+                found = areas.bringing(wanted, self._owner, len(self._reads))
+                numbers = np.flatnonzero(found[1:]).tolist()
             self._stop_reading_ahead(numbers, reader)
         self._forget_failed()
         new = areas.count_new(wanted, self._owner, self._wanted, len(self._reads)).tolist()
-        for read, count in zip(self._reads, new, strict=True):
+        for read, count in zip(self._reads, new[1:], strict=True):
             self.ahead_used_bytes += count * BLOCK_BYTES if read.ahead else 0
         return self._submit(wanted, gap_bytes // BLOCK_BYTES, reader, ahead=False)
 
-    def wait(self, wanted: Flags) -> None:
+    def wait(self, wanted: Indices) -> None:
         """Wait until the wanted blocks are there, and verify them; all were asked for.
 
         Raises:
             PrefixUnreadable: one of the reads that bring them failed, or one of them is corrupt.
         """
-        blocks, brought = areas.brought_by(wanted, self._owner, len(self._reads))
-        assert not brought[0], "nobody asked for a block"
+        nobody, *found = areas.bringing(wanted, self._owner, len(self._reads)).tolist()
+        assert not nobody, "a block was not asked for"
         errors = []
-        for number in np.flatnonzero(brought[1:]).tolist():
-            try:
-                self._reads[number].arrived()
-            except PrefixUnreadable as error:
-                errors.append(error)
+        for read, brings in zip(self._reads, found, strict=True):
+            if brings:
+                try:
+                    read.arrived()
+                except PrefixUnreadable as error:
+                    errors.append(error)
         if errors:
             raise errors[0]
-        self._segment.check_blocks(self.memory, self._offset, blocks)
+        self._segment.check_blocks(self.memory, self._offset, wanted)
 
     def close(self, reader: BlockReader) -> None:
         """Give the memory back; what is not begun is not read any more."""
@@ -266,7 +272,7 @@ class LayerBuffer:
             if read.ahead and read.done and read.error is not None:
                 self._owner[self._owner == number] = _NO_READ
 
-    def _submit(self, wanted: Flags, gap_blocks: int, reader: BlockReader, *, ahead: bool) -> int:
+    def _submit(self, wanted: Indices, gap_blocks: int, reader: BlockReader, *, ahead: bool) -> int:
         """Read what is missing, if anything is; returns how many bytes that is."""
         # A gap that is read through may hold what another read brings, too: the same bytes.
         starts, stops = areas.claim_blocks(wanted, self._owner, len(self._reads), gap_blocks)

@@ -144,9 +144,7 @@ class CodedSpan:
     def unit_chunks(self, raised: Indices) -> Indices:
         """The chunks of units, int64 [n, 3]: plane, head and unit."""
         layout = self.layout
-        place = (raised[:, 0] * layout.num_heads + raised[:, 1]) * layout.num_units + raised[:, 2]
-        chunks: Indices = layout.num_pages + place
-        return chunks
+        return areas.unit_places(raised, layout.num_heads, layout.num_units, layout.num_pages)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -246,7 +244,7 @@ class CodedSource(StoredSource):
         Args:
             layer: from 0.
             number: of the span.
-            raised: int64 [n, 3] on the CPU, distinct: plane, head and unit.
+            raised: int64 [n, 3] on the CPU, ascending: plane, head and unit.
 
         Raises:
             PrefixUnreadable: as of `read_base`.
@@ -280,7 +278,7 @@ class CodedSource(StoredSource):
             base = areas.uncached_blocks(
                 span.certain_chunks(layer), chunks.first, chunks.count, tiers, span.spared_blocks
             )
-            if base.any():
+            if len(base):
                 self._buffer(layer, number).read_ahead(base, self._reader)
 
     def _buffer(self, layer: int, number: int) -> LayerBuffer:
@@ -329,11 +327,11 @@ class CodedSource(StoredSource):
         # Units are wanted here and there, many at a time: to read what is between them costs more
         # than it saves.
         gap = 0 if last else self._reader.cost.gap_bytes
-        reading: list[tuple[LayerBuffer, Flags]] = []
+        reading: list[tuple[LayerBuffer, Indices]] = []
         for part in parts:
-            if part.from_ssd:
+            if len(part.wanted):
                 part.area = self._buffer(layer, part.number)
-                self.stats.ssd_needed_bytes += part.from_ssd * BLOCK_BYTES
+                self.stats.ssd_needed_bytes += len(part.wanted) * BLOCK_BYTES
                 self.stats.ssd_bytes += part.area.read(part.wanted, gap, self._reader, last=last)
                 reading.append((part.area, part.wanted))
         began = time.perf_counter()
@@ -376,9 +374,9 @@ class _Part:
     """What a read wants of a span: chunks of these `ids`, of which some will be cached (`kept`).
 
     `starts` int64 is the first block of each. Of their blocks, one after another, `tiers` uint8 and
-    `frames` int64 say where each is, see `FrameTaker.take`. `wanted` are the blocks of the layer
-    that must come from SSD, `from_ssd` so many; `not_on_device` are the blocks of chunks that stood
-    elsewhere. `area` is where those from SSD are read to.
+    `frames` int64 say where each is, see `FrameTaker.take`. `wanted` int64, ascending, must come
+    from SSD; `not_on_device` is how many are of chunks that stood elsewhere. `area` is where those
+    from SSD are read to.
     """
 
     number: int
@@ -387,8 +385,7 @@ class _Part:
     kept: Flags
     tiers: Uint8s
     frames: Indices
-    wanted: Flags
-    from_ssd: int
+    wanted: Indices
     not_on_device: int
     area: LayerBuffer | None = None
 
@@ -413,9 +410,9 @@ class _Part:
             access.pages[place],
             span.spared_blocks,
         )
-        from_ssd, on_ssd, on_host, _ = sums.tolist()
+        on_ssd, on_host, _ = sums.tolist()
         starts = own.first[chunks]
-        return cls(number, ids, starts, kept, tiers, frames, wanted, from_ssd, on_ssd + on_host)
+        return cls(number, ids, starts, kept, tiers, frames, wanted, on_ssd + on_host)
 
 
 def _groups(span: CodedSpan, blocks: Tensor) -> Tensor:

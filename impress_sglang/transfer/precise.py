@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable
+from impress_sglang.loops import areas
 from impress_sglang.precision.allocation import allocate_planes, planes_of
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.storage.layout import KVShape
@@ -237,11 +238,9 @@ class PreciseLoader:
         """Add what a request wants and the part has not; a unit is raised in all of the part."""
         part = use.part
         levels = part.levels[layer, :, use.units]
-        plane = np.arange(NUM_PLANES)[:, None, None]
-        missing = np.argwhere((plane >= levels) & (plane < wanted))
+        missing = areas.missing_units(levels, wanted, part.units[0] + use.units.start)
         if not len(missing):
             return
-        missing[:, 2] += part.units[0] + use.units.start
         raised = torch.from_numpy(missing)
         load, number = _load_of(part)
         content = load.source.read_units(layer, number, raised)

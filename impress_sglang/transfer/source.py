@@ -169,8 +169,8 @@ class SegmentSource(StoredSource):
         for number, expected in enumerate(self._expected):
             # Apart, because the probe column is asked for first.
             for blocks in expected:
-                own = blocks[layer - self._expected_from]
-                if own.any():
+                own = np.flatnonzero(blocks[layer - self._expected_from])
+                if len(own):
                     self._buffer(layer, number).read_ahead(own, self._reader)
 
     def read_probe(self, layer: int) -> Tensor:
@@ -270,11 +270,12 @@ class SegmentSource(StoredSource):
                 buffer = self._buffer(plan.layer, self._number(own.span))
                 # After a probe the layer's rows are asked for.
                 last = own.rows is not None
-                num_bytes = buffer.read(own.blocks, gap, self._reader, last=last)
+                blocks = np.flatnonzero(own.blocks)
+                num_bytes = buffer.read(blocks, gap, self._reader, last=last)
                 self.stats.ssd_bytes += num_bytes
                 if own.rows is not None:
-                    own.span.history.ssd_bytes += int(own.blocks.sum()) * BLOCK_BYTES
-                wanted.append((buffer, own.blocks))
+                    own.span.history.ssd_bytes += len(blocks) * BLOCK_BYTES
+                wanted.append((buffer, blocks))
         began = time.perf_counter()
         for buffer, blocks in wanted:
             buffer.wait(blocks)

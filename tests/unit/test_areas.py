@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,17 +37,17 @@ def test_blocks_of_chunks(
         chunks, FIRST, COUNTS, tiers, kept, held, np.array(spared)
     )
 
-    expected, from_ssd, by_tier = [], set[int](), [0, 0, 0]
+    expected, from_ssd, by_tier = [], list[int](), [0, 0, 0]
     for place, (chunk, (tier, keep)) in enumerate(found.items()):
         for inside in range(COUNTS[chunk]):
             block = int(FIRST[chunk]) + inside
             expected.append((tier, block if tier == SSD else int(held[place, inside])))
             by_tier[tier] += 1
             if tier == SSD and (keep or not spared[block]):
-                from_ssd.add(block)
+                from_ssd.append(block)
     assert list(zip(sources.tolist(), frames.tolist(), strict=True)) == expected
-    assert set(np.flatnonzero(wanted).tolist()) == from_ssd
-    assert sums.tolist() == [len(from_ssd), *by_tier]
+    assert wanted.tolist() == from_ssd
+    assert sums.tolist() == by_tier
 
 
 @given(
@@ -64,13 +66,13 @@ def test_blocks_that_are_in_no_cache(
         np.array(spared),
     )
 
-    expected = {
+    expected = [
         block
-        for chunk in chunks
+        for chunk in sorted(chunks)
         for block in range(FIRST[chunk], FIRST[chunk] + COUNTS[chunk])
         if tiers[chunk] == SSD and not spared[block]
-    }
-    assert set(np.flatnonzero(found).tolist()) == expected
+    ]
+    assert found.tolist() == expected
 
 
 def naive_runs(blocks: list[int], gap: int) -> list[tuple[int, int]]:
@@ -90,7 +92,7 @@ def test_what_no_read_brings_is_read_in_runs(
 ) -> None:
     own = np.array(owners, np.int16)
 
-    starts, stops = areas.claim_blocks(np.array(wanted), own, 3, gap)
+    starts, stops = areas.claim_blocks(np.flatnonzero(wanted), own, 3, gap)
 
     missing = [block for block in range(BLOCKS) if wanted[block] and owners[block] < 0]
     runs = list(zip(starts.tolist(), stops.tolist(), strict=True))
@@ -100,18 +102,16 @@ def test_what_no_read_brings_is_read_in_runs(
 
 @given(wanted=FLAGS, owners=OWNERS, seen=FLAGS)
 def test_who_brings_what_is_wanted(wanted: list[bool], owners: list[int], seen: list[bool]) -> None:
-    flags, own, before = np.array(wanted), np.array(owners, np.int16), np.array(seen)
+    blocks, own, before = np.flatnonzero(wanted), np.array(owners, np.int16), np.array(seen)
 
-    blocks, brought = areas.brought_by(flags, own, 3)
-    new = areas.count_new(flags, own, before, 3)
+    found = areas.bringing(blocks, own, 3)
+    new = areas.count_new(blocks, own, before, 3)
 
-    asked = [block for block in range(BLOCKS) if wanted[block]]
-    assert blocks.tolist() == asked
-    assert brought.tolist() == [
-        any(owners[block] == read for block in asked) for read in range(-1, 3)
-    ]
+    asked = blocks.tolist()
+    reads = range(-1, 3)
+    assert found.tolist() == [any(owners[block] == read for block in asked) for read in reads]
     assert new.tolist() == [
-        sum(owners[block] == read and not seen[block] for block in asked) for read in range(3)
+        sum(owners[block] == read and not seen[block] for block in asked) for read in reads
     ]
     assert before.tolist() == [one or other for one, other in zip(wanted, seen, strict=True)]
 
@@ -127,3 +127,28 @@ def test_units_below_the_floors(floors: list[int], first: int, count: int) -> No
         for unit in range(first, first + count)
         if plane < floor
     ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 3)), max_size=9))
+def test_chunks_of_units(units: list[tuple[int, int, int]]) -> None:
+    found = areas.unit_places(np.array(units, np.int64).reshape(-1, 3), 3, 4, 10)
+
+    order = list(itertools.product(range(2), range(3), range(4)))
+    assert found.tolist() == [10 + order.index(unit) for unit in units]
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 5), st.integers(0, 9))
+def test_units_that_lack_planes(data: st.DataObject, heads: int, units: int, first: int) -> None:
+    """Also of some columns of a table."""
+    planes = st.lists(st.integers(0, 2), min_size=heads * units, max_size=heads * units)
+    levels, wanted = (
+        np.pad(np.array(data.draw(planes), np.uint8).reshape(heads, units), 1)[1:-1, 1:-1]
+        for _ in range(2)
+    )
+
+    found = areas.missing_units(levels, wanted, first)
+
+    plane = np.arange(2)[:, None, None]
+    missing = np.argwhere((plane >= levels) & (plane < wanted))
+    missing[:, 2] += first
+    assert found.tolist() == missing.tolist()

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
+from impress_sglang.loops.types import Indices
 from impress_sglang.storage import pending_read
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
-from impress_sglang.transfer.geometry import Flags
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
 from tests.unit.source_factory import StepEngine, reading, stepping
@@ -36,6 +36,10 @@ def take(pool: BufferPool, num_bytes: int, owner: object = None) -> PooledMemory
     memory = pool.take(num_bytes, Tenant(owner, lambda: None))
     assert memory is not None
     return memory
+
+
+def these(*blocks: int) -> Indices:
+    return np.array(sorted(blocks), np.int64)
 
 
 def is_quiet(buffer: LayerBuffer) -> bool:
@@ -61,11 +65,6 @@ class Stored:
         buffer = LayerBuffer(self.segment, self.offset, size, self.pool, owner)
         buffer.memory.view[:] = b"\xee" * len(buffer.memory)
         return buffer
-
-    def flags(self, *blocks: int) -> Flags:
-        wanted = np.zeros(self.blocks, np.bool_)
-        wanted[list(blocks)] = True
-        return wanted
 
     def check(self, buffer: LayerBuffer, *blocks: int) -> None:
         """These blocks stand where they stand in the layer."""
@@ -104,11 +103,11 @@ def test_a_block_that_is_wanted_twice_was_read_ahead_once(stored: Stored) -> Non
     """Of what was read ahead, the part that was wanted cannot be more than all of it."""
     with reading() as reader:
         buffer = stored.buffer()
-        buffer.read_ahead(stored.flags(1, 2), reader)
+        buffer.read_ahead(these(1, 2), reader)
         wait_until(lambda: is_quiet(buffer))
         for _ in range(3):
-            buffer.read(stored.flags(1), 0, reader)
-        buffer.wait(stored.flags(1))
+            buffer.read(these(1), 0, reader)
+        buffer.wait(these(1))
         buffer.close(reader)
 
     assert (buffer.ahead_bytes, buffer.ahead_used_bytes) == (2 * BLOCK, BLOCK)
@@ -119,8 +118,8 @@ def test_what_was_not_begun_is_read_only_if_it_is_wanted(
 ) -> None:
     """Blocks 1 and 2 are in flight when 2, 5 and 20 are wanted; 3, 4 and 6 never are."""
     reader, engine = step
-    buffer, wanted = stored.buffer(), stored.flags(2, 5, 20)
-    buffer.read_ahead(stored.flags(*range(1, 7)), reader)
+    buffer, wanted = stored.buffer(), these(2, 5, 20)
+    buffer.read_ahead(these(*range(1, 7)), reader)
     engine.wait_started(2)
 
     assert buffer.read(wanted, 0, reader) == 2 * BLOCK, "block 2 is on its way"
@@ -138,10 +137,10 @@ def test_a_first_wish_ends_only_what_it_waits_for(
 ) -> None:
     """As a probe, after which rows are asked for: it overtakes, and these go on being read."""
     reader, engine = step
-    buffer, wanted = stored.buffer(), stored.flags(11, 12)
+    buffer, wanted = stored.buffer(), these(11, 12)
     # Reads ahead take half of the queue, so only block 1 and 2 are begun.
-    buffer.read_ahead(stored.flags(1, 2, 3, 4), reader)
-    buffer.read_ahead(stored.flags(10, 11, 12), reader)
+    buffer.read_ahead(these(1, 2, 3, 4), reader)
+    buffer.read_ahead(these(10, 11, 12), reader)
     engine.wait_started(2)
 
     assert buffer.read(wanted, 0, reader, last=False) == 2 * BLOCK
@@ -151,7 +150,7 @@ def test_a_first_wish_ends_only_what_it_waits_for(
     wait_until(lambda: is_quiet(buffer))
 
     assert stored.started(engine) == [1, 2, 11, 12, 3, 4]
-    assert buffer.read(stored.flags(4), 0, reader) == 0
+    assert buffer.read(these(4), 0, reader) == 0
     buffer.close(reader)
     assert (buffer.ahead_bytes, buffer.ahead_used_bytes) == (4 * BLOCK, BLOCK)
 
@@ -160,7 +159,7 @@ def test_waiting_is_for_what_is_wanted(
     stored: Stored, step: tuple[BlockReader, StepEngine]
 ) -> None:
     reader, engine = step
-    buffer, first, second = stored.buffer(), stored.flags(3), stored.flags(9)
+    buffer, first, second = stored.buffer(), these(3), these(9)
     buffer.read(first, 0, reader)
     engine.wait_started(1)
     buffer.read(second, 0, reader)
@@ -185,17 +184,17 @@ def test_damage_is_told_to_who_wants_it(stored: Stored, ahead: bool) -> None:
     """Nothing that is wanted is in flight any more when it is told."""
     flip_byte(stored.path, stored.offset + 5 * BLOCK + 77)
     with reading() as reader:
-        buffer, wanted = stored.buffer(), stored.flags(4, 5, 6, 20, 21)
+        buffer, wanted = stored.buffer(), these(4, 5, 6, 20, 21)
         if ahead:
-            buffer.read_ahead(stored.flags(4, 5, 6), reader)
+            buffer.read_ahead(these(4, 5, 6), reader)
             wait_until(lambda: is_quiet(buffer))
         buffer.read(wanted, 0, reader)
         with pytest.raises(SegmentUnreadable, match=f"block at {stored.offset + 5 * BLOCK} "):
             buffer.wait(wanted)
 
         assert all(read.done for read in buffer.reads)
-        buffer.read(stored.flags(8), 0, reader)
-        buffer.wait(stored.flags(8))
+        buffer.read(these(8), 0, reader)
+        buffer.wait(these(8))
         buffer.close(reader)
 
 
@@ -203,9 +202,9 @@ def test_what_could_not_be_read_ahead_is_read_when_it_is_wanted(stored: Stored) 
     """The disk answers again: who was under way when it failed must not say it had not."""
     files = FaultyFileSystem()
     reader = BlockReader(4, files)
-    buffer, wanted = stored.buffer(), stored.flags(4, 5, 6, 20)
+    buffer, wanted = stored.buffer(), these(4, 5, 6, 20)
     with files.faults.injected(Rule("EIO", "block")):
-        buffer.read_ahead(stored.flags(4, 5, 6, 7), reader)
+        buffer.read_ahead(these(4, 5, 6, 7), reader)
         wait_until(lambda: is_quiet(buffer))
 
     buffer.read(wanted, 0, reader)
@@ -222,7 +221,7 @@ def test_memory_is_not_given_again_while_it_is_filled(
     reader, engine = step
     buffer = stored.buffer()
     memory, size = buffer.memory, len(buffer.memory)
-    buffer.read(stored.flags(1, 2), 0, reader)
+    buffer.read(these(1, 2), 0, reader)
     engine.wait_started(2)
 
     buffer.close(reader)
@@ -243,7 +242,7 @@ def test_a_closed_area_stops_reading_ahead(
 ) -> None:
     reader, engine = step
     buffer = stored.buffer()
-    buffer.read_ahead(stored.flags(*range(10)), reader)
+    buffer.read_ahead(these(*range(10)), reader)
     engine.wait_started(2)
 
     buffer.close(reader)
@@ -267,15 +266,15 @@ def test_any_order_of_reads(stored: Stored, seed: int) -> None:
         for _ in range(8):
             blocks = random.random(stored.blocks) < random.choice([0.1, 0.5])
             if random.random() < 0.6:
-                buffer.read_ahead(blocks, reader)
+                buffer.read_ahead(np.flatnonzero(blocks), reader)
                 engine.allow(int(random.integers(0, 6)))
             else:
                 # A layer wants a block once.
                 blocks &= ~wanted_ever
                 wanted_ever |= blocks
-                counted += buffer.read(blocks, gap, reader)
+                counted += buffer.read(np.flatnonzero(blocks), gap, reader)
                 engine.allow()
-                buffer.wait(blocks)
+                buffer.wait(np.flatnonzero(blocks))
                 stored.check(buffer, *np.flatnonzero(blocks).tolist())
                 engine.stop()
         engine.allow()
@@ -372,7 +371,7 @@ def test_memory_that_is_still_filled_is_waited_for(
     buffer = stored.buffer()
     size = len(buffer.memory)
     stored.pool.limit_bytes = size
-    buffer.read(stored.flags(1, 2), 0, reader)
+    buffer.read(these(1, 2), 0, reader)
     engine.wait_started(2)
     buffer.close(reader)
     assert not stored.pool.has_room(1), "it is not there before the reads have ended"
@@ -390,7 +389,7 @@ def test_memory_that_a_stopped_device_fills_is_not_waited_for(stored: Stored) ->
         buffer = stored.buffer()
         size = len(buffer.memory)
         stored.pool.limit_bytes = size
-        buffer.read(stored.flags(1, 2), 0, reader)
+        buffer.read(these(1, 2), 0, reader)
         engine.wait_started(2)
         buffer.close(reader)
 
