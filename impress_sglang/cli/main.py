@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from impress_sglang.cli.bench import measure
 from impress_sglang.cli.outcome import (
     DAMAGED,
     DONE,
     EXIT_STATUS,
+    INTERRUPTED,
     REFUSED,
     UNREACHABLE,
     Refused,
@@ -79,6 +81,13 @@ def parser() -> argparse.ArgumentParser:
         "--drive-gbps", type=float, default=3.0, help="GB/s that the drive reads; default: 3"
     )
     sizes.add_argument("--per-day", type=int, default=0, help="new prefixes per day; default: 0")
+    tried = add("bench", "say whether the store pays on a server", server=True, directory=False)
+    tried.add_argument("--prefixes", type=int, default=8, help="that are asked for; default: 8")
+    tried.add_argument("--prefix-tokens", type=int, default=2000, help="of each; default: 2000")
+    tried.add_argument("--text", type=Path, help="file of which they are; default: random ones")
+    tried.add_argument("--clients", type=int, default=1, help="that ask at once; default: 1")
+    tried.add_argument("--flush", action="store_true", help="empty SGLang's pool, also of others'")
+    tried.add_argument("--api-key", help="of requests, if it is not --key")
     for name, told in _ORDERS.items():
         own = add(name, told, server=True, directory=name not in _ONLY_OF_SERVERS)
         which = own.add_mutually_exclusive_group(required=name != "purge")
@@ -122,6 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, REFUSED)
     except Unreachable as error:
         return _fail(error, UNREACHABLE)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
     try:
         print(json.dumps(found, indent=2) if args.json else _as_text(found))
     except BrokenPipeError:
@@ -130,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return DAMAGED if args.command == "verify" and found else DONE
 
 
-def _fail(error: Exception, status: int) -> int:
+def _fail(error: Exception | str, status: int) -> int:
     print(f"impress: {error}", file=sys.stderr)
     return status
 
@@ -159,6 +170,8 @@ def _carry_out(args: argparse.Namespace) -> Any:
     if getattr(args, "segment", None) is not None:
         raise Refused("--segment names a prefix in a directory: give --dir")
     server = Server(args.url, args.key)
+    if args.command == "bench":
+        return _measured(args)
     if args.command == "ls":
         return _listed(server.overview())
     if args.command == "stat":
@@ -168,17 +181,32 @@ def _carry_out(args: argparse.Namespace) -> Any:
     return server.order(args.command, _prefix_of(args))
 
 
+def _measured(args: argparse.Namespace) -> dict[str, Any]:
+    text = None if args.text is None else _read(args.text)
+    return measure(
+        Server(args.url, args.key, args.api_key),
+        prefixes=args.prefixes,
+        tokens=args.prefix_tokens,
+        clients=args.clients,
+        text=text,
+        flush=args.flush,
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise Refused(f"{path} cannot be read: {error}") from error
+
+
 def _prefix_of(args: argparse.Namespace) -> dict[str, Any]:
     """The body of an order."""
     told = vars(args)
     names = ("text", "extra_key", "cache_salt", "segment", "older_than")
     body = {name: told[name] for name in names if told.get(name) is not None}
     if told.get("file") is not None:
-        try:
-            stdin = str(args.file) == "-"
-            body["text"] = sys.stdin.read() if stdin else args.file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise Refused(f"{args.file} cannot be read: {error}") from error
+        body["text"] = _read(args.file)
     if told.get("ids") is not None:
         try:
             body["input_ids"] = [int(own) for own in args.ids.split(",")]
@@ -221,6 +249,8 @@ def _as_text(found: Any) -> str:
     """A table of rows, or a line for each field."""
     if isinstance(found, list):
         return _table(found) if found else "nothing"
+    if "ways" in found:
+        return f"{_table(found['ways'])}\n{found['conclusion']}"
     return "\n".join(f"{name}: {_cell(value)}" for name, value in found.items())
 
 

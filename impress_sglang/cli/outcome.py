@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-DONE, DAMAGED, REFUSED, UNREACHABLE = 0, 1, 2, 3
+DONE, DAMAGED, REFUSED, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 EXIT_STATUS = {
     DONE: "done",
     DAMAGED: "`verify` has found damage",
     REFUSED: "the command is wrong, or was refused; nothing was changed",
     UNREACHABLE: "there is no server, or no store, or it is in use",
+    INTERRUPTED: "it was interrupted",
 }
 
 

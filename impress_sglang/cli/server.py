@@ -10,40 +10,74 @@ from typing import Any
 from impress_sglang.cli.outcome import Refused, Unreachable
 
 TIMEOUT_S = 600.0
+FLUSHED_IN_S = 60.0
+_STATUS = "the server answers with status {}"
 
 
 class Server:
-    """The routes under `/impress` of a server, with its key if it has one."""
+    """The routes of a server, with its key if it has one."""
 
-    def __init__(self, url: str, key: str | None = None) -> None:
+    def __init__(self, url: str, key: str | None = None, api_key: str | None = None) -> None:
+        """`key`: for orders; `api_key`: for requests, if that is another one."""
         self._url = url.rstrip("/")
         self._key = key
+        self._api_key = api_key or key
 
     def stats(self) -> dict[str, Any]:
         """See `GET /impress/stats`."""
-        return self._ask("GET", "stats")
+        return self._ask("GET", "/impress/stats", self._api_key)
 
     def overview(self) -> dict[str, Any]:
         """See `GET /impress/overview`."""
-        return self._ask("GET", "overview")
+        return self._ask("GET", "/impress/overview", self._key)
 
     def order(self, verb: str, prefix: dict[str, Any]) -> dict[str, Any]:
-        """See `POST /impress/{warm,pin,unpin,purge}`."""
-        return self._ask("POST", verb, prefix)
+        """See `POST /impress/{warm,pin,unpin,purge,why}`."""
+        return self._ask("POST", f"/impress/{verb}", self._key, prefix)
 
-    def _ask(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What a request of SGLang's `/generate` reports in `meta_info["impress"]`."""
+        answer = self._ask("POST", "/generate", self._api_key, body)
+        try:
+            report: dict[str, Any] = answer["meta_info"]["impress"]
+        except (KeyError, TypeError) as error:
+            raise Unreachable(f"{self._url} does not report as expected: {error!r}") from error
+        return report
+
+    def tokenize(self, text: str) -> list[int]:
+        """The tokens of a text, in the server's vocabulary."""
+        body = {"prompt": text, "add_special_tokens": False}
+        tokens: list[int] = self._ask("POST", "/tokenize", self._api_key, body)["tokens"]
+        return tokens
+
+    def flush(self) -> None:
+        """Empty SGLang's pool, as soon as no request runs."""
+        self._send("POST", f"/flush_cache?timeout={FLUSHED_IN_S:g}", self._key)
+
+    def _ask(
+        self, method: str, path: str, key: str | None, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = json.loads(self._send(method, path, key, body))
+            return answer
+        except ValueError as error:
+            raise Unreachable(f"{self._url} does not answer as expected: {error}") from error
+
+    def _send(
+        self, method: str, path: str, key: str | None, body: dict[str, Any] | None = None
+    ) -> bytes:
         headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
         try:
             request = urllib.request.Request(
-                f"{self._url}/impress/{route}",
+                f"{self._url}{path}",
                 None if body is None else json.dumps(body).encode(),
                 headers,
                 method=method,
             )
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-                answer: dict[str, Any] = json.load(response)
+                answer: bytes = response.read()
                 return answer
         except urllib.error.HTTPError as error:
             raise _meaning(error) from error
@@ -54,10 +88,14 @@ class Server:
 def _meaning(error: urllib.error.HTTPError) -> Exception:
     """What a status says."""
     if error.code in (401, 403):
-        return Refused("the server wants a key: give --key, or set IMPRESS_KEY")
+        return Refused("the server wants another key: give --key, or set IMPRESS_KEY")
     if error.code == 404:
         return Unreachable("there is no IMPRESS there: was the server started with it?")
+    text = error.read()
     try:
-        return Refused(str(json.load(error)["error"]))
+        told = json.loads(text)["error"]
+        # SGLang's own have a message.
+        return Refused(str(told["message"] if isinstance(told, dict) else told))
     except (ValueError, KeyError, TypeError):
-        return Unreachable(f"the server answers with status {error.code}")
+        refusal = text.decode(errors="replace").strip().split("\n")[0] if error.code == 400 else ""
+        return Refused(refusal) if refusal else Unreachable(_STATUS.format(error.code))

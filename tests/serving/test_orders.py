@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import requests
 
+from impress_sglang.cli.main import main
+from impress_sglang.cli.outcome import DONE
 from tests.serving.conftest import impress_flags
 from tests.serving.harness import Server, Zygote, running
 from tests.serving.tiny_models import random_tokens
@@ -139,6 +142,23 @@ def test_a_prefix_is_warmed_pinned_and_purged(server: Server) -> None:
     assert ask(server, "POST", "/impress/check", "user").status_code == 401
     assert ask(server, "POST", "/impress/check", "admin").json() == {"integrity": "ok"}
     assert stats["pins"] == {"prefixes": 0, "bytes": 0}
+
+
+def test_whether_the_store_pays_is_measured_and_nothing_is_left(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = ask(server, "GET", "/impress/stats", "user").json()["store"]["segments"]
+    keys = (f"--key={KEYS['admin']}", f"--api-key={KEYS['user']}")
+    asked = ("--prefixes=3", "--prefix-tokens=500", "--clients=2", "--flush", "--json")
+    assert main(["bench", "--url", server.url, *keys, *asked]) == DONE
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    rows = {row["way"]: row for row in found["ways"]}
+    assert rows["computed"]["requests"] == rows["loaded"]["requests"] == 3
+    assert rows["loaded"]["read_mb"] > 0 == rows["computed"]["read_mb"]
+    assert found["drive_mbps"] > 0 and " here: the first token takes" in found["conclusion"]
+    assert "removed what was stored: 3 segments" in captured.err
+    assert ask(server, "GET", "/impress/stats", "user").json()["store"]["segments"] == before
 
 
 def test_statistics_ask_for_a_key_and_tell_nothing_of_prompts(server: Server) -> None:

@@ -1,0 +1,228 @@
+"""The command line: whether the store pays on a server, which is a fake one here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from impress_sglang.cli.main import main
+from impress_sglang.cli.outcome import DONE, INTERRUPTED, REFUSED, UNREACHABLE
+
+Said = pytest.CaptureFixture[str]
+COMPUTING_S = 0.04
+TOKENS = 128
+ASKED = ("--prefixes=3", f"--prefix-tokens={TOKENS}")
+
+
+class Fake(ThreadingHTTPServer):
+    """Has a pool and a store of prefixes, by `cache_salt`."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.lock = threading.Lock()
+        self.pool: set[tuple[str, str]] = set()
+        self.stored: set[tuple[str, str]] = {("somebody else", "")}
+        self.asked: list[tuple[str, dict[str, Any], str | None]] = []
+        self.loading_s, self.decision, self.looks = 0.01, "load", 2
+        self.broken: dict[str, tuple[int, bytes]] = {}
+        self.signal: tuple[int, int] = (0, 0)
+
+    def bodies(self, path: str) -> list[dict[str, Any]]:
+        return [body for own, body, _ in self.asked if own == path]
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        if path == "/impress/stats":
+            return {"store": {"read_mbps": 1234}}
+        if path == "/tokenize":
+            return {"tokens": list(range(len(body["prompt"])))}
+        place = (body.get("cache_salt", ""), str(body.get("input_ids", [])[:TOKENS]))
+        if path == "/impress/why":
+            self.looks -= 1
+            return {"why": {"reason": "being_written" if self.looks > 0 else "stored"}}
+        if path == "/impress/purge":
+            whole = "input_ids" not in body
+            gone = {own for own in self.stored if own == place or (whole and own[0] == place[0])}
+            self.stored -= gone
+            return {"segments": len(gone)}
+        assert path == "/generate"
+        return {"meta_info": {"impress": self.generate(place, body["sampling_params"])}}
+
+    def generate(self, place: tuple[str, str], sampling: dict[str, Any]) -> dict[str, Any]:
+        with self.lock:
+            number, stop = self.signal
+            if len(self.bodies("/generate")) == number:
+                os.kill(os.getpid(), stop)
+            found = "device" if place in self.pool else "ssd" if place in self.stored else None
+            loads = found == "ssd" and self.decision == "load"
+            self.pool.add(place)
+            if sampling["custom_params"]["impress_store"]:
+                self.stored.add(place)
+        if found != "device":
+            time.sleep(self.loading_s if loads else COMPUTING_S)
+        return {
+            "path": found if found == "device" or loads else "computed",
+            "decision": self.decision if found == "ssd" else "none",
+            "bits_mean": 5.25 if loads else None,
+            "ssd_bytes": 2_000_000 if loads else 0,
+            "why": {"reason": "computed_faster", "text": "loading would take longer"},
+        }
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        fake = self.server
+        assert isinstance(fake, Fake)
+        text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        path, body = self.path.partition("?")[0], json.loads(text) if text else {}
+        fake.asked.append((path, body, self.headers.get("Authorization")))
+        if path in fake.broken:
+            status, answer = fake.broken[path]
+        elif path == "/flush_cache":
+            fake.pool.clear()
+            status, answer = 200, b"Cache flushed."
+        else:
+            status, answer = 200, json.dumps(fake.answer(path, body)).encode()
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    with Fake() as fake:
+        thread = threading.Thread(target=fake.serve_forever, args=(0.02,))
+        thread.start()
+        yield fake
+        fake.shutdown()
+        thread.join()
+        # Nobody else's is touched, whatever happens.
+        assert ("somebody else", "") in fake.stored
+        for body in fake.bodies("/impress/purge"):
+            assert body["cache_salt"].startswith("impress-bench-")
+
+
+def run(fake: Fake, *options: str) -> int:
+    url = f"http://127.0.0.1:{fake.server_address[1]}"
+    return main(["bench", "--url", url, *ASKED, *options])
+
+
+def measured(fake: Fake, said: Said, *options: str) -> tuple[dict[str, Any], str]:
+    """Rows by way, and the conclusion."""
+    assert run(fake, "--json", *options) == DONE
+    captured = said.readouterr()
+    assert "removed what was stored: 3 segments" in captured.err and len(fake.stored) == 1
+    found = json.loads(captured.out)
+    return {row["way"]: row for row in found["ways"]}, found["conclusion"]
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_each_way_is_measured(fake: Fake, capsys: Said, clients: int) -> None:
+    ways, conclusion = measured(fake, capsys, "--flush", f"--clients={clients}")
+    assert list(ways) == ["computed", "computed, stored", "SGLang's pool", "loaded"]
+    assert all(row["requests"] == 3 for row in ways.values())
+    loaded, computed = ways["loaded"], ways["computed"]
+    assert (loaded["read_mb"], loaded["bits"], computed["bits"]) == (2.0, 5.25, None)
+    assert computed["ttft_ms"] >= 40 and computed["ratio"] == 1 and loaded["ratio"] > 1
+    assert computed["tokens_per_s"] < loaded["tokens_per_s"]
+    assert conclusion.startswith("The store pays here") and "1,234 MB/s" in conclusion
+    assert len({str(body["input_ids"][:TOKENS]) for body in fake.bodies("/generate")}) == 3
+    stored = [body["sampling_params"]["custom_params"] for body in fake.bodies("/generate")]
+    stored = [own for own in stored if own["impress_store"]]
+    assert stored == [{"impress_store": True, "impress_ttl": 3600}] * 3
+
+
+def test_the_pool_of_others_is_emptied_only_if_that_is_wanted(fake: Fake, capsys: Said) -> None:
+    ways, conclusion = measured(fake, capsys)
+    assert "loaded" not in ways and "--flush" in conclusion and not fake.bodies("/flush_cache")
+
+
+def test_a_slow_drive_does_not_pay(fake: Fake, capsys: Said) -> None:
+    fake.loading_s = 2 * COMPUTING_S
+    ways, conclusion = measured(fake, capsys, "--flush")
+    assert ways["loaded"]["ratio"] < 1 and conclusion.startswith("The store does not pay here")
+
+
+def test_a_server_that_computes_instead_says_why(fake: Fake, capsys: Said) -> None:
+    fake.decision = "recompute"
+    ways, conclusion = measured(fake, capsys, "--flush")
+    assert ways["computed anyway"]["requests"] == 3 and "loaded" not in ways
+    assert "loading would take longer" in conclusion
+
+
+def test_prefixes_of_a_text(fake: Fake, capsys: Said, tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("a" * 3 * TOKENS)
+    measured(fake, capsys, f"--text={path}")
+    first = {body["input_ids"][0] for body in fake.bodies("/generate")}
+    assert first == {0, TOKENS, 2 * TOKENS}
+
+
+def test_a_table_for_who_reads_it(fake: Fake, capsys: Said) -> None:
+    assert run(fake, "--flush") == DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 and lines[0].split()[:2] == ["way", "requests"]
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [2, 6, 9])
+def test_who_is_interrupted_leaves_nothing(
+    fake: Fake, capsys: Said, stop: int, number: int
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    fake.signal = number, stop
+    assert run(fake, "--clients=2") == INTERRUPTED
+    captured = capsys.readouterr()
+    assert "impress: removed what was stored" in captured.err and not captured.out
+    assert len(fake.stored) == 1 and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_requests_and_orders_may_need_other_keys(fake: Fake, capsys: Said) -> None:
+    measured(fake, capsys, "--key=of-orders", "--api-key=of-requests", "--flush")
+    keys = {path: key for path, _, key in fake.asked}
+    assert keys["/generate"] == keys["/impress/stats"] == "Bearer of-requests"
+    assert keys["/impress/purge"] == keys["/flush_cache"] == "Bearer of-orders"
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "answer", "status", "said"),
+    [
+        ("/flush_cache", 400, b"Flush failed: 2 requests run.\n", REFUSED, "2 requests run"),
+        ("/generate", 400, b'{"error": {"message": "too long"}}', REFUSED, "too long"),
+        ("/generate", 200, b'{"meta_info": {}}', UNREACHABLE, "impress"),
+        ("/impress/why", 500, b"oops", UNREACHABLE, "500"),
+    ],
+)
+def test_what_a_server_refuses(
+    fake: Fake, capsys: Said, path: str, code: int, answer: bytes, status: int, said: str
+) -> None:
+    fake.broken[path] = code, answer
+    assert run(fake, "--flush") == status
+    assert said in capsys.readouterr().err and len(fake.stored) == 1
+
+
+def test_what_cannot_be_removed_is_told(fake: Fake, capsys: Said) -> None:
+    fake.broken["/impress/purge"] = 500, b"oops"
+    assert run(fake) == DONE
+    assert "impress purge --cache-salt impress-bench-" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["--prefixes=0", "--prefix-tokens=100", "--clients=0"])
+def test_what_cannot_be_measured(fake: Fake, capsys: Said, tmp_path: Path, wrong: str) -> None:
+    assert run(fake, wrong) == REFUSED
+    short = tmp_path / "text"
+    short.write_text("too short")
+    assert run(fake, f"--text={short}") == REFUSED
+    assert "384 are needed" in capsys.readouterr().err and not fake.bodies("/generate")
