@@ -47,17 +47,6 @@ def truncate(path: Path, by: int = BLOCK_BYTES) -> None:
     os.truncate(path, max(path.stat().st_size - by, 0))
 
 
-def damage_index(root: Path) -> Path:
-    """The pages of the index after its first are garbage; returns its path."""
-    (path,) = root.rglob("catalog.sqlite")
-    size = max(path.stat().st_size, 2 * BLOCK_BYTES)
-    with path.open("r+b") as file:
-        # The header of the database stays, so that it looks like one.
-        file.seek(100)
-        file.write(b"\xa5" * (size - 100))
-    return path
-
-
 def take_away(root: Path) -> Path:
     """The directory is gone; returns where it is."""
     away = root.with_name(root.name + ".away")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 
 from tests.serving.harness import Server, Zygote, running
 from tests.serving.tiny_models import make_model
 
+# All is tight: the pool, chunks of prefill, and no overlap of passes and scheduling.
+CRAMPED = ("--max-total-tokens=9000", "--disable-overlap-schedule", "--chunked-prefill-size=512")
 TINY_FLAGS = ("--dtype=float32", "--skip-tokenizer-init", "--max-running-requests=16")
 
 
@@ -61,3 +65,26 @@ def impress_flags(store: Path, *flags: str) -> tuple[str, ...]:
         f"--impress-ssd-dir={store}",
         *flags,
     )
+
+
+class Serve(Protocol):
+    """Starts a server of ours for the time of a `with` block."""
+
+    def __call__(
+        self, name: str, *flags: str, model: Path | None = None, **how: Any
+    ) -> contextlib.AbstractContextManager[Server]: ...
+
+
+@pytest.fixture(scope="session")
+def serve(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Serve:
+    """With a store and a log of this name; in the end nothing has gone wrong."""
+
+    @contextlib.contextmanager
+    def start(name: str, *flags: str, model: Path | None = None, **how: Any) -> Iterator[Server]:
+        own = impress_flags(workdir / f"store-{name}", "--impress-min-prefix-tokens=64", *flags)
+        log = workdir / f"{name}.log"
+        with running(model or tiny_llama, log, *own, zygote=zygote, **how) as server:
+            yield server
+            server.assert_quiet()
+
+    return start

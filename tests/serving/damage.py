@@ -6,16 +6,8 @@ from pathlib import Path
 
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import read_header
+from tests.damage import flip_bit
 from tests.serving.harness import Server
-from tests.serving.tiny_models import random_tokens
-
-
-def store(server: Server, length: int, seed: int) -> list[int]:
-    """A prefix on SSD only."""
-    prefix = random_tokens(length, seed)
-    server.generate(prefix, 1)
-    server.flush()
-    return prefix
 
 
 def segments(server: Server) -> set[Path]:
@@ -36,7 +28,7 @@ def ends_with(prompt: list[int], tokens: list[int]) -> bool:
 def store_damaged(server: Server, length: int, seed: int) -> list[int]:
     """A prefix on SSD with a byte flipped in a layer after the first one."""
     before = segments(server)
-    prefix = store(server, length, seed)
+    prefix = server.store(length, seed)
     (new,) = segments(server) - before
     flip_value(new)
     return prefix
@@ -47,9 +39,7 @@ def flip_code(path: Path) -> None:
     layout = read_header(path, FileSystem()).info.layout()
     assert layout.codes is not None
     last = layout.codes.group_offset(layout.codes.num_groups - 1)
-    content = bytearray(path.read_bytes())
-    content[layout.codes_offset(1) + last + 5] ^= 0x10
-    path.write_bytes(content)
+    flip_bit(path, layout.codes_offset(1) + last + 5, bit=4)
 
 
 def flip_value(path: Path) -> None:
@@ -60,6 +50,4 @@ def flip_value(path: Path) -> None:
     layout = read_header(path, FileSystem()).info.layout()
     column = layout.shape.value_columns[0]
     last = (layout.num_chunks - 1) * layout.chunk_stride(column)
-    content = bytearray(path.read_bytes())
-    content[layout.column_offset(1, column) + last + 5] ^= 0x10
-    path.write_bytes(content)
+    flip_bit(path, layout.column_offset(1, column) + last + 5, bit=4)

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.core.zygote import Zygote as ZygoteProcess
 from impress_sglang.serving.metrics import COUNTERS, GAUGES, PREFIX
 from tests.fault_control import CONTROL_VARIABLE, FaultControl
+from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -111,15 +112,21 @@ class Server:
     def post(self, path: str, **body: Any) -> requests.Response:
         return requests.post(self.url + path, json=body, timeout=REQUEST_TIMEOUT_S)
 
+    def ask(
+        self, input_ids: Sequence[int], max_new_tokens: int = 8, **fields: Any
+    ) -> requests.Response:
+        """Greedy generation of exactly so many tokens; `impress_...` are custom parameters."""
+        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+        sampling |= fields.pop("sampling_params", {})
+        if custom := {own: fields.pop(own) for own in [*fields] if own.startswith("impress_")}:
+            sampling["custom_params"] = custom
+        return self.post("/generate", input_ids=[*input_ids], sampling_params=sampling, **fields)
+
     def generate(
         self, input_ids: Sequence[int], max_new_tokens: int = 8, **fields: Any
     ) -> dict[str, Any]:
-        """Greedy generation of exactly `max_new_tokens` tokens."""
-        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-        sampling |= fields.pop("sampling_params", {})
-        response = self.post(
-            "/generate", input_ids=list(input_ids), sampling_params=sampling, **fields
-        )
+        """The answer to what must not be refused."""
+        response = self.ask(input_ids, max_new_tokens, **fields)
         response.raise_for_status()
         answer: dict[str, Any] = response.json()
         return answer
@@ -159,6 +166,39 @@ class Server:
         ):
             assert word not in text, tail(text)
         assert self.process.alive(), tail(text)
+
+    def assert_whole(self) -> None:
+        """Idle, it holds nothing, its parts agree, and nothing went wrong."""
+        self.flush()
+        stats = self.stats()
+        assert stats["integrity"] == "ok" and stats["requests_live"] == 0
+        assert not stats["store"]["segments_failed"] and not stats["store"]["writes_pending"]
+        pool = stats["device_pool"]
+        assert not any(pool[kind] for kind in pool if kind != "tokens"), pool
+        self.assert_quiet()
+
+    def store(self, length: int, seed: int) -> list[int]:
+        """A prefix that is on SSD only."""
+        prefix = random_tokens(length, seed)
+        self.generate(prefix, 1)
+        self.flush()
+        return prefix
+
+    def abort_in_every_phase(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Give requests up while they wait, load, prefill and decode."""
+        names = [f"abort-{number}" for number in range(len(prompts))]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            asked = []
+            for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+                asked.append(pool.submit(self.ask, prompt, 400, rid=name))
+                if number % 2:
+                    time.sleep(0.05 * number)
+                    self.post("/abort_request", rid=name)
+            for name in names[::2]:
+                time.sleep(0.1)
+                self.post("/abort_request", rid=name)
+            for own in asked:
+                own.result(120)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         """End the server and all that it started, and wait for it.

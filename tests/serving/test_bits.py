@@ -13,40 +13,24 @@ from transformers import AutoModelForCausalLM
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import read_header
 from tests.serving.compare import assert_same, paths, report
-from tests.serving.conftest import impress_flags
-from tests.serving.harness import Server, Zygote, running
+from tests.serving.conftest import Serve
+from tests.serving.harness import Server
 from tests.serving.tiny_models import make_model, random_tokens
 
-EXACT = {"custom_params": {"impress_bits": "exact"}}
-
-
-def bits(number: object) -> dict[str, Any]:
-    """Sampling parameters of a request with bits of its own."""
-    return {"custom_params": {"impress_bits": number}}
+EXACT = {"impress_bits": "exact"}
 
 
 @pytest.fixture(scope="module")
-def impress(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
-    own = (
-        "--impress-min-prefix-tokens=64",
-        "--max-total-tokens=9000",
-        "--impress-host-gb=0",
-        "--impress-device-gb=0",
-    )
-    flags = impress_flags(workdir / "store-bits", *own)
-    with running(tiny_llama, workdir / "bits.log", *flags, zygote=zygote) as server:
+def impress(serve: Serve) -> Iterator[Server]:
+    flags = ("--max-total-tokens=9000", "--impress-host-gb=0", "--impress-device-gb=0")
+    with serve("bits", *flags) as server:
         yield server
-        server.assert_quiet()
 
 
 @pytest.fixture(autouse=True)
 def _stays_whole(impress: Server) -> Iterator[None]:
     yield
-    impress.flush()
-    stats = impress.stats()
-    assert stats["integrity"] == "ok"
-    pool = stats["device_pool"]
-    assert not any(pool[kind] for kind in pool if kind not in ("tokens", "writing_tokens"))
+    impress.assert_whole()
 
 
 def add_key_bias(folder: Path, layer: int) -> None:
@@ -61,34 +45,23 @@ def add_key_bias(folder: Path, layer: int) -> None:
 
 
 def test_a_head_with_a_large_key_bias_is_always_read_in_more_bits(
-    workdir: Path, zygote: Zygote
+    workdir: Path, serve: Serve
 ) -> None:
     """Found when its prompt is stored, by the queries that attention has noted."""
     folder = make_model("qwen2", workdir / "biased")
     add_key_bias(folder, layer=1)
-    store = workdir / "store-biased"
-    flags = impress_flags(store, "--impress-min-prefix-tokens=64")
-    with running(folder, workdir / "biased.log", *flags, zygote=zygote) as server:
-        prefix = store_prefix(server, 1000, seed=21)
-        said = report(
-            server.generate([*prefix, *random_tokens(20, seed=22)], 1, sampling_params=bits(4))
-        )
-    (path,) = store.glob("*/segments/*/*.kv")
+    with serve("biased", model=folder) as server:
+        prefix = server.store(1000, seed=21)
+        said = report(server.generate([*prefix, *random_tokens(20, seed=22)], 1, impress_bits=4))
+    (path,) = workdir.glob("store-biased/*/segments/*/*.kv")
     floors = read_header(path, FileSystem()).floors
     assert floors[1, 0] == 2 and floors.sum() == 2
     # Of six heads in all.
     assert said["path"] == "ssd" and said["bits_mean"] == pytest.approx(4 + 4 / 6, abs=0.01)
 
 
-def store_prefix(server: Server, length: int, seed: int) -> list[int]:
-    prefix = random_tokens(length, seed)
-    server.generate(prefix, 1)
-    server.flush()
-    return prefix
-
-
 def test_report_of_a_prefix_in_few_bits(impress: Server) -> None:
-    prefix = store_prefix(impress, 1001, seed=1)
+    prefix = impress.store(1001, seed=1)
     said = report(impress.generate([*prefix, *random_tokens(20, seed=2)], 4))
     assert said["path"] == "ssd" and said["approximate"] is True
     assert said["used_tokens"] == said["loaded_tokens"] == said["stored_tokens"] == 1001
@@ -98,12 +71,12 @@ def test_report_of_a_prefix_in_few_bits(impress: Server) -> None:
 
 
 def test_more_bits_are_nearer_to_what_was_computed(impress: Server, stock: Server) -> None:
-    prefix = store_prefix(impress, 1200, seed=3)
+    prefix = impress.store(1200, seed=3)
     question = [*prefix, *random_tokens(25, seed=4)]
     right = logprob(stock.generate(question, 1, return_logprob=True))
     errors = []
     for number in (4, 6, 8):
-        answer = impress.generate(question, 1, return_logprob=True, sampling_params=bits(number))
+        answer = impress.generate(question, 1, return_logprob=True, impress_bits=number)
         assert abs(report(answer)["bits_mean"] - number) < 0.1
         errors.append(abs(logprob(answer) - right))
         impress.flush()
@@ -123,15 +96,15 @@ def test_a_request_asks_for_an_exact_answer(impress: Server) -> None:
     impress.flush()
     # Somebody else has it in few bits by then.
     assert report(impress.generate(question, 4))["approximate"] is True
-    exact = impress.generate(question, 12, return_logprob=True, sampling_params=EXACT)
+    exact = impress.generate(question, 12, return_logprob=True, **EXACT)
     assert_same([computed], [exact], 1e-4)
     said = report(exact)
     assert said["path"] == "ssd" and said["approximate"] is False and said["bits_mean"] == 16.0
-    assert paths([impress.generate(question, 1, sampling_params=EXACT)]) == ["device"]
+    assert paths([impress.generate(question, 1, **EXACT)]) == ["device"]
 
 
 def test_a_resident_prefix_is_raised_and_not_loaded_again(impress: Server) -> None:
-    prefix = store_prefix(impress, 1500, seed=5)
+    prefix = impress.store(1500, seed=5)
     first = report(impress.generate([*prefix, *random_tokens(20, seed=6)], 4))
     second = report(impress.generate([*prefix, *random_tokens(20, seed=7)], 4))
     assert first["shared_tokens"] == 0 and second["shared_tokens"] == 1500
@@ -143,7 +116,7 @@ def test_a_resident_prefix_is_raised_and_not_loaded_again(impress: Server) -> No
 
 
 def test_eight_at_once_load_a_prefix_once(impress: Server) -> None:
-    prefix = store_prefix(impress, 1500, seed=8)
+    prefix = impress.store(1500, seed=8)
     questions = [[*prefix, *random_tokens(20, seed=20 + number)] for number in range(8)]
     alone = report(impress.generate(questions[0], 4))["ssd_bytes"]
     impress.flush()
@@ -155,49 +128,22 @@ def test_eight_at_once_load_a_prefix_once(impress: Server) -> None:
     assert all(own["bits_mean"] >= 4.9 for own in said)
 
 
-def test_a_shorter_and_a_longer_prefix_share_what_they_have_in_common(impress: Server) -> None:
-    prefix = random_tokens(1600, seed=9)
-    for length in (800, 1600):
-        impress.generate(prefix[:length], 1)
-    impress.flush()
-    short = report(impress.generate([*prefix[:500], *random_tokens(20, seed=10)], 4))
-    assert short["loaded_tokens"] == 500
-    longer = report(impress.generate([*prefix, *random_tokens(20, seed=11)], 4))
-    assert (longer["shared_tokens"], longer["loaded_tokens"]) == (500, 1100)
-    again = report(impress.generate([*prefix[:700], *random_tokens(20, seed=12)], 4))
-    assert (again["shared_tokens"], again["loaded_tokens"]) == (700, 0)
-
-
-def test_idle_prefixes_give_way(impress: Server) -> None:
-    prefixes = [store_prefix(impress, 2500, seed=30 + number) for number in range(5)]
-    for number, prefix in enumerate(prefixes):
-        said = report(impress.generate([*prefix, *random_tokens(20, seed=40 + number)], 4))
-        assert said["loaded_tokens"] == 2500
-        pool = impress.stats()["device_pool"]
-        assert pool["shared_idle_tokens"] <= 9000
-    # The last one is still there, the first one is not.
-    last = report(impress.generate([*prefixes[-1], *random_tokens(20, seed=50)], 4))
-    assert last["shared_tokens"] == 2500
-    first = report(impress.generate([*prefixes[0], *random_tokens(20, seed=51)], 4))
-    assert first["loaded_tokens"] == 2500
-
-
 def test_what_was_computed_on_few_bits_serves_no_exact_request(impress: Server) -> None:
-    first = store_prefix(impress, 500, seed=91)
+    first = impress.store(500, seed=91)
     second = [*first, *random_tokens(200, seed=92)]
     impress.generate(second, 1)
     impress.flush()
     third = [*second, *random_tokens(30, seed=93)]
     assert report(impress.generate(third, 1))["stored_tokens"] == 700
     impress.flush()
-    assert report(impress.generate(third, 1, sampling_params=bits(8)))["stored_tokens"] == 500
+    assert report(impress.generate(third, 1, impress_bits=8))["stored_tokens"] == 500
     impress.flush()
-    exact = report(impress.generate(third, 1, sampling_params=EXACT))
+    exact = report(impress.generate(third, 1, **EXACT))
     assert exact["stored_tokens"] == 500 and exact["approximate"] is False
 
 
 def test_all_turns_of_a_conversation_are_read_back(impress: Server) -> None:
-    chat = store_prefix(impress, 300, seed=70)
+    chat = impress.store(300, seed=70)
     for number in range(5):
         prompt = [*chat, *random_tokens(90, seed=71 + number)]
         answer = impress.generate(prompt, 10)
@@ -210,7 +156,7 @@ def test_all_turns_of_a_conversation_are_read_back(impress: Server) -> None:
 
 
 def test_the_same_history_gives_the_same_answers(impress: Server) -> None:
-    prefix = store_prefix(impress, 1300, seed=60)
+    prefix = impress.store(1300, seed=60)
     questions = [[*prefix, *random_tokens(20, seed=61 + number)] for number in range(3)]
     runs = []
     for _ in range(2):
@@ -221,21 +167,16 @@ def test_the_same_history_gives_the_same_answers(impress: Server) -> None:
     assert told[0] == told[1]
 
 
-@pytest.mark.parametrize("wrong", [3.9, [5]])
-def test_wrong_bits_are_refused(impress: Server, wrong: object) -> None:
-    response = impress.post(
-        "/generate", input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 1, **bits(wrong)}
-    )
-    assert response.status_code == 400
-    assert "impress_bits must be a number from 4 to 8, or 'exact'" in response.text
-
-
-def test_a_part_of_a_prefix_as_it_was_computed_is_refused(impress: Server) -> None:
-    wanted = {"impress_retention": 0.5, "impress_bits": "exact"}
-    response = impress.post(
-        "/generate",
-        input_ids=[5, 6, 7],
-        sampling_params={"max_new_tokens": 1, "custom_params": wanted},
-    )
-    assert response.status_code == 400
-    assert "impress_retention" in response.text and "impress_bits" in response.text
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"impress_bits": 3.9}, "impress_bits must be a number from 4 to 8, or 'exact'"),
+        ({"impress_retention": 1.5}, "impress_retention must be a number above 0 and at most 1"),
+        ({"impress_retention": 0.5, "impress_bits": "exact"}, "impress_bits"),
+        ({"impress_blend": "much"}, "impress_blend"),
+        ({"impress_blend": None}, "impress_blend"),
+    ],
+)
+def test_wrong_wishes_are_refused(impress: Server, wanted: dict[str, Any], message: str) -> None:
+    response = impress.ask([5, 6, 7], 1, **wanted)
+    assert response.status_code == 400 and message in response.text

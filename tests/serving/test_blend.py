@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.serving.compare import Answer, assert_same, logprob_distance, paths, report
-from tests.serving.conftest import impress_flags
+from tests.serving.conftest import CRAMPED, Serve
 from tests.serving.damage import flip_code, segment_of
-from tests.serving.harness import Server, Zygote, running
+from tests.serving.harness import Server
 from tests.serving.tiny_models import make_model, random_tokens
 
 TOLERANCE = 1e-4
@@ -21,38 +21,15 @@ ALL = 0.99999
 
 
 @pytest.fixture(scope="module", params=["first", "deviation", "cramped"])
-def blending(
-    request: pytest.FixtureRequest, workdir: Path, tiny_llama: Path, zygote: Zygote
-) -> Iterator[Server]:
+def blending(request: pytest.FixtureRequest, serve: Serve) -> Iterator[Server]:
     """Servers with each rule; where it is random all is tight, as in `test_exact.py`."""
     name = request.param
     select = "random" if name == "cramped" else name
-    flags = [f"--impress-blend-select={select}"]
-    if name == "cramped":
-        flags += [
-            "--max-total-tokens=9000",
-            "--disable-overlap-schedule",
-            "--chunked-prefill-size=512",
-        ]
-    with running(
-        tiny_llama,
-        workdir / f"blend-{name}.log",
-        *impress_flags(
-            workdir / f"store-blend-{name}",
-            "--impress-blend=0.15",
-            "--impress-blend-min-tokens=128",
-            "--impress-min-prefix-tokens=64",
-            *flags,
-        ),
-        zygote=zygote,
-        retracts=name == "cramped",
-    ) as server:
+    blends = ("--impress-blend=0.15", "--impress-blend-min-tokens=128")
+    flags = (f"--impress-blend-select={select}", *(CRAMPED if name == "cramped" else ()))
+    with serve(f"blend-{name}", *blends, *flags, retracts=name == "cramped") as server:
         yield server
-        stats = server.stats()
-        assert stats["integrity"] == "ok"
-        assert stats["requests_live"] == 0
-        assert stats["device_pool"]["private_tokens"] == 0
-        server.assert_quiet()
+        server.assert_whole()
 
 
 def documents(seed: int, *lengths: int) -> list[list[int]]:
@@ -75,8 +52,7 @@ def store(server: Server, *prompts: list[int]) -> None:
 
 
 def asking(blend: float | str, **fields: Any) -> dict[str, Any]:
-    custom = {"impress_blend": blend, **fields}
-    return {"return_logprob": True, "sampling_params": {"custom_params": custom}}
+    return {"return_logprob": True, "impress_blend": blend, **fields}
 
 
 def test_all_computed_again_is_stock(stock: Server, blending: Server) -> None:
@@ -214,33 +190,19 @@ def test_several_samples(stock: Server, blending: Server) -> None:
     own = documents(6, 300, 300)
     store(blending, joined(own, [0, 1], 1))
     prompt = joined(own, [1, 0], 3)
-    fields = asking(ALL, impress_store=False)
-    fields["sampling_params"] |= {"n": 2}
-    response = blending.post(
-        "/generate",
-        input_ids=prompt,
-        return_logprob=True,
-        sampling_params={
-            "temperature": 0,
-            "max_new_tokens": 8,
-            "ignore_eos": True,
-            **fields["sampling_params"],
-        },
-    )
-    response.raise_for_status()
+    asked = asking(ALL, impress_store=False)
+    found: Any = blending.generate(prompt, 8, sampling_params={"n": 2}, **asked)
     expected = stock.generate(prompt, 8, return_logprob=True)
-    assert_same([expected, expected], response.json(), TOLERANCE)
+    assert_same([expected, expected], found, TOLERANCE)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_other_families(family: str, workdir: Path, zygote: Zygote) -> None:
+def test_other_families(family: str, workdir: Path, serve: Serve) -> None:
     """With biases, or norms of heads: what was blended is what the server computes itself."""
     own = documents(7, 300, 500, 200)
     model = make_model(family, workdir / f"blend-{family}")
-    flags = impress_flags(
-        workdir / f"store-blend-{family}", "--impress-blend=auto", "--impress-blend-select=random"
-    )
-    with running(model, workdir / f"blend-{family}.log", *flags, zygote=zygote) as server:
+    flags = ("--impress-blend=auto", "--impress-blend-select=random")
+    with serve(f"blend-{family}", *flags, model=model) as server:
         store(server, joined(own, [0, 1, 2], 1))
         prompt = joined(own, [2, 0, 1], 3)
         found = server.generate(prompt, 16, **asking(ALL, impress_store=False))
@@ -251,14 +213,3 @@ def test_other_families(family: str, workdir: Path, zygote: Zygote) -> None:
             "computed",
         ]
         assert_same([expected], [found], TOLERANCE)
-        server.assert_quiet()
-
-
-@pytest.mark.parametrize("value", [-0.1, 1.5, "much", True, None])
-def test_wrong_values_are_refused(blending: Server, value: object) -> None:
-    answer = blending.post(
-        "/generate",
-        input_ids=[5, 6, 7],
-        sampling_params={"custom_params": {"impress_blend": value}},
-    )
-    assert answer.status_code == 400 and "impress_blend" in answer.text

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.serving.compare import Answer, assert_same, paths, report
-from tests.serving.conftest import impress_flags
-from tests.serving.harness import Server, Zygote, running
+from tests.serving.compare import Answer, assert_same, paths
+from tests.serving.conftest import Serve
+from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 
 TOLERANCE = 1e-4
@@ -23,24 +23,15 @@ OVERRIDE = {
 
 
 @pytest.fixture(scope="module")
-def exact(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
-    flags = ("--impress-bits=exact", "--impress-min-prefix-tokens=64")
-    with running(
-        tiny_llama,
-        workdir / "eligibility.log",
-        *impress_flags(workdir / "store-eligibility", *flags, "--max-total-tokens=60000"),
-        zygote=zygote,
-    ) as server:
+def exact(serve: Serve) -> Iterator[Server]:
+    with serve("eligibility", "--impress-bits=exact") as server:
         yield server
-        server.assert_quiet()
 
 
 @pytest.fixture(autouse=True)
 def _stays_whole(exact: Server) -> Iterator[None]:
     yield
-    stats = exact.stats()
-    assert stats["integrity"] == "ok"
-    assert stats["requests_live"] == 0
+    exact.assert_whole()
 
 
 def score(server: Server, query: list[int], **fields: Any) -> list[float]:
@@ -100,17 +91,6 @@ def test_stored_prefixes_are_not_served_to_overrides(stock: Server, exact: Serve
         assert refused == 1 + before[use].get("positional_embed_overrides", 0)
 
 
-def test_plain_scores_are_stored_and_served(stock: Server, exact: Server) -> None:
-    query = random_tokens(600, seed=520)
-    expected = score(stock, query)
-    before = segments(exact)
-    assert score(exact, query) == pytest.approx(expected, abs=TOLERANCE)
-    assert segments(exact) == before + 1
-    served = exact.stats()["totals"]["requests_ssd"]
-    assert score(exact, query) == pytest.approx(expected, abs=TOLERANCE)
-    assert exact.stats()["totals"]["requests_ssd"] == served + 1
-
-
 def test_beam_search_does_without_the_store(stock: Server, exact: Server) -> None:
     prompt = random_tokens(600, seed=530)
     exact.generate(prompt, 1)
@@ -155,30 +135,6 @@ def test_harmless_fields_keep_the_store(
     assert totals["requests_computed"] == before["requests_computed"]
     assert totals["requests_not_served"] == before["requests_not_served"]
     assert totals["requests_not_stored"] == before["requests_not_stored"]
-
-
-def test_reports_say_what_stood_against_the_store(exact: Server) -> None:
-    said = report(exact.generate(random_tokens(100, seed=550), 1))
-    assert said["not_served"] is None and said["not_stored"] is None
-
-
-def test_turns_of_a_session(stock: Server, exact: Server) -> None:
-    """A session only puts the prompt together; its ids are in the key."""
-    turns = [random_tokens(400, seed=560), random_tokens(60, seed=561)]
-    outputs = []
-    for server in (stock, exact):
-        opened = server.post("/open_session", capacity_of_str_len=100000)
-        opened.raise_for_status()
-        session: dict[str, Any] = {"id": opened.json(), "rid": None}
-        said = []
-        for turn in turns:
-            answer = server.generate(turn, 8, session_params=session)
-            session["rid"] = answer["meta_info"]["id"]
-            said.append(answer)
-            server.flush()
-        outputs.append(said)
-    assert [a["output_ids"] for a in outputs[1]] == [a["output_ids"] for a in outputs[0]]
-    assert paths(outputs[1]) == ["computed", "ssd"]
 
 
 def test_ordinary_requests_are_all_judged(exact: Server) -> None:

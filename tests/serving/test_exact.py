@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.serving.compare import Answer, assert_same, paths, report
-from tests.serving.conftest import impress_flags
+from tests.serving.conftest import CRAMPED, Serve
 from tests.serving.damage import flip_value, segment_of
-from tests.serving.harness import Server, Zygote, running
+from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 from tests.unit.waiting import wait_until
 
@@ -20,44 +17,23 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module", params=["overlap", "cramped"])
-def exact(
-    request: pytest.FixtureRequest, workdir: Path, tiny_llama: Path, zygote: Zygote
-) -> Iterator[Server]:
+def exact(request: pytest.FixtureRequest, serve: Serve) -> Iterator[Server]:
     """A roomy server with the overlap schedule, and one where everything is tight.
 
-    Cramped: small pool, no overlap schedule, prefill in small chunks, and requests that are taken
-    out and put back all the time.
+    There, requests are also taken out and put back all the time.
     """
     name = request.param
-    flags = {
-        "overlap": ("--max-total-tokens=60000",),
-        "cramped": (
-            "--max-total-tokens=9000",
-            "--disable-overlap-schedule",
-            "--chunked-prefill-size=512",
-        ),
-    }[name]
-    store = workdir / f"store-{name}"
-    with running(
-        tiny_llama,
-        workdir / f"exact-{name}.log",
-        *impress_flags(store, "--impress-bits=exact", "--impress-min-prefix-tokens=64", *flags),
-        zygote=zygote,
-        retracts=name == "cramped",
-    ) as server:
+    flags = CRAMPED if name == "cramped" else ("--max-total-tokens=60000",)
+    own = ("--impress-bits=exact", *flags)
+    with serve(f"exact-{name}", *own, retracts=name == "cramped") as server:
         server.is_calm = name == "overlap"
         yield server
-        server.assert_quiet()
 
 
 @pytest.fixture(autouse=True)
 def _stays_whole(exact: Server) -> Iterator[None]:
     yield
-    stats = exact.stats()
-    assert stats["integrity"] == "ok"
-    assert stats["requests_live"] == 0
-    assert stats["device_pool"]["private_tokens"] == 0
-    assert stats["store"]["segments_failed"] == 0
+    exact.assert_whole()
 
 
 def assert_from_ssd(server: Server, answers: list[Answer], cached: list[int]) -> None:
@@ -90,58 +66,60 @@ def test_prompts_computed_from_ssd_and_resident(
     assert exact.is_calm != ("Testing retraction." in exact.log_text())
 
 
-def test_batch_of_stored_new_and_twice_the_same(stock: Server, exact: Server) -> None:
-    stored = random_tokens(700, seed=1)
-    exact.generate(stored, 1)
+TRUNK = random_tokens(900, seed=21)
+CUTS = (900, 650, 333, 64)
+# What is stored, what is resident then, the prompts that are asked, and how much of each is cached.
+WAYS: dict[str, tuple[list[list[int]], list[list[int]], list[list[int]], list[int]]] = {
+    "stored, new, and twice the same": (
+        [random_tokens(700, seed=1)],
+        [],
+        [
+            *([*random_tokens(700, seed=1), *random_tokens(90, seed=own)] for own in (2, 3, 3)),
+            random_tokens(300, seed=4),
+            random_tokens(30, seed=5),
+        ],
+        [],
+    ),
+    "the beginning is resident": (
+        [random_tokens(1500, seed=11)],
+        [[*random_tokens(1500, seed=11)[:600], *random_tokens(10, seed=12)]],
+        [[*random_tokens(1500, seed=11), *random_tokens(50, seed=13)]],
+        [1500],
+    ),
+    "branches that grow from a trunk": (
+        [[*TRUNK[:cut], *random_tokens(200, seed=cut)] for cut in CUTS],
+        [],
+        [[*TRUNK[:cut], *random_tokens(200, seed=cut), *random_tokens(20, 99)] for cut in CUTS],
+        [cut + 200 for cut in CUTS],
+    ),
+    "a new part of several chunks of prefill": (
+        [random_tokens(400, seed=31)],
+        [],
+        [[*random_tokens(400, seed=31), *random_tokens(3000, seed=32)]],
+        [400],
+    ),
+}
+
+
+@pytest.mark.parametrize(("stored", "resident", "prompts", "cached"), WAYS.values(), ids=WAYS)
+def test_whatever_is_stored_the_answers_are_those_of_stock(
+    stock: Server,
+    exact: Server,
+    stored: list[list[int]],
+    resident: list[list[int]],
+    prompts: list[list[int]],
+    cached: list[int],
+) -> None:
+    for prompt in stored:
+        exact.generate(prompt, 1)
     exact.flush()
-    batch = [
-        [*stored, *random_tokens(40, seed=2)],
-        [*stored, *random_tokens(90, seed=3)],
-        [*stored, *random_tokens(90, seed=3)],
-        random_tokens(300, seed=4),
-        random_tokens(30, seed=5),
-    ]
-    expected = stock.generate_together(batch, 16, return_logprob=True)
-    assert_same(expected, exact.generate_together(batch, 16, return_logprob=True), TOLERANCE)
-
-
-def test_resident_and_stored_part_together(stock: Server, exact: Server) -> None:
-    """A prefix whose beginning is resident and whose rest is only on SSD."""
-    whole = random_tokens(1500, seed=11)
-    exact.generate(whole, 1)
-    exact.flush()
-    exact.generate([*whole[:600], *random_tokens(10, seed=12)], 1)
-    prompt = [*whole, *random_tokens(50, seed=13)]
-    expected = stock.generate(prompt, 16, return_logprob=True)
-    actual = exact.generate(prompt, 16, return_logprob=True)
-    assert_same([expected], [actual], TOLERANCE)
-    assert_from_ssd(exact, [actual], [1500])
-
-
-def test_split_prefixes(stock: Server, exact: Server) -> None:
-    """Prompts that leave a stored prefix at different places, and grow from there."""
-    trunk = random_tokens(900, seed=21)
-    branches = [[*trunk[:cut], *random_tokens(200, seed=cut)] for cut in (900, 650, 333, 64)]
-    for branch in branches:
-        exact.generate(branch, 1)
-    exact.flush()
-    prompts = [[*branch, *random_tokens(20, seed=99)] for branch in branches]
-    expected = stock.generate_together(prompts, 8, return_logprob=True)
-    actual = exact.generate_together(prompts, 8, return_logprob=True)
+    for prompt in resident:
+        exact.generate(prompt, 1)
+    expected = stock.generate_together(prompts, 12, return_logprob=True)
+    actual = exact.generate_together(prompts, 12, return_logprob=True)
     assert_same(expected, actual, TOLERANCE)
-    assert_from_ssd(exact, actual, [len(branch) for branch in branches])
-
-
-def test_long_new_part_after_a_stored_prefix(stock: Server, exact: Server) -> None:
-    """New tokens that need several chunks of prefill."""
-    stored = random_tokens(400, seed=31)
-    exact.generate(stored, 1)
-    exact.flush()
-    prompt = [*stored, *random_tokens(3000, seed=32)]
-    expected = stock.generate(prompt, 8, return_logprob=True)
-    actual = exact.generate(prompt, 8, return_logprob=True)
-    assert_same([expected], [actual], TOLERANCE)
-    assert_from_ssd(exact, [actual], [400])
+    if cached:
+        assert_from_ssd(exact, actual, cached)
 
 
 def test_complete_match_and_one_token(stock: Server, exact: Server) -> None:
@@ -169,9 +147,7 @@ def test_extra_key_and_cache_salt_are_kept_apart(exact: Server) -> None:
 
 
 def test_logprobs_that_start_inside_the_prefix(stock: Server, exact: Server) -> None:
-    prompt = random_tokens(600, seed=61)
-    exact.generate(prompt, 1)
-    exact.flush()
+    prompt = exact.store(600, seed=61)
     fields = {"return_logprob": True, "logprob_start_len": 350}
     expected = stock.generate(prompt, 4, **fields)
     actual = exact.generate(prompt, 4, **fields)
@@ -195,34 +171,8 @@ def test_output_tokens_are_stored_for_the_next_turn(stock: Server, exact: Server
 
 
 def test_aborts_in_every_phase(exact: Server) -> None:
-    """Requests are given up while they wait, load, prefill and decode; nothing leaks."""
-    stored = random_tokens(1200, seed=81)
-    exact.generate(stored, 1)
-    exact.flush()
-    prompts = [[*stored, *random_tokens(600, seed=82 + i)] for i in range(8)]
-
-    def ask(index: int) -> None:
-        exact.post(
-            "/generate",
-            input_ids=prompts[index],
-            rid=f"abort-{index}",
-            sampling_params={"max_new_tokens": 400, "ignore_eos": True},
-        )
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
-    for index, thread in enumerate(threads):
-        thread.start()
-        if index % 2:
-            time.sleep(0.05 * index)
-            exact.post("/abort_request", rid=f"abort-{index}")
-    for index in range(0, 8, 2):
-        time.sleep(0.1)
-        exact.post("/abort_request", rid=f"abort-{index}")
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    exact.flush()
-    exact.assert_quiet()
+    stored = exact.store(1200, seed=81)
+    exact.abort_in_every_phase([[*stored, *random_tokens(600, seed=82 + i)] for i in range(8)])
 
 
 def test_more_requests_than_the_pool_holds(stock: Server, exact: Server) -> None:
@@ -237,12 +187,8 @@ def test_more_requests_than_the_pool_holds(stock: Server, exact: Server) -> None
     assert_same(expected, actual, TOLERANCE)
 
 
-def test_flipped_byte_is_a_logged_miss_and_the_right_answer(
-    stock: Server, exact: Server, workdir: Path
-) -> None:
-    prompt = random_tokens(800, seed=91)
-    exact.generate(prompt, 1)
-    exact.flush()
+def test_flipped_byte_is_a_logged_miss_and_the_right_answer(stock: Server, exact: Server) -> None:
+    prompt = exact.store(800, seed=91)
     path = segment_of(exact, prompt)
     flip_value(path)
     question = [*prompt, *random_tokens(25, seed=92)]
@@ -256,12 +202,3 @@ def test_flipped_byte_is_a_logged_miss_and_the_right_answer(
     assert not path.exists()
     exact.flush()
     assert_same([expected], [exact.generate(question, 16, return_logprob=True)], TOLERANCE)
-
-
-def test_removed_segment_is_a_miss(stock: Server, exact: Server) -> None:
-    prompt = random_tokens(700, seed=95)
-    exact.generate(prompt, 1)
-    exact.flush()
-    segment_of(exact, prompt).unlink()
-    expected = stock.generate(prompt, 8, return_logprob=True)
-    assert_same([expected], [exact.generate(prompt, 8, return_logprob=True)], TOLERANCE)

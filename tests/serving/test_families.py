@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.serving.compare import Answer, assert_same, paths, report
-from tests.serving.conftest import impress_flags
+from tests.serving.conftest import Serve
 from tests.serving.damage import store_damaged
-from tests.serving.harness import Server, Zygote, launch, running, wait_until_ready
+from tests.serving.harness import Server, Zygote, launch, wait_until_ready
 from tests.serving.tiny_models import make_model, random_tokens
 
 PROMPTS = [random_tokens(length, seed=length) for length in (500, 1100, 2300, 4000)]
@@ -19,17 +19,11 @@ _FLAGS = ("--skip-tokenizer-init", "--max-total-tokens=20000", "--max-running-re
 
 
 @pytest.fixture(scope="module", params=["opt", "qwen2", "qwen3"])
-def server(request: pytest.FixtureRequest, workdir: Path, zygote: Zygote) -> Iterator[Server]:
+def server(request: pytest.FixtureRequest, workdir: Path, serve: Serve) -> Iterator[Server]:
     family = request.param
     flags = ("--max-total-tokens=9000", "--chunked-prefill-size=128", "--impress-bits=exact")
-    with running(
-        make_model(family, workdir / family),
-        workdir / f"{family}.log",
-        *impress_flags(workdir / f"store-{family}", *flags),
-        zygote=zygote,
-    ) as server:
+    with serve(family, *flags, model=make_model(family, workdir / family)) as server:
         yield server
-        server.assert_quiet()
 
 
 def _computed(server: Server, prompt: list[int]) -> Answer:

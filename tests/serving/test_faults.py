@@ -12,7 +12,7 @@ import pytest
 
 from tests import damage
 from tests.fault_control import FaultControl
-from tests.faults import SQL, Rule, dead_disk, read_only
+from tests.faults import Rule, read_only
 from tests.serving.compare import assert_same, report
 from tests.serving.conftest import impress_flags
 from tests.serving.damage import flip_value
@@ -81,7 +81,6 @@ def bench(workdir: Path, tiny_llama: Path, stock: Server, zygote: Zygote) -> Ite
         "--impress-device-gb=0",
         "--impress-host-gb=0",
         f"--impress-io-timeout={PATIENCE_S}",
-        "--max-total-tokens=60000",
     )
     log = workdir / "faults.log"
     with running(tiny_llama, log, *flags, zygote=zygote, faults=control) as server:
@@ -184,29 +183,6 @@ def test_a_prefix_that_cannot_be_written_is_not_stored(bench: Bench, rules: list
     assert bench.ask(new)["path"] == "ssd"
 
 
-@pytest.mark.parametrize("fault", ["EIO", "locked", "malformed", "ENOSPC"])
-def test_an_index_that_refuses_costs_nothing(bench: Bench, fault: str) -> None:
-    prompt = bench.new_prompt()
-    before = bench.totals()["health"]["failures"]
-    bench.control.set(Rule(fault, SQL))
-    bench.server.generate(prompt, 1)
-    assert bench.ask(prompt)["path"] == "ssd", "the files are the truth"
-    assert bench.totals()["health"]["failures"] > before
-    bench.recover()
-    assert "the index could not be written" in bench.server.log_text()
-
-
-def test_a_dead_disk(bench: Bench) -> None:
-    prompts = [bench.new_prompt() for _ in range(2)]
-    bench.server.generate(prompts[0], 1)
-    bench.server.flush()
-    bench.control.set(*dead_disk())
-    for prompt in prompts * 2:
-        assert bench.ask(prompt)["path"] == "computed" or bench.ask(prompt)["recomputed"]
-    bench.recover()
-    assert bench.ask(prompts[0])["path"] == "ssd"
-
-
 def _halve(path: Path) -> None:
     damage.truncate(path, path.stat().st_size // 2)
 
@@ -237,17 +213,6 @@ def test_a_damaged_file_is_set_aside(bench: Bench, harm: Callable[[Path], None])
     assert bench.ask(prompt)["path"] == "ssd", "it was stored again"
 
 
-def test_a_bit_that_is_wrong_in_memory_only(bench: Bench) -> None:
-    prompt = bench.new_prompt()
-    bench.server.generate(prompt, 1)
-    before = bench.totals()["segments_cleared"]
-    bench.server.flush()
-    bench.control.set(Rule("flip", "block", count=1))
-    assert bench.ask(prompt)["recomputed"]
-    bench.until(lambda totals: totals["segments_cleared"] == before + 1)
-    assert bench.ask(prompt)["path"] == "ssd"
-
-
 def test_a_directory_that_goes_and_comes_back(bench: Bench) -> None:
     """`os.statvfs` of a directory that is gone once killed the server."""
     prompt = bench.new_prompt()
@@ -264,13 +229,3 @@ def test_a_directory_that_goes_and_comes_back(bench: Bench) -> None:
     damage.put_back(bench.store)
     bench.recover()
     assert bench.ask(prompt)["path"] == "ssd"
-
-
-def test_an_index_that_is_garbage(bench: Bench) -> None:
-    prompt = bench.new_prompt()
-    bench.server.generate(prompt, 1)
-    bench.server.flush()
-    damage.damage_index(bench.store)
-    assert bench.ask(prompt)["path"] == "ssd"
-    bench.server.generate(bench.new_prompt(), 1)
-    bench.recover()

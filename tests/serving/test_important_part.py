@@ -3,53 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.serving.compare import paths, report
-from tests.serving.conftest import impress_flags
-from tests.serving.harness import Server, Zygote, running
+from tests.serving.conftest import Serve
+from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 
 
 @pytest.fixture(scope="module")
-def impress(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
-    with running(
-        tiny_llama,
-        workdir / "impress.log",
-        *impress_flags(
-            workdir / "store-impress",
-            "--impress-retention=0.25",
-            "--impress-min-prefix-tokens=64",
-            "--max-total-tokens=9000",
-        ),
-        "--chunked-prefill-size=512",
-        zygote=zygote,
-    ) as server:
+def impress(serve: Serve) -> Iterator[Server]:
+    flags = ("--impress-retention=0.25", "--max-total-tokens=9000", "--chunked-prefill-size=512")
+    with serve("impress", *flags) as server:
         yield server
-        server.assert_quiet()
 
 
 @pytest.fixture(autouse=True)
 def _stays_whole(impress: Server) -> Iterator[None]:
     yield
-    impress.flush()
-    stats = impress.stats()
-    assert stats["integrity"] == "ok"
-    assert stats["device_pool"]["private_tokens"] == stats["device_pool"]["held_tokens"] == 0
-
-
-def store_prefix(server: Server, length: int, seed: int) -> list[int]:
-    prefix = random_tokens(length, seed)
-    server.generate(prefix, 1)
-    server.flush()
-    return prefix
+    impress.assert_whole()
 
 
 def test_report_of_a_stored_prefix(impress: Server) -> None:
-    prefix = store_prefix(impress, 1001, seed=1)
+    prefix = impress.store(1001, seed=1)
     answer = impress.generate([*prefix, *random_tokens(20, seed=2)], 4)
     said = report(answer)
     assert said["path"] == "ssd"
@@ -63,14 +40,9 @@ def test_report_of_a_stored_prefix(impress: Server) -> None:
 
 
 def test_report_in_a_stream_and_totals(impress: Server) -> None:
-    prefix = store_prefix(impress, 400, seed=5)
+    prefix = impress.store(400, seed=5)
     before = impress.stats()["totals"]
-    response = impress.post(
-        "/generate",
-        input_ids=[*prefix, 5, 6, 7],
-        sampling_params={"temperature": 0, "max_new_tokens": 5, "ignore_eos": True},
-        stream=True,
-    )
+    response = impress.ask([*prefix, 5, 6, 7], 5, stream=True)
     events = [line for line in response.text.splitlines() if line.startswith("data: {")]
     # A busy server sends several tokens at once.
     assert 2 <= len(events) <= 5
@@ -83,26 +55,15 @@ def test_report_in_a_stream_and_totals(impress: Server) -> None:
     assert after["prefix_tokens"] == before["prefix_tokens"] + 400
 
 
-def test_approximate_turns_are_stored_and_marked(impress: Server) -> None:
-    """A dialogue: the second turn is computed after a partly loaded prefix, the third uses it."""
-    first = store_prefix(impress, 500, seed=11)
-    second = [*first, *random_tokens(200, seed=12)]
-    assert report(impress.generate(second, 1))["stored_tokens"] == 500
-    impress.flush()
-    third = impress.generate([*second, *random_tokens(30, seed=13)], 1)
-    assert report(third)["stored_tokens"] == 700
-    assert report(third)["approximate"] is True
-
-
 def test_approximate_prefix_never_becomes_resident(impress: Server) -> None:
     """What was computed after a part of a prefix must not be taken for exact KVs later."""
-    prefix = store_prefix(impress, 600, seed=21)
+    prefix = impress.store(600, seed=21)
     question = [*prefix, *random_tokens(40, seed=22)]
     assert paths([impress.generate(question, 40) for _ in range(3)]) == ["ssd"] * 3
 
 
 def test_batch_with_chunks_resident_stored_and_new(impress: Server) -> None:
-    stored = store_prefix(impress, 900, seed=31)
+    stored = impress.store(900, seed=31)
     resident = random_tokens(700, seed=32)
     impress.generate(resident, 1)
     batch = [
@@ -115,21 +76,6 @@ def test_batch_with_chunks_resident_stored_and_new(impress: Server) -> None:
     answers = impress.generate_together(batch, 12)
     assert paths(answers) == ["ssd", "ssd", "ssd", "device", "computed"]
     assert answers[1]["output_ids"] == answers[2]["output_ids"]
-
-
-def test_same_request_gives_the_same_answer(impress: Server) -> None:
-    """As long as the store does not change: the new part is too short to be stored."""
-    prefix = store_prefix(impress, 800, seed=41)
-    question = [*prefix, *random_tokens(30, seed=42)]
-    answers = [impress.generate(question, 16)["output_ids"] for _ in range(3)]
-    assert answers[0] == answers[1] == answers[2]
-
-
-def test_short_prefixes_are_not_stored(impress: Server) -> None:
-    prompt = random_tokens(50, seed=51)
-    impress.generate(prompt, 1)
-    impress.flush()
-    assert paths([impress.generate(prompt, 1)]) == ["computed"]
 
 
 def test_dialogue_that_fills_the_pool(impress: Server) -> None:
@@ -145,39 +91,24 @@ def test_dialogue_that_fills_the_pool(impress: Server) -> None:
     assert report(answer)["used_tokens"] == -(-7899 // 4)
 
 
-def asking(retention: object) -> dict[str, object]:
-    """Sampling parameters of a request with a retention of its own."""
-    return {"custom_params": {"impress_retention": retention}}
-
-
 @pytest.mark.parametrize(("asked", "used"), [(0.5, 301), (0.1, 61), (0.001, 31)])
 def test_a_request_asks_for_its_own_retention(impress: Server, asked: float, used: int) -> None:
     """Down to the floor of the server, 0.05."""
-    prefix = store_prefix(impress, 601, seed=71)
+    prefix = impress.store(601, seed=71)
     question = [*prefix, *random_tokens(20, seed=72)]
     answers = [
         impress.generate(question, 4),
-        impress.generate(question, 4, sampling_params=asking(asked)),
+        impress.generate(question, 4, impress_retention=asked),
         impress.generate(question, 4),
     ]
     assert [report(answer)["used_tokens"] for answer in answers] == [151, used, 151]
     assert answers[0]["output_ids"] == answers[2]["output_ids"]
 
 
-@pytest.mark.parametrize("wrong", [1.5, [0.5]])
-def test_a_wrong_retention_is_refused(impress: Server, wrong: object) -> None:
-    response = impress.post(
-        "/generate", input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 1, **asking(wrong)}
-    )
-    assert response.status_code == 400
-    assert "impress_retention must be a number above 0 and at most 1" in response.text
-
-
 def turn(server: Server, chat: list[int], retention: float, seed: int) -> tuple[list[int], int]:
     """A turn of a chat at a retention: the chat after it, and how much of it came from SSD."""
     prompt = [*chat, *random_tokens(100, seed=seed)]
-    params = {"custom_params": {"impress_retention": retention}}
-    answer = server.generate(prompt, 30, sampling_params=params)
+    answer = server.generate(prompt, 30, impress_retention=retention)
     said = report(answer)
     assert said["path"] == "ssd"
     server.flush()
@@ -186,7 +117,7 @@ def turn(server: Server, chat: list[int], retention: float, seed: int) -> tuple[
 
 def test_a_request_takes_only_what_its_own_demand_allows(impress: Server) -> None:
     """What was computed at 0.05 once served everybody, and what they computed the next ones."""
-    first = store_prefix(impress, 500, seed=41)
+    first = impress.store(500, seed=41)
     poor, _ = turn(impress, first, 0.05, seed=42)
 
     _, found = turn(impress, poor, 0.25, seed=43)
@@ -197,16 +128,6 @@ def test_a_request_takes_only_what_its_own_demand_allows(impress: Server) -> Non
     assert found > 600
 
 
-def test_approximations_do_not_pile_up(impress: Server) -> None:
-    chat = store_prefix(impress, 500, seed=51)
-    found = []
-    for number in range(4):
-        chat, known = turn(impress, chat, 0.25, seed=52 + number)
-        found.append(known)
-    assert found[0] == 500 and found[1] > 600
-    assert found[2] == found[3] == found[1], "what rests on two approximations is not stored"
-
-
 BEAM_WIDTH = 6
 ROWS = 16
 
@@ -214,7 +135,7 @@ ROWS = 16
 def search(server: Server, prompt: list[int]) -> list[list[int]]:
     """The sequences that beam search finds, best first."""
     sampling = {"beam_width": BEAM_WIDTH, "n": BEAM_WIDTH}
-    answer: dict[str, Any] = server.generate(prompt, 12, sampling_params=sampling)
+    answer = server.generate(prompt, 12, sampling_params=sampling)
     return [own["output_ids"] for own in answer["meta_info"]["beam_results"]]
 
 
@@ -222,7 +143,7 @@ def test_beams_take_rows_that_were_offset_rows(stock: Server, impress: Server) -
     """A beam's rows never pass through extend: nothing of an earlier request's row is left."""
     prompt = random_tokens(400, seed=7)
     expected = search(stock, prompt)
-    stored = store_prefix(impress, 900, seed=20)
+    stored = impress.store(900, seed=20)
     prompts = [[*stored, *random_tokens(20, seed=21 + i)] for i in range(ROWS)]
     # Every row of the pool has been an offset row.
     assert paths(impress.generate_together(prompts, 24)) == ["ssd"] * ROWS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ import requests
 
 from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DONE
-from tests.serving.conftest import impress_flags
-from tests.serving.harness import Server, Zygote, running
+from tests.serving.conftest import Serve
+from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 
 KEYS = {"user": "a-users-key", "admin": "the-admins-key"}
@@ -27,11 +26,9 @@ OF_BENCHMARKS = (
 
 
 @pytest.fixture(scope="module")
-def server(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
+def server(serve: Serve) -> Iterator[Server]:
     """As anybody starts it, with both of SGLang's keys."""
-    flags = impress_flags(
-        workdir / "store-orders",
-        "--impress-min-prefix-tokens=64",
+    flags = (
         "--impress-policy=paper",
         "--impress-retention=0.25",
         "--impress-reorder-interval=0",
@@ -39,9 +36,8 @@ def server(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
         f"--api-key={KEYS['user']}",
         f"--admin-api-key={KEYS['admin']}",
     )
-    with running(tiny_llama, workdir / "orders.log", *flags, zygote=zygote) as server:
+    with serve("orders", *flags) as server:
         yield server
-        server.assert_quiet()
 
 
 def ask(

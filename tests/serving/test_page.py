@@ -11,27 +11,21 @@ import pytest
 import requests
 
 from tests.browser import needs_browser, shown
-from tests.serving.conftest import impress_flags
-from tests.serving.harness import Server, Zygote, running
+from tests.serving.conftest import Serve
+from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 
 KEY = {"Authorization": "Bearer the-admins-key"}
 
 
 @pytest.fixture(scope="module")
-def server(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
-    flags = impress_flags(
-        workdir / "store-page",
-        "--impress-min-prefix-tokens=64",
-        "--max-total-tokens=1500",
-        "--admin-api-key=the-admins-key",
-    )
-    with running(tiny_llama, workdir / "page.log", *flags, zygote=zygote) as server:
+def server(serve: Serve) -> Iterator[Server]:
+    flags = ("--max-total-tokens=1500", "--admin-api-key=the-admins-key")
+    with serve("page", *flags) as server:
         for number in range(8):
             prefix = random_tokens(700, seed=number % 3)
             server.generate([*prefix, *random_tokens(9, seed=50 + number)])
         yield server
-        server.assert_quiet()
 
 
 def overview(server: Server, **wanted: Any) -> Any:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.serving.compare import Answer, assert_same, paths, report
-from tests.serving.conftest import impress_flags
-from tests.serving.harness import Server, Zygote, running
+from tests.serving.conftest import Serve
+from tests.serving.harness import Server
 from tests.serving.tiny_models import random_tokens
 
 TOLERANCE = 1e-4
 POOL = 9024
-EXACT = {"custom_params": {"impress_bits": "exact"}}
 # All planes, so that nothing depends on who asked before.
-EIGHT_BITS: dict[str, Any] = {
-    "return_logprob": True,
-    "sampling_params": {"custom_params": {"impress_bits": 8}},
-}
+EIGHT_BITS: dict[str, Any] = {"return_logprob": True, "impress_bits": 8}
 
 
 @pytest.fixture(scope="module", params=[16, 64], ids="pages-of-{}".format)
@@ -32,31 +25,23 @@ def page(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def paged(page: int, workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
+def paged(page: int, serve: Serve) -> Iterator[Server]:
     """It evicts soon, and keeps nothing in memory beside the pool."""
     flags = (
         f"--page-size={page}",
         f"--max-total-tokens={POOL}",
         "--chunked-prefill-size=1024",
-        "--impress-min-prefix-tokens=64",
         "--impress-host-gb=0",
         "--impress-device-gb=0",
     )
-    store, log = workdir / f"store-pages-{page}", workdir / f"pages-{page}.log"
-    with running(tiny_llama, log, *impress_flags(store, *flags), zygote=zygote) as server:
+    with serve(f"pages-{page}", *flags) as server:
         yield server
-        server.assert_quiet()
 
 
 @pytest.fixture(autouse=True)
 def _stays_whole(paged: Server) -> Iterator[None]:
     yield
-    paged.flush()
-    stats = paged.stats()
-    assert stats["integrity"] == "ok" and stats["requests_live"] == 0
-    assert stats["store"]["segments_failed"] == 0
-    pool = stats["device_pool"]
-    assert not any(pool[kind] for kind in pool if kind not in ("tokens", "writing_tokens"))
+    paged.assert_whole()
 
 
 def branches(seed: int, page: int) -> list[list[int]]:
@@ -76,10 +61,9 @@ def questions() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def without_pages(workdir: Path, tiny_llama: Path, zygote: Zygote) -> list[Answer]:
+def without_pages(serve: Serve) -> list[Answer]:
     """Answers in codes of a server with page size 1."""
-    flags = impress_flags(workdir / "store-no-pages", "--impress-min-prefix-tokens=64")
-    with running(tiny_llama, workdir / "no-pages.log", *flags, zygote=zygote) as server:
+    with serve("no-pages") as server:
         for prompt in even_branches():
             server.generate(prompt, 1)
         server.flush()
@@ -95,7 +79,7 @@ def test_exact_answers_are_those_of_stock(paged: Server, stock: Server, page: in
     expected = stock.generate_together(asked, 24, return_logprob=True)
 
     def ask() -> list[Answer]:
-        return paged.generate_together(asked, 24, return_logprob=True, sampling_params=dict(EXACT))
+        return paged.generate_together(asked, 24, return_logprob=True, impress_bits="exact")
 
     from_ssd, resident = ask(), ask()
     assert_same(expected, from_ssd, TOLERANCE)
@@ -141,25 +125,8 @@ def test_parts_are_shared_in_whole_pages(paged: Server, page: int) -> None:
     assert other["loaded_tokens"] == (703 - 550 // page * page) // page * page
 
 
-def test_all_turns_of_a_conversation_are_read_back(paged: Server, page: int) -> None:
-    chat = random_tokens(333, seed=70)
-    paged.generate(chat, 1)
-    for number in range(3):
-        paged.flush()
-        prompt = [*chat, *random_tokens(91, seed=71 + number)]
-        answer = paged.generate(prompt, 10)
-        said = report(answer)
-        # A last page that was not full was not stored.
-        assert said["path"] == "ssd" and said["prefix_tokens"] % page == 0
-        assert said["prefix_tokens"] >= (len(chat) - 1) // page * page
-        chat = [*prompt, *answer["output_ids"]]
-
-
 def test_idle_parts_give_way_in_whole_pages(paged: Server, page: int) -> None:
-    prefixes = [random_tokens(2501, seed=30 + number) for number in range(5)]
-    for prefix in prefixes:
-        paged.generate(prefix, 1)
-        paged.flush()
+    prefixes = [paged.store(2501, seed=30 + number) for number in range(5)]
     for number, prefix in enumerate(prefixes):
         said = report(paged.generate([*prefix, *random_tokens(20, seed=40 + number)], 4))
         assert said["loaded_tokens"] == 2501 // page * page
@@ -172,42 +139,14 @@ def test_idle_parts_give_way_in_whole_pages(paged: Server, page: int) -> None:
 
 
 def test_aborts_in_every_phase(paged: Server) -> None:
-    stored = random_tokens(1207, seed=81)
-    paged.generate(stored, 1)
+    stored = paged.store(1207, seed=81)
     paged.generate([*stored[:700], *random_tokens(300, seed=80)], 1)
     paged.flush()
-    prompts = [[*stored, *random_tokens(600, seed=82 + i)] for i in range(6)]
-
-    def ask(index: int) -> None:
-        paged.post(
-            "/generate",
-            input_ids=prompts[index],
-            rid=f"abort-{index}",
-            sampling_params={"max_new_tokens": 300, "ignore_eos": True},
-        )
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
-    for index, thread in enumerate(threads):
-        thread.start()
-        if index % 2:
-            time.sleep(0.04 * index)
-            paged.post("/abort_request", rid=f"abort-{index}")
-    for index in range(0, len(prompts), 2):
-        time.sleep(0.1)
-        paged.post("/abort_request", rid=f"abort-{index}")
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    paged.flush()
-    paged.assert_quiet()
+    paged.abort_in_every_phase([[*stored, *random_tokens(600, seed=82 + i)] for i in range(6)])
 
 
 def test_a_part_of_a_prefix_is_refused(paged: Server, page: int) -> None:
-    wanted = {"custom_params": {"impress_retention": 0.5}}
-    response = paged.post(
-        "/generate", input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 1, **wanted}
-    )
+    response = paged.ask([5, 6, 7], 1, impress_retention=0.5)
     assert response.status_code == 400
     assert f"need --page-size 1, and this server has {page}" in response.text
-    whole = {"custom_params": {"impress_retention": 1}}
-    assert paged.generate([5, 6, 7], 1, sampling_params=whole)["output_ids"]
+    assert paged.ask([5, 6, 7], 1, impress_retention=1).ok

@@ -15,25 +15,15 @@ import pytest
 from impress_sglang import timeline
 from impress_sglang.serving.metrics import COUNTERS, GAUGES
 from tests.serving.compare import report
-from tests.serving.conftest import TINY_FLAGS
-from tests.serving.harness import Server, Zygote, metrics_of, running
+from tests.serving.conftest import Serve
+from tests.serving.harness import Server, metrics_of
 from tests.serving.tiny_models import random_tokens
 
 PREFIXES = 5
 QUESTIONS = 4
 
 
-def flags(store: Path, *own: str) -> tuple[str, ...]:
-    return (
-        *TINY_FLAGS,
-        "--enable-impress",
-        "--impress-write-after=1",
-        f"--impress-ssd-dir={store}",
-        "--impress-min-prefix-tokens=64",
-        "--impress-device-gb=0",
-        "--max-total-tokens=9000",
-        *own,
-    )
+FLAGS = ("--impress-device-gb=0", "--max-total-tokens=9000", "--max-running-requests=1")
 
 
 def ask_all(server: Server, namespace: str) -> tuple[list[dict[str, Any]], Counter[str]]:
@@ -76,20 +66,15 @@ def test_reading_ahead_changes_no_answer(narrow: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def deciding(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
+def deciding(serve: Serve) -> Iterator[Server]:
     """A server that may compute instead of loading, and serves one request at a time."""
-    own = flags(workdir / "store-deciding", "--impress-host-gb=0", "--impress-retention=auto")
-    own = tuple(flag for flag in own if not flag.startswith("--max-running-requests"))
-    log = workdir / "deciding.log"
-    with running(
-        tiny_llama, log, *own, "--max-running-requests=1", zygote=zygote, bench=True
-    ) as server:
+    own = (*FLAGS, "--impress-load=faster", "--impress-host-gb=0", "--impress-retention=auto")
+    with serve("deciding", *own, bench=True) as server:
         # What computing takes is learnt from some long prompts.
         for seed in range(4):
             server.generate(random_tokens(1500, seed=900 + seed), 1)
             server.flush()
         yield server
-        server.assert_quiet()
 
 
 @pytest.fixture(autouse=True)
@@ -98,9 +83,7 @@ def _full_speed(request: pytest.FixtureRequest) -> Iterator[None]:
     if "deciding" in request.fixturenames:
         server = request.getfixturevalue("deciding")
         server.post("/bench/ssd_mbps", mbps=0).raise_for_status()
-        server.flush()
-        assert server.stats()["integrity"] == "ok"
-        assert server.stats()["device_pool"]["private_tokens"] == 0
+        server.assert_whole()
 
 
 def test_a_prefix_is_computed_where_reading_takes_longer(deciding: Server, stock: Server) -> None:
@@ -147,53 +130,26 @@ def test_saving_behind_prefill_gives_the_right_kvs(deciding: Server, stock: Serv
     after = deciding.stats()["store"]
     assert after["segments_written"] > before["segments_written"]
     assert after["segments_failed"] == before["segments_failed"]
-    exact = {"custom_params": {"impress_retention": 1.0, "impress_bits": "exact"}}
     question = [*prompt, *random_tokens(15, seed=4)]
-    answer = deciding.generate(question, 6, sampling_params=exact)
+    answer = deciding.generate(question, 6, impress_retention=1.0, impress_bits="exact")
     assert answer["output_ids"] == stock.generate(question, 6)["output_ids"]
 
 
-def test_an_aborted_prompt_leaves_nothing_behind(deciding: Server) -> None:
-    before = deciding.stats()["store"]["writes_pending"]
-    assert before == 0
-    prompt = random_tokens(1400, seed=444)
-    deciding.post(
-        "/generate",
-        input_ids=prompt,
-        rid="gone",
-        sampling_params={"temperature": 0, "max_new_tokens": 200, "ignore_eos": True},
-        stream=False,
-        background=True,
-    )
-    deciding.post("/abort_request", rid="gone")
-    deciding.flush()
-    stats = deciding.stats()
-    assert stats["store"]["writes_pending"] == 0
-    assert stats["device_pool"]["writing_tokens"] == 0
-
-
 @pytest.fixture(scope="module")
-def narrow(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Iterator[Server]:
+def narrow(workdir: Path, serve: Serve) -> Iterator[Server]:
     """A server that serves one request at a time, always loads, and writes timelines."""
-    own = flags(
-        workdir / "store-narrow",
+    own = (
+        *FLAGS,
         "--impress-host-gb=0.02",
-        "--impress-load=always",
         "--impress-approximation-depth=0",
         "--impress-schedule=classes",
         "--enable-metrics",
         f"--impress-trace-dir={workdir / 'traces'}",
     )
-    own = tuple(flag for flag in own if not flag.startswith("--max-running-requests"))
-    log = workdir / "narrow.log"
-    with running(
-        tiny_llama, log, *own, "--max-running-requests=1", zygote=zygote, bench=True
-    ) as server:
+    with serve("narrow", *own, bench=True) as server:
         yield server
-        server.flush()
-        assert server.stats()["integrity"] == "ok"
+        server.assert_whole()
         assert server.stats()["store"]["buffer_used_bytes"] == 0
-        server.assert_quiet()
 
 
 def test_prometheus_is_told_what_the_statistics_say(narrow: Server) -> None:
@@ -228,11 +184,7 @@ def test_prometheus_is_told_what_the_statistics_say(narrow: Server) -> None:
 
 
 def store_prefixes(server: Server, count: int, seed: int) -> list[list[int]]:
-    prefixes = [random_tokens(1000, seed=seed + number) for number in range(count)]
-    for prefix in prefixes:
-        server.generate(prefix, 1)
-        server.flush()
-    return prefixes
+    return [server.store(1000, seed=seed + number) for number in range(count)]
 
 
 def test_requests_that_wait_are_read_ahead(narrow: Server) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.serving.compare import assert_same, logprob_distance, paths, report
-from tests.serving.conftest import TINY_FLAGS, impress_flags
+from tests.serving.conftest import TINY_FLAGS, Serve
 from tests.serving.damage import flip_value
 from tests.serving.harness import ROOT, Server, Zygote, running
 from tests.serving.tiny_models import make_model, random_tokens
@@ -29,10 +29,7 @@ FLAGS = (
     f"--chunked-prefill-size={CHUNK}",
     "--enable-mixed-chunk",
 )
-PART_FLAGS = ("--impress-retention=0.25", "--impress-min-prefix-tokens=64")
-EXACT: dict[str, Any] = {
-    "sampling_params": {"custom_params": {"impress_retention": 1.0, "impress_bits": "exact"}}
-}
+EXACT: dict[str, Any] = {"impress_retention": 1.0, "impress_bits": "exact"}
 
 
 @pytest.fixture(scope="module")
@@ -48,35 +45,28 @@ def stock_triton(workdir: Path, model: Path, zygote: Zygote) -> Iterator[Server]
 
 
 @pytest.fixture(scope="module")
-def triton(workdir: Path, model: Path, zygote: Zygote) -> Iterator[Server]:
-    flags = (*impress_flags(workdir / "store-triton", *PART_FLAGS), *FLAGS)
-    with running(model, workdir / "triton.log", *flags, zygote=zygote) as server:
+def triton(model: Path, serve: Serve) -> Iterator[Server]:
+    with serve("triton", "--impress-retention=0.25", *FLAGS, model=model) as server:
         yield server
-        server.assert_quiet()
 
 
 @pytest.fixture(scope="module")
-def torch_native(workdir: Path, model: Path, zygote: Zygote) -> Iterator[Server]:
-    flags = (*impress_flags(workdir / "store-torch-native", *PART_FLAGS), *FLAGS[1:])
-    with running(model, workdir / "torch-native.log", *flags, zygote=zygote) as server:
+def torch_native(model: Path, serve: Serve) -> Iterator[Server]:
+    flags = ("--impress-retention=0.25", *FLAGS[1:])
+    with serve("torch-native", *flags, model=model) as server:
         yield server
 
 
 @pytest.fixture(autouse=True)
 def _stays_whole(triton: Server) -> Iterator[None]:
     yield
-    triton.flush()
-    stats = triton.stats()
-    assert stats["integrity"] == "ok" and stats["requests_live"] == 0
-    assert stats["device_pool"]["private_tokens"] == 0
+    triton.assert_whole()
 
 
 def store_prefix(servers: list[Server], length: int, seed: int) -> list[int]:
-    prefix = random_tokens(length, seed)
     for server in servers:
-        server.generate(prefix, 1)
-        server.flush()
-    return prefix
+        server.store(length, seed)
+    return random_tokens(length, seed)
 
 
 def test_rows_of_backends(workdir: Path, zygote: Zygote) -> None:

@@ -239,11 +239,18 @@ def test_auto_is_never_less_than_its_floor_and_than_what_is_allowed(
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("auto", AUTO), ("0.25", 0.25), ("1", 1.0), ("1e-1", 0.1)]
+    ("field", "text", "value"),
+    [
+        *(
+            ("retention", text, value)
+            for text, value in (("0.25", 0.25), ("1", 1.0), ("1e-1", 0.1))
+        ),
+        *(("bits", text, value) for text, value in (("5", 5.0), ("6.5", 6.5), ("exact", EXACTLY))),
+        *((field, AUTO, AUTO) for field in ("retention", "bits")),
+    ],
 )
-def test_retention_on_a_command_line_is_a_number_or_auto(text: str, value: float | str) -> None:
-    parse = next(option.parse for option in OPTIONS if option.field == "retention")
-
+def test_numbers_and_words_on_a_command_line(field: str, text: str, value: float | str) -> None:
+    parse = next(option.parse for option in OPTIONS if option.field == field)
     assert parse(text) == value
     assert type(parse(text)) is type(value)
 
@@ -269,24 +276,6 @@ def test_auto_bits_are_usually_the_least_that_auto_gives() -> None:
     config = ImpressConfig(bits=AUTO)
     assert config.auto_bits and config.usual_bits == AUTO_BITS
     assert not ImpressConfig().auto_bits
-
-
-@pytest.mark.parametrize(
-    "value",
-    [3.99, 8.01, 16, EXACT_BITS, 10**400, float("nan"), "5", "", AUTO, True, None, [5.0], {}],
-)
-def test_nothing_else_is_bits(value: object) -> None:
-    assert not is_bits(value)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("exact", EXACTLY), ("auto", AUTO), ("5", 5.0), ("6.5", 6.5), ("8", 8.0)]
-)
-def test_bits_on_a_command_line_are_a_number_or_exact(text: str, value: float | str) -> None:
-    parse = next(option.parse for option in OPTIONS if option.field == "bits")
-
-    assert parse(text) == value
-    assert type(parse(text)) is type(value)
 
 
 def test_choices_of_an_option_are_what_is_taken() -> None:

@@ -77,12 +77,6 @@ def test_nobody_is_put_first_for_whom_the_engine_would_wait() -> None:
         assert arranged(order, "short", "unknown")[0] == "short"
 
 
-def test_who_was_never_looked_at_keeps_its_place() -> None:
-    for schedule in (CLASSES, ESTIMATE, SHORTEST):
-        assert arranged(make_order(schedule), "slower", "new") == ["slower", "new"]
-        assert arranged(make_order(schedule), "new", "ready") == ["new", "ready"]
-
-
 def test_before_any_pass_nothing_is_known_to_hide_a_read() -> None:
     state = CacheState(True, Estimate(1.0, 0.1, None, None))
     assert state.estimate.unhidden(1.0) == state.estimate.seconds(1.0) == 0.1
@@ -125,19 +119,6 @@ def test_who_may_not_be_overtaken_holds_up_all_behind() -> None:
     # `slow` could wait for `long`, and `unknown` could not.
     assert arranged(order, "slow", "unknown", "long") == ["unknown", "long", "slow"]
     assert arranged(order, "slow", "long") == ["long", "slow"]
-
-
-def test_who_comes_back_is_behind() -> None:
-    """A retracted request is put at the end; no pass of the scheduler need have been between."""
-    order = make_order(CLASSES)
-    queue = [Waiting("slow"), Waiting("ready")]
-    order.restore(queue)
-    order.arrange(queue)
-    for own in queue:
-        order.forget(own.rid)
-    queue = [Waiting("new"), *queue]
-    order.restore(queue)
-    assert [own.rid for own in queue] == ["new", "ready", "slow"]
 
 
 def test_who_does_not_fit_holds_nobody_up_for_long() -> None:
