@@ -3,11 +3,13 @@
 Stores of --segments are made by the store itself, of a model whose KVs take 16 bytes per token:
 turns of conversations below system prompts, and prompts that leave an earlier one anywhere. The
 index depends on tokens and files, not on KVs. Nothing is synced, and all is in the page cache.
-Times of one thread, in milliseconds but for those of opening:
+Times of one thread, in milliseconds but for those of opening; of requests the median and the 99th
+percentile, and the same on the thread's clock, which other work on the machine does not move:
 
     open      files and index are there, in seconds
     rebuild   the same without the index, in seconds: all headers are read
-    match     of a stored prompt and a question, median and 99th percentile
+    collect   Python looks for garbage in all of the process; requests wait for that
+    match     of a stored prompt and a question
     offer     of a prompt, while there is room
     evict     of a prompt to a store that is full: others are evicted first
 
@@ -22,6 +24,7 @@ read whole, but for its bytes; the caches hold 4 GB of them:
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -132,7 +135,8 @@ def _measure(args: argparse.Namespace, folder: Path, count: int) -> dict[str, An
     asked = [stored[place] for place in rng.integers(len(stored), size=args.requests)]
     asked = [np.concatenate([own, _draw(rng, QUESTION_TOKENS)]) for own in asked]
     row = {"segments": count, "open s": round(opened, 2)}
-    row |= _milliseconds("match", [_time(lambda own=own: store.match("", own)) for own in asked])
+    row["collect ms"] = round(_time(gc.collect) * 1e3, 1)
+    row |= _milliseconds("match", [_times(lambda own=own: store.match("", own)) for own in asked])
     row |= _milliseconds("offer", [_offer(store, next(prompts)) for _ in range(args.requests)])
     used = store.summary()["used_bytes"]
     store.close()
@@ -184,7 +188,7 @@ def _fill(store: PrefixStore, prompts: Iterator[Tokens], count: int) -> list[Tok
     return stored
 
 
-def _offer(store: PrefixStore, tokens: Tokens, *, wait: bool = True) -> float:
+def _offer(store: PrefixStore, tokens: Tokens, *, wait: bool = True) -> tuple[float, float]:
     kvs = torch.zeros(len(tokens), 1, 4, dtype=torch.float16)
     offer = Offer(
         tokens,
@@ -193,7 +197,7 @@ def _offer(store: PrefixStore, tokens: Tokens, *, wait: bool = True) -> float:
         abandon=lambda: None,
         min_tokens=1,
     )
-    seconds = _time(lambda: _check(store.writes.offer("", offer)))
+    seconds = _times(lambda: _check(store.writes.offer("", offer)))
     if wait:
         store.writes.drain()
     return seconds
@@ -205,11 +209,22 @@ def _check(outcome: StoreOutcome) -> None:
 
 
 def _time(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    return _times(work)[0]
+
+
+def _times(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds on the wall's clock, and on the thread's."""
+    began, own = time.perf_counter(), time.thread_time()
     work()
-    return time.perf_counter() - began
+    own = time.thread_time() - own
+    return time.perf_counter() - began, own
 
 
-def _milliseconds(name: str, seconds: list[float]) -> dict[str, float]:
-    median, late = np.percentile(seconds, (50, 99)) * 1e3
-    return {f"{name} ms": round(median, 3), f"{name} p99": round(late, 3)}
+def _milliseconds(name: str, times: list[tuple[float, float]]) -> dict[str, float]:
+    (median, own_median), (late, own_late) = np.percentile(times, (50, 99), axis=0) * 1e3
+    return {
+        f"{name} ms": round(median, 3),
+        f"{name} p99": round(late, 3),
+        f"{name} cpu": round(own_median, 3),
+        f"{name} cpu p99": round(own_late, 3),
+    }

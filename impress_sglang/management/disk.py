@@ -7,6 +7,7 @@ once it is done it belongs to the store's. Memory is not taken here.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import sqlite3
 import time
@@ -67,7 +68,9 @@ class StoreDisk:
                 self.monitor = Monitor(self.directory, self.health, self._seconds)
                 undo.callback(self.monitor.close, self._seconds)
                 content = None if config.blend == OFF else ContentIndex()
+                frozen = gc.get_freeze_count()
                 self.tree = recover_tree(self.keeper, identity, content)
+                self._froze = gc.get_freeze_count() > frozen
                 most = bytes_of(config.ssd_gb) // 2
                 self.pins = Pins(self.directory, self.keeper, self.tree, most)
                 self.others = other_stores(self.files, self.directory.path)
@@ -99,6 +102,9 @@ class StoreDisk:
             logger.warning("access times are not kept for the next start")
         self.monitor.close(self._seconds)
         self.directory.close()
+        if self._froze:
+            # Now the index is garbage. Who opens the next one looks for it first.
+            gc.unfreeze()
 
     def _say_what_is_there(self) -> None:
         segments = list(self.tree.segments())

@@ -19,10 +19,10 @@ import numpy as np
 
 from impress_sglang.management.keeper import Keeper
 from impress_sglang.management.stored import StoredSegment
-from impress_sglang.management.tree import StoredTree, common_prefix_len
+from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.directory import PINS, StoreDirectory
 from impress_sglang.storage.quality import ANYTHING
-from impress_sglang.storage.segment import Tokens
+from impress_sglang.storage.segment import Tokens, common_prefix_len
 
 logger = logging.getLogger(__name__)
 

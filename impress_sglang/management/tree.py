@@ -28,7 +28,7 @@ from impress_sglang.management.content import ContentIndex
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.management.uses import Uses
 from impress_sglang.storage.quality import ANYTHING, EXACT, Quality
-from impress_sglang.storage.segment import SegmentInfo, Tokens
+from impress_sglang.storage.segment import SegmentInfo, Tokens, common_prefix_len
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -427,13 +427,6 @@ class StoredTree:
             self._dig(node)
             self._dig(upper)
         return upper
-
-
-def common_prefix_len(left: Tokens, right: Tokens) -> int:
-    """How many leading tokens two sequences share."""
-    length = min(len(left), len(right))
-    different = left[:length] != right[:length]
-    return int(different.argmax()) if different.any() else length
 
 
 def _deepest_first(top: _Node) -> Iterator[_Node]:

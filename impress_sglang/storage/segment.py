@@ -306,3 +306,13 @@ def _read_array(
     flat = np.frombuffer(body, dtype, math.prod(shape), offset)
     # A copy, because tensors and loops want memory that is aligned and could be written to.
     return flat.reshape(shape).copy(), offset + flat.nbytes
+
+
+def common_prefix_len(left: Tokens, right: Tokens) -> int:
+    """How many leading tokens two sequences share."""
+    length = min(len(left), len(right))
+    if not length:
+        return 0
+    different = left[:length] != right[:length]
+    first = int(different.argmax())
+    return first if different[first] else length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from impress_sglang.management.disk import NOTED_TOGETHER
 from impress_sglang.management.restoring import restore_segments
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSegment
-from impress_sglang.management.tree import StoredTree
+from impress_sglang.management.tree import StoredTree, _Node
 from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.files import FileSystem
@@ -130,6 +131,27 @@ def test_the_order_of_use_is_that_of_before(digests: list[int]) -> None:
     assert names[:3] == ["00000-4", "00000-3", "00000-2"], "what builds on others goes first"
     assert names[-2:] == ["00000-1", "00000-0"], "a use is one of all that it builds on"
     assert segments[0].last_access == 9
+
+
+def nodes() -> int:
+    """Of trees, as far as Python looks for garbage."""
+    return sum(type(own) is _Node for own in gc.get_objects())
+
+
+def test_python_looks_for_no_garbage_in_a_large_index(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = three_prefixes(bench)
+    assert nodes() > 0
+    monkeypatch.setattr(restoring, "_MANY", len(store.tree))
+    try:
+        store = bench.reopen(store)
+        assert nodes() == 0
+        check_three_prefixes(store)
+        bench.close(store)
+        assert nodes() > 0, "then it is garbage"
+    finally:
+        gc.unfreeze()
 
 
 @pytest.fixture

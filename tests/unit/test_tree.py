@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from impress_sglang.management.digests import prefix_digest
 from impress_sglang.management.restoring import newest_files, restore_segments
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
-from impress_sglang.management.tree import StoredTree, common_prefix_len
+from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.storage.segment import SegmentInfo, common_prefix_len
 from tests.unit.kv_factory import as_tokens, make_info, make_shape
 
 SHAPE = make_shape()
