@@ -92,7 +92,7 @@ TOUCHED = tuple_type(
 @compiled((CACHES, "int64"), makes_arrays=False)
 def _free_pages(caches: Caches, chunk: int) -> None:
     """The pages of a chunk are free, and it stands in no cache."""
-    row, count = caches.tiers[chunk] - 1, int(caches.num_pages[chunk])
+    row, count = int(caches.tiers[chunk]) - 1, int(caches.num_pages[chunk])
     page = caches.first[chunk]
     top = caches.free[row] + count
     for number in range(1, count + 1):
@@ -131,7 +131,7 @@ def drop(caches: Caches, ids: Indices) -> None:
 @compiled((CACHES, "int64", "int32[:, ::1]", "int64"), makes_arrays=False)
 def _copy_pages(caches: Caches, chunk: int, pages: Int32s, place: int) -> None:
     """Write the pages of a chunk, if it has some, to a row of `pages`."""
-    row = caches.tiers[chunk] - 1
+    row = int(caches.tiers[chunk]) - 1
     if row >= 0:
         page = caches.first[chunk]
         for number in range(caches.num_pages[chunk]):
@@ -224,7 +224,7 @@ def _move(
     count = _remember(caches, chunk, count, touched)
     if caches.tiers[chunk] != _SSD:
         # Who was displaced has left its heap.
-        leave(caches.heaps, caches.tiers[chunk] - 1, chunk)
+        leave(caches.heaps, int(caches.tiers[chunk]) - 1, chunk)
         _free_pages(caches, chunk)
     _occupy(caches, chunk, tier)
     return displaced, count

@@ -74,6 +74,10 @@ class StoreMemory:
             self.pool,
         )
 
+    def cache_summary(self) -> dict[str, object]:
+        """Sizes and counters of the cache that has the memory."""
+        return (self.codes if self.codes.placement.enabled else self.cache).summary()
+
     def close(self) -> None:
         """Give it back."""
         self.pool.close()

@@ -72,6 +72,16 @@ class Quota:
         """Of the stores of other models, as of the start of this process."""
         return sum(self._others.values())
 
+    def summary(self) -> dict[str, int]:
+        """Bytes on the SSD, and how many they may be, for the statistics page."""
+        return {
+            "used_bytes": self.used_bytes + self._reserved(),
+            "quarantined_bytes": self._keeper.quarantined_bytes,
+            "other_models_bytes": self.other_models_bytes,
+            "quota_bytes": bytes_of(self._config.ssd_gb),
+            **self.budget.summary(),
+        }
+
     def remove(self, segment: StoredSegment) -> None:
         """A file is on its way out."""
         self._count(segment, -segment.file_bytes)
@@ -122,10 +132,10 @@ class Quota:
     def missing(self, num_bytes: int) -> int:
         """How much more must be free for a file to fit; 0 or less if it does."""
         keeper, config = self._keeper, self._config
-        on_copy_stream = keeper.quarantined_bytes + keeper.unused_bytes
-        on_copy_stream += sum(list(keeper.undeleted.values()))
+        unserved = keeper.quarantined_bytes + keeper.unused_bytes
+        unserved += sum(list(keeper.undeleted.values()))
         reserved = self._reserved()
-        used = self.used_bytes + reserved + on_copy_stream + self.other_models_bytes
+        used = self.used_bytes + reserved + unserved + self.other_models_bytes
         pending = self.pending_bytes + reserved
         available = self._monitor.free_bytes - pending - bytes_of(config.min_free_gb)
         return max(used + num_bytes - bytes_of(config.ssd_gb), num_bytes - available)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from impress_sglang.config import ImpressConfig, bytes_of
+from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import (
     ConfigError,
     PrefixUnreadable,
@@ -298,23 +298,16 @@ class PrefixStore:
             "writes_pending": len(self.writes),
             "health": self.health.summary(),
             "segments_suspect": len(self._looks),
-            "used_bytes": self._quota.used_bytes + self.reorders.reserved_bytes,
-            "quarantined_bytes": self._keeper.quarantined_bytes,
-            "other_models_bytes": self._quota.other_models_bytes,
-            "quota_bytes": bytes_of(self._config.ssd_gb),
-            **self._quota.budget.summary(),
+            **self._quota.summary(),
             "direct_io": self._disk.direct,
-            "io_engine": self._reader.engine,
+            **self._reader.summary(),
             "buffer_bytes": self._memory.pool.limit_bytes,
             "buffer_used_bytes": self._memory.pool.used_bytes,
-            "gap_bytes": self._reader.cost.gap_bytes,
-            "read_mbps": round(self._reader.cost.bytes_per_second / 1e6),
         }
 
     def cache_summary(self) -> dict[str, object]:
         """Sizes and counters of the cache that has memory."""
-        codes = self._memory.codes
-        return (codes if codes.placement.enabled else self.cache).summary()
+        return self._memory.cache_summary()
 
     def check_integrity(self) -> None:
         """Compare tree, quota, readers and caches with each other.

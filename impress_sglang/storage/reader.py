@@ -84,14 +84,17 @@ class BlockReader:
         self._thread = self._start()
 
     @property
-    def engine(self) -> str:
-        """Name of the engine."""
-        return self._engine.name
-
-    @property
     def depth(self) -> int:
         """Reads in flight at most."""
         return self._engine.depth
+
+    def summary(self) -> dict[str, str | int]:
+        """Name of the engine, gaps that are read (bytes), and speed, for the statistics page."""
+        return {
+            "io_engine": self._engine.name,
+            "gap_bytes": self.cost.gap_bytes,
+            "read_mbps": round(self.cost.bytes_per_second / 1e6),
+        }
 
     def submit(self, runs: Sequence[BlockRuns], *, ahead: bool = False) -> PendingRead:
         """Begin to fill the memory of all runs; `ahead` lets others go first.

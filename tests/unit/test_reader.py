@@ -147,7 +147,7 @@ def test_as_many_pieces_are_in_flight_as_told(
     step: tuple[BlockReader, StepEngine], stored: Stored
 ) -> None:
     reader, engine = step
-    assert reader.depth == 4 and reader.engine == "step"
+    assert reader.depth == 4 and reader.summary()["io_engine"] == "step"
     read = reader.submit([stored.runs((0, 20))])
     engine.wait_started(4)
     engine.allow(3)
