@@ -1,15 +1,17 @@
 """Documents in another order: how far answers are from a full recompute, and what they cost.
 
-Each question has some documents. They are stored as one prompt; then the same ones are asked about
-in another order, with each `--shares` of their tokens computed again, chosen by each `--select`:
-the first tokens of each document, those whose KVs deviate most, or random ones. Share 0 reuses all
-as it is, whatever the rule; share 1 computes everything and is exact.
+Each question has some documents. All documents are stored once, several in a prompt. Then questions
+are asked about them in another order, with each `--shares` of their tokens computed again, chosen
+by each `--select`: the first tokens of each document, those whose KVs deviate most, or random ones.
+Share 0 reuses all as it is, whatever the rule; share 1 computes everything and is exact.
 
-KL         to the exact distributions before each token of the right answer, in nats per token, over
-           the 100 likeliest tokens and the rest, with a 95% interval over questions (bootstrap)
+KL         to the exact distributions before each of the next --continuation tokens that exact KVs
+           give, in nats per token, over the 100 likeliest tokens and the rest, with a 95% interval
+           over questions (bootstrap); *median*: of the questions
 of reuse   how much of the KL of share 0 is gone; *over random*: the mean of what the KL is less
            than that of random tokens of the same questions, with its interval
-gold       what the log-likelihood of the right answer loses
+loss       of the log-likelihood of these tokens; with --continuation 0 all this is of the right
+           answer, in place of them
 agreement  of the likeliest token
 F1, right  words that a greedy answer of --answer-tokens has in common with the right one (its best
            variant), and the share of answers that contain it; 95% intervals of the difference of
@@ -53,6 +55,9 @@ OPTIONS = (
     Option("tokens", 512, "of a document, at most", quick=200),
     Option("shares", (0.05, 0.15, 0.3), "of their tokens to compute again, beside 0 and 1"),
     Option("select", BLEND_SELECTORS, "which of them", parse=one_of(BLEND_SELECTORS)),
+    Option(
+        "continuation", 32, "tokens that exact KVs give, to compare; 0: the right answer", quick=8
+    ),
     Option("answers-only", False, "measure no distributions and no TTFT; ask eight at a time"),
     Option("answer-tokens", 12, "of answers that are generated; 0: none are", quick=4),
     Option("clients", 4, "at a time, for the throughput; 0: it is not measured", quick=2),
@@ -90,8 +95,9 @@ class Question:
     """In which they are asked about; they are stored in another one."""
     question: list[int]
     answer: list[int]
+    """What is compared behind it: the first right one, or what exact KVs give."""
     answers: list[str]
-    """All that are right; `answer` is the first one."""
+    """All that are right."""
 
     def prompt(self, order: Sequence[int]) -> list[int]:
         """Up to the question."""
@@ -129,8 +135,8 @@ def run(args: argparse.Namespace) -> Result:
     rows = [_row(way, answers, found) | rates.get(way, {}) for way, answers in found.items()]
     lengths = [len(own.prompt(own.order)) for own in asked]
     figures = {"model": model.name, "prompt_tokens": lengths, "rows": rows, "drives": drives}
-    names = ("KL", "from", "to", "of reuse", "over random", "low", "high", "gold", "agreement")
-    last = ("F1", "right", "blended", "TTFT", "many", "per s")
+    names = ("KL", "from", "to", "median", "of reuse", "over random", "low", "high", "loss")
+    last = ("agreement", "F1", "right", "blended", "TTFT", "many", "per s")
     tables = [Table(plain("select", "share", *names, *last), rows)]
     if drives:
         tables.append(Table(plain(*(key for key in drives[0] if key != "seconds")), drives))
@@ -173,22 +179,26 @@ def _ask_all(
     pool: Servers,
     model: Any,
     select: str,
-    asked: Sequence[Question],
+    asked: list[Question],
     ways: Sequence[tuple[str, float]],
     rates: dict[tuple[str, float], Row],
 ) -> dict[tuple[str, float], list[Answer]]:
-    """Answers by rule and share; fills `rates`. The first server stores the documents for all."""
+    """Answers by rule and share; fills `rates`.
+
+    The first server stores the documents for all, and continues what is `asked`.
+    """
     flags = _flags(args, pool, select)
     first = not _store(pool).exists()
     with pool.running(select, model, args.dtype, *flags) as server, step(f"{select}: asking"):
-        for question in asked if first else ():
-            stored = question.prompt(range(len(question.documents)))
-            server.store([*stored, *question.question], custom={"impress_blend": OFF})
+        for prompt in packs_of(asked, args.documents) if first else ():
+            server.store(prompt, custom={"impress_blend": OFF})
         if args.answers_only:
             found = {way: _ask_together(server, asked, way[1], args) for way in ways}
         else:
             found = {way: [] for way in ways}
-            for question in asked:
+            for number, question in enumerate(asked):
+                if first and args.continuation:
+                    asked[number] = question = _continued(server, question, args.continuation)
                 for way in ways:
                     found[way].append(_ask(server, question, way[1], args))
                     server.flush()
@@ -200,6 +210,20 @@ def _ask_all(
         if way[1] < 1.0 and lacking > FEW * len(asked):
             raise BenchFailed(f"{lacking} of {len(asked)} requests were not blended")
     return found
+
+
+def packs_of(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
+    """Prompts with so many documents each, in which all stand once."""
+    documents = list({tuple(own): own for question in asked for own in question.documents}.values())
+    for start in range(0, len(documents), size):
+        yield [*asked[0].head, *(token for own in documents[start : start + size] for token in own)]
+
+
+def _continued(server: Server, question: Question, tokens: int) -> Question:
+    """With what exact KVs give in the place of the right answer; it stays in the pool."""
+    prompt = [*question.prompt(question.order), *question.question]
+    said = server.generate(prompt, tokens, custom=_custom(1.0))
+    return dataclasses.replace(question, answer=list(said["output_ids"]))
 
 
 def _store(pool: Servers) -> Path:
@@ -369,8 +393,9 @@ def _distances(
         "KL": round(statistics.fmean(own), 5),
         "from": round(low, 5),
         "to": round(high, 5),
+        "median": round(statistics.median(own), 5),
         "of reuse": round(1.0 - statistics.fmean(own) / statistics.fmean(reuse), 3),
-        "gold": _mean([a.loglik - b.loglik for a, b in zip(exact, answers, strict=True)]),
+        "loss": _mean([a.loglik - b.loglik for a, b in zip(exact, answers, strict=True)]),
         "agreement": _mean(same),
         "TTFT": round(statistics.median(one.seconds for one in answers), 4),
         "divergences": [round(one, 6) for one in own],

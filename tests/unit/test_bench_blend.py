@@ -8,7 +8,7 @@ import math
 import pytest
 
 from bench.core.session import BenchFailed
-from bench.quality.blend import SHOTS, divergence, draw, interval, score
+from bench.quality.blend import HEAD, SHOTS, divergence, draw, interval, packs_of, score
 
 
 def tokenize(text: str) -> list[int]:
@@ -77,3 +77,12 @@ def test_the_divergence_is_that_of_named_tokens_and_the_rest() -> None:
 )
 def test_answers_are_compared_by_their_words(text: str, f1: float, right: bool) -> None:
     assert score(text, ["Exeter College", "b"]) == (pytest.approx(f1), right)
+
+
+def test_documents_are_stored_once_and_several_in_a_prompt() -> None:
+    drawn = draw(ROWS, tokenize, arguments(tokens=1000, questions=8))
+    packs = list(packs_of(drawn, 3))
+    assert len(packs) == 3
+    for text in (f"passage {number} " * 9 for number in range(8)):
+        assert sum(bytes(own).decode().count(text) for own in packs) == 1
+    assert all(own[: len(tokenize(HEAD))] == tokenize(HEAD) for own in packs)
