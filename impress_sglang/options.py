@@ -159,30 +159,30 @@ OPTIONS: tuple[Option, ...] = (
         "namespace_gb",
         float,
         at_least(0),
-        "Most that prefixes of one namespace (cache_salt, extra_key) may take on SSD, in GB. More "
-        "than that makes room among its own. 0: no limit.",
+        "Quota of each namespace (cache_salt, extra_key) on SSD, in GB. A namespace that is full "
+        "evicts its own prefixes. 0: no limit.",
     ),
     Option(
         "write_after",
         int,
         between(1, 255),
-        "A prefix is stored when it is asked for this often; what is asked for once wears the "
-        "drive for nothing. Prefixes are counted in memory, at every 64th token. 1: every prompt "
-        "is stored at once.",
+        "A prefix is stored when it is requested for this many times, so that prompts sent only "
+        "once do not wear the drive. Prefixes are counted in memory, at every 64th token. 1: every "
+        "prompt is stored at once.",
     ),
     Option(
         "write_gb_per_day",
         float,
         at_least(0),
-        "GB that may be written to the SSD store per day, as its drive bears them. When they are "
-        "spent no new prompts are stored until some have come in again. 0: no limit.",
+        "Daily write budget of the SSD store, in GB. When it is used up, no new prompts are stored "
+        "until it refills. 0: no limit.",
     ),
     Option(
         "ttl",
         float,
         at_least(0),
-        "Seconds after its writing a stored prefix is removed, used or not. 0: it stays until room "
-        "is needed.",
+        "Seconds after which a stored prefix is removed, used or not. 0: it stays until room is "
+        "needed.",
     ),
     Option(
         "retention",
@@ -285,19 +285,19 @@ OPTIONS: tuple[Option, ...] = (
         "lookahead",
         str,
         one_of((ON, OFF)),
-        "on: what requests wait for is evicted last, from SGLang's pool, caches and SSD, and of it "
-        "what is needed last goes first. off: only SGLang's pool asks who waits, and not in which "
-        "order.",
+        "on: what queued requests will use is evicted last from SGLang's pool, the caches and the "
+        "SSD, what is needed latest first. off: only SGLang's pool protects it, whatever the order "
+        "of the queue.",
     ),
     Option(
         "schedule",
         str,
         one_of(SCHEDULES),
-        "How the first 16 queued requests of equal priority change places. classes: what is ready "
-        "goes before what must be computed, that before what must be read. estimate: who waits "
-        "least for the drive goes first. shortest: who is prefilled soonest, of those first for "
-        "whom the engine need not wait for the drive. Who has waited for that as long as it takes "
-        "itself keeps its place. off: they do not.",
+        "How the first 16 queued requests of equal priority change places. classes: requests that "
+        "are ready go before those to compute, these before those to read. estimate: the shortest "
+        "wait for the drive goes first. shortest: the shortest prefill, among requests that need "
+        "not wait for the drive. A request that was delayed by its own service time is not "
+        "overtaken again. off: they keep their places.",
     ),
     Option(
         "load",
@@ -318,22 +318,22 @@ OPTIONS: tuple[Option, ...] = (
         "blend",
         _parse_blend,
         Rule(f"0 to 1, {AUTO} or {OFF}", is_blend),
-        "Whether stored text is reused where it is no prefix, which is approximate. A number: this "
-        "share of its tokens is computed again. auto: the largest whose computing hides behind "
-        f"I/O, at least {AUTO_SHARE:g}. A request overrides it with custom_params impress_blend.",
+        "Reuse stored text where it is no prefix, which is approximate. A number: this share of "
+        "its tokens is computed again. auto: the largest share whose computation hides behind I/O, "
+        f"at least {AUTO_SHARE:g}. A request overrides it with custom_params impress_blend.",
     ),
     Option(
         "blend_min_tokens",
         int,
         at_least(1),
-        "Least tokens of a prompt that are worth reusing where they are no prefix.",
+        "Fewest tokens of a prompt that are worth blending.",
     ),
     Option(
         "blend_seconds",
         float,
         Rule("more than 0, and 60 at most", lambda value: 0 < value <= 60),
-        "A request blends in one go, and nobody else gets a token meanwhile: one that would take "
-        "longer than this is computed instead.",
+        "Blending a request stops all others meanwhile. A request for which it would take longer "
+        "than this is computed instead.",
     ),
     Option(
         "blend_select",
@@ -374,8 +374,8 @@ OPTIONS: tuple[Option, ...] = (
         "recompute_gb",
         float,
         at_least(0),
-        "CPU memory, in GB, for recomputing a stored prefix that turns out to be unreadable. A "
-        "request that needs more ends with status 503. 0: all of them do.",
+        "CPU memory, in GB, for recomputing stored prefixes that turn out to be unreadable. A "
+        "request that needs more ends with status 503. 0: every such request does.",
     ),
     Option(
         "half_life",
@@ -402,8 +402,8 @@ OPTIONS: tuple[Option, ...] = (
         "show_prompts",
         str,
         one_of((ON, OFF)),
-        "Whether GET /impress shows the first words of stored prefixes and of the last requests, "
-        "and not only digests of them.",
+        "Whether GET /impress shows the first words of stored prefixes and recent requests instead "
+        "of digests.",
     ),
     Option(
         "trace_dir",
