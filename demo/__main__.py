@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -25,7 +26,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from demo import report
 from demo.handbook import prompt, warm_up_prompt
 from demo.model import DemoModelMissing, model_path
-from demo.report import QUESTIONS, DemoFailed, Reply, Way
+from demo.report import CROWD, QUESTIONS, AtOnce, DemoFailed, Reply, Way
 from demo.server import Server, free_port
 
 BUILD_DIR = Path("build")
@@ -79,10 +80,12 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
     with _step(console, "Model SmolLM2-135M-Instruct (converted on first use)"):
         model = model_path()
     with _ssd_directory(arguments.keep_ssd) as ssd_dir:
-        replies = _Scenario(console, model, ssd_dir, log, arguments.port).replies()
+        scenario = _Scenario(console, model, ssd_dir, log, arguments.port)
+        replies, at_once = scenario.replies()
     rows = report.make_rows(replies)
-    report.write_json(rows, replies, path)
+    report.write_json(rows, replies, at_once, path)
     console.print(report.make_table(rows))
+    console.print(at_once)
     console.print(f"{time.monotonic() - began:.0f} s in all; figures in {path}, log in {log}")
 
 
@@ -97,8 +100,8 @@ class _Scenario:
         self._port = port
         self._replies: list[Reply] = []
 
-    def replies(self) -> list[Reply]:
-        """Make all requests.
+    def replies(self) -> tuple[list[Reply], AtOnce]:
+        """Make all requests: one at a time, and many at once.
 
         Raises:
             DemoFailed: a request was not served as its way says.
@@ -108,11 +111,13 @@ class _Scenario:
                 self._ask(server, report.COMPUTED, QUESTIONS[0])
             self._read(server, report.WHOLE, report.DEVICE, bits=EXACT)
             self._read(server, report.FEW_BITS, report.SHARED)
+            with _step(self._console, f"{len(CROWD)} questions at once"):
+                at_once = _ask_at_once(server)
             with _step(self._console, "Stopping server 1 of 2"):
                 server.stop()
         with self._server("2 of 2") as server:
             self._read(server, report.RESTARTED)
-        return self._replies
+        return self._replies, at_once
 
     def _read(
         self, server: Server, first: Way, then: Way | None = None, bits: str | None = None
@@ -142,6 +147,22 @@ class _Scenario:
         self._replies.append(
             report.make_reply(way, question, answer.ttft_ms, answer.text, answer.meta_info)
         )
+
+
+def _ask_at_once(server: Server) -> AtOnce:
+    """All questions of the crowd, with the prefix on SSD and then with it in slots."""
+    server.flush_cache()
+    with ThreadPoolExecutor(len(CROWD)) as pool:
+
+        def ask() -> tuple[float, int]:
+            began = time.perf_counter()
+            answers = pool.map(lambda own: server.generate(prompt(own), NEW_TOKENS), CROWD)
+            ssd_bytes = sum(own.meta_info["impress"]["ssd_bytes"] for own in answers)
+            return round(time.perf_counter() - began, 3), ssd_bytes
+
+        loaded_s, ssd_bytes = ask()
+        resident_s, _ = ask()
+    return AtOnce(len(CROWD), loaded_s, resident_s, ssd_bytes)
 
 
 def _warm_up(server: Server) -> None:

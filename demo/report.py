@@ -19,6 +19,15 @@ QUESTIONS = (
     "When does the doctor come?",
     "What colour is the ribbon for a wedding?",
 )
+# As many users of one prefix at the same time.
+CROWD = (
+    *QUESTIONS,
+    "What is silver polished with?",
+    "Where are bicycles parked?",
+    "What is the company dog called?",
+    "Where does everybody meet in case of fire?",
+    "How long does the winter model burn?",
+)
 
 
 class DemoFailed(RuntimeError):
@@ -72,6 +81,26 @@ class Row:
     bits: float | None
     same_answers: int
     answer: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AtOnce:
+    """Many questions at once: seconds until all are answered, and bytes that all of them read.
+
+    `loaded` of a prefix on SSD, `resident` of the same questions again, when it is in slots.
+    """
+
+    requests: int
+    loaded_s: float
+    resident_s: float
+    ssd_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.requests} questions at once, prefix on SSD: answered in {self.loaded_s:.2f} s, "
+            f"{self.ssd_bytes / 1e6:,.1f} MB read by all of them; "
+            f"prefix in slots: {self.resident_s:.2f} s"
+        )
 
 
 def make_reply(
@@ -171,10 +200,11 @@ def shorten(text: str) -> str:
     return line[: SHOWN_CHARACTERS - 1].rsplit(" ", 1)[0] + "…"
 
 
-def write_json(rows: Sequence[Row], replies: Sequence[Reply], path: Path) -> None:
+def write_json(rows: Sequence[Row], replies: Sequence[Reply], at_once: AtOnce, path: Path) -> None:
     """Write the rows, and each request behind them."""
     content = {
         "rows": [dataclasses.asdict(row) for row in rows],
+        "at_once": dataclasses.asdict(at_once),
         "requests": [dataclasses.asdict(reply) for reply in replies],
     }
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

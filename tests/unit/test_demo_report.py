@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from demo import handbook, report
-from demo.report import DEVICE, QUESTIONS, WAYS, DemoFailed, Reply, Row, Way
+from demo.report import DEVICE, QUESTIONS, WAYS, AtOnce, DemoFailed, Reply, Row, Way
 
 
 def meta_info(served_by: str, **changes: Any) -> dict[str, Any]:
@@ -111,10 +111,13 @@ def test_rows_are_medians_and_count_the_answers_of_the_exact_prefix() -> None:
 def test_json(tmp_path: Path) -> None:
     path, replies = tmp_path / "demo.json", all_replies()
     rows = report.make_rows(replies)
-    report.write_json(rows, replies, path)
+    at_once = AtOnce(8, 2.1, 2.0, 26_500_000)
+    report.write_json(rows, replies, at_once, path)
     content = json.loads(path.read_text(encoding="utf-8"))
     assert [Row(**row) for row in content["rows"]] == rows
     assert [Reply(**reply) for reply in content["requests"]] == replies
+    assert AtOnce(**content["at_once"]) == at_once
+    assert "answered in 2.10 s, 26.5 MB read" in str(at_once)
 
 
 @pytest.mark.parametrize("width", [100, 120])
