@@ -19,10 +19,10 @@ from bench.core.session import ROOT, BenchFailed, interrupt_on_signals
 from impress_sglang.errors import ImpressError
 
 ROOMS = {
-    "policies": ("serving", "simulate", "schedule"),
+    "policies": ("serving",),
     "quality": ("accuracy", "blend", "truncation"),
     "engine": ("engine", "controller"),
-    "micro": ("overhead", "wear", "memory", "planning", "content", "kernels", "index"),
+    "micro": ("overhead", "memory", "planning", "content", "kernels", "index"),
 }
 MODULES = {name: f"bench.{room}.{name}" for room, names in ROOMS.items() for name in names}
 

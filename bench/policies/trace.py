@@ -103,12 +103,6 @@ def make_trace(
     return Trace(prefixes, asked[:first], asked[first:second], asked[second:])
 
 
-def random_tokens(rng: np.random.Generator, count: int, length: int) -> list[list[int]]:
-    """Prompts that mean nothing, for what depends on lengths only."""
-    found: list[list[int]] = rng.integers(100, 20_000, (count, length)).tolist()
-    return found
-
-
 def draw_prefixes(count: int, prefixes: int, sigma: float, rng: np.random.Generator) -> list[int]:
     """Numbers of prefixes, normal around the middle one; what falls outside is drawn again.
 
