@@ -31,7 +31,6 @@ from bench.core.options import Option, one_of
 from bench.core.report import Result, Table, plain
 from impress_sglang.management.forecast import ReadForecast
 from impress_sglang.management.memory import StoreMemory
-from impress_sglang.management.open_segments import OpenSegments
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.versions import SegmentVersions
@@ -39,19 +38,19 @@ from impress_sglang.precision.allocation import allocate_planes, planes_of
 from impress_sglang.precision.codec import GROUP_TOKENS
 from impress_sglang.precision.floors import FloorMeter
 from impress_sglang.precision.tokens import CodedTokens
-from impress_sglang.storage.directory import StoreDirectory
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.pending_read import BlockRuns
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.moves import LoadedChunks
+from impress_sglang.tiers.placement import Access
 from impress_sglang.tiers.rules import ImportanceScore
 from impress_sglang.tiers.slab import PageShape
-from impress_sglang.timeline import NO_TIMELINE
 from impress_sglang.transfer.ahead import ReadAhead
 from impress_sglang.transfer.buffers import BufferPool
-from impress_sglang.transfer.coded import CodedSource, most_pages
+from impress_sglang.transfer.coded import CodedSource, CodedSpan, most_pages
 from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.precise import PreciseLoader
@@ -69,8 +68,6 @@ CHUNK_TOKENS = 64
 READAHEAD = 0.2
 # How much more some tokens are looked at than others: the deviation of a weight's logarithm.
 SPREAD = 3.0
-
-
 OPTIONS = (
     Option("prefixes", (32768, 131072), "tokens", quick=(2048,)),
     Option("shapes", tuple(SHAPES), "of models", quick=("Llama-3-8B",), parse=one_of(SHAPES)),
@@ -137,38 +134,31 @@ class _Case:
     """A stored prefix without a file, above it a cache for a share of its codes."""
 
     def __init__(self, shape: KVShape, tokens: int, share: float, drawn: _Drawn) -> None:
-        layout = _layout(shape, tokens)
-        self._shape = shape
+        info, layout = _info(shape, tokens), _layout(shape, tokens)
+        self._shape, self._file = shape, _NoFile(info)
         self._tokens = np.arange(tokens, dtype=np.int32)
         self._tree = StoredTree()
-        info = _info(shape, tokens)
         self._tree.insert(StoredSegment(info, 0, SegmentState.READY), self._tokens[:0])
-        codes = _cache(shape, CODE_PAGE, most_pages(layout), share * layout.layer_bytes)
         columns = PageShape.of(shape, CHUNK_TOKENS)
-        self._pool = BufferPool(1 << 62)
-        cache = _cache(shape, columns, columns.max_chunk_pages(shape), 0.0)
-        memory = StoreMemory(cache, codes, self._pool)
-        versions = SegmentVersions(
-            shape, cache, codes, retention=1.0, certain=(), by_importance=False
+        self._memory = StoreMemory(
+            _cache(shape, columns, columns.max_chunk_pages(shape), 0.0),
+            _cache(shape, CODE_PAGE, most_pages(layout), share * layout.layer_bytes),
+            BufferPool(1 << 62),
         )
-        reader, meter = cast("BlockReader", _NoReader()), FloorMeter(0.0)
-        self._forecast = ReadForecast(shape, reader, versions, memory, meter, retention=1.0)
-        self._readers = _NoFiles(
-            cast("StoreDirectory", None),
+        self._versions = SegmentVersions(
             shape,
-            reader,
-            versions,
-            memory,
-            meter,
-            direct=False,
-            learns=True,
-            patience=1.0,
+            self._memory.cache,
+            self._memory.codes,
+            retention=1.0,
+            certain=(),
+            by_importance=False,
         )
-        self._codes = codes
+        self._reader = cast("BlockReader", _NoReader())
+        self._forecast = ReadForecast(
+            shape, self._reader, self._versions, self._memory, FloorMeter(0.0), retention=1.0
+        )
         self._loader = PreciseLoader(shape, drawn, writer=_NoWriter())
-        self._blocks = torch.empty(
-            layout.layer_bytes // BLOCK_BYTES, BLOCK_BYTES, dtype=torch.uint8
-        )
+        self._taker = _NoTaker(layout.layer_bytes // BLOCK_BYTES)
         self.chunks = shape.num_layers * (layout.num_pages + layout.total_units)
 
     def request(self, bits: float) -> tuple[float, float, float]:
@@ -178,7 +168,7 @@ class _Case:
         self._forecast.coded_bytes(match.spans).expected(bits)
         found = time.perf_counter()
         source, units = self._open(match)
-        ahead = ReadAhead(self._pool, READAHEAD)
+        ahead = ReadAhead(self._memory.pool, READAHEAD)
         ahead.join(source)
         opened = time.perf_counter()
         rows = torch.zeros(1, self._shape.num_kv_heads, self._shape.key_dim)
@@ -188,16 +178,18 @@ class _Case:
             self._loader.load(layer, units.used, inputs, slots, bits, LoadStats())
         loaded = time.perf_counter()
         ahead.leave(source)
-        self._readers.close_source(source)
+        source.close()
         return found - began, opened - found, loaded - opened
 
     def _open(self, match: StoredMatch) -> tuple[CodedSource, _Slots]:
-        source = self._readers.open_coded(match.spans, [False] * len(match.spans), NO_TIMELINE, 0)
-        source._taker = _NoTaker(self._blocks)
-        (span,) = source.spans
+        (stored,), codes = match.spans, self._memory.codes
+        codes.placement.advance()
+        base = self._versions.codes(self._versions.of(stored.segment))
+        span = CodedSpan(self._file, stored.start, stored.stop, base)
+        source = CodedSource([span], self._reader, self._memory.pool, codes, taker=self._taker)
         slots = torch.arange(len(self._tokens))
         part = _NoRanges(
-            span.segment.segment_id,
+            stored.segment.segment_id,
             span.layout,
             self._shape.num_layers,
             span.start,
@@ -225,17 +217,16 @@ def _layout(shape: KVShape, tokens: int) -> Any:
 
 
 def _cache(shape: KVShape, page: PageShape, most: int, layer_bytes: float) -> ChunkCache:
-    """A cache that decides, and whose pages hold nothing."""
     size = int(layer_bytes * shape.num_layers)
     rule = ImportanceScore(200.0)
-    cache = ChunkCache(page, most, rule, device=CPU, device_bytes=size, host_bytes=0)
-    cache._mover = cast("Any", _NoMover())
-    return cache
+    return _Undisturbed(page, most, rule, device=CPU, device_bytes=size, host_bytes=0)
 
 
-class _NoFiles(OpenSegments):
-    def _open(self, stored: StoredSegment) -> OpenSegment:
-        return _NoFile(stored.info)
+class _Undisturbed(ChunkCache):
+    """A cache that decides, and whose pages hold nothing."""
+
+    def settle(self, access: Access, loaded: Sequence[LoadedChunks]) -> None:
+        """Nothing moves."""
 
 
 class _NoFile(OpenSegment):
@@ -275,16 +266,11 @@ class _NoReader:
 
 
 class _NoTaker:
-    def __init__(self, blocks: Tensor) -> None:
-        self._blocks = blocks
+    def __init__(self, num_blocks: int) -> None:
+        self._blocks = torch.empty(num_blocks, BLOCK_BYTES, dtype=torch.uint8)
 
     def take(self, tiers: Any, frames: Any, memory: Any) -> Tensor:
         return self._blocks[: len(frames)]
-
-
-class _NoMover:
-    def move(self, moves: Any, loaded: Any) -> None:
-        """Nothing holds anything."""
 
 
 class _NoWriter:
