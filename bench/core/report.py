@@ -1,4 +1,4 @@
-"""The one report of all benchmarks: tables for the terminal, JSON, and figures as SVG."""
+"""The one report of all benchmarks: tables for the terminal, JSON, figures as SVG, intervals."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from bench.core.charts import Bars, Lines
 
 Row = dict[str, Any]
+RESAMPLES = 10_000
+# Resamples at once, which bounds memory.
+_BLOCK = 500
 PACKAGES = ("torch", "sglang", "impress-sglang", "numpy", "numba", "triton")
 
 
@@ -105,6 +111,32 @@ def describe_machine() -> dict[str, object]:
 def ratio(part: float, whole: float) -> float | None:
     """A share in four digits; None of nothing."""
     return round(part / whole, 4) if whole else None
+
+
+def interval(
+    strata: Sequence[ArrayLike], seed: int = 0, of: Callable[..., Any] = np.mean
+) -> tuple[float, float]:
+    """A 95% interval of the mean over strata of the mean of each, or of what `of` is, by bootstrap.
+
+    Values are drawn with replacement within their stratum. The same sizes and seed draw the same
+    places, so differences of two systems on the same questions make it a paired bootstrap.
+
+    Args:
+        strata: values [n] of each.
+        seed: of the draws.
+        of: along an axis, as `np.median`.
+    """
+    rng = np.random.default_rng(seed)
+
+    def resampled(values: Any) -> list[Any]:
+        draws = (
+            rng.integers(0, len(values), (_BLOCK, len(values))) for _ in range(RESAMPLES // _BLOCK)
+        )
+        return [of(values[drawn], axis=1) for drawn in draws]
+
+    means = np.mean([resampled(np.asarray(values)) for values in strata], axis=0)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)
 
 
 def _processor() -> str:

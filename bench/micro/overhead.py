@@ -27,9 +27,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from bench.core.data import make_model
 from bench.core.options import DTYPE, KEEP, MODEL, SEED, Option, one_of
-from bench.core.report import Column, Result, Row, Table
+from bench.core.report import Column, Result, Row, Table, interval
 from bench.core.servers import STOCK, Server, servers
 from bench.core.session import BenchFailed, step
 
@@ -46,7 +48,7 @@ SHAPE = {
     "max_position_embeddings": 8192,
 }
 PREFIX_TOKENS = 400
-WARM_UP_ROUNDS, RESAMPLES = 4, 4000
+WARM_UP_ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,20 +172,11 @@ def _compare(args: argparse.Namespace, pair: dict[str, Server], name: str) -> Ro
     return {
         "workload": name,
         "throughput_ratio": statistics.median(ratios),
-        "interval_95": confidence_interval(ratios, args.seed),
+        "interval_95": interval([ratios], args.seed, np.median),
         "median_seconds": {which: statistics.median(taken) for which, taken in seconds.items()},
         "pairs": len(ratios),
         "ratios": [round(ratio, 4) for ratio in ratios],
     }
-
-
-def confidence_interval(values: Sequence[float], seed: int) -> tuple[float, float]:
-    """A 95% interval of the median, by bootstrap."""
-    chance = random.Random(seed)
-    medians = sorted(
-        statistics.median(chance.choices(values, k=len(values))) for _ in range(RESAMPLES)
-    )
-    return medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)]
 
 
 def _check_use(stats: dict[str, Any], workloads: Sequence[str], write_after: int) -> None:

@@ -29,18 +29,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.core.charts import Lines, Point
 from bench.core.data import kv_bytes_per_token, load_tokenize, model_folder
 from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
-from bench.core.report import Column, Result, Row, Table
+from bench.core.report import Column, Result, Row, Table, interval
 from bench.core.servers import SPARE_TOKENS, Server, Servers, servers
 from bench.core.session import step
-from bench.quality.asking import Answer, Asked, ask
-from bench.quality.scores import Floats, centred_shift, chosen_option, mean_interval
+from bench.quality.asking import Answer, Asked, ask, centred_shift, chosen_option
 from bench.quality.tasks import MIN_PREFIX_TOKENS, PAPER_TASKS, TASKS, Task, TaskOptions, make_task
 from impress_sglang.options import LEAST_BITS, MOST_BITS, is_bits
 
+Floats = NDArray[np.float64]
 REFERENCE, RANDOM = "recompute", "random"
 PAPER_MEAN, OTHER_MEAN = "paper-4", "mean"
 EXACT_POLICIES = ("recompute", "as")
@@ -343,7 +344,7 @@ def _fallback(measured: Measured) -> float:
 
 
 def _with_interval(name: str, strata: Sequence[Floats], seed: int) -> Row:
-    low, high = mean_interval(strata, seed)
+    low, high = interval(strata, seed)
     mean = float(np.mean([values.mean() for values in strata]))
     return {name: round(mean, 4), f"{name}_interval": [round(low, 4), round(high, 4)]}
 

@@ -1,4 +1,4 @@
-"""Questions with options, asked of a server: one request per option, and what its report says.
+"""Questions with options, asked of a server: one request per option, and what comes of it.
 
 Each answer must say that it came about as was asked (`check_path`): a prefix that was not read from
 SSD, or another number of tokens, ends the run.
@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from bench.core.report import Row
 from bench.core.servers import Server
 from bench.core.session import BenchFailed
-from bench.quality.tasks import Item, Task
+from bench.quality.tasks import NORMALISED, Item, Task
 from impress_sglang.options import EXACTLY
 
 
@@ -97,6 +99,29 @@ def option_loglik(meta_info: Mapping[str, Any], option: Sequence[int]) -> float:
     if not math.isfinite(total):
         raise BenchFailed(f"the log-probabilities of an option sum up to {total}")
     return total
+
+
+def chosen_option(task: str, item: Item, logliks: Sequence[float]) -> int:
+    """Place of the most likely option, the first of equals; per byte if the task is normalised."""
+    sizes = item.option_bytes if task in NORMALISED else (1,) * len(logliks)
+    values = [value / max(1, size) for value, size in zip(logliks, sizes, strict=True)]
+    return values.index(max(values))
+
+
+def centred_shift(
+    logliks: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]
+) -> float:
+    """Mean absolute difference of centred option log-likelihoods, in nats.
+
+    Args:
+        logliks: [n][options] of a system.
+        reference: [n][options] of the same questions.
+    """
+    shifts = [
+        float(np.abs((one - one.mean()) - (other - other.mean())).mean())
+        for one, other in zip(map(np.array, logliks), map(np.array, reference), strict=True)
+    ]
+    return float(np.mean(shifts))
 
 
 def check_path(report: Mapping[str, Any], prefix_tokens: int, asked: Asked) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bench.core.report import Row, Table
 from bench.core.session import BenchFailed
-from bench.quality import scores
 from bench.quality.accuracy import (
     COLUMNS,
     REFERENCE,
@@ -20,8 +18,14 @@ from bench.quality.accuracy import (
     charts,
     make_rows,
 )
-from bench.quality.asking import Answer, Asked, check_path, option_loglik
-from bench.quality.scores import centred_shift, chosen_option, mean_interval
+from bench.quality.asking import (
+    Answer,
+    Asked,
+    centred_shift,
+    check_path,
+    chosen_option,
+    option_loglik,
+)
 from bench.quality.tasks import SQUAD_OPTIONS, Item, Task, TaskOptions, make_task
 
 OPTIONS = TaskOptions(prefixes=2, shots=8, prefix_tokens=None, passages=6, examples=8, seed=3)
@@ -149,23 +153,6 @@ def test_choices_are_per_byte_where_options_have_any_length() -> None:
     assert centred_shift([[-1.0, -3.0]], [[-2.0, -2.0]]) == 1.0
     # What all options have in common says nothing.
     assert centred_shift([[-5.0, -6.0]], [[-1.0, -2.0]]) == 0.0
-
-
-def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
-    rng, covered = np.random.default_rng(0), 0
-    for _ in range(200):
-        low, high = mean_interval([(rng.random(60) < 0.7).astype(float)], 1)
-        covered += low <= 0.7 <= high
-    assert 180 <= covered <= 198
-
-
-def test_strata_weigh_the_same_and_resampling_is_blockwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    strata = [np.array([1.0] * 1000), np.array([0.0] * 10)]
-    assert mean_interval(strata, 1) == (0.5, 0.5)
-    values = [np.arange(30.0)]
-    wide = mean_interval(values, 1)
-    monkeypatch.setattr(scores, "_BLOCK", 100)
-    assert mean_interval(values, 1) == pytest.approx(wide, rel=0.02)
 
 
 def rows_of(**options: Any) -> list[Row]:

@@ -9,13 +9,15 @@ import math
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
+from bench.core import report
 from bench.core.charts import Bars, Lines
 from bench.core.cli import MODULES, ROOMS, main, overview
 from bench.core.data import EXCERPTS, READERS, read_rows
 from bench.core.options import DATA, SEED, Option, bounds, one_of, parse
-from bench.core.report import Column, Result, Table, plain, publish, ratio
+from bench.core.report import Column, Result, Table, interval, plain, publish, ratio
 from bench.core.session import BenchFailed, work_folder
 
 OPTIONS = (
@@ -124,6 +126,29 @@ def test_every_value_is_inside_of_its_figure(most: float) -> None:
     root = ElementTree.fromstring(str(Bars("a", "T", "y", {"x": most})))
     bar = list(root.iter("{http://www.w3.org/2000/svg}rect"))[1]
     assert float(bar.get("y", 0)) > 40 and math.isfinite(float(bar.get("height", 0)))
+
+
+def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(200):
+        low, high = interval([(rng.random(60) < 0.7).astype(float)], 1)
+        covered += low <= 0.7 <= high
+    assert 180 <= covered <= 198
+
+
+def test_strata_weigh_the_same_and_resampling_is_blockwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    strata = [np.array([1.0] * 1000), np.array([0.0] * 10)]
+    assert interval(strata, 1) == (0.5, 0.5)
+    values = [np.arange(30.0)]
+    wide = interval(values, 1)
+    monkeypatch.setattr(report, "_BLOCK", 100)
+    assert interval(values, 1) == pytest.approx(wide, rel=0.02)
+
+
+def test_an_interval_may_be_of_the_median() -> None:
+    values = [1.0] * 70 + [1000.0] * 30
+    assert interval([values], of=np.median) == (1.0, 1.0)
+    assert interval([values])[0] > 200
 
 
 def test_a_ratio_of_nothing_is_none() -> None:
