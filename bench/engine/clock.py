@@ -44,7 +44,7 @@ class EventTimeline(RequestTimeline):
     """
 
     def __init__(self, rid: str, record: Callable[[], Any]) -> None:
-        """`record` puts an event with a time on the column on which the model runs."""
+        """`record` puts an event with a time on the stream on which the model runs."""
         super().__init__(rid)
         self._record = record
         self._marks: list[tuple[str, int, Any, Any]] = []
@@ -75,6 +75,6 @@ def stage_clock(rid: str, device: torch.device) -> Clock:
     """The clock for requests on a device: of its own where it works by itself."""
     if device.type != "cuda":
         return RequestTimeline(rid)
-    # What is copied beside computing, on another column, is a part of no stage.
-    column = torch.cuda.current_stream(device)
-    return EventTimeline(rid, lambda: column.record_event(torch.cuda.Event(enable_timing=True)))
+    # What is copied beside computing, on another stream, is a part of no stage.
+    stream = torch.cuda.current_stream(device)
+    return EventTimeline(rid, lambda: stream.record_event(torch.cuda.Event(enable_timing=True)))

@@ -31,11 +31,10 @@ from bench.core.emulation import SlowFileSystem
 from bench.core.options import SEED, Option, one_of
 from bench.core.report import Result, Row, Table, plain
 from bench.core.session import BenchFailed, step, work_folder
-from bench.engine.stored import IDENTITY, NAMESPACE
+from bench.engine.stored import IDENTITY, NAMESPACE, save
 from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions
-from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.options import AUTO
 from impress_sglang.serving.blend_plan import CHECKED_LAYERS, BlendNotes, Kind, share_of_layer
 from impress_sglang.serving.blended_loading import BlendedLoading
@@ -162,11 +161,7 @@ class Cell:
             keys, values = torch.from_numpy(made).bfloat16()
             return keys, values
 
-        writes = self._runtime.store.writes
-        outcome = writes.offer(NAMESPACE, Offer(tokens, lambda _: read, _nothing, _nothing, 1))
-        if outcome is not StoreOutcome.ACCEPTED:
-            raise BenchFailed(f"the documents were not stored: {outcome.value}")
-        writes.drain()
+        save(self._runtime.store, tokens, read)
 
     def _serve(self, share: float | str) -> tuple[float, float, float]:
         """Milliseconds of a request, those of them that loading took, and its share."""
@@ -215,7 +210,3 @@ def _table(rows: int) -> torch.Tensor:
     frequencies = 1e4 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     angles = torch.arange(rows)[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], 1)
-
-
-def _nothing() -> None:
-    """Nobody waits for the write."""

@@ -32,7 +32,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from bench.core.charts import Bars
@@ -43,22 +42,14 @@ from bench.engine.clock import MODEL, Served
 from bench.engine.model import Engine, Model
 from bench.engine.stored import IDENTITY, StoredEngine, store_planted
 from bench.engine.workload import MODELS, PROBE_HEADS, Planter, make_workload
+from bench.policies import compared
 from bench.policies.compared import POLICIES, STORED_BY, add_speedups, link_store, store_kind
 from impress_sglang.config import ImpressConfig
 from impress_sglang.importance.selectors import probe_kv_heads
 from impress_sglang.management.policies import LoadOptions, Policy, make_policy
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.timeline import (
-    ATTENTION,
-    COPY,
-    PLAN,
-    PROBE_COMPUTE,
-    PROBE_READ,
-    REST,
-    SELECT,
-    SSD_READ,
-)
+from impress_sglang.timeline import PROBE_COMPUTE, PROBE_READ, REST, SELECT, SSD_READ, STAGES
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.warm_up import warm_up
@@ -260,35 +251,6 @@ def make_row(policy: str, served: Sequence[Served]) -> Row:
     `io_ms` is waiting for the drive, `probe_ms` reading and scoring what important tokens are found
     from.
     """
-    ttft = [request.ttft_ms for request in served]
-    mean = statistics.fmean(ttft)
-    names = dict.fromkeys(name for request in served for name in request.stage_ms)
-    stages = {
-        name: statistics.fmean(request.stage_ms.get(name, 0.0) for request in served)
-        for name in names
-    }
-    io, probe = (
-        sum(stages.get(name, 0.0) for name in chosen)
-        for chosen in ((PROBE_READ, SSD_READ), (PROBE_READ, PROBE_COMPUTE, SELECT))
-    )
-    return {
-        "policy": policy,
-        "requests": len(served),
-        "ttft_ms_mean": round(mean, 2),
-        "ttft_ms_p50": round(float(np.percentile(ttft, 50)), 2),
-        "ttft_ms_p99": round(float(np.percentile(ttft, 99)), 2),
-        "io_ms": round(io, 2),
-        "io_share": ratio(io, mean),
-        "probe_ms": round(probe, 2),
-        "probe_share": ratio(probe, mean),
-        "stage_ms": {name: round(value, 2) for name, value in stages.items()},
-        **_counted(served),
-        "ttft_ms": [round(milliseconds, 2) for milliseconds in ttft],
-    }
-
-
-def _counted(served: Sequence[Served]) -> Row:
-    """Counters of loading, summed, and ratios of them."""
     reads, loads = ReadStats(), LoadStats()
     for request in served:
         if request.reads is not None:
@@ -296,20 +258,26 @@ def _counted(served: Sequence[Served]) -> Row:
         if request.loads is not None:
             loads.layers_by_probe += request.loads.layers_by_probe
             loads.layers_by_fallback += request.loads.layers_by_fallback
-    estimates = [request.estimated_ms for request in served if request.estimated_ms is not None]
-    accessed = reads.chunks_accessed
-    chosen = loads.layers_by_probe + loads.layers_by_fallback
-    return {
-        **reads.as_dict(),
-        "device_hit_ratio": ratio(reads.device_chunks, accessed),
-        "host_hit_ratio": ratio(reads.host_chunks, accessed),
-        "ssd_ratio": ratio(reads.ssd_chunks, accessed),
-        "important_device_hit_ratio": ratio(reads.important_device_bytes, reads.important_bytes),
-        "read_amplification": ratio(reads.ssd_bytes, reads.ssd_needed_bytes),
-        "ahead_share": ratio(reads.ahead_used_bytes, reads.ssd_bytes),
-        "fallback_share": ratio(loads.layers_by_fallback, chosen),
-        "estimated_ms": round(statistics.fmean(estimates), 2) if estimates else None,
+    layers = {name: getattr(loads, name) for name in ("layers_by_probe", "layers_by_fallback")}
+    row = compared.make_row(
+        policy, [request.ttft_ms for request in served], {**reads.as_dict(), **layers}
+    )
+    names = dict.fromkeys(name for request in served for name in request.stage_ms)
+    stages = {
+        name: statistics.fmean(request.stage_ms.get(name, 0.0) for request in served)
+        for name in names
     }
+    estimates = [request.estimated_ms for request in served if request.estimated_ms is not None]
+    for what, chosen in (
+        ("io", (PROBE_READ, SSD_READ)),
+        ("probe", (PROBE_READ, PROBE_COMPUTE, SELECT)),
+    ):
+        milliseconds = sum(stages.get(name, 0.0) for name in chosen)
+        row[f"{what}_ms"] = round(milliseconds, 2)
+        row[f"{what}_share"] = ratio(milliseconds, row["ttft_ms_mean"])
+    row["stage_ms"] = {name: round(value, 2) for name, value in stages.items()}
+    row["estimated_ms"] = round(statistics.fmean(estimates), 2) if estimates else None
+    return row
 
 
 def _caption(found: dict[str, Any]) -> str:
@@ -326,35 +294,10 @@ def _stage(name: str) -> Any:
     return lambda row: row["stage_ms"].get(name, 0.0)
 
 
-def _megabytes(name: str) -> Any:
-    return lambda row: row[name] / 1e6 / row["requests"]
-
-
+SHOWN_STAGES = (*STAGES, MODEL, REST)
 TIMES = (
-    Column("policy", "policy"),
-    Column("n", "requests"),
-    Column("TTFT ms", "ttft_ms_mean", "{:,.1f}"),
-    Column("p50", "ttft_ms_p50", "{:,.1f}"),
-    Column("p99", "ttft_ms_p99", "{:,.1f}"),
-    Column("speed-up", "speedup_over_best_baseline", "{:.2f}x"),
-    *(
-        Column(name, _stage(name), "{:,.1f}")
-        for name in (PROBE_READ, PROBE_COMPUTE, SELECT, PLAN, SSD_READ, COPY, ATTENTION, MODEL)
-    ),
-    Column(REST, _stage(REST), "{:,.1f}"),
-    Column("I/O", "io_share", "{:.0%}"),
+    *compared.TIMES,
     Column("probing", "probe_share", "{:.0%}"),
+    *(Column(name, _stage(name), "{:,.1f}") for name in SHOWN_STAGES),
 )
-BYTES = (
-    Column("policy", "policy"),
-    Column("SSD MB", _megabytes("ssd_bytes"), "{:,.1f}"),
-    Column("wanted", _megabytes("ssd_needed_bytes"), "{:,.1f}"),
-    Column("amplif.", "read_amplification", "{:.2f}x"),
-    Column("ahead", "ahead_share", "{:.0%}"),
-    Column("h2d MB", _megabytes("h2d_bytes"), "{:,.1f}"),
-    Column("device", "device_hit_ratio", "{:.0%}"),
-    Column("host", "host_hit_ratio", "{:.0%}"),
-    Column("SSD", "ssd_ratio", "{:.0%}"),
-    Column("important", "important_device_hit_ratio", "{:.0%}"),
-    Column("fallback", "fallback_share", "{:.0%}"),
-)
+BYTES = (compared.TIMES[0], *compared.LOADED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.files import install
 from impress_sglang.storage.layout import KVShape
+from impress_sglang.storage.segment import Tokens
 from impress_sglang.timeline import ATTENTION, COPY, NO_TIMELINE, STAGES, Timeline
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
@@ -32,21 +34,8 @@ IDENTITY = "0" * 32
 POLL_SECONDS = 0.01
 
 
-class _Runtime(ServingRuntime):
-    """Its requests note their stages on the clock that is set before they are opened."""
-
-    timeline: Timeline = NO_TIMELINE
-
-    def _timeline_for(self, rid: str) -> Timeline:
-        return self.timeline
-
-
 def store_planted(engine: Engine, store: PrefixStore, prefix: int) -> None:
-    """Save the planted KVs of a prefix without computing it.
-
-    Raises:
-        BenchFailed: the store did not take it.
-    """
+    """Save the planted KVs of a prefix without computing it; see `save`."""
     tokens = engine.workload.tokens(prefix)
     layers = engine.planter.prefix(prefix, len(tokens))
 
@@ -54,14 +43,21 @@ def store_planted(engine: Engine, store: PrefixStore, prefix: int) -> None:
         keys, values = next(layers)
         return keys.cpu(), values.cpu()
 
+    save(store, tokens, read)
+
+
+def save(store: PrefixStore, tokens: Tokens, read: Callable[[int], tuple[Tensor, Tensor]]) -> None:
+    """Write the KVs that `read` gives layer after layer.
+
+    Raises:
+        BenchFailed: the store did not take them.
+    """
     # Nobody waits for the write, and nobody wants its memory back.
     offer = Offer(tokens, lambda start: read, lambda: None, lambda: None, min_tokens=1)
     outcome = store.writes.offer(NAMESPACE, offer)
-    if outcome is not StoreOutcome.ACCEPTED:
-        raise BenchFailed(f"a prefix of {len(tokens)} tokens was not stored: {outcome.value}")
     store.writes.drain()
-    if store.stats.segments_failed:
-        raise BenchFailed(f"a prefix of {len(tokens)} tokens could not be written")
+    if outcome is not StoreOutcome.ACCEPTED or store.stats.segments_failed:
+        raise BenchFailed(f"{len(tokens)} tokens were not stored: {outcome.value}")
 
 
 class StoredEngine:
@@ -78,7 +74,17 @@ class StoredEngine:
         install(self._files)
         device = engine.model.device
         hidden = engine.model.shape.hidden
-        self._runtime = _Runtime(config, shape, IDENTITY, device, hidden, free=_free)
+        self._timeline: Timeline = NO_TIMELINE
+        self._runtime = ServingRuntime(
+            config,
+            shape,
+            IDENTITY,
+            device,
+            hidden,
+            # The pool is the next request's.
+            free=lambda slots: None,
+            timeline_for=lambda rid: self._timeline,
+        )
         self._load_options = LoadOptions(config.usual_retention, config.usual_bits)
         self._clock = clock_for(device)
         for seen in engine.passes:
@@ -147,7 +153,7 @@ class StoredEngine:
     ) -> tuple[StoredRequest, float | None]:
         """Match, plan and open; the request, and the seconds that loading is estimated to take."""
         runtime, length = self._runtime, self._engine.workload.lengths[request.prefix]
-        runtime.timeline = timeline
+        self._timeline = timeline
         device = self._engine.model.device
         tokens = asked.prompt[:-1]
         match = runtime.admission.find(NAMESPACE, tokens, self._load_options)
@@ -183,7 +189,3 @@ class StoredEngine:
         runtime.residents.forget_all()
         runtime.served.poll()
         runtime.store.ahead.top_up()
-
-
-def _free(slots: Tensor) -> None:
-    """The pool is the next request's."""

@@ -1,4 +1,4 @@
-"""What is compared: policies by name, the stores that they read, and their flags."""
+"""What is compared: policies by name, the stores that they read, their flags and their figures."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import contextlib
 import dataclasses
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from bench.core.report import Row, ratio
+import numpy as np
+
+from bench.core.report import Column, Row, ratio
 from impress_sglang.options import CODED_POLICIES, EXACTLY, is_bits
 from impress_sglang.options import POLICIES as ALL_POLICIES
 
@@ -102,6 +105,60 @@ def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> li
     if name in REORDERING:
         flags.append("--impress-reorder-interval=0")
     return flags
+
+
+def make_row(policy: str, ttft_ms: Sequence[float], found: Mapping[str, float]) -> Row:
+    """The figures of one policy, from counters of all its requests; a ratio of nothing is None."""
+    accessed = found["chunks_accessed"]
+    quantiles = dict(zip(("p50", "p99"), np.percentile(ttft_ms, [50, 99]), strict=True))
+    layers = found["layers_by_probe"] + found["layers_by_fallback"]
+    return {
+        "policy": policy,
+        "requests": len(ttft_ms),
+        "ttft_ms_mean": round(float(np.mean(ttft_ms)), 2),
+        **{f"ttft_ms_{name}": round(float(ms), 2) for name, ms in quantiles.items()},
+        "io_share": ratio(found["wait_ms"], sum(ttft_ms)),
+        "device_hit_ratio": ratio(found["device_chunks"], accessed),
+        "host_hit_ratio": ratio(found["host_chunks"], accessed),
+        "ssd_ratio": ratio(found["ssd_chunks"], accessed),
+        "important_device_hit_ratio": ratio(
+            found["important_device_bytes"], found["important_bytes"]
+        ),
+        "read_amplification": ratio(found["ssd_bytes"], found["ssd_needed_bytes"]),
+        "ahead_share": ratio(found["ahead_used_bytes"], found["ssd_bytes"]),
+        "fallback_share": ratio(found["layers_by_fallback"], layers),
+        **{name: round(total, 2) for name, total in found.items()},
+        "ttft_ms": [round(ms, 2) for ms in ttft_ms],
+    }
+
+
+def per_request(name: str, unit: float = 1.0) -> Any:
+    """What a column shows of a counter; for `Column.value`."""
+    return lambda row: row[name] / unit / row["requests"]
+
+
+TIMES = (
+    Column("policy", "policy"),
+    Column("n", "requests"),
+    Column("TTFT ms", "ttft_ms_mean", "{:,.1f}"),
+    Column("p50", "ttft_ms_p50", "{:,.1f}"),
+    Column("p99", "ttft_ms_p99", "{:,.1f}"),
+    Column("speed-up", "speedup_over_best_baseline", "{:.2f}x"),
+    Column("I/O", "io_share", "{:.0%}"),
+)
+LOADED = (
+    Column("SSD MB", per_request("ssd_bytes", 1e6), "{:,.1f}"),
+    Column("wanted", per_request("ssd_needed_bytes", 1e6), "{:,.1f}"),
+    Column("amplif.", "read_amplification", "{:.2f}x"),
+    Column("ahead", "ahead_share", "{:.0%}"),
+    Column("h2d MB", per_request("h2d_bytes", 1e6), "{:,.1f}"),
+    Column("chunks", per_request("chunks_loaded"), "{:,.0f}"),
+    Column("device", "device_hit_ratio", "{:.0%}"),
+    Column("host", "host_hit_ratio", "{:.0%}"),
+    Column("SSD", "ssd_ratio", "{:.0%}"),
+    Column("important", "important_device_hit_ratio", "{:.0%}"),
+    Column("fallback", "fallback_share", "{:.0%}"),
+)
 
 
 def add_speedups(rows: Sequence[Row]) -> None:

@@ -18,27 +18,28 @@ import argparse
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from bench.core.charts import Bars
 from bench.core.data import READERS, load_tokenize, model_folder, read_rows
 from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
-from bench.core.report import Column, Result, Row, Table, ratio
+from bench.core.report import Result, Row, Table
 from bench.core.servers import SPARE_TOKENS, Server, Servers, servers
 from bench.core.session import BenchFailed, step
 from bench.policies.compared import (
+    LOADED,
     MIN_PREFIX_TOKENS,
     NO_TIERS,
     POLICIES,
     REORDERING,
     STORED_BY,
+    TIMES,
     Tiers,
     add_speedups,
     link_store,
+    make_row,
     ordinary,
     policy,
     policy_flags,
@@ -95,10 +96,12 @@ def run(args: argparse.Namespace) -> Result:
     )
     with servers(args) as pool:
         comparison = Comparison(args, pool, options)
-        stored_bytes = comparison.prepare(args.policies)
+        kinds = dict.fromkeys(map(store_kind, args.policies))
+        # As the first policy has them.
+        stored_bytes, *_ = map(comparison.prepare, kinds)
         sizes = (share * stored_bytes / 1e6 for share in (args.device_share, args.host_share))
         tiers = Tiers(*(round(size, 1) for size in sizes))
-        rows = [_measure(args, comparison, name, tiers) for name in args.policies]
+        rows = [comparison.measure(name, tiers) for name in args.policies]
     add_speedups(rows)
     note = f"SSD: emulated, {args.ssd_mbps:g} MB/s" if args.ssd_mbps else "SSD: the real one"
     caption = (
@@ -115,7 +118,9 @@ def run(args: argparse.Namespace) -> Result:
         "emulated_ssd_mbps": args.ssd_mbps or None,
         "policies": rows,
     }
-    return Result(figures, [Table(COLUMNS, rows, caption)], charts(rows, note), warnings(rows))
+    return Result(
+        figures, [Table([*TIMES, *LOADED], rows, caption)], charts(rows, note), warnings(rows)
+    )
 
 
 class Comparison:
@@ -140,47 +145,12 @@ class Comparison:
         self._pool = pool
         self._running = args.running or args.concurrency
 
-    def prepare(self, policies: Sequence[str]) -> int:
-        """Compute and store every prefix as each of the policies needs it.
-
-        Returns:
-            Bytes on SSD, as the first one has them.
+    def prepare(self, kind: str) -> int:
+        """Compute and store every prefix; returns bytes on SSD.
 
         Raises:
             BenchFailed: not all were stored.
         """
-        sizes = [self._prepare(kind) for kind in dict.fromkeys(map(store_kind, policies))]
-        return sizes[0]
-
-    @contextlib.contextmanager
-    def serving(self, name: str, tiers: Tiers) -> Iterator[Server]:
-        """A server with a policy and all prefixes, for the time of a `with` block."""
-        store = self._pool.folder / f"store-{name}"
-        link_store(self._prepared(store_kind(name)), store)
-        with self._server(name, name, store, tiers) as server:
-            yield server
-        shutil.rmtree(store)
-
-    def ask(self, server: Server, requests: Sequence[Request]) -> list[float]:
-        """Milliseconds to the first token of each request."""
-        return server.first_token_ms(
-            [request.tokens for request in requests], self._args.concurrency
-        )
-
-    def warm_up(self, server: Server, name: str, mbps: float) -> None:
-        """All requests before the measured ones."""
-        warmup = self.trace.warmup
-        # An order is found from the first part; the second one fills the caches again.
-        first = round(len(warmup) * FIRST_SHARE)
-        self.ask(server, warmup[:first])
-        if ordinary(name) in REORDERING:
-            server.reorder()
-        self.ask(server, warmup[first:])
-        # Caches fill alike at any speed; how reads are cut follows the speed that is seen.
-        server.emulate_ssd(mbps)
-        self.ask(server, self.trace.settle)
-
-    def _prepare(self, kind: str) -> int:
         store = self._prepared(kind)
         with (
             self._server(store.name, STORED_BY[kind], store, NO_TIERS) as server,
@@ -198,6 +168,46 @@ class Comparison:
             )
         return sum(sizes)
 
+    def measure(self, name: str, tiers: Tiers) -> Row:
+        """The figures of a policy, on a server with all prefixes.
+
+        Raises:
+            BenchFailed: the server counted other requests than those that were measured.
+        """
+        measured, store = self.trace.measured, self._pool.folder / f"store-{name}"
+        link_store(self._prepared(store_kind(name)), store)
+        with self._server(name, name, store, tiers) as server, step(f"{name}: measuring"):
+            if ordinary(name) == "recompute":
+                measured = measured[: self._args.recompute_requests]
+                # There are no caches to fill, and one request is enough to grow buffers. The last
+                # one, for the prefix that it leaves in the pool is not that of the first measured.
+                self._ask(server, self.trace.settle[-1:])
+            else:
+                self._warm_up(server, name)
+            before = server.stats()
+            ttft_ms = self._ask(server, measured)
+            found = counted(before, server.stats(), len(measured))
+        shutil.rmtree(store)
+        return make_row(name, ttft_ms, found)
+
+    def _ask(self, server: Server, requests: Sequence[Request]) -> list[float]:
+        """Milliseconds to the first token of each request."""
+        prompts = [request.tokens for request in requests]
+        return server.first_token_ms(prompts, self._args.concurrency)
+
+    def _warm_up(self, server: Server, name: str) -> None:
+        """All requests before the measured ones."""
+        warmup = self.trace.warmup
+        # An order is found from the first part; the second one fills the caches again.
+        first = round(len(warmup) * FIRST_SHARE)
+        self._ask(server, warmup[:first])
+        if ordinary(name) in REORDERING:
+            server.reorder()
+        self._ask(server, warmup[first:])
+        # Caches fill alike at any speed; how reads are cut follows the speed that is seen.
+        server.emulate_ssd(self._args.ssd_mbps)
+        self._ask(server, self.trace.settle)
+
     def _prepared(self, kind: str) -> Path:
         return self._pool.folder / f"prepared-{kind}"
 
@@ -213,61 +223,24 @@ class Comparison:
             f"--max-total-tokens={slots}",
             f"--max-running-requests={self._running}",
             *policy_flags(policy, store, self._args.retention, tiers),
-            *getattr(self._args, "server_flag", ()),
+            *self._args.server_flag,
         )
 
 
-def _measure(args: argparse.Namespace, comparison: Comparison, name: str, tiers: Tiers) -> Row:
-    measured = comparison.trace.measured
-    with comparison.serving(name, tiers) as server, step(f"{name}: measuring"):
-        if ordinary(name) == "recompute":
-            measured = measured[: args.recompute_requests]
-            # There are no caches to fill, and one request is enough to grow buffers. The last one,
-            # for the prefix that it leaves in the pool is not that of the first measured one.
-            comparison.ask(server, comparison.trace.settle[-1:])
-        else:
-            comparison.warm_up(server, name, args.ssd_mbps)
-        before = server.stats()
-        ttft_ms = comparison.ask(server, measured)
-        return make_row(name, ttft_ms, counted(before, server.stats()))
+def counted(before: Mapping[str, Any], after: Mapping[str, Any], requests: int) -> dict[str, float]:
+    """What was counted between two answers of `GET /impress/stats`.
 
-
-def counted(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
-    """What was counted between two answers of `GET /impress/stats`."""
-    return {
+    Raises:
+        BenchFailed: not so many requests.
+    """
+    found = {
         name: total - before["totals"][name]
         for name, total in after["totals"].items()
         if not isinstance(total, dict)
     }
-
-
-def make_row(policy: str, ttft_ms: Sequence[float], found: Mapping[str, float]) -> Row:
-    """The figures of one policy; a ratio of nothing is None.
-
-    Raises:
-        BenchFailed: the server counted other requests than those that were measured.
-    """
-    if found["requests"] != len(ttft_ms):
-        raise BenchFailed(
-            f"{policy}: the server counted {found['requests']:g} requests, not {len(ttft_ms)}"
-        )
-    accessed = found["chunks_accessed"]
-    return {
-        "policy": policy,
-        "ttft_ms_mean": round(float(np.mean(ttft_ms)), 1),
-        "ttft_ms_p50": round(float(np.percentile(ttft_ms, 50)), 1),
-        "ttft_ms_p99": round(float(np.percentile(ttft_ms, 99)), 1),
-        "io_share": ratio(found["wait_ms"], sum(ttft_ms)),
-        "device_hit_ratio": ratio(found["device_chunks"], accessed),
-        "host_hit_ratio": ratio(found["host_chunks"], accessed),
-        "ssd_ratio": ratio(found["ssd_chunks"], accessed),
-        "important_device_hit_ratio": ratio(
-            found["important_device_bytes"], found["important_bytes"]
-        ),
-        "read_amplification": ratio(found["ssd_bytes"], found["ssd_needed_bytes"]),
-        **{name: round(total, 1) for name, total in found.items()},
-        "ttft_ms": [round(ms, 1) for ms in ttft_ms],
-    }
+    if found["requests"] != requests:
+        raise BenchFailed(f"a server counted {found['requests']:g} requests, not {requests}")
+    return found
 
 
 def warnings(rows: Sequence[Row]) -> list[str]:
@@ -292,26 +265,3 @@ def charts(rows: Sequence[Row], note: str) -> list[Bars]:
         },
     }
     return [Bars(y.split(",")[0].replace(" ", "-"), y, y, bars, note) for y, bars in values.items()]
-
-
-def _each(name: str, unit: float) -> Any:
-    return lambda row: row[name] / unit / row["requests"]
-
-
-COLUMNS = (
-    Column("policy", "policy"),
-    Column("n", "requests"),
-    Column("TTFT ms", "ttft_ms_mean", "{:,.0f}"),
-    Column("p50", "ttft_ms_p50", "{:,.0f}"),
-    Column("p99", "ttft_ms_p99", "{:,.0f}"),
-    Column("I/O", "io_share", "{:.0%}"),
-    Column("SSD MB", _each("ssd_bytes", 1e6), "{:,.1f}"),
-    Column("h2d MB", _each("h2d_bytes", 1e6), "{:,.1f}"),
-    Column("chunks", _each("chunks_loaded", 1), "{:,.0f}"),
-    Column("device", "device_hit_ratio", "{:.0%}"),
-    Column("host", "host_hit_ratio", "{:.0%}"),
-    Column("SSD", "ssd_ratio", "{:.0%}"),
-    Column("important", "important_device_hit_ratio", "{:.0%}"),
-    Column("amplif.", "read_amplification", "{:.2f}x"),
-    Column("speed-up", "speedup_over_best_baseline", "{:.2f}x"),
-)

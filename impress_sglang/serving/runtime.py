@@ -59,6 +59,7 @@ class ServingRuntime:
         *,
         free: Callable[[Tensor], None],
         page_size: int = 1,
+        timeline_for: Callable[[str], Timeline] | None = None,
     ) -> None:
         """Open the store.
 
@@ -70,6 +71,7 @@ class ServingRuntime:
             hidden_size: of the model.
             free: takes slots back, int64 [n], in whole pages.
             page_size: of the pool of slots.
+            timeline_for: gives a request's, by its name; None for what the options say.
 
         Raises:
             ConfigError: a directory cannot be written, or the caches do not fit in memory.
@@ -97,7 +99,8 @@ class ServingRuntime:
         self._clock = clock_for(device)
         self._timelines = TimelineWriter(config.trace_path) if config.trace_path else None
         self._loaders = Loaders.of(config, shape, self.policy)
-        self.prefetches = Prefetches(self.served, self._timeline_for)
+        timeline_for = timeline_for or self._timeline_for
+        self.prefetches = Prefetches(self.served, timeline_for)
         self.queue_order: QueueOrder | None = None
         """Who changes places in SGLang's queue, if somebody does."""
         if config.schedule != OFF:
@@ -121,7 +124,7 @@ class ServingRuntime:
             self.residents,
             self.prefetches,
             self._loaders,
-            self._timeline_for,
+            timeline_for,
         )
 
     def blend_with(self, rotation: KeyRotation, block_tokens: int) -> None:
