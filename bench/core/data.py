@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,21 @@ def read_rows(folder: Path | None, name: str) -> list[Row]:
         raise BenchFailed(f"no data set {name!r} (a folder with .jsonl files) in {where}")
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     return [json.loads(line) for line in lines if line.strip()]
+
+
+def fitting_shots(shots: Iterable[Question], tokenize: Tokenize, room: int) -> list[Question]:
+    """As many as fit into so many tokens, each with a separator.
+
+    Raises:
+        BenchFailed: there are no more.
+    """
+    chosen: list[Question] = []
+    for question in shots:
+        room -= len(tokenize(SEPARATOR + question.shot))
+        if room < 0:
+            return chosen
+        chosen.append(question)
+    raise BenchFailed(f"too few rows: {room} tokens of a prefix are left")
 
 
 def read_piqa(row: Row) -> Question:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from bench.core.charts import Bars, Lines
+from bench.core.charts import Bars
 
 Row = dict[str, Any]
 RESAMPLES = 10_000
@@ -64,7 +64,7 @@ class Result:
 
     figures: Mapping[str, Any]
     tables: Sequence[Table] = ()
-    charts: Sequence[Bars | Lines] = ()
+    charts: Sequence[Bars] = ()
     notes: Sequence[str] = ()
 
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -110,13 +110,10 @@ class Server:
         Raises:
             BenchFailed: it ended, or did not answer in time; with the end of its log.
         """
-        deadline = time.monotonic() + START_SECONDS
-        while not self._is_ready():
-            if not self._process.alive():
-                raise BenchFailed(f"a server ended while it started{self._log_end()}")
-            if time.monotonic() > deadline:
-                raise BenchFailed(f"no answer from a server in {START_SECONDS} s{self._log_end()}")
-            time.sleep(0.2)
+        if not _wait(START_SECONDS, lambda: self._is_ready() or not self._process.alive()):
+            raise BenchFailed(f"no answer from a server in {START_SECONDS} s{self._log_end()}")
+        if not self._process.alive():
+            raise BenchFailed(f"a server ended while it started{self._log_end()}")
 
     def generate(
         self,
@@ -199,11 +196,8 @@ class Server:
             BenchFailed: it took too long.
         """
         self._request("POST", "/bench/reorder")
-        deadline = time.monotonic() + REORDER_SECONDS
-        while self.stats()["reorder"]["pending"]:
-            if time.monotonic() > deadline:
-                raise BenchFailed(f"reordering took more than {REORDER_SECONDS} s")
-            time.sleep(0.2)
+        if not _wait(REORDER_SECONDS, lambda: not self.stats()["reorder"]["pending"]):
+            raise BenchFailed(f"reordering took more than {REORDER_SECONDS} s")
 
     def emulate_ssd(self, mbps: float) -> None:
         """Slow reads from SSD down from now on; 0 for as fast as they are."""
@@ -223,18 +217,13 @@ class Server:
         """Let the server finish its writes and close its store."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGTERM)
-        self._wait_for_end()
+        _wait(STOP_SECONDS, lambda: not self._process.alive())
 
     def kill(self) -> None:
         """End the server and all that it started, at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._wait_for_end()
-
-    def _wait_for_end(self) -> None:
-        deadline = time.monotonic() + STOP_SECONDS
-        while self._process.alive() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        _wait(STOP_SECONDS, lambda: not self._process.alive())
 
     def _request(self, method: str, path: str, **how: Any) -> requests.Response:
         try:
@@ -265,6 +254,14 @@ class Server:
     def _log_end(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
         return "; the end of its log:\n" + "\n".join(line[:300] for line in lines)
+
+
+def _wait(seconds: float, until: Callable[[], bool]) -> bool:
+    """Whether it comes true in time."""
+    deadline = time.monotonic() + seconds
+    while not (true := until()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return true
 
 
 def _free_port() -> int:

@@ -104,8 +104,8 @@ def run(args: argparse.Namespace) -> Result:
             cells.append(found)
             tables += [Table(TIMES, found["rows"]), Table(BYTES, found["rows"], _caption(found))]
             ttft = {row["policy"]: row["ttft_ms_mean"] for row in found["rows"]}
-            title = f"{model}, chunks of {chunk_tokens}"
-            charts.append(Bars(f"{model}-{chunk_tokens}", title, "mean TTFT, ms", ttft))
+            title = f"Mean TTFT in ms: {model}, chunks of {chunk_tokens}"
+            charts.append(Bars(f"{model}-{chunk_tokens}", title, ttft))
     figures = {
         "emulated_ssd_mbps": args.ssd_mbps or None,
         "readahead": args.readahead,

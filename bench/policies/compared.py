@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bench.core.report import Column, Row, ratio
-from impress_sglang.options import CODED_POLICIES, EXACTLY, is_bits
+from impress_sglang.options import CODED_POLICIES
 from impress_sglang.options import POLICIES as ALL_POLICIES
 
 POLICIES = (
@@ -29,8 +28,6 @@ POLICIES = (
 )
 BASELINES = POLICIES[:4]
 REORDERING = ("paper+itf+reorder", "paper")
-# `impress@BITS` loads prefixes in so many bits, `even@BITS` too, but spreads them evenly.
-WITH_BITS = ("impress", "even")
 # Appended to a policy: the queue does not say what its server evicts.
 NO_LOOKAHEAD = "-off"
 # Stores differ by whether they have probe heads; each is written by a policy that reads it.
@@ -50,19 +47,10 @@ def ordinary(policy: str) -> str:
 
 
 def policy(text: str) -> str:
-    """A policy, or one of `WITH_BITS` with bits, perhaps `NO_LOOKAHEAD`; for `Option.parse`."""
-    base, at, bits = ordinary(text).partition("@")
-    known = base in ALL_POLICIES
-    if at:
-        known = base in WITH_BITS and bits == EXACTLY
-        with contextlib.suppress(ValueError):
-            known = known or (base in WITH_BITS and is_bits(float(bits)))
-    if not known:
+    """A policy, perhaps with `NO_LOOKAHEAD`; for `Option.parse`."""
+    if ordinary(text) not in ALL_POLICIES:
         names = ", ".join(ALL_POLICIES)
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not one of {names}, impress@BITS and even@BITS, with or without "
-            f"{NO_LOOKAHEAD}"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {names}, or {NO_LOOKAHEAD} more")
     return text
 
 
@@ -79,10 +67,8 @@ NO_TIERS = Tiers(0, 0)
 
 def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> list[str]:
     """Arguments of the extension for one policy; `impress` loads all tokens in few bits."""
-    name, _, bits = ordinary(policy).partition("@")
-    base = "impress" if name in WITH_BITS else name
-    ours = base in CODED_POLICIES
-    flags = ["--enable-impress", f"--impress-ssd-dir={store}", f"--impress-policy={base}"]
+    name = ordinary(policy)
+    flags = ["--enable-impress", f"--impress-ssd-dir={store}", f"--impress-policy={name}"]
     if name == "recompute":
         return flags
     flags += [
@@ -90,7 +76,7 @@ def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> li
         "--impress-write-after=1",
         "--impress-load=always",
         f"--impress-min-prefix-tokens={MIN_PREFIX_TOKENS}",
-        f"--impress-retention={1.0 if ours else retention}",
+        f"--impress-retention={1.0 if name in CODED_POLICIES else retention}",
         # A measured request leaves nothing behind.
         "--impress-approximation-depth=0",
         f"--impress-device-gb={tiers.device_mb / 1e3:.6f}",
@@ -98,10 +84,6 @@ def policy_flags(policy: str, store: Path, retention: float, tiers: Tiers) -> li
     ]
     if policy.endswith(NO_LOOKAHEAD):
         flags.append("--impress-lookahead=off")
-    if bits:
-        flags.append(f"--impress-bits={bits}")
-    if name == "even":
-        flags.append("--impress-allocate=even")
     if name in REORDERING:
         flags.append("--impress-reorder-interval=0")
     return flags

@@ -49,13 +49,7 @@ from bench.policies.compared import (
 from bench.policies.trace import MIN_SIGMA, Request, Trace, TraceOptions, make_trace
 
 OPTIONS = (
-    Option(
-        "policies",
-        POLICIES,
-        "what to compare, also impress@BITS and even@BITS, and all of them with -off: without "
-        "look-ahead",
-        parse=policy,
-    ),
+    Option("policies", POLICIES, "to compare; with -off also without look-ahead", parse=policy),
     Option("prefixes", 8, "number of shared prefixes", quick=4),
     Option("prefix-tokens", 1500, "tokens of each, about", quick=512),
     Option("warmup", 96, "requests that fill the caches first", quick=6),
@@ -264,4 +258,4 @@ def charts(rows: Sequence[Row], note: str) -> list[Bars]:
             row["policy"]: 100 * (row["important_device_hit_ratio"] or 0.0) for row in rows
         },
     }
-    return [Bars(y.split(",")[0].replace(" ", "-"), y, y, bars, note) for y, bars in values.items()]
+    return [Bars(y.split(",")[0].replace(" ", "-"), y, bars, note) for y, bars in values.items()]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.core.data import SEPARATOR, Question, Tokenize
+from bench.core.data import SEPARATOR, Question, Tokenize, fitting_shots
 from bench.core.session import BenchFailed
 
 # What is new in a request is stored too, as a chunk of its own, unless it is shorter than one.
@@ -141,13 +141,11 @@ class _Pool:
         """A heading, and as many examples as fit into `length` tokens."""
         # It begins like no other, so that prefixes have not even one token in common.
         heading = string.ascii_letters[number % 52] * (1 + number // 52)
-        tokens = list(self._tokenize(f"{heading}. Examples of {self._name}"))
-        for i in self._rng.permutation(len(self._shown)):
-            more = self._tokenize(SEPARATOR + self._shown[i].shot)
-            if len(tokens) + len(more) > length:
-                return Prefix(self._name, tuple(tokens))
-            tokens += more
-        raise BenchFailed(f"data set {self._name} has less than {length} tokens of examples")
+        tokens = self._tokenize(f"{heading}. Examples of {self._name}")
+        drawn = (self._shown[i] for i in self._rng.permutation(len(self._shown)))
+        for question in fitting_shots(drawn, self._tokenize, length - len(tokens)):
+            tokens = tokens + self._tokenize(SEPARATOR + question.shot)
+        return Prefix(self._name, tuple(tokens))
 
     def ask(self) -> tuple[int, ...]:
         """The tokens of the next question; they come round again when all were asked."""

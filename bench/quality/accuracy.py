@@ -13,7 +13,6 @@ agreement    share of the answers that `recompute` gives; *over random*: what `r
 shift        mean change of an option's log-likelihood, less the mean over the options, in nats
 read, needed bytes read from SSD, and bytes of the rows that were asked for, over those of the
              whole prefix, without requests that found it in the device pool
-fallback     layers that fell back to all keys
 
 In brackets are 95% intervals of a paired bootstrap over questions, not over prefixes. `paper-4` is
 the mean over the paper's tasks.
@@ -31,7 +30,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.core.charts import Lines, Point
 from bench.core.data import kv_bytes_per_token, load_tokenize, model_folder
 from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
 from bench.core.report import Column, Result, Row, Table, interval
@@ -39,22 +37,11 @@ from bench.core.servers import SPARE_TOKENS, Server, Servers, servers
 from bench.core.session import step
 from bench.quality.asking import Answer, Asked, ask, centred_shift, chosen_option
 from bench.quality.tasks import MIN_PREFIX_TOKENS, PAPER_TASKS, TASKS, Task, TaskOptions, make_task
-from impress_sglang.options import LEAST_BITS, MOST_BITS, is_bits
+from impress_sglang.options import CODED_POLICIES, LEAST_BITS, MOST_BITS, WHOLE_POLICIES, is_bits
 
 Floats = NDArray[np.float64]
 REFERENCE, RANDOM = "recompute", "random"
 PAPER_MEAN, OTHER_MEAN = "paper-4", "mean"
-EXACT_POLICIES = ("recompute", "as")
-_POLICY = "--impress-policy="
-SYSTEMS: dict[str, tuple[str, ...]] = {
-    REFERENCE: (f"{_POLICY}recompute",),
-    "as": (f"{_POLICY}as",),
-    "h2o": (f"{_POLICY}as+h2o+lru",),
-    "paper": (f"{_POLICY}paper",),
-    "impress": (f"{_POLICY}impress",),
-    "even": (f"{_POLICY}impress", "--impress-allocate=even"),
-    RANDOM: (f"{_POLICY}impress", "--impress-allocate=random"),
-}
 # Bytes are those of the store, and what is stored are the prefixes only.
 COMMON_FLAGS = (
     "--enable-impress",
@@ -83,48 +70,47 @@ def _bits(text: str) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class System:
-    """A name and the server flags that make it."""
+    """A name, and the policy and other flags of its server."""
 
     name: str
-    flags: tuple[str, ...]
+    policy: str
+    more: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:
         """Whether its policy uses whole prefixes only, so that retention means nothing to it."""
-        policies = [flag.removeprefix(_POLICY) for flag in self.flags if flag.startswith(_POLICY)]
-        return bool(policies) and policies[-1] in EXACT_POLICIES
+        return self.policy in WHOLE_POLICIES
 
     def ways(self, retentions: Sequence[float], bits: Sequence[float]) -> list[Asked]:
         """How it is asked; exact answers of a server store more than the prefixes, so come last."""
         if self.exact:
             return [Asked(self.name, None, approximate=False)]
         parts = [Asked(self.name, r, approximate=True) for r in sorted(retentions) if r < 1]
-        coded = [Asked(f"{self.name}@{b:g}", 1.0, approximate=True, bits=b) for b in bits]
+        coded = [
+            Asked(f"{self.name}@{own:g}", 1.0, approximate=True, bits=own)
+            for own in (bits if self.policy in CODED_POLICIES else ())
+        ]
         exact = [Asked(self.name, 1.0, approximate=False)] if 1 in retentions else []
         return [*parts, *coded, *exact]
 
 
+POLICIES = {REFERENCE: "recompute", "as": "as", "h2o": "as+h2o+lru", "paper": "paper"}
+SYSTEMS = {name: System(name, policy) for name, policy in POLICIES.items()} | {
+    "impress": System("impress", "impress"),
+    "even": System("even", "impress", ("--impress-allocate=even",)),
+    RANDOM: System(RANDOM, "impress", ("--impress-allocate=random",)),
+}
+USUAL = ("h2o", "paper", "impress", RANDOM)
+ASKED = ("piqa", "copa", "openbookqa", "squad")
 OPTIONS = (
-    Option(
-        "systems",
-        ("h2o", "paper", "impress", RANDOM),
-        "beside recompute",
-        quick=("impress",),
-        parse=one_of(SYSTEMS),
-    ),
+    Option("systems", USUAL, "beside recompute", quick=("impress",), parse=one_of(SYSTEMS)),
     Option("retentions", (0.25,), "shares of the prefix that are used; 1 is exact", parse=_share),
     Option("bits", (5.0,), "of all of the prefix (not of paper and h2o)", parse=_bits),
-    Option(
-        "tasks",
-        ("piqa", "copa", "openbookqa", "squad"),
-        f"of {', '.join(TASKS)}",
-        quick=("copa",),
-        parse=one_of(TASKS),
-    ),
+    Option("tasks", ASKED, f"of {', '.join(TASKS)}", quick=("copa",), parse=one_of(TASKS)),
     Option("prefixes", 2, "per task", quick=1),
     Option("examples", 100, "questions per task", quick=6),
     Option("shots", 10, "examples per prefix"),
-    Option("prefix-tokens", None, "add shots until there are so many instead", parse=int),
+    Option("prefix-tokens", None, "as many shots as fit into so many instead", parse=int),
     Option("passages", 10, "per prefix of squad"),
     Option("concurrency", 4, "requests under way"),
     SERVER_FLAG,
@@ -177,12 +163,12 @@ def run(args: argparse.Namespace) -> Result:
     caption = f"{figures['model']}; tokens of prefixes: {lengths}; [..] are 95% intervals"
     names = [row["task"] for row in figures["rows"]]
     rows = sorted(figures["rows"], key=lambda row: names.index(row["task"]))
-    return Result(figures, [Table(COLUMNS, rows, caption)], charts(rows))
+    return Result(figures, [Table(COLUMNS, rows, caption)])
 
 
 def _measure_all(args: argparse.Namespace) -> Row:
     names = [REFERENCE, *(name for name in args.systems if name != REFERENCE)]
-    systems = [System(name, SYSTEMS[name]) for name in names]
+    systems = [SYSTEMS[name] for name in names]
     model = model_folder(args.model)
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(TaskOptions)}
     options, tokenize = TaskOptions(**given), load_tokenize(model)
@@ -200,7 +186,8 @@ def _measure_all(args: argparse.Namespace) -> Row:
         "model": model.name,
         "kv_bytes_per_token": size,
         "options": given,
-        "systems": {system.name: [*system.flags, *args.server_flag] for system in systems},
+        "systems": [dataclasses.asdict(system) for system in systems],
+        "server_flags": args.server_flag,
         "tasks": [
             {
                 "name": task.name,
@@ -238,14 +225,14 @@ def _measure(
         f"--max-running-requests={max(2, args.concurrency)}",
         *COMMON_FLAGS,
         f"--impress-ssd-dir={store}",
-        *system.flags,
+        f"--impress-policy={system.policy}",
+        *system.more,
         *args.server_flag,
     ]
-    bits = () if system.name in ("h2o", "paper") else args.bits
     with pool.running(system.name, model, args.dtype, *flags) as server:
         _store(server, system, tasks)
         measured = []
-        for asked in system.ways(args.retentions, bits):
+        for asked in system.ways(args.retentions, args.bits):
             for task in tasks:
                 with step(f"{asked.system} {asked.retention or ''}: {task.name}"):
                     answers = ask(server, task, asked, args.concurrency)
@@ -302,7 +289,6 @@ def _make_row(
         "shift_nats": _mean([_shift(part, reference) for part, reference in pairs]),
         "read": _mean([byte_share(part, kv_bytes, "ssd_bytes") for part in parts]),
         "needed": _mean([byte_share(part, kv_bytes, "ssd_needed_bytes") for part in parts]),
-        "fallback_share": _mean([_fallback(part) for part in parts]),
         **_with_interval("difference_points", differences, seed),
         **_with_interval("agreement", agreements, seed),
     }
@@ -333,16 +319,6 @@ def _shift(measured: Measured, reference: Measured) -> float:
     return centred_shift(found, exact)
 
 
-def _fallback(measured: Measured) -> float:
-    """Share of the layers, in which a part was chosen, that fell back to all keys."""
-    names = ("layers_by_fallback", "layers_by_probe", "layers_whole")
-    fallen, *others = (
-        sum(report[name] for answer in measured.answers for report in answer.reports)
-        for name in names
-    )
-    return fallen / max(1, fallen + sum(others))
-
-
 def _with_interval(name: str, strata: Sequence[Floats], seed: int) -> Row:
     low, high = interval(strata, seed)
     mean = float(np.mean([values.mean() for values in strata]))
@@ -352,33 +328,6 @@ def _with_interval(name: str, strata: Sequence[Floats], seed: int) -> Row:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return round(float(np.mean(known)), 5) if known else None
-
-
-def charts(rows: Sequence[Row]) -> list[Lines]:
-    """Per task accuracy and agreement over the bytes that are read (after Figures 15 and 19)."""
-    found = []
-    for task in dict.fromkeys(row["task"] for row in rows):
-        of_task = [row for row in rows if row["task"] == task]
-        for what in ("accuracy", "agreement"):
-            series: dict[str, list[Point]] = {}
-            for row in of_task:
-                share = 1.0 if row["read"] is None else row["read"]
-                series.setdefault(row["system"], []).append((100 * share, *_ends(row, what)))
-            title, x, y = (
-                f"{what.capitalize()}, {task}",
-                "bytes read of the prefix, %",
-                f"{what}, %",
-            )
-            found.append(Lines(f"{what}-over-bytes-{task}", title, x, y, series))
-    return found
-
-
-def _ends(row: Row, what: str) -> tuple[float, float, float]:
-    """A value with its interval, in percent; an accuracy's is that of its difference."""
-    name, scale = ("difference_points", 1) if what == "accuracy" else (what, 100)
-    low, high = (scale * (end - row[name]) for end in row[f"{name}_interval"])
-    value = 100 * row[what]
-    return value, value + low, value + high
 
 
 def _interval(name: str, scale: float = 1.0, sign: str = "+") -> Any:
@@ -404,5 +353,4 @@ COLUMNS = (
     Column("shift", "shift_nats", "{:.3f}"),
     Column("read", "read", "{:.1%}"),
     Column("needed", "needed", "{:.1%}"),
-    Column("fallback", "fallback_share", "{:.1%}"),
 )

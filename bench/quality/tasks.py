@@ -11,12 +11,13 @@ Everything is drawn by the seed.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from bench.core.data import READERS, SEPARATOR, Question, Row, Tokenize, read_rows
+from bench.core.data import READERS, SEPARATOR, Question, Row, Tokenize, fitting_shots, read_rows
 from bench.core.session import BenchFailed
 
 _T = TypeVar("_T")
@@ -131,16 +132,11 @@ def _few_shot_groups(
 
 
 def _few_shot_text(shots: Iterator[Question], tokenize: Tokenize, options: TaskOptions) -> str:
-    text, count, tokens = "", 0, 0
-    while (
-        count < options.shots if options.prefix_tokens is None else tokens < options.prefix_tokens
-    ):
-        shot = next(shots, None)
-        if shot is None:
-            raise BenchFailed("too few rows for so many --examples, --prefixes and --shots")
-        added = shot.shot + SEPARATOR
-        text, count, tokens = text + added, count + 1, tokens + len(tokenize(added))
-    return text
+    if options.prefix_tokens is not None:
+        chosen = fitting_shots(shots, tokenize, options.prefix_tokens)
+    elif len(chosen := list(itertools.islice(shots, options.shots))) < options.shots:
+        raise BenchFailed("too few rows for so many --examples, --prefixes and --shots")
+    return "".join(question.shot + SEPARATOR for question in chosen)
 
 
 def _squad_groups(rows: Sequence[Row], rng: random.Random, options: TaskOptions) -> list[_Group]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.core import report
-from bench.core.charts import Bars, Lines
+from bench.core.charts import Bars
 from bench.core.cli import MODULES, ROOMS, main, overview
 from bench.core.data import EXCERPTS, READERS, read_rows
 from bench.core.options import DATA, SEED, Option, bounds, one_of, parse
@@ -96,8 +95,7 @@ def test_a_table_aligns_its_columns() -> None:
 def test_a_result_is_printed_written_and_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    points = {"a <b>": [(1.0, 2.0, 1.5, 2.5), (3.0, 4.0, 3.5, 4.5)]}
-    charts = [Bars("one", "T", "y", {"x": 1.0, "z": 12.5}), Lines("two", "T", "x", "y", points)]
+    charts = [Bars("one", "T", {"a <b>": 1.0, "z": 12.5})]
     rows = [{"policy": "as"}]
     result = Result({"rows": rows}, [Table(plain("policy"), rows, "below")], charts, ["a note"])
     args = read("--json", str(tmp_path / "run.json"), "--svg", str(tmp_path / "figures"))
@@ -109,23 +107,18 @@ def test_a_result_is_printed_written_and_drawn(
     assert found["command"] == "python -m bench some"
     out = capsys.readouterr().out
     assert "below" in out and "a note" in out
-    one, two = (
-        ElementTree.parse(tmp_path / "figures" / f"{name}.svg").getroot() for name in ("one", "two")
-    )
     # A background and a bar each; the taller one is 12.5 times as high.
-    bars = list(one.iter("{http://www.w3.org/2000/svg}rect"))[1:]
+    root = ElementTree.parse(tmp_path / "figures" / "one.svg").getroot()
+    bars = list(root.iter("{http://www.w3.org/2000/svg}rect"))[1:]
     heights = [float(own.get("height", 0)) for own in bars]
     assert heights[1] / heights[0] == pytest.approx(12.5, rel=0.02)
-    circles = list(two.iter("{http://www.w3.org/2000/svg}circle"))
-    assert len(circles) == 2
-    assert float(circles[0].get("cy", 0)) > float(circles[1].get("cy", 0))
 
 
-@pytest.mark.parametrize("most", [0.003, 1.0, 7.2, 99.0, 12345.0])
+@pytest.mark.parametrize("most", [0.0, 0.003, 7.2, 12345.0])
 def test_every_value_is_inside_of_its_figure(most: float) -> None:
-    root = ElementTree.fromstring(str(Bars("a", "T", "y", {"x": most})))
+    root = ElementTree.fromstring(str(Bars("a", "T", {"x": most})))
     bar = list(root.iter("{http://www.w3.org/2000/svg}rect"))[1]
-    assert float(bar.get("y", 0)) > 40 and math.isfinite(float(bar.get("height", 0)))
+    assert float(bar.get("y", 0)) > 40 and (float(bar.get("height", 0)) > 0) == (most > 0)
 
 
 def test_intervals_cover_the_mean_as_often_as_they_say() -> None:

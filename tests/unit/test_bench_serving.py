@@ -116,7 +116,7 @@ def test_a_trace_that_cannot_be_drawn_is_refused() -> None:
     for options in ({"prefixes": 1}, {"sigma": 0.1}):
         with pytest.raises(BenchFailed, match="two prefixes"):
             trace_of(**options)
-    with pytest.raises(BenchFailed, match="less than 300 tokens"):
+    with pytest.raises(BenchFailed, match="too few rows"):
         make_trace({"made": examples(4)}, Words(), OPTIONS)
     with pytest.raises(BenchFailed, match="no question"):
         make_trace({"long": [Question("a " * 100, ("b",), 0)] * 20}, Words(), OPTIONS)
@@ -124,15 +124,7 @@ def test_a_trace_that_cannot_be_drawn_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *POLICIES,
-        "impress@6",
-        "even@4.5",
-        "impress@exact",
-        "impress-off",
-        "impress+lru",
-        "impress+lfu-off",
-    ],
+    [*POLICIES, "impress-off", "impress+lru", "impress+lfu-off"],
 )
 def test_flags_of_a_policy_are_options_of_the_server(name: str) -> None:
     assert policy(name) == name
@@ -143,12 +135,12 @@ def test_flags_of_a_policy_are_options_of_the_server(name: str) -> None:
     assert given["policy"] in ALL_POLICIES
     assert given.get("lookahead") == ("off" if name.endswith("-off") else None)
     if name != "recompute":
-        assert given["retention"] == ("1.0" if name[0] in "ie" else "0.25")
+        assert given["retention"] == ("1.0" if name[0] == "i" else "0.25")
         assert float(given["device-gb"]) == 0.07 and given["load"] == "always"
     assert store_kind(name) == ("paper" if name.startswith("paper") else "codes")
 
 
-@pytest.mark.parametrize("name", ["lru", "impress@2", "as@5", "impress@many", "lru-off"])
+@pytest.mark.parametrize("name", ["lru", "impress@5", "lru-off"])
 def test_what_is_no_policy_is_refused(name: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not one of"):
         policy(name)
