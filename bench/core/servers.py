@@ -83,10 +83,7 @@ def servers(args: argparse.Namespace) -> Iterator[Servers]:
     """What starts servers, in the folder of `--keep` or a temporary one."""
     threads = str(len(os.sched_getaffinity(0)))
     environment = {"OMP_NUM_THREADS": threads, **os.environ, "HF_HUB_OFFLINE": "1"}
-    with (
-        work_folder(args.keep) as folder,
-        contextlib.closing(Zygote(environment)) as zygote,
-    ):
+    with work_folder(args.keep) as folder, contextlib.closing(Zygote(environment)) as zygote:
         yield Servers(folder, zygote)
 
 
@@ -144,12 +141,6 @@ class Server:
         """Several requests at the same time, all of them or so many."""
         with ThreadPoolExecutor(at_once or len(prompts)) as pool:
             return list(pool.map(lambda tokens: self.generate(tokens, new_tokens), prompts))
-
-    def first_token_ms(self, prompts: Sequence[Sequence[int]], concurrency: int = 1) -> list[float]:
-        """Milliseconds until the first token of each prompt, so many at a time."""
-
-        answers = self.generate_at(prompts, [0.0] * len(prompts), at_once=concurrency)
-        return [seconds * 1e3 for seconds, _ in answers]
 
     def generate_at(
         self,

@@ -68,10 +68,7 @@ class EventTimeline(RequestTimeline):
         self._marks.clear()
 
 
-Clock = RequestTimeline
-
-
-def stage_clock(rid: str, device: torch.device) -> Clock:
+def stage_clock(rid: str, device: torch.device) -> RequestTimeline:
     """The clock for requests on a device: of its own where it works by itself."""
     if device.type != "cuda":
         return RequestTimeline(rid)

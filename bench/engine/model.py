@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bench.engine.clock import MODEL, Clock, Served, stage_clock
+from bench.engine.clock import MODEL, Served, stage_clock
 from bench.engine.workload import ModelShape, Planter, Question, Request, Workload
 from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.serving.estimate import pairs_of
-from impress_sglang.timeline import ATTENTION, COPY
+from impress_sglang.timeline import ATTENTION, COPY, RequestTimeline
 
 # Fills the pool of a layer from its queries, keys and values; the length that attention sees.
 Place = Callable[[int, Tensor, Tensor, Tensor], int]
@@ -232,7 +232,7 @@ class Engine:
         self.values[layer][before:stop] = values
         return stop
 
-    def forward(self, tokens: Tensor, timeline: Clock, place: Place) -> Tensor:
+    def forward(self, tokens: Tensor, timeline: RequestTimeline, place: Place) -> Tensor:
         """Run the model over tokens [n]; logits of the token after them, computed when it returns.
 
         `place` may overwrite the queries that it is given.

@@ -136,10 +136,7 @@ def _both(args: argparse.Namespace) -> Iterator[dict[str, Server]]:
         if not args.model:
             # There is no tokenizer, and nothing to say in text.
             flags.append("--skip-tokenizer-init")
-        ours = [
-            "--enable-impress",
-            f"--impress-write-after={args.write_after}",
-        ]
+        ours = ["--enable-impress", f"--impress-write-after={args.write_after}"]
 
         def start(name: str, more: Sequence[str] | None) -> Server:
             """With flags of IMPRESS; None: stock."""

@@ -18,9 +18,9 @@ that has room. `in the cache`: all is found there. `a cache of 30%`: chunks disp
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -167,43 +167,31 @@ class _Case:
         match = self._tree.match("bench", self._tokens)
         self._forecast.coded_bytes(match.spans).expected(bits)
         found = time.perf_counter()
-        source, units = self._open(match)
+        source, used, places = self._open(match)
         ahead = ReadAhead(self._memory.pool, READAHEAD)
         ahead.join(source)
         opened = time.perf_counter()
         rows = torch.zeros(1, self._shape.num_kv_heads, self._shape.key_dim)
-        inputs, slots = LayerInputs(rows, rows, rows, 1.0), LayerSlots.of(rows, rows, units.slots)
+        inputs, slots = LayerInputs(rows, rows, rows, 1.0), LayerSlots.of(rows, rows, places)
         for layer in range(self._shape.num_layers):
             ahead.top_up()
-            self._loader.load(layer, units.used, inputs, slots, bits, LoadStats())
+            self._loader.load(layer, used, inputs, slots, bits, LoadStats())
         loaded = time.perf_counter()
         ahead.leave(source)
         source.close()
         return found - began, opened - found, loaded - opened
 
-    def _open(self, match: StoredMatch) -> tuple[CodedSource, _Slots]:
+    def _open(self, match: StoredMatch) -> tuple[CodedSource, UsedUnits, Tensor]:
         (stored,), codes = match.spans, self._memory.codes
         codes.placement.advance()
         base = self._versions.codes(self._versions.of(stored.segment))
         span = CodedSpan(self._file, stored.start, stored.stop, base)
         source = CodedSource([span], self._reader, self._memory.pool, codes, taker=self._taker)
         slots = torch.arange(len(self._tokens))
-        part = _NoRanges(
-            stored.segment.segment_id,
-            span.layout,
-            self._shape.num_layers,
-            span.start,
-            span.stop,
-            slots,
-        )
+        own, layers = stored.segment.segment_id, self._shape.num_layers
+        part = _NoRanges(own, span.layout, layers, span.start, span.stop, slots)
         PartLoad(source, [part], pending=1)
-        return source, _Slots(slots, UsedUnits([PartUse(part, part.start, part.stop)], CPU))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Slots:
-    slots: Tensor
-    used: UsedUnits
+        return source, UsedUnits([PartUse(part, part.start, part.stop)], CPU), slots
 
 
 def _info(shape: KVShape, tokens: int) -> SegmentInfo:
@@ -252,11 +240,7 @@ class _NoRead:
 
 
 class _NoReader:
-    @dataclasses.dataclass(frozen=True)
-    class Cost:
-        gap_bytes: int = 0
-
-    cost = Cost()
+    cost = SimpleNamespace(gap_bytes=0)
 
     def submit(self, runs: Sequence[BlockRuns], *, ahead: bool) -> _NoRead:
         return _NoRead(sum(int((own.stops - own.starts).sum()) for own in runs), ahead)

@@ -105,6 +105,7 @@ def run(args: argparse.Namespace) -> Result:
     )
     figures = {
         "model": comparison.model.name,
+        "datasets": args.datasets,
         "trace": {**dataclasses.asdict(options), **comparison.trace.describe()},
         "stored_bytes": stored_bytes,
         "device_mb": tiers.device_mb,
@@ -152,7 +153,7 @@ class Comparison:
         ):
             for prefix in self.trace.prefixes:
                 # While a prefix is written, the pool has no room to write another.
-                server.store(prefix.tokens)
+                server.store(prefix)
             server.stop()
         sizes = segment_sizes(store)
         if len(sizes) != len(self.trace.prefixes):
@@ -186,8 +187,9 @@ class Comparison:
 
     def _ask(self, server: Server, requests: Sequence[Request]) -> list[float]:
         """Milliseconds to the first token of each request."""
-        prompts = [request.tokens for request in requests]
-        return server.first_token_ms(prompts, self._args.concurrency)
+        prompts, at_once = [request.tokens for request in requests], self._args.concurrency
+        answers = server.generate_at(prompts, [0.0] * len(prompts), at_once=at_once)
+        return [seconds * 1e3 for seconds, _ in answers]
 
     def _warm_up(self, server: Server, name: str) -> None:
         """All requests before the measured ones."""

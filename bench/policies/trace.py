@@ -40,14 +40,6 @@ class TraceOptions:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Prefix:
-    """Few-shot examples of a data set, as tokens."""
-
-    dataset: str
-    tokens: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """A prefix by its number, and all tokens of a question after it."""
 
@@ -57,9 +49,9 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trace:
-    """Prefixes, and the requests in their order: warm-up, second warm-up, measured part."""
+    """Prefixes as tokens, and the requests in their order: warm-up, second warm-up, measured."""
 
-    prefixes: list[Prefix]
+    prefixes: list[tuple[int, ...]]
     warmup: list[Request]
     settle: list[Request]
     measured: list[Request]
@@ -74,8 +66,7 @@ class Trace:
         """What a result says of its trace."""
         counts = Counter(request.prefix for request in self.measured)
         return {
-            "datasets": sorted({prefix.dataset for prefix in self.prefixes}),
-            "prefix_lengths": [len(prefix.tokens) for prefix in self.prefixes],
+            "prefix_lengths": [len(prefix) for prefix in self.prefixes],
             "longest_prompt": self.longest_prompt,
             "measured_requests_per_prefix": [counts[i] for i in range(len(self.prefixes))],
         }
@@ -98,7 +89,7 @@ def make_trace(
     ]
     total = options.warmup + options.settle + options.requests
     draws = draw_prefixes(total, options.prefixes, options.sigma, rng)
-    asked = [Request(i, prefixes[i].tokens + pools[i % len(pools)].ask()) for i in draws]
+    asked = [Request(i, prefixes[i] + pools[i % len(pools)].ask()) for i in draws]
     first, second = options.warmup, options.warmup + options.settle
     return Trace(prefixes, asked[:first], asked[first:second], asked[second:])
 
@@ -137,7 +128,7 @@ class _Pool:
             )
         self._questions_asked = 0
 
-    def make_prefix(self, number: int, length: int) -> Prefix:
+    def make_prefix(self, number: int, length: int) -> tuple[int, ...]:
         """A heading, and as many examples as fit into `length` tokens."""
         # It begins like no other, so that prefixes have not even one token in common.
         heading = string.ascii_letters[number % 52] * (1 + number // 52)
@@ -145,7 +136,7 @@ class _Pool:
         drawn = (self._shown[i] for i in self._rng.permutation(len(self._shown)))
         for question in fitting_shots(drawn, self._tokenize, length - len(tokens)):
             tokens = tokens + self._tokenize(SEPARATOR + question.shot)
-        return Prefix(self._name, tuple(tokens))
+        return tuple(tokens)
 
     def ask(self) -> tuple[int, ...]:
         """The tokens of the next question; they come round again when all were asked."""

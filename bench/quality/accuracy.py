@@ -136,10 +136,15 @@ class Measured:
         return 1.0 if self.asked.retention is None else self.asked.retention
 
     @property
+    def logliks(self) -> list[list[float]]:
+        """Of each option of each question, [n][options]."""
+        return [answer.logliks for answer in self.answers]
+
+    @property
     def choices(self) -> list[int]:
         """Place of each question's answer, [n]."""
-        pairs = zip(self.task.items, self.answers, strict=True)
-        return [chosen_option(self.task.name, item, answer.logliks) for item, answer in pairs]
+        pairs = zip(self.task.items, self.logliks, strict=True)
+        return [chosen_option(self.task.name, item, logliks) for item, logliks in pairs]
 
     @property
     def right(self) -> Floats:
@@ -204,9 +209,7 @@ def _measure_all(args: argparse.Namespace) -> Row:
                 "retention": measurement.retention,
                 "task": measurement.task.name,
                 "choices": measurement.choices,
-                "logliks": [
-                    [round(x, 5) for x in answer.logliks] for answer in measurement.answers
-                ],
+                "logliks": [[round(x, 5) for x in own] for own in measurement.logliks],
             }
             for measurement in measured
         ],
@@ -286,7 +289,7 @@ def _make_row(
         "task": title,
         "n": sum(len(part.answers) for part in parts),
         "accuracy": _mean([float(part.right.mean()) for part in parts]),
-        "shift_nats": _mean([_shift(part, reference) for part, reference in pairs]),
+        "shift_nats": _mean([centred_shift(own.logliks, exact.logliks) for own, exact in pairs]),
         "read": _mean([byte_share(part, kv_bytes, "ssd_bytes") for part in parts]),
         "needed": _mean([byte_share(part, kv_bytes, "ssd_needed_bytes") for part in parts]),
         **_with_interval("difference_points", differences, seed),
@@ -312,11 +315,6 @@ def byte_share(measured: Measured, kv_bytes: int, counter: str) -> float | None:
         if report["path"] == "ssd"
     ]
     return float(np.mean(shares)) if shares else None
-
-
-def _shift(measured: Measured, reference: Measured) -> float:
-    found, exact = ([answer.logliks for answer in m.answers] for m in (measured, reference))
-    return centred_shift(found, exact)
 
 
 def _with_interval(name: str, strata: Sequence[Floats], seed: int) -> Row:

@@ -75,7 +75,7 @@ def test_equal_options_give_equal_traces() -> None:
 def test_parts_have_the_lengths_that_were_asked_for() -> None:
     trace = trace_of()
     assert (len(trace.warmup), len(trace.settle), len(trace.measured)) == (5, 2, 20)
-    assert all(250 < len(prefix.tokens) <= 300 for prefix in trace.prefixes)
+    assert all(250 < len(prefix) <= 300 for prefix in trace.prefixes)
     described = trace.describe()
     assert sum(described["measured_requests_per_prefix"]) == 20
     assert described["longest_prompt"] == max(len(own.tokens) for own in trace.measured)
@@ -83,23 +83,25 @@ def test_parts_have_the_lengths_that_were_asked_for() -> None:
 
 def test_prefixes_share_no_first_token_and_take_turns_among_data_sets() -> None:
     trace = trace_of(prefixes=60, prefix_tokens=100, sigma=15)
-    assert len({prefix.tokens[0] for prefix in trace.prefixes}) == 60
-    both = make_trace({"b": examples(400, "b"), "a": examples(400)}, Words(), OPTIONS)
-    assert [prefix.dataset for prefix in both.prefixes] == ["a", "b"] * 3
+    assert len({prefix[0] for prefix in trace.prefixes}) == 60
+    words = Words()
+    both = make_trace({"b": examples(400, "b"), "a": examples(400)}, words, OPTIONS)
+    of = [words("Examples of b")[-1] in prefix for prefix in both.prefixes]
+    assert of == [False, True] * 3
 
 
 def test_a_request_is_a_prefix_and_a_question_that_no_prefix_shows() -> None:
     trace = trace_of()
     asked = set()
     for request in (*trace.warmup, *trace.settle, *trace.measured):
-        prefix = trace.prefixes[request.prefix].tokens
+        prefix = trace.prefixes[request.prefix]
         question = request.tokens[len(prefix) :]
         assert request.tokens[: len(prefix)] == prefix
         assert 0 < len(question) <= MAX_QUESTION_TOKENS and question not in asked
         asked.add(question)
         for other in trace.prefixes:
-            places = range(len(other.tokens) - len(question))
-            assert all(other.tokens[i : i + len(question)] != question for i in places)
+            places = range(len(other) - len(question))
+            assert all(other[i : i + len(question)] != question for i in places)
 
 
 def test_popularity_is_normal_and_no_prefix_comes_twice_in_a_row() -> None:
