@@ -73,6 +73,8 @@ DATA = Option("data", None, "folder of data sets, DIR/NAME/*.jsonl (the excerpts
 MODEL = Option("model", None, "folder of a model (the demo's)", parse=Path)
 DTYPE = Option("dtype", "float32", "of the model")
 SERVER_FLAG = Option("server-flag", None, "one more flag for our server", repeated=True)
+# Of what asks a server for data sets.
+ASKING = (SERVER_FLAG, DATA, MODEL, DTYPE, SEED, KEEP)
 
 
 def one_of(known: Collection[str]) -> Callable[[str], str]:

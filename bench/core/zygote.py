@@ -247,7 +247,6 @@ def _prepare_process(order: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    os.environ.update(order["environment"])
     if order["preload"]:
         importlib.import_module(order["preload"])
     launch(order["argv"])

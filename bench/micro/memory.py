@@ -11,10 +11,10 @@ and computing the prefixes is what takes the time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import threading
 import time
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import psutil
@@ -99,7 +99,7 @@ def _measure(
     name, preload = ("ours", OURS) if ours else ("stock", STOCK)
     with (
         pool.running(name, model, "float32", *flags, preload=preload) as server,
-        _Watch(server) as watch,
+        contextlib.closing(_Watch(server)) as watch,
         step(f"{name}: measuring"),
     ):
         found = {"start": watch.mark()}
@@ -131,12 +131,10 @@ class _Watch:
         self._most = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
-
-    def __enter__(self) -> Self:
         self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Look no more."""
         self._ended.set()
         self._thread.join()
 

@@ -11,8 +11,8 @@ pair, so that what else the machine does hits both.
   shared    prompts that begin with one of 16 prefixes of 400 tokens, which are read from SSD where
             --pool-tokens have no room for them
 
-The ratio is the median over pairs of the throughput with IMPRESS over that of the other, in
-brackets its 95% interval (bootstrap). --stock-twice says what the method finds where there is no
+The ratio is the median over pairs of the throughput with IMPRESS over that of the other, with its
+95% interval (bootstrap). --stock-twice says what the method finds where there is no
 difference.
 """
 
@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 
 from bench.core.data import make_model
-from bench.core.options import DTYPE, KEEP, MODEL, SEED, Option, one_of
-from bench.core.report import Column, Result, Row, Table, interval
+from bench.core.options import DTYPE, KEEP, SEED, Option, one_of
+from bench.core.report import Result, Row, Table, interval, plain
 from bench.core.servers import STOCK, Server, servers
 from bench.core.session import BenchFailed, step
 
@@ -94,13 +94,7 @@ OPTIONS = (
     Option("pool-tokens", 16000, "of the device pool"),
     Option("write-after", 1, "sights after which a prompt is written"),
     Option("stock-twice", False, "compare stock with itself"),
-    Option(
-        "against",
-        (),
-        "flags for the other server, in place of stock: --against=--impress-lookahead=off",
-        parse=str,
-    ),
-    dataclasses.replace(MODEL, help="folder of a model (made, with steps of some 10 ms)"),
+    Option("against", (), "flags for the other server: --impress-lookahead=off", parse=str),
     DTYPE,
     SEED,
     KEEP,
@@ -113,29 +107,21 @@ def run(args: argparse.Namespace) -> Result:
         rows = [_compare(args, pair, name) for name in args.workloads]
         if not args.stock_twice:
             _check_use(pair["impress"].stats(), args.workloads, args.write_after)
-    columns = (
-        Column("workload", "workload"),
-        Column("pairs", "pairs"),
-        Column("other s", lambda row: row["median_seconds"]["other"], "{:.3f}"),
-        Column("impress s", lambda row: row["median_seconds"]["impress"], "{:.3f}"),
-        Column("throughput", "throughput_ratio", "{:.4f}"),
-        Column("95%", lambda row: "[{:.4f}, {:.4f}]".format(*row["interval_95"])),
-    )
-    return Result({"workloads": rows}, [Table(columns, rows)])
+    names = ("workload", "pairs", "other_s", "impress_s", "throughput_ratio", "from", "to")
+    return Result({"workloads": rows}, [Table(plain(*names), rows)])
 
 
 @contextlib.contextmanager
 def _both(args: argparse.Namespace) -> Iterator[dict[str, Server]]:
     """Both servers: `impress`, and the `other` one."""
     with servers(args) as pool, contextlib.ExitStack() as stack:
-        model = args.model or make_model(pool.folder / "model", **SHAPE)
+        model = make_model(pool.folder / "model", **SHAPE)
         flags = [
             f"--max-total-tokens={args.pool_tokens}",
             f"--max-running-requests={args.concurrency}",
-        ]
-        if not args.model:
             # There is no tokenizer, and nothing to say in text.
-            flags.append("--skip-tokenizer-init")
+            "--skip-tokenizer-init",
+        ]
         ours = ["--enable-impress", f"--impress-write-after={args.write_after}"]
 
         def start(name: str, more: Sequence[str] | None) -> Server:
@@ -166,11 +152,13 @@ def _compare(args: argparse.Namespace, pair: dict[str, Server], name: str) -> Ro
                     seconds[which].append(time.perf_counter() - began)
     times = zip(seconds["other"], seconds["impress"], strict=True)
     ratios = [other / impress for other, impress in times]
+    low, high = interval([ratios], args.seed, np.median)
     return {
         "workload": name,
-        "throughput_ratio": statistics.median(ratios),
-        "interval_95": interval([ratios], args.seed, np.median),
-        "median_seconds": {which: statistics.median(taken) for which, taken in seconds.items()},
+        **{f"{which}_s": round(statistics.median(own), 4) for which, own in seconds.items()},
+        "throughput_ratio": round(statistics.median(ratios), 4),
+        "from": round(low, 4),
+        "to": round(high, 4),
         "pairs": len(ratios),
         "ratios": [round(ratio, 4) for ratio in ratios],
     }

@@ -24,7 +24,7 @@ from typing import Any
 
 from bench.core.charts import Bars
 from bench.core.data import READERS, load_tokenize, model_folder, read_rows
-from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
+from bench.core.options import ASKING, Option, one_of
 from bench.core.report import Result, Row, Table
 from bench.core.servers import SPARE_TOKENS, Server, Servers, servers
 from bench.core.session import BenchFailed, step
@@ -65,12 +65,7 @@ OPTIONS = (
     Option(
         "datasets", ("piqa", "openbookqa", "copa"), "to take prefixes from", parse=one_of(READERS)
     ),
-    DATA,
-    MODEL,
-    DTYPE,
-    SERVER_FLAG,
-    SEED,
-    KEEP,
+    *ASKING,
 )
 # Part of the warm-up before reordering, and of requests at the emulated speed beside it.
 FIRST_SHARE = 2 / 3

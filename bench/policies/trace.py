@@ -8,6 +8,7 @@ distribution over the prefixes, as in section 6.1 of the paper. Equal options gi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -89,7 +90,7 @@ def make_trace(
     ]
     total = options.warmup + options.settle + options.requests
     draws = draw_prefixes(total, options.prefixes, options.sigma, rng)
-    asked = [Request(i, prefixes[i] + pools[i % len(pools)].ask()) for i in draws]
+    asked = [Request(i, prefixes[i] + next(pools[i % len(pools)].questions)) for i in draws]
     first, second = options.warmup, options.warmup + options.settle
     return Trace(prefixes, asked[:first], asked[first:second], asked[second:])
 
@@ -121,12 +122,13 @@ class _Pool:
         cut = int(len(shuffled) * _ASKED_SHARE)
         self._shown = shuffled[cut:]
         asked = (tuple(tokenize(SEPARATOR + example.text)) for example in shuffled[:cut])
-        self._asked = [tokens for tokens in asked if len(tokens) <= MAX_QUESTION_TOKENS]
-        if not self._asked:
+        short = [tokens for tokens in asked if len(tokens) <= MAX_QUESTION_TOKENS]
+        if not short:
             raise BenchFailed(
                 f"data set {name} has no question of at most {MAX_QUESTION_TOKENS} tokens to ask"
             )
-        self._questions_asked = 0
+        # They come round again when all were asked.
+        self.questions = itertools.cycle(short)
 
     def make_prefix(self, number: int, length: int) -> tuple[int, ...]:
         """A heading, and as many examples as fit into `length` tokens."""
@@ -137,8 +139,3 @@ class _Pool:
         for question in fitting_shots(drawn, self._tokenize, length - len(tokens)):
             tokens = tokens + self._tokenize(SEPARATOR + question.shot)
         return tuple(tokens)
-
-    def ask(self) -> tuple[int, ...]:
-        """The tokens of the next question; they come round again when all were asked."""
-        self._questions_asked += 1
-        return self._asked[(self._questions_asked - 1) % len(self._asked)]

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.core.data import kv_bytes_per_token, load_tokenize, model_folder
-from bench.core.options import DATA, DTYPE, KEEP, MODEL, SEED, SERVER_FLAG, Option, one_of
+from bench.core.options import ASKING, Option, one_of
 from bench.core.report import Column, Result, Row, Table, interval
 from bench.core.servers import SPARE_TOKENS, Server, Servers, servers
 from bench.core.session import step
@@ -113,12 +113,7 @@ OPTIONS = (
     Option("prefix-tokens", None, "as many shots as fit into so many instead", parse=int),
     Option("passages", 10, "per prefix of squad"),
     Option("concurrency", 4, "requests under way"),
-    SERVER_FLAG,
-    DATA,
-    MODEL,
-    DTYPE,
-    SEED,
-    KEEP,
+    *ASKING,
 )
 
 
@@ -160,18 +155,6 @@ class Measured:
 
 def run(args: argparse.Namespace) -> Result:
     """Ask all systems."""
-    figures = _measure_all(args)
-    lengths = ", ".join(
-        f"{task['name']} {min(task['prefix_tokens'])}-{max(task['prefix_tokens'])}"
-        for task in figures["tasks"]
-    )
-    caption = f"{figures['model']}; tokens of prefixes: {lengths}; [..] are 95% intervals"
-    names = [row["task"] for row in figures["rows"]]
-    rows = sorted(figures["rows"], key=lambda row: names.index(row["task"]))
-    return Result(figures, [Table(COLUMNS, rows, caption)])
-
-
-def _measure_all(args: argparse.Namespace) -> Row:
     names = [REFERENCE, *(name for name in args.systems if name != REFERENCE)]
     systems = [SYSTEMS[name] for name in names]
     model = model_folder(args.model)
@@ -187,7 +170,7 @@ def _measure_all(args: argparse.Namespace) -> Row:
     size = kv_bytes_per_token(model, args.dtype)
     with step("intervals"):
         rows = make_rows(measured, size, args.seed)
-    return {
+    figures = {
         "model": model.name,
         "kv_bytes_per_token": size,
         "options": given,
@@ -214,6 +197,12 @@ def _measure_all(args: argparse.Namespace) -> Row:
             for measurement in measured
         ],
     }
+    lengths = {task.name: sorted(map(len, task.prefixes)) for task in tasks}
+    told = ", ".join(f"{name} {own[0]}-{own[-1]}" for name, own in lengths.items())
+    caption = f"{model.name}; tokens of prefixes: {told}; [..] are 95% intervals"
+    order = list(dict.fromkeys(row["task"] for row in rows))
+    rows = sorted(rows, key=lambda row: order.index(row["task"]))
+    return Result(figures, [Table(COLUMNS, rows, caption)])
 
 
 def _measure(
