@@ -81,6 +81,12 @@ def test_prefixes_of_a_task_share_no_shots() -> None:
     assert not set(first.split("\n\n")[:-1]) & set(second.split("\n\n")[:-1])
 
 
+def test_a_prefix_has_as_many_shots_as_fit() -> None:
+    options = dataclasses.replace(OPTIONS, prefix_tokens=2000)
+    lengths = [len(prefix) for prefix in make_task("copa", None, tokenize, options).prefixes]
+    assert all(1700 < length <= 2000 for length in lengths)
+
+
 def test_squad_asks_for_answers_on_these_passages() -> None:
     task = make_task("squad", None, tokenize, OPTIONS)
     for item in task.items:

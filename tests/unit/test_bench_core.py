@@ -18,6 +18,7 @@ from bench.core.data import EXCERPTS, READERS, read_rows
 from bench.core.options import DATA, SEED, Option, bounds, one_of, parse
 from bench.core.report import Column, Result, Table, interval, plain, publish, ratio
 from bench.core.session import BenchFailed, work_folder
+from bench.quality.truncation import documents
 
 OPTIONS = (
     Option("sizes", (1, 2), "some", quick=(3,)),
@@ -157,6 +158,12 @@ def test_excerpts_can_be_read_and_are_described(name: str) -> None:
     assert len(rows) == int(cells[1]) and cells[-1]
     if name in READERS:
         assert all(READERS[name](own).answer for own in rows)
+
+
+def test_the_excerpt_of_texts_is_enough_to_cut_conversations() -> None:
+    """A token is a word here; of a model there are more."""
+    words = documents(read_rows(None, "wikitext2"), lambda text: [0] * len(text.split()), 1280)
+    assert len(list(words)) > 8
 
 
 def test_formats_and_gold_options() -> None:
