@@ -141,8 +141,8 @@ class ImpressConfig:
     def depth(self, retention: float) -> int:
         """How many approximations what is stored may rest on, if so much of a prefix was used.
 
-        Few bits add up to nothing over as many turns as the default allows (`bench drift`); of
-        dropped tokens nobody has shown that.
+        Few bits add up to nothing over as many turns as the default allows (docs/results.md,
+        conversations); of dropped tokens nobody has shown that.
         """
         return self.approximation_depth if retention >= 1.0 else min(1, self.approximation_depth)
 

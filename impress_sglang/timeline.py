@@ -143,13 +143,13 @@ class RequestTimeline:
         tracks = self._by_track()
         threads = [(REQUEST_TRACK, sorted(tracks.pop(REQUEST_TRACK), key=_outer_first))]
         for track, events in tracks.items():
-            for row, head_group in enumerate(_head_groups(events), start=1):
-                threads.append((track if row == 1 else f"{track} ({row})", head_group))
+            for number, row in enumerate(_rows(events), start=1):
+                threads.append((track if number == 1 else f"{track} ({number})", row))
         trace_events = [_metadata("process_name", 0, {"name": self.rid})]
-        for tid, (name, head_group) in enumerate(threads, start=_REQUEST_TID):
+        for tid, (name, row) in enumerate(threads, start=_REQUEST_TID):
             trace_events.append(_metadata("thread_name", tid, {"name": name}))
             trace_events.append(_metadata("thread_sort_index", tid, {"sort_index": tid}))
-            trace_events.extend(_complete(event, tid) for event in head_group)
+            trace_events.extend(_complete(event, tid) for event in row)
         return {
             "traceEvents": trace_events,
             "displayTimeUnit": "ms",
@@ -236,17 +236,16 @@ def _totals(events: Iterable[_Event], whole: int) -> dict[str, float]:
     return {name: nanoseconds / 1e6 for name, nanoseconds in totals.items()}
 
 
-def _head_groups(events: Iterable[_Event]) -> list[list[_Event]]:
+def _rows(events: Iterable[_Event]) -> list[list[_Event]]:
     """Events in as few rows as hold them without overlap."""
-    head_groups: list[list[_Event]] = []
+    rows: list[list[_Event]] = []
     for event in sorted(events, key=_outer_first):
-        free = (head_group for head_group in head_groups if head_group[-1].stop <= event.start)
-        head_group = next(free, None)
-        if head_group is None:
-            head_groups.append([event])
+        row = next((row for row in rows if row[-1].stop <= event.start), None)
+        if row is None:
+            rows.append([event])
         else:
-            head_group.append(event)
-    return head_groups
+            row.append(event)
+    return rows
 
 
 def _metadata(name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class WeightWatch:
 
         Args:
             served: the store.
-            identify: names the weights as they are.
+            read_identity: names the weights as they are.
             set_aside: ends passes and writes, and forgets plans.
             is_empty: whether no KV is left in the pool.
         """

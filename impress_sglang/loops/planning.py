@@ -281,7 +281,7 @@ def vector_addresses(
     """Addresses of the vectors of rows: from SSD in an image of the layer, in caches in pages.
 
     Args:
-        head groups: int64 [n], of each row.
+        head_groups: int64 [n], of each row.
         rows: int64 [n], in its head group.
         tiers: uint8 [c], where each touched chunk is found; 0 is SSD.
         place_of_chunk: int64 [head groups * head_group_chunks], which of the c each chunk is.

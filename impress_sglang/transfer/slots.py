@@ -74,13 +74,12 @@ class Slots:
             self.pool.index_fill_(0, self.rows, 0)
 
     def put_at(self, positions: Indices, rows: Tensor, head_groups: int) -> None:
-        """Fill some: position p is the token p // head groups of the heads of head group p % head
-        groups.
+        """Fill some: position p is the token p // head_groups of the head group p % head_groups.
 
         Args:
             positions: int64 [n], distinct.
             rows: [n, heads of a head group, D], from any device.
-            head groups: of the heads; all have as many.
+            head_groups: of the heads; all have as many.
         """
         place = to_device(torch.from_numpy(positions), self.pool.device)
         slots = place // head_groups

@@ -63,16 +63,16 @@ def _head_columns(
 class Target:
     """What is filled of a pool, and from where: `n` times neighbouring vectors of one head group.
 
-    Entry i fills, in the row `slots[p // head groups]` of the pool, the vectors of head group p %
-    head groups, where p is `positions[i]`. No vector is filled twice.
+    Entry i fills, in the row `slots[p // head_groups]` of the pool, the vectors of head group
+    `p % head_groups`, where p is `positions[i]`. No vector is filled twice.
 
     Attributes:
         pool: [rows, ...] on the device, or pinned; any strides but the last, which is 1.
-        columns: of a row of the pool, head group after head group: head groups * v vectors.
+        columns: of a row of the pool, head group after head group: head_groups * v vectors.
         addresses: int64 [n, v] on the device, of the first byte of each vector.
         slots: int64 [rows that are filled] on the device; None: row j is row j of the pool.
         positions: int64 [n] on the device; None: entry i has the position i.
-        head groups: of a row.
+        head_groups: of a row.
     """
 
     pool: Tensor
