@@ -1,6 +1,6 @@
-"""Which blocks of a layer are read, and by which read: loops over chunks and over areas.
+"""Which blocks of a layer are read, and by which read: loops over chunks and layer buffers.
 
-An area (`transfer.buffers`) has a place for every block of a part of a layer of a segment. `owners`
+A layer buffer (`transfer.buffers`) has a place for every block of a part of a layer. `owners`
 int16 [blocks] is the number of the read that brings each, -1 for none. Blocks that are wanted are
 listed, ascending: to ask of each whether it is wanted takes longer than all else.
 """

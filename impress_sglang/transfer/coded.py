@@ -200,9 +200,9 @@ class CodedSource(StoredSource):
         self.num_tokens = sum(map(len, spans))
         # Spans of a segment are read into one image of its layer: the first one's.
         segments = [span.segment for span in spans]
-        self._area_of = [segments.index(segment) for segment in segments]
-        own_areas = (spans[number] for number in set(self._area_of))
-        layer_bytes = sum(pool.size_of(span.layout.layer_bytes) for span in own_areas)
+        self._buffer_of = [segments.index(segment) for segment in segments]
+        own_buffers = (spans[number] for number in set(self._buffer_of))
+        layer_bytes = sum(pool.size_of(span.layout.layer_bytes) for span in own_buffers)
         super().__init__(segments, layer_bytes, reader, ReadStats(), timeline)
         self._pool = pool
         self._cache = cache
@@ -282,15 +282,15 @@ class CodedSource(StoredSource):
                 self._buffer(layer, number).read_ahead(base, self._reader)
 
     def _buffer(self, layer: int, number: int) -> LayerBuffer:
-        """The area of a layer of the span with this number."""
-        number = self._area_of[number]
+        """The buffer of a layer of the span with this number."""
+        number = self._buffer_of[number]
         span = self.spans[number]
         offset = span.segment.layout.codes_offset(layer)
 
         def make(tenant: Tenant) -> LayerBuffer:
             return LayerBuffer(span.segment, offset, span.layout.layer_bytes, self._pool, tenant)
 
-        return self._open_area(layer, number, make)
+        return self._open_buffer(layer, number, make)
 
     def _first_id(self, layer: int, span: CodedSpan) -> int:
         return span.base + layer * len(span.chunks.first)
@@ -323,34 +323,34 @@ class CodedSource(StoredSource):
         return found
 
     def _fetch(self, layer: int, parts: Sequence[_Part], *, last: bool) -> None:
-        """Bring all blocks that must come from SSD into their areas."""
+        """Bring all blocks that must come from SSD into their buffers."""
         # Units are wanted here and there, many at a time: to read what is between them costs more
         # than it saves.
         gap = 0 if last else self._reader.cost.gap_bytes
         reading: list[tuple[LayerBuffer, Indices]] = []
         for part in parts:
             if len(part.wanted):
-                part.area = self._buffer(layer, part.number)
+                part.buffer = self._buffer(layer, part.number)
                 self.stats.ssd_needed_bytes += len(part.wanted) * BLOCK_BYTES
-                self.stats.ssd_bytes += part.area.read(part.wanted, gap, self._reader, last=last)
-                reading.append((part.area, part.wanted))
+                self.stats.ssd_bytes += part.buffer.read(part.wanted, gap, self._reader, last=last)
+                reading.append((part.buffer, part.wanted))
         began = time.perf_counter()
-        for area, wanted in reading:
-            area.wait(wanted)
+        for buffer, wanted in reading:
+            buffer.wait(wanted)
         self.stats.wait_ms += (time.perf_counter() - began) * 1e3
 
     def _take(self, part: _Part) -> Tensor:
-        memory = None if part.area is None else part.area.memory
+        memory = None if part.buffer is None else part.buffer.memory
         return self._taker.take(part.tiers, part.frames, memory)
 
     def _settle(self, parts: Sequence[_Part], access: Access) -> None:
-        """Move chunks; those that were read to be cached are taken from the areas."""
+        """Move chunks; those that were read to be cached are taken from the buffers."""
         loaded: list[LoadedChunks] = []
         memories: list[PooledMemory] = []
         for part in parts:
-            if part.area is not None and part.kept.any():
-                memories.append(part.area.memory)
-                flat = part.area.memory.vectors(torch.uint8, 1).view(-1)
+            if part.buffer is not None and part.kept.any():
+                memories.append(part.buffer.memory)
+                flat = part.buffer.memory.vectors(torch.uint8, 1).view(-1)
                 starts = part.starts[part.kept] * BLOCK_BYTES
                 loaded.append(LoadedChunks(flat, part.ids[part.kept], starts))
         fence = self._cache.settle(access, loaded)
@@ -375,8 +375,8 @@ class _Part:
 
     `starts` int64 is the first block of each. Of their blocks, one after another, `tiers` uint8 and
     `frames` int64 say where each is, see `FrameTaker.take`. `wanted` int64, ascending, must come
-    from SSD; `not_on_device` is how many are of chunks that stood elsewhere. `area` is where those
-    from SSD are read to.
+    from SSD; `not_on_device` is how many are of chunks that stood elsewhere. `buffer` is where
+    those from SSD are read to.
     """
 
     number: int
@@ -387,7 +387,7 @@ class _Part:
     frames: Indices
     wanted: Indices
     not_on_device: int
-    area: LayerBuffer | None = None
+    buffer: LayerBuffer | None = None
 
     @classmethod
     def of(

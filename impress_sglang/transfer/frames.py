@@ -1,7 +1,7 @@
-"""Takes blocks of codes from where they stand: device cache, host cache, areas.
+"""Takes blocks of codes from where they stand: device cache, host cache, layer buffers.
 
-Stage: load. A *frame* is a block in memory: a page of a cache, or a block of an area. `FrameTaker`
-is the contract; tests/unit/triton/test_coded_paths.py compares the two.
+Stage: load. A *frame* is a block in memory: a page of a cache, or a block of a layer buffer.
+`FrameTaker` is the contract; tests/unit/triton/test_coded_paths.py compares the two.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class FrameTaker(Protocol):
 
         Args:
             tiers: uint8 [n], `Tier` values.
-            frames: int64 [n], pages of that cache, or blocks of the area.
-            memory: of the area; None if nothing is taken from there.
+            frames: int64 [n], pages of that cache, or blocks of the layer buffer.
+            memory: of the layer buffer; None if nothing is taken from there.
 
         Returns:
-            uint8 [n, BLOCK_BYTES] on the device of the cache. May share the memory of the area.
+            uint8 [n, BLOCK_BYTES] on the device of the cache. May share `memory`.
         """
         ...
 

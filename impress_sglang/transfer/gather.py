@@ -1,4 +1,4 @@
-"""Takes what a read wants from where it stands: device cache, host cache, areas.
+"""Takes what a read wants from where it stands: device cache, host cache, layer buffers.
 
 Stage: load. `RowGatherer` is the contract: `IndexedGatherer` indexes tensors, tier by tier, on any
 device; `KernelGatherer` lets one kernel read all three places, those in pinned CPU memory over the
@@ -26,14 +26,15 @@ from impress_sglang.transfer.read_planner import GroupPart, SpanRead
 from impress_sglang.transfer.slots import Slots
 
 SpanMemory = tuple[SpanRead, PooledMemory | None]
-"""What is read of a span, and the memory of its area, None if nothing is taken from SSD."""
+"""What is read of a span, and the memory of its layer buffer, None if nothing is taken from SSD."""
 
 
 class RowGatherer(Protocol):
     """The contract.
 
     Implementations must not change what they read from, and must have rows bit for bit. What they
-    read from may move after the call, as a cache moves it; see `PooledMemory.fence` for areas.
+    read from may move after the call, as a cache moves it; of layer buffers see
+    `PooledMemory.fence`.
     """
 
     def gather(self, reads: Sequence[SpanMemory], keys: Slots | None, values: Slots | None) -> None:
@@ -51,7 +52,7 @@ class RowGatherer(Protocol):
 
         Returns:
             [chunks * rows of a chunk, heads * dim] on the device of the cache; rows that a last,
-            short chunk has not are undefined. May share the memory of an area.
+            short chunk has not are undefined. May share the memory of a layer buffer.
         """
         ...
 
@@ -155,7 +156,7 @@ class IndexedGatherer:
         return self._cache.read_chunks(tier, _owned_pages(part, place, vectors, page.page_vectors))
 
     def _staged_chunks(self, part: GroupPart, memory: PooledMemory) -> Tensor:
-        """Rows of chunks in an area; those that were not read are undefined."""
+        """Rows of chunks in a layer buffer; those that were not read are undefined."""
         group, dtype = part.group, self._cache.page.dtype
         width, first, count = group.heads * group.head_dim, int(part.chunks[0]), len(part.chunks)
         flat = memory.vectors(dtype, dtype.itemsize).view(-1)
@@ -186,7 +187,7 @@ class KernelGatherer:
         self._bases = np.zeros(len(Tier), np.int64)
         for tier in CACHES:
             self._bases[tier] = cache.page_addresses(tier, first)[0]
-        # Areas begin at pages of memory.
+        # Layer buffers begin at pages of memory.
         self._grain = math.gcd(self._unit * size, *self._bases[1:].tolist())
 
     def gather(self, reads: Sequence[SpanMemory], keys: Slots | None, values: Slots | None) -> None:
@@ -312,7 +313,7 @@ class KernelGatherer:
         self._kernels.gather([target], self._unit, grain_bytes=self._grain)
 
     def _note_reading(self, memories: Sequence[PooledMemory | None]) -> None:
-        """Until what was launched is done neither caches nor areas may change."""
+        """Until what was launched is done neither caches nor layer buffers may change."""
         self._cache.copy_stream.note_reading()
         fence = Fence(self._device)
         for memory in memories:

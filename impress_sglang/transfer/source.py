@@ -236,9 +236,9 @@ class SegmentSource(StoredSource):
         return [*expected, likely]
 
     def _buffer(self, layer: int, number: int) -> LayerBuffer:
-        """The area of a layer of the span with this number."""
-        segment = self._spans[number].segment
-        return self._open_area(layer, number, functools.partial(self._make_buffer, segment, layer))
+        """The buffer of a layer of the span with this number."""
+        make = functools.partial(self._make_buffer, self._spans[number].segment, layer)
+        return self._open_buffer(layer, number, make)
 
     def _make_buffer(self, segment: OpenSegment, layer: int, tenant: Tenant) -> LayerBuffer:
         layout = segment.layout
@@ -263,7 +263,7 @@ class SegmentSource(StoredSource):
         return rows
 
     def _fetch(self, plan: PlannedRead) -> None:
-        """Bring all blocks that must come from SSD into their areas."""
+        """Bring all blocks that must come from SSD into their buffers."""
         gap, wanted = self._reader.cost.gap_bytes, []
         for own in plan.spans:
             if own.blocks is not None:
@@ -288,7 +288,7 @@ class SegmentSource(StoredSource):
         return self._buffer(layer, self._number(span)).memory
 
     def _memory_of(self, layer: int, own: SpanRead) -> PooledMemory | None:
-        """Of the area of what is read of a span, if any of it comes from SSD."""
+        """Of the buffer of what is read of a span, if any of it comes from SSD."""
         return None if own.blocks is None else self._memory(layer, own.span)
 
     def _probe_keys(self, layer: int, own: SpanRead) -> Tensor:
@@ -321,7 +321,7 @@ class SegmentSource(StoredSource):
 
 
 def columns_buffer_bytes(layout: SegmentLayout) -> int:
-    """Of an area for the columns of a layer."""
+    """Of a layer buffer for the columns."""
     # The last chunk of a column may be short; it is looked at as if it were not.
     longest = max(layout.chunk_stride(column) for column in layout.shape.columns)
     return layout.columns_bytes + longest

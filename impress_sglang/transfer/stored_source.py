@@ -1,7 +1,7 @@
-"""What all sources of stored prefixes share: their place in the layers, and areas to read into.
+"""What all sources of stored prefixes share: their place in the layers, and layer buffers.
 
-Stage: load. An area may be taken away for the layer of another source; who wants it again reads it
-again. So nothing that is taken from an area may be used when another source has read.
+Stage: load. A layer buffer may be taken away for the layer of another source; who wants it again
+reads it again. So nothing that is taken from one may be used when another source has read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SSD_TRACK = "SSD"
 
 
 class StoredSource(abc.ABC):
-    """Spans of segments whose layers are asked for in ascending order; areas are by span."""
+    """Spans of segments whose layers are asked for in ascending order; buffers are by span."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class StoredSource(abc.ABC):
         stats: ReadStats,
         timeline: Timeline,
     ) -> None:
-        """`layer_bytes` of the pool are what the areas of a layer take."""
+        """`layer_bytes` of the pool are what the buffers of a layer take."""
         self.segment_ids = [segment.segment_id for segment in segments]
         self._shape = segments[0].layout.shape
         self.num_layers = self._shape.num_layers
@@ -50,7 +50,7 @@ class StoredSource(abc.ABC):
         self._layers_there = 0
         self._reader = reader
         self._buffers: dict[int, dict[int, LayerBuffer]] = {}
-        # With their layers; counted when areas are given back.
+        # With their layers; counted when buffers are given back.
         self._evicted: list[tuple[int, LayerBuffer]] = []
         self._ending: list[PendingRead] = []
 
@@ -79,8 +79,8 @@ class StoredSource(abc.ABC):
         return 1.0 - self._layers_there / self.num_layers
 
     def _is_there(self, layer: int) -> bool:
-        areas = self._buffers.get(layer, {}).values()
-        return all(read.done for buffer in areas for read in buffer.reads)
+        buffers = self._buffers.get(layer, {}).values()
+        return all(read.done for buffer in buffers for read in buffer.reads)
 
     @property
     def is_reading(self) -> bool:
@@ -107,10 +107,10 @@ class StoredSource(abc.ABC):
         self.next_ahead = max(self.next_ahead, layer + 1)
         self._give_back(layer)
 
-    def _open_area(
+    def _open_buffer(
         self, layer: int, number: int, make: Callable[[Tenant], LayerBuffer]
     ) -> LayerBuffer:
-        """An area, which is made if it is not open; those of a layer are open together."""
+        """A buffer, which is made if it is not open; those of a layer are open together."""
         buffers = self._buffers.setdefault(layer, {})
         if number not in buffers:
             evict = functools.partial(self._evict, layer, number)
@@ -119,15 +119,15 @@ class StoredSource(abc.ABC):
 
     def _evict(self, layer: int, number: int) -> None:
         buffer = self._buffers[layer].pop(number)
-        self._close_area(buffer)
+        self._close_buffer(buffer)
         self._evicted.append((layer, buffer))
 
     def _give_back(self, below: int | None = None) -> None:
-        """Give back the areas of the layers below one, or all; counts what was read ahead."""
+        """Give back the buffers of the layers below one, or all; counts what was read ahead."""
         closed, self._evicted = self._evicted, []
         for layer in [own for own in self._buffers if below is None or own < below]:
             for buffer in self._buffers.pop(layer).values():
-                self._close_area(buffer)
+                self._close_buffer(buffer)
                 closed.append((layer, buffer))
         for layer, buffer in closed:
             self.stats.ssd_bytes += buffer.ahead_bytes
@@ -136,7 +136,7 @@ class StoredSource(abc.ABC):
             if self.timeline.enabled:
                 _note_reads(buffer, layer, self.timeline)
 
-    def _close_area(self, buffer: LayerBuffer) -> None:
+    def _close_buffer(self, buffer: LayerBuffer) -> None:
         buffer.close(self._reader)
         self._ending = [read for read in (*self._ending, *buffer.reads) if not read.done]
 

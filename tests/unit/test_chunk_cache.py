@@ -120,14 +120,14 @@ class Bench:
         # As they come from disk: behind the rows are the rest of a block and old bytes.
         start = np.zeros(1, np.int64)
         loaded = [
-            LoadedChunks(self.in_area(self.bytes[chunk], padding), np.array([chunk]), start)
+            LoadedChunks(self.with_rest(self.bytes[chunk], padding), np.array([chunk]), start)
             for chunk in kept
         ]
         self.cache.settle(access, loaded)
         self.cache.check_integrity()
         return access
 
-    def in_area(self, chunk: Tensor, padding: int) -> Tensor:
+    def with_rest(self, chunk: Tensor, padding: int) -> Tensor:
         """A chunk in memory that goes on for a page behind it."""
         return torch.cat([chunk, self.random(padding + self.cache.page.page_bytes)])
 

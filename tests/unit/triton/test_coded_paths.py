@@ -46,7 +46,7 @@ def interpreted(device: str) -> None:
 
 
 class Frames:
-    """Both caches and an area, full of blocks that differ."""
+    """Both caches and a layer buffer, full of blocks that differ."""
 
     def __init__(self) -> None:
         size = FRAMES * BLOCK_BYTES
@@ -67,8 +67,8 @@ class Frames:
 TAKEN = {
     "device cache": [(Tier.DEVICE, 5), (Tier.DEVICE, 0), (Tier.DEVICE, 6)],
     "host cache": [(Tier.HOST, 2), (Tier.HOST, 3), (Tier.HOST, 4)],
-    "neighbours in the area": [(Tier.SSD, 1), (Tier.SSD, 2), (Tier.SSD, 3)],
-    "area": [(Tier.SSD, 6), (Tier.SSD, 1), (Tier.SSD, 2)],
+    "neighbours in the buffer": [(Tier.SSD, 1), (Tier.SSD, 2), (Tier.SSD, 3)],
+    "buffer": [(Tier.SSD, 6), (Tier.SSD, 1), (Tier.SSD, 2)],
     "as many as neighbours": [(Tier.SSD, 1), (Tier.SSD, 3), (Tier.SSD, 2), (Tier.SSD, 4)],
     "mixed": [
         (Tier.HOST, 6),
@@ -98,12 +98,12 @@ def test_blocks_are_taken_from_where_they_are(
     assert torch.equal(found, held.blocks[torch.from_numpy(tiers.astype(np.int64)), frames])
 
 
-def test_an_area_is_fenced_while_a_kernel_reads_it() -> None:
+def test_a_buffer_is_fenced_while_a_kernel_reads_it() -> None:
     held, tiers = Frames(), np.array([Tier.SSD, Tier.DEVICE], np.uint8)
     found = KernelTaker(held.cache).take(tiers, np.array([3, 4]), held.memory)
 
     assert held.memory.fence is not None
-    # What it gave is its own: neither an area nor a cache.
+    # What it gave is its own: neither a buffer nor a cache.
     found.fill_(0)
     assert torch.equal(held.memory.vectors(torch.uint8, BLOCK_BYTES), held.blocks[Tier.SSD])
     pages = held.cache.read_pages(Tier.DEVICE, np.arange(FRAMES))

@@ -38,7 +38,7 @@ def pinned(tensor: Tensor, device: str) -> Tensor:
 
 
 def make_memories(unit: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Vectors on the device and in memory of the host, as of a cache and of two areas."""
+    """Vectors on the device and in memory of the host, as of a cache and of two layer buffers."""
     slab, *others = (random_bits((count, unit), dtype) for count in (50, 70, 60, 20))
     return [slab.to(device), *(pinned(own, device) for own in others)]
 

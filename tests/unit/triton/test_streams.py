@@ -244,7 +244,7 @@ def test_each_layer_has_its_tokens(
 def test_each_layer_has_its_codes(
     fake: Device, tmp_path: Path, reader: BlockReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks that are taken are in slots later; meanwhile they move, and areas are used again."""
+    """Blocks that are taken are in slots later; meanwhile they move, and buffers are used again."""
     parts = [CodedPart(200, 17), CodedPart(64)]
     case = CodedCase(tmp_path, parts, reader, device_pages=9, host_pages=13)
     begin_layer = ResidentPart.begin_layer
