@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from impress_sglang import loops
+from impress_sglang.importance.averages import STEPS, moved, moved_codes, weights
 
-# Weight of the newest access; the first ones count alike, so that few accesses give their mean.
-AVERAGE_WEIGHT = 0.1
 _MAX_COUNT = 255
-# Averages of zeros and ones are kept in steps of 1/255: an error below what a rare access changes.
-_STEPS = 255
 
 
 class TokenHistory:
@@ -43,7 +40,7 @@ class TokenHistory:
     @property
     def average(self) -> npt.NDArray[np.float32]:
         """How likely each token is selected, float32 [L, head groups, t]."""
-        average: npt.NDArray[np.float32] = self._selected.astype(np.float32) / np.float32(_STEPS)
+        average: npt.NDArray[np.float32] = self._selected.astype(np.float32) / np.float32(STEPS)
         return average
 
     @property
@@ -92,60 +89,26 @@ class TokenHistory:
         if layer == 0:
             part += part < _MAX_COUNT
             self._means = None
-        fewest, most = int(part.min()), int(part.max())
-        if _weight_of(fewest) == _weight_of(most):
-            kept, raised = _MOVED[min(max(fewest, 1), len(_MOVED)) - 1]
+        of_fewest, of_most = moved_codes(int(part.min())), moved_codes(int(part.max()))
+        if of_fewest is of_most:
             loops.move_averages(
-                self._selected[layer], selected, first, first + num_tokens, start, kept, raised
+                self._selected[layer], selected, first, first + num_tokens, start, *of_fewest
             )
         else:
             average = self._selected[layer, :, start:stop]
             head_groups, places = np.nonzero((selected >= first) & (selected < first + num_tokens))
             seen = np.zeros(average.shape, np.float32)
-            seen[head_groups, selected[head_groups, places] - first] = _STEPS
-            average[:] = np.rint(_moved(average, seen, _weights(part)))
+            seen[head_groups, selected[head_groups, places] - first] = STEPS
+            average[:] = np.rint(moved(average, seen, weights(part)))
         if self._importance is not None:
             sums = self._importance[layer, :, start:stop]
-            sums[:] = _moved(sums, _relative(importance, sums.shape), _weights(part))
+            sums[:] = moved(sums, _relative(importance, sums.shape), weights(part))
 
     def token_means(self) -> npt.NDArray[np.float32]:
         """Mean of `average` over layers and head groups, float32 [t]; as of the last access."""
         if self._means is None:
-            self._means = self._selected.mean((0, 1), dtype=np.float32) / np.float32(_STEPS)
+            self._means = self._selected.mean((0, 1), dtype=np.float32) / np.float32(STEPS)
         return self._means
-
-
-def _weight_of(accesses: int) -> float:
-    return max(1.0 / max(accesses, 1), AVERAGE_WEIGHT)
-
-
-def _weights(accesses: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    return np.maximum(1.0 / np.maximum(accesses, 1), AVERAGE_WEIGHT).astype(np.float32)
-
-
-def _moved(
-    average: npt.NDArray[np.generic],
-    seen: npt.NDArray[np.float32],
-    weight: npt.NDArray[np.float32],
-) -> npt.NDArray[np.float32]:
-    exact = average.astype(np.float32)
-    moved: npt.NDArray[np.float32] = exact + weight * (seen - exact)
-    return moved
-
-
-def _moved_steps(accesses: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Every average after an access that did not select the token, and after one that did."""
-    steps = np.arange(_STEPS + 1)
-    weight = _weights(np.array([accesses], np.uint8))
-    kept, raised = (
-        np.rint(_moved(steps, np.full(len(steps), seen, np.float32), weight))
-        for seen in (0, _STEPS)
-    )
-    return kept.astype(np.uint8), raised.astype(np.uint8)
-
-
-# By the number of the access; the last ones all weigh alike.
-_MOVED = [_moved_steps(accesses) for accesses in range(1, round(1 / AVERAGE_WEIGHT) + 1)]
 
 
 def _relative(importance: Tensor | None, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from impress_sglang.importance.averages import STEPS
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.stored import StoredSegment, StoredSpan
 from impress_sglang.management.versions import SegmentVersions
@@ -19,7 +20,6 @@ from impress_sglang.storage.layout import BLOCK_BYTES, KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.coded import chunks_of
-from impress_sglang.transfer.expectation import STEPS
 from impress_sglang.transfer.geometry import geometry_of
 from impress_sglang.transfer.source import columns_buffer_bytes
 

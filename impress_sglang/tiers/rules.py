@@ -17,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from impress_sglang import loops
+from impress_sglang.importance.averages import AVERAGE_WEIGHT
 from impress_sglang.tiers.tables import grown
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# Weight of the newest share in the moving average; the first observations count alike.
-AVERAGE_WEIGHT = 0.1
 # Counting accesses stops long after the last of them that would change a weight.
 MOST_ACCESSES = 1000
 # Of a chunk for which no request waits. Turns are from 0 to LAST_TURN, and what has one is worth

@@ -11,31 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from impress_sglang import loops
+from impress_sglang.importance.averages import STEPS, Codes, moved_codes
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, SegmentLayout
 
-Codes = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
 
-# A chance is kept in steps of 1/255.
-STEPS = 255
-# Weight of the newest request; the first ones count alike.
-AVERAGE_WEIGHT = 0.1
 # Nothing that is less likely is read ahead, however cheap.
 LEAST_CHANCE = 0.1
 
 _CODES = np.arange(STEPS + 1)
-
-
-def _moved(weight: float) -> tuple[Codes, Codes]:
-    """Every chance after a request that did not want the block, and after one that did."""
-    kept = np.rint((1.0 - weight) * _CODES)
-    raised = np.rint((1.0 - weight) * _CODES + weight * STEPS)
-    return kept.astype(np.uint8), raised.astype(np.uint8)
-
-
-# By the number of the request; the last ones all weigh alike.
-_MOVED = [_moved(1.0 / number) for number in range(1, round(1 / AVERAGE_WEIGHT) + 1)]
-
 
 # Of a segment whose tokens stand in the order of their averages, but whose averages are not known
 # (after a restart): the first part of the rows, as long as what is selected, has most of it.
@@ -109,7 +93,7 @@ class BlockHistory:
         """A request wanted these of the blocks of a layer's keys or values, one flag for each."""
         requests = self._requests[layer]
         requests[int(values)] += 1
-        kept, raised = _MOVED[min(int(requests[int(values)]), len(_MOVED)) - 1]
+        kept, raised = moved_codes(int(requests[int(values)]))
         loops.move_codes(self._codes[layer, blocks], wanted, kept, raised)
 
 

@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from impress_sglang.importance.averages import AVERAGE_WEIGHT, STEPS
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
 from impress_sglang.transfer.expectation import (
-    AVERAGE_WEIGHT,
     LEAST_CHANCE,
     ORDERED_REST,
     ORDERED_SHARES,
-    STEPS,
     BlockHistory,
     first_shares,
     likely_blocks,

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.importance.history import AVERAGE_WEIGHT, TokenHistory
+from impress_sglang.importance.averages import AVERAGE_WEIGHT
+from impress_sglang.importance.history import TokenHistory
 
 # What half precision keeps of an importance of this size, over many updates.
 CLOSE = {"rtol": 5e-3, "atol": 5e-3}

@@ -1,0 +1,50 @@
+"""Moving averages of what was wanted: the mean of the first accesses, then an exponential average.
+
+An average of zeros and ones is a code, uint8, in steps of 1/255: an error below what a rare access
+changes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Codes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+# Weight of the newest access; the first ones count alike, so that few accesses give their mean.
+AVERAGE_WEIGHT = 0.1
+# A code of 1.
+STEPS = 255
+
+
+def weights(accesses: npt.NDArray[np.integer]) -> Floats:
+    """What the newest access weighs, if so many were counted with it."""
+    return np.maximum(1.0 / np.maximum(accesses, 1), AVERAGE_WEIGHT).astype(np.float32)
+
+
+def moved(average: npt.NDArray[np.generic], seen: Floats, weight: Floats) -> Floats:
+    """Averages after an access in which this was seen."""
+    exact = average.astype(np.float32)
+    result: Floats = exact + weight * (seen - exact)
+    return result
+
+
+def _moved_codes(accesses: int) -> tuple[Codes, Codes]:
+    codes, weight = np.arange(STEPS + 1), weights(np.array([accesses]))
+    kept, raised = (
+        np.rint(moved(codes, np.full(len(codes), seen, np.float32), weight)) for seen in (0, STEPS)
+    )
+    return kept.astype(np.uint8), raised.astype(np.uint8)
+
+
+# By the number of the access; the last ones all weigh alike.
+_MOVED = [_moved_codes(accesses) for accesses in range(1, round(1 / AVERAGE_WEIGHT) + 1)]
+
+
+def moved_codes(accesses: int) -> tuple[Codes, Codes]:
+    """What becomes of every code, uint8 [256], if the access with this number did not want, or did.
+
+    Numbers whose accesses weigh alike have the same two arrays.
+    """
+    return _MOVED[min(max(accesses, 1), len(_MOVED)) - 1]
