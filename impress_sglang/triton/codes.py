@@ -168,12 +168,13 @@ def _restore_kernel(
     if tl.program_id(2) == 0:
         target = keys + slot * key_stride + head * key_head_stride
         own = codes + row * (KEY_DIM // 2)
-        _restore_keys(target, own, bounds + head * 2 * KEY_DIM, inside, KEY_DIM, KEY_PADDED)
+        own_bounds = bounds + head * 2 * KEY_DIM
+        _restore(target, own, own_bounds, inside, True, KEY_DIM, KEY_PADDED)
     else:
         target = values + slot * value_stride + head * value_head_stride
         own = codes + GROUP_TOKENS * HEADS * (KEY_DIM // 2) + row * (VALUE_DIM // 2)
         own_bounds = bounds + HEADS * 2 * KEY_DIM + row * 2
-        _restore_values(target, own, own_bounds, inside, VALUE_DIM, VALUE_PADDED)
+        _restore(target, own, own_bounds, inside, False, VALUE_DIM, VALUE_PADDED)
 
 
 @triton.jit(**_UNSPECIALISED)
@@ -214,7 +215,7 @@ def _raise_kernel(
         target = keys + slot * key_stride + head * key_head_stride
         first = inner * (KEY_DIM // 4)
         own_bounds = bounds + head * 2 * KEY_DIM
-        _raise_keys(
+        _raise(
             target,
             upper + first,
             has_upper,
@@ -222,6 +223,7 @@ def _raise_kernel(
             has_lower,
             own_bounds,
             inside,
+            True,
             KEY_DIM,
             KEY_PADDED,
         )
@@ -229,7 +231,7 @@ def _raise_kernel(
         target = values + slot * value_stride + head * value_head_stride
         first = UNIT_TOKENS * (KEY_DIM // 4) + inner * (VALUE_DIM // 4)
         own_bounds = bounds + HEADS * 2 * KEY_DIM + row * 2
-        _raise_values(
+        _raise(
             target,
             upper + first,
             has_upper,
@@ -237,49 +239,33 @@ def _raise_kernel(
             has_lower,
             own_bounds,
             inside,
+            False,
             VALUE_DIM,
             VALUE_PADDED,
         )
 
 
 @triton.jit
-def _restore_keys(
+def _restore(
     target: tl.tensor,
     codes: tl.tensor,
     bounds: tl.tensor,
     inside: tl.tensor,
+    PER_CHANNEL: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
-    """Rows of keys, each from its codes and the ranges of its channels."""
+    """Rows, each from its codes and the ranges of its channels (keys) or its own range (values)."""
     columns = tl.arange(0, PADDED)
     mask = inside[:, None] & (columns < DIM)[None, :]
-    low = tl.load(bounds[:, None] + columns, mask=mask, other=0.0).to(tl.float32)
-    step = tl.load(bounds[:, None] + DIM + columns, mask=mask, other=0.0).to(tl.float32)
+    low = _bound(bounds, 0, columns, inside, PER_CHANNEL, DIM)
+    step = _bound(bounds, 1, columns, inside, PER_CHANNEL, DIM)
     restored = low + _middles(codes, columns, mask, DIM) * step
     tl.store(target[:, None] + columns, restored.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _restore_values(
-    target: tl.tensor,
-    codes: tl.tensor,
-    bounds: tl.tensor,
-    inside: tl.tensor,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-) -> None:
-    """Rows of values, each from its codes and its own range."""
-    columns = tl.arange(0, PADDED)
-    mask = inside[:, None] & (columns < DIM)[None, :]
-    low = tl.load(bounds, mask=inside, other=0.0).to(tl.float32)
-    step = tl.load(bounds + 1, mask=inside, other=0.0).to(tl.float32)
-    restored = low[:, None] + _middles(codes, columns, mask, DIM) * step[:, None]
-    tl.store(target[:, None] + columns, restored.to(target.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _raise_keys(
+def _raise(
     target: tl.tensor,
     upper: tl.tensor,
     has_upper: tl.tensor,
@@ -287,35 +273,34 @@ def _raise_keys(
     has_lower: tl.tensor,
     bounds: tl.tensor,
     inside: tl.tensor,
+    PER_CHANNEL: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
-    """Rows of keys, each by its planes and the steps of its channels."""
+    """Rows, each by its planes and the steps of its channels (keys) or its own step (values)."""
     columns = tl.arange(0, PADDED)
     mask = inside[:, None] & (columns < DIM)[None, :]
-    step = tl.load(bounds[:, None] + DIM + columns, mask=mask, other=0.0).to(tl.float32)
+    step = _bound(bounds, 1, columns, inside, PER_CHANNEL, DIM)
     gained = _gained(upper, has_upper, lower, has_lower, columns, mask, DIM)
     _add(target[:, None] + columns, gained * step, mask)
 
 
 @triton.jit
-def _raise_values(
-    target: tl.tensor,
-    upper: tl.tensor,
-    has_upper: tl.tensor,
-    lower: tl.tensor,
-    has_lower: tl.tensor,
+def _bound(
     bounds: tl.tensor,
+    NUMBER: tl.constexpr,
+    columns: tl.tensor,
     inside: tl.tensor,
+    PER_CHANNEL: tl.constexpr,
     DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-) -> None:
-    """Rows of values, each by its planes and its own step."""
-    columns = tl.arange(0, PADDED)
-    mask = inside[:, None] & (columns < DIM)[None, :]
-    step = tl.load(bounds + 1, mask=inside, other=0.0).to(tl.float32)
-    gained = _gained(upper, has_upper, lower, has_lower, columns, mask, DIM)
-    _add(target[:, None] + columns, gained * step[:, None], mask)
+) -> tl.tensor:
+    """The low (number 0) or the step (1) of ranges: of each channel, or one for a row."""
+    if PER_CHANNEL:
+        mask = inside[:, None] & (columns < DIM)[None, :]
+        found = tl.load(bounds[:, None] + NUMBER * DIM + columns, mask=mask, other=0.0)
+    else:
+        found = tl.load(bounds + NUMBER, mask=inside, other=0.0)[:, None]
+    return found.to(tl.float32)
 
 
 @triton.jit

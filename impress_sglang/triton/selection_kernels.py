@@ -52,9 +52,9 @@ def top_kernel(
     highest = tl.full((), INT32_MAX, tl.int32)
     bound, reaching = _kth_highest(own_keys, lowest, highest, m, k, BLOCK)
     if common is None:
-        _store_tokens(own_keys, bound, reaching - k, out + row * k, m, BLOCK)
+        _store(own_keys, bound, reaching - k, out + row * k, m, False, BLOCK)
     else:
-        _store_flags(own_keys, bound, reaching - k, out + row * length, m, BLOCK)
+        _store(own_keys, bound, reaching - k, out + row * length, m, True, BLOCK)
         rows = tl.num_programs(0)
         for start in range(0, rows, BLOCK):
             others = start + tl.arange(0, BLOCK)
@@ -124,7 +124,7 @@ def choice_kernel(
     lowest = tl.full((), 0, tl.int64)
     highest = tl.full((), INT64_MAX, tl.int64)
     bound, reaching = _kth_highest(keys, lowest, highest, m, k, BLOCK)
-    _store_tokens(keys, bound, reaching - k, out + HEADER, m, BLOCK)
+    _store(keys, bound, reaching - k, out + HEADER, m, False, BLOCK)
 
 
 @triton.jit
@@ -222,15 +222,19 @@ def _between(low: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _store_tokens(
+def _store(
     keys: tl.tensor,
     bound: tl.tensor,
     spare: tl.tensor,
     out: tl.tensor,
     m: tl.tensor,
+    FLAGS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Tokens whose keys reach the bound, ascending, less the first `spare` that are equal to it."""
+    """Tokens whose keys reach the bound, ascending, less the first `spare` that are equal to it.
+
+    With FLAGS 1 for each of them and 0 for others, in whole blocks.
+    """
     better = tl.zeros((), tl.int32)
     equal = tl.zeros((), tl.int32)
     for start in range(0, m, BLOCK):
@@ -238,26 +242,11 @@ def _store_tokens(
         taken, better_before, equal_before, better, equal = _take(
             keys, tokens, bound, spare, better, equal
         )
-        place = better_before + tl.maximum(equal_before - spare, 0)
-        tl.store(out + place, tokens, mask=taken)
-
-
-@triton.jit
-def _store_flags(
-    keys: tl.tensor,
-    bound: tl.tensor,
-    spare: tl.tensor,
-    out: tl.tensor,
-    m: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """1 for tokens that `_store_tokens` would store, else 0, in whole blocks."""
-    better = tl.zeros((), tl.int32)
-    equal = tl.zeros((), tl.int32)
-    for start in range(0, m, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        taken, _, _, better, equal = _take(keys, tokens, bound, spare, better, equal)
-        tl.store(out + tokens, taken.to(tl.uint8))
+        if FLAGS:
+            tl.store(out + tokens, taken.to(tl.uint8))
+        else:
+            place = better_before + tl.maximum(equal_before - spare, 0)
+            tl.store(out + place, tokens, mask=taken)
 
 
 @triton.jit
