@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch import Tensor
 
@@ -39,74 +41,15 @@ class ImpressTorchNativeBackend(PrefixAttention, TorchNativeAttnBackend):
         is_cross_attn: bool = False,
         sliding_window_size: int | None = None,
     ) -> Tensor:
-        assert encoder_lens is None and not is_cross_attn
-        return self._attend_rows(
-            query,
-            output,
-            k_cache,
-            v_cache,
-            req_to_token,
-            req_pool_indices,
-            seq_lens,
-            extend_seq_lens.tolist(),
-            scaling,
-            causal,
-            sliding_window_size,
-        )
-
-    def _run_sdpa_forward_decode(
-        self,
-        query: Tensor,
-        output: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        req_to_token: Tensor,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        encoder_lens: Tensor | None = None,
-        scaling: float | None = None,
-        enable_gqa: bool = False,
-        causal: bool = False,
-        is_cross_attn: bool = False,
-        sliding_window_size: int | None = None,
-    ) -> Tensor:
-        assert encoder_lens is None and not is_cross_attn
-        # A decode step extends each row by one token, which sees all of it.
-        return self._attend_rows(
-            query,
-            output,
-            k_cache,
-            v_cache,
-            req_to_token,
-            req_pool_indices,
-            seq_lens,
-            [1] * len(seq_lens),
-            scaling,
-            True,
-            sliding_window_size,
-        )
-
-    def _attend_rows(
-        self,
-        query: Tensor,
-        output: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        req_to_token: Tensor,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        new_lens: list[int],
-        scaling: float | None,
-        causal: bool,
-        window: int | None,
-    ) -> Tensor:
         """Attention of each request's last new tokens over its row, from the row's start on."""
+        assert encoder_lens is None and not is_cross_attn
         starts = self._starts.on_device[req_pool_indices].tolist()
         requests = {row.index: row.request for row in self._rows}
+        lengths = zip(
+            req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), strict=True
+        )
         first = 0
-        for index, (row, kv_len, new_len) in enumerate(
-            zip(req_pool_indices.tolist(), seq_lens.tolist(), new_lens, strict=True)
-        ):
+        for index, (row, kv_len, new_len) in enumerate(lengths):
             began = time.perf_counter()
             request = requests.get(index)
             timeline = NO_TIMELINE if request is None else request.timeline
@@ -118,9 +61,37 @@ class ImpressTorchNativeBackend(PrefixAttention, TorchNativeAttnBackend):
                     v_cache[slots],
                     scaling=scaling,
                     causal=causal,
-                    window=window,
+                    window=sliding_window_size,
                 )
             if request is not None:
                 request.stats.attention_ms += (time.perf_counter() - began) * 1e3
             first += new_len
         return output
+
+    def _run_sdpa_forward_decode(
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Each row is extended by one token, which sees all of it."""
+        one = torch.ones_like(seq_lens)
+        return self._run_sdpa_forward_extend(
+            query,
+            output,
+            k_cache,
+            v_cache,
+            req_to_token,
+            req_pool_indices,
+            seq_lens,
+            seq_lens - one,
+            one,
+            encoder_lens,
+            **{**options, "causal": True},
+        )
