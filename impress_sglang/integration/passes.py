@@ -19,6 +19,7 @@ from impress_sglang.serving.custom_params import load_options_of
 from impress_sglang.serving.report import new_report
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.serving.saving import Save
+from impress_sglang.serving.why import Asked
 from impress_sglang.storage.segment import Tokens
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class Passes:
         stored = runtime.admission.find(namespace, tokens, wanted).num_tokens
         report = new_report(runtime.policy.name, stored)
         seen = None if sights is None else sights.note(namespace, tokens, count=False)
-        why = runtime.explainer.foretell(report, namespace, tokens, wanted, seen=seen)
+        why = runtime.explainer.foretell(Asked(report, namespace, tokens, wanted, seen))
         return {"tokens": len(tokens), "stored_tokens": stored, "why": why}
 
     def wanted_by(self, req: Any) -> LoadOptions:
@@ -126,7 +127,7 @@ class Passes:
             return
         tokens = req.full_untruncated_fill_ids or req.origin_input_ids
         limit = req._compute_max_prefix_len(len(tokens))
-        reports[0]["why"] = self._runtime.explainer.explain(
+        asked = Asked(
             reports[0],
             namespace_of(req),
             as_tokens(tokens[:limit]),
@@ -135,6 +136,7 @@ class Passes:
             opened=not known.declined,
             blend=known.blend.why,
         )
+        reports[0]["why"] = self._runtime.explainer.explain(asked)
 
     def note_end(self, req: Any, report: dict[str, Any]) -> None:
         """A request has ended: count it, and remember it among the last ones.

@@ -7,6 +7,7 @@ tokens are hashed once more.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -103,6 +104,29 @@ _UNREADY = {
 }
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt about which somebody asks why.
+
+    Attributes:
+        report: of its request, by now.
+        namespace: of it.
+        tokens: as far as a prefix may reach, int32 [n].
+        wanted: what its request asks for.
+        seen: how many of its tokens were asked for often enough; None if nobody counts.
+        opened: whether it was not sent back because its prefix could not be had.
+        blend: why it does not blend, if it would have.
+    """
+
+    report: Mapping[str, Any]
+    namespace: str
+    tokens: Tokens
+    wanted: LoadOptions
+    seen: int | None
+    opened: bool = True
+    blend: Detail | None = None
+
+
 class Explainer:
     """Finds reasons; on the scheduler's thread."""
 
@@ -111,106 +135,56 @@ class Explainer:
         self._served = served
         self._admission = admission
 
-    def explain(
-        self,
-        report: Mapping[str, Any],
-        namespace: str,
-        tokens: Tokens,
-        wanted: LoadOptions,
-        *,
-        seen: int | None,
-        opened: bool,
-        blend: Detail | None = None,
-    ) -> Why:
-        """Of a request that is admitted.
-
-        Args:
-            report: of it, by now.
-            namespace: of it.
-            tokens: of its prompt, as far as a prefix may reach, int32 [n].
-            wanted: what it asks for.
-            seen: how many of its tokens were asked for often enough; None if nobody counts.
-            opened: whether it was not sent back because its prefix could not be had.
-            blend: why it does not blend, if it would have.
-        """
-        hit, resident = _hit(report), int(report["resident_tokens"])
-        least = min(self._config.min_prefix_tokens, len(tokens) / 2)
+    def explain(self, asked: Asked) -> Why:
+        """Of a request that is admitted."""
+        hit, resident = _hit(asked.report), int(asked.report["resident_tokens"])
+        least = min(self._config.min_prefix_tokens, len(asked.tokens) / 2)
         if hit is not None and hit[0] is Reason.RESIDENT and resident < least:
             # Others happen to begin like it.
             hit = None
-        return self._answer(hit, report, namespace, tokens, wanted, seen, opened, blend)
+        return self._answer(hit, asked)
 
-    def foretell(
-        self,
-        report: Mapping[str, Any],
-        namespace: str,
-        tokens: Tokens,
-        wanted: LoadOptions,
-        *,
-        seen: int | None,
-    ) -> Why:
+    def foretell(self, asked: Asked) -> Why:
         """Of a prompt that nobody sends now; its report has what is stored of it as its prefix."""
-        stored = int(report["prefix_tokens"])
-        hit = (Reason.STORED, f"{stored:,} tokens") if stored else None
-        return self._answer(hit, report, namespace, tokens, wanted, seen, opened=True)
+        stored = int(asked.report["prefix_tokens"])
+        return self._answer((Reason.STORED, f"{stored:,} tokens") if stored else None, asked)
 
-    def _answer(
-        self,
-        hit: Detail | None,
-        report: Mapping[str, Any],
-        namespace: str,
-        tokens: Tokens,
-        wanted: LoadOptions,
-        seen: int | None,
-        opened: bool,
-        blend: Detail | None = None,
-    ) -> Why:
+    def _answer(self, hit: Detail | None, asked: Asked) -> Why:
         """What a prompt has, if anything, and why it lacks the rest, if that is worth a prefix."""
-        rest = len(tokens) - int(report["prefix_tokens"])
+        rest = len(asked.tokens) - int(asked.report["prefix_tokens"])
         if hit is not None and rest < self._config.min_prefix_tokens:
             return _say(*hit)
-        if not opened:
-            miss = Reason.NOT_OPENED, ""
-        else:
-            miss = self._miss(report, namespace, tokens, wanted, seen, blend)
-        return _say_both(hit, rest, miss)
+        return _say_both(hit, rest, self._miss(asked) if asked.opened else (Reason.NOT_OPENED, ""))
 
-    def _miss(
-        self,
-        report: Mapping[str, Any],
-        namespace: str,
-        tokens: Tokens,
-        wanted: LoadOptions,
-        seen: int | None,
-        blend: Detail | None,
-    ) -> Detail:
+    def _miss(self, asked: Asked) -> Detail:
         """Why no more than the prefix that a report has was used."""
         config, least = self._config, self._config.min_prefix_tokens
+        report, tokens = asked.report, asked.tokens
         if report["not_served"] is not None:
             return Reason.NOT_SERVED, str(report["not_served"])
         if not self._served.stores:
             return Reason.NO_STORE, config.policy
         if self._served.suspended is not None:
             return Reason.OTHER_WEIGHTS, self._served.suspended
-        if not self._served.store.health.readable:
+        store = self._served.store
+        if not store.health.readable:
             return Reason.DEGRADED, ""
         if len(tokens) < least:
             return Reason.TOO_SHORT, f"{len(tokens)} of {least} tokens"
         if report["decision"] == "recompute":
             load, compute = report["estimated_load_ms"], report["estimated_recompute_ms"]
             return Reason.COMPUTED_FASTER, f"{load:.1f} ms and {compute:.1f} ms"
-        store = self._served.store
         # Not `store.match`, which also does what is due.
-        name, quality = store.namespace(namespace), self._admission.least(wanted)
+        name, quality = store.namespace(asked.namespace), self._admission.least(asked.wanted)
         have = store.tree.match(name, tokens, least=quality).num_tokens
         if have - report["prefix_tokens"] >= least:
             return Reason.NO_BUFFERS, ""
         have = max(have, report["resident_tokens"])
         if (found := self._stored_otherwise(store, name, tokens, have)) is not None:
             return found
-        if blend is not None:
-            return blend
-        if seen is not None and seen - have < least:
+        if asked.blend is not None:
+            return asked.blend
+        if asked.seen is not None and asked.seen - have < least:
             return Reason.SEEN_TOO_SELDOM, f"{config.write_after} times"
         return Reason.NEVER_STORED, ""
 
