@@ -44,6 +44,7 @@ class Awaited:
 
     def __init__(self, residents: ResidentParts) -> None:
         self._residents = residents
+        self._lookahead = residents.lookahead
         self._node_of: dict[str, Any] = {}
         self._rids_of: dict[Any, set[str]] = {}
 
@@ -53,12 +54,12 @@ class Awaited:
     def turn(self, node: Any) -> int | None:
         """When a request will use what is resident up to `node`, None: nobody waits for it."""
         rids = self._rids_of.get(node)
-        return None if rids is None else min(map(self._residents.lookahead.turn, rids))
+        return None if rids is None else min(map(self._lookahead.turn, rids))
 
     def note(self, rid: str, node: Any, spans: Sequence[StoredSpan]) -> None:
         """A request that waits will use what is resident up to `node`, and then these tokens."""
         self.note_resident(rid, node)
-        self._residents.lookahead.wait(rid, spans)
+        self._lookahead.wait(rid, spans)
 
     def note_resident(self, rid: str, node: Any) -> None:
         """The resident prefix of a waiting request ends at `node`, which may be the root."""
@@ -70,7 +71,7 @@ class Awaited:
     def forget(self, rid: str) -> None:
         """A request is admitted, or gone."""
         self._forget_resident(rid)
-        self._residents.lookahead.stop_waiting(rid)
+        self._lookahead.stop_waiting(rid)
 
     def _forget_resident(self, rid: str) -> None:
         node = self._node_of.pop(rid, None)

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from impress_sglang.tiers.fence import to_device
+
 
 class RowPool(Protocol):
     """What is used of SGLang's `ReqToTokenPool`."""
@@ -49,7 +51,7 @@ class RowStarts:
         allocated = self._pool.req_generation[self._late]
         rows = self._late[allocated != self._allocations[self._late]]
         if len(rows):
-            self._write(self._to_device(rows), rows, torch.zeros_like(rows))
+            self._write(to_device(rows, self.on_device.device), rows, torch.zeros_like(rows))
 
     def set(self, rows: Tensor, host_rows: Tensor, starts: Sequence[int]) -> None:
         """Set the starts of some rows, as they are allocated now.
@@ -71,11 +73,6 @@ class RowStarts:
 
     def _write(self, rows: Tensor, host_rows: Tensor, starts: Tensor) -> None:
         self.on_host[host_rows] = starts
-        self.on_device[rows] = self._to_device(starts)
+        self.on_device[rows] = to_device(starts, self.on_device.device)
         self._late = self.on_host.nonzero().flatten()
         assert not self.on_host[0]
-
-    def _to_device(self, values: Tensor) -> Tensor:
-        # From pinned memory, so that the host does not wait for the pass before.
-        own = values.pin_memory() if self.on_device.is_cuda else values
-        return own.to(self.on_device.device, non_blocking=True)

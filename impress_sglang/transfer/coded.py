@@ -349,8 +349,8 @@ class CodedSource(StoredSource):
         memories: list[PooledMemory] = []
         for part in parts:
             if part.buffer is not None and part.kept.any():
-                memories.append(part.buffer.memory)
-                flat = part.buffer.memory.vectors(torch.uint8, 1).view(-1)
+                memories.append(memory := part.buffer.memory)
+                flat = memory.vectors(torch.uint8, 1).view(-1)
                 starts = part.starts[part.kept] * BLOCK_BYTES
                 loaded.append(LoadedChunks(flat, part.ids[part.kept], starts))
         fence = self._cache.settle(access, loaded)
