@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-Codes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
+from impress_sglang.loops.types import Float32s, Uint8s
 
 # Weight of the newest access; the first ones count alike, so that few accesses give their mean.
 AVERAGE_WEIGHT = 0.1
@@ -18,19 +17,19 @@ AVERAGE_WEIGHT = 0.1
 STEPS = 255
 
 
-def weights(accesses: npt.NDArray[np.integer]) -> Floats:
+def weights(accesses: npt.NDArray[np.integer]) -> Float32s:
     """What the newest access weighs, if so many were counted with it."""
     return np.maximum(1.0 / np.maximum(accesses, 1), AVERAGE_WEIGHT).astype(np.float32)
 
 
-def moved(average: npt.NDArray[np.generic], seen: Floats, weight: Floats) -> Floats:
+def moved(average: npt.NDArray[np.generic], seen: Float32s, weight: Float32s) -> Float32s:
     """Averages after an access in which this was seen."""
     exact = average.astype(np.float32)
-    result: Floats = exact + weight * (seen - exact)
+    result: Float32s = exact + weight * (seen - exact)
     return result
 
 
-def _moved_codes(accesses: int) -> tuple[Codes, Codes]:
+def _moved_codes(accesses: int) -> tuple[Uint8s, Uint8s]:
     codes, weight = np.arange(STEPS + 1), weights(np.array([accesses]))
     kept, raised = (
         np.rint(moved(codes, np.full(len(codes), seen, np.float32), weight)) for seen in (0, STEPS)
@@ -42,7 +41,7 @@ def _moved_codes(accesses: int) -> tuple[Codes, Codes]:
 _MOVED = [_moved_codes(accesses) for accesses in range(1, round(1 / AVERAGE_WEIGHT) + 1)]
 
 
-def moved_codes(accesses: int) -> tuple[Codes, Codes]:
+def moved_codes(accesses: int) -> tuple[Uint8s, Uint8s]:
     """What becomes of every code, uint8 [256], if the access with this number did not want, or did.
 
     Numbers whose accesses weigh alike have the same two arrays.

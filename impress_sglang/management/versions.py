@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from impress_sglang.importance.history import TokenHistory
+from impress_sglang.loops.types import Floats
 from impress_sglang.management.lookahead import AwaitedRange
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.token_order import expected_shares
@@ -22,7 +23,7 @@ from impress_sglang.storage.layout import PROBE, Column, KVShape, SegmentLayout
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Tier
-from impress_sglang.tiers.rules import NOBODY, Floats
+from impress_sglang.tiers.rules import NOBODY
 from impress_sglang.transfer.coded import cached_pages, chunks_of
 from impress_sglang.transfer.expectation import BlockHistory, first_shares
 

@@ -16,10 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from impress_sglang.loops.types import Floats
 from impress_sglang.tiers.fence import CopyStream, Fence
 from impress_sglang.tiers.moves import LoadedChunks, make_mover
 from impress_sglang.tiers.placement import CACHES, Access, Placement, Tier
-from impress_sglang.tiers.rules import Floats, Ids, ReplacementRule
+from impress_sglang.tiers.rules import Ids, ReplacementRule
 from impress_sglang.tiers.slab import PageShape, Slab
 
 

@@ -26,7 +26,8 @@ import numpy.typing as npt
 from impress_sglang.loops import heaps, placing
 from impress_sglang.loops.heaps import Heaps
 from impress_sglang.loops.placing import Caches, Touched
-from impress_sglang.tiers.rules import AwaitedLast, Floats, Ids, ReplacementRule
+from impress_sglang.loops.types import Floats
+from impress_sglang.tiers.rules import AwaitedLast, Ids, ReplacementRule
 from impress_sglang.tiers.tables import IdRanges, grown
 
 Pages = npt.NDArray[np.int32]

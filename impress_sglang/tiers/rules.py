@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from impress_sglang import loops
 from impress_sglang.importance.averages import AVERAGE_WEIGHT
+from impress_sglang.loops.types import Floats
 from impress_sglang.tiers.tables import grown
 
 Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 # Counting accesses stops long after the last of them that would change a weight.
 MOST_ACCESSES = 1000

@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from impress_sglang import loops
-from impress_sglang.importance.averages import STEPS, Codes, moved_codes
+from impress_sglang.importance.averages import STEPS, moved_codes
+from impress_sglang.loops.types import Flags, Uint8s
 from impress_sglang.storage.layout import BLOCK_BYTES, PROBE, SegmentLayout
-
-Flags = npt.NDArray[np.bool_]
 
 # Nothing that is less likely is read ahead, however cheap.
 LEAST_CHANCE = 0.1
@@ -75,7 +74,7 @@ class BlockHistory:
             wanted = 1.0 - (1.0 - np.clip(own, 0.0, 1.0)) ** rows
             parts.append(np.repeat(wanted, per_chunk, axis=1)[:, :blocks])
         chances = np.concatenate(parts, axis=1)
-        self._codes: Codes = np.rint(chances * STEPS).astype(np.uint8)
+        self._codes: Uint8s = np.rint(chances * STEPS).astype(np.uint8)
         # Of each layer, for its keys and for its values.
         self._requests = np.zeros((len(self._codes), 2), np.int64)
 
@@ -85,7 +84,7 @@ class BlockHistory:
         return self._codes.nbytes
 
     @property
-    def codes(self) -> Codes:
+    def codes(self) -> Uint8s:
         """All chances, in steps of 1/255; not to be changed."""
         return self._codes
 
@@ -97,7 +96,7 @@ class BlockHistory:
         loops.move_codes(self._codes[layer, blocks], wanted, kept, raised)
 
 
-def likely_blocks(chances: Codes, candidates: Flags, waste_budget: float) -> Flags:
+def likely_blocks(chances: Uint8s, candidates: Flags, waste_budget: float) -> Flags:
     """The candidates that are worth reading ahead: as many as possible of the likeliest.
 
     What is expected to be read in vain is at most `waste_budget` of what is expected to be wanted.

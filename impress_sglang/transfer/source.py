@@ -149,7 +149,7 @@ class SegmentSource(StoredSource):
         self._pool = pool
         self._cache = cache
         self._gatherer = make_gatherer(cache) if gatherer is None else gatherer
-        self._demand = needs
+        self._needs = needs
         # By span; found once for all layers, which is faster and at worst out of date.
         self._expected: list[list[Flags]] | None = None
         self._expected_from = 0
@@ -223,7 +223,7 @@ class SegmentSource(StoredSource):
         Returns:
             bool [layers, blocks of a layer] of the probe column, and the same of keys and values.
         """
-        needs, expected = self._demand, []
+        needs, expected = self._needs, []
         if needs.probe:
             expected.append(self._planner.missing(layer, span, probe=True))
         missing = self._planner.missing(layer, span, probe=False)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from impress_sglang.loops.types import Floats
 from impress_sglang.tiers.placement import Access, Placement, PlacementStats, Tier
 from impress_sglang.tiers.rules import (
     NOBODY,
-    Floats,
     Ids,
     ImportanceScore,
     LeastFrequentlyUsed,

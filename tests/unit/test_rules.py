@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang import loops
+from impress_sglang.loops.types import Floats
 from impress_sglang.tiers.rules import (
     LAST_TURN,
     NOBODY,
     AwaitedLast,
-    Floats,
     Ids,
     ImportanceScore,
     LeastFrequentlyUsed,
