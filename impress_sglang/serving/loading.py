@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
@@ -25,6 +25,8 @@ from impress_sglang.transfer.resident import PartLoad, ResidentPart, UsedUnits
 from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import SegmentSource
+
+_Source = TypeVar("_Source", bound=SegmentSource | CodedSource)
 
 
 class Loading(Protocol):
@@ -66,38 +68,37 @@ class Loaders:
         )
 
 
-class SourceLoading:
+class SourceLoading(Generic[_Source]):
     """From a source of the request's own, which is given back to its store."""
 
-    def __init__(self, store: PrefixStore, source: SegmentSource | CodedSource) -> None:
+    def __init__(self, store: PrefixStore, source: _Source) -> None:
         self._store = store
-        self._opened = source
+        self._source = source
 
     def end_layer(self, layer: int) -> None:
         """See `Loading.end_layer`."""
-        self._opened.end_layer(layer)
+        self._source.end_layer(layer)
 
     def close(self) -> Sequence[ReadStats]:
         """See `Loading.close`; what was read ahead is counted when the source is closed."""
-        self._store.close_source(self._opened)
-        return [self._opened.stats]
+        self._store.close_source(self._source)
+        return [self._source.stats]
 
 
-class ExactLoading(SourceLoading):
+class ExactLoading(SourceLoading[SegmentSource]):
     """From chunks of exact KVs, all or the important ones."""
 
     def __init__(self, loader: PrefixLoader, store: PrefixStore, source: SegmentSource) -> None:
         """`source` is given back to `store`."""
         super().__init__(store, source)
         self._loader = loader
-        self._source = source
 
     def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
         """See `Loading.load`."""
         self._loader.load(layer, self._source, inputs, slots, stats)
 
 
-class SelectiveLoading(SourceLoading):
+class SelectiveLoading(SourceLoading[CodedSource]):
     """From codes, the important tokens into slots of the request's own."""
 
     def __init__(
@@ -106,7 +107,6 @@ class SelectiveLoading(SourceLoading):
         """`source` is given back to `store`; its tokens are used in so many `bits`."""
         super().__init__(store, source)
         self._loader = loader
-        self._source = source
         self._bits = bits
         self._units: UsedUnits | None = None
 
