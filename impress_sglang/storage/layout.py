@@ -1,28 +1,16 @@
-"""Where each byte of a segment stands: pure arithmetic, no I/O.
+"""Where each byte of a segment stands: pure arithmetic, no I/O. See docs/format.md.
 
-A segment holds the KVs of one run of tokens. Per layer it has columns, each cut into chunks of
-`chunk_tokens` rows (a row is a token): a probe column, and the keys and values of each *head
-group*. A head group is the KV heads that share one order of their tokens and one selection. There
-are two kinds of layout:
-
-    with probe heads       the probe column has the keys of a few heads, from which important tokens
-                           are found; one head group has all heads, and its keys are those of the
-                           others (the paper's)
-    without                the probe column is empty; each KV head is a head group of its own
-
-A column is contiguous, so that neighbouring chunks are one read:
+Per layer a segment has columns, each cut into chunks of `chunk_tokens` rows (a row is a token): a
+probe column, and the keys and values of each head group. Behind these stand all of its keys and
+values again in a few bits, as `precision.layout.CodeLayout` says:
 
     header | layer 0: probe, keys of group 0, 1, ..., values of group 0, 1, ..., codes | layer 1 ...
 
-The probe column is always read whole and stands in logical order.
+With probe heads (the paper's) the probe column has their keys, and one head group has all heads, of
+the keys those that are left. Without, the probe column is empty, and each KV head is a head group.
 
-Codes are no column: behind the columns of a layer stand all of its keys and values again in a few
-bits, as `precision.layout.CodeLayout` says, in logical order.
-
-Every chunk starts at a multiple of `BLOCK_BYTES` from the start of the file, which O_DIRECT needs.
-The last chunk of a column has only the rows that are left. The chunk is the unit of storing,
-caching and scoring; the block is the unit of reading and of the checksums, so that a part of a
-chunk can be read and verified. See docs/format.md.
+A column is contiguous, so that neighbouring chunks are one read. Chunks start at multiples of
+`BLOCK_BYTES` of the file, as O_DIRECT needs; the last one of a column has the rows that are left.
 """
 
 from __future__ import annotations
