@@ -17,6 +17,7 @@ from impress_sglang.options import (
     is_bits,
     is_blend,
 )
+from impress_sglang.serving.truncation import KEEP_KEY, TRUNCATE_KEY, TRUNCATED_KEY
 
 # Of `sampling_params.custom_params`: the retention, the bits and the blending that a request asks
 # for.
@@ -28,6 +29,9 @@ STORE_KEY = "impress_store"
 TTL_KEY = "impress_ttl"
 # Thirty years: in a file a time has to be a number.
 LONGEST_TTL = 1e9
+# Keys that begin like this are ours, and there are no others than these.
+_OURS = "impress_"
+_KNOWN = {BITS_KEY, RETENTION_KEY, BLEND_KEY, TRUNCATE_KEY, KEEP_KEY, STORE_KEY, TTL_KEY}
 
 
 def check_custom_params(
@@ -42,6 +46,7 @@ def check_custom_params(
     """
     if not isinstance(custom_params, dict):
         return
+    _check_keys(custom_params)
     retention = custom_params.get(RETENTION_KEY, 1.0)
     # type() and not isinstance(): True is an int to isinstance.
     if type(retention) not in (int, float) or not 0.0 < retention <= 1.0:
@@ -80,6 +85,16 @@ def check_custom_params(
         )
     if parts_refusal is not None and config.uses_part(wanted.retention):
         raise ValueError(f"custom_params: {parts_refusal}; set {RETENTION_KEY} to 1")
+
+
+def _check_keys(custom_params: Mapping[Any, Any]) -> None:
+    """See that nothing is meant for us that we do not know: it would be ignored in silence."""
+    for key in custom_params:
+        # What the server tells itself is checked where it is told.
+        ours = isinstance(key, str) and key.startswith(_OURS) and key != TRUNCATED_KEY
+        if ours and key not in _KNOWN:
+            known = ", ".join(sorted(_KNOWN))
+            raise ValueError(f"custom_params {key} is unknown; there are {known}")
 
 
 def store_wish_of(sampling_params: Any) -> bool | None:

@@ -171,6 +171,7 @@ def test_the_same_history_gives_the_same_answers(impress: Server) -> None:
     ("wanted", "message"),
     [
         ({"impress_bits": 3.9}, "impress_bits must be a number from 4 to 8, or 'exact'"),
+        ({"impress_bit": 6}, "impress_bit is unknown"),
         ({"impress_retention": 1.5}, "impress_retention must be a number above 0 and at most 1"),
         ({"impress_retention": 0.5, "impress_bits": "exact"}, "impress_bits"),
         ({"impress_blend": "much"}, "impress_blend"),

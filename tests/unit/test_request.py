@@ -10,9 +10,10 @@ import pytest
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions
-from impress_sglang.options import AUTO, AUTO_BITS, AUTO_FLOOR, EXACT_BITS, EXACTLY
+from impress_sglang.options import AUTO, AUTO_BITS, AUTO_FLOOR, EXACT_BITS, EXACTLY, OFF
 from impress_sglang.serving.custom_params import (
     BITS_KEY,
+    BLEND_KEY,
     RETENTION_KEY,
     STORE_KEY,
     TTL_KEY,
@@ -21,6 +22,7 @@ from impress_sglang.serving.custom_params import (
     store_wish_of,
     ttl_of,
 )
+from impress_sglang.serving.truncation import KEEP_KEY, TRUNCATE_KEY, TRUNCATED_KEY
 
 CONFIG = ImpressConfig()
 
@@ -78,6 +80,18 @@ def test_a_time_is_a_number_of_seconds(value: object) -> None:
         check_custom_params({TTL_KEY: value}, CONFIG)
     for params in ({TTL_KEY: value}, {}, None, "x"):
         assert ttl_of(SimpleNamespace(custom_params=params)) == 0
+
+
+@pytest.mark.parametrize("key", ["impress_bit", "impress_TTL", "impress_", "impress_ttl "])
+def test_a_typo_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key} is unknown; there are impress_bits, "):
+        check_custom_params({BITS_KEY: 6, key: 6}, CONFIG)
+
+
+def test_all_keys_are_known() -> None:
+    keys = {TRUNCATE_KEY: 0.5, KEEP_KEY: 1, TRUNCATED_KEY: 7, BLEND_KEY: OFF}
+    check_custom_params(keys | {BITS_KEY: 6, RETENTION_KEY: 1, STORE_KEY: True, TTL_KEY: 5}, CONFIG)
+    check_custom_params({"impress": 1, "Impress_bits": 1, 7: 1}, CONFIG)
 
 
 @pytest.mark.parametrize("value", [4, 4.0, 5.5, 8, EXACTLY])
