@@ -200,6 +200,7 @@ def _described(store: str, entry: CatalogEntry) -> dict[str, Any]:
         "tokens": info.num_tokens,
         "bytes": entry.file_bytes,
         "hits": entry.hits,
+        "priority": info.priority.name.lower(),
         "exact": not info.quality.depth,
     }
 

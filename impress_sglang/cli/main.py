@@ -226,7 +226,8 @@ def _listed(overview: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
         {"store": stats["identity"]}
         | {name: own[name] for name in names}
-        | {"bytes": own["ssd_bytes"], "hits": own["hits"], "exact": own["exact"]}
+        | {"bytes": own["ssd_bytes"], "hits": own["hits"]}
+        | {name: own[name] for name in ("priority", "exact")}
         for own in found
     ]
 

@@ -32,7 +32,7 @@ from impress_sglang.storage.layer_codec import decode_layer
 from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, round_up
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.quality import Quality
-from impress_sglang.storage.segment import Tokens, reading
+from impress_sglang.storage.segment import Priority, Tokens, reading
 
 KIND = "impress-sglang prefixes"
 VERSION = 1
@@ -55,7 +55,7 @@ class Prefix:
     """One segment of a file: tokens [start, n) of a prompt, behind those of an earlier one.
 
     `above`: the number of that one in the file, -1 if there is none; `start`: how many tokens are
-    before these; `expires`: as of a segment.
+    before these; `expires`, `priority`: as of a segment.
     """
 
     num_tokens: int
@@ -63,6 +63,7 @@ class Prefix:
     above: int
     quality: Quality
     expires: int
+    priority: Priority = Priority.NORMAL
 
     def to_fields(self) -> dict[str, Any]:
         """As values that JSON has."""
@@ -71,7 +72,8 @@ class Prefix:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Prefix:
         """The one that `to_fields` described."""
-        return cls(**{**fields, "quality": Quality(**fields["quality"])})
+        quality, priority = Quality(**fields["quality"]), Priority(fields["priority"])
+        return cls(**{**fields, "quality": quality, "priority": priority})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

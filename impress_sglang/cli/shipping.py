@@ -115,6 +115,7 @@ def _store(store: PrefixStore, found: PrefixFile, number: int, own: Prefix, name
         available_from=own.start,
         floors=found.floors(number),
         ttl=max(own.expires - time.time(), 1.0) if own.expires else 0.0,
+        priority=own.priority,
     )
     outcome = store.writes.offer(namespace, offer)
     store.writes.drain()
@@ -157,7 +158,8 @@ def _with_bases(segments: Iterable[StoredSegment]) -> list[StoredSegment]:
 def _prefix(segment: StoredSegment, numbers: Mapping[StoredSegment, int]) -> Prefix:
     info = segment.info
     above = -1 if segment.parent is None else numbers[segment.parent]
-    return Prefix(info.num_tokens, info.prefix_len, above, info.quality, info.expires)
+    size = info.num_tokens, info.prefix_len
+    return Prefix(*size, above, info.quality, info.expires, info.priority)
 
 
 def _namespace_in(which: Mapping[str, Any]) -> str:

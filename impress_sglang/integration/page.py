@@ -60,7 +60,7 @@ def look(cache: ImpressRadixCache, text: str | None) -> str:
 def _all(cache: ImpressRadixCache, after: int) -> dict[str, Any]:
     recent, stats = cache.runtime.recent, cache.summary()
     store = cache.runtime.served.opened
-    latest = () if store is None else itertools.islice(reversed(store.tree.uses), MOST_SEGMENTS)
+    latest = () if store is None else itertools.islice(store.tree.uses.latest(), MOST_SEGMENTS)
     return {
         "since": recent.since,
         "now": recent.now(),
@@ -112,8 +112,9 @@ def _row(
         "uses_ago": store.tree.uses.now - segment.last_access,
         "pinned": segment.segment_id in store.pins,
         "state": segment.state.value,
+        "priority": info.priority.name.lower(),
         "exact": not info.approximate,
-        "builders": segment.dependents,
+        "builders": segment.num_dependents,
     }
 
 

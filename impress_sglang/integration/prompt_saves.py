@@ -19,7 +19,7 @@ from impress_sglang.management.digests import namespace_text
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.writing import Offer, StoreOutcome
-from impress_sglang.serving.custom_params import store_wish_of, ttl_of
+from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
@@ -274,6 +274,7 @@ class PromptSaves:
             queries=save.queries,
             num_behind=max(len(req.origin_input_ids) - len(tokens), 0),
             ttl=ttl_of(req.sampling_params),
+            priority=priority_of(req.sampling_params),
         )
         outcome = self._runtime.store.writes.offer(namespace_of(req), offer)
         if (cause := _REFUSALS.get(outcome)) is not None:

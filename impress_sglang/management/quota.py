@@ -1,8 +1,8 @@
 """Whether a file fits under the quota and above the free-space floor, and what goes if not.
 
 Stores of other models that nobody serves go first, the oldest first; then the least recently used
-segment that nothing builds on, nobody reads and nobody waits for: first of a namespace that has
-more than it may.
+segment of the lowest priority that nothing builds on, nobody reads and nobody waits for: first of a
+namespace that has more than it may.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from impress_sglang.management.monitor import Monitor
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.wear import WriteBudget
-from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.storage.segment import Priority, SegmentInfo
 
 
 class Quota:
@@ -217,8 +217,8 @@ class Quota:
                 choice.take_from(uses.of(name), min(choice.num_bytes + excess, needed))
             choice.take_from(uses, needed)
         # That is a use, and the next one who looks need not come by them again.
-        for segment in choice.in_use:
-            uses.note(segment)
+        for segment, passed in choice.in_use.items():
+            uses.note(segment, passed)
         return choice.victims if fits and choice.num_bytes >= needed else None
 
 
@@ -228,8 +228,9 @@ class _Choice:
     def __init__(self, is_needed: Callable[[str], bool], keep: StoredMatch) -> None:
         self.victims: list[StoredSegment] = []
         self.num_bytes = 0
-        self.in_use: list[StoredSegment] = []
-        """Those that could not be taken because somebody needs them."""
+        self.in_use: dict[StoredSegment, Priority] = {}
+        """Those that could not be taken because somebody needs them, and up to which level others
+        were looked at in their place."""
         self._is_needed = is_needed
         self._spared = {span.segment for span in keep.spans}
         # Of segments of which some dependents go, how many stay.
@@ -237,11 +238,11 @@ class _Choice:
 
     def take(self, segment: StoredSegment) -> bool:
         """Take a segment, if it may go."""
-        built_on = self._staying.get(segment.segment_id, segment.dependents)
+        built_on = self._staying.get(segment.segment_id, segment.num_dependents)
         if built_on or segment in self._spared or not segment.on_disk:
             return False
         if self._is_needed(segment.segment_id):
-            self.in_use.append(segment)
+            self.in_use.setdefault(segment, Priority.LOW)
             return False
         self.victims.append(segment)
         self.num_bytes += segment.file_bytes
@@ -251,18 +252,23 @@ class _Choice:
 
     def take_from(self, segments: Iterable[StoredSegment], most: int) -> None:
         """Take the first ones until there are so many bytes, with what was taken before."""
+        passed, level = list[StoredSegment](), Priority.LOW
         # What builds on a segment comes before it, so one look at each is enough.
         for segment in segments:
             if self.num_bytes >= most:
-                return
-            self.take(segment)
+                break
+            level = segment.level
+            if not self.take(segment) and segment in self.in_use:
+                passed.append(segment)
+        for segment in passed:
+            self.in_use[segment] = max(self.in_use[segment], level)
 
 
 def _count_out(segment: StoredSegment, staying: dict[str, int]) -> None:
     """Of what is above a segment that goes, how many segments that build on it still stay."""
     above = segment.parent
     while above is not None:
-        staying[above.segment_id] = staying.get(above.segment_id, above.dependents) - 1
+        staying[above.segment_id] = staying.get(above.segment_id, above.num_dependents) - 1
         if staying[above.segment_id] or above.state is not SegmentState.LOST:
             return
         # It goes with the last that builds on it.

@@ -9,7 +9,7 @@ import functools
 from impress_sglang.importance.history import TokenHistory
 from impress_sglang.storage.catalog import CatalogEntry, SegmentUse
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.storage.segment import Priority, SegmentInfo
 
 
 class SegmentState(enum.Enum):
@@ -29,18 +29,40 @@ class SegmentState(enum.Enum):
 class StoredSegment:
     """A segment in the tree.
 
-    `dependents` counts segments attached below it; `last_access` is a logical time; `history`
-    exists once a request has read the segment.
+    `dependents` counts segments attached below it, by their `level`; `last_access` is a logical
+    time; `history` exists once a request has read the segment.
+
+    `level` says which segments leave the SSD before it. A use sets it to `own_level`, for which
+    `passed` counts as well: it was needed when those of that level went.
     """
 
     info: SegmentInfo
     file_bytes: int
     state: SegmentState = SegmentState.READY
-    dependents: int = 0
+    dependents: list[int] = dataclasses.field(default_factory=lambda: [0] * len(Priority))
     last_access: int = 0
     hits: int = 0
     parent: StoredSegment | None = None
     history: TokenHistory | None = None
+    passed: Priority = Priority.LOW
+    level: Priority = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.level = self.own_level
+
+    @property
+    def own_level(self) -> Priority:
+        """The highest of its priority, which a hole has not, and of what builds on it."""
+        own = Priority.LOW if self.state is SegmentState.LOST else self.info.priority
+        if self.dependents[Priority.HIGH]:
+            return Priority.HIGH
+        built_on = Priority.NORMAL if self.dependents[Priority.NORMAL] else Priority.LOW
+        return max(own, built_on, self.passed)
+
+    @property
+    def num_dependents(self) -> int:
+        """Segments attached below it."""
+        return sum(self.dependents)
 
     @property
     def entry(self) -> CatalogEntry:

@@ -10,6 +10,7 @@ segment of its own: a hole, which whoever has its tokens can fill.
 Invariants (`check_integrity`):
   * a node's tokens are `segment.tokens[start : start + len]`, and its parent ends where it begins;
   * the nodes of a segment form one path; `dependents` counts the segments that hang below it;
+  * no segment leaves the disk at a lower level than what hangs below it;
   * a lost segment is one node, and something hangs below it;
   * no node is of better quality than the one above it.
 """
@@ -28,7 +29,7 @@ from impress_sglang.management.content import ContentIndex
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.management.uses import Uses
 from impress_sglang.storage.quality import ANYTHING, EXACT, Quality
-from impress_sglang.storage.segment import SegmentInfo, Tokens, common_prefix_len
+from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens, common_prefix_len
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -252,6 +253,8 @@ class StoredTree:
                 self._dig(node)
                 assert node.parent is not None
                 node = node.parent
+        if node.segment is not None:
+            self.uses.settle(node.segment)
 
     def check_integrity(self) -> None:
         """Recompute every invariant from the nodes.
@@ -268,13 +271,14 @@ class StoredTree:
         segments = list(self._segments.values())
         self.uses.check_integrity(s for s in segments if s.state is not SegmentState.LOST)
         assert covered == {s.segment_id: s.info.num_tokens for s in segments}
-        dependents = Counter(s.parent.segment_id for s in segments if s.parent is not None)
+        dependents = Counter((s.parent, s.level) for s in segments)
         for segment in segments:
             above = segment.parent
             assert above is parents[segment.segment_id]
-            assert segment.dependents == dependents[segment.segment_id]
+            assert segment.dependents == [dependents[segment, level] for level in Priority]
+            assert segment.level is segment.own_level
             if segment.state is SegmentState.LOST:
-                assert self._tails[segment.segment_id].start == 0 and segment.dependents
+                assert self._tails[segment.segment_id].start == 0 and segment.num_dependents
             assert above is None or above.info.quality.suffices(segment.info.quality)
 
     def _check_node(
@@ -340,12 +344,13 @@ class StoredTree:
             for below in itertools.chain.from_iterable(node.children.values()):
                 if below.segment is not None and below.segment is not segment:
                     below.segment.parent = segment
-                    segment.dependents += 1
+                    segment.dependents[below.segment.level] += 1
                     self.uses.change(below.segment)
         assert start == 0 and nodes[0].parent is not None
         segment.parent = nodes[0].parent.segment
+        segment.level = segment.own_level
         if segment.parent is not None:
-            segment.parent.dependents += 1
+            segment.parent.dependents[segment.level] += 1
         self._segments[segment.segment_id] = segment
         self._tails[segment.segment_id] = nodes[-1]
         if self.content is not None and segment.state is not SegmentState.LOST:
@@ -358,7 +363,7 @@ class StoredTree:
             self.content.discard(segment)
         self.uses.remove(segment)
         if segment.parent is not None:
-            segment.parent.dependents -= 1
+            segment.parent.dependents[segment.level] -= 1
 
     def _dig(self, node: _Node) -> None:
         """Make a node of a lost segment, which is forgotten already, a hole of its own."""

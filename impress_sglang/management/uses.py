@@ -6,21 +6,28 @@ import heapq
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
-from impress_sglang.management.stored import StoredSegment
+from impress_sglang.management.stored import SegmentState, StoredSegment
+from impress_sglang.storage.segment import Priority
+
+_Order: TypeAlias = OrderedDict[StoredSegment, None]
 
 
 class Uses:
-    """Segments that have a file or will have one, least recently used first.
+    """Segments that have a file or will have one: lowest level first, then least recently used.
 
-    A use of a segment is one of all that it builds on, so each stands before these: who looks for
-    something to evict that nothing builds on finds it in front, however many there are.
+    A use of a segment is one of all that it builds on, and these have no lower level, so each
+    stands before these: who looks for something to evict that nothing builds on finds it in front,
+    however many there are.
     """
 
     def __init__(self) -> None:
-        self._order: OrderedDict[StoredSegment, None] = OrderedDict()
+        # By their last use alone.
+        self._order: _Order = OrderedDict()
+        self._levels = {level: _Order() for level in Priority}
         # The same for each namespace.
-        self._orders: dict[str, OrderedDict[StoredSegment, None]] = defaultdict(OrderedDict)
+        self._orders: dict[tuple[str, Priority], _Order] = defaultdict(OrderedDict)
         self._changed: dict[StoredSegment, None] = {}
         self.now = 0
         """Uses so far; `last_access` of a segment is one of them."""
@@ -29,14 +36,16 @@ class Uses:
         self._numbers = itertools.count()
 
     def __iter__(self) -> Iterator[StoredSegment]:
-        return iter(self._order)
+        return itertools.chain.from_iterable(self._levels.values())
 
-    def __reversed__(self) -> Iterator[StoredSegment]:
+    def latest(self) -> Iterator[StoredSegment]:
+        """Those that were used last first, whatever their level."""
         return reversed(self._order)
 
     def of(self, namespace: str) -> Iterator[StoredSegment]:
         """Those of a namespace, in the same order; what builds on a segment is in its namespace."""
-        return iter(self._orders.get(namespace, ()))
+        orders = (self._orders.get((namespace, level), ()) for level in Priority)
+        return itertools.chain.from_iterable(orders)
 
     def go_on_from(self, last_access: int) -> None:
         """Whatever is used from now on is used after that."""
@@ -45,9 +54,11 @@ class Uses:
     def add(self, segment: StoredSegment) -> None:
         """A segment is in the tree; unless it comes from an earlier process, that is a use."""
         self._order[segment] = None
-        self._orders[segment.info.namespace][segment] = None
+        self._join(segment)
         if segment.info.expires:
             self._note_due(segment)
+        if segment.parent is not None:
+            self.settle(segment.parent)
         if not segment.last_access:
             self.note(segment)
 
@@ -55,22 +66,57 @@ class Uses:
         """A segment is gone."""
         if segment in self._order:
             del self._order[segment]
-            own = self._orders[segment.info.namespace]
-            del own[segment]
-            if not own:
-                del self._orders[segment.info.namespace]
+            self._leave(segment)
         self._changed.pop(segment, None)
 
-    def note(self, segment: StoredSegment) -> None:
-        """A segment is used, and what it builds on."""
+    def note(self, segment: StoredSegment, passed: Priority = Priority.LOW) -> None:
+        """A segment is used, and what it builds on.
+
+        Or it was needed when others up to the level `passed` went: until its next use it is one of
+        these, for who looks again would else come by it each time.
+        """
         self.now += 1
+        there = False
         for own in _path_up(segment):
             own.last_access = self.now
-            # A hole, or what is gone since it was matched, is in no order.
+            # What is gone since it was matched is nowhere; above what is there, all is.
+            there = there or own in self._order
+            if there:
+                own.passed = passed if own is segment else Priority.LOW
+                self._put(own)
             if own in self._order:
                 self._order.move_to_end(own)
-                self._orders[own.info.namespace].move_to_end(own)
                 self._changed[own] = None
+
+    def settle(self, segment: StoredSegment) -> None:
+        """Something else builds on a segment now: see to its level, and those of what is above."""
+        for own in _path_up(segment):
+            if own.own_level is own.level:
+                return
+            self._put(own)
+
+    def _put(self, segment: StoredSegment) -> None:
+        """Make a segment the last one of the level that is its own now; a hole has no place."""
+        level, above = segment.own_level, segment.parent
+        if above is not None:
+            above.dependents[segment.level] -= 1
+            above.dependents[level] += 1
+        if segment in self._order:
+            self._leave(segment)
+        segment.level = level
+        if segment in self._order:
+            self._join(segment)
+
+    def _join(self, segment: StoredSegment) -> None:
+        self._levels[segment.level][segment] = None
+        self._orders[segment.info.namespace, segment.level][segment] = None
+
+    def _leave(self, segment: StoredSegment) -> None:
+        del self._levels[segment.level][segment]
+        place = segment.info.namespace, segment.level
+        del self._orders[place][segment]
+        if not self._orders[place]:
+            del self._orders[place]
 
     def change(self, segment: StoredSegment) -> None:
         """A segment has another name, or builds on another one."""
@@ -111,7 +157,23 @@ class Uses:
         ordered.sort(key=lambda segment: segment.last_access)
         for segment in ordered:
             self._order.move_to_end(segment)
-            self._orders[segment.info.namespace].move_to_end(segment)
+            self._levels[segment.level].move_to_end(segment)
+            self._orders[segment.info.namespace, segment.level].move_to_end(segment)
+
+    def check(self, segment: StoredSegment) -> None:
+        """See that one of the tree has its place; that takes the same time for each.
+
+        Raises:
+            AssertionError: it has not, which is a bug.
+        """
+        there, above = segment in self._order, segment.parent
+        assert there == (segment.state is not SegmentState.LOST)
+        assert segment.level is segment.own_level
+        orders = self._orders.get((segment.info.namespace, segment.level), ())
+        assert there == (segment in self._levels[segment.level]) == (segment in orders)
+        if above is not None:
+            assert above.level >= segment.level and above.dependents[segment.level] > 0
+            assert above not in self._order or above.last_access >= segment.last_access
 
     def check_integrity(self, segments: Iterable[StoredSegment]) -> None:
         """Compare with these, which have a file or will have one.
@@ -119,14 +181,17 @@ class Uses:
         Raises:
             AssertionError: they differ, or the order is wrong, which is a bug.
         """
-        places = {segment: place for place, segment in enumerate(self._order)}
-        assert places.keys() == set(segments) and self._changed.keys() <= places.keys()
-        assert sum(map(len, self._orders.values())) == len(places)
-        for namespace, order in self._orders.items():
+        places = {segment: place for place, segment in enumerate(self)}
+        assert places.keys() == set(segments) == self._order.keys()
+        assert self._changed.keys() <= places.keys()
+        assert sum(map(len, self._orders.values())) == sum(map(len, self._levels.values()))
+        assert sum(map(len, self._levels.values())) == len(places)
+        for (namespace, level), order in self._orders.items():
             own_places = [places[segment] for segment in order]
             assert own_places and own_places == sorted(own_places)
-            assert all(segment.info.namespace == namespace for segment in order)
+            assert all(own.info.namespace == namespace and own.level is level for own in order)
         for segment, place in places.items():
+            self.check(segment)
             for own in _path_up(segment):
                 assert own not in places or places[own] >= place
                 assert own not in places or own.last_access >= segment.last_access

@@ -29,7 +29,7 @@ from impress_sglang.precision.floors import FloorMeter, FloorRule, QuerySource, 
 from impress_sglang.storage.health import Health
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import SegmentInfo, Tokens
+from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,7 @@ class Offer:
         queries: of the last tokens, layer by layer, asked for after the KVs of the layer were read.
         num_behind: tokens between these and the end of the prompt, whose queries they are.
         ttl: seconds after which the new KVs go, 0: when room is needed.
+        priority: of the new KVs, when room is needed.
         floors: of heads, where they are known; None: they are measured.
     """
 
@@ -105,6 +106,7 @@ class Offer:
     queries: QuerySource = no_queries
     num_behind: int = 0
     ttl: float = 0.0
+    priority: Priority = Priority.NORMAL
     floors: FloorRule | None = None
 
 
@@ -276,6 +278,7 @@ class SegmentWrites:
             chunk_tokens=self._config.chunk_tokens,
             quality=offer.quality,
             expires=math.ceil(time.time() + offer.ttl) if offer.ttl else 0,
+            priority=offer.priority,
         )
 
     def _make_room(

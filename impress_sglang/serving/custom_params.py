@@ -18,6 +18,7 @@ from impress_sglang.options import (
     is_blend,
 )
 from impress_sglang.serving.truncation import KEEP_KEY, TRUNCATE_KEY, TRUNCATED_KEY
+from impress_sglang.storage.segment import Priority
 
 # Of `sampling_params.custom_params`: the retention, the bits and the blending that a request asks
 # for.
@@ -27,11 +28,17 @@ BLEND_KEY = "impress_blend"
 # And whether it is stored, and for how many seconds.
 STORE_KEY = "impress_store"
 TTL_KEY = "impress_ttl"
+# And what leaves the SSD before it.
+PRIORITY_KEY = "impress_priority"
 # Thirty years: in a file a time has to be a number.
 LONGEST_TTL = 1e9
 # Keys that begin like this are ours, and there are no others than these.
 _OURS = "impress_"
-_KNOWN = {BITS_KEY, RETENTION_KEY, BLEND_KEY, TRUNCATE_KEY, KEEP_KEY, STORE_KEY, TTL_KEY}
+_KNOWN = {
+    *(BITS_KEY, RETENTION_KEY, BLEND_KEY, TRUNCATE_KEY, KEEP_KEY),
+    *(STORE_KEY, TTL_KEY, PRIORITY_KEY),
+}
+_PRIORITIES = {own.name.lower(): own for own in Priority}
 
 
 def check_custom_params(
@@ -66,6 +73,13 @@ def check_custom_params(
         raise ValueError(
             f"custom_params {TTL_KEY} must be a number of seconds above 0 and at most "
             f"{LONGEST_TTL:g}, got {ttl!r}"
+        )
+    # What is no text may have no hash.
+    priority = custom_params.get(PRIORITY_KEY, "normal")
+    if not isinstance(priority, str) or priority not in _PRIORITIES:
+        raise ValueError(
+            f"custom_params {PRIORITY_KEY} must be one of {', '.join(_PRIORITIES)}, "
+            f"got {priority!r}"
         )
     blend = custom_params.get(BLEND_KEY, OFF)
     if not is_blend(blend):
@@ -109,6 +123,13 @@ def ttl_of(sampling_params: Any) -> float:
     params = getattr(sampling_params, "custom_params", None)
     ttl = params.get(TTL_KEY) if isinstance(params, dict) else None
     return float(ttl) if ttl is not None and _is_ttl(ttl) else 0.0
+
+
+def priority_of(sampling_params: Any) -> Priority:
+    """Which others leave the SSD before what a request stores."""
+    params = getattr(sampling_params, "custom_params", None)
+    wish = params.get(PRIORITY_KEY) if isinstance(params, dict) else None
+    return _PRIORITIES.get(wish, Priority.NORMAL) if isinstance(wish, str) else Priority.NORMAL
 
 
 def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:

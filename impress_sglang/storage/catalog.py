@@ -28,7 +28,7 @@ from impress_sglang.storage.directory import CATALOG
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import Quality
-from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.storage.segment import Priority, SegmentInfo
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ CREATE TABLE IF NOT EXISTS segments (
     chunk_tokens INTEGER NOT NULL,
     generation INTEGER NOT NULL,
     expires INTEGER NOT NULL,
+    priority INTEGER NOT NULL,
     file_bytes INTEGER NOT NULL,
     checksum TEXT NOT NULL
 ) STRICT
@@ -59,7 +60,7 @@ CREATE TABLE IF NOT EXISTS uses (
 ) STRICT, WITHOUT ROWID
 """
 
-_INSERT = f"INSERT OR REPLACE INTO segments VALUES ({','.join('?' * 13)})"
+_INSERT = f"INSERT OR REPLACE INTO segments VALUES ({','.join('?' * 14)})"
 _INSERT_USE = "INSERT OR REPLACE INTO uses VALUES (?,?,?,?)"
 _DELETE = "DELETE FROM segments WHERE segment_id = ?"
 _DELETE_USE = "DELETE FROM uses WHERE segment_id = ?"
@@ -70,7 +71,7 @@ SELECT segments.*, ifnull(uses.last_access, 0), ifnull(uses.hits, 0), ifnull(use
 FROM segments LEFT JOIN uses USING (segment_id)
 """
 # The first ones never change, and their checksum follows; then what is used.
-_FIXED, _COLUMNS = 12, 16
+_FIXED, _COLUMNS = 13, 17
 _TOKENS, _INTEGERS = 5, np.dtype("<i4")
 # Shapes and qualities that rows have together.
 _SHARED = 1024
@@ -309,6 +310,7 @@ def _to_row(entry: CatalogEntry) -> tuple[object, ...]:
         info.chunk_tokens,
         info.generation,
         info.expires,
+        int(info.priority),
         entry.file_bytes,
     )
     return *fixed, _checksum(fixed)
@@ -323,7 +325,7 @@ def _checksum(fixed: tuple[Any, ...]) -> str:
 
 def _from_row(row: tuple[Any, ...]) -> CatalogEntry:
     segment_id, identity, namespace, digest, prefix_len, tokens, *rest = row
-    quality, shape, chunk_tokens, generation, expires, file_bytes, _, *use = rest
+    quality, shape, chunk_tokens, generation, expires, priority, file_bytes, _, *use = rest
     info = SegmentInfo(
         segment_id=segment_id,
         identity=identity,
@@ -336,6 +338,7 @@ def _from_row(row: tuple[Any, ...]) -> CatalogEntry:
         quality=_quality(quality),
         generation=generation,
         expires=expires,
+        priority=Priority(priority),
     )
     return CatalogEntry(info, file_bytes, *use)
 

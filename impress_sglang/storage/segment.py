@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import json
 import math
 import os
@@ -47,6 +48,14 @@ Checksums = npt.NDArray[np.uint64]
 MappingLists = npt.NDArray[np.unsignedinteger[Any]]
 
 
+class Priority(enum.IntEnum):
+    """Which segments leave the SSD before others; in an index its number stands."""
+
+    LOW = 0
+    NORMAL = 1
+    HIGH = 2
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentInfo:
     """What a segment is, apart from its KVs.
@@ -54,7 +63,8 @@ class SegmentInfo:
     `namespace` is a keyed hash (`StoreDirectory.namespace`); `prefix_digest` is the digest of it
     and of all `prefix_len` tokens before `tokens`; `quality` says how the KVs were computed;
     `generation` counts how often the segment was reordered (0: tokens stand in logical order);
-    `expires` is when it has to go, in seconds as of `time.time`, 0: when room is needed.
+    `expires` is when it has to go, in seconds as of `time.time`, 0: when room is needed;
+    `priority` says before whom it goes then.
     """
 
     segment_id: str
@@ -68,6 +78,7 @@ class SegmentInfo:
     quality: Quality = EXACT
     generation: int = 0
     expires: int = 0
+    priority: Priority = Priority.NORMAL
 
     @property
     def num_tokens(self) -> int:
@@ -141,6 +152,8 @@ class SegmentInfo:
         }
         # Only of who has them: files without stay as they were.
         fields |= {"expires": self.expires} if self.expires else {}
+        if self.priority is not Priority.NORMAL:
+            fields |= {"priority": self.priority.name.lower()}
         fields |= {"share": self.quality.share} if self.quality.blended else {}
         return json.dumps(fields, sort_keys=True).encode()
 
@@ -285,6 +298,7 @@ def _info_from(fields: dict[str, Any], tokens: Tokens) -> SegmentInfo:
         ),
         generation=fields["generation"],
         expires=fields.get("expires", 0),
+        priority=Priority[fields.get("priority", "normal").upper()],
     )
 
 

@@ -17,9 +17,12 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import SetInternalStateReq
 
 from impress_sglang.integration import steering
+from impress_sglang.integration.page import look
 from impress_sglang.integration.reporting import add_routes, take_order
 from impress_sglang.integration.steering import Order, carry_out, is_foreign, obey, order_of
 from impress_sglang.serving.why import Reason
+from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.segment import Priority, read_header
 from tests.integration.test_why import admitted
 from tests.integration.worlds import OTHER, STORED, TOKENS, World
 from tests.unit.waiting import wait_until
@@ -198,6 +201,17 @@ def test_a_request_says_how_long_it_is_stored(world: World) -> None:
         world.compute(f"r{number}", 2000, prompt=(STORED, OTHER)[number], **wanted)
     ends = sorted(own.info.expires for own in world.runtime.store.tree.segments())
     assert ends[0] == 0 and 0 < ends[1] - time.time() <= 3601
+
+
+@pytest.mark.parametrize("wish", ["low", "normal", "high"])
+def test_a_request_says_before_what_it_goes(world: World, wish: str) -> None:
+    """As far as the header of the file that it stores."""
+    world.compute("r", 2000, priority=wish)
+    (path,) = Path(world.runtime.config.ssd_path).glob("*/segments/*/*")
+    assert read_header(path, FileSystem()).info.priority is Priority[wish.upper()]
+    assert (b'"priority"' in path.read_bytes()) == (wish != "normal")
+    rows = json.loads(look(world.cache, json.dumps({"after": 0})))["segments"]
+    assert [own["priority"] for own in rows] == [wish]
 
 
 class Tokenizer:

@@ -21,6 +21,7 @@ from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.storage.segment import Priority
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit.kv_factory import (
@@ -122,6 +123,7 @@ class Workbench:
         read_layers: Callable[[int], LayerReader] | None = None,
         holder: object = None,
         ttl: float = 0.0,
+        priority: Priority = Priority.NORMAL,
     ) -> StoreOutcome:
         kvs = SequenceKVs(self.shape, namespace, tuple(tokens), quality)
 
@@ -142,6 +144,7 @@ class Workbench:
                 min_tokens=min_tokens,
                 holder=holder,
                 ttl=ttl,
+                priority=priority,
             ),
         )
         store.check_integrity()

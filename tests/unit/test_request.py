@@ -14,15 +14,18 @@ from impress_sglang.options import AUTO, AUTO_BITS, AUTO_FLOOR, EXACT_BITS, EXAC
 from impress_sglang.serving.custom_params import (
     BITS_KEY,
     BLEND_KEY,
+    PRIORITY_KEY,
     RETENTION_KEY,
     STORE_KEY,
     TTL_KEY,
     check_custom_params,
     load_options_of,
+    priority_of,
     store_wish_of,
     ttl_of,
 )
 from impress_sglang.serving.truncation import KEEP_KEY, TRUNCATE_KEY, TRUNCATED_KEY
+from impress_sglang.storage.segment import Priority
 
 CONFIG = ImpressConfig()
 
@@ -82,6 +85,18 @@ def test_a_time_is_a_number_of_seconds(value: object) -> None:
         assert ttl_of(SimpleNamespace(custom_params=params)) == 0
 
 
+@pytest.mark.parametrize("value", [None, 0, True, "", "LOW", "higher", [], {}, ["low"]])
+def test_a_priority_is_one_of_three(value: object) -> None:
+    for own in Priority:
+        params = {PRIORITY_KEY: own.name.lower()}
+        check_custom_params(params, CONFIG)
+        assert priority_of(SimpleNamespace(custom_params=params)) is own
+    with pytest.raises(ValueError, match=f"{PRIORITY_KEY} must be one of low, normal, high"):
+        check_custom_params({PRIORITY_KEY: value}, CONFIG)
+    for params in ({PRIORITY_KEY: value}, {}, None, "x"):
+        assert priority_of(SimpleNamespace(custom_params=params)) is Priority.NORMAL
+
+
 @pytest.mark.parametrize("key", ["impress_bit", "impress_TTL", "impress_", "impress_ttl "])
 def test_a_typo_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match=f"{key} is unknown; there are impress_bits, "):
@@ -90,7 +105,8 @@ def test_a_typo_is_refused(key: str) -> None:
 
 def test_all_keys_are_known() -> None:
     keys = {TRUNCATE_KEY: 0.5, KEEP_KEY: 1, TRUNCATED_KEY: 7, BLEND_KEY: OFF}
-    check_custom_params(keys | {BITS_KEY: 6, RETENTION_KEY: 1, STORE_KEY: True, TTL_KEY: 5}, CONFIG)
+    keys |= {BITS_KEY: 6, RETENTION_KEY: 1, STORE_KEY: True, TTL_KEY: 5, PRIORITY_KEY: "low"}
+    check_custom_params(keys, CONFIG)
     check_custom_params({"impress": 1, "Impress_bits": 1, 7: 1}, CONFIG)
 
 

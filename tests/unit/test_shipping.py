@@ -23,7 +23,7 @@ from impress_sglang.management.digests import namespace_text
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.open_segment import OpenSegment
-from impress_sglang.storage.segment import read_header
+from impress_sglang.storage.segment import Priority, read_header
 from tests.unit.kv_factory import (
     IDENTITY,
     SequenceKVs,
@@ -242,11 +242,11 @@ def test_no_more_than_there_is_room_for(
     assert run(capsys, "import", file, target)["segments"] == 4
 
 
-def test_a_time_to_live_travels_with_it(
+def test_a_time_to_live_and_a_priority_travel_with_it(
     source: Workbench, target: Workbench, capsys: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = source.open(**OPTIONS)
-    source.put(store, prompt(6, 64), namespace=NONE, ttl=1000.0)
+    source.put(store, prompt(6, 64), namespace=NONE, ttl=1000.0, priority=Priority.HIGH)
     source.close(store)
     path = source.root.parent / "mortal"
     ids = ",".join(map(str, prompt(6, 64)))
@@ -258,6 +258,7 @@ def test_a_time_to_live_travels_with_it(
     assert run(capsys, "import", path, target)["segments"] == 1
     (segment,) = target.open(**OPTIONS).tree.segments()
     assert math.isclose(segment.info.expires, own.expires, abs_tol=1.0)
+    assert segment.info.priority is Priority.HIGH
 
 
 def test_anybody_reads_it(file: Path, shape: KVShape) -> None:

@@ -32,7 +32,7 @@ from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSe
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import SegmentInfo
+from impress_sglang.storage.segment import Priority, SegmentInfo
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.faults import FaultyFileSystem, Rule
@@ -272,6 +272,7 @@ class StoreMachine(RuleBasedStateMachine):
                 lambda: self.abandoned.add(ids[0]),
                 quality=quality,
                 min_tokens=1,
+                priority=Priority(sum(tokens) % len(Priority)),
             ),
         )
         after = self.learn_names()

@@ -237,7 +237,7 @@ def test_each_run_between_branches_is_a_hole_of_its_own(
     assert [info.prefix_len for info in infos] == [0, 2, 3]
     assert [info.tokens.tolist() for info in infos] == [[1, 2], [3], [4, 5, 6]]
     assert len({info.segment_id for info in infos} | {"a"}) == 4
-    assert [span.segment.dependents for span in spans] == [1, 2, 1, 0]
+    assert [span.segment.num_dependents for span in spans] == [1, 2, 1, 0]
     assert [span.segment.parent for span in spans[1:]] == [span.segment for span in spans[:3]]
 
 
@@ -249,7 +249,7 @@ def test_holes_are_filled_with_what_follows_them(
     assert found(tree, [*P[:3], 50, 51]) == [("n", 0, 5)]
     assert found(tree, BRANCH) == [("n", 0, 3), ("b", 0, 1)]
     assert holes(tree, LEAF) == [3, -3, 1]
-    assert new.dependents == 2
+    assert new.num_dependents == 2
 
 
 def test_digest_of_a_prefix_depends_on_namespace_and_every_token() -> None:
@@ -385,7 +385,7 @@ def test_a_segment_is_restored_below_a_parent_that_a_better_one_hides(tree: Stor
 
 
 DAMAGE: dict[str, Callable[[StoredSegment, StoredSegment], None]] = {
-    "a wrong count": lambda a, b: setattr(a, "dependents", 2),
+    "a wrong count": lambda a, b: setattr(a, "dependents", [0, 2, 0]),
     "a wrong parent": lambda a, b: setattr(b, "parent", None),
     "another namespace": lambda a, b: object.__setattr__(a.info, "namespace", "other"),
     "exact below approximate": lambda a, b: object.__setattr__(a.info, "quality", ONCE),

@@ -13,6 +13,7 @@ from impress_sglang.management.restoring import newest_files, restore_segments
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.storage.segment import Priority
 from tests.unit.kv_factory import as_tokens, make_info, make_shape
 from tests.unit.prefix_model import QUALITIES, Known, Path, PrefixModel
 
@@ -46,6 +47,7 @@ class TreeMachine(RuleBasedStateMachine):
             prefix_len=len(prefix),
             prefix_digest=prefix_digest(namespace, as_tokens(prefix)),
         )
+        info = dataclasses.replace(info, priority=Priority(sum(tokens) % len(Priority)))
         return StoredSegment(info, info.layout().file_bytes, state)
 
     def add_to_model(self, segment: StoredSegment, above: Path) -> None:
@@ -96,6 +98,17 @@ class TreeMachine(RuleBasedStateMachine):
     def change_state(self, data: st.DataObject, state: SegmentState) -> None:
         known = self.pick(data)
         self.segments[known.name].state = known.state = state
+
+    @precondition(lambda self: self.model.segments)
+    @rule(data=st.data(), passed=st.sampled_from(Priority))
+    def use(self, data: st.DataObject, passed: Priority) -> None:
+        """Or it is needed when others go."""
+        segment = self.segments[self.pick(data).name]
+
+        self.tree.uses.note(segment, passed)
+
+        assert next(self.tree.uses.latest()).last_access == segment.last_access
+        assert segment.level >= max(passed, segment.info.priority)
 
     @precondition(lambda self: self.model.segments)
     @rule(data=st.data())
@@ -150,7 +163,7 @@ class TreeMachine(RuleBasedStateMachine):
         names = data.draw(st.permutations(sorted(self.model.segments)))[int(lose) :]
         again = [
             dataclasses.replace(
-                self.segments[name], state=SegmentState.READY, dependents=0, parent=None
+                self.segments[name], state=SegmentState.READY, dependents=[0, 0, 0], parent=None
             )
             for name in names
         ]
