@@ -33,6 +33,7 @@ from torch import Tensor
 from impress_sglang.integration.eligibility import serve_refusal, store_refusal
 from impress_sglang.integration.eviction import Awaited, ScoreEviction
 from impress_sglang.integration.passes import REPORT_KEY, KnownRequest, KnownRequests, Passes
+from impress_sglang.integration.pool_sweeps import PoolSweeps
 from impress_sglang.integration.prompt_saves import PromptSaves, as_tokens, namespace_of
 from impress_sglang.integration.weights import WeightWatch
 from impress_sglang.management.stored import StoredMatch
@@ -63,6 +64,8 @@ class ImpressRadixCache(RadixCache):
         """Told of forward passes by the attention backend."""
         self.weights = WeightWatch(runtime.served, read_identity, self._set_aside, self._is_empty)
         """Told of new weights by the hooks around SGLang's handlers."""
+        self.sweeps = PoolSweeps(self)
+        """Who frees what is purged."""
         self._private_tokens = 0
         self._residents = runtime.residents
         self.awaited = Awaited(self._residents)
@@ -91,6 +94,7 @@ class ImpressRadixCache(RadixCache):
         assert not self._saves.held_tokens
         self._residents.forget_all()
         self.awaited.clear()
+        self.sweeps.clear()
         if self.runtime.queue_order is not None:
             self.runtime.queue_order.forget_states()
         self.runtime.prefetches.drop_all()

@@ -19,8 +19,7 @@ from urllib.parse import urlsplit
 
 from fastapi import Body, Depends, HTTPException, Request
 from fastapi.responses import JSONResponse
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.integration.prompt_saves import as_tokens, namespace_of
 from impress_sglang.integration.radix_cache import ImpressRadixCache
@@ -104,13 +103,15 @@ def _purge(cache: ImpressRadixCache, order: Order, name: Any, tokens: Any) -> di
         if found is None:
             return {"left": 1}
         among = found if order.input_ids is None else set(found)
-    purged = purge(runtime.store, name, tokens, among=among)
+    purged, pool, more = purge(runtime.store, name, tokens, among=among), 0, False
+    if among is None:
+        # Its writes are given up, and lock nothing any more.
+        space = None if order.everything else namespace_of(order)
+        pool, more = cache.sweeps.step(order.to_json(), space, _key_of(order, tokens))
     if order.older_than is not None and not purged.left:
         runtime.served.expiry.end_asking(order.older_than)
     residents = runtime.residents
-    pool = sum(residents.hide_segment(segment_id) for segment_id in purged.segment_ids)
-    if order.input_ids is not None and among is None:
-        pool += _free_below(cache, order, len(tokens))
+    pool += sum(residents.hide_segment(segment_id) for segment_id in purged.segment_ids)
     return {
         "segments": len(purged.segment_ids),
         "tokens": purged.tokens,
@@ -118,30 +119,16 @@ def _purge(cache: ImpressRadixCache, order: Order, name: Any, tokens: Any) -> di
         "writes": purged.writes,
         "unpinned": purged.unpinned,
         "pool_tokens": pool,
-        "left": purged.left,
+        "left": purged.left or more,
     }
 
 
-def _free_below(cache: ImpressRadixCache, order: Order, length: int) -> int:
-    """Free what SGLang's pool has of a prefix and of what begins with it, if nobody uses it."""
-    assert order.input_ids is not None
-    tokens = array("q", order.input_ids[:length])
-    key = RadixKey(tokens, order.extra_key, cache_salt=order.cache_salt)
-    match = RadixCache.match_prefix(cache, MatchPrefixParams(key=key))
-    if match.device_prefix_len < length:
-        return 0
-    nodes = [match.last_device_node]
-    for node in nodes:
-        nodes.extend(node.children.values())
-    freed = 0
-    for node in reversed(nodes):
-        if node.lock_ref == 0 and not node.children:
-            # As in SGLang's `evict`.
-            cache.token_to_kv_pool_allocator.free_segment(node.value, start_pos=0)
-            freed += len(node.value)
-            cache._delete_leaf(node)
-            cache.kv_events.record_remove(node)
-    return freed
+def _key_of(order: Order, tokens: Any) -> RadixKey | None:
+    """The prefix of an order, as SGLang's tree has it."""
+    if order.input_ids is None:
+        return None
+    ids = array("q", order.input_ids[: len(tokens)])
+    return RadixKey(ids, order.extra_key, cache_salt=order.cache_salt)
 
 
 def tokenizer_manager() -> Any:

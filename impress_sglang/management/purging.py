@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 
-from impress_sglang.management.losses import Cause
+from impress_sglang.management.losses import Cause, prompt_of
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.stored import SegmentState, StoredSegment
-from impress_sglang.storage.segment import Tokens
+from impress_sglang.management.stored import StoredSegment
+from impress_sglang.storage.segment import Tokens, common_prefix_len
 
 # At once: who purges more does so in several steps, between which requests are served.
 MOST_SEGMENTS = 64
@@ -48,7 +48,9 @@ def purge(
         most: segments of this step.
     """
     unpinned = store.pins.unpin(namespace, tokens) if among is None else 0
-    writes, going, left = list[StoredSegment](), list[StoredSegment](), False
+    # Of all steps in the first one: they read what is to be freed.
+    writes = [own for own, _ in store.writes if among is None and _begins(own, namespace, tokens)]
+    going, left = list[StoredSegment](), False
     within = store.tree.below(namespace, tokens)
     if among is not None and tokens is None:
         # However many others there are.
@@ -56,24 +58,28 @@ def purge(
     elif among is not None:
         within = (own for own in within if own.segment_id in among)
     for segment in within:
-        if segment.state is SegmentState.PENDING:
-            writes.append(segment)
-        elif segment.on_disk:
+        if segment.on_disk:
             if left := len(going) == most:
                 break
             going.append(segment)
     # What builds on others before them.
     going.sort(key=lambda own: -own.info.prefix_len)
-    purged = Purged(
+    given_up = store.writes.discard([*writes, *going], Cause.PURGED)
+    return Purged(
         segment_ids=tuple(own.segment_id for own in going),
         tokens=sum(own.info.num_tokens for own in going),
         bytes=sum(own.file_bytes for own in going),
-        writes=len(writes) if among is None else 0,
+        writes=given_up,
         left=left,
         unpinned=unpinned,
     )
-    store.writes.discard([*writes, *going] if among is None else going, Cause.PURGED)
-    return purged
+
+
+def _begins(segment: StoredSegment, namespace: str | None, tokens: Tokens | None) -> bool:
+    """Whether a segment has the end of a prefix or something behind it."""
+    if namespace not in (None, segment.info.namespace):
+        return False
+    return tokens is None or common_prefix_len(prompt_of(segment), tokens) == len(tokens)
 
 
 def _named(

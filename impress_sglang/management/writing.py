@@ -229,20 +229,26 @@ class SegmentWrites:
         """What was written no later than that, as of `time.time`."""
         return self._keeper.written_before(seconds)
 
-    def discard(self, segments: Iterable[StoredSegment], cause: Cause) -> None:
-        """Remove segments and their files; those that are being written go when that has ended."""
+    def discard(self, segments: Iterable[StoredSegment], cause: Cause) -> int:
+        """Remove segments and their files; those that are being written go when that has ended.
+
+        Returns how many of these nobody has discarded before.
+        """
+        count = 0
         writes = {write.segment: write for write in self._writes}
         going = []
         for segment in segments:
             if (write := writes.get(segment)) is None:
                 going.append(segment)
             else:
+                count += write.discarded is None
                 write.discarded = cause
                 self._abandon(write)
         if going:
             self._evict(going, cause)
         if cause is Cause.PURGED:
             self._keeper.empty_quarantine()
+        return count
 
     def abandon(
         self,

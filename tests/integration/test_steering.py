@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import SetInternalStateReq
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from impress_sglang.integration import steering
+from impress_sglang.integration import pool_sweeps, steering
 from impress_sglang.integration.page import look
 from impress_sglang.integration.reporting import add_routes, take_order
 from impress_sglang.integration.steering import Order, carry_out, is_foreign, obey, order_of
@@ -90,6 +92,135 @@ def test_a_purge_is_of_one_namespace(world: World) -> None:
     assert admitted(world, namespace="tenant")["reason"] == Reason.PURGED
     assert admitted(world)["reason"] == Reason.LOADED
     assert told(world, "purge", everything=True)["segments"] == 1
+
+
+def resident(world: World) -> dict[str | None, int]:
+    """Tokens in SGLang's tree, by namespace."""
+    found: dict[str | None, int] = {}
+    nodes = list(world.cache.root_node.children.values())
+    for node in nodes:
+        found[node.key.extra_key] = found.get(node.key.extra_key, 0) + len(node.key)
+        nodes.extend(node.children.values())
+    return found
+
+
+def fill_pool(world: World, namespace: str | None, first: int, *lengths: int) -> None:
+    """Prompts that all begin alike, behind 8 tokens, are in SGLang's tree."""
+    for number, length in enumerate(lengths):
+        tokens = [*range(first, first + 8), *[first + 100 + number] * length]
+        world.make_resident(tokens, namespace)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_purge_empties_the_pool_of_a_namespace_or_of_all(world: World, everything: bool) -> None:
+    for namespace in ("a", "b", None):
+        fill_pool(world, namespace, 1000, 8, 16)
+    assert resident(world) == {"a": 32, "b": 32, None: 32}
+
+    answer = told(world, "purge", **({"everything": True} if everything else {"extra_key": "a"}))
+
+    assert (answer["pool_tokens"], answer["left"]) == (96 if everything else 32, 0)
+    assert resident(world) == ({} if everything else {"b": 32, None: 32})
+    world.check_slots()
+
+
+def test_what_was_purged_is_not_served_from_the_pool_and_stored_again(world: World) -> None:
+    world.compute("a", 2000, namespace="tenant")
+    world.make_resident(STORED, "tenant")
+    assert admitted(world, namespace="tenant")["reason"] == Reason.RESIDENT
+    answer = told(world, "purge", extra_key="tenant")
+    assert answer["segments"] == 1 and answer["pool_tokens"] == TOKENS
+    assert admitted(world, namespace="tenant")["reason"] == Reason.PURGED
+
+
+def test_a_purge_leaves_what_is_used(world: World) -> None:
+    """And goes on beside it."""
+    fill_pool(world, "a", 1000, 8, 16)
+    root = world.cache.root_node
+    (first,) = root.children.values()
+    used = max(first.children.values(), key=lambda node: len(node.key))
+    world.cache.inc_lock_ref(used)
+    assert told(world, "purge", extra_key="a")["pool_tokens"] == 8
+    assert resident(world) == {"a": 24}
+    world.cache.dec_lock_ref(used)
+    assert told(world, "purge", extra_key="a")["pool_tokens"] == 24
+    assert not resident(world)
+
+
+def test_a_purge_gives_up_writes_and_frees_what_they_read(world: World) -> None:
+    world.prefill("writes", 1000)
+    world.make_resident(STORED)
+    (save,) = world.cache._saves._begun.values()
+    node = next(iter(world.cache.root_node.children.values()))
+    world.cache._saves._lock_for(save, node)
+    answer = told(world, "purge", everything=True)
+    assert (answer["writes"], answer["pool_tokens"]) == (1, TOKENS)
+    assert told(world, "purge", everything=True)["writes"] == 0, "it is given up already"
+    assert not resident(world)
+    del world.cache._saves._begun["writes"]
+    world.runtime.store.writes.drain()
+    world.allocator.free(save.slots)
+
+
+def steps_of(world: World, between: Callable[[], None], **fields: Any) -> list[int]:
+    """What each step of a purge has freed, with something between two of them."""
+    freed = []
+    while True:
+        answer = told(world, "purge", **fields)
+        freed.append(answer["pool_tokens"])
+        if not answer["left"]:
+            return freed
+        between()
+
+
+def test_a_large_pool_is_emptied_in_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile nodes are split, evicted and added."""
+    monkeypatch.setattr(pool_sweeps, "MOST_FREED", 2)
+    fill_pool(world, "a", 1000, *[4] * 6)
+    fill_pool(world, "b", 1000, 4)
+    changes = iter(
+        [
+            lambda: world.make_resident([*range(1000, 1004), 7, 7], "a"),
+            lambda: world.cache.evict(EvictParams(num_tokens=4)),
+            lambda: world.make_resident([*range(1000, 1008), *[1104] * 2, 9], "a"),
+        ]
+    )
+
+    freed = steps_of(world, lambda: next(changes, lambda: None)(), extra_key="a")
+
+    assert len(freed) > 3 and all(own <= 8 + 8 for own in freed)
+    assert resident(world)["b"] == 12
+    # What came meanwhile may be left, with what it stands on, and nothing else.
+    assert resident(world).get("a", 0) <= 4 + 2 + 8 + 3
+    told(world, "purge", extra_key="a")
+    world.check_slots()
+
+
+def test_a_flush_ends_what_is_left_of_a_purge(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes that it remembers have slots that are others' now."""
+    monkeypatch.setattr(pool_sweeps, "MOST_FREED", 1)
+    fill_pool(world, "a", 1000, *[4] * 6)
+    assert told(world, "purge", extra_key="a")["left"]
+    assert world.flush()
+    fill_pool(world, "b", 1000, 4)
+    assert steps_of(world, lambda: None, extra_key="a") == [0]
+    assert resident(world) == {"b": 12}
+    world.check_slots()
+
+
+def test_who_does_not_go_on_with_a_purge_is_forgotten(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_sweeps, "MOST_LOOKS", 1)
+    fill_pool(world, "a", 1000, 4)
+    fill_pool(world, "b", 1000, 4)
+    for number in range(20):
+        assert told(world, "purge", extra_key=f"nobody {number}")["left"]
+    assert len(world.cache.sweeps._sweeps) == 8
+    assert sum(steps_of(world, lambda: None, everything=True)) == 24
 
 
 def test_a_purge_by_age_is_answered_in_steps(world: World) -> None:

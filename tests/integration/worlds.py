@@ -326,11 +326,11 @@ class World:
         assert self.flush() and self.stored(first) == TOKENS
         assert self.files() == (1 if fork == TOKENS else 2)
 
-    def make_resident(self, tokens: Sequence[int]) -> None:
+    def make_resident(self, tokens: Sequence[int], namespace: str | None = None) -> None:
         """A prefix is computed; its KVs are in SGLang's tree."""
         slots = self.allocator.alloc(len(tokens))
         assert slots is not None
-        key = RadixKey(array("q", tokens), None)
+        key = RadixKey(array("q", tokens), namespace)
         found = self.cache.insert(InsertParams(key=key, value=slots))
         self.allocator.free(slots[: found.prefix_len])
 
