@@ -35,6 +35,10 @@ class Server:
         """See `POST /impress/{warm,pin,unpin,purge,why}`."""
         return self._ask("POST", f"/impress/{verb}", self._key, prefix)
 
+    def check(self) -> dict[str, Any]:
+        """See `POST /impress/check`."""
+        return self._ask("POST", "/impress/check", self._key)
+
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         """What a request of SGLang's `/generate` reports in `meta_info["impress"]`."""
         answer = self._ask("POST", "/generate", self._api_key, body)

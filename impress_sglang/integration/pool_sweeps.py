@@ -83,10 +83,8 @@ class PoolSweeps:
             while sweep.waiting and looks > 0 and left > 0:
                 node = sweep.waiting.pop()
                 looks -= 1
-                if not self._is_there(node) or sweep.namespace not in (
-                    None,
-                    namespace_of(node.key),
-                ):
+                others = sweep.namespace not in (None, namespace_of(node.key))
+                if others or not self._is_there(node):
                     continue
                 sweep.waiting.extend(node.children.values())
                 # What is above goes with the last that is below, also where it was split off.

@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from torch import Tensor
 
+from impress_sglang.integration.checking import IntegrityCheck
 from impress_sglang.integration.eligibility import serve_refusal, store_refusal
 from impress_sglang.integration.eviction import Awaited, ScoreEviction
 from impress_sglang.integration.passes import REPORT_KEY, KnownRequest, KnownRequests, Passes
@@ -69,8 +70,8 @@ class ImpressRadixCache(RadixCache):
         self._private_tokens = 0
         self._residents = runtime.residents
         self.awaited = Awaited(self._residents)
-        self.integrity = "unchecked"
-        """What was found when somebody last ordered a check: `ok` or `failed`."""
+        self.check = IntegrityCheck(runtime.served, self._check_requests)
+        """What somebody may order, and how it ended."""
         self._started = False
         super().__init__(params)
         config = runtime.config
@@ -315,7 +316,7 @@ class ImpressRadixCache(RadixCache):
         self.runtime.served.poll()
         return {
             **self.runtime.summary(),
-            "integrity": self.integrity,
+            "integrity": self.check.state,
             "device_pool": {
                 "tokens": self.token_to_kv_pool_allocator.size,
                 "private_tokens": self._private_tokens,
@@ -327,18 +328,22 @@ class ImpressRadixCache(RadixCache):
         }
 
     def check_integrity(self) -> None:
-        """Compare our counters with the requests, and check the store.
+        """Compare our counters with the requests, and check the store, all at once.
 
         Raises:
             AssertionError: they differ, which is a bug.
         """
+        self._check_requests()
+        if self.runtime.served.opened is not None:
+            self.runtime.store.check_integrity()
+
+    def _check_requests(self) -> None:
+        """However much is stored, this takes time in the number of requests and of parts."""
         live = self.runtime.live.values()
         assert self._private_tokens == sum(r.k for r in live if not r.adopted and not r.uses)
         self._residents.check_integrity()
         self.awaited.check_integrity(self.page_size)
         assert self._saves.held_tokens <= self._saves.writing_tokens
-        if self.runtime.served.opened is not None:
-            self.runtime.store.check_integrity()
 
     def _set_aside(self) -> None:
         """Weights or the pool may change. Passes end, writes are given up, plans are forgotten."""

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from fastapi import Depends
 
+from impress_sglang.integration.checking import CHECK, GO_ON, RUNNING, check
 from impress_sglang.integration.page import LOOK, add_page, look
 from impress_sglang.integration.passes import REPORT_KEY
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.integration.steering import (
+    PAUSE_S,
     STEER,
     add_steering,
     obey,
     refuse_foreign,
+    send,
     tokenizer_manager,
 )
-
-logger = logging.getLogger(__name__)
 
 STATS_ROUTE = "/impress/stats"
 REORDER_ROUTE = "/impress/reorder"
 REORDER_ORDER = "impress_reorder"
 CHECK_ROUTE = "/impress/check"
-CHECK_ORDER = "impress_check"
 _STATE_ATTRIBUTE = "_impress_report"
 
 Order = Callable[[ImpressRadixCache, float], None]
@@ -37,18 +37,7 @@ def _reorder(cache: ImpressRadixCache, _: float) -> None:
         store.poll()
 
 
-def _check(cache: ImpressRadixCache, _: float) -> None:
-    """Not in each poll: it takes the longer the more there is."""
-    try:
-        cache.check_integrity()
-    except Exception:
-        logger.exception("the integrity check of IMPRESS failed")
-        cache.integrity = "failed"
-    else:
-        cache.integrity = "ok"
-
-
-_orders: dict[str, Order] = {REORDER_ORDER: _reorder, CHECK_ORDER: _check}
+_orders: dict[str, Order] = {REORDER_ORDER: _reorder}
 
 
 def add_order(name: str, order: Order) -> None:
@@ -94,11 +83,11 @@ def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> An
     route `/set_internal_state` comes here, too. What it does not know it refuses.
     """
     orders = request.server_args
-    if orders in (STEER, LOOK):
+    if orders in (STEER, LOOK, CHECK):
         from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
         taken = isinstance(scheduler.tree_cache, ImpressRadixCache)
-        answers = obey if orders == STEER else look
+        answers = obey if orders == STEER else look if orders == LOOK else check
         answer = answers(scheduler.tree_cache, request.rid) if taken else None
         return SetInternalStateReqOutput(updated=taken, rid=answer)
     if not orders or not orders.keys() <= _orders.keys():
@@ -128,6 +117,15 @@ async def give_order(name: str, value: float = 1) -> dict[str, Any]:
     return await totals()
 
 
+async def check_all() -> dict[str, Any]:
+    """Let the scheduler's process check everything, step by step; what was found."""
+    answer = await send(CHECK, "")
+    while answer["integrity"] == RUNNING:
+        await asyncio.sleep(PAUSE_S)
+        answer = await send(CHECK, GO_ON)
+    return answer
+
+
 def add_routes(*_: Any, **__: Any) -> None:
     """Before the HTTP server starts: add our routes under `/impress`.
 
@@ -151,7 +149,7 @@ def add_routes(*_: Any, **__: Any) -> None:
     @app.post(CHECK_ROUTE, dependencies=ours)
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def impress_check() -> dict[str, Any]:
-        return {"integrity": (await give_order(CHECK_ORDER))["integrity"]}
+        return await check_all()
 
     add_steering(app)
     add_page(app)

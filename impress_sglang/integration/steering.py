@@ -35,7 +35,7 @@ STEER = {"impress_steer": 1}
 """`server_args` of a message whose `rid` is an order."""
 _FIELDS = {"text", "input_ids", "extra_key", "cache_salt", "older_than", "all"}
 # Between two steps of an order.
-_PAUSE_S = 0.01
+PAUSE_S = 0.01
 _STEPS_FIELDS = ("segments", "tokens", "bytes", "writes", "unpinned", "pool_tokens")
 
 
@@ -171,7 +171,7 @@ async def carry_out(verb: str, body: object) -> dict[str, Any]:
     # A purge goes in steps, so that requests are served between them.
     total = {name: answer.get(name, 0) for name in _STEPS_FIELDS}
     while answer.get("left"):
-        await asyncio.sleep(_PAUSE_S)
+        await asyncio.sleep(PAUSE_S)
         answer = await give(order)
         total = {name: total[name] + answer.get(name, 0) for name in _STEPS_FIELDS}
     if "error" in answer:

@@ -23,6 +23,7 @@ from impress_sglang.errors import (
     SegmentUnreadable,
     StoreUnavailable,
 )
+from impress_sglang.management.checking import StoreChecks
 from impress_sglang.management.disk import StoreDisk
 from impress_sglang.management.forecast import ReadForecast
 from impress_sglang.management.keeper import Verdict
@@ -167,6 +168,10 @@ class PrefixStore:
             self.health,
             self.stats,
             self._evict,
+        )
+        caches = self._memory.cache, self._memory.codes
+        self.checks = StoreChecks(
+            self.tree, self.writes, self._quota, self._looks, self.versions, caches
         )
 
     def match(self, namespace: str, tokens: Tokens, *, least: Quality = EXACT) -> StoredMatch:
@@ -315,21 +320,8 @@ class PrefixStore:
         Raises:
             AssertionError: they differ, which is a bug.
         """
-        if self._closed:
-            return
-        self.tree.check_integrity()
-        live = {segment.segment_id: segment for segment in self.tree.segments()}
-        writing = {segment.segment_id for segment, _ in self.writes}
-        suspects = 0
-        for segment_id, segment in live.items():
-            assert segment.state is not SegmentState.PENDING or segment_id in writing
-            suspects += segment.state is SegmentState.SUSPECT
-        assert suspects == len(self._looks)
-        pending = sum(num_bytes for _, num_bytes in self.writes)
-        on_disk = sum(s.file_bytes for s in live.values() if s.on_disk)
-        assert self._quota.used_bytes == pending + on_disk
-        assert self._quota.pending_bytes == pending
-        self.versions.check_integrity(s.segment_id for s in live.values() if s.on_disk)
+        if not self._closed:
+            self.checks.check_integrity()
 
     def check_index(self) -> None:
         """Compare the index with the tree; waits for the disk, and for what is being written.

@@ -41,6 +41,9 @@ class SuspectSegments:
     def __len__(self) -> int:
         return len(self._suspects)
 
+    def __contains__(self, segment_id: str) -> bool:
+        return segment_id in self._suspects
+
     def add(self, segment: StoredSegment) -> None:
         """A segment could not be read; it is not used before it is found good."""
         assert segment.ready

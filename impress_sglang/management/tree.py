@@ -20,79 +20,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import uuid
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 import numpy as np
 
 from impress_sglang.management.content import ContentIndex
+from impress_sglang.management.nodes import Node, deepest_first
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.management.uses import Uses
 from impress_sglang.storage.quality import ANYTHING, EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens, common_prefix_len
 
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Node:
-    """Tokens [start, start + len(tokens)) of a segment, below `parent`.
-
-    `children` by first token, of each the best quality first.
-    """
-
-    tokens: Tokens
-    segment: StoredSegment | None
-    start: int
-    parent: _Node | None
-    children: dict[int, list[_Node]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def quality(self) -> Quality:
-        return EXACT if self.segment is None else self.segment.info.quality
-
-    @property
-    def lost(self) -> bool:
-        return self.segment is not None and self.segment.state is SegmentState.LOST
-
-    @property
-    def first_token(self) -> int:
-        return int(self.tokens[0])
-
-    def choices(
-        self, token: int, least: Quality, without: StoredSegment | None = None
-    ) -> Iterator[_Node]:
-        """Children that begin with a token and suffice, best first, but no node of `without`.
-
-        A hole gives nothing to read, and who has worse KVs cannot fill it: they stand beside it.
-        """
-        for child in self.children.get(token, ()):
-            useful = child.quality == least or not child.lost
-            if useful and child.quality.suffices(least) and child.segment is not without:
-                yield child
-
-    def hole(self, token: int, quality: Quality) -> _Node | None:
-        """The child that begins with a token and has this quality, if it is lost."""
-        for child in self.children.get(token, ()):
-            if child.quality == quality and child.lost:
-                return child
-        return None
-
-    def add(self, child: _Node) -> bool:
-        """Take a child; False if there is one of its first token and quality."""
-        siblings = self.children.setdefault(child.first_token, [child])
-        if siblings == [child]:
-            return True
-        if any(own.quality == child.quality for own in siblings):
-            return False
-        siblings.append(child)
-        siblings.sort(key=lambda own: own.quality.rank)
-        return True
-
-    def remove(self, child: _Node) -> None:
-        """Give a child up."""
-        siblings = self.children[child.first_token]
-        siblings.remove(child)
-        if not siblings:
-            del self.children[child.first_token]
+# Of a segment in how many nodes it is checked.
+_MOST_NODES = 256
 
 
 class StoredTree:
@@ -104,9 +45,12 @@ class StoredTree:
         `content` is kept in step with it; None: tokens are found behind their prefix only.
         """
         self.content = content
-        self._roots: dict[str, _Node] = {}
-        self._tails: dict[str, _Node] = {}
-        self._segments: dict[str, StoredSegment] = {}
+        self._roots: dict[str, Node] = {}
+        self._tails: dict[str, Node] = {}
+        # Those come last that were checked last.
+        self._segments: OrderedDict[str, StoredSegment] = OrderedDict()
+        self.file_bytes = 0
+        """Of all segments, those included that are being written."""
         self.uses = Uses()
         """In which order they were used."""
 
@@ -123,6 +67,13 @@ class StoredTree:
     def segments(self) -> Iterator[StoredSegment]:
         """All segments, ready or not."""
         return iter(self._segments.values())
+
+    def next_segments(self, most: int) -> list[StoredSegment]:
+        """Some segments, other ones each time until all had their turn."""
+        found = list(itertools.islice(self._segments.items(), most))
+        for name, _ in found:
+            self._segments.move_to_end(name)
+        return [segment for _, segment in found]
 
     def match(
         self,
@@ -161,14 +112,14 @@ class StoredTree:
         for own in self._roots if namespace is None else (namespace,):
             ends = self._ends(own, prefix, ANYTHING) if own in self._roots else ()
             for end, _ in ends:
-                for node in _deepest_first(end):
+                for node in deepest_first(end):
                     segment = node.segment
                     if segment is not None and self._tails[segment.segment_id] is node:
                         yield segment
 
     def on_top(self, segment: StoredSegment) -> Iterator[StoredSegment]:
         """Segments that build on one, without others between; as lazy as `below`."""
-        node: _Node | None = self._tails[segment.segment_id]
+        node: Node | None = self._tails[segment.segment_id]
         while node is not None and node.segment is segment:
             for below in itertools.chain.from_iterable(node.children.values()):
                 if below.segment is not None and below.segment is not segment:
@@ -219,13 +170,14 @@ class StoredTree:
         self._segments[info.segment_id] = self._segments.pop(segment.segment_id)
         if self.content is not None:
             self.content.rename(segment.segment_id, info.segment_id)
+        self.file_bytes += file_bytes - segment.file_bytes
         segment.info, segment.file_bytes = info, file_bytes
         self.uses.change(segment)
 
     def node_starts(self, segment: StoredSegment) -> list[int]:
         """First token of each node of a segment, ascending; the first one is 0."""
         starts = []
-        node: _Node | None = self._tails[segment.segment_id]
+        node: Node | None = self._tails[segment.segment_id]
         while node is not None and node.segment is segment:
             starts.append(node.start)
             node = node.parent
@@ -262,58 +214,58 @@ class StoredTree:
         Raises:
             AssertionError: the tree is damaged, which is a bug.
         """
-        covered: dict[str, int] = {}
-        parents: dict[str, StoredSegment | None] = {}
-        for namespace, root in self._roots.items():
-            for node in _deepest_first(root):
+        covered = Counter[StoredSegment | None]()
+        for root in self._roots.values():
+            for node in deepest_first(root):
                 if node is not root:
-                    self._check_node(namespace, node, covered, parents)
+                    covered[node.segment] += len(node.tokens)
         segments = list(self._segments.values())
+        assert covered == {own: own.info.num_tokens for own in segments}
+        assert self.file_bytes == sum(own.file_bytes for own in segments)
         self.uses.check_integrity(s for s in segments if s.state is not SegmentState.LOST)
-        assert covered == {s.segment_id: s.info.num_tokens for s in segments}
         dependents = Counter((s.parent, s.level) for s in segments)
         for segment in segments:
-            above = segment.parent
-            assert above is parents[segment.segment_id]
+            self.check(segment, segment.info.num_tokens)
             assert segment.dependents == [dependents[segment, level] for level in Priority]
-            assert segment.level is segment.own_level
-            if segment.state is SegmentState.LOST:
-                assert self._tails[segment.segment_id].start == 0 and segment.num_dependents
-            assert above is None or above.info.quality.suffices(segment.info.quality)
 
-    def _check_node(
-        self,
-        namespace: str,
-        node: _Node,
-        covered: dict[str, int],
-        parents: dict[str, StoredSegment | None],
-    ) -> None:
-        segment, parent = node.segment, node.parent
-        assert segment is not None and parent is not None
+    def check(self, segment: StoredSegment, most: int = _MOST_NODES) -> None:
+        """See that a segment has its place, in its last `most` nodes.
+
+        That takes no time for what builds on it.
+
+        Raises:
+            AssertionError: as of `check_integrity`.
+        """
+        info, above, node = segment.info, segment.parent, self._tails[segment.segment_id]
         assert self._segments[segment.segment_id] is segment
-        assert segment.info.namespace == namespace
-        stop = node.start + len(node.tokens)
-        assert len(node.tokens) > 0
-        assert np.array_equal(node.tokens, segment.info.tokens[node.start : stop])
-        siblings = parent.children[node.first_token]
-        assert node in siblings and len({own.quality for own in siblings}) == len(siblings)
-        if parent.segment is segment:
-            assert parent.start + len(parent.tokens) == node.start
-        else:
-            assert node.start == 0
-            parents[segment.segment_id] = parent.segment
-        covered[segment.segment_id] = covered.get(segment.segment_id, 0) + len(node.tokens)
-        if stop == segment.info.num_tokens:
-            assert self._tails[segment.segment_id] is node
+        stop = info.num_tokens
+        for _ in range(most):
+            assert node.segment is segment and node.parent is not None
+            assert len(node.tokens) > 0 and node.start + len(node.tokens) == stop
+            assert np.array_equal(node.tokens, info.tokens[node.start : stop])
+            siblings = node.parent.children[node.first_token]
+            assert node in siblings and len({own.quality for own in siblings}) == len(siblings)
+            stop, node = node.start, node.parent
+            if not stop:
+                assert node.segment is above
+                assert above is not None or self._roots[info.namespace] is node
+                break
+        if segment.state is SegmentState.LOST:
+            assert self._tails[segment.segment_id].start == 0 and segment.num_dependents
+        if above is not None:
+            assert self._segments[above.segment_id] is above
+            assert above.info.namespace == info.namespace
+            assert above.info.quality.suffices(info.quality)
+        self.uses.check(segment)
 
-    def _attach(self, segment: StoredSegment, parent: _Node) -> bool:
+    def _attach(self, segment: StoredSegment, parent: Node) -> bool:
         """Hang a segment below a node, into the holes that are there; False if that cannot be."""
         if segment.segment_id in self._segments:
             return False
         nodes, rest = self._holes(parent, segment.info)
         if len(rest):
             above = nodes[-1] if nodes else parent
-            node = _Node(rest, segment, 0, above)
+            node = Node(rest, segment, 0, above)
             if not above.add(node):
                 return False
             nodes.append(node)
@@ -324,9 +276,9 @@ class StoredTree:
         self.uses.add(segment)
         return True
 
-    def _holes(self, parent: _Node, info: SegmentInfo) -> tuple[list[_Node], Tokens]:
+    def _holes(self, parent: Node, info: SegmentInfo) -> tuple[list[Node], Tokens]:
         """Holes below a node that the first tokens of a segment fill, and its other tokens."""
-        holes: list[_Node] = []
+        holes: list[Node] = []
         node, rest = parent, info.tokens
         while len(rest) and (hole := node.hole(int(rest[0]), info.quality)) is not None:
             length = common_prefix_len(hole.tokens, rest)
@@ -335,7 +287,7 @@ class StoredTree:
             rest = rest[length:]
         return holes, rest
 
-    def _own(self, segment: StoredSegment, nodes: list[_Node]) -> None:
+    def _own(self, segment: StoredSegment, nodes: list[Node]) -> None:
         """Make nodes, each below the one before, those of a segment that is new."""
         start = segment.info.num_tokens
         for node in reversed(nodes):
@@ -352,6 +304,7 @@ class StoredTree:
         if segment.parent is not None:
             segment.parent.dependents[segment.level] += 1
         self._segments[segment.segment_id] = segment
+        self.file_bytes += segment.file_bytes
         self._tails[segment.segment_id] = nodes[-1]
         if self.content is not None and segment.state is not SegmentState.LOST:
             self.content.add(segment)
@@ -359,13 +312,14 @@ class StoredTree:
     def _forget(self, segment: StoredSegment) -> None:
         """A segment is gone; its nodes are another's, or gone as well."""
         del self._segments[segment.segment_id], self._tails[segment.segment_id]
+        self.file_bytes -= segment.file_bytes
         if self.content is not None:
             self.content.discard(segment)
         self.uses.remove(segment)
         if segment.parent is not None:
             segment.parent.dependents[segment.level] -= 1
 
-    def _dig(self, node: _Node) -> None:
+    def _dig(self, node: Node) -> None:
         """Make a node of a lost segment, which is forgotten already, a hole of its own."""
         old = node.segment
         assert old is not None
@@ -387,7 +341,7 @@ class StoredTree:
         tokens: Tokens,
         least: Quality,
         without: StoredSegment | None,
-    ) -> Iterator[tuple[_Node, int]]:
+    ) -> Iterator[tuple[Node, int]]:
         """Nodes along `tokens`, each with the number of its tokens that match."""
         node = self._roots.get(namespace)
         position = 0
@@ -401,12 +355,12 @@ class StoredTree:
                 return
             node, position = child, position + length
 
-    def _ends(self, namespace: str, prefix: Tokens, least: Quality) -> Iterator[tuple[_Node, int]]:
+    def _ends(self, namespace: str, prefix: Tokens, least: Quality) -> Iterator[tuple[Node, int]]:
         """Nodes in which a prefix ends, and how many of their tokens are of it, best paths first.
 
         A match follows the best child only; what was stored when there was no better one is beside.
         """
-        root = self._roots.setdefault(namespace, _Node(np.empty(0, np.int32), None, 0, None))
+        root = self._roots.setdefault(namespace, Node(np.empty(0, np.int32), None, 0, None))
         stack = [(root, 0, 0)]
         while stack:
             node, length, position = stack.pop()
@@ -418,10 +372,10 @@ class StoredTree:
                     length = common_prefix_len(child.tokens, prefix[position:])
                     stack.append((child, length, position + length))
 
-    def _split(self, node: _Node, length: int) -> _Node:
+    def _split(self, node: Node, length: int) -> Node:
         """Cut a node after `length` tokens; returns the upper half."""
         assert node.parent is not None
-        upper = _Node(node.tokens[:length], node.segment, node.start, node.parent)
+        upper = Node(node.tokens[:length], node.segment, node.start, node.parent)
         node.parent.remove(node)
         node.parent.add(upper)
         node.tokens, node.start, node.parent = node.tokens[length:], node.start + length, upper
@@ -432,15 +386,3 @@ class StoredTree:
             self._dig(node)
             self._dig(upper)
         return upper
-
-
-def _deepest_first(top: _Node) -> Iterator[_Node]:
-    # Of each node on the way down those of its children that are still to come.
-    stack = [(top, itertools.chain.from_iterable(top.children.values()))]
-    while stack:
-        node, children = stack[-1]
-        if (child := next(children, None)) is None:
-            stack.pop()
-            yield node
-        else:
-            stack.append((child, itertools.chain.from_iterable(child.children.values())))

@@ -250,12 +250,21 @@ class SegmentVersions:
         """
         known = set(live)
         for segment_id, version in self._versions.items():
-            assert version.readers >= 0
-            assert (version.segment is not None) == (version.readers > 0)
+            _check_readers(version)
             assert version.retired == (segment_id not in known)
             assert not version.retired or version.readers
         self._cache.check_integrity()
         self._codes.check_integrity()
+
+    def check(self, segment_id: str) -> None:
+        """See to that of a segment in the tree.
+
+        Raises:
+            AssertionError: as of `check_integrity`.
+        """
+        if (version := self._versions.get(segment_id)) is not None:
+            _check_readers(version)
+            assert not version.retired
 
     def _forget(self, segment_id: str) -> None:
         version = self._versions.pop(segment_id)
@@ -268,6 +277,11 @@ class SegmentVersions:
         """Its chunks in codes."""
         assert version.layout.codes is not None, "the store has no codes"
         return self._shape.num_layers * len(chunks_of(version.layout.codes).count)
+
+
+def _check_readers(version: Version) -> None:
+    assert version.readers >= 0
+    assert (version.segment is not None) == (version.readers > 0)
 
 
 def _tiers(cache: ChunkCache, first: int | None, count: int) -> npt.NDArray[np.uint8]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from impress_sglang.loops.types import Floats
 from impress_sglang.tiers.fence import CopyStream, Fence
 from impress_sglang.tiers.moves import LoadedChunks, make_mover
-from impress_sglang.tiers.placement import CACHES, Access, Placement, Tier
+from impress_sglang.tiers.placement import CACHES, Access, Placement, Tier, check_members
 from impress_sglang.tiers.rules import Ids, ReplacementRule
 from impress_sglang.tiers.slab import PageShape, Slab
 
@@ -168,6 +168,10 @@ class ChunkCache:
             AssertionError: they do not agree, which is a bug.
         """
         self.placement.check_integrity()
+
+    def check_some(self, tier: Tier, first: int, most: int) -> bool:
+        """See to some of the chunks of a tier; see `check_members`."""
+        return check_members(self.placement, tier, first, most)
 
     def _tier_summary(self, tier: Tier) -> dict[str, int]:
         size = self.page.page_bytes

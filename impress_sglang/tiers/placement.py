@@ -331,3 +331,27 @@ class Placement:
         owned = self._ids.owned(len(caches.tiers))
         assert not caches.tiers[~owned].any(), "a chunk without an owner is cached"
         assert not priorities[~owned].any()
+
+
+def check_members(placement: Placement, tier: int, first: int, most: int) -> bool:
+    """See that some chunks of a cache are where they should be, by their places in its heap.
+
+    It takes time in their number alone. Returns whether there are others behind them.
+
+    Raises:
+        AssertionError: they are not, which is a bug.
+    """
+    caches, row = placement._caches, tier - 1
+    heaps, capacity = caches.heaps, placement.capacity[tier]
+    assert 0 <= caches.free[row] <= capacity
+    end = 1 + int(heaps.sizes[row])
+    places = np.arange(1 + first, min(1 + first + most, end))
+    members, noted = heaps.members[row, places], heaps.noted[row, places]
+    assert (caches.tiers[members] == tier).all()
+    assert (heaps.places[members] == places).all()
+    assert (noted <= heaps.priorities[members]).all()
+    assert (heaps.noted[row, np.maximum(places // 2, 1)] <= noted).all()
+    pages = placement._pages_of(members)
+    used = pages[np.arange(pages.shape[1]) < caches.num_pages[members][:, None]]
+    assert ((used >= 0) & (used < capacity)).all()
+    return 1 + first + most < end

@@ -1,13 +1,20 @@
-"""The integrity check: by command only, for it takes the longer the more there is."""
+"""The integrity check: by command only, in steps between which requests are served."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from sglang.srt.managers.io_struct import SetInternalStateReq
 
-from impress_sglang.integration.reporting import CHECK_ORDER, REPORT_KEY, add_totals, take_order
-from tests.integration.worlds import World
+from impress_sglang.integration import checking, reporting
+from impress_sglang.integration.checking import CHECK, GO_ON
+from impress_sglang.integration.reporting import REPORT_KEY, add_totals, check_all, take_order
+from tests.integration.worlds import OTHER, STORED, TOKENS, World
 
 
 def polled(world: World) -> str:
@@ -18,35 +25,96 @@ def polled(world: World) -> str:
     return integrity
 
 
-def check(world: World) -> None:
-    order = SimpleNamespace(server_args={CHECK_ORDER: 1})
-    assert take_order(lambda *_: None, world.updater.scheduler, order).updated
+def told(world: World, text: str = "") -> str:
+    """The answer to a message that came by SGLang's way."""
+    message = SetInternalStateReq(server_args=dict(CHECK), rid=text)
+    answer = take_order(lambda *_: pytest.fail("not ours"), world.updater.scheduler, message)
+    assert answer.updated
+    integrity: str = json.loads(answer.rid)["integrity"]
+    return integrity
 
 
-@pytest.mark.parametrize("error", [AssertionError, KeyError])
+def checked(world: World) -> str:
+    state = told(world)
+    while state == "running":
+        state = told(world, GO_ON)
+    return state
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One item in a step."""
+    monkeypatch.setattr(checking, "STEP_S", 0.0)
+
+
 def test_polls_tell_what_the_last_check_found(
-    world: World,
-    error: type[Exception],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checks: list[None] = []
-    check_integrity = world.cache.check_integrity
+    world.compute("a", 2000)
+    assert [polled(world) for _ in range(3)] == ["unchecked"] * 3
+    assert told(world, GO_ON) == "unchecked", "nobody has begun one"
+    assert checked(world) == "ok" == polled(world)
+    for error in (AssertionError, KeyError):
 
-    def count() -> None:
-        checks.append(None)
-        check_integrity()
+        def fail(error: type[Exception] = error) -> Iterator[None]:
+            yield
+            raise error
 
-    monkeypatch.setattr(world.cache, "check_integrity", count)
-    assert [polled(world) for _ in range(3)] == ["unchecked"] * 3 and not checks
+        with monkeypatch.context() as patch:
+            patch.setattr(world.runtime.store.checks, "steps", fail)
+            assert checked(world) == "failed" == polled(world)
+        assert "the integrity check of IMPRESS failed" in caplog.text
+    assert checked(world) == "ok"
 
-    check(world)
-    assert [polled(world) for _ in range(3)] == ["ok"] * 3 and len(checks) == 1
 
-    def fail() -> None:
-        raise error
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("damage", ["private", "store"])
+def test_a_check_finds_what_is_wrong(world: World, damage: str) -> None:
+    world.compute("a", 2000)
+    segment = next(world.runtime.store.tree.segments())
+    if damage == "private":
+        world.cache._private_tokens += 1
+    else:
+        segment.last_access, segment.hits = -1, 5
+        world.runtime.store._quota.used_bytes += 1
+    assert checked(world) == "failed"
+    world.cache._private_tokens = 0
+    world.runtime.store._quota.used_bytes = segment.file_bytes
+    assert checked(world) == "ok"
 
-    with monkeypatch.context() as patch:
-        patch.setattr(world.cache, "check_integrity", fail)
-        check(world)
-    assert polled(world) == "failed" and "the integrity check of IMPRESS failed" in caplog.text
+
+@pytest.mark.usefixtures("slow")
+def test_requests_are_served_while_a_check_goes_on(world: World) -> None:
+    world.compute("a", 2000)
+    assert told(world) == "running" == polled(world)
+    world.compute("b", 3000, prompt=OTHER)
+    assert told(world) == "running", "who comes later waits for the same"
+    world.idle_part()
+    world.make_resident(STORED)
+    assert world.cache.evictable_size() >= 2 * TOKENS
+    while (state := told(world, GO_ON)) == "running":
+        world.compute("c", 4000, prompt=OTHER)
+    assert state == "ok"
+
+
+@pytest.mark.usefixtures("slow")
+def test_the_store_may_be_another_one_in_the_end(world: World) -> None:
+    for number in range(3):
+        world.compute(f"r{number}", 2000, prompt=[*range(9000 * number, 9000 * number + TOKENS)])
+    assert told(world) == told(world, GO_ON) == "running"
+    world.call("update_weights_from_disk")
+    assert told(world, GO_ON) in ("running", "ok")
+    assert world.used()
+    assert checked(world) == "ok"
+
+
+def test_the_route_goes_on_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, asked = iter(["running", "running", "failed"]), []
+
+    async def send(kind: dict[str, int], text: str) -> dict[str, Any]:
+        asked.append((kind, text))
+        return {"integrity": next(answers)}
+
+    monkeypatch.setattr(reporting, "send", send)
+    assert asyncio.run(check_all()) == {"integrity": "failed"}
+    assert asked == [(CHECK, ""), (CHECK, GO_ON), (CHECK, GO_ON)]

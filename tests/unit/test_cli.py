@@ -252,10 +252,20 @@ def test_what_cannot_be_asked(capsys: Said, tmp_path: Path) -> None:
     assert main(["pin", "--file", str(tmp_path / "missing")]) == REFUSED
     assert main(["ls", "--url", "x"]) == UNREACHABLE
     assert main(["pin", "--segment", "abc"]) == REFUSED
-    for wrong in (["pin"], ["pin", "--text", "a", "--ids", "1"], ["verify", "--url", "x"], []):
+    for wrong in (["pin"], ["pin", "--text", "a", "--ids", "1"], ["rebuild", "--url", "x"], []):
         with pytest.raises(SystemExit) as refused:
             main(wrong)
         assert refused.value.code == REFUSED
+
+
+@pytest.mark.parametrize(("integrity", "status"), [("ok", DONE), ("failed", DAMAGED)])
+def test_a_server_is_checked(stub: Stub, capsys: Said, integrity: str, status: int) -> None:
+    stub.answer = json.dumps({"integrity": integrity}).encode()
+    assert run(capsys, "verify", "--url", stub.url, "--key", "k") == (
+        status,
+        {"integrity": integrity},
+    )
+    assert stub.asked == [("POST", "/impress/check", None, "Bearer k")]
 
 
 def test_exit_codes_are_in_the_help(capsys: Said) -> None:

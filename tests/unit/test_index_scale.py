@@ -13,10 +13,11 @@ import pytest
 from impress_sglang.management import restoring
 from impress_sglang.management.digests import prefix_digest
 from impress_sglang.management.disk import NOTED_TOGETHER
+from impress_sglang.management.nodes import Node
 from impress_sglang.management.restoring import restore_segments
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSegment
-from impress_sglang.management.tree import StoredTree, _Node
+from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.files import FileSystem
@@ -135,7 +136,7 @@ def test_the_order_of_use_is_that_of_before(digests: list[int]) -> None:
 
 def nodes() -> int:
     """Of trees, as far as Python looks for garbage."""
-    return sum(type(own) is _Node for own in gc.get_objects())
+    return sum(type(own) is Node for own in gc.get_objects())
 
 
 def test_python_looks_for_no_garbage_in_a_large_index(

@@ -1,0 +1,88 @@
+"""See that the parts of a store say the same: at once for tests, in steps on a server.
+
+Between two steps requests are served, and everything may change. So a step looks at what must hold
+of a segment by itself and with what is next to it, and at sums that are kept anyway. Only the whole
+look adds all up: how many segments build on one, in which order they were used, whose pages these
+are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from impress_sglang.management.quota import Quota
+from impress_sglang.management.stored import SegmentState
+from impress_sglang.management.suspects import SuspectSegments
+from impress_sglang.management.tree import StoredTree
+from impress_sglang.management.versions import SegmentVersions
+from impress_sglang.management.writing import SegmentWrites
+from impress_sglang.tiers.cache import ChunkCache
+from impress_sglang.tiers.placement import CACHES
+
+# Of one step.
+SEGMENTS = 8
+CHUNKS = 1024
+
+
+class StoreChecks:
+    """Those of one store; its thread owns them."""
+
+    def __init__(
+        self,
+        tree: StoredTree,
+        writes: SegmentWrites,
+        quota: Quota,
+        looks: SuspectSegments,
+        versions: SegmentVersions,
+        caches: Sequence[ChunkCache],
+    ) -> None:
+        """Nothing is looked at yet."""
+        self._tree = tree
+        self._writes = writes
+        self._quota = quota
+        self._looks = looks
+        self._versions = versions
+        self._caches = caches
+
+    def check_integrity(self) -> None:
+        """Compare all at once.
+
+        Raises:
+            AssertionError: parts differ, which is a bug.
+        """
+        self._tree.check_integrity()
+        self._check_next(len(self._tree))
+        segments = list(self._tree.segments())
+        suspects = sum(own.state is SegmentState.SUSPECT for own in segments)
+        assert suspects == len(self._looks)
+        self._versions.check_integrity(own.segment_id for own in segments if own.on_disk)
+
+    def steps(self) -> Iterator[None]:
+        """Compare a little for each item that is taken; anything may happen between two of them.
+
+        Segments that are there all the time have had their turn in the end.
+
+        Raises:
+            AssertionError: as of `check_integrity`.
+        """
+        for _ in range(-(-len(self._tree) // SEGMENTS)):
+            self._check_next(SEGMENTS)
+            yield
+        for cache in self._caches:
+            for tier in CACHES:
+                first = 0
+                while cache.check_some(tier, first, CHUNKS):
+                    first += CHUNKS
+                    yield
+
+    def _check_next(self, most: int) -> None:
+        """Compare some segments with what else is known of them, other ones each time."""
+        pending = dict(self._writes)
+        assert self._quota.pending_bytes == sum(pending.values())
+        assert self._quota.used_bytes == self._tree.file_bytes
+        for segment in self._tree.next_segments(most):
+            self._tree.check(segment)
+            self._versions.check(segment.segment_id)
+            state = segment.state
+            assert (state is SegmentState.PENDING) == (segment in pending)
+            assert (state is SegmentState.SUSPECT) == (segment.segment_id in self._looks)

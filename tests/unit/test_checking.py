@@ -1,0 +1,112 @@
+"""What a check of the store finds, and how much of it one step looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from impress_sglang.management import checking
+from impress_sglang.management.store import PrefixStore
+from impress_sglang.management.stored import SegmentState, StoredSegment
+from impress_sglang.storage.segment import Priority
+from impress_sglang.tiers.placement import Tier
+from tests.unit import store_factory
+from tests.unit.kv_factory import SequenceKVs
+from tests.unit.store_factory import Gate, Workbench, check_rows, look_up, prompt, use
+
+bench = store_factory.bench
+
+
+@pytest.fixture
+def used(bench: Workbench) -> PrefixStore:
+    """20 segments, some of them in a cache, one that builds on another."""
+    store = bench.open(device_gb=1e-3, host_gb=1e-3)
+    for number in range(19):
+        bench.put(store, prompt(number))
+    bench.put(store, prompt(3, 16))
+    for number in (1, 2, 3):
+        check_rows(store, prompt(number))
+    return store
+
+
+@pytest.fixture
+def looked(used: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> list[StoredSegment]:
+    """Segments that were looked at."""
+    found: list[StoredSegment] = []
+    check = used.tree.check
+    monkeypatch.setattr(used.tree, "check", lambda own: found.append(own) or check(own))
+    # That looks at all of them, after each offer of these tests.
+    monkeypatch.setattr(used.checks, "check_integrity", lambda: None)
+    return found
+
+
+def test_a_step_looks_at_few_and_all_have_their_turn(
+    used: PrefixStore, looked: list[StoredSegment]
+) -> None:
+    counts = []
+    for _ in used.checks.steps():
+        counts.append(len(looked))
+    assert counts[:3] == [8, 16, 24] and counts[-1] == 24
+    assert {own.segment_id for own in looked} == {own.segment_id for own in used.tree.segments()}
+    assert len(counts) == 3, "caches of a few chunks are one step"
+
+
+def test_the_store_may_change_between_steps(
+    bench: Workbench, used: PrefixStore, looked: list[StoredSegment]
+) -> None:
+    there = set(used.tree.segments())
+    gate = Gate(SequenceKVs(bench.shape, "", prompt(40)))
+    for number, _ in enumerate(used.checks.steps()):
+        if number == 0:
+            store_factory.lose(bench, used, look_up(used, prompt(3)).spans[0].segment.segment_id)
+            bench.offer(used, prompt(40), read_layers=gate)
+        if number == 1:
+            gate.opened.set()
+            used.writes.drain()
+            use(used, prompt(7))
+    left = there & set(used.tree.segments())
+    assert len(left) == 19 and left <= set(looked)
+
+
+def test_chunks_of_caches_are_looked_at_in_parts(
+    used: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "CHUNKS", 2)
+    chunks = sum(used.cache.placement.cached_chunks(tier) for tier in (Tier.DEVICE, Tier.HOST))
+    assert chunks > 10
+    assert chunks / 2 - 2 <= len(list(used.checks.steps())) - 3 <= chunks / 2
+
+
+def _wrong_heap(store: PrefixStore, _: StoredSegment) -> None:
+    heaps = store.cache.placement._caches.heaps
+    row = int(np.argmax(heaps.sizes))
+    heaps.members[row, 2], heaps.members[row, 3] = heaps.members[row, 3], heaps.members[row, 2]
+
+
+DAMAGE: dict[str, Callable[[PrefixStore, StoredSegment], object]] = {
+    "bytes": lambda store, _: setattr(store._quota, "used_bytes", 1),
+    "bytes of the tree": lambda store, _: setattr(store.tree, "file_bytes", 1),
+    "a write": lambda _, own: setattr(own, "state", SegmentState.PENDING),
+    "a second look": lambda _, own: setattr(own, "state", SegmentState.SUSPECT),
+    "a level": lambda _, own: setattr(own, "level", Priority.LOW),
+    "what builds on it": lambda _, own: own.parent.dependents.__setitem__(1, 0),  # type: ignore
+    "an order": lambda store, own: store.tree.uses.remove(own),
+    "a use": lambda _, own: setattr(own, "last_access", 10**6),
+    "tokens": lambda _, own: object.__setattr__(own.info, "tokens", own.info.tokens + 1),
+    "a parent": lambda _, own: setattr(own, "parent", None),
+    "a version": lambda store, own: setattr(store.versions.of(own), "readers", 1),
+    "a retired version": lambda store, own: setattr(store.versions.of(own), "retired", True),
+    "a cache": _wrong_heap,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_wrong_is_found(bench: Workbench, used: PrefixStore, damage: str) -> None:
+    assert list(used.checks.steps())
+    DAMAGE[damage](used, look_up(used, prompt(3, 16)).spans[-1].segment)
+    with pytest.raises(AssertionError):
+        list(used.checks.steps())
+    bench.forget(used)
+    used.close()
