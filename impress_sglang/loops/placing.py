@@ -326,12 +326,15 @@ def _has_moved(caches: Caches, touched: Touched, place: int) -> bool:
     return False
 
 
-@compiled((CACHES, TOUCHED, "int64", "int64[::1]"), makes_arrays=False)
-def sum_up(caches: Caches, touched: Touched, count: int, moved: Indices) -> tuple[int, int]:
+@compiled((CACHES, TOUCHED, "int64", "int64[::1]", "int64[::1]"), makes_arrays=False)
+def sum_up(
+    caches: Caches, touched: Touched, count: int, moved: Indices, evicted: Indices
+) -> tuple[int, int]:
     """How many of the first `count` chunks that were touched move, and the most pages of one.
 
     What does not is forgotten: others take its place. `moved` int64 [9], changed in place, is how
-    many chunks went from tier to tier, by 3 * source + target.
+    many chunks went from tier to tier, by 3 * source + target; `evicted` int64 [2], changed in
+    place, which chunk went from a tier to a lower one last, if any did.
     """
     moving, width = 0, 0
     for place in range(count):
@@ -339,6 +342,8 @@ def sum_up(caches: Caches, touched: Touched, count: int, moved: Indices) -> tupl
         touched.marks[chunk] = 0
         if source != caches.tiers[chunk]:
             moved[3 * source + caches.tiers[chunk]] += 1
+            if source > caches.tiers[chunk]:
+                evicted[source - 1] = chunk
         if _has_moved(caches, touched, place):
             pages = int(caches.num_pages[chunk])
             if moving < place:

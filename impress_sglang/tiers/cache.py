@@ -173,10 +173,11 @@ class ChunkCache:
         """See to some of the chunks of a tier; see `check_members`."""
         return check_members(self.placement, tier, first, most)
 
-    def _tier_summary(self, tier: Tier) -> dict[str, int]:
+    def _tier_summary(self, tier: Tier) -> dict[str, float | None]:
         size = self.page.page_bytes
         return {
             "capacity_bytes": self.placement.capacity[tier] * size,
             "used_bytes": self.placement.used_pages(tier) * size,
             "chunks": self.placement.cached_chunks(tier),
+            "evicted_score": self.placement.evicted_scores.get(tier),
         }

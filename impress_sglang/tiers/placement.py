@@ -118,6 +118,9 @@ class Placement:
         candidate for a cache."""
         # How many chunks went from tier to tier, by 3 * source + target.
         self._moved = np.zeros(9, np.int64)
+        self.evicted_scores: dict[int, float] = {}
+        """By tier: what the chunk that left it last for a lower one was worth then, see
+        `ReplacementRule.score`."""
         self.capacity: dict[int, int] = {Tier.DEVICE: device_pages, Tier.HOST: host_pages}
         self._rule = AwaitedLast(rule)
         self._width = width = max_chunk_pages
@@ -271,7 +274,11 @@ class Placement:
     def _moves(self, count: int) -> Moves:
         """What of the chunks that were touched is now somewhere else."""
         caches, touched = self._caches, self._touched
-        moving, width = placing.sum_up(caches, touched, count, self._moved)
+        evicted = np.full(2, -1)
+        moving, width = placing.sum_up(caches, touched, count, self._moved, evicted)
+        for tier, chunk in enumerate(evicted.tolist(), start=1):
+            if chunk >= 0:
+                self.evicted_scores[tier] = self._rule.score(chunk)
         chunks = touched.chunks[:moving].copy()
         return Moves(
             chunks,

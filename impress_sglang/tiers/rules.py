@@ -60,6 +60,10 @@ class ReplacementRule(Protocol):
         """What chunks are worth."""
         ...
 
+    def score(self, chunk: int) -> float:
+        """What a chunk is worth now, in the unit of the rule; the order is that of priorities."""
+        ...
+
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """New chunks replace old ones: `ids` get the history of `sources`, and new shares."""
         ...
@@ -93,6 +97,10 @@ class LeastRecentlyUsed:
         """See `ReplacementRule`."""
         return self._last.take(ids)
 
+    def score(self, chunk: int) -> float:
+        """See `ReplacementRule`: requests since the last use, below 0."""
+        return float(self._last[chunk] - max(self._now, 1))
+
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """See `ReplacementRule`."""
         self._last[ids] = self._last[sources]
@@ -123,6 +131,10 @@ class LeastFrequentlyUsed:
     def priorities(self, ids: Ids) -> Ids:
         """See `ReplacementRule`."""
         return self._counts.take(ids)
+
+    def score(self, chunk: int) -> float:
+        """See `ReplacementRule`: uses."""
+        return float(self._counts[chunk])
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """See `ReplacementRule`."""
@@ -189,6 +201,11 @@ class ImportanceScore:
         """See `ReplacementRule`."""
         return loops.scores_of(ids, self.shares, self.frequencies, self._doublings)
 
+    def score(self, chunk: int) -> float:
+        """See `ReplacementRule`: uses of the whole chunk, each half as much per half-life since."""
+        age = int(self._doublings[chunk]) - self._now
+        return float(self.frequencies[chunk] * self.shares[chunk]) * 2.0**age
+
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """See `ReplacementRule`."""
         for values in (self.frequencies, self._doublings, self._accesses):
@@ -226,6 +243,10 @@ class AwaitedLast:
     def record(self, ids: Ids, shares: Floats) -> None:
         """Count an access; see `ReplacementRule.record`."""
         loops.update_scores(ids, self._rule.record(ids, shares), self.priorities, _AWAITED)
+
+    def score(self, chunk: int) -> float:
+        """What a chunk is worth by the other rule."""
+        return self._rule.score(chunk)
 
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         """New chunks replace old ones; see `ReplacementRule.inherit`."""

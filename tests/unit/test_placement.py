@@ -45,6 +45,9 @@ class GivenPriorities:
     def priorities(self, ids: Ids) -> Ids:
         return self.worths[ids]
 
+    def score(self, chunk: int) -> float:
+        return float(self.worths[chunk]) / UNIT
+
     def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
         self.worths[ids] = self.worths[sources]
 
@@ -195,6 +198,28 @@ def test_moves_are_counted() -> None:
     assert bench.placement.stats == PlacementStats(
         promoted=1, demoted=3, admitted_device=3, admitted_host=1, dropped=2
     )
+
+
+def test_what_left_a_tier_last_had_this_score() -> None:
+    bench = equal_chunks(1, 1)
+    bench.fill(2, 1)
+    assert bench.placement.evicted_scores == {}, "both had room"
+    bench.access({2: 1.5})
+    assert bench.placement.evicted_scores == {HOST: 1.0}
+    bench.access({3: 3.0})  # 0 leaves the device for it, and 2 leaves the host for 0
+    assert bench.placement.evicted_scores == {HOST: 1.5, DEVICE: 2.0}
+    bench.access({4: 0.5})
+    bench.placement.drop(np.arange(4))
+    assert bench.placement.evicted_scores == {HOST: 1.5, DEVICE: 2.0}, "nobody made room"
+
+
+def test_what_is_awaited_and_leaves_nevertheless_has_its_own_score() -> None:
+    bench = equal_chunks(1, 0)
+    bench.fill(2)
+    bench.placement.expect(np.array([0, 1]), np.array([9, 3]))
+    bench.access({1: 0.5})
+    assert bench.stand == ({1}, set())
+    assert bench.placement.evicted_scores == {DEVICE: 2.0}
 
 
 def test_ranges_are_used_again() -> None:

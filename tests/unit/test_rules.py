@@ -65,6 +65,36 @@ def scores(rule: ReplacementRule) -> Floats:
     return np.where(exponents > 0, np.ldexp(0.5 + below / 2**33, exponents - 1100), 0.0)
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_scores_have_the_order_of_priorities(name: str) -> None:
+    rule = sized(RULES[name]())
+    for number in range(40):
+        rule.advance()
+        record(rule, number % 3, share=1.0 - number / 80)
+        record(rule, 3 + number % 7 % 2, share=0.5)
+    own = [rule.score(chunk) for chunk in range(5)]
+    assert np.array_equal(
+        np.argsort(own, kind="stable"), np.argsort(priorities(rule)[:5], kind="stable")
+    )
+
+
+def test_a_score_says_what_a_chunk_is_worth_now() -> None:
+    lru, lfu, halved = (sized(RULES[name]()) for name in ("lru", "lfu", "score with a half-life"))
+    for rule in (lru, lfu, halved):
+        for _ in range(4):
+            rule.advance()
+            record(rule, 0, share=0.5)
+        for _ in range(16):
+            rule.advance()
+    assert lru.score(0) == -16.0
+    assert lfu.score(0) == 4.0
+    # Four uses of a half, and two half-lives since.
+    assert halved.score(0) == 0.5
+    for _ in range(100_000):
+        halved.advance()
+    assert halved.score(0) == 0.0 == halved.score(1)
+
+
 REQUESTS = st.lists(
     st.dictionaries(st.integers(0, SIZE - 1), st.floats(0.01, 1.0), max_size=SIZE), max_size=12
 )
