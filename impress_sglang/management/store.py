@@ -400,7 +400,7 @@ class PrefixStore:
 
     def _evict(self, segments: Sequence[StoredSegment], cause: Cause = Cause.EVICTED) -> None:
         """Remove segments and their files, each before what it builds on."""
-        self.stats.segments_evicted += len(segments) if cause is Cause.EVICTED else 0
+        self.stats.count_removed(len(segments), cause)
         for segment in segments:
             self._lose(segment, cause)
         # Together: each job for the other thread lets it take Python from this one.

@@ -59,6 +59,8 @@ class StoreStats:
     segments_failed: int = 0
     segments_abandoned: int = 0
     segments_evicted: int = 0
+    segments_purged: int = 0
+    segments_expired: int = 0
     segments_unreadable: int = 0
     segments_cleared: int = 0
     """Of the unreadable ones, those that a second look has found good."""
@@ -71,6 +73,12 @@ class StoreStats:
     offers_without_space: int = 0
     offers_while_unavailable: int = 0
     offers_above_budget: int = 0
+
+    def count_removed(self, count: int, cause: Cause) -> None:
+        """So many segments leave, for a cause other than damage."""
+        self.segments_evicted += count * (cause is Cause.EVICTED)
+        self.segments_purged += count * (cause is Cause.PURGED)
+        self.segments_expired += count * (cause is Cause.EXPIRED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

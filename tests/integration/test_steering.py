@@ -92,6 +92,8 @@ def test_a_purge_is_of_one_namespace(world: World) -> None:
     assert admitted(world, namespace="tenant")["reason"] == Reason.PURGED
     assert admitted(world)["reason"] == Reason.LOADED
     assert told(world, "purge", everything=True)["segments"] == 1
+    stats = world.runtime.store.stats
+    assert (stats.segments_purged, stats.segments_evicted) == (2, 0)
 
 
 def resident(world: World) -> dict[str | None, int]:

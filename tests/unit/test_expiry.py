@@ -52,6 +52,7 @@ def test_what_is_too_old_is_removed_used_or_not(bench: Workbench) -> None:
     now[0] += 60
     settle(expiry, store)
     assert length(store, prompt(2)) == 0
+    assert (store.stats.segments_expired, store.stats.segments_evicted) == (2, 0)
     long = as_tokens([*prompt(1), *range(60)])
     assert store.losses.find(store.namespace(""), long, 0) is None, "it had not a whole block"
 
