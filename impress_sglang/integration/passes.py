@@ -110,7 +110,7 @@ class Passes:
         runtime, sights = self._runtime, self._saves.sights
         wanted = load_options_of(None, runtime.config)
         stored = runtime.admission.find(namespace, tokens, wanted).num_tokens
-        report = new_report(runtime.policy.name, stored)
+        report = new_report(runtime.policy.name, stored, len(tokens))
         seen = None if sights is None else sights.note(namespace, tokens, count=False)
         why = runtime.explainer.foretell(Asked(report, namespace, tokens, wanted, seen))
         return {"tokens": len(tokens), "stored_tokens": stored, "why": why}

@@ -112,7 +112,8 @@ class ImpressRadixCache(RadixCache):
         if req is None or self.disable:
             return resident
         known = self._known.note(req)
-        report = new_report(self.runtime.policy.name, resident.device_prefix_len)
+        length = len(req.origin_input_ids)
+        report = new_report(self.runtime.policy.name, resident.device_prefix_len, length)
         refusal = serve_refusal(req)
         report.update(
             not_served=refusal,

@@ -1,7 +1,10 @@
 "use strict";
 
 const PERIOD_S = 10, MOST_REQUESTS = 200, REFRESH_MS = 2000, TIMEOUT_MS = 20000;
-const SOURCES = { resident: "SGLang's pool", shared: "slots that others loaded", loaded: "the store", computed: "computed" };
+const SOURCES = {
+  resident: "SGLang's pool", shared: "slots that others loaded", loaded: "the store", blended: "the store, from behind other text",
+  unused: "left out of a prefix in part", computed: "computed",
+};
 const BADGES = { pending: "being written", suspect: "suspect", lost: "lost" };
 const $ = (id) => document.getElementById(id);
 const fromFile = location.protocol === "file:";
@@ -122,7 +125,7 @@ function showSources(periods, now) {
     return path;
   }));
   const totals = names.map((_, place) => sum(shown.map((own) => own[place + 1]))), all = sum(totals);
-  $("ratio").textContent = percent(all - totals[3], all);
+  $("ratio").textContent = percent(all - totals[names.indexOf("computed")], all);
   $("ratio-of").textContent = `of ${count(all)} prompt tokens were not computed`;
   $("chart-from").textContent = `${Math.round(span / 60)} min ago`;
   $("chart").setAttribute("aria-label", names.map((name, place) => `${SOURCES[name]} ${percent(totals[place], all)}`).join(", "));
@@ -135,7 +138,7 @@ const named = (text, digest) =>
 
 function requestRow(own) {
   const all = sum(Object.values(own.tokens)), to = own.waited_ms + own.loading_ms + own.computing_ms;
-  const split = Object.keys(SOURCES).map((name) => `${count(own.tokens[name])} ${name === "computed" ? "" : "from "}${SOURCES[name]}`).join(", ");
+  const split = Object.keys(SOURCES).map((name) => `${count(own.tokens[name])} ${["computed", "unused"].includes(name) ? "" : "from "}${SOURCES[name]}`).join(", ");
   const times = `waited ${duration(own.waited_ms)}, loaded ${duration(own.loading_ms)}, computed ${duration(own.computing_ms)}`;
   const button = el("button", { type: "button", className: "open", "aria-expanded": "false" }, named(own.text, own.begins.slice(0, 10)));
   const row = el("tr", {}, el("td", { className: "muted" }, new Date(1000 * own.ended).toLocaleTimeString([], { hour12: false })),

@@ -77,6 +77,16 @@ class AdmissionPlan:
         return self.work.resident + self.work.stored
 
     @property
+    def sources(self) -> dict[str, int]:
+        """Where its tokens come from, see `report.SOURCES`."""
+        return {
+            "resident": self.resident_len,
+            "shared": self.k - self.missing,
+            "loaded": self.missing,
+            "unused": self.work.stored - self.k,
+        }
+
+    @property
     def spans(self) -> tuple[StoredSpan, ...]:
         """The stored tokens after the resident ones."""
         return self.match.slice(self.resident_len, self.stop)

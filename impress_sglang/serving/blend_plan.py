@@ -126,6 +126,12 @@ class BlendPlan(AdmissionPlan):
         """Tokens that are stored behind others."""
         return int(np.count_nonzero(self.kinds == Kind.REUSED))
 
+    @property
+    def sources(self) -> dict[str, int]:
+        """See `AdmissionPlan.sources`."""
+        kept = int(np.count_nonzero(self.kinds == Kind.KEPT))
+        return {"resident": self.resident_len, "loaded": kept, "blended": self.reused}
+
     def same_tokens(self, other: AdmissionPlan) -> bool:
         """Whether another plan blends the same."""
         return isinstance(other, BlendPlan) and (self.work, self.runs) == (other.work, other.runs)

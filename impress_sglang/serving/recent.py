@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS, PrefixHashes
+from impress_sglang.serving.report import SOURCES
 from impress_sglang.storage.segment import Tokens
 
 Row: TypeAlias = dict[str, Any]
@@ -75,13 +76,6 @@ class RecentRequests:
             prefill: seconds from there to its first token.
         """
         first = np.array(tokens[:BLOCK_TOKENS], np.int32)
-        sources = {
-            "resident": report["resident_tokens"],
-            "shared": report["shared_tokens"],
-            "loaded": report["loaded_tokens"],
-            # Of a prompt that is all in slots one token is computed again.
-            "computed": max(len(tokens) - report["prefix_tokens"], 0),
-        }
         loading = min((report["load_ms"] + report["probe_ms"]) / 1e3, prefill)
         self._count += 1
         self._rows.append(
@@ -91,7 +85,7 @@ class RecentRequests:
                 "rid": rid[:64],
                 "begins": self.digest(namespace, first),
                 "words": self.words(first),
-                "tokens": sources,
+                "tokens": report["tokens"],
                 "waited_ms": round(waited * 1e3, 1),
                 "loading_ms": round(loading * 1e3, 1),
                 "computing_ms": round((prefill - loading) * 1e3, 1),
@@ -100,9 +94,9 @@ class RecentRequests:
         )
         begin = int(self.now()) // PERIOD_SECONDS * PERIOD_SECONDS
         if not self._periods or self._periods[-1][0] != begin:
-            self._periods.append([begin, *(0 for _ in sources)])
-        for place, own in enumerate(sources.values(), start=1):
-            self._periods[-1][place] += own
+            self._periods.append([begin, *(0 for _ in SOURCES)])
+        for place, source in enumerate(SOURCES, start=1):
+            self._periods[-1][place] += report["tokens"][source]
 
     def digest(self, namespace: str, tokens: Tokens) -> str:
         """Of how a prompt begins, int32 [n], another one in each process; "" if it is short."""
@@ -118,7 +112,7 @@ class RecentRequests:
         return list(itertools.takewhile(lambda row: row["number"] > number, reversed(self._rows)))
 
     def periods(self) -> list[list[int]]:
-        """When each period with requests began, and its tokens: resident, shared, loaded, computed.
+        """When each period with requests began, and its tokens by `SOURCES`.
 
         The first one first; periods are of ten seconds, of the last half hour in which any were.
         """

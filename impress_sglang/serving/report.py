@@ -12,20 +12,37 @@ from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.transfer.read_planner import ReadStats
 
+DECISIONS = ("none", "load", "recompute")
+# Where tokens of a prompt come from: SGLang's pool, slots that other requests loaded, the store,
+# there from behind other text; what is left out of a prefix in part; the rest is computed.
+SOURCES = ("resident", "shared", "loaded", "blended", "unused", "computed")
 
-def new_report(policy: str, resident_len: int) -> dict[str, object]:
+
+def split_tokens(num_tokens: int, **found: int) -> dict[str, int]:
+    """The tokens of a prompt by their sources; what was not `found` in another is computed.
+
+    The prefix of a request that was put back may reach into its answer, which does not count.
+    """
+    split, left = {}, num_tokens
+    for source in SOURCES[:-1]:
+        split[source] = min(found.get(source, 0), left)
+        left -= split[source]
+    return split | {SOURCES[-1]: left}
+
+
+def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str, object]:
     """The `meta_info["impress"]` of a request before any stored prefix is used.
 
     `prefetched` says that reading began while the request waited. `path` is computed, device or ssd
-    (a stored prefix, whichever tier its chunks were in); lengths are in tokens, times in
-    milliseconds; the counters of reads are those of `ReadStats`. `shared_tokens` of a stored prefix
-    were in slots already, for other requests; `blended_tokens` are stored behind other text than
-    here, and a share of them was computed again; `truncated_tokens` were left out of an over-long
-    prompt. `bits_mean` are bits per element of what was
-    loaded of a stored prefix (16: as it was computed), also of tokens that no layer uses;
-    `base_bytes` and `plane_bytes` what of its codes was restored, from whichever tier. `not_served`
-    and `not_stored` are what keeps a request from the store (`eligibility.py`), `why` is what
-    `Explainer` says.
+    (a stored prefix, whichever tier its chunks were in); `tokens` are those of the prompt, of which
+    there are `num_tokens`, by `SOURCES`; lengths are in tokens, times in milliseconds; the counters
+    of reads are those of `ReadStats`. `shared_tokens` of a stored prefix were in slots already, for
+    other requests; `blended_tokens` are stored behind other text than here, and a share of them was
+    computed again; `truncated_tokens` were left out of an over-long prompt. `bits_mean` are bits
+    per element of what was loaded of a stored prefix (16: as it was computed), also of tokens that
+    no layer uses; `base_bytes` and `plane_bytes` what of its codes was restored, from whichever
+    tier. `not_served` and `not_stored` are what keeps a request from the store (`eligibility.py`),
+    `why` is what `Explainer` says.
 
     `probe_ms` and `load_ms` are the host's time. On an accelerator that includes waiting for the
     device, which may still be computing the layers before.
@@ -33,6 +50,7 @@ def new_report(policy: str, resident_len: int) -> dict[str, object]:
     return {
         "policy": policy,
         "path": "device" if resident_len else "computed",
+        "tokens": split_tokens(num_tokens, resident=resident_len),
         "prefix_tokens": resident_len,
         "used_tokens": resident_len,
         "resident_tokens": resident_len,
@@ -101,7 +119,9 @@ def publish(request: StoredRequest) -> None:
         recomputed=request.recomputed,
     )
     if request.recomputed:
-        request.report.update(why=why.damaged(), blended_tokens=0)
+        before: dict[str, int] = request.report["tokens"]  # type: ignore[assignment]
+        tokens = split_tokens(sum(before.values()), resident=before["resident"])
+        request.report.update(why=why.damaged(), blended_tokens=0, tokens=tokens)
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,10 +136,17 @@ class RequestTotals:
     requests_failed: int = 0
     requests_declined: int = 0
     requests_prefetched: int = 0
+    requests_approximate: int = 0
+    requests_decision: dict[str, int] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(DECISIONS, 0)
+    )
     requests_not_served: dict[str, int] = dataclasses.field(default_factory=dict)
     requests_not_stored: dict[str, int] = dataclasses.field(default_factory=dict)
     requests_why: dict[str, int] = dataclasses.field(
         default_factory=lambda: {own.value: 0 for own in why.Reason}
+    )
+    prompt_tokens: dict[str, int] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(SOURCES, 0)
     )
     prefix_tokens: int = 0
     used_tokens: int = 0
@@ -154,13 +181,17 @@ class RequestTotals:
         setattr(self, path, getattr(self, path) + 1)
         self.requests_recomputed += bool(report["recomputed"])
         self.requests_prefetched += bool(report["prefetched"])
+        self.requests_approximate += bool(report["approximate"])
         self.requests_declined += report["decision"] == "recompute"
+        _count(self.requests_decision, report["decision"])
         for use in ("not_served", "not_stored"):
             _count(getattr(self, f"requests_{use}"), report[use])
         if report["why"] is not None:
             _count(self.requests_why, report["why"]["reason"])
+        for source, own in report["tokens"].items():
+            self.prompt_tokens[source] += own
         for field in dataclasses.fields(self):
-            if not field.name.startswith("requests"):
+            if not field.name.startswith(("requests", "prompt_tokens")):
                 setattr(self, field.name, getattr(self, field.name) + report[field.name])
 
 

@@ -13,7 +13,7 @@ from impress_sglang.serving.recent import (
     PERIOD_SECONDS,
     RecentRequests,
 )
-from impress_sglang.serving.report import new_report
+from impress_sglang.serving.report import new_report, split_tokens
 
 PROMPT = [*range(100, 400)]
 
@@ -31,27 +31,25 @@ def clock() -> Clock:
 
 
 def note(
-    recent: RecentRequests, tokens: list[int] = PROMPT, namespace: str = "n", **report: Any
+    recent: RecentRequests, prompt: list[int] = PROMPT, namespace: str = "n", **report: Any
 ) -> None:
-    report = new_report("impress", 0) | report
-    recent.note("r" * 500, namespace, tokens, report, waited=0.25, prefill=0.1)
+    report = new_report("impress", 0, len(prompt)) | report
+    recent.note("r" * 500, namespace, prompt, report, waited=0.25, prefill=0.1)
 
 
 def test_it_is_split_where_the_tokens_of_a_prompt_came_from(clock: Clock) -> None:
     recent = RecentRequests(clock=clock)
-    told = {"resident_tokens": 64, "shared_tokens": 32, "loaded_tokens": 100}
-    note(recent, prefix_tokens=196, load_ms=30.0, probe_ms=10.0, **told)
+    tokens = split_tokens(300, resident=64, shared=32, loaded=60, blended=40, unused=7)
+    note(recent, tokens=tokens, load_ms=30.0, probe_ms=10.0)
     note(recent, PROMPT[:5])
-    # As where all is resident, and SGLang computes the last token nevertheless.
-    note(recent, PROMPT[:5], prefix_tokens=5, resident_tokens=5, load_ms=900.0)
+    note(recent, PROMPT[:5], tokens=split_tokens(5, resident=5), load_ms=900.0)
 
     resident, short, first = recent.after(0)
-    assert first["tokens"] == {"resident": 64, "shared": 32, "loaded": 100, "computed": 104}
-    assert sum(first["tokens"].values()) == len(PROMPT)
+    assert first["tokens"] == tokens
     assert (first["waited_ms"], first["loading_ms"], first["computing_ms"]) == (250, 40, 60)
     assert (short["tokens"]["computed"], resident["tokens"]["computed"]) == (5, 0)
     assert (resident["loading_ms"], resident["computing_ms"]) == (100, 0)
-    assert recent.periods() == [[1000, 69, 32, 100, 109]]
+    assert recent.periods() == [[1000, 69, 32, 60, 40, 7, 102]]
 
 
 def test_memory_is_bounded(clock: Clock) -> None:
@@ -62,7 +60,7 @@ def test_memory_is_bounded(clock: Clock) -> None:
     rows, last = recent.after(0), MOST_REQUESTS + MOST_PERIODS + 7
     assert [row["number"] for row in rows] == [*range(last, last - MOST_REQUESTS, -1)]
     assert len(recent.periods()) == MOST_PERIODS
-    assert recent.periods()[-1] == [clock.now, 0, 0, 0, 300]
+    assert recent.periods()[-1] == [clock.now, 0, 0, 0, 0, 0, 300]
     assert len(rows[0]["rid"]) == 64
     assert [row["number"] for row in recent.after(last - 2)] == [last, last - 1]
     assert recent.after(last) == []
