@@ -44,7 +44,7 @@ def options() -> str:
 def metrics() -> str:
     """Counters, gauges and their labels."""
     rows = [
-        (f"`{PREFIX}{metric.name}`", f"`{metric.label}`" if metric.label else "", metric.help)
+        (f"`{PREFIX}{metric.name}`", ", ".join(f"`{own}`" for own in metric.labels), metric.help)
         for metric in (*COUNTERS, *GAUGES)
     ]
     return _table(("metric", "label", "meaning"), rows)

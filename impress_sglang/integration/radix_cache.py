@@ -74,6 +74,7 @@ class ImpressRadixCache(RadixCache):
         """What somebody may order, and how it ended."""
         self._started = False
         super().__init__(params)
+        runtime.describe_pool = self._describe_pool
         config = runtime.config
         self._score_eviction: ScoreEviction | None = None
         if runtime.policy.scores and params.eviction_policy == "lru":
@@ -315,17 +316,17 @@ class ImpressRadixCache(RadixCache):
     def summary(self) -> dict[str, Any]:
         """What `GET /impress/stats` shows."""
         self.runtime.served.poll()
+        return {**self.runtime.summary(), "integrity": self.check.state}
+
+    def _describe_pool(self) -> dict[str, int]:
+        """What of the pool is ours."""
         return {
-            **self.runtime.summary(),
-            "integrity": self.check.state,
-            "device_pool": {
-                "tokens": self.token_to_kv_pool_allocator.size,
-                "private_tokens": self._private_tokens,
-                "shared_tokens": self._residents.used_tokens,
-                "shared_idle_tokens": self._residents.idle_tokens,
-                "held_tokens": self._saves.held_tokens,
-                "writing_tokens": self._saves.writing_tokens,
-            },
+            "tokens": self.token_to_kv_pool_allocator.size,
+            "private_tokens": self._private_tokens,
+            "shared_tokens": self._residents.used_tokens,
+            "shared_idle_tokens": self._residents.idle_tokens,
+            "held_tokens": self._saves.held_tokens,
+            "writing_tokens": self._saves.writing_tokens,
         }
 
     def check_integrity(self) -> None:

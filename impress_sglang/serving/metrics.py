@@ -19,57 +19,106 @@ BITS_BUCKETS = (4.0, 4.5, 5.0, 5.5, 6.0, 7.0, 8.0, 16.0)
 
 Summary: TypeAlias = Mapping[str, Any]
 """Of `ServingRuntime.summary`; "store" and "cache" are None while no store is open."""
+Values: TypeAlias = Mapping[tuple[str, ...], float]
+"""By the values of the labels of a metric."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Series:
-    """One metric: its name after `PREFIX`, and its values by those of its label, if it has one."""
+    """One metric: its name after `PREFIX`, its labels, and how its values are read."""
 
     name: str
     help: str
-    read: Callable[[Summary], Mapping[str, float]]
-    label: str = ""
+    read: Callable[[Summary], Values]
+    labels: tuple[str, ...] = ()
 
 
-def _total(name: str) -> Callable[[Summary], Mapping[str, float]]:
-    return lambda summary: {"": summary["totals"][name]}
+def _total(name: str) -> Callable[[Summary], Values]:
+    return lambda summary: {(): summary["totals"][name]}
 
 
-def _totals(pattern: str, *values: str, scale: float = 1.0) -> Callable[..., Mapping[str, float]]:
+def _totals(pattern: str, *values: str, scale: float = 1.0) -> Callable[[Summary], Values]:
     """Totals whose names differ by the value of a label, where the pattern has an asterisk."""
     return lambda summary: {
-        value: summary["totals"][pattern.replace("*", value)] * scale for value in values
+        (value,): summary["totals"][pattern.replace("*", value)] * scale for value in values
     }
 
 
-def _store(**names: str) -> Callable[[Summary], Mapping[str, float]]:
-    """Figures of the store by the values of a label; `_` stands for no label."""
-
-    def read(summary: Summary) -> Mapping[str, float]:
-        store = summary["store"] or {}
-        return {value.strip("_"): store[name] for value, name in names.items() if name in store}
-
-    return read
+def _by_key(name: str) -> Callable[[Summary], Values]:
+    """A total that is kept by the values of a label."""
+    return lambda summary: {(key,): total for key, total in summary["totals"][name].items()}
 
 
-def _caches(summary: Summary) -> Mapping[str, float]:
+def _store(name: str) -> Callable[[Summary], Values]:
+    """A figure of the store, while one is open."""
+    return lambda summary: {(): summary["store"][name]} if summary["store"] else {}
+
+
+def _stores(**names: str) -> Callable[[Summary], Values]:
+    """Figures of the store by the values of a label."""
+    return lambda summary: _named(summary["store"] or {}, names)
+
+
+def _health(name: str) -> Callable[[Summary], Values]:
+    return lambda summary: {(): summary["store"]["health"][name]} if summary["store"] else {}
+
+
+def _pool(**names: str) -> Callable[[Summary], Values]:
+    """Figures of the pool of slots, where somebody has one, by the values of a label."""
+    return lambda summary: _named(summary["device_pool"], names)
+
+
+def _named(found: Mapping[str, Any], names: Mapping[str, str]) -> Values:
+    """All of them, or none where nothing is known."""
+    return {(value,): found[name] for value, name in names.items()} if found else {}
+
+
+def _cache_bytes(summary: Summary) -> Values:
     cache = summary["cache"] or {}
-    return {tier: cache[tier]["used_bytes"] for tier in ("device", "host") if tier in cache}
+    return {
+        (tier, kind): cache[tier][f"{kind}_bytes"]
+        for tier in TIERS
+        if cache
+        for kind in ("used", "capacity")
+    }
 
 
-def _state(summary: Summary) -> Mapping[str, float]:
+def _evicted_scores(summary: Summary) -> Values:
+    cache = summary["cache"] or {}
+    scores = {(tier,): cache[tier]["evicted_score"] for tier in TIERS if cache}
+    return {tier: score for tier, score in scores.items() if score is not None}
+
+
+def _state(summary: Summary) -> Values:
     store = summary["store"]
     health = "suspended" if store is None or summary["suspended"] else store["health"]["state"]
-    return {state: float(state == health) for state in STATES}
+    return {(state,): float(state == health) for state in STATES}
 
 
 STATES = ("ok", "read-only", "degraded", "suspended")
+TIERS = ("device", "host")
+EVENTS = (
+    *("written", "failed", "abandoned", "evicted", "purged", "expired"),
+    *("unreadable", "cleared", "quarantined", "gone"),
+)
 COUNTERS = (
     Series(
         "requests_total",
         "Finished requests, by where their prefix was: on SSD, on the device, or nowhere.",
         _totals("requests_*", "ssd", "device", "computed"),
-        "path",
+        ("path",),
+    ),
+    Series(
+        "requests_decision_total",
+        "Finished requests, by what was decided about their stored prefix: to load it, or to "
+        "compute it because that was estimated to be faster; none where nothing was stored.",
+        _by_key("requests_decision"),
+        ("decision",),
+    ),
+    Series(
+        "requests_approximate_total",
+        "Finished requests whose answer rests on anything but exact KVs of the whole prefix.",
+        _total("requests_approximate"),
     ),
     Series(
         "requests_prefetched_total",
@@ -94,25 +143,43 @@ COUNTERS = (
     Series(
         "requests_not_served_total",
         "Requests that may not be served from the store, by the field that stands against it.",
-        lambda summary: summary["totals"]["requests_not_served"],
-        "reason",
+        _by_key("requests_not_served"),
+        ("reason",),
     ),
     Series(
         "requests_not_stored_total",
         "Requests that may not be stored, by the field that stands against it.",
-        lambda summary: summary["totals"]["requests_not_stored"],
-        "reason",
+        _by_key("requests_not_stored"),
+        ("reason",),
     ),
     Series(
         "requests_why_total",
         "Finished requests, by what decided about their prefix: see `why` of the API.",
-        lambda summary: summary["totals"]["requests_why"],
-        "reason",
+        _by_key("requests_why"),
+        ("reason",),
+    ),
+    Series(
+        "prompt_tokens_total",
+        "Tokens of the prompts of finished requests, by where they came from: SGLang's pool, slots "
+        "that other requests loaded, the store, there from behind other text, left out of a prefix "
+        "of which a part was asked for, or computed.",
+        _by_key("prompt_tokens"),
+        ("source",),
     ),
     Series(
         "prefix_tokens_total",
         "Tokens of the prefixes of finished requests, resident and stored.",
         _total("prefix_tokens"),
+    ),
+    Series(
+        "used_tokens_total",
+        "Of these the tokens that attention saw; their share is the mean retention.",
+        _total("used_tokens"),
+    ),
+    Series(
+        "truncated_tokens_total",
+        "Tokens that were left out of over-long prompts.",
+        _total("truncated_tokens"),
     ),
     Series(
         "loaded_tokens_total",
@@ -123,7 +190,7 @@ COUNTERS = (
         "chunks_total",
         "Chunks that requests wanted, by the tier in which they were.",
         _totals("*_chunks", "device", "host", "ssd"),
-        "tier",
+        ("tier",),
     ),
     Series("ssd_read_bytes_total", "Bytes read from SSD for requests.", _total("ssd_bytes")),
     Series(
@@ -142,69 +209,99 @@ COUNTERS = (
         "request_seconds_total",
         "Time of requests for loading, by what it went to; waiting for the drive is part of it.",
         _totals("*_ms", "wait", "load", "probe", "attention", scale=1e-3),
-        "stage",
+        ("stage",),
     ),
     Series(
-        "ssd_written_bytes_total", "Bytes of segments that were written.", _store(_="bytes_written")
+        "ssd_written_bytes_total", "Bytes of segments that were written.", _store("bytes_written")
     ),
     Series(
         "segments_total",
-        "Segments, by what happened to them.",
-        _store(
-            **{
-                event: f"segments_{event}"
-                for event in (
-                    "written",
-                    "failed",
-                    "abandoned",
-                    "evicted",
-                    "unreadable",
-                    "quarantined",
-                )
-            }
-        ),
-        "event",
+        "Segments, by what happened to them. A second look finds those that were unreadable "
+        "cleared, quarantined or gone.",
+        _stores(**{event: f"segments_{event}" for event in EVENTS}),
+        ("event",),
+    ),
+    Series(
+        "disk_failures_total",
+        "What the disk could not do: read, write, say what room it has.",
+        _health("failures"),
+    ),
+    Series(
+        "disk_recoveries_total",
+        "How often a disk that had failed was used again.",
+        _health("recoveries"),
     ),
     Series(
         "offers_refused_total",
         "Prompts that were not stored: for want of space, because the disk takes nothing, or for "
         "want of a budget.",
-        _store(
+        _stores(
             no_space="offers_without_space",
             unavailable="offers_while_unavailable",
             budget="offers_above_budget",
         ),
-        "reason",
+        ("reason",),
     ),
 )
 GAUGES = (
     Series(
         "store_bytes",
         "Bytes on SSD: used, the quota, damaged files that were set aside, and other models'.",
-        _store(
+        _stores(
             used="used_bytes",
             quota="quota_bytes",
             quarantined="quarantined_bytes",
             other_models="other_models_bytes",
         ),
-        "kind",
+        ("kind",),
     ),
-    Series("store_segments", "Segments on SSD.", _store(_="segments")),
+    Series("store_segments", "Segments on SSD.", _store("segments")),
+    Series(
+        "store_suspects",
+        "Segments that could not be read, until a second look decides about them.",
+        _store("segments_suspect"),
+    ),
     Series(
         "write_budget_bytes",
         "Bytes that may be written now, and per day (0: no limit).",
-        _store(left="write_budget_left_bytes", day="write_budget_bytes"),
-        "kind",
+        _stores(left="write_budget_left_bytes", day="write_budget_bytes"),
+        ("kind",),
     ),
-    Series("writes_pending", "Segments that are being written.", _store(_="writes_pending")),
+    Series("writes_pending", "Segments that are being written.", _store("writes_pending")),
     Series(
         "buffer_bytes",
         "Bytes of read buffers: used, and the limit.",
-        _store(used="buffer_used_bytes", limit="buffer_bytes"),
-        "kind",
+        _stores(used="buffer_used_bytes", limit="buffer_bytes"),
+        ("kind",),
     ),
-    Series("cache_used_bytes", "Bytes used of the chunk caches.", _caches, "tier"),
-    Series("store_state", "1 for the state in which the store is.", _state, "state"),
+    Series(
+        "cache_bytes",
+        "Bytes of the chunk caches: used, and their capacity.",
+        _cache_bytes,
+        ("tier", "kind"),
+    ),
+    Series(
+        "cache_evicted_score",
+        "What the chunk was worth that left a cache last to make room: decayed uses, times the "
+        "share that was wanted.",
+        _evicted_scores,
+        ("tier",),
+    ),
+    Series(
+        "pool_tokens",
+        "Slots of SGLang's pool: its size, and of that what is private to requests, shared by "
+        "them, shared and idle, held for writes alone, and being written.",
+        _pool(
+            size="tokens",
+            private="private_tokens",
+            shared="shared_tokens",
+            idle="shared_idle_tokens",
+            held="held_tokens",
+            writing="writing_tokens",
+        ),
+        ("kind",),
+    ),
+    Series("store_state", "1 for the state in which the store is.", _state, ("state",)),
 )
 # Of requests that loaded a prefix: the field of their reports, name, meaning and buckets.
 HISTOGRAMS = (
@@ -235,11 +332,11 @@ class ServingMetrics:
         self._due = 0.0
         self.has_news = False
         """Whether requests have ended since anything was told."""
-        self._told: dict[str, Mapping[str, float]] = {}
+        self._told: dict[str, Values] = {}
 
         def names(series: Series) -> list[str]:
             # Somebody may have given all metrics a label of this name: ours is what it says.
-            return list(dict.fromkeys([*self._labels, *([series.label] if series.label else [])]))
+            return list(dict.fromkeys([*self._labels, *series.labels]))
 
         mode: dict[str, Any] = {"multiprocess_mode": "mostrecent"}
         self._counters = [
@@ -273,13 +370,13 @@ class ServingMetrics:
         for series, counter in self._counters:
             found, told = series.read(summary), self._told.get(series.name, {})
             self._told[series.name] = found
-            for value, total in found.items():
+            for values, total in found.items():
                 # Another store counts from nothing.
-                more = total - told.get(value, 0.0)
-                counter.labels(**self._with(series, value)).inc(more if more >= 0 else total)
+                more = total - told.get(values, 0.0)
+                counter.labels(**self._with(series, values)).inc(more if more >= 0 else total)
         for series, gauge in self._gauges:
-            for value, number in series.read(summary).items():
-                gauge.labels(**self._with(series, value)).set(number)
+            for values, number in series.read(summary).items():
+                gauge.labels(**self._with(series, values)).set(number)
 
-    def _with(self, series: Series, value: str) -> dict[str, str]:
-        return self._labels | ({series.label: value} if series.label else {})
+    def _with(self, series: Series, values: tuple[str, ...]) -> dict[str, str]:
+        return self._labels | dict(zip(series.labels, values, strict=True))

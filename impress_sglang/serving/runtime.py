@@ -88,6 +88,8 @@ class ServingRuntime:
         """Requests that were opened and not released."""
         self.blending: Blending | None = None
         """How requests reuse text that is no prefix, if they may."""
+        self.describe_pool: Callable[[], dict[str, int]] = dict
+        """What of the pool of slots is whose, in tokens, from who has the pool."""
         self._page_size = page_size
         self._looks_ahead = config.lookahead == ON
         self.lookahead = LookAhead(tells=self._looks_ahead)
@@ -277,6 +279,7 @@ class ServingRuntime:
             "probe_kv_heads": list(self.shape.probe_kv_heads),
             "kv_heads": self.shape.num_kv_heads,
             "requests_live": len(self.live),
+            "device_pool": self.describe_pool(),
             "totals": rounded,
             "store": None if store is None else store.summary(),
             "pins": None if store is None else store.pins.summary(),

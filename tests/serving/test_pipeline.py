@@ -164,6 +164,11 @@ def test_prometheus_is_told_what_the_statistics_say(narrow: Server) -> None:
     expected = {
         "requests_total ssd": totals["requests_ssd"],
         "requests_total computed": totals["requests_computed"],
+        "requests_decision_total load": totals["requests_decision"]["load"],
+        "requests_approximate_total": totals["requests_approximate"],
+        "prompt_tokens_total loaded": totals["prompt_tokens"]["loaded"],
+        "prompt_tokens_total computed": totals["prompt_tokens"]["computed"],
+        "used_tokens_total": totals["used_tokens"],
         "ssd_read_bytes_total": totals["ssd_bytes"],
         "chunks_total ssd": totals["ssd_chunks"],
         "request_seconds_total wait": pytest.approx(totals["wait_ms"] / 1e3),
@@ -171,6 +176,9 @@ def test_prometheus_is_told_what_the_statistics_say(narrow: Server) -> None:
         "segments_total written": store["segments_written"],
         "store_bytes quota": store["quota_bytes"],
         "store_segments": store["segments"],
+        "disk_failures_total": 0.0,
+        "pool_tokens size": stats["device_pool"]["tokens"],
+        "pool_tokens idle": stats["device_pool"]["shared_idle_tokens"],
         "store_state ok": 1.0,
         "store_state degraded": 0.0,
         "load_seconds_count": totals["requests_ssd"],
@@ -178,9 +186,12 @@ def test_prometheus_is_told_what_the_statistics_say(narrow: Server) -> None:
     }
     found = metrics_of(narrow)
     assert {name: found.get(name) for name in expected} == expected
+    used = stats["cache"]["host"]["used_bytes"]
+    assert used in (found.get("cache_bytes host used"), found.get("cache_bytes used host"))
     named = {name.split(" ")[0] for name in found}
-    labelled = {"requests_not_served_total", "requests_not_stored_total"}
-    assert {own.name for own in (*COUNTERS, *GAUGES)} - labelled <= named
+    # Of what did not happen.
+    silent = {"requests_not_served_total", "requests_not_stored_total", "cache_evicted_score"}
+    assert {own.name for own in (*COUNTERS, *GAUGES)} - silent <= named
 
 
 def store_prefixes(server: Server, count: int, seed: int) -> list[list[int]]:

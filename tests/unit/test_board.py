@@ -16,10 +16,10 @@ from scripts import board
 FOLDER = Path(__file__).parents[2] / "examples/monitoring"
 BOARD = json.loads(board.BOARD.read_text())
 ALERTS = yaml.safe_load((FOLDER / "alerts.yaml").read_text())
-# By the name of each time series that a server tells: its label. A test of a real server sees that
+# By the name of each time series that a server tells: its labels. A test of a real server sees that
 # it tells these (`test_prometheus_is_told_what_the_statistics_say`).
-TOLD = {series.name: series.label for series in (*COUNTERS, *GAUGES)} | {
-    f"{name}_{part}": "le" if part == "bucket" else ""
+TOLD = {series.name: set(series.labels) for series in (*COUNTERS, *GAUGES)} | {
+    f"{name}_{part}": {"le"} if part == "bucket" else set()
     for _, name, _, _ in HISTOGRAMS
     for part in ("bucket", "sum", "count")
 }
@@ -46,7 +46,7 @@ def test_a_query_asks_for_what_is_told(name: str) -> None:
     query = QUERIES[name]
     metrics = metrics_of(query)
     assert metrics and set(metrics) <= TOLD.keys()
-    labels = {TOLD[metric] for metric in metrics} | {"instance"}
+    labels = {"instance"}.union(*(TOLD[metric] for metric in metrics))
     grouped = {
         label for found in re.findall(r"by \(([\w, ]+)\)", query) for label in found.split(", ")
     }

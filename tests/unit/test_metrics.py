@@ -7,10 +7,29 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from impress_sglang.serving.metrics import PERIOD_SECONDS, PREFIX, ServingMetrics
-from impress_sglang.serving.report import RequestTotals, new_report
+from impress_sglang.management.wear import WriteBudget
+from impress_sglang.management.writing import StoreStats
+from impress_sglang.serving.metrics import COUNTERS, GAUGES, PERIOD_SECONDS, PREFIX, ServingMetrics
+from impress_sglang.serving.report import RequestTotals, new_report, split_tokens
+from impress_sglang.storage.health import Health
 
 LABELS = {"tp_rank": "0"}
+TIER = {"used_bytes": 7, "capacity_bytes": 9, "evicted_score": None}
+
+
+def store(**given: Any) -> dict[str, Any]:
+    """As the store sums itself up."""
+    names = (
+        *("used_bytes", "quota_bytes", "quarantined_bytes", "other_models_bytes", "segments"),
+        *("segments_suspect", "writes_pending", "buffer_bytes", "buffer_used_bytes"),
+    )
+    return {
+        **dict.fromkeys(names, 0),
+        **dataclasses.asdict(StoreStats()),
+        **WriteBudget().summary(),
+        "health": Health().summary(),
+        **given,
+    }
 
 
 class World:
@@ -23,6 +42,8 @@ class World:
         self.totals = RequestTotals()
         self.store: dict[str, Any] | None = None
         self.suspended: str | None = None
+        self.cache: dict[str, Any] | None = {"device": TIER, "host": TIER | {"used_bytes": 1}}
+        self.pool: dict[str, int] = {}
 
     def tell(self, *, now: bool = False) -> None:
         self.metrics.tell(self.summarize, now=now)
@@ -32,7 +53,8 @@ class World:
         return {
             "totals": totals,
             "store": self.store,
-            "cache": {"device": {"used_bytes": 7}},
+            "cache": self.cache,
+            "device_pool": self.pool,
             "suspended": self.suspended,
         }
 
@@ -49,7 +71,8 @@ def test_counters_follow_the_totals_once_a_second() -> None:
     assert world.value("requests_total", path="ssd") == 3.0
     assert world.value("requests_not_served_total", reason="lora_id") == 2.0
     assert world.value("request_seconds_total", stage="wait") == 1.5
-    assert world.value("cache_used_bytes", tier="device") == 7.0
+    assert world.value("cache_bytes", tier="device", kind="used") == 7.0
+    assert world.value("cache_bytes", tier="host", kind="capacity") == 9.0
 
     world.totals.requests_ssd = 5
     world.tell()
@@ -76,8 +99,8 @@ def test_a_label_of_ours_is_ours() -> None:
     registry = CollectorRegistry()
     metrics = ServingMetrics(LABELS | {"tier": "gold"}, lambda: 0.0, registry=registry)
     metrics.tell(World().summarize)
-    found = LABELS | {"tier": "device"}
-    assert registry.get_sample_value(f"{PREFIX}cache_used_bytes", found) == 7.0
+    found = LABELS | {"tier": "device", "kind": "used"}
+    assert registry.get_sample_value(f"{PREFIX}cache_bytes", found) == 7.0
     found = LABELS | {"tier": "gold", "path": "ssd"}
     assert registry.get_sample_value(f"{PREFIX}requests_total", found) == 0.0
 
@@ -97,9 +120,7 @@ def test_another_store_counts_from_nothing() -> None:
     world = World()
     told = []
     for written in (10, None, 4, 6):
-        world.store = (
-            None if written is None else {"bytes_written": written, "health": {"state": "ok"}}
-        )
+        world.store = None if written is None else store(bytes_written=written)
         world.tell()
         world.now += PERIOD_SECONDS
         told.append(
@@ -110,3 +131,54 @@ def test_another_store_counts_from_nothing() -> None:
     world.tell()
     assert world.value("store_state", state="suspended") == 1.0
     assert world.value("store_state", state="ok") == 0.0
+
+
+def test_all_is_told_of_a_store_that_is_open() -> None:
+    """What a value is not known of is left out, not said to be 0."""
+    world = World()
+    world.tell(now=True)
+    assert world.value("store_segments") is None and world.value("disk_failures_total") is None
+    assert world.value("pool_tokens", kind="size") is None
+    assert world.value("cache_evicted_score", tier="device") is None
+
+    health = Health()
+    health.failed("a read", OSError("EIO"), reading=True)
+    health.failed("a read", OSError("EIO"), reading=True)
+    health.probed(None, readable=True)
+    world.store = store(
+        segments_purged=3, segments_expired=4, segments_suspect=2, health=health.summary()
+    )
+    world.cache = {"device": TIER | {"evicted_score": 0.25}, "host": TIER}
+    names = ("private", "shared", "shared_idle", "held", "writing")
+    world.pool = {"tokens": 100, **{f"{own}_tokens": len(own) for own in names}}
+    world.tell(now=True)
+    assert world.value("segments_total", event="purged") == 3
+    assert world.value("segments_total", event="expired") == 4
+    assert world.value("store_suspects") == 2
+    assert world.value("disk_failures_total") == 2 and world.value("disk_recoveries_total") == 1
+    assert world.value("cache_evicted_score", tier="device") == 0.25
+    assert world.value("cache_evicted_score", tier="host") is None
+    assert world.value("pool_tokens", kind="size") == 100
+    assert world.value("pool_tokens", kind="idle") == len("shared_idle")
+    told = {own.name: set(own.read(world.summarize())) for own in (*COUNTERS, *GAUGES)}
+    reasons = {"requests_not_served_total", "requests_not_stored_total"}
+    assert {name for name, values in told.items() if not values} == reasons
+
+
+def test_tokens_and_decisions_are_counted() -> None:
+    world = World()
+    report = new_report("impress", 0, 100)
+    tokens = split_tokens(100, resident=10, loaded=50, unused=20)
+    report |= {"tokens": tokens, "decision": "load", "approximate": True}
+    report |= {"path": "ssd", "prefix_tokens": 80, "used_tokens": 60, "truncated_tokens": 9}
+    world.totals.add(report)
+    world.totals.add(new_report("impress", 0, 5))
+    world.tell()
+    found = {own: world.value("prompt_tokens_total", source=own) for own in tokens}
+    assert found == tokens | {"computed": 25}
+    assert world.value("requests_decision_total", decision="load") == 1
+    assert world.value("requests_decision_total", decision="none") == 1
+    assert world.value("requests_decision_total", decision="recompute") == 0
+    assert world.value("requests_approximate_total") == 1
+    retention = [world.value(f"{own}_tokens_total") for own in ("used", "prefix")]
+    assert retention == [60, 80] and world.value("truncated_tokens_total") == 9
