@@ -303,6 +303,15 @@ def _around_meta_info(original: Callable[..., None], *arguments: Any) -> None:
     keep_report_as_object(original, *arguments)
 
 
+def _after_cached_details(result: Any, streamer: Any, *_: Any, **__: Any) -> Any:
+    """Where SGLang tells tokens from a storage, say that it is ours."""
+    from impress_sglang.integration.radix_cache import ImpressRadixCache
+
+    if isinstance(streamer.tree_cache, ImpressRadixCache) and "storage" in (result or ()):
+        result["storage_backend"] = BACKEND_NAME
+    return result
+
+
 def _around_validation(original: Callable[..., None], *arguments: Any) -> None:
     from impress_sglang.integration.truncation import around_validation
 
@@ -388,6 +397,12 @@ HOOKS = (
     Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", _before_idle, "before"),
     Hook("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _after_state, "after"),
     Hook("sglang.srt.managers.scheduler.Scheduler.set_internal_state", _around_order, "around"),
+    Hook(
+        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+        ".get_cached_tokens_details",
+        _after_cached_details,
+        "after",
+    ),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._accumulate_request_meta_info",
         _around_meta_info,

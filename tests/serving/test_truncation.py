@@ -34,6 +34,7 @@ def truncating(workdir: Path, zygote: Zygote) -> Iterator[Server]:
         workdir / "store-truncating",
         f"--context-length={CONTEXT}",
         "--impress-truncate=0.5",
+        "--enable-cache-report",
         "--impress-blend=0.15",
         "--impress-blend-min-tokens=128",
         "--impress-min-prefix-tokens=64",
@@ -94,6 +95,46 @@ def test_a_conversation_outgrows_the_context(truncating: Server) -> None:
     assert following[: len(last) - 20] == last[:-20]
     assert told["truncated_tokens"] == exact["truncated_tokens"] == report["truncated_tokens"]
     assert told["prefix_tokens"] >= len(last) - 20
+
+
+def test_openai_clients_are_told_what_was_cached(truncating: Server) -> None:
+    """How many tokens, and that a storage of ours had them."""
+
+    def ask(tenant: str) -> tuple[int, int, dict[str, Any], dict[str, Any]]:
+        answer = truncating.post(
+            "/v1/chat/completions",
+            model="tiny",
+            messages=[SYSTEM, {"role": "user", "content": "What is cached? " + "b" * 400}],
+            max_tokens=4,
+            temperature=0,
+            ignore_eos=True,
+            return_meta_info=True,
+            return_cached_tokens_details=True,
+            custom_params={"impress_blend": "off"},
+            cache_salt=tenant,
+        )
+        answer.raise_for_status()
+        told = answer.json()
+        usage, (choice,) = told["usage"], told["choices"]
+        details = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+        said = (told.get("sglext") or {}).get("cached_tokens_details") or {}
+        return usage["prompt_tokens"], details, said, choice["meta_info"]["impress"]
+
+    length, cached, said, report = ask("one")
+    assert (cached, said) == (report["prefix_tokens"], {}) == (0, {})
+    assert report["tokens"]["computed"] == length > 400
+    truncating.flush()
+    _, cached, said, report = ask("one")
+    # The last token of a prompt is computed in any case.
+    assert cached == report["prefix_tokens"] == length - 1
+    assert said == {"device": 0, "host": 0, "storage": cached, "storage_backend": "impress"}
+    assert report["tokens"]["loaded"] == cached and report["tokens"]["computed"] == 1
+    truncating.flush()
+    _, cached, said, report = ask("another")
+    assert (cached, said) == (0, {})
+    _, cached, said, report = ask("another")
+    assert cached == report["prefix_tokens"] == report["tokens"]["resident"] == length - 1
+    assert said == {"device": cached, "host": 0}, "this was in SGLang's pool"
 
 
 def test_a_request_may_refuse(truncating: Server) -> None:
