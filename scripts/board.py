@@ -15,7 +15,8 @@ from typing import Any
 from impress_sglang.serving.metrics import PREFIX
 
 BOARD = Path(__file__).parents[1] / "examples/monitoring/grafana/impress.json"
-DATASOURCE = {"type": "prometheus", "uid": "prometheus"}
+# What is chosen on the board; at first the default, so that any Grafana can show it.
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH, HEIGHT, COLUMNS = 8, 8, 24
 # Of one server, or of all that Prometheus knows; metrics are named without their prefix.
 SERVER = 'instance=~"$instance"'
@@ -38,7 +39,7 @@ def rate(metric: str, by: str = "") -> str:
 
 
 def gauge(metric: str, by: str = "", only: str = "") -> str:
-    """A gauge, or only its value for one value of its label."""
+    """A gauge, or only its value for one value of one of its labels."""
     selector = f"{SERVER}, {only}" if only else SERVER
     return f"sum{f' by ({by})' if by else ''} (#{metric}{{{selector}}})"
 
@@ -64,9 +65,29 @@ PANELS = (
         stacked=True,
     ),
     Panel(
-        "Prefix tokens that were not computed",
-        "Tokens of resident and stored prefixes per second.",
-        {"tokens": rate("prefix_tokens_total")},
+        "Prompt tokens by source",
+        "Tokens of prompts per second: from SGLang's pool, from slots that other requests loaded, "
+        "from the store, from there behind other text, left out of a prefix in part, or computed.",
+        {"{{source}}": rate("prompt_tokens_total", "source")},
+        stacked=True,
+    ),
+    Panel(
+        "Decisions",
+        "Whether stored prefixes were loaded, or computed because that was estimated to be faster; "
+        "none where nothing was stored.",
+        {"{{decision}}": rate("requests_decision_total", "decision")},
+        "reqps",
+        stacked=True,
+    ),
+    Panel(
+        "Exact answers, and retention",
+        "Share of requests whose answer rests on exact KVs of the whole prefix; share of tokens of "
+        "prefixes that attention saw.",
+        {
+            "exact": f"1 - {rate('requests_approximate_total')} / {rate('requests_total')}",
+            "retention": f"{rate('used_tokens_total')} / {rate('prefix_tokens_total')}",
+        },
+        "percentunit",
     ),
     Panel(
         "Chunks by tier",
@@ -106,8 +127,12 @@ PANELS = (
     ),
     Panel(
         "Wear: bytes written in a day",
-        "Compare with what the drive is rated for.",
-        {"written": f"sum (increase(#ssd_written_bytes_total{{{SERVER}}}[1d]))"},
+        "Beside what --impress-write-gb-per-day allows, if it is given, and what of that is left.",
+        {
+            "written": f"sum (increase(#ssd_written_bytes_total{{{SERVER}}}[1d]))",
+            "allowed": gauge("write_budget_bytes", only='kind="day"') + " > 0",
+            "left": gauge("write_budget_bytes", only='kind="left"') + " > 0",
+        },
         "bytes",
     ),
     Panel(
@@ -120,6 +145,43 @@ PANELS = (
         "Segments",
         "What happened to them, per second.",
         {"{{event}}": rate("segments_total", "event")},
+    ),
+    Panel(
+        "Chunk caches",
+        "Share of their capacity that is used.",
+        {
+            "{{tier}}": gauge("cache_bytes", "tier", 'kind="used"')
+            + " / "
+            + gauge("cache_bytes", "tier", 'kind="capacity"'),
+        },
+        "percentunit",
+    ),
+    Panel(
+        "Score of the last evicted chunk",
+        "Uses, each half as much per --impress-half-life since, times the share that was wanted: "
+        "what a newcomer has to beat. Far above 0 means that a cache is too small.",
+        {"{{tier}}": f"max by (tier) (#cache_evicted_score{{{SERVER}}})"},
+    ),
+    Panel(
+        "Slots of the pool",
+        "The size of SGLang's pool, and what of it stored prefixes and writes have.",
+        {"{{kind}}": gauge("pool_tokens", "kind")},
+    ),
+    Panel(
+        "Failures of the disk",
+        "What it could not do, and how often it was used again, in an hour.",
+        {
+            "failures": f"sum (increase(#disk_failures_total{{{SERVER}}}[1h]))",
+            "recoveries": f"sum (increase(#disk_recoveries_total{{{SERVER}}}[1h]))",
+            "suspect segments": gauge("store_suspects"),
+        },
+    ),
+    Panel(
+        "Prompts that were not stored",
+        "For want of room, of a disk that takes them, or of --impress-write-gb-per-day.",
+        {"{{reason}}": rate("offers_refused_total", "reason")},
+        "reqps",
+        stacked=True,
     ),
     Panel(
         "State of the store",
@@ -138,8 +200,17 @@ def board() -> dict[str, Any]:
         "tags": ["sglang"],
         "time": {"from": "now-1h", "to": "now"},
         "refresh": "10s",
-        "templating": {"list": [_instances()]},
+        "templating": {"list": [_datasources(), _instances()]},
         "panels": [_panel(number, panel) for number, panel in enumerate(PANELS)],
+    }
+
+
+def _datasources() -> dict[str, Any]:
+    return {
+        "name": "datasource",
+        "type": "datasource",
+        "query": "prometheus",
+        "current": {"text": "default", "value": "default"},
     }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -95,4 +97,85 @@ def test_what_compose_mounts_is_there() -> None:
     prometheus = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
     assert [(FOLDER / path).is_file() for path in prometheus["rule_files"]] == [True]
     datasource = yaml.safe_load((FOLDER / "grafana/datasource.yaml").read_text())
-    assert datasource["datasources"][0]["uid"] == board.DATASOURCE["uid"]
+    (source,) = datasource["datasources"]
+    assert source["isDefault"] and source["type"] == board.DATASOURCE["type"]
+
+
+def test_ports_are_those_that_are_given() -> None:
+    """SGLang's own compose file has the usual ones, on the same host."""
+    text = (FOLDER / "compose.yaml").read_text()
+    services = yaml.safe_load(text)["services"]
+    address = "--web.listen-address=127.0.0.1:${PROMETHEUS_PORT:-9090}"
+    assert address in services["prometheus"]["command"]
+    environment = services["grafana"]["environment"]
+    assert environment["GF_SERVER_HTTP_PORT"] == "${GRAFANA_PORT:-3000}"
+    assert environment["PROMETHEUS_PORT"] == "${PROMETHEUS_PORT:-9090}"
+    datasource = yaml.safe_load((FOLDER / "grafana/datasource.yaml").read_text())
+    assert datasource["datasources"][0]["url"] == "http://127.0.0.1:$PROMETHEUS_PORT"
+
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="there is no promtool: apt-get install prometheus"
+)
+
+
+@needs_promtool
+def test_prometheus_accepts_the_rules() -> None:
+    told = promtool("check", "rules", FOLDER / "alerts.yaml")
+    count = sum(len(group["rules"]) for group in ALERTS["groups"])
+    assert f"{count} rules found" in told
+
+
+def promtool(*arguments: object) -> str:
+    command = ["promtool", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# What a server tells each minute, and when which alert is about it.
+BUDGET = 'sglang:impress_offers_refused_total{instance="a", reason="budget"}'
+WRITTEN = 'sglang:impress_ssd_written_bytes_total{instance="a"}'
+DAY = 'sglang:impress_write_budget_bytes{instance="a", kind="day"}'
+STORIES = {
+    "refused for want of a budget": ("ImpressWriteBudgetSpent", {BUDGET: "0+1x120"}, "60m", True),
+    "stored": ("ImpressWriteBudgetSpent", {BUDGET: "7x120"}, "60m", False),
+    "more written than allowed": (
+        "ImpressWearsTheDrive",
+        {WRITTEN: "0+1000000x1440", DAY: "1000000000x1440"},
+        "1440m",
+        True,
+    ),
+    "less written than allowed": (
+        "ImpressWearsTheDrive",
+        {WRITTEN: "0+1000000x1440", DAY: "2000000000x1440"},
+        "1440m",
+        False,
+    ),
+    "nothing is said of what is allowed": (
+        "ImpressWearsTheDrive",
+        {WRITTEN: "0+1000000000x1440", DAY: "0x1440"},
+        "1440m",
+        False,
+    ),
+}
+
+
+@needs_promtool
+@pytest.mark.parametrize(("alert", "series", "when", "fires"), STORIES.values(), ids=STORIES)
+def test_an_alert_fires_when_it_should(
+    alert: str, series: dict[str, str], when: str, fires: bool, tmp_path: Path
+) -> None:
+    rules = {own["alert"]: own for group in ALERTS["groups"] for own in group["rules"]}
+    summary = rules[alert]["annotations"]["summary"]
+    expected = {"exp_labels": {"instance": "a"}, "exp_annotations": {"summary": summary}}
+    story = {
+        "interval": "1m",
+        "input_series": [{"series": own, "values": values} for own, values in series.items()],
+        "alert_rule_test": [
+            {"alertname": alert, "eval_time": when, "exp_alerts": [expected] if fires else []}
+        ],
+    }
+    file = tmp_path / "story.yaml"
+    file.write_text(yaml.dump({"rule_files": [str(FOLDER / "alerts.yaml")], "tests": [story]}))
+    promtool("test", "rules", file)
