@@ -75,16 +75,16 @@ class Row:
 
     numbers = itertools.count()
 
-    def __init__(self, world: World, known: int, sink: tuple[int, int] | None = None) -> None:
-        """`known` tokens are resident; after them, of a offset row, k of a prefix of m."""
+    def __init__(self, world: World, known: int, prefix: tuple[int, int] | None = None) -> None:
+        """After m - k zeros `known` resident tokens, and then k tokens of a stored prefix of m."""
         self.rid = f"request-{next(self.numbers)}"
         self._world = world
         (self.index,) = world.rows.alloc_rows(1)
         self.zeros = 0
         resident = world.take(known)
         slots = list(resident)
-        if sink is not None:
-            k, m = sink
+        if prefix is not None:
+            k, m = prefix
             self.zeros = m - k
             own = world.take(k)
             slots += own
@@ -99,7 +99,7 @@ class Row:
                 loading=None,
                 report={},
             )
-        # Nobody may see what stands in the sink slot.
+        # Nobody may see what stands in slot 0.
         self.slots = slots
         self._write(0, [0] * self.zeros + slots)
 
@@ -136,7 +136,7 @@ class World:
         )
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer.normal_()
-            # Who reads the sink slot shall notice.
+            # Who reads slot 0 shall notice.
             buffer[0] = float("nan")
         table = ReqToTokenPool(rows, 256, "cpu", enable_memory_saver=False)
         allocator = TokenToKVPoolAllocator(tokens, torch.float32, "cpu", pool, need_sort=False)
@@ -179,8 +179,8 @@ class World:
         pages = itertools.islice(self._pages, -(-count // size))
         return [page * size + token for page in pages for token in range(size)][:count]
 
-    def row(self, known: int, sink: tuple[int, int] | None = None) -> Row:
-        return Row(self, known, sink)
+    def row(self, known: int, prefix: tuple[int, int] | None = None) -> Row:
+        return Row(self, known, prefix)
 
     def adopted(self, backend: Any) -> Any:
         adopt_backend(backend, self.runner)
@@ -326,7 +326,7 @@ class Beam(Row):
 
 def beams_on_rows_of(world: World, backend: Any, starts: Sequence[tuple[int, int]]) -> list[Row]:
     """A leader without a prefix and its beams, on rows that earlier requests started late."""
-    gone = [world.row(0, sink=sink) for sink in starts]
+    gone = [world.row(0, prefix=prefix) for prefix in starts]
     prepare(backend, world, *((row, 2) for row in gone))
     leader = world.row(70)
     prepare(backend, world, (leader, 3))

@@ -56,10 +56,10 @@ def triton_backend(world: World) -> Any:
 
 
 def test_extend_of_rows_with_and_without_a_prefix(world: World, triton_backend: Any) -> None:
-    sink, resident, new = world.row(7, sink=(13, 50)), world.row(20), world.row(0)
-    batch = extend(triton_backend, world, (sink, 9), (resident, 4), (new, 6))
-    assert world.store.loaded == [(sink.rid, 0), (sink.rid, 1)]
-    inputs = world.store.inputs[sink.rid]
+    offset, resident, new = world.row(7, prefix=(13, 50)), world.row(20), world.row(0)
+    batch = extend(triton_backend, world, (offset, 9), (resident, 4), (new, 6))
+    assert world.store.loaded == [(offset.rid, 0), (offset.rid, 1)]
+    inputs = world.store.inputs[offset.rid]
     assert inputs.queries.shape == (9, QUERY_HEADS, DIM) and len(inputs.resident_keys) == 7
     pairs = 9 * (20 + 5) + 4 * (20 + 2.5) + 6 * 3.5
     assert world.store.passes == [(19, pairs)]
@@ -71,26 +71,26 @@ def test_extend_of_rows_with_and_without_a_prefix(world: World, triton_backend: 
 
 def test_chunks_of_a_prefill_and_its_decode(world: World, triton_backend: Any) -> None:
     """Two chunks of one request, then decode steps beside a row without a prefix."""
-    sink, other = world.row(3, sink=(10, 40)), world.row(12)
+    offset, other = world.row(3, prefix=(10, 40)), world.row(12)
     for count in (6, 5):
-        extend(triton_backend, world, (sink, count))
+        extend(triton_backend, world, (offset, count))
     assert len(world.store.loaded) == LAYERS, "the second chunk finds the prefix in its slots"
     extend(triton_backend, world, (other, 2))
-    for order in ([sink, other], [other, sink]):
+    for order in ([offset, other], [other, offset]):
         decode(triton_backend, world, order)
 
 
 def test_decoding_rows_in_a_batch_of_prefill(world: World, triton_backend: Any) -> None:
     """MIXED: SGLang runs it as an extend in which decoding rows have one new token."""
-    decoding = world.row(0, sink=(8, 33))
+    decoding = world.row(0, prefix=(8, 33))
     extend(triton_backend, world, (decoding, 4))
-    stored = world.row(2, sink=(5, 21))
+    stored = world.row(2, prefix=(5, 21))
     extend(triton_backend, world, (stored, 7), (world.row(6), 3), (decoding, 1))
 
 
 def test_row_that_is_used_again(world: World, triton_backend: Any) -> None:
     """A row's start goes with the request that has it."""
-    first = world.row(0, sink=(4, 30))
+    first = world.row(0, prefix=(4, 30))
     prepare(triton_backend, world, (first, 2))
     del world.store.live[first.rid]
     world.rows.free_rows([first.index])
@@ -113,13 +113,13 @@ Begin = Callable[..., Any]
 
 def rows_of_all_kinds(world: World, backend: Any, begin: Begin) -> list[Row]:
     """With a part of a prefix, without one, and with a whole one."""
-    rows = [world.row(2, sink=(11, 60)), world.row(17), world.row(0, sink=(6, 6))]
+    rows = [world.row(2, prefix=(11, 60)), world.row(17), world.row(0, prefix=(6, 6))]
     begin(backend, world, *((row, 3) for row in rows))
     return rows
 
 
 def beams_beside_a_row_that_starts_late(world: World, backend: Any, begin: Begin) -> list[Row]:
-    rows = [*beams_on_rows_of(world, backend, [(4, 30)]), world.row(0, sink=(5, 40))]
+    rows = [*beams_on_rows_of(world, backend, [(4, 30)]), world.row(0, prefix=(5, 40))]
     begin(backend, world, (rows[-1], 2))
     return rows
 
@@ -199,7 +199,7 @@ def flashinfer(world: World, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_flashinfer_extend(world: World, flashinfer: Any, paged: bool) -> None:
     """New tokens from memory and the rest from the pool, or all from the pool."""
     flashinfer.use_paged = paged
-    rows = [(world.row(4, sink=(12, 70)), 5), (world.row(9), 2), (world.row(0, sink=(3, 8)), 1)]
+    rows = [(world.row(4, prefix=(12, 70)), 5), (world.row(9), 2), (world.row(0, prefix=(3, 8)), 1)]
     prepare(flashinfer, world, *rows)
     (qo_indptr, kv_indptr, kv_indices, *_), _ = flashinfer.prefill_wrappers_paged[0].plans[-1]
     seen = [row.slots if paged else row.slots[:-count] for row, count in rows]
@@ -215,7 +215,7 @@ def test_flashinfer_extend(world: World, flashinfer: Any, paged: bool) -> None:
 
 @pytest.mark.parametrize("known_on_host", [True, False])
 def test_flashinfer_decode(world: World, flashinfer: Any, known_on_host: bool) -> None:
-    rows = [world.row(4, sink=(12, 70)), world.row(9)]
+    rows = [world.row(4, prefix=(12, 70)), world.row(9)]
     prepare(flashinfer, world, *((row, 2) for row in rows))
     batch = world.decode(rows)
     if known_on_host:

@@ -26,21 +26,9 @@ from impress_sglang.errors import UnsupportedError
 from impress_sglang.integration import attention
 from impress_sglang.integration.attention import ADOPTED, PrefixAttention, adopt_backend
 from impress_sglang.integration.judged_backends import BACKENDS
-from tests.integration.backend_world import (
-    DIM,
-    KV_HEADS,
-    LAYERS,
-    QUERY_HEADS,
-    World,
-    check,
-    configured,
-    decode,
-    extend,
-    layers,
-    prepare,
-)
+from tests.integration import backend_world as backends
 
-__all__ = ["configured"]
+configured = backends.configured
 
 
 def attend_by_pages(
@@ -105,13 +93,13 @@ KINDS = {
 
 
 @pytest.fixture(params=[1, 16], ids="pages-of-{}".format)
-def world(request: pytest.FixtureRequest, configured: tuple[Any, Any]) -> World:
-    return World(*configured, page_size=request.param)
+def world(request: pytest.FixtureRequest, configured: tuple[Any, Any]) -> backends.World:
+    return backends.World(*configured, page_size=request.param)
 
 
 @pytest.fixture(params=KINDS)
 def backend(
-    request: pytest.FixtureRequest, world: World, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, world: backends.World, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
     name = f"{Elsewhere.__module__}.{Elsewhere.__qualname__}"
     monkeypatch.setitem(ADOPTED, name, None)
@@ -120,43 +108,43 @@ def backend(
     yield world.adopted(KINDS[request.param](world.runner))
 
 
-def test_prefixes_are_loaded_before_attention(world: World, backend: Any) -> None:
+def test_prefixes_are_loaded_before_attention(world: backends.World, backend: Any) -> None:
     """A row with a stored prefix beside others, in prefill and in the decode steps after it."""
     assert not backend.offset_rows
-    stored = world.row(32, sink=(48, 48))
+    stored = world.row(32, prefix=(48, 48))
     rows = [(stored, 16), (world.row(16), 16), (world.row(0), 32)]
-    extend(backend, world, *rows)
-    assert world.store.loaded == [(stored.rid, layer) for layer in range(LAYERS)]
+    backends.extend(backend, world, *rows)
+    assert world.store.loaded == [(stored.rid, layer) for layer in range(backends.LAYERS)]
     inputs = world.store.inputs[stored.rid]
-    assert inputs.queries.shape == (16, QUERY_HEADS, DIM)
-    assert inputs.new_keys.shape == (16, KV_HEADS, DIM)
+    assert inputs.queries.shape == (16, backends.QUERY_HEADS, backends.DIM)
+    assert inputs.new_keys.shape == (16, backends.KV_HEADS, backends.DIM)
     assert [new for new, _ in world.store.passes] == [64]
     # The next chunk finds the prefix in its slots, and so does decoding.
-    extend(backend, world, (stored, 16))
-    decode(backend, world, [row for row, _ in rows])
-    assert len(world.store.loaded) == LAYERS
+    backends.extend(backend, world, (stored, 16))
+    backends.decode(backend, world, [row for row, _ in rows])
+    assert len(world.store.loaded) == backends.LAYERS
 
 
 @pytest.mark.parametrize("backend", ["elsewhere", "fa3", "prefill", "decode"], indirect=True)
-def test_keys_that_were_written_with_their_rotation(world: World, backend: Any) -> None:
-    stored = world.row(0, sink=(32, 32))
-    batch = prepare(backend, world, (stored, 16))
+def test_keys_that_were_written_with_their_rotation(world: backends.World, backend: Any) -> None:
+    stored = world.row(0, prefix=(32, 32))
+    batch = backends.prepare(backend, world, (stored, 16))
     pool = world.runner.token_to_kv_pool
-    for layer in layers():
-        keys, values = (torch.randn(16, KV_HEADS, DIM) for _ in range(2))
+    for layer in backends.layers():
+        keys, values = (torch.randn(16, backends.KV_HEADS, backends.DIM) for _ in range(2))
         pool.k_buffer[layer.layer_id][batch.out_cache_loc] = keys
         pool.v_buffer[layer.layer_id][batch.out_cache_loc] = values
-        q = torch.randn(16, QUERY_HEADS * DIM)
+        q = torch.randn(16, backends.QUERY_HEADS * backends.DIM)
         output = backend.forward(q, None, None, layer, batch, save_kv_cache=False)
         assert torch.equal(world.store.inputs[stored.rid].new_keys, keys)
-        shape = 16, QUERY_HEADS, DIM
-        check(world, layer, stored, q.view(shape), output.view(shape))
+        shape = 16, backends.QUERY_HEADS, backends.DIM
+        backends.check(world, layer, stored, q.view(shape), output.view(shape))
 
 
-def test_a_part_of_a_prefix_never_gets_here(world: World) -> None:
+def test_a_part_of_a_prefix_never_gets_here(world: backends.World) -> None:
     backend = world.adopted(hybrid(world.runner, TorchNativeAttnBackend, TritonAttnBackend))
     with pytest.raises(AssertionError, match="begins at an offset"):
-        backend.init_forward_metadata(world.extend([(world.row(0, sink=(16, 48)), 4)]))
+        backend.init_forward_metadata(world.extend([(world.row(0, prefix=(16, 48)), 4)]))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -180,7 +168,7 @@ def test_objects_can_change_their_class(name: str) -> None:
 
 @pytest.mark.parametrize("part", ["prefill_backend", "decode_backend"])
 def test_a_hybrid_of_what_nobody_has_judged_is_refused(configured: Any, part: str) -> None:
-    runner = World(*configured).runner
+    runner = backends.World(*configured).runner
     backend = hybrid(runner, TorchNativeAttnBackend, TorchNativeAttnBackend)
     setattr(backend, part, Elsewhere(runner))
     with pytest.raises(UnsupportedError, match="how Elsewhere attends"):

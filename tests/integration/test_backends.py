@@ -42,7 +42,7 @@ from tests.unit.kv_factory import IDENTITY, make_shape
 from tests.unit.store_factory import DEFAULTS
 
 
-def test_sink_rows_are_where_they_begin() -> None:
+def test_backends_of_offset_rows_ask_the_translator() -> None:
     """What `paged.py` goes by: each of them asks the translator once for a batch."""
     for name in set(OFFSET_ROWS) - {"torch_native"}:
         stock = pkgutil.resolve_name(f"sglang.srt.layers.attention.{BACKENDS[name].kind}")

@@ -111,7 +111,7 @@ def test_a_prefix_that_is_used_in_codes_is_the_last_to_be_removed(world: World) 
 
 
 def test_a_part_of_a_prefix_has_slots_of_its_own(world: World) -> None:
-    """A offset row, filled from codes: nobody shares it, and it shares nothing that is there."""
+    """An offset row, filled from codes: nobody shares it, and it shares nothing that is there."""
     world.idle_part()
     req = world.ask("part", retention=0.25)
     request = world.admit(req)

@@ -47,8 +47,8 @@ def single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     params=[
         "in order: gqa-float32",
         "reordered: gqa-float32",
-        "in order: head_groups-float32",
-        "reordered: head_groups-bfloat16",
+        "in order: no-probe-float32",
+        "reordered: no-probe-bfloat16",
     ]
 )
 def several(

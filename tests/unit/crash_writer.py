@@ -27,18 +27,11 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.storage.catalog import Catalog
 from impress_sglang.storage.files import FileSystem
-from tests.unit.kv_factory import (
-    IDENTITY,
-    SequenceKVs,
-    as_tokens,
-    flip_byte,
-    head_groups_of,
-    make_shape,
-)
+from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import open_source, rows
 
-SHAPE = make_shape(dtype=torch.bfloat16, probe=())
+SHAPE = kv.make_shape(dtype=torch.bfloat16, probe=())
 FAMILIES = 3
 STEP = 12  # tokens by which a prefix of a family grows
 LONGEST = 40 * STEP
@@ -61,7 +54,7 @@ def open_store(directory: Path) -> PrefixStore:
         policy="paper",
         retention=0.25,
     )
-    return PrefixStore(config, IDENTITY, SHAPE)
+    return PrefixStore(config, kv.IDENTITY, SHAPE)
 
 
 def write_forever(directory: Path, progress: Path) -> None:
@@ -70,8 +63,8 @@ def write_forever(directory: Path, progress: Path) -> None:
     progress.write_text("0 0\n")
     for length in range(STEP, LONGEST, STEP):
         for family in range(FAMILIES):
-            kvs = SequenceKVs(SHAPE, "", sequence(family, length))
-            tokens = as_tokens(kvs.tokens)
+            kvs = kv.SequenceKVs(SHAPE, "", sequence(family, length))
+            tokens = kv.as_tokens(kvs.tokens)
             outcome = store.writes.offer(
                 "", Offer(tokens, kvs.read_from, lambda: None, lambda: None, min_tokens=1)
             )
@@ -87,10 +80,10 @@ def write_forever(directory: Path, progress: Path) -> None:
 def lose_something(directory: Path, progress: Path) -> None:
     """Find the last segment of the first family damaged."""
     store = open_store(directory)
-    match = store.match("", as_tokens(sequence(0, LONGEST)))
+    match = store.match("", kv.as_tokens(sequence(0, LONGEST)))
     name = match.spans[-1].segment.segment_id
     (path,) = directory.rglob(f"{name}.kv")
-    flip_byte(path, path.stat().st_size - 4096)
+    kv.flip_byte(path, path.stat().st_size - 4096)
     store.report(SegmentUnreadable(name, "a test"))
     while store.summary()["segments_suspect"]:
         store.poll()
@@ -102,10 +95,10 @@ def lose_something(directory: Path, progress: Path) -> None:
 def reorder_something(directory: Path, progress: Path) -> None:
     """Rewrite the first segment of the first family."""
     store = open_store(directory)
-    match = store.match("", as_tokens(sequence(0, LONGEST)))
+    match = store.match("", kv.as_tokens(sequence(0, LONGEST)))
     length = len(match.spans[0])
     source = open_source(store, match, 0, length)
-    head_groups = head_groups_of(SHAPE)
+    head_groups = kv.head_groups_of(SHAPE)
     selected = torch.arange(1, length, 3).expand(head_groups, -1)
     for layer in range(SHAPE.num_layers):
         read_rows(source, layer, selected)
@@ -171,11 +164,11 @@ def verify(directory: Path) -> dict[str, Any]:
     lengths, covered = [], 0
     for family in range(FAMILIES):
         tokens = sequence(family, LONGEST)
-        match = store.match("", as_tokens(tokens))
+        match = store.match("", kv.as_tokens(tokens))
         lengths.append(match.num_tokens)
         covered += len(match.spans)
         if match.num_tokens:
-            kvs = SequenceKVs(SHAPE, "", tokens[: match.num_tokens])
+            kvs = kv.SequenceKVs(SHAPE, "", tokens[: match.num_tokens])
             source = open_source(store, match)
             for layer in range(SHAPE.num_layers):
                 keys, values = rows(SHAPE, source, layer)

@@ -28,55 +28,38 @@ from impress_sglang.transfer.geometry import SourceSpan
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.source import PrefixSource, ReadNeeds, SegmentSource
-from tests.unit.kv_factory import (
-    PROBE,
-    chunk_disk_bytes,
-    columns_of,
-    head_group_of,
-    head_groups_of,
-    heads_of,
-    holds_values,
-    kv_of,
-    make_cache,
-    make_info,
-    make_shape,
-    open_span,
-    random_kvs,
-    random_mapping,
-    row_size,
-    write_kvs,
-)
+from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
 
 BLOCK = 4096
 # Tiny heads leave most of a chunk's stride to padding; the large ones fill it exactly, or have
 # several blocks to a chunk whose ends cut through rows, or several blocks to a row.
 SHAPES = {
-    "gqa-float32": make_shape(query_heads=8, kv_heads=4, key_dim=16, value_dim=8, probe=(1, 2)),
-    "mha-bfloat16": make_shape(
+    "gqa-float32": kv.make_shape(query_heads=8, kv_heads=4, key_dim=16, value_dim=8, probe=(1, 2)),
+    "mha-bfloat16": kv.make_shape(
         query_heads=6, kv_heads=6, key_dim=16, value_dim=16, dtype=torch.bfloat16, probe=(0, 1, 2)
     ),
-    "tiny-float16": make_shape(
+    "tiny-float16": kv.make_shape(
         query_heads=4, kv_heads=2, key_dim=1, value_dim=3, dtype=torch.float16, probe=(1,)
     ),
-    "full-stride-bfloat16": make_shape(
+    "full-stride-bfloat16": kv.make_shape(
         query_heads=8, kv_heads=2, key_dim=256, value_dim=256, dtype=torch.bfloat16, probe=(0,)
     ),
-    "cut-rows-float32": make_shape(
+    "cut-rows-float32": kv.make_shape(
         query_heads=3, kv_heads=3, key_dim=128, value_dim=160, probe=(1,)
     ),
-    "long-rows-float32": make_shape(query_heads=2, key_dim=500, value_dim=1500),
-    "mqa-no-other-keys": make_shape(query_heads=4, kv_heads=1, key_dim=32, probe=(0,)),
-    "all-probed-float16": make_shape(kv_heads=2, dtype=torch.float16, probe=(0, 1)),
-    "head_groups-float32": make_shape(key_dim=16, probe=()),
-    "head_groups-bfloat16": make_shape(key_dim=16, dtype=torch.bfloat16, probe=()),
-    "head_groups-cut-rows": make_shape(
+    "long-rows-float32": kv.make_shape(query_heads=2, key_dim=500, value_dim=1500),
+    "mqa-no-other-keys": kv.make_shape(query_heads=4, kv_heads=1, key_dim=32, probe=(0,)),
+    "all-probed-float16": kv.make_shape(kv_heads=2, dtype=torch.float16, probe=(0, 1)),
+    "no-probe-float32": kv.make_shape(key_dim=16, probe=()),
+    "no-probe-bfloat16": kv.make_shape(key_dim=16, dtype=torch.bfloat16, probe=()),
+    "no-probe-cut-rows": kv.make_shape(
         query_heads=3, kv_heads=3, key_dim=128, value_dim=160, probe=()
     ),
-    "head_groups-long-rows": make_shape(
+    "no-probe-long-rows": kv.make_shape(
         query_heads=2, key_dim=1000, value_dim=1500, dtype=torch.float16, probe=()
     ),
-    "head_groups-full-stride": make_shape(
+    "no-probe-full-stride": kv.make_shape(
         query_heads=8, key_dim=256, value_dim=256, dtype=torch.bfloat16, probe=()
     ),
 }
@@ -126,7 +109,7 @@ class CacheKind:
     page_tokens: int = 24
 
     def make(self, shape: KVShape) -> ChunkCache:
-        return make_cache(
+        return kv.make_cache(
             shape,
             device_chunks=self.device,
             host_chunks=self.host,
@@ -168,7 +151,7 @@ class Case:
         values: Tensor,
     ) -> None:
         self.shape, self.parts, self.keys, self.values = shape, parts, keys, values
-        self.columns, self.kv_columns = columns_of(shape), kv_of(shape)
+        self.columns, self.kv_columns = kv.columns_of(shape), kv.kv_of(shape)
         self.num_tokens = keys.shape[1]
         self.source: PrefixSource
         self.reader: BlockReader
@@ -226,8 +209,8 @@ class Case:
 
     def kind_columns(self, kind: str) -> list[Column]:
         if kind == "probe":
-            return [PROBE]
-        return [s for s in self.kv_columns if holds_values(self.shape, s) == (kind == "values")]
+            return [kv.PROBE]
+        return [s for s in self.kv_columns if kv.holds_values(self.shape, s) == (kind == "values")]
 
     def columns_of_kinds(self, kinds: Collection[str] = KINDS) -> list[Column]:
         return [column for kind in kinds for column in self.kind_columns(kind)]
@@ -240,8 +223,8 @@ class Case:
         for column in self.kind_columns(kind):
             picked = everything
             if tokens is not None and kind != "probe":
-                picked = tokens[head_group_of(self.shape, column)]
-            columns += [whole[picked, head] for head in heads_of(self.shape, column)]
+                picked = tokens[kv.head_group_of(self.shape, column)]
+            columns += [whole[picked, head] for head in kv.heads_of(self.shape, column)]
         if not columns:
             count = self.num_tokens if tokens is None else tokens.shape[1]
             return whole.new_empty(count, 0, whole.shape[2])
@@ -294,8 +277,8 @@ class Case:
     def rows(self, layer: int, column: Column, tokens: Tensor | None) -> list[tuple[int, int]]:
         """(part, row on disk) of each token; of the probe column all rows, in logical order."""
         picked = range(self.num_tokens)
-        if tokens is not None and column != PROBE:
-            picked = tokens[head_group_of(self.shape, column)].tolist()
+        if tokens is not None and column != kv.PROBE:
+            picked = tokens[kv.head_group_of(self.shape, column)].tolist()
         places = [
             (number, token)
             for number, part in enumerate(self.parts)
@@ -304,18 +287,18 @@ class Case:
         rows = []
         for number, token in (places[t] for t in picked):
             mapping = self.mappings[number]
-            if column == PROBE or mapping is None:
+            if column == kv.PROBE or mapping is None:
                 rows.append((number, token))
             else:
-                head_group = head_group_of(self.shape, column)
+                head_group = kv.head_group_of(self.shape, column)
                 rows.append((number, int(mapping[layer][head_group][token])))
-        return sorted(set(rows)) if column == PROBE else rows
+        return sorted(set(rows)) if column == kv.PROBE else rows
 
     def blocks(
         self, layer: int, column: Column, tokens: Tensor | None = None
     ) -> set[tuple[int, int, int]]:
         """(part, chunk, block) that hold a byte of a wanted row."""
-        size, found = row_size(self.shape, column), set()
+        size, found = kv.row_size(self.shape, column), set()
         for number, row in self.rows(layer, column, tokens) if size else ():
             chunk, place = divmod(row, self.parts[number].chunk_tokens)
             last = (place * size + size - 1) // BLOCK
@@ -333,7 +316,7 @@ class Case:
         """Bytes on disk of each chunk that holds a wanted row."""
         touched = {(number, chunk) for number, chunk, _ in self.blocks(layer, column, tokens)}
         return [
-            chunk_disk_bytes(
+            kv.chunk_disk_bytes(
                 self.shape,
                 column,
                 self.parts[number].chunk_tokens,
@@ -358,7 +341,7 @@ class Case:
             self.cache.detach(span.base, span.segment.layout.total_chunks)
         self.cache.check_integrity()
         again = [
-            open_span(path, self.cache, part.start, part.stop)
+            kv.open_span(path, self.cache, part.start, part.stop)
             for path, part in zip(reversed(self.paths), reversed(self.parts), strict=True)
         ]
         self.spans = again[::-1]
@@ -384,20 +367,20 @@ def open_case(
     cache = cache or NO_CACHE.make(shape)
     spans, keys, values, paths, mappings = [], [], [], [], []
     for number, part in enumerate(parts):
-        info = make_info(
+        info = kv.make_info(
             shape,
             range(part.num_tokens),
             chunk_tokens=part.chunk_tokens,
             segment_id=f"segment{number}",
             generation=int(reordered),
         )
-        own_keys, own_values = random_kvs(shape, part.num_tokens, seed=number)
-        mappings.append(random_mapping(info, number) if reordered else None)
+        own_keys, own_values = kv.random_kvs(shape, part.num_tokens, seed=number)
+        mappings.append(kv.random_mapping(info, number) if reordered else None)
         paths.append(
-            write_kvs(directory, info, own_keys, own_values, direct=direct, mapping=mappings[-1])
+            kv.write_kvs(directory, info, own_keys, own_values, direct=direct, mapping=mappings[-1])
         )
         place = part.start, part.stop
-        spans.append(open_span(paths[-1], cache, *place, direct=direct, retention=retention))
+        spans.append(kv.open_span(paths[-1], cache, *place, direct=direct, retention=retention))
         keys.append(own_keys[:, part.start : part.stop])
         values.append(own_values[:, part.start : part.stop])
     case = Case(shape, parts, torch.cat(keys, 1), torch.cat(values, 1))
@@ -412,7 +395,7 @@ def opened(param: str, directory: Path, reader: BlockReader) -> Case:
     kind, shape_name = param.split(": ")
     shape, (name, *options) = SHAPES[shape_name], kind.split(", ")
     if name == "memory":
-        keys, values = random_kvs(shape, 77, seed=9)
+        keys, values = kv.random_kvs(shape, 77, seed=9)
         case = Case(shape, LAYOUTS["one-segment"], keys, values)
         case.source = MemorySource(shape, list(keys), list(values))
         return case
@@ -434,14 +417,14 @@ def opened(param: str, directory: Path, reader: BlockReader) -> Case:
 def random_tokens(case: Case, count: int, seed: int) -> Tensor:
     """[head groups, count], ascending in each head group, other ones in each."""
     generator = torch.Generator().manual_seed(seed)
-    head_groups = range(head_groups_of(case.shape))
+    head_groups = range(kv.head_groups_of(case.shape))
     picked = [torch.randperm(case.num_tokens, generator=generator)[:count] for _ in head_groups]
     return torch.stack(picked).sort(1).values
 
 
 def same_tokens(case: Case, tokens: Sequence[int]) -> Tensor:
     """[head groups, k], the same in each head group."""
-    return torch.tensor(list(tokens), dtype=torch.int64).expand(head_groups_of(case.shape), -1)
+    return torch.tensor(list(tokens), dtype=torch.int64).expand(kv.head_groups_of(case.shape), -1)
 
 
 def poison(case: Case) -> None:
@@ -450,7 +433,7 @@ def poison(case: Case) -> None:
     layouts = [span.segment.layout for span in case.spans]
     taken = [
         case.pool.take(
-            own.layer_bytes + max(map(own.chunk_stride, columns_of(case.shape))),
+            own.layer_bytes + max(map(own.chunk_stride, kv.columns_of(case.shape))),
             Tenant("poison", lambda: None),
         )
         for own in layouts
@@ -469,8 +452,10 @@ def check_everything(case: Case) -> None:
 def all_chunks(shape: KVShape, part: Part, path: Path) -> Iterator[tuple[int, Column, int, int]]:
     """(layer, column, chunk, offset) of every chunk, found from sizes alone."""
     sizes = {
-        (column, chunk): chunk_disk_bytes(shape, column, part.chunk_tokens, part.num_tokens, chunk)
-        for column in columns_of(shape)
+        (column, chunk): kv.chunk_disk_bytes(
+            shape, column, part.chunk_tokens, part.num_tokens, chunk
+        )
+        for column in kv.columns_of(shape)
         for chunk in range(-(-part.num_tokens // part.chunk_tokens))
     }
     offset = path.stat().st_size - shape.num_layers * sum(sizes.values())

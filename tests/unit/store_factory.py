@@ -24,23 +24,14 @@ from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
-from tests.unit.kv_factory import (
-    IDENTITY,
-    SequenceKVs,
-    as_tokens,
-    columns_of,
-    flip_byte,
-    head_groups_of,
-    heads_of,
-    make_shape,
-)
+from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
 from tests.unit.waiting import wait_until
 
 SHAPES = {
-    "probe heads": make_shape(),
-    "head groups float32": make_shape(probe=()),
-    "head groups bfloat16": make_shape(dtype=torch.bfloat16, probe=()),
+    "probe heads": kv.make_shape(),
+    "head groups float32": kv.make_shape(probe=()),
+    "head groups bfloat16": kv.make_shape(dtype=torch.bfloat16, probe=()),
 }
 OTHER_IDENTITY = "f" * 32
 # Of what is computed after a quarter of an exact prefix.
@@ -75,14 +66,16 @@ class Workbench:
         self.root = root
         self.shape = shape
         # Up to 8 tokens: one header, and one disk block for each column of 2 layers.
-        self.one = (1 + 2 * sum(bool(heads_of(shape, own)) for own in columns_of(shape))) * 4096
+        self.one = (
+            1 + 2 * sum(bool(kv.heads_of(shape, own)) for own in kv.columns_of(shape))
+        ) * 4096
         self.done: list[tuple[int, ...]] = []
         self.abandoned: list[tuple[int, ...]] = []
         self._open: list[PrefixStore] = []
 
     def open(
         self,
-        identity: str = IDENTITY,
+        identity: str = kv.IDENTITY,
         *,
         files: FileSystem | None = None,
         lookahead: LookAhead | None = None,
@@ -125,7 +118,7 @@ class Workbench:
         ttl: float = 0.0,
         priority: Priority = Priority.NORMAL,
     ) -> StoreOutcome:
-        kvs = SequenceKVs(self.shape, namespace, tuple(tokens), quality)
+        kvs = kv.SequenceKVs(self.shape, namespace, tuple(tokens), quality)
 
         def abandon() -> None:
             self.abandoned.append(tuple(tokens))
@@ -135,7 +128,7 @@ class Workbench:
         outcome = store.writes.offer(
             namespace,
             Offer(
-                as_tokens(tokens),
+                kv.as_tokens(tokens),
                 read_layers or kvs.read_from,
                 lambda: self.done.append(tuple(tokens)),
                 abandon,
@@ -180,7 +173,7 @@ def store(bench: Workbench) -> PrefixStore:
 class Gate:
     """A reader of KVs that waits until it is opened: a write that takes as long as a test wants."""
 
-    def __init__(self, kvs: SequenceKVs) -> None:
+    def __init__(self, kvs: kv.SequenceKVs) -> None:
         self.opened = threading.Event()
         self._abandoned = False
         self.starts: list[int] = []
@@ -211,7 +204,7 @@ def gb(num_bytes: int) -> float:
 def look_up(
     store: PrefixStore, tokens: Sequence[int], namespace: str = "", *, quality: Quality = EXACT
 ) -> StoredMatch:
-    return store.match(namespace, as_tokens(tokens), least=quality)
+    return store.match(namespace, kv.as_tokens(tokens), least=quality)
 
 
 def length(store: PrefixStore, tokens: Sequence[int], **options: Any) -> int:
@@ -238,7 +231,7 @@ def rows(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of all heads, of the same tokens; probe heads come first in these shapes."""
     found = read_rows(
-        source, layer, None if tokens is None else tokens.expand(head_groups_of(shape), -1)
+        source, layer, None if tokens is None else tokens.expand(kv.head_groups_of(shape), -1)
     )
     keys, values = found.keys, found.values
     assert keys is not None and values is not None
@@ -266,7 +259,7 @@ def check_rows(
     assert match.num_tokens == len(tokens)
     stop = len(tokens) if stop is None else stop
     shape = store._shape
-    expected = SequenceKVs(shape, namespace, tuple(tokens), rows_of)
+    expected = kv.SequenceKVs(shape, namespace, tuple(tokens), rows_of)
     source = open_source(store, match, start, stop)
     try:
         for layer in range(shape.num_layers):
@@ -283,7 +276,7 @@ def lose(bench: Workbench, store: PrefixStore, segment_id: str, *, gone: bool = 
     if gone:
         path.unlink()
     else:
-        flip_byte(path, path.stat().st_size - 4096)
+        kv.flip_byte(path, path.stat().st_size - 4096)
     store.report(SegmentUnreadable(segment_id, "a test"))
     look_again(store)
     segment = store.tree.get(segment_id)

@@ -193,12 +193,12 @@ class CacheMachine(RuleBasedStateMachine):
             self.bench.check_all()
 
 
-class LanesCacheMachine(CacheMachine):
+class HeadGroupsCacheMachine(CacheMachine):
     shape = HEAD_GROUPS
 
 
 TestCache = CacheMachine.TestCase
-TestLanesCache = LanesCacheMachine.TestCase
+TestHeadGroupsCache = HeadGroupsCacheMachine.TestCase
 
 
 @pytest.fixture

@@ -21,13 +21,7 @@ from impress_sglang.transfer.expectation import (
     first_shares,
     likely_blocks,
 )
-from tests.unit.kv_factory import (
-    PROBE,
-    chunk_disk_bytes,
-    columns_of,
-    make_shape,
-    row_size,
-)
+from tests.unit import kv_factory as kv
 
 BLOCK = 4096
 FIRST_REQUESTS = round(1 / AVERAGE_WEIGHT)
@@ -35,14 +29,14 @@ FIRST_REQUESTS = round(1 / AVERAGE_WEIGHT)
 NEAR = 1.001 / 2 / AVERAGE_WEIGHT / STEPS
 
 # Rows of keys and of values of 1 KiB; a chunk of 8 tokens has two blocks.
-SHAPE = make_shape(query_heads=4, kv_heads=4, key_dim=85, value_dim=64, probe=(3,))
+SHAPE = kv.make_shape(query_heads=4, kv_heads=4, key_dim=85, value_dim=64, probe=(3,))
 SHAPES = {
     "two blocks": SHAPE,
-    "padding": make_shape(),
-    "no other keys": make_shape(query_heads=2, kv_heads=1, probe=(0,)),
-    "rows of several blocks": make_shape(query_heads=2, key_dim=500, value_dim=1500),
-    "head_groups": make_shape(key_dim=16, probe=()),
-    "head groups, cut rows": make_shape(
+    "padding": kv.make_shape(),
+    "no other keys": kv.make_shape(query_heads=2, kv_heads=1, probe=(0,)),
+    "rows of several blocks": kv.make_shape(query_heads=2, key_dim=500, value_dim=1500),
+    "no probe heads": kv.make_shape(key_dim=16, probe=()),
+    "head groups, cut rows": kv.make_shape(
         query_heads=3, kv_heads=3, key_dim=128, value_dim=160, dtype=torch.bfloat16, probe=()
     ),
 }
@@ -65,7 +59,7 @@ def chunks_in(shape: KVShape, column: Column) -> int:
 
 def split(shape: KVShape, layer_shares: np.ndarray) -> dict[Column, np.ndarray]:
     """Shares of a layer by column."""
-    columns = columns_of(shape)
+    columns = kv.columns_of(shape)
     edges = list(itertools.accumulate(chunks_in(shape, column) for column in columns))
     assert edges[-1] == len(layer_shares)
     return dict(zip(columns, np.split(layer_shares, edges[:-1]), strict=True))
@@ -80,7 +74,7 @@ def test_without_an_order_each_chunk_is_expected_to_be_wanted_as_much(
     layers = shares.reshape(shape.num_layers, -1)
     assert (layers == layers[0]).all()
     for column, own in split(shape, layers[0]).items():
-        assert own.tolist() == [1.0 if column == PROBE else retention] * len(own)
+        assert own.tolist() == [1.0 if column == kv.PROBE else retention] * len(own)
 
 
 @pytest.mark.parametrize("retention", [0.1, 0.25])
@@ -92,7 +86,7 @@ def test_with_an_order_the_first_part_has_most(shape: KVShape, retention: float)
     assert (layers == layers[0]).all()
     (once, first), (twice, second) = ORDERED_SHARES
     for column, own in split(shape, layers[0]).items():
-        if column == PROBE:
+        if column == kv.PROBE:
             assert (own == 1.0).all(), "every probe reads all of it"
             continue
         for chunk, share in enumerate(own):
@@ -105,7 +99,7 @@ def test_chances_begin_with_what_is_expected_of_the_chunks(shape: KVShape) -> No
     """A block is wanted if one of its rows is, as if they were wanted independently."""
     layout = layout_of(shape)
     pick = np.random.default_rng(4)
-    shares = pick.random(shape.num_layers * sum(chunks_in(shape, s) for s in columns_of(shape)))
+    shares = pick.random(shape.num_layers * sum(chunks_in(shape, s) for s in kv.columns_of(shape)))
     shares[::7], shares[::11] = 0.0, 1.0
 
     history = BlockHistory(layout, shares)
@@ -116,9 +110,9 @@ def test_chances_begin_with_what_is_expected_of_the_chunks(shape: KVShape) -> No
     for layer, own in enumerate(shares.reshape(shape.num_layers, -1)):
         expected: list[float] = []
         for column, by_chunk in split(shape, own).items():
-            rows = max(1, round(BLOCK / max(row_size(shape, column), 1)))
+            rows = max(1, round(BLOCK / max(kv.row_size(shape, column), 1)))
             for chunk, share in enumerate(by_chunk):
-                size = chunk_disk_bytes(shape, column, CHUNK_TOKENS, NUM_TOKENS, chunk)
+                size = kv.chunk_disk_bytes(shape, column, CHUNK_TOKENS, NUM_TOKENS, chunk)
                 expected += [1 - (1 - share) ** rows] * (size // BLOCK)
         np.testing.assert_allclose(history.codes[layer] / STEPS, expected, atol=0.51 / STEPS)
 

@@ -20,37 +20,21 @@ from impress_sglang.transfer.geometry import (
     plan_rows,
 )
 from impress_sglang.transfer.read_planner import PrefixPlanner
-from tests.unit.kv_factory import (
-    PROBE,
-    attach,
-    chunk_disk_bytes,
-    columns_of,
-    head_group_of,
-    head_groups_of,
-    holds_values,
-    make_cache,
-    make_info,
-    make_shape,
-    open_span,
-    random_kvs,
-    random_mapping,
-    row_size,
-    write_kvs,
-)
+from tests.unit import kv_factory as kv
 
 BLOCK = 4096
 # Rows of a few bytes, rows that cross the ends of blocks, and rows longer than a block.
 SHAPES = [
-    make_shape(),
-    make_shape(query_heads=3, kv_heads=3, key_dim=128, value_dim=160, probe=(1,)),
-    make_shape(key_dim=500, value_dim=1500),
-    make_shape(key_dim=512, value_dim=1024, probe=(0, 1)),
-    make_shape(probe=()),
-    make_shape(query_heads=3, kv_heads=3, key_dim=128, value_dim=1500, probe=()),
+    kv.make_shape(),
+    kv.make_shape(query_heads=3, kv_heads=3, key_dim=128, value_dim=160, probe=(1,)),
+    kv.make_shape(key_dim=500, value_dim=1500),
+    kv.make_shape(key_dim=512, value_dim=1024, probe=(0, 1)),
+    kv.make_shape(probe=()),
+    kv.make_shape(query_heads=3, kv_heads=3, key_dim=128, value_dim=1500, probe=()),
 ]
 SPAN_SHAPES = {
     "probe heads": SHAPES[0],
-    "head_groups": SHAPES[4],
+    "no probe heads": SHAPES[4],
 }
 
 
@@ -70,22 +54,22 @@ def some_of(data: st.DataObject, count: int) -> np.ndarray:
 
 
 def group_of(geometry: LayerGeometry, layout: SegmentLayout, column: Column) -> ColumnGroup | None:
-    if column == PROBE:
+    if column == kv.PROBE:
         return geometry.probe
-    return geometry.values if holds_values(layout.shape, column) else geometry.keys
+    return geometry.values if kv.holds_values(layout.shape, column) else geometry.keys
 
 
 def chunks_of(layout: SegmentLayout, column: Column) -> list[int]:
     """Bytes on disk of each chunk of a column."""
     count = -(-layout.num_tokens // layout.chunk_tokens)
     own = layout.shape, column, layout.chunk_tokens, layout.num_tokens
-    return [chunk_disk_bytes(*own, chunk) for chunk in range(count)]
+    return [kv.chunk_disk_bytes(*own, chunk) for chunk in range(count)]
 
 
 def column_starts(layout: SegmentLayout) -> dict[Column, tuple[int, int]]:
     """Where each column starts in its layer: byte, and number of the first chunk."""
     starts, place, chunk = {}, 0, 0
-    for column in columns_of(layout.shape):
+    for column in kv.columns_of(layout.shape):
         starts[column] = place, chunk
         place += sum(chunks_of(layout, column))
         chunk += len(chunks_of(layout, column))
@@ -96,15 +80,15 @@ def column_starts(layout: SegmentLayout) -> dict[Column, tuple[int, int]]:
 def test_geometry_of_a_layer_is_that_of_its_columns(layout: SegmentLayout) -> None:
     geometry, starts = geometry_of(layout), column_starts(layout)
     chunk_of_block: list[int] = []
-    for column in columns_of(layout.shape):
+    for column in kv.columns_of(layout.shape):
         group, sizes = group_of(geometry, layout, column), chunks_of(layout, column)
-        size = row_size(layout.shape, column)
+        size = kv.row_size(layout.shape, column)
         if not size:
             assert group is None
             continue
         assert group is not None
-        head_group = 0 if column == PROBE else head_group_of(layout.shape, column)
-        assert group.head_groups == (1 if column == PROBE else head_groups_of(layout.shape))
+        head_group = 0 if column == kv.PROBE else kv.head_group_of(layout.shape, column)
+        assert group.head_groups == (1 if column == kv.PROBE else kv.head_groups_of(layout.shape))
         assert group.start + head_group * group.column_bytes == starts[column][0]
         assert group.first_chunk + head_group * group.chunks == starts[column][1]
         assert (group.column_bytes, group.chunks) == (sum(sizes), len(sizes))
@@ -125,7 +109,9 @@ def test_geometry_of_a_layer_is_that_of_its_columns(layout: SegmentLayout) -> No
         assert group.blocks.stop - group.blocks.start == group.head_groups * blocks
     assert geometry.chunk_of_block.tolist() == chunk_of_block
     assert geometry.num_blocks == len(chunk_of_block)
-    assert geometry.num_chunks == sum(len(chunks_of(layout, s)) for s in columns_of(layout.shape))
+    assert geometry.num_chunks == sum(
+        len(chunks_of(layout, s)) for s in kv.columns_of(layout.shape)
+    )
 
 
 @given(layouts(), st.data())
@@ -163,7 +149,7 @@ def test_groups_that_look_alike_have_the_same_blocks(
     if keys is None:
         return
     shape = layout.shape
-    alike = row_size(shape, shape.key_columns[0]) == row_size(shape, shape.value_columns[0])
+    alike = kv.row_size(shape, shape.key_columns[0]) == kv.row_size(shape, shape.value_columns[0])
     assert keys.looks_like(values) == values.looks_like(keys) == alike
     if alike:
         rows = some_of(data, values.rows)
@@ -176,16 +162,16 @@ def test_groups_that_look_alike_have_the_same_blocks(
 def span_of(
     directory: Path, layout: SegmentLayout, mapping_seed: int | None, start: int, stop: int
 ) -> tuple[SourceSpan, MappingLists | None]:
-    info = make_info(
+    info = kv.make_info(
         layout.shape,
         range(layout.num_tokens),
         chunk_tokens=layout.chunk_tokens,
         generation=mapping_seed is not None,
     )
-    mapping = None if mapping_seed is None else random_mapping(info, mapping_seed)
-    kvs = random_kvs(layout.shape, layout.num_tokens, seed=1)
-    path = write_kvs(directory, info, *kvs, mapping=mapping)
-    return open_span(path, make_cache(layout.shape), start, stop), mapping
+    mapping = None if mapping_seed is None else kv.random_mapping(info, mapping_seed)
+    kvs = kv.random_kvs(layout.shape, layout.num_tokens, seed=1)
+    path = kv.write_kvs(directory, info, *kvs, mapping=mapping)
+    return kv.open_span(path, kv.make_cache(layout.shape), start, stop), mapping
 
 
 @given(data=st.data())
@@ -199,7 +185,7 @@ def test_rows_are_planned_where_they_stand(
     seed = data.draw(st.sampled_from([None, 1, 2]))
     span, mapping = span_of(tmp_path_factory.mktemp("plan"), layout, seed, 3, 45)
     layer, num_chunks = data.draw(st.integers(0, 1)), -(-45 // layout.chunk_tokens)
-    num_head_groups, num_rows = head_groups_of(shape), layout.num_tokens
+    num_head_groups, num_rows = kv.head_groups_of(shape), layout.num_tokens
     alone = data.draw(st.booleans())
     # Tokens of other spans stand before and behind in the prefix.
     first = 0 if alone else data.draw(st.integers(0, 4))
@@ -245,7 +231,7 @@ def test_rows_are_planned_where_they_stand(
 def first_id(span: SourceSpan, layer: int, column: Column) -> int:
     """Chunks are numbered by layer, then by column."""
     layout = span.segment.layout
-    counts = [len(chunks_of(layout, other)) for other in columns_of(layout.shape)]
+    counts = [len(chunks_of(layout, other)) for other in kv.columns_of(layout.shape)]
     return span.base + layer * sum(counts) + sum(counts[:column])
 
 
@@ -263,8 +249,8 @@ def test_the_probe_column_is_planned_whole_and_in_logical_order(
     span, _ = span_of(tmp_path_factory.mktemp("plan"), layout, seed, start, stop)
     rows = list(range(start, stop))
     chunks = [row // layout.chunk_tokens for row in rows]
-    cache = make_cache(shape)
-    assert attach(cache, layout) == span.base
+    cache = kv.make_cache(shape)
+    assert kv.attach(cache, layout) == span.base
     planner = PrefixPlanner(shape, [span], cache.placement, cache.page.page_bytes)
 
     for layer in range(2):
@@ -273,7 +259,7 @@ def test_the_probe_column_is_planned_whole_and_in_logical_order(
         assert own.rows is None and part.group is span.geometry.probe
         assert part.chunks.tolist() == sorted(set(chunks))
         assert part.counts.tolist() == [chunks.count(chunk) for chunk in sorted(set(chunks))]
-        assert part.ids.tolist() == (first_id(span, layer, PROBE) + part.chunks).tolist()
+        assert part.ids.tolist() == (first_id(span, layer, kv.PROBE) + part.chunks).tolist()
         assert own.blocks is not None
         assert own.blocks.tolist() == span.probe_blocks.tolist()
         wanted = np.zeros(span.geometry.num_blocks, np.bool_)
@@ -293,19 +279,19 @@ def test_blocks_of_a_span_are_those_that_hold_its_rows(
     start = data.draw(st.integers(0, count - 1))
     stop = data.draw(st.integers(start + 1, count))
     layout = SegmentLayout(shape, 8 * data.draw(st.integers(1, 2)), count, BLOCK)
-    info = make_info(shape, range(count), chunk_tokens=layout.chunk_tokens)
-    path = write_kvs(tmp_path_factory.mktemp("plan"), info, *random_kvs(shape, count, seed=1))
-    cache = make_cache(shape, host_chunks=3, chunk_tokens=16)
-    span = open_span(path, cache, start, stop)
-    ids = first_id(span, 1, PROBE) + np.arange(span.geometry.num_chunks)
+    info = kv.make_info(shape, range(count), chunk_tokens=layout.chunk_tokens)
+    path = kv.write_kvs(tmp_path_factory.mktemp("plan"), info, *kv.random_kvs(shape, count, seed=1))
+    cache = kv.make_cache(shape, host_chunks=3, chunk_tokens=16)
+    span = kv.open_span(path, cache, start, stop)
+    ids = first_id(span, 1, kv.PROBE) + np.arange(span.geometry.num_chunks)
     ids = ids[some_of(data, len(ids))]
     cache.placement.access(ids, np.ones(len(ids)))
     planner = PrefixPlanner(shape, [span], cache.placement, cache.page.page_bytes)
 
     expected: dict[bool, list[bool]] = {True: [], False: []}
     possible: dict[bool, list[bool]] = {True: [], False: []}
-    for column in columns_of(shape):
-        size, sizes = row_size(shape, column), chunks_of(layout, column)
+    for column in kv.columns_of(shape):
+        size, sizes = kv.row_size(shape, column), chunks_of(layout, column)
         rows = range(start, stop)
         for chunk, num_bytes in enumerate(sizes):
             first = chunk * layout.chunk_tokens
@@ -318,7 +304,7 @@ def test_blocks_of_a_span_are_those_that_hold_its_rows(
             tier = int(cache.placement.tiers(first_id(span, 1, column) + chunk, 1)[0])
             for block in range(num_bytes // BLOCK):
                 for probe in (True, False):
-                    here = block in held and (column == PROBE) == probe
+                    here = block in held and (column == kv.PROBE) == probe
                     possible[probe].append(here)
                     expected[probe].append(here and tier == Tier.SSD)
 

@@ -14,16 +14,7 @@ from impress_sglang.precision.layer import CodedLayer
 from impress_sglang.precision.layer import encode_layer as encode_codes
 from impress_sglang.storage.layer_codec import decode_layer, encode_layer
 from impress_sglang.storage.layout import SegmentLayout
-from tests.unit.kv_factory import (
-    PROBE,
-    head_group_of,
-    head_groups_of,
-    heads_of,
-    holds_values,
-    make_shape,
-    random_kvs,
-    row_size,
-)
+from tests.unit import kv_factory as kv
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -34,7 +25,7 @@ def layouts(draw: st.DrawFn) -> SegmentLayout:
     kv_heads = draw(st.integers(1, 4))
     key_dim = draw(st.sampled_from([1, 8, 96, 128]))
     value_dim = draw(st.sampled_from([1, 8, 500, 1500]))
-    shape = make_shape(
+    shape = kv.make_shape(
         layers=1,
         query_heads=kv_heads,
         kv_heads=kv_heads,
@@ -58,7 +49,7 @@ def mapping_lists(layout: SegmentLayout, seed: int | None, dtype: str) -> np.nda
         return None
     generator = np.random.default_rng(seed)
     head_groups = [
-        generator.permutation(layout.num_tokens) for _ in range(head_groups_of(layout.shape))
+        generator.permutation(layout.num_tokens) for _ in range(kv.head_groups_of(layout.shape))
     ]
     return np.stack(head_groups).astype(dtype)
 
@@ -70,7 +61,7 @@ SEEDS = st.one_of(st.none(), st.integers(0, 100))
 def test_a_layer_is_read_back_in_logical_order(
     layout: SegmentLayout, seed: int | None, dtype: str
 ) -> None:
-    keys, values = (kvs[0] for kvs in random_kvs(layout.shape, layout.num_tokens, seed=1))
+    keys, values = (kvs[0] for kvs in kv.random_kvs(layout.shape, layout.num_tokens, seed=1))
     mapping, memory = mapping_lists(layout, seed, dtype), dirty(layout)
 
     encode_layer(layout, keys, values, mapping, memory)
@@ -88,18 +79,18 @@ def test_bytes_of_a_layer_are_those_of_its_definition(
 ) -> None:
     """Chunk by chunk and row by row, zeros between them."""
     shape, count = layout.shape, layout.num_tokens
-    keys, values = (kvs[0] for kvs in random_kvs(shape, count, seed=1))
+    keys, values = (kvs[0] for kvs in kv.random_kvs(shape, count, seed=1))
     mapping = mapping_lists(layout, seed, "<u2")
     expected = bytearray()
     for column in shape.columns:
-        whole = values if holds_values(shape, column) else keys
+        whole = values if kv.holds_values(shape, column) else keys
         tokens = np.arange(count)
-        if mapping is not None and column != PROBE:
-            tokens = np.argsort(mapping[head_group_of(shape, column)])
-        data = whole[torch.from_numpy(tokens)][:, heads_of(shape, column)].contiguous()
+        if mapping is not None and column != kv.PROBE:
+            tokens = np.argsort(mapping[kv.head_group_of(shape, column)])
+        data = whole[torch.from_numpy(tokens)][:, kv.heads_of(shape, column)].contiguous()
         rows = [row.flatten().view(torch.uint8).numpy().tobytes() for row in data]
         assert len(rows) == count
-        for start in range(0, len(rows) if row_size(shape, column) else 0, layout.chunk_tokens):
+        for start in range(0, len(rows) if kv.row_size(shape, column) else 0, layout.chunk_tokens):
             expected += b"".join(rows[start : start + layout.chunk_tokens])
             expected += bytes(-len(expected) % 4096)
     expected += codes_in_logical_order(layout, keys, values)
@@ -120,8 +111,8 @@ def codes_in_logical_order(layout: SegmentLayout, keys: Tensor, values: Tensor) 
 
 
 def test_what_cannot_be_coded_is_not_encoded() -> None:
-    layout = SegmentLayout(make_shape(layers=1, coded=True), 8, 20, header_bytes=4096)
-    keys, values = (kvs[0] for kvs in random_kvs(layout.shape, 20, seed=1))
+    layout = SegmentLayout(kv.make_shape(layers=1, coded=True), 8, 20, header_bytes=4096)
+    keys, values = (kvs[0] for kvs in kv.random_kvs(layout.shape, 20, seed=1))
     values[7] = torch.inf
 
     with pytest.raises(NotCodable):
@@ -131,8 +122,8 @@ def test_what_cannot_be_coded_is_not_encoded() -> None:
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("probe", [(0,), ()])
 def test_encoding_leaves_its_input_alone(seed: int | None, probe: tuple[int, ...]) -> None:
-    layout = SegmentLayout(make_shape(layers=1, probe=probe), 8, 20, header_bytes=4096)
-    keys, values = (kvs[0] for kvs in random_kvs(layout.shape, 20, seed=1))
+    layout = SegmentLayout(kv.make_shape(layers=1, probe=probe), 8, 20, header_bytes=4096)
+    keys, values = (kvs[0] for kvs in kv.random_kvs(layout.shape, 20, seed=1))
     mapping = mapping_lists(layout, seed, "<u2")
     before = keys.clone(), values.clone(), None if mapping is None else mapping.copy()
 
@@ -147,8 +138,8 @@ def test_a_part_of_a_longer_tensor_is_encoded_like_a_tensor_of_its_own(
     probe: tuple[int, ...],
 ) -> None:
     """The store writes the end of a sequence: a view that starts in the middle."""
-    layout = SegmentLayout(make_shape(layers=1, probe=probe), 8, 20, header_bytes=4096)
-    keys, values = (kvs[0] for kvs in random_kvs(layout.shape, 33, seed=1))
+    layout = SegmentLayout(kv.make_shape(layers=1, probe=probe), 8, 20, header_bytes=4096)
+    keys, values = (kvs[0] for kvs in kv.random_kvs(layout.shape, 33, seed=1))
     part, own = dirty(layout), dirty(layout)
 
     encode_layer(layout, keys[13:], values[13:], None, part)

@@ -11,19 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.storage.layout import KVShape, SegmentLayout
-from tests.unit.kv_factory import (
-    KEYS,
-    PROBE,
-    VALUES,
-    chunk_disk_bytes,
-    columns_of,
-    head_group_of,
-    head_groups_of,
-    heads_of,
-    kv_of,
-    make_shape,
-    row_size,
-)
+from tests.unit import kv_factory as kv
 
 BLOCK = 4096
 
@@ -64,7 +52,7 @@ def chunk_extents(layout: SegmentLayout) -> list[tuple[int, int]]:
         extents += [
             (
                 layout.column_offset(layer, column) + chunk * layout.chunk_stride(column),
-                chunk_disk_bytes(
+                kv.chunk_disk_bytes(
                     layout.shape, column, layout.chunk_tokens, layout.num_tokens, chunk
                 ),
             )
@@ -96,7 +84,7 @@ def test_chunk_sizes_are_those_of_their_rows(layout: SegmentLayout) -> None:
         for chunk in range(layout.num_chunks):
             rows = min(layout.chunk_tokens, total - chunk * layout.chunk_tokens)
             assert layout.chunk_rows(chunk) == rows > 0
-            assert layout.chunk_bytes(column, chunk) == rows * row_size(layout.shape, column)
+            assert layout.chunk_bytes(column, chunk) == rows * kv.row_size(layout.shape, column)
             chunks += rows
         assert chunks == total
 
@@ -112,7 +100,7 @@ def test_chunks_are_numbered_by_layer_then_column_then_place(layout: SegmentLayo
 
     assert numbers == list(range(layout.total_chunks))
     assert layout.total_chunks == layout.shape.num_layers * layout.layer_chunks
-    assert layout.layer_chunks == len(columns_of(layout.shape)) * layout.num_chunks
+    assert layout.layer_chunks == len(kv.columns_of(layout.shape)) * layout.num_chunks
 
 
 @given(layouts())
@@ -135,30 +123,30 @@ def test_codes_stand_behind_the_columns_and_are_no_chunks(layout: SegmentLayout)
 
 @given(shapes())
 def test_columns_are_the_probe_column_then_keys_then_values(shape: KVShape) -> None:
-    count = head_groups_of(shape)
+    count = kv.head_groups_of(shape)
 
-    assert list(shape.columns) == columns_of(shape)
+    assert list(shape.columns) == kv.columns_of(shape)
     assert list(shape.key_columns) == list(range(1, 1 + count))
     assert list(shape.value_columns) == list(range(1 + count, 1 + 2 * count))
     for column in shape.columns:
-        assert list(shape.heads(column)) == heads_of(shape, column)
-        assert shape.row_bytes(column) == row_size(shape, column)
+        assert list(shape.heads(column)) == kv.heads_of(shape, column)
+        assert shape.row_bytes(column) == kv.row_size(shape, column)
 
 
 @given(shapes())
 def test_each_head_is_in_one_head_group_whose_columns_hold_its_heads(shape: KVShape) -> None:
-    assert shape.num_head_groups == len(shape.head_groups) == head_groups_of(shape)
+    assert shape.num_head_groups == len(shape.head_groups) == kv.head_groups_of(shape)
     assert [head for heads in shape.head_groups for head in heads] == list(
         range(shape.num_kv_heads)
     )
-    for column in kv_of(shape):
-        assert shape.head_group_of(column) == head_group_of(shape, column)
+    for column in kv.kv_of(shape):
+        assert shape.head_group_of(column) == kv.head_group_of(shape, column)
         assert set(shape.heads(column)) <= set(shape.head_groups[shape.head_group_of(column)])
 
 
 def test_the_probe_column_is_of_no_head_group() -> None:
     with pytest.raises(AssertionError):
-        make_shape(probe=()).head_group_of(PROBE)
+        kv.make_shape(probe=()).head_group_of(kv.PROBE)
 
 
 @given(shapes())
@@ -170,7 +158,7 @@ def test_a_shape_survives_as_fields_of_json(shape: KVShape) -> None:
 
 def test_sizes_of_a_known_model() -> None:
     """Llama-3-8B in bfloat16, 1,000 tokens: worked out by hand."""
-    shape = make_shape(
+    shape = kv.make_shape(
         layers=32,
         query_heads=32,
         kv_heads=8,
@@ -183,11 +171,11 @@ def test_sizes_of_a_known_model() -> None:
 
     assert shape.group_size == 4
     assert layout.num_chunks == 16
-    assert layout.chunk_stride(PROBE) == 64 * 256
+    assert layout.chunk_stride(kv.PROBE) == 64 * 256
     # The last chunk has 40 tokens: 10,240 bytes, padded to 12,288.
-    assert layout.column_bytes(PROBE) == 15 * 64 * 256 + 12_288
-    assert layout.column_bytes(KEYS) == 15 * 64 * 7 * 256 + 73_728
-    assert layout.column_bytes(VALUES) == 15 * 64 * 8 * 256 + 81_920
+    assert layout.column_bytes(kv.PROBE) == 15 * 64 * 256 + 12_288
+    assert layout.column_bytes(kv.KEYS) == 15 * 64 * 7 * 256 + 73_728
+    assert layout.column_bytes(kv.VALUES) == 15 * 64 * 8 * 256 + 81_920
     # 63, 438 and 500 blocks of 4,096 bytes.
     assert layout.num_blocks == 32 * (63 + 438 + 500)
     assert layout.total_chunks == 32 * 3 * 16
@@ -195,7 +183,7 @@ def test_sizes_of_a_known_model() -> None:
 
 def test_sizes_of_a_known_model_with_codes() -> None:
     """The same model: 16 groups of tokens in the base, and a unit has 64 tokens of a head."""
-    shape = make_shape(
+    shape = kv.make_shape(
         layers=32,
         query_heads=32,
         kv_heads=8,
@@ -233,4 +221,4 @@ def test_sizes_of_a_known_model_with_codes() -> None:
 )
 def test_impossible_shape_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(AssertionError):
-        dataclasses.replace(make_shape(), **change)
+        dataclasses.replace(kv.make_shape(), **change)

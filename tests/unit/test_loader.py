@@ -35,35 +35,21 @@ from impress_sglang.transfer.source import (
     ReadNeeds,
     SegmentSource,
 )
-from tests.unit.kv_factory import (
-    PROBE,
-    columns_of,
-    head_group_of,
-    heads_of,
-    holds_values,
-    kv_of,
-    make_cache,
-    make_info,
-    make_shape,
-    open_span,
-    random_kvs,
-    random_mapping,
-    write_kvs,
-)
+from tests.unit import kv_factory as kv
 from tests.unit.reading import LoadedLayer, load_layer
 
 SHAPES = {
-    "mha": make_shape(query_heads=5, kv_heads=5, probe=(0, 1, 2)),
-    "gqa": make_shape(query_heads=12, kv_heads=4, key_dim=16, probe=(0,)),
-    "gqa-apart": make_shape(query_heads=8, kv_heads=4, value_dim=12, probe=(1, 3)),
-    "mqa": make_shape(query_heads=4, kv_heads=1, probe=(0,)),
-    "all-probed": make_shape(query_heads=4, kv_heads=2, probe=(0, 1)),
+    "mha": kv.make_shape(query_heads=5, kv_heads=5, probe=(0, 1, 2)),
+    "gqa": kv.make_shape(query_heads=12, kv_heads=4, key_dim=16, probe=(0,)),
+    "gqa-apart": kv.make_shape(query_heads=8, kv_heads=4, value_dim=12, probe=(1, 3)),
+    "mqa": kv.make_shape(query_heads=4, kv_heads=1, probe=(0,)),
+    "all-probed": kv.make_shape(query_heads=4, kv_heads=2, probe=(0, 1)),
 }
 # Without probe heads: nothing can be asked of the probe column.
 HEAD_GROUPS = {
-    "head_groups": make_shape(query_heads=6, kv_heads=3, key_dim=16, value_dim=12, probe=()),
-    "head_groups-mha": make_shape(query_heads=3, kv_heads=3, probe=()),
-    "head_groups-mqa": make_shape(query_heads=4, kv_heads=1, probe=()),
+    "no-probe": kv.make_shape(query_heads=6, kv_heads=3, key_dim=16, value_dim=12, probe=()),
+    "no-probe-mha": kv.make_shape(query_heads=3, kv_heads=3, probe=()),
+    "no-probe-mqa": kv.make_shape(query_heads=4, kv_heads=1, probe=()),
 }
 EVERY = SHAPES | HEAD_GROUPS
 M, N, C = 60, 6, 5
@@ -112,11 +98,11 @@ class CountingSource:
         self.reads = {
             (layer, column): torch.zeros(self.num_tokens, dtype=torch.int64)
             for layer in range(shape.num_layers)
-            for column in columns_of(shape)
+            for column in kv.columns_of(shape)
         }
 
     def read_probe(self, layer: int) -> Tensor:
-        self.reads[layer, PROBE] += 1
+        self.reads[layer, kv.PROBE] += 1
         return self._source.read_probe(layer)
 
     def read(
@@ -129,14 +115,16 @@ class CountingSource:
     ) -> None:
         if tokens is not None:
             head_groups = 1 + max(
-                head_group_of(self._shape, column) for column in kv_of(self._shape)
+                kv.head_group_of(self._shape, column) for column in kv.kv_of(self._shape)
             )
             assert tokens.shape[0] == head_groups and tokens.device.type == "cpu"
             for own in tokens:
                 assert torch.equal(own, own.unique()), "ascending and distinct"
-        for column in kv_of(self._shape):
-            if (values if holds_values(self._shape, column) else keys) is not None:
-                own = slice(None) if tokens is None else tokens[head_group_of(self._shape, column)]
+        for column in kv.kv_of(self._shape):
+            if (values if kv.holds_values(self._shape, column) else keys) is not None:
+                own = (
+                    slice(None) if tokens is None else tokens[kv.head_group_of(self._shape, column)]
+                )
                 self.reads[layer, column][own] += 1
         self._source.read(layer, tokens, keys=keys, values=values)
 
@@ -158,7 +146,7 @@ class Setting:
 
     def __init__(self, shape: KVShape, num_tokens: int = M) -> None:
         self.shape = shape
-        self.keys, self.values = random_kvs(shape, num_tokens, seed=1)
+        self.keys, self.values = kv.random_kvs(shape, num_tokens, seed=1)
         memory = MemorySource(shape, list(self.keys), list(self.values))
         self.source = CountingSource(memory, shape)
         queries, heads, dim = shape.num_query_heads, shape.num_kv_heads, shape.key_dim
@@ -190,7 +178,7 @@ class Setting:
 
     def probe_query_heads(self) -> list[int]:
         group = self.shape.num_query_heads // self.shape.num_kv_heads
-        probed = heads_of(self.shape, PROBE)
+        probed = kv.heads_of(self.shape, kv.PROBE)
         return [h for h in range(self.shape.num_query_heads) if h // group in probed]
 
     @property
@@ -245,8 +233,8 @@ def test_all_tokens_are_returned_exactly_and_nothing_is_probed(either: Setting, 
     setting.check(layer, loaded, torch.arange(M)[None])
     assert rule.probe_scores is None
     probes = 1 if setting.shape.probe_kv_heads else 0
-    assert setting.source.counts(layer, PROBE) == [probes] * M
-    for column in kv_of(setting.shape):
+    assert setting.source.counts(layer, kv.PROBE) == [probes] * M
+    for column in kv.kv_of(setting.shape):
         assert setting.source.counts(layer, column) == [1] * M
     assert dataclasses.replace(setting.stats, load_ms=0.0) == LoadStats(layers_whole=1)
     assert (setting.source.whole_layers, setting.source.selections) == ([layer], [])
@@ -272,10 +260,10 @@ def test_shared_path_reads_the_probe_column_and_the_selected_rows_only(setting: 
     setting.load(1, shared(tokens), len(tokens))
 
     selected = [int(t in tokens) for t in range(M)]
-    assert setting.source.counts(1, PROBE) == [1] * M
-    for column in kv_of(setting.shape):
+    assert setting.source.counts(1, kv.PROBE) == [1] * M
+    for column in kv.kv_of(setting.shape):
         assert setting.source.counts(1, column) == selected
-    for column in columns_of(setting.shape):
+    for column in kv.columns_of(setting.shape):
         assert not setting.source.reads[0, column].any(), "no other layer"
 
 
@@ -306,7 +294,7 @@ def test_each_head_gets_its_own_rows(setting: Setting, k: int, asks: list[str]) 
 
 def picked(shape: KVShape, column: Column, tokens: Tensor) -> list[int]:
     """How often each row is read where the heads of its head group take these tokens."""
-    heads = slice(None) if shape.probe_kv_heads else [head_group_of(shape, column)]
+    heads = slice(None) if shape.probe_kv_heads else [kv.head_group_of(shape, column)]
     chosen = set(tokens[heads].flatten().tolist())
     return [int(t in chosen) for t in range(M)]
 
@@ -319,8 +307,8 @@ def test_own_sets_read_the_rows_that_any_head_of_a_head_group_picked(either: Set
     setting.load(0, FixedRule(tokens, ()), 9)
 
     probes = 1 if setting.shape.probe_kv_heads else 0
-    assert setting.source.counts(0, PROBE) == [probes] * M
-    for column in kv_of(setting.shape):
+    assert setting.source.counts(0, kv.PROBE) == [probes] * M
+    for column in kv.kv_of(setting.shape):
         assert setting.source.counts(0, column) == picked(setting.shape, column, tokens)
         if not probes:
             assert sum(setting.source.counts(0, column)) == 9
@@ -333,10 +321,10 @@ def test_fallback_reads_every_key_once_and_the_values_that_any_head_picked(
 
     setting.load(0, fallback(tokens), 9)
 
-    assert setting.source.counts(0, PROBE) == [1] * M
-    for column in kv_of(setting.shape):
+    assert setting.source.counts(0, kv.PROBE) == [1] * M
+    for column in kv.kv_of(setting.shape):
         expected = picked(setting.shape, column, tokens)
-        keys = not holds_values(setting.shape, column)
+        keys = not kv.holds_values(setting.shape, column)
         assert setting.source.counts(0, column) == ([1] * M if keys else expected)
 
 
@@ -348,7 +336,7 @@ def test_exact_scores_need_no_probe_heads(either: Setting) -> None:
     setting.load(0, rule, 9)
 
     probes = 1 if setting.shape.probe_kv_heads else 0
-    assert setting.source.counts(0, PROBE) == [probes] * M
+    assert setting.source.counts(0, kv.PROBE) == [probes] * M
     assert rule.scores is not None
     np.testing.assert_allclose(rule.scores, setting.reference_scores(0), rtol=1e-4, atol=1e-7)
 
@@ -366,7 +354,7 @@ def test_evidence_is_read_and_scored_once_however_often_it_is_asked_for(setting:
 
     setting.load(1, Doubting(), 5)
 
-    assert setting.source.counts(1, PROBE) == [1] * M
+    assert setting.source.counts(1, kv.PROBE) == [1] * M
 
 
 @pytest.mark.parametrize("mode", ["shared", "fallback"])
@@ -481,10 +469,10 @@ def stored(
     directory: Path, setting: Setting, cache: ChunkCache, *, reordered: bool = False
 ) -> Iterator[Callable[[], SegmentSource]]:
     """The KVs of a setting in a file; each call gives the source of another request."""
-    info = make_info(setting.shape, range(M), generation=int(reordered))
-    mapping = random_mapping(info, 1) if reordered else None
-    path = write_kvs(directory, info, setting.keys, setting.values, mapping=mapping)
-    reader, pool, span = BlockReader(2), BufferPool(8 << 20), open_span(path, cache)
+    info = kv.make_info(setting.shape, range(M), generation=int(reordered))
+    mapping = kv.random_mapping(info, 1) if reordered else None
+    path = kv.write_kvs(directory, info, setting.keys, setting.values, mapping=mapping)
+    reader, pool, span = BlockReader(2), BufferPool(8 << 20), kv.open_span(path, cache)
     setting.span = span
     opened: list[SegmentSource] = []
 
@@ -503,14 +491,14 @@ def stored(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mode", ["shared", "own", "fallback"])
-@pytest.mark.parametrize("name", ["gqa-apart", "head_groups", "head_groups-mha"])
+@pytest.mark.parametrize("name", ["gqa-apart", "no-probe", "no-probe-mha"])
 def test_rows_from_ssd_are_the_stored_bits(
     tmp_path: Path, dtype: torch.dtype, mode: str, name: str
 ) -> None:
     """Through files and caches, in half precision, with memory that later reads use again."""
     shape = dataclasses.replace(EVERY[name], dtype=dtype)
     setting = Setting(shape)
-    cache = make_cache(shape, device_chunks=3, host_chunks=3, rule=LeastFrequentlyUsed())
+    cache = kv.make_cache(shape, device_chunks=3, host_chunks=3, rule=LeastFrequentlyUsed())
     tokens = own_tokens(shape, 9)
     asks = ("exact",) if mode == "fallback" else ()
     rule = FixedRule(tokens[:1] if mode == "shared" else tokens, asks)
@@ -547,7 +535,7 @@ class BrokenSource(CountingSource):
         self._broken = broken
 
     def read_probe(self, layer: int) -> Tensor:
-        if self._broken == PROBE:
+        if self._broken == kv.PROBE:
             raise SegmentUnreadable("ab12", "test")
         return super().read_probe(layer)
 
@@ -559,8 +547,8 @@ class BrokenSource(CountingSource):
         keys: Slots | None = None,
         values: Slots | None = None,
     ) -> None:
-        asked = values if holds_values(self._shape, self._broken) else keys
-        if self._broken != PROBE and asked is not None:
+        asked = values if kv.holds_values(self._shape, self._broken) else keys
+        if self._broken != kv.PROBE and asked is not None:
             raise SegmentUnreadable("ab12", "test")
         super().read(layer, tokens, keys=keys, values=values)
 
@@ -569,8 +557,8 @@ class BrokenSource(CountingSource):
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        *(("gqa-apart", column) for column in columns_of(SHAPES["gqa-apart"])),
-        *(("head_groups", column) for column in kv_of(HEAD_GROUPS["head_groups"])),
+        *(("gqa-apart", column) for column in kv.columns_of(SHAPES["gqa-apart"])),
+        *(("no-probe", column) for column in kv.kv_of(HEAD_GROUPS["no-probe"])),
     ],
 )
 def test_an_unreadable_chunk_reaches_the_caller(name: str, broken: Column, mode: str) -> None:

@@ -16,7 +16,7 @@ from tests.unit.reading import read_rows
 from tests.unit.source_factory import SHAPES
 
 
-@pytest.mark.parametrize("name", ["gqa-float32", "head_groups-bfloat16"])
+@pytest.mark.parametrize("name", ["gqa-float32", "no-probe-bfloat16"])
 @pytest.mark.parametrize("m", [TILE_TOKENS - 1, TILE_TOKENS, 2 * TILE_TOKENS + 3])
 def test_prefixes_of_several_tiles(name: str, m: int) -> None:
     shape = SHAPES[name]

@@ -21,14 +21,8 @@ from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.pending_read import BlockRuns, PendingRead
 from impress_sglang.storage.reader import BlockReader
 from tests.faults import FaultyFileSystem, Rule
+from tests.unit import source_factory as sources
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
-from tests.unit.source_factory import (
-    OneEngine,
-    StepEngine,
-    reading,
-    stepping,
-    with_engine,
-)
 from tests.unit.waiting import TIMEOUT, wait_until
 
 BLOCK = 4096
@@ -80,14 +74,14 @@ def stored(tmp_path: Path) -> Iterator[Stored]:
 
 @pytest.fixture(params=["auto", "threads"])
 def reader(request: pytest.FixtureRequest) -> Iterator[BlockReader]:
-    with reading(4, request.param) as reader:
+    with sources.reading(4, request.param) as reader:
         yield reader
 
 
 @pytest.fixture
-def step() -> Iterator[tuple[BlockReader, StepEngine]]:
+def step() -> Iterator[tuple[BlockReader, sources.StepEngine]]:
     """4 reads in flight at most, which end when the test says so."""
-    with stepping(4) as pair:
+    with sources.stepping(4) as pair:
         yield pair
 
 
@@ -121,7 +115,7 @@ def test_nothing_to_read_is_done_at_once(reader: BlockReader, stored: Stored) ->
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_runs_are_cut_into_pieces(
-    step: tuple[BlockReader, StepEngine],
+    step: tuple[BlockReader, sources.StepEngine],
     stored: Stored,
     blocks: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -144,7 +138,7 @@ def test_runs_are_cut_into_pieces(
 
 @pytest.mark.usefixtures("single_blocks")
 def test_as_many_pieces_are_in_flight_as_told(
-    step: tuple[BlockReader, StepEngine], stored: Stored
+    step: tuple[BlockReader, sources.StepEngine], stored: Stored
 ) -> None:
     reader, engine = step
     assert reader.depth == 4 and reader.summary()["io_engine"] == "step"
@@ -163,7 +157,7 @@ def test_as_many_pieces_are_in_flight_as_told(
 
 @pytest.mark.usefixtures("single_blocks")
 def test_what_is_waited_for_overtakes_what_is_read_ahead(
-    step: tuple[BlockReader, StepEngine], stored: Stored
+    step: tuple[BlockReader, sources.StepEngine], stored: Stored
 ) -> None:
     """Reads ahead have half of the queue; what is waited for takes all that is free."""
     reader, engine = step
@@ -197,7 +191,7 @@ def listed(rest: Sequence[tuple[BlockRuns, Integers, Integers]]) -> list[tuple[s
 
 @pytest.mark.usefixtures("single_blocks")
 def test_a_cancelled_read_brings_what_was_begun(
-    step: tuple[BlockReader, StepEngine], tmp_path: Path
+    step: tuple[BlockReader, sources.StepEngine], tmp_path: Path
 ) -> None:
     reader, engine = step
     first, second = (Stored(tmp_path, name=name) for name in ("ab12", "cd345"))
@@ -226,7 +220,7 @@ def test_a_cancelled_read_brings_what_was_begun(
 
 @pytest.mark.usefixtures("single_blocks")
 def test_a_read_that_was_not_begun_is_cancelled_at_once(
-    step: tuple[BlockReader, StepEngine], stored: Stored
+    step: tuple[BlockReader, sources.StepEngine], stored: Stored
 ) -> None:
     reader, engine = step
     needs = reader.submit([stored.runs((0, 4))])
@@ -343,14 +337,14 @@ def test_a_read_that_the_system_refuses_says_so_and_condemns_nothing(
 def test_a_read_that_ended_early_is_completed(stored: Stored) -> None:
     """A system may give fewer bytes than there are; the rest is read, and all of it verified."""
 
-    class Hasty(StepEngine):
+    class Hasty(sources.StepEngine):
         def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
             numbers, _ = super().finish()
             return numbers, np.array([int(numbers[0]) % 4096])
 
     engine = Hasty(3)
     engine.allow()
-    with with_engine(engine) as (reader, _):
+    with sources.with_engine(engine) as (reader, _):
         reader.read([stored.runs((0, 9))])
         stored.check((0, 9))
         flip_byte(stored.path, stored.offset + 5)
@@ -405,7 +399,7 @@ def test_nobody_waits_for_a_reader_that_has_failed(
 
     if method == "check":
         monkeypatch.setattr(pending_read.PendingRead, "size", fail)
-    reader = BlockReader(4, OneEngine(Crashing(method, call)))
+    reader = BlockReader(4, sources.OneEngine(Crashing(method, call)))
     reads = []
     for n in range(7):
         reads.append(reader.submit([stored.runs((n, n + blocks))], ahead=n in (3, 5)))
@@ -428,8 +422,8 @@ def test_nobody_waits_for_a_reader_that_has_failed(
 @pytest.mark.usefixtures("single_blocks")
 def test_who_gives_up_waiting_leaves_nothing_to_begin(stored: Stored) -> None:
     """The file is closed then, and its descriptor may be another file's."""
-    engine = StepEngine(1)
-    reader = BlockReader(1, OneEngine(engine), patience=0.1)
+    engine = sources.StepEngine(1)
+    reader = BlockReader(1, sources.OneEngine(engine), patience=0.1)
     with pytest.raises(StoreUnavailable, match="does not answer"):
         reader.read([stored.runs((0, 9))])
 
@@ -460,7 +454,7 @@ def test_a_revived_reader_goes_on_learning_what_reads_cost(stored: Stored) -> No
 
 
 def test_close_waits_for_what_was_asked_for(stored: Stored) -> None:
-    with stepping(2) as (reader, engine):
+    with sources.stepping(2) as (reader, engine):
         reads = [reader.submit([stored.runs((n, n + 1))], ahead=n % 2 == 1) for n in range(6)]
         closing = threading.Thread(target=reader.close)
         closing.start()

@@ -46,8 +46,8 @@ IN_HEAD_GROUPS_REORDERED = make_info(HEAD_GROUPS, range(20), segment_id="ab12", 
 KINDS = {
     "in order": SMALL,
     "reordered": REORDERED,
-    "head_groups": IN_HEAD_GROUPS,
-    "head_groups, reordered": IN_HEAD_GROUPS_REORDERED,
+    "no probe heads": IN_HEAD_GROUPS,
+    "no probe heads, reordered": IN_HEAD_GROUPS_REORDERED,
 }
 
 
@@ -257,7 +257,7 @@ def test_what_is_no_file_of_ours_is_not_condemned(tmp_path: Path, kind: str) -> 
 @pytest.mark.parametrize(
     "shape",
     [make_shape(probe=(0,)), make_shape(probe=(0, 1)), HEAD_GROUPS],
-    ids=["1", "2", "head_groups"],
+    ids=["1", "2", "no probe heads"],
 )
 def test_written_file_has_the_size_of_its_layout_and_a_valid_header(
     tmp_path: Path, num_tokens: int, shape: KVShape, direct: bool
@@ -290,7 +290,9 @@ def test_every_block_of_a_written_file_has_its_checksum(
     assert read_header(path, FILES).checksums.tolist() == expected
 
 
-@pytest.mark.parametrize("shape", [make_shape(), HEAD_GROUPS], ids=["probe heads", "head_groups"])
+@pytest.mark.parametrize(
+    "shape", [make_shape(), HEAD_GROUPS], ids=["probe heads", "no probe heads"]
+)
 def test_old_bytes_of_the_write_buffer_are_not_written(tmp_path: Path, shape: KVShape) -> None:
     """The buffer is reused: what an earlier, longer segment left there must not reach a file."""
     info = make_info(shape, range(20))

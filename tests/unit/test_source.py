@@ -20,57 +20,40 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.geometry import SourceSpan
 from impress_sglang.transfer.read_planner import ReadStats
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
+from tests.unit import source_factory as sources
 from tests.unit.kv_factory import PROBE, head_groups_of, make_shape, row_size
 from tests.unit.reading import read_rows
-from tests.unit.source_factory import (
-    BLOCK,
-    CACHES,
-    KINDS,
-    KVS,
-    LAYOUTS,
-    SEVERAL,
-    SHAPES,
-    Case,
-    Part,
-    check_everything,
-    counting,
-    open_case,
-    opened,
-    random_tokens,
-    reading,
-    same_tokens,
-)
 
 # "layout, options: shape"; each shape and each cache once, and each layout with and without head
 # groups.
 UNCACHED = [
     "one-segment: gqa-float32",
-    "one-segment: head_groups-long-rows",
+    "one-segment: no-probe-long-rows",
     "one-short-segment: mha-bfloat16",
-    "one-short-segment: head_groups-bfloat16",
+    "one-short-segment: no-probe-bfloat16",
     "tail-of-a-segment: full-stride-bfloat16",
-    "tail-of-a-segment, reordered: head_groups-float32",
+    "tail-of-a-segment, reordered: no-probe-float32",
     "middle-of-a-segment: tiny-float16",
-    "middle-of-a-segment, reordered: head_groups-cut-rows",
+    "middle-of-a-segment, reordered: no-probe-cut-rows",
     "several-segments, reordered: cut-rows-float32",
     "several-segments, reordered: long-rows-float32",
     "several-segments, O_DIRECT: mqa-no-other-keys",
     "several-segments, O_DIRECT, reordered: all-probed-float16",
-    "several-segments, O_DIRECT, reordered: head_groups-full-stride",
+    "several-segments, O_DIRECT, reordered: no-probe-full-stride",
 ]
 CACHED = [
     *(
         f"several-segments, {cache}{order}: {shape}"
         for cache, order, shape in zip(
-            CACHES,
+            sources.CACHES,
             itertools.cycle(("", ", reordered")),
-            itertools.cycle(("gqa-float32", "head_groups-bfloat16", "cut-rows-float32")),
+            itertools.cycle(("gqa-float32", "no-probe-bfloat16", "cut-rows-float32")),
             strict=False,
         )
     ),
     "several-segments, tiny, O_DIRECT: full-stride-bfloat16",
-    "several-segments, tiny, reordered: head_groups-cut-rows",
-    "middle-of-a-segment, tiny LFU, reordered: head_groups-long-rows",
+    "several-segments, tiny, reordered: no-probe-cut-rows",
+    "middle-of-a-segment, tiny LFU, reordered: no-probe-long-rows",
 ]
 
 
@@ -78,16 +61,16 @@ CACHED = [
     scope="module",
     params=[
         "memory: gqa-float32",
-        "memory: head_groups-bfloat16",
+        "memory: no-probe-bfloat16",
         *UNCACHED,
         *CACHED,
     ],
 )
 def case(
     request: pytest.FixtureRequest, reader: BlockReader, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Case]:
+) -> Iterator[sources.Case]:
     """Each test goes on with the caches that the one before has left."""
-    case = opened(request.param, tmp_path_factory.mktemp("segments"), reader)
+    case = sources.opened(request.param, tmp_path_factory.mktemp("segments"), reader)
     yield case
     case.close()
 
@@ -95,29 +78,29 @@ def case(
 @pytest.fixture(scope="module", params=UNCACHED)
 def uncached(
     request: pytest.FixtureRequest, reader: BlockReader, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Case]:
-    case = opened(request.param, tmp_path_factory.mktemp("segments"), reader)
+) -> Iterator[sources.Case]:
+    case = sources.opened(request.param, tmp_path_factory.mktemp("segments"), reader)
     yield case
     case.close()
 
 
-def test_gives_all_tokens(case: Case) -> None:
+def test_gives_all_tokens(case: sources.Case) -> None:
     assert case.source.num_tokens == case.num_tokens
-    check_everything(case)
-    check_everything(case)
+    sources.check_everything(case)
+    sources.check_everything(case)
 
 
-def test_gives_the_layers_of_a_request_one_after_the_other(case: Case) -> None:
+def test_gives_the_layers_of_a_request_one_after_the_other(case: sources.Case) -> None:
     for seed in range(2):
         case.request()
         for layer in range(case.shape.num_layers):
-            case.check_more(layer, tokens=random_tokens(case, 5, seed + layer))
+            case.check_more(layer, tokens=sources.random_tokens(case, 5, seed + layer))
 
 
-def test_gives_probe_keys_and_values_alone_and_in_any_order(case: Case) -> None:
-    for kind in KINDS:
+def test_gives_probe_keys_and_values_alone_and_in_any_order(case: sources.Case) -> None:
+    for kind in sources.KINDS:
         case.check(1, [kind])
-    tokens = random_tokens(case, 5, 0)
+    tokens = sources.random_tokens(case, 5, 0)
     case.check(0, ["values"], tokens)
     case.check_more(0, ["probe"], tokens)
     case.check_more(0, ["keys"], tokens)
@@ -125,19 +108,21 @@ def test_gives_probe_keys_and_values_alone_and_in_any_order(case: Case) -> None:
     case.check_more(1, ["values", "probe"])
 
 
-def test_gives_random_tokens_of_each_head_group(case: Case) -> None:
+def test_gives_random_tokens_of_each_head_group(case: sources.Case) -> None:
     for seed, share in enumerate((0.1, 0.7, 0.05, 0.3)):
-        case.check(seed % 2, tokens=random_tokens(case, max(1, int(share * case.num_tokens)), seed))
+        case.check(
+            seed % 2, tokens=sources.random_tokens(case, max(1, int(share * case.num_tokens)), seed)
+        )
 
 
-def test_gives_the_same_tokens_of_all_head_groups(case: Case) -> None:
+def test_gives_the_same_tokens_of_all_head_groups(case: sources.Case) -> None:
     """As a rule asks that has one set for all heads: one row of a tensor, repeated in place."""
-    tokens = random_tokens(case, 4, 3)[:1].expand(head_groups_of(case.shape), -1)
+    tokens = sources.random_tokens(case, 4, 3)[:1].expand(head_groups_of(case.shape), -1)
     assert head_groups_of(case.shape) == 1 or tokens.stride(0) == 0
-    case.check(0, KVS, tokens)
+    case.check(0, sources.KVS, tokens)
 
 
-def test_rows_stay_valid_while_the_layer_is_read(case: Case) -> None:
+def test_rows_stay_valid_while_the_layer_is_read(case: sources.Case) -> None:
     """Probing reads keys first; the rest of the layer follows while they are in use."""
     case.request()
     probe = case.source.read_probe(0) if case.shape.probe_kv_heads else None
@@ -152,25 +137,25 @@ def test_rows_stay_valid_while_the_layer_is_read(case: Case) -> None:
     case.check_rows(keys, 0, "keys")
 
 
-def test_layers_are_asked_for_in_ascending_order(several: Case) -> None:
+def test_layers_are_asked_for_in_ascending_order(several: sources.Case) -> None:
     several.check(1)
 
     with pytest.raises(AssertionError):
         read_rows(several.source, 0, None)
 
 
-def read_costs(case: Case) -> Iterator[tuple[str, Tensor, int]]:
+def read_costs(case: sources.Case) -> Iterator[tuple[str, Tensor, int]]:
     """Reads of few and many tokens, and the bytes that each took from SSD."""
     for seed, count in enumerate((1, 2, 5, case.num_tokens // 2, case.num_tokens)):
-        tokens = random_tokens(case, max(1, count), seed)
-        for kind in KINDS:
+        tokens = sources.random_tokens(case, max(1, count), seed)
+        for kind in sources.KINDS:
             before = case.stats.ssd_bytes
             case.check(0, [kind], tokens)
             yield kind, tokens, case.stats.ssd_bytes - before
 
 
 @pytest.mark.usefixtures("no_gaps")
-def test_costs_exactly_the_blocks_that_hold_wanted_rows(uncached: Case) -> None:
+def test_costs_exactly_the_blocks_that_hold_wanted_rows(uncached: sources.Case) -> None:
     for kind, tokens, cost in read_costs(uncached):
         assert cost == uncached.block_bytes(0, [kind], tokens)
 
@@ -179,7 +164,9 @@ def test_a_large_gap_is_read_through(
     reader: BlockReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of 1,920 bytes: rows 0 and 7 are in blocks 0 and 3 of a chunk of 4."""
-    case = open_case(tmp_path, SHAPES["cut-rows-float32"], LAYOUTS["one-segment"], reader)
+    case = sources.open_case(
+        tmp_path, sources.SHAPES["cut-rows-float32"], sources.LAYOUTS["one-segment"], reader
+    )
     for tokens, gap, blocks in (
         ([8, 15], 8191, 2),
         ([8, 15], 8192, 4),
@@ -189,14 +176,14 @@ def test_a_large_gap_is_read_through(
     ):
         monkeypatch.setattr(ReadCost, "gap_bytes", gap)
         before = case.stats.ssd_bytes
-        case.check(0, ["values"], same_tokens(case, tokens))
-        assert case.stats.ssd_bytes - before == blocks * BLOCK
+        case.check(0, ["values"], sources.same_tokens(case, tokens))
+        assert case.stats.ssd_bytes - before == blocks * sources.BLOCK
     case.close()
 
 
-def test_accesses_and_needed_bytes_are_counted(uncached: Case) -> None:
+def test_accesses_and_needed_bytes_are_counted(uncached: sources.Case) -> None:
     assert uncached.cache is not None
-    tokens = random_tokens(uncached, min(7, uncached.num_tokens), 1)
+    tokens = sources.random_tokens(uncached, min(7, uncached.num_tokens), 1)
     uncached.request()
 
     uncached.check_more(0, tokens=tokens)
@@ -216,39 +203,39 @@ def test_accesses_and_needed_bytes_are_counted(uncached: Case) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["gqa-float32", "head_groups-float32"])
+@pytest.mark.parametrize("name", ["gqa-float32", "no-probe-float32"])
 def test_neighbouring_blocks_are_one_read(tmp_path: Path, name: str) -> None:
     """Values of all head groups, too."""
-    with counting() as (reader, engine):
-        case = open_case(tmp_path, SHAPES[name], SEVERAL[3:4], reader)
+    with sources.counting() as (reader, engine):
+        case = sources.open_case(tmp_path, sources.SHAPES[name], sources.SEVERAL[3:4], reader)
 
         case.check(0, ["values"])
         assert len(engine.started) == 1
-        case.check(1, KVS)
+        case.check(1, sources.KVS)
         assert len(engine.started) == 2, "keys and values are neighbours"
         assert engine.started_bytes == case.stats.ssd_bytes
         case.close()
 
 
-def test_source_names_its_segments_in_order(several: Case) -> None:
+def test_source_names_its_segments_in_order(several: sources.Case) -> None:
     assert several.segment_source.segment_ids == [f"segment{n}" for n in range(5)]
 
 
 def test_the_reader_learns_from_its_reads(tmp_path: Path) -> None:
-    with reading(2) as reader:
-        case = open_case(tmp_path, SHAPES["gqa-float32"], SEVERAL, reader)
+    with sources.reading(2) as reader:
+        case = sources.open_case(tmp_path, sources.SHAPES["gqa-float32"], sources.SEVERAL, reader)
 
-        check_everything(case)
+        sources.check_everything(case)
         case.close()
 
     assert reader.cost.observations > 0
     assert reader.cost.seconds_per_piece < 0.1, "how long the drive was busy, not since when"
 
 
-def test_each_segment_notes_its_own_tokens(several: Case) -> None:
+def test_each_segment_notes_its_own_tokens(several: sources.Case) -> None:
     """In logical order, whatever the order on disk, and each head group apart."""
     head_groups = head_groups_of(several.shape)
-    selected = random_tokens(several, 20, 3)
+    selected = sources.random_tokens(several, 20, 3)
 
     several.check(1, ["values"], selected)
     scores = torch.ones(several.shape.num_query_heads, several.num_tokens)
@@ -265,7 +252,9 @@ def test_each_segment_notes_its_own_tokens(several: Case) -> None:
     assert found == selected.tolist()
 
 
-def test_a_layer_that_is_used_whole_counts_as_an_access_of_every_token(several: Case) -> None:
+def test_a_layer_that_is_used_whole_counts_as_an_access_of_every_token(
+    several: sources.Case,
+) -> None:
     head_groups = head_groups_of(several.shape)
     several.check(0)
     several.source.note_whole(0)
@@ -288,7 +277,7 @@ def test_a_layer_that_is_used_whole_counts_as_an_access_of_every_token(several: 
 Noted = tuple[int, int, int, list[int], list[int], list[list[float]] | None]
 
 
-def listened(case: Case) -> tuple[SegmentSource, list[Noted]]:
+def listened(case: sources.Case) -> tuple[SegmentSource, list[Noted]]:
     """A source of tokens 3 and 4 and then 0 to 2 of a segment, and what their histories hear."""
     heard: list[Noted] = []
 
@@ -327,7 +316,7 @@ def test_all_head_groups_are_noted_together(reader: BlockReader, tmp_path: Path)
     A segment of which nothing was selected hears that, too.
     """
     shape = make_shape(probe=())
-    case = open_case(tmp_path, shape, [Part(20, 8, 0, 20)], reader)
+    case = sources.open_case(tmp_path, shape, [sources.Part(20, 8, 0, 20)], reader)
     source, heard = listened(case)
     scores = torch.arange(20.0).view(4, 5)
 

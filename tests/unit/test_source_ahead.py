@@ -166,9 +166,7 @@ def wait_for_reads(source: SegmentSource) -> None:
 
 
 @pytest.mark.usefixtures("no_gaps")
-@pytest.mark.parametrize(
-    "name", ["cut-rows-float32", "head_groups-cut-rows", "head_groups-float32"]
-)
+@pytest.mark.parametrize("name", ["cut-rows-float32", "no-probe-cut-rows", "no-probe-float32"])
 @pytest.mark.parametrize("needs", DEMANDS)
 @pytest.mark.parametrize("reordered", [False, True])
 def test_what_a_demand_is_certain_of_is_read_ahead(

@@ -16,47 +16,29 @@ from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.read_planner import ReadStats
+from tests.unit import source_factory as sources
 from tests.unit.kv_factory import flip_byte, make_cache, make_shape
-from tests.unit.source_factory import (
-    BLOCK,
-    CACHES,
-    KINDS,
-    KVS,
-    LAYOUTS,
-    RULES,
-    SHAPES,
-    CacheKind,
-    Case,
-    Part,
-    check_everything,
-    counting,
-    open_case,
-    opened,
-    poison,
-    random_tokens,
-    same_tokens,
-)
 
 ROOMY = [
     f"several-segments, {name}, reordered: {shape}"
-    for name in CACHES
+    for name in sources.CACHES
     if name.startswith("room")
-    for shape in ("cut-rows-float32", "head_groups-cut-rows")
+    for shape in ("cut-rows-float32", "no-probe-cut-rows")
 ]
 
 
 @pytest.mark.parametrize("name", ROOMY)
 def test_a_second_read_comes_from_the_caches_alone(name: str, tmp_path: Path) -> None:
-    with counting() as (reader, engine):
-        roomy = opened(name, tmp_path, reader)
-        check_everything(roomy)
+    with sources.counting() as (reader, engine):
+        roomy = sources.opened(name, tmp_path, reader)
+        sources.check_everything(roomy)
         first = roomy.stats
         chunks = sum(len(roomy.chunks(layer, s)) for layer in (0, 1) for s in roomy.columns)
         assert (first.ssd_chunks, first.host_chunks, first.device_chunks) == (chunks, 0, 0)
         assert engine.started_bytes == first.ssd_bytes > 0
         engine.started.clear()
 
-        check_everything(roomy)
+        sources.check_everything(roomy)
 
         stats = roomy.stats
         assert engine.started == []
@@ -77,8 +59,8 @@ def test_a_second_read_comes_from_the_caches_alone(name: str, tmp_path: Path) ->
 def test_a_chunk_that_will_be_cached_is_read_whole(
     name: str, reader: BlockReader, tmp_path: Path
 ) -> None:
-    roomy = opened(name, tmp_path, reader)
-    tokens = random_tokens(roomy, 4, 1)
+    roomy = sources.opened(name, tmp_path, reader)
+    tokens = sources.random_tokens(roomy, 4, 1)
 
     roomy.check(0, ["values"], tokens)
 
@@ -90,7 +72,7 @@ def test_a_chunk_that_will_be_cached_is_read_whole(
     for column in roomy.kind_columns("values"):
         rows = [
             (n, row // roomy.parts[n].chunk_tokens)
-            for n, row in roomy.rows(0, column, same_tokens(roomy, range(roomy.num_tokens)))
+            for n, row in roomy.rows(0, column, sources.same_tokens(roomy, range(roomy.num_tokens)))
         ]
         chosen = roomy.rows(0, column, tokens)
         cached = {(n, row // roomy.parts[n].chunk_tokens) for n, row in chosen}
@@ -107,30 +89,30 @@ def test_a_chunk_that_will_not_be_cached_is_read_in_part(
     reader: BlockReader, tmp_path: Path
 ) -> None:
     """The device has one chunk, which is used as often as any other."""
-    shape = SHAPES["cut-rows-float32"]
-    cache = CacheKind(device=1, rule="LFU", page_tokens=8).make(shape)
-    case = open_case(tmp_path, shape, LAYOUTS["one-segment"], reader, cache=cache)
+    shape = sources.SHAPES["cut-rows-float32"]
+    cache = sources.CacheKind(device=1, rule="LFU", page_tokens=8).make(shape)
+    case = sources.open_case(tmp_path, shape, sources.LAYOUTS["one-segment"], reader, cache=cache)
     case.check(0, ["values"], torch.tensor([[0]]))
     before = case.stats.ssd_bytes
 
     case.check(0, ["values"], torch.tensor([[8]]))
 
-    assert case.stats.ssd_bytes - before == BLOCK
+    assert case.stats.ssd_bytes - before == sources.BLOCK
     assert (case.stats.ssd_chunks, case.stats.device_chunks) == (2, 0)
     case.close()
 
 
-@pytest.mark.parametrize("name", [name for name in CACHES if name.startswith("tiny")])
-@pytest.mark.parametrize("shape", ["cut-rows-float32", "head_groups-bfloat16"])
+@pytest.mark.parametrize("name", [name for name in sources.CACHES if name.startswith("tiny")])
+@pytest.mark.parametrize("shape", ["cut-rows-float32", "no-probe-bfloat16"])
 def test_tiny_caches_evict_and_serve(
     name: str, shape: str, reader: BlockReader, tmp_path: Path
 ) -> None:
     """Guards the contract of sources: chunks do move, and are found where they went."""
-    case = opened(f"several-segments, {name}, reordered: {shape}", tmp_path, reader)
+    case = sources.opened(f"several-segments, {name}, reordered: {shape}", tmp_path, reader)
     for seed in range(12):
-        tokens = random_tokens(case, 2, seed % 5)
-        case.check(0, KVS, tokens)
-        case.check(0, KVS, tokens)
+        tokens = sources.random_tokens(case, 2, seed % 5)
+        case.check(0, sources.KVS, tokens)
+        case.check(0, sources.KVS, tokens)
 
     assert case.cache is not None
     placement = case.cache.placement
@@ -143,22 +125,22 @@ def test_tiny_caches_evict_and_serve(
     case.close()
 
 
-def draw_parts(data: st.DataObject) -> list[Part]:
+def draw_parts(data: st.DataObject) -> list[sources.Part]:
     parts = []
     for _ in range(data.draw(st.integers(1, 3))):
         num_tokens = data.draw(st.integers(1, 60))
         start = data.draw(st.integers(0, num_tokens - 1))
         stop = data.draw(st.integers(start + 1, num_tokens))
-        parts.append(Part(num_tokens, 8 * data.draw(st.integers(1, 3)), start, stop))
+        parts.append(sources.Part(num_tokens, 8 * data.draw(st.integers(1, 3)), start, stop))
     return parts
 
 
-def draw_tokens(data: st.DataObject, case: Case) -> Tensor | None:
+def draw_tokens(data: st.DataObject, case: sources.Case) -> Tensor | None:
     """None, or a random number of tokens, others in each head group."""
     if data.draw(st.integers(0, 3)) == 0:
         return None
     count = data.draw(st.integers(1, min(case.num_tokens, 12)))
-    return random_tokens(case, count, data.draw(st.integers(0, 1 << 20)))
+    return sources.random_tokens(case, count, data.draw(st.integers(0, 1 << 20)))
 
 
 @settings(max_examples=60)
@@ -167,19 +149,19 @@ def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
     tmp_path_factory: pytest.TempPathFactory, reader: BlockReader, data: st.DataObject
 ) -> None:
     """Interleaved reads, requests, damage that comes and goes, and ids given to other chunks."""
-    shape = SHAPES[data.draw(st.sampled_from(sorted(SHAPES)))]
+    shape = sources.SHAPES[data.draw(st.sampled_from(sorted(sources.SHAPES)))]
     parts = draw_parts(data)
     cache = make_cache(
         shape,
         device_chunks=data.draw(st.integers(0, 8)),
         host_chunks=data.draw(st.integers(0, 8)),
         chunk_tokens=data.draw(st.sampled_from([8, 16])),
-        rule=RULES[data.draw(st.sampled_from(sorted(RULES)))](),
+        rule=sources.RULES[data.draw(st.sampled_from(sorted(sources.RULES)))](),
     )
     reordered = data.draw(st.booleans())
     directory = tmp_path_factory.mktemp("any")
-    case = open_case(directory, shape, parts, reader, cache=cache, reordered=reordered)
-    poison(case)
+    case = sources.open_case(directory, shape, parts, reader, cache=cache, reordered=reordered)
+    sources.poison(case)
     damaged: tuple[Path, int] | None = None
     for _ in range(data.draw(st.integers(1, 20))):
         step = data.draw(st.sampled_from(["read"] * 5 + ["damage", "reopen"]))
@@ -198,7 +180,7 @@ def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
             case.request()
             first = data.draw(st.integers(0, shape.num_layers - 1))
             for layer in range(first, shape.num_layers):
-                kinds = data.draw(st.sets(st.sampled_from(KINDS), min_size=1))
+                kinds = data.draw(st.sets(st.sampled_from(sources.KINDS), min_size=1))
                 tokens = draw_tokens(data, case)
                 try:
                     case.check_more(layer, kinds, tokens)
@@ -209,32 +191,34 @@ def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
         cache.check_integrity()
     if damaged is not None:
         flip_byte(*damaged)
-    check_everything(case)
+    sources.check_everything(case)
     case.close()
 
 
 @pytest.fixture
-def small(reader: BlockReader, tmp_path: Path) -> Callable[..., Case]:
+def small(reader: BlockReader, tmp_path: Path) -> Callable[..., sources.Case]:
     """20 tokens in chunks of 8; rows of 32, 32 and 64 bytes, every chunk one block."""
 
-    def make(**room: int) -> Case:
+    def make(**room: int) -> sources.Case:
         cache = make_cache(make_shape(), **room)
-        return open_case(tmp_path, make_shape(), [Part(20, 8, 0, 20)], reader, cache=cache)
+        return sources.open_case(
+            tmp_path, make_shape(), [sources.Part(20, 8, 0, 20)], reader, cache=cache
+        )
 
     return make
 
 
-def probe_and_load(case: Case) -> None:
+def probe_and_load(case: sources.Case) -> None:
     """What the loader does where the probe heads agree on tokens 1, 2 and 17."""
     tokens = torch.tensor([[1, 2, 17]])
     case.check(0, ["probe"])
-    case.check_more(0, KVS, tokens)
+    case.check_more(0, sources.KVS, tokens)
     case.source.note_selection(0, tokens, torch.ones(2, 20))
 
 
 # 20 rows of 32 bytes, and 3 of 32 + 64 bytes, in 3 and 2 + 2 chunks.
 FIRST_TIME = ReadStats(
-    ssd_bytes=7 * BLOCK,
+    ssd_bytes=7 * sources.BLOCK,
     ssd_needed_bytes=20 * 32 + 3 * 96,
     h2d_bytes=20 * 32 + 3 * 96,
     ssd_chunks=7,
@@ -245,17 +229,17 @@ FIRST_TIME = ReadStats(
 
 @pytest.mark.usefixtures("no_gaps")
 class TestCounters:
-    def test_without_caches(self, small: Callable[..., Case]) -> None:
+    def test_without_caches(self, small: Callable[..., sources.Case]) -> None:
         case = small()
 
         probe_and_load(case)
 
         assert case.stats == FIRST_TIME
         assert (case.stats.chunks_accessed, case.stats.chunks_loaded) == (7, 7)
-        assert case.spans[0].history.ssd_bytes == 4 * BLOCK, "what was selected, not probed"
+        assert case.spans[0].history.ssd_bytes == 4 * sources.BLOCK, "what was selected, not probed"
         case.close()
 
-    def test_with_room_on_the_device(self, small: Callable[..., Case]) -> None:
+    def test_with_room_on_the_device(self, small: Callable[..., sources.Case]) -> None:
         """Pages of 256 bytes: chunks of values take two, but for the last one, others take one."""
         case = small(device_chunks=20)
 
@@ -272,10 +256,10 @@ class TestCounters:
             important_device_bytes=3 * 128,
         )
         assert (case.stats.chunks_accessed, case.stats.chunks_loaded) == (14, 7)
-        assert case.spans[0].history.ssd_bytes == 4 * BLOCK
+        assert case.spans[0].history.ssd_bytes == 4 * sources.BLOCK
         case.close()
 
-    def test_of_a_layer_that_falls_back(self, small: Callable[..., Case]) -> None:
+    def test_of_a_layer_that_falls_back(self, small: Callable[..., sources.Case]) -> None:
         """All keys were read, but only those of selected tokens are important."""
         case, tokens = small(), torch.tensor([[1, 2, 17]])
         case.check(0, ["probe"])
@@ -284,7 +268,7 @@ class TestCounters:
         case.source.note_selection(0, tokens, torch.ones(4, 20))
 
         assert case.stats == ReadStats(
-            ssd_bytes=8 * BLOCK,
+            ssd_bytes=8 * sources.BLOCK,
             ssd_needed_bytes=20 * 64 + 3 * 64,
             h2d_bytes=20 * 64 + 3 * 64,
             ssd_chunks=8,
@@ -297,8 +281,10 @@ class TestCounters:
         self, reader: BlockReader, tmp_path: Path
     ) -> None:
         """All rows of both were read; of the second one, token 9 of it was selected."""
-        shape, parts = make_shape(), [Part(20, 8, 13, 20), Part(20, 8, 0, 20)]
-        case = open_case(tmp_path, shape, parts, reader, cache=make_cache(shape, device_chunks=20))
+        shape, parts = make_shape(), [sources.Part(20, 8, 13, 20), sources.Part(20, 8, 0, 20)]
+        case = sources.open_case(
+            tmp_path, shape, parts, reader, cache=make_cache(shape, device_chunks=20)
+        )
         for known, hits in ((False, 0), (True, 3)):
             case.check(0)
             case.source.note_selection(0, torch.tensor([[1, 2, 16]]), torch.ones(2, 27))
@@ -307,7 +293,7 @@ class TestCounters:
         case.close()
 
     def test_a_hit_is_a_selected_row_that_was_on_the_device(
-        self, small: Callable[..., Case]
+        self, small: Callable[..., sources.Case]
     ) -> None:
         """Tokens 1 and 2 are in the one chunk that has room there, token 17 is not."""
         case, tokens = small(device_chunks=1), torch.tensor([[1, 2, 17]])
@@ -328,7 +314,7 @@ class TestCounters:
         assert important() == (24 * 64, 10 * 64)
         case.close()
 
-    def test_a_selection_is_counted_once(self, small: Callable[..., Case]) -> None:
+    def test_a_selection_is_counted_once(self, small: Callable[..., sources.Case]) -> None:
         case = small()
         probe_and_load(case)
         before = case.stats
@@ -343,21 +329,23 @@ SMALL_HEAD_GROUPS = make_shape(probe=())
 
 
 @pytest.fixture
-def small_head_groups(reader: BlockReader, tmp_path: Path) -> Callable[..., Case]:
+def small_head_groups(reader: BlockReader, tmp_path: Path) -> Callable[..., sources.Case]:
     """20 tokens; rows of 32 bytes, every chunk one block."""
 
-    def make(**room: int) -> Case:
+    def make(**room: int) -> sources.Case:
         cache = make_cache(SMALL_HEAD_GROUPS, **room)
-        return open_case(tmp_path, SMALL_HEAD_GROUPS, [Part(20, 8, 0, 20)], reader, cache=cache)
+        return sources.open_case(
+            tmp_path, SMALL_HEAD_GROUPS, [sources.Part(20, 8, 0, 20)], reader, cache=cache
+        )
 
     return make
 
 
 @pytest.mark.usefixtures("no_gaps")
-class TestCountersOfLanes:
+class TestCountersOfHeadGroups:
     @pytest.mark.parametrize("whole", [False, True])
     def test_a_hit_of_a_head_group_is_one_of_its_own_selection(
-        self, small_head_groups: Callable[..., Case], whole: bool
+        self, small_head_groups: Callable[..., sources.Case], whole: bool
     ) -> None:
         """There is room for two chunks: tokens 0 to 7 of head 0, and 8 to 15 of head 1."""
         case = small_head_groups(device_chunks=2)

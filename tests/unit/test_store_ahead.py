@@ -12,47 +12,23 @@ from bench.core.emulation import SlowFileSystem
 from impress_sglang.management.forecast import StoredBytes
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
-from tests.unit import store_factory
-from tests.unit.kv_factory import (
-    PROBE,
-    SequenceKVs,
-    chunk_disk_bytes,
-    columns_of,
-    flip_byte,
-    head_groups_of,
-    holds_values,
-    kv_of,
-)
+from tests.unit import kv_factory as kv
+from tests.unit import store_factory as stores
 from tests.unit.reading import read_rows
-from tests.unit.store_factory import (
-    Workbench,
-    check_rows,
-    gb,
-    length,
-    look_again,
-    look_up,
-    lose,
-    open_source,
-    path_of,
-    prompt,
-    rows,
-    three_prefixes,
-    use,
-)
 from tests.unit.waiting import wait_until
 
-bench = store_factory.bench
-store = store_factory.store
+bench = stores.bench
+store = stores.store
 
-TOKENS = prompt(1, 40)
+TOKENS = stores.prompt(1, 40)
 CHUNK_TOKENS = 8
 
 
-def disk_bytes(bench: Workbench, *columns: int, num_tokens: int = len(TOKENS)) -> int:
+def disk_bytes(bench: stores.Workbench, *columns: int, num_tokens: int = len(TOKENS)) -> int:
     """Bytes of columns of all layers of a segment."""
     shape = bench.shape
     sizes = [
-        chunk_disk_bytes(shape, column, CHUNK_TOKENS, num_tokens, chunk)
+        kv.chunk_disk_bytes(shape, column, CHUNK_TOKENS, num_tokens, chunk)
         for column in columns
         for chunk in range(-(-num_tokens // CHUNK_TOKENS))
     ]
@@ -62,12 +38,12 @@ def disk_bytes(bench: Workbench, *columns: int, num_tokens: int = len(TOKENS)) -
 def bytes_of(
     store: PrefixStore, tokens: tuple[int, ...] = TOKENS, *, start: int = 0
 ) -> StoredBytes:
-    return store.forecast.stored_bytes(look_up(store, tokens).slice(start, len(tokens)))
+    return store.forecast.stored_bytes(stores.look_up(store, tokens).slice(start, len(tokens)))
 
 
 def read_layers(store: PrefixStore, *, probe: bool = True, keys: bool = True) -> SegmentSource:
     """A request that reads all of the stored prefix, and is done."""
-    source = open_source(store, look_up(store, TOKENS))
+    source = stores.open_source(store, stores.look_up(store, TOKENS))
     for layer in range(source.num_layers):
         if probe and source._shape.probe_kv_heads:
             source.read_probe(layer)
@@ -80,20 +56,22 @@ def wait_for_reads(source: SegmentSource) -> None:
     wait_until(lambda: not source.is_reading)
 
 
-def test_before_the_first_read_all_is_on_the_ssd(bench: Workbench, store: PrefixStore) -> None:
+def test_before_the_first_read_all_is_on_the_ssd(
+    bench: stores.Workbench, store: PrefixStore
+) -> None:
     bench.put(store, TOKENS)
 
     found = bytes_of(store)
 
-    assert found.probe_bytes == disk_bytes(bench, PROBE)
-    assert found.expected(1.0) == disk_bytes(bench, *columns_of(bench.shape))
+    assert found.probe_bytes == disk_bytes(bench, kv.PROBE)
+    assert found.expected(1.0) == disk_bytes(bench, *kv.columns_of(bench.shape))
     assert found.usual == 0.25
     assert found.probe_bytes < found.expected(0.25) <= found.expected(0.5) <= found.expected(1.0)
 
 
-def test_a_part_counts_by_its_share_and_segments_are_added(bench: Workbench) -> None:
-    store = three_prefixes(bench)
-    everything = columns_of(bench.shape)
+def test_a_part_counts_by_its_share_and_segments_are_added(bench: stores.Workbench) -> None:
+    store = stores.three_prefixes(bench)
+    everything = kv.columns_of(bench.shape)
     first, second = (disk_bytes(bench, *everything, num_tokens=n) for n in (13, 27))
 
     assert bytes_of(store).expected(1.0) == pytest.approx(first + second, abs=2)
@@ -104,16 +82,16 @@ def test_a_part_counts_by_its_share_and_segments_are_added(bench: Workbench) -> 
 
 
 @pytest.mark.parametrize("cache", ["device_gb", "host_gb"])
-def test_what_is_cached_need_not_come_from_the_ssd(bench: Workbench, cache: str) -> None:
+def test_what_is_cached_need_not_come_from_the_ssd(bench: stores.Workbench, cache: str) -> None:
     store = bench.open(**{cache: 0.001})
     bench.put(store, TOKENS)
-    values = [column for column in kv_of(bench.shape) if holds_values(bench.shape, column)]
-    keys = [column for column in kv_of(bench.shape) if column not in values]
+    values = [column for column in kv.kv_of(bench.shape) if kv.holds_values(bench.shape, column)]
+    keys = [column for column in kv.kv_of(bench.shape) if column not in values]
 
     read_layers(store, probe=False, keys=False)
     found = bytes_of(store)
-    assert found.probe_bytes == disk_bytes(bench, PROBE)
-    assert found.expected(1.0) == disk_bytes(bench, PROBE, *keys)
+    assert found.probe_bytes == disk_bytes(bench, kv.PROBE)
+    assert found.expected(1.0) == disk_bytes(bench, kv.PROBE, *keys)
 
     read_layers(store)
     found = bytes_of(store)
@@ -121,16 +99,16 @@ def test_what_is_cached_need_not_come_from_the_ssd(bench: Workbench, cache: str)
     assert read_layers(store).stats.ssd_bytes == 0, "which is so"
 
 
-def test_what_requests_wanted_is_expected_of_the_next_one(bench: Workbench) -> None:
+def test_what_requests_wanted_is_expected_of_the_next_one(bench: stores.Workbench) -> None:
     """Only with reading ahead: what nobody asks for is not counted."""
     for readahead in (0.0, 0.2):
         store = bench.open(readahead=readahead)
         if not readahead:
             bench.put(store, TOKENS)
         before = bytes_of(store)
-        selected = torch.tensor([0, 3]).expand(head_groups_of(bench.shape), -1)
+        selected = torch.tensor([0, 3]).expand(kv.head_groups_of(bench.shape), -1)
         for _ in range(2):
-            source = open_source(store, look_up(store, TOKENS))
+            source = stores.open_source(store, stores.look_up(store, TOKENS))
             for layer in range(source.num_layers):
                 read_rows(source, layer, selected)
             store.close_source(source)
@@ -140,7 +118,7 @@ def test_what_requests_wanted_is_expected_of_the_next_one(bench: Workbench) -> N
         assert after.expected(1.0) == before.expected(1.0)
         if readahead:
             # One block of each column has both tokens.
-            wanted = disk_bytes(bench, *kv_of(bench.shape), num_tokens=CHUNK_TOKENS)
+            wanted = disk_bytes(bench, *kv.kv_of(bench.shape), num_tokens=CHUNK_TOKENS)
             wanted += after.probe_bytes
             assert after.expected(0.25) == wanted < before.expected(0.25)
         else:
@@ -148,9 +126,11 @@ def test_what_requests_wanted_is_expected_of_the_next_one(bench: Workbench) -> N
         bench.close(store)
 
 
-def test_measuring_reads_a_little_and_gives_all_back(bench: Workbench, store: PrefixStore) -> None:
+def test_measuring_reads_a_little_and_gives_all_back(
+    bench: stores.Workbench, store: PrefixStore
+) -> None:
     bench.put(store, TOKENS)
-    match = look_up(store, TOKENS)
+    match = stores.look_up(store, TOKENS)
     observed = store._reader.cost.observations
 
     store.measure_reading(match)
@@ -175,15 +155,15 @@ def test_measuring_reads_a_little_and_gives_all_back(bench: Workbench, store: Pr
     assert store._measuring is not None, "and again"
 
 
-def test_measuring_teaches_what_a_slow_ssd_takes(bench: Workbench) -> None:
+def test_measuring_teaches_what_a_slow_ssd_takes(bench: stores.Workbench) -> None:
     files = SlowFileSystem()
     store = bench.open(files=files)
-    bench.put(store, prompt(1, 400))
+    bench.put(store, stores.prompt(1, 400))
     files.set_rate(20.0)
     before = store.forecast.seconds_to_read(1e6)
 
     for _ in range(3):
-        store.measure_reading(look_up(store, prompt(1, 400)))
+        store.measure_reading(stores.look_up(store, stores.prompt(1, 400)))
         assert store._measuring is not None
         wait_for_reads(store._measuring)
         store.poll()
@@ -193,31 +173,33 @@ def test_measuring_teaches_what_a_slow_ssd_takes(bench: Workbench) -> None:
 
 
 @pytest.mark.parametrize("damage", ["gone", "damaged header", "damaged block"])
-def test_measuring_never_fails(bench: Workbench, store: PrefixStore, damage: str) -> None:
+def test_measuring_never_fails(bench: stores.Workbench, store: PrefixStore, damage: str) -> None:
     bench.put(store, TOKENS)
-    match = look_up(store, TOKENS)
-    path = path_of(bench, match)
+    match = stores.look_up(store, TOKENS)
+    path = stores.path_of(bench, match)
     if damage == "gone":
         path.unlink()
     else:
-        flip_byte(path, 100 if "header" in damage else 4096)
+        kv.flip_byte(path, 100 if "header" in damage else 4096)
 
     store.measure_reading(match)
     if store._measuring is not None:
         wait_for_reads(store._measuring)
-    look_again(store)
+    stores.look_again(store)
 
     store.check_integrity()
     assert store._measuring is None
     if damage != "damaged block":
-        assert length(store, TOKENS) == 0, "what cannot be opened is lost"
+        assert stores.length(store, TOKENS) == 0, "what cannot be opened is lost"
         assert store.stats.segments_unreadable == 1
 
 
-def test_measuring_a_match_that_was_lost_does_nothing(bench: Workbench, store: PrefixStore) -> None:
+def test_measuring_a_match_that_was_lost_does_nothing(
+    bench: stores.Workbench, store: PrefixStore
+) -> None:
     bench.put(store, TOKENS)
-    match = look_up(store, TOKENS)
-    lose(bench, store, match.spans[0].segment.segment_id)
+    match = stores.look_up(store, TOKENS)
+    stores.lose(bench, store, match.spans[0].segment.segment_id)
 
     store.measure_reading(match)
 
@@ -225,16 +207,16 @@ def test_measuring_a_match_that_was_lost_does_nothing(bench: Workbench, store: P
     store.check_integrity()
 
 
-def slow_store(bench: Workbench, **options: float) -> PrefixStore:
+def slow_store(bench: stores.Workbench, **options: float) -> PrefixStore:
     """Reads take some tenths of a second, and begin without delay."""
     store = bench.open(files=SlowFileSystem(1.0), readahead=0.5, **options)
-    bench.put(store, prompt(1, 200))
+    bench.put(store, stores.prompt(1, 200))
     return store
 
 
-def test_a_store_that_measures_is_closed_cleanly(bench: Workbench) -> None:
+def test_a_store_that_measures_is_closed_cleanly(bench: stores.Workbench) -> None:
     store = slow_store(bench)
-    store.measure_reading(look_up(store, prompt(1, 200)))
+    store.measure_reading(stores.look_up(store, stores.prompt(1, 200)))
     measured = store._measuring
     assert measured is not None and measured.is_reading
 
@@ -242,16 +224,18 @@ def test_a_store_that_measures_is_closed_cleanly(bench: Workbench) -> None:
 
     assert not measured.is_reading and store._measuring is None
     assert store.summary()["buffer_used_bytes"] == 0
-    check_rows(bench.open(), prompt(1, 200))
+    stores.check_rows(bench.open(), stores.prompt(1, 200))
 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_store_is_closed_cleanly_while_a_source_is_read_ahead(
-    bench: Workbench, waits: bool
+    bench: stores.Workbench, waits: bool
 ) -> None:
     """A server that ends closes its sources first, whatever they are doing."""
     store = slow_store(bench)
-    source = store.open_source(look_up(store, prompt(1, 200)), 0, 200, ReadNeeds(whole=True))
+    source = store.open_source(
+        stores.look_up(store, stores.prompt(1, 200)), 0, 200, ReadNeeds(whole=True)
+    )
     if waits:
         store.ahead.wait(source, 1e9)
     else:
@@ -263,46 +247,46 @@ def test_a_store_is_closed_cleanly_while_a_source_is_read_ahead(
     bench.close(store)
     assert not source.is_reading
 
-    whole = disk_bytes(bench, *columns_of(bench.shape), num_tokens=200)
+    whole = disk_bytes(bench, *kv.columns_of(bench.shape), num_tokens=200)
     assert time.monotonic() - began < whole / 1e6, "what is not begun is not read"
     assert store.stats.bytes_read_ahead < whole
-    check_rows(bench.open(), prompt(1, 200))
+    stores.check_rows(bench.open(), stores.prompt(1, 200))
 
 
-def test_what_was_read_ahead_is_used_and_counted(bench: Workbench, no_gaps: None) -> None:
+def test_what_was_read_ahead_is_used_and_counted(bench: stores.Workbench, no_gaps: None) -> None:
     store = bench.open(readahead=0.5)
     bench.put(store, TOKENS)
-    source = store.open_source(look_up(store, TOKENS), 0, 40, ReadNeeds(whole=True))
+    source = store.open_source(stores.look_up(store, TOKENS), 0, 40, ReadNeeds(whole=True))
     store.ahead.join(source)
     assert source.next_ahead == source.num_layers
     wait_for_reads(source)
 
-    kvs = SequenceKVs(bench.shape, "", TOKENS)
+    kvs = kv.SequenceKVs(bench.shape, "", TOKENS)
     for layer in range(source.num_layers):
-        keys, values = rows(bench.shape, source, layer)
+        keys, values = stores.rows(bench.shape, source, layer)
         assert torch.equal(keys, kvs.keys(layer)) and torch.equal(values, kvs.values(layer))
     store.close_source(source)
 
-    whole = disk_bytes(bench, *columns_of(bench.shape))
+    whole = disk_bytes(bench, *kv.columns_of(bench.shape))
     stats = store.stats
     assert stats.bytes_read == stats.bytes_read_ahead == stats.bytes_read_ahead_used == whole
 
 
-def test_nothing_that_is_read_ahead_is_evicted(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(2 * bench.one), readahead=0.5)
+def test_nothing_that_is_read_ahead_is_evicted(bench: stores.Workbench) -> None:
+    store = bench.open(ssd_gb=stores.gb(2 * bench.one), readahead=0.5)
     for number in (1, 2):
-        bench.put(store, prompt(number))
-    source = store.open_source(look_up(store, prompt(1)), 0, 8, ReadNeeds())
+        bench.put(store, stores.prompt(number))
+    source = store.open_source(stores.look_up(store, stores.prompt(1)), 0, 8, ReadNeeds())
     store.ahead.wait(source, 1e9)
-    use(store, prompt(2))
+    stores.use(store, stores.prompt(2))
 
-    bench.put(store, prompt(3))
+    bench.put(store, stores.prompt(3))
 
-    assert [length(store, prompt(n)) for n in (1, 2, 3)] == [8, 0, 8]
+    assert [stores.length(store, stores.prompt(n)) for n in (1, 2, 3)] == [8, 0, 8]
     store.close_source(source)
 
 
-def test_memory_for_reads_is_apart_from_the_host_cache(bench: Workbench) -> None:
+def test_memory_for_reads_is_apart_from_the_host_cache(bench: stores.Workbench) -> None:
     small = bench.open(host_gb=0.02, buffer_gb=0.005)
     capacity = small.cache.placement.capacity
     assert small.summary()["buffer_bytes"] == 5_000_000
@@ -313,11 +297,11 @@ def test_memory_for_reads_is_apart_from_the_host_cache(bench: Workbench) -> None
 
 
 def test_a_prefix_of_which_no_layer_fits_into_the_buffer_cannot_be_read(
-    bench: Workbench, caplog: pytest.LogCaptureFixture
+    bench: stores.Workbench, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = bench.open(buffer_gb=0.0011)
     bench.put(store, TOKENS)
-    spans = look_up(store, TOKENS).slice(0, 40)
+    spans = stores.look_up(store, TOKENS).slice(0, 40)
     assert store.forecast.can_read(spans, in_codes=False)
     bench.close(store)
     store = bench.open(buffer_gb=0.0001)
@@ -326,11 +310,11 @@ def test_a_prefix_of_which_no_layer_fits_into_the_buffer_cannot_be_read(
     assert caplog.text.count("raise --impress-buffer-gb") == 1
 
 
-def test_each_span_has_a_buffer_of_its_own(bench: Workbench) -> None:
+def test_each_span_has_a_buffer_of_its_own(bench: stores.Workbench) -> None:
     """Also where two are of one segment: what can be read is what a source then takes."""
     store = bench.open(buffer_gb=0.0011)
     bench.put(store, TOKENS)
-    (whole,) = look_up(store, TOKENS).slice(0, 40)
+    (whole,) = stores.look_up(store, TOKENS).slice(0, 40)
     halves = [dataclasses.replace(whole, stop=20), dataclasses.replace(whole, start=20)]
     assert store.forecast.can_read([whole], in_codes=False)
     assert not store.forecast.can_read(halves, in_codes=False)

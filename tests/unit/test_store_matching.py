@@ -7,40 +7,30 @@ import torch
 
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.store import PrefixStore
-from tests.unit import store_factory
+from tests.unit import store_factory as stores
 from tests.unit.kv_factory import columns_of, head_groups_of, heads_of
 from tests.unit.reading import read_rows
-from tests.unit.store_factory import (
-    Workbench,
-    check_rows,
-    gb,
-    look_again,
-    look_up,
-    lose,
-    open_source,
-    prompt,
-)
 
-bench = store_factory.bench
-store = store_factory.store
+bench = stores.bench
+store = stores.store
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (3, 20), (8, 16), (19, 30), (29, 30)])
 def test_a_part_of_a_match_can_be_opened(
-    bench: Workbench, store: PrefixStore, start: int, stop: int
+    bench: stores.Workbench, store: PrefixStore, start: int, stop: int
 ) -> None:
     """Tokens before `start` are still in the device pool; the part crosses two segments."""
-    bench.put(store, prompt(1, 13))
-    bench.put(store, prompt(1, 30))
+    bench.put(store, stores.prompt(1, 13))
+    bench.put(store, stores.prompt(1, 30))
 
-    check_rows(store, prompt(1, 30), start=start, stop=stop)
+    stores.check_rows(store, stores.prompt(1, 30), start=start, stop=stop)
 
 
 def test_stats_count_what_was_written_and_read(
-    bench: Workbench, store: PrefixStore, no_gaps: None
+    bench: stores.Workbench, store: PrefixStore, no_gaps: None
 ) -> None:
-    bench.put(store, prompt(1, 40))
-    source = open_source(store, look_up(store, prompt(1, 40)), 0, 40)
+    bench.put(store, stores.prompt(1, 40))
+    source = stores.open_source(store, stores.look_up(store, stores.prompt(1, 40)), 0, 40)
     head_groups = head_groups_of(bench.shape)
     read_rows(source, 0, None, keys=False)
     read_rows(source, 0, torch.tensor([0, 39]).expand(head_groups, -1), keys=False)
@@ -64,36 +54,36 @@ def test_stats_count_what_was_written_and_read(
     assert path.stat().st_size == size
 
 
-def test_a_match_may_be_older_than_an_eviction(bench: Workbench) -> None:
+def test_a_match_may_be_older_than_an_eviction(bench: stores.Workbench) -> None:
     """Between the match and its use other requests are served, and their offers evict."""
-    store = bench.open(ssd_gb=gb(bench.one))
-    bench.put(store, prompt(1))
-    match = look_up(store, prompt(1))
-    bench.put(store, prompt(2))
+    store = bench.open(ssd_gb=stores.gb(bench.one))
+    bench.put(store, stores.prompt(1))
+    match = stores.look_up(store, stores.prompt(1))
+    bench.put(store, stores.prompt(2))
 
     with pytest.raises(SegmentUnreadable) as caught:
-        open_source(store, match, 0, 8)
+        stores.open_source(store, match, 0, 8)
 
     store.report(caught.value)
     store.check_integrity()
-    check_rows(store, prompt(2))
+    stores.check_rows(store, stores.prompt(2))
 
 
-def test_a_match_may_be_older_than_a_loss(bench: Workbench, store: PrefixStore) -> None:
+def test_a_match_may_be_older_than_a_loss(bench: stores.Workbench, store: PrefixStore) -> None:
     """Another request has found that a segment is damaged, or only thinks so."""
-    bench.put(store, prompt(1))
-    match = look_up(store, prompt(1))
+    bench.put(store, stores.prompt(1))
+    match = stores.look_up(store, stores.prompt(1))
     store.report(SegmentUnreadable(match.spans[0].segment.segment_id, "a test"))
 
     with pytest.raises(SegmentUnreadable) as caught:
-        open_source(store, match)
+        stores.open_source(store, match)
     store.report(caught.value)
 
     assert store.stats.segments_unreadable == 1
-    look_again(store)
-    store.close_source(open_source(store, match))
-    lose(bench, store, match.spans[0].segment.segment_id)
+    stores.look_again(store)
+    store.close_source(stores.open_source(store, match))
+    stores.lose(bench, store, match.spans[0].segment.segment_id)
     with pytest.raises(SegmentUnreadable) as caught:
-        open_source(store, match)
+        stores.open_source(store, match)
     store.report(caught.value)
     store.check_integrity()

@@ -15,47 +15,23 @@ import torch
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.store import PrefixStore
 from tests.faults import FaultyFileSystem, Rule
-from tests.unit import store_factory
-from tests.unit.kv_factory import (
-    SequenceKVs,
-    as_tokens,
-    flip_byte,
-    make_info,
-    random_kvs,
-    write_kvs,
-)
-from tests.unit.store_factory import (
-    OTHER_IDENTITY,
-    QUARTER,
-    Workbench,
-    check_rows,
-    check_three_prefixes,
-    gb,
-    length,
-    look_again,
-    look_up,
-    lose,
-    open_source,
-    path_of,
-    prompt,
-    three_prefixes,
-    use,
-)
+from tests.unit import kv_factory as kv
+from tests.unit import store_factory as stores
 
-bench = store_factory.bench
-store = store_factory.store
+bench = stores.bench
+store = stores.store
 
 
-def test_everything_is_found_after_a_restart(bench: Workbench) -> None:
-    store = three_prefixes(bench)
+def test_everything_is_found_after_a_restart(bench: stores.Workbench) -> None:
+    store = stores.three_prefixes(bench)
     used = store.summary()["used_bytes"]
 
     store = bench.reopen(store)
 
-    check_three_prefixes(store)
+    stores.check_three_prefixes(store)
     assert store.summary()["used_bytes"] == used
-    bench.put(store, prompt(1, 60))
-    check_rows(store, prompt(1, 60))
+    bench.put(store, stores.prompt(1, 60))
+    stores.check_rows(store, stores.prompt(1, 60))
 
 
 def overwrite(path: Path, start: int, stop: int) -> None:
@@ -80,15 +56,15 @@ CATALOG_DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", CATALOG_DAMAGE)
-def test_everything_is_found_without_the_index(bench: Workbench, damage: str) -> None:
-    bench.close(three_prefixes(bench))
+def test_everything_is_found_without_the_index(bench: stores.Workbench, damage: str) -> None:
+    bench.close(stores.three_prefixes(bench))
     (catalog,) = bench.root.glob("*/catalog.sqlite")
 
     CATALOG_DAMAGE[damage](catalog)
 
     store = bench.open()
-    check_three_prefixes(store)
-    check_three_prefixes(bench.reopen(store))
+    stores.check_three_prefixes(store)
+    stores.check_three_prefixes(bench.reopen(store))
 
 
 def rewrite_rows(catalog: Path, statement: str, *values: object) -> None:
@@ -99,35 +75,37 @@ def rewrite_rows(catalog: Path, statement: str, *values: object) -> None:
 
 
 def is_served(store: PrefixStore, tokens: Sequence[int], namespace: str = "") -> bool:
-    match = look_up(store, tokens, namespace)
+    match = stores.look_up(store, tokens, namespace)
     if not match.num_tokens:
         return False
     try:
-        store.close_source(open_source(store, match))
+        store.close_source(stores.open_source(store, match))
     except SegmentUnreadable as error:
         store.report(error)
-        look_again(store)
+        stores.look_again(store)
         store.check_integrity()
         return False
     return True
 
 
-def test_a_row_with_other_tokens_than_its_file_is_not_believed(bench: Workbench) -> None:
+def test_a_row_with_other_tokens_than_its_file_is_not_believed(bench: stores.Workbench) -> None:
     """A bit that flips in one must not lend KVs to other tokens."""
     store = bench.open()
-    bench.put(store, prompt(1, 13))
+    bench.put(store, stores.prompt(1, 13))
     bench.close(store)
     (catalog,) = bench.root.glob("*/catalog.sqlite")
-    wrong = prompt(7, 13)
-    rewrite_rows(catalog, "UPDATE segments SET tokens = ?", as_tokens(wrong).tobytes())
+    wrong = stores.prompt(7, 13)
+    rewrite_rows(catalog, "UPDATE segments SET tokens = ?", kv.as_tokens(wrong).tobytes())
 
     assert not is_served(bench.open(), wrong)
 
 
-def test_a_row_with_another_namespace_than_its_file_is_not_believed(bench: Workbench) -> None:
+def test_a_row_with_another_namespace_than_its_file_is_not_believed(
+    bench: stores.Workbench,
+) -> None:
     store = bench.open()
-    bench.put(store, prompt(1, 13))
-    assert is_served(store, prompt(1, 13)), "guards the tests here: it can be served"
+    bench.put(store, stores.prompt(1, 13))
+    assert is_served(store, stores.prompt(1, 13)), "guards the tests here: it can be served"
     bench.close(store)
     (catalog,) = bench.root.glob("*/catalog.sqlite")
     store = bench.open()
@@ -136,18 +114,18 @@ def test_a_row_with_another_namespace_than_its_file_is_not_believed(bench: Workb
     rewrite_rows(catalog, "UPDATE segments SET namespace = ?", name)
 
     store = bench.open()
-    assert not is_served(store, prompt(1, 13), "salt")
-    assert is_served(store, prompt(1, 13))
+    assert not is_served(store, stores.prompt(1, 13), "salt")
+    assert is_served(store, stores.prompt(1, 13))
 
 
-def test_a_row_that_calls_approximate_kvs_exact_is_not_believed(bench: Workbench) -> None:
+def test_a_row_that_calls_approximate_kvs_exact_is_not_believed(bench: stores.Workbench) -> None:
     store = bench.open()
-    bench.put(store, prompt(1, 13), quality=QUARTER)
+    bench.put(store, stores.prompt(1, 13), quality=stores.QUARTER)
     bench.close(store)
     (catalog,) = bench.root.glob("*/catalog.sqlite")
     rewrite_rows(catalog, "UPDATE segments SET quality = '[0, 1.0, 16.0, 1.0]'")
 
-    assert not is_served(bench.open(), prompt(1, 13))
+    assert not is_served(bench.open(), stores.prompt(1, 13))
 
 
 FORGET = "DELETE FROM segments WHERE segment_id = ?"
@@ -165,23 +143,23 @@ ROW_DAMAGE = {
 
 @pytest.mark.parametrize("statement", ROW_DAMAGE.values(), ids=ROW_DAMAGE)
 def test_a_wrong_row_costs_nothing_that_is_right_on_the_disk(
-    bench: Workbench, statement: str
+    bench: stores.Workbench, statement: str
 ) -> None:
     """SQLite has no checksums: a bit that flips in a row cost the file, or the start."""
-    bench.close(three_prefixes(bench))
+    bench.close(stores.three_prefixes(bench))
     (catalog,) = bench.root.glob("*/catalog.sqlite")
     rewrite_rows(catalog, statement)
 
     store = bench.open()
 
-    check_three_prefixes(store)
-    check_three_prefixes(bench.reopen(store))
+    stores.check_three_prefixes(store)
+    stores.check_three_prefixes(bench.reopen(store))
     assert not list(bench.root.glob("*/quarantine/*"))
 
 
-def test_what_a_killed_process_leaves_unfinished_is_removed(bench: Workbench) -> None:
-    store = three_prefixes(bench)
-    folder = path_of(bench, look_up(store, prompt(1, 40))).parent
+def test_what_a_killed_process_leaves_unfinished_is_removed(bench: stores.Workbench) -> None:
+    store = stores.three_prefixes(bench)
+    folder = stores.path_of(bench, stores.look_up(store, stores.prompt(1, 40))).parent
     bench.close(store)
     unfinished = folder / f"{folder.name}{'0' * 30}.kv.tmp"
     unfinished.write_bytes(bytes(5000))
@@ -189,24 +167,24 @@ def test_what_a_killed_process_leaves_unfinished_is_removed(bench: Workbench) ->
     store = bench.open()
 
     assert not unfinished.exists()
-    check_three_prefixes(store)
+    stores.check_three_prefixes(store)
 
 
-def test_a_file_without_a_row_is_adopted(bench: Workbench) -> None:
-    bench.close(three_prefixes(bench))
+def test_a_file_without_a_row_is_adopted(bench: stores.Workbench) -> None:
+    bench.close(stores.three_prefixes(bench))
     (catalog,) = bench.root.glob("*/catalog.sqlite")
     rewrite_rows(catalog, "DELETE FROM segments WHERE prefix_len = 13")
 
     store = bench.open()
 
-    check_three_prefixes(store)
+    stores.check_three_prefixes(store)
 
 
 def test_a_row_without_a_file_is_dropped(
-    bench: Workbench, caplog: pytest.LogCaptureFixture
+    bench: stores.Workbench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = three_prefixes(bench)
-    path = path_of(bench, look_up(store, prompt(2, 8), "salt"))
+    store = stores.three_prefixes(bench)
+    path = stores.path_of(bench, stores.look_up(store, stores.prompt(2, 8), "salt"))
     bench.close(store)
     path.unlink()
 
@@ -215,33 +193,35 @@ def test_a_row_without_a_file_is_dropped(
     store.check_integrity()
     assert path.stem in caplog.text
     assert len(store.tree) == 2
-    assert length(store, prompt(2, 8), namespace="salt") == 0
-    check_rows(store, prompt(1, 40))
+    assert stores.length(store, stores.prompt(2, 8), namespace="salt") == 0
+    stores.check_rows(store, stores.prompt(1, 40))
     caplog.clear()
     bench.reopen(store)
     assert path.stem not in caplog.text, "said once"
 
 
-def test_a_prefix_whose_beginning_is_gone_is_removed(bench: Workbench) -> None:
-    store = three_prefixes(bench)
-    path = path_of(bench, look_up(store, prompt(1, 40)))
+def test_a_prefix_whose_beginning_is_gone_is_removed(bench: stores.Workbench) -> None:
+    store = stores.three_prefixes(bench)
+    path = stores.path_of(bench, stores.look_up(store, stores.prompt(1, 40)))
     bench.close(store)
     path.unlink()
 
     store = bench.open()
 
     store.check_integrity()
-    assert [length(store, prompt(1, 40)), len(store.tree)] == [0, 1]
+    assert [stores.length(store, stores.prompt(1, 40)), len(store.tree)] == [0, 1]
     bench.close(store)
     assert len(bench.files()) == 1
-    bench.put(bench.open(), prompt(1, 40))
+    bench.put(bench.open(), stores.prompt(1, 40))
 
 
 @pytest.mark.parametrize("change", [-1, -4096, 1, 4096])
 @pytest.mark.parametrize("with_row", [True, False])
-def test_a_file_of_a_wrong_size_is_set_aside(bench: Workbench, change: int, with_row: bool) -> None:
-    store = three_prefixes(bench)
-    path = path_of(bench, look_up(store, prompt(2, 8), "salt"))
+def test_a_file_of_a_wrong_size_is_set_aside(
+    bench: stores.Workbench, change: int, with_row: bool
+) -> None:
+    store = stores.three_prefixes(bench)
+    path = stores.path_of(bench, stores.look_up(store, stores.prompt(2, 8), "salt"))
     bench.close(store)
     os.truncate(path, path.stat().st_size + change)
     if not with_row:
@@ -250,18 +230,18 @@ def test_a_file_of_a_wrong_size_is_set_aside(bench: Workbench, change: int, with
     store = bench.open()
 
     store.check_integrity()
-    assert length(store, prompt(2, 8), namespace="salt") == 0
+    assert stores.length(store, stores.prompt(2, 8), namespace="salt") == 0
     assert not path.exists()
     assert [own.name for own in bench.root.glob("*/quarantine/*")] == [path.name]
-    check_rows(store, prompt(1, 40))
+    stores.check_rows(store, stores.prompt(1, 40))
 
 
-def test_a_damaged_file_without_a_row_is_set_aside(bench: Workbench) -> None:
-    store = three_prefixes(bench)
-    path = path_of(bench, look_up(store, prompt(2, 8), "salt"))
+def test_a_damaged_file_without_a_row_is_set_aside(bench: stores.Workbench) -> None:
+    store = stores.three_prefixes(bench)
+    path = stores.path_of(bench, stores.look_up(store, stores.prompt(2, 8), "salt"))
     bench.close(store)
     next(bench.root.glob("*/catalog.sqlite")).unlink()
-    flip_byte(path, 50)
+    kv.flip_byte(path, 50)
 
     store = bench.open()
 
@@ -270,16 +250,16 @@ def test_a_damaged_file_without_a_row_is_set_aside(bench: Workbench) -> None:
     assert [own.name for own in bench.root.glob("*/quarantine/*")] == [path.name]
 
 
-def test_a_file_of_another_model_is_not_adopted(bench: Workbench) -> None:
+def test_a_file_of_another_model_is_not_adopted(bench: stores.Workbench) -> None:
     store = bench.open()
-    bench.put(store, prompt(1))
-    folder = path_of(bench, look_up(store, prompt(1))).parent
+    bench.put(store, stores.prompt(1))
+    folder = stores.path_of(bench, stores.look_up(store, stores.prompt(1))).parent
     info = dataclasses.replace(
-        make_info(bench.shape, prompt(5), segment_id=folder.name + "0" * 30),
-        identity=OTHER_IDENTITY,
+        kv.make_info(bench.shape, stores.prompt(5), segment_id=folder.name + "0" * 30),
+        identity=stores.OTHER_IDENTITY,
     )
     bench.close(store)
-    write_kvs(folder, info, *random_kvs(bench.shape, 8, seed=1))
+    kv.write_kvs(folder, info, *kv.random_kvs(bench.shape, 8, seed=1))
 
     store = bench.open()
 
@@ -289,11 +269,11 @@ def test_a_file_of_another_model_is_not_adopted(bench: Workbench) -> None:
 
 @pytest.mark.parametrize("with_rows", [True, False])
 def test_a_copy_of_a_segment_under_another_name_does_no_harm(
-    bench: Workbench, with_rows: bool
+    bench: stores.Workbench, with_rows: bool
 ) -> None:
     store = bench.open()
-    bench.put(store, prompt(1))
-    path = path_of(bench, look_up(store, prompt(1)))
+    bench.put(store, stores.prompt(1))
+    path = stores.path_of(bench, stores.look_up(store, stores.prompt(1)))
     bench.close(store)
     for digit in ("0", "f"):
         path.with_name(f"{path.name[:2]}{digit * 30}.kv").write_bytes(path.read_bytes())
@@ -302,7 +282,7 @@ def test_a_copy_of_a_segment_under_another_name_does_no_harm(
 
     store = bench.reopen(bench.open())
 
-    check_rows(store, prompt(1))
+    stores.check_rows(store, stores.prompt(1))
     assert store.summary()["used_bytes"] == bench.one
     assert len(bench.files()) == 1
 
@@ -310,21 +290,21 @@ def test_a_copy_of_a_segment_under_another_name_does_no_harm(
 @pytest.mark.parametrize("digits", ["07", "70"])
 @pytest.mark.parametrize("unreadable", [False, True])
 def test_of_two_files_in_one_place_the_newer_is_kept(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch, digits: str, unreadable: bool
+    bench: stores.Workbench, monkeypatch: pytest.MonkeyPatch, digits: str, unreadable: bool
 ) -> None:
     """A power loss has brought one back that was removed, without its row."""
     names = [uuid.UUID(digit * 31 + "1") for digit in digits] + [uuid.uuid4() for _ in range(9)]
     monkeypatch.setattr("uuid.uuid4", lambda: names.pop(0))
     store = bench.open()
-    bench.put(store, prompt(1, 13))
-    older = path_of(bench, look_up(store, prompt(1, 13)))
+    bench.put(store, stores.prompt(1, 13))
+    older = stores.path_of(bench, stores.look_up(store, stores.prompt(1, 13)))
     content = older.read_bytes()
-    lose(bench, store, older.stem, gone=True)
-    bench.put(store, prompt(1, 13))
-    bench.put(store, prompt(1, 40))
-    bench.put(store, prompt(2))
-    newer = path_of(bench, look_up(store, prompt(1, 13)))
-    other = path_of(bench, look_up(store, prompt(2)))
+    stores.lose(bench, store, older.stem, gone=True)
+    bench.put(store, stores.prompt(1, 13))
+    bench.put(store, stores.prompt(1, 40))
+    bench.put(store, stores.prompt(2))
+    newer = stores.path_of(bench, stores.look_up(store, stores.prompt(1, 13)))
+    other = stores.path_of(bench, stores.look_up(store, stores.prompt(2)))
     bench.close(store)
     older.write_bytes(content)
     files = FaultyFileSystem()
@@ -335,86 +315,90 @@ def test_of_two_files_in_one_place_the_newer_is_kept(
 
     store = bench.open(files=files)
 
-    check_rows(store, prompt(1, 40))
+    stores.check_rows(store, stores.prompt(1, 40))
     bench.close(store)
     assert bench.files() >= {newer.name, other.name} and len(bench.files()) == 3
-    check_rows(bench.open(), prompt(1, 40))
+    stores.check_rows(bench.open(), stores.prompt(1, 40))
 
 
-def test_what_an_exact_sibling_hides_outlives_a_restart(bench: Workbench) -> None:
+def test_what_an_exact_sibling_hides_outlives_a_restart(bench: stores.Workbench) -> None:
     """An approximate chat; then an exact prompt that begins like it and goes on otherwise."""
     store = bench.open()
-    chat, exact = prompt(1, 40), (*prompt(1, 13), *prompt(5, 9))
-    bench.put(store, prompt(1, 24), quality=QUARTER)
-    bench.put(store, chat, quality=QUARTER)
+    chat, exact = stores.prompt(1, 40), (*stores.prompt(1, 13), *stores.prompt(5, 9))
+    bench.put(store, stores.prompt(1, 24), quality=stores.QUARTER)
+    bench.put(store, chat, quality=stores.QUARTER)
     bench.put(store, exact)
-    hider = path_of(bench, look_up(store, exact))
+    hider = stores.path_of(bench, stores.look_up(store, exact))
 
     store = bench.reopen(store)
 
     assert len(store.tree) == len(bench.files()) == 3
-    assert length(store, chat, quality=QUARTER) == 13
-    lose(bench, store, hider.stem)
-    check_rows(store, chat, quality=QUARTER, rows_of=QUARTER)
+    assert stores.length(store, chat, quality=stores.QUARTER) == 13
+    stores.lose(bench, store, hider.stem)
+    stores.check_rows(store, chat, quality=stores.QUARTER, rows_of=stores.QUARTER)
 
 
-def test_files_that_are_none_of_ours_stay(bench: Workbench) -> None:
-    bench.close(three_prefixes(bench))
+def test_files_that_are_none_of_ours_stay(bench: stores.Workbench) -> None:
+    bench.close(stores.three_prefixes(bench))
     (segments,) = bench.root.glob("*/segments")
     (segments / "README").write_text("mine")
     (bench.root / "notes.txt").write_text("mine")
 
-    check_three_prefixes(bench.open())
+    stores.check_three_prefixes(bench.open())
 
     assert (segments / "README").exists() and (bench.root / "notes.txt").exists()
 
 
-def test_a_smaller_quota_after_a_restart_evicts_with_the_next_offer(bench: Workbench) -> None:
+def test_a_smaller_quota_after_a_restart_evicts_with_the_next_offer(
+    bench: stores.Workbench,
+) -> None:
     store = bench.open()
     for number in (1, 2, 3, 4):
-        bench.put(store, prompt(number))
+        bench.put(store, stores.prompt(number))
 
-    store = bench.reopen(store, ssd_gb=gb(2 * bench.one))
-    bench.put(store, prompt(5))
+    store = bench.reopen(store, ssd_gb=stores.gb(2 * bench.one))
+    bench.put(store, stores.prompt(5))
 
-    assert [length(store, prompt(n)) for n in (1, 2, 3, 4, 5)] == [0, 0, 0, 8, 8]
+    assert [stores.length(store, stores.prompt(n)) for n in (1, 2, 3, 4, 5)] == [0, 0, 0, 8, 8]
 
 
-def test_the_order_of_use_survives_a_restart(bench: Workbench) -> None:
+def test_the_order_of_use_survives_a_restart(bench: stores.Workbench) -> None:
     store = bench.open()
     for number in (1, 2, 3):
-        bench.put(store, prompt(number))
-    use(store, prompt(1))
+        bench.put(store, stores.prompt(number))
+    stores.use(store, stores.prompt(1))
 
-    store = bench.reopen(store, ssd_gb=gb(3 * bench.one))
-    bench.put(store, prompt(4))
-    bench.put(store, prompt(5))
+    store = bench.reopen(store, ssd_gb=stores.gb(3 * bench.one))
+    bench.put(store, stores.prompt(4))
+    bench.put(store, stores.prompt(5))
 
-    assert [length(store, prompt(n)) for n in (1, 2, 3, 4, 5)] == [8, 0, 0, 8, 8]
+    assert [stores.length(store, stores.prompt(n)) for n in (1, 2, 3, 4, 5)] == [8, 0, 0, 8, 8]
 
 
 @pytest.mark.parametrize("caches", [{}, {"device_gb": 0.01}, {"host_gb": 0.01}])
-def test_another_chunk_size_after_a_restart(bench: Workbench, caches: dict[str, float]) -> None:
+def test_another_chunk_size_after_a_restart(
+    bench: stores.Workbench, caches: dict[str, float]
+) -> None:
     """Each segment keeps the chunks that it was written with."""
-    store = three_prefixes(bench, **caches)
+    store = stores.three_prefixes(bench, **caches)
 
     store = bench.reopen(store, chunk_tokens=24, **caches)
 
     for _ in range(2):
-        check_three_prefixes(store)
-        source = open_source(store, look_up(store, prompt(1, 40)))
-        keys = SequenceKVs(bench.shape, "", prompt(1, 40)).keys(0)
+        stores.check_three_prefixes(store)
+        source = stores.open_source(store, stores.look_up(store, stores.prompt(1, 40)))
+        keys = kv.SequenceKVs(bench.shape, "", stores.prompt(1, 40)).keys(0)
         if probes := list(bench.shape.probe_kv_heads):
             assert torch.equal(source.read_probe(0), keys[:, probes])
         store.close_source(source)
-    bench.put(store, prompt(1, 100))
-    check_rows(store, prompt(1, 100))
+    bench.put(store, stores.prompt(1, 100))
+    stores.check_rows(store, stores.prompt(1, 100))
 
 
-def test_no_file_stays_open_after_closing(bench: Workbench) -> None:
+def test_no_file_stays_open_after_closing(bench: stores.Workbench) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    store = three_prefixes(bench)
-    check_three_prefixes(store)
+    store = stores.three_prefixes(bench)
+    stores.check_three_prefixes(store)
 
     bench.close(store)
 

@@ -36,24 +36,14 @@ from impress_sglang.storage.segment import Priority, SegmentInfo
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.faults import FaultyFileSystem, Rule
-from tests.unit.kv_factory import (
-    IDENTITY,
-    KEYS,
-    PROBE,
-    SequenceKVs,
-    as_tokens,
-    columns_of,
-    head_groups_of,
-    heads_of,
-    make_shape,
-)
+from tests.unit import kv_factory as kv
 from tests.unit.prefix_model import QUALITIES, Known, PrefixModel
 from tests.unit.prefix_model import Path as TokenPath
 from tests.unit.reading import read_rows
 from tests.unit.waiting import wait_until
 
-SHAPE = make_shape(query_heads=2, kv_heads=2, key_dim=4, value_dim=4, probe=(0,))
-HEAD_GROUPS = make_shape(
+SHAPE = kv.make_shape(query_heads=2, kv_heads=2, key_dim=4, value_dim=4, probe=(0,))
+HEAD_GROUPS = kv.make_shape(
     query_heads=4, kv_heads=2, key_dim=4, value_dim=4, dtype=torch.bfloat16, probe=()
 )
 Tokens = tuple[int, ...]
@@ -88,7 +78,7 @@ def expected_rows(
     """Keys and values of `own` after `above`, each of its quality."""
     path = above + own
     tokens = tuple(token for token, _ in path)
-    kvs = {q: SequenceKVs(shape, namespace, tokens, q) for q in {q for _, q in path}}
+    kvs = {q: kv.SequenceKVs(shape, namespace, tokens, q) for q in {q for _, q in path}}
     keys = {quality: own.keys(layer) for quality, own in kvs.items()}
     values = {quality: own.values(layer) for quality, own in kvs.items()}
     places = range(len(above), len(path))
@@ -160,7 +150,7 @@ class StoreMachine(RuleBasedStateMachine):
             policy="paper",
             retention=0.25,
         )
-        self.store = PrefixStore(config, IDENTITY, self.shape, files=self.files)
+        self.store = PrefixStore(config, kv.IDENTITY, self.shape, files=self.files)
         self.looks: list[tuple[SegmentInfo, Future[Verdict]]] = []
         self.take_look = self.store._keeper.look
         mock.patch.object(self.store._keeper, "look", self.hold_look).start()
@@ -237,7 +227,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.no_pause.stop()
             shutil.rmtree(self.directory)
 
-    def gated(self, kvs: SequenceKVs, start: int, fails: bool, ids: list[str]) -> LayerReader:
+    def gated(self, kvs: kv.SequenceKVs, start: int, fails: bool, ids: list[str]) -> LayerReader:
         read = kvs.read_from(start)
 
         def wait_and_read(layer: int) -> tuple[Tensor, Tensor]:
@@ -261,12 +251,12 @@ class StoreMachine(RuleBasedStateMachine):
         before = self.learn_names()
         path = self.model.follow(namespace, tokens, quality)
         start, stop = self.model.missing(namespace, tokens, quality)
-        kvs = SequenceKVs(self.shape, namespace, tokens, quality)
+        kvs = kv.SequenceKVs(self.shape, namespace, tokens, quality)
         ids: list[str] = []
         outcome = self.store.writes.offer(
             namespace,
             Offer(
-                as_tokens(tokens),
+                kv.as_tokens(tokens),
                 lambda start: self.gated(kvs, start, fails, ids),
                 lambda: self.done.append(ids[0]),
                 lambda: self.abandoned.add(ids[0]),
@@ -378,7 +368,7 @@ class StoreMachine(RuleBasedStateMachine):
         path = self.model.ready_part(namespace, stored)
 
         self.wait_for_rewrite()
-        match = self.store.match(namespace, as_tokens(tokens), least=least)
+        match = self.store.match(namespace, kv.as_tokens(tokens), least=least)
         self.learn_names()
 
         assert match.num_tokens == len(path)
@@ -431,8 +421,8 @@ class StoreMachine(RuleBasedStateMachine):
 
         own_keys = keys
         if shape.probe_kv_heads:
-            assert torch.equal(source.read_probe(layer), keys[:, heads_of(shape, PROBE)])
-            own_keys = keys[:, heads_of(shape, KEYS)]
+            assert torch.equal(source.read_probe(layer), keys[:, kv.heads_of(shape, kv.PROBE)])
+            own_keys = keys[:, kv.heads_of(shape, kv.KEYS)]
         found = read_rows(source, layer, selected)
 
         for rows, whole in ((found.keys, own_keys), (found.values, values)):
@@ -453,7 +443,7 @@ class StoreMachine(RuleBasedStateMachine):
         selected = torch.tensor(
             [
                 sorted({(token + 7 * head_group) % size for token in tokens})
-                for head_group in range(head_groups_of(self.shape))
+                for head_group in range(kv.head_groups_of(self.shape))
             ]
         )
         source = self.check_rows(number, layer, selected)
@@ -563,7 +553,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.ready():
             return
         known = self.model.segments[data.draw(st.sampled_from(self.ready()))]
-        tokens = as_tokens([token for token, _ in known.path])
+        tokens = kv.as_tokens([token for token, _ in known.path])
         self.wait_for_rewrite()
         match = self.store.match(known.namespace, tokens, least=known.quality)
         self.learn_names()
@@ -649,7 +639,7 @@ class TightStoreMachine(StoreMachine):
     """A store that is full after a few segments: what it evicts is its business, within limits."""
 
     # 5 segments of up to 8 tokens: a header, and a disk block for each column of 2 layers.
-    quota = 5 * (1 + 2 * len(columns_of(SHAPE))) * 4096 / 1e9
+    quota = 5 * (1 + 2 * len(kv.columns_of(SHAPE))) * 4096 / 1e9
 
     @rule(namespace=NAMESPACES, tokens=SEQUENCES, quality=QUALITY, fails=FAILS)
     def offer_a_prefix(self, namespace: str, tokens: Tokens, quality: Quality, fails: bool) -> None:
@@ -697,24 +687,24 @@ class TightStoreMachine(StoreMachine):
             assert summary["used_bytes"] <= summary["quota_bytes"]
 
 
-class LanesStoreMachine(StoreMachine):
+class HeadGroupsMachine(StoreMachine):
     shape = HEAD_GROUPS
 
 
-class TightLanesStoreMachine(TightStoreMachine):
+class TightHeadGroupsMachine(TightStoreMachine):
     shape = HEAD_GROUPS
-    quota = 5 * (1 + 2 * len(columns_of(HEAD_GROUPS))) * 4096 / 1e9
+    quota = 5 * (1 + 2 * len(kv.columns_of(HEAD_GROUPS))) * 4096 / 1e9
 
 
 TestStore = StoreMachine.TestCase
 TestTightStore = TightStoreMachine.TestCase
-TestLanesStore = LanesStoreMachine.TestCase
-TestTightLanesStore = TightLanesStoreMachine.TestCase
+TestHeadGroups = HeadGroupsMachine.TestCase
+TestTightHeadGroups = TightHeadGroupsMachine.TestCase
 # Each example writes and reads many files.
 EXAMPLES = settings.default.max_examples
 TestStore.settings = TestTightStore.settings = settings(
     max_examples=EXAMPLES, stateful_step_count=40
 )
-TestLanesStore.settings = TestTightLanesStore.settings = settings(
+TestHeadGroups.settings = TestTightHeadGroups.settings = settings(
     max_examples=EXAMPLES // 2, stateful_step_count=40
 )

@@ -88,7 +88,7 @@ def brute_force(
     return total
 
 
-@pytest.mark.parametrize("shape", [SHAPE, HEAD_GROUPS], ids=["probe heads", "head_groups"])
+@pytest.mark.parametrize("shape", [SHAPE, HEAD_GROUPS], ids=["probe heads", "no probe heads"])
 @pytest.mark.parametrize("gap_bytes", [0, 6000, 1 << 20])
 def test_expected_bytes_are_those_of_all_selections(gap_bytes: int, shape: KVShape) -> None:
     pick = np.random.default_rng(5)
@@ -141,7 +141,7 @@ def test_shares_of_chunks_by_hand() -> None:
     assert chunk_shares(average, logical, where)[0].tolist() == [[0.25, 0.25, 0.5]]
 
 
-@pytest.mark.parametrize("shape", [SHAPE, HEAD_GROUPS], ids=["probe heads", "head_groups"])
+@pytest.mark.parametrize("shape", [SHAPE, HEAD_GROUPS], ids=["probe heads", "no probe heads"])
 def test_expected_shares_of_all_chunks_are_those_of_their_head_group(shape: KVShape) -> None:
     where = layout(50, shape)
     shares = np.random.default_rng(1).random((2, shape.num_head_groups, 7))

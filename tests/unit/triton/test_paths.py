@@ -28,7 +28,7 @@ CASES = [
     "several-segments, tiny, reordered: cut-rows-float32",
     "several-segments, tiny score, logical: tiny-float16",
     "several-segments, room on both, logical: mha-bfloat16",
-    "several-segments, tiny score, reordered: head_groups-cut-rows",
+    "several-segments, tiny score, reordered: no-probe-cut-rows",
 ]
 
 
@@ -67,8 +67,8 @@ def loaded_layers(case: Case, loader: PrefixLoader) -> list[LoadedLayer]:
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("one-segment, tiny score, reordered: head_groups-float32", H2OSelector()),
-        ("several-segments, tiny score, reordered: head_groups-float32", H2OSelector()),
+        ("one-segment, tiny score, reordered: no-probe-float32", H2OSelector()),
+        ("several-segments, tiny score, reordered: no-probe-float32", H2OSelector()),
         ("several-segments, tiny score, reordered: cut-rows-float32", PaperSelector(0.6)),
         ("one-segment, tiny score, logical: cut-rows-float32", PaperSelector(9.0)),
     ],
