@@ -144,45 +144,12 @@ def test_time_goes_on_after_a_restart(tree: StoredTree, put: Put) -> None:
     assert put("c", [10]).last_access > 8
 
 
-def test_a_second_segment_for_the_same_place_is_refused(tree: StoredTree, put: Put) -> None:
+def test_a_second_segment_of_a_name_is_refused(tree: StoredTree, put: Put) -> None:
     put("a", P)
 
-    assert not tree.insert(segment("b", [1, 9]), as_tokens([]))
-    assert not tree.insert(segment("c", [4, 9], P[:3]), as_tokens(P[:3]))
-    assert not tree.insert(segment("a", [9]), as_tokens([])), "the name is taken"
+    assert not tree.insert(segment("a", [9]), as_tokens([]))
     tree.check_integrity()
     assert len(tree) == 1
-    assert found(tree, P) == [("a", 0, 6)]
-
-
-def test_a_match_is_as_good_as_its_worst_part(tree: StoredTree, put: Put) -> None:
-    put("a", P)
-    put("b", [7], P, quality=HALF)
-    put("c", [8], [*P, 7], quality=Quality(2, 0.25))
-
-    def quality(length: int) -> Quality:
-        tokens = as_tokens([*P, 7, 8][:length])
-        return tree.match("", tokens, least=Quality(2, 0.25)).quality
-
-    assert [quality(n) for n in (0, 6, 7, 8)] == [EXACT, EXACT, HALF, Quality(2, 0.25)]
-
-
-@pytest.mark.parametrize("state", SegmentState)
-def test_a_match_ends_before_what_cannot_be_read(
-    tree: StoredTree, put: Put, state: SegmentState
-) -> None:
-    put("a", P)
-    second = put("b", [7, 8], P)
-    put("c", [9], [*P, 7, 8])
-    tokens = [*P, 7, 8, 9]
-
-    second.state = state
-
-    whole = [("a", 0, 6), ("b", 0, 2), ("c", 0, 1)]
-    assert found(tree, tokens, pending=True) == whole
-    assert found(tree, tokens) == (whole if state is SegmentState.READY else whole[:1])
-    assert second.ready == (state is SegmentState.READY)
-    assert second.on_disk == (state in (SegmentState.READY, SegmentState.SUSPECT))
 
 
 def test_what_was_blended_gives_way_to_all_else(tree: StoredTree, put: Put) -> None:
@@ -239,17 +206,6 @@ def test_each_run_between_branches_is_a_hole_of_its_own(
     assert len({info.segment_id for info in infos} | {"a"}) == 4
     assert [span.segment.num_dependents for span in spans] == [1, 2, 1, 0]
     assert [span.segment.parent for span in spans[1:]] == [span.segment for span in spans[:3]]
-
-
-def test_holes_are_filled_with_what_follows_them(
-    tree: StoredTree, lost: StoredSegment, put: Put
-) -> None:
-    new = put("n", [*P[:3], 50, 51])
-
-    assert found(tree, [*P[:3], 50, 51]) == [("n", 0, 5)]
-    assert found(tree, BRANCH) == [("n", 0, 3), ("b", 0, 1)]
-    assert holes(tree, LEAF) == [3, -3, 1]
-    assert new.num_dependents == 2
 
 
 def test_digest_of_a_prefix_depends_on_namespace_and_every_token() -> None:
@@ -323,15 +279,6 @@ def test_of_two_files_of_the_same_tokens_the_newer_is_restored(
     assert found(tree, [*P, 7]) == [(new.segment_id, 0, 6), ("c", 0, 1)]
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_of_three_files_of_the_same_tokens_the_newest_is_kept(order: tuple[int, ...]) -> None:
-    files = [segment(name, P, last_access=number) for number, name in enumerate("abc")]
-
-    kept, others = newest_files(files[number] for number in order)
-
-    assert kept == files[2:] and sorted(own.segment_id for own in others) == ["a", "b"]
-
-
 def test_a_file_that_came_back_takes_no_place_of_what_was_used_later(tree: StoredTree) -> None:
     """However often it was rewritten: its generation says nothing of others."""
     back = segment("a", P)
@@ -342,20 +289,6 @@ def test_a_file_that_came_back_takes_no_place_of_what_was_used_later(tree: Store
 
     assert others == [] and restore_segments(tree, kept) == [back]
     assert found(tree, [*P[:3], 40, 50]) == [("n", 0, 4), ("m", 0, 1)]
-
-
-def test_files_of_other_places_qualities_or_namespaces_are_all_kept() -> None:
-    segments = [
-        segment("a", P),
-        segment("b", P, quality=ONCE),
-        segment("c", P, namespace="other"),
-        segment("d", P, P),
-        segment("e", P[:5]),
-    ]
-
-    kept, others = newest_files(segments)
-
-    assert len(kept) == 5 and others == []
 
 
 def test_a_segment_is_restored_below_a_parent_that_a_better_one_hides(tree: StoredTree) -> None:
