@@ -14,24 +14,13 @@ import torch
 
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.store import PrefixStore
+from impress_sglang.storage.quality import EXACT
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
 
 bench = stores.bench
 store = stores.store
-
-
-def test_everything_is_found_after_a_restart(bench: stores.Workbench) -> None:
-    store = stores.three_prefixes(bench)
-    used = store.summary()["used_bytes"]
-
-    store = bench.reopen(store)
-
-    stores.check_three_prefixes(store)
-    assert store.summary()["used_bytes"] == used
-    bench.put(store, stores.prompt(1, 60))
-    stores.check_rows(store, stores.prompt(1, 60))
 
 
 def overwrite(path: Path, start: int, stop: int) -> None:
@@ -88,44 +77,30 @@ def is_served(store: PrefixStore, tokens: Sequence[int], namespace: str = "") ->
     return True
 
 
-def test_a_row_with_other_tokens_than_its_file_is_not_believed(bench: stores.Workbench) -> None:
-    """A bit that flips in one must not lend KVs to other tokens."""
-    store = bench.open()
-    bench.put(store, stores.prompt(1, 13))
-    bench.close(store)
-    (catalog,) = bench.root.glob("*/catalog.sqlite")
-    wrong = stores.prompt(7, 13)
-    rewrite_rows(catalog, "UPDATE segments SET tokens = ?", kv.as_tokens(wrong).tobytes())
-
-    assert not is_served(bench.open(), wrong)
-
-
-def test_a_row_with_another_namespace_than_its_file_is_not_believed(
-    bench: stores.Workbench,
+@pytest.mark.parametrize(
+    ("column", "value", "asked"),
+    [
+        ("tokens", kv.as_tokens(stores.prompt(7, 13)).tobytes(), stores.prompt(7, 13)),
+        ("namespace", None, stores.prompt(1, 13)),
+        ("quality", "[0, 1.0, 16.0, 1.0]", stores.prompt(1, 13)),
+    ],
+)
+def test_a_row_that_says_other_things_than_its_file_is_not_believed(
+    bench: stores.Workbench, column: str, value: object, asked: tuple[int, ...]
 ) -> None:
+    """A bit that flips must not lend KVs to other tokens or tenants, nor make them exact."""
     store = bench.open()
-    bench.put(store, stores.prompt(1, 13))
-    assert is_served(store, stores.prompt(1, 13)), "guards the tests here: it can be served"
+    quality = stores.QUARTER if column == "quality" else EXACT
+    bench.put(store, stores.prompt(1, 13), quality=quality)
+    assert is_served(store, stores.prompt(1, 13)) == (quality == EXACT), "guards this test"
+    salted = store.namespace("salt")
     bench.close(store)
     (catalog,) = bench.root.glob("*/catalog.sqlite")
-    store = bench.open()
-    name = store.namespace("salt")
-    bench.close(store)
-    rewrite_rows(catalog, "UPDATE segments SET namespace = ?", name)
+    rewrite_rows(catalog, f"UPDATE segments SET {column} = ?", value or salted)
 
     store = bench.open()
-    assert not is_served(store, stores.prompt(1, 13), "salt")
-    assert is_served(store, stores.prompt(1, 13))
 
-
-def test_a_row_that_calls_approximate_kvs_exact_is_not_believed(bench: stores.Workbench) -> None:
-    store = bench.open()
-    bench.put(store, stores.prompt(1, 13), quality=stores.QUARTER)
-    bench.close(store)
-    (catalog,) = bench.root.glob("*/catalog.sqlite")
-    rewrite_rows(catalog, "UPDATE segments SET quality = '[0, 1.0, 16.0, 1.0]'")
-
-    assert not is_served(bench.open(), stores.prompt(1, 13))
+    assert not is_served(store, asked, "salt" if column == "namespace" else "")
 
 
 FORGET = "DELETE FROM segments WHERE segment_id = ?"
@@ -157,29 +132,6 @@ def test_a_wrong_row_costs_nothing_that_is_right_on_the_disk(
     assert not list(bench.root.glob("*/quarantine/*"))
 
 
-def test_what_a_killed_process_leaves_unfinished_is_removed(bench: stores.Workbench) -> None:
-    store = stores.three_prefixes(bench)
-    folder = stores.path_of(bench, stores.look_up(store, stores.prompt(1, 40))).parent
-    bench.close(store)
-    unfinished = folder / f"{folder.name}{'0' * 30}.kv.tmp"
-    unfinished.write_bytes(bytes(5000))
-
-    store = bench.open()
-
-    assert not unfinished.exists()
-    stores.check_three_prefixes(store)
-
-
-def test_a_file_without_a_row_is_adopted(bench: stores.Workbench) -> None:
-    bench.close(stores.three_prefixes(bench))
-    (catalog,) = bench.root.glob("*/catalog.sqlite")
-    rewrite_rows(catalog, "DELETE FROM segments WHERE prefix_len = 13")
-
-    store = bench.open()
-
-    stores.check_three_prefixes(store)
-
-
 def test_a_row_without_a_file_is_dropped(
     bench: stores.Workbench, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,21 +150,6 @@ def test_a_row_without_a_file_is_dropped(
     caplog.clear()
     bench.reopen(store)
     assert path.stem not in caplog.text, "said once"
-
-
-def test_a_prefix_whose_beginning_is_gone_is_removed(bench: stores.Workbench) -> None:
-    store = stores.three_prefixes(bench)
-    path = stores.path_of(bench, stores.look_up(store, stores.prompt(1, 40)))
-    bench.close(store)
-    path.unlink()
-
-    store = bench.open()
-
-    store.check_integrity()
-    assert [stores.length(store, stores.prompt(1, 40)), len(store.tree)] == [0, 1]
-    bench.close(store)
-    assert len(bench.files()) == 1
-    bench.put(bench.open(), stores.prompt(1, 40))
 
 
 @pytest.mark.parametrize("change", [-1, -4096, 1, 4096])
@@ -234,20 +171,6 @@ def test_a_file_of_a_wrong_size_is_set_aside(
     assert not path.exists()
     assert [own.name for own in bench.root.glob("*/quarantine/*")] == [path.name]
     stores.check_rows(store, stores.prompt(1, 40))
-
-
-def test_a_damaged_file_without_a_row_is_set_aside(bench: stores.Workbench) -> None:
-    store = stores.three_prefixes(bench)
-    path = stores.path_of(bench, stores.look_up(store, stores.prompt(2, 8), "salt"))
-    bench.close(store)
-    next(bench.root.glob("*/catalog.sqlite")).unlink()
-    kv.flip_byte(path, 50)
-
-    store = bench.open()
-
-    assert len(store.tree) == 2
-    assert not path.exists()
-    assert [own.name for own in bench.root.glob("*/quarantine/*")] == [path.name]
 
 
 def test_a_file_of_another_model_is_not_adopted(bench: stores.Workbench) -> None:
