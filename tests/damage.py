@@ -35,13 +35,6 @@ def flip_data_bit(segment: Path, block: int = 0) -> None:
     flip_bit(segment, header_bytes(segment) + block * BLOCK_BYTES + 17)
 
 
-def zero_block(segment: Path, block: int = 0) -> None:
-    """A block of a segment's KVs was never written."""
-    with segment.open("r+b") as file:
-        file.seek(header_bytes(segment) + block * BLOCK_BYTES)
-        file.write(bytes(BLOCK_BYTES))
-
-
 def truncate(path: Path, by: int = BLOCK_BYTES) -> None:
     """A file ends too early."""
     os.truncate(path, max(path.stat().st_size - by, 0))

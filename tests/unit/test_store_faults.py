@@ -22,7 +22,7 @@ from impress_sglang.management.writing import Offer, StoreOutcome
 from tests import damage
 from tests.faults import SQL, Faults, FaultyFileSystem, Rule, dead_disk, read_only
 from tests.unit import store_factory
-from tests.unit.kv_factory import SequenceKVs
+from tests.unit.kv_factory import SequenceKVs, as_tokens
 from tests.unit.store_factory import (
     Gate,
     Workbench,
@@ -322,21 +322,12 @@ def shared_prefix(bench: Workbench, store: PrefixStore) -> tuple[Path, list[tupl
     return path_of(bench, look_up(store, first)), chats
 
 
-@pytest.mark.parametrize(
-    "harm",
-    [
-        functools.partial(damage.flip_data_bit, block=KEYS_BLOCK),
-        functools.partial(damage.zero_block, block=KEYS_BLOCK),
-        damage.flip_header_bit,
-        damage.truncate,
-    ],
-    ids=["a bit of a block", "a block of zeros", "a bit of the header", "too short"],
-)
 def test_a_damaged_segment_is_set_aside_and_what_builds_on_it_stays(
-    bench: Workbench, store: PrefixStore, harm: Callable[[Path], None]
+    bench: Workbench, store: PrefixStore
 ) -> None:
+    """`test_store_damage.py` has other kinds of damage."""
     path, chats = shared_prefix(bench, store)
-    harm(path)
+    damage.flip_data_bit(path, KEYS_BLOCK)
     with pytest.raises(SegmentUnreadable):
         read(store, chats[0])
     assert length(store, chats[0]) == 0, "it is not used before it is known to be good"
@@ -393,34 +384,6 @@ def test_a_folder_of_the_store_that_was_removed_is_made_anew(
 
     bench.put(store, prompt(1, 40))
     check_rows(store, prompt(1, 40))
-
-
-def test_a_bit_that_was_wrong_only_in_memory_costs_one_recompute(
-    bench: Workbench, store: PrefixStore, faults: Faults
-) -> None:
-    path, chats = shared_prefix(bench, store)
-    with faults.injected(Rule("flip", "block", count=1)), pytest.raises(SegmentUnreadable):
-        read(store, chats[0])
-    until(store, lambda: store.stats.segments_cleared == 1)
-
-    assert path.exists()
-    check_rows(store, chats[0])
-
-
-def test_a_second_look_waits_as_long_as_nothing_can_be_seen(
-    bench: Workbench, store: PrefixStore, faults: Faults
-) -> None:
-    path, chats = shared_prefix(bench, store)
-    damage.flip_data_bit(path, KEYS_BLOCK)
-    with pytest.raises(SegmentUnreadable):
-        read(store, chats[0])
-    with faults.injected(Rule("EIO", "read", f"*{path.name}")):
-        deadline = time.monotonic() + 0.3
-        while time.monotonic() < deadline:
-            store.poll()
-            time.sleep(0.01)
-        assert path.exists() and length(store, chats[0]) == 0
-    until(store, lambda: store.stats.segments_quarantined == 1)
 
 
 def test_a_segment_that_cannot_be_read_now_makes_room(bench: Workbench, faults: Faults) -> None:
@@ -550,7 +513,7 @@ def test_a_long_chain_of_segments_can_lose_its_head(
         outcome = store.writes.offer(
             "",
             Offer(
-                store_factory.as_tokens(tokens[: turn + 1]),
+                as_tokens(tokens[: turn + 1]),
                 SequenceKVs(bench.shape, "", tokens[: turn + 1]).read_from,
                 lambda: None,
                 lambda: None,
@@ -573,33 +536,22 @@ def test_a_long_chain_of_segments_can_lose_its_head(
 def test_at_a_start_what_cannot_be_read_is_left_where_it_is(
     bench: Workbench, faults: Faults
 ) -> None:
+    """It counts, and so does what builds on it: there is less room for others."""
     store = bench.open()
     path, chats = shared_prefix(bench, store)
-    bench.close(store)
-    for index in bench.root.glob("*/catalog.sqlite*"):
-        index.unlink()
-    with faults.injected(Rule("EMFILE", "open", f"*{path.name}")):
-        store = bench.open(files=FaultyFileSystem(faults))
-        assert length(store, chats[0]) == 0
-        bench.close(store)
-
-    store = bench.open()
-    for tokens in chats:
-        check_rows(store, tokens)
-
-
-def test_files_that_cannot_be_read_at_a_start_count(bench: Workbench, faults: Faults) -> None:
-    """They, and what builds on them, stay on the disk; so there is less room for others."""
-    store = bench.open()
-    path, _ = shared_prefix(bench, store)
     used = store.summary()["used_bytes"]
     bench.close(store)
     for index in bench.root.glob("*/catalog.sqlite*"):
         index.unlink()
     with faults.injected(Rule("EMFILE", "open", f"*{path.name}")):
         store = bench.open(files=FaultyFileSystem(faults), ssd_gb=gb(used))
+        assert length(store, chats[0]) == 0
     assert bench.offer(store, prompt(3)) is StoreOutcome.NO_SPACE
     assert len(bench.files()) == 3
+
+    store = bench.reopen(store)
+    for tokens in chats:
+        check_rows(store, tokens)
 
 
 def test_nothing_is_evicted_for_an_offer_that_is_refused_all_the_same(bench: Workbench) -> None:

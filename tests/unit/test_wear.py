@@ -7,6 +7,7 @@ import pytest
 from impress_sglang.management.wear import WriteBudget
 from impress_sglang.management.writing import StoreOutcome
 from tests.unit import store_factory
+from tests.unit.kv_factory import SequenceKVs
 from tests.unit.store_factory import Workbench, gb, length, prompt
 
 bench = store_factory.bench
@@ -40,7 +41,7 @@ def test_without_a_limit_nothing_is_ever_spent() -> None:
 def test_what_is_over_the_budget_is_not_stored(bench: Workbench) -> None:
     """What was given up costs nothing; what is there stays there, and the next store goes on."""
     store = bench.open(write_gb_per_day=gb(1.9 * bench.one))
-    gate = store_factory.Gate(store_factory.SequenceKVs(bench.shape, "", prompt(9)))
+    gate = store_factory.Gate(SequenceKVs(bench.shape, "", prompt(9)))
     bench.offer(store, prompt(9), read_layers=gate)
     store.writes.abandon()
     store.writes.drain()
