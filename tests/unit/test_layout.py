@@ -156,31 +156,6 @@ def test_a_shape_survives_as_fields_of_json(shape: KVShape) -> None:
     assert KVShape.from_fields(fields) == shape
 
 
-def test_sizes_of_a_known_model() -> None:
-    """Llama-3-8B in bfloat16, 1,000 tokens: worked out by hand."""
-    shape = kv.make_shape(
-        layers=32,
-        query_heads=32,
-        kv_heads=8,
-        key_dim=128,
-        value_dim=128,
-        dtype=torch.bfloat16,
-        probe=(0,),
-    )
-    layout = SegmentLayout(shape, chunk_tokens=64, num_tokens=1000, header_bytes=BLOCK)
-
-    assert shape.group_size == 4
-    assert layout.num_chunks == 16
-    assert layout.chunk_stride(kv.PROBE) == 64 * 256
-    # The last chunk has 40 tokens: 10,240 bytes, padded to 12,288.
-    assert layout.column_bytes(kv.PROBE) == 15 * 64 * 256 + 12_288
-    assert layout.column_bytes(kv.KEYS) == 15 * 64 * 7 * 256 + 73_728
-    assert layout.column_bytes(kv.VALUES) == 15 * 64 * 8 * 256 + 81_920
-    # 63, 438 and 500 blocks of 4,096 bytes.
-    assert layout.num_blocks == 32 * (63 + 438 + 500)
-    assert layout.total_chunks == 32 * 3 * 16
-
-
 def test_sizes_of_a_known_model_with_codes() -> None:
     """The same model: 16 groups of tokens in the base, and a unit has 64 tokens of a head."""
     shape = kv.make_shape(

@@ -14,7 +14,6 @@ from impress_sglang.tiers.rules import (
     NOBODY,
     Ids,
     ImportanceScore,
-    LeastFrequentlyUsed,
 )
 from impress_sglang.tiers.tables import IdRanges
 
@@ -146,19 +145,6 @@ def test_what_requests_wait_for_is_displaced_last_and_the_latest_turn_first() ->
     assert len(bench.on(DEVICE) - {4}) == 1 and 4 in bench.on(DEVICE)
 
 
-def test_what_nobody_waits_for_any_more_is_worth_what_its_rule_says() -> None:
-    bench = equal_chunks(2, 0)
-    bench.fill(8, 6)
-    expect(bench, {0: 0, 1: 1})
-    bench.access({2: 100.0})
-    assert bench.stand == ({0, 1}, set())
-
-    expect(bench, {0: NOBODY, 1: NOBODY})
-    bench.access({2: 7.0})
-
-    assert bench.stand == ({0, 2}, set())
-
-
 def test_an_id_that_is_given_to_another_chunk_is_not_awaited() -> None:
     bench = equal_chunks(1, 0)
     expect(bench, {0: 0})
@@ -222,20 +208,6 @@ def test_what_is_awaited_and_leaves_nevertheless_has_its_own_score() -> None:
     assert bench.placement.evicted_scores == {DEVICE: 2.0}
 
 
-def test_ranges_are_used_again() -> None:
-    bench = equal_chunks(2, 0, count=10)
-    placement = bench.placement
-    second = placement.attach(np.ones(20, np.uint16))
-    third = placement.attach(np.ones(5, np.uint16))
-    assert (second, third) == (10, 30)
-
-    placement.detach(second, 20)
-
-    assert placement.attach(np.ones(12, np.uint16)) == 10
-    assert placement.attach(np.ones(8, np.uint16)) == 22
-    placement.check_integrity()
-
-
 @pytest.mark.parametrize("leaving", [1, 30])
 def test_few_leave_the_heaps_one_by_one_and_many_at_once(leaving: int) -> None:
     bench = equal_chunks(50, 50, count=100)
@@ -250,16 +222,6 @@ def test_few_leave_the_heaps_one_by_one_and_many_at_once(leaving: int) -> None:
         {chunk for chunk in left if worths[chunk] >= 50},
         {chunk for chunk in left if worths[chunk] < 50},
     )
-
-
-def test_neighbouring_gaps_become_one() -> None:
-    bench = equal_chunks(2, 0, count=10)
-    placement = bench.placement
-    bases = [placement.attach(np.ones(10, np.uint16)) for _ in range(3)]
-    for base in (bases[0], bases[2], bases[1]):
-        placement.detach(base, 10)
-
-    assert placement.attach(np.ones(30, np.uint16)) == 10
 
 
 def test_there_is_room_for_any_number_of_chunks() -> None:
@@ -318,20 +280,6 @@ def test_without_caches_nothing_is_noted_of_chunks() -> None:
 
     assert found.tiers.tolist() == [SSD, SSD] and not len(found.moves)
     assert not bench.rule.worths.any()
-
-
-def test_successors_inherit_priorities_and_no_place() -> None:
-    placement = Placement(LeastFrequentlyUsed(), device_pages=1, host_pages=0, max_chunk_pages=1)
-    placement.attach(np.ones(4, np.uint16))
-    one = np.ones(1)
-    for _ in range(3):
-        placement.access(np.array([0]), one)
-
-    placement.inherit(np.array([2]), np.array([0]), one)
-
-    placement.check_integrity()
-    assert placement.access(np.array([2]), one).tiers.tolist() == [SSD]
-    assert placement.access(np.array([0]), one).tiers.tolist() == [SSD], "4 to 3: it was displaced"
 
 
 Damage = Callable[[Placement], object]

@@ -272,20 +272,6 @@ def test_what_was_read_ahead_is_used_and_counted(bench: stores.Workbench, no_gap
     assert stats.bytes_read == stats.bytes_read_ahead == stats.bytes_read_ahead_used == whole
 
 
-def test_nothing_that_is_read_ahead_is_evicted(bench: stores.Workbench) -> None:
-    store = bench.open(ssd_gb=stores.gb(2 * bench.one), readahead=0.5)
-    for number in (1, 2):
-        bench.put(store, stores.prompt(number))
-    source = store.open_source(stores.look_up(store, stores.prompt(1)), 0, 8, ReadNeeds())
-    store.ahead.wait(source, 1e9)
-    stores.use(store, stores.prompt(2))
-
-    bench.put(store, stores.prompt(3))
-
-    assert [stores.length(store, stores.prompt(n)) for n in (1, 2, 3)] == [8, 0, 8]
-    store.close_source(source)
-
-
 def test_memory_for_reads_is_apart_from_the_host_cache(bench: stores.Workbench) -> None:
     small = bench.open(host_gb=0.02, buffer_gb=0.005)
     capacity = small.cache.placement.capacity

@@ -33,14 +33,6 @@ def test_two_stores_of_one_model_cannot_share_a_directory(
     bench.open()
 
 
-def test_two_models_can_share_a_directory(bench: Workbench, store: PrefixStore) -> None:
-    other = bench.open(OTHER_IDENTITY)
-    bench.put(store, prompt(1))
-
-    assert length(other, prompt(1)) == 0
-    assert length(store, prompt(1)) == 8
-
-
 def test_a_directory_that_cannot_be_written_is_a_config_error(bench: Workbench) -> None:
     bench.root.write_text("a file")
 

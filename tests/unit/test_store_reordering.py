@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import itertools
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +19,6 @@ from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.token_order import mapping_lists
 from impress_sglang.management.writing import StoreOutcome
-from impress_sglang.options import POLICIES
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.open_segment import OpenSegment
@@ -59,8 +56,6 @@ from tests.unit.waiting import wait_until
 
 bench = store_factory.bench
 store = store_factory.store
-
-REORDERING = ("paper", "paper+itf+reorder")
 
 
 def select(store: PrefixStore, tokens: tuple[int, ...], *chosen: int, **options: Any) -> None:
@@ -280,9 +275,9 @@ def test_only_what_was_selected_from_is_reordered(bench: Workbench, store: Prefi
     assert generations == [0, 1, 0]
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in REORDERING])
-def test_other_policies_never_reorder(bench: Workbench, policy: str) -> None:
-    store = bench.open(policy=policy, reorder_interval=1e-9)
+def test_other_policies_never_reorder(bench: Workbench) -> None:
+    """`test_policies.py` has which."""
+    store = bench.open(policy="impress", reorder_interval=1e-9)
     bench.put(store, prompt(1, 40))
     for _ in range(20):
         select(store, prompt(1, 40), 3, 17)
@@ -292,50 +287,6 @@ def test_other_policies_never_reorder(bench: Workbench, policy: str) -> None:
 
     assert store.reorders.summary() == dict.fromkeys(store.reorders.summary(), 0)
     assert [s.info.generation for s in store.tree.segments()] == [0]
-
-
-def remove_catalog(bench: Workbench) -> None:
-    next(bench.root.glob("*/catalog.sqlite")).unlink()
-
-
-@pytest.mark.parametrize("catalog", ["new", "old", "none"])
-def test_of_both_files_after_a_crash_the_newer_is_kept(
-    bench: Workbench, tmp_path: Path, catalog: str
-) -> None:
-    """The new file was published, and the old one not yet removed."""
-    store = bench.open()
-    bench.put(store, prompt(1, 20))
-    bench.put(store, prompt(1, 40))
-    store = bench.reopen(store)
-    select(store, prompt(1, 20), 3, 17)
-    old = path_of(bench, look_up(store, prompt(1, 40)), 0)
-    index = next(bench.root.glob("*/catalog.sqlite"))
-    bench.close(store)
-    shutil.copy(old, tmp_path / "old")
-    shutil.copy(index, tmp_path / "index")
-    store = bench.open()
-    select(store, prompt(1, 20), 3, 17)
-    reorder(store)
-    new = path_of(bench, look_up(store, prompt(1, 40)), 0)
-    bench.close(store)
-    assert not old.exists() and new.exists()
-    old.parent.mkdir(exist_ok=True)
-    shutil.copy(tmp_path / "old", old)
-    if catalog == "old":
-        shutil.copy(tmp_path / "index", index)
-    if catalog == "none":
-        remove_catalog(bench)
-
-    store = bench.open()
-
-    store.check_integrity()
-    match = look_up(store, prompt(1, 40))
-    assert match.spans[0].segment.segment_id == new.stem
-    assert match.spans[0].segment.info.generation == 1
-    check_rows(store, prompt(1, 40))
-    assert len(store.tree) == 2
-    bench.close(store)
-    assert new.exists() and not old.exists()
 
 
 def test_without_readers_the_old_chunks_leave_at_once(bench: Workbench) -> None:
@@ -599,18 +550,6 @@ def test_what_is_read_from_the_caches_saves_nothing(bench: Workbench) -> None:
         select_spread(store)
 
     assert store.reorders.enqueue() == 0
-
-
-def test_where_all_tokens_are_selected_no_order_is_better(bench: Workbench) -> None:
-    store = spread_store(bench)
-    for _ in range(20):
-        tokens = spread_prompt(bench.shape)
-        select(store, tokens, *range(len(tokens)))
-
-    store.reorders.enqueue()
-    finish(store)
-    assert store.reorders.summary()["segments"] == 0
-    assert store.reorders.summary()["not_worth"] == 1
 
 
 def test_a_segment_that_is_being_rewritten_is_not_queued_again(

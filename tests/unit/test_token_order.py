@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.importance.history import TokenHistory
 from impress_sglang.management.token_order import (
     chunk_shares,
     expected_bytes,
@@ -157,15 +156,3 @@ def test_expected_shares_of_all_chunks_are_those_of_their_head_group(shape: KVSh
                     assert here == 1.0, "read whole at each access"
                 else:
                     assert here == shares[layer, head_group_of(shape, column), chunk]
-
-
-def test_token_means_are_the_means_over_layers() -> None:
-    history = TokenHistory(2, 1, 3)
-    for layer, selected in enumerate([[0, 1], [1]]):
-        history.note(layer, 0, 3, np.array([selected]), 0, None)
-
-    assert history.token_means().tolist() == [0.5, 1.0, 0.0]
-    for layer in range(2):
-        history.note(layer, 0, 3, np.array([[0]]), 0, None)
-    # Averages have steps of 1/255, and half of it is none.
-    assert history.token_means().tolist() == pytest.approx([0.75, 0.5, 0.0], abs=0.51 / 255)
