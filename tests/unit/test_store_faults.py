@@ -386,6 +386,18 @@ def test_a_folder_of_the_store_that_was_removed_is_made_anew(
     check_rows(store, prompt(1, 40))
 
 
+def test_a_bit_that_was_wrong_only_in_memory_costs_one_recompute(
+    bench: Workbench, store: PrefixStore, faults: Faults
+) -> None:
+    path, chats = shared_prefix(bench, store)
+    with faults.injected(Rule("flip", "block", count=1)), pytest.raises(SegmentUnreadable):
+        read(store, chats[0])
+    until(store, lambda: store.stats.segments_cleared == 1)
+
+    assert path.exists()
+    check_rows(store, chats[0])
+
+
 def test_a_segment_that_cannot_be_read_now_makes_room(bench: Workbench, faults: Faults) -> None:
     """As behind a bad sector, before looks have decided."""
     store = bench.open(files=FaultyFileSystem(faults), ssd_gb=gb(bench.one))
