@@ -30,7 +30,6 @@ from impress_sglang.options import (
     POLICIES,
     REORDER_KEYS,
     SCHEDULES,
-    is_bits,
 )
 
 FIELDS = {field.name for field in dataclasses.fields(ImpressConfig)}
@@ -136,20 +135,6 @@ def rows(table: dict[str, Sequence[object]]) -> list[tuple[str, object]]:
     return [(field, value) for field, values in table.items() for value in values]
 
 
-def test_defaults_are_valid() -> None:
-    config = ImpressConfig()
-
-    assert (config.probe_heads, config.alpha) == (3, 0.6)
-    assert (config.retention, config.bits, config.allocate) == (1.0, 5.0, "query")
-    assert config.chunk_tokens == 64
-    assert config.policy == "impress"
-    assert config.reorder_interval == 60, "every minute"
-    assert config.ssd_gb > 0 and config.min_free_gb > 0, "quota and floor are on by default"
-    assert config.device_gb > 0 and config.host_gb > 0, "so are both caches"
-    assert config.readahead > 0 and config.load == "faster", "and what makes loading pay"
-    assert config.trace_path is None
-
-
 @pytest.mark.parametrize(("field", "value"), rows(WRONG_VALUES))
 def test_value_out_of_range_is_refused_and_the_message_names_the_flag(
     field: str, value: object
@@ -194,11 +179,6 @@ def test_every_field_with_a_range_has_a_wrong_value_in_this_test() -> None:
     assert WRONG_VALUES.keys() == FIELDS - set(DIRECTORIES)
 
 
-def test_config_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        ImpressConfig().retention = 1.0  # type: ignore[misc]
-
-
 def test_every_option_has_a_field_and_every_field_an_option() -> None:
     assert sorted(option.field for option in OPTIONS) == sorted(FIELDS)
 
@@ -216,26 +196,30 @@ def test_default_written_on_a_command_line_is_parsed_back(option: Any) -> None:
     assert option.parse(str(default)) == default
 
 
-@pytest.mark.parametrize("retention", [0.05, 0.3, 1])
-def test_a_retention_in_figures_is_the_usual_one(retention: float) -> None:
-    config = ImpressConfig(retention=retention)
-
-    assert not config.auto_retention
-    assert config.usual_retention == retention
-    assert isinstance(config.usual_retention, float)
-
-
-@pytest.mark.parametrize(
-    ("min_retention", "usual"),
-    [(0.0, AUTO_FLOOR), (0.05, AUTO_FLOOR), (AUTO_FLOOR, AUTO_FLOOR), (0.6, 0.6), (1.0, 1.0)],
+# Options, what follows from them, and its value.
+FOLLOWS: tuple[tuple[dict[str, Any], str, object], ...] = (
+    *(({"retention": own}, "usual_retention", float(own)) for own in (0.05, 0.3, 1)),
+    # `auto` is never less than its floor, and than what is allowed.
+    *(
+        ({"retention": AUTO, "min_retention": own}, "usual_retention", AUTO_FLOOR)
+        for own in (0, 0.05)
+    ),
+    ({"retention": AUTO, "min_retention": 0.6}, "usual_retention", 0.6),
+    # Who uses a part uses no more than that floor.
+    *(({"retention": own}, "part_retention", AUTO_FLOOR) for own in (1.0, 0.6, AUTO)),
+    ({"retention": 0.1}, "part_retention", 0.1),
+    *(({"bits": own}, "usual_bits", float(own)) for own in (4, 5.25, 8.0)),
+    ({"bits": EXACTLY}, "usual_bits", EXACT_BITS),
+    ({"bits": AUTO}, "usual_bits", AUTO_BITS),
+    *(({name: AUTO}, f"auto_{name}", True) for name in ("retention", "bits")),
+    *(({}, f"auto_{name}", False) for name in ("retention", "bits")),
 )
-def test_auto_is_never_less_than_its_floor_and_than_what_is_allowed(
-    min_retention: float, usual: float
-) -> None:
-    config = ImpressConfig(retention=AUTO, min_retention=min_retention)
 
-    assert config.auto_retention
-    assert config.usual_retention == usual
+
+@pytest.mark.parametrize(("options", "name", "value"), FOLLOWS)
+def test_what_follows_from_options(options: dict[str, Any], name: str, value: object) -> None:
+    found = getattr(ImpressConfig(**options), name)
+    assert found == value and type(found) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -253,29 +237,6 @@ def test_numbers_and_words_on_a_command_line(field: str, text: str, value: float
     parse = next(option.parse for option in OPTIONS if option.field == field)
     assert parse(text) == value
     assert type(parse(text)) is type(value)
-
-
-@pytest.mark.parametrize(
-    ("retention", "part"), [(1.0, AUTO_FLOOR), (0.6, AUTO_FLOOR), (0.1, 0.1), (AUTO, AUTO_FLOOR)]
-)
-def test_who_uses_a_part_uses_no_more_than_the_floor_of_auto(
-    retention: float | str, part: float
-) -> None:
-    assert ImpressConfig(retention=retention).part_retention == part
-
-
-@pytest.mark.parametrize("value", [4, 4.0, 5.25, 8, 8.0, EXACTLY])
-def test_bits_are_a_number_in_range_or_exact(value: float | str) -> None:
-    assert is_bits(value)
-    usual = ImpressConfig(bits=value).usual_bits
-    assert usual == (EXACT_BITS if value == EXACTLY else value)
-    assert isinstance(usual, float)
-
-
-def test_auto_bits_are_usually_the_least_that_auto_gives() -> None:
-    config = ImpressConfig(bits=AUTO)
-    assert config.auto_bits and config.usual_bits == AUTO_BITS
-    assert not ImpressConfig().auto_bits
 
 
 def test_choices_of_an_option_are_what_is_taken() -> None:
@@ -297,6 +258,7 @@ def test_home_directory_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ImpressConfig(ssd_dir="~/kv").ssd_path == Path("/home/somebody/kv")
     assert ImpressConfig(ssd_dir="/nvme/kv").ssd_path == Path("/nvme/kv")
     assert ImpressConfig(trace_dir="~/traces").trace_path == Path("/home/somebody/traces")
+    assert ImpressConfig().trace_path is None
 
 
 def test_from_options_names_unknown_fields_and_the_known_ones() -> None:
