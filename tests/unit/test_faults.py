@@ -6,7 +6,6 @@ import contextlib
 import errno
 import mmap
 import os
-import sqlite3
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import BlockEngine
 from tests.fault_control import ControlledFaults, FaultControl
 from tests.faults import (
-    SQL,
     Faults,
     FaultyFileSystem,
     Killed,
@@ -119,25 +117,6 @@ def test_a_fault_that_never_happened_is_seen(files: FaultyFileSystem, file: Path
         files.faults.assert_hit()
 
 
-def test_path_count_and_after(files: FaultyFileSystem, file: Path) -> None:
-    rule = Rule("EIO", "read", path="*/file", after=1, count=2)
-    files.faults.add(rule)
-    other = file.with_name("spared")
-    files.close(write_file(files, other))
-
-    results = []
-    for _ in range(5):
-        assert read_file(files, other) == CONTENT
-        try:
-            results.append(read_file(files, file) == CONTENT)
-        except OSError:
-            results.append(False)
-
-    assert results == [True, False, False, True, True]
-    assert rule.hits == files.faults.hits[rule.name] == 2
-    assert files.faults.operations["read"] == 10
-
-
 def test_short_reads_and_flipped_bits(files: FaultyFileSystem, file: Path) -> None:
     with files.faults.injected(Rule("short", "read")), pytest.raises(EOFError):
         read_file(files, file)
@@ -177,52 +156,6 @@ def test_a_killed_process_does_nothing_more(files: FaultyFileSystem, file: Path)
     os.fstat(other)
     os.close(other)
     assert read_file(FaultyFileSystem(), file) == CONTENT
-
-
-def test_a_hung_operation_goes_on_when_it_is_released(files: FaultyFileSystem, file: Path) -> None:
-    rule = Rule("hang", "read")
-    done = threading.Event()
-
-    def read() -> None:
-        assert read_file(files, file) == CONTENT
-        done.set()
-
-    files.faults.add(rule)
-    thread = threading.Thread(target=read)
-    thread.start()
-    assert not done.wait(0.1)
-    assert rule.hits == 1
-    files.faults.remove(rule)
-    assert done.wait(5)
-    thread.join()
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [("locked", "locked"), ("malformed", "malformed"), ("EIO", "disk I/O"), ("ENOSPC", "full")],
-)
-@pytest.mark.parametrize("statement", ["insert", "commit"])
-def test_databases_fail(
-    files: FaultyFileSystem, root: Path, fault: str, message: str, statement: str
-) -> None:
-    base = files.database(root / "base")
-    with base:
-        base.execute("CREATE TABLE t (x)")
-        base.executemany("INSERT INTO t VALUES (?)", [(1,), (2,)])
-
-    with (
-        files.faults.injected(Rule(fault, f"sql.{statement}")),
-        pytest.raises(sqlite3.DatabaseError, match=message),
-        base,
-    ):
-        base.execute("INSERT INTO t VALUES (3)")
-
-    assert base.execute("SELECT x FROM t").fetchall() == [(1,), (2,)], "rolled back"
-    base.row_factory = sqlite3.Row
-    assert base.execute("SELECT x FROM t").fetchone()["x"] == 1
-    with files.faults.injected(Rule("EIO", SQL)), pytest.raises(sqlite3.OperationalError):
-        base.execute("SELECT 1")
-    base.close()
 
 
 def test_rules_of_a_control_file(root: Path, file: Path) -> None:
@@ -369,17 +302,6 @@ def reads(request: pytest.FixtureRequest, files: FaultyFileSystem, file: Path) -
     return Reads(files, file, request.param)
 
 
-def test_blocks_fail_one_by_one(reads: Reads) -> None:
-    rule = Rule("EIO", "block", path="*/file", after=1, count=1)
-    with reads.files.faults.injected(rule):
-        begun = reads.start(0, 1, 2)
-        results = reads.finish(3)
-
-    assert [results[number] for number in begun] == [BLOCK, -errno.EIO, BLOCK]
-    assert [reads.right(block) for block in range(3)] == [True, False, True]
-    reads.engine.close()
-
-
 def test_short_and_flipped_blocks(reads: Reads) -> None:
     with reads.files.faults.injected(Rule("short", "block")):
         (number,) = reads.start(0, count=2)
@@ -390,15 +312,6 @@ def test_short_and_flipped_blocks(reads: Reads) -> None:
         (number,) = reads.start(3)
         assert reads.finish(1) == {number: BLOCK}
     assert [reads.right(block) for block in range(4)] == [True, False, False, False]
-    reads.engine.close()
-
-
-def test_a_killed_engine_tells_nothing(reads: Reads) -> None:
-    with reads.files.faults.injected(Rule("kill", "block")), pytest.raises(Killed):
-        reads.start(0)
-    for call in (lambda: reads.start(1), lambda: reads.finish(1)):
-        with pytest.raises(Killed):
-            call()
     reads.engine.close()
 
 
