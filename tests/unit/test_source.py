@@ -15,13 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from impress_sglang.importance.history import TokenHistory
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.transfer.geometry import SourceSpan
 from impress_sglang.transfer.read_planner import ReadStats
-from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit import source_factory as sources
-from tests.unit.kv_factory import PROBE, head_groups_of, make_shape, row_size
+from tests.unit.kv_factory import PROBE, head_groups_of, row_size
 from tests.unit.reading import read_rows
 
 # "layout, options: shape"; each shape and each cache once, and each layout with and without head
@@ -233,21 +232,35 @@ def test_the_reader_learns_from_its_reads(tmp_path: Path) -> None:
 
 
 def test_each_segment_notes_its_own_tokens(several: sources.Case) -> None:
-    """In logical order, whatever the order on disk, and each head group apart."""
+    """In logical order, whatever the order on disk, and each head group apart; their scores too."""
     head_groups = head_groups_of(several.shape)
     selected = sources.random_tokens(several, 20, 3)
+    several.spans = [
+        dataclasses.replace(
+            span, history=TokenHistory(2, head_groups, part.num_tokens, by_importance=True)
+        )
+        for span, part in zip(several.spans, several.parts, strict=True)
+    ]
 
     several.check(1, ["values"], selected)
-    scores = torch.ones(several.shape.num_query_heads, several.num_tokens)
+    scores = torch.rand(several.shape.num_query_heads, several.num_tokens)
     several.source.note_selection(1, selected, scores)
 
-    noted = []
+    noted, first = [], 0
     for span, part in zip(several.spans, several.parts, strict=True):
-        average = span.history.average
-        assert average.shape == (2, head_groups, part.num_tokens)
-        assert not average[0].any(), "another layer"
-        assert not average[1, :, : part.start].any() and not average[1, :, part.stop :].any()
-        noted.append(average[1, :, part.start : part.stop])
+        own, average, key = (
+            slice(part.start, part.stop),
+            span.history.average,
+            span.history.order_key,
+        )
+        assert average.shape == key.shape == (2, head_groups, part.num_tokens)
+        for found in (average, key):
+            assert not found[0].any(), "another layer"
+            assert not found[1, :, : part.start].any() and not found[1, :, part.stop :].any()
+        noted.append(average[1, :, own])
+        sums = scores[:, first : first + len(span)].view(head_groups, -1, len(span)).sum(1)
+        np.testing.assert_allclose(key[1, :, own], sums / sums.mean(1, keepdim=True), rtol=2e-3)
+        first += len(span)
     found = [np.flatnonzero(own).tolist() for own in np.concatenate(noted, 1)]
     assert found == selected.tolist()
 
@@ -272,61 +285,3 @@ def test_a_layer_that_is_used_whole_counts_as_an_access_of_every_token(
             np.testing.assert_allclose(own, expected, rtol=0, atol=0.51 / 255)
         assert not span.history.average[1].any()
         assert span.history.accesses.tolist() == [2 * here for here in inside]
-
-
-Noted = tuple[int, int, int, list[int], list[int], list[list[float]] | None]
-
-
-def listened(case: sources.Case) -> tuple[SegmentSource, list[Noted]]:
-    """A source of tokens 3 and 4 and then 0 to 2 of a segment, and what their histories hear."""
-    heard: list[Noted] = []
-
-    class Listener:
-        def note(
-            self,
-            layer: int,
-            start: int,
-            num_tokens: int,
-            selected: np.ndarray,
-            first: int,
-            importance: Tensor | None,
-        ) -> None:
-            told = None if importance is None else importance.tolist()
-            own = (selected >= first) & (selected < first + num_tokens)
-            head_groups, places = np.nonzero(own)
-            tokens = selected[head_groups, places] - first
-            pairs = sorted(zip(head_groups.tolist(), tokens.tolist(), strict=True))
-            heard.append(
-                (layer, start, num_tokens, [p[0] for p in pairs], [p[1] for p in pairs], told)
-            )
-
-    def part(start: int, stop: int) -> SourceSpan:
-        listener: object = Listener()
-        return dataclasses.replace(case.spans[0], start=start, stop=stop, history=listener)
-
-    assert case.cache is not None
-    spans = [part(3, 5), part(0, 3)]
-    source = SegmentSource(case.shape, spans, case.reader, case.pool, case.cache, ReadNeeds())
-    return source, heard
-
-
-def test_all_head_groups_are_noted_together(reader: BlockReader, tmp_path: Path) -> None:
-    """4 query heads, 2 KV heads: the scores of all heads, the tokens of each head group.
-
-    A segment of which nothing was selected hears that, too.
-    """
-    shape = make_shape(probe=())
-    case = sources.open_case(tmp_path, shape, [sources.Part(20, 8, 0, 20)], reader)
-    source, heard = listened(case)
-    scores = torch.arange(20.0).view(4, 5)
-
-    source.note_selection(0, torch.tensor([[1, 2], [0, 4]]), scores)
-    source.note_selection(1, torch.tensor([[0], [1]]), None)
-
-    assert heard == [
-        (0, 3, 2, [0, 1], [1, 0], scores[:, :2].tolist()),
-        (0, 0, 3, [0, 1], [0, 2], scores[:, 2:].tolist()),
-        (1, 3, 2, [0, 1], [0, 1], None),
-        (1, 0, 3, [], [], None),
-    ]
-    case.close()
