@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable
+from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.read_planner import ReadStats
@@ -195,17 +197,22 @@ def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
     case.close()
 
 
+Small = Callable[..., sources.Case]
+SMALL = make_shape()
+
+
 @pytest.fixture
-def small(reader: BlockReader, tmp_path: Path) -> Callable[..., sources.Case]:
+def small(reader: BlockReader, tmp_path: Path) -> Iterator[Small]:
     """20 tokens in chunks of 8; rows of 32, 32 and 64 bytes, every chunk one block."""
+    with contextlib.ExitStack() as stack:
 
-    def make(**room: int) -> sources.Case:
-        cache = make_cache(make_shape(), **room)
-        return sources.open_case(
-            tmp_path, make_shape(), [sources.Part(20, 8, 0, 20)], reader, cache=cache
-        )
+        def make(shape: KVShape = SMALL, **room: int) -> sources.Case:
+            cache, parts = make_cache(shape, **room), [sources.Part(20, 8, 0, 20)]
+            case = sources.open_case(tmp_path, shape, parts, reader, cache=cache)
+            stack.callback(case.close)
+            return case
 
-    return make
+        yield make
 
 
 def probe_and_load(case: sources.Case) -> None:
@@ -229,7 +236,7 @@ FIRST_TIME = ReadStats(
 
 @pytest.mark.usefixtures("no_gaps")
 class TestCounters:
-    def test_without_caches(self, small: Callable[..., sources.Case]) -> None:
+    def test_without_caches(self, small: Small) -> None:
         case = small()
 
         probe_and_load(case)
@@ -237,9 +244,8 @@ class TestCounters:
         assert case.stats == FIRST_TIME
         assert (case.stats.chunks_accessed, case.stats.chunks_loaded) == (7, 7)
         assert case.spans[0].history.ssd_bytes == 4 * sources.BLOCK, "what was selected, not probed"
-        case.close()
 
-    def test_with_room_on_the_device(self, small: Callable[..., sources.Case]) -> None:
+    def test_with_room_on_the_device(self, small: Small) -> None:
         """Pages of 256 bytes: chunks of values take two, but for the last one, others take one."""
         case = small(device_chunks=20)
 
@@ -257,9 +263,8 @@ class TestCounters:
         )
         assert (case.stats.chunks_accessed, case.stats.chunks_loaded) == (14, 7)
         assert case.spans[0].history.ssd_bytes == 4 * sources.BLOCK
-        case.close()
 
-    def test_of_a_layer_that_falls_back(self, small: Callable[..., sources.Case]) -> None:
+    def test_of_a_layer_that_falls_back(self, small: Small) -> None:
         """All keys were read, but only those of selected tokens are important."""
         case, tokens = small(), torch.tensor([[1, 2, 17]])
         case.check(0, ["probe"])
@@ -275,7 +280,6 @@ class TestCounters:
             selected_chunks=5,
             important_bytes=3 * 128,
         )
-        case.close()
 
     def test_of_each_segment_its_own_selection_counts(
         self, reader: BlockReader, tmp_path: Path
@@ -292,9 +296,7 @@ class TestCounters:
             assert case.stats.important_device_bytes == hits * 128
         case.close()
 
-    def test_a_hit_is_a_selected_row_that_was_on_the_device(
-        self, small: Callable[..., sources.Case]
-    ) -> None:
+    def test_a_hit_is_a_selected_row_that_was_on_the_device(self, small: Small) -> None:
         """Tokens 1 and 2 are in the one chunk that has room there, token 17 is not."""
         case, tokens = small(device_chunks=1), torch.tensor([[1, 2, 17]])
 
@@ -312,9 +314,8 @@ class TestCounters:
         case.check(0, ["values"])
         case.source.note_whole(0)
         assert important() == (24 * 64, 10 * 64)
-        case.close()
 
-    def test_a_selection_is_counted_once(self, small: Callable[..., sources.Case]) -> None:
+    def test_a_selection_is_counted_once(self, small: Small) -> None:
         case = small()
         probe_and_load(case)
         before = case.stats
@@ -322,33 +323,13 @@ class TestCounters:
         case.source.note_whole(0)
 
         assert case.stats == before
-        case.close()
 
-
-SMALL_HEAD_GROUPS = make_shape(probe=())
-
-
-@pytest.fixture
-def small_head_groups(reader: BlockReader, tmp_path: Path) -> Callable[..., sources.Case]:
-    """20 tokens; rows of 32 bytes, every chunk one block."""
-
-    def make(**room: int) -> sources.Case:
-        cache = make_cache(SMALL_HEAD_GROUPS, **room)
-        return sources.open_case(
-            tmp_path, SMALL_HEAD_GROUPS, [sources.Part(20, 8, 0, 20)], reader, cache=cache
-        )
-
-    return make
-
-
-@pytest.mark.usefixtures("no_gaps")
-class TestCountersOfHeadGroups:
     @pytest.mark.parametrize("whole", [False, True])
     def test_a_hit_of_a_head_group_is_one_of_its_own_selection(
-        self, small_head_groups: Callable[..., sources.Case], whole: bool
+        self, small: Small, whole: bool
     ) -> None:
-        """There is room for two chunks: tokens 0 to 7 of head 0, and 8 to 15 of head 1."""
-        case = small_head_groups(device_chunks=2)
+        """Rows of 32 bytes, room for two chunks: tokens 0 to 7 of head 0, and 8 to 15 of head 1."""
+        case = small(make_shape(probe=()), device_chunks=2)
         one, other = torch.tensor([[1], [9]]), torch.tensor([[3, 4], [2, 9]])
         case.check(0, ["values"], one)
         case.source.note_selection(0, one, None)
@@ -358,7 +339,6 @@ class TestCountersOfHeadGroups:
         case.source.note_selection(0, other, None)
 
         assert (case.stats.important_bytes, case.stats.important_device_bytes) == (6 * 32, 3 * 32)
-        case.close()
 
 
 def test_stats_add_up_field_by_field() -> None:
