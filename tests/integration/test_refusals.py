@@ -330,17 +330,20 @@ def test_model_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "sliding-window" in refusal(capsys, model)
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "mxfp8", "nvfp4", "fp4_mx_block16"])
-def test_dtypes_of_pools(dtype: str) -> None:
-    """SGLang itself refuses some of them on a CPU, before it asks us."""
-    restriction = judged_arguments.RESTRICTED["kv_cache_dtype"]
-    assert not restriction.allows(dtype) and "--kv-cache-dtype auto" in restriction.sentence
-
-
-def test_speculative_decoding() -> None:
-    """SGLang itself refuses most of these on a CPU, before it asks us."""
-    restriction = judged_arguments.RESTRICTED["speculative_algorithm"]
-    assert not restriction.allows("EAGLE") and "speculative" in restriction.sentence
+@pytest.mark.parametrize(
+    ("argument", "value", "words"),
+    [
+        *(
+            ("kv_cache_dtype", dtype, "--kv-cache-dtype auto")
+            for dtype in ("fp8_e4m3", "mxfp8", "nvfp4", "fp4_mx_block16")
+        ),
+        ("speculative_algorithm", "EAGLE", "speculative"),
+    ],
+)
+def test_what_sglang_itself_refuses_on_a_cpu(argument: str, value: str, words: str) -> None:
+    """Most of it, before it asks us."""
+    restriction = judged_arguments.RESTRICTED[argument]
+    assert not restriction.allows(value) and words in restriction.sentence
 
 
 def test_unsupported_sglang(

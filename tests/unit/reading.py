@@ -77,6 +77,16 @@ def read_rows(
     return LayerRows(found_keys if keys else None, found_values if values else None)
 
 
+def layer_inputs(shape: KVShape, seed: int) -> LayerInputs:
+    """Of 6 new tokens by chance, after two resident ones that have keys of theirs."""
+    generator = torch.Generator().manual_seed(seed)
+    queries, new = (
+        torch.randn(6, heads, shape.key_dim, generator=generator).to(shape.dtype)
+        for heads in (shape.num_query_heads, shape.num_kv_heads)
+    )
+    return LayerInputs(queries, new, new[:2], 0.2)
+
+
 def load_layer(
     loader: PrefixLoader, layer: int, source: Any, inputs: LayerInputs, k: int, stats: LoadStats
 ) -> LoadedLayer:

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -203,16 +204,10 @@ def test_there_are_no_more_threads_than_help() -> None:
     engine.close()
 
 
-class KernelWithoutAio:
-    """A C library whose every system call fails."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    @staticmethod
-    def syscall(*_: object) -> int:
-        ctypes.set_errno(errno.EAGAIN)
-        return -1
+def refused(*_: object) -> int:
+    """A system call that fails."""
+    ctypes.set_errno(errno.EAGAIN)
+    return -1
 
 
 @pytest.fixture(params=["io_setup fails", "unknown processor"])
@@ -222,10 +217,7 @@ def no_aio(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         monkeypatch.setattr(engines.platform, "machine", lambda: "pdp11")
         return "pdp11"
 
-    class Library(KernelWithoutAio):
-        syscall = type("Call", (), {"__call__": lambda self, *_: KernelWithoutAio.syscall()})()
-
-    monkeypatch.setattr(engines.ctypes, "CDLL", Library)
+    monkeypatch.setattr(engines.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(syscall=refused))
     return os.strerror(errno.EAGAIN)
 
 

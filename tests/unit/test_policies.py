@@ -104,13 +104,9 @@ def test_policies_with_important_parts_load_their_share(
     assert policy.tokens_to_load(m, retention) == k
 
 
-def test_what_is_never_stored_is_never_loaded(policy: Policy, retention: float) -> None:
-    if not policy.stores:
-        assert all(policy.tokens_to_load(m, retention) == 0 for m in LENGTHS)
-
-
-def test_recompute_stores_nothing() -> None:
-    assert not make_policy(ImpressConfig(policy="recompute")).stores
+def test_recompute_stores_and_loads_nothing(policy: Policy, retention: float) -> None:
+    assert policy.stores == (policy.name != "recompute")
+    assert policy.stores == any(policy.tokens_to_load(m, retention) for m in LENGTHS)
 
 
 def test_as_loads_everything_whatever_the_retention(retention: float) -> None:

@@ -25,11 +25,12 @@ from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.transfer.buffers import PooledMemory
 from impress_sglang.transfer.coded_slots import CodeWriter, KernelCodeWriter, LoopCodeWriter
 from impress_sglang.transfer.frames import CODE_PAGE, IndexedTaker, KernelTaker
-from impress_sglang.transfer.loader import LayerInputs, LoadStats
+from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.scoring import KernelScorer
 from impress_sglang.triton import codes, gather, scores
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
+from tests.unit.reading import layer_inputs
 from tests.unit.triton.conftest import use_kernels
 
 # Kernels are interpreted only in modules that were imported before.
@@ -216,15 +217,6 @@ def test_no_planes_are_added(device: str) -> None:
     assert all(torch.equal(*own) for own in zip(pools, before, strict=True))
 
 
-def layer_inputs(case: CodedCase, layer: int) -> LayerInputs:
-    generator, shape = torch.Generator().manual_seed(layer), case.shape
-    queries, new, resident = (
-        torch.randn(count, heads, shape.key_dim, generator=generator).to(shape.dtype)
-        for count, heads in ((5, shape.num_query_heads), (5, 2), (6, 2))
-    )
-    return LayerInputs(queries, new, resident, 0.3)
-
-
 def load_requests(case: CodedCase, loader: PreciseLoader, bits: float) -> list[list[Tensor]]:
     """Levels, keys and values after each layer of three requests.
 
@@ -235,7 +227,7 @@ def load_requests(case: CodedCase, loader: PreciseLoader, bits: float) -> list[l
         case.source.close()
         case.request(resident=resident)
         for layer in range(case.shape.num_layers):
-            slots, inputs = case.layer_slots(layer), layer_inputs(case, layer)
+            slots, inputs = case.layer_slots(layer), layer_inputs(case.shape, layer)
             loader.load(layer, case.units, inputs, slots, min(8.0, bits + more), LoadStats())
             case.check(layer)
             pools = slots.keys.pool.clone(), slots.values.pool.clone()

@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.gather import KernelGatherer
-from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
+from impress_sglang.transfer.loader import LoadStats, PrefixLoader
 from impress_sglang.transfer.scoring import KernelScorer
 from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import scores as score_module
-from tests.unit.reading import LoadedLayer, load_layer
+from tests.unit.reading import LoadedLayer, layer_inputs, load_layer
 from tests.unit.source_factory import Case, check_everything, opened
 from tests.unit.triton.conftest import use_kernels
 
@@ -46,20 +45,11 @@ def test_a_kernel_gathers_what_indexing_does(
     case.close()
 
 
-def inputs(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype)
-
-
 def loaded_layers(case: Case, loader: PrefixLoader) -> list[LoadedLayer]:
     shape, layers = case.shape, []
     case.request()
     for layer in range(shape.num_layers):
-        queries, new = (
-            inputs((6, heads, shape.key_dim), layer, shape.dtype)
-            for heads in (shape.num_query_heads, shape.num_kv_heads)
-        )
-        given = LayerInputs(queries, new, new[:2], 0.2)
+        given = layer_inputs(shape, layer)
         layers.append(load_layer(loader, layer, case.source, given, 20, LoadStats()))
     return layers
 

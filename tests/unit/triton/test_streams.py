@@ -35,7 +35,7 @@ from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import scores as score_module
 from tests.unit.coded_factory import CodedCase, CodedPart
-from tests.unit.reading import ScatteredSlots
+from tests.unit.reading import ScatteredSlots, layer_inputs
 from tests.unit.source_factory import Case, opened
 from tests.unit.triton.conftest import use_kernels
 
@@ -149,15 +149,6 @@ def fake(device: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     return fake
 
 
-def layer_inputs(case: Case, seed: int) -> LayerInputs:
-    generator, shape = torch.Generator().manual_seed(seed), case.shape
-    queries, new = (
-        torch.randn(6, heads, shape.key_dim, generator=generator).to(shape.dtype)
-        for heads in (shape.num_query_heads, shape.num_kv_heads)
-    )
-    return LayerInputs(queries, new, new[:2], 0.2)
-
-
 def overwrite_free_memory(case: Case | CodedCase) -> None:
     case.pool._collect()
     for memory in case.pool._free:
@@ -200,7 +191,7 @@ def load_request(case: Case, fake: Device, k: int, seed: int, *, neighbour: bool
     apart, everything = case.shape.other_kv_heads, range(case.shape.num_kv_heads)
     for layer in range(case.shape.num_layers):
         inputs, pools, others = (
-            layer_inputs(case, seed + layer),
+            layer_inputs(case.shape, seed + layer),
             new_slots(case, k),
             new_slots(case, k),
         )
