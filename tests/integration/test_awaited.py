@@ -14,10 +14,7 @@ import pytest
 from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import WAITING_PREFIX_REFRESH_INTERVAL, SchedulePolicy
-from sglang.srt.mem_cache.base_prefix_cache import (
-    CacheRequestOutcome,
-    EvictParams,
-)
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome, EvictParams
 
 from impress_sglang.management.lookahead import AwaitedRange
 from tests.integration.worlds import TOKENS, World

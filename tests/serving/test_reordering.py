@@ -46,12 +46,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def reordered_store(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Path:
     """Four prefixes, each reordered by what three questions selected."""
     store = workdir / "store-reordered"
-    flags = impress_flags(
-        store,
-        *COMMON,
-        "--impress-retention=0.25",
-        "--max-total-tokens=1600",
-    )
+    flags = impress_flags(store, *COMMON, "--impress-retention=0.25", "--max-total-tokens=1600")
     with running(tiny_llama, workdir / "reorder.log", *flags, zygote=zygote, bench=True) as server:
         for prefix in PREFIXES:
             server.generate(prefix, 1)

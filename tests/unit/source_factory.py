@@ -143,13 +143,7 @@ class Case:
     has left.
     """
 
-    def __init__(
-        self,
-        shape: KVShape,
-        parts: Sequence[Part],
-        keys: Tensor,
-        values: Tensor,
-    ) -> None:
+    def __init__(self, shape: KVShape, parts: Sequence[Part], keys: Tensor, values: Tensor) -> None:
         self.shape, self.parts, self.keys, self.values = shape, parts, keys, values
         self.columns, self.kv_columns = kv.columns_of(shape), kv.kv_of(shape)
         self.num_tokens = keys.shape[1]

@@ -20,9 +20,7 @@ OWNERS = st.lists(st.integers(-1, 2), min_size=BLOCKS, max_size=BLOCKS)
 
 
 @given(
-    found=st.dictionaries(st.integers(0, len(COUNTS) - 1), CHUNK),
-    spared=FLAGS,
-    pages=st.booleans(),
+    found=st.dictionaries(st.integers(0, len(COUNTS) - 1), CHUNK), spared=FLAGS, pages=st.booleans()
 )
 def test_blocks_of_chunks(
     found: dict[int, tuple[int, bool]], spared: list[bool], pages: bool

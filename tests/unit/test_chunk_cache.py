@@ -26,13 +26,7 @@ SHAPE = make_shape(
 )
 # Keys of 3 pages and values of 2, of each head.
 HEAD_GROUPS = make_shape(
-    layers=2,
-    kv_heads=3,
-    query_heads=3,
-    key_dim=12,
-    value_dim=8,
-    dtype=torch.bfloat16,
-    probe=(),
+    layers=2, kv_heads=3, query_heads=3, key_dim=12, value_dim=8, dtype=torch.bfloat16, probe=()
 )
 
 

@@ -115,11 +115,7 @@ def test_identical_observations_are_explained(seconds: float) -> None:
 
 
 @given(
-    st.lists(
-        st.tuples(st.floats(0, 1e6), st.floats(1e-3, 1e9), FACTORS),
-        min_size=1,
-        max_size=30,
-    )
+    st.lists(st.tuples(st.floats(0, 1e6), st.floats(1e-3, 1e9), FACTORS), min_size=1, max_size=30)
 )
 def test_any_observations_leave_both_terms_finite_and_positive(
     observations: list[tuple[float, float, float]],

@@ -240,11 +240,7 @@ COUNTS = arrays.arrays(np.float64, CODES, elements=st.sampled_from([0.0, 0.0, 40
     all_keys=st.booleans(),
 )
 def test_a_larger_retention_never_reads_less(
-    counts: np.ndarray,
-    probe_bytes: int,
-    usual: float,
-    retentions: list[float],
-    all_keys: bool,
+    counts: np.ndarray, probe_bytes: int, usual: float, retentions: list[float], all_keys: bool
 ) -> None:
     found = StoredBytes(probe_bytes, counts, usual)
 

@@ -16,12 +16,7 @@ import pytest
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.engines import BlockEngine
 from tests.fault_control import ControlledFaults, FaultControl
-from tests.faults import (
-    Faults,
-    FaultyFileSystem,
-    Killed,
-    Rule,
-)
+from tests.faults import Faults, FaultyFileSystem, Killed, Rule
 
 BLOCK = 4096
 CONTENT = bytes(range(256)) * 64

@@ -32,10 +32,7 @@ SHAPES = [
     kv.make_shape(probe=()),
     kv.make_shape(query_heads=3, kv_heads=3, key_dim=128, value_dim=1500, probe=()),
 ]
-SPAN_SHAPES = {
-    "probe heads": SHAPES[0],
-    "no probe heads": SHAPES[4],
-}
+SPAN_SHAPES = {"probe heads": SHAPES[0], "no probe heads": SHAPES[4]}
 
 
 @st.composite

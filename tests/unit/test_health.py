@@ -57,12 +57,7 @@ def recover(health: Health, clock: Clock) -> float:
 def test_a_disk_is_well_until_it_fails(health: Health) -> None:
     assert (health.state, health.readable, health.writable) == ("ok", True, True)
     assert not health.probe_is_due
-    assert health.summary() == {
-        "state": "ok",
-        "failures": 0,
-        "recoveries": 0,
-        "last_failure": "",
-    }
+    assert health.summary() == {"state": "ok", "failures": 0, "recoveries": 0, "last_failure": ""}
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ LEVELS = {
     "integration": 7,
 }
 EXCEPTIONS = {
-    "": {"errors", "config"},  # the package itself: its public names
+    "": {"errors", "config"}  # the package itself: its public names
 }
 
 

@@ -11,12 +11,7 @@ from impress_sglang.attention.rectangular import rectangular_attention
 
 
 def dense_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scaling: float,
-    causal: bool,
-    window: int | None,
+    queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool, window: int | None
 ) -> np.ndarray:
     """One query and one head at a time, as the definition says."""
     q, k, v = (t.double().numpy() for t in (queries, keys, values))

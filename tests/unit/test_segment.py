@@ -22,20 +22,9 @@ from impress_sglang.storage.direct_io import AlignedBuffer, read_exactly, write_
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import (
-    SegmentHeader,
-    SegmentInfo,
-    encode_header,
-    read_header,
-)
+from impress_sglang.storage.segment import SegmentHeader, SegmentInfo, encode_header, read_header
 from impress_sglang.storage.writer import write_segment
-from tests.unit.kv_factory import (
-    make_info,
-    make_shape,
-    random_kvs,
-    random_mapping,
-    write_kvs,
-)
+from tests.unit.kv_factory import make_info, make_shape, random_kvs, random_mapping, write_kvs
 
 FILES = FileSystem()
 HEAD_GROUPS = make_shape(probe=())

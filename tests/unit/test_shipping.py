@@ -34,14 +34,7 @@ from tests.unit.kv_factory import (
     random_mapping,
     write_kvs,
 )
-from tests.unit.store_factory import (
-    OTHER_IDENTITY,
-    QUARTER,
-    Workbench,
-    check_rows,
-    length,
-    prompt,
-)
+from tests.unit.store_factory import OTHER_IDENTITY, QUARTER, Workbench, check_rows, length, prompt
 
 Said = pytest.CaptureFixture[str]
 SHAPES = {

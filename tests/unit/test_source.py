@@ -57,13 +57,7 @@ CACHED = [
 
 
 @pytest.fixture(
-    scope="module",
-    params=[
-        "memory: gqa-float32",
-        "memory: no-probe-bfloat16",
-        *UNCACHED,
-        *CACHED,
-    ],
+    scope="module", params=["memory: gqa-float32", "memory: no-probe-bfloat16", *UNCACHED, *CACHED]
 )
 def case(
     request: pytest.FixtureRequest, reader: BlockReader, tmp_path_factory: pytest.TempPathFactory

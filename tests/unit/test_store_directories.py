@@ -143,9 +143,7 @@ def test_the_store_of_another_model_may_vanish(bench: Workbench) -> None:
     assert not folder.exists()
 
 
-def test_the_store_of_another_model_that_cannot_be_removed_is_left_alone(
-    bench: Workbench,
-) -> None:
+def test_the_store_of_another_model_that_cannot_be_removed_is_left_alone(bench: Workbench) -> None:
     """It belongs to another user, for example: the offer makes room elsewhere."""
     folder = old_model(bench, "1" * 32, bench.one, age=10)
     files = FaultyFileSystem()

@@ -217,10 +217,7 @@ def test_the_key_decides_what_the_order_is_by(bench: Workbench) -> None:
         reorder(store)
         use(store, prompt(number, 8))
         mapping = mapping_of(bench, store, prompt(number, 8))
-        expected = {
-            "selected": [0, 1, 2, 3, 4, 5, 6, 7],
-            "importance": [1, 2, 3, 4, 5, 0, 6, 7],
-        }
+        expected = {"selected": [0, 1, 2, 3, 4, 5, 6, 7], "importance": [1, 2, 3, 4, 5, 0, 6, 7]}
         assert mapping[0].tolist() == [expected[key]] * head_groups
         bench.close(store)
 

@@ -68,9 +68,7 @@ def test_without_address_space_a_table_is_copied(monkeypatch: pytest.MonkeyPatch
     assert longer[:4].tolist() == [0, 1, 2, 3]
 
 
-def test_a_table_that_outgrows_its_address_space_is_copied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_table_that_outgrows_its_address_space_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "RESERVED_ENTRIES", 8)
     table = grown(np.zeros(0), 8)
     table[:] = 1.0
