@@ -131,18 +131,3 @@ def test_encoding_leaves_its_input_alone(seed: int | None, probe: tuple[int, ...
 
     assert torch.equal(keys, before[0]) and torch.equal(values, before[1])
     assert mapping is None or np.array_equal(mapping, before[2])
-
-
-@pytest.mark.parametrize("probe", [(0,), ()])
-def test_a_part_of_a_longer_tensor_is_encoded_like_a_tensor_of_its_own(
-    probe: tuple[int, ...],
-) -> None:
-    """The store writes the end of a sequence: a view that starts in the middle."""
-    layout = SegmentLayout(kv.make_shape(layers=1, probe=probe), 8, 20, header_bytes=4096)
-    keys, values = (kvs[0] for kvs in kv.random_kvs(layout.shape, 33, seed=1))
-    part, own = dirty(layout), dirty(layout)
-
-    encode_layer(layout, keys[13:], values[13:], None, part)
-    encode_layer(layout, keys[13:].clone(), values[13:].clone(), None, own)
-
-    assert bytes(part) == bytes(own)

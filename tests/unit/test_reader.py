@@ -273,20 +273,13 @@ DAMAGE: dict[str, Callable[[Stored], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("piece", [BLOCK, 256 << 10])
 def test_damage_is_found(
-    reader: BlockReader,
-    tmp_path: Path,
-    damage: str,
-    direct: bool,
-    piece: int,
-    monkeypatch: pytest.MonkeyPatch,
+    reader: BlockReader, tmp_path: Path, damage: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if direct and not FileSystem().supports_direct_io(tmp_path):
-        pytest.skip("this file system has no O_DIRECT")
+    """Past the page cache: `test_source_damage.py`."""
     monkeypatch.setattr(pending_read, "PIECE_BYTES", piece)
-    stored, good = Stored(tmp_path, direct=direct), Stored(tmp_path, name="good", direct=direct)
+    stored, good = Stored(tmp_path), Stored(tmp_path, name="good")
     DAMAGE[damage](stored)
 
     read = reader.submit([good.runs((0, 3)), stored.runs((5, 9))])

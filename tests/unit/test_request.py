@@ -39,21 +39,8 @@ def test_a_share_is_accepted(value: float) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        0,
-        0.0,
-        -0.5,
-        2,
-        1.0001,
-        10**400,
-        float("nan"),
-        float("inf"),
-        "x",
-        "0.5",
-        True,
-        False,
-        None,
-        [0.5],
-        {},
+        *(0, 0.0, -0.5, 2, 1.0001, 10**400, math.nan, math.inf),
+        *("x", "0.5", True, False, None, [0.5], {}),
     ],
 )
 def test_anything_else_is_refused_by_name_and_value(value: Any) -> None:

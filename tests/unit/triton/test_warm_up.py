@@ -245,18 +245,7 @@ def load(case: Case, rule: TokenSelector, k: int, inputs: LayerInputs) -> None:
         load_layer(loader, layer, case.source, inputs, k, LoadStats())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "paper-mha-bfloat16",
-        "paper-gqa-float16",
-        "h2o-mqa-bfloat16",
-        "h2o-float32",
-        "whole-bfloat16",
-        "coded-bfloat16",
-        "coded-whole-float16",
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in SERVERS if name != "h2o-mha-bfloat16"])
 def test_requests_launch_nothing_new(
     name: str, launches: Launches, tmp_path: Path, reader: BlockReader
 ) -> None:
