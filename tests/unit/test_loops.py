@@ -1,11 +1,15 @@
-"""The loops are compiled, also where that cannot be kept; what they compute, others test."""
+"""The loops are compiled, also where that cannot be kept; what most compute, others test."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numba.core import config
 
 from impress_sglang import loops
+from impress_sglang.loops import areas
 from impress_sglang.loops.jit import compiled
 
 
@@ -25,3 +29,20 @@ def test_loops_are_compiled_where_nothing_can_be_kept(
 
     assert successor(41) == 42 and hasattr(successor, "nopython_signatures")
     assert "NUMBA_CACHE_DIR" in caplog.text
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 5), st.integers(0, 9))
+def test_units_that_lack_planes(data: st.DataObject, heads: int, units: int, first: int) -> None:
+    """Also of some columns of a table."""
+    planes = st.lists(st.integers(0, 2), min_size=heads * units, max_size=heads * units)
+    levels, wanted = (
+        np.pad(np.array(data.draw(planes), np.uint8).reshape(heads, units), 1)[1:-1, 1:-1]
+        for _ in range(2)
+    )
+
+    found = areas.missing_units(levels, wanted, first)
+
+    plane = np.arange(2)[:, None, None]
+    missing = np.argwhere((plane >= levels) & (plane < wanted))
+    missing[:, 2] += first
+    assert found.tolist() == missing.tolist()
