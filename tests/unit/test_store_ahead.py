@@ -172,12 +172,14 @@ def test_measuring_teaches_what_a_slow_ssd_takes(bench: stores.Workbench) -> Non
     assert 2 * before < after < 0.1
 
 
-@pytest.mark.parametrize("damage", ["gone", "damaged header", "damaged block"])
+@pytest.mark.parametrize("damage", ["lost", "gone", "damaged header", "damaged block"])
 def test_measuring_never_fails(bench: stores.Workbench, store: PrefixStore, damage: str) -> None:
     bench.put(store, TOKENS)
     match = stores.look_up(store, TOKENS)
     path = stores.path_of(bench, match)
-    if damage == "gone":
+    if damage == "lost":
+        stores.lose(bench, store, path.stem)
+    elif damage == "gone":
         path.unlink()
     else:
         kv.flip_byte(path, 100 if "header" in damage else 4096)
@@ -192,19 +194,6 @@ def test_measuring_never_fails(bench: stores.Workbench, store: PrefixStore, dama
     if damage != "damaged block":
         assert stores.length(store, TOKENS) == 0, "what cannot be opened is lost"
         assert store.stats.segments_unreadable == 1
-
-
-def test_measuring_a_match_that_was_lost_does_nothing(
-    bench: stores.Workbench, store: PrefixStore
-) -> None:
-    bench.put(store, TOKENS)
-    match = stores.look_up(store, TOKENS)
-    stores.lose(bench, store, match.spans[0].segment.segment_id)
-
-    store.measure_reading(match)
-
-    assert store._measuring is None
-    store.check_integrity()
 
 
 def slow_store(bench: stores.Workbench, **options: float) -> PrefixStore:
