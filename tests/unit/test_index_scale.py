@@ -163,21 +163,6 @@ def full(bench: Workbench) -> PrefixStore:
     return store
 
 
-def test_an_eviction_looks_at_few_segments(bench: Workbench, full: PrefixStore) -> None:
-    asked: list[str] = []
-    is_needed = full._quota._is_needed
-
-    def count(segment_id: str) -> bool:
-        asked.append(segment_id)
-        return is_needed(segment_id)
-
-    full._quota._is_needed = count
-
-    bench.put(full, prompt(50))
-
-    assert len(asked) == 1 and length(full, prompt(1)) == 0
-
-
 def test_an_eviction_asks_once_for_what_is_needed(bench: Workbench, full: PrefixStore) -> None:
     """Else each would come by all that requests wait for."""
     asked: list[str] = []

@@ -86,25 +86,6 @@ def test_stores_of_older_formats_count_and_go_before_those_of_other_models(
     assert store.stats.segments_evicted == 0
 
 
-def test_other_models_count_in_the_quota_and_go_first(bench: Workbench) -> None:
-    newer = old_model(bench, "1" * 32, bench.one, age=10)
-    older = old_model(bench, "2" * 32, bench.one, age=20)
-    store = bench.open(ssd_gb=gb(4 * bench.one))
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2))
-    assert store.summary()["other_models_bytes"] == 2 * bench.one
-    assert older.exists()
-
-    put_at_last(bench, store, prompt(3))
-    assert not older.exists() and newer.exists()
-    assert store.summary()["other_models_bytes"] == bench.one
-    put_at_last(bench, store, prompt(4))
-    assert not newer.exists()
-    assert store.stats.segments_evicted == 0
-    bench.put(store, prompt(5))
-    assert [length(store, prompt(n)) for n in range(1, 6)] == [0, 8, 8, 8, 8]
-
-
 def test_as_many_models_go_as_are_in_the_way(bench: Workbench) -> None:
     folders = [old_model(bench, str(n) * 32, bench.one, age=10 * n) for n in (1, 2, 3)]
     store = bench.open(ssd_gb=gb(4 * bench.one))
