@@ -3,7 +3,7 @@
 Segments of random tokens are indexed (`management.content`); then prompts are scanned that have
 nothing in common with them, consist of pieces of them in another order, or are the worst that
 somebody could send. Each prompt is another one, so that what the table has of it is in no cache of
-the processor.
+the processor. Times are on the clock of the thread, which does not count what other work takes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> Result:
     for number in range(args.windows * WINDOW_TOKENS // SEGMENT_TOKENS):
         segment = _segment(str(number), _tokens(rng, SEGMENT_TOKENS))
         segments.append(segment.info.tokens)
-        began = time.perf_counter()
+        began = time.thread_time()
         index.add(segment)
-        adding.append((time.perf_counter() - began) * 1e3)
+        adding.append((time.thread_time() - began) * 1e3)
 
     def pieces() -> Tokens:
         starts = rng.integers(0, SEGMENT_TOKENS - args.piece, args.tokens // args.piece + 1)
@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> Result:
     for name, make in kinds.items():
         times, runs = [], 0
         for prompt in [make() for _ in range(args.prompts)]:
-            began = time.perf_counter()
+            began = time.thread_time()
             runs = len(index.find("", prompt).runs)
-            times.append((time.perf_counter() - began) * 1e3)
+            times.append((time.thread_time() - began) * 1e3)
         slowest = round(max(times), 3)
         rows.append(
             {"prompt": name, "runs": runs, "ms": round(statistics.median(times), 3), "max": slowest}
@@ -87,12 +87,12 @@ def run(args: argparse.Namespace) -> Result:
         "table_bytes": index.num_bytes,
         "share_of_kvs": index.num_bytes / (len(index) * window_bytes),
         "add_ms": round(statistics.median(adding), 4),
-        "add_max_ms": round(max(adding), 1),
+        "add_max_ms": round(max(adding), 3),
     }
     note = (
         f"{len(index)} windows in {index.num_bytes / 1e6:.0f} MB, "
         f"{memory['share_of_kvs']:.4%} of KVs as of Llama-3-8B; a segment of {SEGMENT_TOKENS} "
-        f"tokens is added in {memory['add_ms']} ms, in {memory['add_max_ms']} where the table grows"
+        f"tokens is added in {memory['add_ms']} ms, {memory['add_max_ms']} at most"
     )
     table = Table(plain("prompt", "runs", "ms", "max"), rows)
     return Result({"rows": rows, **memory}, [table], notes=[note])

@@ -1,8 +1,7 @@
-"""Hashes of windows of tokens, and a hash table of them with open addressing.
+"""Hashes of windows of tokens, and looking for windows that a table has.
 
 A window's hash is a polynomial of its tokens modulo 2^64, so that that of the next window follows
-from it; it is mixed with a seed before it is a key. A slot of the table is empty, removed, or has a
-value that is not negative; several slots may have one key.
+from it; it is mixed with a seed before it is a key.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import numpy as np
 
 from impress_sglang.loops.jit import compiled
 from impress_sglang.loops.types import Indices, Int32s, Words
+from impress_sglang.loops.window_table import WindowTable, values_of
 
-# Values of slots that have none.
-EMPTY, REMOVED = -1, -2
 # Odd, so that powers of it are never zero.
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xD6E8FEB86659FD93)
@@ -28,12 +26,6 @@ def mixed(word: np.uint64, seed: np.uint64) -> np.uint64:
     word = (word ^ (word >> _SHIFT)) * _MIX
     word = (word ^ (word >> _SHIFT)) * _MIX
     return word ^ (word >> _SHIFT)
-
-
-@compiled("int64(uint64[::1], uint64)")
-def _home(keys: Words, key: np.uint64) -> int:
-    """Where a key is looked for first."""
-    return int(key & np.uint64(len(keys) - 1))
 
 
 @compiled("uint64(int32[::1], int64, int64)")
@@ -102,102 +94,43 @@ def chosen_windows(
     return starts[:found].copy(), keys[:found].copy()
 
 
-@compiled("int64(uint64[::1], int64[::1], uint64, int64)")
-def next_slot(keys: Words, values: Indices, key: np.uint64, slot: int) -> int:
-    """The next slot with a key, -1 if there is none; of the first one ask with slot -1.
-
-    Args:
-        keys: uint64 [slots], a power of two.
-        values: int64 [slots]; at least one is empty.
-        key: that is looked for.
-        slot: the one that was found before.
-    """
-    last = len(keys) - 1
-    slot = _home(keys, key) if slot < 0 else (slot + 1) & last
-    while values[slot] != EMPTY:
-        if keys[slot] == key and values[slot] >= 0:
-            return slot
-        slot = (slot + 1) & last
-    return -1
-
-
-@compiled("int64(uint64[::1], int64[::1], uint64[::1], int64[::1], int64)")
-def put_all(keys: Words, values: Indices, new_keys: Words, new_values: Indices, most: int) -> int:
-    """Put pairs into a table, in place, but never more than `most` of one key.
-
-    Returns how many slots were empty before and are not any more. A key that has `most` is left as
-    it is.
-
-    Args:
-        keys: uint64 [slots], a power of two.
-        values: int64 [slots]; more are empty than there are new ones.
-        new_keys: uint64 [n].
-        new_values: int64 [n], not negative.
-        most: slots of a key.
-    """
-    last, taken = len(keys) - 1, 0
-    for new in range(len(new_keys)):
-        key = new_keys[new]
-        slot, equal, free = _home(keys, key), 0, -1
-        while values[slot] != EMPTY and equal < most:
-            if values[slot] == REMOVED:
-                if free < 0:
-                    free = slot
-            elif keys[slot] == key:
-                equal += 1
-            slot = (slot + 1) & last
-        if equal < most:
-            if free < 0:
-                free = slot
-                taken += 1
-            keys[free], values[free] = key, new_values[new]
-    return taken
-
-
-@compiled("int64(uint64[::1], int64[::1], uint64[::1], int64[::1])")
-def remove_all(keys: Words, values: Indices, old_keys: Words, old_values: Indices) -> int:
-    """Take pairs out of a table, in place; returns how many were there.
-
-    Args:
-        keys: uint64 [slots], a power of two.
-        values: int64 [slots]; at least one is empty.
-        old_keys: uint64 [n].
-        old_values: int64 [n].
-    """
-    last, removed = len(keys) - 1, 0
-    for old in range(len(old_keys)):
-        slot = _home(keys, old_keys[old])
-        while values[slot] != EMPTY:
-            if values[slot] == old_values[old]:
-                values[slot] = REMOVED
-                removed += 1
-                break
-            slot = (slot + 1) & last
-    return removed
-
-
-@compiled("UniTuple(int64, 2)(int32[::1], int64, int64, uint64, uint64[::1], int64[::1])")
+@compiled(
+    "UniTuple(int64, 2)(int32[::1], int64, int64, uint64, int64[::1], "
+    "int32[::1], uint64[::1], int64[::1], int32[::1], int64[::1])",
+    makes_arrays=False,
+)
 def find_window(
-    tokens: Int32s, start: int, length: int, seed: np.uint64, keys: Words, values: Indices
+    tokens: Int32s,
+    start: int,
+    length: int,
+    seed: np.uint64,
+    found: Indices,
+    heads: Int32s,
+    keys: Words,
+    values: Indices,
+    nexts: Int32s,
+    counts: Indices,
 ) -> tuple[int, int]:
-    """Where the first window begins whose key is in a table, and its first slot; (-1, -1) if none.
+    """Where the first window begins that a table has, and how many values; (-1, -1) if none.
 
     Args:
         tokens: int32 [n].
         start: where the first window begins.
         length: of a window.
         seed: of all keys.
-        keys: uint64 [slots], a power of two.
-        values: int64 [slots]; at least one is empty.
+        found: int64 [most of a key], room for the values.
+        heads, keys, values, nexts, counts: of the table. To take a tuple apart would be more than
+            half of a call.
     """
+    table = WindowTable(heads, keys, values, nexts, counts)
     if start + length > len(tokens):
         return -1, -1
     power = _power(length)
     word = _hash(tokens, start, length)
     for position in range(start, len(tokens) - length + 1):
-        slot = next_slot(keys, values, mixed(word, seed), -1)
-        if slot >= 0:
-            return position, slot
+        count = values_of(table, mixed(word, seed), found)
+        if count:
+            return position, count
         if position + length < len(tokens):
             word = _next(word, tokens[position], tokens[position + length], power)
     return -1, -1

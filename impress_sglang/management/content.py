@@ -18,6 +18,7 @@ from impress_sglang.loops.types import Flags, Indices, Words
 from impress_sglang.management.stored import StoredSegment, StoredSpan
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.segment import Tokens
+from impress_sglang.tiers.tables import grown
 
 WINDOW_TOKENS = 64
 # Equal windows that are kept, in different segments or in one; what is everywhere need not be
@@ -25,7 +26,8 @@ WINDOW_TOKENS = 64
 SAME_WINDOWS = 4
 # A value is the number of a segment, and in these lower bits that of a window.
 _WINDOW_BITS = 32
-_LEAST_SLOTS = 1 << 12
+_WINDOW_MASK = (1 << _WINDOW_BITS) - 1
+_LEAST_ENTRIES = 1 << 12
 _SECRET_BYTES = 16
 
 
@@ -88,9 +90,10 @@ class ContentIndex:
 
     def __init__(self) -> None:
         # Here, so that its loops are compiled for nobody who does not look for tokens anywhere.
-        from impress_sglang.loops import windows
+        from impress_sglang.loops import window_table, windows
 
         self._loops = windows
+        self._tables = window_table
         # Nobody can send text whose windows all stand in one place of the table.
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._segments: list[StoredSegment | None] = []
@@ -98,20 +101,21 @@ class ContentIndex:
         self._numbers: dict[str, int] = {}
         # Counts changes.
         self._version = 0
-        # Slots that are not empty.
-        self._taken = 0
-        self._keys: Words
-        self._values: Indices
-        self._clear(_LEAST_SLOTS)
+        self._table = window_table.empty_table(_LEAST_ENTRIES)
+        # Of the window that was found last.
+        self._found = np.zeros(SAME_WINDOWS, np.int64)
 
     def __len__(self) -> int:
         """Windows that can be found."""
-        return int((self._values >= 0).sum())
+        return int(self._table.counts[self._tables.TAKEN])
 
     @property
     def num_bytes(self) -> int:
-        """Of the table."""
-        return self._keys.nbytes + self._values.nbytes
+        """Of the table, as far as it was ever used."""
+        table, counts = self._table, self._table.counts
+        entries, buckets = int(counts[self._tables.USED]), int(counts[self._tables.BUCKETS])
+        own = table.keys.itemsize + table.values.itemsize + table.nexts.itemsize
+        return entries * own + buckets * table.heads.itemsize
 
     def add(self, segment: StoredSegment) -> None:
         """Index the windows of a segment, if it is exact."""
@@ -125,7 +129,7 @@ class ContentIndex:
         self._version += 1
         keys, values = self._windows_of(segment, number)
         self._make_room(len(keys))
-        self._taken += self._loops.put_all(self._keys, self._values, keys, values, SAME_WINDOWS)
+        self._tables.put_all(self._table, keys, values, SAME_WINDOWS)
 
     def discard(self, segment: StoredSegment) -> None:
         """Forget a segment, if it is there."""
@@ -133,7 +137,7 @@ class ContentIndex:
         if number is None:
             return
         keys, values = self._windows_of(segment, number)
-        self._loops.remove_all(self._keys, self._values, keys, values)
+        self._tables.remove_all(self._table, keys, values)
         self._segments[number] = None
         self._free.append(number)
         self._version += 1
@@ -172,13 +176,13 @@ class ContentIndex:
         first = position = start
         vain = 0
         while True:
-            position, slot = self._loops.find_window(
-                tokens, position, WINDOW_TOKENS, seed, self._keys, self._values
+            position, count = self._loops.find_window(
+                tokens, position, WINDOW_TOKENS, seed, self._found, *self._table
             )
             if position < 0:
                 version = None if vain else self._version
                 return FoundRuns(len(tokens), start, version, tuple(runs))
-            run = self._longest(namespace, tokens, first, position, slot, only_ready)
+            run = self._longest(namespace, tokens, first, position, count, only_ready)
             if run is None:
                 # Periodic text has a segment that is not ready at each of its places.
                 vain += 1
@@ -193,8 +197,10 @@ class ContentIndex:
         Raises:
             AssertionError: they differ, which is a bug.
         """
-        found = self._values[self._values >= 0]
-        assert self._taken == int((self._values != self._loops.EMPTY).sum()) < len(self._values)
+        tables, counts = self._tables, self._table.counts
+        found = self._table.values[: counts[tables.USED]]
+        found = found[found != tables.FREE]
+        assert len(found) == counts[tables.TAKEN] == tables.count_reachable(self._table)
         assert len(np.unique(found)) == len(found)
         for segment_id, number in self._numbers.items():
             segment = self._segments[number]
@@ -213,26 +219,26 @@ class ContentIndex:
         tokens: Tokens,
         first: int,
         position: int,
-        slot: int,
+        count: int,
         only_ready: bool,
     ) -> Run | None:
-        """The longest run around a window whose key has this slot; it begins after `first`."""
+        """The longest run around the window that was found, `count` times; from `first` on."""
         best, longest = None, 0
-        key = self._keys[slot]
-        while slot >= 0:
-            number, window = divmod(int(self._values[slot]), 1 << _WINDOW_BITS)
-            segment = self._segments[number]
+        for value in self._found[:count].tolist():
+            segment = self._segments[value >> _WINDOW_BITS]
             assert segment is not None
             # The seed keeps namespaces apart, and this does where hashes are equal.
-            if segment.info.namespace == namespace and (segment.ready or not only_ready):
-                start = window * WINDOW_TOKENS
-                own = np.ascontiguousarray(segment.info.tokens)
-                before, after = self._loops.equal_around(tokens, first, position, own, start)
-                if after >= WINDOW_TOKENS and before + after > longest:
-                    span = StoredSpan(segment, start - before, start + after)
-                    best, longest = Run(position - before, span), len(span)
-            slot = self._loops.next_slot(self._keys, self._values, key, slot)
-        return best
+            if segment.info.namespace != namespace or (only_ready and not segment.ready):
+                continue
+            start = (value & _WINDOW_MASK) * WINDOW_TOKENS
+            own = np.ascontiguousarray(segment.info.tokens)
+            before, after = self._loops.equal_around(tokens, first, position, own, start)
+            if after >= WINDOW_TOKENS and before + after > longest:
+                best, longest = (segment, start, before, after), before + after
+        if best is None:
+            return None
+        segment, start, before, after = best
+        return Run(position - before, StoredSpan(segment, start - before, start + after))
 
     def _windows_of(self, segment: StoredSegment, number: int) -> tuple[Words, Indices]:
         """Keys and values of the windows of a segment with this number."""
@@ -242,21 +248,18 @@ class ContentIndex:
         return keys, (number << _WINDOW_BITS) + np.arange(len(keys), dtype=np.int64)
 
     def _make_room(self, windows: int) -> None:
-        """See that a table with so many more is at most half full."""
-        if 2 * (self._taken + windows) <= len(self._values):
+        """See that the table has room for so many more, without moving what it has."""
+        table = self._table
+        needed = int(table.counts[self._tables.USED]) + windows
+        if needed <= len(table.keys):
             return
-        kept = self._values >= 0
-        keys, values = self._keys[kept], self._values[kept]
-        slots = _LEAST_SLOTS
-        while slots < 3 * (len(keys) + windows):
-            slots *= 2
-        self._clear(slots)
-        # All of them have a place, in whatever order they come.
-        self._taken = self._loops.put_all(self._keys, self._values, keys, values, SAME_WINDOWS)
-
-    def _clear(self, slots: int) -> None:
-        self._keys = np.zeros(slots, np.uint64)
-        self._values = np.full(slots, self._loops.EMPTY, np.int64)
+        size = max(2 * len(table.keys), needed)
+        self._table = table._replace(
+            heads=grown(table.heads, self._tables.BUCKETS_PER_ENTRY * size + 2),
+            keys=grown(table.keys, size),
+            values=grown(table.values, size),
+            nexts=grown(table.nexts, size),
+        )
 
     def _seed_of(self, namespace: str) -> np.uint64:
         digest = hashlib.blake2b(namespace.encode(), key=self._secret, digest_size=8).digest()

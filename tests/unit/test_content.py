@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from impress_sglang.loops import windows
+from impress_sglang.loops import window_table, windows
+from impress_sglang.loops.window_table import WindowTable
 from impress_sglang.management.content import (
     SAME_WINDOWS,
     WINDOW_TOKENS,
@@ -151,22 +152,22 @@ def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         windows,
         "find_window",
-        lambda tokens, start, length, seed, keys, values: (
-            (start, int(np.flatnonzero(keys == 7)[0]))
+        lambda tokens, start, length, seed, found, *table: (
+            (start, window_table.values_of(WindowTable(*table), np.uint64(7), found))
             if start + length <= len(tokens)
             else (-1, -1)
         ),
     )
     index.add(stored)
     assert find(index, as_tokens(text(2, 300))) == ()
-    # The first slot of the key is that of window 0; the others are behind it.
     run = [*text(3, 10), *stored.info.tokens[64:192].tolist(), 5000]
     assert places(find(index, as_tokens(run)))[0][:2] == (10, 138)
 
 
 def test_nobody_can_foretell_where_windows_stand() -> None:
     one, other = (index_of(segment_of("s", text(1, 640))) for _ in range(2))
-    assert len(one) == 10 and np.intersect1d(one._keys, other._keys).tolist() == [0]
+    assert len(one) == len(other) == 10
+    assert not np.intersect1d(one._table.keys[:10], other._table.keys[:10]).size
 
 
 def test_what_is_everywhere_is_kept_a_few_times() -> None:
@@ -245,8 +246,53 @@ def test_a_table_that_grows_forgets_nothing() -> None:
         assert found == ([] if number % 3 == 0 else [(0, 640, f"s{number}", 0)])
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_table_has_what_was_put_and_not_removed(seed: int) -> None:
+    """Of few keys, so that chains are long, and of many; each is in the chain of its bucket."""
+    rng, table = np.random.default_rng(seed), window_table.empty_table(3000)
+    known: dict[int, list[int]] = {}
+    found = np.zeros(SAME_WINDOWS, np.int64)
+    value = 0
+    for _ in range(200):
+        keys = rng.integers(0, 2**63, 12).astype(np.uint64)
+        keys[::3] = rng.integers(0, 20, 4)
+        values = np.arange(value, value + 12)
+        value += 12
+        window_table.put_all(table, keys, values, SAME_WINDOWS)
+        for key, own in zip(keys.tolist(), values.tolist(), strict=True):
+            if len(known.setdefault(key, [])) < SAME_WINDOWS:
+                known[key].append(own)
+        gone = [(key, own) for key, them in known.items() for own in them if rng.random() < 0.08]
+        # What was never there may be removed as well.
+        old = np.array([*gone, (keys[0], 10**6)], np.uint64)
+        window_table.remove_all(table, old[:, 0].copy(), old[:, 1].astype(np.int64))
+        for key, own in gone:
+            known[key].remove(own)
+    taken = sum(map(len, known.values()))
+    assert table.counts[window_table.TAKEN] == window_table.count_reachable(table) == taken > 100
+    for key, them in known.items():
+        count = window_table.values_of(table, np.uint64(key), found)
+        assert sorted(found[:count].tolist()) == sorted(them)
+
+
+def test_nothing_is_moved_where_a_table_grows() -> None:
+    """But the entries of a bucket or two for each that is new."""
+    index = index_of(*(segment_of(f"s{n}", text(n, 640)) for n in range(500)))
+    before, size = index._table, len(index._table.keys)
+    for number in range(500, 3000):
+        index.add(segment_of(f"s{number}", text(number, 640)))
+        counts = index._table.counts
+        assert counts[window_table.BUCKETS] == 2 * counts[window_table.TAKEN] == 2 * len(index)
+    assert len(index._table.keys) >= 4 * size
+    for old, new in zip(before, index._table, strict=True):
+        assert old.ctypes.data == new.ctypes.data
+    index.check_integrity()
+
+
 def test_come_and_go_takes_no_memory() -> None:
-    index, before = index_of(), ContentIndex().num_bytes
+    index = index_of(segment_of("s", text(0, 640)))
+    before = index.num_bytes
+    index.discard(segment_of("s", text(0, 640)))
     for number in range(2000):
         segment = segment_of("s", text(number, 640))
         index.add(segment)

@@ -1,0 +1,175 @@
+"""A hash table of windows that grows by one bucket at a time.
+
+It is one of linear hashing (Litwin, VLDB 1980) with chains: each pair that is put into it splits a
+bucket or two, and nothing else is moved, however many there are. Several entries may have one key.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from impress_sglang.loops.jit import array_type, compiled, tuple_type
+from impress_sglang.loops.types import Indices, Int32s, Words
+
+# For each entry: about half of the chains are empty.
+BUCKETS_PER_ENTRY = 2
+# The value of an entry that has none.
+FREE = -1
+# Places in `counts`: buckets that there are; the largest power of two that is no more; entries that
+# were used at some time; of these the first free one, plus one; those that are not free.
+BUCKETS, HALF, USED, FREED, TAKEN = range(5)
+_ONE = np.uint64(1)
+
+
+class WindowTable(NamedTuple):
+    """Chains of pairs of a key and a value that is not negative."""
+
+    heads: Int32s
+    """int32 [buckets or more], the first entry of each chain, plus one; 0: it is empty."""
+    keys: Words
+    """uint64 [entries]."""
+    values: Indices
+    """int64 [entries]."""
+    nexts: Int32s
+    """int32 [entries], the next one of a chain, plus one; of the free ones, too."""
+    counts: Indices
+    """int64 [5]."""
+
+
+TABLE = tuple_type(
+    WindowTable,
+    array_type(np.int32),
+    array_type(np.uint64),
+    array_type(np.int64),
+    array_type(np.int32),
+    array_type(np.int64),
+)
+
+
+def empty_table(entries: int) -> WindowTable:
+    """A table with room for so many."""
+    return WindowTable(
+        np.zeros(BUCKETS_PER_ENTRY * entries + 2, np.int32),
+        np.zeros(entries, np.uint64),
+        np.zeros(entries, np.int64),
+        np.zeros(entries, np.int32),
+        np.array([2, 2, 0, 0, 0]),
+    )
+
+
+@compiled((TABLE, "uint64"), makes_arrays=False)
+def _bucket(table: WindowTable, key: np.uint64) -> int:
+    half = table.counts[HALF]
+    place = np.int64(key & np.uint64(2 * half - 1))
+    return place if place < table.counts[BUCKETS] else place - half
+
+
+@compiled((TABLE, "uint64"), makes_arrays=False)
+def _first(table: WindowTable, key: np.uint64) -> int:
+    """The first entry of the chain of a key, -1 if that is empty."""
+    return np.int64(table.heads[_bucket(table, key)]) - 1
+
+
+@compiled((TABLE,), makes_arrays=False)
+def _split(table: WindowTable) -> None:
+    """Make the next bucket, of entries of the one that has half of its number."""
+    counts, heads, keys, nexts = table.counts, table.heads, table.keys, table.nexts
+    new, half = counts[BUCKETS], counts[HALF]
+    entry = np.int64(heads[new - half]) - 1
+    heads[new] = heads[new - half] = 0
+    counts[BUCKETS] += 1
+    while entry >= 0:
+        following = np.int64(nexts[entry]) - 1
+        place = new if keys[entry] & np.uint64(half) else new - half
+        nexts[entry], heads[place] = heads[place], entry + 1
+        entry = following
+    if counts[BUCKETS] == 2 * half:
+        counts[HALF] = 2 * half
+
+
+@compiled((TABLE, "uint64[::1]", "int64[::1]", "int64"), makes_arrays=False)
+def put_all(table: WindowTable, new_keys: Words, new_values: Indices, most: int) -> None:
+    """Put pairs into a table, in place, but never more than `most` of one key.
+
+    A key that has `most` is left as it is.
+
+    Args:
+        table: with room for them.
+        new_keys: uint64 [n].
+        new_values: int64 [n], not negative.
+        most: entries of a key.
+    """
+    counts, keys, values, nexts = table.counts, table.keys, table.values, table.nexts
+    for new in range(len(new_keys)):
+        key, equal, last = new_keys[new], 0, -1
+        entry = _first(table, key)
+        while entry >= 0:
+            equal += keys[entry] == key
+            last, entry = entry, np.int64(nexts[entry]) - 1
+        if equal >= most:
+            continue
+        if counts[FREED]:
+            entry = counts[FREED] - 1
+            counts[FREED] = nexts[entry]
+        else:
+            entry = counts[USED]
+            counts[USED] += 1
+        keys[entry], values[entry], nexts[entry] = key, new_values[new], 0
+        if last < 0:
+            table.heads[_bucket(table, key)] = entry + 1
+        else:
+            nexts[last] = entry + 1
+        counts[TAKEN] += 1
+        while counts[BUCKETS] < BUCKETS_PER_ENTRY * counts[TAKEN]:
+            _split(table)
+
+
+@compiled((TABLE, "uint64[::1]", "int64[::1]"), makes_arrays=False)
+def remove_all(table: WindowTable, old_keys: Words, old_values: Indices) -> None:
+    """Take those of some pairs out of a table, in place, that are there.
+
+    Args:
+        table: of them.
+        old_keys: uint64 [n].
+        old_values: int64 [n].
+    """
+    counts, values, nexts = table.counts, table.values, table.nexts
+    for old in range(len(old_keys)):
+        before, entry = -1, _first(table, old_keys[old])
+        while entry >= 0 and values[entry] != old_values[old]:
+            before, entry = entry, np.int64(nexts[entry]) - 1
+        if entry < 0:
+            continue
+        if before < 0:
+            table.heads[_bucket(table, old_keys[old])] = nexts[entry]
+        else:
+            nexts[before] = nexts[entry]
+        values[entry], nexts[entry] = FREE, counts[FREED]
+        counts[FREED] = entry + 1
+        counts[TAKEN] -= 1
+
+
+@compiled((TABLE, "uint64", "int64[::1]"), makes_arrays=False)
+def values_of(table: WindowTable, key: np.uint64, found: Indices) -> int:
+    """Write the values of a key to `found`, as many as it has room for; returns how many."""
+    count, entry = 0, _first(table, key)
+    while entry >= 0 and count < len(found):
+        if table.keys[entry] == key:
+            found[count] = table.values[entry]
+            count += 1
+        entry = np.int64(table.nexts[entry]) - 1
+    return count
+
+
+@compiled((TABLE,), makes_arrays=False)
+def count_reachable(table: WindowTable) -> int:
+    """How many entries are in the chains of their keys; more than there are if one has no end."""
+    count = 0
+    for bucket in range(table.counts[BUCKETS]):
+        entry = np.int64(table.heads[bucket]) - 1
+        while entry >= 0 and count <= table.counts[USED]:
+            count += _bucket(table, table.keys[entry]) == bucket
+            entry = np.int64(table.nexts[entry]) - 1
+    return count
