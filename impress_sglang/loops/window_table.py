@@ -13,8 +13,8 @@ import numpy as np
 from impress_sglang.loops.jit import array_type, compiled, tuple_type
 from impress_sglang.loops.types import Indices, Int32s, Words
 
-# For each entry: about half of the chains are empty.
-BUCKETS_PER_ENTRY = 2
+# For each entry: a fifth of the chains have one, so that most of what is not there costs one look.
+BUCKETS_PER_ENTRY = 4
 # The value of an entry that has none.
 FREE = -1
 # Places in `counts`: buckets that there are; the largest power of two that is no more; entries that
