@@ -38,6 +38,7 @@ _ONLY_OF_SERVERS = ("why", "warm")
 # What a server says that has found nothing wrong.
 _SOUND = {"integrity": "ok"}
 _IDS = "its token ids, with commas"
+_MORE = "; may be given several times"
 _SEGMENT = "the segment that ends it, as of ls"
 
 
@@ -94,7 +95,12 @@ def parser() -> argparse.ArgumentParser:
         own = add(name, told, server=True, directory=name not in _ONLY_OF_SERVERS)
         which = own.add_mutually_exclusive_group(required=name != "purge")
         which.add_argument("--text", help="of the prefix")
-        which.add_argument("--file", type=Path, help="with the text of the prefix; -: stdin")
+        which.add_argument(
+            "--file",
+            type=Path,
+            action="append" if name == "warm" else "store",
+            help=f"with the text of the prefix; -: stdin{_MORE if name == 'warm' else ''}",
+        )
         which.add_argument("--ids", help=_IDS)
         if name not in _ONLY_OF_SERVERS:
             which.add_argument("--segment", help=f"{_SEGMENT}; only with --dir")
@@ -182,7 +188,10 @@ def _carry_out(args: argparse.Namespace) -> Any:
         return _shown(server.stats())
     if args.command == "clear":
         return server.order("purge", {"all": True})
-    return server.order(args.command, _prefix_of(args))
+    found = server.order(args.command, _prefix_of(args))
+    if isinstance(found, list):
+        return [{"file": str(own), **row} for own, row in zip(args.file, found, strict=True)]
+    return found
 
 
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
@@ -209,7 +218,10 @@ def _prefix_of(args: argparse.Namespace) -> dict[str, Any]:
     told = vars(args)
     names = ("text", "extra_key", "cache_salt", "segment", "older_than")
     body = {name: told[name] for name in names if told.get(name) is not None}
-    if told.get("file") is not None:
+    if isinstance(told.get("file"), list):
+        texts = [_read(own) for own in args.file]
+        body |= {"text": texts[0]} if len(texts) == 1 else {"texts": texts}
+    elif told.get("file") is not None:
         body["text"] = _read(args.file)
     if told.get("ids") is not None:
         try:

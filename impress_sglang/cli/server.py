@@ -31,7 +31,7 @@ class Server:
         """See `GET /impress/overview`."""
         return self._ask("GET", "/impress/overview", self._key)
 
-    def order(self, verb: str, prefix: dict[str, Any]) -> dict[str, Any]:
+    def order(self, verb: str, prefix: dict[str, Any]) -> Any:
         """See `POST /impress/{warm,pin,unpin,purge,why}`."""
         return self._ask("POST", f"/impress/{verb}", self._key, prefix)
 

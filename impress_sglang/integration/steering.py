@@ -13,7 +13,7 @@ import json
 import logging
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,8 +25,8 @@ from impress_sglang.integration.prompt_saves import as_tokens, namespace_of
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.purging import purge
-from impress_sglang.options import OFF
-from impress_sglang.serving.custom_params import STORE_KEY
+from impress_sglang.options import EXACTLY, OFF
+from impress_sglang.serving.custom_params import BITS_KEY, BLEND_KEY, RETENTION_KEY, STORE_KEY
 from impress_sglang.serving.truncation import TRUNCATE_KEY
 
 logger = logging.getLogger(__name__)
@@ -155,18 +155,31 @@ async def send(kind: dict[str, int], text: str) -> dict[str, Any]:
     return told
 
 
-async def carry_out(verb: str, body: object) -> dict[str, Any]:
+async def carry_out(verb: str, body: object) -> dict[str, Any] | list[dict[str, Any]]:
     """What a route answers.
 
     Raises:
         ValueError: the order is wrong, or cannot be carried out; in one sentence.
     """
+    several = _several(body) if verb == "warm" else None
+    orders = [_checked_order(verb, own) for own in ([body] if several is None else several)]
+    if verb == "warm":
+        # One after the other: a later one may begin like an earlier one.
+        answers = [await _warm(order) for order in orders]
+        return answers[0] if several is None else answers
+    return await _carry_out(orders[0])
+
+
+def _checked_order(verb: str, body: object) -> Order:
+    """The order in the body of a request, of no more tokens than a prompt may have."""
     manager = tokenizer_manager()
     order = order_of(verb, body, getattr(manager, "tokenizer", None))
     if order.input_ids is not None and len(order.input_ids) > manager.context_len:
         raise ValueError(f"no prompt has more than {manager.context_len:,} tokens here")
-    if verb == "warm":
-        return await _warm(order)
+    return order
+
+
+async def _carry_out(order: Order) -> dict[str, Any]:
     answer = await give(order)
     # A purge goes in steps, so that requests are served between them.
     total = {name: answer.get(name, 0) for name in _STEPS_FIELDS}
@@ -176,14 +189,19 @@ async def carry_out(verb: str, body: object) -> dict[str, Any]:
         total = {name: total[name] + answer.get(name, 0) for name in _STEPS_FIELDS}
     if "error" in answer:
         raise ValueError(answer["error"])
-    return total if verb == "purge" else answer
+    return total if order.verb == "purge" else answer
 
 
 async def _warm(order: Order) -> dict[str, Any]:
-    """Ask for a prefix like a request that wants to be stored at first sight."""
+    """Ask for a prefix like a request that wants to be stored at first sight.
+
+    It is computed exactly, behind what is stored exactly: what is stored then is for everybody, and
+    its text is reused where it is no prefix.
+    """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    custom = {STORE_KEY: True, TRUNCATE_KEY: OFF}
+    custom = {STORE_KEY: True, TRUNCATE_KEY: OFF, BLEND_KEY: OFF}
+    custom |= {BITS_KEY: EXACTLY, RETENTION_KEY: 1.0}
     sampling = {"max_new_tokens": 1, "temperature": 0, "custom_params": custom}
     request = GenerateReqInput(
         input_ids=order.input_ids,
@@ -221,6 +239,29 @@ def order_of(verb: str, body: object, tokenizer: Any) -> Order:
     if tokens is None and not everything and not has_namespace:
         raise ValueError('which prefix? give "text" or "input_ids"')
     return Order(verb, tokens, names["extra_key"], names["cache_salt"], everything, age)
+
+
+def _several(body: object) -> Sequence[Mapping[str, Any]] | None:
+    """The bodies of several prefixes that are given in one, as to `/generate`; None: it is one.
+
+    Raises:
+        ValueError: they are none, or it is not clear which they are.
+    """
+    if not isinstance(body, Mapping):
+        return None
+    names = ("texts", "text", "input_ids")
+    given = {name: body[name] for name in names if body.get(name) is not None}
+    lists = [name for name, own in given.items() if isinstance(own, list)]
+    if lists == ["input_ids"] and not any(isinstance(own, list) for own in given["input_ids"]):
+        return None
+    if not lists and "texts" not in given:
+        return None
+    if len(given) > 1 or not lists or not given[lists[0]]:
+        raise ValueError('several prefixes are a list of "texts", or of "input_ids"')
+    (name,) = lists
+    rest = {key: own for key, own in body.items() if key not in names}
+    one = "text" if name == "texts" else name
+    return [{**rest, one: own} for own in given[name]]
 
 
 def _tokens_of(body: Mapping[str, Any], tokenizer: Any) -> list[int] | None:

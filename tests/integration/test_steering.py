@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -404,6 +404,77 @@ def test_what_is_no_prompt_never_reaches_the_scheduler(monkeypatch: pytest.Monke
     monkeypatch.setattr(steering, "send", None)
     with pytest.raises(ValueError, match="more than 5 tokens"):
         asyncio.run(carry_out("why", {"input_ids": [1] * 6}))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Requests that are made of orders to warm."""
+    made: list[Any] = []
+
+    async def generate_request(request: Any, _: None) -> AsyncIterator[dict[str, Any]]:
+        made.append(request)
+        told = {"why": {"reason": f"r{len(made)}"}}
+        yield {"meta_info": {"prompt_tokens": len(request.input_ids), "impress": told}}
+
+    manager = SimpleNamespace(
+        context_len=5, tokenizer=Tokenizer(), generate_request=generate_request
+    )
+    monkeypatch.setattr(steering, "tokenizer_manager", lambda: manager)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("body", "prompts"),
+    [
+        ({"texts": ["ab", "c"]}, [[97, 98], [99]]),
+        ({"text": ["ab", "c"]}, [[97, 98], [99]]),
+        ({"text": None, "input_ids": [[1, 2], [3]]}, [[1, 2], [3]]),
+        ({"texts": ["ab"]}, [[97, 98]]),
+        ({"text": "ab"}, [97, 98]),
+        ({"input_ids": [1, 2]}, [1, 2]),
+    ],
+)
+def test_several_prefixes_are_warmed_in_one_call(
+    asked: list[Any], body: dict[str, Any], prompts: list[Any]
+) -> None:
+    answers = asyncio.run(carry_out("warm", {**body, "extra_key": "t"}))
+    several = isinstance(prompts[0], list)
+    told = [
+        {"tokens": len(own.input_ids), "why": {"reason": f"r{number}"}}
+        for number, own in enumerate(asked, 1)
+    ]
+    assert answers == (told if several else told[0])
+    assert [own.input_ids for own in asked] == (prompts if several else [prompts])
+    for own in asked:
+        assert own.extra_key == "t"
+        custom = own.sampling_params["custom_params"]
+        assert custom["impress_store"] is True and custom["impress_retention"] == 1.0
+        assert custom["impress_blend"] == "off" and custom["impress_bits"] == "exact"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"texts": []},
+        {"texts": "ab"},
+        {"texts": ["a", 1]},
+        {"texts": ["a", ""]},
+        {"texts": ["a"], "text": "a"},
+        {"text": ["a"], "input_ids": [1]},
+        {"input_ids": [[1], 2]},
+        {"input_ids": [[1], []]},
+        {"input_ids": [[1], [1] * 6]},
+        {"texts": ["a"], "all": True},
+    ],
+)
+def test_of_several_prefixes_none_is_warmed_if_one_is_wrong(
+    asked: list[Any], body: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=r"[a-z]"):
+        asyncio.run(carry_out("warm", body))
+    assert not asked
+    with pytest.raises(ValueError, match=r"[a-z]"):
+        asyncio.run(carry_out("pin", {"texts": ["a", "b"]}))
 
 
 def test_text_needs_a_tokenizer() -> None:

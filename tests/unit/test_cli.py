@@ -227,6 +227,20 @@ def test_orders_reach_a_server(
     assert stub.asked == [("POST", f"/impress/{verb}", body, None)]
 
 
+def test_several_files_are_warmed_in_one_call(stub: Stub, capsys: Said, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in "ab"]
+    for path in files:
+        path.write_text(f"text of {path.name}")
+    stub.answer = b'[{"tokens": 64}, {"tokens": 65}]'
+    given = [own for path in files for own in ("--file", str(path))]
+    told = [{"file": str(path), "tokens": 64 + n} for n, path in enumerate(files)]
+    assert run(capsys, "warm", *given, "--url", stub.url) == (DONE, told)
+    body = {"texts": ["text of a", "text of b"]}
+    assert stub.asked == [("POST", "/impress/warm", body, None)]
+    with pytest.raises(SystemExit):
+        main(["warm", *given, "--text", "c"])
+
+
 @pytest.mark.parametrize(
     ("code", "answer", "status", "said"),
     [
