@@ -19,6 +19,7 @@ from impress_sglang.management.digests import namespace_text
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.writing import Offer, StoreOutcome
+from impress_sglang.options import OFF
 from impress_sglang.serving.custom_params import priority_of, store_wish_of, ttl_of
 from impress_sglang.serving.pool_reader import PoolAccess, PoolLayerReader
 from impress_sglang.serving.request import StoredRequest
@@ -45,9 +46,10 @@ class PromptSaves:
         self._begun: dict[str, Save] = {}
         self._locking: set[Save] = set()
         self._refused: set[str] = set()
-        least = runtime.config.write_after
-        self.sights = Sights(least) if least > 1 else None
-        """Who counts how often prompts are asked for, if somebody does."""
+        least, blends = runtime.config.write_after, runtime.config.blend != OFF
+        self._counted = Sights(max(least, 2)) if least > 1 or blends else None
+        self.sights = self._counted if least > 1 else None
+        """Who counts how often prompts are asked for, if that decides what is stored of them."""
         # By request: how many of its first tokens are worth storing.
         self._worth: dict[str, int] = {}
         self.for_others: set[str] = set()
@@ -59,7 +61,7 @@ class PromptSaves:
         """A request that may be stored is matched, perhaps again: count it once."""
         tokens = req.origin_input_ids
         if (
-            self.sights is not None
+            self._counted is not None
             and req.rid not in self._worth
             and self._runtime.admission.looks_for(len(tokens))
         ):
@@ -67,8 +69,8 @@ class PromptSaves:
             sampling = req.sampling_params
             count = sampling.n == 1 or sampling.max_new_tokens == 0
             space, known = namespace_of(req), as_tokens(tokens)
-            worth = self.sights.note(space, known, count=count)
-            elsewhere = self._worth_elsewhere(self.sights, space, known, worth, count=count)
+            worth = self._counted.note(space, known, count=count)
+            elsewhere = self._worth_elsewhere(self._counted, space, known, worth, count=count)
             if elsewhere > worth:
                 self.for_others.add(req.rid)
                 worth = elsewhere
@@ -107,9 +109,9 @@ class PromptSaves:
         """A request is over, and not put back: its answer may be in the next prompt."""
         self.for_others.discard(req.rid)
         if self._worth.pop(req.rid, None) is not None and req.output_ids:
-            assert self.sights is not None
+            assert self._counted is not None
             tokens = as_tokens([*req.origin_input_ids, *req.output_ids])
-            self.sights.note(namespace_of(req), tokens, len(req.origin_input_ids))
+            self._counted.note(namespace_of(req), tokens, len(req.origin_input_ids))
 
     def drop(self, rid: str) -> None:
         """A request was never admitted, and is gone."""

@@ -212,3 +212,30 @@ def test_what_one_asks_for_is_stored_no_more_than_else(world: World) -> None:
     blend(world, [*shuffled(3, 1), *shuffled(2)[:200], *QUESTION])
     (new,) = set(tree.segments()) - before
     assert 700 < new.info.num_tokens <= 800
+
+
+@pytest.mark.parametrize("page_size", [1])
+def test_new_documents_of_a_blend_are_donors_once_they_are_asked_for_again(world: World) -> None:
+    """With `--impress-write-after 1`, too, by which the first prompt is stored with a mark."""
+
+    def exact_tokens() -> int:
+        stored = world.runtime.store.tree.segments()
+        return sum(own.info.num_tokens for own in stored if not own.info.approximate)
+
+    before = exact_tokens()
+    blend(world, [*shuffled(4, 3, 5, 6), *QUESTION])
+    world.runtime.store.writes.drain()
+    assert exact_tokens() == before and plan_of(world, shuffled(7, 5, 6)) is None
+    # Who asks for the same again loads it, and is no reason to compute it.
+    again = plan_of(world, [*shuffled(4, 3, 5, 6), *QUESTION])
+    assert again is not None and not isinstance(again, BlendPlan)
+
+    other = shuffled(6, 3, 5, 4)
+    req = wait(world, other, "waits")
+    assert world.cache._known["waits"].plan is None, "it blends nothing, to be computed exactly"
+    world.cache.release_aborted_request(req.cache_request_handle)
+    world.compute("other", 9000, prompt=other, bits=5.0, retention=1.0, blend=0.25)
+    assert exact_tokens() >= before + len(other)
+    plan = plan_of(world, shuffled(7, 5, 6))
+    assert isinstance(plan, BlendPlan) and plan.reused > 500
+    assert not world.cache._saves.for_others
