@@ -374,8 +374,9 @@ OPTIONS: tuple[Option, ...] = (
         "recompute_gb",
         float,
         at_least(0),
-        "CPU memory, in GB, for recomputing stored prefixes that turn out to be unreadable. A "
-        "request that needs more ends with status 503. 0: every such request does.",
+        "CPU memory, in GB, for recomputing stored prefixes that turn out to be unreadable, shared "
+        "by all requests. One that needs more than is left ends with status 503. 0: every such "
+        "request does.",
     ),
     Option(
         "half_life",

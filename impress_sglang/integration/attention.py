@@ -28,6 +28,7 @@ from impress_sglang.integration.passes import Passes
 from impress_sglang.integration.recompute import (
     PrefixCapture,
     block_tokens,
+    held_by,
     host_shortage,
     is_out_of_memory,
     pass_seconds,
@@ -346,7 +347,8 @@ class PrefixAttention(AttentionBackend):
         """Compute the KVs of an unreadable source here; returns why that cannot be."""
         assert self._runtime is not None
         shape, num_tokens = self._runtime.shape, request.num_tokens
-        shortage = host_shortage(shape, num_tokens, bytes_of(self._runtime.config.recompute_gb))
+        limit, held = bytes_of(self._runtime.config.recompute_gb), held_by(self._runtime.live.values())
+        shortage = host_shortage(shape, num_tokens, limit, held)
         if shortage is not None:
             return shortage
         pool, model = self._model_runner.token_to_kv_pool, self._model_runner.model

@@ -7,19 +7,20 @@ would have given.
 
 Memory. On the device a block's activations, and a tile of keys and values with its scores: the same
 for every prefix. On the host the KVs of all layers of m tokens, asked for before anything is
-computed, and let go layer by layer as they are loaded.
+computed, and let go layer by layer as they are loaded. `--impress-recompute-gb` bounds them for all
+requests together.
 
 Time. All of it is on the scheduler's thread, so nothing else runs meanwhile. It is what m tokens
 take to compute, with attention in float32, and the KVs of earlier blocks cross to the device once
 for each block after them: m² / (2 · block) tokens, which are 32 GB for 32k tokens of an 8B model.
-`--impress-recompute-gb` bounds m, and a pass gives up after a minute, or half of what SGLang's
-watchdog allows before it ends the server.
+So a pass gives up after a minute, or half of what SGLang's watchdog allows before it ends the
+server.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from sglang.srt.runtime_context import get_device, get_schedule
 from torch import Tensor
 
 from impress_sglang.attention.tiled import tiled_attention, tiles_of
+from impress_sglang.serving.loading import RecomputedLoading
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.tiers.host_memory import available_bytes
@@ -122,14 +124,26 @@ class BlockComputed(Exception):
     """
 
 
-def host_shortage(shape: KVShape, num_tokens: int, limit_bytes: int) -> str | None:
-    """Why a prefix cannot be computed again in the host's memory, None if it can."""
+def held_by(requests: Iterable[StoredRequest]) -> int:
+    """Bytes on the host of what was computed again, and is not in the slots of requests yet."""
+    loadings = (request.loading for request in requests)
+    return sum(own.held_bytes for own in loadings if isinstance(own, RecomputedLoading))
+
+
+def host_shortage(
+    shape: KVShape, num_tokens: int, limit_bytes: int, held_bytes: int = 0
+) -> str | None:
+    """Why a prefix cannot be computed again in the host's memory, None if it can.
+
+    `held_bytes` of the limit are taken, by others.
+    """
     heads = shape.num_kv_heads * (shape.key_dim + shape.value_dim)
     needed = shape.num_layers * num_tokens * heads * shape.dtype.itemsize
-    if needed > limit_bytes:
+    if needed + held_bytes > limit_bytes:
+        others = f", of which others have {held_bytes / 1e9:.3g}" if held_bytes else ""
         return (
             f"computing it again takes {needed / 1e9:.3g} GB of host memory, "
-            f"more than --impress-recompute-gb {limit_bytes / 1e9:g}"
+            f"more than --impress-recompute-gb {limit_bytes / 1e9:g}{others}"
         )
     try:
         available = available_bytes()

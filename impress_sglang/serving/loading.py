@@ -125,6 +125,11 @@ class RecomputedLoading:
         self._loader = loader
         self._source = source
 
+    @property
+    def held_bytes(self) -> int:
+        """Of host memory that it has not let go."""
+        return self._source.held_bytes
+
     def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
         """See `Loading.load`."""
         self._loader.load(layer, self._source, inputs, slots, stats)

@@ -36,6 +36,11 @@ class MemorySource:
         self.timeline = NO_TIMELINE
         self._shape = shape
 
+    @property
+    def held_bytes(self) -> int:
+        """Of the layers that were not let go."""
+        return sum(own.nbytes for own in (*self._keys, *self._values) if own is not None)
+
     def read_probe(self, layer: int) -> Tensor:
         """See `PrefixSource.read_probe`."""
         keys, _ = self._take(layer)

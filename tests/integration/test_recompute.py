@@ -187,6 +187,8 @@ def test_host_memory_is_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(recompute_module, "available_bytes", lambda: 50 * each)
     assert host_shortage(shape, 50, 100 * each) is None
     assert "are left" in (host_shortage(shape, 51, 100 * each) or "")
+    assert host_shortage(shape, 40, 100 * each, 60 * each) is None
+    assert "of which others have" in (host_shortage(shape, 41, 100 * each, 60 * each) or "")
 
     def unknown() -> int:
         raise OSError("no such file")
@@ -204,6 +206,7 @@ class Unreadable:
     """A source that breaks at a layer."""
 
     timeline = NO_TIMELINE
+    held_bytes = 0
 
     def __init__(self, num_tokens: int, layer: int, values: float) -> None:
         self.num_tokens, self.layer, self.value = num_tokens, layer, values
@@ -275,6 +278,11 @@ class Serving:
         self.runtime.live[rid] = request
         return request, tokens
 
+    def allow(self, tokens: float) -> None:
+        """Memory for so many tokens of all layers."""
+        limit = tokens * token_bytes(self.runtime.shape) / 1e9
+        self.runtime.config = dataclasses.replace(self.runtime.config, recompute_gb=limit)
+
     def kvs_in(self, request: StoredRequest, layer: int) -> tuple[Tensor, Tensor]:
         slots = request.slots
         return self.pool.keys[layer][slots], self.pool.values[layer][slots]
@@ -285,15 +293,16 @@ def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving
     monkeypatch.setattr(attention_module, "block_tokens", lambda: 16)
     monkeypatch.setattr(attention_module, "pass_seconds", lambda: 100.0)
     shape = make_shape(layers=3, probe=())
-    own = DEFAULTS | {"policy": "impress", "recompute_gb": 60 * token_bytes(shape) / 1e9}
-    config = ImpressConfig(ssd_dir=str(tmp_path), **own)
+    config = ImpressConfig(ssd_dir=str(tmp_path), **(DEFAULTS | {"policy": "impress"}))
     runtime = ServingRuntime(
         config, shape, IDENTITY, torch.device("cpu"), hidden_size=HIDDEN, free=lambda slots: None
     )
     aborted: list[tuple[str, str]] = []
     model, pool = Model(shape), Pool(shape, 512, 7.0)
     backend = Backend(runtime, model, pool, lambda rid, why: aborted.append((rid, why)))
-    yield Serving(runtime, model, pool, backend, aborted)
+    serving = Serving(runtime, model, pool, backend, aborted)
+    serving.allow(100)
+    yield serving
     runtime.live.clear()
     runtime.close()
 
@@ -351,6 +360,7 @@ def test_keys_that_were_written_with_their_rotation(serving: Serving) -> None:
 
 
 def test_one_without_room_fails_alone(serving: Serving) -> None:
+    serving.allow(60)
     (large, _), (small, tokens) = serving.request("large", 61), serving.request("small", 60)
 
     serving.backend.extend(serving.runtime, [large, small])
@@ -362,6 +372,24 @@ def test_one_without_room_fails_alone(serving: Serving) -> None:
     assert not small.failed
     assert_computed(serving, small, tokens, 1)
     assert bool((serving.pool.keys[1][:100] == 7.0).all()), "other slots are as they were"
+
+
+def test_requests_of_a_pass_have_one_limit(serving: Serving) -> None:
+    """The second one breaks when the first holds 2 of 3 layers; later there is room again."""
+    (first, _), (second, _), (late, tokens) = (
+        serving.request("first", 60, 0),
+        serving.request("second", 60, 1),
+        serving.request("late", 60, 2),
+    )
+    serving.allow(60 + 60 * 2 / 3 - 1)
+
+    serving.backend.extend(serving.runtime, [first, second, late])
+
+    assert [first.failed, second.failed, late.failed] == [False, True, False]
+    ((rid, message),) = serving.aborted
+    assert rid == "second" and "of which others have" in message
+    assert_computed(serving, late, tokens, 2)
+    assert recompute_module.held_by(serving.runtime.live.values()) == 0
 
 
 def fail_passes(
