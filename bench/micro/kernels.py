@@ -259,17 +259,21 @@ def _codes(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> d
 
 
 def _squares(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> dict[str, Any]:
-    """Squared scores from the keys of all KV heads of a grouped-query model."""
+    """Squared scores from the keys of all KV heads of a grouped-query model, in slots."""
     m, n, dim = args.tokens, args.new_tokens, args.dim
     queries, new = _random(n, args.heads, dim), _random(n, args.kv_heads, dim)
     keys, scaling = _random(m, args.kv_heads, dim), dim**-0.5
-    heads = tuple(range(args.kv_heads))
+    heads, slots = tuple(range(args.kv_heads)), torch.randperm(m, device="cuda")
 
     def score() -> Tensor:
-        return scores.column_sums(queries, keys, new[:0], new, heads, scaling, squares=True)
+        return scores.column_sums(
+            queries, keys, new[:0], new, heads, scaling, squares=True, prefix_rows=slots
+        )
 
     def score_reference() -> Tensor:
-        return reference.column_sums(queries, keys, new[:0], new, scaling, squares=True)
+        return reference.column_sums(
+            queries, keys, new[:0], new, scaling, squares=True, prefix_rows=slots
+        )
 
     # Most weights are far below 1 / m, and their squares far below those that count.
     expected = score_reference()

@@ -6,11 +6,17 @@ token. Reference implementation in torch, on any device; kernels are compared wi
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
-# Bounds the score matrix to QUERY_BLOCK x m per head, whatever the length of the new part.
-QUERY_BLOCK = 256
+# Keys are taken from where they are, and widened, so many tokens at once.
+TILE_TOKENS = 4096
+# Most weights at once, if that leaves a head with so many queries: memory does not grow with all of
+# queries, heads and tokens.
+MOST_WEIGHTS = 1 << 24
+QUERY_BLOCKS = 16, 256
 # Below the largest one, a logit whose weight does not count where weights are squared.
 LEAST_LOGIT = -30.0
 
@@ -23,6 +29,9 @@ def column_sums(
     scaling: float,
     *,
     squares: bool = False,
+    heads: Sequence[int] | None = None,
+    prefix_rows: Tensor | None = None,
+    resident_rows: Tensor | None = None,
 ) -> Tensor:
     """Attention weights that the new tokens give to each prefix token, summed over new tokens.
 
@@ -30,28 +39,45 @@ def column_sums(
     prefix. With `g = Hq // Hk`, query head `h` uses key head `h // g`.
 
     Args:
-        queries: [n, Hq, D], after rotation.
+        queries: [q, Hq, D] of the last q of the new tokens, after rotation.
         prefix_keys: [m, Hk, D], the stored tokens.
-        resident_keys: [c, Hk, D], tokens before them that are in the device pool; c may be 0.
-        new_keys: [n, Hk, D], keys of the new tokens.
+        resident_keys: [c, G, D], tokens before them that are in the device pool; c may be 0.
+        new_keys: [n, G, D], keys of the new tokens.
         scaling: factor of the attention logits.
         squares: of the weights are summed, by which an error of a token counts.
+        heads: the Hk of the G heads that `prefix_keys` has; None: these are all.
+        prefix_rows: int64 [m], rows of `prefix_keys` that are the stored tokens; None: all.
+        resident_rows: int64 [c], the same of `resident_keys`.
 
     Returns:
-        [Hq, m] float32 on the device of `queries`. Each row sums to at most n.
+        [Hq, m] float32 on the device of `queries`. Each row sums to at most q.
     """
-    num_heads = prefix_keys.shape[1]
-    grouped = _by_key_head(queries, num_heads)
-    prefix, resident, new = (
-        keys.float().permute(1, 2, 0) for keys in (prefix_keys, resident_keys, new_keys)
-    )
-    total = torch.zeros(
-        queries.shape[1], prefix_keys.shape[0], dtype=torch.float32, device=queries.device
-    )
-    for start in range(0, queries.shape[0], QUERY_BLOCK):
-        block = grouped[:, :, start : start + QUERY_BLOCK] * scaling
-        total += _block_sums(block, prefix, resident, new, start, squares).view_as(total)
+    num_queries, num_heads, _ = queries.shape
+    num_prefix = len(prefix_keys if prefix_rows is None else prefix_rows)
+    total = torch.zeros(num_heads, num_prefix, dtype=torch.float32, device=queries.device)
+    if not total.numel():
+        return total
+    grouped = _by_key_head(queries, prefix_keys.shape[1])
+    earlier, group = len(new_keys) - num_queries, grouped.shape[1]
+    least, most = QUERY_BLOCKS
+    size = max(least, min(most, MOST_WEIGHTS // (group * num_prefix)))
+    at_once = max(1, MOST_WEIGHTS // (group * num_prefix * min(size, num_queries)))
+    for part in _slices(len(grouped), at_once):
+        chosen = part if heads is None else list(heads[part])
+        for block in _slices(num_queries, size):
+            own = grouped[part, :, block] * scaling
+            outside = _log_sums_of_new(own, new_keys, chosen, earlier + block.start)
+            own = own.flatten(1, 2)
+            for keys in _tiles(resident_keys, chosen, resident_rows):
+                outside = torch.logaddexp(outside, torch.bmm(own, keys).logsumexp(-1))
+            logits = [torch.bmm(own, keys) for keys in _tiles(prefix_keys, part, prefix_rows)]
+            sums = total.view(*grouped.shape[:2], -1)[part]
+            _add_sums(sums, logits, outside, squares=squares)
     return total
+
+
+def _slices(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def _by_key_head(queries: Tensor, num_key_heads: int) -> Tensor:
@@ -61,41 +87,60 @@ def _by_key_head(queries: Tensor, num_key_heads: int) -> Tensor:
     return queries.float().view(num_tokens, num_key_heads, group, dim).permute(1, 2, 0, 3)
 
 
-def _block_sums(
-    block: Tensor,
-    prefix: Tensor,
-    resident: Tensor,
-    new: Tensor,
-    first_query: int,
-    squares: bool,
-) -> Tensor:
-    """[Hk, g, b, D] queries and [Hk, D, *] keys -> [Hk, g, m]."""
-    heads, group, rows, dim = block.shape
-    flat = block.reshape(heads, group * rows, dim)
-    outside = _new_logsumexp(flat, new, group, rows, first_query)
-    if resident.shape[-1]:
-        outside = torch.logaddexp(outside, torch.bmm(flat, resident).logsumexp(-1))
-    logits = torch.bmm(flat, prefix)
+def _tiles(keys: Tensor, heads: slice | list[int], rows: Tensor | None = None) -> Iterator[Tensor]:
+    """Some heads of keys [tokens, G, D] tile by tile: [heads, D, tile] float32."""
+    if isinstance(heads, slice):
+        keys, heads = keys[:, heads], slice(None)
+    for tile in _slices(len(keys if rows is None else rows), TILE_TOKENS):
+        own = keys[tile] if rows is None else keys.index_select(0, rows[tile])
+        yield own[:, heads].float().permute(1, 2, 0)
+
+
+def _log_sums_of_new(queries: Tensor, new: Tensor, heads: slice | list[int], first: int) -> Tensor:
+    """Logs of the sums of exponentials over the new tokens that queries [Hk, g, b, D] may see.
+
+    `heads` are theirs; the first query is that of new token `first`. Returns [Hk, g * b].
+    """
+    rows = queries.shape[2]
+    flat, number = queries.flatten(1, 2), torch.arange(first, first + rows, device=queries.device)
+    found = torch.full(flat.shape[:2], float("-inf"), device=flat.device)
+    start = 0
+    for keys in _tiles(new[: first + rows], heads):
+        logits, stop = torch.bmm(flat, keys), start + keys.shape[-1]
+        if stop > first + 1:
+            hidden = torch.arange(start, stop, device=flat.device)[None, :] > number[:, None]
+            by_row = logits.unflatten(1, (-1, rows)).masked_fill_(hidden, float("-inf"))
+            logits = by_row.flatten(1, 2)
+        found = torch.logaddexp(found, logits.logsumexp(-1))
+        start = stop
+    return found
+
+
+def _add_sums(sums: Tensor, tiles: list[Tensor], outside: Tensor, *, squares: bool) -> None:
+    """Add to sums [Hk, g, m] of what tiles of logits [Hk, g * b, tile] make; changes them.
+
+    `outside` [Hk, g * b] are logs of the sums of exponentials of all other logits.
+    """
+    peaks = [own.amax(-1, keepdim=True) for own in tiles]
+    peak = peaks[0] if len(peaks) == 1 else torch.stack(peaks).amax(0)
     # The matrix is passed over as seldom as possible: one exponential, and the division by the sum
     # of each row is folded into the product that sums the columns.
-    peak = logits.amax(-1, keepdim=True)
-    logits.sub_(peak)
+    total = (outside - peak.squeeze(-1)).exp_()
+    for weights in tiles:
+        weights.sub_(peak)
+        if squares:
+            # Numbers that are too small for a float's exponent are slow, and squares soon are.
+            weights.clamp_min_(LEAST_LOGIT)
+        total += weights.exp_().sum(-1)
+    shares = total.reciprocal_()
     if squares:
-        # Numbers that are too small for a float's exponent are slow, and squares soon are.
-        logits.clamp_min_(LEAST_LOGIT)
-    weights = logits.exp_()
-    total = weights.sum(-1) + (outside - peak.squeeze(-1)).exp()
-    shares = total.reciprocal()
-    if squares:
-        weights, shares = weights.square_(), shares.square_()
-    columns = torch.bmm(shares.view(heads * group, 1, rows), weights.view(heads * group, rows, -1))
-    return columns.view(heads, group, -1)
-
-
-def _new_logsumexp(flat: Tensor, new: Tensor, group: int, rows: int, first_query: int) -> Tensor:
-    """Log of the sum of exponentials over the new tokens that each query may see."""
-    visible = first_query + rows
-    logits = torch.bmm(flat, new[:, :, :visible]).view(-1, group, rows, visible)
-    positions = torch.arange(visible, device=flat.device)
-    hidden = positions[None, :] > positions[first_query:, None]
-    return logits.masked_fill(hidden, float("-inf")).logsumexp(-1).flatten(1)
+        shares.square_()
+    shares = shares.view(-1, 1, total.shape[1] // sums.shape[1])
+    start = 0
+    for weights in tiles:
+        if squares:
+            weights.square_()
+        columns = torch.bmm(shares, weights.view(len(shares), shares.shape[2], -1))
+        stop = start + columns.shape[-1]
+        sums[..., start:stop] += columns.view(*sums.shape[:2], -1)
+        start = stop

@@ -300,12 +300,12 @@ class PrefixAttention(AttentionBackend):
         request = row.request
         # Only who scores needs the resident keys, for its softmax.
         scores = request.start or request.bits < EXACT_BITS
-        resident = request.resident_slots[: request.resident_len if scores else 0]
         inputs = LayerInputs(
             queries=q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[row.new],
             new_keys=new_keys,
-            resident_keys=slots.keys.pool[resident],
+            resident_keys=slots.keys.pool,
             scaling=layer.scaling,
+            resident_rows=request.resident_slots[: request.resident_len if scores else 0],
         )
         loading = request.loading
         blends = isinstance(loading, BlendedLoading) and not loading.blended
@@ -347,7 +347,10 @@ class PrefixAttention(AttentionBackend):
         """Compute the KVs of an unreadable source here; returns why that cannot be."""
         assert self._runtime is not None
         shape, num_tokens = self._runtime.shape, request.num_tokens
-        limit, held = bytes_of(self._runtime.config.recompute_gb), held_by(self._runtime.live.values())
+        limit, held = (
+            bytes_of(self._runtime.config.recompute_gb),
+            held_by(self._runtime.live.values()),
+        )
         shortage = host_shortage(shape, num_tokens, limit, held)
         if shortage is not None:
             return shortage

@@ -75,13 +75,15 @@ class LayerInputs:
     """What attention of a layer knows of a request before its prefix is loaded.
 
     queries [n, Hq, D] and new_keys [n, G, D] of the new tokens, resident_keys [c, G, D] of prefix
-    tokens that are in the device pool; all after rotation, in the model's dtype.
+    tokens that are in the device pool; all after rotation, in the model's dtype. With
+    resident_rows, int64 [c], these are rows of a pool, and resident_keys is that pool.
     """
 
     queries: Tensor
     new_keys: Tensor
     resident_keys: Tensor
     scaling: float
+    resident_rows: Tensor | None = None
 
 
 class PrefixLoader:
@@ -262,7 +264,13 @@ class LayerEvidence:
             queries = queries[:, self._query_heads(heads)]
         with self._source.timeline.span(PROBE_COMPUTE, self.layer):
             return self._scorer.column_sums(
-                queries, keys, inputs.resident_keys, inputs.new_keys, heads, inputs.scaling
+                queries,
+                keys,
+                inputs.resident_keys,
+                inputs.new_keys,
+                heads,
+                inputs.scaling,
+                resident_rows=inputs.resident_rows,
             )
 
     def _query_heads(self, kv_heads: Sequence[int]) -> Tensor:

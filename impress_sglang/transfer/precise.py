@@ -251,19 +251,17 @@ class PreciseLoader:
     def _weights(self, inputs: LayerInputs, slots: LayerSlots) -> Tensor:
         """Squared attention weights of tokens [G, m], from the keys in the slots."""
         scorer = self._scorer = self._scorer or scorer_for(inputs.queries.device)
-        heads, rows = tuple(range(self._shape.num_kv_heads)), slots.keys.rows
-        keys = slots.keys.pool
-        # What the queries before them see is for the last ones what is resident.
-        earlier, last = inputs.new_keys[:-SCORED_QUERIES], inputs.new_keys[-SCORED_QUERIES:]
-        resident = torch.cat([inputs.resident_keys, earlier]) if len(earlier) else None
+        heads = tuple(range(self._shape.num_kv_heads))
         sums = scorer.column_sums(
             inputs.queries[-SCORED_QUERIES:],
-            keys if rows is None else keys.index_select(0, rows),
-            inputs.resident_keys if resident is None else resident,
-            last,
+            slots.keys.pool,
+            inputs.resident_keys,
+            inputs.new_keys,
             heads,
             inputs.scaling,
             squares=True,
+            prefix_rows=slots.keys.rows,
+            resident_rows=inputs.resident_rows,
         )
         return sums.unflatten(0, (len(heads), -1)).sum(1)
 

@@ -26,17 +26,25 @@ class Scorer(Protocol):
         scaling: float,
         *,
         squares: bool = False,
+        prefix_rows: Tensor | None = None,
+        resident_rows: Tensor | None = None,
     ) -> Tensor:
         """Importance of the tokens of a prefix.
 
         Args:
-            queries: [n, Hq, D] of all query heads that share the KV heads `heads`.
+            queries: [q, Hq, D] of the last q of the new tokens, of all query heads that share the
+                KV heads `heads`.
             prefix_keys: [m, heads, D], on any device.
             resident_keys: [c, G, D] of all KV heads.
             new_keys: [n, G, D] of all KV heads.
             heads: the KV heads that are scored, ascending.
             scaling: factor of the attention logits.
             squares: of the weights are summed.
+            prefix_rows: int64 [m] on the device of the keys, their rows that are the tokens of the
+                prefix; None: all.
+            resident_rows: int64 [c], the same of the resident keys.
+
+        Keys are taken from their rows without a copy of all of them.
 
         Returns:
             [Hq, m] float32 on the device of the queries.
@@ -62,11 +70,21 @@ class TorchScorer:
         scaling: float,
         *,
         squares: bool = False,
+        prefix_rows: Tensor | None = None,
+        resident_rows: Tensor | None = None,
     ) -> Tensor:
         """See `Scorer`."""
-        chosen, keys = list(heads), prefix_keys.to(queries.device)
-        resident, new = resident_keys[:, chosen], new_keys[:, chosen]
-        return column_sums(queries, keys, resident, new, scaling, squares=squares)
+        return column_sums(
+            queries,
+            prefix_keys.to(queries.device),
+            resident_keys,
+            new_keys,
+            scaling,
+            squares=squares,
+            heads=heads if len(heads) < new_keys.shape[1] else None,
+            prefix_rows=prefix_rows,
+            resident_rows=resident_rows,
+        )
 
 
 class KernelScorer:
@@ -88,9 +106,18 @@ class KernelScorer:
         scaling: float,
         *,
         squares: bool = False,
+        prefix_rows: Tensor | None = None,
+        resident_rows: Tensor | None = None,
     ) -> Tensor:
         """See `Scorer`; nothing is waited for."""
-        keys = prefix_keys.to(queries.device)
         return self._kernels.column_sums(
-            queries, keys, resident_keys, new_keys, heads, scaling, squares=squares
+            queries,
+            prefix_keys.to(queries.device),
+            resident_keys,
+            new_keys,
+            heads,
+            scaling,
+            squares=squares,
+            prefix_rows=prefix_rows,
+            resident_rows=resident_rows,
         )

@@ -115,4 +115,5 @@ class SelectiveLoader:
             inputs.new_keys,
             tuple(range(self._shape.num_kv_heads)),
             inputs.scaling,
+            resident_rows=inputs.resident_rows,
         )

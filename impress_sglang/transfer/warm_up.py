@@ -115,7 +115,9 @@ def run_stages(
     if shape.coded:
         everything = tuple(range(shape.num_kv_heads))
         with _fitting(shape, "loading codes", "--impress-policy paper, which has none"):
-            _score_all_tiles(shape, everything, device, squares=True)
+            # Where nobody chooses tokens the prefix is always in slots.
+            for in_rows in (True,) if rule is None else (True, False):
+                _score_all_tiles(shape, everything, device, squares=True, in_rows=in_rows)
             _load_codes(replace(shape, num_layers=1), chunk_tokens, device)
 
 
@@ -148,8 +150,9 @@ def _score_all_tiles(
     device: torch.device,
     *,
     squares: bool = False,
+    in_rows: bool = False,
 ) -> None:
-    """Score the keys of some heads, with and without resident keys."""
+    """Score the keys of some heads, which may be rows of a pool, with and without resident keys."""
 
     def zeros(tokens: int, num_heads: int) -> Tensor:
         return torch.zeros(tokens, num_heads, shape.key_dim, dtype=shape.dtype, device=device)
@@ -160,10 +163,19 @@ def _score_all_tiles(
         prefix = zeros(tokens, len(heads))
         queries = zeros(new, len(heads) * shape.group_size)
         new_keys = zeros(new, shape.num_kv_heads)
+        rows = torch.arange(tokens, device=device) if in_rows else None
+        resident_keys = zeros(1, shape.num_kv_heads)
         for resident in (0, 1):
-            resident_keys = zeros(resident, shape.num_kv_heads)
             KernelScorer().column_sums(
-                queries, prefix, resident_keys, new_keys, heads, 1.0, squares=squares
+                queries,
+                prefix,
+                resident_keys,
+                new_keys,
+                heads,
+                1.0,
+                squares=squares,
+                prefix_rows=rows,
+                resident_rows=torch.zeros(resident, dtype=torch.int64, device=device),
             )
 
 
@@ -298,10 +310,11 @@ def _inputs(shape: KVShape, device: torch.device) -> LayerInputs:
         for tokens, heads in (
             (1, shape.num_query_heads),
             (1, shape.num_kv_heads),
-            (0, shape.num_kv_heads),
+            (1, shape.num_kv_heads),
         )
     )
-    return LayerInputs(queries, keys, resident, 1.0)
+    rows = torch.zeros(0, dtype=torch.int64, device=device)
+    return LayerInputs(queries, keys, resident, 1.0, rows)
 
 
 def _slots(shape: KVShape, k: int, device: torch.device, *, in_slots: bool) -> LayerSlots:

@@ -7,8 +7,9 @@ Two launches, as in split-key attention (https://arxiv.org/abs/2311.01282), with
 2. `weight_sums`: each program takes one block of prefix keys, adds up those parts for each row, and
    sums the normalised weights of all rows in each column.
 
-The weights themselves stay in registers. A row is a new token and one of the query heads that share
-a KV head, so that a key which is loaded serves them all. Exponentials and logarithms have base 2.
+The weights themselves stay in registers. A row is a query of a new token, of one of the heads that
+share a KV head, so that a key which is loaded serves them all. Exponentials and logarithms have
+base 2.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import triton.language as tl
 
 @triton.jit
 def _tile_rows(
-    first: tl.tensor, num_new: tl.tensor,
+    first: tl.tensor, num_queries: tl.tensor,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Token and query head in its group of each row of a tile, and whether there is such a row."""
     rows = tl.arange(0, BLOCK_ROWS)
     tokens = first + rows // GROUP_PAD
     members = rows % GROUP_PAD
-    return tokens, members, (tokens < num_new) & (members < GROUP)
+    return tokens, members, (tokens < num_queries) & (members < GROUP)
 
 
 @triton.jit
@@ -45,11 +46,17 @@ def _load_vectors(
 
 @triton.jit
 def _load_keys(
-    vectors: tl.tensor, stride: tl.tensor, tokens: tl.tensor, count: tl.tensor,
+    vectors: tl.tensor, stride: tl.tensor, rows: tl.tensor, tokens: tl.tensor, count: tl.tensor,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Keys [BLOCK_KEYS, BLOCK_DIM] of the head at `vectors`, which has `count` tokens."""
-    return _load_vectors(vectors, tokens.to(tl.int64) * stride, tokens < count, DIM, BLOCK_DIM)
+    """Keys [BLOCK_KEYS, BLOCK_DIM] of the head at `vectors`, which has `count` tokens.
+
+    Token j is row `rows[j]`, or row j.
+    """
+    row = tokens.to(tl.int64)
+    if rows is not None:
+        row = tl.load(rows + tokens, mask=tokens < count, other=0)
+    return _load_vectors(vectors, row * stride, tokens < count, DIM, BLOCK_DIM)
 
 
 @triton.jit
@@ -79,24 +86,30 @@ def _log_sum(peak: tl.tensor, total: tl.tensor) -> tl.tensor:
     return tl.where(total > 0, peak + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
 
 
-# Counts differ from request to request.
+# Counts, and where the slots of a prefix begin in memory, differ from request to request.
 @triton.jit(
-    do_not_specialize=["num_new", "num_prefix", "parts", "num_resident", "part_blocks"],
+    do_not_specialize=[
+        "num_queries", "num_prefix", "parts", "num_resident", "earlier", "part_blocks",
+    ],
+    do_not_specialize_on_alignment=["prefix_rows", "resident_rows"],
 )
 def row_sums(
     queries: tl.tensor, query_stride: tl.tensor, query_head_stride: tl.tensor,
     prefix: tl.tensor, prefix_stride: tl.tensor, prefix_head_stride: tl.tensor,
+    prefix_rows: tl.tensor,
     resident: tl.tensor, resident_stride: tl.tensor, resident_head_stride: tl.tensor,
+    resident_rows: tl.tensor,
     new: tl.tensor, new_stride: tl.tensor, new_head_stride: tl.tensor,
     key_heads: tl.tensor, partial: tl.tensor, scale: tl.tensor,
-    num_new: tl.tensor, num_prefix: tl.tensor, parts: tl.tensor,
-    num_resident: tl.tensor, part_blocks: tl.tensor,
+    num_queries: tl.tensor, num_prefix: tl.tensor, parts: tl.tensor,
+    num_resident: tl.tensor, earlier: tl.tensor, part_blocks: tl.tensor,
     GROUP_PAD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:
-    """Logarithms of the sums of exponentials per part -> partial [S, Hk, N, padded g].
+    """Logarithms of the sums of exponentials per part -> partial [S, Hk, Q, padded g].
 
-    A program per tile of queries and part of the keys, and per head.
+    A program per tile of queries and part of the keys, and per head. The queries are of the new
+    tokens behind the `earlier` ones.
     """
     block_tokens: tl.constexpr = BLOCK_ROWS // GROUP_PAD
     head = tl.program_id(1)
@@ -107,14 +120,15 @@ def row_sums(
     new_begin = prefix_begin + tl.cdiv(num_prefix, BLOCK_KEYS)
     begin = part * part_blocks
     # Later new tokens than those of the tile are not seen.
-    seen_blocks = new_begin + tl.cdiv(tl.minimum(first + block_tokens, num_new), BLOCK_KEYS)
+    last = earlier + tl.minimum(first + block_tokens, num_queries)
+    seen_blocks = new_begin + tl.cdiv(last, BLOCK_KEYS)
     end = tl.minimum(begin + part_blocks, seen_blocks)
     key_head = tl.load(key_heads + head).to(tl.int64)
     prefix += head.to(tl.int64) * prefix_head_stride
     resident += key_head * resident_head_stride
     new += key_head * new_head_stride
 
-    tokens, members, valid = _tile_rows(first, num_new, GROUP, GROUP_PAD, BLOCK_ROWS)
+    tokens, members, valid = _tile_rows(first, num_queries, GROUP, GROUP_PAD, BLOCK_ROWS)
     heads = head * GROUP + members
     tile = _load_vectors(
         queries, tokens.to(tl.int64) * query_stride + heads * query_head_stride, valid, DIM,
@@ -125,24 +139,26 @@ def row_sums(
     within = tl.arange(0, BLOCK_KEYS)
     for block in range(begin, tl.minimum(end, prefix_begin)):
         columns = block * BLOCK_KEYS + within
-        keys = _load_keys(resident, resident_stride, columns, num_resident, DIM, BLOCK_DIM)
+        keys = _load_keys(
+            resident, resident_stride, resident_rows, columns, num_resident, DIM, BLOCK_DIM
+        )
         seen = (columns < num_resident)[None, :]
         logits = _products(tile, keys, WIDEN) * scale
         peak, total = _fold(peak, total, tl.where(seen, logits, float("-inf")))
     for block in range(tl.maximum(begin, prefix_begin), tl.minimum(end, new_begin)):
         columns = (block - prefix_begin) * BLOCK_KEYS + within
-        keys = _load_keys(prefix, prefix_stride, columns, num_prefix, DIM, BLOCK_DIM)
+        keys = _load_keys(prefix, prefix_stride, prefix_rows, columns, num_prefix, DIM, BLOCK_DIM)
         seen = (columns < num_prefix)[None, :]
         logits = _products(tile, keys, WIDEN) * scale
         peak, total = _fold(peak, total, tl.where(seen, logits, float("-inf")))
     for block in range(tl.maximum(begin, new_begin), end):
         columns = (block - new_begin) * BLOCK_KEYS + within
-        keys = _load_keys(new, new_stride, columns, num_new, DIM, BLOCK_DIM)
-        seen = columns[None, :] <= tokens[:, None]
+        keys = _load_keys(new, new_stride, None, columns, last, DIM, BLOCK_DIM)
+        seen = columns[None, :] <= (earlier + tokens)[:, None]
         logits = _products(tile, keys, WIDEN) * scale
         peak, total = _fold(peak, total, tl.where(seen, logits, float("-inf")))
 
-    place = (part * num_heads + head).to(tl.int64) * num_new + first
+    place = (part * num_heads + head).to(tl.int64) * num_queries + first
     out = partial + place * GROUP_PAD + tl.arange(0, BLOCK_ROWS)
     tl.store(out, _log_sum(peak, total), mask=valid)
 
@@ -166,17 +182,21 @@ def _combine(
     return tl.where(valid, _log_sum(peak, total), float("inf"))
 
 
-@triton.jit(do_not_specialize=["num_new", "num_prefix", "parts"])
+@triton.jit(
+    do_not_specialize=["num_queries", "num_prefix", "parts"],
+    do_not_specialize_on_alignment=["prefix_rows"],
+)
 def weight_sums(
     queries: tl.tensor, query_stride: tl.tensor, query_head_stride: tl.tensor,
     prefix: tl.tensor, prefix_stride: tl.tensor, prefix_head_stride: tl.tensor,
+    prefix_rows: tl.tensor,
     partial: tl.tensor, sums: tl.tensor, scale: tl.tensor,
-    num_new: tl.tensor, num_prefix: tl.tensor, parts: tl.tensor,
+    num_queries: tl.tensor, num_prefix: tl.tensor, parts: tl.tensor,
     GROUP_PAD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, WIDEN: tl.constexpr,
     SQUARES: tl.constexpr,
 ) -> None:
-    """Weights of a block of prefix keys, summed over the new tokens -> sums [Hq, m].
+    """Weights of a block of prefix keys, summed over the queries -> sums [Hq, m].
 
     A program per block and head.
     """
@@ -184,13 +204,13 @@ def weight_sums(
     head = tl.program_id(1)
     num_heads = tl.num_programs(1)
     columns = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-    part_stride = num_heads.to(tl.int64) * num_new * GROUP_PAD
-    partial += head.to(tl.int64) * num_new * GROUP_PAD
+    part_stride = num_heads.to(tl.int64) * num_queries * GROUP_PAD
+    partial += head.to(tl.int64) * num_queries * GROUP_PAD
     prefix += head.to(tl.int64) * prefix_head_stride
-    keys = _load_keys(prefix, prefix_stride, columns, num_prefix, DIM, BLOCK_DIM)
+    keys = _load_keys(prefix, prefix_stride, prefix_rows, columns, num_prefix, DIM, BLOCK_DIM)
     weights = tl.full([BLOCK_ROWS, BLOCK_KEYS], 0.0, tl.float32)
-    for first in range(0, num_new, block_tokens):
-        tokens, members, valid = _tile_rows(first, num_new, GROUP, GROUP_PAD, BLOCK_ROWS)
+    for first in range(0, num_queries, block_tokens):
+        tokens, members, valid = _tile_rows(first, num_queries, GROUP, GROUP_PAD, BLOCK_ROWS)
         heads = head * GROUP + members
         tile = _load_vectors(
             queries, tokens.to(tl.int64) * query_stride + heads * query_head_stride, valid, DIM,

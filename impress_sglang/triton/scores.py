@@ -38,6 +38,8 @@ def column_sums(
     scaling: float,
     *,
     squares: bool = False,
+    prefix_rows: Tensor | None = None,
+    resident_rows: Tensor | None = None,
 ) -> Tensor:
     """Attention weights that the new tokens give to each prefix token, summed over new tokens.
 
@@ -50,7 +52,8 @@ def column_sums(
     dtypes, D, group and tile (see `tile_shape`) is compiled when it first occurs.
 
     Args:
-        queries: [n, Hq, D] of the new tokens, after rotation; float16, bfloat16 or float32.
+        queries: [q, Hq, D] of the last q of the new tokens, after rotation; float16, bfloat16 or
+            float32.
         prefix_keys: [m, Hk, D] of the stored tokens, of the dtype of the queries like all keys.
         resident_keys: [c, G, D] of the tokens before them that are in the device pool, of all KV
             heads.
@@ -58,6 +61,9 @@ def column_sums(
         heads: the Hk of the G heads that are probed, in the order of `prefix_keys`.
         scaling: factor of the attention logits.
         squares: of the weights are summed.
+        prefix_rows: int64 [m], contiguous: rows of `prefix_keys` that are the stored tokens; None:
+            all. Keys are read where they are.
+        resident_rows: int64 [c], the same of `resident_keys`.
 
     Returns:
         [Hq, m] float32 on the device of `queries`.
@@ -65,18 +71,23 @@ def column_sums(
     Raises:
         UnsupportedError: the dtype of queries or keys has no kernel.
     """
-    _check(queries, prefix_keys, resident_keys, new_keys, heads)
-    num_new, num_query_heads, dim = queries.shape
-    num_prefix, num_heads, device = len(prefix_keys), len(heads), queries.device
+    _check(queries, prefix_keys, resident_keys, new_keys, heads, prefix_rows, resident_rows)
+    num_queries, num_query_heads, dim = queries.shape
+    num_prefix, num_resident = (
+        len(keys if rows is None else rows)
+        for keys, rows in ((prefix_keys, prefix_rows), (resident_keys, resident_rows))
+    )
+    num_heads, device = len(heads), queries.device
     sums = torch.empty(num_query_heads, num_prefix, dtype=torch.float32, device=device)
     if not num_prefix:
         return sums
 
     group, processors = num_query_heads // num_heads, _processors(device)
-    tile = tile_shape(num_new, num_prefix, num_heads, group, dim, queries.dtype, processors)
-    split = split_rows(num_new, num_prefix, len(resident_keys), tile, num_heads, processors)
+    tile = tile_shape(num_queries, num_prefix, num_heads, group, dim, queries.dtype, processors)
+    tokens = (num_resident, num_prefix, len(new_keys))
+    split = split_rows(num_queries, tokens, tile, num_heads, processors)
     partial = torch.empty(
-        split.parts, num_heads, num_new, tile.group, dtype=torch.float32, device=device
+        split.parts, num_heads, num_queries, tile.group, dtype=torch.float32, device=device
     )
     constants = {
         "GROUP_PAD": tile.group,
@@ -91,13 +102,15 @@ def column_sums(
     # Without resident tokens nothing is read there; any keys stand for them.
     before = resident_keys if len(resident_keys) else new_keys
     scale = scaling * math.log2(math.e)
-    common = (*_strided(queries), *_strided(prefix_keys))
-    others = (*_strided(before), *_strided(new_keys), _head_map(heads, device, _stream(device)))
-    counts = (num_new, num_prefix, split.parts)
+    common = (*_strided(queries), *_strided(prefix_keys), prefix_rows)
+    others = (*_strided(before), resident_rows, *_strided(new_keys))
+    key_heads = _head_map(heads, device, _stream(device))
+    counts = (num_queries, num_prefix, split.parts)
+    earlier = len(new_keys) - num_queries
     _launch(
         row_sums,
         (split.tiles * split.parts, num_heads),
-        (*common, *others, partial, scale, *counts, len(resident_keys), split.blocks),
+        (*common, *others, key_heads, partial, scale, *counts, num_resident, earlier, split.blocks),
         tile,
         constants,
     )
@@ -127,12 +140,12 @@ class Tile:
 
     @property
     def tokens(self) -> int:
-        """New tokens whose rows are in one tile."""
+        """Queries of a head whose rows are in one tile."""
         return self.rows // self.group
 
 
 def tile_shape(
-    num_new: int,
+    num_queries: int,
     num_prefix: int,
     num_heads: int,
     group: int,
@@ -152,7 +165,7 @@ def tile_shape(
     if dtype == torch.float32:
         rows = max(16, padded_group)
         return Tile(padded_group, rows, 16 if long else 32, padded_dim, warps=8, stages=2)
-    wanted = num_new * padded_group
+    wanted = num_queries * padded_group
     sizes = (16, 64) if long else (16, 64, 128)
     rows = max(padded_group, next((size for size in sizes if size >= wanted), sizes[-1]))
     blocks = -(-num_prefix // 128) * num_heads
@@ -174,16 +187,18 @@ class Split:
 
 
 def split_rows(
-    num_new: int,
-    num_prefix: int,
-    num_resident: int,
+    num_queries: int,
+    tokens: tuple[int, int, int],
     tile: Tile,
     num_heads: int,
     processors: int,
 ) -> Split:
-    """As many programs as keep the multiprocessors busy, and no more."""
-    tiles = -(-num_new // tile.tokens)
-    blocks = sum(-(-tokens // tile.keys) for tokens in (num_resident, num_prefix, num_new))
+    """As many programs as keep the multiprocessors busy, and no more.
+
+    `tokens` are the resident ones, those of the prefix, and the new ones.
+    """
+    tiles = -(-num_queries // tile.tokens)
+    blocks = sum(-(-count // tile.keys) for count in tokens)
     per_part = max(1, -(-num_heads * tiles * blocks // (WAVES * processors)))
     return Split(tiles, -(-blocks // per_part), per_part)
 
@@ -223,7 +238,12 @@ def _strided(vectors: Tensor) -> tuple[Tensor, int, int]:
 
 
 def _check(
-    queries: Tensor, prefix: Tensor, resident: Tensor, new: Tensor, heads: tuple[int, ...]
+    queries: Tensor,
+    prefix: Tensor,
+    resident: Tensor,
+    new: Tensor,
+    heads: tuple[int, ...],
+    *rows: Tensor | None,
 ) -> None:
     dtypes = {vectors.dtype for vectors in (queries, prefix, resident, new)}
     if len(dtypes) > 1 or queries.dtype not in DTYPES:
@@ -231,7 +251,10 @@ def _check(
             f"no scoring kernel for queries and keys of {', '.join(map(str, dtypes))}; both must "
             "have the same of float16, bfloat16 and float32"
         )
-    assert len(new) == len(queries)
+    assert len(new) >= len(queries)
+    for index in rows:
+        assert index is None or (index.dtype == torch.int64 and index.is_contiguous())
+        assert index is None or index.device == queries.device
     assert prefix.shape[1] == len(heads) and queries.shape[1] % len(heads) == 0
     assert max(heads) < new.shape[1] == resident.shape[1]
     for vectors in (queries, prefix, resident, new):

@@ -60,7 +60,8 @@ def test_extend_of_rows_with_and_without_a_prefix(world: World, triton_backend: 
     batch = extend(triton_backend, world, (offset, 9), (resident, 4), (new, 6))
     assert world.store.loaded == [(offset.rid, 0), (offset.rid, 1)]
     inputs = world.store.inputs[offset.rid]
-    assert inputs.queries.shape == (9, QUERY_HEADS, DIM) and len(inputs.resident_keys) == 7
+    assert inputs.queries.shape == (9, QUERY_HEADS, DIM)
+    assert inputs.resident_rows.tolist() == offset.slots[:7]
     pairs = 9 * (20 + 5) + 4 * (20 + 2.5) + 6 * 3.5
     assert world.store.passes == [(19, pairs)]
     # The scheduler's own lengths are left alone, and SGLang finds its translator in place.

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from impress_sglang.importance import scores as scores_module
 from impress_sglang.importance.scores import column_sums
 
 
 def dense_column_sums(
-    queries: Tensor, prefix: Tensor, resident: Tensor, new: Tensor, scaling: float
+    queries: Tensor,
+    prefix: Tensor,
+    resident: Tensor,
+    new: Tensor,
+    scaling: float,
+    *,
+    squares: bool = False,
 ) -> np.ndarray:
     """One query and one head at a time, as the definition says."""
     q, p, c, x = (t.double().numpy() for t in (queries, prefix, resident, new))
@@ -26,7 +35,7 @@ def dense_column_sums(
             logits = seen @ q[i, head] * scaling
             weights = np.exp(logits - logits.max())
             weights /= weights.sum()
-            total[head] += weights[len(c) : len(c) + len(p)]
+            total[head] += weights[len(c) : len(c) + len(p)] ** (2 if squares else 1)
     return total
 
 
@@ -69,18 +78,93 @@ def test_equals_the_dense_reference(n: int, m: int, c: int, heads: int, key_head
 
 @pytest.mark.parametrize("block", [1, 2, 7, 16, 17])
 @pytest.mark.parametrize("c", [0, 9])
-def test_blocks_of_queries_do_not_change_the_sums(
-    monkeypatch: pytest.MonkeyPatch, block: int, c: int
+@pytest.mark.parametrize("tile", [1, 5, 21])
+def test_blocks_and_tiles_do_not_change_the_sums(
+    monkeypatch: pytest.MonkeyPatch, block: int, c: int, tile: int
 ) -> None:
     """More new tokens than one block: causality must hold across the cuts."""
     tensors = inputs(17, 21, c, 4, 2, 16, torch.float32)
-    monkeypatch.setattr(scores_module, "QUERY_BLOCK", block)
+    monkeypatch.setattr(scores_module, "QUERY_BLOCKS", (block, block))
+    monkeypatch.setattr(scores_module, "TILE_TOKENS", tile)
 
-    found = column_sums(*tensors, scaling=0.25)
+    for squares in (False, True):
+        found = column_sums(*tensors, scaling=0.25, squares=squares)
 
-    np.testing.assert_allclose(
-        found.numpy(), dense_column_sums(*tensors, 0.25), rtol=2e-5, atol=1e-7
+        expected = dense_column_sums(*tensors, 0.25, squares=squares)
+        np.testing.assert_allclose(found.numpy(), expected, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("most", [1, 200, 4000])
+@pytest.mark.parametrize("heads", [None, (0, 2, 3, 5)])
+def test_so_many_weights_are_there_at_once(
+    monkeypatch: pytest.MonkeyPatch, most: int, heads: tuple[int, ...] | None
+) -> None:
+    """Fewer queries first, and then fewer heads."""
+    kept = 4 if heads else 6
+    queries, prefix, resident, new = inputs(17, 21, 9, 2 * kept, 6, 16, torch.float32)
+    chosen = list(heads or range(6))
+    sizes: list[int] = []
+    add_sums = scores_module._add_sums
+
+    def noted(sums: Tensor, tiles: list[Tensor], *others: Tensor, squares: bool) -> None:
+        sizes.append(sum(own.numel() for own in tiles))
+        add_sums(sums, tiles, *others, squares=squares)
+
+    monkeypatch.setattr(scores_module, "_add_sums", noted)
+    monkeypatch.setattr(scores_module, "MOST_WEIGHTS", most)
+    monkeypatch.setattr(scores_module, "QUERY_BLOCKS", (2, 256))
+
+    found = column_sums(queries, prefix[:, :kept], resident, new, 0.25, heads=heads)
+
+    expected = dense_column_sums(
+        queries, prefix[:, :kept], resident[:, chosen], new[:, chosen], 0.25
     )
+    np.testing.assert_allclose(found.numpy(), expected, rtol=2e-5, atol=1e-7)
+    assert max(sizes) <= max(most, 2 * 2 * 21) and sum(sizes) == 17 * 2 * kept * 21
+
+
+@pytest.mark.parametrize("last", [1, 5, 17])
+def test_keys_are_taken_from_their_rows_for_the_last_queries(
+    monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    queries, prefix, resident, new = inputs(17, 21, 9, 4, 2, 16, torch.float32)
+    monkeypatch.setattr(scores_module, "TILE_TOKENS", 8)
+    pool = torch.full((50, 2, 16), torch.nan)
+    rows = torch.randperm(50, generator=torch.Generator().manual_seed(1))[:30]
+    pool[rows] = torch.cat([prefix, resident])
+
+    found = column_sums(
+        queries[-last:], pool, pool, new, 0.25, prefix_rows=rows[:21], resident_rows=rows[21:]
+    )
+
+    # To the last queries the new tokens before them are like resident ones.
+    before = torch.cat([resident, new[: 17 - last]])
+    expected = dense_column_sums(queries[-last:], prefix, before, new[17 - last :], 0.25)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=2e-5, atol=1e-7)
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is made."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not func.is_view:
+            self.found = max(self.found, result.nbytes)
+        return result
+
+
+def test_no_copy_of_all_keys_is_made() -> None:
+    queries, _, _, new = inputs(2, 1, 1, 4, 4, 16, torch.bfloat16)
+    pool, rows = torch.zeros(100_000, 4, 16, dtype=torch.bfloat16), torch.arange(100_000)
+
+    with Largest() as largest:
+        sums = column_sums(
+            queries, pool, pool, new, 0.25, prefix_rows=rows, resident_rows=rows.flip(0)
+        )
+
+    assert largest.found == sums.nbytes < pool.nbytes / 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -81,6 +81,15 @@ class Request:
         return column_sums(**{**given, **other}, scaling=SCALING, squares=squares)
 
 
+def in_rows(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The same keys in rows of a pool that is NaN everywhere else, and these rows."""
+    pool = keys.new_full((2 * len(keys) + 3, *keys.shape[1:]), math.nan)
+    # Where rows begin in memory is not aligned.
+    rows = torch.randperm(len(pool), device=keys.device)[1 : len(keys) + 1]
+    pool[rows] = keys
+    return pool, rows
+
+
 def in_pool(keys: Tensor, heads: tuple[int, ...], num_heads: int) -> Tensor:
     """The same keys in heads of a pool that is NaN everywhere else."""
     pool = keys.new_full((3, len(keys), num_heads, keys.shape[2] + 8), math.nan)
@@ -149,6 +158,44 @@ def test_keys_may_stand_in_other_heads_of_a_pool(device: str) -> None:
     for squares in (False, True):
         found = request.found(**pools, heads=heads, squares=squares)
         assert_same(found, request.expected(squares=squares))
+
+
+@pytest.mark.parametrize(
+    ("m", "c", "dtype", "prefix_rows", "resident_rows"),
+    [
+        (70, 66, BRAIN, True, True),
+        (200, 3, HALF, True, False),
+        (129, 130, SINGLE, False, True),
+        (1, 0, HALF, True, True),
+    ],
+)
+def test_keys_are_taken_from_their_rows(
+    device: str, m: int, c: int, dtype: torch.dtype, prefix_rows: bool, resident_rows: bool
+) -> None:
+    request = Request(device, 7, m, c, 6, 2, dtype=dtype)
+    given: dict[str, Tensor] = {}
+    if prefix_rows:
+        given["prefix_keys"], given["prefix_rows"] = in_rows(request.prefix)
+    if resident_rows:
+        given["resident_keys"], given["resident_rows"] = in_rows(request.resident)
+
+    for squares in (False, True):
+        found = request.found(squares=squares, **given)
+
+        assert found.shape == (6, m)
+        assert_same(found, request.expected(squares=squares))
+
+
+@pytest.mark.parametrize(("n", "last"), [(20, 16), (150, 16), (130, 1), (200, 140)])
+def test_the_last_queries_see_all_new_tokens_before_them(device: str, n: int, last: int) -> None:
+    request = Request(device, n, 70, 5, 4, 2)
+    queries = request.queries[-last:]
+
+    found = request.found(queries=queries)
+
+    # To them the others are what is resident.
+    before = torch.cat([request.resident, request.new[:-last]])
+    assert_same(found, oracle(queries, request.prefix, before, request.new[-last:], SCALING))
 
 
 def test_queries_may_be_a_view(device: str) -> None:
@@ -222,7 +269,7 @@ def test_parts_have_all_keys_between_them(processors: int, parts: int, blocks: i
     tile = tile_shape(300, 100, 1, 1, 64, HALF, processors)
     assert (tile.tokens, tile.keys) == (128, 64)
 
-    split = split_rows(300, 100, 70, tile, 1, processors)
+    split = split_rows(300, (70, 100, 300), tile, 1, processors)
 
     # Two blocks of resident tokens, two of the prefix, five of new ones.
     assert (split.tiles, split.parts, split.blocks) == (3, parts, blocks)
@@ -241,10 +288,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     def note(*launch: Any) -> None:
         launches.append(launch)
 
-    def run(request: Request, *, squares: bool = False) -> list[Launch]:
+    def run(request: Request, **given: Any) -> list[Launch]:
         monkeypatch.setattr(scores, "_launch", note)
         monkeypatch.setattr(scores, "_processors", lambda _: 132)
-        request.found(squares=squares)
+        request.found(**given)
         return launches
 
     return run
@@ -270,7 +317,12 @@ def test_kernels_compile_for_hopper(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     request = Request("cpu", 100, 200, 70, heads, 2, dim, dtype)
 
-    for kernel, _, arguments, tile, constants in launched(request, squares=squares):
+    given: dict[str, Any] = {"squares": squares}
+    if squares:
+        given["prefix_keys"], given["prefix_rows"] = in_rows(request.prefix)
+    given["resident_keys"], given["resident_rows"] = in_rows(request.resident)
+
+    for kernel, _, arguments, tile, constants in launched(request, **given):
         code = compiled_of(kernel, arguments, tile, constants)
         assert "tf32" not in code.asm["ptx"]
         assert code.metadata.shared <= 227 * 1024
@@ -278,7 +330,13 @@ def test_kernels_compile_for_hopper(
             assert "wgmma" in code.asm["ptx"]
 
 
-TYPES = {HALF: "*fp16", BRAIN: "*bf16", SINGLE: "*fp32", torch.int32: "*i32"}
+TYPES = {
+    HALF: "*fp16",
+    BRAIN: "*bf16",
+    SINGLE: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 
 
 def compiled_of(
@@ -292,8 +350,12 @@ def compiled_of(
         if isinstance(each, int)
         else "fp32"
         for name, each in zip(names, arguments, strict=True)
+        if each is not None
     }
-    aligned = [name for name, kind in kinds.items() if kind[0] == "*"]
+    constants = {**constants, **dict.fromkeys(name for name in names if name not in kinds)}
+    aligned = [
+        name for name, kind in kinds.items() if kind[0] == "*" and not name.endswith("_rows")
+    ]
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return compiled(kernel, kinds, constants, aligned, **options)
 

@@ -182,8 +182,9 @@ def layer_inputs(shape: KVShape, new: int, resident: int) -> LayerInputs:
     return LayerInputs(
         queries.view(-1, heads[0], shape.key_dim)[7:],
         keys.view(-1, heads[1], shape.key_dim)[7:],
-        pool[torch.arange(resident)],
+        pool,
         0.2,
+        torch.arange(resident),
     )
 
 
@@ -387,6 +388,9 @@ def test_on_a_gpu_lengths_compile_nothing_new() -> None:
             torch.zeros(rows, heads, 16, dtype=torch.bfloat16, device=device)
             for rows, heads in ((new, 6), (new, 2), (tokens, 2))
         )
-        scores = KernelScorer().column_sums(queries, prefix, keys[:0], keys, (0, 1), 0.3)
+        nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        scores = KernelScorer().column_sums(
+            queries, prefix, keys, keys, (0, 1), 0.3, resident_rows=nothing
+        )
         assert selection.own_tokens(scores, 3, tokens // 4).shape == (2, tokens // 4)
     assert compiled() == warm
