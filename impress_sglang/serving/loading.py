@@ -116,6 +116,13 @@ class SelectiveLoading(SourceLoading[CodedSource]):
             self._units = self._loader.begin(self._source, slots.keys.pool.device)
         self._loader.load(layer, self._source, self._units, inputs, slots, self._bits, stats)
 
+    def close(self) -> Sequence[ReadStats]:
+        """See `Loading.close`."""
+        if self._units is not None:
+            self._units = None
+            self._loader.end()
+        return super().close()
+
 
 class RecomputedLoading:
     """From KVs in host memory that were computed because they could not be read."""

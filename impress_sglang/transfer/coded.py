@@ -53,7 +53,9 @@ class CodeChunks:
         return int(self.first[-1] + self.count[-1])
 
 
-@functools.lru_cache(maxsize=4096)
+# An entry has 16 bytes for a unit or page, which have 4 KiB or more: all of them are no larger than
+# the codes of one layer of the longest segment.
+@functools.lru_cache(maxsize=256)
 def chunks_of(layout: CodeLayout) -> CodeChunks:
     """Where the chunks of a layer stand."""
     pages = np.full(layout.num_pages, layout.page_bytes // BLOCK_BYTES)

@@ -130,7 +130,9 @@ class LayerGeometry:
         return self.keys is not None and self.keys.looks_like(self.values)
 
 
-@functools.lru_cache(maxsize=4096)
+# An entry has at most 24 bytes for a block of a layer, so that all of them are no larger than one
+# and a half layers of the longest segment.
+@functools.lru_cache(maxsize=256)
 def geometry_of(layout: SegmentLayout) -> LayerGeometry:
     """Where the columns of a layer stand."""
     shape = layout.shape

@@ -39,12 +39,23 @@ class SelectiveLoader:
         self._shape = shape
         self._precise = PreciseLoader(shape, allocation, scorer, writer)
         self._scorer = scorer
-        # A layer of a prefix, as long as the longest so far; of one request after the other.
+        self._requests = 0
+        # A layer of a prefix, as long as the longest of theirs; of one request after the other.
         self._scratch: LayerSlots | None = None
 
     def begin(self, source: CodedSource, device: torch.device) -> UsedUnits:
-        """What is known of a source's tokens on a device, whose base is nowhere in slots."""
+        """What is known of a source's tokens on a device, whose base is nowhere in slots.
+
+        `end` follows.
+        """
+        self._requests += 1
         return parts_alone(source, torch.arange(source.num_tokens, device=device))
+
+    def end(self) -> None:
+        """A request that began is loaded, or given up; after the last one memory is let go."""
+        self._requests -= 1
+        if not self._requests:
+            self._scratch = None
 
     def load(
         self,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.allocation import planes_of
 from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.serving.loading import SelectiveLoading
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
@@ -217,3 +220,29 @@ def test_of_a_prefix_that_passes_ranges_of_one_layer_are_kept(
     scratch = request.loader._scratch
     assert scratch is not None and len(scratch.keys.pool) == 300
     request.close()
+
+
+def test_memory_for_a_layer_is_let_go_with_the_last_request(
+    tmp_path: Path, reader: BlockReader
+) -> None:
+    """Of two that are loaded layer by layer in turn, and of one that never began."""
+    loader = SelectiveLoader(SHAPE, ALLOCATIONS["query"])
+    store: Any = SimpleNamespace(close_source=lambda source: source.close())
+    cases, loadings = [], []
+    for number, tokens in enumerate((300, 500, 64)):
+        (folder := tmp_path / str(number)).mkdir()
+        case = CodedCase(folder, [CodedPart(tokens)], reader)
+        request = Request(case, 20)
+        cases.append(case)
+        loadings.append((SelectiveLoading(loader, store, request.source, 5.0), request.slots, case))
+    (long, *_), (longer, *_), (unused, *_) = loadings
+    for layer in range(SHAPE.num_layers):
+        for loading, slots, case in loadings[:2]:
+            loading.load(layer, inputs(case), slots, LoadStats())
+    unused.close()
+    longer.close()
+    assert loader._scratch is not None and len(loader._scratch.keys.pool) == 500
+    long.close()
+    assert loader._scratch is None
+    for case in cases:
+        case.close()
