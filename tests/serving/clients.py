@@ -133,6 +133,9 @@ class Client(threading.Thread):
             self._world.problem(f"{rid} {ask.name}: {response.status_code} {response.text[:300]}")
             return
         told = response.json()
+        if ask.kind in REPORTED:
+            self._world.count("answers")
+            self._world.count("tokens sent", len(ask.body["input_ids"]))
         self._count_report(told)
         self._world.judge(ask, told, began, exact=self._is_exact(ask, wanted))
 

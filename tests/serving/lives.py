@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tests.faults import READS, Rule, dead_disk, read_only
 from tests.serving.clients import PART, Client
 from tests.serving.harness import Server, Zygote, metrics_of, running, tail
 from tests.serving.traffic import Ask, read_answer
-from tests.serving.watch import Watch
+from tests.serving.watch import Arrivals, Watch
 from tests.serving.world import KILL, MIXED, World
 
 CLIENTS = 8
@@ -37,6 +38,13 @@ RECKONED = {
     "prefix_tokens_total": "prefix_tokens",
     "loaded_tokens_total": "loaded_tokens",
     "ssd_read_bytes_total": "ssd_bytes",
+}
+# Metrics over all values of their labels, and what is counted of the same without the server:
+# answers by HTTP, tokens that were sent, files on the disk.
+INDEPENDENT = {
+    "requests_total": "answers",
+    "prompt_tokens_total": "tokens sent",
+    "ssd_written_bytes_total": "bytes of new files",
 }
 LARGEST_ERROR = 0.01
 
@@ -235,33 +243,42 @@ class Life:
         self._require_sound(self._server.stats())
 
     def _reckon(self) -> None:
-        """For a while nothing is asked but what reports: the metrics must say what reports do."""
+        """For a while nothing is asked but what reports: the metrics must say what reports do, and
+        what clients and the disk have seen."""
         with self._world.pause():
             before = self._reckoned()
             self._world.only_reported = True
-        time.sleep(self._chance.uniform(1.0, 2.0))
-        with self._world.pause():
-            after = self._reckoned()
-            self._world.only_reported = False
-        for metric in RECKONED:
-            reported, measured = (
-                new - old for old, new in zip(before[metric], after[metric], strict=True)
-            )
-            self._world.count(f"reckoned {metric}", int(reported))
-            self._world.count(f"off {metric}", int(abs(measured - reported)))
+            arrivals = Arrivals(self._lives.store)
+        with arrivals:
+            time.sleep(self._chance.uniform(1.0, 2.0))
+            with self._world.pause():
+                # Then nothing is written any more.
+                self._server.flush()
+                self._world.count(INDEPENDENT["ssd_written_bytes_total"], arrivals.count())
+                after = self._reckoned()
+                self._world.only_reported = False
+        for metric, (counted, measured) in after.items():
+            counted -= before[metric][0]
+            measured -= before[metric][1]
+            self._world.count(f"reckoned {metric}", int(counted))
+            self._world.count(f"off {metric}", int(abs(measured - counted)))
             self._require(
-                abs(measured - reported) <= LARGEST_ERROR * reported,
-                f"{metric} says {measured:g}, reports {reported:g}",
+                abs(measured - counted) <= LARGEST_ERROR * counted,
+                f"{metric} says {measured:g}, others {counted:g}",
             )
 
     def _reckoned(self) -> dict[str, tuple[float, float]]:
-        """By metric: what reports came to so far, and what it says, of an idle server."""
+        """By metric: what others have counted so far, and what it says, of an idle server."""
         # Also those have ended then that nobody waits for.
         self._server.flush()
         found = metrics_of(self._server)
+        summed = Counter[str]()
+        for name, value in found.items():
+            summed[name.split(" ")[0]] += value
+        told = found | {metric: summed[metric] for metric in INDEPENDENT}
+        counts = (RECKONED | INDEPENDENT).items()
         return {
-            metric: (self._world.counts[count], found.get(metric, 0.0))
-            for metric, count in RECKONED.items()
+            metric: (self._world.counts[count], told.get(metric, 0.0)) for metric, count in counts
         }
 
     def _update_and_flush(self) -> None:

@@ -7,8 +7,8 @@ Or a soak: from ten minutes on the second half is one life, in which memory may 
 Eight clients ask a finite set of requests in all ways, while caches are flushed, weights replaced,
 disks fail and servers are killed. Each answer from a whole prefix is compared with stock SGLang's
 to the same request, token for token. Memory and disk are watched as the kernel sees them, and now
-and then clients and metrics count the same requests. A run in which something of this did not
-happen fails.
+and then metrics are compared with what clients and files on the disk come to. A run in which
+something of this did not happen fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 from tests.fault_control import FaultControl
 from tests.serving.clients import KINDS
 from tests.serving.harness import Zygote, running
-from tests.serving.lives import RECKONED, Lives
+from tests.serving.lives import INDEPENDENT, RECKONED, Lives
 from tests.serving.tiny_models import make_model
 from tests.serving.tiny_tokenizer import add_tokenizer
 from tests.serving.traffic import Catalogue, answer_by_stock, drop_near_ties, make_catalogue
@@ -136,10 +136,13 @@ def _story(world: World, seed: int, folder: Path) -> str:
 
 
 def _reckoning(world: World) -> str:
-    """How far metrics were from what clients counted, where both counted the same."""
-    own = {name: world.counts[f"reckoned {name}"] for name in RECKONED}
-    off = {name: world.counts[f"off {name}"] / max(count, 1) for name, count in own.items()}
-    return f"metrics against reports {own}, off by {max(off.values()):.2%} at most"
+    """How far metrics were from what others counted, where both counted the same."""
+    told = []
+    for others, names in (("reports", RECKONED), ("clients and the disk", INDEPENDENT)):
+        own = {name: world.counts[f"reckoned {name}"] for name in names}
+        off = {name: world.counts[f"off {name}"] / max(count, 1) for name, count in own.items()}
+        told.append(f"metrics against {others} {own}, off by {max(off.values()):.2%} at most")
+    return "; ".join(told)
 
 
 def _missing(world: World, lives: Lives) -> list[str]:
@@ -157,6 +160,7 @@ def _missing(world: World, lives: Lives) -> list[str]:
     ]
     wanted += [f"path {path}" for path in PATHS]
     wanted += [f"reckoned requests_total {path}" for path in PATHS]
+    wanted += [f"reckoned {metric}" for metric in INDEPENDENT]
     if lives.with_weights:
         wanted.append("update flush")
     missing = [what for what in wanted if not counts[what]]

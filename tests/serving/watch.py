@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 
 PERIOD_SECONDS = 0.5
+# Between two looks for new files.
+ARRIVAL_SECONDS = 0.03
 # What is no file with KVs: the index, pins, folders.
 BESIDE = "beside"
 # Until this share of a life is over, caches fill and code is loaded; the end is as long.
@@ -168,6 +170,54 @@ class Watch:
             f"{max(own.fullness for own in self.records):.1%} of the quota on the disk at most in "
             f"{len(looks)} looks, {max(look.beside for look in looks) / 1e6:.1f} MB beside it"
         )
+
+
+class Arrivals:
+    """Files with KVs that appear below a folder for the time of a `with` block, whole ones.
+
+    One that is gone again before anybody looks is missed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._before = segment_sizes(folder)
+        self.found: dict[str, int] = {}
+        """Their bytes by their names."""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look_on)
+
+    def __enter__(self) -> Arrivals:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def count(self) -> int:
+        """Bytes of all that came; nobody looks any more."""
+        self.__exit__()
+        self._look()
+        return sum(self.found.values())
+
+    def _look_on(self) -> None:
+        while not self._ended.wait(ARRIVAL_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        now = segment_sizes(self._folder)
+        self.found |= {name: now[name] for name in now.keys() - self._before.keys()}
+
+
+def segment_sizes(folder: Path) -> dict[str, int]:
+    """Bytes of the whole files with KVs of all stores below a folder, by their names."""
+    found = {}
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            if name.endswith(".kv") and Path(parent).parent.name == "segments":
+                with contextlib.suppress(FileNotFoundError):
+                    found[name] = os.stat(Path(parent, name)).st_size
+    return found
 
 
 def resident_bytes(pid: int) -> int:

@@ -12,8 +12,9 @@ import pytest
 
 from tests.serving.clients import KINDS
 from tests.serving.traffic import TOLERANCE, Answer, Catalogue, make_catalogue
-from tests.serving.watch import Look, Record, Watch, allocated_bytes
+from tests.serving.watch import Arrivals, Look, Record, Watch, allocated_bytes
 from tests.serving.world import KILL, MIXED, World
+from tests.unit.waiting import wait_until
 
 ONE, OTHER = Answer(tokens=((1, 2, 3),)), Answer(tokens=((1, 2, 4),))
 
@@ -154,3 +155,19 @@ def test_the_disk_is_asked_what_files_take(tmp_path: Path) -> None:
         time.sleep(1.2)
     (record,) = watch.records
     assert record.fullest.stored == 16384 and record.end > 10**6
+
+
+def test_whole_files_that_appear_are_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "store" / "segments" / "ab"
+    folder.mkdir(parents=True)
+    (folder / "old.kv").write_bytes(bytes(1000))
+    with Arrivals(tmp_path) as arrivals:
+        (folder / "short.kv").write_bytes(bytes(1))
+        wait_until(lambda: "short.kv" in arrivals.found)
+        (folder / "short.kv").unlink()
+        (folder / "new.kv.tmp").write_bytes(bytes(100))
+        (tmp_path / "store" / "index.sqlite").write_bytes(bytes(100))
+        (folder / "new.kv").write_bytes(bytes(10))
+        assert arrivals.count() == 11
+        (folder / "late.kv").write_bytes(bytes(5))
+    assert arrivals.found == {"short.kv": 1, "new.kv": 10}
