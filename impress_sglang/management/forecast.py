@@ -58,9 +58,13 @@ class CodedBytes:
     base: float
     planes: float
 
-    def expected(self, bits: float) -> float:
-        """Bytes that a request for so many bits is expected to read."""
-        return self.base + (bits - BASE_BITS) / (PLANE_BITS * NUM_PLANES) * self.planes
+    def expected(self, bits: float, there: float = 0.0) -> float:
+        """Bytes that a request for so many bits is expected to read.
+
+        `there` is the share of the base that was read ahead.
+        """
+        planes = (bits - BASE_BITS) / (PLANE_BITS * NUM_PLANES) * self.planes
+        return (1.0 - there) * self.base + planes
 
 
 class ReadForecast:

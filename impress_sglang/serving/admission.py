@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ class AdmissionPlan:
             not self.covers
             and self.same_tokens(other)
             and self.k == other.k
-            and self.estimate.bits == other.estimate.bits
+            and (self.estimate.bits < EXACT_BITS) == (other.estimate.bits < EXACT_BITS)
         )
 
     def open_source(self, store: PrefixStore, timeline: Timeline) -> AnySource:
@@ -144,6 +144,14 @@ class AdmissionPlan:
     def token_tensor(self) -> Tensor:
         """int64 [stop] on the CPU."""
         return torch.from_numpy(self.tokens[: self.stop]).to(torch.int64)
+
+
+There = Callable[[Sequence[StoredSpan]], float]
+
+
+def _nothing(spans: Sequence[StoredSpan]) -> float:
+    """Where nothing is read before a request is admitted."""
+    return 0.0
 
 
 class Admission:
@@ -188,7 +196,12 @@ class Admission:
         return least_of(wanted, self._config, self._policy)
 
     def plan(
-        self, match: StoredMatch, tokens: Tokens, resident_len: int, wanted: LoadOptions
+        self,
+        match: StoredMatch,
+        tokens: Tokens,
+        resident_len: int,
+        wanted: LoadOptions,
+        there: There = _nothing,
     ) -> AdmissionPlan | None:
         """How a request would use a match; None if it would not.
 
@@ -197,12 +210,13 @@ class Admission:
             tokens: of the prompt but the last one, which is computed in any case.
             resident_len: how many of them are in SGLang's tree.
             wanted: of the request.
+            there: see `decide`.
         """
         num_tokens = match.num_tokens - resident_len
         if num_tokens < self._config.min_prefix_tokens:
             return None
         work = RequestLengths(resident_len, num_tokens, len(tokens) + 1 - match.num_tokens)
-        estimate = self.decide(match, work, wanted)
+        estimate = self.decide(match, work, wanted, there)
         k = self._policy.tokens_to_load(num_tokens, estimate.retention)
         in_codes = estimate.bits < EXACT_BITS
         spans = match.slice(resident_len, match.num_tokens)
@@ -237,13 +251,24 @@ class Admission:
         work = RequestLengths(resident_len, 0, num_tokens - resident_len)
         return CacheState(cached, self._estimator.estimate(work, 1.0, 0.0))
 
-    def decide(self, match: StoredMatch, work: RequestLengths, wanted: LoadOptions) -> Estimate:
+    def decide(
+        self,
+        match: StoredMatch,
+        work: RequestLengths,
+        wanted: LoadOptions,
+        there: There = _nothing,
+    ) -> Estimate:
         """How much of a stored prefix to load, and what that and computing it would take.
 
         Args:
             match: what is stored.
             work: of the request; its stored tokens are the last ones of the match.
             wanted: of the request.
+            there: tells which share of what is certain of spans was read while the request waited:
+                the base of codes, or everything.
+
+        Returns:
+            An estimate of all reading; of that what is left to do decides how much is loaded.
         """
         # What the device has passed by now counts.
         self._clock.poll()
@@ -265,13 +290,13 @@ class Admission:
                 missing = [cover.span for cover in covers if cover.part is None]
             return store.forecast.coded_bytes(missing)
 
-        def estimate(retention: float, bits: float) -> Estimate:
+        def estimate(retention: float, bits: float, done: float = 0.0) -> Estimate:
             if bits < EXACT_BITS:
                 whole = policy.tokens_to_load(work.stored, retention) == work.stored
-                num_bytes = coded(whole).expected(bits)
+                num_bytes = coded(whole).expected(bits, done)
             else:
                 all_keys = self._all_keys and retention < 1.0
-                num_bytes = stored().expected(retention, all_keys=all_keys)
+                num_bytes = (1.0 - done) * stored().expected(retention, all_keys=all_keys)
             seconds = store.forecast.seconds_to_read(num_bytes)
             return self._estimator.estimate(work, retention, seconds, bits)
 
@@ -285,7 +310,12 @@ class Admission:
         # Bits go first, then tokens.
         choices = [(retentions[0], own) for own in most]
         choices += [(own, bits) for own in retentions[1:]]
-        return self._estimator.largest_hidden([estimate(*own) for own in choices])
+        if len(choices) > 1:
+            done = there(spans)
+            left = [estimate(*own, done) for own in choices]
+            chosen = self._estimator.largest_hidden(left)
+            choices = [(chosen.retention, chosen.bits)]
+        return estimate(*choices[0])
 
     def whole_pages(self, num_tokens: int) -> int:
         """How many of the first tokens of a row are whole pages."""

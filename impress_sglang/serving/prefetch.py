@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.management.open_segments import AnySource
+from impress_sglang.management.stored import StoredSpan
 from impress_sglang.serving.admission import AdmissionPlan
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.timeline import Timeline
@@ -60,6 +61,15 @@ class Prefetches:
         """The share of a request's reads that is to be waited for."""
         waiting = self._waiting.get(rid)
         return 1.0 if waiting is None else waiting.plan.unread(waiting.source)
+
+    def there(self, rid: str, spans: Sequence[StoredSpan]) -> float:
+        """The share of the certain reads of spans that is done, for a request or one like it."""
+        own = self._waiting.get(rid)
+        others = (other for other in self._waiting.values() if other.plan.covers)
+        for waiting in others if own is None else (own,):
+            if waiting.plan.spans == tuple(spans):
+                return waiting.source.there
+        return 0.0
 
     def order(self, rids: Sequence[str]) -> None:
         """Requests wait in this order now; what is not read yet is read in it."""

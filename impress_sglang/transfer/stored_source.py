@@ -68,15 +68,21 @@ class StoredSource(abc.ABC):
 
     @property
     def unread(self) -> float:
-        """The share of its layers that are not there; 0 where all is that is read while it waits.
+        """The share of its layers that are not there; 0 where all is that is read while waiting."""
+        there = self.there
+        if self._layers_there == self.next_ahead and not self.wants_more:
+            return 0.0
+        return 1.0 - there
+
+    @property
+    def there(self) -> float:
+        """The share of its layers of which all was read that is read ahead.
 
         What is taken away again for another source counts as if it were there.
         """
         while self._layers_there < self.next_ahead and self._is_there(self._layers_there):
             self._layers_there += 1
-        if self._layers_there == self.next_ahead and not self.wants_more:
-            return 0.0
-        return 1.0 - self._layers_there / self.num_layers
+        return self._layers_there / self.num_layers
 
     def _is_there(self, layer: int) -> bool:
         buffers = self._buffers.get(layer, {}).values()
