@@ -73,6 +73,8 @@ def run(args: argparse.Namespace) -> Result:
         "--impress-write-after=1",
         "--impress-load=always",
         "--impress-blend=0.15",
+        # However slow the machine is, what is behind a cut is blended.
+        "--impress-blend-seconds=60",
         "--impress-blend-min-tokens=128",
         "--impress-min-prefix-tokens=64",
         f"--impress-truncate={SHARE}",
