@@ -190,6 +190,58 @@ def test_architecture(file: str) -> None:
         assert word not in source, word
 
 
+def returns_no_keys(function: ast.FunctionDef) -> bool:
+    """Whether it returns queries, and None with them."""
+    return any(
+        isinstance(node, ast.Return)
+        and isinstance(node.value, ast.Tuple)
+        and ast.unparse(node.value.elts[0]) == "q"
+        and any(ast.unparse(own) == "None" for own in node.value.elts)
+        for node in ast.walk(function)
+    )
+
+
+@pytest.mark.parametrize("file", judged_models.ARCHITECTURES_BY_FILE)
+def test_models_have_keys_for_attention_of_prefill(file: str) -> None:
+    """Else a damaged prefix could not be computed again, nor text be blended."""
+    tree = ast.parse((Path(sglang.srt.models.__path__[0]) / f"{file}.py").read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    without = {function.name for function in functions if returns_no_keys(function)}
+    unset = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and node.value.value is None
+        and {ast.unparse(own) for own in node.targets} & {"k", "v"}
+    ]
+    assert not unset
+    if file != "qwen3":
+        assert not without
+        return
+    # On ROCm, and while decoding only.
+    assert without == {"forward_prepare_aiter_fused"}
+    assigned = {
+        ast.unparse(node.targets[0]): ast.unparse(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+    }
+    assert " and forward_batch.forward_mode.is_decode()" in assigned["can_try_aiter_fused"]
+    (guarded,) = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If)
+        and "self.forward_prepare_aiter_fused(" in "\n".join(map(ast.unparse, node.body))
+    )
+    assert ast.unparse(guarded.test) == "use_aiter_fused"
+    tried = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "can_try_aiter_fused"
+    ]
+    assert any("use_aiter_fused =" in "\n".join(map(ast.unparse, node.body)) for node in tried)
+
+
 def test_unjudged_fields_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a field that is added, or taken away, fails each kind of enumeration."""
     source = inspect.getsource(Req)
