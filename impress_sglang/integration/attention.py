@@ -347,10 +347,8 @@ class PrefixAttention(AttentionBackend):
         """Compute the KVs of an unreadable source here; returns why that cannot be."""
         assert self._runtime is not None
         shape, num_tokens = self._runtime.shape, request.num_tokens
-        limit, held = (
-            bytes_of(self._runtime.config.recompute_gb),
-            held_by(self._runtime.live.values()),
-        )
+        limit = bytes_of(self._runtime.config.recompute_gb)
+        held = held_by(self._runtime.live.values())
         shortage = host_shortage(shape, num_tokens, limit, held)
         if shortage is not None:
             return shortage
