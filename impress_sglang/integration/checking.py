@@ -6,16 +6,11 @@ Requests are served between two steps. What may be found of a store that changes
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from impress_sglang.serving.served_store import ServedStore
-
-if TYPE_CHECKING:
-    from impress_sglang.integration.radix_cache import ImpressRadixCache
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +65,3 @@ class IntegrityCheck:
                 yield
                 if self._served.opened is not store:
                     break
-
-
-def check(cache: ImpressRadixCache, text: str | None) -> str:
-    """Take a step on the scheduler's thread; the state then, as JSON. Raises nothing."""
-    if text != GO_ON:
-        cache.check.begin()
-    cache.check.step()
-    return json.dumps({"integrity": cache.check.state})

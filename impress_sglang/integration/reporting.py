@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
 from fastapi import Depends
 
-from impress_sglang.integration.checking import CHECK, GO_ON, RUNNING, check
+from impress_sglang.integration.checking import CHECK, GO_ON, RUNNING
 from impress_sglang.integration.page import LOOK, add_page, look
 from impress_sglang.integration.passes import REPORT_KEY
 from impress_sglang.integration.radix_cache import ImpressRadixCache
@@ -35,6 +36,14 @@ def _reorder(cache: ImpressRadixCache, _: float) -> None:
     if (store := cache.runtime.served.opened) is not None:
         store.reorders.enqueue()
         store.poll()
+
+
+def _check(cache: ImpressRadixCache, text: str | None) -> str:
+    """Take a step of a check; what is known then, as JSON. Raises nothing."""
+    if text != GO_ON:
+        cache.check.begin()
+    cache.check.step()
+    return json.dumps({"integrity": cache.check.state})
 
 
 _orders: dict[str, Order] = {REORDER_ORDER: _reorder}
@@ -87,7 +96,7 @@ def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> An
         from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
         taken = isinstance(scheduler.tree_cache, ImpressRadixCache)
-        answers = obey if orders == STEER else look if orders == LOOK else check
+        answers = obey if orders == STEER else look if orders == LOOK else _check
         answer = answers(scheduler.tree_cache, request.rid) if taken else None
         return SetInternalStateReqOutput(updated=taken, rid=answer)
     if not orders or not orders.keys() <= _orders.keys():
