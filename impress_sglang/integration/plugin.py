@@ -7,6 +7,7 @@ what keeps an answer right: the tree factory checks that the attention backend i
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,6 +26,8 @@ from impress_sglang.integration.hooks import Hook, check_in_place, register
 
 BACKEND_NAME = "impress"
 _T = TypeVar("_T")
+
+logger = logging.getLogger(__name__)
 
 
 def activate() -> None:
@@ -116,19 +119,27 @@ def _usual_attention(server_args: Any) -> str:
     return usual
 
 
+# What speaks against graphs of prefill, by SGLang's name of their kind; against others as "full".
+_AGAINST_GRAPHS = {
+    "full": "a graph of the whole pass would skip that",
+    "breakable": "nobody has tried that on a GPU with graphs that are left for attention",
+}
+
+
 def _keep_prefill_eager(server_args: Any) -> None:
-    """Turn off CUDA graphs of prefill: a graph would skip what loads a prefix between layers."""
+    """Turn off CUDA graphs of prefill, and say so; refuse them where somebody asks for them."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     graphs = resolved_view(server_args).cuda_graph_config
     if graphs is None or graphs.prefill.backend == Backend.DISABLED:
         return
+    kind = graphs.prefill.backend
+    against = _AGAINST_GRAPHS.get(kind, _AGAINST_GRAPHS[Backend.FULL])
+    why = f"IMPRESS loads a prefix between the layers of prefill, and {against}"
     if (Phase.PREFILL, "backend") in server_args._cuda_graph_config_locked:
-        raise UnsupportedError(
-            "IMPRESS loads a prefix between the layers of prefill, which a CUDA graph would skip: "
-            f"drop --cuda-graph-backend-prefill {graphs.prefill.backend}"
-        )
+        raise UnsupportedError(f"{why}: drop --cuda-graph-backend-prefill {kind}")
+    logger.info("%s CUDA graphs of prefill, SGLang's default, are switched off: %s", kind, why)
     declare_resolution(
         server_args,
         BACKEND_NAME,

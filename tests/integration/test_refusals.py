@@ -89,16 +89,22 @@ def test_accepted(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])
-def test_backends_of_accelerators(llama: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_backends_of_accelerators(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     """They run with CUDA graphs for decode only, whatever SGLang's default for prefill is."""
     monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: "breakable")
     flag = f"--attention-backend={name}"
     graphs = resolve(llama, flag, enabled=False).cuda_graph_config
     assert graphs.prefill.backend == "breakable", "the control: without us it stays"
+    assert "CUDA graphs" not in capsys.readouterr().err
     view = resolve(llama, flag)
     assert view.attention_backend == name
     assert view.cuda_graph_config.prefill.backend == "disabled"
     assert view.cuda_graph_config.decode.backend == "full"
+    log = capsys.readouterr().err
+    assert "breakable CUDA graphs of prefill, SGLang's default, are switched off" in log
+    assert "nobody has tried that on a GPU" in log
 
 
 @pytest.mark.parametrize(
@@ -220,11 +226,12 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
         (["--attention-backend=triton", "--prefill-attention-backend=aiter"], "aiter, because"),
         (
             ["--attention-backend=triton", "--cuda-graph-backend-prefill=breakable"],
+            "nobody has tried that on a GPU with graphs that are left for attention: drop "
             "--cuda-graph-backend-prefill breakable",
         ),
         (
             ["--attention-backend=fa3", "--cuda-graph-backend-prefill=full"],
-            "--cuda-graph-backend-prefill full",
+            "a graph of the whole pass would skip that: drop --cuda-graph-backend-prefill full",
         ),
         (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
         (["--enable-torch-compile"], "--enable-torch-compile"),
