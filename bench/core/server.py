@@ -27,7 +27,7 @@ def _set_ssd_mbps(_: ImpressRadixCache, mbps: float) -> None:
 
 
 def _set_readahead(cache: ImpressRadixCache, share: float) -> None:
-    cache.runtime.store.ahead.set_waste_budget(share)
+    cache.runtime.store.ahead.waste_budget = share
 
 
 def _reorder_all(cache: ImpressRadixCache, _: float) -> None:

@@ -139,9 +139,5 @@ class CodeLayout:
         page, place = divmod(group, self.page_groups)
         return page * self.page_bytes + place * self.group_bytes
 
-    def unit_index(self, plane: int, head: int, unit: int) -> int:
-        """Position of a unit among all units of the layer."""
-        return (plane * self.num_heads + head) * self.num_units + unit
-
     def _in_blocks(self, size: int) -> int:
         return -(-size // self.block_bytes) * self.block_bytes

@@ -24,7 +24,8 @@ class ReadAhead:
     def __init__(self, pool: BufferPool, waste_budget: float) -> None:
         """`waste_budget` is 0 or more; 0 turns reading ahead off."""
         self._pool = pool
-        self._waste_budget = waste_budget
+        self.waste_budget = waste_budget
+        """May change; what is under way goes on."""
         self._live: list[StoredSource] = []
         self._waiting: list[StoredSource] = []
         # Of sources that have left.
@@ -35,12 +36,7 @@ class ReadAhead:
     @property
     def enabled(self) -> bool:
         """Whether anything is read ahead."""
-        return self._waste_budget > 0
-
-    def set_waste_budget(self, waste_budget: float) -> None:
-        """Change the bound from now on; what is under way goes on."""
-        assert waste_budget >= 0
-        self._waste_budget = waste_budget
+        return self.waste_budget > 0
 
     def join(self, source: StoredSource) -> None:
         """A request begins to use a source, which may have waited."""
@@ -72,7 +68,7 @@ class ReadAhead:
         """Begin to read the next layers, while there is room."""
         if not self.enabled:
             return
-        waste_budget = self._waste_budget if self._within_budget() else 0.0
+        waste_budget = self.waste_budget if self._within_budget() else 0.0
         while (source := self._next_live()) is not None:
             if not self._has_room(source):
                 return
@@ -98,4 +94,4 @@ class ReadAhead:
 
     def _within_budget(self) -> bool:
         in_vain = self._ahead_bytes - self._used_bytes
-        return in_vain <= self._waste_budget * self._wanted_bytes + FIRST_ALLOWANCE_BYTES
+        return in_vain <= self.waste_budget * self._wanted_bytes + FIRST_ALLOWANCE_BYTES

@@ -90,8 +90,8 @@ def test_who_comes_after_one_that_ran_out_of_memory(world: World) -> None:
     world.loaded("second")
 
 
+@pytest.mark.parametrize("options", [{"load": "always", "readahead": 0.2}])
 def test_a_taken_prefetch_leaves_none_behind(world: World) -> None:
-    world.runtime.store.ahead.set_waste_budget(0.2)
     long, short = world.ask("long"), world.ask("short", 40)
     world.cache.prefetch(long)
     world.cache.prefetch(short)
@@ -130,8 +130,8 @@ def test_a_part_of_a_prefix_has_slots_of_its_own(world: World) -> None:
     assert world.cache._residents.idle_tokens == TOKENS, "what others share stays"
 
 
+@pytest.mark.parametrize("options", [{"load": "always", "readahead": 0.2}])
 def test_what_was_read_for_a_part_while_it_waited_is_its_own(world: World) -> None:
-    world.runtime.store.ahead.set_waste_budget(0.2)
     world.cache.prefetch(world.ask("part", retention=0.5))
     (prefetch,) = world.runtime.prefetches._waiting.values()
     whole = world.admit(world.ask("whole"))

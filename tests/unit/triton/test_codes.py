@@ -93,18 +93,18 @@ class Case:
 
     def raise_units(self, groups: codes.CodedGroups, planes: Tensor, start: int, stop: int) -> None:
         """`planes` bool [NUM_PLANES, G, units]."""
-        entries = []
+        entries, units = [], self.layout.num_units
         first = start // GROUP_TOKENS * GROUP_TOKENS
         for head, unit in planes.any(0).nonzero().tolist():
             own = [
-                self._address(self._planes, self.layout.unit_index(plane, head, unit))
+                self._address(self._planes, (plane * self.layout.num_heads + head) * units + unit)
                 if planes[plane, head, unit]
                 else 0
                 for plane in range(NUM_PLANES)
             ]
             entries.append([head, unit * UNIT_TOKENS - first, *own])
-        units = torch.tensor(entries, dtype=torch.int64).view(-1, 4).to(self._device)
-        codes.raise_units(groups, units, UNIT_TOKENS, *self.views(self.pools))
+        uploaded = torch.tensor(entries, dtype=torch.int64).view(-1, 4).to(self._device)
+        codes.raise_units(groups, uploaded, UNIT_TOKENS, *self.views(self.pools))
         for view, own, steps in zip(self.views(self.expected), self.codes, self.steps, strict=True):
             gained = torch.zeros(steps.shape)
             for plane in range(NUM_PLANES):
