@@ -62,14 +62,14 @@ def empty_table(entries: int) -> WindowTable:
 @compiled((TABLE, "uint64"), makes_arrays=False)
 def _bucket(table: WindowTable, key: np.uint64) -> int:
     half = table.counts[HALF]
-    place = np.int64(key & np.uint64(2 * half - 1))
+    place = int(np.int64(key & np.uint64(2 * half - 1)))
     return place if place < table.counts[BUCKETS] else place - half
 
 
 @compiled((TABLE, "uint64"), makes_arrays=False)
 def _first(table: WindowTable, key: np.uint64) -> int:
     """The first entry of the chain of a key, -1 if that is empty."""
-    return np.int64(table.heads[_bucket(table, key)]) - 1
+    return int(table.heads[_bucket(table, key)]) - 1
 
 
 @compiled((TABLE,), makes_arrays=False)
@@ -77,11 +77,11 @@ def _split(table: WindowTable) -> None:
     """Make the next bucket, of entries of the one that has half of its number."""
     counts, heads, keys, nexts = table.counts, table.heads, table.keys, table.nexts
     new, half = counts[BUCKETS], counts[HALF]
-    entry = np.int64(heads[new - half]) - 1
+    entry = int(heads[new - half]) - 1
     heads[new] = heads[new - half] = 0
     counts[BUCKETS] += 1
     while entry >= 0:
-        following = np.int64(nexts[entry]) - 1
+        following = int(nexts[entry]) - 1
         place = new if keys[entry] & np.uint64(half) else new - half
         nexts[entry], heads[place] = heads[place], entry + 1
         entry = following
@@ -107,7 +107,7 @@ def put_all(table: WindowTable, new_keys: Words, new_values: Indices, most: int)
         entry = _first(table, key)
         while entry >= 0:
             equal += keys[entry] == key
-            last, entry = entry, np.int64(nexts[entry]) - 1
+            last, entry = entry, int(nexts[entry]) - 1
         if equal >= most:
             continue
         if counts[FREED]:
@@ -139,7 +139,7 @@ def remove_all(table: WindowTable, old_keys: Words, old_values: Indices) -> None
     for old in range(len(old_keys)):
         before, entry = -1, _first(table, old_keys[old])
         while entry >= 0 and values[entry] != old_values[old]:
-            before, entry = entry, np.int64(nexts[entry]) - 1
+            before, entry = entry, int(nexts[entry]) - 1
         if entry < 0:
             continue
         if before < 0:
@@ -159,7 +159,7 @@ def values_of(table: WindowTable, key: np.uint64, found: Indices) -> int:
         if table.keys[entry] == key:
             found[count] = table.values[entry]
             count += 1
-        entry = np.int64(table.nexts[entry]) - 1
+        entry = int(table.nexts[entry]) - 1
     return count
 
 
@@ -168,8 +168,8 @@ def count_reachable(table: WindowTable) -> int:
     """How many entries are in the chains of their keys; more than there are if one has no end."""
     count = 0
     for bucket in range(table.counts[BUCKETS]):
-        entry = np.int64(table.heads[bucket]) - 1
+        entry = int(table.heads[bucket]) - 1
         while entry >= 0 and count <= table.counts[USED]:
             count += _bucket(table, table.keys[entry]) == bucket
-            entry = np.int64(table.nexts[entry]) - 1
+            entry = int(table.nexts[entry]) - 1
     return count

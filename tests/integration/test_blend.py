@@ -11,13 +11,19 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.rope_variant import (
+    DynamicNTKAlphaRotaryEmbedding,
+    DynamicNTKScalingRotaryEmbedding,
+)
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.opt import OPTForCausalLM, OPTLearnedPositionalEmbedding
 from torch import Tensor
 
 from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.errors import SegmentUnreadable, UnsupportedError
 from impress_sglang.integration.attention import PrefixAttention
 from impress_sglang.integration.blend import PrefixBlend, blend_prefix, rotation_of
+from impress_sglang.integration.judged_models import ARCHITECTURES, ROPE_TYPES
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.blend_plan import Kind, share_of_layer
 from impress_sglang.serving.blended_loading import BlendedLoading
@@ -306,11 +312,36 @@ def test_which_models_cannot_be_blended() -> None:
     with pytest.raises(UnsupportedError, match="with ModuleList, only with Llama"):
         rotation_of(torch.nn.ModuleList([plain]))
 
-    class Dynamic(RotaryEmbedding):
+    class Another(RotaryEmbedding):
         pass
 
-    with pytest.raises(UnsupportedError, match="Dynamic"):
-        rotation_of(LlamaForCausalLM(Dynamic(8, 8, 64, 10000, True, torch.float32)))
+    with pytest.raises(UnsupportedError, match="Another"):
+        rotation_of(LlamaForCausalLM(Another(8, 8, 64, 10000, True, torch.float32)))
+
+
+@pytest.mark.usefixtures("_on_a_cpu")
+def test_dynamic_scaling_is_served_and_not_blended() -> None:
+    """Rows that are added to its table have other factors than the first ones."""
+    assert "dynamic" in ROPE_TYPES
+    rest = 8, 8, 64, 10000, True
+    for rotary in (
+        DynamicNTKScalingRotaryEmbedding(*rest, 2.0, torch.float32),
+        DynamicNTKAlphaRotaryEmbedding(*rest, 2.0, torch.float32),
+    ):
+        name = type(rotary).__name__
+        with pytest.raises(UnsupportedError, match=rf"{name}.*drop --impress-blend"):
+            rotation_of(LlamaForCausalLM(rotary))
+
+
+def test_learned_positions_are_served_and_not_blended() -> None:
+    assert OPTForCausalLM.__name__ in ARCHITECTURES
+    model = object.__new__(OPTForCausalLM)
+    with pytest.raises(UnsupportedError, match=r"OPTForCausalLM.*drop --impress-blend"):
+        rotation_of(model)
+    # Nor if somebody judged how it is run: there is nothing to turn.
+    model = LlamaForCausalLM(OPTLearnedPositionalEmbedding(64, 8))
+    with pytest.raises(UnsupportedError, match=r"no rotary embedding.*drop --impress-blend"):
+        rotation_of(model)
 
 
 @pytest.mark.usefixtures("_on_a_cpu")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,9 @@ def blending(request: pytest.FixtureRequest, serve: Serve) -> Iterator[Server]:
     """Servers with each rule; where it is random all is tight, as in `test_exact.py`."""
     name = request.param
     select = "random" if name == "cramped" else name
-    blends = ("--impress-blend=0.15", "--impress-blend-min-tokens=128")
+    # Or else some would be computed on a busy machine, because blending took too long before.
+    bound = "--impress-blend-seconds=60"
+    blends = ("--impress-blend=0.15", "--impress-blend-min-tokens=128", bound)
     flags = (f"--impress-blend-select={select}", *(CRAMPED if name == "cramped" else ()))
     with serve(f"blend-{name}", *blends, *flags, retracts=name == "cramped") as server:
         yield server
@@ -55,25 +59,32 @@ def asking(blend: float | str, **fields: Any) -> dict[str, Any]:
     return {"return_logprob": True, "impress_blend": blend, **fields}
 
 
-def test_all_computed_again_is_stock(stock: Server, blending: Server) -> None:
+def test_all_computed_again_is_stock(
+    request: pytest.FixtureRequest, stock: Server, blending: Server
+) -> None:
     """In batches and alone; documents come from several prompts, and reach over prefill chunks."""
+    rule = request.node.callspec.params["blending"]
     own = documents(1, 300, 700, 200, 450)
     store(blending, joined(own, [0, 1], 1), joined(own, [2, 3, 0], 2))
     batch = [joined(own, order, 3) for order in ([3, 1, 0, 2], [1, 2], [2, 1, 3])]
     expected = stock.generate_together(batch, 16, return_logprob=True)
 
-    # On a busy machine some would take too long to blend; they are computed, and not stored.
-    together = blending.generate_together(batch, 16, **asking(ALL, impress_store=False))
-    if set(paths(together)) == {"computed"}:
-        # The first tokens of a run are all of it, and nothing is left to reuse.
-        assert_same(expected, together, TOLERANCE)
-        return
-    blending.flush()
     asked = asking(ALL, impress_store=False)
+    together = blending.generate_together(batch, 16, **asked)
+    blending.flush()
     alone = [blending.generate(prompt, 16, **asked) for prompt in batch]
 
     assert_same(expected, together, TOLERANCE)
     assert_same(expected, alone, TOLERANCE)
+    if rule == "first":
+        # The first tokens of a run are all of it here, so that nothing is left to reuse.
+        assert not any(blended([*together, *alone])) and "ssd" not in paths([*together, *alone])
+        return
+    for answer in (*together, *alone):
+        told = report(answer)
+        assert told["path"] == "ssd" and told["approximate"] and not told["recomputed"], told
+        # Random tokens that are all computed are none that are reused, though they are read.
+        assert bool(told["blended_tokens"]) == (rule == "deviation")
 
 
 def blended(answers: Sequence[Answer]) -> list[int]:
@@ -147,15 +158,52 @@ def test_what_was_blended_is_loaded_by_who_would_blend_as_much(
     assert question_distance(expected, last) < question_distance(expected, first) / 2
 
 
-def test_other_namespaces_share_nothing(blending: Server) -> None:
-    own = documents(4, 400, 400)
+@pytest.mark.parametrize("key", ["extra_key", "cache_salt"])
+def test_other_namespaces_share_nothing(blending: Server, key: str) -> None:
+    own = documents(4 if key == "extra_key" else 12, 400, 400)
     prompt = joined(own, [0, 1], 1)
-    blending.generate(prompt, 1, extra_key="one", **asking("off"))
+    blending.generate(prompt, 1, **{key: "one"}, **asking("off"))
     blending.flush()
     other = joined(own, [1, 0], 3)
-    assert paths([blending.generate(other, 1, extra_key="two", **asking(0.0))]) == ["computed"]
-    assert paths([blending.generate(other, 1, **asking(0.0))]) == ["computed"]
-    assert paths([blending.generate(other, 1, extra_key="one", **asking(0.0))]) == ["ssd"]
+    (another,) = {"extra_key", "cache_salt"} - {key}
+
+    def ask(**namespace: str) -> dict[str, Any]:
+        return report(blending.generate(other, 1, **namespace, **asking(0.0, impress_store=False)))
+
+    for namespace in (
+        {key: "two"},
+        {},
+        {another: "one"},
+        {"extra_key": "one", "cache_salt": "one"},
+    ):
+        told = ask(**namespace)
+        assert told["path"] == "computed" and not told["blended_tokens"], namespace
+    told = ask(**{key: "one"})
+    assert told["path"] == "ssd" and told["blended_tokens"] == 800 - 11
+
+
+def test_a_text_that_is_half_known_is_warmed_for_others(stock: Server, blending: Server) -> None:
+    """It does not blend: its new document is reused elsewhere then. Several are one call."""
+    own = documents(9, 300, 300, 300)
+    store(blending, joined(own, [0], 51))
+    half, new = joined(own, [1, 0], 52), joined(own, [2], 53)
+    assert blending.generate(half, 1, **asking(0.0, impress_store=False))
+    response = blending.post("/impress/warm", input_ids=[half, new])
+    response.raise_for_status()
+    told = response.json()
+    assert [own["tokens"] for own in told] == [len(half), len(new)]
+    assert [own["why"]["reason"] for own in told] == ["never_stored", "never_stored"]
+    blending.flush()
+
+    other = joined(own, [2, 1], 54)
+    found = blending.generate(other, 1, **asking(0.0, impress_store=False))
+    assert blended([found]) == [600 - 11]
+    # As a prefix it is there for those who take nothing but exact KVs.
+    prompt = [*half, *random_tokens(9, seed=55)]
+    expected = stock.generate(prompt, 8, return_logprob=True)
+    exact = blending.generate(prompt, 8, **asking("off", impress_bits="exact"))
+    assert report(exact)["stored_tokens"] == len(half)
+    assert_same([expected], [exact], TOLERANCE)
 
 
 def test_a_damaged_document_is_computed(stock: Server, blending: Server) -> None:
@@ -213,3 +261,47 @@ def test_other_families(family: str, workdir: Path, serve: Serve) -> None:
             "computed",
         ]
         assert_same([expected], [found], TOLERANCE)
+
+
+def test_after_a_restart_documents_are_found_by_their_text(serve: Serve) -> None:
+    own = documents(10, 400, 400)
+    asked = asking(0.0, impress_store=False)
+    with serve("blend-restarted", "--impress-blend=0.15") as server:
+        store(server, joined(own, [0, 1], 1))
+        other = joined(own, [1, 0], 3)
+        before = server.generate(other, 8, **asked)
+    with serve("blend-restarted", "--impress-blend=0.15") as server:
+        after = server.generate(other, 8, **asked)
+        server.assert_whole()
+    assert blended([before, after]) == [800 - 11] * 2
+    assert_same([before], [after], TOLERANCE)
+
+
+def test_a_request_that_is_aborted_while_it_blends(stock: Server, serve: Serve) -> None:
+    """It ends behind that and holds nothing, another one goes on, and what it blended is stored."""
+    own = documents(11, 900, 900)
+    flags = ("--impress-blend=0.15", "--impress-blend-seconds=60", "--impress-readahead=0")
+    with serve("blend-aborted", *flags, bench=True) as server, ThreadPoolExecutor(2) as pool:
+        store(server, joined(own, [0, 1], 1))
+        long = random_tokens(100, seed=60)
+        expected = stock.generate(long, 150, return_logprob=True)
+        other = pool.submit(server.generate, long, 150, return_logprob=True, impress_store=False)
+        server.post("/bench/ssd_mbps", mbps=0.05).raise_for_status()
+        began = time.monotonic()
+        prompt = joined(own, [1, 0], 3)
+        gone = pool.submit(server.ask, prompt, 400, rid="gone", **asking(0.0))
+        time.sleep(1)
+        server.post("/abort_request", rid="gone").raise_for_status()
+        aborted = time.monotonic() - began
+        answer = gone.result(120).json()
+        server.post("/bench/ssd_mbps", mbps=0).raise_for_status()
+
+        told = report(answer)
+        assert told["path"] == "ssd" and told["blended_tokens"] == 1800 - 11
+        assert told["wait_ms"] > 1e3 * aborted, "it blended when it was aborted"
+        meta = answer["meta_info"]
+        assert meta["finish_reason"]["type"] == "abort" and meta["completion_tokens"] < 10
+        assert_same([expected], [other.result(120)], TOLERANCE)
+        server.assert_whole()
+        again = report(server.generate(prompt, 1, **asking(0.0, impress_store=False)))
+        assert again["why"]["reason"] == "loaded" and again["stored_tokens"] > 1800
