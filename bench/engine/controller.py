@@ -39,6 +39,7 @@ from impress_sglang.options import AUTO
 from impress_sglang.serving.blend_plan import CHECKED_LAYERS, BlendNotes, Kind, share_of_layer
 from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.estimate import pairs_of
+from impress_sglang.serving.report import new_report
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.files import install
 from impress_sglang.storage.layout import KVShape
@@ -176,7 +177,8 @@ class Cell:
         if plan is None:
             raise BenchFailed("a request was not blended")
         none = torch.empty(0, dtype=torch.int64)
-        request = runtime.open("blend", plan, none, {}, torch.arange)
+        report = new_report(runtime.config.policy, 0, len(tokens))
+        request = runtime.open("blend", plan, none, report, torch.arange)
         assert request is not None and isinstance(request.loading, BlendedLoading)
         loading, waited = request.loading, 0.0
         for number, block in enumerate(plan.blocks):

@@ -19,6 +19,7 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.estimate import pairs_of
+from impress_sglang.serving.report import new_report
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.files import install
@@ -164,7 +165,7 @@ class StoredEngine:
             str(request.question),
             plan,
             torch.empty(0, dtype=torch.int64, device=device),
-            {},
+            new_report(runtime.config.policy, 0, len(asked.prompt)),
             lambda count: torch.arange(count, device=device),
         )
         assert stored is not None

@@ -30,6 +30,7 @@ from torch import Tensor
 from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.integration.attention import adopt_backend
 from impress_sglang.options import EXACT_BITS
+from impress_sglang.serving.report import new_report
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.transfer.loader import LayerInputs
@@ -97,7 +98,7 @@ class Row:
                 bits=EXACT_BITS,
                 quality=Quality(1, k / m) if k < m else EXACT,
                 loading=None,
-                report={},
+                report=new_report("impress", len(resident)),
             )
         # Nobody may see what stands in slot 0.
         self.slots = slots

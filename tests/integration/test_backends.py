@@ -35,6 +35,7 @@ from impress_sglang.serving import clocks
 from impress_sglang.serving.clocks import Clock, HostEvent, clock_for
 from impress_sglang.serving.estimate import Estimator, RequestLengths, pairs_of
 from impress_sglang.serving.pool_reader import reading_stream
+from impress_sglang.serving.report import new_report
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.quality import Quality
@@ -345,9 +346,10 @@ class Serving(PrefixAttention, Stock):
     def admit(self, rid: str, m: int, k: int, new: int, loading: float) -> StoredRequest:
         """A request with a stored prefix, each of whose layers takes so many milliseconds."""
         nothing = torch.zeros(0, dtype=torch.int64)
-        slots = torch.arange(k)
+        slots, report = torch.arange(k), new_report("impress", 0)
+        quality = Quality(1, k / m)
         request = StoredRequest(
-            rid, nothing, nothing, slots, m, EXACT_BITS, Quality(1, k / m), None, {}, new_tokens=new
+            rid, nothing, nothing, slots, m, EXACT_BITS, quality, None, report, new_tokens=new
         )
         self.runtime.live[rid] = request
         self.milliseconds[rid] = loading

@@ -37,7 +37,7 @@ from impress_sglang.integration.recompute import (
 )
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.loading import RecomputedLoading
-from impress_sglang.serving.report import RequestTotals
+from impress_sglang.serving.report import RequestTotals, new_report
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.storage.layout import KVShape
@@ -56,7 +56,8 @@ def request_of(
     slots = torch.arange(100, 100 + m) if slots is None else slots
     resident_slots = torch.arange(1, 1 + resident)
     quality = EXACT if len(slots) == m else Quality(1, len(slots) / m)
-    return StoredRequest(rid, tokens, resident_slots, slots, m, EXACT_BITS, quality, None, {})
+    report = new_report("impress", resident, len(tokens))
+    return StoredRequest(rid, tokens, resident_slots, slots, m, EXACT_BITS, quality, None, report)
 
 
 @pytest.fixture(autouse=True)
