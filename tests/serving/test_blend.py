@@ -106,6 +106,9 @@ def test_a_share_is_nearer_than_none(stock: Server, blending: Server) -> None:
         assert told["used_tokens"] == len(prompt) - 23 and told["why"]["reason"] == "blended"
         if share == 0.0:
             assert told["blended_tokens"] == 1200 - 11
+            tokens = told["tokens"]
+            assert tokens["blended"] == 1200 - 11
+            assert sum(tokens.values()) == answer["meta_info"]["prompt_tokens"]
     distances = [logprob_distance(expected, answer) for answer in found.values()]
     assert distances[2] < distances[0]
 

@@ -32,6 +32,8 @@ def test_report_of_a_stored_prefix(impress: Server) -> None:
     assert said["path"] == "ssd"
     assert said["prefix_tokens"] == said["stored_tokens"] == 1001
     assert said["used_tokens"] == said["loaded_tokens"] == 251
+    tokens = {own: count for own, count in said["tokens"].items() if count}
+    assert tokens == {"loaded": 251, "unused": 750, "computed": 20}
     assert said["approximate"] is True
     assert said["layers_by_probe"] + said["layers_by_fallback"] == 3
     assert said["probe_ms"] > 0 and said["load_ms"] > 0 and said["attention_ms"] > 0

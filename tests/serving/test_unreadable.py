@@ -54,6 +54,7 @@ def test_a_prefix_of_many_blocks_is_computed_again(stock: Server, server: Server
     assert_same([expected], [actual], TOLERANCE)
     assert report(actual)["recomputed"] is True and report(actual)["path"] == "ssd"
     assert report(actual)["why"]["reason"] == "damaged"
+    assert report(actual)["tokens"]["computed"] == len(prompt)
     assert total(server, "requests_recomputed") == recomputed + 1
     resident = server.generate(prompt, 16, return_logprob=True)
     assert_same([expected], [resident], TOLERANCE)
