@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.storage.segment import read_header
 from tests.serving.compare import assert_same, paths, report
 from tests.serving.conftest import Serve
@@ -123,8 +124,9 @@ def test_eight_at_once_load_a_prefix_once(impress: Server) -> None:
     answers = impress.generate_together(questions, 4)
     said = [report(answer) for answer in answers]
     assert sum(own["loaded_tokens"] for own in said) == 1500
-    # Each question wants some planes of its own.
-    assert sum(own["ssd_bytes"] for own in said) < 2 * alone
+    # Each question wants some planes of its own, few of a large model. In this one a block is 1.6%
+    # of what a question reads, and each of 3 layers' 2 heads may want one more.
+    assert sum(own["ssd_bytes"] for own in said) <= 1.10 * alone + 3 * 2 * BLOCK_BYTES
     assert all(own["bits_mean"] >= 4.9 for own in said)
 
 
