@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-# Keys are taken from where they are, and widened, so many tokens at once.
-TILE_TOKENS = 4096
+# Keys are taken from where they are, and widened to so many bytes at once. With less, threads would
+# wait for each other more often, which takes long where they wait for a core.
+TILE_BYTES = 64 << 20
 # Most weights at once, if that leaves a head with so many queries: memory does not grow with all of
 # queries, heads and tokens.
 MOST_WEIGHTS = 1 << 24
@@ -91,7 +92,8 @@ def _tiles(keys: Tensor, heads: slice | list[int], rows: Tensor | None = None) -
     """Some heads of keys [tokens, G, D] tile by tile: [heads, D, tile] float32."""
     if isinstance(heads, slice):
         keys, heads = keys[:, heads], slice(None)
-    for tile in _slices(len(keys if rows is None else rows), TILE_TOKENS):
+    size = max(1, TILE_BYTES // (4 * keys.shape[1] * keys.shape[2]))
+    for tile in _slices(len(keys if rows is None else rows), size):
         own = keys[tile] if rows is None else keys.index_select(0, rows[tile])
         yield own[:, heads].float().permute(1, 2, 0)
 

@@ -85,7 +85,7 @@ def test_blocks_and_tiles_do_not_change_the_sums(
     """More new tokens than one block: causality must hold across the cuts."""
     tensors = inputs(17, 21, c, 4, 2, 16, torch.float32)
     monkeypatch.setattr(scores_module, "QUERY_BLOCKS", (block, block))
-    monkeypatch.setattr(scores_module, "TILE_TOKENS", tile)
+    monkeypatch.setattr(scores_module, "TILE_BYTES", tile * 2 * 16 * 4)
 
     for squares in (False, True):
         found = column_sums(*tensors, scaling=0.25, squares=squares)
@@ -128,7 +128,7 @@ def test_keys_are_taken_from_their_rows_for_the_last_queries(
     monkeypatch: pytest.MonkeyPatch, last: int
 ) -> None:
     queries, prefix, resident, new = inputs(17, 21, 9, 4, 2, 16, torch.float32)
-    monkeypatch.setattr(scores_module, "TILE_TOKENS", 8)
+    monkeypatch.setattr(scores_module, "TILE_BYTES", 8 * 2 * 16 * 4)
     pool = torch.full((50, 2, 16), torch.nan)
     rows = torch.randperm(50, generator=torch.Generator().manual_seed(1))[:30]
     pool[rows] = torch.cat([prefix, resident])
@@ -155,7 +155,8 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_no_copy_of_all_keys_is_made() -> None:
+def test_no_copy_of_all_keys_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scores_module, "TILE_BYTES", 1 << 20)
     queries, _, _, new = inputs(2, 1, 1, 4, 4, 16, torch.bfloat16)
     pool, rows = torch.zeros(100_000, 4, 16, dtype=torch.bfloat16), torch.arange(100_000)
 
