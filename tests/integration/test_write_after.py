@@ -18,7 +18,7 @@ from impress_sglang.serving.blend_plan import BlendPlan
 from impress_sglang.serving.blended_loading import BlendedLoading
 from impress_sglang.serving.clocks import clock_for
 from impress_sglang.serving.why import Reason
-from tests.integration import worlds as worlds
+from tests.integration import worlds
 
 WISHES = {"bits": 5.0, "retention": 1.0}
 
