@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import SetInternalStateReq
 
@@ -25,7 +26,7 @@ from impress_sglang.integration.prompt_saves import as_tokens
 from impress_sglang.integration.reporting import take_order
 from impress_sglang.serving.recent import MOST_WORDS
 from impress_sglang.serving.report import new_report
-from tests.browser import needs_browser, shown
+from tests.browser import HEIGHT, WIDTH, needs_browser, pictured, shown
 from tests.integration.worlds import OTHER, STORED, TOKENS, World
 
 
@@ -173,8 +174,10 @@ def served(found: dict[str, Any]) -> Iterator[str]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_port}{page.PAGE_ROUTE}"
-        server.shutdown()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}{page.PAGE_ROUTE}"
+        finally:
+            server.shutdown()
 
 
 @needs_browser
@@ -188,3 +191,18 @@ def test_prompts_are_only_text(world: World, tmp_path: Path) -> None:
         dom = shown(url, tmp_path)
     assert "in use" in dom and dom.count("&lt;img src=x") >= 3
     assert "<img" not in dom and "taken over</title>" not in dom
+
+
+@needs_browser
+@pytest.mark.parametrize("show_prompts", ["on"])
+def test_all_of_it_is_seen(world: World, tmp_path: Path) -> None:
+    world.compute("r", 2000)
+    end(world)
+    found = with_text(seen(world, after=0), SimpleNamespace(decode=lambda _: "You are"))
+    with served(found) as url, Image.open(pictured(url, tmp_path)) as picture:
+        assert picture.size == (WIDTH, HEIGHT)
+        # Above tiers and requests, below prefixes: more colours than a blank page or an error has.
+        for top in (0, HEIGHT // 3):
+            part = picture.convert("RGB").crop((0, top, WIDTH, top + HEIGHT // 3))
+            colours = part.getcolors(WIDTH * HEIGHT)
+            assert colours is not None and len(colours) > 30
