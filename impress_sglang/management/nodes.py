@@ -47,8 +47,11 @@ class Node:
         A hole gives nothing to read, and who has worse KVs cannot fill it: they stand beside it.
         """
         for child in self.children.get(token, ()):
-            useful = child.quality == least or not child.lost
-            if useful and child.quality.suffices(least) and child.segment is not without:
+            quality = child.quality
+            # Most are exact, and are asked for that.
+            same = quality is least or quality == least
+            suffices = same or (not child.lost and quality.suffices(least))
+            if suffices and child.segment is not without:
                 yield child
 
     def hole(self, token: int, quality: Quality) -> Node | None:

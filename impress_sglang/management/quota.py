@@ -17,7 +17,7 @@ from impress_sglang.management.monitor import Monitor
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.wear import WriteBudget
-from impress_sglang.storage.segment import Priority, SegmentInfo
+from impress_sglang.storage.segment import Priority
 
 
 class Quota:
@@ -146,7 +146,7 @@ class Quota:
 
     def make_room(
         self,
-        info: SegmentInfo,
+        segment: StoredSegment,
         keep: StoredMatch,
         remove: Callable[[Sequence[StoredSegment]], None],
         first: StoredSegment | None = None,
@@ -157,17 +157,17 @@ class Quota:
         serves it, and so whether there will be room, is not known before.
 
         Args:
-            info: of the segment in the file.
+            segment: in the file.
             keep: what it builds on, which stays.
             remove: takes segments out, and their files.
             first: a segment that has to go in any case.
         """
-        num_bytes = info.layout().file_bytes
+        num_bytes, namespace = segment.file_bytes, segment.info.namespace
         needed = self.missing(num_bytes)
         if needed > 0 and self._remove_others(needed):
             return False
-        own = self._exceeds(self._held.get(info.namespace, 0) + num_bytes)
-        victims = self._victims(needed, own, info.namespace, keep, first)
+        own = self._exceeds(self._held.get(namespace, 0) + num_bytes)
+        victims = self._victims(needed, own, namespace, keep, first)
         if victims:
             remove(victims)
         return victims is not None

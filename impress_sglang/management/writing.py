@@ -196,15 +196,14 @@ class SegmentWrites:
         if self._quota.budget.is_spent:
             self._stats.offers_above_budget += 1
             return StoreOutcome.SPENT
-        info = self._describe(namespace, offer, start, stop)
-        if not self._make_room(info, known):
+        segment = self._planned(namespace, offer, start, stop)
+        if not self._make_room(segment, known):
             shorter = _shortened(known, offer.available_from)
-            info = self._describe(namespace, offer, shorter.num_tokens, len(tokens))
-            if not self._replaces(known, shorter, info, tokens):
+            segment = self._planned(namespace, offer, shorter.num_tokens, len(tokens))
+            if not self._replaces(known, shorter, segment, tokens):
                 self._stats.offers_without_space += 1
                 return StoreOutcome.NO_SPACE
-        segment = StoredSegment(info, info.layout().file_bytes, SegmentState.PENDING)
-        attached = self._tree.insert(segment, tokens[: info.prefix_len])
+        attached = self._tree.insert(segment, tokens[: segment.info.prefix_len])
         assert attached, "the matched prefix is not in the tree"
         self._begin(segment, offer)
         return StoreOutcome.ACCEPTED
@@ -280,8 +279,8 @@ class SegmentWrites:
             write.offer.abandon()
             write.offer.on_done()
 
-    def _describe(self, namespace: str, offer: Offer, start: int, stop: int) -> SegmentInfo:
-        return SegmentInfo(
+    def _planned(self, namespace: str, offer: Offer, start: int, stop: int) -> StoredSegment:
+        info = SegmentInfo(
             segment_id=uuid.uuid4().hex,
             identity=self._identity,
             namespace=namespace,
@@ -294,27 +293,28 @@ class SegmentWrites:
             expires=math.ceil(time.time() + offer.ttl) if offer.ttl else 0,
             priority=offer.priority,
         )
+        return StoredSegment(info, info.layout().file_bytes, SegmentState.PENDING)
 
     def _make_room(
-        self, info: SegmentInfo, keep: StoredMatch, first: StoredSegment | None = None
+        self, segment: StoredSegment, keep: StoredMatch, first: StoredSegment | None = None
     ) -> bool:
-        return self._quota.make_room(info, keep, self._make_way, first)
+        return self._quota.make_room(segment, keep, self._make_way, first)
 
     def _make_way(self, segments: Sequence[StoredSegment]) -> None:
         self._evict(segments, Cause.EVICTED)
 
     def _replaces(
-        self, known: StoredMatch, shorter: StoredMatch, info: SegmentInfo, tokens: Tokens
+        self, known: StoredMatch, shorter: StoredMatch, segment: StoredSegment, tokens: Tokens
     ) -> bool:
         """Make room at the cost of the last segment of a match; whether the new one fits then."""
         if shorter is known:
             return False
-        last = known.spans[-1].segment
+        last, info = known.spans[-1].segment, segment.info
         # A worse version of the same tokens may stand there as well.
         rest = self._tree.match(
             info.namespace, tokens, least=info.quality, only_ready=False, without=last
         )
-        return rest.num_tokens == info.prefix_len and self._make_room(info, shorter, last)
+        return rest.num_tokens == info.prefix_len and self._make_room(segment, shorter, last)
 
     def _begin(self, segment: StoredSegment, offer: Offer) -> None:
         info = segment.info

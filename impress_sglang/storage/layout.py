@@ -68,7 +68,7 @@ class KVShape:
 
     def to_fields(self) -> dict[str, Any]:
         """The shape as values that JSON has."""
-        return {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
+        return dict(self._fields)
 
     @property
     def group_size(self) -> int:
@@ -122,6 +122,10 @@ class KVShape:
     def row_bytes(self, column: Column) -> int:
         """Bytes of one row in a column."""
         return len(self._heads[column]) * self.head_dim(column) * self.dtype.itemsize
+
+    @functools.cached_property
+    def _fields(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
 
     @functools.cached_property
     def _heads(self) -> tuple[tuple[int, ...], ...]:
