@@ -36,7 +36,7 @@ from tests.unit.store_factory import (
     rows,
 )
 
-PATIENCE_S = 0.4
+PATIENCE_S = 0.8
 KEYS_BLOCK = 0
 RECOVERY_S = 10.0
 
