@@ -14,8 +14,8 @@ from torch import Tensor
 # Keys are taken from where they are, and widened to so many bytes at once. With less, threads would
 # wait for each other more often, which takes long where they wait for a core.
 TILE_BYTES = 64 << 20
-# Most weights at once, if that leaves a head with so many queries: memory does not grow with all of
-# queries, heads and tokens.
+# Most weights of a prefix at once, if that leaves a head with so many queries: memory does not grow
+# with all of its queries, heads and tokens.
 MOST_WEIGHTS = 1 << 24
 QUERY_BLOCKS = 16, 256
 # Below the largest one, a logit whose weight does not count where weights are squared.
@@ -56,7 +56,7 @@ def column_sums(
     num_queries, num_heads, _ = queries.shape
     num_prefix = len(prefix_keys if prefix_rows is None else prefix_rows)
     total = torch.zeros(num_heads, num_prefix, dtype=torch.float32, device=queries.device)
-    if not total.numel():
+    if not total.numel() or not num_queries:
         return total
     grouped = _by_key_head(queries, prefix_keys.shape[1])
     earlier, group = len(new_keys) - num_queries, grouped.shape[1]

@@ -20,7 +20,6 @@ FREE = -1
 # Places in `counts`: buckets that there are; the largest power of two that is no more; entries that
 # were used at some time; of these the first free one, plus one; those that are not free.
 BUCKETS, HALF, USED, FREED, TAKEN = range(5)
-_ONE = np.uint64(1)
 
 
 class WindowTable(NamedTuple):
@@ -165,11 +164,12 @@ def values_of(table: WindowTable, key: np.uint64, found: Indices) -> int:
 
 @compiled((TABLE,), makes_arrays=False)
 def count_reachable(table: WindowTable) -> int:
-    """How many entries are in the chains of their keys; more than there are if one has no end."""
-    count = 0
+    """How many entries are in the chains of their keys; another number if a chain has no end."""
+    count, steps = 0, 0
     for bucket in range(table.counts[BUCKETS]):
         entry = int(table.heads[bucket]) - 1
-        while entry >= 0 and count <= table.counts[USED]:
+        while entry >= 0 and steps <= table.counts[USED]:
             count += _bucket(table, table.keys[entry]) == bucket
+            steps += 1
             entry = int(table.nexts[entry]) - 1
     return count

@@ -48,8 +48,10 @@ class SelectiveLoader:
 
         `end` follows.
         """
+        units = parts_alone(source, torch.arange(source.num_tokens, device=device))
+        # After what may want for memory: who has not begun does not end.
         self._requests += 1
-        return parts_alone(source, torch.arange(source.num_tokens, device=device))
+        return units
 
     def end(self) -> None:
         """A request that began is loaded, or given up; after the last one memory is let go."""

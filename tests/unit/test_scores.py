@@ -211,3 +211,9 @@ def test_inputs_may_be_slices_of_a_pool() -> None:
         0.25,
     )
     np.testing.assert_allclose(found.numpy(), expected, rtol=2e-5, atol=1e-7)
+
+
+def test_who_asks_nothing_weighs_nothing() -> None:
+    keys = torch.randn(5, 2, 8)
+    sums = column_sums(torch.zeros(0, 4, 8), keys, keys[:0], keys[:0], 1.0)
+    assert sums.shape == (4, 5) and not sums.any()

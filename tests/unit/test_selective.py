@@ -15,6 +15,7 @@ from impress_sglang.precision.allocation import planes_of
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.serving.loading import SelectiveLoading
 from impress_sglang.storage.reader import BlockReader
+from impress_sglang.transfer import selective
 from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS
@@ -223,9 +224,10 @@ def test_of_a_prefix_that_passes_ranges_of_one_layer_are_kept(
 
 
 def test_memory_for_a_layer_is_let_go_with_the_last_request(
-    tmp_path: Path, reader: BlockReader
+    tmp_path: Path, reader: BlockReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two that are loaded layer by layer in turn, and of one that never began."""
+    """Of two that are loaded layer by layer in turn, and of two that never began: one for want of
+    memory."""
     loader = SelectiveLoader(SHAPE, ALLOCATIONS["query"])
     store: Any = SimpleNamespace(close_source=lambda source: source.close())
     cases, loadings = [], []
@@ -239,6 +241,14 @@ def test_memory_for_a_layer_is_let_go_with_the_last_request(
     for layer in range(SHAPE.num_layers):
         for loading, slots, case in loadings[:2]:
             loading.load(layer, inputs(case), slots, LoadStats())
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    _, slots, case = loadings[2]
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(selective, "parts_alone", fail)
+        unused.load(0, inputs(case), slots, LoadStats())
     unused.close()
     longer.close()
     assert loader._scratch is not None and len(loader._scratch.keys.pool) == 500
