@@ -12,6 +12,7 @@ import dataclasses
 import json
 import logging
 import math
+import uuid
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,12 +37,16 @@ STEER = {"impress_steer": 1}
 _FIELDS = {"text", "input_ids", "extra_key", "cache_salt", "older_than", "all"}
 # Between two steps of an order.
 PAUSE_S = 0.01
+_purging = asyncio.Lock()
 _STEPS_FIELDS = ("segments", "tokens", "bytes", "writes", "unpinned", "pool_tokens")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Order:
-    """What is ordered of which prefixes: `input_ids` in a namespace; None: all of what is wider."""
+    """What is ordered of which prefixes: `input_ids` in a namespace; None: all of what is wider.
+
+    `name` tells an order that goes in steps from another one that says the same.
+    """
 
     verb: str
     input_ids: list[int] | None = None
@@ -49,6 +54,7 @@ class Order:
     cache_salt: str | None = None
     everything: bool = False
     older_than: float | None = None
+    name: str = ""
 
     def to_json(self) -> str:
         """As it travels."""
@@ -99,7 +105,7 @@ def _obey(cache: ImpressRadixCache, order: Order) -> dict[str, Any]:
 def _purge(cache: ImpressRadixCache, order: Order, name: Any, tokens: Any) -> dict[str, Any]:
     runtime, among = cache.runtime, None
     if order.older_than is not None:
-        found = runtime.served.expiry.older_than(runtime.store, order.older_than)
+        found = runtime.served.expiry.older_than(runtime.store, order.older_than, order.name)
         if found is None:
             return {"left": 1}
         among = found if order.input_ids is None else set(found)
@@ -109,7 +115,7 @@ def _purge(cache: ImpressRadixCache, order: Order, name: Any, tokens: Any) -> di
         space = None if order.everything else namespace_of(order)
         pool, more = cache.sweeps.step(order.to_json(), space, _key_of(order, tokens))
     if order.older_than is not None and not purged.left:
-        runtime.served.expiry.end_asking(order.older_than)
+        runtime.served.expiry.end_asking(order.older_than, order.name)
     residents = runtime.residents
     pool += sum(residents.hide_segment(segment_id) for segment_id in purged.segment_ids)
     return {
@@ -167,6 +173,10 @@ async def carry_out(verb: str, body: object) -> dict[str, Any] | list[dict[str, 
         # One after the other: a later one may begin like an earlier one.
         answers = [await _warm(order) for order in orders]
         return answers[0] if several is None else answers
+    if verb == "purge":
+        # One at a time: each is seen through, however many are given.
+        async with _purging:
+            return await _carry_out(dataclasses.replace(orders[0], name=uuid.uuid4().hex))
     return await _carry_out(orders[0])
 
 

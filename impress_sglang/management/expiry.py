@@ -39,7 +39,7 @@ class Expiry:
         self._look_at = 0.0
         self._look: Future[list[str]] | None = None
         # By the age that somebody has asked for.
-        self._asked: dict[float, Future[list[str]]] = {}
+        self._asked: dict[tuple[float, str], Future[list[str]]] = {}
         self._going: list[str] = []
 
     def poll(self, store: PrefixStore) -> None:
@@ -57,22 +57,23 @@ class Expiry:
             self._look_at = self._clock() + self._period
             self._look = self._older(store, self._seconds)
 
-    def older_than(self, store: PrefixStore, seconds: float) -> list[str] | None:
+    def older_than(self, store: PrefixStore, seconds: float, order: str = "") -> list[str] | None:
         """Names of segments that were written so long ago; None while that is being looked up.
 
-        Who asks goes on asking until there is an answer, and then says `end_asking`.
+        Who asks, by the name of an order, goes on asking until there is an answer, and then says
+        `end_asking`.
         """
-        if seconds not in self._asked:
+        if (seconds, order) not in self._asked:
             if len(self._asked) == _MOST_ASKED:
                 # Of who went away.
                 del self._asked[next(iter(self._asked))]
-            self._asked[seconds] = self._older(store, seconds)
-        look = self._asked[seconds]
+            self._asked[seconds, order] = self._older(store, seconds)
+        look = self._asked[seconds, order]
         return _found(look) if look.done() else None
 
-    def end_asking(self, seconds: float) -> None:
+    def end_asking(self, seconds: float, order: str = "") -> None:
         """The next one to ask wants another look."""
-        self._asked.pop(seconds, None)
+        self._asked.pop((seconds, order), None)
 
     def _older(self, store: PrefixStore, seconds: float) -> Future[list[str]]:
         return store.writes.written_before(self._wall_clock() - seconds)

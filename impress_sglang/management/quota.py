@@ -216,10 +216,11 @@ class Quota:
                 excess = 0 if name == namespace else self._exceeds(self._held[name])
                 choice.take_from(uses.of(name), min(choice.num_bytes + excess, needed))
             choice.take_from(uses, needed)
+        fits = fits and choice.num_bytes >= needed
         # That is a use, and the next one who looks need not come by them again.
         for segment, passed in choice.in_use.items():
-            uses.note(segment, passed)
-        return choice.victims if fits and choice.num_bytes >= needed else None
+            uses.note(segment, passed if fits else segment.passed)
+        return choice.victims if fits else None
 
 
 class _Choice:
