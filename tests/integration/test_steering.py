@@ -494,6 +494,34 @@ def test_a_long_purge_goes_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert total["segments"] == 3 and total["bytes"] == 6 and total["writes"] == 0
 
 
+def test_each_purge_is_seen_through_before_the_next_one_begins(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are: more sweeps at once than are kept would throw each other out."""
+    monkeypatch.setattr(pool_sweeps, "MOST_LOOKS", 1)
+    for number in range(12):
+        fill_pool(world, f"tenant {number}", 1000, 1)
+    names = list[str]()
+
+    async def send(_: Any, text: str) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        names.append(json.loads(text)["name"])
+        answer: dict[str, Any] = json.loads(obey(world.cache, text))
+        return answer
+
+    async def all_of_them() -> list[Any]:
+        orders = [{"extra_key": f"tenant {number}"} for number in range(12)]
+        return await asyncio.gather(*(carry_out("purge", own) for own in orders))
+
+    monkeypatch.setattr(steering, "tokenizer_manager", lambda: None)
+    monkeypatch.setattr(steering, "send", send)
+    monkeypatch.setattr(steering, "PAUSE_S", 0.0)
+    answers = asyncio.run(asyncio.wait_for(all_of_them(), 60))
+    assert all(own["pool_tokens"] > 0 for own in answers)
+    assert len(set(names)) == 12 and len(names) > 24, "each has a name, and goes in steps"
+    assert names == sorted(names, key=names.index)
+
+
 def test_a_site_is_foreign_where_there_is_no_key() -> None:
     assert is_foreign("http://evil.example", "127.0.0.1:30000", has_key=False)
     assert is_foreign("null", "127.0.0.1:30000", has_key=False)

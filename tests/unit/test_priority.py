@@ -209,3 +209,14 @@ def test_low_ones_that_are_needed_are_looked_at_once(
     assert segment_of(store, 0).level is LOW
     bench.put(store, prompt(70))
     assert lengths(store, 0, 1) == [0, 8]
+
+
+def test_an_offer_without_room_changes_nobody(bench: Workbench) -> None:
+    store = bench.open(ssd_gb=gb(4 * bench.one))
+    for number, priority in enumerate((LOW, NORMAL, NORMAL, HIGH), start=1):
+        bench.put(store, prompt(number), priority=priority)
+    sources = [open_source(store, look_up(store, prompt(number))) for number in (1, 4)]
+    assert bench.offer(store, prompt(9, 24)) is StoreOutcome.NO_SPACE
+    assert segment_of(store, 1).level is LOW
+    for source in sources:
+        store.close_source(source)
