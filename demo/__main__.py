@@ -85,7 +85,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
     rows = report.make_rows(replies)
     report.write_json(rows, replies, at_once, path)
     console.print(report.make_table(rows))
-    console.print(at_once)
+    console.print(str(at_once))
     console.print(f"{time.monotonic() - began:.0f} s in all; figures in {path}, log in {log}")
 
 
