@@ -26,7 +26,7 @@ from impress_sglang.serving.loading import (
     SharedLoading,
 )
 from impress_sglang.serving.prefetch import Prefetches
-from impress_sglang.serving.report import split_tokens
+from impress_sglang.serving.report import split_again
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.storage.quality import EXACT
@@ -97,7 +97,7 @@ class RequestOpener:
             stored_tokens=plan.work.stored,
             loaded_tokens=opened.plan.missing,
             shared_tokens=plan.k - opened.plan.missing,
-            tokens=split_tokens(_length(report), **opened.plan.sources),
+            tokens=split_again(report, **opened.plan.sources),
             approximate=plan.quality != EXACT,
             prefetched=prefetched,
         )
@@ -209,12 +209,6 @@ class RequestOpener:
                 self._residents.add(part)
             uses.append(PartUse(part, span.start, span.stop))
         return uses
-
-
-def _length(report: dict[str, object]) -> int:
-    """Tokens of a prompt."""
-    tokens: dict[str, int] = report["tokens"]  # type: ignore[assignment]
-    return sum(tokens.values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -30,6 +30,13 @@ def split_tokens(num_tokens: int, **found: int) -> dict[str, int]:
     return split | {SOURCES[-1]: left}
 
 
+def split_again(report: dict[str, object], **found: int) -> dict[str, int]:
+    """The same tokens of a report's prompt by other sources."""
+    before = report["tokens"]
+    assert isinstance(before, dict)
+    return split_tokens(sum(before.values()), **found)
+
+
 def new_report(policy: str, resident_len: int, num_tokens: int = 0) -> dict[str, object]:
     """The `meta_info["impress"]` of a request before any stored prefix is used.
 
@@ -119,8 +126,7 @@ def publish(request: StoredRequest) -> None:
         recomputed=request.recomputed,
     )
     if request.recomputed:
-        before: dict[str, int] = request.report["tokens"]  # type: ignore[assignment]
-        tokens = split_tokens(sum(before.values()), resident=before["resident"])
+        tokens = split_again(request.report, resident=request.resident_len)
         request.report.update(why=why.damaged(), blended_tokens=0, tokens=tokens)
 
 
