@@ -35,6 +35,11 @@ class Node:
         return self.segment is not None and self.segment.state is SegmentState.LOST
 
     @property
+    def stop(self) -> int:
+        """Behind its last token, in its segment."""
+        return self.start + len(self.tokens)
+
+    @property
     def first_token(self) -> int:
         """By which its parent finds it."""
         return int(self.tokens[0])

@@ -7,6 +7,7 @@ namespace that has more than it may.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -62,8 +63,11 @@ class Quota:
         self._held: dict[str, int] = {}
         # Namespaces that have more than they may, as when they may have less than before.
         self._over: dict[str, None] = {}
+        held = Counter[str]()
         for segment in tree.segments():
-            self._count(segment, segment.file_bytes)
+            held[segment.info.namespace] += segment.file_bytes
+        for name, num_bytes in held.items():
+            self._count(name, num_bytes)
         self.pending_bytes = 0
         """What of that is not on the disk yet."""
 
@@ -84,14 +88,14 @@ class Quota:
 
     def remove(self, segment: StoredSegment) -> None:
         """A file is on its way out."""
-        self._count(segment, -segment.file_bytes)
+        self._count(segment.info.namespace, -segment.file_bytes)
         # Until the next measurement.
         self._monitor.free_bytes += segment.file_bytes
 
     def begin(self, segment: StoredSegment) -> None:
         """A file is going to be written."""
         self.budget.spend(segment.file_bytes)
-        self._count(segment, segment.file_bytes)
+        self._count(segment.info.namespace, segment.file_bytes)
         self.pending_bytes += segment.file_bytes
 
     def end(self, segment: StoredSegment, *, written: bool) -> None:
@@ -101,19 +105,18 @@ class Quota:
             self._monitor.free_bytes -= segment.file_bytes
         else:
             self.budget.spend(-segment.file_bytes)
-            self._count(segment, -segment.file_bytes)
+            self._count(segment.info.namespace, -segment.file_bytes)
 
     def replace(self, segment: StoredSegment, old_bytes: int) -> None:
         """The file of a segment has taken the place of another, which is on its way out."""
         self.budget.spend(segment.file_bytes)
         more = segment.file_bytes - old_bytes
-        self._count(segment, more)
+        self._count(segment.info.namespace, more)
         self._monitor.free_bytes -= more
 
-    def _count(self, segment: StoredSegment, more: int) -> None:
-        """A segment has so many bytes more than were counted."""
+    def _count(self, name: str, more: int) -> None:
+        """A namespace has so many bytes more than were counted."""
         self.used_bytes += more
-        name = segment.info.namespace
         held = self._held.get(name, 0) + more
         if held:
             self._held[name] = held

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import gc
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -34,42 +33,28 @@ _MANY = 10_000
 def recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None = None) -> StoredTree:
     """The tree of the segments that are on the disk; files without a place in it are removed.
 
+    Python does not look for garbage meanwhile, and never among many segments: there is none before
+    the store closes, each look would take 0.4 s longer for 100,000, and requests would wait for it.
+
     `content` is the tree's, if it is to find tokens anywhere.
 
     Raises:
         OSError: the directory cannot be read.
         sqlite3.Error: the index can neither be read nor made anew.
     """
-    with _without_collections():
-        tree = _recover_tree(keeper, identity, content)
-    if gc.isenabled():
-        _collect_new(freeze=len(tree) >= _MANY)
-    return tree
-
-
-def _collect_new(*, freeze: bool) -> None:
-    """Look for garbage among what is new, or with `freeze` for the last time among all.
-
-    Each later look at all would take 0.4 s longer for the index of 100,000 segments, in which there
-    is none before the store closes, and requests would wait for it.
-    """
-    if freeze:
-        gc.collect()
-        gc.freeze()
-    else:
-        gc.collect(1)
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Python's garbage is not looked for: nothing here is any, and each look visits all of it."""
     enabled = gc.isenabled()
-    gc.disable()
+    if enabled:
+        # What is garbage before that is not frozen below.
+        gc.collect()
+        gc.disable()
     try:
-        yield
+        tree = _recover_tree(keeper, identity, content)
+        if enabled and len(tree) >= _MANY:
+            gc.freeze()
     finally:
         if enabled:
             gc.enable()
+    return tree
 
 
 def _recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None) -> StoredTree:

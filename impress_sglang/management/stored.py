@@ -48,16 +48,16 @@ class StoredSegment:
     level: Priority = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.level = self.own_level
+        self.level = Priority.LOW if self.state is SegmentState.LOST else self.info.priority
 
     @property
     def own_level(self) -> Priority:
         """The highest of its priority, which a hole has not, and of what builds on it."""
         own = Priority.LOW if self.state is SegmentState.LOST else self.info.priority
-        if self.dependents[Priority.HIGH]:
+        _, normal, high = self.dependents
+        if high:
             return Priority.HIGH
-        built_on = Priority.NORMAL if self.dependents[Priority.NORMAL] else Priority.LOW
-        return max(own, built_on, self.passed)
+        return max(own, Priority.NORMAL if normal else Priority.LOW, self.passed)
 
     @property
     def num_dependents(self) -> int:

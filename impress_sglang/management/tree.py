@@ -17,6 +17,7 @@ Invariants (`check_integrity`):
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import uuid
@@ -46,7 +47,8 @@ class StoredTree:
         """
         self.content = content
         self._roots: dict[str, Node] = {}
-        self._tails: dict[str, Node] = {}
+        # Nodes of each segment, from its first token on.
+        self._paths: dict[str, list[Node]] = {}
         # Those come last that were checked last.
         self._segments: OrderedDict[str, StoredSegment] = OrderedDict()
         self.file_bytes = 0
@@ -91,15 +93,13 @@ class StoredTree:
         were no segment `without`.
         """
         spans: list[StoredSpan] = []
-        for node, length in self._walk(namespace, tokens, least, without):
-            segment = node.segment
-            assert segment is not None
-            if only_ready and not segment.ready:
+        for span in self._walk(namespace, tokens, least, without):
+            if only_ready and not span.segment.ready:
                 break
-            if spans and spans[-1].segment is segment:
-                spans[-1] = StoredSpan(segment, spans[-1].start, node.start + length)
+            if spans and spans[-1].segment is span.segment:
+                spans[-1] = StoredSpan(span.segment, spans[-1].start, span.stop)
             else:
-                spans.append(StoredSpan(segment, node.start, node.start + length))
+                spans.append(span)
         return StoredMatch(tuple(spans))
 
     def below(self, namespace: str | None, prefix: Tokens | None = None) -> Iterator[StoredSegment]:
@@ -114,17 +114,15 @@ class StoredTree:
             for end, _ in ends:
                 for node in deepest_first(end):
                     segment = node.segment
-                    if segment is not None and self._tails[segment.segment_id] is node:
+                    if segment is not None and self._paths[segment.segment_id][-1] is node:
                         yield segment
 
     def on_top(self, segment: StoredSegment) -> Iterator[StoredSegment]:
         """Segments that build on one, without others between; as lazy as `below`."""
-        node: Node | None = self._tails[segment.segment_id]
-        while node is not None and node.segment is segment:
+        for node in reversed(self._paths[segment.segment_id]):
             for below in itertools.chain.from_iterable(node.children.values()):
                 if below.segment is not None and below.segment is not segment:
                     yield below.segment
-            node = node.parent
 
     def touch(self, match: StoredMatch) -> None:
         """Count an access to every segment of a match."""
@@ -155,10 +153,7 @@ class StoredTree:
         """
         if not above.info.quality.suffices(segment.info.quality):
             return False
-        node = self._tails[above.segment_id]
-        while node.start >= length:
-            assert node.parent is not None
-            node = node.parent
+        node = _holder(self._paths[above.segment_id], length)
         own = length - node.start
         return self._attach(segment, self._split(node, own) if own < len(node.tokens) else node)
 
@@ -166,7 +161,7 @@ class StoredTree:
         """The same tokens are in another file now."""
         assert np.array_equal(segment.info.tokens, info.tokens)
         assert info.segment_id not in self._segments
-        self._tails[info.segment_id] = self._tails.pop(segment.segment_id)
+        self._paths[info.segment_id] = self._paths.pop(segment.segment_id)
         self._segments[info.segment_id] = self._segments.pop(segment.segment_id)
         if self.content is not None:
             self.content.rename(segment.segment_id, info.segment_id)
@@ -176,12 +171,7 @@ class StoredTree:
 
     def node_starts(self, segment: StoredSegment) -> list[int]:
         """First token of each node of a segment, ascending; the first one is 0."""
-        starts = []
-        node: Node | None = self._tails[segment.segment_id]
-        while node is not None and node.segment is segment:
-            starts.append(node.start)
-            node = node.parent
-        return starts[::-1]
+        return [node.start for node in self._paths[segment.segment_id]]
 
     def lose(self, segment: StoredSegment) -> None:
         """A segment has no file any more.
@@ -190,7 +180,7 @@ class StoredTree:
         the tree, and so do holes above.
         """
         segment.state = SegmentState.LOST
-        node = self._tails[segment.segment_id]
+        node = self._paths[segment.segment_id][-1]
         while node.lost and not node.children:
             assert node.segment is not None and node.parent is not None
             node.parent.remove(node)
@@ -236,22 +226,22 @@ class StoredTree:
         Raises:
             AssertionError: as of `check_integrity`.
         """
-        info, above, node = segment.info, segment.parent, self._tails[segment.segment_id]
+        info, above, path = segment.info, segment.parent, self._paths[segment.segment_id]
         assert self._segments[segment.segment_id] is segment
-        stop = info.num_tokens
-        for _ in range(most):
-            assert node.segment is segment and node.parent is not None
+        stop, node = info.num_tokens, path[-1]
+        for own in itertools.islice(reversed(path), most):
+            assert node is own and node.segment is segment and node.parent is not None
             assert len(node.tokens) > 0 and node.start + len(node.tokens) == stop
             assert np.array_equal(node.tokens, info.tokens[node.start : stop])
             siblings = node.parent.children[node.first_token]
             assert node in siblings and len({own.quality for own in siblings}) == len(siblings)
             stop, node = node.start, node.parent
-            if not stop:
-                assert node.segment is above
-                assert above is not None or self._roots[info.namespace] is node
-                break
+        if not stop:
+            assert node.segment is above
+            assert above is not None or self._roots[info.namespace] is node
+        assert path[0].start == 0
         if segment.state is SegmentState.LOST:
-            assert self._tails[segment.segment_id].start == 0 and segment.num_dependents
+            assert len(path) == 1 and segment.num_dependents
         if above is not None:
             assert self._segments[above.segment_id] is above
             assert above.info.namespace == info.namespace
@@ -305,13 +295,13 @@ class StoredTree:
             segment.parent.dependents[segment.level] += 1
         self._segments[segment.segment_id] = segment
         self.file_bytes += segment.file_bytes
-        self._tails[segment.segment_id] = nodes[-1]
+        self._paths[segment.segment_id] = nodes
         if self.content is not None and segment.state is not SegmentState.LOST:
             self.content.add(segment)
 
     def _forget(self, segment: StoredSegment) -> None:
         """A segment is gone; its nodes are another's, or gone as well."""
-        del self._segments[segment.segment_id], self._tails[segment.segment_id]
+        del self._segments[segment.segment_id], self._paths[segment.segment_id]
         self.file_bytes -= segment.file_bytes
         if self.content is not None:
             self.content.discard(segment)
@@ -341,19 +331,27 @@ class StoredTree:
         tokens: Tokens,
         least: Quality,
         without: StoredSegment | None,
-    ) -> Iterator[tuple[Node, int]]:
-        """Nodes along `tokens`, each with the number of its tokens that match."""
+    ) -> Iterator[StoredSpan]:
+        """Runs of segments along `tokens`."""
         node = self._roots.get(namespace)
         position = 0
         while node is not None and position < len(tokens):
             child = next(node.choices(int(tokens[position]), least, without), None)
             if child is None:
                 return
-            length = common_prefix_len(child.tokens, tokens[position:])
-            yield child, length
-            if length < len(child.tokens):
+            segment, start = child.segment, child.start
+            assert segment is not None
+            # Beside what is exact stands nothing better: it is followed as far as it goes, however
+            # many nodes that are.
+            exact = segment.info.quality == EXACT
+            path = self._paths[segment.segment_id] if exact else [child]
+            own = segment.info.tokens[start : path[-1].stop]
+            stop = start + common_prefix_len(own, tokens[position:])
+            yield StoredSpan(segment, start, stop)
+            node = _holder(path, stop)
+            if stop < node.stop:
                 return
-            node, position = child, position + length
+            position += stop - start
 
     def _ends(self, namespace: str, prefix: Tokens, least: Quality) -> Iterator[tuple[Node, int]]:
         """Nodes in which a prefix ends, and how many of their tokens are of it, best paths first.
@@ -374,15 +372,25 @@ class StoredTree:
 
     def _split(self, node: Node, length: int) -> Node:
         """Cut a node after `length` tokens; returns the upper half."""
-        assert node.parent is not None
+        assert node.parent is not None and node.segment is not None
         upper = Node(node.tokens[:length], node.segment, node.start, node.parent)
+        path = self._paths[node.segment.segment_id]
+        path.insert(bisect.bisect_left(path, node.start, key=_start), upper)
         node.parent.remove(node)
         node.parent.add(upper)
         node.tokens, node.start, node.parent = node.tokens[length:], node.start + length, upper
         upper.add(node)
         if upper.lost:
-            assert node.segment is not None
             self._forget(node.segment)
             self._dig(node)
             self._dig(upper)
         return upper
+
+
+def _holder(path: list[Node], length: int) -> Node:
+    """Of the nodes of a segment the one with the last of its first `length` tokens."""
+    return path[bisect.bisect_left(path, length, key=_start) - 1]
+
+
+def _start(node: Node) -> int:
+    return node.start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
@@ -57,7 +58,7 @@ class Uses:
         self._join(segment)
         if segment.info.expires:
             self._note_due(segment)
-        if segment.parent is not None:
+        if segment.parent is not None and segment.parent.level < segment.level:
             self.settle(segment.parent)
         if not segment.last_access:
             self.note(segment)
@@ -148,17 +149,22 @@ class Uses:
 
     def sort(self) -> None:
         """Put segments of an earlier process in the order in which it used them."""
-        ordered = sorted(self._order, key=lambda segment: -segment.info.prefix_len)
-        for segment in ordered:
+        upwards = sorted(self._order, key=lambda segment: -segment.info.prefix_len)
+        for segment in upwards:
             above = segment.parent
             if above is not None and above.last_access < segment.last_access:
                 above.last_access = segment.last_access
-        # Of equals those with more tokens before them stay in front.
-        ordered.sort(key=lambda segment: segment.last_access)
-        for segment in ordered:
-            self._order.move_to_end(segment)
-            self._levels[segment.level].move_to_end(segment)
-            self._orders[segment.info.namespace, segment.level].move_to_end(segment)
+        # Of equals those that build on others stay in front.
+        self._order = OrderedDict.fromkeys(sorted(upwards, key=_last_access))
+        self._levels = {
+            level: OrderedDict.fromkeys(own for own in self._order if own.level is level)
+            for level in Priority
+        }
+        places = defaultdict[tuple[str, Priority], list[StoredSegment]](list)
+        for segment in self._order:
+            places[segment.info.namespace, segment.level].append(segment)
+        self._orders.clear()
+        self._orders.update((place, OrderedDict.fromkeys(own)) for place, own in places.items())
 
     def check(self, segment: StoredSegment) -> None:
         """See that one of the tree has its place; that takes the same time for each.
@@ -195,6 +201,9 @@ class Uses:
             for own in _path_up(segment):
                 assert own not in places or places[own] >= place
                 assert own not in places or own.last_access >= segment.last_access
+
+
+_last_access = operator.attrgetter("last_access")
 
 
 def _path_up(segment: StoredSegment) -> Iterator[StoredSegment]:

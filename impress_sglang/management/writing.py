@@ -199,11 +199,16 @@ class SegmentWrites:
         segment = self._planned(namespace, offer, start, stop)
         if not self._make_room(segment, known):
             shorter = _shortened(known, offer.available_from)
-            segment = self._planned(namespace, offer, shorter.num_tokens, len(tokens))
+            start = shorter.num_tokens
+            segment = self._planned(namespace, offer, start, len(tokens))
             if not self._replaces(known, shorter, segment, tokens):
                 self._stats.offers_without_space += 1
                 return StoreOutcome.NO_SPACE
-        attached = self._tree.insert(segment, tokens[: segment.info.prefix_len])
+        if start:
+            above = known.slice(0, start)[-1]
+            attached = self._tree.insert_below(segment, above.segment, above.stop)
+        else:
+            attached = self._tree.insert(segment, tokens[:0])
         assert attached, "the matched prefix is not in the tree"
         self._begin(segment, offer)
         return StoreOutcome.ACCEPTED

@@ -27,7 +27,7 @@ import xxhash
 from impress_sglang.storage.directory import CATALOG
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
-from impress_sglang.storage.quality import Quality
+from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ FROM segments LEFT JOIN uses USING (segment_id)
 # The first ones never change, and their checksum follows; then what is used.
 _FIXED, _COLUMNS = 13, 17
 _TOKENS, _INTEGERS = 5, np.dtype("<i4")
+_PRIORITIES = tuple(Priority)
 # Shapes and qualities that rows have together.
 _SHARED = 1024
 _Statement: TypeAlias = tuple[str, Sequence[Any]]
@@ -250,7 +251,7 @@ class Catalog:
     def _open(self) -> sqlite3.Connection:
         connection = self._files.database(self._path, read_only=self._read_only)
         # What is damaged fails its checksum, not the start.
-        connection.text_factory = lambda text: text.decode(errors="replace")
+        connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
         try:
             if self._read_only:
                 found = connection.execute("SELECT name FROM sqlite_schema").fetchall()
@@ -338,7 +339,7 @@ def _from_row(row: tuple[Any, ...]) -> CatalogEntry:
         quality=_quality(quality),
         generation=generation,
         expires=expires,
-        priority=Priority(priority),
+        priority=_PRIORITIES[priority],
     )
     return CatalogEntry(info, file_bytes, *use)
 
@@ -350,4 +351,6 @@ def _shape(text: str) -> KVShape:
 
 @functools.lru_cache(_SHARED)
 def _quality(text: str) -> Quality:
-    return Quality(*json.loads(text))
+    quality = Quality(*json.loads(text))
+    # Most are: of one object that is soon known.
+    return EXACT if quality == EXACT else quality

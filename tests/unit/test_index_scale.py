@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import gc
 import sqlite3
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from impress_sglang.management import restoring
+from impress_sglang.management import tree as tree_module
 from impress_sglang.management.digests import prefix_digest
 from impress_sglang.management.disk import NOTED_TOGETHER
 from impress_sglang.management.nodes import Node
@@ -21,6 +25,7 @@ from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.segment import Tokens, common_prefix_len
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens, make_info, make_shape
 from tests.unit.store_factory import (
@@ -37,6 +42,7 @@ from tests.unit.store_factory import (
 bench = store_factory.bench
 SHAPE = make_shape()
 TURNS = 5
+NO_TOKENS = np.empty(0, np.int32)
 
 
 def conversations(count: int) -> tuple[list[StoredSegment], dict[str, str]]:
@@ -153,6 +159,75 @@ def test_python_looks_for_no_garbage_in_a_large_index(
         assert nodes() > 0, "then it is garbage"
     finally:
         gc.unfreeze()
+
+
+class Cycle:
+    """Garbage that only a look finds."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_what_is_garbage_before_a_start_is_let_go(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = three_prefixes(bench)
+    monkeypatch.setattr(restoring, "_MANY", len(store.tree))
+    cycle = weakref.ref(Cycle())
+    try:
+        bench.reopen(store)
+        assert cycle() is None
+    finally:
+        gc.unfreeze()
+
+
+def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts may leave a system prompt at each of its tokens."""
+    tree, tokens = StoredTree(), list(range(200))
+    assert tree.insert(StoredSegment(make_info(SHAPE, tokens, segment_id="long"), 1), NO_TOKENS)
+    for left in range(1, 200):
+        info = make_info(SHAPE, [1000], segment_id=f"left {left}", prefix_len=left)
+        assert tree.insert_below(StoredSegment(info, 1), tree.get("long"), left)  # type: ignore[arg-type]
+    tree.check_integrity()
+    steps: list[int] = []
+    choices = Node.choices
+
+    def count(self: Node, token: int, *rest: Any) -> Iterator[Node]:
+        steps.append(token)
+        return choices(self, token, *rest)
+
+    monkeypatch.setattr(Node, "choices", count)
+
+    for own in (1, 2, 100, 199):
+        for end in ([], [1000], [2000]):
+            match = tree.match("", as_tokens(tokens[:own] + end))
+            assert [len(span) for span in match.spans] == [own] + [1] * (end == [1000])
+            assert [span.segment.segment_id for span in match.spans][1:] == [
+                f"left {own}" for _ in match.spans[1:]
+            ]
+
+    assert len(steps) == 4 * (1 + 2 + 2)
+
+
+def test_an_offer_compares_the_tokens_before_it_once(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a match has found need not be looked for again."""
+    store = bench.open()
+    bench.put(store, prompt(1))
+    bench.put(store, [*prompt(1), *prompt(2)])
+    compared: list[int] = []
+
+    def count(own: Tokens, tokens: Tokens) -> int:
+        compared.append(len(own))
+        return common_prefix_len(own, tokens)
+
+    monkeypatch.setattr(tree_module, "common_prefix_len", count)
+
+    bench.put(store, [*prompt(1), *prompt(2), *prompt(3)])
+
+    assert compared == [len(prompt(1)), len(prompt(2))]
+    assert len(store.tree) == 3
 
 
 @pytest.fixture
