@@ -1,7 +1,8 @@
 """A hash table of windows that grows by one bucket at a time.
 
 It is one of linear hashing (Litwin, VLDB 1980) with chains: each pair that is put into it splits a
-bucket or two, and nothing else is moved, however many there are. Several entries may have one key.
+bucket or two, and nothing else is moved, however many there are. Several entries may have one key,
+and are found in the order in which they were put there.
 """
 
 from __future__ import annotations
@@ -73,16 +74,23 @@ def _first(table: WindowTable, key: np.uint64) -> int:
 
 @compiled((TABLE,), makes_arrays=False)
 def _split(table: WindowTable) -> None:
-    """Make the next bucket, of entries of the one that has half of its number."""
+    """Make the next bucket, of entries of the one that has half of its number, in their order."""
     counts, heads, keys, nexts = table.counts, table.heads, table.keys, table.nexts
     new, half = counts[BUCKETS], counts[HALF]
     entry = int(heads[new - half]) - 1
     heads[new] = heads[new - half] = 0
     counts[BUCKETS] += 1
+    moved = stayed = -1
     while entry >= 0:
         following = int(nexts[entry]) - 1
-        place = new if keys[entry] & np.uint64(half) else new - half
-        nexts[entry], heads[place] = heads[place], entry + 1
+        moves = keys[entry] & np.uint64(half) != 0
+        last = moved if moves else stayed
+        if last >= 0:
+            nexts[last] = entry + 1
+        else:
+            heads[new if moves else new - half] = entry + 1
+        nexts[entry] = 0
+        moved, stayed = (entry, stayed) if moves else (moved, entry)
         entry = following
     if counts[BUCKETS] == 2 * half:
         counts[HALF] = 2 * half
