@@ -142,29 +142,26 @@ class Server:
         with ThreadPoolExecutor(at_once or len(prompts)) as pool:
             return list(pool.map(lambda tokens: self.generate(tokens, new_tokens), prompts))
 
-    def generate_at(
+    def first_tokens(
         self,
         prompts: Sequence[Sequence[int]],
-        whens: Sequence[float],
         *,
-        at_once: int | None = None,
+        at_once: int,
         custom: dict[str, Any] | None = None,
     ) -> list[tuple[float, dict[str, Any]]]:
-        """Ask for one token of each prompt, so many seconds from now; all at a time, or so many.
+        """Ask for one token of each prompt, of so many at a time.
 
         Returns:
             Seconds until each answer, and the answer.
         """
-        began = time.perf_counter()
 
-        def ask(tokens: Sequence[int], when: float) -> tuple[float, dict[str, Any]]:
-            time.sleep(max(0.0, began + when - time.perf_counter()))
-            asked = time.perf_counter()
+        def ask(tokens: Sequence[int]) -> tuple[float, dict[str, Any]]:
+            began = time.perf_counter()
             answer = self.generate(tokens, custom=custom)
-            return time.perf_counter() - asked, answer
+            return time.perf_counter() - began, answer
 
-        with ThreadPoolExecutor(at_once or len(prompts)) as pool:
-            return list(pool.map(ask, prompts, whens))
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(ask, prompts))
 
     def store(self, tokens: Sequence[int], *, custom: dict[str, Any] | None = None) -> None:
         """Compute a prompt, and empty the pool once it is written."""

@@ -182,8 +182,8 @@ class Comparison:
 
     def _ask(self, server: Server, requests: Sequence[Request]) -> list[float]:
         """Milliseconds to the first token of each request."""
-        prompts, at_once = [request.tokens for request in requests], self._args.concurrency
-        answers = server.generate_at(prompts, [0.0] * len(prompts), at_once=at_once)
+        prompts = [request.tokens for request in requests]
+        answers = server.first_tokens(prompts, at_once=self._args.concurrency)
         return [seconds * 1e3 for seconds, _ in answers]
 
     def _warm_up(self, server: Server, name: str) -> None:

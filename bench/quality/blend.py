@@ -341,7 +341,7 @@ def _rate(server: Server, asked: Sequence[Question], share: float, clients: int)
     prompts = [[*own.prompt(own.order), *own.question] for own in asked]
     server.flush()
     began = time.perf_counter()
-    answers = server.generate_at(prompts, [0.0] * len(prompts), at_once=clients, custom=custom)
+    answers = server.first_tokens(prompts, at_once=clients, custom=custom)
     seconds = time.perf_counter() - began
     server.flush()
     return {
