@@ -55,6 +55,8 @@ class StoredTree:
         """Of all segments, those included that are being written."""
         self.uses = Uses()
         """In which order they were used."""
+        self.replaced = 0
+        """Segments that got another file: each has its next turn before all others."""
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -168,6 +170,9 @@ class StoredTree:
         self.file_bytes += file_bytes - segment.file_bytes
         segment.info, segment.file_bytes = info, file_bytes
         self.uses.change(segment)
+        # Not behind those that had their turn: perhaps it had none.
+        self._segments.move_to_end(info.segment_id, last=False)
+        self.replaced += 1
 
     def node_starts(self, segment: StoredSegment) -> list[int]:
         """First token of each node of a segment, ascending; the first one is 0."""

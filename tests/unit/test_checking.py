@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from impress_sglang.tiers.placement import Tier
 from tests.unit import store_factory
 from tests.unit.kv_factory import SequenceKVs
 from tests.unit.store_factory import Gate, Workbench, check_rows, look_up, prompt, use
+from tests.unit.test_store_reordering import reorder, select
 
 bench = store_factory.bench
 
@@ -68,6 +69,22 @@ def test_the_store_may_change_between_steps(
             use(used, prompt(7))
     left = there & set(used.tree.segments())
     assert len(left) == 19 and left <= set(looked)
+
+
+@pytest.mark.parametrize("numbers", [range(8), [18]], ids=["seen", "not yet"])
+def test_what_is_reordered_between_steps_takes_nobodys_turn(
+    used: PrefixStore, looked: list[StoredSegment], numbers: Sequence[int]
+) -> None:
+    """Nor does it lose its own."""
+    there = set(used.tree.segments())
+    for step, _ in enumerate(used.checks.steps()):
+        if step == 0:
+            for number in numbers:
+                select(used, prompt(number), 2, 5)
+            reorder(used)
+    assert set(looked) == there == set(used.tree.segments())
+    assert used.reorders.summary()["segments"] == len(numbers)
+    assert len(looked) < len(there) + len(numbers) + checking.SEGMENTS
 
 
 def test_chunks_of_caches_are_looked_at_in_parts(
