@@ -13,12 +13,11 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from impress_sglang.integration.prompt_saves import namespace_of
+from impress_sglang.management.begun import Begun
 
 # Of one step: nodes that are freed, and that are looked at.
 MOST_FREED = 64
 MOST_LOOKS = 2048
-# Sweeps that are under way.
-_MOST_SWEEPS = 8
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,7 +35,7 @@ class PoolSweeps:
 
     def __init__(self, cache: RadixCache) -> None:
         self._cache = cache
-        self._sweeps: dict[str, _Sweep] = {}
+        self._sweeps = Begun[str, _Sweep]()
 
     def step(self, order: str, namespace: str | None, prefix: RadixKey | None) -> tuple[int, bool]:
         """Go on with what an order says, or begin with it.
@@ -51,13 +50,10 @@ class PoolSweeps:
         """
         sweep = self._sweeps.get(order)
         if sweep is None:
-            if len(self._sweeps) == _MOST_SWEEPS:
-                # Of who went away.
-                del self._sweeps[next(iter(self._sweeps))]
-            sweep = self._sweeps[order] = self._begin(namespace, prefix)
+            sweep = self._sweeps.begin(order, self._begin(namespace, prefix))
         freed = self._go_on(sweep)
         if not sweep.waiting:
-            del self._sweeps[order]
+            self._sweeps.end(order)
         return freed, bool(sweep.waiting)
 
     def clear(self) -> None:

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
+from impress_sglang.management.begun import Begun
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSegment
 
 # Between two looks at all files: a tenth of the time that prefixes are stored, within these.
 _SHORTEST_S, _LONGEST_S = 1.0, 60.0
-# Looks that were ordered, and removals at once.
-_MOST_ASKED = 8
+# Removals at once.
 _MOST_SEGMENTS = 64
 
 
@@ -39,7 +39,7 @@ class Expiry:
         self._look_at = 0.0
         self._look: Future[list[str]] | None = None
         # By the age that somebody has asked for.
-        self._asked: dict[tuple[float, str], Future[list[str]]] = {}
+        self._asked = Begun[tuple[float, str], Future[list[str]]]()
         self._going: list[str] = []
 
     def poll(self, store: PrefixStore) -> None:
@@ -63,17 +63,14 @@ class Expiry:
         Who asks, by the name of an order, goes on asking until there is an answer, and then says
         `end_asking`.
         """
-        if (seconds, order) not in self._asked:
-            if len(self._asked) == _MOST_ASKED:
-                # Of who went away.
-                del self._asked[next(iter(self._asked))]
-            self._asked[seconds, order] = self._older(store, seconds)
-        look = self._asked[seconds, order]
+        look = self._asked.get((seconds, order))
+        if look is None:
+            look = self._asked.begin((seconds, order), self._older(store, seconds))
         return _found(look) if look.done() else None
 
     def end_asking(self, seconds: float, order: str = "") -> None:
         """The next one to ask wants another look."""
-        self._asked.pop((seconds, order), None)
+        self._asked.end((seconds, order))
 
     def _older(self, store: PrefixStore, seconds: float) -> Future[list[str]]:
         return store.writes.written_before(self._wall_clock() - seconds)
