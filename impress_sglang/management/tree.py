@@ -30,7 +30,7 @@ from impress_sglang.management.content import ContentIndex
 from impress_sglang.management.nodes import Node, deepest_first
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.management.uses import Uses
-from impress_sglang.storage.quality import ANYTHING, EXACT, Quality
+from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens, common_prefix_len
 
 # Of a segment in how many nodes it is checked.
@@ -107,12 +107,13 @@ class StoredTree:
     def below(self, namespace: str | None, prefix: Tokens | None = None) -> Iterator[StoredSegment]:
         """Segments that have the end of a prefix or something behind it, in all qualities.
 
-        What builds on a segment comes before it. `namespace`, `prefix`: None for all. To take the
-        first ones costs no more than these, however many there are; nothing may change meanwhile.
+        What builds on the end of a segment comes before it. `namespace`, `prefix`: None for all. To
+        take the first ones costs no more than these, however many there are; nothing may change
+        meanwhile.
         """
         prefix = np.empty(0, np.int32) if prefix is None else prefix
         for own in self._roots if namespace is None else (namespace,):
-            ends = self._ends(own, prefix, ANYTHING) if own in self._roots else ()
+            ends = self._ends(own, prefix) if own in self._roots else ()
             for end, _ in ends:
                 for node in deepest_first(end):
                     segment = node.segment
@@ -358,10 +359,13 @@ class StoredTree:
                 return
             position += stop - start
 
-    def _ends(self, namespace: str, prefix: Tokens, least: Quality) -> Iterator[tuple[Node, int]]:
+    def _ends(
+        self, namespace: str, prefix: Tokens, least: Quality | None = None
+    ) -> Iterator[tuple[Node, int]]:
         """Nodes in which a prefix ends, and how many of their tokens are of it, best paths first.
 
         A match follows the best child only; what was stored when there was no better one is beside.
+        `least`: None for all, also behind holes.
         """
         root = self._roots.setdefault(namespace, Node(np.empty(0, np.int32), None, 0, None))
         stack = [(root, 0, 0)]
@@ -370,7 +374,9 @@ class StoredTree:
             if position == len(prefix):
                 yield node, length
             elif length == len(node.tokens):
-                choices = list(node.choices(int(prefix[position]), least))
+                token = int(prefix[position])
+                every = node.children.get(token, ())
+                choices = every if least is None else list(node.choices(token, least))
                 for child in reversed(choices):
                     length = common_prefix_len(child.tokens, prefix[position:])
                     stack.append((child, length, position + length))

@@ -207,6 +207,18 @@ def test_a_purge_within_a_segment_leaves_a_hole_that_can_be_filled(bench: Workbe
     check_rows(store, fork)
 
 
+def test_a_purge_reaches_what_stands_behind_a_damaged_file(bench: Workbench) -> None:
+    """Else it would be found again once somebody has stored what is missing."""
+    store = bench.open()
+    for count in (8, 16, 24):
+        bench.put(store, prompt(1, count))
+    lose(bench, store, look_up(store, prompt(1)).spans[0].segment.segment_id)
+    assert forget(store, prompt(1, 16)).tokens == 16
+    bench.put(store, prompt(1))
+    assert length(store, prompt(1, 24)) == 8
+    wait_until(lambda: len(bench.files()) == 1)
+
+
 @pytest.mark.parametrize("namespace", ["salt", None])
 def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | None) -> None:
     store = bench.open()

@@ -212,6 +212,25 @@ class TreeMachine(RuleBasedStateMachine):
             assert info.prefix_len == len(tokens)
             assert info.prefix_digest == prefix_digest(info.namespace, tokens)
 
+    @invariant()
+    def what_is_below_a_prefix_is_found(self) -> None:
+        """In all qualities, behind holes as well, and what stands behind others before them."""
+        paths = {
+            name: (own.namespace, tuple(token for token, _ in own.path))
+            for name, own in self.model.segments.items()
+        }
+        for namespace, prefix in paths.values():
+            found = list(self.tree.below(namespace, as_tokens(prefix)))
+            live = {own.segment_id for own in found if own.state is not SegmentState.LOST}
+            assert live == {
+                name
+                for name, (other, tokens) in paths.items()
+                if other == namespace and tokens[: len(prefix)] == prefix
+            }
+            for number, own in enumerate(found):
+                above = own.parent
+                assert above not in found[:number] or own.info.prefix_len < end_of(above)
+
 
 def spans_of(match: StoredMatch) -> list[tuple[str, int, int]]:
     """As the model tells them: holes next to each other are one, without a name."""
@@ -223,6 +242,10 @@ def spans_of(match: StoredMatch) -> list[tuple[str, int, int]]:
         else:
             spans.append(("" if lost else span.segment.segment_id, span.start, span.stop))
     return spans
+
+
+def end_of(segment: StoredSegment) -> int:
+    return segment.info.prefix_len + segment.info.num_tokens
 
 
 def age(segment: StoredSegment) -> tuple[int, int, str]:
