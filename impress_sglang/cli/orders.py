@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from impress_sglang.errors import ConfigError, SegmentUnreadable, StoreInUseErro
 from impress_sglang.management.digests import namespace_text
 from impress_sglang.management.losses import prompt_of
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
-from impress_sglang.management.purging import purge
+from impress_sglang.management.purging import Purge
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.directory import segment_files
 from impress_sglang.storage.files import FileSystem
@@ -142,10 +143,15 @@ def _purge(
 ) -> dict[str, Any]:
     among = None
     if age is not None:
-        among = set(store.writes.written_before(time.time() - age).result())
-    purged = purge(store, namespace, tokens, among=among, most=len(store.tree))
-    counts = {"tokens": purged.tokens, "bytes": purged.bytes, "unpinned": purged.unpinned}
-    return {"segments": len(purged.segment_ids), **counts}
+        among = store.writes.written_before(time.time() - age).result()
+    purge, counts = Purge(namespace, tokens, among), Counter[str]()
+    while purge.left:
+        done = purge.step(store, len(store.tree))
+        counts["segments"] += len(done.segment_ids)
+        counts["tokens"] += done.tokens
+        counts["bytes"] += done.bytes
+        counts["unpinned"] += done.unpinned
+    return dict(counts)
 
 
 def _shape_in(files: FileSystem, path: Path) -> KVShape:

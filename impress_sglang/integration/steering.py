@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from impress_sglang.integration.prompt_saves import as_tokens, namespace_of
 from impress_sglang.integration.radix_cache import ImpressRadixCache
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
-from impress_sglang.management.purging import purge
+from impress_sglang.management.purging import Purge
 from impress_sglang.options import EXACTLY, OFF
 from impress_sglang.serving.custom_params import BITS_KEY, BLEND_KEY, RETENTION_KEY, STORE_KEY
 from impress_sglang.serving.truncation import TRUNCATE_KEY
@@ -103,19 +103,23 @@ def _obey(cache: ImpressRadixCache, order: Order) -> dict[str, Any]:
 
 
 def _purge(cache: ImpressRadixCache, order: Order, name: Any, tokens: Any) -> dict[str, Any]:
-    runtime, among = cache.runtime, None
-    if order.older_than is not None:
-        found = runtime.served.expiry.older_than(runtime.store, order.older_than, order.name)
-        if found is None:
-            return {"left": 1}
-        among = found if order.input_ids is None else set(found)
-    purged, pool, more = purge(runtime.store, name, tokens, among=among), 0, False
-    if among is None:
+    runtime, served, text = cache.runtime, cache.runtime.served, order.to_json()
+    purge, among = served.purges.get(text), None
+    if purge is None:
+        if order.older_than is not None:
+            among = served.expiry.older_than(runtime.store, order.older_than, order.name)
+            if among is None:
+                return {"left": 1}
+            served.expiry.end_asking(order.older_than, order.name)
+        purge = served.purges.begin(text, Purge(name, tokens, among))
+    purged, pool, more = purge.step(runtime.store), 0, False
+    if order.older_than is None:
         # Its writes are given up, and lock nothing any more.
         space = None if order.everything else namespace_of(order)
-        pool, more = cache.sweeps.step(order.to_json(), space, _key_of(order, tokens))
-    if order.older_than is not None and not purged.left:
-        runtime.served.expiry.end_asking(order.older_than, order.name)
+        pool, more = cache.sweeps.step(text, space, _key_of(order, tokens))
+    left = purge.left or more
+    if not left:
+        served.purges.end(text)
     residents = runtime.residents
     pool += sum(residents.hide_segment(segment_id) for segment_id in purged.segment_ids)
     return {
@@ -125,7 +129,7 @@ def _purge(cache: ImpressRadixCache, order: Order, name: Any, tokens: Any) -> di
         "writes": purged.writes,
         "unpinned": purged.unpinned,
         "pool_tokens": pool,
-        "left": purged.left or more,
+        "left": left,
     }
 
 

@@ -3,90 +3,130 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator
 
-from impress_sglang.management.losses import Cause, prompt_of
+from impress_sglang.management.losses import Cause
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSegment
-from impress_sglang.storage.segment import Tokens, common_prefix_len
+from impress_sglang.management.tree import StoredTree
+from impress_sglang.storage.segment import Tokens
 
-# At once: who purges more does so in several steps, between which requests are served.
+# Of one step: segments that are removed, and looks at whether one is meant.
 MOST_SEGMENTS = 64
+MOST_LOOKS = 2048
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Purged:
-    """What one step has removed; `bytes` are on SSD, `left` says that another step is needed."""
+    """What one step has removed; `bytes` are on SSD, `writes` were given up."""
 
-    segment_ids: tuple[str, ...]
-    tokens: int
-    bytes: int
-    writes: int
-    left: bool
-    unpinned: int
+    segment_ids: tuple[str, ...] = ()
+    tokens: int = 0
+    bytes: int = 0
+    writes: int = 0
+    unpinned: int = 0
 
 
-def purge(
-    store: PrefixStore,
-    namespace: str | None = None,
-    tokens: Tokens | None = None,
-    *,
-    among: Collection[str] | None = None,
-    most: int = MOST_SEGMENTS,
-) -> Purged:
-    """Remove what is stored of a prefix and of all that begins with it.
+class Purge:
+    """Removes what is stored of a prefix and of all that begins with it, in steps.
 
-    Files are unlinked behind the caller, in order with writes. What is being written is given up,
-    and removed where it is too late for that. Pins of what is removed are gone as well, and so is
-    what stands in quarantine, of whatever it is.
-
-    Args:
-        store: to remove it from.
-        namespace: as the store names it; None: all.
-        tokens: the prefix, int32 [n], in a namespace; None: all of that.
-        among: only these segments, and pins stay; None: all.
-        most: segments of this step.
+    Between two of them requests are served, and what they store of it is removed as well.
     """
-    unpinned = store.pins.unpin(namespace, tokens) if among is None else 0
-    # Of all steps in the first one: they read what is to be freed.
-    writes = [own for own, _ in store.writes if among is None and _begins(own, namespace, tokens)]
-    going, left = list[StoredSegment](), False
-    within = store.tree.below(namespace, tokens)
-    if among is not None and tokens is None:
-        # However many others there are.
-        within = _named(store, namespace, among)
-    elif among is not None:
-        within = (own for own in within if own.segment_id in among)
-    for segment in within:
-        if segment.on_disk:
-            if left := len(going) == most:
+
+    def __init__(
+        self,
+        namespace: str | None = None,
+        tokens: Tokens | None = None,
+        among: list[str] | None = None,
+    ) -> None:
+        """Nothing is removed yet.
+
+        Args:
+            namespace: as the store names it; None: all.
+            tokens: the prefix, int32 [n], n > 0, in a namespace; None: all of that.
+            among: only these segments, and pins stay; None: all. The list is emptied.
+        """
+        assert tokens is None or (namespace is not None and len(tokens))
+        self._namespace = namespace
+        self._tokens = tokens
+        self._among = among
+        self._begun = False
+        self.left = True
+        """Whether another step is needed."""
+
+    def step(self, store: PrefixStore, most: int = MOST_SEGMENTS) -> Purged:
+        """Remove some segments, in a time that does not grow with how many there are.
+
+        Files are unlinked behind the caller, in order with writes. What is being written is given
+        up, and removed where it is too late for that. Pins of what is removed are gone as well, and
+        so is what stands in quarantine, of whatever it is.
+        """
+        if not self.left:
+            return Purged()
+        first, self._begun = not self._begun, True
+        writes, unpinned = list[StoredSegment](), 0
+        if self._among is not None:
+            going = self._next_named(store.tree, self._among, most)
+        else:
+            going = self._next_stored(store.tree, most)
+            if first:
+                unpinned = store.pins.unpin(self._namespace, self._tokens)
+            if first or not self.left:
+                # All at first, for they read what is to be freed; at last those that began since.
+                place = _Place(store.tree, self._namespace, self._tokens)
+                writes = [own for own, _ in store.writes if place.has(own)]
+        # What builds on others before them.
+        going.sort(key=lambda own: -own.info.prefix_len)
+        given_up = store.writes.discard([*writes, *going], Cause.PURGED)
+        return Purged(
+            segment_ids=tuple(own.segment_id for own in going),
+            tokens=sum(own.info.num_tokens for own in going),
+            bytes=sum(own.file_bytes for own in going),
+            writes=given_up,
+            unpinned=unpinned,
+        )
+
+    def _next_stored(self, tree: StoredTree, most: int) -> list[StoredSegment]:
+        """The first ones; those of the step before are not there any more."""
+        going = list[StoredSegment]()
+        for segment in tree.below(self._namespace, self._tokens):
+            if segment.on_disk:
+                if len(going) == most:
+                    return going
+                going.append(segment)
+        self.left = False
+        return going
+
+    def _next_named(self, tree: StoredTree, names: list[str], most: int) -> list[StoredSegment]:
+        """Some of those that are meant; each name is looked at once, and not again in each step."""
+        going, place = list[StoredSegment](), _Place(tree, self._namespace, self._tokens)
+        for _ in range(min(len(names), MOST_LOOKS)):
+            segment = tree.get(names.pop())
+            if segment is not None and segment.on_disk and place.has(segment):
+                going.append(segment)
+            if len(going) == most or place.looks >= MOST_LOOKS:
                 break
-            going.append(segment)
-    # What builds on others before them.
-    going.sort(key=lambda own: -own.info.prefix_len)
-    given_up = store.writes.discard([*writes, *going], Cause.PURGED)
-    return Purged(
-        segment_ids=tuple(own.segment_id for own in going),
-        tokens=sum(own.info.num_tokens for own in going),
-        bytes=sum(own.file_bytes for own in going),
-        writes=given_up,
-        left=left,
-        unpinned=unpinned,
-    )
+        self.left = bool(names)
+        return going
 
 
-def _begins(segment: StoredSegment, namespace: str | None, tokens: Tokens | None) -> bool:
-    """Whether a segment has the end of a prefix or something behind it."""
-    if namespace not in (None, segment.info.namespace):
-        return False
-    return tokens is None or common_prefix_len(prompt_of(segment), tokens) == len(tokens)
+class _Place:
+    """A prefix or a namespace, as the tree is now."""
 
+    def __init__(self, tree: StoredTree, namespace: str | None, tokens: Tokens | None) -> None:
+        self._namespace = namespace
+        self._length, self._ends = 0, set[StoredSegment]()
+        if namespace is not None and tokens is not None:
+            self._length, self._ends = len(tokens), tree.ends(namespace, tokens)
+        self.looks = 0
+        """At segments, so far."""
 
-def _named(
-    store: PrefixStore, namespace: str | None, segment_ids: Iterable[str]
-) -> Iterator[StoredSegment]:
-    """Those of these that are still there, of a namespace or of all."""
-    for segment_id in segment_ids:
-        segment = store.tree.get(segment_id)
-        if segment is not None and namespace in (None, segment.info.namespace):
-            yield segment
+    def has(self, segment: StoredSegment) -> bool:
+        """Whether a segment of the tree has the end of the prefix or something behind it."""
+        self.looks += 1
+        if self._namespace not in (None, segment.info.namespace):
+            return False
+        # Up to what has its last token: no tokens are compared, however long the prompt is.
+        while segment.parent is not None and segment.info.prefix_len >= self._length > 0:
+            segment = segment.parent
+            self.looks += 1
+        return not self._length or segment in self._ends

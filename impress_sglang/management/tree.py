@@ -120,6 +120,11 @@ class StoredTree:
                     if segment is not None and self._paths[segment.segment_id][-1] is node:
                         yield segment
 
+    def ends(self, namespace: str, prefix: Tokens) -> set[StoredSegment]:
+        """Segments that have the last token of a prefix, in all qualities, lost ones as well."""
+        nodes = self._ends(namespace, prefix) if namespace in self._roots else ()
+        return {node.segment for node, _ in nodes if node.segment is not None}
+
     def on_top(self, segment: StoredSegment) -> Iterator[StoredSegment]:
         """Segments that build on one, without others between; as lazy as `below`."""
         for node in reversed(self._paths[segment.segment_id]):

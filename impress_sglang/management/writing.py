@@ -246,8 +246,10 @@ class SegmentWrites:
 
         Returns how many of these nobody has discarded before.
         """
-        count = 0
-        writes = {write.segment: write for write in self._writes}
+        count, segments = 0, list(segments)
+        # Who removes many does that in steps, most of which have nothing to do with writes.
+        some = any(own.state is SegmentState.PENDING for own in segments)
+        writes = {write.segment: write for write in self._writes} if some else {}
         going = []
         for segment in segments:
             if (write := writes.get(segment)) is None:

@@ -22,6 +22,7 @@ from impress_sglang.integration import pool_sweeps, steering
 from impress_sglang.integration.page import look
 from impress_sglang.integration.reporting import add_routes, take_order
 from impress_sglang.integration.steering import Order, carry_out, is_foreign, obey, order_of
+from impress_sglang.management import purging
 from impress_sglang.serving.why import Reason
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import Priority, read_header
@@ -189,8 +190,12 @@ def test_a_large_pool_is_emptied_in_steps(world: World, monkeypatch: pytest.Monk
         ]
     )
 
+    begun, pins = list[str](), world.runtime.store.pins
+    monkeypatch.setattr(pins, "unpin", lambda name, _: begun.append(name) or 0)
+
     freed = steps_of(world, lambda: next(changes, lambda: None)(), extra_key="a")
 
+    assert len(begun) == 1 and not len(world.runtime.served.purges), "of the store it is done once"
     assert len(freed) > 3 and all(own <= 8 + 8 for own in freed)
     assert resident(world)["b"] == 12
     # What came meanwhile may be left, with what it stands on, and nothing else.
@@ -221,7 +226,7 @@ def test_who_does_not_go_on_with_a_purge_is_forgotten(
     fill_pool(world, "b", 1000, 4)
     for number in range(20):
         assert told(world, "purge", extra_key=f"nobody {number}")["left"]
-    assert len(world.cache.sweeps._sweeps) == 8
+    assert len(world.cache.sweeps._sweeps) == len(world.runtime.served.purges) == 8
     assert sum(steps_of(world, lambda: None, everything=True)) == 24
 
 
@@ -241,6 +246,24 @@ def test_a_purge_by_age_is_answered_in_steps(world: World) -> None:
     assert purged(everything=True)["segments"] == 0
     assert admitted(world, STORED)["reason"] == Reason.PURGED
     assert len(world.runtime.store.tree) > 0
+
+
+def test_a_long_purge_by_age_looks_up_ages_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And at each file that is so old."""
+    monkeypatch.setattr(purging, "MOST_LOOKS", 1)
+    world.compute("a", 2000)
+    world.compute("b", 2000, prompt=OTHER)
+    make_old(world)
+    asked, writes = list[float](), world.runtime.store.writes
+    look = writes.written_before
+    monkeypatch.setattr(writes, "written_before", lambda s: asked.append(s) or look(s))
+    answers = list[Any]()
+    while not answers or answers[-1]["left"]:
+        answers.append(told(world, "purge", older_than=100, input_ids=STORED))
+    assert sorted(own["segments"] for own in answers if "segments" in own) == [0, 1]
+    assert len(asked) == 1 and not len(world.runtime.served.purges)
 
 
 @pytest.mark.parametrize("ttl", [3600.0])

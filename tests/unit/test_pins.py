@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 
 from impress_sglang.management import pins as pins_module
+from impress_sglang.management import purging
 from impress_sglang.management.losses import Cause
-from impress_sglang.management.purging import purge
+from impress_sglang.management.purging import Purge, Purged
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.directory import PINS, remove_store
@@ -43,13 +46,25 @@ def unpin(store: PrefixStore, tokens: Any, namespace: str = "") -> int:
     return store.pins.unpin(store.namespace(namespace), as_tokens(tokens))
 
 
-def forget(
+def purge_of(
     store: PrefixStore, tokens: Any = None, namespace: str | None = "", **fields: Any
-) -> Any:
+) -> Purge:
     name = None if namespace is None else store.namespace(namespace)
-    purged = purge(store, name, None if tokens is None else as_tokens(tokens), **fields)
-    store.check_integrity()
-    return purged
+    return Purge(name, None if tokens is None else as_tokens(tokens), **fields)
+
+
+def steps_of(purge: Purge, store: PrefixStore, most: int = 64) -> list[Purged]:
+    steps = []
+    while purge.left:
+        steps.append(purge.step(store, most))
+        store.check_integrity()
+    return steps
+
+
+def forget(store: PrefixStore, *args: Any, **fields: Any) -> Purged:
+    """What is so little that one step is enough."""
+    (step,) = steps_of(purge_of(store, *args, **fields), store)
+    return step
 
 
 def fill(bench: Workbench, store: PrefixStore, count: int, first: int = 50) -> None:
@@ -182,7 +197,7 @@ def test_a_purge_takes_what_begins_with_a_prefix_and_nothing_else(bench: Workben
 
     purged = forget(store, prompt(1, 16))
 
-    assert (purged.tokens, len(purged.segment_ids), purged.left) == (32, 2, 0)
+    assert (purged.tokens, len(purged.segment_ids)) == (32, 2)
     assert purged.bytes >= 2 * bench.one
     assert length(store, prompt(1, 40)) == 8 and length(store, prompt(2)) == 8
     check_rows(store, prompt(1, 16), namespace="salt")
@@ -226,9 +241,7 @@ def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | No
         bench.put(store, prompt(number), namespace="salt")
     bench.put(store, prompt(1))
     assert pin(store, prompt(3), "salt") is None and pin(store, prompt(1)) is None
-    steps = [forget(store, None, namespace, most=2)]
-    while steps[-1].left:
-        steps.append(forget(store, None, namespace, most=2))
+    steps = steps_of(purge_of(store, None, namespace), store, most=2)
     gone = 5 if namespace else 6
     assert [len(step.segment_ids) for step in steps] == [2, 2, gone - 4]
     assert sum(step.bytes for step in steps) == gone * bench.one
@@ -236,19 +249,74 @@ def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | No
     wait_until(lambda: len(bench.files()) == 6 - gone)
 
 
-def test_a_purge_of_some_looks_at_no_others(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step of it takes no longer where there are many."""
+@pytest.fixture
+def some(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> tuple[PrefixStore, list[str]]:
+    """A store whose segments may only be looked at by name, and names."""
     store = bench.open()
     for number in range(6):
         bench.put(store, prompt(number), namespace=("a", "b")[number % 2])
-    named = [own.segment_id for own in store.tree.segments()][:4]
-    monkeypatch.setattr(store.tree, "below", lambda *_: iter(()))
-    assert forget(store, None, "a", among=named).tokens == 16
-    step = forget(store, None, None, among=named, most=1)
-    assert len(step.segment_ids) == 1 and step.left
-    assert len(store.tree) == 3
+        bench.put(store, prompt(number, 16), namespace=("a", "b")[number % 2])
+    bench.put(store, [*prompt(2), *prompt(7)], namespace="a")
+    names = [own.segment_id for own in store.tree.segments()]
+    monkeypatch.setattr(store.tree, "below", lambda *_: pytest.fail("a look at others"))
+    return store, names
+
+
+@pytest.mark.parametrize(
+    ("tokens", "namespace", "gone"),
+    [
+        (None, None, 12),
+        (None, "a", 6),
+        (prompt(2), "a", 3),
+        (prompt(2, 5), "a", 3),
+        (prompt(2, 16), "a", 1),
+        ([*prompt(2), 700], "a", 1),
+        (prompt(2, 17), "a", 0),
+        (prompt(2), "b", 0),
+        (prompt(2), "nobody", 0),
+    ],
+)
+def test_a_purge_of_some_looks_at_each_once(
+    some: tuple[PrefixStore, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: Any,
+    namespace: str | None,
+    gone: int,
+) -> None:
+    """In all steps together, however many there are; in each of them at few."""
+    store, names = some
+    monkeypatch.setattr(purging, "MOST_LOOKS", 3)
+    looked, get = list[str](), store.tree.get
+    purge = purge_of(store, tokens, namespace, among=["not there", *names[1:]])
+    counts, left = [], len(store.tree)
+    while purge.left:
+        with monkeypatch.context() as counting:
+            counting.setattr(store.tree, "get", lambda name: looked.append(name) or get(name))
+            counts.append(-len(looked))
+            step = purge.step(store, 2)
+        counts[-1] += len(looked)
+        left -= len(step.segment_ids)
+        store.check_integrity()
+        assert len(step.segment_ids) <= 2
+    assert sorted(looked) == sorted(["not there", *names[1:]])
+    assert max(counts) <= 3 and len(counts) >= 13 // 3
+    on_disk = [own for own in store.tree.segments() if own.on_disk]
+    assert len(on_disk) == left == 13 - gone
+
+
+def test_a_purge_of_some_counts_what_these_build_on(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long conversation it looks at the last turns in more steps."""
+    monkeypatch.setattr(purging, "MOST_LOOKS", 12)
+    store = bench.open()
+    for turn in range(1, 25):
+        bench.put(store, prompt(1, turn))
+    names = [own.segment_id for own in store.tree.segments()]
+    steps = steps_of(purge_of(store, prompt(1, 2), among=names), store)
+    counts = [len(step.segment_ids) for step in steps]
+    assert counts[:12] == [1] * 12 and sum(counts) == 23 and len(counts) < 23
+    assert len(store.tree) == 1
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -268,6 +336,43 @@ def test_what_is_being_written_is_purged_as_well(bench: Workbench, late: bool) -
     assert not len(store.tree)
     wait_until(lambda: not bench.files())
     assert bench.done == [prompt(1)]
+
+
+def test_steps_of_a_purge_do_not_come_by_what_is_being_written(bench: Workbench) -> None:
+    """The first one does, and the last one: what began meanwhile goes as well."""
+    store = bench.open()
+    for number in range(6):
+        bench.put(store, prompt(number), namespace="salt")
+
+    def begin(number: int, namespace: str = "salt") -> Gate:
+        gate = Gate(SequenceKVs(bench.shape, namespace, prompt(number)))
+        bench.offer(store, prompt(number), namespace=namespace, read_layers=gate)
+        return gate
+
+    gates = [begin(7), begin(8, "other")]
+    looked, counts = list[bool](), list[int]()
+
+    class Counted(deque[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            looked.append(True)
+            return super().__iter__()
+
+    store.writes._writes = Counted(store.writes._writes)
+    purge, writes = purge_of(store, None, "salt"), []
+    while purge.left:
+        looked.clear()
+        writes.append(purge.step(store, 2).writes)
+        counts.append(len(looked))
+        if len(writes) == 1:
+            gates.append(begin(9))
+    assert writes == [1, 0, 1]
+    assert counts[1] == 0 < min(counts[0], counts[2])
+    assert purge.step(store) == Purged()
+    for gate in gates:
+        gate.opened.set()
+    store.writes.drain()
+    store.check_integrity()
+    assert length(store, prompt(8), namespace="other") == 8 and len(store.tree) == 1
 
 
 def test_what_somebody_reads_is_purged_under_their_eyes(bench: Workbench) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from impress_sglang.management.digests import prefix_digest
+from impress_sglang.management.purging import _Place
 from impress_sglang.management.restoring import newest_files, restore_segments
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
@@ -227,6 +228,8 @@ class TreeMachine(RuleBasedStateMachine):
                 for name, (other, tokens) in paths.items()
                 if other == namespace and tokens[: len(prefix)] == prefix
             }
+            place = _Place(self.tree, namespace, as_tokens(prefix))
+            assert {own for own in self.tree.segments() if place.has(own)} == set(found)
             for number, own in enumerate(found):
                 above = own.parent
                 assert above not in found[:number] or own.info.prefix_len < end_of(above)
