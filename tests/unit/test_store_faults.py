@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnavailable
+from impress_sglang.management.losses import Cause
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState
 from impress_sglang.management.suspects import MOST_LOOKS
@@ -35,6 +36,7 @@ from tests.unit.store_factory import (
     prompt,
     rows,
 )
+from tests.unit.test_index_scale import rows_of
 
 PATIENCE_S = 0.8
 KEYS_BLOCK = 0
@@ -203,6 +205,25 @@ def test_the_index_may_refuse(
     bench.close(store)
     again = bench.open()
     assert length(again, prompt(1, 40)) in (0, 40) if fault == "raise" else 40
+
+
+@pytest.mark.parametrize("fault", ["EIO", "locked"])
+def test_the_index_has_all_once_the_disk_is_well(
+    bench: Workbench, store: PrefixStore, faults: Faults, fault: str
+) -> None:
+    """Not only with the next change: until then a kill would cost a start that reads headers."""
+    bench.put(store, prompt(1))
+    (old,) = rows_of(bench)
+    with faults.injected(Rule(fault, SQL)):
+        bench.offer(store, prompt(2))
+        store.writes.drain()
+        store.writes.discard([look_up(store, prompt(1)).spans[0].segment], Cause.PURGED)
+        # Whatever the writing thread has to do, for it does it in order.
+        store.writes.written_before(0.0).result()
+    assert not store._keeper.undeleted and set(rows_of(bench)) == {old}
+    until_well(store)
+    store.writes.written_before(0.0).result()
+    assert set(rows_of(bench)) == {own.segment_id for own in store.tree.segments()} != {old}
 
 
 def test_a_directory_that_goes_and_comes_back(
