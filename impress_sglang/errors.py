@@ -41,6 +41,7 @@ class PrefixUnreadable(StoreError):
     def __init__(self, segment_id: str, detail: str) -> None:
         super().__init__(f"segment {segment_id}: {detail}")
         self.segment_id = segment_id
+        self.detail = detail
 
 
 class SegmentUnreadable(PrefixUnreadable):

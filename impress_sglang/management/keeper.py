@@ -130,7 +130,9 @@ class Keeper:
             try:
                 entry = self._recovered(segment_id, path, row, identity, anew=anew)
             except SegmentUnreadable as error:
-                survey.damaged.append(error)
+                # Another one: its traceback would hold all that is found here, for ever where no
+                # garbage is looked for.
+                survey.damaged.append(SegmentUnreadable(segment_id, error.detail))
                 continue
             if entry is not None:
                 survey.entries.append(entry)

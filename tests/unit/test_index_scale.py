@@ -17,6 +17,7 @@ from impress_sglang.management import restoring
 from impress_sglang.management import tree as tree_module
 from impress_sglang.management.digests import prefix_digest
 from impress_sglang.management.disk import NOTED_TOGETHER
+from impress_sglang.management.losses import Cause
 from impress_sglang.management.nodes import Node
 from impress_sglang.management.restoring import restore_segments
 from impress_sglang.management.store import PrefixStore
@@ -177,6 +178,31 @@ def test_what_is_garbage_before_a_start_is_let_go(
     try:
         bench.reopen(store)
         assert cycle() is None
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_leaves_a_large_index_needs_no_look(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    store = three_prefixes(bench)
+    count = len(store.tree)
+    path = next(
+        bench.file_of(own.segment_id) for own in store.tree.segments() if not own.num_dependents
+    )
+    bench.close(store)
+    if damaged:
+        path.write_bytes(path.read_bytes()[:100])
+    monkeypatch.setattr(restoring, "_MANY", 1)
+    try:
+        store = bench.open()
+        tokens = [weakref.ref(own.info.tokens) for own in store.tree.segments()]
+        assert len(tokens) == count - damaged
+        store.writes.discard(list(store.tree.below(None)), Cause.PURGED)
+        bench.close(store)
+        del store
+        assert not any(own() is not None for own in tokens)
     finally:
         gc.unfreeze()
 
