@@ -71,6 +71,8 @@ class StoreDisk:
                 frozen = gc.get_freeze_count()
                 self.tree = recover_tree(self.keeper, identity, content)
                 self._froze = gc.get_freeze_count() > frozen
+                if self._froze:
+                    undo.callback(gc.unfreeze)
                 most = bytes_of(config.ssd_gb) // 2
                 self.pins = Pins(self.directory, self.keeper, self.tree, most)
                 self.others = other_stores(self.files, self.directory.path)

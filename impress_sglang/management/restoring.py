@@ -13,7 +13,7 @@ import numpy as np
 
 from impress_sglang.management.content import ContentIndex
 from impress_sglang.management.digests import begun_digest, extended
-from impress_sglang.management.keeper import Keeper
+from impress_sglang.management.keeper import Keeper, Survey
 from impress_sglang.management.losses import prompt_of
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
@@ -33,8 +33,8 @@ _MANY = 10_000
 def recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None = None) -> StoredTree:
     """The tree of the segments that are on the disk; files without a place in it are removed.
 
-    Python does not look for garbage meanwhile, and never among many segments: there is none before
-    the store closes, each look would take 0.4 s longer for 100,000, and requests would wait for it.
+    Python looks for no garbage meanwhile, and never in a large tree: there is none before the store
+    closes, each look would take 0.4 s longer for 100,000 segments, and requests would wait for it.
 
     `content` is the tree's, if it is to find tokens anywhere.
 
@@ -43,13 +43,15 @@ def recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None = N
         sqlite3.Error: the index can neither be read nor made anew.
     """
     enabled = gc.isenabled()
-    if enabled:
-        # What is garbage before that is not frozen below.
-        gc.collect()
-        gc.disable()
+    gc.disable()
     try:
-        tree = _recover_tree(keeper, identity, content)
-        if enabled and len(tree) >= _MANY:
+        survey = keeper.survey(identity)
+        large = enabled and len(survey.entries) >= _MANY
+        if large:
+            # What is garbage now would be frozen, too; it takes longer to look when all is there.
+            gc.collect()
+        tree = _recover_tree(keeper, survey, content)
+        if large:
             gc.freeze()
     finally:
         if enabled:
@@ -57,8 +59,8 @@ def recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None = N
     return tree
 
 
-def _recover_tree(keeper: Keeper, identity: str, content: ContentIndex | None) -> StoredTree:
-    entries = keeper.recover(keeper.survey(identity))
+def _recover_tree(keeper: Keeper, survey: Survey, content: ContentIndex | None) -> StoredTree:
+    entries = keeper.recover(survey)
     tree = StoredTree(content)
     useless, waiting = restore_entries(tree, entries, all_read=not keeper.unused_files)
     for own in useless:

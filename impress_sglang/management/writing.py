@@ -199,9 +199,10 @@ class SegmentWrites:
         segment = self._planned(namespace, offer, start, stop)
         if not self._make_room(segment, known):
             shorter = _shortened(known, offer.available_from)
-            start = shorter.num_tokens
-            segment = self._planned(namespace, offer, start, len(tokens))
-            if not self._replaces(known, shorter, segment, tokens):
+            if shorter is not None:
+                start = shorter.num_tokens
+                segment = self._planned(namespace, offer, start, len(tokens))
+            if shorter is None or not self._replaces(known, shorter, segment, tokens):
                 self._stats.offers_without_space += 1
                 return StoreOutcome.NO_SPACE
         if start:
@@ -314,8 +315,6 @@ class SegmentWrites:
         self, known: StoredMatch, shorter: StoredMatch, segment: StoredSegment, tokens: Tokens
     ) -> bool:
         """Make room at the cost of the last segment of a match; whether the new one fits then."""
-        if shorter is known:
-            return False
         last, info = known.spans[-1].segment, segment.info
         # A worse version of the same tokens may stand there as well.
         rest = self._tree.match(
@@ -380,14 +379,14 @@ def _first_tokens(read_layer: LayerReader, count: int) -> LayerReader:
     return read
 
 
-def _shortened(known: StoredMatch, available_from: int) -> StoredMatch:
-    """A match without its last segment, if little of that is shared.
+def _shortened(known: StoredMatch, available_from: int) -> StoredMatch | None:
+    """A match without its last segment, if little of that is shared and there are no holes.
 
     A prompt that begins like another one need not keep all of that one on the disk.
     """
     if any(span.segment.state is SegmentState.LOST for span in known.spans):
-        return known
+        return None
     if not known.spans or 2 * len(known.spans[-1]) >= known.spans[-1].segment.info.num_tokens:
-        return known
+        return None
     shorter = StoredMatch(known.spans[:-1])
-    return shorter if shorter.num_tokens >= available_from else known
+    return shorter if shorter.num_tokens >= available_from else None

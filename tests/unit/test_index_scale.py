@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from impress_sglang.management import restoring
+from impress_sglang.errors import ConfigError
+from impress_sglang.management import disk, restoring
 from impress_sglang.management import tree as tree_module
 from impress_sglang.management.digests import prefix_digest
 from impress_sglang.management.disk import NOTED_TOGETHER
@@ -180,6 +181,37 @@ def test_what_is_garbage_before_a_start_is_let_go(
         assert cycle() is None
     finally:
         gc.unfreeze()
+
+
+def test_a_start_with_few_segments_looks_for_no_garbage(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a server that takes half a second."""
+    store = three_prefixes(bench)
+    monkeypatch.setattr(gc, "collect", fail)
+
+    bench.reopen(store)
+
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_start_that_fails_freezes_nothing(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = three_prefixes(bench)
+    bench.close(store)
+    monkeypatch.setattr(restoring, "_MANY", 1)
+    monkeypatch.setattr(disk, "other_stores", fail)
+    try:
+        with pytest.raises(ConfigError):
+            bench.open()
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.unfreeze()
+
+
+def fail(*_: object) -> None:
+    raise OSError("a test")
 
 
 @pytest.mark.parametrize("damaged", [False, True])

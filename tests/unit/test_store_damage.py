@@ -18,6 +18,7 @@ from tests.unit import store_factory
 from tests.unit.kv_factory import SequenceKVs, flip_byte
 from tests.unit.store_factory import (
     Gate,
+    Room,
     Workbench,
     check_rows,
     gb,
@@ -107,6 +108,21 @@ def test_a_hole_in_the_middle_needs_only_its_own_tokens(bench: Workbench) -> Non
     bench.put(store, prompt(1, 60), available_from=13)
 
     check_rows(store, prompt(1, 60))
+
+
+def test_a_hole_stays_where_there_is_no_room(bench: Workbench) -> None:
+    room = Room()
+    store = bench.open(files=room)
+    bench.put(store, prompt(1, 8))
+    bench.put(store, prompt(1, 16))
+    lose(bench, store, name_of(store, prompt(1, 16)), gone=True)
+    room.leave(store, 0)
+
+    assert bench.offer(store, prompt(1, 16)) is StoreOutcome.NO_SPACE
+    room.leave(store, 1 << 40)
+    bench.put(store, prompt(1, 16))
+
+    check_rows(store, prompt(1, 16))
 
 
 def test_a_hole_is_filled_although_what_builds_on_it_goes_for_that(bench: Workbench) -> None:
