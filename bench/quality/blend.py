@@ -220,9 +220,11 @@ def packs_of(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
 
 
 def _continued(server: Server, question: Question, tokens: int) -> Question:
-    """With what exact KVs give in the place of the right answer; it stays in the pool."""
+    """With what exact KVs give in the place of the right answer."""
     prompt = [*question.prompt(question.order), *question.question]
     said = server.generate(prompt, tokens, custom=_custom(1.0))
+    # Else the first TTFT would be that of a hit in the pool.
+    server.flush()
     return dataclasses.replace(question, answer=list(said["output_ids"]))
 
 
