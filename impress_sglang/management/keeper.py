@@ -101,6 +101,9 @@ class Keeper:
         self._catalog = Catalog(self._files, directory.path, read_only=read_only)
         self._buffer = AlignedBuffer()
         self._thread = BackgroundThread("impress-write", compute_alone)
+        # What the disk has refused, for `catch_up`; its own thread's.
+        self._must_empty = False
+        self._unkept: dict[str, bytes] = {}
         self.progress = time.monotonic()
         """When something was last done; of two values the later one means that work goes on."""
         self.quarantined_bytes = 0
@@ -202,7 +205,7 @@ class Keeper:
 
     def record_uses(self, uses: list[SegmentUse]) -> Future[None]:
         """Keep how segments were used for the next start."""
-        return self._submit(self._record_uses, uses)
+        return self._submit(self._index, self._catalog.record_uses, uses)
 
     def keep(self, name: str, content: bytes) -> None:
         """Put a small file of this name into the store's folder, in place of an older one."""
@@ -214,7 +217,7 @@ class Keeper:
 
     def empty_quarantine(self) -> None:
         """Remove the damaged segments that are kept: something is to be forgotten."""
-        self._submit(self._limit_quarantine, 0)
+        self._submit(self._empty_quarantine)
 
     def indexed(self) -> Future[dict[str, int]]:
         """Segments of the index and the sizes that their files should have."""
@@ -222,9 +225,7 @@ class Keeper:
 
     def catch_up(self) -> None:
         """The disk answers again: do what it refused meanwhile."""
-        for segment_id, num_bytes in list(self.undeleted.items()):
-            self.delete(segment_id, num_bytes)
-        self._submit(self._flush_catalog)
+        self._submit(self._catch_up)
 
     def close(self, seconds: float) -> bool:
         """End the thread after what was submitted; False if that takes longer than `seconds`."""
@@ -279,6 +280,8 @@ class Keeper:
 
     def _unlink(self, segment_id: str, num_bytes: int) -> None:
         try:
+            # In a folder that is away each file seems to be gone.
+            self._directory.check_readable()
             self._files.unlink(self._directory.segment_path(segment_id))
             self.undeleted.pop(segment_id, None)
         except OSError as error:
@@ -286,12 +289,14 @@ class Keeper:
             logger.warning("segment %s cannot be removed now: %s", segment_id, error)
             self._health.failed("a segment could not be removed", error, reading=False)
 
-    def _record_uses(self, uses: list[SegmentUse]) -> None:
-        self._index(self._catalog.record_uses, uses)
-
     def _written_before(self, seconds: float) -> list[str]:
-        found = segment_files(self._files, self._directory.path)
-        return [own for own, path, _ in found if self._files.stat(path).st_mtime <= seconds]
+        found = dict[str, None]()
+        for segment_id, path, _ in segment_files(self._files, self._directory.path):
+            # It may be removed, or take the place of another, meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                if self._files.stat(path).st_mtime <= seconds:
+                    found[segment_id] = None
+        return list(found)
 
     def _keep(self, name: str, content: bytes) -> None:
         path = self._directory.path / name
@@ -305,12 +310,27 @@ class Keeper:
                 self._files.close(descriptor)
             self._files.rename(temporary, path)
             self._files.sync_directory(path.parent)
+            self._unkept.pop(name, None)
         except OSError as error:
+            self._unkept[name] = content
             logger.warning("%s could not be written: %s", path, error)
             self._health.failed(f"{name} could not be written", error, reading=False)
 
-    def _flush_catalog(self) -> None:
+    def _catch_up(self) -> None:
+        self._delete_all(dict(self.undeleted))
         self._index(self._catalog.flush)
+        if self._must_empty:
+            self._empty_quarantine()
+        for name, content in list(self._unkept.items()):
+            self._keep(name, content)
+
+    def _empty_quarantine(self) -> None:
+        self._must_empty = True
+        try:
+            self._limit_quarantine(0)
+            self._must_empty = False
+        except OSError as error:
+            self._health.failed("quarantine could not be emptied", error, reading=False)
 
     def _index(self, change: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -1,8 +1,8 @@
 """Whether a file fits under the quota and above the free-space floor, and what goes if not.
 
-Stores of other models that nobody serves go first, the oldest first; then the least recently used
-segment of the lowest priority that nothing builds on, nobody reads and nobody waits for: first of a
-namespace that has more than it may.
+Quarantine goes first, then stores of other models that nobody serves, the oldest before others;
+then the least recently used segment of the lowest priority that nothing builds on, nobody reads and
+nobody waits for: first of a namespace that has more than it may.
 """
 
 from __future__ import annotations
@@ -167,6 +167,10 @@ class Quota:
         """
         num_bytes, namespace = segment.file_bytes, segment.info.namespace
         needed = self.missing(num_bytes)
+        if needed > 0 and (quarantined := self._keeper.quarantined_bytes):
+            # That is done before anything else is written.
+            self._keeper.empty_quarantine()
+            needed -= quarantined
         if needed > 0 and self._remove_others(needed):
             return False
         own = self._exceeds(self._held.get(namespace, 0) + num_bytes)

@@ -11,6 +11,7 @@ database takes them.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -60,18 +61,22 @@ CREATE TABLE IF NOT EXISTS uses (
 ) STRICT, WITHOUT ROWID
 """
 
+_SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_schema"
+
 _INSERT = f"INSERT OR REPLACE INTO segments VALUES ({','.join('?' * 14)})"
 _INSERT_USE = "INSERT OR REPLACE INTO uses VALUES (?,?,?,?)"
 _DELETE = "DELETE FROM segments WHERE segment_id = ?"
+_DELETE_ROW = "DELETE FROM segments WHERE rowid = ?"
 _DELETE_USE = "DELETE FROM uses WHERE segment_id = ?"
 _USE = "UPDATE uses SET last_access = ?2, hits = ?3, parent = ?4 WHERE segment_id = ?1"
 _SUCCEED = "UPDATE uses SET parent = ?2 WHERE parent = ?1"
 _SELECT = """
-SELECT segments.*, ifnull(uses.last_access, 0), ifnull(uses.hits, 0), ifnull(uses.parent, '')
+SELECT segments.*, ifnull(uses.last_access, 0), ifnull(uses.hits, 0), ifnull(uses.parent, ''),
+    segments.rowid
 FROM segments LEFT JOIN uses USING (segment_id)
 """
-# The first ones never change, and their checksum follows; then what is used.
-_FIXED, _COLUMNS = 13, 17
+# The first ones never change, and their checksum follows; then what is used, and the row.
+_FIXED, _ROW = 13, 17
 _TOKENS, _INTEGERS = 5, np.dtype("<i4")
 _PRIORITIES = tuple(Priority)
 # Shapes and qualities that rows have together.
@@ -172,9 +177,12 @@ class Catalog:
                 for _ in together:
                     self._waiting.popleft()
             self._forgetful = False
-        except (sqlite3.Error, OSError):
+        except (sqlite3.Error, OSError) as error:
             self.close()
             self._forget_oldest()
+            # Neither a subclass, as of what cannot be done now: the database is damaged.
+            if type(error) is sqlite3.DatabaseError:
+                self._begin_anew(error)
             raise
 
     def _forget_oldest(self) -> None:
@@ -202,19 +210,22 @@ class Catalog:
         if self._read_only and self._path.name not in self._files.list(self._path.parent):
             return {}
         try:
-            rows = self._connected().execute(_SELECT)
-            if len(rows.description) != _COLUMNS:
-                raise sqlite3.DatabaseError("it has other columns")
-            # Of the others the headers are read.
-            return {
-                row[0]: _from_row(row) for row in rows if _checksum(row[:_FIXED]) == row[_FIXED]
-            }
+            entries, unsound = dict[str, CatalogEntry](), []
+            for row in self._connected().execute(_SELECT):
+                if _checksum(row[:_FIXED]) == row[_FIXED]:
+                    entries[row[0]] = _from_row(row)
+                else:
+                    unsound.append(row[_ROW])
         except sqlite3.OperationalError:
             self.close()
             raise
         except sqlite3.DatabaseError as error:
             self._begin_anew(error)
             return {}
+        if not self._read_only:
+            # The headers of their files say what they said; nobody knows their names any more.
+            self._waiting.extend(functools.partial(_row_deletion, own) for own in unsound)
+        return entries
 
     def indexed(self) -> dict[str, int]:
         """Segments of the index and the sizes that their files should have."""
@@ -253,21 +264,35 @@ class Catalog:
         # What is damaged fails its checksum, not the start.
         connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
         try:
-            if self._read_only:
-                found = connection.execute("SELECT name FROM sqlite_schema").fetchall()
-                if not {("segments",), ("uses",)} <= set(found):
-                    raise sqlite3.DatabaseError("it has other tables")
-            else:
+            if not self._read_only:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = NORMAL")
-                connection.execute(_SEGMENTS)
-                connection.execute(_USES)
+                _make_tables(connection)
+            # One that says something else is of another version, or damaged.
+            if set(connection.execute(_SCHEMA)) != _right_schema():
+                raise sqlite3.DatabaseError("it has other tables")
             if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("quick_check failed")
+        except UnicodeDecodeError as error:
+            # SQLite quotes what it cannot read.
+            connection.close()
+            raise sqlite3.DatabaseError("its tables have no names") from error
         except BaseException:
             connection.close()
             raise
         return connection
+
+
+def _make_tables(connection: sqlite3.Connection) -> None:
+    connection.execute(_SEGMENTS)
+    connection.execute(_USES)
+
+
+@functools.cache
+def _right_schema() -> set[tuple[str | None, ...]]:
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        _make_tables(connection)
+        return set(connection.execute(_SCHEMA))
 
 
 def _insertion(entry: CatalogEntry) -> Iterator[_Statement]:
@@ -278,6 +303,10 @@ def _insertion(entry: CatalogEntry) -> Iterator[_Statement]:
 def _deletion(segment_id: str) -> Iterator[_Statement]:
     yield _DELETE, (segment_id,)
     yield _DELETE_USE, (segment_id,)
+
+
+def _row_deletion(row: int) -> Iterator[_Statement]:
+    yield _DELETE_ROW, (row,)
 
 
 def _replacement(segment_id: str, entry: CatalogEntry) -> Iterator[_Statement]:
@@ -326,7 +355,7 @@ def _checksum(fixed: tuple[Any, ...]) -> str:
 
 def _from_row(row: tuple[Any, ...]) -> CatalogEntry:
     segment_id, identity, namespace, digest, prefix_len, tokens, *rest = row
-    quality, shape, chunk_tokens, generation, expires, priority, file_bytes, _, *use = rest
+    quality, shape, chunk_tokens, generation, expires, priority, file_bytes, _, *use, _ = rest
     info = SegmentInfo(
         segment_id=segment_id,
         identity=identity,

@@ -261,6 +261,56 @@ def test_a_database_that_is_malformed_is_made_anew(
     assert list(seen_by_others(tmp_path)) == ["b"]
 
 
+def test_a_database_that_takes_no_changes_is_made_anew(
+    catalog: Catalog, files: FaultyFileSystem, tmp_path: Path
+) -> None:
+    """What is wrong in a page need not be seen by who reads all rows."""
+    catalog.add(entry("a"))
+    rule = Rule("malformed", "sql.insert", count=1)
+    with files.faults.injected(rule), pytest.raises(sqlite3.DatabaseError):
+        catalog.add(entry("b"))
+
+    catalog.add(entry("c"))
+
+    assert sorted(seen_by_others(tmp_path)) == ["b", "c"]
+
+
+def test_a_flipped_bit_of_the_tables_makes_the_index_anew(tmp_path: Path) -> None:
+    """SQLite may take it for other tables, quote it in a message that is no text, or not see it."""
+    before = Catalog(FileSystem(), tmp_path)
+    before.add(entry("a"))
+    before.close()
+    path = tmp_path / "catalog.sqlite"
+    good = path.read_bytes()
+    first = good.index(b"CREATE TABLE uses")
+    stop = good.rindex(b"STRICT", first, good.index(b"\x00", good.index(b"CREATE TABLE segments")))
+    for at in range(first - 60, stop, 7):
+        damaged = bytearray(good)
+        damaged[at] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        catalog = Catalog(FileSystem(), tmp_path)
+        assert list(catalog.entries()) in ([], ["a"])
+        catalog.add(entry("b"))
+        assert "b" in catalog.entries()
+        catalog.close()
+
+
+def test_a_row_that_is_unsound_leaves(catalog: Catalog, tmp_path: Path) -> None:
+    """It has tokens of a prompt, and nobody knows whose they are."""
+    for name in ("a", "b"):
+        catalog.add(entry(name))
+    catalog.close()
+    connection = sqlite3.connect(tmp_path / "catalog.sqlite")
+    with connection:
+        connection.execute("UPDATE segments SET segment_id = 'A' WHERE segment_id = 'a'")
+    assert list(catalog.entries()) == ["b"]
+
+    catalog.flush()
+
+    assert connection.execute("SELECT segment_id FROM segments").fetchall() == [("b",)]
+    connection.close()
+
+
 @pytest.mark.parametrize(
     "damage",
     [

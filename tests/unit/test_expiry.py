@@ -57,6 +57,18 @@ def test_what_is_too_old_is_removed_used_or_not(bench: Workbench) -> None:
     assert store.losses.find(store.namespace(""), long, 0) is None, "it had not a whole block"
 
 
+def test_a_file_with_two_names_is_one(bench: Workbench) -> None:
+    """As one that is renamed while the folder is listed."""
+    store = bench.open()
+    bench.put(store, prompt(1))
+    path = path_of(bench, look_up(store, prompt(1)))
+    path.with_name(f"{path.name}.tmp").write_bytes(b"")
+
+    settle(Expiry(1e-9), store)
+
+    assert store.stats.segments_expired == 1 and not len(store.tree)
+
+
 def test_ages_outlast_a_restart(bench: Workbench) -> None:
     store = bench.open()
     bench.put(store, prompt(1))

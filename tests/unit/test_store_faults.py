@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ import torch
 
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable, StoreUnavailable
 from impress_sglang.management.losses import Cause
+from impress_sglang.management.purging import Purge
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState
 from impress_sglang.management.suspects import MOST_LOOKS
@@ -31,6 +33,7 @@ from tests.unit.store_factory import (
     gb,
     length,
     look_up,
+    lose,
     open_source,
     path_of,
     prompt,
@@ -247,6 +250,50 @@ def test_a_directory_that_goes_and_comes_back(
     until_well(store)
     check_rows(store, prompt(1, 40))
     assert store.stats.segments_gone == 0
+
+
+def test_what_is_purged_while_the_directory_is_away_does_not_come_back(
+    bench: Workbench, store: PrefixStore, tmp_path: Path
+) -> None:
+    """Each file seems to be gone already."""
+    bench.put(store, prompt(1))
+    bench.put(store, prompt(2))
+    shutil.move(bench.root, tmp_path / "away")
+    store.writes.discard([look_up(store, prompt(1)).spans[0].segment], Cause.PURGED)
+    store.writes.written_before(0.0)
+    until(store, lambda: bool(store._keeper.undeleted))
+    shutil.move(tmp_path / "away", bench.root)
+    until_well(store)
+    until(store, lambda: not store._keeper.undeleted)
+
+    assert len(bench.files()) == 1
+    bench.close(store)
+    again = bench.open()
+    assert [length(again, prompt(number)) for number in (1, 2)] == [0, 8]
+
+
+def test_what_is_purged_while_the_disk_refuses_leaves_later(
+    bench: Workbench, store: PrefixStore, faults: Faults
+) -> None:
+    """Also from quarantine, and from the file of the pins, where its tokens stand."""
+    for number in (1, 2):
+        bench.put(store, prompt(number))
+    lose(bench, store, look_up(store, prompt(1)).spans[0].segment.segment_id)
+    assert store.pins.pin(store.namespace(""), as_tokens(prompt(2))) is None
+    store.writes.written_before(0.0).result()
+    (pins,) = bench.root.glob("*/pins.json")
+    assert len(list(bench.root.glob("*/quarantine/*"))) == len(json.loads(pins.read_bytes())) == 1
+
+    with faults.injected(Rule("EIO", "unlink|open-write|write|rename")):
+        done = Purge().step(store)
+        store.writes.written_before(0.0).result()
+        assert store.health.state != "ok"
+    assert len(done.segment_ids) == done.unpinned == 1
+    until_well(store)
+    store.writes.written_before(0.0).result()
+
+    assert not list(bench.root.glob("*/quarantine/*")) and not bench.files()
+    assert json.loads(pins.read_bytes()) == [] and store.summary()["quarantined_bytes"] == 0
 
 
 def test_a_directory_that_was_removed_begins_anew(

@@ -24,6 +24,7 @@ from tests.unit.store_factory import (
     gb,
     length,
     look_up,
+    lose,
     open_source,
     prompt,
     rows,
@@ -258,6 +259,24 @@ def test_what_a_request_waits_for_stays_and_a_new_prompt_is_declined(bench: Work
     lookahead.stop_waiting("waits")
     bench.put(store, prompt(4))
     assert [length(store, prompt(n)) for n in (1, 3, 4)] == [0, 8, 8]
+
+
+def test_quarantine_leaves_before_anything_else(bench: Workbench) -> None:
+    store = bench.open(ssd_gb=gb(3 * bench.one))
+    for number in (1, 2, 3):
+        bench.put(store, prompt(number))
+    for number in (1, 2):
+        lose(bench, store, look_up(store, prompt(number)).spans[0].segment.segment_id)
+    assert store.summary()["quarantined_bytes"] == 2 * bench.one
+
+    for number in (4, 5):
+        bench.put(store, prompt(number))
+
+    assert [length(store, prompt(number)) for number in (3, 4, 5)] == [8, 8, 8]
+    assert store.summary()["quarantined_bytes"] == store.stats.segments_evicted == 0
+    assert not list(bench.root.glob("*/quarantine/*"))
+    bench.put(store, prompt(6))
+    assert store.stats.segments_evicted == 1
 
 
 def test_a_namespace_makes_room_among_its_own(bench: Workbench) -> None:
