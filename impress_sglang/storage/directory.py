@@ -223,14 +223,13 @@ def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, str, bo
 
 def quarantined_files(files: FileSystem, store: Path) -> list[Path]:
     """Damaged segments that a store keeps, in the order in which they were set aside."""
-    folder = store / QUARANTINE
-    paths = [folder / name for name in files.list(folder) if _SEGMENT.fullmatch(name)]
     # The time of the rename, not of the last write.
-    return sorted(paths, key=lambda path: files.stat(path).st_ctime_ns)
+    return sorted(_quarantined(files, store), key=lambda path: files.stat(path).st_ctime_ns)
 
 
 def other_stores(files: FileSystem, own: Path) -> dict[Path, int]:
-    """Stores beside this one, and the bytes of their segments: the first to be removed come last.
+    """Stores beside this one, and the bytes of their segments, those in quarantine as well: the
+    first to be removed come last.
 
     Those of this format stand latest first, and behind them those of older ones. A log line says
     how much these have.
@@ -323,9 +322,15 @@ def _folders(files: FileSystem, path: Path) -> list[Path]:
     return [path / name for name in files.list(path) if _FOLDER.fullmatch(name)]
 
 
+def _quarantined(files: FileSystem, store: Path) -> list[Path]:
+    folder = store / QUARANTINE
+    return [folder / name for name in files.list(folder) if _SEGMENT.fullmatch(name)]
+
+
 def _store_bytes(files: FileSystem, path: Path) -> int:
     total = 0
-    for _, own, _ in segment_files(files, path):
+    own_paths = [Path(own) for _, own, _ in segment_files(files, path)]
+    for own in own_paths + _quarantined(files, path):
         # The server of that model may have just removed it.
         with contextlib.suppress(FileNotFoundError):
             total += files.stat(own).st_size

@@ -162,13 +162,17 @@ def test_other_stores_are_listed_latest_first_with_their_bytes(root: Path) -> No
     make_store(root, IDENTITY)
     (root / "notes.txt").write_text("mine")
     (root / ("4" * 32)).mkdir()
+    # It takes room until that store goes.
+    aside = root / ("3" * 32) / "quarantine" / f"{SEGMENT}.kv"
+    aside.parent.mkdir(exist_ok=True)
+    aside.write_bytes(bytes(50))
 
     found = other_stores(FILES, root / IDENTITY)
 
     assert [(path.name[0], size) for path, size in found.items()] == [
         ("1", 100),
         ("2", 300),
-        ("3", 200),
+        ("3", 250),
     ]
 
 
