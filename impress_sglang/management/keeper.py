@@ -217,7 +217,7 @@ class Keeper:
 
     def empty_quarantine(self) -> None:
         """Remove the damaged segments that are kept: something is to be forgotten."""
-        self._submit(self._empty_quarantine)
+        self._submit(self._tidy_quarantine, 0)
 
     def indexed(self) -> Future[dict[str, int]]:
         """Segments of the index and the sizes that their files should have."""
@@ -319,18 +319,17 @@ class Keeper:
     def _catch_up(self) -> None:
         self._delete_all(dict(self.undeleted))
         self._index(self._catalog.flush)
-        if self._must_empty:
-            self._empty_quarantine()
+        self._tidy_quarantine()
         for name, content in list(self._unkept.items()):
             self._keep(name, content)
 
-    def _empty_quarantine(self) -> None:
-        self._must_empty = True
+    def _tidy_quarantine(self, most: int = QUARANTINED_FILES) -> None:
+        self._must_empty |= not most
         try:
-            self._limit_quarantine(0)
+            self._limit_quarantine(0 if self._must_empty else QUARANTINED_FILES)
             self._must_empty = False
         except OSError as error:
-            self._health.failed("quarantine could not be emptied", error, reading=False)
+            self._health.failed("quarantine could not be tidied", error, reading=False)
 
     def _index(self, change: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -395,10 +394,12 @@ class Keeper:
 
     def _limit_quarantine(self, most: int = QUARANTINED_FILES) -> None:
         paths = quarantined_files(self._files, self._directory.path)
-        kept = paths[max(len(paths) - most, 0) :]
-        for path in paths[: len(paths) - len(kept)]:
+        sizes = [self._files.stat(path).st_size for path in paths]
+        # Right also where a file cannot be removed.
+        self.quarantined_bytes = sum(sizes)
+        for path, size in list(zip(paths, sizes, strict=True))[: max(len(paths) - most, 0)]:
             self._files.unlink(path)
-        self.quarantined_bytes = sum(self._files.stat(path).st_size for path in kept)
+            self.quarantined_bytes -= size
 
     def _verify(self, info: SegmentInfo) -> None:
         """Read all of a segment.
