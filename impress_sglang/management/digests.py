@@ -9,6 +9,8 @@ import numpy as np
 
 from impress_sglang.storage.segment import Tokens
 
+_INTEGERS = np.dtype("<i4")
+
 
 def namespace_text(extra_key: str | None, cache_salt: str | None) -> str:
     """What keeps requests with other `extra_key` or `cache_salt` apart."""
@@ -28,5 +30,5 @@ def begun_digest(namespace: str) -> hashlib.blake2b:
 def extended(digest: hashlib.blake2b, tokens: Tokens) -> hashlib.blake2b:
     """The digest of a prefix that is followed by these tokens."""
     longer = digest.copy()
-    longer.update(np.ascontiguousarray(tokens, dtype="<i4").data)
+    longer.update(np.ascontiguousarray(tokens, _INTEGERS).data)
     return longer

@@ -20,6 +20,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import operator
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from impress_sglang.management.uses import Uses
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens, common_prefix_len
 
+_start = operator.attrgetter("start")
 # Of a segment in how many nodes it is checked.
 _MOST_NODES = 256
 
@@ -406,7 +408,3 @@ class StoredTree:
 def _holder(path: list[Node], length: int) -> Node:
     """Of the nodes of a segment the one with the last of its first `length` tokens."""
     return path[bisect.bisect_left(path, length, key=_start) - 1]
-
-
-def _start(node: Node) -> int:
-    return node.start
