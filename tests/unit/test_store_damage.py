@@ -198,11 +198,13 @@ def test_a_few_damaged_files_are_kept_and_counted(bench: Workbench) -> None:
     kept = sorted(path.stem for path in bench.root.glob("*/quarantine/*"))
     assert kept == sorted(names[-4:]), "those set aside last, whenever they were written"
     assert store.summary()["quarantined_bytes"] == 4 * bench.one
-    for number in range(4):
+    for number in range(3):
         bench.put(store, prompt(number))
-    assert [length(store, prompt(n)) for n in range(4)] == [0, 8, 8, 8], "they take room"
-    store = bench.reopen(store)
+    store = bench.reopen(store, ssd_gb=gb(7 * bench.one))
     assert store.summary()["quarantined_bytes"] == 4 * bench.one
+    bench.put(store, prompt(3))
+    assert [length(store, prompt(n)) for n in range(4)] == [8] * 4, "they leave for room"
+    assert store.summary()["quarantined_bytes"] == 0
 
 
 def test_a_file_that_cannot_be_removed_counts_until_it_is(
