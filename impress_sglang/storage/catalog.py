@@ -78,7 +78,6 @@ FROM segments LEFT JOIN uses USING (segment_id)
 # The first ones never change, and their checksum follows; then what is used, and the row.
 _FIXED, _ROW = 13, 17
 _TOKENS, _INTEGERS = 5, np.dtype("<i4")
-_PRIORITIES = tuple(Priority)
 # Shapes and qualities that rows have together.
 _SHARED = 1024
 _Statement: TypeAlias = tuple[str, Sequence[Any]]
@@ -368,7 +367,7 @@ def _from_row(row: tuple[Any, ...]) -> CatalogEntry:
         quality=_quality(quality),
         generation=generation,
         expires=expires,
-        priority=_PRIORITIES[priority],
+        priority=Priority(priority),
     )
     return CatalogEntry(info, file_bytes, *use)
 

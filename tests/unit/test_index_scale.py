@@ -242,10 +242,11 @@ def test_what_leaves_a_large_index_needs_no_look(
 def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts may leave a system prompt at each of its tokens."""
     tree, tokens = StoredTree(), list(range(200))
-    assert tree.insert(StoredSegment(make_info(SHAPE, tokens, segment_id="long"), 1), NO_TOKENS)
+    long = StoredSegment(make_info(SHAPE, tokens, segment_id="long"), 1)
+    assert tree.insert(long, NO_TOKENS)
     for left in range(1, 200):
         info = make_info(SHAPE, [1000], segment_id=f"left {left}", prefix_len=left)
-        assert tree.insert_below(StoredSegment(info, 1), tree.get("long"), left)  # type: ignore[arg-type]
+        assert tree.insert_below(StoredSegment(info, 1), long, left)
     tree.check_integrity()
     steps: list[int] = []
     choices = Node.choices
