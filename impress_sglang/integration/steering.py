@@ -107,10 +107,12 @@ def _purge(cache: ImpressRadixCache, order: Order, name: Any, tokens: Any) -> di
     purge, among = served.purges.get(text), None
     if purge is None:
         if order.older_than is not None:
-            among = served.expiry.older_than(runtime.store, order.older_than, order.name)
+            try:
+                among = served.expiry.older_than(runtime.store, order.older_than, order.name)
+            except OSError as error:
+                return {"error": f"the disk cannot be asked how old segments are: {error}"}
             if among is None:
                 return {"left": 1}
-            served.expiry.end_asking(order.older_than, order.name)
         purge = served.purges.begin(text, Purge(name, tokens, among))
     purged, pool, more = purge.step(runtime.store), 0, False
     if order.older_than is None:
@@ -120,6 +122,8 @@ def _purge(cache: ImpressRadixCache, order: Order, name: Any, tokens: Any) -> di
     left = purge.left or more
     if not left:
         served.purges.end(text)
+        if order.older_than is not None:
+            left = served.expiry.end_asking(runtime.store, order.older_than, order.name)
     residents = runtime.residents
     pool += sum(residents.hide_segment(segment_id) for segment_id in purged.segment_ids)
     return {

@@ -38,8 +38,8 @@ class Expiry:
         self._wall_clock = wall_clock
         self._look_at = 0.0
         self._look: Future[list[str]] | None = None
-        # By the age that somebody has asked for.
-        self._asked = Begun[tuple[float, str], Future[list[str]]]()
+        # By the age that somebody has asked for: the look, and what was reordered before it.
+        self._asked = Begun[tuple[float, str], tuple[Future[list[str]], int]]()
         self._going: list[str] = []
 
     def poll(self, store: PrefixStore) -> None:
@@ -60,17 +60,29 @@ class Expiry:
     def older_than(self, store: PrefixStore, seconds: float, order: str = "") -> list[str] | None:
         """Names of segments that were written so long ago; None while that is being looked up.
 
-        Who asks, by the name of an order, goes on asking until there is an answer, and then says
-        `end_asking`.
-        """
-        look = self._asked.get((seconds, order))
-        if look is None:
-            look = self._asked.begin((seconds, order), self._older(store, seconds))
-        return _found(look) if look.done() else None
+        Who asks, by the name of an order, goes on asking until there is an answer, removes these,
+        and then says `end_asking`.
 
-    def end_asking(self, seconds: float, order: str = "") -> None:
-        """The next one to ask wants another look."""
-        self._asked.end((seconds, order))
+        Raises:
+            OSError: the disk cannot be asked; the next one to ask has it asked again.
+        """
+        name = seconds, order
+        if (asked := self._asked.get(name)) is None:
+            replaced = store.tree.replaced
+            asked = self._asked.begin(name, (self._older(store, seconds), replaced))
+        look, _ = asked
+        if not look.done():
+            return None
+        if look.exception() is not None:
+            self._asked.end(name)
+        return look.result()
+
+    def end_asking(self, store: PrefixStore, seconds: float, order: str = "") -> bool:
+        """Whether another look is needed: what was reordered since that one has another name."""
+        name = seconds, order
+        _, replaced = self._asked.get(name) or (None, -1)
+        self._asked.end(name)
+        return replaced != store.tree.replaced
 
     def _older(self, store: PrefixStore, seconds: float) -> Future[list[str]]:
         return store.writes.written_before(self._wall_clock() - seconds)

@@ -290,6 +290,7 @@ class Keeper:
             self._health.failed("a segment could not be removed", error, reading=False)
 
     def _written_before(self, seconds: float) -> list[str]:
+        self._directory.check_readable()
         found = dict[str, None]()
         for segment_id, path, _ in segment_files(self._files, self._directory.path):
             # It may be removed, or take the place of another, meanwhile.

@@ -100,11 +100,11 @@ def newest_files(
 
     A crash leaves two while one replaces the other, or brings back one that was removed.
     """
-    newest: dict[tuple[str, Quality, bytes], StoredSegment] = {}
+    newest: dict[tuple[bytes, str, Quality], StoredSegment] = {}
     others = []
     for segment in segments:
         info = segment.info
-        place = info.prefix_digest, info.quality, info.tokens.tobytes()
+        place = info.tokens.tobytes(), info.prefix_digest, info.quality
         first = newest.setdefault(place, segment)
         if first is not segment:
             newest[place], other = sorted((first, segment), key=_age)
@@ -159,7 +159,7 @@ class _Restoring:
         others = []
         for segment in ordered:
             if segment.info.prefix_len:
-                above = self._tree.get(parents.get(segment.segment_id, ""))
+                above = self._tree.get(parents.get(segment.info.segment_id, ""))
                 placed = above is not None and self._put_below(segment, above)
             else:
                 placed = self._put_behind(segment, _NO_TOKENS)

@@ -69,7 +69,8 @@ class SegmentRewriter:
         self._thread = BackgroundThread("impress-reorder", _stay_behind)
 
     def submit(self, rewrite: Rewrite) -> Future[Shares | None]:
-        """Write and publish the file of `rewrite.info`; None if that does not pay.
+        """Write and publish the file of `rewrite.info`, as old as the one before; None if that
+        does not pay.
 
         The result is the expected share of selected rows of each chunk, float64 [L, head groups,
         chunks].
@@ -89,15 +90,22 @@ class SegmentRewriter:
         mapping = token_order.mapping_lists(rewrite.order_key, rewrite.node_starts)
         if not rewrite.force and not _pays(rewrite, mapping):
             return None
+        files, old = self._directory.files, rewrite.segment.info.segment_id
+        try:
+            written = files.stat(self._directory.segment_path(old))
+        except FileNotFoundError:
+            # It has left meanwhile, and nobody would read another one.
+            return None
         write_segment(
             self._directory.segment_path(rewrite.info.segment_id),
             rewrite.info,
             _PacedReader(rewrite.segment, self._reader, self._closing),
             self._buffer,
-            self._directory.files,
+            files,
             direct=self._direct,
             mapping=mapping,
             floors=lambda layer, keys, values: rewrite.segment.floors[layer],
+            written_ns=written.st_mtime_ns,
         )
         return token_order.chunk_shares(rewrite.average, mapping, rewrite.info.layout())
 

@@ -347,9 +347,8 @@ def _to_row(entry: CatalogEntry) -> tuple[object, ...]:
 
 def _checksum(fixed: tuple[Any, ...]) -> str:
     """Of a row: SQLite has none, and what a row says decides which files are kept."""
-    state = xxhash.xxh3_64(fixed[_TOKENS])
-    state.update(repr(fixed[:_TOKENS] + fixed[_TOKENS + 1 :]).encode())
-    return state.hexdigest()
+    others = repr(fixed[:_TOKENS] + fixed[_TOKENS + 1 :]).encode()
+    return xxhash.xxh3_64_hexdigest(fixed[_TOKENS] + others)
 
 
 def _from_row(row: tuple[Any, ...]) -> CatalogEntry:

@@ -51,6 +51,10 @@ class FileSystem:
         """Write all of `source` to a file."""
         write_exactly(descriptor, offset, source)
 
+    def date(self, descriptor: int, written_ns: int) -> None:
+        """Let a file seem to be last written then, in nanoseconds as of `time.time_ns`."""
+        os.utime(descriptor, ns=(written_ns, written_ns))
+
     def sync(self, descriptor: int) -> None:
         """Make what was written to a file durable."""
         os.fsync(descriptor)

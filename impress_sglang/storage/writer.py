@@ -57,10 +57,12 @@ def write_segment(
     direct: bool,
     mapping: MappingLists | None = None,
     floors: FloorRule | None = None,
+    written_ns: int | None = None,
 ) -> None:
     """Write a segment, in the order of `mapping` [L, head groups, t], and publish it under `path`.
 
-    `floors` says how many planes belong to the base, None: none.
+    `floors` says how many planes belong to the base, None: none. `written_ns` is when the same was
+    first written: what is removed for its age does not get younger; None: now.
 
     Raises:
         OSError: the file system refused, for example because it is full; nothing is left behind.
@@ -73,6 +75,8 @@ def write_segment(
         descriptor = files.open(temporary, flags)
         try:
             _write_contents(files, descriptor, info, read_layer, buffer, mapping, floors)
+            if written_ns is not None:
+                files.date(descriptor, written_ns)
             files.sync(descriptor)
         finally:
             files.close(descriptor)

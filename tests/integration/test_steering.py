@@ -266,6 +266,28 @@ def test_a_long_purge_by_age_looks_up_ages_once(
     assert len(asked) == 1 and not len(world.runtime.served.purges)
 
 
+def test_a_purge_by_age_looks_again_when_something_was_reordered(world: World) -> None:
+    world.compute("a", 2000)
+    make_old(world)
+    answers = [told(world, "purge", older_than=100, everything=True)]
+    world.runtime.store.tree.replaced += 1
+    while answers[-1]["left"]:
+        answers.append(told(world, "purge", older_than=100, everything=True))
+    assert [(own["segments"], own["left"]) for own in answers if "segments" in own] == [
+        (1, True),
+        (0, False),
+    ]
+
+
+def test_a_purge_by_age_says_that_the_disk_cannot_be_asked(world: World) -> None:
+    (directory,) = Path(world.runtime.config.ssd_path).iterdir()
+    away = directory.rename(directory.with_name("away"))
+    while "error" not in (answer := told(world, "purge", older_than=100, everything=True)):
+        assert answer == {"left": 1}
+    assert "cannot be asked how old" in answer["error"]
+    away.rename(directory)
+
+
 @pytest.mark.parametrize("ttl", [3600.0])
 def test_an_idle_server_removes_what_is_too_old(world: World) -> None:
     world.compute("a", 2000)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
+
+import pytest
 
 from impress_sglang.management.expiry import Expiry
 from impress_sglang.management.losses import Cause
@@ -109,7 +112,7 @@ def test_who_asks_for_ages_gets_them_later(bench: Workbench) -> None:
     age(bench, store, 3, 2 * HOUR)
     assert len(expiry.older_than(store, HOUR) or []) == 1, "one look is for all steps of an order"
     wait_until(lambda: len(expiry.older_than(store, 0) or []) == 3)
-    expiry.end_asking(HOUR)
+    assert not expiry.end_asking(store, HOUR)
     wait_until(lambda: len(expiry.older_than(store, HOUR) or []) == 2)
     for seconds in range(20):
         expiry.older_than(store, seconds)
@@ -125,7 +128,20 @@ def test_a_disk_that_cannot_be_asked_removes_nothing(bench: Workbench) -> None:
     broken.stat = lambda path: (_ for _ in ()).throw(OSError("no"))  # type: ignore[method-assign]
     settle(Expiry(HOUR), store)
     assert length(store, prompt(1)) == 8
+    expiry = Expiry(0)
+    with pytest.raises(OSError, match="no"):
+        wait_until(lambda: expiry.older_than(store, HOUR) is not None)
     del broken.stat  # type: ignore[method-assign]
+
+
+def test_a_directory_that_is_away_is_not_an_empty_one(bench: Workbench, tmp_path: Path) -> None:
+    store, expiry = bench.open(), Expiry(0)
+    bench.put(store, prompt(1))
+    away = bench.root.rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError):
+        wait_until(lambda: expiry.older_than(store, 0) is not None)
+    away.rename(bench.root)
+    wait_until(lambda: len(expiry.older_than(store, 0) or []) == 1)
 
 
 def test_what_a_request_stores_goes_when_it_says(bench: Workbench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from impress_sglang.management import reorder_queue, segment_rewriter
+from impress_sglang.management.expiry import Expiry
 from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.token_order import mapping_lists
@@ -146,6 +148,25 @@ def test_a_new_file_takes_the_place_of_the_old_one(bench: Workbench, store: Pref
     }
     assert store.stats.bytes_written == used + segment.file_bytes
     check_rows(store, prompt(1, 40))
+
+
+def test_what_is_reordered_gets_no_younger(bench: Workbench, store: PrefixStore) -> None:
+    """And who removes what is old is told that it has another name."""
+    bench.put(store, prompt(1))
+    select(store, prompt(1), 3)
+    os.utime(path_of(bench, look_up(store, prompt(1))), (1.5, 1.5))
+    expiry = Expiry(0)
+
+    def old() -> list[str]:
+        wait_until(lambda: expiry.older_than(store, 3600.0) is not None)
+        return list(expiry.older_than(store, 3600.0) or ())
+
+    (first,) = old()
+    reorder(store)
+    assert expiry.end_asking(store, 3600.0)
+    assert path_of(bench, look_up(store, prompt(1))).stat().st_mtime == 1.5
+    (second,) = old()
+    assert second != first and not expiry.end_asking(store, 3600.0)
 
 
 def test_rows_stand_in_the_order_of_the_mapping_lists(bench: Workbench, store: PrefixStore) -> None:
