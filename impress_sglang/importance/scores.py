@@ -14,8 +14,8 @@ from torch import Tensor
 # Keys are taken from where they are, and widened to so many bytes at once. With less, threads would
 # wait for each other more often, which takes long where they wait for a core.
 TILE_BYTES = 64 << 20
-# Most weights of a prefix at once, if that leaves a head with so many queries: memory does not grow
-# with all of its queries, heads and tokens.
+# Most weights at once, if that leaves a head with so many queries: memory does not grow with all of
+# its queries, heads and tokens.
 MOST_WEIGHTS = 1 << 24
 QUERY_BLOCKS = 16, 256
 # Below the largest one, a logit whose weight does not count where weights are squared.
@@ -61,8 +61,10 @@ def column_sums(
     grouped = _by_key_head(queries, prefix_keys.shape[1])
     earlier, group = len(new_keys) - num_queries, grouped.shape[1]
     least, most = QUERY_BLOCKS
-    size = max(least, min(most, MOST_WEIGHTS // (group * num_prefix)))
-    at_once = max(1, MOST_WEIGHTS // (group * num_prefix * min(size, num_queries)))
+    num_resident = len(resident_keys if resident_rows is None else resident_rows)
+    widest = group * max(num_prefix, num_resident, len(new_keys))
+    size = max(least, min(most, MOST_WEIGHTS // widest))
+    at_once = max(1, MOST_WEIGHTS // (widest * min(size, num_queries)))
     for part in _slices(len(grouped), at_once):
         chosen = part if heads is None else list(heads[part])
         for block in _slices(num_queries, size):

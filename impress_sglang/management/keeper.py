@@ -22,15 +22,11 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
+from impress_sglang.management.quarantine import Quarantine
 from impress_sglang.precision.floors import FloorRule
 from impress_sglang.storage.catalog import Catalog, CatalogEntry, SegmentUse
 from impress_sglang.storage.direct_io import AlignedBuffer
-from impress_sglang.storage.directory import (
-    StoreDirectory,
-    quarantined_files,
-    remove_store,
-    segment_files,
-)
+from impress_sglang.storage.directory import StoreDirectory, remove_store, segment_files
 from impress_sglang.storage.health import Health
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.segment import SegmentInfo, read_header
@@ -40,8 +36,6 @@ from impress_sglang.threads import BackgroundThread, compute_alone
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# Damaged segments that are kept for who wants to know what happened to them.
-QUARANTINED_FILES = 4
 # Errors that speak of the place on the medium, and not of the machine or of who asks.
 _OF_MEDIA = frozenset(
     {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO}
@@ -101,18 +95,24 @@ class Keeper:
         self._catalog = Catalog(self._files, directory.path, read_only=read_only)
         self._buffer = AlignedBuffer()
         self._thread = BackgroundThread("impress-write", compute_alone)
+        self._quarantine = Quarantine(directory)
         # What the disk has refused, for `catch_up`; its own thread's.
-        self._must_empty = False
         self._unkept: dict[str, bytes] = {}
+        # Whether room was made for what waits to be written, and the disk has not given it.
+        self._is_short = False
         self.progress = time.monotonic()
         """When something was last done; of two values the later one means that work goes on."""
-        self.quarantined_bytes = 0
         self.undeleted: dict[str, int] = {}
         """Bytes of segments whose files could not be removed yet."""
         self.unused_files = 0
         """Files that could not be read at the start; nobody knows what builds on them."""
         self.unused_bytes = 0
         """Of these, and of what may build on them."""
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Of damaged segments that are kept."""
+        return self._quarantine.num_bytes
 
     def survey(self, identity: str, *, anew: bool = False) -> Survey:
         """Compare the files of this identity with their rows, and change no file.
@@ -168,7 +168,7 @@ class Keeper:
                 self._index(self._catalog.remove, *survey.missing)
             if survey.adopted:
                 self._index(self._catalog.add, *survey.adopted)
-        self._limit_quarantine()
+        self._quarantine.tidy()
         return survey.entries
 
     def write(
@@ -176,7 +176,8 @@ class Keeper:
     ) -> Future[None]:
         """Write and publish a segment; see `write_segment`.
 
-        The future raises `WriteAbandoned` or what the disk did; then nothing is left behind.
+        The future raises `WriteAbandoned` or what the disk did; then nothing is left behind. So it
+        is where something that had to go first could not be removed.
         """
         return self._submit(self._write, entry, read_layer, floors)
 
@@ -217,7 +218,7 @@ class Keeper:
 
     def empty_quarantine(self) -> None:
         """Remove the damaged segments that are kept: something is to be forgotten."""
-        self._submit(self._tidy_quarantine, 0)
+        self._submit(self._change_quarantine, self._quarantine.empty)
 
     def indexed(self) -> Future[dict[str, int]]:
         """Segments of the index and the sizes that their files should have."""
@@ -238,6 +239,8 @@ class Keeper:
     def _write(
         self, entry: CatalogEntry, read_layer: LayerReader, floors: FloorRule | None
     ) -> None:
+        if self._is_short:
+            raise OSError(errno.ENOSPC, "what should have made room could not be removed")
         path = self._directory.segment_path(entry.info.segment_id)
 
         def read_and_note(layer: int) -> tuple[Tensor, Tensor]:
@@ -282,10 +285,12 @@ class Keeper:
         try:
             # In a folder that is away each file seems to be gone.
             self._directory.check_readable()
-            self._files.unlink(self._directory.segment_path(segment_id))
+            path = self._directory.segment_path(segment_id)
+            for own in (path, path.with_name(path.name + TEMPORARY_SUFFIX)):
+                self._files.unlink(own)
             self.undeleted.pop(segment_id, None)
         except OSError as error:
-            self.undeleted[segment_id] = num_bytes
+            self.undeleted[segment_id], self._is_short = num_bytes, True
             logger.warning("segment %s cannot be removed now: %s", segment_id, error)
             self._health.failed("a segment could not be removed", error, reading=False)
 
@@ -320,16 +325,17 @@ class Keeper:
     def _catch_up(self) -> None:
         self._delete_all(dict(self.undeleted))
         self._index(self._catalog.flush)
-        self._tidy_quarantine()
+        self._change_quarantine(self._quarantine.tidy)
         for name, content in list(self._unkept.items()):
             self._keep(name, content)
+        # Who offers from now on knows what is still there.
+        self._is_short = False
 
-    def _tidy_quarantine(self, most: int = QUARANTINED_FILES) -> None:
-        self._must_empty |= not most
+    def _change_quarantine(self, change: Callable[[], None]) -> None:
         try:
-            self._limit_quarantine(0 if self._must_empty else QUARANTINED_FILES)
-            self._must_empty = False
+            change()
         except OSError as error:
+            self._is_short = True
             self._health.failed("quarantine could not be tidied", error, reading=False)
 
     def _index(self, change: Callable[..., None], *arguments: Any) -> None:
@@ -371,36 +377,14 @@ class Keeper:
             return Verdict.UNCLEAR
         if missing:
             logger.warning("%s; its file is gone", error)
-        elif not self._quarantine(path, error):
-            return Verdict.UNCLEAR
+        else:
+            try:
+                self._quarantine.take(error)
+            except OSError as failure:
+                self._health.failed("a segment could not be set aside", failure, reading=False)
+                return Verdict.UNCLEAR
         self._index(self._catalog.remove, error.segment_id)
         return Verdict.GONE if missing else Verdict.BAD
-
-    def _quarantine(self, path: Path, error: SegmentUnreadable) -> bool:
-        """Set a damaged file aside; False where nothing can be changed now."""
-        try:
-            target = self._directory.quarantine_path(error.segment_id)
-            self._files.rename(path, target)
-            try:
-                # Else a power loss could bring it back beside what is stored in its place by then.
-                for folder in (target.parent, path.parent):
-                    self._files.sync_directory(folder)
-            finally:
-                self._limit_quarantine()
-        except OSError as failure:
-            self._health.failed("a segment could not be set aside", failure, reading=False)
-            return False
-        logger.error("%s; set aside in quarantine", error)
-        return True
-
-    def _limit_quarantine(self, most: int = QUARANTINED_FILES) -> None:
-        paths = quarantined_files(self._files, self._directory.path)
-        sizes = [self._files.stat(path).st_size for path in paths]
-        # Right also where a file cannot be removed.
-        self.quarantined_bytes = sum(sizes)
-        for path, size in list(zip(paths, sizes, strict=True))[: max(len(paths) - most, 0)]:
-            self._files.unlink(path)
-            self.quarantined_bytes -= size
 
     def _verify(self, info: SegmentInfo) -> None:
         """Read all of a segment.

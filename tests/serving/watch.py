@@ -231,14 +231,27 @@ def resident_bytes(pid: int) -> int:
 
 
 def allocated_bytes(folder: Path) -> Counter[tuple[str, str]]:
-    """What files below a folder take of the disk, by store and what they are for."""
+    """What files below a folder take of the disk, by store and what they are for.
+
+    Files come and go while the folders are walked: those count that two walks have found, and so
+    were there together.
+    """
+    first, second = _allocated(folder), _allocated(folder)
     found: Counter[tuple[str, str]] = Counter()
+    for path in first.keys() & second.keys():
+        store, *below = path.relative_to(folder).parts
+        kind = below[0] if len(below) > 1 and ".kv" in path.name else BESIDE
+        found[store[:4] if below else "", kind] += min(first[path], second[path])
+    return found
+
+
+def _allocated(folder: Path) -> dict[Path, int]:
+    """By path; a file that is being written has the name that it is going to have."""
+    found = {}
     # It passes over folders that are gone by then.
     for parent, folders, files in os.walk(folder):
-        store, *below = (*Path(parent).relative_to(folder).parts, "")
         for name in (*folders, *files):
-            kind = below[0] if ".kv" in name else BESIDE
-            kind += ".tmp" if name.endswith(".kv.tmp") else ""
             with contextlib.suppress(FileNotFoundError):
-                found[store[:4], kind] += os.stat(Path(parent, name)).st_blocks * 512
+                own = Path(parent, name)
+                found[own.with_name(name.removesuffix(".tmp"))] = os.stat(own).st_blocks * 512
     return found
