@@ -11,7 +11,11 @@ import pytest
 from impress_sglang.storage import pending_read
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
+from tests.unit import store_factory
 from tests.unit.source_factory import BLOCK, SEVERAL, SHAPES, Case, open_case, reading
+
+bench = store_factory.bench
+store = store_factory.store
 
 
 @pytest.fixture(scope="session")

@@ -30,12 +30,11 @@ from tests.unit.store_factory import (
     length,
     look_up,
     lose,
+    name_of,
     prompt,
     use,
 )
 from tests.unit.waiting import wait_until
-
-bench = store_factory.bench
 
 
 def pin(store: PrefixStore, tokens: Any, namespace: str = "") -> str | None:
@@ -141,7 +140,7 @@ def test_what_is_stored_anew_of_a_pinned_prefix_is_pinned(
     store = bench.open(ssd_gb=gb(4 * bench.one))
     bench.put(store, prompt(1))
     assert pin(store, prompt(1)) is None
-    lose(bench, store, look_up(store, prompt(1)).spans[0].segment.segment_id)
+    lose(bench, store, name_of(store, prompt(1)))
     assert store.pins.summary() == {"prefixes": 1, "bytes": 0}
     bench.put(store, prompt(1))
     fill(bench, store, 8)
@@ -227,7 +226,7 @@ def test_a_purge_reaches_what_stands_behind_a_damaged_file(bench: Workbench) -> 
     store = bench.open()
     for count in (8, 16, 24):
         bench.put(store, prompt(1, count))
-    lose(bench, store, look_up(store, prompt(1)).spans[0].segment.segment_id)
+    lose(bench, store, name_of(store, prompt(1)))
     assert forget(store, prompt(1, 16)).tokens == 16
     bench.put(store, prompt(1))
     assert length(store, prompt(1, 24)) == 8
@@ -391,7 +390,7 @@ def test_what_somebody_reads_is_purged_under_their_eyes(bench: Workbench) -> Non
 def test_a_purge_empties_the_quarantine(bench: Workbench) -> None:
     store = bench.open()
     bench.put(store, prompt(1))
-    lose(bench, store, look_up(store, prompt(1)).spans[0].segment.segment_id)
+    lose(bench, store, name_of(store, prompt(1)))
     assert list(bench.root.glob("*/quarantine/*"))
     forget(store, prompt(1))
     wait_until(lambda: not list(bench.root.glob("*/quarantine/*")))

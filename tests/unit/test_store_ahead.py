@@ -17,9 +17,6 @@ from tests.unit import store_factory as stores
 from tests.unit.reading import read_rows
 from tests.unit.waiting import wait_until
 
-bench = stores.bench
-store = stores.store
-
 TOKENS = stores.prompt(1, 40)
 CHUNK_TOKENS = 8
 

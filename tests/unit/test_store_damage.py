@@ -14,10 +14,8 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState
 from impress_sglang.management.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
-from tests.unit import store_factory
-from tests.unit.kv_factory import SequenceKVs, flip_byte
+from tests.unit.kv_factory import flip_byte
 from tests.unit.store_factory import (
-    Gate,
     Room,
     Workbench,
     check_rows,
@@ -26,19 +24,13 @@ from tests.unit.store_factory import (
     look_again,
     look_up,
     lose,
+    name_of,
     open_source,
     path_of,
     prompt,
     recover,
     three_prefixes,
 )
-
-bench = store_factory.bench
-store = store_factory.store
-
-
-def name_of(store: PrefixStore, tokens: tuple[int, ...], number: int = 0, **options: object) -> str:
-    return look_up(store, tokens, **options).spans[number].segment.segment_id  # type: ignore[arg-type]
 
 
 def flip_last_block(path: Path) -> None:
@@ -67,7 +59,6 @@ def test_a_second_look_decides_about_what_could_not_be_read(bench: Workbench, ki
     assert store.summary()["segments_suspect"] == 1
     assert length(store, prompt(2, 8), namespace="salt") == 0, "not before it is found good"
     look_again(store)
-    store.check_integrity()
     found = {name: getattr(store.stats, name) for _, name in LOOKS.values()}
     assert found == {name: int(name == counter) for name in found}
     assert store.stats.segments_unreadable == 1
@@ -145,8 +136,7 @@ def test_a_hole_is_filled_although_what_builds_on_it_goes_for_that(bench: Workbe
 def test_a_report_of_what_cannot_be_lost_does_nothing(bench: Workbench) -> None:
     store = three_prefixes(bench)
     name = name_of(store, prompt(2, 8), namespace="salt")
-    gate = Gate(SequenceKVs(bench.shape, "", prompt(3)))
-    bench.offer(store, prompt(3), read_layers=gate)
+    gate = bench.begin(store, prompt(3))
     (pending,) = [s for s in store.tree.segments() if s.state is SegmentState.PENDING]
 
     for reported in ("unknown", pending.segment_id, name, name):
@@ -174,12 +164,6 @@ def test_a_file_that_is_gone_is_unreadable(bench: Workbench, number: int) -> Non
     assert caught.value.segment_id == match.spans[number].segment.segment_id
     assert len(os.listdir("/proc/self/fd")) == descriptors, "the other file is closed again"
     store.check_integrity()
-    store.report(caught.value)
-    look_again(store)
-    store.check_integrity()
-    assert length(store, prompt(1, 40)) == (0, 13)[number]
-    bench.put(store, prompt(1, 40))
-    check_rows(store, prompt(1, 40))
 
 
 def test_a_few_damaged_files_are_kept_and_counted(bench: Workbench) -> None:
@@ -228,3 +212,38 @@ def test_a_file_that_cannot_be_removed_counts_until_it_is(
     check_rows(store, prompt(2))
     bench.put(store, prompt(5))
     assert store._quota.missing(0) <= 0
+
+
+def test_a_match_may_be_older_than_an_eviction(bench: Workbench) -> None:
+    """Between the match and its use other requests are served, and their offers evict."""
+    store = bench.open(ssd_gb=gb(bench.one))
+    bench.put(store, prompt(1))
+    match = look_up(store, prompt(1))
+    bench.put(store, prompt(2))
+
+    with pytest.raises(SegmentUnreadable) as caught:
+        open_source(store, match, 0, 8)
+
+    store.report(caught.value)
+    store.check_integrity()
+    check_rows(store, prompt(2))
+
+
+def test_a_match_may_be_older_than_a_loss(bench: Workbench, store: PrefixStore) -> None:
+    """Another request has found that a segment is damaged, or only thinks so."""
+    bench.put(store, prompt(1))
+    match = look_up(store, prompt(1))
+    store.report(SegmentUnreadable(match.spans[0].segment.segment_id, "a test"))
+
+    with pytest.raises(SegmentUnreadable) as caught:
+        open_source(store, match)
+    store.report(caught.value)
+
+    assert store.stats.segments_unreadable == 1
+    look_again(store)
+    store.close_source(open_source(store, match))
+    lose(bench, store, match.spans[0].segment.segment_id)
+    with pytest.raises(SegmentUnreadable) as caught:
+        open_source(store, match)
+    store.report(caught.value)
+    store.check_integrity()

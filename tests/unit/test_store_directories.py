@@ -16,11 +16,7 @@ from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.directory import MARKER, StoreDirectory
 from impress_sglang.storage.files import FileSystem
 from tests.faults import FaultyFileSystem, Rule
-from tests.unit import store_factory
 from tests.unit.store_factory import OTHER_IDENTITY, Workbench, check_rows, gb, length, prompt
-
-bench = store_factory.bench
-store = store_factory.store
 
 
 def test_two_stores_of_one_model_cannot_share_a_directory(

@@ -7,29 +7,19 @@ import pytest
 from impress_sglang.errors import StoreUnavailable
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory as stores
-from tests.unit.kv_factory import SequenceKVs
 from tests.unit.reading import read_rows
-from tests.unit.waiting import wait_until
-
-bench = stores.bench
 
 
 def test_what_is_written_while_a_failed_disk_is_asked_is_not_lost(bench: stores.Workbench) -> None:
     files = FaultyFileSystem()
     store = bench.open(files=files)
     bench.put(store, stores.prompt(1))
-    gate = stores.Gate(SequenceKVs(bench.shape, "", stores.prompt(2)))
-    bench.offer(store, stores.prompt(2), read_layers=gate)
-    name = stores.look_up(store, stores.prompt(1)).spans[0].segment.segment_id
+    gate = bench.begin(store, stores.prompt(2))
+    name = stores.name_of(store, stores.prompt(1))
     hang = Rule("hang", "open-write", "*/probe")
     files.faults.add(hang)
     store.report(StoreUnavailable(name, "a test"))
-
-    def hangs() -> int:
-        store.poll()
-        return hang.hits
-
-    wait_until(hangs)
+    stores.until(store, lambda: hang.hits)
     gate.opened.set()
     store.writes.drain()
     files.faults.clear()

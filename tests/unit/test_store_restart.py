@@ -19,9 +19,6 @@ from tests.faults import FaultyFileSystem, Rule
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
 
-bench = stores.bench
-store = stores.store
-
 
 def overwrite(path: Path, start: int, stop: int) -> None:
     data = bytearray(path.read_bytes())
@@ -272,27 +269,15 @@ def test_files_that_are_none_of_ours_stay(bench: stores.Workbench) -> None:
     assert (segments / "README").exists() and (bench.root / "notes.txt").exists()
 
 
-def test_a_smaller_quota_after_a_restart_evicts_with_the_next_offer(
+def test_a_smaller_quota_after_a_restart_evicts_in_the_order_of_use(
     bench: stores.Workbench,
 ) -> None:
     store = bench.open()
     for number in (1, 2, 3, 4):
         bench.put(store, stores.prompt(number))
-
-    store = bench.reopen(store, ssd_gb=stores.gb(2 * bench.one))
-    bench.put(store, stores.prompt(5))
-
-    assert [stores.length(store, stores.prompt(n)) for n in (1, 2, 3, 4, 5)] == [0, 0, 0, 8, 8]
-
-
-def test_the_order_of_use_survives_a_restart(bench: stores.Workbench) -> None:
-    store = bench.open()
-    for number in (1, 2, 3):
-        bench.put(store, stores.prompt(number))
     stores.use(store, stores.prompt(1))
 
     store = bench.reopen(store, ssd_gb=stores.gb(3 * bench.one))
-    bench.put(store, stores.prompt(4))
     bench.put(store, stores.prompt(5))
 
     assert [stores.length(store, stores.prompt(n)) for n in (1, 2, 3, 4, 5)] == [8, 0, 0, 8, 8]
