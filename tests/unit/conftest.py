@@ -12,7 +12,16 @@ from impress_sglang.storage import pending_read
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
 from tests.unit import store_factory
-from tests.unit.source_factory import BLOCK, SEVERAL, SHAPES, Case, open_case, reading
+from tests.unit.source_factory import (
+    BLOCK,
+    SEVERAL,
+    SHAPES,
+    Case,
+    Step,
+    open_case,
+    reading,
+    stepping,
+)
 
 bench = store_factory.bench
 store = store_factory.store
@@ -23,6 +32,13 @@ def reader() -> Iterator[BlockReader]:
     """Of any files; it keeps nothing of one test for another but what reads take on average."""
     with reading() as reader:
         yield reader
+
+
+@pytest.fixture
+def step() -> Iterator[Step]:
+    """4 reads in flight at most, which end when the test says so."""
+    with stepping(4) as pair:
+        yield pair
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -129,14 +129,6 @@ def test_what_is_never_found(namespace: str, quality: Quality, state: SegmentSta
     assert find(index, as_tokens(document)) == ()
 
 
-def test_a_segment_is_found_once_it_is_written() -> None:
-    document = text(1, 300)
-    segment = segment_of("s", document, state=SegmentState.PENDING)
-    index = index_of(segment)
-    segment.state = SegmentState.READY
-    assert places(find(index, as_tokens(document))) == [(0, 300, "s", 0)]
-
-
 def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """All windows of all texts have one key: only tokens tell them apart."""
     stored = segment_of("s", text(1, 200))

@@ -24,16 +24,20 @@ from tests.faults import SQL, Faults, FaultyFileSystem, Rule, dead_disk, read_on
 from tests.unit import failing_store
 from tests.unit.failing_store import KEYS_BLOCK, read, until_well
 from tests.unit.kv_factory import as_tokens
+from tests.unit.reading import read_rows
 from tests.unit.store_factory import (
     Workbench,
     check_rows,
     index_of,
     length,
+    look_again,
     look_up,
     lose,
     name_of,
+    open_source,
     path_of,
     prompt,
+    recover,
     until,
 )
 from tests.unit.waiting import wait_until
@@ -111,7 +115,7 @@ def test_what_cannot_be_written_is_a_miss_and_leaves_nothing(
     until_well(store)
     bench.put(store, prompt(2, 40))
     check_rows(store, prompt(2, 40))
-    assert len([name for name in bench.files() if name.endswith(".kv")]) == 2
+    assert len(bench.files()) == 2
 
 
 def test_writes_that_hang_are_given_up_and_their_slots_with_them(
@@ -378,3 +382,48 @@ def test_what_was_published_outlives_a_power_loss(
         check_rows(again, tokens)
     assert length(again, prompt(9, 24)) == 0
     assert not [name for name in bench.files() if name.endswith(".tmp")]
+
+
+def test_what_is_written_while_a_failed_disk_is_asked_is_not_lost(
+    bench: Workbench, store: PrefixStore, faults: Faults
+) -> None:
+    bench.put(store, prompt(1))
+    gate = bench.begin(store, prompt(2))
+    name = name_of(store, prompt(1))
+    hang = Rule("hang", "open-write", "*/probe")
+    faults.add(hang)
+    store.report(StoreUnavailable(name, "a test"))
+    until(store, lambda: hang.hits)
+    gate.opened.set()
+    store.writes.drain()
+    faults.clear()
+    recover(store)
+    look_again(store)
+    store.check_integrity()
+    assert [length(store, prompt(n)) for n in (1, 2)] == [8, 8]
+    assert len(bench.files()) == 2
+
+
+def test_a_file_that_cannot_be_closed_hurts_nobody(
+    bench: Workbench, store: PrefixStore, faults: Faults
+) -> None:
+    bench.put(store, prompt(1))
+    source = open_source(store, look_up(store, prompt(1)))
+    with faults.injected(Rule("EIO", "close", "*.kv")):
+        store.close_source(source)
+    store.check_integrity()
+
+
+def test_an_engine_that_cannot_be_made_again_is_asked_for_later(
+    bench: Workbench, store: PrefixStore, faults: Faults
+) -> None:
+    bench.put(store, prompt(1))
+    source = open_source(store, look_up(store, prompt(1)))
+    faults.add(Rule("raise", "start", count=1), Rule("EMFILE", "engine", count=2))
+    with pytest.raises(StoreUnavailable) as caught:
+        read_rows(source, 0, None)
+    store.report(caught.value)
+    store.close_source(source)
+    recover(store)
+    look_again(store)
+    check_rows(store, prompt(1))

@@ -20,7 +20,6 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import write_segment
-from impress_sglang.tiers.placement import Tier
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import (
     flip_byte,
@@ -228,17 +227,6 @@ def test_other_policies_never_reorder(bench: Workbench) -> None:
 
     assert store.reorders.summary() == dict.fromkeys(store.reorders.summary(), 0)
     assert [s.info.generation for s in store.tree.segments()] == [0]
-
-
-def test_without_readers_the_old_chunks_leave_at_once(bench: Workbench) -> None:
-    store = bench.open(device_gb=0.001)
-    bench.put(store, prompt(1, 40))
-    select(store, prompt(1, 40), 3, 17)
-    assert store.cache.placement.cached_chunks(Tier.DEVICE) > 0
-
-    reorder(store)
-
-    assert store.cache.placement.cached_chunks(Tier.DEVICE) == 0
 
 
 def test_new_chunks_inherit_the_priority_of_the_old_ones(bench: Workbench) -> None:

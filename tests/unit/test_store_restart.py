@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.store import PrefixStore
@@ -294,11 +293,6 @@ def test_another_chunk_size_after_a_restart(
 
     for _ in range(2):
         stores.check_three_prefixes(store)
-        source = stores.open_source(store, stores.look_up(store, stores.prompt(1, 40)))
-        keys = kv.SequenceKVs(bench.shape, "", stores.prompt(1, 40)).keys(0)
-        if probes := list(bench.shape.probe_kv_heads):
-            assert torch.equal(source.read_probe(0), keys[:, probes])
-        store.close_source(source)
     bench.put(store, stores.prompt(1, 100))
     stores.check_rows(store, stores.prompt(1, 100))
 

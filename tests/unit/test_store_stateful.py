@@ -14,6 +14,7 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from impress_sglang.errors import StoreUnavailable
 from impress_sglang.management.keeper import Verdict
+from impress_sglang.management.purging import Purge
 from impress_sglang.management.stored import SegmentState
 from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.quality import EXACT, Quality
@@ -167,6 +168,22 @@ class StoreMachine(StoreHistory):
             self.take_second_looks()
         if data.draw(st.booleans()):
             self.offer_a_prefix_of(known.namespace, tokens + tail, known.quality, fails)
+
+    @precondition(lambda self: self.model.segments)
+    @rule(data=st.data())
+    def purge(self, data: st.DataObject) -> None:
+        """All that begins with a prefix: whoever reads or writes it, and behind holes as well."""
+        self.poll()
+        known = self.model.segments[data.draw(st.sampled_from(list(self.model.segments)))]
+        stop = data.draw(st.integers(1, len(known.path)) | st.just(len(known.path)))
+        prefix = [token for token, _ in known.path[:stop]]
+        purge = Purge(self.store.namespace(known.namespace), kv.as_tokens(prefix))
+        while purge.left:
+            purge.step(self.store)
+        for own in list(self.model.segments.values()):
+            begins = [token for token, _ in own.path[:stop]] == prefix
+            if begins and own.namespace == known.namespace and own.name not in self.pending:
+                self.model.lose(own.name)
 
     @rule()
     def take_second_looks(self) -> None:
