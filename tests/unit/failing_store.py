@@ -10,18 +10,7 @@ import pytest
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.management.store import PrefixStore
 from tests.faults import Faults, FaultyFileSystem
-from tests.unit.store_factory import (
-    SHAPES,
-    Workbench,
-    check_rows,
-    look_up,
-    path_of,
-    prompt,
-    until,
-)
-
-PATIENCE_S = 0.8
-KEYS_BLOCK = 0
+from tests.unit.store_factory import SHAPES, Workbench, check_rows, look_up, path_of, prompt, until
 
 
 @pytest.fixture
@@ -40,7 +29,7 @@ def bench(tmp_path: Path) -> Iterator[Workbench]:
 
 @pytest.fixture
 def store(bench: Workbench, faults: Faults) -> PrefixStore:
-    return bench.open(files=FaultyFileSystem(faults), io_timeout=PATIENCE_S)
+    return bench.open(files=FaultyFileSystem(faults), io_timeout=0.8)
 
 
 def until_well(store: PrefixStore) -> None:

@@ -143,6 +143,13 @@ ROOMY = [
 # What can be asked for: the probe column, and keys and values of all head groups.
 KINDS = ("probe", "keys", "values")
 KVS = ("keys", "values")
+DEMANDS = [
+    ReadNeeds(),
+    ReadNeeds(probe=False),
+    ReadNeeds(whole=True),
+    ReadNeeds(whole=True, probe=False),
+    ReadNeeds(all_keys=True),
+]
 
 
 class Case:

@@ -27,12 +27,14 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
-from impress_sglang.transfer.source import ReadNeeds, SegmentSource
+from impress_sglang.transfer.source import SegmentSource
 from tests.faults import FaultyFileSystem
 from tests.unit import kv_factory as kv
 from tests.unit.prefix_model import QUALITIES, Known, PrefixModel
 from tests.unit.prefix_model import Path as TokenPath
 from tests.unit.reading import read_rows
+from tests.unit.source_factory import DEMANDS
+from tests.unit.store_factory import DEFAULTS
 from tests.unit.waiting import wait_until
 
 SHAPE = kv.make_shape(query_heads=2, kv_heads=2, key_dim=4, value_dim=4, probe=(0,))
@@ -50,15 +52,6 @@ QUALITY = st.sampled_from(QUALITIES)
 DAMAGES = st.sampled_from(["none", "removed", "removed", "damaged"])
 FAILS = st.sampled_from([False, False, False, True])
 NAMESPACES = st.sampled_from(["", "salt"])
-DEMANDS = st.sampled_from(
-    [
-        ReadNeeds(),
-        ReadNeeds(probe=False),
-        ReadNeeds(all_keys=True),
-        ReadNeeds(whole=True),
-        ReadNeeds(whole=True, probe=False),
-    ]
-)
 # What reading ahead is told of a source that is opened.
 BEGINNINGS = st.sampled_from(["join", "wait", "wait for one layer", "nothing"])
 # Room for a layer of the longest chain of segments, of which each takes 1 MiB, and hardly more.
@@ -128,21 +121,15 @@ class StoreHistory(RuleBasedStateMachine):
     def open(self) -> None:
         # One head of a chunk; a whole chunk of the largest column takes two.
         page_bytes = 8 * 4 * self.shape.dtype.itemsize
-        config = ImpressConfig(
-            ssd_dir=str(self.directory),
-            ssd_gb=self.quota,
-            min_free_gb=0.0,
-            chunk_tokens=8,
-            io_depth=2,
-            readahead=0.5,
-            device_gb=6 * page_bytes / 1e9,
+        options = {
+            "ssd_gb": self.quota,
+            "readahead": 0.5,
+            "device_gb": 6 * page_bytes / 1e9,
             # A quarter is for what is read ahead.
-            host_gb=(9 * page_bytes + 0.5) / 1e9,
-            buffer_gb=16 * 2**20 / 1e9,
-            reorder_interval=0.0,
-            policy="paper",
-            retention=0.25,
-        )
+            "host_gb": (9 * page_bytes + 0.5) / 1e9,
+            "buffer_gb": 16 * 2**20 / 1e9,
+        }
+        config = ImpressConfig(ssd_dir=str(self.directory), **(DEFAULTS | options))
         self.store = PrefixStore(config, kv.IDENTITY, self.shape, files=self.files)
         self.looks: list[tuple[SegmentInfo, Future[Verdict]]] = []
         self.take_look = self.store._keeper.look
@@ -310,7 +297,9 @@ class StoreHistory(RuleBasedStateMachine):
         if data.draw(st.sampled_from([False, False, True])):
             self.measure(match)
         stored = self.store.forecast.stored_bytes(match.slice(start, len(path)))
-        source = self.store.open_source(match, start, len(path), data.draw(DEMANDS))
+        source = self.store.open_source(
+            match, start, len(path), data.draw(st.sampled_from(DEMANDS))
+        )
         # In proportion to the tokens of the spans, and so by no more than rounding too much.
         layer_bytes = source.layer_bytes * self.shape.num_layers
         assert 0 <= stored.expected(0.1) <= stored.expected(1.0) <= layer_bytes + 1

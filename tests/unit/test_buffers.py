@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.loops.types import Indices
-from impress_sglang.storage import pending_read
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader
@@ -70,21 +69,13 @@ class Stored:
             place = slice(block * BLOCK, (block + 1) * BLOCK)
             assert buffer.memory.view[place] == self.content[place], block
 
-    def untouched(self, buffer: LayerBuffer, *blocks: int) -> bool:
-        return all(
-            set(buffer.memory.view[block * BLOCK : (block + 1) * BLOCK]) == {0xEE}
-            for block in blocks
-        )
-
     def started(self, engine: StepEngine) -> list[int]:
         """Blocks of the layer in the order in which they were read."""
         return [(offset - self.offset) // BLOCK for _, offset, _ in engine.started]
 
 
 @pytest.fixture
-def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stored]:
-    """Every block is a piece of its own."""
-    monkeypatch.setattr(pending_read, "PIECE_BYTES", BLOCK)
+def stored(tmp_path: Path, single_blocks: None) -> Iterator[Stored]:
     stored = Stored(tmp_path)
     assert stored.blocks >= 30
     yield stored

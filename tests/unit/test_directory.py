@@ -238,7 +238,7 @@ def test_a_store_that_is_served_is_not_removed(root: Path) -> None:
     assert not remove_store(FILES, directory.path)
 
     assert contents(root) == before
-    with pytest.raises(StoreInUseError):
+    with pytest.raises(StoreInUseError, match="--impress-ssd-dir"):
         StoreDirectory(FILES, root, OTHER)
     directory.close()
 

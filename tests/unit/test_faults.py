@@ -69,9 +69,6 @@ def test_a_fault_that_never_happened_is_seen(files: FaultyFileSystem, file: Path
         files.faults.injected(Rule("EIO", "rename")),
     ):
         read_file(files, file)
-    files.faults.add(Rule("EIO", "write", name="mine"))
-    with pytest.raises(AssertionError, match="mine"):
-        files.faults.assert_hit()
 
 
 def test_short_reads_and_flipped_bits(files: FaultyFileSystem, file: Path) -> None:
@@ -153,6 +150,8 @@ def test_power_loss_takes_what_was_not_synced(files: FaultyFileSystem, file: Pat
     files.rename(file, root / "renamed")
     files.unlink(root / "renamed")
     write_file(files, root / "new")
+    files.sync(write_file(files, root / "half"))
+    files.sync_directory(root.parent)
 
     files.power_loss()
 
@@ -174,10 +173,8 @@ def test_power_loss_leaves_what_was_synced(files: FaultyFileSystem, file: Path) 
 
     files.power_loss()
 
-    assert {path.name: path.read_bytes() for path in root.iterdir()} == {
-        "new": CONTENT,
-        "empty": b"",
-    }
+    found = {path.name: path.read_bytes() for path in root.iterdir()}
+    assert found == {"new": CONTENT, "empty": b""}
 
 
 def test_power_loss_may_keep_some(tmp_path: Path) -> None:

@@ -16,15 +16,7 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.storage.directory import PINS
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import as_tokens
-from tests.unit.store_factory import (
-    Workbench,
-    check_rows,
-    gb,
-    length,
-    lose,
-    name_of,
-    prompt,
-)
+from tests.unit.store_factory import Workbench, check_rows, gb, length, lose, name_of, prompt
 from tests.unit.waiting import wait_until
 
 
@@ -77,26 +69,17 @@ def test_a_pinned_prefix_outlasts_newer_ones(bench: Workbench) -> None:
     assert length(store, prompt(1)) == 0
 
 
-def test_pins_survive_a_restart(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(4 * bench.one))
-    bench.put(store, prompt(1), namespace="salt")
-    assert pin(store, prompt(1), "salt") is None
-    store = bench.reopen(store, ssd_gb=gb(4 * bench.one))
-    fill(bench, store, 8)
-    check_rows(store, prompt(1), namespace="salt")
-    assert unpin(store, prompt(1), "salt") == 1
-    store = bench.reopen(store)
-    assert not len(store.pins)
-
-
-def test_all_that_a_pinned_prefix_builds_on_stays(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(8 * bench.one))
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(1, 16))
-    assert pin(store, prompt(1, 16)) is None and pin(store, prompt(1, 16)) is None
+def test_all_that_a_pinned_prefix_builds_on_stays_after_a_restart_as_well(bench: Workbench) -> None:
+    store = bench.open()
+    for count in (8, 16):
+        bench.put(store, prompt(1, count), namespace="salt")
+    for _ in range(2):
+        assert pin(store, prompt(1, 16), "salt") is None
+    store = bench.reopen(store, ssd_gb=gb(8 * bench.one))
     fill(bench, store, 12)
-    check_rows(store, prompt(1, 16))
-    assert len(store.pins) == 1
+    check_rows(store, prompt(1, 16), namespace="salt")
+    assert unpin(store, prompt(1, 16), "salt") == 1
+    assert not len(bench.reopen(store).pins)
 
 
 def test_only_what_is_stored_can_be_pinned(bench: Workbench) -> None:
@@ -202,19 +185,6 @@ def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | No
     wait_until(lambda: len(bench.files()) == 6 - gone)
 
 
-@pytest.fixture
-def some(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> tuple[PrefixStore, list[str]]:
-    """A store whose segments may only be looked at by name, and names."""
-    store = bench.open()
-    for number in range(6):
-        bench.put(store, prompt(number), namespace=("a", "b")[number % 2])
-        bench.put(store, prompt(number, 16), namespace=("a", "b")[number % 2])
-    bench.put(store, [*prompt(2), *prompt(7)], namespace="a")
-    names = [own.segment_id for own in store.tree.segments()]
-    monkeypatch.setattr(store.tree, "below", lambda *_: pytest.fail("a look at others"))
-    return store, names
-
-
 @pytest.mark.parametrize(
     ("tokens", "namespace", "gone"),
     [
@@ -230,14 +200,16 @@ def some(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> tuple[PrefixStore
     ],
 )
 def test_a_purge_of_some_looks_at_each_once(
-    some: tuple[PrefixStore, list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    tokens: Any,
-    namespace: str | None,
-    gone: int,
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, tokens: Any, namespace: str | None, gone: int
 ) -> None:
     """In all steps together, however many there are; in each of them at few."""
-    store, names = some
+    store = bench.open()
+    for number in range(6):
+        for count in (8, 16):
+            bench.put(store, prompt(number, count), namespace="ab"[number % 2])
+    bench.put(store, [*prompt(2), *prompt(7)], namespace="a")
+    names = [own.segment_id for own in store.tree.segments()]
+    monkeypatch.setattr(store.tree, "below", lambda *_: pytest.fail("a look at others"))
     monkeypatch.setattr(purging, "MOST_LOOKS", 3)
     looked, get = list[str](), store.tree.get
     purge = purge_of(store, tokens, namespace, among=["not there", *names[1:]])
@@ -321,13 +293,3 @@ def test_steps_of_a_purge_do_not_come_by_what_is_being_written(bench: Workbench)
     store.writes.drain()
     store.check_integrity()
     assert length(store, prompt(8), namespace="other") == 8 and len(store.tree) == 1
-
-
-def test_a_purge_empties_the_quarantine(bench: Workbench) -> None:
-    store = bench.open()
-    bench.put(store, prompt(1))
-    lose(bench, store, name_of(store, prompt(1)))
-    assert list(bench.root.glob("*/quarantine/*"))
-    forget(store, prompt(1))
-    wait_until(lambda: not list(bench.root.glob("*/quarantine/*")))
-    wait_until(lambda: store.summary()["quarantined_bytes"] == 0)

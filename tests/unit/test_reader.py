@@ -108,10 +108,7 @@ def test_nothing_to_read_is_done_at_once(reader: BlockReader, stored: Stored) ->
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_runs_are_cut_into_pieces(
-    step: Step,
-    stored: Stored,
-    blocks: int,
-    monkeypatch: pytest.MonkeyPatch,
+    step: Step, stored: Stored, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pending_read, "PIECE_BYTES", blocks * BLOCK)
     reader, engine = step

@@ -56,10 +56,7 @@ CACHED = [
 ]
 
 
-@pytest.fixture(
-    scope="module", params=["memory: gqa-float32", "memory: no-probe-bfloat16", *UNCACHED, *CACHED]
-)
-def case(
+def opened(
     request: pytest.FixtureRequest, reader: BlockReader, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[sources.Case]:
     """Each test goes on with the caches that the one before has left."""
@@ -68,13 +65,9 @@ def case(
     case.close()
 
 
-@pytest.fixture(scope="module", params=UNCACHED)
-def uncached(
-    request: pytest.FixtureRequest, reader: BlockReader, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[sources.Case]:
-    case = sources.opened(request.param, tmp_path_factory.mktemp("segments"), reader)
-    yield case
-    case.close()
+MEMORY = ["memory: gqa-float32", "memory: no-probe-bfloat16"]
+case = pytest.fixture(scope="module", params=[*MEMORY, *UNCACHED, *CACHED])(opened)
+uncached = pytest.fixture(scope="module", params=UNCACHED)(opened)
 
 
 def test_gives_all_tokens(case: sources.Case) -> None:

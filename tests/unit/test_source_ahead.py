@@ -21,6 +21,7 @@ from tests.unit.kv_factory import make_cache, make_shape
 from tests.unit.reading import read_rows
 from tests.unit.source_factory import (
     BLOCK,
+    DEMANDS,
     KVS,
     SHAPES,
     Case,
@@ -33,14 +34,6 @@ from tests.unit.source_factory import (
     stepping,
 )
 from tests.unit.waiting import wait_until
-
-DEMANDS = [
-    ReadNeeds(),
-    ReadNeeds(probe=False),
-    ReadNeeds(whole=True),
-    ReadNeeds(whole=True, probe=False),
-    ReadNeeds(all_keys=True),
-]
 
 
 def draw_reads(data: st.DataObject, case: Case) -> Iterator[tuple[list[str], torch.Tensor | None]]:

@@ -13,7 +13,6 @@ from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.buffers import BufferPool
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit import kv_factory as kv
@@ -80,44 +79,6 @@ def test_a_flipped_byte_hurts_the_rows_of_its_block_alone(
     assert found > 100
     sources.check_everything(case)
     case.close()
-
-
-@pytest.mark.parametrize("name", sources.ROOMY)
-def test_nothing_is_cached_of_an_access_that_failed(
-    name: str, reader: BlockReader, tmp_path: Path
-) -> None:
-    """Not even its good chunks, and not the good blocks of the bad one."""
-    roomy = sources.opened(name, tmp_path, reader)
-    assert roomy.cache is not None
-    placement = roomy.cache.placement
-    path = roomy.paths[1]
-    offset = next(
-        offset
-        for layer, column, _, offset in sources.all_chunks(roomy.shape, roomy.parts[1], path)
-        if layer == 0 and column == roomy.columns[-1]
-    )
-    roomy.check(1)
-    before = {tier: placement.cached_chunks(tier) for tier in (Tier.HOST, Tier.DEVICE)}
-    assert sum(before.values()) > 0
-
-    kv.flip_byte(path, offset)
-    for _ in range(2):
-        roomy.request()
-        with pytest.raises(SegmentUnreadable):
-            roomy.read(0, sources.KVS)
-        roomy.cache.check_integrity()
-        # What made room for the access went with it.
-        assert placement.cached_chunks(Tier.HOST) <= before[Tier.HOST]
-        assert placement.cached_chunks(Tier.DEVICE) <= before[Tier.DEVICE]
-    kv.flip_byte(path, offset)
-
-    chunks = roomy.stats.ssd_chunks
-    roomy.check(0)
-    assert roomy.stats.ssd_chunks - chunks == sum(
-        len(roomy.chunks(0, column)) for column in roomy.columns
-    )
-    sources.check_everything(roomy)
-    roomy.close()
 
 
 def open_and_read_everything(path: Path, shape: KVShape, reader: BlockReader, direct: bool) -> None:

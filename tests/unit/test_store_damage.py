@@ -16,7 +16,6 @@ from impress_sglang.management.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import flip_byte
 from tests.unit.store_factory import (
-    Room,
     Workbench,
     check_rows,
     gb,
@@ -99,21 +98,6 @@ def test_a_hole_in_the_middle_needs_only_its_own_tokens(bench: Workbench) -> Non
     bench.put(store, prompt(1, 60), available_from=13)
 
     check_rows(store, prompt(1, 60))
-
-
-def test_a_hole_stays_where_there_is_no_room(bench: Workbench) -> None:
-    room = Room()
-    store = bench.open(files=room)
-    bench.put(store, prompt(1, 8))
-    bench.put(store, prompt(1, 16))
-    lose(bench, store, name_of(store, prompt(1, 16)), gone=True)
-    room.leave(store, 0)
-
-    assert bench.offer(store, prompt(1, 16)) is StoreOutcome.NO_SPACE
-    room.leave(store, 1 << 40)
-    bench.put(store, prompt(1, 16))
-
-    check_rows(store, prompt(1, 16))
 
 
 def test_a_hole_is_filled_although_what_builds_on_it_goes_for_that(bench: Workbench) -> None:
@@ -212,21 +196,6 @@ def test_a_file_that_cannot_be_removed_counts_until_it_is(
     check_rows(store, prompt(2))
     bench.put(store, prompt(5))
     assert store._quota.missing(0) <= 0
-
-
-def test_a_match_may_be_older_than_an_eviction(bench: Workbench) -> None:
-    """Between the match and its use other requests are served, and their offers evict."""
-    store = bench.open(ssd_gb=gb(bench.one))
-    bench.put(store, prompt(1))
-    match = look_up(store, prompt(1))
-    bench.put(store, prompt(2))
-
-    with pytest.raises(SegmentUnreadable) as caught:
-        open_source(store, match, 0, 8)
-
-    store.report(caught.value)
-    store.check_integrity()
-    check_rows(store, prompt(2))
 
 
 def test_a_match_may_be_older_than_a_loss(bench: Workbench, store: PrefixStore) -> None:

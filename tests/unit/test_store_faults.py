@@ -22,7 +22,7 @@ from impress_sglang.management.writing import StoreOutcome
 from tests import damage
 from tests.faults import SQL, Faults, FaultyFileSystem, Rule, dead_disk, read_only
 from tests.unit import failing_store
-from tests.unit.failing_store import KEYS_BLOCK, read, until_well
+from tests.unit.failing_store import read, until_well
 from tests.unit.kv_factory import as_tokens
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import (
@@ -316,7 +316,7 @@ def test_a_folder_of_the_store_that_was_removed_is_made_anew(
     path = path_of(bench, look_up(store, prompt(1, 40)))
     shutil.rmtree(next(bench.root.glob(f"*/{folder}")))
     if path.exists():
-        damage.flip_data_bit(path, KEYS_BLOCK)
+        damage.flip_data_bit(path)
     with pytest.raises(SegmentUnreadable):
         read(store, prompt(1, 40))
     until(store, lambda: store.stats.segments_gone + store.stats.segments_quarantined == 1)

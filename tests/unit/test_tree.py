@@ -24,7 +24,6 @@ SHAPE = make_shape()
 P = (1, 2, 3, 4, 5, 6)  # a prompt that others share
 # Computed after a part of an exact prefix.
 ONCE = Quality(1, 0.25)
-HALF = Quality(1, 0.5)
 
 
 def segment(
@@ -117,15 +116,6 @@ def test_who_takes_the_first_of_many_looks_at_few(tree: StoredTree, put: Put) ->
     tree._roots[""].children = Counted(tree._roots[""].children)
     first = list(itertools.islice(tree.below(""), 3))
     assert len(first) == 3 and len(looked) <= 4
-
-
-def test_touching_a_match_makes_its_segments_the_latest(tree: StoredTree, put: Put) -> None:
-    first, second, third = put("a", P), put("b", [7], P), put("c", [8], P)
-
-    tree.touch(tree.match("", as_tokens([*P, 7])))
-
-    assert first.last_access == second.last_access > third.last_access
-    assert (first.hits, second.hits, third.hits) == (1, 1, 0)
 
 
 def test_time_goes_on_after_a_restart(tree: StoredTree, put: Put) -> None:

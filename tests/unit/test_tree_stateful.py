@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 from hypothesis import assume, settings
 from hypothesis import strategies as st
@@ -193,7 +194,13 @@ class TreeMachine(RuleBasedStateMachine):
         holes = [s for s in self.tree.segments() if s.state is SegmentState.LOST]
         live = {s.segment_id for s in self.tree.segments()} - {s.segment_id for s in holes}
         assert live == set(self.model.segments)
-        assert sum(s.info.num_tokens for s in holes) == self.model.num_holes
+        ends = Counter(
+            (hole.info.namespace, hole.info.prefix_len + count)
+            for hole in holes
+            for count in range(1, hole.info.num_tokens + 1)
+        )
+        missing = self.model.places - set(self.model.owner)
+        assert ends == Counter((namespace, len(path)) for namespace, path in missing)
 
     @invariant()
     def nodes_are_cut_where_others_hang(self) -> None:
