@@ -49,7 +49,6 @@ from tests.faulty_database import FaultyConnection, cut_database
 from tests.faulty_engine import FaultyEngine
 
 READS = "open|read|block"
-CHANGES = "open-write|write|rename|unlink|make_directory|remove_directory"
 SQL = "sql.*"
 POLL_SECONDS = 0.005
 
@@ -132,8 +131,9 @@ class Rule:
 
 def read_only() -> list[Rule]:
     """What a file system does that was mounted again read-only."""
+    changes = "open-write|write|rename|unlink|make_directory|remove_directory"
     writing = "sql.insert|sql.delete|sql.update|sql.create|sql.commit"
-    return [Rule("EROFS", CHANGES), Rule("EROFS", writing)]
+    return [Rule("EROFS", changes), Rule("EROFS", writing)]
 
 
 def dead_disk(error: str = "EIO") -> list[Rule]:

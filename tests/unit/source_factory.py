@@ -132,14 +132,6 @@ CACHES = {
     "tiny score": CacheKind(device=2, host=3, rule="score", page_tokens=8),
 }
 
-# Options and shape of cases with nothing cached yet, and room for all.
-ROOMY = [
-    f"several-segments, {name}, reordered: {shape}"
-    for name in CACHES
-    if name.startswith("room")
-    for shape in ("cut-rows-float32", "no-probe-cut-rows")
-]
-
 # What can be asked for: the probe column, and keys and values of all head groups.
 KINDS = ("probe", "keys", "values")
 KVS = ("keys", "values")

@@ -191,7 +191,6 @@ class Gate:
     def __init__(self, kvs: kv.SequenceKVs) -> None:
         self.opened = threading.Event()
         self._abandoned = False
-        self.starts: list[int] = []
         self._kvs = kvs
 
     def abandon(self) -> None:
@@ -199,7 +198,6 @@ class Gate:
         self.opened.set()
 
     def __call__(self, start: int) -> LayerReader:
-        self.starts.append(start)
         read = self._kvs.read_from(start)
 
         def wait_and_read(layer: int) -> tuple[Tensor, Tensor]:

@@ -26,12 +26,6 @@ def any_reader(request: pytest.FixtureRequest) -> Iterator[BlockReader]:
         yield reader
 
 
-def kind_of(case: sources.Case, column: int) -> str:
-    if column == kv.PROBE:
-        return "probe"
-    return "values" if kv.holds_values(case.shape, column) else "keys"
-
-
 @pytest.mark.usefixtures("no_gaps")
 @pytest.mark.parametrize(
     ("shape", "reordered"),
@@ -46,7 +40,7 @@ def test_a_flipped_byte_hurts_the_rows_of_its_block_alone(
     head_groups = kv.head_groups_of(case.shape)
     path, found = case.paths[1], 0
     for layer, column, chunk, start in list(sources.all_chunks(case.shape, case.parts[1], path)):
-        kind = kind_of(case, column)
+        (kind,) = (own for own in sources.KINDS if column in case.kind_columns(own))
         # The other head groups of a read want good rows, and of the probe column all is read.
         head_group = 0 if column == kv.PROBE else kv.head_group_of(case.shape, column)
         touched_by = [

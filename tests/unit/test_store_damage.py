@@ -13,8 +13,8 @@ from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState
 from impress_sglang.management.writing import StoreOutcome
+from tests.damage import flip_data_bit, flip_header_bit
 from tests.faults import FaultyFileSystem, Rule
-from tests.unit.kv_factory import flip_byte
 from tests.unit.store_factory import (
     Workbench,
     check_rows,
@@ -31,15 +31,10 @@ from tests.unit.store_factory import (
     three_prefixes,
 )
 
-
-def flip_last_block(path: Path) -> None:
-    flip_byte(path, path.stat().st_size - 4096)
-
-
 LOOKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "good": (lambda path: None, "segments_cleared"),
-    "a damaged block": (flip_last_block, "segments_quarantined"),
-    "a damaged header": (lambda path: flip_byte(path, 50), "segments_quarantined"),
+    "a damaged block": (flip_data_bit, "segments_quarantined"),
+    "a damaged header": (flip_header_bit, "segments_quarantined"),
     "cut off": (lambda path: os.truncate(path, path.stat().st_size - 1), "segments_quarantined"),
     "gone": (Path.unlink, "segments_gone"),
 }

@@ -52,7 +52,8 @@ def test_everything_is_found_without_the_index(bench: stores.Workbench, damage: 
     stores.check_three_prefixes(bench.reopen(store))
 
 
-def rewrite_rows(catalog: Path, statement: str, *values: object) -> None:
+def rewrite_row(bench: stores.Workbench, statement: str, *values: object) -> None:
+    (catalog,) = bench.root.glob("*/catalog.sqlite")
     connection = sqlite3.connect(catalog)
     with connection:
         assert connection.execute(statement, values).rowcount == 1
@@ -91,15 +92,13 @@ def test_a_row_that_says_other_things_than_its_file_is_not_believed(
     assert is_served(store, stores.prompt(1, 13)) == (quality == EXACT), "guards this test"
     salted = store.namespace("salt")
     bench.close(store)
-    (catalog,) = bench.root.glob("*/catalog.sqlite")
-    rewrite_rows(catalog, f"UPDATE segments SET {column} = ?", value or salted)
+    rewrite_row(bench, f"UPDATE segments SET {column} = ?", value or salted)
 
     store = bench.open()
 
     assert not is_served(store, asked, "salt" if column == "namespace" else "")
 
 
-FORGET = "DELETE FROM segments WHERE segment_id = ?"
 ROW_DAMAGE = {
     "tokens": "UPDATE segments SET tokens = zeroblob(length(tokens)) WHERE prefix_len = 13",
     "size": "UPDATE segments SET file_bytes = file_bytes + 4096 WHERE prefix_len = 13",
@@ -118,8 +117,7 @@ def test_a_wrong_row_costs_nothing_that_is_right_on_the_disk(
 ) -> None:
     """SQLite has no checksums: a bit that flips in a row cost the file, or the start."""
     bench.close(stores.three_prefixes(bench))
-    (catalog,) = bench.root.glob("*/catalog.sqlite")
-    rewrite_rows(catalog, statement)
+    rewrite_row(bench, statement)
 
     store = bench.open()
 
@@ -229,7 +227,7 @@ def test_of_two_files_in_one_place_the_newer_is_kept(
     files = FaultyFileSystem()
     if unreadable:
         # Then what has no place stays, for nobody knows what builds on it; but this is known.
-        rewrite_rows(next(bench.root.glob("*/catalog.sqlite")), FORGET, other.stem)
+        rewrite_row(bench, "DELETE FROM segments WHERE segment_id = ?", other.stem)
         files.faults.add(Rule("EMFILE", "open", f"*{other.name}"))
 
     store = bench.open(files=files)
@@ -255,17 +253,6 @@ def test_what_an_exact_sibling_hides_outlives_a_restart(bench: stores.Workbench)
     assert stores.length(store, chat, quality=stores.QUARTER) == 13
     stores.lose(bench, store, hider.stem)
     stores.check_rows(store, chat, quality=stores.QUARTER, rows_of=stores.QUARTER)
-
-
-def test_files_that_are_none_of_ours_stay(bench: stores.Workbench) -> None:
-    bench.close(stores.three_prefixes(bench))
-    (segments,) = bench.root.glob("*/segments")
-    (segments / "README").write_text("mine")
-    (bench.root / "notes.txt").write_text("mine")
-
-    stores.check_three_prefixes(bench.open())
-
-    assert (segments / "README").exists() and (bench.root / "notes.txt").exists()
 
 
 def test_a_smaller_quota_after_a_restart_evicts_in_the_order_of_use(

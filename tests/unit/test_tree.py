@@ -17,7 +17,7 @@ from impress_sglang.management.restoring import newest_files, restore_segments
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import SegmentInfo, common_prefix_len
+from impress_sglang.storage.segment import common_prefix_len
 from tests.unit.kv_factory import as_tokens, make_info, make_shape
 
 SHAPE = make_shape()
@@ -170,16 +170,12 @@ def test_common_prefix_len(left: list[int], right: list[int]) -> None:
     assert length == min(len(left), len(right)) or left[length] != right[length]
 
 
-def in_another_file(old: StoredSegment, name: str) -> SegmentInfo:
-    return dataclasses.replace(old.info, segment_id=name, generation=old.info.generation + 1)
-
-
 def test_a_replacement_has_the_same_tokens_and_a_new_name(tree: StoredTree, put: Put) -> None:
     first = put("a", P)
     put("b", [9])
 
     with pytest.raises(AssertionError):
-        tree.replace(first, in_another_file(first, "b"), 1)
+        tree.replace(first, dataclasses.replace(first.info, segment_id="b"), 1)
     with pytest.raises(AssertionError):
         tree.replace(first, dataclasses.replace(first.info, tokens=as_tokens([1, 2])), 1)
 
