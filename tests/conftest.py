@@ -39,6 +39,7 @@ LONGEST = (
     "test_store_crash",
     "test_streams",
     "test_store_faults",
+    "test_store_suspects",
     "test_store_reordering",
     "test_store_restart",
     "test_refusals",

@@ -11,7 +11,11 @@ import pytest
 from impress_sglang.storage import pending_read
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
-from tests.unit.source_factory import BLOCK, SEVERAL, SHAPES, Case, open_case, reading
+from tests.unit import store_factory
+from tests.unit.source_factory import BLOCK, Case, Step, opened, reading, stepping
+
+bench = store_factory.bench
+store = store_factory.store
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +23,13 @@ def reader() -> Iterator[BlockReader]:
     """Of any files; it keeps nothing of one test for another but what reads take on average."""
     with reading() as reader:
         yield reader
+
+
+@pytest.fixture
+def step() -> Iterator[Step]:
+    """4 reads in flight at most, which end when the test says so."""
+    with stepping(4) as pair:
+        yield pair
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,17 +56,16 @@ def single_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(
     params=[
-        "in order: gqa-float32",
-        "reordered: gqa-float32",
-        "in order: no-probe-float32",
-        "reordered: no-probe-bfloat16",
+        "several-segments: gqa-float32",
+        "several-segments, reordered: gqa-float32",
+        "several-segments: no-probe-float32",
+        "several-segments, reordered: no-probe-bfloat16",
     ]
 )
 def several(
     request: pytest.FixtureRequest, reader: BlockReader, tmp_path: Path, no_gaps: None
 ) -> Iterator[Case]:
     """Parts of several segments, of which exactly what is wanted is read."""
-    order, shape = request.param.split(": ")
-    case = open_case(tmp_path, SHAPES[shape], SEVERAL, reader, reordered=order == "reordered")
+    case = opened(request.param, tmp_path, reader)
     yield case
     case.close()

@@ -29,7 +29,7 @@ from impress_sglang.storage.catalog import Catalog
 from impress_sglang.storage.files import FileSystem
 from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
-from tests.unit.store_factory import open_source, rows
+from tests.unit.store_factory import DEFAULTS, open_source, rows
 
 SHAPE = kv.make_shape(dtype=torch.bfloat16, probe=())
 FAMILIES = 3
@@ -42,18 +42,8 @@ def sequence(family: int, length: int) -> tuple[int, ...]:
 
 
 def open_store(directory: Path) -> PrefixStore:
-    config = ImpressConfig(
-        ssd_dir=str(directory),
-        ssd_gb=1.0,
-        min_free_gb=0.0,
-        chunk_tokens=8,
-        io_depth=2,
-        device_gb=2e-5,
-        host_gb=4e-5,
-        reorder_interval=0.0,
-        policy="paper",
-        retention=0.25,
-    )
+    options = DEFAULTS | {"device_gb": 2e-5, "host_gb": 4e-5}
+    config = ImpressConfig(ssd_dir=str(directory), **options)
     return PrefixStore(config, kv.IDENTITY, SHAPE)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from impress_sglang.storage.direct_io import read_exactly
@@ -134,6 +135,13 @@ CACHES = {
 # What can be asked for: the probe column, and keys and values of all head groups.
 KINDS = ("probe", "keys", "values")
 KVS = ("keys", "values")
+DEMANDS = [
+    ReadNeeds(),
+    ReadNeeds(probe=False),
+    ReadNeeds(whole=True),
+    ReadNeeds(whole=True, probe=False),
+    ReadNeeds(all_keys=True),
+]
 
 
 class Case:
@@ -384,6 +392,33 @@ def open_case(
     return case
 
 
+def draw_case(data: st.DataObject, directory: Path, reader: BlockReader) -> Case:
+    """Any shape, parts of segments, caches and order; few or many rows are expected."""
+    shape = SHAPES[data.draw(st.sampled_from(sorted(SHAPES)))]
+    parts = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        num_tokens = data.draw(st.integers(1, 60))
+        start = data.draw(st.integers(0, num_tokens - 1))
+        stop = data.draw(st.integers(start + 1, num_tokens))
+        parts.append(Part(num_tokens, 8 * data.draw(st.integers(1, 3)), start, stop))
+    cache = kv.make_cache(
+        shape,
+        device_chunks=data.draw(st.integers(0, 8)),
+        host_chunks=data.draw(st.integers(0, 8)),
+        chunk_tokens=data.draw(st.sampled_from([8, 16])),
+        rule=RULES[data.draw(st.sampled_from(sorted(RULES)))](),
+    )
+    return open_case(
+        directory,
+        shape,
+        parts,
+        reader,
+        cache=cache,
+        reordered=data.draw(st.booleans()),
+        retention=data.draw(st.sampled_from([0.02, 0.3, 1.0])),
+    )
+
+
 def opened(param: str, directory: Path, reader: BlockReader) -> Case:
     """The case of "layout, options: shape"; the layout "memory" has no file."""
     kind, shape_name = param.split(": ")
@@ -550,6 +585,9 @@ class StepEngine:
             assert self._changed.wait_for(lambda: len(self.started) >= count, timeout=20)
 
 
+Step = tuple[BlockReader, StepEngine]
+
+
 class OneEngine(FileSystem):
     """The operating system's files, read by an engine of the test."""
 
@@ -561,14 +599,14 @@ class OneEngine(FileSystem):
 
 
 @contextlib.contextmanager
-def stepping(depth: int, *, patience: float = math.inf) -> Iterator[tuple[BlockReader, StepEngine]]:
+def stepping(depth: int, *, patience: float = math.inf) -> Iterator[Step]:
     """A reader whose reads end when the test says so; at the end all do."""
     with with_engine(StepEngine(depth), patience=patience) as (reader, engine):
         yield reader, engine
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[tuple[BlockReader, StepEngine]]:
+def counting() -> Iterator[Step]:
     """A reader that keeps what it reads, at full speed."""
     engine = StepEngine(3)
     engine.allow()
@@ -577,9 +615,7 @@ def counting() -> Iterator[tuple[BlockReader, StepEngine]]:
 
 
 @contextlib.contextmanager
-def with_engine(
-    engine: StepEngine, *, patience: float = math.inf
-) -> Iterator[tuple[BlockReader, StepEngine]]:
+def with_engine(engine: StepEngine, *, patience: float = math.inf) -> Iterator[Step]:
     reader = BlockReader(engine.depth, OneEngine(engine), patience=patience)
     try:
         yield reader, engine

@@ -18,6 +18,7 @@ from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState, StoredMatch
 from impress_sglang.management.writing import Offer, StoreOutcome
+from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
@@ -119,6 +120,11 @@ class Workbench:
         priority: Priority = Priority.NORMAL,
     ) -> StoreOutcome:
         kvs = kv.SequenceKVs(self.shape, namespace, tuple(tokens), quality)
+        thread = threading.current_thread()
+
+        def done() -> None:
+            assert threading.current_thread() is thread
+            self.done.append(tuple(tokens))
 
         def abandon() -> None:
             self.abandoned.append(tuple(tokens))
@@ -130,7 +136,7 @@ class Workbench:
             Offer(
                 kv.as_tokens(tokens),
                 read_layers or kvs.read_from,
-                lambda: self.done.append(tuple(tokens)),
+                done,
                 abandon,
                 available_from=available_from,
                 quality=quality,
@@ -142,6 +148,15 @@ class Workbench:
         )
         store.check_integrity()
         return outcome
+
+    def begin(
+        self, store: PrefixStore, tokens: Sequence[int], *, namespace: str = "", **options: Any
+    ) -> Gate:
+        """Offer; the write is accepted, and waits until its gate is opened."""
+        gate = Gate(kv.SequenceKVs(self.shape, namespace, tuple(tokens)))
+        outcome = self.offer(store, tokens, namespace=namespace, read_layers=gate, **options)
+        assert outcome is StoreOutcome.ACCEPTED
+        return gate
 
     def put(self, store: PrefixStore, tokens: Sequence[int], **options: Any) -> None:
         """Offer, and wait until it is written."""
@@ -176,7 +191,6 @@ class Gate:
     def __init__(self, kvs: kv.SequenceKVs) -> None:
         self.opened = threading.Event()
         self._abandoned = False
-        self.starts: list[int] = []
         self._kvs = kvs
 
     def abandon(self) -> None:
@@ -184,7 +198,6 @@ class Gate:
         self.opened.set()
 
     def __call__(self, start: int) -> LayerReader:
-        self.starts.append(start)
         read = self._kvs.read_from(start)
 
         def wait_and_read(layer: int) -> tuple[Tensor, Tensor]:
@@ -284,24 +297,25 @@ def lose(bench: Workbench, store: PrefixStore, segment_id: str, *, gone: bool = 
     store.check_integrity()
 
 
+def until(store: PrefixStore, condition: Callable[[], object]) -> None:
+    """Poll as the scheduler does after each batch."""
+
+    def is_met() -> bool:
+        store.poll()
+        return bool(condition())
+
+    wait_until(is_met)
+    store.check_integrity()
+
+
 def look_again(store: PrefixStore) -> None:
     """Until second looks have decided about everything that could not be read."""
-
-    def decided() -> bool:
-        store.poll()
-        return not store.summary()["segments_suspect"]
-
-    wait_until(decided)
+    until(store, lambda: not store.summary()["segments_suspect"])
 
 
 def recover(store: PrefixStore) -> None:
     """Until the disk has answered again, which failed."""
-
-    def well() -> bool:
-        store.poll()
-        return store.health.state == "ok"
-
-    wait_until(well)
+    until(store, lambda: store.health.state == "ok")
 
 
 class Room(FileSystem):
@@ -318,16 +332,25 @@ class Room(FileSystem):
         self.free = free
         monitor = store._monitor
         monitor._measured_at = -math.inf
-
-        def noticed() -> bool:
-            store.poll()
-            return monitor.free_bytes == free
-
-        wait_until(noticed)
+        until(store, lambda: monitor.free_bytes == free)
 
 
 def path_of(bench: Workbench, match: StoredMatch, number: int = 0) -> Path:
     return bench.file_of(match.spans[number].segment.segment_id)
+
+
+def name_of(store: PrefixStore, tokens: Sequence[int], number: int = 0, **options: Any) -> str:
+    """Of a segment that a prompt is found in."""
+    return look_up(store, tokens, **options).spans[number].segment.segment_id
+
+
+def index_of(bench: Workbench) -> dict[str, CatalogEntry]:
+    """What the next process finds in the index."""
+    (path,) = bench.root.glob("*/catalog.sqlite")
+    catalog = Catalog(FileSystem(), path.parent)
+    found = catalog.entries()
+    catalog.close()
+    return found
 
 
 def three_prefixes(bench: Workbench, **options: Any) -> PrefixStore:

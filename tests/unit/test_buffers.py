@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +16,15 @@ from hypothesis import strategies as st
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.loops.types import Indices
-from impress_sglang.storage import pending_read
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
-from tests.unit.source_factory import StepEngine, reading, stepping
+from tests.unit.source_factory import BLOCK, Step, StepEngine, reading, stepping
 from tests.unit.waiting import TIMEOUT, wait_until
 
-BLOCK = 4096
 MIB = 1 << 20
 
 
@@ -72,31 +69,17 @@ class Stored:
             place = slice(block * BLOCK, (block + 1) * BLOCK)
             assert buffer.memory.view[place] == self.content[place], block
 
-    def untouched(self, buffer: LayerBuffer, *blocks: int) -> bool:
-        return all(
-            set(buffer.memory.view[block * BLOCK : (block + 1) * BLOCK]) == {0xEE}
-            for block in blocks
-        )
-
     def started(self, engine: StepEngine) -> list[int]:
         """Blocks of the layer in the order in which they were read."""
         return [(offset - self.offset) // BLOCK for _, offset, _ in engine.started]
 
 
 @pytest.fixture
-def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stored]:
-    """Every block is a piece of its own."""
-    monkeypatch.setattr(pending_read, "PIECE_BYTES", BLOCK)
+def stored(tmp_path: Path, single_blocks: None) -> Iterator[Stored]:
     stored = Stored(tmp_path)
     assert stored.blocks >= 30
     yield stored
     stored.segment.close()
-
-
-@pytest.fixture
-def step() -> Iterator[tuple[BlockReader, StepEngine]]:
-    with stepping(4) as pair:
-        yield pair
 
 
 def test_a_block_that_is_wanted_twice_was_read_ahead_once(stored: Stored) -> None:
@@ -113,9 +96,7 @@ def test_a_block_that_is_wanted_twice_was_read_ahead_once(stored: Stored) -> Non
     assert (buffer.ahead_bytes, buffer.ahead_used_bytes) == (2 * BLOCK, BLOCK)
 
 
-def test_what_was_not_begun_is_read_only_if_it_is_wanted(
-    stored: Stored, step: tuple[BlockReader, StepEngine]
-) -> None:
+def test_what_was_not_begun_is_read_only_if_it_is_wanted(stored: Stored, step: Step) -> None:
     """Blocks 1 and 2 are in flight when 2, 5 and 20 are wanted; 3, 4 and 6 never are."""
     reader, engine = step
     buffer, wanted = stored.buffer(), these(2, 5, 20)
@@ -132,9 +113,7 @@ def test_what_was_not_begun_is_read_only_if_it_is_wanted(
     assert (buffer.ahead_bytes, buffer.ahead_used_bytes) == (2 * BLOCK, BLOCK)
 
 
-def test_a_first_wish_ends_only_what_it_waits_for(
-    stored: Stored, step: tuple[BlockReader, StepEngine]
-) -> None:
+def test_a_first_wish_ends_only_what_it_waits_for(stored: Stored, step: Step) -> None:
     """As a probe, after which rows are asked for: it overtakes, and these go on being read."""
     reader, engine = step
     buffer, wanted = stored.buffer(), these(11, 12)
@@ -155,9 +134,7 @@ def test_a_first_wish_ends_only_what_it_waits_for(
     assert (buffer.ahead_bytes, buffer.ahead_used_bytes) == (4 * BLOCK, BLOCK)
 
 
-def test_waiting_is_for_what_is_wanted(
-    stored: Stored, step: tuple[BlockReader, StepEngine]
-) -> None:
+def test_waiting_is_for_what_is_wanted(stored: Stored, step: Step) -> None:
     reader, engine = step
     buffer, first, second = stored.buffer(), these(3), these(9)
     buffer.read(first, 0, reader)
@@ -215,9 +192,7 @@ def test_what_could_not_be_read_ahead_is_read_when_it_is_wanted(stored: Stored) 
     reader.close()
 
 
-def test_memory_is_not_given_again_while_it_is_filled(
-    stored: Stored, step: tuple[BlockReader, StepEngine]
-) -> None:
+def test_memory_is_not_given_again_while_it_is_filled(stored: Stored, step: Step) -> None:
     reader, engine = step
     buffer = stored.buffer()
     memory, size = buffer.memory, len(buffer.memory)
@@ -235,25 +210,6 @@ def test_memory_is_not_given_again_while_it_is_filled(
 
     assert take(stored.pool, size) is memory
     stored.check(buffer, 1, 2)
-
-
-def test_a_closed_area_stops_reading_ahead(
-    stored: Stored, step: tuple[BlockReader, StepEngine]
-) -> None:
-    reader, engine = step
-    buffer = stored.buffer()
-    buffer.read_ahead(these(*range(10)), reader)
-    engine.wait_started(2)
-
-    buffer.close(reader)
-
-    assert buffer.ahead_bytes == 2 * BLOCK
-    time.sleep(0.1)
-    assert not is_quiet(buffer), "two blocks are on their way"
-    engine.allow()
-    wait_until(lambda: is_quiet(buffer))
-    assert stored.started(engine) == [0, 1]
-    assert stored.untouched(buffer, *range(2, 10))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -364,9 +320,7 @@ def test_nothing_is_taken_away_for_its_owner() -> None:
     assert not Renter(pool, "c", log).take(4 * MIB), "more than there is"
 
 
-def test_memory_that_is_still_filled_is_waited_for(
-    stored: Stored, step: tuple[BlockReader, StepEngine]
-) -> None:
+def test_memory_that_is_still_filled_is_waited_for(stored: Stored, step: Step) -> None:
     reader, engine = step
     buffer = stored.buffer()
     size = len(buffer.memory)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from impress_sglang.errors import ConfigError, StoreInUseError
 from impress_sglang.storage.directory import (
     MARKER,
+    PINS,
     StoreDirectory,
     is_store,
     other_stores,
@@ -154,10 +154,9 @@ def test_only_a_folder_that_is_named_like_an_identity_is_a_store(root: Path, nam
 
 
 def test_other_stores_are_listed_latest_first_with_their_bytes(root: Path) -> None:
-    sizes = {"1" * 32: 1, "2" * 32: 3, "3" * 32: 2}
-    for age, (identity, count) in enumerate(sizes.items()):
+    for age, count in enumerate((1, 3, 2)):
         names = tuple(f"a{n}" + "0" * 30 for n in range(count))
-        folder = make_store(root, identity, segments=names)
+        folder = make_store(root, str(age + 1) * 32, segments=names)
         os.utime(folder, (1_700_000_000 - age, 1_700_000_000 - age))
     make_store(root, IDENTITY)
     (root / "notes.txt").write_text("mine")
@@ -169,29 +168,18 @@ def test_other_stores_are_listed_latest_first_with_their_bytes(root: Path) -> No
 
     found = other_stores(FILES, root / IDENTITY)
 
-    assert [(path.name[0], size) for path, size in found.items()] == [
-        ("1", 100),
-        ("2", 300),
-        ("3", 250),
-    ]
+    sizes = [(path.name[0], size) for path, size in found.items()]
+    assert sizes == [("1", 100), ("2", 300), ("3", 250)]
 
 
-STRANGERS: dict[str, Callable[[Path], object]] = {
-    "in the folder": lambda store: (store / "notes.txt").write_text("mine"),
-    "in segments": lambda store: (store / "segments" / "README").write_text("mine"),
-    "in a folder of segments": lambda store: (store / "segments" / "ab" / "x.kv").write_text("m"),
-    "in the folder of others": lambda store: (
-        (store / "segments" / "cd").mkdir(),
-        (store / "segments" / "cd" / f"{SEGMENT}.kv").write_text("mine"),
-    ),
-    "with a longer name": lambda store: (
-        store / "segments" / "ab" / f"{SEGMENT}.kv.bak"
-    ).write_text("mine"),
-    "in quarantine": lambda store: (store / "quarantine" / "report.txt").write_text("mine"),
-    "a folder of segments that is none": lambda store: (
-        (store / "segments" / "old").mkdir(),
-        (store / "segments" / "old" / f"{SEGMENT}.kv").write_text("mine"),
-    ),
+STRANGERS = {
+    "in the folder": "notes.txt",
+    "in segments": "segments/README",
+    "in a folder of segments": "segments/ab/x.kv",
+    "in the folder of others": f"segments/cd/{SEGMENT}.kv",
+    "with a longer name": f"segments/ab/{SEGMENT}.kv.bak",
+    "in quarantine": "quarantine/report.txt",
+    "a folder of segments that is none": f"segments/old/{SEGMENT}.kv",
 }
 
 
@@ -214,28 +202,25 @@ def test_a_store_that_is_closed_twice_closes_no_other_file(root: Path) -> None:
         os.fstat(other.fileno())
 
 
-@pytest.mark.parametrize("kind", STRANGERS)
-def test_files_of_others_in_a_store_are_not_seen_and_stay(root: Path, kind: str) -> None:
+@pytest.mark.parametrize("name", STRANGERS.values(), ids=STRANGERS)
+def test_files_of_others_in_a_store_are_not_seen_and_stay(root: Path, name: str) -> None:
     folder = make_store(root)
-    before = contents(folder)
-    STRANGERS[kind](folder)
-    strange = {name: what for name, what in contents(folder).items() if name not in before}
-    assert strange
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("mine")
 
-    assert [name for name, _, _ in segment_files(FILES, folder)] == [SEGMENT]
+    assert [own for own, _, _ in segment_files(FILES, folder)] == [SEGMENT]
     assert quarantined_files(FILES, folder) == []
     assert remove_store(FILES, folder)
 
     left = contents(folder)
-    assert {name: left[name] for name in strange} == strange
-    assert f"segments/ab/{SEGMENT}.kv" not in left
+    assert left[name] == b"mine" and f"segments/ab/{SEGMENT}.kv" not in left
     StoreDirectory(FILES, root, OTHER).close()
     assert is_store(FILES, folder), "it can be used again"
 
 
 def test_a_store_is_removed_with_all_that_is_ours(root: Path) -> None:
     folder = make_store(root, segments=(SEGMENT, "cd" + "0" * 30))
-    for name in ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "probe"):
+    for name in ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "probe", PINS):
         (folder / name).write_text("x")
     (folder / "quarantine" / f"{SEGMENT}.kv").write_text("x")
     (folder / "segments" / "cd" / f"cd{'1' * 30}.kv.tmp").write_text("x")
@@ -253,7 +238,7 @@ def test_a_store_that_is_served_is_not_removed(root: Path) -> None:
     assert not remove_store(FILES, directory.path)
 
     assert contents(root) == before
-    with pytest.raises(StoreInUseError):
+    with pytest.raises(StoreInUseError, match="--impress-ssd-dir"):
         StoreDirectory(FILES, root, OTHER)
     directory.close()
 
@@ -282,16 +267,10 @@ def test_what_is_left_of_a_removal_that_was_cut_off_is_still_a_store(
     assert steps > 2
 
 
-def linked_store(root: Path, elsewhere: Path) -> Path:
-    make_store(elsewhere)
-    root.mkdir()
-    (root / OTHER).symlink_to(elsewhere / OTHER)
-    return root / OTHER
-
-
 def test_a_link_to_a_store_is_no_store(root: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    link = linked_store(root, elsewhere)
+    elsewhere, link = tmp_path / "elsewhere", root / OTHER
+    root.mkdir()
+    link.symlink_to(make_store(elsewhere))
     before = contents(elsewhere)
 
     assert not is_store(FILES, link)

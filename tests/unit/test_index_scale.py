@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import sqlite3
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,23 +23,22 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.writing import StoreOutcome
-from impress_sglang.storage.catalog import Catalog, CatalogEntry
-from impress_sglang.storage.files import FileSystem
+from impress_sglang.storage.catalog import Catalog
 from impress_sglang.storage.segment import Tokens, common_prefix_len
-from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens, make_info, make_shape
 from tests.unit.store_factory import (
     Workbench,
     check_three_prefixes,
     gb,
+    index_of,
     length,
     look_up,
+    name_of,
     prompt,
     three_prefixes,
     use,
 )
 
-bench = store_factory.bench
 SHAPE = make_shape()
 TURNS = 5
 NO_TOKENS = np.empty(0, np.int32)
@@ -142,25 +139,17 @@ def test_the_order_of_use_is_that_of_before(digests: list[int]) -> None:
     assert segments[0].last_access == 9
 
 
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Any store with a segment is, and what a start has frozen is let go at the end."""
+    monkeypatch.setattr(restoring, "_MANY", 1)
+    yield
+    gc.unfreeze()
+
+
 def nodes() -> int:
     """Of trees, as far as Python looks for garbage."""
     return sum(type(own) is Node for own in gc.get_objects())
-
-
-def test_python_looks_for_no_garbage_in_a_large_index(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = three_prefixes(bench)
-    assert nodes() > 0
-    monkeypatch.setattr(restoring, "_MANY", len(store.tree))
-    try:
-        store = bench.reopen(store)
-        assert nodes() == 0
-        check_three_prefixes(store)
-        bench.close(store)
-        assert nodes() > 0, "then it is garbage"
-    finally:
-        gc.unfreeze()
 
 
 class Cycle:
@@ -170,17 +159,16 @@ class Cycle:
         self.own = self
 
 
-def test_what_is_garbage_before_a_start_is_let_go(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_looks_for_no_garbage_in_a_large_index(bench: Workbench, large: None) -> None:
+    """But what is garbage before its start is let go."""
     store = three_prefixes(bench)
-    monkeypatch.setattr(restoring, "_MANY", len(store.tree))
+    assert nodes() > 0
     cycle = weakref.ref(Cycle())
-    try:
-        bench.reopen(store)
-        assert cycle() is None
-    finally:
-        gc.unfreeze()
+    store = bench.reopen(store)
+    assert nodes() == 0 and cycle() is None
+    check_three_prefixes(store)
+    bench.close(store)
+    assert nodes() > 0, "then it is garbage"
 
 
 def test_a_start_with_few_segments_looks_for_no_garbage(
@@ -196,18 +184,13 @@ def test_a_start_with_few_segments_looks_for_no_garbage(
 
 
 def test_a_start_that_fails_freezes_nothing(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+    bench: Workbench, large: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = three_prefixes(bench)
-    bench.close(store)
-    monkeypatch.setattr(restoring, "_MANY", 1)
+    bench.close(three_prefixes(bench))
     monkeypatch.setattr(disk, "other_stores", fail)
-    try:
-        with pytest.raises(ConfigError):
-            bench.open()
-        assert gc.get_freeze_count() == 0
-    finally:
-        gc.unfreeze()
+    with pytest.raises(ConfigError):
+        bench.open()
+    assert gc.get_freeze_count() == 0
 
 
 def fail(*_: object) -> None:
@@ -216,7 +199,7 @@ def fail(*_: object) -> None:
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_what_leaves_a_large_index_needs_no_look(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch, damaged: bool
+    bench: Workbench, large: None, damaged: bool
 ) -> None:
     store = three_prefixes(bench)
     count = len(store.tree)
@@ -226,17 +209,13 @@ def test_what_leaves_a_large_index_needs_no_look(
     bench.close(store)
     if damaged:
         path.write_bytes(path.read_bytes()[:100])
-    monkeypatch.setattr(restoring, "_MANY", 1)
-    try:
-        store = bench.open()
-        tokens = [weakref.ref(own.info.tokens) for own in store.tree.segments()]
-        assert len(tokens) == count - damaged
-        store.writes.discard(list(store.tree.below(None)), Cause.PURGED)
-        bench.close(store)
-        del store
-        assert not any(own() is not None for own in tokens)
-    finally:
-        gc.unfreeze()
+    store = bench.open()
+    tokens = [weakref.ref(own.info.tokens) for own in store.tree.segments()]
+    assert len(tokens) == count - damaged
+    store.writes.discard(list(store.tree.below(None)), Cause.PURGED)
+    bench.close(store)
+    del store
+    assert not any(own() is not None for own in tokens)
 
 
 def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +279,7 @@ def full(bench: Workbench) -> PrefixStore:
 def test_an_eviction_asks_once_for_what_is_needed(bench: Workbench, full: PrefixStore) -> None:
     """Else each would come by all that requests wait for."""
     asked: list[str] = []
-    needed = {look_up(full, prompt(n)).spans[0].segment.segment_id for n in range(1, 31)}
+    needed = {name_of(full, prompt(n)) for n in range(1, 31)}
 
     def count(segment_id: str) -> bool:
         asked.append(segment_id)
@@ -348,10 +327,13 @@ def test_what_is_only_considered_takes_no_ids(bench: Workbench) -> None:
     assert (version.columns, version.codes) == (0, None)
 
 
-def test_a_prompt_that_can_never_fit_looks_at_none(full: PrefixStore, bench: Workbench) -> None:
+def test_a_prompt_that_can_never_fit_looks_at_none_and_evicts_none(
+    full: PrefixStore, bench: Workbench
+) -> None:
     full._quota._is_needed = lambda segment_id: pytest.fail(f"asked for {segment_id}")
 
     assert bench.offer(full, prompt(60, 1000)) is StoreOutcome.NO_SPACE
+    assert full.stats.segments_evicted == 0 and full.stats.offers_without_space == 1
 
 
 def test_what_is_served_from_the_pool_stays(bench: Workbench) -> None:
@@ -383,15 +365,7 @@ def test_who_looks_for_segments_to_reorder_looks_at_those_read(bench: Workbench)
         assert store.reorders.enqueue() == 0
 
     del store.tree.segments, store.tree.get  # type: ignore
-    assert looked == [look_up(store, prompt(1)).spans[0].segment.segment_id]
-
-
-def rows_of(bench: Workbench) -> dict[str, CatalogEntry]:
-    (path,) = bench.root.glob("*/catalog.sqlite")
-    catalog = Catalog(FileSystem(), path.parent)
-    found = catalog.entries()
-    catalog.close()
-    return found
+    assert looked == [name_of(store, prompt(1))]
 
 
 def test_a_killed_process_has_told_what_was_used(bench: Workbench) -> None:
@@ -399,15 +373,15 @@ def test_a_killed_process_has_told_what_was_used(bench: Workbench) -> None:
     bench.put(store, prompt(1))
     bench.put(store, prompt(2))
     use(store, prompt(1))
-    name = look_up(store, prompt(1)).spans[0].segment.segment_id
-    assert rows_of(bench)[name].hits == 0
+    name = name_of(store, prompt(1))
+    assert index_of(bench)[name].hits == 0
 
     store._disk._note_at = 0.0
     store.poll()
     store._keeper.indexed().result()
 
-    assert rows_of(bench)[name].hits == 1
-    assert max(rows_of(bench).values(), key=lambda row: row.last_access).info.segment_id == name
+    assert index_of(bench)[name].hits == 1
+    assert max(index_of(bench).values(), key=lambda row: row.last_access).info.segment_id == name
     assert store._disk._note_at > 0.0
 
 
@@ -449,39 +423,7 @@ def test_the_index_says_what_builds_on_what(bench: Workbench) -> None:
     whole = look_up(store, prompt(1, 40))
     bench.close(store)
 
-    rows = rows_of(bench)
+    rows = index_of(bench)
 
     first, second = (span.segment.segment_id for span in whole.spans)
     assert (rows[first].parent, rows[second].parent) == ("", first)
-
-
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    catalog = Catalog(FileSystem(), tmp_path)
-    yield catalog
-    catalog.close()
-
-
-def test_what_builds_on_a_rewritten_segment_builds_on_the_new_one(catalog: Catalog) -> None:
-    entries = [CatalogEntry(make_info(SHAPE, [1], segment_id=name), 1) for name in "abc"]
-    old, below, new = entries
-    catalog.add(old, dataclasses.replace(below, parent="a"))
-
-    catalog.replace("a", new)
-
-    found = catalog.entries()
-    assert sorted(found) == ["b", "c"] and found["b"].parent == "c"
-
-
-def test_an_index_of_before_is_made_anew(bench: Workbench) -> None:
-    """Version 0.2.0 had uses in the same table, so each note of one wrote the tokens again."""
-    bench.close(three_prefixes(bench))
-    (path,) = bench.root.glob("*/catalog.sqlite")
-    connection = sqlite3.connect(path)
-    with connection:
-        connection.execute("DROP TABLE uses")
-        for name in ("last_access", "hits"):
-            connection.execute(f"ALTER TABLE segments ADD COLUMN {name} INTEGER NOT NULL DEFAULT 0")
-    connection.close()
-
-    check_three_prefixes(bench.open())

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from impress_sglang.management import pins as pins_module
 from impress_sglang.management import purging
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.purging import Purge, Purged
 from impress_sglang.management.store import PrefixStore
-from impress_sglang.management.writing import StoreOutcome
-from impress_sglang.storage.directory import PINS, remove_store
-from impress_sglang.storage.files import FileSystem
-from tests.unit import store_factory
-from tests.unit.kv_factory import SequenceKVs, as_tokens
-from tests.unit.store_factory import (
-    OTHER_IDENTITY,
-    Gate,
-    Workbench,
-    check_rows,
-    gb,
-    length,
-    look_up,
-    lose,
-    prompt,
-    use,
-)
+from impress_sglang.storage.directory import PINS
+from tests.faults import FaultyFileSystem, Rule
+from tests.unit.kv_factory import as_tokens
+from tests.unit.store_factory import Workbench, check_rows, gb, length, lose, name_of, prompt
 from tests.unit.waiting import wait_until
-
-bench = store_factory.bench
 
 
 def pin(store: PrefixStore, tokens: Any, namespace: str = "") -> str | None:
@@ -87,26 +69,17 @@ def test_a_pinned_prefix_outlasts_newer_ones(bench: Workbench) -> None:
     assert length(store, prompt(1)) == 0
 
 
-def test_pins_survive_a_restart(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(4 * bench.one))
-    bench.put(store, prompt(1), namespace="salt")
-    assert pin(store, prompt(1), "salt") is None
-    store = bench.reopen(store, ssd_gb=gb(4 * bench.one))
-    fill(bench, store, 8)
-    check_rows(store, prompt(1), namespace="salt")
-    assert unpin(store, prompt(1), "salt") == 1
-    store = bench.reopen(store)
-    assert not len(store.pins)
-
-
-def test_all_that_a_pinned_prefix_builds_on_stays(bench: Workbench) -> None:
-    store = bench.open(ssd_gb=gb(8 * bench.one))
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(1, 16))
-    assert pin(store, prompt(1, 16)) is None and pin(store, prompt(1, 16)) is None
+def test_all_that_a_pinned_prefix_builds_on_stays_after_a_restart_as_well(bench: Workbench) -> None:
+    store = bench.open()
+    for count in (8, 16):
+        bench.put(store, prompt(1, count), namespace="salt")
+    for _ in range(2):
+        assert pin(store, prompt(1, 16), "salt") is None
+    store = bench.reopen(store, ssd_gb=gb(8 * bench.one))
     fill(bench, store, 12)
-    check_rows(store, prompt(1, 16))
-    assert len(store.pins) == 1
+    check_rows(store, prompt(1, 16), namespace="salt")
+    assert unpin(store, prompt(1, 16), "salt") == 1
+    assert not len(bench.reopen(store).pins)
 
 
 def test_only_what_is_stored_can_be_pinned(bench: Workbench) -> None:
@@ -141,7 +114,7 @@ def test_what_is_stored_anew_of_a_pinned_prefix_is_pinned(
     store = bench.open(ssd_gb=gb(4 * bench.one))
     bench.put(store, prompt(1))
     assert pin(store, prompt(1)) is None
-    lose(bench, store, look_up(store, prompt(1)).spans[0].segment.segment_id)
+    lose(bench, store, name_of(store, prompt(1)))
     assert store.pins.summary() == {"prefixes": 1, "bytes": 0}
     bench.put(store, prompt(1))
     fill(bench, store, 8)
@@ -163,29 +136,15 @@ def test_damaged_pins_are_none(bench: Workbench, content: bytes) -> None:
 
 
 def test_pins_that_cannot_be_written_stop_nothing(bench: Workbench) -> None:
-    class Refusing(FileSystem):
-        def open(self, path: Path, flags: int) -> int:
-            if path.name.startswith(PINS) and flags & os.O_CREAT:
-                raise OSError("no")
-            return super().open(path, flags)
-
-    store = bench.open(files=Refusing())
+    files = FaultyFileSystem()
+    store = bench.open(files=files)
     bench.put(store, prompt(1))
+    files.faults.add(Rule("EACCES", "open-write", f"*/{PINS}*"))
     assert pin(store, prompt(1)) is None
     wait_until(lambda: store.health.state == "read-only")
     check_rows(store, prompt(1))
     bench.forget(store)
     store.close()
-
-
-def test_a_store_with_pins_can_be_removed(bench: Workbench) -> None:
-    store = bench.open(OTHER_IDENTITY)
-    bench.put(store, prompt(1))
-    assert pin(store, prompt(1)) is None
-    path = bench.root / OTHER_IDENTITY
-    bench.close(store)
-    assert (path / PINS).exists()
-    assert remove_store(FileSystem(), path) and not path.exists()
 
 
 def test_a_purge_takes_what_begins_with_a_prefix_and_nothing_else(bench: Workbench) -> None:
@@ -211,29 +170,6 @@ def test_a_purge_takes_what_begins_with_a_prefix_and_nothing_else(bench: Workben
     assert forget(store, prompt(1), "nobody").segment_ids == ()
 
 
-def test_a_purge_within_a_segment_leaves_a_hole_that_can_be_filled(bench: Workbench) -> None:
-    store = bench.open()
-    bench.put(store, prompt(1, 24))
-    fork = [*prompt(1, 8), *prompt(7, 16)]
-    bench.put(store, fork)
-    assert forget(store, prompt(1, 16)).tokens == 24
-    assert length(store, prompt(1, 24)) == 0 == length(store, fork)
-    bench.put(store, prompt(1, 8))
-    check_rows(store, fork)
-
-
-def test_a_purge_reaches_what_stands_behind_a_damaged_file(bench: Workbench) -> None:
-    """Else it would be found again once somebody has stored what is missing."""
-    store = bench.open()
-    for count in (8, 16, 24):
-        bench.put(store, prompt(1, count))
-    lose(bench, store, look_up(store, prompt(1)).spans[0].segment.segment_id)
-    assert forget(store, prompt(1, 16)).tokens == 16
-    bench.put(store, prompt(1))
-    assert length(store, prompt(1, 24)) == 8
-    wait_until(lambda: len(bench.files()) == 1)
-
-
 @pytest.mark.parametrize("namespace", ["salt", None])
 def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | None) -> None:
     store = bench.open()
@@ -247,19 +183,6 @@ def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | No
     assert sum(step.bytes for step in steps) == gone * bench.one
     assert len(store.tree) == 6 - gone == len(store.pins)
     wait_until(lambda: len(bench.files()) == 6 - gone)
-
-
-@pytest.fixture
-def some(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> tuple[PrefixStore, list[str]]:
-    """A store whose segments may only be looked at by name, and names."""
-    store = bench.open()
-    for number in range(6):
-        bench.put(store, prompt(number), namespace=("a", "b")[number % 2])
-        bench.put(store, prompt(number, 16), namespace=("a", "b")[number % 2])
-    bench.put(store, [*prompt(2), *prompt(7)], namespace="a")
-    names = [own.segment_id for own in store.tree.segments()]
-    monkeypatch.setattr(store.tree, "below", lambda *_: pytest.fail("a look at others"))
-    return store, names
 
 
 @pytest.mark.parametrize(
@@ -277,14 +200,16 @@ def some(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> tuple[PrefixStore
     ],
 )
 def test_a_purge_of_some_looks_at_each_once(
-    some: tuple[PrefixStore, list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    tokens: Any,
-    namespace: str | None,
-    gone: int,
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, tokens: Any, namespace: str | None, gone: int
 ) -> None:
     """In all steps together, however many there are; in each of them at few."""
-    store, names = some
+    store = bench.open()
+    for number in range(6):
+        for count in (8, 16):
+            bench.put(store, prompt(number, count), namespace="ab"[number % 2])
+    bench.put(store, [*prompt(2), *prompt(7)], namespace="a")
+    names = [own.segment_id for own in store.tree.segments()]
+    monkeypatch.setattr(store.tree, "below", lambda *_: pytest.fail("a look at others"))
     monkeypatch.setattr(purging, "MOST_LOOKS", 3)
     looked, get = list[str](), store.tree.get
     purge = purge_of(store, tokens, namespace, among=["not there", *names[1:]])
@@ -323,9 +248,7 @@ def test_a_purge_of_some_counts_what_these_build_on(
 def test_what_is_being_written_is_purged_as_well(bench: Workbench, late: bool) -> None:
     """Also where its last layer was read before anybody said so."""
     store = bench.open()
-    gate = Gate(SequenceKVs(bench.shape, "", prompt(1)))
-    outcome = bench.offer(store, prompt(1), read_layers=gate)
-    assert outcome is StoreOutcome.ACCEPTED
+    gate = bench.begin(store, prompt(1))
     if late:
         gate.opened.set()
         wait_until(lambda: len(list(bench.root.glob("*/segments/*/*.kv"))) == 1)
@@ -343,13 +266,10 @@ def test_steps_of_a_purge_do_not_come_by_what_is_being_written(bench: Workbench)
     store = bench.open()
     for number in range(6):
         bench.put(store, prompt(number), namespace="salt")
-
-    def begin(number: int, namespace: str = "salt") -> Gate:
-        gate = Gate(SequenceKVs(bench.shape, namespace, prompt(number)))
-        bench.offer(store, prompt(number), namespace=namespace, read_layers=gate)
-        return gate
-
-    gates = [begin(7), begin(8, "other")]
+    gates = [
+        bench.begin(store, prompt(number), namespace=namespace)
+        for number, namespace in ((7, "salt"), (8, "other"))
+    ]
     looked, counts = list[bool](), list[int]()
 
     class Counted(deque[Any]):
@@ -364,7 +284,7 @@ def test_steps_of_a_purge_do_not_come_by_what_is_being_written(bench: Workbench)
         writes.append(purge.step(store, 2).writes)
         counts.append(len(looked))
         if len(writes) == 1:
-            gates.append(begin(9))
+            gates.append(bench.begin(store, prompt(9), namespace="salt"))
     assert writes == [1, 0, 1]
     assert counts[1] == 0 < min(counts[0], counts[2])
     assert purge.step(store) == Purged()
@@ -373,26 +293,3 @@ def test_steps_of_a_purge_do_not_come_by_what_is_being_written(bench: Workbench)
     store.writes.drain()
     store.check_integrity()
     assert length(store, prompt(8), namespace="other") == 8 and len(store.tree) == 1
-
-
-def test_what_somebody_reads_is_purged_under_their_eyes(bench: Workbench) -> None:
-    store = bench.open()
-    bench.put(store, prompt(1))
-    use(store, prompt(1))
-    match = look_up(store, prompt(1))
-    source = store_factory.open_source(store, match)
-    forget(store, prompt(1))
-    keys, _ = store_factory.rows(bench.shape, source, 0)
-    assert torch.equal(keys, SequenceKVs(bench.shape, "", prompt(1)).keys(0))
-    store.close_source(source)
-    store.check_integrity()
-
-
-def test_a_purge_empties_the_quarantine(bench: Workbench) -> None:
-    store = bench.open()
-    bench.put(store, prompt(1))
-    lose(bench, store, look_up(store, prompt(1)).spans[0].segment.segment_id)
-    assert list(bench.root.glob("*/quarantine/*"))
-    forget(store, prompt(1))
-    wait_until(lambda: not list(bench.root.glob("*/quarantine/*")))
-    wait_until(lambda: store.summary()["quarantined_bytes"] == 0)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.storage import pending_read
 from impress_sglang.storage.direct_io import AlignedMemory
-from impress_sglang.storage.engines import Integers, ThreadEngine
+from impress_sglang.storage.engines import Integers
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.pending_read import BlockRuns, PendingRead
@@ -23,9 +24,8 @@ from impress_sglang.storage.reader import BlockReader
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import source_factory as sources
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
+from tests.unit.source_factory import BLOCK, Step, StepEngine
 from tests.unit.waiting import TIMEOUT, wait_until
-
-BLOCK = 4096
 
 
 class Stored:
@@ -78,13 +78,6 @@ def reader(request: pytest.FixtureRequest) -> Iterator[BlockReader]:
         yield reader
 
 
-@pytest.fixture
-def step() -> Iterator[tuple[BlockReader, sources.StepEngine]]:
-    """4 reads in flight at most, which end when the test says so."""
-    with sources.stepping(4) as pair:
-        yield pair
-
-
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("piece", [BLOCK, 3 * BLOCK, 256 << 10])
 def test_runs_are_filled_and_nothing_else(
@@ -115,10 +108,7 @@ def test_nothing_to_read_is_done_at_once(reader: BlockReader, stored: Stored) ->
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_runs_are_cut_into_pieces(
-    step: tuple[BlockReader, sources.StepEngine],
-    stored: Stored,
-    blocks: int,
-    monkeypatch: pytest.MonkeyPatch,
+    step: Step, stored: Stored, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pending_read, "PIECE_BYTES", blocks * BLOCK)
     reader, engine = step
@@ -137,9 +127,7 @@ def test_runs_are_cut_into_pieces(
 
 
 @pytest.mark.usefixtures("single_blocks")
-def test_as_many_pieces_are_in_flight_as_told(
-    step: tuple[BlockReader, sources.StepEngine], stored: Stored
-) -> None:
+def test_as_many_pieces_are_in_flight_as_told(step: Step, stored: Stored) -> None:
     reader, engine = step
     assert reader.depth == 4 and reader.summary()["io_engine"] == "step"
     read = reader.submit([stored.runs((0, 20))])
@@ -156,9 +144,7 @@ def test_as_many_pieces_are_in_flight_as_told(
 
 
 @pytest.mark.usefixtures("single_blocks")
-def test_what_is_waited_for_overtakes_what_is_read_ahead(
-    step: tuple[BlockReader, sources.StepEngine], stored: Stored
-) -> None:
+def test_what_is_waited_for_overtakes_what_is_read_ahead(step: Step, stored: Stored) -> None:
     """Reads ahead have half of the queue; what is waited for takes all that is free."""
     reader, engine = step
     ahead = reader.submit([stored.runs((0, 6))], ahead=True)
@@ -190,9 +176,7 @@ def listed(rest: Sequence[tuple[BlockRuns, Integers, Integers]]) -> list[tuple[s
 
 
 @pytest.mark.usefixtures("single_blocks")
-def test_a_cancelled_read_brings_what_was_begun(
-    step: tuple[BlockReader, sources.StepEngine], tmp_path: Path
-) -> None:
+def test_a_cancelled_read_brings_what_was_begun(step: Step, tmp_path: Path) -> None:
     reader, engine = step
     first, second = (Stored(tmp_path, name=name) for name in ("ab12", "cd345"))
     read = reader.submit([first.runs((0, 2), (7, 9)), second.runs((3, 6))], ahead=True)
@@ -216,26 +200,6 @@ def test_a_cancelled_read_brings_what_was_begun(
     assert len(engine.started) == 6
     first.close()
     second.close()
-
-
-@pytest.mark.usefixtures("single_blocks")
-def test_a_read_that_was_not_begun_is_cancelled_at_once(
-    step: tuple[BlockReader, sources.StepEngine], stored: Stored
-) -> None:
-    reader, engine = step
-    needs = reader.submit([stored.runs((0, 4))])
-    engine.wait_started(4)
-    reads = [reader.submit([stored.runs((n, n + 2))], ahead=True) for n in (10, 20, 30)]
-
-    rest = reader.cancel(reads[1])
-
-    assert listed(rest) == [("ab12", 20), ("ab12", 21)]
-    assert reads[1].done and reads[1].num_bytes == 0
-    reads[1].wait()
-    engine.allow()
-    for read in (needs, reads[0], reads[2]):
-        read.wait()
-    stored.check((0, 4), (10, 12), (30, 32))
 
 
 @pytest.mark.usefixtures("single_blocks")
@@ -302,16 +266,6 @@ def test_damage_is_found(
     good.close()
 
 
-def test_a_file_that_was_removed_is_still_read(reader: BlockReader, stored: Stored) -> None:
-    stored.path.unlink()
-
-    reader.read([stored.runs((0, 20))])
-
-    stored.check((0, 20))
-    with pytest.raises(SegmentUnreadable):
-        OpenSegment(stored.path, FileSystem(), direct=False)
-
-
 def test_a_read_that_the_system_refuses_says_so_and_condemns_nothing(
     reader: BlockReader, stored: Stored, tmp_path: Path
 ) -> None:
@@ -330,7 +284,7 @@ def test_a_read_that_the_system_refuses_says_so_and_condemns_nothing(
 def test_a_read_that_ended_early_is_completed(stored: Stored) -> None:
     """A system may give fewer bytes than there are; the rest is read, and all of it verified."""
 
-    class Hasty(sources.StepEngine):
+    class Hasty(StepEngine):
         def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
             numbers, _ = super().finish()
             return numbers, np.array([int(numbers[0]) % 4096])
@@ -343,30 +297,6 @@ def test_a_read_that_ended_early_is_completed(stored: Stored) -> None:
         flip_byte(stored.path, stored.offset + 5)
         with pytest.raises(SegmentUnreadable):
             reader.read([stored.runs((0, 1))])
-
-
-class Crashing(ThreadEngine):
-    """Fails at the n-th call of `start` or `finish`, as code with a bug does."""
-
-    def __init__(self, method: str, call: int) -> None:
-        super().__init__(4)
-        self._method, self._left = method, call
-
-    def start(
-        self, descriptors: Integers, offsets: Integers, addresses: Integers, sizes: Integers
-    ) -> Integers:
-        self._count("start")
-        return super().start(descriptors, offsets, addresses, sizes)
-
-    def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
-        self._count("finish")
-        return super().finish()
-
-    def _count(self, method: str) -> None:
-        if method == self._method:
-            self._left -= 1
-            if self._left == 0:
-                raise RuntimeError("a bug")
 
 
 def ends_in_time(read: PendingRead) -> bool:
@@ -386,13 +316,12 @@ def test_nobody_waits_for_a_reader_that_has_failed(
     stored: Stored, method: str, call: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever waits is told, and so is who comes later; reads of one piece are like all others."""
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("a bug")
-
+    files = FaultyFileSystem()
+    files.faults.add(Rule("raise", method, after=call - 1, count=1))
     if method == "check":
+        fail = mock.Mock(side_effect=RuntimeError("injected"))
         monkeypatch.setattr(pending_read.PendingRead, "size", fail)
-    reader = BlockReader(4, sources.OneEngine(Crashing(method, call)))
+    reader = BlockReader(4, files)
     reads = []
     for n in range(7):
         reads.append(reader.submit([stored.runs((n, n + blocks))], ahead=n in (3, 5)))
@@ -406,7 +335,7 @@ def test_nobody_waits_for_a_reader_that_has_failed(
     failed = [read for read in (*reads, late) if read.error is not None]
     assert late in failed
     for read in failed:
-        with pytest.raises(StoreUnavailable, match="a bug"):
+        with pytest.raises(StoreUnavailable, match="injected"):
             read.wait()
         assert reader.cancel(read) == []
     reader.close()
@@ -415,7 +344,7 @@ def test_nobody_waits_for_a_reader_that_has_failed(
 @pytest.mark.usefixtures("single_blocks")
 def test_who_gives_up_waiting_leaves_nothing_to_begin(stored: Stored) -> None:
     """The file is closed then, and its descriptor may be another file's."""
-    engine = sources.StepEngine(1)
+    engine = StepEngine(1)
     reader = BlockReader(1, sources.OneEngine(engine), patience=0.1)
     with pytest.raises(StoreUnavailable, match="does not answer"):
         reader.read([stored.runs((0, 9))])

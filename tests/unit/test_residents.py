@@ -89,15 +89,6 @@ def test_what_is_between_and_behind_parts_is_loaded(residents: Residents) -> Non
     assert again[0].slots.tolist() == uses[0].slots.tolist()[3:]
 
 
-def test_a_part_that_nobody_has_loaded_goes_with_its_last_user(residents: Residents) -> None:
-    span = StoredSpan(segment("a"), 0, 10)
-    first, second = residents.admit([span]), residents.admit([span])
-    residents.parts.leave(first)
-    assert residents.taken
-    residents.parts.leave(second)
-    assert not residents.taken and residents.parts.cover([span])[0].part is None
-
-
 def test_a_loaded_part_stays_until_it_is_evicted(residents: Residents) -> None:
     spans = [StoredSpan(segment(name), 0, 10) for name in "ab"]
     for span in spans:
@@ -140,17 +131,6 @@ def test_what_requests_wait_for_is_given_up_last(residents: Residents) -> None:
     parts.lookahead.wait("third", [StoredSpan(own, 0, 30)])
     assert order() == [("b", 0), ("a", 0), ("a", 20)]
     parts.lookahead.stop_waiting("nobody")
-
-
-def test_a_hidden_part_serves_its_users_and_nobody_else(residents: Residents) -> None:
-    span = StoredSpan(segment("a"), 0, 10)
-    uses = residents.admit([span])
-    residents.load(uses)
-    residents.parts.hide_all()
-    other = residents.admit([span])
-    assert other[0].part is not uses[0].part and len(residents.taken) == 20
-    residents.parts.leave(uses)
-    assert residents.taken == set(other[0].slots.tolist())
 
 
 def test_spans_of_one_segment_are_one(residents: Residents) -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from impress_sglang.storage import pending_read
 from impress_sglang.storage.read_cost import ReadCost
-from impress_sglang.storage.reader import BlockReader
 from impress_sglang.timeline import RequestTimeline
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from impress_sglang.transfer.stored_source import SSD_TRACK
@@ -22,52 +21,19 @@ from tests.unit.kv_factory import make_cache, make_shape
 from tests.unit.reading import read_rows
 from tests.unit.source_factory import (
     BLOCK,
+    DEMANDS,
     KVS,
-    RULES,
     SHAPES,
     Case,
     Part,
     counting,
+    draw_case,
     open_case,
     random_tokens,
     reading,
     stepping,
 )
 from tests.unit.waiting import wait_until
-
-DEMANDS = [
-    ReadNeeds(),
-    ReadNeeds(probe=False),
-    ReadNeeds(whole=True),
-    ReadNeeds(whole=True, probe=False),
-    ReadNeeds(all_keys=True),
-]
-
-
-def draw_case(data: st.DataObject, directory: Path, reader: BlockReader) -> Case:
-    """Any shape, parts of segments, caches and order; few or many rows are expected."""
-    shape = SHAPES[data.draw(st.sampled_from(sorted(SHAPES)))]
-    parts = []
-    for _ in range(data.draw(st.integers(1, 3))):
-        num_tokens = data.draw(st.integers(1, 60))
-        start = data.draw(st.integers(0, num_tokens - 1))
-        stop = data.draw(st.integers(start + 1, num_tokens))
-        parts.append(Part(num_tokens, 8, start, stop))
-    cache = make_cache(
-        shape,
-        device_chunks=data.draw(st.integers(0, 8)),
-        host_chunks=data.draw(st.integers(0, 8)),
-        rule=RULES[data.draw(st.sampled_from(sorted(RULES)))](),
-    )
-    return open_case(
-        directory,
-        shape,
-        parts,
-        reader,
-        cache=cache,
-        reordered=data.draw(st.booleans()),
-        retention=data.draw(st.sampled_from([0.02, 0.3, 1.0])),
-    )
 
 
 def draw_reads(data: st.DataObject, case: Case) -> Iterator[tuple[list[str], torch.Tensor | None]]:
@@ -159,10 +125,7 @@ def test_every_byte_is_counted_once(
 
 
 def wait_for_reads(source: SegmentSource) -> None:
-    for buffers in source._buffers.values():
-        for buffer in buffers.values():
-            for read in buffer.reads:
-                read.wait()
+    wait_until(lambda: not source.is_reading)
 
 
 @pytest.mark.usefixtures("no_gaps")
@@ -300,22 +263,10 @@ def test_layers_that_were_skipped_are_not_kept(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("single_blocks", "no_gaps")
 def test_reads_are_shown_on_the_timeline(tmp_path: Path) -> None:
     """Only those that began, each from its start to its end."""
-    heard: list[tuple[str, float, float, int | None]] = []
-
-    class Listening(RequestTimeline):
-        __slots__ = ()
-
-        def add(
-            self, track: str, name: str, start: float, stop: float, layer: int | None = None
-        ) -> None:
-            super().add(track, name, start, stop, layer)
-            if track == SSD_TRACK:
-                heard.append((name, start, stop, layer))
-
     with stepping(4) as (reader, engine):
         case = open_case(tmp_path, SHAPES["cut-rows-float32"], [Part(77, 8, 0, 77)], reader)
         assert case.cache is not None
-        timeline = Listening("r")
+        timeline = RequestTimeline("r")
         source = SegmentSource(
             case.shape,
             case.spans,
@@ -330,9 +281,8 @@ def test_reads_are_shown_on_the_timeline(tmp_path: Path) -> None:
         engine.wait_started(2)
         source.read_ahead(0.0)
         engine.allow()
-        tokens = random_tokens(case, 3, 1)
         source.read_probe(0)
-        read_rows(source, 0, tokens)
+        read_rows(source, 0, random_tokens(case, 3, 1))
         engine.stop()
         source.close()
         engine.allow()
@@ -340,7 +290,8 @@ def test_reads_are_shown_on_the_timeline(tmp_path: Path) -> None:
         case.source = case.make_source()
         case.close()
 
-    assert {name for name, *_ in heard} <= {"ahead", "needs"}
+    heard = [event for event in timeline._events if event[0] == SSD_TRACK]
     assert heard
-    for name, start, stop, layer in heard:
+    for _, name, start, stop, layer in heard:
+        assert name in ("ahead", "needs")
         assert began <= start <= stop, (name, layer)

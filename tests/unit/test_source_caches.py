@@ -70,19 +70,8 @@ def test_a_chunk_that_will_be_cached_is_read_whole(
     if roomy.shape.probe_kv_heads:
         assert whole > roomy.block_bytes(0, ["values"], tokens), "else nothing is shown"
     assert roomy.stats.ssd_bytes == whole
-    alike = []
-    for column in roomy.kind_columns("values"):
-        rows = [
-            (n, row // roomy.parts[n].chunk_tokens)
-            for n, row in roomy.rows(0, column, sources.same_tokens(roomy, range(roomy.num_tokens)))
-        ]
-        chosen = roomy.rows(0, column, tokens)
-        cached = {(n, row // roomy.parts[n].chunk_tokens) for n, row in chosen}
-        alike.append([token for token, place in enumerate(rows) if place in cached])
-    fewest = min(map(len, alike))
-    assert fewest > 4
-    roomy.check(0, ["values"], torch.tensor([own[-fewest:] for own in alike]))
-    assert roomy.stats.ssd_bytes == whole, "other rows of the same chunks are cached as well"
+    roomy.check(0, ["values"], tokens)
+    assert roomy.stats.ssd_bytes == whole
     roomy.close()
 
 
@@ -104,39 +93,6 @@ def test_a_chunk_that_will_not_be_cached_is_read_in_part(
     case.close()
 
 
-@pytest.mark.parametrize("name", [name for name in sources.CACHES if name.startswith("tiny")])
-@pytest.mark.parametrize("shape", ["cut-rows-float32", "no-probe-bfloat16"])
-def test_tiny_caches_evict_and_serve(
-    name: str, shape: str, reader: BlockReader, tmp_path: Path
-) -> None:
-    """Guards the contract of sources: chunks do move, and are found where they went."""
-    case = sources.opened(f"several-segments, {name}, reordered: {shape}", tmp_path, reader)
-    for seed in range(12):
-        tokens = sources.random_tokens(case, 2, seed % 5)
-        case.check(0, sources.KVS, tokens)
-        case.check(0, sources.KVS, tokens)
-
-    assert case.cache is not None
-    placement = case.cache.placement
-    assert placement.stats.dropped > 0
-    for tier, hits in (
-        (Tier.HOST, case.stats.host_chunks),
-        (Tier.DEVICE, case.stats.device_chunks),
-    ):
-        assert (hits > 0) == (placement.capacity[tier] > 0)
-    case.close()
-
-
-def draw_parts(data: st.DataObject) -> list[sources.Part]:
-    parts = []
-    for _ in range(data.draw(st.integers(1, 3))):
-        num_tokens = data.draw(st.integers(1, 60))
-        start = data.draw(st.integers(0, num_tokens - 1))
-        stop = data.draw(st.integers(start + 1, num_tokens))
-        parts.append(sources.Part(num_tokens, 8 * data.draw(st.integers(1, 3)), start, stop))
-    return parts
-
-
 def draw_tokens(data: st.DataObject, case: sources.Case) -> Tensor | None:
     """None, or a random number of tokens, others in each head group."""
     if data.draw(st.integers(0, 3)) == 0:
@@ -151,18 +107,9 @@ def test_rows_are_the_stored_bits_whatever_moves_between_tiers(
     tmp_path_factory: pytest.TempPathFactory, reader: BlockReader, data: st.DataObject
 ) -> None:
     """Interleaved reads, requests, damage that comes and goes, and ids given to other chunks."""
-    shape = sources.SHAPES[data.draw(st.sampled_from(sorted(sources.SHAPES)))]
-    parts = draw_parts(data)
-    cache = make_cache(
-        shape,
-        device_chunks=data.draw(st.integers(0, 8)),
-        host_chunks=data.draw(st.integers(0, 8)),
-        chunk_tokens=data.draw(st.sampled_from([8, 16])),
-        rule=sources.RULES[data.draw(st.sampled_from(sorted(sources.RULES)))](),
-    )
-    reordered = data.draw(st.booleans())
-    directory = tmp_path_factory.mktemp("any")
-    case = sources.open_case(directory, shape, parts, reader, cache=cache, reordered=reordered)
+    case = sources.draw_case(data, tmp_path_factory.mktemp("any"), reader)
+    shape, parts, cache = case.shape, case.parts, case.cache
+    assert cache is not None
     sources.poison(case)
     damaged: tuple[Path, int] | None = None
     for _ in range(data.draw(st.integers(1, 20))):
@@ -242,6 +189,8 @@ class TestCounters:
         probe_and_load(case)
 
         assert case.stats == FIRST_TIME
+        case.source.note_whole(0)
+        assert case.stats == FIRST_TIME, "a selection is counted once"
         assert (case.stats.chunks_accessed, case.stats.chunks_loaded) == (7, 7)
         assert case.spans[0].history.ssd_bytes == 4 * sources.BLOCK, "what was selected, not probed"
 
@@ -314,15 +263,6 @@ class TestCounters:
         case.check(0, ["values"])
         case.source.note_whole(0)
         assert important() == (24 * 64, 10 * 64)
-
-    def test_a_selection_is_counted_once(self, small: Small) -> None:
-        case = small()
-        probe_and_load(case)
-        before = case.stats
-
-        case.source.note_whole(0)
-
-        assert case.stats == before
 
     @pytest.mark.parametrize("whole", [False, True])
     def test_a_hit_of_a_head_group_is_one_of_its_own_selection(

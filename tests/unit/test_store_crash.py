@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import random
 import signal
 import subprocess
@@ -56,44 +57,24 @@ def rounds(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_every_writer_was_killed(rounds: list[dict[str, Any]]) -> None:
+def test_each_process_finds_what_was_written_whole_and_right(rounds: list[dict[str, Any]]) -> None:
     assert len(rounds) == len(POINTS) + RANDOM_KILLS
-    assert [r["end"] for r in rounds] == [{"signal": signal.SIGKILL}] * len(rounds)
-
-
-def test_every_row_found_afterwards_is_right(rounds: list[dict[str, Any]]) -> None:
-    for r in rounds:
-        assert "error" not in r, r["error"]
-
-
-def test_segments_are_found_whole_or_not_at_all(rounds: list[dict[str, Any]]) -> None:
-    for r in rounds:
-        assert all(length % STEP == 0 for length in r["result"]["lengths"]), r
-
-
-def test_what_was_reported_as_written_is_found(rounds: list[dict[str, Any]]) -> None:
-    for r in rounds:
-        for written, found in zip(r["written"], r["result"]["lengths"], strict=True):
-            assert found >= written, r
-
-
-def test_only_a_loss_makes_the_store_smaller(rounds: list[dict[str, Any]]) -> None:
     before = [0, 0, 0]
     for r in rounds:
+        assert r["end"] == {"signal": signal.SIGKILL}
+        assert "error" not in r, r["error"]
         lengths = r["result"]["lengths"]
+        assert all(length % STEP == 0 for length in lengths), "a segment is there or not"
+        assert all(map(operator.ge, lengths, r["written"])), r
         if r["round"].startswith("loss"):
             assert lengths == [before[0] - STEP, *before[1:]], r
         else:
-            assert all(new >= old for new, old in zip(lengths, before, strict=True)), r
+            assert all(map(operator.ge, lengths, before)), r
         before = lengths
-    assert sum(before) > 3 * STEP, "something was written at all"
-
-
-def test_temporary_files_of_killed_writers_are_removed(rounds: list[dict[str, Any]]) -> None:
-    for r in rounds:
         assert r["result"]["leftovers_after"] == 0, r
         if r["round"] in UNFINISHED:
             assert r["result"]["leftovers_before"] == 1, "the crash point was not where it says"
+    assert sum(before) > 3 * STEP, "something was written at all"
 
 
 def test_a_file_that_was_renamed_counts_as_written(rounds: list[dict[str, Any]]) -> None:

@@ -13,12 +13,9 @@ from impress_sglang.errors import SegmentUnreadable
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState
 from impress_sglang.management.writing import StoreOutcome
+from tests.damage import flip_data_bit, flip_header_bit
 from tests.faults import FaultyFileSystem, Rule
-from tests.unit import store_factory
-from tests.unit.kv_factory import SequenceKVs, flip_byte
 from tests.unit.store_factory import (
-    Gate,
-    Room,
     Workbench,
     check_rows,
     gb,
@@ -26,6 +23,7 @@ from tests.unit.store_factory import (
     look_again,
     look_up,
     lose,
+    name_of,
     open_source,
     path_of,
     prompt,
@@ -33,22 +31,10 @@ from tests.unit.store_factory import (
     three_prefixes,
 )
 
-bench = store_factory.bench
-store = store_factory.store
-
-
-def name_of(store: PrefixStore, tokens: tuple[int, ...], number: int = 0, **options: object) -> str:
-    return look_up(store, tokens, **options).spans[number].segment.segment_id  # type: ignore[arg-type]
-
-
-def flip_last_block(path: Path) -> None:
-    flip_byte(path, path.stat().st_size - 4096)
-
-
 LOOKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "good": (lambda path: None, "segments_cleared"),
-    "a damaged block": (flip_last_block, "segments_quarantined"),
-    "a damaged header": (lambda path: flip_byte(path, 50), "segments_quarantined"),
+    "a damaged block": (flip_data_bit, "segments_quarantined"),
+    "a damaged header": (flip_header_bit, "segments_quarantined"),
     "cut off": (lambda path: os.truncate(path, path.stat().st_size - 1), "segments_quarantined"),
     "gone": (Path.unlink, "segments_gone"),
 }
@@ -67,7 +53,6 @@ def test_a_second_look_decides_about_what_could_not_be_read(bench: Workbench, ki
     assert store.summary()["segments_suspect"] == 1
     assert length(store, prompt(2, 8), namespace="salt") == 0, "not before it is found good"
     look_again(store)
-    store.check_integrity()
     found = {name: getattr(store.stats, name) for _, name in LOOKS.values()}
     assert found == {name: int(name == counter) for name in found}
     assert store.stats.segments_unreadable == 1
@@ -110,21 +95,6 @@ def test_a_hole_in_the_middle_needs_only_its_own_tokens(bench: Workbench) -> Non
     check_rows(store, prompt(1, 60))
 
 
-def test_a_hole_stays_where_there_is_no_room(bench: Workbench) -> None:
-    room = Room()
-    store = bench.open(files=room)
-    bench.put(store, prompt(1, 8))
-    bench.put(store, prompt(1, 16))
-    lose(bench, store, name_of(store, prompt(1, 16)), gone=True)
-    room.leave(store, 0)
-
-    assert bench.offer(store, prompt(1, 16)) is StoreOutcome.NO_SPACE
-    room.leave(store, 1 << 40)
-    bench.put(store, prompt(1, 16))
-
-    check_rows(store, prompt(1, 16))
-
-
 def test_a_hole_is_filled_although_what_builds_on_it_goes_for_that(bench: Workbench) -> None:
     """There is no other room for its file."""
     store = bench.open(ssd_gb=gb(2 * bench.one))
@@ -145,8 +115,7 @@ def test_a_hole_is_filled_although_what_builds_on_it_goes_for_that(bench: Workbe
 def test_a_report_of_what_cannot_be_lost_does_nothing(bench: Workbench) -> None:
     store = three_prefixes(bench)
     name = name_of(store, prompt(2, 8), namespace="salt")
-    gate = Gate(SequenceKVs(bench.shape, "", prompt(3)))
-    bench.offer(store, prompt(3), read_layers=gate)
+    gate = bench.begin(store, prompt(3))
     (pending,) = [s for s in store.tree.segments() if s.state is SegmentState.PENDING]
 
     for reported in ("unknown", pending.segment_id, name, name):
@@ -174,12 +143,6 @@ def test_a_file_that_is_gone_is_unreadable(bench: Workbench, number: int) -> Non
     assert caught.value.segment_id == match.spans[number].segment.segment_id
     assert len(os.listdir("/proc/self/fd")) == descriptors, "the other file is closed again"
     store.check_integrity()
-    store.report(caught.value)
-    look_again(store)
-    store.check_integrity()
-    assert length(store, prompt(1, 40)) == (0, 13)[number]
-    bench.put(store, prompt(1, 40))
-    check_rows(store, prompt(1, 40))
 
 
 def test_a_few_damaged_files_are_kept_and_counted(bench: Workbench) -> None:
@@ -228,3 +191,23 @@ def test_a_file_that_cannot_be_removed_counts_until_it_is(
     check_rows(store, prompt(2))
     bench.put(store, prompt(5))
     assert store._quota.missing(0) <= 0
+
+
+def test_a_match_may_be_older_than_a_loss(bench: Workbench, store: PrefixStore) -> None:
+    """Another request has found that a segment is damaged, or only thinks so."""
+    bench.put(store, prompt(1))
+    match = look_up(store, prompt(1))
+    store.report(SegmentUnreadable(match.spans[0].segment.segment_id, "a test"))
+
+    with pytest.raises(SegmentUnreadable) as caught:
+        open_source(store, match)
+    store.report(caught.value)
+
+    assert store.stats.segments_unreadable == 1
+    look_again(store)
+    store.close_source(open_source(store, match))
+    lose(bench, store, match.spans[0].segment.segment_id)
+    with pytest.raises(SegmentUnreadable) as caught:
+        open_source(store, match)
+    store.report(caught.value)
+    store.check_integrity()

@@ -10,34 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from impress_sglang.errors import ConfigError, StoreInUseError
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.directory import MARKER, StoreDirectory
 from impress_sglang.storage.files import FileSystem
 from tests.faults import FaultyFileSystem, Rule
-from tests.unit import store_factory
 from tests.unit.store_factory import OTHER_IDENTITY, Workbench, check_rows, gb, length, prompt
-
-bench = store_factory.bench
-store = store_factory.store
-
-
-def test_two_stores_of_one_model_cannot_share_a_directory(
-    bench: Workbench, store: PrefixStore
-) -> None:
-    with pytest.raises(StoreInUseError, match="--impress-ssd-dir"):
-        bench.open()
-
-    bench.close(store)
-    bench.open()
-
-
-def test_a_directory_that_cannot_be_written_is_a_config_error(bench: Workbench) -> None:
-    bench.root.write_text("a file")
-
-    with pytest.raises(ConfigError, match="--impress-ssd-dir"):
-        bench.open()
 
 
 def old_model(

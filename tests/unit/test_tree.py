@@ -17,14 +17,13 @@ from impress_sglang.management.restoring import newest_files, restore_segments
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import SegmentInfo, common_prefix_len
+from impress_sglang.storage.segment import common_prefix_len
 from tests.unit.kv_factory import as_tokens, make_info, make_shape
 
 SHAPE = make_shape()
 P = (1, 2, 3, 4, 5, 6)  # a prompt that others share
 # Computed after a part of an exact prefix.
 ONCE = Quality(1, 0.25)
-HALF = Quality(1, 0.5)
 
 
 def segment(
@@ -119,21 +118,6 @@ def test_who_takes_the_first_of_many_looks_at_few(tree: StoredTree, put: Put) ->
     assert len(first) == 3 and len(looked) <= 4
 
 
-def test_touching_a_match_makes_its_segments_the_latest(tree: StoredTree, put: Put) -> None:
-    first, second, third = put("a", P), put("b", [7], P), put("c", [8], P)
-
-    tree.touch(tree.match("", as_tokens([*P, 7])))
-
-    assert first.last_access == second.last_access > third.last_access
-    assert (first.hits, second.hits, third.hits) == (1, 1, 0)
-
-
-def test_new_segments_are_later_than_all_before(put: Put) -> None:
-    times = [put(name, [number], ()).last_access for number, name in enumerate("abc")]
-
-    assert times == sorted(set(times))
-
-
 def test_time_goes_on_after_a_restart(tree: StoredTree, put: Put) -> None:
     new, old = segment("a", P), segment("b", [9], last_access=7)
 
@@ -169,45 +153,6 @@ def test_what_was_blended_gives_way_to_all_else(tree: StoredTree, put: Put) -> N
         assert found(tree, tokens, least=least)[1:] == [("exact", 0, 3)]
 
 
-# ---- holes
-
-BRANCH, LEAF = [*P[:3], 40], [*P, 7]
-
-
-@pytest.fixture
-def lost(tree: StoredTree, put: Put) -> StoredSegment:
-    """1 to 6, with branches after 3, at its end, and one after 2 that is gone again; then lost."""
-    first = put("a", P)
-    put("b", BRANCH[3:], P[:3])
-    put("c", LEAF[6:], P)
-    tree.lose(put("x", [9], P[:2]))
-    tree.lose(first)
-    tree.check_integrity()
-    return first
-
-
-def holes(tree: StoredTree, tokens: Sequence[int], least: Quality = EXACT) -> list[int]:
-    """Tokens of the segments along a path, negative if they are lost."""
-    spans = tree.match("", as_tokens(tokens), least=least, only_ready=False).spans
-    return [-len(s) if s.segment.state is SegmentState.LOST else len(s) for s in spans]
-
-
-def test_each_run_between_branches_is_a_hole_of_its_own(
-    tree: StoredTree, lost: StoredSegment
-) -> None:
-    assert tree.get("a") is None and lost.state is SegmentState.LOST
-    assert holes(tree, LEAF) == [-2, -1, -3, 1]
-    assert holes(tree, BRANCH) == [-2, -1, 1]
-    assert found(tree, LEAF) == []
-    spans = tree.match("", as_tokens(LEAF), only_ready=False).spans
-    infos = [span.segment.info for span in spans[:3]]
-    assert [info.prefix_len for info in infos] == [0, 2, 3]
-    assert [info.tokens.tolist() for info in infos] == [[1, 2], [3], [4, 5, 6]]
-    assert len({info.segment_id for info in infos} | {"a"}) == 4
-    assert [span.segment.num_dependents for span in spans] == [1, 2, 1, 0]
-    assert [span.segment.parent for span in spans[1:]] == [span.segment for span in spans[:3]]
-
-
 def test_digest_of_a_prefix_depends_on_namespace_and_every_token() -> None:
     prefixes = [(), (0,), (0, 0), (1,), (256,), (1, 2), (2, 1)]
     names = ["", "a", "a\0", "\0"]
@@ -225,58 +170,14 @@ def test_common_prefix_len(left: list[int], right: list[int]) -> None:
     assert length == min(len(left), len(right)) or left[length] != right[length]
 
 
-def in_another_file(old: StoredSegment, name: str) -> SegmentInfo:
-    return dataclasses.replace(old.info, segment_id=name, generation=old.info.generation + 1)
-
-
 def test_a_replacement_has_the_same_tokens_and_a_new_name(tree: StoredTree, put: Put) -> None:
     first = put("a", P)
     put("b", [9])
 
     with pytest.raises(AssertionError):
-        tree.replace(first, in_another_file(first, "b"), 1)
+        tree.replace(first, dataclasses.replace(first.info, segment_id="b"), 1)
     with pytest.raises(AssertionError):
         tree.replace(first, dataclasses.replace(first.info, tokens=as_tokens([1, 2])), 1)
-
-
-def test_nodes_of_a_segment_begin_where_others_branch_off(tree: StoredTree, put: Put) -> None:
-    first = put("a", P)
-    assert tree.node_starts(first) == [0]
-    second = put("b", [40, 50, 60], P[:4])
-    assert tree.node_starts(first) == [0, 4]
-    put("c", [70], P[:2])
-    put("d", [8], P)
-    put("e", [9], [*P[:4], 40])
-
-    assert tree.node_starts(first) == [0, 2, 4], "an extension at its end splits nothing"
-    assert tree.node_starts(second) == [0, 1]
-    tree.replace(first, in_another_file(first, "z"), 1)
-    assert tree.node_starts(first) == [0, 2, 4]
-
-
-# ---- after a restart
-
-
-@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
-@pytest.mark.parametrize("newer", ["generation", "last_access", "name"])
-def test_of_two_files_of_the_same_tokens_the_newer_is_restored(
-    tree: StoredTree, names: tuple[str, str], newer: str
-) -> None:
-    """The process ended between the publication of one and the removal of the other."""
-    old, below = segment(names[0], P, last_access=5), segment("c", [7], P)
-    info = dataclasses.replace(old.info, segment_id=names[1], generation=int(newer == "generation"))
-    # An old row has a time, a new file without a row has none.
-    times = {"generation": 0, "last_access": 6, "name": 5}
-    new = dataclasses.replace(old, info=info, last_access=times[newer])
-    if newer == "name":
-        old, new = sorted([old, new], key=lambda own: own.segment_id, reverse=True)
-
-    kept, others = newest_files(sorted([old, new, below], key=lambda s: s.segment_id))
-
-    assert others == [old] and len(kept) == 2
-    assert restore_segments(tree, kept) == []
-    tree.check_integrity()
-    assert found(tree, [*P, 7]) == [(new.segment_id, 0, 6), ("c", 0, 1)]
 
 
 def test_a_file_that_came_back_takes_no_place_of_what_was_used_later(tree: StoredTree) -> None:
@@ -289,32 +190,6 @@ def test_a_file_that_came_back_takes_no_place_of_what_was_used_later(tree: Store
 
     assert others == [] and restore_segments(tree, kept) == [back]
     assert found(tree, [*P[:3], 40, 50]) == [("n", 0, 4), ("m", 0, 1)]
-
-
-def test_a_segment_is_restored_below_a_parent_that_a_better_one_hides(tree: StoredTree) -> None:
-    """Approximate 1 2 3 4 came first, then exact 1 2 7 and 3 4 after that.
-
-    `d` was computed after 1 2 3 4, and must not turn up after 1 2 7 3 4.
-    """
-    lost = restore_segments(
-        tree,
-        [
-            segment("a", [1, 2, 3, 4], quality=ONCE),
-            segment("b", [1, 2, 7]),
-            segment("c", [3, 4], [1, 2, 7]),
-            segment("d", [5, 6], [1, 2, 3, 4], quality=ONCE),
-        ],
-    )
-
-    assert lost == []
-    tree.check_integrity()
-    match = found(tree, [1, 2, 7, 3, 4, 5, 6], least=ONCE)
-    assert match == [("b", 0, 3), ("c", 0, 2)]
-    above = tree.get("d").parent
-    assert above is not None and above.segment_id == "a"
-    tree.lose(tree.get("c"))
-    tree.lose(tree.get("b"))
-    assert found(tree, [1, 2, 3, 4, 5, 6], least=ONCE) == [("a", 0, 4), ("d", 0, 2)]
 
 
 DAMAGE: dict[str, Callable[[StoredSegment, StoredSegment], None]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 from hypothesis import assume, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from impress_sglang.management.purging import _Place
 from impress_sglang.management.restoring import newest_files, restore_segments
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
-from impress_sglang.storage.quality import EXACT, Quality
+from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Priority
 from tests.unit.kv_factory import as_tokens, make_info, make_shape
 from tests.unit.prefix_model import QUALITIES, Known, Path, PrefixModel
@@ -193,7 +194,13 @@ class TreeMachine(RuleBasedStateMachine):
         holes = [s for s in self.tree.segments() if s.state is SegmentState.LOST]
         live = {s.segment_id for s in self.tree.segments()} - {s.segment_id for s in holes}
         assert live == set(self.model.segments)
-        assert sum(s.info.num_tokens for s in holes) == self.model.num_holes
+        ends = Counter(
+            (hole.info.namespace, hole.info.prefix_len + count)
+            for hole in holes
+            for count in range(1, hole.info.num_tokens + 1)
+        )
+        missing = self.model.places - set(self.model.owner)
+        assert ends == Counter((namespace, len(path)) for namespace, path in missing)
 
     @invariant()
     def nodes_are_cut_where_others_hang(self) -> None:
@@ -264,53 +271,3 @@ def same_place(left: StoredSegment, right: StoredSegment) -> bool:
 TestTree = TreeMachine.TestCase
 # Steps are cheap here, and the histories that matter are long ones.
 TestTree.settings = settings(max_examples=2 * settings.default.max_examples)
-
-
-def test_the_model_alone() -> None:
-    """Guards the machines: the model finds what it holds, without our tree."""
-    model = PrefixModel()
-    exact, once = ((0, EXACT), (1, EXACT)), ((2, QUALITIES[1]),)
-    model.add(Known("a", "", (), exact))
-    model.add(Known("b", "", exact, once, SegmentState.SUSPECT))
-
-    assert model.follow("", (0, 1, 2), EXACT) == exact
-    assert model.follow("", (0, 1, 2), QUALITIES[2]) == exact + once
-    assert model.spans("", exact + once) == [("a", 0, 2), ("b", 0, 1)]
-    assert model.ready_part("", exact + once) == exact
-    assert model.place_for("", (0,), (5,), EXACT) == ((0, EXACT),)
-    assert model.place_for("", (0,), (1,), EXACT) is None
-    assert model.place_for("", (1,), (1,), EXACT) is None
-    assert [k.name for k in model.below(model.segments["a"])] == ["b"]
-    assert model.missing("", (0, 1, 2, 3), EXACT) == (2, 4)
-    model.add(Known("c", "", exact[:1], ((5, EXACT),)))
-    assert (model.node_starts("a"), model.node_starts("b")) == ([0, 1], [0])
-    model.rename("a", "z")
-    assert model.spans("", exact + once) == [("z", 0, 2), ("b", 0, 1)]
-    assert [k.name for k in model.below(model.segments["z"])] == ["b", "c"]
-    model.add(Known("d", "", (), ((0, QUALITIES[1]),)))
-    best, hidden = ((0, EXACT),), ((0, QUALITIES[1]),)
-    assert model.place_for("", (0,), (5,), QUALITIES[1]) == best
-    model.add(Known("e", "", best, ((5, QUALITIES[1]),)))
-    assert model.place_for("", (0,), (5,), QUALITIES[1]) == hidden
-
-
-def test_holes_of_the_model() -> None:
-    model = PrefixModel()
-    exact, once = ((0, EXACT), (1, EXACT)), ((2, QUALITIES[1]),)
-    model.add(Known("a", "", (), exact))
-    model.add(Known("b", "", exact, once))
-    model.add(Known("c", "", exact, ((3, EXACT), (4, EXACT))))
-    model.lose("a")
-
-    assert model.num_holes == 2
-    assert model.spans("", exact + once) == [("", 0, 2), ("b", 0, 1)]
-    assert model.ready_part("", exact + once) == ()
-    assert [k.name for k in model.above_holes()] == ["b", "c"]
-    assert model.missing("", (0, 1, 2), EXACT) == (0, 3), "what follows is of another quality"
-    assert model.missing("", (0, 1, 3), EXACT) == (0, 2)
-    assert model.missing("", (0, 5), EXACT) == (0, 2)
-    assert model.missing("", (0, 1), QUALITIES[1]) == (0, 2), "beside the hole"
-    model.lose("b")
-    assert model.num_holes == 2
-    model.lose("c")
-    assert model.num_holes == len(model.places) == 0
