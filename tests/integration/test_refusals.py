@@ -214,14 +214,10 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
     [
         (["--disable-radix-cache"], "--disable-radix-cache"),
         (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
-        (["--enable-lmcache"], "--enable-lmcache"),
-        (["--enable-flexkv"], "--enable-flexkv"),
         (["--pp-size=2"], "pipeline parallelism"),
         (["--tp-size=2"], "tensor parallelism"),
-        (["--tp-size=2", "--dp-size=2", "--enable-dp-attention"], "parallelism"),
         (["--dp-size=2"], "data parallelism"),
         (["--kv-cache-dtype=fp8_e5m2"], "--kv-cache-dtype auto"),
-        (["--kv-cache-dtype=fp8_e4m3"], "--kv-cache-dtype auto"),
         (["--attention-backend=wave"], "wave, because nobody has judged its kernels"),
         (["--attention-backend=triton", "--prefill-attention-backend=aiter"], "aiter, because"),
         (
@@ -234,8 +230,6 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
             "a graph of the whole pass would skip that: drop --cuda-graph-backend-prefill full",
         ),
         (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
-        (["--enable-torch-compile"], "--enable-torch-compile"),
-        (["--enable-streaming-session"], "--enable-streaming-session"),
         (["--cpu-offload-gb=4"], "--cpu-offload-gb"),
         (["--model-impl=transformers"], "--model-impl"),
         (["--forward-hooks=[{}]"], "--forward-hooks"),

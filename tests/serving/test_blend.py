@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from tests.serving.compare import Answer, assert_same, logprob_distance, paths, 
 from tests.serving.conftest import CRAMPED, Serve
 from tests.serving.damage import flip_code, segment_of
 from tests.serving.harness import Server
-from tests.serving.tiny_models import make_model, random_tokens
+from tests.serving.tiny_models import random_tokens
 
 TOLERANCE = 1e-4
 # All tokens are computed again, but not by way of SGLang's own pass.
@@ -161,30 +160,6 @@ def test_what_was_blended_is_loaded_by_who_would_blend_as_much(
     assert question_distance(expected, last) < question_distance(expected, first) / 2
 
 
-@pytest.mark.parametrize("key", ["extra_key", "cache_salt"])
-def test_other_namespaces_share_nothing(blending: Server, key: str) -> None:
-    own = documents(4 if key == "extra_key" else 12, 400, 400)
-    prompt = joined(own, [0, 1], 1)
-    blending.generate(prompt, 1, **{key: "one"}, **asking("off"))
-    blending.flush()
-    other = joined(own, [1, 0], 3)
-    (another,) = {"extra_key", "cache_salt"} - {key}
-
-    def ask(**namespace: str) -> dict[str, Any]:
-        return report(blending.generate(other, 1, **namespace, **asking(0.0, impress_store=False)))
-
-    for namespace in (
-        {key: "two"},
-        {},
-        {another: "one"},
-        {"extra_key": "one", "cache_salt": "one"},
-    ):
-        told = ask(**namespace)
-        assert told["path"] == "computed" and not told["blended_tokens"], namespace
-    told = ask(**{key: "one"})
-    assert told["path"] == "ssd" and told["blended_tokens"] == 800 - 11
-
-
 def test_a_text_that_is_half_known_is_warmed_for_others(stock: Server, blending: Server) -> None:
     """It does not blend: its new document is reused elsewhere then. Several are one call."""
     own = documents(9, 300, 300, 300)
@@ -245,39 +220,6 @@ def test_several_samples(stock: Server, blending: Server) -> None:
     found: Any = blending.generate(prompt, 8, sampling_params={"n": 2}, **asked)
     expected = stock.generate(prompt, 8, return_logprob=True)
     assert_same([expected, expected], found, TOLERANCE)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_other_families(family: str, workdir: Path, serve: Serve) -> None:
-    """With biases, or norms of heads: what was blended is what the server computes itself."""
-    own = documents(7, 300, 500, 200)
-    model = make_model(family, workdir / f"blend-{family}")
-    flags = ("--impress-blend=auto", "--impress-blend-select=random")
-    with serve(f"blend-{family}", *flags, model=model) as server:
-        store(server, joined(own, [0, 1, 2], 1))
-        prompt = joined(own, [2, 0, 1], 3)
-        found = server.generate(prompt, 16, **asking(ALL, impress_store=False))
-        usual = server.generate(prompt, 1, **asking("auto"))
-        expected = server.generate(prompt, 16, **asking("off", impress_bits="exact"))
-        assert report(usual)["blended_tokens"] > 700 and paths([found, expected]) == [
-            "ssd",
-            "computed",
-        ]
-        assert_same([expected], [found], TOLERANCE)
-
-
-def test_after_a_restart_documents_are_found_by_their_text(serve: Serve) -> None:
-    own = documents(10, 400, 400)
-    asked = asking(0.0, impress_store=False)
-    with serve("blend-restarted", "--impress-blend=0.15") as server:
-        store(server, joined(own, [0, 1], 1))
-        other = joined(own, [1, 0], 3)
-        before = server.generate(other, 8, **asked)
-    with serve("blend-restarted", "--impress-blend=0.15") as server:
-        after = server.generate(other, 8, **asked)
-        server.assert_whole()
-    assert blended([before, after]) == [800 - 11] * 2
-    assert_same([before], [after], TOLERANCE)
 
 
 def test_a_request_that_is_aborted_while_it_blends(stock: Server, serve: Serve) -> None:

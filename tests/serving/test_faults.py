@@ -101,12 +101,10 @@ def _stays_whole(bench: Bench) -> Iterator[None]:
         assert word not in bench.server.log_text()
 
 
+# One of each way in which a request hears of it; `tests/unit/test_store_faults.py` has more.
 READS = {
     "EIO of blocks": Rule("EIO", "block"),
-    "ETIMEDOUT of blocks": Rule("ETIMEDOUT", "block"),
-    "EIO at open": Rule("EIO", "open", "*.kv"),
     "EMFILE at open": Rule("EMFILE", "open", "*.kv"),
-    "EIO of the header": Rule("EIO", "read", "*.kv"),
     "blocks hang": Rule("hang", "block"),
     "open hangs": Rule("hang", "open", "*.kv"),
     "the reading thread dies": Rule("raise", "finish", count=1),
@@ -150,12 +148,7 @@ def test_short_reads_and_slow_disks_cost_time_only(bench: Bench) -> None:
 
 WRITES = {
     "ENOSPC": [Rule("ENOSPC", "write", "*.tmp")],
-    "EIO of a write": [Rule("EIO", "write", "*.tmp")],
-    "EIO of a sync": [Rule("EIO", "sync", "*.tmp")],
-    "EMFILE": [Rule("EMFILE", "open-write", "*.tmp")],
-    "torn write": [Rule("torn", "write", "*.tmp")],
     "read-only remount": read_only(),
-    "rename fails": [Rule("EIO", "rename", "*.tmp")],
     "writes hang": [Rule("hang", "write", "*.tmp")],
     "the writing thread meets a bug": [Rule("raise", "write", "*.tmp", count=1)],
 }

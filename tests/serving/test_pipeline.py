@@ -121,20 +121,6 @@ def test_a_decision_is_reported_with_both_estimates(deciding: Server) -> None:
     assert 0.25 <= said["retention"] <= 1.0
 
 
-def test_saving_behind_prefill_gives_the_right_kvs(deciding: Server, stock: Server) -> None:
-    """Equal prompts at the same time share slots in the end; what is stored must be right."""
-    prompt = random_tokens(1200, seed=333)
-    before = deciding.stats()["store"]
-    deciding.generate_together([prompt, prompt, [*prompt, 5]], 2)
-    deciding.flush()
-    after = deciding.stats()["store"]
-    assert after["segments_written"] > before["segments_written"]
-    assert after["segments_failed"] == before["segments_failed"]
-    question = [*prompt, *random_tokens(15, seed=4)]
-    answer = deciding.generate(question, 6, impress_retention=1.0, impress_bits="exact")
-    assert answer["output_ids"] == stock.generate(question, 6)["output_ids"]
-
-
 @pytest.fixture(scope="module")
 def narrow(workdir: Path, serve: Serve) -> Iterator[Server]:
     """A server that serves one request at a time, always loads, and writes timelines."""

@@ -140,26 +140,6 @@ def test_update_without_a_flush_then_a_restart(
         assert_same([old["question"], old["fresh"]], answers, TOLERANCE)
 
 
-def test_update_with_the_default_flush(
-    server: Server, tiny_llama: Path, other: Path, old: dict[str, Answer], new: dict[str, Answer]
-) -> None:
-    """The store follows, there and back."""
-    identity = server.stats()["identity"]
-    assert update(server, other)["success"]
-    stats = opened(server)
-    assert stats["suspended"] is None and stats["identity"] != identity
-    answer = ask(server, QUESTION)
-    assert report(answer)["path"] in ("computed", "ssd")
-    assert_same([new["question"]], [answer], TOLERANCE)
-    server.flush()
-    assert paths([ask(server, QUESTION)]) == ["ssd"]
-    assert update(server, tiny_llama)["success"]
-    assert opened(server)["identity"] == identity
-    answer = ask(server, QUESTION)
-    assert paths([answer]) == ["ssd"]
-    assert_same([old["question"]], [answer], TOLERANCE)
-
-
 @contextmanager
 def paused_request(server: Server, prompt: list[int], mode: str) -> Iterator[list[Answer]]:
     """A request that is paused in the middle of decoding, as for an update; its answer comes after.
