@@ -136,15 +136,6 @@ def test_what_was_read_for_a_part_while_it_waited_is_its_own(world: World) -> No
     assert part.report["prefetched"] and not world.runtime.prefetches._waiting
 
 
-@pytest.mark.parametrize("retention", [1.0, 0.5])
-def test_a_prefix_that_no_buffer_holds_is_computed(world: World, retention: float) -> None:
-    pool = world.runtime.store._memory.pool
-    limit, pool.limit_bytes = pool.limit_bytes, 1
-    assert world.ask("first", retention=retention).host_hit_length == 0
-    pool.limit_bytes = limit
-    assert world.ask("second", retention=retention).host_hit_length > 0
-
-
 FORK = 40
 
 

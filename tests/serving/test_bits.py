@@ -61,16 +61,6 @@ def test_a_head_with_a_large_key_bias_is_always_read_in_more_bits(
     assert said["path"] == "ssd" and said["bits_mean"] == pytest.approx(4 + 4 / 6, abs=0.01)
 
 
-def test_report_of_a_prefix_in_few_bits(impress: Server) -> None:
-    prefix = impress.store(1001, seed=1)
-    said = report(impress.generate([*prefix, *random_tokens(20, seed=2)], 4))
-    assert said["path"] == "ssd" and said["approximate"] is True
-    assert said["used_tokens"] == said["loaded_tokens"] == said["stored_tokens"] == 1001
-    assert said["bits"] == 5.0 and 4.9 < said["bits_mean"] <= 5.0
-    assert said["base_bytes"] > 0 and sum(said["plane_bytes"]) > 0
-    assert said["ssd_bytes"] >= said["base_bytes"] + sum(said["plane_bytes"])
-
-
 def test_more_bits_are_nearer_to_what_was_computed(impress: Server, stock: Server) -> None:
     prefix = impress.store(1200, seed=3)
     question = [*prefix, *random_tokens(25, seed=4)]

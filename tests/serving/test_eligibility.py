@@ -51,7 +51,7 @@ def segments(server: Server) -> int:
 
 def test_embedding_overrides_do_not_poison_the_store(stock: Server, exact: Server) -> None:
     """The same token ids with other embeddings: nothing is stored for those who come later."""
-    queries = [with_placeholders(500 + i) for i in range(5)]
+    queries = [with_placeholders(7000 + i) for i in range(5)]
     before = segments(exact)
     for query in queries:
         plain = score(stock, query)
@@ -71,7 +71,7 @@ def test_embedding_overrides_do_not_poison_the_store(stock: Server, exact: Serve
 
 
 def test_stored_prefixes_are_not_served_to_overrides(stock: Server, exact: Server) -> None:
-    query = with_placeholders(510)
+    query = with_placeholders(7010)
     exact.generate(query, 1)
     exact.flush()
     before = exact.stats()["totals"]
@@ -104,7 +104,7 @@ def answers(answer: Answer | list[Answer]) -> list[Answer]:
 def test_harmless_fields_keep_the_store(
     stock: Server, exact: Server, fields: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    prompt = random_tokens(500, seed=len(request.node.name) + 540)
+    prompt = random_tokens(500, seed=len(request.node.name) + 7040)
     exact.generate(prompt, 1)
     exact.flush()
     before = exact.stats()["totals"]

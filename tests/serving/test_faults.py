@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tests.serving.conftest import impress_flags
 from tests.serving.damage import flip_value
 from tests.serving.harness import Server, Zygote, running
 from tests.serving.tiny_models import random_tokens
+from tests.unit.waiting import wait_until
 
 TOLERANCE = 1e-4
 PATIENCE_S = 1.0
@@ -54,10 +54,7 @@ class Bench:
 
     def until(self, condition: Callable[[dict[str, Any]], bool]) -> None:
         """Wait for the statistics, which the scheduler's thread looks up, to say so."""
-        deadline = time.monotonic() + RECOVERY_S
-        while not condition(found := self.totals()):
-            assert time.monotonic() < deadline, found
-            time.sleep(0.05)
+        wait_until(lambda: condition(self.totals()), RECOVERY_S)
 
     def recover(self) -> None:
         self.control.set()
