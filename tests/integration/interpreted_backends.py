@@ -89,17 +89,6 @@ def test_decoding_rows_in_a_batch_of_prefill(world: World, triton_backend: Any) 
     extend(triton_backend, world, (stored, 7), (world.row(6), 3), (decoding, 1))
 
 
-def test_row_that_is_used_again(world: World, triton_backend: Any) -> None:
-    """A row's start goes with the request that has it."""
-    first = world.row(0, prefix=(4, 30))
-    prepare(triton_backend, world, (first, 2))
-    del world.store.live[first.rid]
-    world.rows.free_rows([first.index])
-    second = world.row(9)
-    assert second.index == first.index
-    extend(triton_backend, world, (second, 3))
-
-
 @pytest.mark.parametrize("kind", ["triton_backend", "torch_native_backend"])
 def test_beams_on_rows_that_started_late(
     request: pytest.FixtureRequest, world: World, kind: str

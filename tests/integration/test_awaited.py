@@ -287,16 +287,6 @@ def test_when_caches_hear_who_is_admitted(
     assert [ranges for _, ranges in told] == ([[]] if alone else [])
 
 
-def test_an_awaited_part_is_evicted_last_and_not_never(parts: Queue) -> None:
-    parts.add("waits", WANTED)
-    parts.resident(POPULAR)
-    parts.evict()
-    assert not parts.left(POPULAR) and idle(parts) == TOKENS
-    parts.evict()
-    assert not idle(parts)
-    assert parts.world.allocator.available_size() == parts.world.allocator.size
-
-
 def test_a_new_idle_part_goes_before_an_awaited_prefix(parts: Queue) -> None:
     """Also where the tree has something to evict before that, which is not enough."""
     parts.resident(POPULAR)

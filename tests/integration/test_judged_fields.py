@@ -249,14 +249,9 @@ def test_unjudged_fields_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="teleport"):
         assert_judged(attributes_set(added), judged.REQUEST_FIELDS)
 
-    class Later(SamplingParams, kw_only=True):  # type: ignore[call-arg]
-        teleport: bool = False
-
-    with pytest.raises(AssertionError, match="teleport"):
-        assert_judged(struct_fields(Later), struct_fields(SamplingParams))
     with pytest.raises(AssertionError, match=r"gone.*teleport"):
-        assert_judged(struct_fields(SamplingParams), struct_fields(Later))
-    monkeypatch.setattr(io_struct, "TokenizedEmbeddingReqInput", Later)
+        assert_judged(struct_fields(SamplingParams), {*struct_fields(SamplingParams), "teleport"})
+    monkeypatch.setattr(io_struct, "TokenizedEmbeddingReqInput", SamplingParams)
     with pytest.raises(AssertionError, match="nobody has judged"):
         test_messages_of_requests()
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch import Tensor
 
 PATCH = next(
@@ -21,6 +22,7 @@ PATCH = next(
 )
 BACKEND = Path("sglang/srt/layers/attention/torch_native_backend.py")
 NUM_SLOTS = 2048
+Extend = Callable[..., Tensor]
 ENCODER_LEN = 23
 
 # (prefix length, new tokens) of each request of a batch.
@@ -45,22 +47,10 @@ def patched_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def original() -> Callable[..., Tensor]:
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    return extend_of(TorchNativeAttnBackend)
-
-
-@pytest.fixture(scope="module")
-def patched(patched_site: Path) -> Iterator[Callable[..., Tensor]]:
-    name = "patched_torch_native_backend"
-    spec = importlib.util.spec_from_file_location(name, patched_site / BACKEND)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    yield extend_of(module.TorchNativeAttnBackend)
-    del sys.modules[name]
+def extends(patched_site: Path) -> tuple[Extend, Extend]:
+    """As it is patched, and as SGLang has it."""
+    patched = runpy.run_path(str(patched_site / BACKEND))
+    return extend_of(patched["TorchNativeAttnBackend"]), extend_of(TorchNativeAttnBackend)
 
 
 def installed_file() -> Path:
@@ -69,9 +59,9 @@ def installed_file() -> Path:
     return Path(spec.submodule_search_locations[0]).parent / BACKEND
 
 
-def extend_of(backend: Any) -> Callable[..., Tensor]:
+def extend_of(backend: Any) -> Extend:
     """The extend attention of a backend class; it uses no state of the object."""
-    extend: Callable[..., Tensor] = backend.__new__(backend)._run_sdpa_forward_extend
+    extend: Extend = backend.__new__(backend)._run_sdpa_forward_extend
     return extend
 
 
@@ -106,14 +96,15 @@ def make_batch(
     )
 
 
-def run(extend: Callable[..., Tensor], batch: SimpleNamespace, **options: Any) -> Tensor:
+def run(extend: Extend, batch: SimpleNamespace, **options: Any) -> Tensor:
     output = torch.full_like(batch.query, float("nan"))
     return extend(**vars(batch), output=output, **options)
 
 
-def assert_same(one: Tensor, other: Tensor) -> None:
-    assert not one.isnan().any()
-    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+def assert_same(extends: tuple[Extend, Extend], batch: SimpleNamespace, **options: Any) -> None:
+    patched, original = (run(extend, batch, **options) for extend in extends)
+    assert not patched.isnan().any()
+    torch.testing.assert_close(patched, original, rtol=1e-5, atol=1e-5)
 
 
 def test_patch_applies_cleanly(patched_site: Path) -> None:
@@ -128,15 +119,13 @@ def test_patch_applies_cleanly(patched_site: Path) -> None:
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, -1, 0, 5, 500])
 def test_causal_results_are_the_same(
-    original: Callable[..., Tensor],
-    patched: Callable[..., Tensor],
+    extends: tuple[Extend, Extend],
     lengths: list[tuple[int, int]],
     kv_heads: int,
     window: int | None,
 ) -> None:
     batch = make_batch(lengths, kv_heads=kv_heads)
-    options = {"causal": True, "sliding_window_size": window}
-    assert_same(run(patched, batch, **options), run(original, batch, **options))
+    assert_same(extends, batch, causal=True, sliding_window_size=window)
 
 
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
@@ -144,35 +133,29 @@ def test_causal_results_are_the_same(
 @pytest.mark.parametrize("causal", [False, True], ids=["non-causal", "causal"])
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
 def test_encoder_results_are_the_same(
-    original: Callable[..., Tensor],
-    patched: Callable[..., Tensor],
+    extends: tuple[Extend, Extend],
     lengths: list[tuple[int, int]],
     encoder_len: int,
     causal: bool,
     cross: bool,
 ) -> None:
     batch = make_batch(lengths, kv_heads=2, encoder_len=encoder_len)
-    options = {"causal": causal, "is_cross_attn": cross}
-    assert_same(run(patched, batch, **options), run(original, batch, **options))
+    assert_same(extends, batch, causal=causal, is_cross_attn=cross)
 
 
-def test_cache_of_another_dtype(
-    original: Callable[..., Tensor], patched: Callable[..., Tensor]
-) -> None:
-    batch = make_batch(BATCHES["ragged"], cache_dtype=torch.bfloat16)
-    assert_same(run(patched, batch, causal=True), run(original, batch, causal=True))
+def test_cache_of_another_dtype(extends: tuple[Extend, Extend]) -> None:
+    assert_same(extends, make_batch(BATCHES["ragged"], cache_dtype=torch.bfloat16), causal=True)
 
 
-def test_few_new_tokens_after_many_cached_are_cheap(
-    original: Callable[..., Tensor], patched: Callable[..., Tensor]
-) -> None:
+def test_few_new_tokens_after_many_cached_are_cheap(extends: tuple[Extend, Extend]) -> None:
     """Needs the patch: without it, 64 new tokens cost as much as 4,064 (measured: 40 times
     what they cost with it)."""
     batch = make_batch([(4000, 64)], query_heads=8, kv_heads=2, head_dim=64)
+    patched, original = extends
     assert 5 * best_seconds(patched, batch, 20) < best_seconds(original, batch, 3)
 
 
-def best_seconds(extend: Callable[..., Tensor], batch: SimpleNamespace, calls: int) -> float:
+def best_seconds(extend: Extend, batch: SimpleNamespace, calls: int) -> float:
     """Best of some calls, as other work on the machine only adds time."""
     times = []
     for _ in range(calls):

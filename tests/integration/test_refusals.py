@@ -110,13 +110,13 @@ def test_backends_of_accelerators(
 @pytest.mark.parametrize(
     ("usual", "config", "taken"),
     [
-        ("fa3", (), "fa3"),
-        ("trtllm_mha", (), "trtllm_mha"),
-        ("flashinfer", ("--impress-retention=0.5",), "flashinfer"),
+        ("fa3", {}, "fa3"),
+        ("trtllm_mha", {}, "trtllm_mha"),
+        ("flashinfer", {"retention": 0.5}, "flashinfer"),
         # It has no parts of prefixes, or nobody has judged it: ours is taken.
-        ("fa3", ("--impress-retention=0.5",), "torch_native"),
-        ("fa3", ("--impress-policy=paper",), "torch_native"),
-        ("aiter", (), "torch_native"),
+        ("fa3", {"retention": 0.5}, "torch_native"),
+        ("fa3", {"policy": "paper"}, "torch_native"),
+        ("aiter", {}, "torch_native"),
     ],
 )
 def test_backend_where_none_is_asked_for(
@@ -124,7 +124,7 @@ def test_backend_where_none_is_asked_for(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     usual: str,
-    config: tuple[str, ...],
+    config: dict[str, Any],
     taken: str,
 ) -> None:
     """SGLang chooses by the GPU; what it has chosen stays where it does."""
@@ -132,6 +132,7 @@ def test_backend_where_none_is_asked_for(
     def declared(*_: Any, attention_backend: str) -> None:
         chosen.attention_backend = attention_backend
 
+    ours = ImpressConfig(ssd_dir=str(tmp_path), **({"retention": 1.0} | config))
     chosen = SimpleNamespace(attention_backend=None, device="cpu")
     chosen.prefill_attention_backend = chosen.decode_attention_backend = None
     monkeypatch.setattr(overrides, "get_default_attn_backend", lambda *_: usual)
@@ -140,7 +141,7 @@ def test_backend_where_none_is_asked_for(
     monkeypatch.setattr(overrides, "declare_resolution", declared)
     monkeypatch.setattr(plugin, "_keep_prefill_eager", lambda _: None)
     monkeypatch.setattr(plugin, "_model_config", lambda _: None)
-    monkeypatch.setattr(plugin, "config_of", lambda _: config_from(tmp_path, config))
+    monkeypatch.setattr(plugin, "config_of", lambda _: ours)
 
     def previous(_: Any) -> None:
         chosen.attention_backend = chosen.attention_backend or usual
@@ -148,12 +149,6 @@ def test_backend_where_none_is_asked_for(
     asked = SimpleNamespace(**vars(chosen))
     plugin._resolve_attention(asked, previous)
     assert chosen.attention_backend == taken
-
-
-def config_from(folder: Path, flags: tuple[str, ...]) -> ImpressConfig:
-    given = dict(flag.removeprefix("--impress-").split("=") for flag in flags)
-    retention = float(given.pop("retention", 1.0))
-    return ImpressConfig(ssd_dir=str(folder), retention=retention, **given)
 
 
 WHOLE = "--impress-policy=as"
@@ -214,14 +209,10 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
     [
         (["--disable-radix-cache"], "--disable-radix-cache"),
         (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
-        (["--enable-lmcache"], "--enable-lmcache"),
-        (["--enable-flexkv"], "--enable-flexkv"),
         (["--pp-size=2"], "pipeline parallelism"),
         (["--tp-size=2"], "tensor parallelism"),
-        (["--tp-size=2", "--dp-size=2", "--enable-dp-attention"], "parallelism"),
         (["--dp-size=2"], "data parallelism"),
         (["--kv-cache-dtype=fp8_e5m2"], "--kv-cache-dtype auto"),
-        (["--kv-cache-dtype=fp8_e4m3"], "--kv-cache-dtype auto"),
         (["--attention-backend=wave"], "wave, because nobody has judged its kernels"),
         (["--attention-backend=triton", "--prefill-attention-backend=aiter"], "aiter, because"),
         (
@@ -234,8 +225,6 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
             "a graph of the whole pass would skip that: drop --cuda-graph-backend-prefill full",
         ),
         (["--enable-two-batch-overlap"], "--enable-two-batch-overlap"),
-        (["--enable-torch-compile"], "--enable-torch-compile"),
-        (["--enable-streaming-session"], "--enable-streaming-session"),
         (["--cpu-offload-gb=4"], "--cpu-offload-gb"),
         (["--model-impl=transformers"], "--model-impl"),
         (["--forward-hooks=[{}]"], "--forward-hooks"),

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from impress_sglang.errors import ConfigError, StoreInUseError
+from impress_sglang.errors import StoreInUseError
 from impress_sglang.integration.reporting import REORDER_ORDER, take_order
-from impress_sglang.management import store as store_module
 from impress_sglang.management.memory import StoreMemory
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.serving import served_store
@@ -168,17 +167,6 @@ def test_a_disk_that_fails_while_a_store_is_opened(
         assert not world.used() and world.runtime.served.suspended == "not opened"
     assert caplog.text.count("cannot be opened; the next flush tries again") == 1
     assert not set(threading.enumerate()) - before, "threads of the attempt are left"
-    assert world.flush() and world.used() and world.runtime.served.identity == NEW
-
-
-def test_a_store_that_cannot_be_put_together(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise ConfigError("no asynchronous reads")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(store_module, "BlockReader", refuse)
-        assert world.call("update_weights_from_disk").success
-        assert not world.used() and world.runtime.served.suspended == "not opened"
     assert world.flush() and world.used() and world.runtime.served.identity == NEW
 
 

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.integration.passes import KnownRequest
-from impress_sglang.options import AUTO
-from impress_sglang.serving.custom_params import load_options_of
-from impress_sglang.serving.estimate import RequestLengths
 from impress_sglang.serving.loading import SelectiveLoading, SharedLoading
 from impress_sglang.serving.saving import Save
 from impress_sglang.storage.quality import Quality
@@ -143,15 +136,6 @@ def test_what_was_read_for_a_part_while_it_waited_is_its_own(world: World) -> No
     assert part.report["prefetched"] and not world.runtime.prefetches._waiting
 
 
-@pytest.mark.parametrize("retention", [1.0, 0.5])
-def test_a_prefix_that_no_buffer_holds_is_computed(world: World, retention: float) -> None:
-    pool = world.runtime.store._memory.pool
-    limit, pool.limit_bytes = pool.limit_bytes, 1
-    assert world.ask("first", retention=retention).host_hit_length == 0
-    pool.limit_bytes = limit
-    assert world.ask("second", retention=retention).host_hit_length > 0
-
-
 FORK = 40
 
 
@@ -207,37 +191,6 @@ def test_a_rest_in_a_page_with_another_segment_is_computed(world: World, page_si
     assert request is not None and request.prefix_len == 32
     assert req.host_hit_length % page_size == req.prefix_len % page_size == 0
     world.load(request)
-
-
-@pytest.mark.parametrize(
-    ("megabytes_per_second", "asked", "bits"),
-    [(1e9, None, 8.0), (0.4, None, 6.0), (1e-3, None, 5.0), (1e9, 4.5, 4.5), (1e-3, 7, 7.0)],
-)
-def test_auto_gives_the_most_bits_that_load_while_computing(
-    world: World,
-    megabytes_per_second: float,
-    asked: float | None,
-    bits: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runtime = world.runtime
-    config = runtime.admission._config = dataclasses.replace(runtime.config, bits=AUTO)
-    params = SamplingParams(custom_params={} if asked is None else {"impress_bits": asked})
-    wanted = load_options_of(params, config)
-    key = RadixKey(array("q", range(1000, 1000 + TOKENS)), None)
-    match, _ = world.cache._plan(key, 0, KnownRequest(world.ask("r")))
-    assert match.num_tokens == TOKENS
-    stored = runtime.store.forecast.coded_bytes(match.spans)
-    # Computing takes as long as reading in 6.5 bits at 0.4 MB/s.
-    seconds = stored.expected(6.5) / 0.4e6
-    monkeypatch.setattr(
-        runtime.store.forecast, "seconds_to_read", lambda count: count / megabytes_per_second / 1e6
-    )
-    monkeypatch.setattr(runtime.estimator, "_overlapped", True)
-    monkeypatch.setattr(runtime.estimator, "_compute_seconds", lambda before, new: seconds)
-    monkeypatch.setattr(runtime.estimator.loading, "seconds", lambda *_: 0.0)
-    runtime.estimator.note_forward(100, 5000, 0.1)
-    assert runtime.admission.decide(match, RequestLengths(0, TOKENS, 8), wanted).bits == bits
 
 
 @pytest.mark.parametrize(("length", "saved"), [(15, 0), (16, 1)])

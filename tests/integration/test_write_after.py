@@ -95,13 +95,15 @@ def test_documents_in_another_order_are_stored_once_and_reused(blends: worlds.Wo
     assert stored[3] == stored[2] and 1600 < stored[4] <= 1800
     assert not blends.cache._saves.for_others
 
-    plan = planned(blends, blends.request("r", worlds.shuffled(2, 3, 1), **WISHES))
+    order = worlds.shuffled(2, 3, 1)
+    plan = planned(blends, blends.request("r", order, **WISHES))
     assert isinstance(plan, BlendPlan) and plan.reused > 700
+    assert planned(blends, blends.request("s", order, namespace="another", **WISHES)) is None
 
 
 def planned(world: worlds.World, req: Any) -> Any:
     tokens, known = req.origin_input_ids, world.cache._known.note(req)
-    return world.cache._plan(RadixKey(tokens, None, limit=len(tokens) - 1), 0, known)[1]
+    return world.cache._plan(RadixKey(tokens, req.extra_key, limit=len(tokens) - 1), 0, known)[1]
 
 
 def test_who_stores_documents_for_others_computes_them_exactly(blends: worlds.World) -> None:

@@ -88,3 +88,10 @@ def serve(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Serve:
             server.assert_quiet()
 
     return start
+
+
+@pytest.fixture(scope="session")
+def roomy(serve: Serve) -> Iterator[Server]:
+    """Exact KVs, and all else as it is by default."""
+    with serve("roomy", "--impress-bits=exact") as server:
+        yield server

@@ -128,26 +128,3 @@ def test_a_request_takes_only_what_its_own_demand_allows(impress: Server) -> Non
     assert found == 500, "nor who asks for all"
     _, found = turn(impress, poor, 0.05, seed=45)
     assert found > 600
-
-
-BEAM_WIDTH = 6
-ROWS = 16
-
-
-def search(server: Server, prompt: list[int]) -> list[list[int]]:
-    """The sequences that beam search finds, best first."""
-    sampling = {"beam_width": BEAM_WIDTH, "n": BEAM_WIDTH}
-    answer = server.generate(prompt, 12, sampling_params=sampling)
-    return [own["output_ids"] for own in answer["meta_info"]["beam_results"]]
-
-
-def test_beams_take_rows_that_were_offset_rows(stock: Server, impress: Server) -> None:
-    """A beam's rows never pass through extend: nothing of an earlier request's row is left."""
-    prompt = random_tokens(400, seed=7)
-    expected = search(stock, prompt)
-    stored = impress.store(900, seed=20)
-    prompts = [[*stored, *random_tokens(20, seed=21 + i)] for i in range(ROWS)]
-    # Every row of the pool has been an offset row.
-    assert paths(impress.generate_together(prompts, 24)) == ["ssd"] * ROWS
-    assert paths([impress.generate(prompt, 1) for _ in range(2)]) == ["computed", "device"]
-    assert search(impress, prompt) == expected and len(expected) == BEAM_WIDTH

@@ -74,7 +74,7 @@ def test_there_are_no_orders_for_benchmarks(server: Server, name: str) -> None:
     assert generate(server, random_tokens(100, seed=1))["meta_info"]["completion_tokens"] == 2
 
 
-def test_reordering_asks_for_the_admins_key_and_rewrites_what_pays(server: Server) -> None:
+def test_reordering_rewrites_what_pays(server: Server) -> None:
     prefix = random_tokens(500, seed=2)
     generate(server, prefix)
     said = generate(server, [*prefix, *random_tokens(9, seed=3)])["meta_info"]["impress"]
@@ -83,8 +83,6 @@ def test_reordering_asks_for_the_admins_key_and_rewrites_what_pays(server: Serve
     other = generate(server, [*prefix, 7], extra_key="another-tenant")["meta_info"]["impress"]
     assert other["why"]["reason"] == "never_stored"
 
-    assert ask(server, "POST", "/impress/reorder", None).status_code == 401
-    assert ask(server, "POST", "/impress/reorder", "user").status_code == 401
     response = ask(server, "POST", "/impress/reorder", "admin", force=True)
     orders = {"server_args": {"impress_reorder": 1}}
     ask(server, "POST", "/set_internal_state", "admin", **orders).raise_for_status()
@@ -94,11 +92,13 @@ def test_reordering_asks_for_the_admins_key_and_rewrites_what_pays(server: Serve
     assert stats["reorder"]["pending"] == stats["reorder"]["segments"] == 0
 
 
-def test_steering_asks_for_the_admins_key(server: Server) -> None:
-    for verb in ("warm", "pin", "unpin", "purge", "why"):
-        assert ask(server, "POST", f"/impress/{verb}", None, all=True).status_code == 401
-        assert ask(server, "POST", f"/impress/{verb}", "user", all=True).status_code == 401
-        assert ask(server, "POST", f"/impress/{verb}", "admin").status_code == 400
+@pytest.mark.parametrize(
+    "verb", ["warm", "pin", "unpin", "purge", "why", "reorder", "check", "overview"]
+)
+def test_orders_ask_for_the_admins_key(server: Server, verb: str) -> None:
+    method = "GET" if verb == "overview" else "POST"
+    for who in (None, "user"):
+        assert ask(server, method, f"/impress/{verb}", who, all=True).status_code == 401
 
 
 def test_a_prefix_is_warmed_pinned_and_purged(server: Server) -> None:
@@ -115,27 +115,22 @@ def test_a_prefix_is_warmed_pinned_and_purged(server: Server) -> None:
         return str(answer["meta_info"]["impress"]["why"]["reason"])
 
     prefix = random_tokens(640, seed=50)
-    tenants = [{"input_ids": prefix, "extra_key": name} for name in ("one", "two")]
-    assert "warm it first" in order("pin", **tenants[0])["error"]
-    for tenant in tenants:
+    one, two = ({"input_ids": prefix, "extra_key": name} for name in ("one", "two"))
+    assert "warm it first" in order("pin", **one)["error"]
+    for tenant in (one, two):
         assert order("warm", **tenant)["why"]["reason"] == "never_stored"
         ask(server, "POST", "/flush_cache?timeout=60", "admin").raise_for_status()
-    told = order("why", **tenants[0])
+    told = order("why", **one)
     assert (told["why"]["reason"], told["stored_tokens"]) == ("stored", len(prefix))
     assert why("one") == why("two") == "loaded"
-    assert order("pin", **tenants[0])["pins"]["prefixes"] == 1
-    assert order("pin", input_ids=prefix[:70])["error"].startswith("0 of its 64 tokens")
+    assert order("pin", **one)["pins"]["prefixes"] == 1
 
-    generate(server, [*prefix, *random_tokens(200, seed=51)], extra_key="one")
-    purged = order("purge", **tenants[0])
-    assert purged["segments"] >= 2 and purged["tokens"] >= 840 and purged["bytes"] > 0
-    assert purged["unpinned"] == 1
+    purged = order("purge", **one)
+    assert purged["segments"] >= 1 and purged["tokens"] >= 640 and purged["unpinned"] == 1
     assert why("one") == "purged" and why("two") == "loaded"
-    assert order("purge", extra_key="two")["segments"] >= 1
     assert order("purge", all=True)["segments"] >= 1
     stats = ask(server, "GET", "/impress/stats", "user").json()
     assert stats["store"]["segments"] == 0 and stats["integrity"] == "unchecked"
-    assert ask(server, "POST", "/impress/check", "user").status_code == 401
     assert ask(server, "POST", "/impress/check", "admin").json() == {"integrity": "ok"}
     assert stats["pins"] == {"prefixes": 0, "bytes": 0}
 

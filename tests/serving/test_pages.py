@@ -143,10 +143,3 @@ def test_aborts_in_every_phase(paged: Server) -> None:
     paged.generate([*stored[:700], *random_tokens(300, seed=80)], 1)
     paged.flush()
     paged.abort_in_every_phase([[*stored, *random_tokens(600, seed=82 + i)] for i in range(6)])
-
-
-def test_a_part_of_a_prefix_is_refused(paged: Server, page: int) -> None:
-    response = paged.ask([5, 6, 7], 1, impress_retention=0.5)
-    assert response.status_code == 400
-    assert f"need --page-size 1, and this server has {page}" in response.text
-    assert paged.ask([5, 6, 7], 1, impress_retention=1).ok

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from tests.serving.compare import Answer, assert_same, paths, report
 from tests.serving.conftest import impress_flags
 from tests.serving.harness import Server, Zygote, running
 from tests.serving.tiny_models import random_tokens
+from tests.unit.waiting import wait_until
 
 PREFIXES = [random_tokens(700, seed=100 + number) for number in range(4)]
 # Of 0.74 MB of KVs per prefix.
@@ -32,14 +32,7 @@ def question(prefix: int, seed: int) -> list[int]:
 def reorder(server: Server, route: str = "/bench/reorder", **body: object) -> None:
     """Order a reordering and wait until it is done."""
     server.post(route, **body).raise_for_status()
-    wait_for(lambda: server.stats()["reorder"]["pending"] == 0)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come to an end"
-        time.sleep(0.05)
+    wait_until(lambda: server.stats()["reorder"]["pending"] == 0, 60)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +60,7 @@ def reordered_store(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Path:
         assert stats["reorder"]["segments"] == 4
         assert stats["reorder"]["bytes_written"] == stats["store"]["used_bytes"]
         assert stats["integrity"] == "ok"
-        wait_for(lambda: len(list(store.glob("*/segments/*/*.kv"))) == 4)
+        wait_until(lambda: len(list(store.glob("*/segments/*/*.kv"))) == 4)
         assert not before & set(store.glob("*/segments/*/*.kv"))
         after = [server.generate(question(i, 9), 1) for i in range(4)]
         assert set(paths(after)) == {"ssd"}

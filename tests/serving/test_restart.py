@@ -1,73 +1,18 @@
-"""What survives: a restart, a kill -9 in the middle of a write, other flags, new weights."""
+"""What survives: a restart, other flags, new weights."""
 
 from __future__ import annotations
 
-import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import pytest
 
 from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DONE
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import read_header
-from tests.serving.compare import assert_same, paths, report
+from tests.serving.compare import paths, report
 from tests.serving.conftest import impress_flags
-from tests.serving.harness import Zygote, launch, running, wait_until_ready
+from tests.serving.harness import Zygote, launch, running
 from tests.serving.tiny_models import make_model, random_tokens
 from tests.unit.waiting import wait_until
-
-# 24 KB of KV per token, so that writing a prefix takes long enough to be interrupted.
-WIDE = {
-    "hidden_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "initializer_range": 0.06,
-}
-
-
-@pytest.fixture(scope="module")
-def wide(workdir: Path) -> Path:
-    return make_model("llama", workdir / "wide", **WIDE)
-
-
-def test_kill_during_a_write_then_restart(workdir: Path, wide: Path, zygote: Zygote) -> None:
-    """The finished prefix is found again, the unfinished one is lost, and answers are right.
-
-    The second server has a pool that hardly holds the prompt.
-    """
-    store = workdir / "store-killed"
-    flags = impress_flags(store, "--impress-min-prefix-tokens=64")
-    finished, unfinished = random_tokens(2500, seed=1), random_tokens(4000, seed=2)
-    question = [*finished, *random_tokens(20, seed=3)]
-    server = launch(wide, workdir / "killed.log", *flags, "--max-total-tokens=12000", zygote=zygote)
-    try:
-        wait_until_ready(server)
-        server.generate(finished, 1)
-        server.flush()
-        expected = server.generate(question, 8, return_logprob=True)
-        assert paths([expected]) == ["ssd"]
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(server.post, "/generate", input_ids=unfinished)
-            _wait_for_temporary_file(store)
-            server.stop(signal.SIGKILL)
-    finally:
-        server.stop(signal.SIGKILL)
-    assert list(store.glob("*/segments/*/*.tmp")), "the kill came after the write"
-    with running(
-        wide, workdir / "restarted.log", *flags, "--max-total-tokens=2600", zygote=zygote
-    ) as server:
-        assert not list(store.glob("*/segments/*/*.tmp"))
-        again = server.generate(question, 8, return_logprob=True)
-        assert_same([expected], [again], 1e-4)
-        assert report(again)["stored_tokens"] == 2500
-        stats = server.stats()
-        assert stats["integrity"] == "ok"
-        assert stats["store"]["segments"] <= 2
-        server.assert_quiet()
 
 
 def test_whole_prefix_policy_other_flags_and_new_weights(
@@ -124,11 +69,3 @@ def test_a_server_that_is_refused_ends(workdir: Path, tiny_llama: Path, zygote: 
     wait_until(lambda: not server.process.alive(), 60)
     assert "IMPRESS does not support LoRA yet: drop --enable-lora" in server.log_text()
     assert "Traceback" not in server.log_text()
-
-
-def _wait_for_temporary_file(store: Path) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if list(store.glob("*/segments/*/*.tmp")):
-            return
-    raise AssertionError("no write was under way")

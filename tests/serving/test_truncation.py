@@ -137,18 +137,6 @@ def test_openai_clients_are_told_what_was_cached(truncating: Server) -> None:
     assert said == {"device": cached, "host": 0}, "this was in SGLang's pool"
 
 
-def test_a_request_may_refuse(truncating: Server) -> None:
-    before = truncating.stats()["totals"]["truncated_tokens"]
-    refused = truncating.post(
-        "/v1/chat/completions",
-        model="tiny",
-        messages=[SYSTEM, {"role": "user", "content": "a" * CONTEXT}],
-        custom_params={"impress_truncate": "off"},
-    )
-    assert refused.status_code == 400 and "context length" in refused.text
-    assert truncating.stats()["totals"]["truncated_tokens"] == before
-
-
 @pytest.mark.parametrize("length", [CONTEXT - 6, CONTEXT - 1, CONTEXT, 5 * CONTEXT])
 def test_plain_prompts(truncating: Server, length: int) -> None:
     """What is refused else is cut, also a little below the context, and in a batch."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.serving.compare import Answer, assert_same, paths, report
 from tests.serving.conftest import Serve
 from tests.serving.harness import Server
 from tests.serving.tiny_models import make_model, random_tokens
+from tests.unit.waiting import wait_until
 
 TOLERANCE = 1e-4
 STORED = random_tokens(800, seed=1)
@@ -80,19 +80,13 @@ def update(server: Server, model: Path, **fields: Any) -> dict[str, Any]:
 
 def opened(server: Server) -> dict[str, Any]:
     """The statistics, once no store is being opened: that is done in the background."""
-    deadline = time.monotonic() + 30
-    while (stats := server.stats())["suspended"] == "opening":
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return stats
+    wait_until(lambda: server.stats()["suspended"] != "opening", 30)
+    return server.stats()
 
 
 def written(server: Server) -> set[Path]:
     """Files of all identities, once nothing is being written."""
-    deadline = time.monotonic() + 30
-    while server.stats()["store"]["writes_pending"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not server.stats()["store"]["writes_pending"], 30)
     return set(Path(server.stats()["store"]["directory"]).parent.glob("*/segments/*/*"))
 
 
@@ -140,26 +134,6 @@ def test_update_without_a_flush_then_a_restart(
         assert_same([old["question"], old["fresh"]], answers, TOLERANCE)
 
 
-def test_update_with_the_default_flush(
-    server: Server, tiny_llama: Path, other: Path, old: dict[str, Answer], new: dict[str, Answer]
-) -> None:
-    """The store follows, there and back."""
-    identity = server.stats()["identity"]
-    assert update(server, other)["success"]
-    stats = opened(server)
-    assert stats["suspended"] is None and stats["identity"] != identity
-    answer = ask(server, QUESTION)
-    assert report(answer)["path"] in ("computed", "ssd")
-    assert_same([new["question"]], [answer], TOLERANCE)
-    server.flush()
-    assert paths([ask(server, QUESTION)]) == ["ssd"]
-    assert update(server, tiny_llama)["success"]
-    assert opened(server)["identity"] == identity
-    answer = ask(server, QUESTION)
-    assert paths([answer]) == ["ssd"]
-    assert_same([old["question"]], [answer], TOLERANCE)
-
-
 @contextmanager
 def paused_request(server: Server, prompt: list[int], mode: str) -> Iterator[list[Answer]]:
     """A request that is paused in the middle of decoding, as for an update; its answer comes after.
@@ -169,11 +143,8 @@ def paused_request(server: Server, prompt: list[int], mode: str) -> Iterator[lis
     answers: list[Answer] = []
     thread = threading.Thread(target=lambda: answers.append(server.generate(prompt, 300)))
     known = len(server.log_text())
-    deadline = time.monotonic() + 60
     thread.start()
-    while "Prefill batch" not in server.log_text()[known:]:
-        assert time.monotonic() < deadline and thread.is_alive()
-        time.sleep(0.02)
+    wait_until(lambda: "Prefill batch" in server.log_text()[known:], 60)
     assert server.post("/pause_generation", mode=mode).ok
     assert not answers, "the request was over before it was paused"
     try:
