@@ -18,6 +18,7 @@ from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.slots import Slots
 from impress_sglang.transfer.source import PrefixSource
+from tests.unit import dense
 from tests.unit import kv_factory as kv
 from tests.unit.reading import LoadedLayer, load_layer
 
@@ -141,21 +142,10 @@ class Setting:
         self.stats = LoadStats()
 
     def reference_scores(self, layer: int) -> np.ndarray:
-        """Column sums [Hq, m] of all heads, one query at a time."""
-        group = self.shape.num_query_heads // self.shape.num_kv_heads
-        q, x, c = (
-            t.double().numpy()
-            for t in (self.inputs.queries, self.inputs.new_keys, self.inputs.resident_keys)
-        )
-        p = self.keys[layer].double().numpy()
-        total = np.zeros((self.shape.num_query_heads, len(p)))
-        for head in range(self.shape.num_query_heads):
-            g = head // group
-            for i in range(N):
-                seen = np.concatenate([p[:, g], c[:, g], x[: i + 1, g]])
-                weights = np.exp(seen @ q[i, head] * self.inputs.scaling)
-                total[head] += weights[: len(p)] / weights.sum()
-        return total
+        """Column sums [Hq, m] of all heads."""
+        own = self.inputs
+        keys = self.keys[layer], own.resident_keys, own.new_keys
+        return dense.column_sums(own.queries, *keys, own.scaling)
 
     def probe_query_heads(self) -> list[int]:
         group = self.shape.num_query_heads // self.shape.num_kv_heads

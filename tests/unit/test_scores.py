@@ -12,31 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from impress_sglang.importance import scores as scores_module
 from impress_sglang.importance.scores import column_sums
-
-
-def dense_column_sums(
-    queries: Tensor,
-    prefix: Tensor,
-    resident: Tensor,
-    new: Tensor,
-    scaling: float,
-    *,
-    squares: bool = False,
-) -> np.ndarray:
-    """One query and one head at a time, as the definition says."""
-    q, p, c, x = (t.double().numpy() for t in (queries, prefix, resident, new))
-    num_new, num_heads, _ = q.shape
-    group = num_heads // p.shape[1]
-    total = np.zeros((num_heads, len(p)))
-    for head in range(num_heads):
-        key_head = head // group
-        for i in range(num_new):
-            seen = np.concatenate([c[:, key_head], p[:, key_head], x[: i + 1, key_head]])
-            logits = seen @ q[i, head] * scaling
-            weights = np.exp(logits - logits.max())
-            weights /= weights.sum()
-            total[head] += weights[len(c) : len(c) + len(p)] ** (2 if squares else 1)
-    return total
+from tests.unit import dense
 
 
 def inputs(
@@ -72,7 +48,7 @@ def test_equals_the_dense_reference(n: int, m: int, c: int, heads: int, key_head
     assert found.shape == (heads, m)
     assert found.dtype == torch.float32
     np.testing.assert_allclose(
-        found.numpy(), dense_column_sums(*tensors, 0.25), rtol=2e-5, atol=1e-7
+        found.numpy(), dense.column_sums(*tensors, 0.25), rtol=2e-5, atol=1e-7
     )
 
 
@@ -90,7 +66,7 @@ def test_blocks_and_tiles_do_not_change_the_sums(
     for squares in (False, True):
         found = column_sums(*tensors, scaling=0.25, squares=squares)
 
-        expected = dense_column_sums(*tensors, 0.25, squares=squares)
+        expected = dense.column_sums(*tensors, 0.25, squares=squares)
         np.testing.assert_allclose(found.numpy(), expected, rtol=2e-5, atol=1e-7)
 
 
@@ -116,7 +92,7 @@ def test_so_many_weights_are_there_at_once(
 
     found = column_sums(queries, prefix[:, :kept], resident, new, 0.25, heads=heads)
 
-    expected = dense_column_sums(
+    expected = dense.column_sums(
         queries, prefix[:, :kept], resident[:, chosen], new[:, chosen], 0.25
     )
     np.testing.assert_allclose(found.numpy(), expected, rtol=2e-5, atol=1e-7)
@@ -139,7 +115,7 @@ def test_keys_are_taken_from_their_rows_for_the_last_queries(
 
     # To the last queries the new tokens before them are like resident ones.
     before = torch.cat([resident, new[: 17 - last]])
-    expected = dense_column_sums(queries[-last:], prefix, before, new[17 - last :], 0.25)
+    expected = dense.column_sums(queries[-last:], prefix, before, new[17 - last :], 0.25)
     np.testing.assert_allclose(found.numpy(), expected, rtol=2e-5, atol=1e-7)
 
 
@@ -177,7 +153,7 @@ def test_half_precision_inputs_lose_nothing_more(dtype: torch.dtype) -> None:
 
     assert found.dtype == torch.float32
     np.testing.assert_allclose(
-        found.numpy(), dense_column_sums(*tensors, 32**-0.5), rtol=2e-5, atol=1e-7
+        found.numpy(), dense.column_sums(*tensors, 32**-0.5), rtol=2e-5, atol=1e-7
     )
 
 
@@ -189,7 +165,7 @@ def test_large_logits_do_not_overflow() -> None:
     assert torch.isfinite(found).all()
     np.testing.assert_allclose(
         found.numpy(),
-        dense_column_sums(100 * queries, 100 * prefix, 100 * resident, 100 * new, 0.25),
+        dense.column_sums(100 * queries, 100 * prefix, 100 * resident, 100 * new, 0.25),
         rtol=1e-2,
         atol=1e-6,
     )
@@ -203,7 +179,7 @@ def test_inputs_may_be_slices_of_a_pool() -> None:
 
     found = column_sums(queries[:, picked], prefix[:, ::2], resident[:, ::2], new[:, keys], 0.25)
 
-    expected = dense_column_sums(
+    expected = dense.column_sums(
         queries[:, picked].clone(),
         prefix[:, keys].clone(),
         resident[:, keys].clone(),
