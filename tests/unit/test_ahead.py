@@ -188,6 +188,24 @@ def test_who_has_waited_goes_on_where_it_was() -> None:
     assert bench.log == []
 
 
+@pytest.mark.parametrize("under_way", [True, False])
+def test_nothing_is_read_for_who_has_left(under_way: bool) -> None:
+    bench = Bench(room=0)
+    gone, stays = bench.source("gone"), bench.source("stays", 6)
+    for source in (gone, stays):
+        if under_way:
+            bench.ahead.join(source)
+        else:
+            bench.ahead.wait(source, 100)
+    bench.take_log()
+    bench.leave(gone)
+    bench.pool.limit_bytes = 100 * MIB
+
+    bench.ahead.top_up()
+
+    assert {name for name, _ in bench.log} == {"stays"}
+
+
 def test_without_waste_nothing_is_ever_read_ahead() -> None:
     bench = Bench(room=100, waste_budget=0.0)
     bench.ahead.join(bench.source())

@@ -148,9 +148,11 @@ def test_what_requests_wait_for_is_displaced_last_and_the_latest_turn_first() ->
 def test_an_id_that_is_given_to_another_chunk_is_not_awaited() -> None:
     bench = equal_chunks(1, 0)
     expect(bench, {0: 0})
+    bench.access({0: 5.0})
     size = len(bench.placement._caches.tiers)
     bench.placement.detach(0, 8)
     assert bench.placement.attach(np.ones(8, np.uint16)) == 0
+    assert not bench.rule.worths.any(), "nor is it worth what that was"
     bench.fill(1, 2)
     assert bench.stand == ({1}, set()) and len(bench.placement._caches.tiers) == size
 
