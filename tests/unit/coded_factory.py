@@ -24,6 +24,7 @@ from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
+from tests.unit.waiting import wait_until
 
 SHAPE = make_shape(
     layers=3, query_heads=6, kv_heads=2, key_dim=64, value_dim=32, probe=(), coded=True
@@ -131,6 +132,12 @@ class CodedCase:
         """Another source over spans of the case."""
         assert self.cache is not None
         return CodedSource(spans, self.reader, self.pool, self.cache, **how)
+
+    def read_ahead(self, waste_budget: float) -> None:
+        """All layers, to the end."""
+        while self.source.next_ahead < self.shape.num_layers:
+            self.source.read_ahead(waste_budget)
+        wait_until(lambda: not self.source.is_reading)
 
     def layer_slots(self, layer: int) -> LayerSlots:
         """The slots of all tokens in a layer."""

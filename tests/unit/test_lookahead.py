@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,26 +27,30 @@ def spans(*wanted: tuple[int, tuple[int, int]]) -> list[StoredSpan]:
     return [StoredSpan(SEGMENTS[number], *own) for number, own in wanted]
 
 
+def turns_in_order(lookahead: LookAhead, rids: Sequence[str]) -> list[int]:
+    turns = [lookahead.turn(rid) for rid in rids]
+    assert turns == sorted(set(turns))
+    return turns
+
+
 def test_a_queue_that_moves_on_keeps_its_turns() -> None:
     """So that nothing has to be told to the caches but what comes and goes."""
     lookahead = LookAhead()
     lookahead.wait("b", spans((0, (0, 4))))
     lookahead.order(["a", "b", "c"])
     lookahead.take_changed()
-    turns = [lookahead.turn(rid) for rid in "abc"]
-    assert turns == sorted(set(turns)) and lookahead.turn("nobody") == LAST_TURN
+    turns = turns_in_order(lookahead, "abc")
+    assert lookahead.turn("nobody") == LAST_TURN
 
     lookahead.order(["b", "c", "d"])
 
     assert [lookahead.turn(rid) for rid in "bc"] == turns[1:] and lookahead.turn("d") > turns[2]
     assert lookahead.take_changed() == []
-    lookahead.order(["d", "new", "b", "c"])
-    turns = [lookahead.turn(rid) for rid in ("d", "new", "b", "c")]
-    assert turns == sorted(set(turns))
+    lookahead.order(queue := ["d", "new", "b", "c"])
+    turns_in_order(lookahead, queue)
     assert lookahead.take_changed() == []
-    lookahead.order(["d", "c", "b", "new"])
-    turns = [lookahead.turn(rid) for rid in ("d", "c", "b", "new")]
-    assert turns == sorted(set(turns))
+    lookahead.order(queue := ["d", "c", "b", "new"])
+    turns_in_order(lookahead, queue)
     assert [segment_id for segment_id, _ in lookahead.take_changed()] == ["a"]
 
 
@@ -67,8 +72,7 @@ def test_turns_are_in_the_order_of_the_queue(orders: list[list[str]]) -> None:
     lookahead = LookAhead()
     for order in orders:
         lookahead.order(order)
-        turns = [lookahead.turn(rid) for rid in order]
-        assert turns == sorted(set(turns)) and all(0 <= turn < LAST_TURN for turn in turns)
+        assert all(0 <= turn < LAST_TURN for turn in turns_in_order(lookahead, order))
 
 
 def test_a_gap_between_turns_may_be_full() -> None:
@@ -77,8 +81,7 @@ def test_a_gap_between_turns_may_be_full() -> None:
     for number in range(3 * _GAP):
         queue = ["a", str(number), str(number - 1), "z"]
         lookahead.order(queue)
-        turns = [lookahead.turn(rid) for rid in queue]
-        assert turns == sorted(set(turns))
+        turns_in_order(lookahead, queue)
 
 
 def test_who_waits_behind_others_for_the_same_changes_nothing() -> None:

@@ -20,7 +20,6 @@ from impress_sglang.transfer.slots import LayerSlots
 from tests.unit import dense
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart, units_of
 from tests.unit.kv_factory import flip_byte, make_shape
-from tests.unit.waiting import wait_until
 
 Coded = Callable[..., CodedCase]
 PREFIXES = {
@@ -142,9 +141,7 @@ def test_what_is_read_ahead_is_used(coded: Coded) -> None:
     case = coded(PREFIXES["several"])
     load_all(case, 5.0)
     case.request()
-    while case.source.next_ahead < SHAPE.num_layers:
-        case.source.read_ahead(0.5)
-    wait_until(lambda: not case.source.is_reading)
+    case.read_ahead(0.5)
     load_all(case, 5.0)
     case.source.close()
     stats = case.source.stats
@@ -267,8 +264,7 @@ def test_what_is_in_slots_is_not_read_ahead(coded: Coded) -> None:
     case = coded(PREFIXES["several"])
     load_all(case, 6.0)
     case.request(resident=True)
-    while case.source.next_ahead < SHAPE.num_layers:
-        case.source.read_ahead(0.5)
+    case.read_ahead(0.5)
     case.source.close()
     assert case.source.stats.ahead_bytes == 0
 

@@ -126,7 +126,7 @@ def load_requests(case: CodedCase, loader: PreciseLoader, bits: float) -> list[l
 
 PREFIXES = {
     "one": [CodedPart(300)],
-    "several": [CodedPart(200, 17), CodedPart(64), CodedPart(300, 0, 155)],
+    "several": [CodedPart(300, 97), CodedPart(64), CodedPart(300, 0, 155)],
 }
 # In pages of the first there is no padding.
 DIMS = [(64, 32), (80, 48)]
