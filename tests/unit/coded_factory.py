@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
+from tests.unit.waiting import wait_until
 
 SHAPE = make_shape(
     layers=3, query_heads=6, kv_heads=2, key_dim=64, value_dim=32, probe=(), coded=True
@@ -37,6 +39,12 @@ class CodedPart:
     num_tokens: int
     start: int = 0
     stop: int | None = None
+
+
+def units_of(parts: Sequence[ResidentPart]) -> UsedUnits:
+    """For a request that uses parts as they are."""
+    uses = [PartUse(part, part.start, part.stop) for part in parts]
+    return UsedUnits(uses, torch.device("cpu"))
 
 
 class CodedCase:
@@ -93,10 +101,14 @@ class CodedCase:
             for _ in range(shape.num_layers)
         ]
         self.parts: list[ResidentPart] = []
-        self.request()
+        self._begin(resident=False)
 
     def request(self, *, resident: bool = False) -> None:
-        """A new request, with `resident` of what an earlier one has loaded."""
+        """A new request, with `resident` of what an earlier one has loaded, which has ended."""
+        self.source.close()
+        self._begin(resident=resident)
+
+    def _begin(self, *, resident: bool) -> None:
         if not resident:
             slots = self.slots.split([len(span) for span in self.spans])
             self.parts = [
@@ -112,12 +124,20 @@ class CodedCase:
             ]
         assert self.cache is not None
         self.cache.placement.advance()
-        self.source = CodedSource(
-            self.spans, self.reader, self.pool, self.cache, in_slots=[resident] * len(self.spans)
-        )
+        self.source = self.open(self.spans, in_slots=[resident] * len(self.spans))
         PartLoad(self.source, self.parts, pending=1)
-        uses = [PartUse(part, part.start, part.stop) for part in self.parts]
-        self.units = UsedUnits(uses, torch.device("cpu"))
+        self.units = units_of(self.parts)
+
+    def open(self, spans: Sequence[CodedSpan], **how: Any) -> CodedSource:
+        """Another source over spans of the case."""
+        assert self.cache is not None
+        return CodedSource(spans, self.reader, self.pool, self.cache, **how)
+
+    def read_ahead(self, waste_budget: float) -> None:
+        """All layers, to the end."""
+        while self.source.next_ahead < self.shape.num_layers:
+            self.source.read_ahead(waste_budget)
+        wait_until(lambda: not self.source.is_reading)
 
     def layer_slots(self, layer: int) -> LayerSlots:
         """The slots of all tokens in a layer."""

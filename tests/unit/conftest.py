@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from impress_sglang.storage import pending_read
 from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
 from tests.unit import store_factory
+from tests.unit.coded_factory import CodedCase, CodedPart
 from tests.unit.source_factory import BLOCK, Case, Step, opened, reading, stepping
 
 bench = store_factory.bench
@@ -69,3 +71,19 @@ def several(
     case = opened(request.param, tmp_path, reader)
     yield case
     case.close()
+
+
+@pytest.fixture
+def coded(tmp_path: Path, reader: BlockReader) -> Iterator[Callable[..., CodedCase]]:
+    """Makes cases of coded prefixes, and closes them."""
+    made: list[CodedCase] = []
+
+    def make(parts: Sequence[CodedPart], **options: Any) -> CodedCase:
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(CodedCase(folder, parts, reader, **options))
+        return made[-1]
+
+    yield make
+    for case in made:
+        case.close()

@@ -138,20 +138,6 @@ def test_an_engine_reads_at_the_rate_of_its_drive(
     assert 14 <= rate <= 20.2
 
 
-def test_engines_share_the_drive(kind: type[AioEngine | ThreadEngine], file: int) -> None:
-    drive = Drive()
-    drive.set_rate(10e6)
-    engines = [SlowEngine(kind(depth), drive) for depth in (4, 1)]
-    began = time.monotonic()
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda engine: read_blocks(engine, file, 400, 1), engines))
-
-    assert 800 * BLOCK / 10e6 - 0.01 <= time.monotonic() - began < 0.33 + SLACK_SECONDS
-    for engine in engines:
-        engine.close()
-
-
 def test_what_fails_is_told_when_its_turn_has_come(drive: Drive, file: int) -> None:
     engine = SlowEngine(ThreadEngine(2), drive)
     memory, sizes = AlignedMemory(2 * BLOCK), np.full(2, 40 * BLOCK)

@@ -6,9 +6,7 @@ import io
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from impress_sglang.storage.files import FileSystem
 from tests.unit import store_factory
 from tests.unit.kv_factory import IDENTITY, flip_byte
 from tests.unit.store_factory import OTHER_IDENTITY, Workbench, length, look_up, prompt, use
+from tests.unit.stub_server import StubServer
 
 bench = store_factory.bench
 NONE, TENANT = namespace_text(None, None), namespace_text("tenant", None)
@@ -37,43 +36,19 @@ STATS = {
 }
 
 
-class Stub(ThreadingHTTPServer):
-    """Answers like a server, and notes what it was asked."""
+class Stub(StubServer):
+    """Has one answer to everything."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[tuple[str, str, Any, str | None]] = []
-        self.status, self.answer = 200, json.dumps(STATS).encode()
+    status, answer = 200, json.dumps(STATS).encode()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        stub = self.server
-        assert isinstance(stub, Stub)
-        text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        body = json.loads(text) if text else None
-        stub.asked.append((self.command, self.path, body, self.headers.get("Authorization")))
-        self.send_response(stub.status)
-        self.end_headers()
-        self.wfile.write(stub.answer)
-
-    do_POST = do_GET
-
-    def log_message(self, *_: Any) -> None: ...
+    def reply(self, path: str, body: Any) -> tuple[int, bytes]:
+        return self.status, self.answer
 
 
 @pytest.fixture
 def stub() -> Iterator[Stub]:
-    with Stub() as stub:
-        thread = threading.Thread(target=stub.serve_forever)
-        thread.start()
+    with Stub().serving() as stub:
         yield stub
-        stub.shutdown()
-        thread.join()
 
 
 @pytest.fixture
@@ -98,13 +73,9 @@ def run(said: Said, *arguments: object) -> tuple[int, Any]:
 
 def test_what_is_in_a_directory(left: Path, capsys: Said) -> None:
     status, stores = run(capsys, "stat", "--dir", left)
-    assert status == DONE and [store["store"] for store in stores] == sorted(
-        [IDENTITY, OTHER_IDENTITY]
-    )
-    assert [(store["segments"], store["tokens"], store["quarantined"]) for store in stores] == [
-        (2, 28, 0),
-        (1, 8, 0),
-    ]
+    assert status == DONE and [store["store"] for store in stores] == sorted(STORES)
+    counts = ("segments", "tokens", "quarantined")
+    assert [[store[own] for own in counts] for store in stores] == [[2, 28, 0], [1, 8, 0]]
     sizes = [path.stat().st_size for path in left.glob(f"{IDENTITY}/segments/*/*")]
     assert stores[0]["bytes"] == sum(sizes)
 
@@ -275,19 +246,19 @@ def test_what_cannot_be_asked(capsys: Said, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("integrity", "status"), [("ok", DONE), ("failed", DAMAGED)])
 def test_a_server_is_checked(stub: Stub, capsys: Said, integrity: str, status: int) -> None:
     stub.answer = json.dumps({"integrity": integrity}).encode()
-    assert run(capsys, "verify", "--url", stub.url, "--key", "k") == (
-        status,
-        {"integrity": integrity},
-    )
+    found = run(capsys, "verify", "--url", stub.url, "--key", "k")
+    assert found == (status, {"integrity": integrity})
     assert stub.asked == [("POST", "/impress/check", None, "Bearer k")]
 
 
-def test_exit_codes_are_in_the_help(capsys: Said) -> None:
+def test_exit_codes_are_in_the_help_and_in_the_documentation(capsys: Said) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
+    page = (Path(__file__).parents[2] / "docs/operation.md").read_text()
     for code, meaning in EXIT_STATUS.items():
         assert f"{code}: {meaning.replace('`', '')}" in said
+        assert f"| {code} | {meaning} |" in page
 
 
 def test_asking_a_server_needs_no_torch() -> None:
@@ -298,12 +269,6 @@ def test_asking_a_server_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
-
-
-def test_exit_codes_are_in_the_documentation() -> None:
-    page = (Path(__file__).parents[2] / "docs/operation.md").read_text()
-    for code, meaning in EXIT_STATUS.items():
-        assert f"| {code} | {meaning} |" in page
 
 
 LLAMA = {
@@ -338,11 +303,13 @@ def test_what_prefixes_take(tmp_path: Path, capsys: Said) -> None:
 def test_a_model_that_says_nothing_of_its_kvs(tmp_path: Path, capsys: Said, config: Any) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    assert main(["plan", f"--model={path}", "--prefixes=1", "--tokens=1"]) == REFUSED
-    assert main(["plan", f"--model={tmp_path / 'none'}", "--prefixes=1", "--tokens=1"]) == REFUSED
+    asked = ["plan", f"--model={path}", "--tokens=1"]
+    assert main([*asked, "--prefixes=1"]) == REFUSED
     path.write_text(json.dumps(LLAMA))
-    assert main(["plan", f"--model={path}", "--prefixes=0", "--tokens=1"]) == REFUSED
-    assert main(["plan", f"--model={path}", "--prefixes=1", "--tokens=1", "--bits=3"]) == REFUSED
+    for wrong in (["--prefixes=0"], ["--prefixes=1", "--bits=3"]):
+        assert main([*asked, *wrong]) == REFUSED
+    path.unlink()
+    assert main([*asked, "--prefixes=1"]) == REFUSED
     assert "impress: " in capsys.readouterr().err
 
 

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 
 from impress_sglang.cli.main import main
 from impress_sglang.cli.outcome import DONE, INTERRUPTED, REFUSED, UNREACHABLE
+from tests.unit.stub_server import StubServer
 
 Said = pytest.CaptureFixture[str]
 COMPUTING_S = 0.04
@@ -23,21 +23,29 @@ TOKENS = 128
 ASKED = ("--prefixes=3", f"--prefix-tokens={TOKENS}")
 
 
-class Fake(ThreadingHTTPServer):
+class Fake(StubServer):
     """Has a pool and a store of prefixes, by `cache_salt`."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__()
         self.lock = threading.Lock()
         self.pool: set[tuple[str, str]] = set()
         self.stored: set[tuple[str, str]] = {("somebody else", "")}
-        self.asked: list[tuple[str, dict[str, Any], str | None]] = []
         self.loading_s, self.decision, self.looks = 0.01, "load", 2
         self.broken: dict[str, tuple[int, bytes]] = {}
         self.signal: tuple[int, int] = (0, 0)
 
     def bodies(self, path: str) -> list[dict[str, Any]]:
-        return [body for own, body, _ in self.asked if own == path]
+        return [body for _, own, body, _ in self.asked if own.partition("?")[0] == path]
+
+    def reply(self, path: str, body: Any) -> tuple[int, bytes]:
+        path = path.partition("?")[0]
+        if path in self.broken:
+            return self.broken[path]
+        if path == "/flush_cache":
+            self.pool.clear()
+            return 200, b"Cache flushed."
+        return 200, json.dumps(self.answer(path, body or {})).encode()
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/impress/stats":
@@ -77,46 +85,18 @@ class Fake(ThreadingHTTPServer):
         }
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        fake = self.server
-        assert isinstance(fake, Fake)
-        text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        path, body = self.path.partition("?")[0], json.loads(text) if text else {}
-        fake.asked.append((path, body, self.headers.get("Authorization")))
-        if path in fake.broken:
-            status, answer = fake.broken[path]
-        elif path == "/flush_cache":
-            fake.pool.clear()
-            status, answer = 200, b"Cache flushed."
-        else:
-            status, answer = 200, json.dumps(fake.answer(path, body)).encode()
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(answer)
-
-    do_POST = do_GET
-
-    def log_message(self, *_: Any) -> None: ...
-
-
 @pytest.fixture
 def fake() -> Iterator[Fake]:
-    with Fake() as fake:
-        thread = threading.Thread(target=fake.serve_forever, args=(0.02,))
-        thread.start()
+    with Fake().serving() as fake:
         yield fake
-        fake.shutdown()
-        thread.join()
-        # Nobody else's is touched, whatever happens.
-        assert ("somebody else", "") in fake.stored
-        for body in fake.bodies("/impress/purge"):
-            assert body["cache_salt"].startswith("impress-bench-")
+    # Nobody else's is touched, whatever happens.
+    assert ("somebody else", "") in fake.stored
+    for body in fake.bodies("/impress/purge"):
+        assert body["cache_salt"].startswith("impress-bench-")
 
 
 def run(fake: Fake, *options: str) -> int:
-    url = f"http://127.0.0.1:{fake.server_address[1]}"
-    return main(["bench", "--url", url, *ASKED, *options])
+    return main(["bench", "--url", fake.url, *ASKED, *options])
 
 
 def measured(fake: Fake, said: Said, *options: str) -> tuple[dict[str, Any], str]:
@@ -191,7 +171,7 @@ def test_who_is_interrupted_leaves_nothing(
 
 def test_requests_and_orders_may_need_other_keys(fake: Fake, capsys: Said) -> None:
     measured(fake, capsys, "--key=of-orders", "--api-key=of-requests", "--flush")
-    keys = {path: key for path, _, key in fake.asked}
+    keys = {path.partition("?")[0]: key for _, path, _, key in fake.asked}
     assert keys["/generate"] == keys["/impress/stats"] == "Bearer of-requests"
     assert keys["/impress/purge"] == keys["/flush_cache"] == "Bearer of-orders"
 

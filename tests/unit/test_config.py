@@ -77,25 +77,12 @@ WRONG_VALUES: dict[str, Sequence[object]] = {
     **dict.fromkeys(("half_life", "readahead", "reorder_interval"), NO_SIZE),
 }
 
+# A field of each type.
 WRONG_TYPES: dict[str, Sequence[object]] = {
-    "retention": (None, b"auto", True),
-    "min_retention": ("0.1", False),
-    "bits": (None, True, [5.0]),
-    "probe_heads": (3.0, True),
-    "chunk_tokens": ("64",),
-    "ssd_dir": (Path("kv"), None),
-    "policy": (1,),
-    "approximation_depth": (1.0, True),
-    "io_timeout": ("10",),
-    "device_gb": ("0.5", False),
-    "buffer_gb": ("1",),
-    "half_life": ("1000",),
-    "reorder_interval": (True,),
-    "io_depth": (8.0, True),
-    "readahead": ("0.2", False),
-    **dict.fromkeys(("allocate", "host_gb", "reorder_key", "io_engine", "load"), (None,)),
-    **dict.fromkeys(("lookahead", "show_prompts"), (True,)),
-    **dict.fromkeys(DIRECTORIES, (None, Path("records"))),
+    "probe_heads": (3.0, True, "3"),
+    "io_timeout": ("10", False, None),
+    "retention": (None, b"auto", True, [0.5]),
+    "ssd_dir": (Path("kv"), None, 1, True),
 }
 
 EDGE_VALUES: dict[str, Sequence[object]] = {
@@ -113,7 +100,7 @@ EDGE_VALUES: dict[str, Sequence[object]] = {
     "approximation_depth": (0, 5),
     "io_engine": IO_ENGINES,
     "load": LOADS,
-    "lookahead": (ON, OFF),
+    **dict.fromkeys(("lookahead", "show_prompts"), (ON, OFF)),
     "schedule": SCHEDULES,
     "blend": (0, 0.0, 0.15, 1, 1.0, "auto", "off"),
     "blend_min_tokens": (1,),
@@ -135,25 +122,13 @@ def rows(table: dict[str, Sequence[object]]) -> list[tuple[str, object]]:
     return [(field, value) for field, values in table.items() for value in values]
 
 
-@pytest.mark.parametrize(("field", "value"), rows(WRONG_VALUES))
-def test_value_out_of_range_is_refused_and_the_message_names_the_flag(
-    field: str, value: object
-) -> None:
+@pytest.mark.parametrize(("field", "value"), rows(WRONG_VALUES) + rows(WRONG_TYPES))
+def test_a_wrong_value_is_refused_and_the_message_names_the_flag(field: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         ImpressConfig(**{field: value})
 
     assert FLAG_OF[field] in str(caught.value)
     assert repr(value) in str(caught.value)
-
-
-@pytest.mark.parametrize(("field", "value"), rows(WRONG_TYPES))
-def test_value_of_a_wrong_type_is_refused_and_the_message_names_the_flag(
-    field: str, value: object
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ImpressConfig(**{field: value})
-
-    assert FLAG_OF[field] in str(caught.value)
 
 
 @pytest.mark.parametrize(("field", "value"), rows(EDGE_VALUES))
@@ -179,11 +154,8 @@ def test_every_field_with_a_range_has_a_wrong_value_in_this_test() -> None:
     assert WRONG_VALUES.keys() == FIELDS - set(DIRECTORIES)
 
 
-def test_every_option_has_a_field_and_every_field_an_option() -> None:
+def test_every_field_has_an_option_with_its_name_as_the_flag() -> None:
     assert sorted(option.field for option in OPTIONS) == sorted(FIELDS)
-
-
-def test_flags_are_the_field_names() -> None:
     for option in OPTIONS:
         assert option.flag == "--impress-" + option.field.replace("_", "-")
         assert option.help.endswith(".")
@@ -225,11 +197,10 @@ def test_what_follows_from_options(options: dict[str, Any], name: str, value: ob
 @pytest.mark.parametrize(
     ("field", "text", "value"),
     [
-        *(
-            ("retention", text, value)
-            for text, value in (("0.25", 0.25), ("1", 1.0), ("1e-1", 0.1))
-        ),
-        *(("bits", text, value) for text, value in (("5", 5.0), ("6.5", 6.5), ("exact", EXACTLY))),
+        ("retention", "0.25", 0.25),
+        ("retention", "1", 1.0),
+        ("bits", "5", 5.0),
+        ("bits", "exact", EXACTLY),
         *((field, AUTO, AUTO) for field in ("retention", "bits")),
     ],
 )
@@ -237,19 +208,6 @@ def test_numbers_and_words_on_a_command_line(field: str, text: str, value: float
     parse = next(option.parse for option in OPTIONS if option.field == field)
     assert parse(text) == value
     assert type(parse(text)) is type(value)
-
-
-def test_choices_of_an_option_are_what_is_taken() -> None:
-    choices = {own.field: own.rule.choices for own in OPTIONS if own.rule.choices}
-
-    assert choices["io_engine"] == IO_ENGINES and choices["load"] == LOADS
-    assert choices["allocate"] == ALLOCATIONS
-    for field, own in choices.items():
-        assert getattr(ImpressConfig(), field) in own
-        for choice in own:
-            ImpressConfig(**{field: choice})
-        with pytest.raises(ConfigError):
-            ImpressConfig(**{field: "".join(own)})
 
 
 def test_home_directory_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,9 +72,9 @@ def test_a_file_with_two_names_is_one(bench: Workbench) -> None:
     assert store.stats.segments_expired == 1 and not len(store.tree)
 
 
-def test_ages_outlast_a_restart(bench: Workbench) -> None:
+def test_ages_outlast_a_restart_and_the_shorter_time_counts(bench: Workbench) -> None:
     store = bench.open()
-    bench.put(store, prompt(1))
+    bench.put(store, prompt(1), ttl=9 * HOUR)
     age(bench, store, 1, 2 * HOUR)
     store = bench.reopen(store)
     settle(Expiry(3 * HOUR), store)
@@ -182,14 +182,6 @@ def test_what_is_due_while_it_is_written_does_not_stay(bench: Workbench) -> None
     Expiry(0, wall_clock=lambda: time.time() + 2).poll(store)
     store.writes.drain()
     assert length(store, prompt(1)) == 0 and not bench.files()
-
-
-def test_the_shorter_time_counts(bench: Workbench) -> None:
-    store = bench.open()
-    bench.put(store, prompt(1), ttl=9 * HOUR)
-    age(bench, store, 1, 2 * HOUR)
-    settle(Expiry(HOUR), store)
-    assert length(store, prompt(1)) == 0
 
 
 def test_times_of_what_has_gone_are_forgotten(bench: Workbench) -> None:

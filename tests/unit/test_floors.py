@@ -24,16 +24,13 @@ from impress_sglang.precision.floors import (
     no_queries,
     sampled_groups,
 )
-from impress_sglang.storage.reader import BlockReader
-from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.selective import SelectiveLoader
-from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
+from tests.unit.coded_factory import BLOCK, SHAPE, CodedPart
 from tests.unit.kv_factory import IDENTITY, as_tokens, make_shape
-from tests.unit.test_precise import PREFIXES, inputs, load
+from tests.unit.test_precise import PREFIXES, Coded, inputs, load, load_all
 from tests.unit.test_selective import Request, check_choice, importance
-from tests.unit.waiting import wait_until
 
 HEADS, DIM, GROUP = 3, 32, 2
 # Of SHAPE, [L, G].
@@ -165,10 +162,10 @@ def check_floors(planes: Tensor, layer: int) -> None:
 @pytest.mark.parametrize("rule", ALLOCATIONS)
 @pytest.mark.parametrize("name", PREFIXES)
 def test_what_belongs_to_the_base_is_always_in_the_slots(
-    name: str, rule: str, bits: float, tmp_path: Path, reader: BlockReader
+    name: str, rule: str, bits: float, coded: Coded
 ) -> None:
     """And the bits that are asked for come on top, as far as there is room."""
-    case = CodedCase(tmp_path, PREFIXES[name], reader, floors=FLOORS)
+    case = coded(PREFIXES[name], floors=FLOORS)
     stats = LoadStats()
     for layer in range(SHAPE.num_layers):
         planes = load(case, layer, bits, rule, stats)
@@ -177,14 +174,11 @@ def test_what_belongs_to_the_base_is_always_in_the_slots(
         room = NUM_PLANES * planes.numel() - fixed
         assert int(planes.sum()) == fixed + min(planes_of(bits, planes.numel()), room)
     assert stats.mean_bits >= min(8.0, bits)
-    case.close()
 
 
 @pytest.mark.parametrize("name", ["one", "several"])
-def test_planes_go_by_keys_in_the_bits_of_their_floors(
-    name: str, tmp_path: Path, reader: BlockReader
-) -> None:
-    case = CodedCase(tmp_path, PREFIXES[name], reader, floors=FLOORS)
+def test_planes_go_by_keys_in_the_bits_of_their_floors(name: str, coded: Coded) -> None:
+    case = coded(PREFIXES[name], floors=FLOORS)
     seen: list[Tensor] = []
 
     class Spy:
@@ -202,52 +196,40 @@ def test_planes_go_by_keys_in_the_bits_of_their_floors(
         own = torch.from_numpy(FLOORS[layer]).long()[:, None].expand(-1, len(case.units))
         assert torch.equal(case.levels(layer), own)
     assert len(seen) == SHAPE.num_layers
-    case.close()
 
 
-def test_bytes_of_a_raised_base_are_counted_and_read_ahead(
-    tmp_path: Path, reader: BlockReader
-) -> None:
-    case = CodedCase(tmp_path, [CodedPart(1500)], reader, floors=FLOORS)
+def test_bytes_of_a_raised_base_are_counted_and_read_ahead(coded: Coded) -> None:
+    case = coded([CodedPart(1500)], floors=FLOORS)
     (span,) = case.spans
     units = int(FLOORS.sum()) * len(span.units)
     wanted = SHAPE.num_layers * span.layout.base_bytes + units * BLOCK
     stats = LoadStats()
-    for layer in range(SHAPE.num_layers):
-        load(case, layer, 4.0, stats=stats)
+    load_all(case, 4.0, stats=stats)
     assert case.source.stats.ssd_needed_bytes == wanted
     groups = span.layout.num_groups * span.layout.group_bytes
     assert stats.base_bytes == SHAPE.num_layers * groups
     # Of the report, these are among the planes.
     assert sum(stats.planes) == case.source.stats.selected_chunks == units
+    case.request()
+    case.read_ahead(0.0)
     case.source.close()
-    assert case.cache is not None
-    source = CodedSource([span], reader, case.pool, case.cache)
-    while source.next_ahead < SHAPE.num_layers:
-        source.read_ahead(0.0)
-    wait_until(lambda: not source.is_reading)
-    source.close()
-    assert source.stats.ahead_bytes == wanted
-    case.close()
+    assert case.source.stats.ahead_bytes == wanted
 
 
-def test_a_resident_part_has_its_floors_already(tmp_path: Path, reader: BlockReader) -> None:
-    case = CodedCase(tmp_path, PREFIXES["several"], reader, floors=FLOORS)
-    for layer in range(SHAPE.num_layers):
-        load(case, layer, 4.0)
-    case.source.close()
+def test_a_resident_part_has_its_floors_already(coded: Coded) -> None:
+    case = coded(PREFIXES["several"], floors=FLOORS)
+    load_all(case, 4.0)
     case.request(resident=True)
     for layer in range(SHAPE.num_layers):
         check_floors(load(case, layer, 4.0), layer)
     assert case.source.stats.ssd_bytes == 0
-    case.close()
 
 
 @pytest.mark.parametrize("name", PREFIXES)
 def test_a_part_of_a_prefix_is_chosen_by_keys_in_the_bits_of_their_floors(
-    name: str, tmp_path: Path, reader: BlockReader
+    name: str, coded: Coded
 ) -> None:
-    case = CodedCase(tmp_path, PREFIXES[name], reader, floors=FLOORS)
+    case = coded(PREFIXES[name], floors=FLOORS)
     request = Request(case, -(-case.num_tokens // 4))
     assert isinstance(request.loader, SelectiveLoader)
     for layer in range(SHAPE.num_layers):
@@ -257,7 +239,6 @@ def test_a_part_of_a_prefix_is_chosen_by_keys_in_the_bits_of_their_floors(
         check_floors(planes, layer)
         check_choice(tokens, importance(given, case.expected(layer, planes)[0]))
         request.check_slots(layer, tokens)
-    request.close()
 
 
 def test_a_store_raises_what_must_be_raised_and_finds_it_again(

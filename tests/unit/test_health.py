@@ -9,16 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from impress_sglang.storage.health import FIRST_PAUSE_S, LONGEST_PAUSE_S, Health
+from tests.unit.waiting import Clock
 
 ERROR = OSError(5, "Input/output error")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 10_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,18 +88,23 @@ def test_each_change_is_logged_once(health: Health, caplog: pytest.LogCaptureFix
     ]
 
 
-def test_a_probe_is_due_after_a_pause(health: Health, clock: Clock) -> None:
+def test_a_probe_is_due_after_a_pause(
+    health: Health, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     read_failed(health)
     clock.now += FIRST_PAUSE_S - 0.001
     assert not health.probe_is_due
-
     clock.now += 0.002
-
     assert health.probe_is_due
-    health.probed(None, readable=True)
+
+    clock.now += 7.0 - FIRST_PAUSE_S - 0.001
+    with caplog.at_level(logging.WARNING):
+        health.probed(None, readable=True)
+
     assert (health.state, health.readable, health.writable) == ("ok", True, True)
     assert not health.probe_is_due
     assert health.summary()["recoveries"] == 1
+    assert caplog.messages[1:] == ["the SSD store answers again after 7.0 s"]
 
 
 @pytest.mark.parametrize("fail", [read_failed, write_failed])
@@ -199,14 +197,3 @@ def test_a_clock_that_begins_at_zero(clock: Clock) -> None:
     read_failed(health)
 
     assert recover(health, clock) == pytest.approx(FIRST_PAUSE_S, abs=0.05)
-
-
-def test_how_long_it_was_away_is_logged(
-    health: Health, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    read_failed(health)
-    clock.now += 7.0
-    with caplog.at_level(logging.WARNING):
-        health.probed(None, readable=True)
-
-    assert caplog.messages[1:] == ["the SSD store answers again after 7.0 s"]

@@ -18,6 +18,7 @@ from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.slots import Slots
 from impress_sglang.transfer.source import PrefixSource
+from tests.unit import dense
 from tests.unit import kv_factory as kv
 from tests.unit.reading import LoadedLayer, load_layer
 
@@ -141,21 +142,10 @@ class Setting:
         self.stats = LoadStats()
 
     def reference_scores(self, layer: int) -> np.ndarray:
-        """Column sums [Hq, m] of all heads, one query at a time."""
-        group = self.shape.num_query_heads // self.shape.num_kv_heads
-        q, x, c = (
-            t.double().numpy()
-            for t in (self.inputs.queries, self.inputs.new_keys, self.inputs.resident_keys)
-        )
-        p = self.keys[layer].double().numpy()
-        total = np.zeros((self.shape.num_query_heads, len(p)))
-        for head in range(self.shape.num_query_heads):
-            g = head // group
-            for i in range(N):
-                seen = np.concatenate([p[:, g], c[:, g], x[: i + 1, g]])
-                weights = np.exp(seen @ q[i, head] * self.inputs.scaling)
-                total[head] += weights[: len(p)] / weights.sum()
-        return total
+        """Column sums [Hq, m] of all heads."""
+        own = self.inputs
+        keys = self.keys[layer], own.resident_keys, own.new_keys
+        return dense.column_sums(own.queries, *keys, own.scaling)
 
     def probe_query_heads(self) -> list[int]:
         group = self.shape.num_query_heads // self.shape.num_kv_heads
@@ -194,19 +184,18 @@ class Setting:
 
 @pytest.fixture(params=SHAPES)
 def setting(request: pytest.FixtureRequest) -> Setting:
-    return Setting(SHAPES[request.param])
-
-
-@pytest.fixture(params=EVERY)
-def either(request: pytest.FixtureRequest) -> Setting:
-    """With probe heads or without."""
     return Setting(EVERY[request.param])
 
 
+either = pytest.mark.parametrize("setting", EVERY, indirect=True)
+
+
+@either
 @pytest.mark.parametrize("layer", [0, 1])
-def test_all_tokens_are_returned_exactly_and_nothing_is_probed(either: Setting, layer: int) -> None:
+def test_all_tokens_are_returned_exactly_and_nothing_is_probed(
+    setting: Setting, layer: int
+) -> None:
     """Keys of probe heads are keys, too."""
-    setting = either
     rule = shared([0])
 
     loaded = setting.load(layer, rule, M)
@@ -233,19 +222,6 @@ def test_shared_tokens_are_the_rows_of_the_rule(
     setting.check(1, loaded, torch.tensor([tokens]))
     assert setting.stats.layers_by_probe == 1
     assert setting.stats.layers_by_fallback == setting.stats.layers_whole == 0
-
-
-def test_shared_path_reads_the_probe_column_and_the_selected_rows_only(setting: Setting) -> None:
-    tokens = [2, 3, 17, 41, 59]
-
-    setting.load(1, shared(tokens), len(tokens))
-
-    selected = [int(t in tokens) for t in range(M)]
-    assert setting.source.counts(1, kv.PROBE) == [1] * M
-    for column in kv.kv_of(setting.shape):
-        assert setting.source.counts(1, column) == selected
-    for column in kv.columns_of(setting.shape):
-        assert not setting.source.reads[0, column].any(), "no other layer"
 
 
 def own_tokens(shape: KVShape, k: int) -> Tensor:
@@ -280,19 +256,24 @@ def picked(shape: KVShape, column: Column, tokens: Tensor) -> list[int]:
     return [int(t in chosen) for t in range(M)]
 
 
-def test_own_sets_read_the_rows_that_any_head_of_a_head_group_picked(either: Setting) -> None:
+@either
+@pytest.mark.parametrize("alike", [True, False])
+def test_rows_are_read_that_any_head_of_a_head_group_picked(setting: Setting, alike: bool) -> None:
     """The probe column once; without probe heads each head's own k rows and no more."""
-    setting = either
     tokens = own_tokens(setting.shape, 9)
+    if alike:
+        tokens = tokens[:1].expand_as(tokens)
 
-    setting.load(0, FixedRule(tokens, ()), 9)
+    setting.load(1, FixedRule(tokens[:1] if alike else tokens, ()), 9)
 
     probes = 1 if setting.shape.probe_kv_heads else 0
-    assert setting.source.counts(0, kv.PROBE) == [probes] * M
+    assert setting.source.counts(1, kv.PROBE) == [probes] * M
     for column in kv.kv_of(setting.shape):
-        assert setting.source.counts(0, column) == picked(setting.shape, column, tokens)
+        assert setting.source.counts(1, column) == picked(setting.shape, column, tokens)
         if not probes:
-            assert sum(setting.source.counts(0, column)) == 9
+            assert sum(setting.source.counts(1, column)) == 9
+    for column in kv.columns_of(setting.shape):
+        assert not setting.source.reads[0, column].any(), "no other layer"
 
 
 def test_fallback_reads_every_key_once_and_the_values_that_any_head_picked(
@@ -345,20 +326,6 @@ def test_source_is_told_what_was_selected_and_by_which_scores(setting: Setting, 
     assert setting.source.whole_layers == []
 
 
-def test_without_resident_tokens(setting: Setting) -> None:
-    shape = setting.shape
-    setting.inputs = dataclasses.replace(
-        setting.inputs, resident_keys=torch.empty(0, shape.num_kv_heads, shape.key_dim)
-    )
-    rule = shared([1, 2])
-
-    loaded = setting.load(0, rule, 2)
-
-    assert torch.equal(loaded.keys, setting.keys[0][[1, 2]])
-    assert rule.probe_scores is not None
-    assert bool((rule.probe_scores.sum(1) < N).all())
-
-
 @pytest.mark.parametrize("k", [5, 15, 45])
 @pytest.mark.parametrize("alpha", [0.01, 1.0])
 def test_papers_rule_loads_the_tokens_of_the_dense_reference(
@@ -389,9 +356,9 @@ def test_papers_rule_loads_the_tokens_of_the_dense_reference(
     setting.check(1, loaded, torch.tensor(own))
 
 
+@either
 @pytest.mark.parametrize("k", [1, 5, 15, 45])
-def test_each_head_gets_its_best_tokens_of_the_dense_reference(either: Setting, k: int) -> None:
-    setting = either
+def test_each_head_gets_its_best_tokens_of_the_dense_reference(setting: Setting, k: int) -> None:
     by_head = setting.reference_scores(1).reshape(setting.shape.num_kv_heads, -1, M).sum(1)
     own = [sorted(np.argsort(-row)[:k].tolist()) for row in by_head]
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impress_sglang.config import ImpressConfig
 from impress_sglang.management.lookahead import _GAP, LookAhead
-from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSpan
 from impress_sglang.management.versions import SegmentVersions, turns_of
-from impress_sglang.management.writing import Offer
-from impress_sglang.storage.quality import EXACT
 from impress_sglang.tiers.rules import LAST_TURN, NOBODY
 from impress_sglang.transfer.source import ReadNeeds
-from tests.unit.kv_factory import IDENTITY, SequenceKVs, as_tokens, make_shape
+from tests.unit.kv_factory import make_shape
 from tests.unit.reading import read_rows
-from tests.unit.store_factory import gb
+from tests.unit.store_factory import Workbench, gb, look_up
 from tests.unit.test_residents import segment
 
 SEGMENTS = [segment(name) for name in "ab"]
@@ -31,26 +27,30 @@ def spans(*wanted: tuple[int, tuple[int, int]]) -> list[StoredSpan]:
     return [StoredSpan(SEGMENTS[number], *own) for number, own in wanted]
 
 
+def turns_in_order(lookahead: LookAhead, rids: Sequence[str]) -> list[int]:
+    turns = [lookahead.turn(rid) for rid in rids]
+    assert turns == sorted(set(turns))
+    return turns
+
+
 def test_a_queue_that_moves_on_keeps_its_turns() -> None:
     """So that nothing has to be told to the caches but what comes and goes."""
     lookahead = LookAhead()
     lookahead.wait("b", spans((0, (0, 4))))
     lookahead.order(["a", "b", "c"])
     lookahead.take_changed()
-    turns = [lookahead.turn(rid) for rid in "abc"]
-    assert turns == sorted(set(turns)) and lookahead.turn("nobody") == LAST_TURN
+    turns = turns_in_order(lookahead, "abc")
+    assert lookahead.turn("nobody") == LAST_TURN
 
     lookahead.order(["b", "c", "d"])
 
     assert [lookahead.turn(rid) for rid in "bc"] == turns[1:] and lookahead.turn("d") > turns[2]
     assert lookahead.take_changed() == []
-    lookahead.order(["d", "new", "b", "c"])
-    turns = [lookahead.turn(rid) for rid in ("d", "new", "b", "c")]
-    assert turns == sorted(set(turns))
+    lookahead.order(queue := ["d", "new", "b", "c"])
+    turns_in_order(lookahead, queue)
     assert lookahead.take_changed() == []
-    lookahead.order(["d", "c", "b", "new"])
-    turns = [lookahead.turn(rid) for rid in ("d", "c", "b", "new")]
-    assert turns == sorted(set(turns))
+    lookahead.order(queue := ["d", "c", "b", "new"])
+    turns_in_order(lookahead, queue)
     assert [segment_id for segment_id, _ in lookahead.take_changed()] == ["a"]
 
 
@@ -72,8 +72,7 @@ def test_turns_are_in_the_order_of_the_queue(orders: list[list[str]]) -> None:
     lookahead = LookAhead()
     for order in orders:
         lookahead.order(order)
-        turns = [lookahead.turn(rid) for rid in order]
-        assert turns == sorted(set(turns)) and all(0 <= turn < LAST_TURN for turn in turns)
+        assert all(0 <= turn < LAST_TURN for turn in turns_in_order(lookahead, order))
 
 
 def test_a_gap_between_turns_may_be_full() -> None:
@@ -82,8 +81,7 @@ def test_a_gap_between_turns_may_be_full() -> None:
     for number in range(3 * _GAP):
         queue = ["a", str(number), str(number - 1), "z"]
         lookahead.order(queue)
-        turns = [lookahead.turn(rid) for rid in queue]
-        assert turns == sorted(set(turns))
+        turns_in_order(lookahead, queue)
 
 
 def test_who_waits_behind_others_for_the_same_changes_nothing() -> None:
@@ -177,18 +175,21 @@ def test_turns_of_chunks_are_those_of_their_first_reader() -> None:
     assert turns_of(4, 4, [(3, 9, 7), (0, 5, 2)]).tolist() == [2, 2, 7, NOBODY]
 
 
+def bench_of(tmp_path: Path, *, probe: tuple[int, ...] = (), coded: bool = False) -> Workbench:
+    heads = {"layers": 2, "query_heads": 6, "kv_heads": 3, "key_dim": 64, "value_dim": 64}
+    return Workbench(tmp_path, make_shape(**heads, probe=probe, coded=coded))
+
+
 def test_a_closed_store_is_told_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While another one is being opened, requests begin and end to wait."""
     told: list[object] = []
     monkeypatch.setattr(SegmentVersions, "expect", lambda _, awaited: told.extend(awaited))
-    shape = make_shape(layers=2, query_heads=6, kv_heads=3, key_dim=64, value_dim=64, probe=())
-    config = ImpressConfig(str(tmp_path), min_free_gb=0, policy="as", device_gb=0, host_gb=0)
-    lookahead = LookAhead()
-    store = PrefixStore(config, IDENTITY, shape, lookahead=lookahead)
+    bench, lookahead = bench_of(tmp_path), LookAhead()
+    store = bench.open(policy="as", lookahead=lookahead)
     lookahead.wait("a", spans((0, (0, 4))))
     lookahead.tell()
     assert len(told) == 1
-    store.close()
+    bench.close(store)
     lookahead.stop_waiting("a")
     lookahead.tell()
     assert len(told) == 1
@@ -207,89 +208,70 @@ def test_what_is_not_certain_to_be_read_is_not_awaited(
     tmp_path: Path, policy: str, retention: float, probe: tuple[int, ...], columns: list[int]
 ) -> None:
     """Which rows of the others are wanted tells the query: they would be read whole in vain."""
-    shape = make_shape(
-        layers=2, query_heads=6, kv_heads=3, key_dim=64, value_dim=64, probe=probe, coded=False
-    )
-    own = {"policy": policy, "retention": retention, "min_free_gb": 0.0, "min_prefix_tokens": 1}
-    config = ImpressConfig(ssd_dir=str(tmp_path), device_gb=0, host_gb=gb(40 * 4096), **own)
-    lookahead, prefix = LookAhead(), as_tokens(range(256))
-    with contextlib.closing(PrefixStore(config, IDENTITY, shape, lookahead=lookahead)) as store:
-        kvs = SequenceKVs(shape, "", tuple(range(256)), EXACT)
-        store.writes.offer("", Offer(prefix, kvs.read_from, lambda: None, lambda: None, 1))
-        store.writes.drain()
-        match = store.match("", prefix)
-        store.close_source(store.open_source(match, 0, 256, ReadNeeds(whole=True)))
-        (version,) = store.versions._versions.values()
-        store.forecast.stored_bytes(match.spans)
-        assert version.columns is not None
-        lookahead.wait("waits", match.spans)
-        store.poll()
-        rule, layout = store.cache.placement._rule, version.layout
-        awaited = rule.priorities[version.columns :][: layout.total_chunks] >= 2**62
-        by_column = awaited.reshape(2, -1, layout.num_chunks)
-        assert by_column.all(2).tolist() == by_column.any(2).tolist()
-        assert [[*map(bool, row)] for row in by_column.all(2)] == 2 * [
-            [column in columns for column in shape.columns]
-        ]
+    bench, lookahead = bench_of(tmp_path, probe=probe), LookAhead()
+    options = {"policy": policy, "retention": retention, "chunk_tokens": 64}
+    store = bench.open(host_gb=gb(40 * 4096), lookahead=lookahead, **options)
+    bench.put(store, range(256))
+    match = look_up(store, range(256))
+    store.close_source(store.open_source(match, 0, 256, ReadNeeds(whole=True)))
+    (version,) = store.versions._versions.values()
+    store.forecast.stored_bytes(match.spans)
+    assert version.columns is not None
+    lookahead.wait("waits", match.spans)
+    store.poll()
+    rule, layout = store.cache.placement._rule, version.layout
+    awaited = rule.priorities[version.columns :][: layout.total_chunks] >= 2**62
+    by_column = awaited.reshape(2, -1, layout.num_chunks)
+    assert by_column.all(2).tolist() == by_column.any(2).tolist()
+    expected = [column in columns for column in bench.shape.columns]
+    assert by_column.all(2).tolist() == 2 * [expected]
+    bench.close_all()
 
 
 @pytest.mark.parametrize("coded", [False, True])
 def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool) -> None:
     """Of a cache with room for less than one of two prefixes."""
-    shape = make_shape(
-        layers=2, query_heads=6, kv_heads=3, key_dim=64, value_dim=64, probe=(), coded=coded
-    )
-    config = ImpressConfig(
-        ssd_dir=str(tmp_path),
-        policy="impress" if coded else "as",
-        min_free_gb=0,
-        min_prefix_tokens=1,
-        device_gb=0,
-        host_gb=gb(40 * 4096),
-        base_error=0,
-    )
-    lookahead = LookAhead()
+    bench, lookahead = bench_of(tmp_path, coded=coded), LookAhead()
+    options = {"policy": "impress" if coded else "as", "chunk_tokens": 64, "lookahead": lookahead}
+    store = bench.open(host_gb=gb(40 * 4096), **options)
 
     def read(prefix: range) -> int:
         """Bytes from SSD, for all that is certain to be read of a prefix."""
-        match = store.match("", as_tokens(prefix))
+        match = look_up(store, prefix)
         assert match.num_tokens == len(prefix)
         if coded:
             source = store.open_coded(match.spans, [False] * len(match.spans))
-            for layer in range(shape.num_layers):
+            for layer in range(bench.shape.num_layers):
                 source.read_base(layer)
         else:
             source = store.open_source(match, 0, len(prefix), ReadNeeds(whole=True, probe=False))
-            for layer in range(shape.num_layers):
+            for layer in range(bench.shape.num_layers):
                 read_rows(source, layer, None)
         store.close_source(source)
         store.check_integrity()
         return source.stats.ssd_bytes
 
     wanted, popular = range(256), range(1000, 1256)
-    with contextlib.closing(PrefixStore(config, IDENTITY, shape, lookahead=lookahead)) as store:
-        for prefix in (wanted, popular):
-            kvs = SequenceKVs(shape, "", tuple(prefix), EXACT)
-            offer = Offer(as_tokens(prefix), kvs.read_from, lambda: None, lambda: None, 1)
-            store.writes.offer("", offer)
-            store.writes.drain()
-        whole = read(wanted)
-        lookahead.wait("waits", store.match("", as_tokens(wanted)).spans)
-        left = read(wanted)
-        for _ in range(5):
-            assert read(popular) == whole
-        assert read(wanted) == left < whole
+    for prefix in (wanted, popular):
+        bench.put(store, prefix)
+    whole = read(wanted)
+    lookahead.wait("waits", look_up(store, wanted).spans)
+    left = read(wanted)
+    for _ in range(5):
+        assert read(popular) == whole
+    assert read(wanted) == left < whole
 
-        lookahead.stop_waiting("waits")
-        for _ in range(9):
-            left = read(popular)
-        assert left < whole == read(wanted)
-        lookahead.wait("waits", store.match("", as_tokens(wanted)).spans)
-        store.poll()
+    lookahead.stop_waiting("waits")
+    for _ in range(9):
+        left = read(popular)
+    assert left < whole == read(wanted)
+    lookahead.wait("waits", look_up(store, wanted).spans)
+    store.poll()
     # What nobody has read since the start is in no table of the caches yet.
-    with contextlib.closing(PrefixStore(config, IDENTITY, shape, lookahead=lookahead)) as store:
-        store.poll()
-        read(wanted)
-        for _ in range(9):
-            read(popular)
-        assert read(wanted) < whole
+    store = bench.reopen(store, host_gb=gb(40 * 4096), **options)
+    store.poll()
+    read(wanted)
+    for _ in range(9):
+        read(popular)
+    assert read(wanted) < whole
+    bench.close_all()

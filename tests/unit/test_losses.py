@@ -9,16 +9,10 @@ from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens
 from tests.unit.store_factory import Workbench, gb, look_up, lose, prompt
+from tests.unit.waiting import Clock
 
 bench = store_factory.bench
 LENGTH = 4 * BLOCK_TOKENS
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def tokens(number: int, length: int = LENGTH) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -111,12 +111,12 @@ class PlacementMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ids)
     @rule(data=st.data())
     def access(self, data: st.DataObject) -> None:
-        names = data.draw(st.lists(st.sampled_from(sorted(self.ids)), min_size=1, unique=True))
+        names = data.draw(st.lists(st.sampled_from(sorted(self.ids)), unique=True))
         worths = {name: self.draw_worth(data) for name in names}
         before = {name: self.model.tier(name) for name in self.ids}
 
         found = self.placement.access(
-            np.array([self.ids[name] for name in names]), np.array(list(worths.values()))
+            np.array([self.ids[name] for name in names], np.int64), np.array(list(worths.values()))
         )
         self.model.access(worths)
 

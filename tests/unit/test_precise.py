@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +13,15 @@ from torch import Tensor
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.allocation import planes_of
 from impress_sglang.precision.codec import LEVELS, NUM_PLANES, restore
-from impress_sglang.storage.reader import BlockReader
-from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS, SCORED_QUERIES, PreciseLoader
 from impress_sglang.transfer.resident import PartLoad, PartUse, UsedUnits
 from impress_sglang.transfer.slots import LayerSlots
-from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
+from tests.unit import dense
+from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart, units_of
 from tests.unit.kv_factory import flip_byte, make_shape
-from tests.unit.waiting import wait_until
 
+Coded = Callable[..., CodedCase]
 PREFIXES = {
     "one": [CodedPart(700)],
     "short": [CodedPart(3)],
@@ -44,19 +44,11 @@ def inputs(case: CodedCase, seed: int = 5, new: int = 4) -> LayerInputs:
 
 def squares(given: LayerInputs, prefix: Tensor) -> Tensor:
     """Squared attention weights [G, m] of the prefix, of the queries that score, in float64."""
-    keys = torch.cat([given.resident_keys.float(), prefix, given.new_keys.float()]).double()
-    group = given.queries.shape[1] // keys.shape[1]
-    found = torch.zeros(keys.shape[1], len(prefix), dtype=torch.float64)
-    first = len(given.resident_keys)
-    for row, query in enumerate(given.queries.double()):
-        if row < len(given.queries) - SCORED_QUERIES:
-            continue
-        seen = len(keys) - len(given.new_keys) + row + 1
-        for head, vector in enumerate(query):
-            logits = keys[:seen, head // group] @ vector * given.scaling
-            weights = logits.softmax(0)[first : first + len(prefix)]
-            found[head // group] += weights.square()
-    return found
+    first = max(0, len(given.queries) - SCORED_QUERIES)
+    before = torch.cat([given.resident_keys, given.new_keys[:first]])
+    queries, new = given.queries[first:], given.new_keys[first:]
+    found = dense.column_sums(queries, prefix, before, new, given.scaling, squares=True)
+    return torch.from_numpy(found).unflatten(0, (prefix.shape[1], -1)).sum(1)
 
 
 def load(
@@ -76,36 +68,36 @@ def load(
     return case.levels(layer)
 
 
+def load_all(case: CodedCase, bits: float, **how: Any) -> list[Tensor]:
+    """The levels of all layers."""
+    return [load(case, layer, bits, **how) for layer in range(SHAPE.num_layers)]
+
+
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("rule", ALLOCATIONS)
 @pytest.mark.parametrize("name", PREFIXES)
 def test_slots_get_the_bits_that_were_asked_for(
-    name: str, rule: str, bits: float, tmp_path: Path, reader: BlockReader
+    name: str, rule: str, bits: float, coded: Coded
 ) -> None:
-    case, stats = CodedCase(tmp_path, PREFIXES[name], reader), LoadStats()
+    case, stats = coded(PREFIXES[name]), LoadStats()
     for layer in range(SHAPE.num_layers):
         planes = load(case, layer, bits, rule, stats)
         assert int(planes.sum()) == planes_of(bits, planes.numel())
         assert int(planes.min()) >= 0 and int(planes.max()) <= NUM_PLANES
-    assert stats.mean_bits <= bits
-    assert stats.mean_bits > bits - 2 / (planes.numel())
-    case.close()
+    assert bits - 2 / planes.numel() < stats.mean_bits <= bits
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_pools_of_few_bits(dtype: torch.dtype, tmp_path: Path, reader: BlockReader) -> None:
+def test_pools_of_few_bits(dtype: torch.dtype, coded: Coded) -> None:
     shape = make_shape(layers=1, key_dim=64, value_dim=64, dtype=dtype, probe=(), coded=True)
-    case = CodedCase(tmp_path, PREFIXES["several"], reader, shape=shape)
+    case = coded(PREFIXES["several"], shape=shape)
     load(case, 0, 6.0)
-    case.close()
 
 
 @pytest.mark.parametrize("new", [4, SCORED_QUERIES, SCORED_QUERIES + 23])
 @pytest.mark.parametrize("name", ["one", "several"])
-def test_planes_go_where_an_error_weighs_most(
-    name: str, new: int, tmp_path: Path, reader: BlockReader
-) -> None:
-    case = CodedCase(tmp_path, PREFIXES[name], reader)
+def test_planes_go_where_an_error_weighs_most(name: str, new: int, coded: Coded) -> None:
+    case = coded(PREFIXES[name])
     planes = load(case, 0, 5.0, new=new)
     base = case.expected(0, torch.zeros_like(planes))[0]
     by_token = squares(inputs(case, new=new), base)
@@ -113,12 +105,11 @@ def test_planes_go_where_an_error_weighs_most(
     gains = torch.stack([weights, weights / 16])
     given = torch.arange(NUM_PLANES)[:, None, None] < planes
     assert gains[given].min() >= gains[~given].max() * (1 - 1e-3)
-    case.close()
 
 
-def test_what_is_read_is_the_base_and_the_planes(tmp_path: Path, reader: BlockReader) -> None:
-    case, stats = CodedCase(tmp_path, PREFIXES["one"], reader), LoadStats()
-    planes = [load(case, layer, 5.0, stats=stats) for layer in range(SHAPE.num_layers)]
+def test_what_is_read_is_the_base_and_the_planes(coded: Coded) -> None:
+    case, stats = coded(PREFIXES["one"]), LoadStats()
+    planes = load_all(case, 5.0, stats=stats)
     case.source.close()
     (span,) = case.spans
     count = sum(int(own.sum()) for own in planes)
@@ -128,16 +119,11 @@ def test_what_is_read_is_the_base_and_the_planes(tmp_path: Path, reader: BlockRe
     assert stats.base_bytes == span.layout.num_groups * span.layout.group_bytes * SHAPE.num_layers
     assert sum(stats.planes) == count
     assert stats.units == sum(own.numel() for own in planes)
-    case.close()
 
 
 @pytest.mark.parametrize(("device_pages", "host_pages"), [(400, 0), (0, 400), (9, 13), (40, 60)])
-def test_caches_give_what_the_drive_gave(
-    device_pages: int, host_pages: int, tmp_path: Path, reader: BlockReader
-) -> None:
-    case = CodedCase(
-        tmp_path, PREFIXES["several"], reader, device_pages=device_pages, host_pages=host_pages
-    )
+def test_caches_give_what_the_drive_gave(device_pages: int, host_pages: int, coded: Coded) -> None:
+    case = coded(PREFIXES["several"], device_pages=device_pages, host_pages=host_pages)
     assert case.cache is not None
     for _ in range(3):
         for layer in range(SHAPE.num_layers):
@@ -149,20 +135,14 @@ def test_caches_give_what_the_drive_gave(
     if device_pages + host_pages == 400:
         assert stats.ssd_bytes == 0 and stats.ssd_chunks == 0
     assert stats.device_chunks + stats.host_chunks > 0
-    case.close()
 
 
-def test_what_is_read_ahead_is_used(tmp_path: Path, reader: BlockReader) -> None:
-    case = CodedCase(tmp_path, PREFIXES["several"], reader)
-    for layer in range(SHAPE.num_layers):
-        load(case, layer, 5.0)
-    case.source.close()
+def test_what_is_read_ahead_is_used(coded: Coded) -> None:
+    case = coded(PREFIXES["several"])
+    load_all(case, 5.0)
     case.request()
-    while case.source.next_ahead < SHAPE.num_layers:
-        case.source.read_ahead(0.5)
-    wait_until(lambda: not case.source.is_reading)
-    for layer in range(SHAPE.num_layers):
-        load(case, layer, 5.0)
+    case.read_ahead(0.5)
+    load_all(case, 5.0)
     case.source.close()
     stats = case.source.stats
     base = sum(
@@ -170,34 +150,28 @@ def test_what_is_read_ahead_is_used(tmp_path: Path, reader: BlockReader) -> None
     )
     assert stats.ahead_used_bytes == stats.ahead_bytes == SHAPE.num_layers * base
     assert stats.ahead_bytes < stats.ssd_bytes, "of planes only the request says"
-    case.close()
 
 
 @pytest.mark.parametrize("where", ["base", "plane"])
-def test_a_damaged_block_is_found(where: str, tmp_path: Path, reader: BlockReader) -> None:
-    case = CodedCase(tmp_path, PREFIXES["one"], reader)
+def test_a_damaged_block_is_found(where: str, coded: Coded) -> None:
+    case = coded(PREFIXES["one"])
     segment, layout = case.spans[0].segment, case.spans[0].layout
     offset = segment.layout.codes_offset(1)
     flip_byte(case.paths[0], offset + (5 if where == "base" else layout.base_bytes + 5))
     load(case, 0, 8.0)
     with pytest.raises(PrefixUnreadable, match="checksum"):
         load(case, 1, 8.0)
-    case.close()
 
 
-def test_a_question_raises_what_it_lacks_of_a_resident_prefix(
-    tmp_path: Path, reader: BlockReader
-) -> None:
-    case = CodedCase(tmp_path, PREFIXES["several"], reader)
+def test_a_question_raises_what_it_lacks_of_a_resident_prefix(coded: Coded) -> None:
+    case = coded(PREFIXES["several"])
     alone = []
     for seed in (5, 6):
         case.request()
-        alone.append([load(case, layer, 5.0, seed=seed) for layer in range(SHAPE.num_layers)])
+        alone.append(load_all(case, 5.0, seed=seed))
         case.source.close()
     case.request()
-    for layer in range(SHAPE.num_layers):
-        load(case, layer, 5.0, seed=5)
-    case.source.close()
+    load_all(case, 5.0, seed=5)
     case.request(resident=True)
     stats = LoadStats()
     for layer in range(SHAPE.num_layers):
@@ -211,11 +185,10 @@ def test_a_question_raises_what_it_lacks_of_a_resident_prefix(
     assert stats.mean_bits > 5.0
     raised = sum(int((a - b).clamp_min(0).sum()) for a, b in zip(*alone, strict=True))
     assert 0 < case.source.stats.ssd_needed_bytes <= 1.5 * raised * BLOCK
-    case.close()
 
 
-def test_two_requests_of_a_pass_read_a_prefix_once(tmp_path: Path, reader: BlockReader) -> None:
-    case = CodedCase(tmp_path, PREFIXES["one"], reader)
+def test_two_requests_of_a_pass_read_a_prefix_once(coded: Coded) -> None:
+    case = coded(PREFIXES["one"])
     for layer in range(SHAPE.num_layers):
         for _ in range(3):
             load(case, layer, 5.0)
@@ -223,15 +196,12 @@ def test_two_requests_of_a_pass_read_a_prefix_once(tmp_path: Path, reader: Block
     planes = sum(int(case.levels(layer).sum()) for layer in range(SHAPE.num_layers))
     base = case.spans[0].layout.base_bytes * SHAPE.num_layers
     assert case.source.stats.ssd_needed_bytes == base + planes * BLOCK
-    case.close()
 
 
-def test_a_part_of_a_part_is_enough(tmp_path: Path, reader: BlockReader) -> None:
+def test_a_part_of_a_part_is_enough(coded: Coded) -> None:
     """A request that shares only some tokens raises the units that have them."""
-    case = CodedCase(tmp_path, PREFIXES["one"], reader)
-    for layer in range(SHAPE.num_layers):
-        load(case, layer, 4.0)
-    case.source.close()
+    case = coded(PREFIXES["one"])
+    load_all(case, 4.0)
     case.request(resident=True)
     (part,) = case.parts
     use = PartUse(part, 130, 300)
@@ -246,25 +216,20 @@ def test_a_part_of_a_part_is_enough(tmp_path: Path, reader: BlockReader) -> None
         assert ((touched + part.layout.unit_tokens > 130) & (touched < 300)).all()
         assert len(touched)
     assert stats.mean_bits == 8.0
-    case.close()
 
 
-def test_a_broken_part_serves_nobody_else(tmp_path: Path, reader: BlockReader) -> None:
-    case = CodedCase(tmp_path, PREFIXES["one"], reader)
+def test_a_broken_part_serves_nobody_else(coded: Coded) -> None:
+    case = coded(PREFIXES["one"])
     case.parts[0].broken = True
     with pytest.raises(PrefixUnreadable):
         load(case, 0, 5.0)
-    case.close()
 
 
 @pytest.mark.parametrize("token", [130, 192, 320, 699])
-def test_a_part_that_is_cut_holds_what_it_held(
-    token: int, tmp_path: Path, reader: BlockReader
-) -> None:
+def test_a_part_that_is_cut_holds_what_it_held(token: int, coded: Coded) -> None:
     """Both pieces are raised as if each had been loaded by itself; a unit may be of both."""
-    case = CodedCase(tmp_path, PREFIXES["one"], reader)
-    for layer in range(SHAPE.num_layers):
-        load(case, layer, 5.0)
+    case = coded(PREFIXES["one"])
+    load_all(case, 5.0)
     case.source.close()
     (part,) = case.parts
     assert part.load is not None and part.load[0].leave()
@@ -272,11 +237,9 @@ def test_a_part_that_is_cut_holds_what_it_held(
     assert (part.stop, rest.start, rest.stop) == (token, token, 700) and rest.loaded
     whole = case.spans[0]
     pieces = [dataclasses.replace(whole, start=own.start, stop=own.stop) for own in (part, rest)]
-    assert case.cache is not None
-    source = CodedSource(pieces, reader, case.pool, case.cache, in_slots=[True, True])
+    source = case.open(pieces, in_slots=[True, True])
     PartLoad(source, [part, rest], pending=1)
-    uses = [PartUse(own, own.start, own.stop) for own in (part, rest)]
-    units = UsedUnits(uses, torch.device("cpu"))
+    units = units_of([part, rest])
     for layer in range(SHAPE.num_layers):
         slots = case.layer_slots(layer)
         loader = PreciseLoader(SHAPE, ALLOCATIONS["query"])
@@ -288,44 +251,36 @@ def test_a_part_that_is_cut_holds_what_it_held(
             place = inside // own.layout.unit_tokens - own.units[0]
             held[:, inside] = torch.from_numpy(own.levels[layer]).long()[:, place]
         _, _, codes, _ = case._codes[layer]
-        for side, coded in zip((slots.keys, slots.values), codes, strict=True):
-            expected = restore(coded, LEVELS[0])
+        for side, own_codes in zip((slots.keys, slots.values), codes, strict=True):
+            expected = restore(own_codes, LEVELS[0])
             for count in range(1, NUM_PLANES + 1):
                 better = held.T[..., None] >= count
-                expected = torch.where(better, restore(coded, LEVELS[count]), expected)
+                expected = torch.where(better, restore(own_codes, LEVELS[count]), expected)
             assert (side.pool[case.slots] - expected).abs().max() <= 1e-4
     source.close()
-    case.close()
 
 
-def test_what_is_in_slots_is_not_read_ahead(tmp_path: Path, reader: BlockReader) -> None:
-    case = CodedCase(tmp_path, PREFIXES["several"], reader)
-    for layer in range(SHAPE.num_layers):
-        load(case, layer, 6.0)
-    case.source.close()
+def test_what_is_in_slots_is_not_read_ahead(coded: Coded) -> None:
+    case = coded(PREFIXES["several"])
+    load_all(case, 6.0)
     case.request(resident=True)
-    while case.source.next_ahead < SHAPE.num_layers:
-        case.source.read_ahead(0.5)
+    case.read_ahead(0.5)
     case.source.close()
     assert case.source.stats.ahead_bytes == 0
-    case.close()
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_pieces_of_a_segment_are_read_into_one_image(
-    ahead: bool, tmp_path: Path, reader: BlockReader
-) -> None:
+def test_pieces_of_a_segment_are_read_into_one_image(ahead: bool, coded: Coded) -> None:
     """Memory does not grow with their number, and what two of them need is read once."""
-    case = CodedCase(tmp_path, [CodedPart(1500)], reader)
+    case = coded([CodedPart(1500)])
     (whole,) = case.spans
     places = [(0, 70), (70, 300), (310, 800), (800, 1500)]
     pieces = [dataclasses.replace(whole, start=start, stop=stop) for start, stop in places]
-    assert case.cache is not None
-    source = CodedSource(pieces, reader, case.pool, case.cache)
+    source = case.open(pieces)
     if ahead:
         source.read_ahead(0.5)
     found = source.read_base(0)
-    alone = CodedSource([whole], reader, case.pool, case.cache)
+    alone = case.open([whole])
     (base,) = alone.read_base(0)
     assert base is not None
     for (start, stop), own in zip(places, found, strict=True):
@@ -337,17 +292,13 @@ def test_pieces_of_a_segment_are_read_into_one_image(
     alone.close()
     assert case.pool.used_bytes == 0
     assert source.stats.ssd_bytes == alone.stats.ssd_bytes
-    case.close()
 
 
-def test_a_load_brings_all_its_parts_whoever_comes_first(
-    tmp_path: Path, reader: BlockReader
-) -> None:
+def test_a_load_brings_all_its_parts_whoever_comes_first(coded: Coded) -> None:
     """What was read does not last until the next request wants it."""
-    case = CodedCase(tmp_path, PREFIXES["several"], reader)
+    case = coded(PREFIXES["several"])
     loader, everything = PreciseLoader(SHAPE, ALLOCATIONS["query"]), case.units
-    last = case.parts[-1]
-    alone = UsedUnits([PartUse(last, last.start, last.stop)], torch.device("cpu"))
+    alone = units_of(case.parts[-1:])
     for layer in range(SHAPE.num_layers):
         slots, stats = case.layer_slots(layer), [LoadStats(), LoadStats()]
         loader.restore(layer, alone, slots, stats[0])
@@ -355,34 +306,26 @@ def test_a_load_brings_all_its_parts_whoever_comes_first(
         case.check(layer)
         loader.restore(layer, everything, slots, stats[1])
         assert stats[0].base_bytes > 0 == stats[1].base_bytes
-    case.close()
 
 
 @pytest.mark.parametrize("how", ["given up", "broken"])
-def test_slots_that_a_part_has_lost_are_not_written(
-    how: str, tmp_path: Path, reader: BlockReader
-) -> None:
-    case = CodedCase(tmp_path, PREFIXES["several"], reader)
+def test_slots_that_a_part_has_lost_are_not_written(how: str, coded: Coded) -> None:
+    case = coded(PREFIXES["several"])
     gone, *others = case.parts
     if how == "given up":
         gone.load = None
     else:
         gone.broken = True
-    uses = [PartUse(part, part.start, part.stop) for part in others]
-    units = UsedUnits(uses, torch.device("cpu"))
-    slots = case.layer_slots(0)
+    units, slots = units_of(others), case.layer_slots(0)
     PreciseLoader(SHAPE, ALLOCATIONS["query"]).restore(0, units, slots, LoadStats())
     assert [part.layers_loaded for part in case.parts] == [0, 1, 1]
     for pool in (slots.keys.pool, slots.values.pool):
         assert (pool[gone.slots] == -77.0).all()
         assert not (pool[others[0].slots] == -77.0).any()
-    case.close()
 
 
-def test_buffers_are_given_back_when_the_last_request_is_done_with_a_layer(
-    tmp_path: Path, reader: BlockReader
-) -> None:
-    case = CodedCase(tmp_path, PREFIXES["one"], reader)
+def test_buffers_are_given_back_when_the_last_request_is_done_with_a_layer(coded: Coded) -> None:
+    case = coded(PREFIXES["one"])
     held, _ = case.parts[0].load or pytest.fail()
     held.pending = 3
     for layer in range(SHAPE.num_layers):
@@ -395,20 +338,15 @@ def test_buffers_are_given_back_when_the_last_request_is_done_with_a_layer(
             held.end_layer(layer)
     assert case.pool.used_bytes == 0
     assert case.source.layer == SHAPE.num_layers - 1
-    case.close()
 
 
-def test_requests_that_take_each_others_buffers_get_the_same_bits(
-    tmp_path: Path, reader: BlockReader
-) -> None:
+def test_requests_that_take_each_others_buffers_get_the_same_bits(coded: Coded) -> None:
     """With room for one layer of one of them; planes are wanted when the base is gone."""
-    cases = []
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        cases.append(CodedCase(tmp_path / name, PREFIXES["several"], reader))
+    cases = [coded(PREFIXES["several"]) for _ in range(2)]
     pool = cases[0].pool
     pool.limit_bytes = cases[0].source.layer_bytes
     for case in cases:
+        case.source.close()
         case.pool = pool
         case.request()
     loader = PreciseLoader(SHAPE, ALLOCATIONS["query"])

@@ -81,16 +81,6 @@ def test_what_is_computed_after_a_part_is_worse_by_one_approximation(
         assert after.share == min(before.share, share)
 
 
-def test_a_chat_counts_its_turns() -> None:
-    """Each turn is computed after a part of all turns before."""
-    quality = EXACT
-    for retention in (0.25, 0.5, 0.125, 1.0):
-        quality = quality.after(retention)
-
-    assert quality == Quality(3, 0.125)
-    assert quality.after(1.0, 5.0).after(1.0, 6.5) == Quality(5, 0.125, 5.0)
-
-
 @given(QUALITIES, QUALITIES, QUALITIES)
 def test_the_worst_of_several_is_what_a_request_must_take_to_take_each(
     a: Quality, b: Quality, least: Quality

@@ -14,15 +14,9 @@ from impress_sglang.serving.recent import (
     RecentRequests,
 )
 from impress_sglang.serving.report import new_report, split_tokens
+from tests.unit.waiting import Clock
 
 PROMPT = [*range(100, 400)]
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -49,7 +43,7 @@ def test_it_is_split_where_the_tokens_of_a_prompt_came_from(clock: Clock) -> Non
     assert (first["waited_ms"], first["loading_ms"], first["computing_ms"]) == (250, 40, 60)
     assert (short["tokens"]["computed"], resident["tokens"]["computed"]) == (5, 0)
     assert (resident["loading_ms"], resident["computing_ms"]) == (100, 0)
-    assert recent.periods() == [[1000, 69, 32, 60, 40, 7, 102]]
+    assert recent.periods() == [[clock.now, 69, 32, 60, 40, 7, 102]]
 
 
 def test_memory_is_bounded(clock: Clock) -> None:

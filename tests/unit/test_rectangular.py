@@ -39,6 +39,11 @@ def inputs(
     return make(n, heads, 16), make(kv, key_heads, 16), make(kv, key_heads, 24)
 
 
+def check(found: Tensor, expected: np.ndarray) -> None:
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
 SIZES = [(1, 1), (1, 9), (5, 5), (5, 6), (3, 40), (32, 33)]
 HEADS = [(2, 2), (6, 2), (4, 1)]
 
@@ -53,10 +58,7 @@ def test_equals_the_dense_reference(
 
     found = rectangular_attention(*tensors, scaling=0.3, causal=causal)
 
-    assert found.shape == (n, heads, 24)
-    np.testing.assert_allclose(
-        found.numpy(), dense_attention(*tensors, 0.3, causal, None), rtol=1e-4, atol=1e-5
-    )
+    check(found, dense_attention(*tensors, 0.3, causal, None))
 
 
 @pytest.mark.parametrize("window", [0, 1, 4, 100])
@@ -66,9 +68,7 @@ def test_window_hides_what_is_further_back(n: int, kv: int, window: int) -> None
 
     found = rectangular_attention(*tensors, scaling=0.3, causal=True, window=window)
 
-    np.testing.assert_allclose(
-        found.numpy(), dense_attention(*tensors, 0.3, True, window), rtol=1e-4, atol=1e-5
-    )
+    check(found, dense_attention(*tensors, 0.3, True, window))
 
 
 def test_scaling_defaults_to_one_over_the_root_of_the_dimension() -> None:
@@ -76,9 +76,7 @@ def test_scaling_defaults_to_one_over_the_root_of_the_dimension() -> None:
 
     found = rectangular_attention(*tensors, scaling=None, causal=True)
 
-    np.testing.assert_allclose(
-        found.numpy(), dense_attention(*tensors, 0.25, True, None), rtol=1e-4, atol=1e-5
-    )
+    check(found, dense_attention(*tensors, 0.25, True, None))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
@@ -105,4 +103,4 @@ def test_keys_of_another_dtype_are_taken_in_that_of_the_queries() -> None:
 
     assert found.dtype == torch.float32
     expected = dense_attention(queries, keys.bfloat16(), values.bfloat16(), 0.3, True, None)
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
+    check(found, expected)

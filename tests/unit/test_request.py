@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,58 +31,58 @@ from impress_sglang.storage.segment import Priority
 CONFIG = ImpressConfig()
 
 
-@pytest.mark.parametrize("value", [1, 1.0, 0.25, 1e-9])
-def test_a_share_is_accepted(value: float) -> None:
-    check_custom_params({RETENTION_KEY: value}, CONFIG)
-    check_custom_params({RETENTION_KEY: value, "thinking_budget": 7}, CONFIG)
+NO_NUMBERS = ("x", "0.5", True, False, None, [0.5], {}, 10**400, math.nan)
+RIGHT = {RETENTION_KEY: (1, 1.0, 0.25, 1e-9), BITS_KEY: (4, 4.0, 5.5, 8, EXACTLY)}
+WRONG = {
+    RETENTION_KEY: (*NO_NUMBERS, 0, 0.0, -0.5, 2, 1.0001, math.inf),
+    BITS_KEY: (*NO_NUMBERS, 3.99, 8.01, 0, -5, 16, "5", "Exact", ""),
+}
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(0, 0.0, -0.5, 2, 1.0001, 10**400, math.nan, math.inf),
-        *("x", "0.5", True, False, None, [0.5], {}),
-    ],
-)
-def test_anything_else_is_refused_by_name_and_value(value: Any) -> None:
-    with pytest.raises(ValueError, match=RETENTION_KEY) as caught:
-        check_custom_params({RETENTION_KEY: value}, CONFIG)
-
-    assert repr(value) in str(caught.value)
+@pytest.mark.parametrize(("key", "value"), [(k, own) for k in RIGHT for own in RIGHT[k]])
+def test_a_share_and_bits_are_accepted(key: str, value: Any) -> None:
+    check_custom_params({key: value}, CONFIG)
+    check_custom_params({RETENTION_KEY: 1, key: value, "thinking_budget": 7}, CONFIG)
 
 
-@pytest.mark.parametrize("value", [None, 0, 1, "false", []])
-def test_whether_to_store_is_true_or_false(value: object) -> None:
-    for wish in (True, False):
-        check_custom_params({STORE_KEY: wish}, CONFIG)
-        assert store_wish_of(SimpleNamespace(custom_params={STORE_KEY: wish})) is wish
-    with pytest.raises(ValueError, match=STORE_KEY):
-        check_custom_params({STORE_KEY: value}, CONFIG)
-    for params in ({STORE_KEY: value}, {}, None, "x"):
-        assert store_wish_of(SimpleNamespace(custom_params=params)) is None
+@pytest.mark.parametrize(("key", "value"), [(k, own) for k in WRONG for own in WRONG[k]])
+def test_others_are_refused_by_name_and_value(key: str, value: Any) -> None:
+    for more in ({}, {RETENTION_KEY: 0.5}):
+        with pytest.raises(ValueError, match=key) as caught:
+            check_custom_params(more | {key: value}, CONFIG)
+
+        assert repr(value) in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [None, 0, -1, True, "5", math.nan, math.inf, 2e9])
-def test_a_time_is_a_number_of_seconds(value: object) -> None:
-    for ttl in (0.5, 60):
-        check_custom_params({TTL_KEY: ttl}, CONFIG)
-        assert ttl_of(SimpleNamespace(custom_params={TTL_KEY: ttl})) == ttl
-    with pytest.raises(ValueError, match=TTL_KEY):
-        check_custom_params({TTL_KEY: value}, CONFIG)
-    for params in ({TTL_KEY: value}, {}, None, "x"):
-        assert ttl_of(SimpleNamespace(custom_params=params)) == 0
+# By key: what tells a wish, what a request has that says nothing, wishes, and what is none.
+WISHES: dict[str, tuple[Callable[[Any], Any], Any, dict[Any, Any], list[Any]]] = {
+    STORE_KEY: (store_wish_of, None, {True: True, False: False}, [None, 0, 1, "false", []]),
+    TTL_KEY: (ttl_of, 0, {0.5: 0.5, 60: 60}, [None, 0, -1, True, "5", math.nan, math.inf, 2e9]),
+    PRIORITY_KEY: (
+        priority_of,
+        Priority.NORMAL,
+        {own.name.lower(): own for own in Priority},
+        [None, 0, True, "", "LOW", "higher", [], {}, ["low"]],
+    ),
+}
 
 
-@pytest.mark.parametrize("value", [None, 0, True, "", "LOW", "higher", [], {}, ["low"]])
-def test_a_priority_is_one_of_three(value: object) -> None:
-    for own in Priority:
-        params = {PRIORITY_KEY: own.name.lower()}
-        check_custom_params(params, CONFIG)
-        assert priority_of(SimpleNamespace(custom_params=params)) is own
+@pytest.mark.parametrize("key", WISHES)
+def test_a_wish_is_told_and_nothing_else_is_one(key: str) -> None:
+    wish_of, usual, wishes, others = WISHES[key]
+    for given, wish in wishes.items():
+        check_custom_params({key: given}, CONFIG)
+        assert wish_of(SimpleNamespace(custom_params={key: given})) == wish
+    for value in others:
+        with pytest.raises(ValueError, match=key):
+            check_custom_params({key: value}, CONFIG)
+    for params in (*({key: value} for value in others), {}, None, "x"):
+        assert wish_of(SimpleNamespace(custom_params=params)) == usual
+
+
+def test_a_priority_that_is_none_is_told_which_there_are() -> None:
     with pytest.raises(ValueError, match=f"{PRIORITY_KEY} must be one of low, normal, high"):
-        check_custom_params({PRIORITY_KEY: value}, CONFIG)
-    for params in ({PRIORITY_KEY: value}, {}, None, "x"):
-        assert priority_of(SimpleNamespace(custom_params=params)) is Priority.NORMAL
+        check_custom_params({PRIORITY_KEY: "higher"}, CONFIG)
 
 
 @pytest.mark.parametrize("key", ["impress_bit", "impress_TTL", "impress_", "impress_ttl "])
@@ -95,24 +96,6 @@ def test_all_keys_are_known() -> None:
     keys |= {BITS_KEY: 6, RETENTION_KEY: 1, STORE_KEY: True, TTL_KEY: 5, PRIORITY_KEY: "low"}
     check_custom_params(keys, CONFIG)
     check_custom_params({"impress": 1, "Impress_bits": 1, 7: 1}, CONFIG)
-
-
-@pytest.mark.parametrize("value", [4, 4.0, 5.5, 8, EXACTLY])
-def test_bits_are_accepted(value: float | str) -> None:
-    check_custom_params({BITS_KEY: value}, CONFIG)
-    check_custom_params({BITS_KEY: value, RETENTION_KEY: 1, "thinking_budget": 7}, CONFIG)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [3.99, 8.01, 0, -5, 16, 10**400, float("nan"), "5", "Exact", "", True, False, None, [5.0], {}],
-)
-def test_other_bits_are_refused_by_name_and_value(value: Any) -> None:
-    for more in ({}, {RETENTION_KEY: 0.5}):
-        with pytest.raises(ValueError, match=BITS_KEY) as caught:
-            check_custom_params({BITS_KEY: value, **more}, CONFIG)
-
-        assert repr(value) in str(caught.value)
 
 
 @pytest.mark.parametrize(

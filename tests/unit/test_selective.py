@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +13,15 @@ from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.allocation import planes_of
 from impress_sglang.precision.codec import NUM_PLANES
 from impress_sglang.serving.loading import SelectiveLoading
-from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer import selective
-from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS
 from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
+from tests.unit import dense
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
 from tests.unit.kv_factory import flip_byte
-from tests.unit.test_precise import PREFIXES, inputs, squares
+from tests.unit.test_precise import PREFIXES, Coded, inputs, squares
 
 CPU = torch.device("cpu")
 BITS = [4.0, 5.0, 8.0]
@@ -37,7 +35,8 @@ class Request:
         self.case, self.k = case, k
         case.source.close()
         case.cache.placement.advance()
-        self.source = CodedSource(case.spans, case.reader, case.pool, case.cache)
+        # Of which the case closes the latest.
+        case.source = self.source = case.open(case.spans)
         self.loader = SelectiveLoader(case.shape, ALLOCATIONS[rule])
         self.units = self.loader.begin(self.source, CPU)
         self.stats = LoadStats()
@@ -69,23 +68,12 @@ class Request:
             others[rows] = False
             assert (own.pool[others] == -77.0).all()
 
-    def close(self) -> None:
-        self.source.close()
-        self.case.close()
-
 
 def importance(given: LayerInputs, prefix: Tensor) -> Tensor:
     """Column sums [G, m] of the attention weights, of all queries, in float64."""
-    keys = torch.cat([given.resident_keys.float(), prefix, given.new_keys.float()]).double()
-    group = given.queries.shape[1] // keys.shape[1]
-    found = torch.zeros(keys.shape[1], len(prefix), dtype=torch.float64)
-    first = len(given.resident_keys)
-    for row, query in enumerate(given.queries.double()):
-        seen = len(keys) - len(given.new_keys) + row + 1
-        for head, vector in enumerate(query):
-            logits = keys[:seen, head // group] @ vector * given.scaling
-            found[head // group] += logits.softmax(0)[first : first + len(prefix)]
-    return found
+    keys = prefix, given.resident_keys, given.new_keys
+    found = dense.column_sums(given.queries, *keys, given.scaling)
+    return torch.from_numpy(found).unflatten(0, (prefix.shape[1], -1)).sum(1)
 
 
 def check_choice(tokens: Tensor, scores: Tensor) -> None:
@@ -107,10 +95,10 @@ def units_of(request: Request, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", PREFIXES)
 def test_each_head_gets_its_own_best_tokens_in_the_bits_of_their_units(
-    name: str, bits: float, tmp_path: Path, reader: BlockReader
+    name: str, bits: float, coded: Coded
 ) -> None:
     """New tokens are more than the last ones, which are what planes go by."""
-    case = CodedCase(tmp_path, PREFIXES[name], reader)
+    case = coded(PREFIXES[name])
     request = Request(case, -(-case.num_tokens // 4))
     for layer in range(SHAPE.num_layers):
         given = inputs(case, seed=layer, new=25)
@@ -118,15 +106,12 @@ def test_each_head_gets_its_own_best_tokens_in_the_bits_of_their_units(
         base = case.expected(layer, torch.zeros_like(request.planes(layer)))[0]
         check_choice(tokens, importance(given, base))
         request.check_slots(layer, tokens)
-    request.close()
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("rule", ALLOCATIONS)
-def test_planes_go_to_units_with_chosen_tokens_only(
-    rule: str, bits: float, tmp_path: Path, reader: BlockReader
-) -> None:
-    case = CodedCase(tmp_path, PREFIXES["several"], reader)
+def test_planes_go_to_units_with_chosen_tokens_only(rule: str, bits: float, coded: Coded) -> None:
+    case = coded(PREFIXES["several"])
     request = Request(case, 9, rule)
     given = inputs(case)
     tokens = request.load(0, bits, given)
@@ -136,13 +121,10 @@ def test_planes_go_to_units_with_chosen_tokens_only(
     if rule == "query" or bits in (4.0, 8.0):
         assert int(planes.sum()) == min(count, room)
     assert int(planes.sum()) <= count
-    request.close()
 
 
-def test_planes_go_where_an_error_of_a_chosen_token_weighs_most(
-    tmp_path: Path, reader: BlockReader
-) -> None:
-    case = CodedCase(tmp_path, PREFIXES["several"], reader)
+def test_planes_go_where_an_error_of_a_chosen_token_weighs_most(coded: Coded) -> None:
+    case = coded(PREFIXES["several"])
     request = Request(case, 200)
     given = inputs(case, new=25)
     tokens = request.load(0, 5.0, given)
@@ -155,23 +137,20 @@ def test_planes_go_where_an_error_of_a_chosen_token_weighs_most(
     taken = torch.arange(NUM_PLANES)[:, None, None] < planes
     assert 0 < int(planes.sum()) < NUM_PLANES * int(units_of(request, tokens).sum())
     assert gains[taken].min() >= gains[~taken].max() * (1 - 1e-3)
-    request.close()
 
 
-def test_one_token_and_all_but_one(tmp_path: Path, reader: BlockReader) -> None:
+def test_one_token_and_all_but_one(coded: Coded) -> None:
     for k in (1, 63):
-        (folder := tmp_path / str(k)).mkdir()
-        case = CodedCase(folder, [CodedPart(64)], reader)
+        case = coded([CodedPart(64)])
         request = Request(case, k)
         tokens = request.load(0, 5.0, inputs(case))
         assert tokens.shape == (2, k)
         request.check_slots(0, tokens)
-        request.close()
 
 
-def test_what_is_read_is_counted(tmp_path: Path, reader: BlockReader) -> None:
+def test_what_is_read_is_counted(coded: Coded) -> None:
     """The base of all tokens, and planes; `mean_bits` is of all tokens that were loaded."""
-    case = CodedCase(tmp_path, PREFIXES["one"], reader)
+    case = coded(PREFIXES["one"])
     request = Request(case, 20)
     for layer in range(SHAPE.num_layers):
         request.load(layer, 8.0, inputs(case))
@@ -184,12 +163,11 @@ def test_what_is_read_is_counted(tmp_path: Path, reader: BlockReader) -> None:
     assert sum(stats.planes) == int(planes.sum()) and stats.units == planes.numel()
     assert stats.mean_bits == 4 + 2 * int(planes.sum()) / planes.numel()
     assert stats.probe_ms > 0 and stats.load_ms > 0
-    request.close()
 
 
 @pytest.mark.parametrize("what", ["base", "planes"])
-def test_a_damaged_block_is_said(what: str, tmp_path: Path, reader: BlockReader) -> None:
-    case = CodedCase(tmp_path, PREFIXES["several"], reader)
+def test_a_damaged_block_is_said(what: str, coded: Coded) -> None:
+    case = coded(PREFIXES["several"])
     request = Request(case, 100)
     request.load(0, 5.0, inputs(case))
     segment = case.spans[2].segment
@@ -205,13 +183,10 @@ def test_a_damaged_block_is_said(what: str, tmp_path: Path, reader: BlockReader)
     with pytest.raises(PrefixUnreadable) as caught:
         request.load(1, 8.0, inputs(case))
     assert caught.value.segment_id == segment.segment_id
-    request.close()
 
 
-def test_of_a_prefix_that_passes_ranges_of_one_layer_are_kept(
-    tmp_path: Path, reader: BlockReader
-) -> None:
-    case = CodedCase(tmp_path, [CodedPart(300)], reader)
+def test_of_a_prefix_that_passes_ranges_of_one_layer_are_kept(coded: Coded) -> None:
+    case = coded([CodedPart(300)])
     request = Request(case, 70)
     given = inputs(case)
     for layer in range(SHAPE.num_layers):
@@ -220,22 +195,19 @@ def test_of_a_prefix_that_passes_ranges_of_one_layer_are_kept(
         assert list(use.part._ranges) == [layer]
     scratch = request.loader._scratch
     assert scratch is not None and len(scratch.keys.pool) == 300
-    request.close()
 
 
 def test_memory_for_a_layer_is_let_go_with_the_last_request(
-    tmp_path: Path, reader: BlockReader, monkeypatch: pytest.MonkeyPatch
+    coded: Coded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two that are loaded layer by layer in turn, and of two that never began: one for want of
     memory."""
     loader = SelectiveLoader(SHAPE, ALLOCATIONS["query"])
     store: Any = SimpleNamespace(close_source=lambda source: source.close())
-    cases, loadings = [], []
-    for number, tokens in enumerate((300, 500, 64)):
-        (folder := tmp_path / str(number)).mkdir()
-        case = CodedCase(folder, [CodedPart(tokens)], reader)
+    loadings = []
+    for tokens in (300, 500, 64):
+        case = coded([CodedPart(tokens)])
         request = Request(case, 20)
-        cases.append(case)
         loadings.append((SelectiveLoading(loader, store, request.source, 5.0), request.slots, case))
     (long, *_), (longer, *_), (unused, *_) = loadings
     for layer in range(SHAPE.num_layers):
@@ -254,5 +226,3 @@ def test_memory_for_a_layer_is_let_go_with_the_last_request(
     assert loader._scratch is not None and len(loader._scratch.keys.pool) == 500
     long.close()
     assert loader._scratch is None
-    for case in cases:
-        case.close()

@@ -86,7 +86,7 @@ def test_is_pure(rule: TokenSelector) -> None:
     assert torch.equal(torch.get_rng_state(), random_state), "no one else's chance"
 
 
-def test_asks_for_no_more_than_it_needs() -> None:
+def test_asks_for_no_more_than_it_needs_and_says_what_comes_first() -> None:
     """Exact scores cost a read of all keys, and the probe column one of its own."""
     alike = torch.arange(50.0).repeat(4, 1)
     apart = torch.eye(4).repeat_interleave(13, 1)[:, :50] + 0.01
@@ -96,24 +96,14 @@ def test_asks_for_no_more_than_it_needs() -> None:
             evidence = FakeEvidence(scores, 1)
             rule.select(evidence, 12)
             asked[own, name] = evidence.asked
+            # That is read before it asks.
+            kinds = {"probe": ["probe"], "keys": ["exact"]}
+            assert evidence.asked[:1] == kinds[rule.evidence]
 
     for name in ("alike", "apart"):
         assert asked["h2o", name] == ["exact"]
     assert asked["paper", "alike"] == ["probe"]
     assert asked["paper", "apart"] == ["probe", "exact"]
-
-
-@pytest.mark.parametrize("spread", [False, True])
-def test_says_what_it_asks_for_first(rule: TokenSelector, spread: bool) -> None:
-    """That is read before it asks."""
-    alike = torch.arange(50.0).repeat(4, 1)
-    apart = torch.eye(4).repeat_interleave(13, 1)[:, :50] + 0.01
-    evidence = FakeEvidence(apart if spread else alike, 1)
-
-    rule.select(evidence, 12)
-
-    kinds = {"probe": ["probe"], "keys": ["exact"]}
-    assert evidence.asked[:1] == kinds[rule.evidence]
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -38,12 +38,6 @@ def test_against_exact_counts(least: int, asked: list[tuple[str, list[int]]]) ->
         assert found == BLOCK_TOKENS * len(often)
 
 
-def test_the_order_of_blocks_counts() -> None:
-    sights = Sights(2, columns=COLUMNS)
-    sights.note("", prompt(1, 2, 2))
-    assert sights.note("", prompt(2, 1, 2)) == sights.note("", prompt(2, 2, 1)) - BLOCK_TOKENS == 0
-
-
 @pytest.mark.parametrize("least", [2, 255])
 def test_counts_end_at_what_a_counter_holds(least: int) -> None:
     sights = Sights(least, columns=COLUMNS)

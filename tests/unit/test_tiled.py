@@ -12,17 +12,7 @@ from torch import Tensor
 
 from impress_sglang.attention.rectangular import rectangular_attention
 from impress_sglang.attention.tiled import KEY_TILE, QUERY_TILE, tiled_attention, tiles_of
-
-
-def inputs(
-    n: int, kv: int, heads: tuple[int, int], dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(n * 1000 + kv)
-
-    def make(rows: int, count: int, dim: int) -> Tensor:
-        return torch.randn(rows, count, dim, generator=generator).to(dtype)
-
-    return make(n, heads[0], 16), make(kv, heads[1], 16), make(kv, heads[1], 24)
+from tests.unit.test_rectangular import inputs
 
 
 def cut(keys: Tensor, values: Tensor, sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -31,7 +21,7 @@ def cut(keys: Tensor, values: Tensor, sizes: Sequence[int]) -> Iterator[tuple[Te
 
 
 def check(n: int, sizes: Sequence[int], heads: tuple[int, int] = (6, 2)) -> None:
-    queries, keys, values = inputs(n, sum(sizes), heads)
+    queries, keys, values = inputs(n, sum(sizes), *heads)
     expected = rectangular_attention(queries, keys, values, scaling=0.4, causal=True)
 
     places = np.arange(sum(sizes) - n, sum(sizes))
@@ -70,7 +60,7 @@ def test_boundaries_of_its_own_tiles(n: int, kv: int) -> None:
 @pytest.mark.parametrize("size", [1, 40, 256, 3000])
 def test_queries_here_and_there(size: int) -> None:
     """Each sees what it would see among all queries."""
-    queries, keys, values = inputs(3000, 3000, (4, 2))
+    queries, keys, values = inputs(3000, 3000, 4, 2)
     places = np.sort(np.random.default_rng(size).permutation(3000)[:size])
     expected = rectangular_attention(queries, keys, values, scaling=0.4, causal=True)[places]
     tiles = cut(keys, values, [1000, 700, 1300])
@@ -89,7 +79,7 @@ def test_tiles_cover_each_token_once() -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
 def test_half_precision_is_rounded_once(dtype: torch.dtype, tolerance: float) -> None:
     """To half the last place of an output around 1, and no further from the exact result."""
-    queries, keys, values = inputs(300, 3000, (6, 2), dtype)
+    queries, keys, values = inputs(300, 3000, 6, 2, dtype)
     exact = rectangular_attention(
         queries.double(), keys.double(), values.double(), scaling=0.4, causal=True
     )
@@ -105,7 +95,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype, tolerance: float) ->
 @pytest.mark.parametrize("order", [1, -1])
 def test_logits_of_any_size(order: int) -> None:
     """Growing or falling by hundreds from tile to tile: the running peak keeps them finite."""
-    queries, keys, values = inputs(4, 40, (2, 2))
+    queries, keys, values = inputs(4, 40, 2, 2)
     keys = keys * torch.linspace(0.1, 200.0, 40)[::1, None, None]
     keys = keys.flip(0) if order < 0 else keys
     expected = rectangular_attention(queries, keys, values, scaling=2.0, causal=True)
@@ -118,7 +108,7 @@ def test_logits_of_any_size(order: int) -> None:
 
 
 def test_a_tile_is_let_go_before_the_next_is_made() -> None:
-    queries, keys, values = inputs(3, 60, (2, 2))
+    queries, keys, values = inputs(3, 60, 2, 2)
     alive: list[weakref.ref[Tensor]] = []
 
     def tiles() -> Iterator[tuple[Tensor, Tensor]]:
@@ -134,6 +124,6 @@ def test_a_tile_is_let_go_before_the_next_is_made() -> None:
 
 
 def test_keys_that_are_missing_are_our_bug() -> None:
-    queries, keys, values = inputs(4, 10, (2, 2))
+    queries, keys, values = inputs(4, 10, 2, 2)
     with pytest.raises(AssertionError):
         tiled_attention(queries, [(keys, values)], positions=np.arange(7, 11), scaling=1.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import timeit
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,34 +28,27 @@ from impress_sglang.timeline import (
     Timeline,
     TimelineWriter,
 )
+from tests.unit.waiting import Clock
 
 
-class Clock:
-    """A clock in seconds that moves only when told to, in milliseconds."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
+class Milliseconds(Clock):
     def pass_ms(self, ms: float) -> None:
         self.now += ms / 1e3
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Milliseconds:
+    clock = Milliseconds()
     monkeypatch.setattr(timeline_module, "perf_counter", clock)
     return clock
 
 
-def spend(timeline: Timeline, clock: Clock, stage: str, ms: float, layer: int = 0) -> None:
+def spend(timeline: Timeline, clock: Milliseconds, stage: str, ms: float, layer: int = 0) -> None:
     with timeline.span(stage, layer):
         clock.pass_ms(ms)
 
 
-def request(clock: Clock, rid: str = "r") -> RequestTimeline:
+def request(clock: Milliseconds, rid: str = "r") -> RequestTimeline:
     """14 ms: select 4 with plan 2 inside, layer 0; copy 5, layer 1; rest 3. The SSD works on."""
     timeline = RequestTimeline(rid)
     clock.pass_ms(1)
@@ -103,7 +96,7 @@ def test_the_null_timeline_is_free() -> None:
     assert min(timeit.repeat(spans, number=10, repeat=20)) / 10_000 < 1e-6
 
 
-def test_a_span_excludes_all_that_is_inside_of_it(clock: Clock) -> None:
+def test_a_span_excludes_all_that_is_inside_of_it(clock: Milliseconds) -> None:
     timeline = RequestTimeline("r")
     with timeline.span(ATTENTION, 0):
         clock.pass_ms(1)
@@ -119,7 +112,7 @@ def test_a_span_excludes_all_that_is_inside_of_it(clock: Clock) -> None:
     assert_totals(timeline, **{ATTENTION: 49, SELECT: 2, SSD_READ: 12})
 
 
-def test_an_inner_span_wins_where_the_clock_does_not_tell_them_apart(clock: Clock) -> None:
+def test_an_inner_span_wins_where_the_clock_does_not_tell_them_apart(clock: Milliseconds) -> None:
     timeline = RequestTimeline("r")
     with timeline.span(SELECT, 0), timeline.span(PLAN, 0), timeline.span(COPY, 0):
         clock.pass_ms(3)
@@ -133,7 +126,7 @@ def test_an_inner_span_wins_where_the_clock_does_not_tell_them_apart(clock: Cloc
     ]
 
 
-def test_an_exception_passes_and_its_spans_are_counted(clock: Clock) -> None:
+def test_an_exception_passes_and_its_spans_are_counted(clock: Milliseconds) -> None:
     timeline = RequestTimeline("r")
     with pytest.raises(RuntimeError, match="lost"), timeline.span(SELECT, 0):
         clock.pass_ms(1)
@@ -147,7 +140,7 @@ def test_an_exception_passes_and_its_spans_are_counted(clock: Clock) -> None:
     assert_totals(timeline, **{SELECT: 5, PLAN: 2, REST: 8})
 
 
-def test_what_lies_outside_of_the_request_is_not_counted(clock: Clock) -> None:
+def test_what_lies_outside_of_the_request_is_not_counted(clock: Milliseconds) -> None:
     """As of a span that is open when the request is aborted. Overlap is not counted twice."""
     timeline = RequestTimeline("r")
     timeline.add(REQUEST_TRACK, "gone", clock.now - 5, clock.now - 4)
@@ -163,7 +156,7 @@ def test_what_lies_outside_of_the_request_is_not_counted(clock: Clock) -> None:
     assert_totals(timeline, **{"queue": 1, "wait": 3, COPY: 3, REST: 1})
 
 
-def test_the_first_finish_counts(clock: Clock) -> None:
+def test_the_first_finish_counts(clock: Milliseconds) -> None:
     timeline = RequestTimeline("r")
     clock.pass_ms(2)
     assert timeline.duration_ms == pytest.approx(2)
@@ -175,7 +168,7 @@ def test_the_first_finish_counts(clock: Clock) -> None:
     assert_totals(timeline, rest=3)
 
 
-def test_the_trace_has_the_fields_of_the_format(clock: Clock) -> None:
+def test_the_trace_has_the_fields_of_the_format(clock: Milliseconds) -> None:
     trace = json.loads(json.dumps(request(clock, "my rid").chrome_trace(), allow_nan=False))
 
     assert trace["displayTimeUnit"] == "ms"
@@ -198,7 +191,7 @@ def test_the_trace_has_the_fields_of_the_format(clock: Clock) -> None:
     assert all(e["cat"] == e["name"] for e in complete_events(trace))
 
 
-def test_events_of_one_thread_do_not_overlap(clock: Clock) -> None:
+def test_events_of_one_thread_do_not_overlap(clock: Milliseconds) -> None:
     """Viewers drop those that do; reads in flight overlap, or lie within each other."""
     timeline, t = RequestTimeline("r"), clock.now
     for start, stop in [(3, 5), (0, 4), (1, 2), (2, 6), (6, 7)]:
@@ -216,7 +209,9 @@ def test_events_of_one_thread_do_not_overlap(clock: Clock) -> None:
     assert names == ["SSD", "SSD (2)", "SSD (3)"]
 
 
-def test_the_trace_has_no_negative_times_and_no_layer_where_none_was_given(clock: Clock) -> None:
+def test_the_trace_has_no_negative_times_and_no_layer_where_none_was_given(
+    clock: Milliseconds,
+) -> None:
     timeline, t = RequestTimeline("r"), clock.now
     timeline.add("SSD", "early", t - 1, t + 1)
     timeline.add("SSD", "gone", t - 3, t - 2)
@@ -323,14 +318,7 @@ def test_a_file_that_cannot_be_removed_does_not_lose_the_new_one(
 def test_threads_write_at_the_same_time(tmp_path: Path) -> None:
     writer = TimelineWriter(tmp_path, max_files=15)
 
-    def work() -> None:
-        for _ in range(5):
-            assert writer.write(RequestTimeline("r"))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda _: writer.write(RequestTimeline("r")), range(20)))
 
     assert names_in(tmp_path) == [f"{n:06d}-r.json" for n in range(6, 21)]

@@ -1,4 +1,4 @@
-"""Waiting for what other threads do."""
+"""Waiting for what other threads do, and time that only a test lets pass."""
 
 from __future__ import annotations
 
@@ -14,3 +14,12 @@ def wait_until(condition: Callable[[], object], seconds: float = TIMEOUT) -> Non
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 10_000.0
+
+    def __call__(self) -> float:
+        return self.now

@@ -163,29 +163,25 @@ def test_rows_of_head_groups_in_any_order(
         check_gather(pools, wish, memories, device)
 
 
-def test_head_groups_that_are_whole_need_no_positions(device: str) -> None:
+# Of keys and values, and the number of head groups.
+ALL = (0, 1, 2)
+HEADS = {
+    "whole head groups, without positions": ([ALL, ALL], 3),
+    "keys but those of a probe head": ([(0, 2), ALL], 1),
+    "one head of keys": ([(1,), ALL], 1),
+    "no keys": ([(), ALL], 1),
+    "one target": ([ALL], 1),
+}
+
+
+@pytest.mark.parametrize(("heads", "head_groups"), HEADS.values(), ids=HEADS)
+def test_some_heads(device: str, heads: list[tuple[int, ...]], head_groups: int) -> None:
     memories = make_memories(16, torch.bfloat16, device)
-    pools = Pools.make(30, 3, (32, 16), torch.bfloat16)
-    addresses = [random_addresses(memories, (9 * 3, dim // 16)) for dim in (32, 16)]
-    wish = Wish(16, addresses, [(0, 1, 2)] * 2, torch.randperm(30)[:9], head_groups=3)
+    pools = Pools.make(30, 3, (32, 32), torch.bfloat16)
+    rows = [(9 * head_groups, 2 * len(own) // head_groups) for own in heads]
+    addresses = [random_addresses(memories, own) for own in rows]
+    wish = Wish(16, addresses, heads, torch.randperm(30)[:9], head_groups=head_groups)
     check_gather(pools, wish, memories, device)
-
-
-def test_some_heads_of_keys_and_all_of_values(device: str) -> None:
-    """Keys of probe heads are elsewhere: other heads of keys are filled, or none."""
-    memories = make_memories(16, torch.bfloat16, device)
-    slots = torch.randperm(30)[:9]
-    for heads in ((0, 2), (1,), ()):
-        pools = Pools.make(30, 3, (32, 32), torch.bfloat16)
-        addresses = [random_addresses(memories, (9, 2 * len(own))) for own in (heads, (0, 1, 2))]
-        check_gather(pools, Wish(16, addresses, [heads, (0, 1, 2)], slots), memories, device)
-
-
-def test_one_target(device: str) -> None:
-    memories = make_memories(16, torch.float16, device)
-    pools = Pools.make(30, 2, (48, 16), torch.float16)
-    addresses = [random_addresses(memories, (9, 2 * 3))]
-    check_gather(pools, Wish(16, addresses, [(0, 1)], torch.randperm(30)[:9]), memories, device)
 
 
 @pytest.mark.parametrize("shift", [1, 4])

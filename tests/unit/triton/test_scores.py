@@ -41,9 +41,9 @@ def random(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
     return (2 * torch.randn(shape)).to(device, dtype)
 
 
-def assert_same(found: Tensor, expected: Tensor, rtol: float = 5e-5) -> None:
+def assert_same(found: Tensor, expected: Tensor) -> None:
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=5e-5, atol=1e-6)
 
 
 class Request:
@@ -79,6 +79,11 @@ class Request:
             "heads": self.heads,
         }
         return column_sums(**{**given, **other}, scaling=SCALING, squares=squares)
+
+    def check(self, **other: Any) -> None:
+        """Sums and sums of squares are those of the reference."""
+        for squares in (False, True):
+            assert_same(self.found(squares=squares, **other), self.expected(squares=squares))
 
 
 def in_rows(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,13 +122,7 @@ def in_pool(keys: Tensor, heads: tuple[int, ...], num_heads: int) -> Tensor:
 def test_equals_the_reference(
     device: str, n: int, m: int, c: int, heads: int, key_heads: int, dim: int, dtype: torch.dtype
 ) -> None:
-    request = Request(device, n, m, c, heads, key_heads, dim, dtype)
-
-    for squares in (False, True):
-        found = request.found(squares=squares)
-
-        assert found.shape == (heads, m)
-        assert_same(found, request.expected(squares=squares))
+    Request(device, n, m, c, heads, key_heads, dim, dtype).check()
 
 
 @pytest.mark.parametrize("processors", [1, 3, 100])
@@ -133,17 +132,12 @@ def test_the_number_of_parts_does_not_change_the_sums(
 ) -> None:
     """Parts that hold one kind of keys, several, or only some that a tile does not see."""
     monkeypatch.setattr(scores, "_processors", lambda _: processors)
-    request = Request(device, n, m, c, 2, 2)
-
-    assert_same(request.found(), request.expected())
+    Request(device, n, m, c, 2, 2).check()
 
 
 def test_more_parts_than_are_added_up_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "_processors", lambda _: 100)
-    request = Request(device, 100, 33 * 64 - 7, 0, 1, 1)
-
-    for squares in (False, True):
-        assert_same(request.found(squares=squares), request.expected(squares=squares))
+    Request(device, 100, 33 * 64 - 7, 0, 1, 1).check()
 
 
 def test_keys_may_stand_in_other_heads_of_a_pool(device: str) -> None:
@@ -154,10 +148,7 @@ def test_keys_may_stand_in_other_heads_of_a_pool(device: str) -> None:
         "resident_keys": in_pool(request.resident, heads, 5),
         "new_keys": in_pool(request.new, heads, 5),
     }
-
-    for squares in (False, True):
-        found = request.found(**pools, heads=heads, squares=squares)
-        assert_same(found, request.expected(squares=squares))
+    request.check(**pools, heads=heads)
 
 
 @pytest.mark.parametrize(
@@ -178,12 +169,7 @@ def test_keys_are_taken_from_their_rows(
         given["prefix_keys"], given["prefix_rows"] = in_rows(request.prefix)
     if resident_rows:
         given["resident_keys"], given["resident_rows"] = in_rows(request.resident)
-
-    for squares in (False, True):
-        found = request.found(squares=squares, **given)
-
-        assert found.shape == (6, m)
-        assert_same(found, request.expected(squares=squares))
+    request.check(**given)
 
 
 @pytest.mark.parametrize(("n", "last"), [(20, 16), (150, 16), (130, 1), (200, 140)])
@@ -203,8 +189,7 @@ def test_queries_may_be_a_view(device: str) -> None:
     wide = torch.full((9, 8, 100), math.nan, dtype=BRAIN, device=device)
     view = wide[:, ::2, 3:67]
     view.copy_(request.queries)
-
-    assert_same(request.found(queries=view), request.expected())
+    request.check(queries=view)
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])

@@ -251,7 +251,6 @@ def test_each_layer_has_its_codes(
     loader = PreciseLoader(case.shape, ALLOCATIONS["random"], KernelScorer(), KernelCodeWriter())
     inputs, found = LayerInputs(*[torch.empty(0)] * 3, 1.0), []
     for bits in (5.0, 7.0):
-        case.source.close()
         case.request()
         case.pools = [torch.full_like(pool, -77.0) for pool in case.pools]
         found.append((case.pools, case.parts))

@@ -25,7 +25,6 @@ from impress_sglang.importance import selection
 from impress_sglang.importance.selectors import H2OSelector, PaperSelector, TokenSelector
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.reader import BlockReader
-from impress_sglang.transfer.coded import CodedSource
 from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
@@ -216,7 +215,6 @@ def make_coded_requests(
     loader = PreciseLoader(shape, ALLOCATIONS["query"], KernelScorer(), KernelCodeWriter())
     for new, resident in zip(prefix.new, RESIDENT, strict=False):
         for bits in BITS:
-            case.source.close()
             case.request()
             inputs = layer_inputs(shape, new, resident)
             for layer in range(shape.num_layers):
@@ -229,9 +227,8 @@ def make_coded_requests(
 
 
 def load_selected(case: CodedCase, k: int, bits: float, inputs: LayerInputs) -> None:
-    assert case.cache is not None
     case.source.close()
-    case.source = CodedSource(case.spans, case.reader, case.pool, case.cache)
+    case.source = case.open(case.spans)
     loader = SelectiveLoader(case.shape, ALLOCATIONS["query"], KernelScorer(), KernelCodeWriter())
     units = loader.begin(case.source, CPU)
     for layer in range(case.shape.num_layers):

@@ -1,18 +1,26 @@
-"""The planning benchmark plans what a request plans."""
+"""The benchmarks of the index and of planning read and plan what they say."""
 
 from __future__ import annotations
 
 from bench.core.options import parse
-from bench.micro.planning import OPTIONS, run
+from bench.micro import planning
+from bench.micro.index import measure_chunks
+
+
+def test_each_chunk_of_each_segment_is_read() -> None:
+    row = measure_chunks(2)
+
+    # Pages of the base, and two planes of the units of 64 tokens of 8 heads, in 32 layers.
+    assert row["chunks"] == 2 * 32 * (64 + 2 * 8 * 128)
+    assert min(row["attach ms"], row["access ms"]) > 0
 
 
 def test_every_state_has_a_row() -> None:
     given = ["--prefixes", "1000", "--shapes", "Llama-3-8B", "--repeat", "1"]
-    rows = run(parse("planning", "", OPTIONS, given)).figures["rows"]
+    rows = planning.run(parse("planning", "", planning.OPTIONS, given)).figures["rows"]
     states = ["no cache", "first read", "in the cache", "a cache of 30%"]
     assert [row["state"] for row in rows] == states
     for row in rows:
-        # Pages of the base, and two planes of the units of 64 tokens of 8 heads, in 32 layers.
         assert row["chunks"] == 32 * (8 + 2 * 8 * 16)
         stages = (row["found again ms"], row["opened ms"], row["layers ms"])
         assert min(stages) > 0
