@@ -23,11 +23,11 @@ from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LeastRecentlyUsed
 from impress_sglang.transfer.buffers import PooledMemory
-from impress_sglang.transfer.coded_slots import CodeWriter, KernelCodeWriter, LoopCodeWriter
+from impress_sglang.transfer.coded_slots import CodeWriter, KernelCodeWriter, code_writer_for
 from impress_sglang.transfer.frames import CODE_PAGE, IndexedTaker, KernelTaker
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
-from impress_sglang.transfer.scoring import KernelScorer
+from impress_sglang.transfer.scoring import kernel_scorer
 from impress_sglang.triton import codes, gather, scores
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 from tests.unit.reading import layer_inputs
@@ -195,7 +195,7 @@ def test_a_kernel_writes_what_loops_do(name: str, dtype: torch.dtype, dim: int) 
     case, found = Writing(SPANS[name], dim, dtype), []
     for raises in (False, True):
         pools = case.written(KernelCodeWriter(), raises=raises)
-        expected = case.written(LoopCodeWriter(), raises=raises)
+        expected = case.written(code_writer_for(torch.device("cpu")), raises=raises)
         for pool, own in zip(pools, expected, strict=True):
             # Of the pool the interpreter cuts numbers off, where loops round them.
             slack = 2 * torch.finfo(dtype).eps * float(own.abs().max())
@@ -285,7 +285,7 @@ def test_a_layer_is_loaded_alike(
         )
         # The same slots in both, whichever was made first.
         case.slots = torch.arange(case.num_tokens).flip(0) + 2
-        parts = (KernelScorer(), KernelCodeWriter()) if kernels else ()
+        parts = (kernel_scorer(), KernelCodeWriter()) if kernels else ()
         loader = PreciseLoader(shape, ALLOCATIONS["query"], *parts)
         found.append(load_requests(case, loader, bits))
         stats.append(dataclasses.replace(case.source.stats, wait_ms=0.0))
