@@ -60,7 +60,7 @@ class Frames:
         )
         for tier in (Tier.DEVICE, Tier.HOST):
             pages = self.blocks[tier].view(torch.int32)
-            self.cache._slabs[tier].write_pages(np.arange(FRAMES, dtype=np.int32), pages)
+            self.cache.slabs[tier].write_pages(np.arange(FRAMES, dtype=np.int32), pages)
         self.memory = PooledMemory(size)
         self.memory.vectors(torch.uint8, BLOCK_BYTES).copy_(self.blocks[Tier.SSD])
 
@@ -107,7 +107,7 @@ def test_a_buffer_is_fenced_while_a_kernel_reads_it() -> None:
     # What it gave is its own: neither a buffer nor a cache.
     found.fill_(0)
     assert torch.equal(held.memory.vectors(torch.uint8, BLOCK_BYTES), held.blocks[Tier.SSD])
-    pages = held.cache.read_pages(Tier.DEVICE, np.arange(FRAMES))
+    pages = held.cache.slabs[Tier.DEVICE].read_pages(np.arange(FRAMES))
     assert torch.equal(pages.view(torch.uint8), held.blocks[Tier.DEVICE])
 
 
