@@ -120,10 +120,11 @@ class Option:
 
 
 def _number_or(*words: str) -> Callable[[str], float | str]:
-    def value(text: str) -> float | str:
+    # argparse calls what it cannot read by this name.
+    def number(text: str) -> float | str:
         return text if text in words else float(text)
 
-    return value
+    return number
 
 
 def _is_retention(value: object) -> bool:

@@ -285,7 +285,7 @@ def test_a_namespace_makes_room_among_its_own(bench: Workbench) -> None:
     bench.put(store, prompt(1), namespace="other")
     for number in (2, 3):
         bench.put(store, prompt(number), namespace="own")
-    store.touch(look_up(store, prompt(2), "own"))
+    store.tree.touch(look_up(store, prompt(2), "own"))
 
     bench.put(store, prompt(4), namespace="own")
 
