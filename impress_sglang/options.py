@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 POLICIES = (
     "impress",
@@ -49,23 +49,23 @@ DEVIATION, FIRST, RANDOM = "deviation", "first", "random"
 BLEND_SELECTORS = (FIRST, DEVIATION, RANDOM)
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether this is an int or a float; to isinstance True is one, too."""
+    return type(value) in (int, float)
+
+
 def is_bits(value: object) -> bool:
     """Whether this is a precision: bits per element on average, or `EXACTLY`."""
-    # type() and not isinstance(): True is an int to isinstance.
-    number = type(value) in (int, float)
-    return value == EXACTLY or (number and LEAST_BITS <= float(str(value)) <= MOST_BITS)
+    return value == EXACTLY or (is_number(value) and LEAST_BITS <= value <= MOST_BITS)
 
 
 def is_blend(value: object) -> bool:
     """Whether this is a share of reused tokens to compute again, `AUTO` or `OFF`."""
-    # type() and not isinstance(): True is an int to isinstance.
-    number = type(value) in (int, float)
-    return value in (AUTO, OFF) or (number and 0.0 <= float(str(value)) <= 1.0)
+    return value in (AUTO, OFF) or (is_number(value) and 0.0 <= value <= 1.0)
 
 
 def is_truncation(value: object) -> bool:
     """Whether this is a share of a conversation to cut at once, or `OFF`."""
-    # type() and not isinstance(): True is an int to isinstance.
     return value == OFF or (type(value) is float and 0.0 < value < 1.0)
 
 
@@ -119,24 +119,16 @@ class Option:
         return f"{self.flag} must be {self.rule.expected}, got {value!r}"
 
 
-def _parse_retention(text: str) -> float | str:
-    return AUTO if text == AUTO else float(text)
+def _number_or(*words: str) -> Callable[[str], float | str]:
+    # argparse calls what it cannot read by this name.
+    def number(text: str) -> float | str:
+        return text if text in words else float(text)
 
-
-def _parse_bits(text: str) -> float | str:
-    return text if text in (EXACTLY, AUTO) else float(text)
-
-
-def _parse_blend(text: str) -> float | str:
-    return text if text in (AUTO, OFF) else float(text)
-
-
-def _parse_truncate(text: str) -> float | str:
-    return OFF if text == OFF else float(text)
+    return number
 
 
 def _is_retention(value: object) -> bool:
-    return value == AUTO or (not isinstance(value, str) and 0.0 < float(str(value)) <= 1.0)
+    return value == AUTO or (is_number(value) and 0.0 < value <= 1.0)
 
 
 ANYTHING = Rule("anything", lambda value: True)
@@ -186,7 +178,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "retention",
-        _parse_retention,
+        _number_or(AUTO),
         Rule(f"0 < r <= 1, or {AUTO}", _is_retention),
         "Fraction of a stored prefix that each layer attends to. auto: the largest whose I/O hides "
         f"behind compute, at least {AUTO_FLOOR:g}. A request overrides it with custom_params "
@@ -197,7 +189,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "bits",
-        _parse_bits,
+        _number_or(EXACTLY, AUTO),
         Rule(
             f"{LEAST_BITS:g} to {MOST_BITS:g}, {EXACTLY} or {AUTO}",
             lambda bits: is_bits(bits) or bits == AUTO,
@@ -316,7 +308,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "blend",
-        _parse_blend,
+        _number_or(AUTO, OFF),
         Rule(f"0 to 1, {AUTO} or {OFF}", is_blend),
         "Reuse stored text where it is no prefix, which is approximate. A number: this share of "
         "its tokens is computed again. auto: the largest share whose computation hides behind I/O, "
@@ -345,7 +337,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "truncate",
-        _parse_truncate,
+        _number_or(OFF),
         Rule(f"between 0 and 1, or {OFF}", is_truncation),
         "A prompt that is too long for the context is cut instead of refused: the system prompt "
         "stays, and this share of the room for the conversation is left out at once, the oldest "

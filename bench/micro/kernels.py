@@ -37,7 +37,7 @@ from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.precision.tokens import CodedTokens, planes_by_unit
 from impress_sglang.storage.layout import BLOCK_BYTES
 from impress_sglang.tiers.page_copies import upload
-from impress_sglang.transfer.coded_slots import LoopCodeWriter
+from impress_sglang.transfer.coded_slots import code_writer_for
 from impress_sglang.triton import codes, gather, scores, selection
 
 FLUSH_BYTES = 256 << 20
@@ -214,7 +214,8 @@ def _codes(args: argparse.Namespace, watch: _Watch, card: dict[str, float]) -> d
     slots = torch.randperm(m) + 1
     pools = [torch.zeros(m + 1, heads, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     expected = [pool.cpu() for pool in pools]
-    oracle, tokens = LoopCodeWriter(), CodedTokens(layout, coded.groups, 0, slots)
+    oracle = code_writer_for(torch.device("cpu"))
+    tokens = CodedTokens(layout, coded.groups, 0, slots)
 
     base, bytes_of_planes = coded.groups.cuda(), contents.cuda()
     ranges = base.data_ptr() + torch.arange(len(base), device="cuda") * base.stride(0)

@@ -117,8 +117,7 @@ def place_of(
         raise Refused("a directory has no tokenizer: give --ids or --segment")
     if "all" in which:
         return None, None
-    keys = [which.get(name) or None for name in ("extra_key", "cache_salt")]
-    name = store.namespace(namespace_text(*keys))
+    name = store.namespace(namespace_in(which))
     if "input_ids" in which:
         ids = which["input_ids"]
         whole = len(ids) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -128,6 +127,11 @@ def place_of(
     if not {"extra_key", "cache_salt"} & which.keys():
         raise Refused("which prefix? give --ids, --segment, --extra-key or --older-than")
     return name, None
+
+
+def namespace_in(which: Mapping[str, Any]) -> str:
+    """The namespace that `which` names, in clear."""
+    return namespace_text(*(which.get(name) or None for name in ("extra_key", "cache_salt")))
 
 
 def _pin(found: Mapping[str, Any], stores: Mapping[str, PrefixStore]) -> list[dict[str, Any]]:

@@ -29,10 +29,10 @@ from impress_sglang.precision.floors import FloorRule, Floors
 from impress_sglang.storage.direct_io import AlignedMemory
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layer_codec import decode_layer
-from impress_sglang.storage.layout import BLOCK_BYTES, KVShape, round_up
+from impress_sglang.storage.layout import KVShape, round_up
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.quality import Quality
-from impress_sglang.storage.segment import Priority, Tokens, reading
+from impress_sglang.storage.segment import Priority, Tokens
 
 KIND = "impress-sglang prefixes"
 VERSION = 1
@@ -269,12 +269,8 @@ def _layers(segment: OpenSegment) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values of each layer in logical order, verified."""
     layout = segment.layout
     memory = AlignedMemory(layout.columns_bytes)
-    blocks = np.arange(layout.columns_bytes // BLOCK_BYTES)
     for layer in range(layout.shape.num_layers):
-        offset = layout.layer_offset(layer)
-        with reading(segment.segment_id):
-            segment.files.read(segment.descriptor, offset, memory.view)
-        segment.check_blocks(memory, offset, blocks)
+        segment.fill(memory, layout.layer_offset(layer))
         mapping = None if segment.mapping is None else segment.mapping[layer]
         yield decode_layer(layout, memory.view, mapping)
 

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from impress_sglang.cli.orders import place_of
+from impress_sglang.cli.orders import namespace_in, place_of
 from impress_sglang.cli.outcome import Refused, Unreachable
 from impress_sglang.cli.prefix_file import Contents, Prefix, PrefixFile, write_file
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.errors import PrefixUnreadable
-from impress_sglang.management.digests import namespace_text
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.writing import Offer, StoreOutcome
@@ -47,7 +46,7 @@ def export_file(
     numbers = {own: number for number, own in enumerate(chosen)}
     prefixes = [_prefix(own, numbers) for own in chosen]
     info = chosen[0].info
-    contents = Contents.of(info.identity, info.shape, prefixes, _namespace_in(which))
+    contents = Contents.of(info.identity, info.shape, prefixes, namespace_in(which))
     paths = {name: Path(own) for name, own, _ in segment_files(files, folder)}
     sources = [
         functools.partial(OpenSegment, paths[own.segment_id], files, direct=False) for own in chosen
@@ -73,7 +72,7 @@ def import_file(
         Refused: it is another namespace, or there is no room.
         Unreachable: the disk fails.
     """
-    namespace, contents = _namespace_in(which), found.contents
+    namespace, contents = namespace_in(which), found.contents
     if not contents.is_of(namespace):
         raise Refused("it is of another namespace: give the --extra-key and --cache-salt of that")
     now, name = time.time(), store.namespace(namespace)
@@ -134,7 +133,7 @@ def _chosen(store: PrefixStore, which: Mapping[str, Any]) -> list[StoredSegment]
     if place is None:
         raise Refused(f"there is no segment {which['segment']}")
     name, tokens = place
-    if name != store.namespace(_namespace_in(which)):
+    if name != store.namespace(namespace_in(which)):
         raise Refused("it is of another namespace: give the --extra-key and --cache-salt of that")
     if tokens is None:
         return list(store.tree.below(name))
@@ -160,10 +159,6 @@ def _prefix(segment: StoredSegment, numbers: Mapping[StoredSegment, int]) -> Pre
     above = -1 if segment.parent is None else numbers[segment.parent]
     size = info.num_tokens, info.prefix_len
     return Prefix(*size, above, info.quality, info.expires, info.priority)
-
-
-def _namespace_in(which: Mapping[str, Any]) -> str:
-    return namespace_text(*(which.get(name) or None for name in ("extra_key", "cache_salt")))
 
 
 def _file_bytes(shape: KVShape, own: Prefix) -> int:

@@ -34,7 +34,8 @@ class TokenHistory:
         shape = (num_layers, num_head_groups, num_tokens)
         self._selected = np.zeros(shape, np.uint8)
         self._importance = np.zeros(shape, np.float16) if by_importance else None
-        self._accesses = np.zeros(num_tokens, np.uint8)
+        self.accesses = np.zeros(num_tokens, np.uint8)
+        """How often each token was part of an access, at most 255."""
         self._means: npt.NDArray[np.float32] | None = None
 
     @property
@@ -50,15 +51,10 @@ class TokenHistory:
         return key.astype(np.float32)
 
     @property
-    def accesses(self) -> npt.NDArray[np.uint8]:
-        """How often each token was part of an access, at most 255."""
-        return self._accesses
-
-    @property
     def num_bytes(self) -> int:
         """Memory of the averages."""
         importance = 0 if self._importance is None else self._importance.nbytes
-        return self._selected.nbytes + importance + self._accesses.nbytes
+        return self._selected.nbytes + importance + self.accesses.nbytes
 
     def note(
         self,
@@ -85,7 +81,7 @@ class TokenHistory:
                 all tokens count alike.
         """
         stop = start + num_tokens
-        part = self._accesses[start:stop]
+        part = self.accesses[start:stop]
         if layer == 0:
             part += part < _MAX_COUNT
             self._means = None

@@ -42,37 +42,27 @@ class KnownRequest:
     """The same of text that is no prefix."""
 
 
-class KnownRequests:
+class KnownRequests(dict[str, KnownRequest]):
     """Those of one tree cache, by their id."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, KnownRequest] = {}
-
-    def __getitem__(self, rid: str) -> KnownRequest:
-        return self._known[rid]
-
-    def get(self, rid: str) -> KnownRequest | None:
-        """The request of this id, if there is one."""
-        return self._known.get(rid)
 
     def note(self, req: Any) -> KnownRequest:
         """A request is queued, or matched."""
-        known = self._known.setdefault(req.rid, KnownRequest(req))
+        known = self.setdefault(req.rid, KnownRequest(req))
         known.req = req
         return known
 
     def forget(self, rid: str) -> None:
         """A request is over, or put back into the queue."""
-        self._known.pop(rid, None)
+        self.pop(rid, None)
 
     def drop_plans(self) -> None:
         """Requests that wait are matched again."""
-        for known in self._known.values():
+        for known in self.values():
             known.plan, known.blend = None, BlendNotes()
 
     def start_again(self) -> None:
         """The tree is empty."""
-        self._known = {rid: KnownRequest(known.req) for rid, known in self._known.items()}
+        self.update({rid: KnownRequest(known.req) for rid, known in self.items()})
 
 
 class Passes:

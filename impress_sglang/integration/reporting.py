@@ -91,24 +91,20 @@ def take_order(original: Callable[..., Any], scheduler: Any, request: Any) -> An
     SGLang lets only numbers through, so an order is a name and a number. What comes by its own
     route `/set_internal_state` comes here, too. What it does not know it refuses.
     """
-    orders = request.server_args
-    if orders in (STEER, LOOK, CHECK):
-        from sglang.srt.managers.io_struct import SetInternalStateReqOutput
-
-        taken = isinstance(scheduler.tree_cache, ImpressRadixCache)
-        answers = obey if orders == STEER else look if orders == LOOK else _check
-        answer = answers(scheduler.tree_cache, request.rid) if taken else None
-        return SetInternalStateReqOutput(updated=taken, rid=answer)
-    if not orders or not orders.keys() <= _orders.keys():
+    cache, orders = scheduler.tree_cache, request.server_args
+    asked = orders in (STEER, LOOK, CHECK)
+    if not asked and (not orders or not orders.keys() <= _orders.keys()):
         return original(scheduler, request)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
-    cache = scheduler.tree_cache
-    taken = isinstance(cache, ImpressRadixCache)
-    if taken:
+    taken, answer = isinstance(cache, ImpressRadixCache), None
+    if taken and asked:
+        answers = obey if orders == STEER else look if orders == LOOK else _check
+        answer = answers(cache, request.rid)
+    elif taken:
         for name, value in orders.items():
             _orders[name](cache, value)
-    return SetInternalStateReqOutput(updated=taken)
+    return SetInternalStateReqOutput(updated=taken, rid=answer)
 
 
 async def totals() -> dict[str, Any]:

@@ -84,7 +84,7 @@ class ReadForecast:
 
         Args:
             shape: of the KVs.
-            reader: knows the bandwidth.
+            reader: knows what reading takes.
             versions: know what of segments is in which tier.
             memory: the tiers, and the buffers that reads fill.
             meter: knows how many planes belong to a base.
@@ -97,11 +97,6 @@ class ReadForecast:
         self._meter = meter
         self._retention = retention
         self._said_too_small = False
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Bandwidth of the SSD, as reads went lately."""
-        return self._reader.cost.bytes_per_second
 
     def seconds_to_read(self, num_bytes: float) -> float:
         """What reading so many bytes from SSD takes, as reads went lately."""

@@ -127,7 +127,7 @@ class _PacedReader:
         segment, layout = self._segment, self._segment.layout
         whole = np.array([0]), np.array([layout.columns_bytes])
         offset = layout.layer_offset(layer)
-        self._reader.read([BlockRuns(segment, self._memory, offset, *whole)])
+        self._reader.read(BlockRuns(segment, self._memory, offset, *whole))
         mapping = None if segment.mapping is None else segment.mapping[layer]
         return decode_layer(layout, self._memory.view, mapping)
 

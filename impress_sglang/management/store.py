@@ -207,7 +207,7 @@ class PrefixStore:
         timeline: Timeline = NO_TIMELINE,
         planes: int = 0,
     ) -> CodedSource:
-        """A source for spans in codes; `close_source` gives it back.
+        """A source for spans in codes; `close_source` gives it back. `tree.touch` counts the use.
 
         Args:
             spans: one or more.
@@ -220,10 +220,6 @@ class PrefixStore:
         """
         self._check_there(spans)
         return self._readers.open_coded(spans, in_slots, timeline, planes)
-
-    def touch(self, match: StoredMatch) -> None:
-        """Count a use of a match of which `open_coded` opens what is not in slots."""
-        self.tree.touch(match)
 
     def _check_there(self, spans: Sequence[StoredSpan]) -> None:
         for span in spans:

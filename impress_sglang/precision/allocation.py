@@ -18,26 +18,13 @@ from torch import Tensor
 from impress_sglang.precision.codec import BASE_BITS, NUM_PLANES, PLANE_BITS
 
 
-def unit_weights(weights: Tensor, unit_tokens: int) -> Tensor:
-    """Weights of units, from those of tokens.
-
-    Args:
-        weights: [G, m] float32, squared attention weights of each token, summed over the queries of
-            a KV head. Squares, because a unit is long: what counts in it are its few large weights.
-        unit_tokens: neighbouring tokens of a unit; the first unit begins with the first token.
-
-    Returns:
-        [G, ceil(m / unit_tokens)] float32.
-    """
-    rest = -weights.shape[1] % unit_tokens
-    return torch.nn.functional.pad(weights, (0, rest)).unflatten(1, (-1, unit_tokens)).sum(2)
-
-
 def allocate_planes(weights: Tensor, num_planes: int, floors: Tensor | None = None) -> Tensor:
     """How many planes each unit gets, so that `num_planes` are given besides the floors.
 
     Args:
-        weights: [G, units] float32 from `unit_weights`; heads compete with each other.
+        weights: [G, units] float32, squared attention weights, summed over the tokens of a unit and
+            the queries of a KV head; heads compete with each other. Squares, because a unit is
+            long: what counts in it are its few large weights.
         num_planes: at most `NUM_PLANES` for each unit, with the floors.
         floors: int64 [G, units] on the CPU, planes that a unit has in any case; None: none.
 

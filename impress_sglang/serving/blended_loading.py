@@ -72,7 +72,7 @@ class BlendedLoading:
         self._turns: dict[int, tuple[Tensor, Turns]] = {}
         # What is opened later must still be there.
         for segment in dict.fromkeys(span.segment for span in plan.spans):
-            store.touch(StoredMatch((StoredSpan(segment, 0, 1),)))
+            store.tree.touch(StoredMatch((StoredSpan(segment, 0, 1),)))
         try:
             self._open(0)
         except BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.policies import LoadOptions
@@ -16,8 +16,9 @@ from impress_sglang.options import (
     OFF,
     is_bits,
     is_blend,
+    is_number,
 )
-from impress_sglang.serving.truncation import KEEP_KEY, TRUNCATE_KEY, TRUNCATED_KEY
+from impress_sglang.serving.truncation import KEEP_KEY, TRUNCATE_KEY, TRUNCATED_KEY, params_of
 from impress_sglang.storage.segment import Priority
 
 # Of `sampling_params.custom_params`: the retention, the bits and the blending that a request asks
@@ -55,8 +56,7 @@ def check_custom_params(
         return
     _check_keys(custom_params)
     retention = custom_params.get(RETENTION_KEY, 1.0)
-    # type() and not isinstance(): True is an int to isinstance.
-    if type(retention) not in (int, float) or not 0.0 < retention <= 1.0:
+    if not is_number(retention) or not 0.0 < retention <= 1.0:
         raise ValueError(
             f"custom_params {RETENTION_KEY} must be a number above 0 and at most 1, "
             f"got {retention!r}"
@@ -113,34 +113,29 @@ def _check_keys(custom_params: Mapping[Any, Any]) -> None:
 
 def store_wish_of(sampling_params: Any) -> bool | None:
     """Whether a request wants to be stored: at first sight, not at all, or like others (None)."""
-    params = getattr(sampling_params, "custom_params", None)
-    wish = params.get(STORE_KEY) if isinstance(params, dict) else None
+    wish = params_of(sampling_params).get(STORE_KEY)
     return wish if isinstance(wish, bool) else None
 
 
 def ttl_of(sampling_params: Any) -> float:
     """For how many seconds what a request stores is stored, 0: as the server says."""
-    params = getattr(sampling_params, "custom_params", None)
-    ttl = params.get(TTL_KEY) if isinstance(params, dict) else None
-    return float(ttl) if ttl is not None and _is_ttl(ttl) else 0.0
+    ttl = params_of(sampling_params).get(TTL_KEY)
+    return float(ttl) if _is_ttl(ttl) else 0.0
 
 
 def priority_of(sampling_params: Any) -> Priority:
     """Which others leave the SSD before what a request stores."""
-    params = getattr(sampling_params, "custom_params", None)
-    wish = params.get(PRIORITY_KEY) if isinstance(params, dict) else None
+    wish = params_of(sampling_params).get(PRIORITY_KEY)
     return _PRIORITIES.get(wish, Priority.NORMAL) if isinstance(wish, str) else Priority.NORMAL
 
 
 def load_options_of(sampling_params: Any, config: ImpressConfig) -> LoadOptions:
     """What a request asks for, and the server's usual for the rest; at least the server's floor."""
-    params = getattr(sampling_params, "custom_params", None)
-    return _load_options(params if isinstance(params, dict) else {}, config)
+    return _load_options(params_of(sampling_params), config)
 
 
-def _is_ttl(value: Any) -> bool:
-    # type() and not isinstance(): True is an int to isinstance.
-    return type(value) in (int, float) and 0.0 < value <= LONGEST_TTL
+def _is_ttl(value: Any) -> TypeGuard[float]:
+    return is_number(value) and 0.0 < value <= LONGEST_TTL
 
 
 def _load_options(params: Mapping[str, Any], config: ImpressConfig) -> LoadOptions:

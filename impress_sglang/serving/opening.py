@@ -135,7 +135,7 @@ class RequestOpener:
         """Slots of the request's own, and a source for them."""
         store, in_codes = self._served.store, plan.estimate.bits < EXACT_BITS
         if in_codes:
-            store.touch(plan.match)
+            store.tree.touch(plan.match)
         prefetch = self._prefetches.take(rid, plan)
         timeline = self._timeline_for(rid) if prefetch is None else prefetch.timeline
         source = plan.open_source(store, timeline) if prefetch is None else prefetch.source
@@ -181,7 +181,7 @@ class RequestOpener:
         except BaseException:
             self._residents.leave(uses)
             raise
-        self._served.store.touch(plan.match)
+        self._served.store.tree.touch(plan.match)
         return _Opened(plan, torch.cat([use.slots for use in uses]), loading, timeline, tuple(uses))
 
     def _read_before(self, rid: str, uses: list[PartUse]) -> CodedSource | None:

@@ -51,10 +51,16 @@ def share_of(params: Mapping[str, Any], config: ImpressConfig) -> float | None:
     return None if share == OFF else float(share)
 
 
+def params_of(sampling_params: Any) -> dict[str, Any]:
+    """What a request says in its `custom_params`."""
+    params = getattr(sampling_params, "custom_params", None)
+    return params if isinstance(params, dict) else {}
+
+
 def truncated_tokens_of(sampling_params: Any) -> int:
     """How many tokens of a request were cut."""
-    params = getattr(sampling_params, "custom_params", None)
-    return params.get(TRUNCATED_KEY, 0) if isinstance(params, dict) else 0
+    tokens: int = params_of(sampling_params).get(TRUNCATED_KEY, 0)
+    return tokens
 
 
 def find_cut(

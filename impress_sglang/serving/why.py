@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from impress_sglang.config import ImpressConfig
-from impress_sglang.management.losses import Cause, Loss
+from impress_sglang.management.losses import Loss
 from impress_sglang.management.policies import LoadOptions
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState, StoredMatch
@@ -89,14 +89,6 @@ MEANINGS = {
 }
 Detail: TypeAlias = tuple[Reason, str]
 """A reason, and the figures that belong to its sentence."""
-_LOST = {
-    Cause.EVICTED: Reason.EVICTED,
-    Cause.DAMAGED: Reason.DAMAGED,
-    Cause.NO_ROOM: Reason.NO_ROOM,
-    Cause.WRITE_BUDGET: Reason.WRITE_BUDGET,
-    Cause.PURGED: Reason.PURGED,
-    Cause.EXPIRED: Reason.EXPIRED,
-}
 _UNREADY = {
     SegmentState.PENDING: Reason.BEING_WRITTEN,
     SegmentState.SUSPECT: Reason.DAMAGED,
@@ -229,7 +221,9 @@ def _unready(known: StoredMatch, have: int) -> Reason | None:
 
 
 def _lost(loss: Loss) -> Detail:
-    return _LOST[loss.cause], f"{loss.num_tokens:,} tokens, {loss.seconds:.0f} s ago"
+    # Each cause has the name of its reason.
+    reason = Reason[loss.cause.name]
+    return reason, f"{loss.num_tokens:,} tokens, {loss.seconds:.0f} s ago"
 
 
 def _say(reason: Reason, detail: str) -> Why:

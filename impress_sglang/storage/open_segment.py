@@ -69,21 +69,23 @@ class OpenSegment:
             at = offset + int(blocks[bad[0]]) * BLOCK_BYTES
             raise SegmentUnreadable(self.segment_id, f"the block at {at} fails its checksum")
 
-    def check_all(self, note: Callable[[], None] = lambda: None) -> None:
-        """Read and verify all layers; `note` is told of each.
+    def fill(self, memory: AlignedMemory, offset: int) -> None:
+        """Read what begins at byte `offset`, a block, into all of some memory, and verify it.
 
         Raises:
             SegmentUnreadable: a block is missing or fails its checksum.
             StoreUnavailable: it cannot be read now.
         """
+        with reading(self.segment_id):
+            self.files.read(self.descriptor, offset, memory.view)
+        self.check_blocks(memory, offset, np.arange(len(memory) // BLOCK_BYTES))
+
+    def check_all(self, note: Callable[[], None] = lambda: None) -> None:
+        """Read and verify all layers, see `fill`; `note` is told of each."""
         layout = self.layout
         memory = AlignedMemory(layout.layer_bytes)
-        blocks = np.arange(layout.layer_bytes // BLOCK_BYTES)
         for layer in range(layout.shape.num_layers):
-            offset = layout.layer_offset(layer)
-            with reading(self.segment_id):
-                self.files.read(self.descriptor, offset, memory.view)
-            self.check_blocks(memory, offset, blocks)
+            self.fill(memory, layout.layer_offset(layer))
             note()
 
     def close(self) -> None:

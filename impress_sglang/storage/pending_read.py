@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -35,11 +35,6 @@ class BlockRuns:
     starts: Integers
     stops: Integers
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all runs."""
-        return int((self.stops - self.starts).sum())
-
     def split(self, max_bytes: int) -> BlockRuns:
         """The same runs in pieces of at most `max_bytes`, a multiple of a block."""
         sizes = self.stops - self.starts
@@ -54,27 +49,19 @@ class BlockRuns:
 
 
 class PendingRead:
-    """Runs that are being read; made by `BlockReader.submit`.
+    """Runs that are being read, in pieces; made by `BlockReader.submit`.
 
     `began` and `ended` are `time.perf_counter()` of the first start and the last end, 0.0 before.
     """
 
-    def __init__(
-        self, runs: Sequence[BlockRuns], has_stopped: Callable[[], bool], *, ahead: bool
-    ) -> None:
+    def __init__(self, runs: BlockRuns, has_stopped: Callable[[], bool], *, ahead: bool) -> None:
         self._has_stopped = has_stopped
-        self.runs = [own.split(PIECE_BYTES) for own in runs]
+        self.runs = runs.split(PIECE_BYTES)
         self.ahead = ahead
         self.began = self.ended = 0.0
-        counts = [len(own.starts) for own in self.runs]
-        self._owner = np.repeat(np.arange(len(counts)), counts)
-        self._descriptors = _each(counts, [own.segment.descriptor for own in self.runs])
-        self._starts = _joined([own.starts for own in self.runs])
-        self._sizes = _joined([own.stops for own in self.runs]) - self._starts
+        self._sizes = self.runs.stops - self.runs.starts
         # Single numbers are read faster from a list.
         self._size_of: list[int] = self._sizes.tolist()
-        self._offsets = self._starts + _each(counts, [own.offset for own in self.runs])
-        self._addresses = self._starts + _each(counts, [own.memory.address for own in self.runs])
         # Pieces before `next` are begun; `last` is where a cancelled read stops.
         self.next, self.last = 0, len(self._sizes)
         self.in_flight = 0
@@ -98,10 +85,9 @@ class PendingRead:
             PrefixUnreadable: see `arrived`, and a block may be corrupt.
         """
         self.arrived()
-        for number, own in enumerate(self.runs):
-            pieces = self._owner[: self.last] == number
-            starts, sizes = self._starts[: self.last][pieces], self._sizes[: self.last][pieces]
-            own.segment.check_blocks(own.memory, own.offset, _blocks_in(starts, sizes))
+        runs, read = self.runs, slice(self.last)
+        blocks = _blocks_in(runs.starts[read], self._sizes[read])
+        runs.segment.check_blocks(runs.memory, runs.offset, blocks)
 
     def arrived(self) -> None:
         """Wait until all is read; nothing is verified.
@@ -128,37 +114,25 @@ class PendingRead:
         first, stop = self.next, min(self.next + count, self.last)
         self.next = stop
         self.in_flight += stop - first
-        part = slice(first, stop)
-        return (
-            first,
-            self._descriptors[part],
-            self._offsets[part],
-            self._addresses[part],
-            self._sizes[part],
-        )
+        runs, part = self.runs, slice(first, stop)
+        starts = runs.starts[part]
+        descriptors = np.full(len(starts), runs.segment.descriptor)
+        addresses = starts + runs.memory.address
+        return first, descriptors, starts + runs.offset, addresses, self._sizes[part]
 
     def size(self, number: int) -> int:
         """Bytes of a piece."""
         return self._size_of[number]
 
-    def piece(self, number: int) -> tuple[BlockRuns, int, int]:
-        """The runs that a piece belongs to, and where it starts and stops in their memory."""
-        start = int(self._starts[number])
-        return self.runs[self._owner[number]], start, start + int(self._sizes[number])
-
-    def not_begun(self) -> list[tuple[BlockRuns, Integers, Integers]]:
-        """Stop before the pieces that are not begun; these, by runs: starts and stops."""
-        rest = np.arange(self.next, self.last)
+    def not_begun(self) -> tuple[Integers, Integers]:
+        """Stop before the pieces that are not begun; their starts and stops in the memory."""
+        rest = slice(self.next, self.last)
         self.last = self.next
-        return [
-            (self.runs[owner], self._starts[own], self._starts[own] + self._sizes[own])
-            for owner in np.unique(self._owner[rest]).tolist()
-            for own in [rest[self._owner[rest] == owner]]
-        ]
+        return self.runs.starts[rest], self.runs.stops[rest]
 
     @property
     def _segment_id(self) -> str:
-        return self.runs[0].segment.segment_id
+        return self.runs.segment.segment_id
 
     def fail(self, error: BaseException) -> None:
         """Nothing more will be read, because of a bug or the machine."""
@@ -179,11 +153,3 @@ def _blocks_in(starts: Integers, sizes: Integers) -> Integers:
     skipped = np.repeat(starts // BLOCK_BYTES - (np.cumsum(counts) - counts), counts)
     blocks: Integers = skipped + np.arange(counts.sum())
     return blocks
-
-
-def _each(counts: Sequence[int], values: Sequence[int]) -> Integers:
-    return np.repeat(np.array(values, np.int64), counts)
-
-
-def _joined(parts: Sequence[Integers]) -> Integers:
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)

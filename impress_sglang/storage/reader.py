@@ -22,7 +22,6 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
 
 from impress_sglang.errors import PrefixUnreadable, StoreUnavailable
 from impress_sglang.storage.engines import BlockEngine
@@ -30,9 +29,7 @@ from impress_sglang.storage.files import FileSystem, installed
 from impress_sglang.storage.open_segment import Integers
 from impress_sglang.storage.pending_read import LOOK_SECONDS, BlockRuns, PendingRead
 from impress_sglang.storage.read_cost import ReadCost
-from impress_sglang.storage.segment import (
-    reading,
-)
+from impress_sglang.storage.segment import reading
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +93,10 @@ class BlockReader:
             "read_mbps": round(self.cost.bytes_per_second / 1e6),
         }
 
-    def submit(self, runs: Sequence[BlockRuns], *, ahead: bool = False) -> PendingRead:
+    def submit(self, runs: BlockRuns, *, ahead: bool = False) -> PendingRead:
         """Begin to fill the memory of all runs; `ahead` lets others go first.
 
-        The memory must stay alive and the segments open until the read is done.
+        The memory must stay alive and the segment open until the read is done.
         """
         read = PendingRead(runs, self._has_stopped, ahead=ahead)
         with self._changed:
@@ -116,7 +113,7 @@ class BlockReader:
                 self._changed.notify()
         return read
 
-    def read(self, runs: Sequence[BlockRuns]) -> int:
+    def read(self, runs: BlockRuns) -> int:
         """Fill the memory of all runs; returns the bytes read.
 
         Raises:
@@ -130,16 +127,16 @@ class BlockReader:
             self.cancel(read)
         return read.num_bytes
 
-    def cancel(self, read: PendingRead) -> list[tuple[BlockRuns, Integers, Integers]]:
-        """Do not begin what is not begun; returns that, by runs: starts and stops."""
+    def cancel(self, read: PendingRead) -> tuple[Integers, Integers]:
+        """Do not begin what is not begun; returns starts and stops of that in the memory."""
         if read.done:
-            return []
+            return read.runs.starts[:0], read.runs.stops[:0]
         with self._changed:
-            rest = read.not_begun()
-            if rest:
+            starts, stops = read.not_begun()
+            if len(starts):
                 # Where it stands in the queue it now has nothing to give.
                 self._settle(read)
-            return rest
+            return starts, stops
 
     def close(self) -> None:
         """Wait for all reads, as long as the device answers; then the thread ends.
@@ -279,7 +276,8 @@ class BlockReader:
         for (read, place), result in zip(ended, results, strict=True):
             arrived[read] = arrived.get(read, 0) + 1
             if result != read.size(place) and read.error is None:
-                read.error = _complete_piece(*read.piece(place), result)
+                start, stop = int(read.runs.starts[place]), int(read.runs.stops[place])
+                read.error = _complete_piece(read.runs, start, stop, result)
         with self._changed:
             for read, count in arrived.items():
                 read.in_flight -= count

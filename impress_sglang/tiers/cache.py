@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from impress_sglang.loops.types import Floats
 from impress_sglang.tiers.fence import CopyStream, Fence
@@ -65,10 +64,11 @@ class ChunkCache:
         device_slab = Slab(self.page, device_pages, device, option="--impress-device-gb", pin=False)
         cpu = torch.device("cpu")
         host_slab = Slab(self.page, host_pages, cpu, option="--impress-host-gb", pin=pin)
-        self._slabs: dict[int, Slab] = {Tier.DEVICE: device_slab, Tier.HOST: host_slab}
+        self.slabs: dict[int, Slab] = {Tier.DEVICE: device_slab, Tier.HOST: host_slab}
+        """Where the bytes of cached chunks are read."""
         self.copy_stream = CopyStream(device)
         """Where chunks move; who reads them on the device joins it before, and then tells it."""
-        self._mover = make_mover(self.page, self._slabs, self.copy_stream)
+        self._mover = make_mover(self.page, self.slabs, self.copy_stream)
 
     def emptied(self, rule: ReplacementRule) -> ChunkCache:
         """An empty cache that takes the memory over; this one must not be read any more."""
@@ -76,7 +76,7 @@ class ChunkCache:
         taken = copy.copy(self)
         taken.copies = CopyStats()
         taken.placement = self.placement.emptied(rule)
-        self._slabs = {}
+        self.slabs = {}
         return taken
 
     def attach(self, chunk_pages: npt.NDArray[np.uint16]) -> int:
@@ -100,30 +100,6 @@ class ChunkCache:
         """See `Placement.access`; every access must be settled or abandoned before the next."""
         return self.placement.access(ids, shares)
 
-    def read_rows(
-        self,
-        tier: int,
-        pages: npt.NDArray[np.int32],
-        offsets: npt.NDArray[np.int64],
-        row_vectors: int,
-    ) -> Tensor:
-        """Rows of cached chunks; see `Slab.read_rows`."""
-        return self._slabs[tier].read_rows(pages, offsets, row_vectors)
-
-    def page_addresses(
-        self, tier: int, pages: npt.NDArray[np.signedinteger]
-    ) -> npt.NDArray[np.int64]:
-        """See `Slab.page_addresses`."""
-        return self._slabs[tier].page_addresses(pages)
-
-    def read_chunks(self, tier: int, pages: npt.NDArray[np.int32]) -> Tensor:
-        """Whole cached chunks, pages int32 [chunks, pages of each]: [chunks, elements]."""
-        return self._slabs[tier].read_pages(pages.reshape(-1)).view(len(pages), -1)
-
-    def read_pages(self, tier: int, pages: npt.NDArray[np.signedinteger]) -> Tensor:
-        """Contents of pages [p]: [p, elements]."""
-        return self._slabs[tier].read_pages(pages)
-
     def settle(self, access: Access, loaded: Sequence[LoadedChunks]) -> Fence | None:
         """Carry out the moves; `loaded` has each kept chunk once.
 
@@ -145,7 +121,7 @@ class ChunkCache:
     def close(self) -> None:
         """Give the memory back; nothing can be read or placed any more."""
         self._synchronize()
-        self._slabs.clear()
+        self.slabs.clear()
 
     def _synchronize(self) -> None:
         """Kernels on any stream may still be reading."""

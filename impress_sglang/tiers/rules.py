@@ -73,16 +73,35 @@ class ReplacementRule(Protocol):
         ...
 
 
-class LeastRecentlyUsed:
-    """LRU: priority is the request that last used the chunk."""
+class _OneNumber:
+    """A rule that knows one number of each chunk, its priority."""
 
     def __init__(self) -> None:
-        self._last: Ids = np.zeros(0, np.int64)
-        self._now = 0
+        self._values: Ids = np.zeros(0, np.int64)
 
     def resize(self, num_chunks: int) -> None:
         """See `ReplacementRule`."""
-        self._last = grown(self._last, num_chunks)
+        self._values = grown(self._values, num_chunks)
+
+    def priorities(self, ids: Ids) -> Ids:
+        """See `ReplacementRule`."""
+        return self._values.take(ids)
+
+    def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
+        """See `ReplacementRule`."""
+        self._values[ids] = self._values[sources]
+
+    def forget(self, base: int, count: int) -> None:
+        """See `ReplacementRule`."""
+        self._values[base : base + count] = 0
+
+
+class LeastRecentlyUsed(_OneNumber):
+    """LRU: priority is the request that last used the chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0
 
     def advance(self) -> None:
         """See `ReplacementRule`."""
@@ -90,59 +109,28 @@ class LeastRecentlyUsed:
 
     def record(self, ids: Ids, shares: Floats) -> Ids:
         """See `ReplacementRule`."""
-        self._last[ids] = max(self._now, 1)
+        self._values[ids] = max(self._now, 1)
         return self.priorities(ids)
-
-    def priorities(self, ids: Ids) -> Ids:
-        """See `ReplacementRule`."""
-        return self._last.take(ids)
 
     def score(self, chunk: int) -> float:
         """See `ReplacementRule`: requests since the last use, below 0."""
-        return float(self._last[chunk] - max(self._now, 1))
-
-    def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
-        """See `ReplacementRule`."""
-        self._last[ids] = self._last[sources]
-
-    def forget(self, base: int, count: int) -> None:
-        """See `ReplacementRule`."""
-        self._last[base : base + count] = 0
+        return float(self._values[chunk] - max(self._now, 1))
 
 
-class LeastFrequentlyUsed:
+class LeastFrequentlyUsed(_OneNumber):
     """LFU: priority is the number of accesses, kept while a chunk is outside the caches."""
-
-    def __init__(self) -> None:
-        self._counts: Ids = np.zeros(0, np.int64)
-
-    def resize(self, num_chunks: int) -> None:
-        """See `ReplacementRule`."""
-        self._counts = grown(self._counts, num_chunks)
 
     def advance(self) -> None:
         """See `ReplacementRule`."""
 
     def record(self, ids: Ids, shares: Floats) -> Ids:
         """See `ReplacementRule`."""
-        self._counts[ids] += 1
+        self._values[ids] += 1
         return self.priorities(ids)
-
-    def priorities(self, ids: Ids) -> Ids:
-        """See `ReplacementRule`."""
-        return self._counts.take(ids)
 
     def score(self, chunk: int) -> float:
         """See `ReplacementRule`: uses."""
-        return float(self._counts[chunk])
-
-    def inherit(self, ids: Ids, sources: Ids, shares: Floats) -> None:
-        """See `ReplacementRule`."""
-        self._counts[ids] = self._counts[sources]
-
-    def forget(self, base: int, count: int) -> None:
-        """See `ReplacementRule`."""
-        self._counts[base : base + count] = 0
+        return float(self._values[chunk])
 
 
 class ImportanceScore:

@@ -193,18 +193,14 @@ class LayerBuffer:
         self.memory = memory
         self.ahead_bytes = 0
         self.ahead_used_bytes = 0
+        self.reads: list[PendingRead] = []
+        """All reads into the area, in the order in which they were asked for."""
         self._segment = segment
         self._offset = offset
         self._pool = pool
         # Number of the read that brings each block.
         self._owner = np.full(num_bytes // BLOCK_BYTES, _NO_READ, np.int16)
         self._wanted = np.zeros(len(self._owner), np.bool_)
-        self._reads: list[PendingRead] = []
-
-    @property
-    def reads(self) -> list[PendingRead]:
-        """All reads into the area, in the order in which they were asked for."""
-        return self._reads
 
     def read_ahead(self, wanted: Indices, reader: BlockReader) -> None:
         """Begin to read blocks that will probably be wanted."""
@@ -219,15 +215,15 @@ class LayerBuffer:
         and is not begun, only what is wanted is read. Before that only reads that would bring
         wanted blocks are ended, for these are waited for now.
         """
-        if any(read.ahead and not read.done for read in self._reads):
-            numbers: Iterable[int] = range(len(self._reads))
+        if any(read.ahead and not read.done for read in self.reads):
+            numbers: Iterable[int] = range(len(self.reads))
             if not last:
-                found = areas.bringing(wanted, self._owner, len(self._reads))
+                found = areas.bringing(wanted, self._owner, len(self.reads))
                 numbers = np.flatnonzero(found[1:]).tolist()
             self._stop_reading_ahead(numbers, reader)
         self._forget_failed()
-        new = areas.count_new(wanted, self._owner, self._wanted, len(self._reads)).tolist()
-        for read, count in zip(self._reads, new[1:], strict=True):
+        new = areas.count_new(wanted, self._owner, self._wanted, len(self.reads)).tolist()
+        for read, count in zip(self.reads, new[1:], strict=True):
             self.ahead_used_bytes += count * BLOCK_BYTES if read.ahead else 0
         return self._submit(wanted, gap_bytes // BLOCK_BYTES, reader, ahead=False)
 
@@ -237,10 +233,10 @@ class LayerBuffer:
         Raises:
             PrefixUnreadable: one of the reads that bring them failed, or one of them is corrupt.
         """
-        nobody, *found = areas.bringing(wanted, self._owner, len(self._reads)).tolist()
+        nobody, *found = areas.bringing(wanted, self._owner, len(self.reads)).tolist()
         assert not nobody, "a block was not asked for"
         errors = []
-        for read, brings in zip(self._reads, found, strict=True):
+        for read, brings in zip(self.reads, found, strict=True):
             if brings:
                 try:
                     read.arrived()
@@ -252,35 +248,35 @@ class LayerBuffer:
 
     def close(self, reader: BlockReader) -> None:
         """Give the memory back; what is not begun is not read any more."""
-        self._stop_reading_ahead(range(len(self._reads)), reader)
-        self.ahead_bytes = sum(read.num_bytes for read in self._reads if read.ahead)
-        self._pool.give(self.memory, self._reads)
+        self._stop_reading_ahead(range(len(self.reads)), reader)
+        self.ahead_bytes = sum(read.num_bytes for read in self.reads if read.ahead)
+        self._pool.give(self.memory, self.reads)
 
     def _stop_reading_ahead(self, numbers: Iterable[int], reader: BlockReader) -> None:
         """Do not begin what is not begun of these reads, if they are ahead."""
         for number in numbers:
-            read = self._reads[number]
+            read = self.reads[number]
             if read.ahead and not read.done:
-                for _, starts, stops in reader.cancel(read):
-                    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-                        own = self._owner[start // BLOCK_BYTES : stop // BLOCK_BYTES]
-                        own[own == number] = _NO_READ
+                starts, stops = reader.cancel(read)
+                for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+                    own = self._owner[start // BLOCK_BYTES : stop // BLOCK_BYTES]
+                    own[own == number] = _NO_READ
 
     def _forget_failed(self) -> None:
         """What could not be read ahead is read when it is wanted: the disk may answer by then."""
-        for number, read in enumerate(self._reads):
+        for number, read in enumerate(self.reads):
             if read.ahead and read.done and read.error is not None:
                 self._owner[self._owner == number] = _NO_READ
 
     def _submit(self, wanted: Indices, gap_blocks: int, reader: BlockReader, *, ahead: bool) -> int:
         """Read what is missing, if anything is; returns how many bytes that is."""
         # A gap that is read through may hold what another read brings, too: the same bytes.
-        starts, stops = areas.claim_blocks(wanted, self._owner, len(self._reads), gap_blocks)
+        starts, stops = areas.claim_blocks(wanted, self._owner, len(self.reads), gap_blocks)
         if not len(starts):
             return 0
         runs = BlockRuns(
             self._segment, self.memory, self._offset, starts * BLOCK_BYTES, stops * BLOCK_BYTES
         )
-        read = reader.submit([runs], ahead=ahead)
-        self._reads.append(read)
+        read = reader.submit(runs, ahead=ahead)
+        self.reads.append(read)
         return read.num_bytes

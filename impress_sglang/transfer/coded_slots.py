@@ -31,27 +31,12 @@ class CodeWriter(Protocol):
 
 def code_writer_for(device: torch.device) -> CodeWriter:
     """What fits the device of the pools."""
-    return KernelCodeWriter() if device.type == "cuda" else LoopCodeWriter()
+    if device.type == "cuda":
+        return KernelCodeWriter()
+    # Only where it is used: Numba is not needed on a GPU.
+    from impress_sglang.precision import slots
 
-
-class LoopCodeWriter:
-    """Loops over the elements."""
-
-    def __init__(self) -> None:
-        # Only where it is used: Numba is not needed on a GPU.
-        from impress_sglang.precision import slots
-
-        self._loops = slots
-
-    def restore_base(self, tokens: CodedTokens, keys: Tensor, values: Tensor) -> None:
-        """See `CodeWriter`."""
-        self._loops.restore_base(tokens, keys, values)
-
-    def raise_units(
-        self, tokens: CodedTokens, raised: Tensor, planes: Tensor, keys: Tensor, values: Tensor
-    ) -> None:
-        """See `CodeWriter`."""
-        self._loops.raise_units(tokens, raised, planes, keys, values)
+    return slots
 
 
 class KernelCodeWriter:

@@ -74,26 +74,17 @@ class BlockHistory:
             wanted = 1.0 - (1.0 - np.clip(own, 0.0, 1.0)) ** rows
             parts.append(np.repeat(wanted, per_chunk, axis=1)[:, :blocks])
         chances = np.concatenate(parts, axis=1)
-        self._codes: Uint8s = np.rint(chances * STEPS).astype(np.uint8)
-        # Of each layer, for its keys and for its values.
-        self._requests = np.zeros((len(self._codes), 2), np.int64)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the chances."""
-        return self._codes.nbytes
-
-    @property
-    def codes(self) -> Uint8s:
+        self.codes: Uint8s = np.rint(chances * STEPS).astype(np.uint8)
         """All chances, in steps of 1/255; not to be changed."""
-        return self._codes
+        # Of each layer, for its keys and for its values.
+        self._requests = np.zeros((len(self.codes), 2), np.int64)
 
     def note(self, layer: int, *, values: bool, blocks: slice, wanted: Flags) -> None:
         """A request wanted these of the blocks of a layer's keys or values, one flag for each."""
         requests = self._requests[layer]
         requests[int(values)] += 1
         kept, raised = moved_codes(int(requests[int(values)]))
-        loops.move_codes(self._codes[layer, blocks], wanted, kept, raised)
+        loops.move_codes(self.codes[layer, blocks], wanted, kept, raised)
 
 
 def likely_blocks(chances: Uint8s, candidates: Flags, waste_budget: float) -> Flags:

@@ -72,7 +72,7 @@ class IndexedTaker:
 
     def _take_from(self, tier: int, frames: Indices, memory: PooledMemory | None) -> Tensor:
         if tier != Tier.SSD:
-            return self._cache.read_pages(tier, frames).view(torch.uint8)
+            return self._cache.slabs[tier].read_pages(frames).view(torch.uint8)
         assert memory is not None
         blocks = memory.vectors(torch.uint8, BLOCK_BYTES)
         first = int(frames[0])
@@ -102,7 +102,7 @@ class KernelTaker:
         for tier in CACHES:
             place = np.flatnonzero(tiers == tier)
             if len(place):
-                addresses[place] = cache.page_addresses(tier, frames[place])
+                addresses[place] = cache.slabs[tier].page_addresses(frames[place])
         blocks = torch.empty(len(frames), cache.page.elements, dtype=_WORD, device=cache.device)
         cache.copy_stream.join()
         self._copier.copy([(blocks, None, addresses)])

@@ -140,7 +140,7 @@ class IndexedGatherer:
             return vectors.index_select(0, index).view(len(rows), -1)
         pages = part.pages[part.place_of_chunk()[group.chunks_of_rows(head_groups, rows)]]
         width = page.row_vectors_of(group.heads * group.head_dim)
-        return self._cache.read_rows(tier, pages, rows % group.chunk_rows, width)
+        return self._cache.slabs[tier].read_rows(pages, rows % group.chunk_rows, width)
 
     def _cached_chunks(self, tier: int, part: GroupPart, place: Indices) -> Tensor:
         """Chunks of one column, [chunks, rows of a chunk * heads * dim]; missing rows undefined."""
@@ -152,8 +152,9 @@ class IndexedGatherer:
             held = group.rows_of_chunk[part.chunks[place]].astype(np.int64)
             offsets = np.minimum(rows, np.repeat(held, group.chunk_rows) - 1)
             pages = np.repeat(part.pages[place], group.chunk_rows, axis=0)
-            return self._cache.read_rows(tier, pages, offsets, vectors).view(len(place), -1)
-        return self._cache.read_chunks(tier, _owned_pages(part, place, vectors, page.page_vectors))
+            return self._cache.slabs[tier].read_rows(pages, offsets, vectors).view(len(place), -1)
+        pages = _owned_pages(part, place, vectors, page.page_vectors)
+        return self._cache.slabs[tier].read_pages(pages.reshape(-1)).view(len(place), -1)
 
     def _staged_chunks(self, part: GroupPart, memory: PooledMemory) -> Tensor:
         """Rows of chunks in a layer buffer; those that were not read are undefined."""
@@ -186,7 +187,7 @@ class KernelGatherer:
         self._unit = math.gcd(page.unit * size, BLOCK_BYTES) // size
         self._bases = np.zeros(len(Tier), np.int64)
         for tier in CACHES:
-            self._bases[tier] = cache.page_addresses(tier, first)[0]
+            self._bases[tier] = cache.slabs[tier].page_addresses(first)[0]
         # Layer buffers begin at pages of memory.
         self._grain = math.gcd(self._unit * size, *self._bases[1:].tolist())
 
@@ -297,7 +298,7 @@ class KernelGatherer:
             if part.chunks_by_tier[tier]:
                 place = np.flatnonzero(part.tiers == tier)
                 pages = _owned_pages(part, place, vectors, page.page_vectors)
-                addresses[place] = self._cache.page_addresses(tier, pages)
+                addresses[place] = self._cache.slabs[tier].page_addresses(pages)
         return addresses.reshape(-1)
 
     def _gather_all_rows(self, part: GroupPart, memory: PooledMemory | None, rows: Tensor) -> None:

@@ -217,10 +217,11 @@ class LayerEvidence:
 
     @property
     def probe_keys(self) -> Tensor:
-        """[m, probe heads, Dk]; see `PrefixSource.read_probe`."""
+        """[m, probe heads, Dk] where the queries are; see `PrefixSource.read_probe`."""
         if self._probe_keys is None:
             with self._stats.timed("load_ms"):
-                self._probe_keys = self._source.read_probe(self.layer)
+                probe = self._source.read_probe(self.layer)
+                self._probe_keys = probe.to(self._inputs.queries.device)
         return self._probe_keys
 
     def probe_scores(self) -> Tensor:

@@ -34,7 +34,7 @@ class Scorer(Protocol):
         Args:
             queries: [q, Hq, D] of the last q of the new tokens, of all query heads that share the
                 KV heads `heads`.
-            prefix_keys: [m, heads, D], on any device.
+            prefix_keys: [m, heads, D].
             resident_keys: [c, G, D] of all KV heads.
             new_keys: [n, G, D] of all KV heads.
             heads: the KV heads that are scored, ascending.
@@ -54,7 +54,15 @@ class Scorer(Protocol):
 
 def scorer_for(device: torch.device) -> Scorer:
     """What fits the device of the queries."""
-    return KernelScorer() if device.type == "cuda" else TorchScorer()
+    return kernel_scorer() if device.type == "cuda" else TorchScorer()
+
+
+def kernel_scorer() -> Scorer:
+    """Triton kernels that never write the weights; nothing is waited for."""
+    # Only where it is used: Triton is not needed on a CPU.
+    from impress_sglang.triton import scores
+
+    return scores
 
 
 class TorchScorer:
@@ -76,48 +84,12 @@ class TorchScorer:
         """See `Scorer`."""
         return column_sums(
             queries,
-            prefix_keys.to(queries.device),
+            prefix_keys,
             resident_keys,
             new_keys,
             scaling,
             squares=squares,
             heads=heads if len(heads) < new_keys.shape[1] else None,
-            prefix_rows=prefix_rows,
-            resident_rows=resident_rows,
-        )
-
-
-class KernelScorer:
-    """Triton kernels that never write the weights."""
-
-    def __init__(self) -> None:
-        # Only where it is used: Triton is not needed on a CPU.
-        from impress_sglang.triton import scores
-
-        self._kernels = scores
-
-    def column_sums(
-        self,
-        queries: Tensor,
-        prefix_keys: Tensor,
-        resident_keys: Tensor,
-        new_keys: Tensor,
-        heads: tuple[int, ...],
-        scaling: float,
-        *,
-        squares: bool = False,
-        prefix_rows: Tensor | None = None,
-        resident_rows: Tensor | None = None,
-    ) -> Tensor:
-        """See `Scorer`; nothing is waited for."""
-        return self._kernels.column_sums(
-            queries,
-            prefix_keys.to(queries.device),
-            resident_keys,
-            new_keys,
-            heads,
-            scaling,
-            squares=squares,
             prefix_rows=prefix_rows,
             resident_rows=resident_rows,
         )

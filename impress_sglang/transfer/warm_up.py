@@ -49,7 +49,7 @@ from impress_sglang.transfer.geometry import SourceSpan
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.precise import SCORED_QUERIES, Evenly, PreciseLoader
 from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
-from impress_sglang.transfer.scoring import KernelScorer
+from impress_sglang.transfer.scoring import kernel_scorer
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 
@@ -166,7 +166,7 @@ def _score_all_tiles(
         rows = torch.arange(tokens, device=device) if in_rows else None
         resident_keys = zeros(1, shape.num_kv_heads)
         for resident in (0, 1):
-            KernelScorer().column_sums(
+            kernel_scorer().column_sums(
                 queries,
                 prefix,
                 resident_keys,
@@ -238,7 +238,7 @@ def _load(
                 source = SegmentSource(shape, prefix, reader, pool, cache, ReadNeeds())
                 at_end.callback(source.close)
                 slots = _slots(shape, k, device, in_slots=in_slots)
-                loader = PrefixLoader(shape, used, KernelScorer())
+                loader = PrefixLoader(shape, used, kernel_scorer())
                 loader.load(0, source, _inputs(shape, device), slots, LoadStats())
 
 
@@ -260,7 +260,7 @@ def _load_codes(shape: KVShape, chunk_tokens: int, device: torch.device) -> None
         part = ResidentPart("warm-up", layout, 1, 0, SEGMENT_TOKENS, slots.keys.rows)
         PartLoad(source, [part])
         units = UsedUnits([PartUse(part, 0, SEGMENT_TOKENS)], device)
-        loader = PreciseLoader(shape, Evenly(), KernelScorer(), KernelCodeWriter())
+        loader = PreciseLoader(shape, Evenly(), kernel_scorer(), KernelCodeWriter())
         loader.load(0, units, _inputs(shape, device), slots, LEVELS[-1], LoadStats())
 
 

@@ -179,15 +179,15 @@ def test_the_next_store_has_the_memory_of_the_last(
         raise AssertionError("memory was allocated again")
 
     before = world.runtime.store.cache
-    slabs, pool = before._slabs, world.runtime.served._memory.pool
+    slabs, pool = before.slabs, world.runtime.served._memory.pool
     ids = attach(before, SegmentLayout(SHAPE, 8, 16, 4096))
     before.access(np.array([ids]), np.ones(1))
     monkeypatch.setattr(StoreMemory, "allocate", refuse)
     assert world.call("update_weights_from_disk").success and world.used()
     after = world.runtime.store.cache
-    assert after._slabs is slabs and world.runtime.served._memory.pool is pool
+    assert after.slabs is slabs and world.runtime.served._memory.pool is pool
     assert after.summary()["device"]["chunks"] == after.summary()["host"]["chunks"] == 0
-    assert not before._slabs, "the old store could still read them"
+    assert not before.slabs, "the old store could still read them"
 
 
 def test_the_end_of_a_server_does_not_wait_for_a_store_that_is_opened(

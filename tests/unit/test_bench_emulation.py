@@ -189,7 +189,7 @@ def test_a_reader_of_an_installed_slow_file_system_learns_that_it_is_slow(tmp_pa
     )
 
     began = time.monotonic()
-    read = reader.read([runs])
+    read = reader.read(runs)
     seconds = time.monotonic() - began
 
     assert read == size

@@ -96,7 +96,7 @@ class Bench:
     def whole(self, chunk: int, tier: Tier, pages: np.ndarray) -> Tensor:
         """A cached chunk and, before it, another one, read at once."""
         own = pages[: -(-len(self.bytes[chunk]) // self.cache.page.page_bytes)]
-        found = self.cache.read_chunks(tier, np.stack([own[::-1], own]))
+        found = self.cache.slabs[tier].read_pages(np.concatenate([own[::-1], own])).view(2, -1)
         assert found.shape[0] == 2
         return found[1].contiguous().view(torch.uint8)[: len(self.bytes[chunk])]
 
@@ -105,7 +105,8 @@ class Bench:
         vectors = self.row_vectors[chunk]
         row_bytes = vectors * self.cache.page.unit * 2
         offsets = np.arange(len(self.bytes[chunk]) // row_bytes)[::-1].copy()
-        found = self.cache.read_rows(tier, np.tile(pages, (len(offsets), 1)), offsets, vectors)
+        each = np.tile(pages, (len(offsets), 1))
+        found = self.cache.slabs[tier].read_rows(each, offsets, vectors)
         return found.flip(0).contiguous().view(torch.uint8).reshape(-1)
 
     def access(self, worths: dict[int, float], *, padding: int = 500) -> Access:

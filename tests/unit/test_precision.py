@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.precision.allocation import allocate_planes, planes_of, unit_weights
+from impress_sglang.precision.allocation import allocate_planes, planes_of
 from impress_sglang.precision.codec import (
     CODE_BITS,
     GROUP_TOKENS,
@@ -146,11 +146,6 @@ def test_a_layer_in_codes_is_as_long_as_the_documentation_says() -> None:
     assert layout.base_bytes / exact == pytest.approx(0.25 + 0.0234, abs=1e-3)
     assert layout.num_groups * layout.group_range_bytes / exact == pytest.approx(0.0234, abs=1e-4)
     assert layout.planes_bytes / exact == 0.25
-
-
-def test_weights_of_units_are_sums() -> None:
-    weights = torch.arange(10.0).view(2, 5)
-    assert unit_weights(weights, 2).tolist() == [[1, 5, 4], [11, 15, 9]]
 
 
 def brute_force(weights: Tensor, num_planes: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -89,7 +89,7 @@ def test_runs_are_filled_and_nothing_else(
     stored = Stored(tmp_path, direct=direct)
     runs = [(0, 1), (3, 10), (11, 12), (20, 47), (stored.blocks - 2, stored.blocks)]
 
-    read = reader.submit([stored.runs(*runs)])
+    read = reader.submit(stored.runs(*runs))
     read.wait()
 
     assert read.done and read.num_bytes == sum(stop - first for first, stop in runs) * BLOCK
@@ -99,11 +99,10 @@ def test_runs_are_filled_and_nothing_else(
 
 
 def test_nothing_to_read_is_done_at_once(reader: BlockReader, stored: Stored) -> None:
-    for runs in ([], [stored.runs()], [stored.runs(), stored.runs()]):
-        read = reader.submit(runs)
-        assert read.done and read.num_bytes == 0
-        read.wait()
-        assert reader.read(runs) == 0
+    read = reader.submit(stored.runs())
+    assert read.done and read.num_bytes == 0
+    read.wait()
+    assert reader.read(stored.runs()) == 0
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
@@ -115,7 +114,7 @@ def test_runs_are_cut_into_pieces(
     engine.allow()
     runs = [(1, 2), (4, 11), (20, 30)]
 
-    reader.read([stored.runs(*runs)])
+    reader.read(stored.runs(*runs))
 
     pieces = [
         stored.piece(first, min(blocks, stop - first) * BLOCK)
@@ -130,7 +129,7 @@ def test_runs_are_cut_into_pieces(
 def test_as_many_pieces_are_in_flight_as_told(step: Step, stored: Stored) -> None:
     reader, engine = step
     assert reader.depth == 4 and reader.summary()["io_engine"] == "step"
-    read = reader.submit([stored.runs((0, 20))])
+    read = reader.submit(stored.runs((0, 20)))
     engine.wait_started(4)
     engine.allow(3)
     engine.wait_started(7)
@@ -147,9 +146,9 @@ def test_as_many_pieces_are_in_flight_as_told(step: Step, stored: Stored) -> Non
 def test_what_is_waited_for_overtakes_what_is_read_ahead(step: Step, stored: Stored) -> None:
     """Reads ahead have half of the queue; what is waited for takes all that is free."""
     reader, engine = step
-    ahead = reader.submit([stored.runs((0, 6))], ahead=True)
+    ahead = reader.submit(stored.runs((0, 6)), ahead=True)
     engine.wait_started(2)
-    needs = reader.submit([stored.runs((30, 36))])
+    needs = reader.submit(stored.runs((30, 36)))
     assert engine.in_flight == 2, "as many as reading ahead may have"
 
     for begun in range(5, 9):
@@ -165,41 +164,54 @@ def test_what_is_waited_for_overtakes_what_is_read_ahead(step: Step, stored: Sto
     stored.check((0, 6), (30, 36))
 
 
-def listed(rest: Sequence[tuple[BlockRuns, Integers, Integers]]) -> list[tuple[str, int]]:
-    """(segment, block) of what was cancelled."""
+def listed(rest: tuple[Integers, Integers]) -> list[int]:
+    """The blocks of what was cancelled."""
     return [
-        (runs.segment.segment_id, block)
-        for runs, starts, stops in rest
-        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        block
+        for start, stop in zip(*map(np.ndarray.tolist, rest), strict=True)
         for block in range(start // BLOCK, stop // BLOCK)
     ]
 
 
 @pytest.mark.usefixtures("single_blocks")
-def test_a_cancelled_read_brings_what_was_begun(step: Step, tmp_path: Path) -> None:
+def test_a_cancelled_read_brings_what_was_begun(step: Step, stored: Stored) -> None:
     reader, engine = step
-    first, second = (Stored(tmp_path, name=name) for name in ("ab12", "cd345"))
-    read = reader.submit([first.runs((0, 2), (7, 9)), second.runs((3, 6))], ahead=True)
+    read = reader.submit(stored.runs((0, 2), (7, 9), (13, 16)), ahead=True)
     engine.wait_started(2)
     engine.allow(1)
     engine.wait_started(3)
 
     rest = reader.cancel(read)
 
-    assert listed(rest) == [("ab12", 8), *(("cd345", block) for block in (3, 4, 5))]
+    assert listed(rest) == [8, 13, 14, 15]
     assert read.num_bytes == 3 * BLOCK and not read.done
     assert listed(reader.cancel(read)) == []
     engine.allow()
     read.wait()
     assert read.done
-    first.check((0, 2), (7, 8))
-    second.check()
+    stored.check((0, 2), (7, 8))
     # And the reader goes on.
-    assert reader.read([second.runs((3, 6))]) == 3 * BLOCK
-    second.check((3, 6))
+    assert reader.read(stored.runs((13, 16))) == 3 * BLOCK
+    stored.check((0, 2), (7, 8), (13, 16))
     assert len(engine.started) == 6
-    first.close()
-    second.close()
+
+
+@pytest.mark.usefixtures("single_blocks")
+def test_a_read_that_was_not_begun_is_cancelled_at_once(step: Step, stored: Stored) -> None:
+    reader, engine = step
+    needs = reader.submit(stored.runs((0, 4)))
+    engine.wait_started(4)
+    reads = [reader.submit(stored.runs((n, n + 2)), ahead=True) for n in (10, 20, 30)]
+
+    rest = reader.cancel(reads[1])
+
+    assert listed(rest) == [20, 21]
+    assert reads[1].done and reads[1].num_bytes == 0
+    reads[1].wait()
+    engine.allow()
+    for read in (needs, reads[0], reads[2]):
+        read.wait()
+    stored.check((0, 4), (10, 12), (30, 32))
 
 
 @pytest.mark.usefixtures("single_blocks")
@@ -213,10 +225,10 @@ def test_many_threads_read_and_cancel(reader: BlockReader, tmp_path: Path, seed:
         expected = set()
         for part in range(6):
             first = 10 * part
-            read = reader.submit([own.runs((first, first + 3), (first + 4, first + 9))], ahead=True)
+            read = reader.submit(own.runs((first, first + 3), (first + 4, first + 9)), ahead=True)
             time.sleep(float(random.choice([0.0, 0.0, 1e-4, 1e-3])))
-            rest = {block for _, block in listed(reader.cancel(read))}
-            reader.read([own.runs((first + 9, first + 10))])
+            rest = set(listed(reader.cancel(read)))
+            reader.read(own.runs((first + 9, first + 10)))
             read.wait()
             kept = {first, first + 1, first + 2, *range(first + 4, first + 10)} - rest
             assert read.num_bytes == (len(kept) - 1) * BLOCK
@@ -246,8 +258,8 @@ def test_damage_is_found(
     stored, good = Stored(tmp_path), Stored(tmp_path, name="good")
     DAMAGE[damage](stored)
 
-    read = reader.submit([good.runs((0, 3)), stored.runs((5, 9))])
-    other = reader.submit([good.runs((3, 6))])
+    read = reader.submit(stored.runs((5, 9)))
+    other = reader.submit(good.runs((3, 6)))
     with pytest.raises(SegmentUnreadable) as caught:
         read.wait()
 
@@ -258,10 +270,10 @@ def test_damage_is_found(
     with pytest.raises(SegmentUnreadable):
         read.wait()
     with pytest.raises(SegmentUnreadable):
-        reader.read([stored.runs((7, 8))])
+        reader.read(stored.runs((7, 8)))
     other.wait()
     if damage != "shorter":
-        assert reader.read([stored.runs((0, 7))]) == 7 * BLOCK
+        assert reader.read(stored.runs((0, 7))) == 7 * BLOCK
     stored.close()
     good.close()
 
@@ -273,11 +285,11 @@ def test_a_read_that_the_system_refuses_says_so_and_condemns_nothing(
     stored.segment.descriptor = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
 
     with pytest.raises(StoreUnavailable, match="Bad file descriptor"):
-        reader.read([stored.runs((0, 3))])
+        reader.read(stored.runs((0, 3)))
 
     os.close(stored.segment.descriptor)
     stored.segment.descriptor = good
-    reader.read([stored.runs((0, 3))])
+    reader.read(stored.runs((0, 3)))
 
 
 @pytest.mark.usefixtures("single_blocks")
@@ -292,11 +304,11 @@ def test_a_read_that_ended_early_is_completed(stored: Stored) -> None:
     engine = Hasty(3)
     engine.allow()
     with sources.with_engine(engine) as (reader, _):
-        reader.read([stored.runs((0, 9))])
+        reader.read(stored.runs((0, 9)))
         stored.check((0, 9))
         flip_byte(stored.path, stored.offset + 5)
         with pytest.raises(SegmentUnreadable):
-            reader.read([stored.runs((0, 1))])
+            reader.read(stored.runs((0, 1)))
 
 
 def ends_in_time(read: PendingRead) -> bool:
@@ -324,12 +336,12 @@ def test_nobody_waits_for_a_reader_that_has_failed(
     reader = BlockReader(4, files)
     reads = []
     for n in range(7):
-        reads.append(reader.submit([stored.runs((n, n + blocks))], ahead=n in (3, 5)))
+        reads.append(reader.submit(stored.runs((n, n + blocks)), ahead=n in (3, 5)))
         if n % 2:
             # Some come while others are in flight, and some when all is quiet.
             ends_in_time(reads[-1])
 
-    late = reader.submit([stored.runs((0, 3))])
+    late = reader.submit(stored.runs((0, 3)))
 
     assert [n for n, read in enumerate([*reads, late]) if not ends_in_time(read)] == []
     failed = [read for read in (*reads, late) if read.error is not None]
@@ -337,7 +349,7 @@ def test_nobody_waits_for_a_reader_that_has_failed(
     for read in failed:
         with pytest.raises(StoreUnavailable, match="injected"):
             read.wait()
-        assert reader.cancel(read) == []
+        assert listed(reader.cancel(read)) == []
     reader.close()
 
 
@@ -347,7 +359,7 @@ def test_who_gives_up_waiting_leaves_nothing_to_begin(stored: Stored) -> None:
     engine = StepEngine(1)
     reader = BlockReader(1, sources.OneEngine(engine), patience=0.1)
     with pytest.raises(StoreUnavailable, match="does not answer"):
-        reader.read([stored.runs((0, 9))])
+        reader.read(stored.runs((0, 9)))
 
     engine.allow()
     wait_until(lambda: not engine.in_flight)
@@ -360,13 +372,13 @@ def test_a_revived_reader_goes_on_learning_what_reads_cost(stored: Stored) -> No
     files = FaultyFileSystem()
     reader = BlockReader(4, files)
     with files.faults.injected(Rule("raise", "finish")), pytest.raises(StoreUnavailable):
-        reader.read([stored.runs((0, 20))])
+        reader.read(stored.runs((0, 20)))
     wait_until(lambda: not reader._thread.is_alive())
     reader.revive()
     before = reader.cost.bytes_per_second
     with files.faults.injected(Rule("delay", "finish", seconds=0.05)):
         for _ in range(3):
-            reader.read([stored.runs((0, 20))])
+            reader.read(stored.runs((0, 20)))
             # A busy time has ended.
             wait_until(lambda: not reader._flying)
             time.sleep(0.01)
@@ -377,7 +389,7 @@ def test_a_revived_reader_goes_on_learning_what_reads_cost(stored: Stored) -> No
 
 def test_close_waits_for_what_was_asked_for(stored: Stored) -> None:
     with sources.stepping(2) as (reader, engine):
-        reads = [reader.submit([stored.runs((n, n + 1))], ahead=n % 2 == 1) for n in range(6)]
+        reads = [reader.submit(stored.runs((n, n + 1)), ahead=n % 2 == 1) for n in range(6)]
         closing = threading.Thread(target=reader.close)
         closing.start()
         closing.join(0.1)

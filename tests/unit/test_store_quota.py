@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.quota import Quota
@@ -12,6 +14,7 @@ from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.wear import WriteBudget
 from impress_sglang.management.writing import StoreOutcome
+from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import make_info, make_shape
 from tests.unit.store_factory import (
     QUARTER,
@@ -25,8 +28,10 @@ from tests.unit.store_factory import (
     name_of,
     open_source,
     prompt,
+    recover,
     use,
 )
+from tests.unit.waiting import wait_until
 
 
 def test_the_least_recently_used_prefix_goes_first(bench: Workbench) -> None:
@@ -143,13 +148,38 @@ def test_quarantine_leaves_before_anything_else(bench: Workbench) -> None:
     assert store.stats.segments_evicted == 1
 
 
+@pytest.mark.parametrize("what", ["a segment", "quarantine"])
+def test_without_the_room_that_was_made_nothing_is_written(bench: Workbench, what: str) -> None:
+    """Also where the disk takes writes: what should have gone is still there."""
+    files = FaultyFileSystem()
+    store = bench.open(ssd_gb=gb(2 * bench.one), files=files)
+    for number in (1, 2):
+        bench.put(store, prompt(number))
+    if what == "quarantine":
+        lose(bench, store, look_up(store, prompt(1)).spans[0].segment.segment_id)
+    stays = {own.name for own in bench.root.rglob("*.kv")}
+
+    with files.faults.injected(Rule("EIO", "unlink", path="*.kv")):
+        assert bench.offer(store, prompt(3)) is StoreOutcome.ACCEPTED
+        store.writes.drain()
+        assert length(store, prompt(3)) == 0 and store.stats.segments_failed == 1
+        assert {own.name for own in bench.root.rglob("*.kv*")} == stays
+
+    recover(store)
+    store.check_index()
+    bench.put(store, prompt(3))
+    bench.put(store, prompt(4))
+    wait_until(lambda: len(list(bench.root.rglob("*.kv*"))) == 2)
+    store.check_integrity()
+
+
 def test_a_namespace_makes_room_among_its_own(bench: Workbench) -> None:
     """Its least recently used prefix goes, not what nobody has used for longer elsewhere."""
     store = bench.open(ssd_gb=gb(9 * bench.one), namespace_gb=gb(2 * bench.one))
     bench.put(store, prompt(1), namespace="other")
     for number in (2, 3):
         bench.put(store, prompt(number), namespace="own")
-    store.touch(look_up(store, prompt(2), "own"))
+    store.tree.touch(look_up(store, prompt(2), "own"))
 
     bench.put(store, prompt(4), namespace="own")
 

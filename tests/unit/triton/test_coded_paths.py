@@ -23,7 +23,7 @@ from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.frames import CODE_PAGE, IndexedTaker, KernelTaker
 from impress_sglang.transfer.loader import LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
-from impress_sglang.transfer.scoring import KernelScorer
+from impress_sglang.transfer.scoring import kernel_scorer
 from impress_sglang.triton import codes, gather, scores
 from tests.unit.coded_factory import SHAPE, CodedCase, CodedPart
 from tests.unit.reading import layer_inputs
@@ -56,7 +56,7 @@ class Frames:
         )
         for tier in (Tier.DEVICE, Tier.HOST):
             pages = self.blocks[tier].view(torch.int32)
-            self.cache._slabs[tier].write_pages(np.arange(FRAMES, dtype=np.int32), pages)
+            self.cache.slabs[tier].write_pages(np.arange(FRAMES, dtype=np.int32), pages)
         self.memory = PooledMemory(size)
         self.memory.vectors(torch.uint8, BLOCK_BYTES).copy_(self.blocks[Tier.SSD])
 
@@ -103,7 +103,7 @@ def test_a_buffer_is_fenced_while_a_kernel_reads_it() -> None:
     # What it gave is its own: neither a buffer nor a cache.
     found.fill_(0)
     assert torch.equal(held.memory.vectors(torch.uint8, BLOCK_BYTES), held.blocks[Tier.SSD])
-    pages = held.cache.read_pages(Tier.DEVICE, np.arange(FRAMES))
+    pages = held.cache.slabs[Tier.DEVICE].read_pages(np.arange(FRAMES))
     assert torch.equal(pages.view(torch.uint8), held.blocks[Tier.DEVICE])
 
 
@@ -175,7 +175,7 @@ def test_a_layer_is_loaded_alike(
         )
         # The same slots in both, whichever was made first.
         case.slots = torch.arange(case.num_tokens).flip(0) + 2
-        parts = (KernelScorer(), KernelCodeWriter()) if kernels else ()
+        parts = (kernel_scorer(), KernelCodeWriter()) if kernels else ()
         loader = PreciseLoader(shape, ALLOCATIONS["query"], *parts)
         found.append(load_requests(case, loader, bits))
         stats.append(dataclasses.replace(case.source.stats, wait_ms=0.0))

@@ -12,7 +12,7 @@ from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.gather import KernelGatherer
 from impress_sglang.transfer.loader import LoadStats, PrefixLoader
-from impress_sglang.transfer.scoring import KernelScorer
+from impress_sglang.transfer.scoring import kernel_scorer
 from impress_sglang.triton import gather as gather_kernels
 from impress_sglang.triton import scores as score_module
 from tests.unit.reading import LoadedLayer, layer_inputs, load_layer
@@ -83,7 +83,7 @@ def test_a_layer_is_loaded_alike(
     expected = [loaded_layers(reference, PrefixLoader(reference.shape, rule)) for _ in range(2)]
     use_kernels(monkeypatch)
     case = opened(name, folders[1], reader)
-    loader = PrefixLoader(case.shape, rule, KernelScorer())
+    loader = PrefixLoader(case.shape, rule, kernel_scorer())
     found = [loaded_layers(case, loader) for _ in range(2)]
 
     for own, other in zip(found, expected, strict=True):

@@ -29,7 +29,7 @@ from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
 from impress_sglang.transfer.resident import ResidentPart
-from impress_sglang.transfer.scoring import KernelScorer, TorchScorer
+from impress_sglang.transfer.scoring import TorchScorer, kernel_scorer
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.triton import codes as code_kernels
 from impress_sglang.triton import gather as gather_kernels
@@ -187,7 +187,7 @@ def load_request(case: Case, fake: Device, k: int, seed: int, *, neighbour: bool
     case.request()
     source, other = case.segment_source, case.make_source()
     # Its threshold is never reached: one set serves all heads.
-    loader = PrefixLoader(case.shape, PaperSelector(100.0), KernelScorer())
+    loader = PrefixLoader(case.shape, PaperSelector(100.0), kernel_scorer())
     apart, everything = case.shape.other_kv_heads, range(case.shape.num_kv_heads)
     for layer in range(case.shape.num_layers):
         inputs, pools, others = (
@@ -248,7 +248,7 @@ def test_each_layer_has_its_codes(
 
     monkeypatch.setattr(ResidentPart, "begin_layer", begun)
     # Other rules look at slots, for which the host waits.
-    loader = PreciseLoader(case.shape, ALLOCATIONS["random"], KernelScorer(), KernelCodeWriter())
+    loader = PreciseLoader(case.shape, ALLOCATIONS["random"], kernel_scorer(), KernelCodeWriter())
     inputs, found = LayerInputs(*[torch.empty(0)] * 3, 1.0), []
     for bits in (5.0, 7.0):
         case.request()

@@ -29,7 +29,7 @@ from impress_sglang.transfer.coded_slots import KernelCodeWriter
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.memory import MemorySource
 from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
-from impress_sglang.transfer.scoring import KernelScorer
+from impress_sglang.transfer.scoring import kernel_scorer
 from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from impress_sglang.transfer.source import SegmentSource
@@ -212,7 +212,7 @@ def make_coded_requests(
     shape = server.shape
     parts = [CodedPart(part.num_tokens, part.start, part.stop) for part in prefix.parts]
     case = CodedCase(directory, parts, reader, shape=shape, device_pages=9, host_pages=13)
-    loader = PreciseLoader(shape, ALLOCATIONS["query"], KernelScorer(), KernelCodeWriter())
+    loader = PreciseLoader(shape, ALLOCATIONS["query"], kernel_scorer(), KernelCodeWriter())
     for new, resident in zip(prefix.new, RESIDENT, strict=False):
         for bits in BITS:
             case.request()
@@ -229,7 +229,7 @@ def make_coded_requests(
 def load_selected(case: CodedCase, k: int, bits: float, inputs: LayerInputs) -> None:
     case.source.close()
     case.source = case.open(case.spans)
-    loader = SelectiveLoader(case.shape, ALLOCATIONS["query"], KernelScorer(), KernelCodeWriter())
+    loader = SelectiveLoader(case.shape, ALLOCATIONS["query"], kernel_scorer(), KernelCodeWriter())
     units = loader.begin(case.source, CPU)
     for layer in range(case.shape.num_layers):
         slots = LayerSlots.fresh(k, case.shape, CPU)
@@ -237,7 +237,7 @@ def load_selected(case: CodedCase, k: int, bits: float, inputs: LayerInputs) -> 
 
 
 def load(case: Case, rule: TokenSelector, k: int, inputs: LayerInputs) -> None:
-    loader = PrefixLoader(case.shape, rule, KernelScorer())
+    loader = PrefixLoader(case.shape, rule, kernel_scorer())
     case.request()
     for layer in range(case.shape.num_layers):
         load_layer(loader, layer, case.source, inputs, k, LoadStats())
@@ -273,7 +273,7 @@ def test_a_prefix_that_is_computed_again_launches_nothing_new(
             keys, values = random_kvs(server.shape, tokens, seed=0)
             source = MemorySource(server.shape, list(keys), list(values))
             for rule in server.branches:
-                loader = PrefixLoader(server.shape, rule, KernelScorer())
+                loader = PrefixLoader(server.shape, rule, kernel_scorer())
                 inputs = layer_inputs(server.shape, new, 2)
                 load_layer(loader, 0, source, inputs, tokens // 3, LoadStats())
 
@@ -296,7 +296,7 @@ def test_loading_into_the_first_rows_of_a_pool_launches_nothing_new(
             case.request()
             pools = LayerSlots.fresh(100, server.shape, CPU)
             slots = LayerSlots.of(pools.keys.pool[:k], pools.values.pool[:k])
-            loader = PrefixLoader(server.shape, rule, KernelScorer())
+            loader = PrefixLoader(server.shape, rule, kernel_scorer())
             loader.load(0, case.source, layer_inputs(server.shape, 9, 0), slots, LoadStats())
     case.close()
 
@@ -386,7 +386,7 @@ def test_on_a_gpu_lengths_compile_nothing_new() -> None:
             for rows, heads in ((new, 6), (new, 2), (tokens, 2))
         )
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        scores = KernelScorer().column_sums(
+        scores = kernel_scorer().column_sums(
             queries, prefix, keys, keys, (0, 1), 0.3, resident_rows=nothing
         )
         assert selection.own_tokens(scores, 3, tokens // 4).shape == (2, tokens // 4)
