@@ -242,11 +242,11 @@ class _NoRead:
 class _NoReader:
     cost = SimpleNamespace(gap_bytes=0)
 
-    def submit(self, runs: Sequence[BlockRuns], *, ahead: bool) -> _NoRead:
-        return _NoRead(sum(int((own.stops - own.starts).sum()) for own in runs), ahead)
+    def submit(self, runs: BlockRuns, *, ahead: bool) -> _NoRead:
+        return _NoRead(int((runs.stops - runs.starts).sum()), ahead)
 
-    def cancel(self, read: _NoRead) -> list[Any]:
-        return []
+    def cancel(self, read: _NoRead) -> tuple[Any, Any]:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
 
 
 class _NoTaker:

@@ -95,11 +95,12 @@ class Keeper:
         self._catalog = Catalog(self._files, directory.path, read_only=read_only)
         self._buffer = AlignedBuffer()
         self._thread = BackgroundThread("impress-write", compute_alone)
-        self._quarantine = Quarantine(directory)
         # What the disk has refused, for `catch_up`; its own thread's.
         self._unkept: dict[str, bytes] = {}
         # Whether room was made for what waits to be written, and the disk has not given it.
         self._is_short = False
+        self.quarantine = Quarantine(directory)
+        """Of damaged segments; its own thread changes it."""
         self.progress = time.monotonic()
         """When something was last done; of two values the later one means that work goes on."""
         self.undeleted: dict[str, int] = {}
@@ -108,11 +109,6 @@ class Keeper:
         """Files that could not be read at the start; nobody knows what builds on them."""
         self.unused_bytes = 0
         """Of these, and of what may build on them."""
-
-    @property
-    def quarantined_bytes(self) -> int:
-        """Of damaged segments that are kept."""
-        return self._quarantine.num_bytes
 
     def survey(self, identity: str, *, anew: bool = False) -> Survey:
         """Compare the files of this identity with their rows, and change no file.
@@ -168,7 +164,7 @@ class Keeper:
                 self._index(self._catalog.remove, *survey.missing)
             if survey.adopted:
                 self._index(self._catalog.add, *survey.adopted)
-        self._quarantine.tidy()
+        self.quarantine.tidy()
         return survey.entries
 
     def write(
@@ -218,7 +214,7 @@ class Keeper:
 
     def empty_quarantine(self) -> None:
         """Remove the damaged segments that are kept: something is to be forgotten."""
-        self._submit(self._change_quarantine, self._quarantine.empty)
+        self._submit(self._change_quarantine, self.quarantine.empty)
 
     def indexed(self) -> Future[dict[str, int]]:
         """Segments of the index and the sizes that their files should have."""
@@ -325,7 +321,7 @@ class Keeper:
     def _catch_up(self) -> None:
         self._delete_all(dict(self.undeleted))
         self._index(self._catalog.flush)
-        self._change_quarantine(self._quarantine.tidy)
+        self._change_quarantine(self.quarantine.tidy)
         for name, content in list(self._unkept.items()):
             self._keep(name, content)
         # Who offers from now on knows what is still there.
@@ -379,7 +375,7 @@ class Keeper:
             logger.warning("%s; its file is gone", error)
         else:
             try:
-                self._quarantine.take(error)
+                self.quarantine.take(error)
             except OSError as failure:
                 self._health.failed("a segment could not be set aside", failure, reading=False)
                 return Verdict.UNCLEAR

@@ -80,7 +80,7 @@ class Quota:
         """Bytes on the SSD, and how many they may be, for the statistics page."""
         return {
             "used_bytes": self.used_bytes + self._reserved(),
-            "quarantined_bytes": self._keeper.quarantined_bytes,
+            "quarantined_bytes": self._keeper.quarantine.num_bytes,
             "other_models_bytes": self.other_models_bytes,
             "quota_bytes": bytes_of(self._config.ssd_gb),
             **self.budget.summary(),
@@ -135,7 +135,7 @@ class Quota:
     def missing(self, num_bytes: int) -> int:
         """How much more must be free for a file to fit; 0 or less if it does."""
         keeper, config = self._keeper, self._config
-        unserved = keeper.quarantined_bytes + keeper.unused_bytes
+        unserved = keeper.quarantine.num_bytes + keeper.unused_bytes
         unserved += sum(list(keeper.undeleted.values()))
         reserved = self._reserved()
         used = self.used_bytes + reserved + unserved + self.other_models_bytes
@@ -167,7 +167,7 @@ class Quota:
         """
         num_bytes, namespace = segment.file_bytes, segment.info.namespace
         needed = self.missing(num_bytes)
-        if needed > 0 and (quarantined := self._keeper.quarantined_bytes):
+        if needed > 0 and (quarantined := self._keeper.quarantine.num_bytes):
             # That is done before anything else is written.
             self._keeper.empty_quarantine()
             needed -= quarantined

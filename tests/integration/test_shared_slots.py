@@ -60,7 +60,7 @@ def test_nobody_joins_what_ran_out_of_memory(
         raise MemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(writer), where, fails)
+        patch.setattr(writer, where, fails)
         with pytest.raises(MemoryError):
             world.load(first, 1)
     # As `attention._load_layer` does.

@@ -182,6 +182,7 @@ def test_a_file_that_cannot_be_removed_counts_until_it_is(
         bench.put(store, prompt(3))
         assert store.health.state == "read-only"
         assert bench.offer(store, prompt(4)) is StoreOutcome.UNAVAILABLE
+        store._keeper.indexed().result()
         assert store._quota.missing(0) == pytest.approx(bench.one, abs=1000)
 
     assert name in caplog.text
