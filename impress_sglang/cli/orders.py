@@ -147,7 +147,10 @@ def _purge(
 ) -> dict[str, Any]:
     among = None
     if age is not None:
-        among = store.writes.written_before(time.time() - age).result()
+        looked = store.writes.written_before(time.time() - age).result()
+        if looked.failure is not None:
+            raise Refused(f"the disk cannot be asked how old segments are: {looked.failure}")
+        among = looked.segment_ids
     purge, counts = Purge(namespace, tokens, among), Counter[str]()
     while purge.left:
         done = purge.step(store, len(store.tree))

@@ -7,6 +7,7 @@ goes then, if it is not too old before; that time is in its file.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -15,6 +16,9 @@ from impress_sglang.management.begun import Begun
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import StoredSegment
+from impress_sglang.storage.directory import WrittenBefore
+
+logger = logging.getLogger(__name__)
 
 # Between two looks at all files: a tenth of the time that prefixes are stored, within these.
 _SHORTEST_S, _LONGEST_S = 1.0, 60.0
@@ -37,9 +41,9 @@ class Expiry:
         self._clock = clock
         self._wall_clock = wall_clock
         self._look_at = 0.0
-        self._look: Future[list[str]] | None = None
+        self._look: Future[WrittenBefore] | None = None
         # By the age that somebody has asked for: the look, and what was reordered before it.
-        self._asked = Begun[tuple[float, str], tuple[Future[list[str]], int]]()
+        self._asked = Begun[tuple[float, str], tuple[Future[WrittenBefore], int]]()
         self._going: list[str] = []
 
     def poll(self, store: PrefixStore) -> None:
@@ -73,9 +77,11 @@ class Expiry:
         look, _ = asked
         if not look.done():
             return None
-        if look.exception() is not None:
+        failure = look.exception() or look.result().failure
+        if failure is not None:
             self._asked.end(name)
-        return look.result()
+            raise failure
+        return look.result().segment_ids
 
     def end_asking(self, store: PrefixStore, seconds: float, order: str = "") -> bool:
         """Whether another look is needed: what was reordered since that one has another name."""
@@ -84,13 +90,23 @@ class Expiry:
         self._asked.end(name)
         return replaced != store.tree.replaced
 
-    def _older(self, store: PrefixStore, seconds: float) -> Future[list[str]]:
+    def forget(self) -> None:
+        """The store is another one."""
+        self._asked.clear()
+        self._look, self._going = None, []
+
+    def _older(self, store: PrefixStore, seconds: float) -> Future[WrittenBefore]:
         return store.writes.written_before(self._wall_clock() - seconds)
 
 
-def _found(look: Future[list[str]]) -> list[str]:
-    """Nothing where the disk could not be asked, which the next look may change."""
-    return [] if look.cancelled() or look.exception() is not None else look.result()
+def _found(look: Future[WrittenBefore]) -> list[str]:
+    """What could be looked at; the rest at the next look."""
+    if look.cancelled() or (failure := look.exception()) is not None:
+        logger.warning("what is too old cannot be looked up now: %s", failure)
+        return []
+    if (failure := look.result().failure) is not None:
+        logger.warning("how old some segments are cannot be looked up: %s", failure)
+    return look.result().segment_ids
 
 
 def _stored(store: PrefixStore, segment_ids: list[str]) -> list[StoredSegment]:

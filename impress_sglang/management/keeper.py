@@ -22,11 +22,17 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
-from impress_sglang.management.quarantine import Quarantine
+from impress_sglang.management.quarantine import Quarantine, unremoved
 from impress_sglang.precision.floors import FloorRule
 from impress_sglang.storage.catalog import Catalog, CatalogEntry, SegmentUse
 from impress_sglang.storage.direct_io import AlignedBuffer
-from impress_sglang.storage.directory import StoreDirectory, remove_store, segment_files
+from impress_sglang.storage.directory import (
+    StoreDirectory,
+    WrittenBefore,
+    remove_store,
+    segment_files,
+    written_before,
+)
 from impress_sglang.storage.health import Health
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.segment import SegmentInfo, read_header
@@ -36,6 +42,8 @@ from impress_sglang.threads import BackgroundThread, compute_alone
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+# What could not be removed is tried again when the disk has failed, and after that time.
+RETRY_S = 60.0
 # Errors that speak of the place on the medium, and not of the machine or of who asks.
 _OF_MEDIA = frozenset(
     {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO}
@@ -97,8 +105,7 @@ class Keeper:
         self._thread = BackgroundThread("impress-write", compute_alone)
         # What the disk has refused, for `catch_up`; its own thread's.
         self._unkept: dict[str, bytes] = {}
-        # Whether room was made for what waits to be written, and the disk has not given it.
-        self._is_short = False
+        self._retried_at = 0.0
         self.quarantine = Quarantine(directory)
         """Of damaged segments; its own thread changes it."""
         self.progress = time.monotonic()
@@ -153,7 +160,10 @@ class Keeper:
             logger.info("removing unfinished %s", path)
             self._files.unlink(path)
         for error in survey.damaged:
-            self._condemn(error)
+            if self._condemn(error) is Verdict.UNCLEAR:
+                with contextlib.suppress(OSError):
+                    path = self._directory.segment_path(error.segment_id)
+                    self.unused_bytes += self._files.stat(path).st_size
         for segment_id in survey.missing:
             logger.warning("segment %s is in the index but has no file", segment_id)
         # Together, for each change of the database takes a while.
@@ -168,14 +178,19 @@ class Keeper:
         return survey.entries
 
     def write(
-        self, entry: CatalogEntry, read_layer: LayerReader, floors: FloorRule | None = None
+        self,
+        entry: CatalogEntry,
+        read_layer: LayerReader,
+        floors: FloorRule | None,
+        unremoved: frozenset[str],
     ) -> Future[None]:
         """Write and publish a segment; see `write_segment`.
 
-        The future raises `WriteAbandoned` or what the disk did; then nothing is left behind. So it
-        is where something that had to go first could not be removed.
+        `unremoved` is what could not be removed before room was made for it. The future raises
+        `WriteAbandoned` or what the disk did; then nothing is left behind. It is not written where
+        more could not be removed by then, because that was to make room.
         """
-        return self._submit(self._write, entry, read_layer, floors)
+        return self._submit(self._write, entry, read_layer, floors, unremoved)
 
     def delete(
         self, segment_id: str, num_bytes: int, successor: CatalogEntry | None = None
@@ -208,9 +223,9 @@ class Keeper:
         """Put a small file of this name into the store's folder, in place of an older one."""
         self._submit(self._keep, name, content)
 
-    def written_before(self, seconds: float) -> Future[list[str]]:
+    def written_before(self, seconds: float) -> Future[WrittenBefore]:
         """Segments whose files were written no later than that, as of `time.time`."""
-        return self._submit(self._written_before, seconds)
+        return self._submit(written_before, self._directory, seconds)
 
     def empty_quarantine(self) -> None:
         """Remove the damaged segments that are kept: something is to be forgotten."""
@@ -233,9 +248,13 @@ class Keeper:
         return self._thread.submit(function, *arguments)
 
     def _write(
-        self, entry: CatalogEntry, read_layer: LayerReader, floors: FloorRule | None
+        self,
+        entry: CatalogEntry,
+        read_layer: LayerReader,
+        floors: FloorRule | None,
+        before: frozenset[str],
     ) -> None:
-        if self._is_short:
+        if not unremoved(self.undeleted, self.quarantine) <= before:
             raise OSError(errno.ENOSPC, "what should have made room could not be removed")
         path = self._directory.segment_path(entry.info.segment_id)
 
@@ -275,6 +294,8 @@ class Keeper:
         for segment_id, num_bytes in segments.items():
             self._unlink(segment_id, num_bytes)
         self._index(self._catalog.remove, *segments)
+        if time.monotonic() - self._retried_at > RETRY_S:
+            self._retry()
         self.progress = time.monotonic()
 
     def _unlink(self, segment_id: str, num_bytes: int) -> None:
@@ -286,19 +307,12 @@ class Keeper:
                 self._files.unlink(own)
             self.undeleted.pop(segment_id, None)
         except OSError as error:
-            self.undeleted[segment_id], self._is_short = num_bytes, True
+            if segment_id in self.undeleted:
+                # It counts, and all else goes on.
+                return
+            self.undeleted[segment_id] = num_bytes
             logger.warning("segment %s cannot be removed now: %s", segment_id, error)
             self._health.failed("a segment could not be removed", error, reading=False)
-
-    def _written_before(self, seconds: float) -> list[str]:
-        self._directory.check_readable()
-        found = dict[str, None]()
-        for segment_id, path, _ in segment_files(self._files, self._directory.path):
-            # It may be removed, or take the place of another, meanwhile.
-            with contextlib.suppress(FileNotFoundError):
-                if self._files.stat(path).st_mtime <= seconds:
-                    found[segment_id] = None
-        return list(found)
 
     def _keep(self, name: str, content: bytes) -> None:
         path = self._directory.path / name
@@ -319,19 +333,24 @@ class Keeper:
             self._health.failed(f"{name} could not be written", error, reading=False)
 
     def _catch_up(self) -> None:
-        self._delete_all(dict(self.undeleted))
+        self._retry()
         self._index(self._catalog.flush)
-        self._change_quarantine(self.quarantine.tidy)
         for name, content in list(self._unkept.items()):
             self._keep(name, content)
-        # Who offers from now on knows what is still there.
-        self._is_short = False
+
+    def _retry(self) -> None:
+        self._retried_at = time.monotonic()
+        for segment_id, num_bytes in list(self.undeleted.items()):
+            self._unlink(segment_id, num_bytes)
+        self._change_quarantine(self.quarantine.tidy)
 
     def _change_quarantine(self, change: Callable[[], None]) -> None:
+        was_stuck = self.quarantine.is_stuck
         try:
             change()
         except OSError as error:
-            self._is_short = True
+            if was_stuck:
+                return
             self._health.failed("quarantine could not be tidied", error, reading=False)
 
     def _index(self, change: Callable[..., None], *arguments: Any) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.storage.directory import StoreDirectory, quarantined_files
+from impress_sglang.storage.directory import QUARANTINE, StoreDirectory, quarantined_files
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,11 @@ class Quarantine:
         self._must_go = False
         self.num_bytes = 0
         """Of its files."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it has to go, and the disk has not let it go so far."""
+        return self._must_go
 
     def take(self, error: SegmentUnreadable) -> None:
         """Set the file of a damaged segment aside.
@@ -66,3 +72,8 @@ class Quarantine:
         for path, size in list(zip(paths, sizes, strict=True))[: max(len(paths) - most, 0)]:
             self._files.unlink(path)
             self.num_bytes -= size
+
+
+def unremoved(undeleted: Mapping[str, int], quarantine: Quarantine) -> frozenset[str]:
+    """What could not be removed so far, by name: who makes room counts it as still there."""
+    return frozenset([*undeleted, *([QUARANTINE] if quarantine.is_stuck else [])])

@@ -15,6 +15,7 @@ from pathlib import Path
 from impress_sglang.config import ImpressConfig, bytes_of
 from impress_sglang.management.keeper import Keeper
 from impress_sglang.management.monitor import Monitor
+from impress_sglang.management.quarantine import unremoved
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.wear import WriteBudget
@@ -132,6 +133,10 @@ class Quota:
         most = bytes_of(self._config.namespace_gb)
         return max(held - most, 0) if most else 0
 
+    def unremoved(self) -> frozenset[str]:
+        """What should have gone and could not, by name: it counts as still there."""
+        return unremoved(self._keeper.undeleted, self._keeper.quarantine)
+
     def missing(self, num_bytes: int) -> int:
         """How much more must be free for a file to fit; 0 or less if it does."""
         keeper, config = self._keeper, self._config
@@ -167,7 +172,8 @@ class Quota:
         """
         num_bytes, namespace = segment.file_bytes, segment.info.namespace
         needed = self.missing(num_bytes)
-        if needed > 0 and (quarantined := self._keeper.quarantine.num_bytes):
+        quarantine = self._keeper.quarantine
+        if needed > 0 and (quarantined := quarantine.num_bytes) and not quarantine.is_stuck:
             # That is done before anything else is written.
             self._keeper.empty_quarantine()
             needed -= quarantined

@@ -433,6 +433,7 @@ class PrefixStore:
                 if segment.ready and segment.segment_id not in segments:
                     self._looks.add(segment)
             self._looks.hurry()
+        # First: what is done now may fail again.
+        self.health.probed(error, readable=segments is not None)
         if error is None:
             self._keeper.catch_up()
-        self.health.probed(error, readable=segments is not None)

@@ -26,6 +26,7 @@ from impress_sglang.management.quota import Quota
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.precision.floors import FloorMeter, FloorRule, QuerySource, no_queries
+from impress_sglang.storage.directory import WrittenBefore
 from impress_sglang.storage.health import Health
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
@@ -197,6 +198,7 @@ class SegmentWrites:
             self._stats.offers_above_budget += 1
             return StoreOutcome.SPENT
         segment = self._planned(namespace, offer, start, stop)
+        unremoved = self._quota.unremoved()
         if not self._make_room(segment, known):
             shorter = _shortened(known, offer.available_from)
             if shorter is not None:
@@ -211,7 +213,7 @@ class SegmentWrites:
         else:
             attached = self._tree.insert(segment, tokens[:0])
         assert attached, "the matched prefix is not in the tree"
-        self._begin(segment, offer)
+        self._begin(segment, offer, unremoved)
         return StoreOutcome.ACCEPTED
 
     def poll(self) -> None:
@@ -238,7 +240,7 @@ class SegmentWrites:
                 continue
             self._finish(self._writes.popleft())
 
-    def written_before(self, seconds: float) -> Future[list[str]]:
+    def written_before(self, seconds: float) -> Future[WrittenBefore]:
         """What was written no later than that, as of `time.time`."""
         return self._keeper.written_before(seconds)
 
@@ -322,13 +324,13 @@ class SegmentWrites:
         )
         return rest.num_tokens == info.prefix_len and self._make_room(segment, shorter, last)
 
-    def _begin(self, segment: StoredSegment, offer: Offer) -> None:
+    def _begin(self, segment: StoredSegment, offer: Offer, unremoved: frozenset[str]) -> None:
         info = segment.info
         self._quota.begin(segment)
         reader = _first_tokens(offer.read_layers(info.prefix_len), info.num_tokens)
         behind = len(offer.tokens) - info.prefix_len - info.num_tokens + offer.num_behind
         floors = offer.floors or self._meter.rule(offer.queries, behind)
-        future = self._keeper.write(segment.entry, reader, floors)
+        future = self._keeper.write(segment.entry, reader, floors, unremoved)
         self._writes.append(_Write(segment, future, offer))
 
     def _finish(self, write: _Write) -> None:

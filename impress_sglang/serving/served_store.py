@@ -188,6 +188,9 @@ class ServedStore:
     def _discard_store(self) -> None:
         """Close what is open, in the background where that waits for the disk."""
         store, self._store = self._store, None
+        # Names of it mean nothing to another one: who goes on begins anew.
+        self.purges.clear()
+        self.expiry.forget()
         if store is not None:
             # So that none of them tells the tree cache of its end from the other thread.
             store.writes.abandon()

@@ -16,6 +16,7 @@ those of other models, oldest first.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -219,6 +220,34 @@ def segment_files(files: FileSystem, store: Path) -> Iterator[tuple[str, str, bo
             found = _SEGMENT.fullmatch(name)
             if found and name.startswith(folder):
                 yield found[1], f"{parent}/{name}", found[2] is None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WrittenBefore:
+    """Names of segments; `failure` is why there may be more, whose files could not be looked at."""
+
+    segment_ids: list[str]
+    failure: OSError | None
+
+
+def written_before(directory: StoreDirectory, seconds: float) -> WrittenBefore:
+    """Segments whose files were written no later than that, as of `time.time`.
+
+    Raises:
+        OSError: a folder cannot be listed, or the store is away.
+    """
+    directory.check_readable()
+    found, failure = dict[str, None](), None
+    for segment_id, path, _ in segment_files(directory.files, directory.path):
+        try:
+            if directory.files.stat(path).st_mtime <= seconds:
+                found[segment_id] = None
+        except FileNotFoundError:
+            # It was removed, or has taken the place of another, meanwhile.
+            continue
+        except OSError as error:
+            failure = error
+    return WrittenBefore(list(found), failure)
 
 
 def quarantined_files(files: FileSystem, store: Path) -> list[Path]:

@@ -8,6 +8,7 @@ one layer of one segment.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,8 @@ from impress_sglang.storage.segment import (
     block_checksums,
     encode_header,
 )
+
+logger = logging.getLogger(__name__)
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -76,12 +79,20 @@ def write_segment(
         try:
             _write_contents(files, descriptor, info, read_layer, buffer, mapping, floors)
             if written_ns is not None:
-                files.date(descriptor, written_ns)
+                _date(files, descriptor, written_ns)
             files.sync(descriptor)
         finally:
             files.close(descriptor)
         files.rename(temporary, path)
     files.sync_directory(path.parent)
+
+
+def _date(files: FileSystem, descriptor: int, written_ns: int) -> None:
+    try:
+        files.date(descriptor, written_ns)
+    except OSError as error:
+        # As some network file systems do.
+        logger.warning("the age of a segment begins anew, for it cannot be set: %s", error)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from impress_sglang.management.expiry import Expiry
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import StoreOutcome
+from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
 from tests.unit.kv_factory import SequenceKVs, as_tokens
 from tests.unit.store_factory import Gate, Workbench, length, look_up, path_of, prompt
@@ -119,19 +120,35 @@ def test_who_asks_for_ages_gets_them_later(bench: Workbench) -> None:
     assert len(expiry._asked) == 8
 
 
-def test_a_disk_that_cannot_be_asked_removes_nothing(bench: Workbench) -> None:
-    store = bench.open()
+def test_a_file_that_cannot_be_looked_at_stops_no_other(
+    bench: Workbench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who asks is told that there may be more."""
+    files = FaultyFileSystem()
+    store, expiry = bench.open(files=files), Expiry(HOUR)
+    for number in (1, 2):
+        bench.put(store, prompt(number))
+        age(bench, store, number, 2 * HOUR)
+    stays = path_of(bench, look_up(store, prompt(1)))
+    with files.faults.injected(Rule("EIO", "stat", path=f"*{stays.name}")):
+        settle(expiry, store)
+        with pytest.raises(OSError, match="injected"):
+            wait_until(lambda: expiry.older_than(store, HOUR) is not None)
+    assert [length(store, prompt(number)) for number in (1, 2)] == [8, 0]
+    assert "cannot be looked up" in caplog.text
+    wait_until(lambda: len(expiry.older_than(store, HOUR) or []) == 1)
+
+
+def test_names_of_another_store_are_forgotten(bench: Workbench) -> None:
+    store, expiry = bench.open(), Expiry(HOUR)
     bench.put(store, prompt(1))
     age(bench, store, 1, 2 * HOUR)
-    broken = store_factory.Room()
-    store._keeper._files = broken
-    broken.stat = lambda path: (_ for _ in ()).throw(OSError("no"))  # type: ignore[method-assign]
-    settle(Expiry(HOUR), store)
-    assert length(store, prompt(1)) == 8
-    expiry = Expiry(0)
-    with pytest.raises(OSError, match="no"):
-        wait_until(lambda: expiry.older_than(store, HOUR) is not None)
-    del broken.stat  # type: ignore[method-assign]
+    wait_until(lambda: expiry.older_than(store, HOUR) is not None)
+    expiry.poll(store)
+    expiry.forget()
+    assert expiry.end_asking(store, HOUR), "it was begun for another one"
+    settle(expiry, store)
+    assert length(store, prompt(1)) == 8, "the next look is a minute away"
 
 
 def test_a_directory_that_is_away_is_not_an_empty_one(bench: Workbench, tmp_path: Path) -> None:

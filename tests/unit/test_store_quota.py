@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from impress_sglang.config import ImpressConfig
+from impress_sglang.management import keeper
 from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.stored import StoredSegment
@@ -27,6 +28,7 @@ from tests.unit.store_factory import (
     lose,
     name_of,
     open_source,
+    path_of,
     prompt,
     recover,
     use,
@@ -171,6 +173,51 @@ def test_without_the_room_that_was_made_nothing_is_written(bench: Workbench, wha
     bench.put(store, prompt(4))
     wait_until(lambda: len(list(bench.root.rglob("*.kv*"))) == 2)
     store.check_integrity()
+
+
+def test_what_was_offered_before_a_file_stayed_is_not_written(bench: Workbench) -> None:
+    """The disk has answered meanwhile, but the removal was still to come."""
+    files, store = FaultyFileSystem(), bench.open()
+    bench.put(store, prompt(1, 64))
+    (long,) = store.tree.segments()
+    store = bench.reopen(store, files=files, ssd_gb=gb(long.file_bytes + bench.one))
+    gate = bench.begin(store, prompt(2))
+    with files.faults.injected(Rule("EIO", "unlink", path="*.kv")):
+        assert bench.offer(store, prompt(3)) is StoreOutcome.ACCEPTED
+        assert length(store, prompt(1, 64)) == 0
+        store.health.failed("something else", OSError("a test"), reading=False)
+        recover(store)
+        assert bench.offer(store, prompt(4)) is StoreOutcome.ACCEPTED
+        gate.opened.set()
+        store.writes.drain()
+        assert (store.stats.segments_written, store.stats.segments_failed) == (1, 2)
+
+
+@pytest.mark.parametrize("what", ["a segment", "quarantine"])
+def test_a_file_that_cannot_be_removed_counts_and_all_else_goes_on(
+    bench: Workbench, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again now and then."""
+    files = FaultyFileSystem()
+    store = bench.open(ssd_gb=gb(4 * bench.one), files=files)
+    for number in range(4):
+        bench.put(store, prompt(number))
+    name = path_of(bench, look_up(store, prompt(0))).name
+    if what == "quarantine":
+        lose(bench, store, look_up(store, prompt(0)).spans[0].segment.segment_id)
+    with files.faults.injected(Rule("EPERM", "unlink", path=f"*{name}")):
+        assert bench.offer(store, prompt(4)) is StoreOutcome.ACCEPTED
+        store.writes.drain()
+        assert length(store, prompt(4)) == 0
+        recover(store)
+        for number in range(5, 9):
+            store._keeper.indexed().result()
+            bench.put(store, prompt(number))
+            assert len(list(bench.root.rglob("*.kv"))) <= 4 and store.health.state == "ok"
+        assert list(bench.root.rglob(name))
+    monkeypatch.setattr(keeper, "RETRY_S", 0)
+    bench.put(store, prompt(9))
+    wait_until(lambda: not list(bench.root.rglob(name)))
 
 
 def test_a_namespace_makes_room_among_its_own(bench: Workbench) -> None:

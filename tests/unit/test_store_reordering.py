@@ -145,6 +145,19 @@ def test_what_is_reordered_gets_no_younger(bench: Workbench, store: PrefixStore)
     assert second != first and not expiry.end_asking(store, 3600.0)
 
 
+def test_where_no_age_can_be_set_it_begins_anew(
+    bench: Workbench, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = FaultyFileSystem()
+    store = bench.open(files=files)
+    bench.put(store, prompt(1))
+    select(store, prompt(1), 3)
+    with files.faults.injected(Rule("EPERM", "date")):
+        reorder(store)
+    assert store.reorders.summary()["segments"] == 1 and store.health.state == "ok"
+    assert "begins anew" in caplog.text
+
+
 def test_rows_stand_in_the_order_of_the_mapping_lists(bench: Workbench, store: PrefixStore) -> None:
     tokens = prompt(1, 20)
     bench.put(store, tokens)
