@@ -153,6 +153,20 @@ def test_what_was_blended_gives_way_to_all_else(tree: StoredTree, put: Put) -> N
         assert found(tree, tokens, least=least)[1:] == [("exact", 0, 3)]
 
 
+def test_each_run_between_branches_is_a_hole_that_knows_its_place(
+    tree: StoredTree, put: Put
+) -> None:
+    first = put("a", P)
+    put("b", [40], P[:3])
+    put("c", [7], P)
+
+    tree.lose(first)
+
+    tree.check_integrity()
+    spans = tree.match("", as_tokens([*P, 7]), only_ready=False).spans
+    assert [span.segment.info.prefix_len for span in spans] == [0, 3, 6]
+
+
 def test_digest_of_a_prefix_depends_on_namespace_and_every_token() -> None:
     prefixes = [(), (0,), (0, 0), (1,), (256,), (1, 2), (2, 1)]
     names = ["", "a", "a\0", "\0"]
