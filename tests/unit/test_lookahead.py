@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impress_sglang.management.lookahead import _GAP, LookAhead
+from impress_sglang.management.purging import Purge
 from impress_sglang.management.stored import StoredSpan
 from impress_sglang.management.versions import SegmentVersions, turns_of
+from impress_sglang.tiers.placement import Tier
 from impress_sglang.tiers.rules import LAST_TURN, NOBODY
 from impress_sglang.transfer.source import ReadNeeds
 from tests.unit.kv_factory import make_shape
@@ -274,4 +276,9 @@ def test_what_a_request_waits_for_stays_in_the_cache(tmp_path: Path, coded: bool
     for _ in range(9):
         read(popular)
     assert read(wanted) < whole
+
+    placement = store._memory.codes.placement if coded else store.cache.placement
+    assert placement.cached_chunks(Tier.HOST)
+    Purge().step(store)
+    assert not placement.cached_chunks(Tier.HOST), "room for those that are there"
     bench.close_all()
