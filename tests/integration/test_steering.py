@@ -524,6 +524,19 @@ def test_text_needs_a_tokenizer() -> None:
         order_of("pin", {"text": "a"}, None)
 
 
+def test_a_long_purge_tells_the_sums_over_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("segments", "tokens", "bytes", "writes", "unpinned", "pool_tokens")
+    one = dict.fromkeys(names, 1)
+    steps = iter([one | {"left": 1}, one | {"left": 0}])
+
+    async def give(order: Order) -> dict[str, Any]:
+        return next(steps)
+
+    monkeypatch.setattr(steering, "tokenizer_manager", lambda: None)
+    monkeypatch.setattr(steering, "give", give)
+    assert asyncio.run(carry_out("purge", {"all": True})) == dict.fromkeys(names, 2)
+
+
 def test_each_purge_is_seen_through_before_the_next_one_begins(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
