@@ -31,8 +31,6 @@ from demo.server import Server, free_port
 
 BUILD_DIR = Path("build")
 NEW_TOKENS = 16
-# Of each of many at once, whose tokens take most of the time here.
-CROWD_TOKENS = 8
 # Caches that hold the prefix would answer in place of the SSD.
 OPTIONS = (
     "--impress-device-gb=0",
@@ -158,7 +156,7 @@ def _ask_at_once(server: Server) -> AtOnce:
 
         def ask() -> tuple[float, int]:
             began = time.perf_counter()
-            answers = pool.map(lambda own: server.generate(prompt(own), CROWD_TOKENS), CROWD)
+            answers = pool.map(lambda own: server.generate(prompt(own), NEW_TOKENS), CROWD)
             ssd_bytes = sum(own.meta_info["impress"]["ssd_bytes"] for own in answers)
             return round(time.perf_counter() - began, 3), ssd_bytes
 
