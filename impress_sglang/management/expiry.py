@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 from impress_sglang.management.begun import Begun
 from impress_sglang.management.losses import Cause
@@ -101,7 +101,8 @@ class Expiry:
 
 def _found(look: Future[WrittenBefore]) -> list[str]:
     """What could be looked at; the rest at the next look."""
-    if look.cancelled() or (failure := look.exception()) is not None:
+    failure = CancelledError() if look.cancelled() else look.exception()
+    if failure is not None:
         logger.warning("what is too old cannot be looked up now: %s", failure)
         return []
     if (failure := look.result().failure) is not None:

@@ -294,7 +294,8 @@ class Keeper:
         for segment_id, num_bytes in segments.items():
             self._unlink(segment_id, num_bytes)
         self._index(self._catalog.remove, *segments)
-        if time.monotonic() - self._retried_at > RETRY_S:
+        stays = unremoved(self.undeleted, self.quarantine)
+        if stays and time.monotonic() - self._retried_at > RETRY_S:
             self._retry()
         self.progress = time.monotonic()
 
