@@ -63,7 +63,7 @@ def collect(directory: StoreDirectory, *, dry_run: bool) -> list[dict[str, Any]]
         }
         if not dry_run:
             keeper.recover(survey)
-            keeper.delete_all({own.info.segment_id: own.file_bytes for own in expired + placeless})
+            keeper.delete({own.info.segment_id: own.file_bytes for own in expired + placeless})
             keeper.empty_quarantine()
     return [removal(store, what, sizes) for what, sizes in found.items() if sizes]
 

@@ -11,7 +11,6 @@ import dataclasses
 import enum
 import errno
 import logging
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
@@ -106,6 +105,7 @@ class Keeper:
         # What the disk has refused, for `catch_up`; its own thread's.
         self._unkept: dict[str, bytes] = {}
         self._retried_at = 0.0
+        self._removing: Future[None] | None = None
         self.quarantine = Quarantine(directory)
         """Of damaged segments; its own thread changes it."""
         self.progress = time.monotonic()
@@ -183,6 +183,7 @@ class Keeper:
         read_layer: LayerReader,
         floors: FloorRule | None,
         unremoved: frozenset[str],
+        is_wanted: Callable[[], bool],
     ) -> Future[None]:
         """Write and publish a segment; see `write_segment`.
 
@@ -190,17 +191,20 @@ class Keeper:
         `WriteAbandoned` or what the disk did; then nothing is left behind. It is not written where
         more could not be removed by then, because that was to make room.
         """
-        return self._submit(self._write, entry, read_layer, floors, unremoved)
+        return self._submit(self._write, entry, read_layer, floors, unremoved, is_wanted)
 
-    def delete(
-        self, segment_id: str, num_bytes: int, successor: CatalogEntry | None = None
-    ) -> None:
-        """Remove a file and its row; readers that have it open go on reading it."""
-        self._submit(self._delete, segment_id, num_bytes, successor)
+    @property
+    def is_removing(self) -> bool:
+        """Whether there are files yet that are to be removed."""
+        return self._removing is not None and not self._removing.done()
 
-    def delete_all(self, segments: Mapping[str, int]) -> None:
-        """Remove files of so many bytes, and their rows."""
-        self._submit(self._delete_all, segments)
+    def delete(self, segments: Mapping[str, int]) -> None:
+        """Remove files of so many bytes, and their rows; who has one open goes on reading it."""
+        self._removing = self._submit(self._delete, segments)
+
+    def replace(self, segment_id: str, num_bytes: int, successor: CatalogEntry) -> None:
+        """Remove a file that has a successor, which gets its row."""
+        self._removing = self._submit(self._replace, segment_id, num_bytes, successor)
 
     def look(self, info: SegmentInfo) -> Future[Verdict]:
         """Read a whole segment again and verify it; what is damaged goes to quarantine."""
@@ -253,6 +257,7 @@ class Keeper:
         read_layer: LayerReader,
         floors: FloorRule | None,
         before: frozenset[str],
+        is_wanted: Callable[[], bool],
     ) -> None:
         if not unremoved(self.undeleted, self.quarantine) <= before:
             raise OSError(errno.ENOSPC, "what should have made room could not be removed")
@@ -271,6 +276,7 @@ class Keeper:
                 self._files,
                 direct=self._direct,
                 floors=floors,
+                is_wanted=is_wanted,
             )
         except OSError as error:
             self._health.failed("a prefix could not be stored", error, reading=False)
@@ -280,17 +286,12 @@ class Keeper:
         # The file is the truth; the next start reads what the index does not have.
         self._index(self._catalog.add, entry)
 
-    def _delete(
-        self, segment_id: str, num_bytes: int, successor: CatalogEntry | None = None
-    ) -> None:
+    def _replace(self, segment_id: str, num_bytes: int, successor: CatalogEntry) -> None:
         self._unlink(segment_id, num_bytes)
-        if successor is None:
-            self._index(self._catalog.remove, segment_id)
-        else:
-            self._index(self._catalog.replace, segment_id, successor)
+        self._index(self._catalog.replace, segment_id, successor)
         self.progress = time.monotonic()
 
-    def _delete_all(self, segments: Mapping[str, int]) -> None:
+    def _delete(self, segments: Mapping[str, int]) -> None:
         for segment_id, num_bytes in segments.items():
             self._unlink(segment_id, num_bytes)
         self._index(self._catalog.remove, *segments)
@@ -316,21 +317,12 @@ class Keeper:
             self._health.failed("a segment could not be removed", error, reading=False)
 
     def _keep(self, name: str, content: bytes) -> None:
-        path = self._directory.path / name
-        temporary = path.with_name(name + TEMPORARY_SUFFIX)
         try:
-            descriptor = self._files.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
-            try:
-                self._files.write(descriptor, 0, memoryview(content))
-                self._files.sync(descriptor)
-            finally:
-                self._files.close(descriptor)
-            self._files.rename(temporary, path)
-            self._files.sync_directory(path.parent)
+            self._directory.put(name, content)
             self._unkept.pop(name, None)
         except OSError as error:
             self._unkept[name] = content
-            logger.warning("%s could not be written: %s", path, error)
+            logger.warning("%s could not be written: %s", self._directory.path / name, error)
             self._health.failed(f"{name} could not be written", error, reading=False)
 
     def _catch_up(self) -> None:
@@ -350,9 +342,8 @@ class Keeper:
         try:
             change()
         except OSError as error:
-            if was_stuck:
-                return
-            self._health.failed("quarantine could not be tidied", error, reading=False)
+            if not was_stuck:
+                self._health.failed("quarantine could not be tidied", error, reading=False)
 
     def _index(self, change: Callable[..., None], *arguments: Any) -> None:
         try:

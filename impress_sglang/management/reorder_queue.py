@@ -19,7 +19,6 @@ from impress_sglang.management.segment_rewriter import Rewrite, SegmentRewriter,
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.versions import SegmentVersions
-from impress_sglang.storage.segment import SegmentInfo
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class Outcome:
 class _Job:
     segment: StoredSegment
     old_id: str
-    info: SegmentInfo
+    rewrite: Rewrite
     file_bytes: int
     future: Future[Shares | None]
 
@@ -142,6 +141,11 @@ class ReorderQueue:
             if self._tree.get(segment.segment_id) is segment and segment.ready:
                 self._begin(segment, force, gap_bytes, has_room)
 
+    def forget(self, segment: StoredSegment) -> None:
+        """It is not stored any more: if it is being rewritten, its new file gets no name."""
+        if self._job is not None and self._job.segment is segment:
+            self._job.rewrite.left.set()
+
     def take_finished(self) -> Outcome | None:
         """What became of the rewrite in work, if it has ended."""
         job = self._job
@@ -155,14 +159,14 @@ class ReorderQueue:
             self.stats.failed += 1
             logger.warning("a segment could not be reordered: %s", error)
             # A file whose folder could not be synced has its name already.
-            discard = job.info.segment_id if isinstance(error, OSError) else None
+            discard = job.rewrite.info.segment_id if isinstance(error, OSError) else None
             return dataclasses.replace(ended, error=error, discard=discard)
         shares = job.future.result()
         if shares is None:
             self.stats.not_worth += 1
             return ended
         if self._tree.get(job.old_id) is not job.segment or not job.segment.on_disk:
-            return dataclasses.replace(ended, discard=job.info.segment_id)
+            return dataclasses.replace(ended, discard=job.rewrite.info.segment_id)
         self._take_over(job, shares)
         return dataclasses.replace(ended, taken_over=True)
 
@@ -202,11 +206,11 @@ class ReorderQueue:
             force,
         )
         future = self._rewriter.submit(rewrite)
-        self._job = _Job(segment, segment.segment_id, info, file_bytes, future)
+        self._job = _Job(segment, segment.segment_id, rewrite, file_bytes, future)
 
     def _take_over(self, job: _Job, shares: Shares) -> None:
         assert job.segment.history is not None
-        self._tree.replace(job.segment, job.info, job.file_bytes)
+        self._tree.replace(job.segment, job.rewrite.info, job.file_bytes)
         self._versions.succeed(job.old_id, job.segment, shares)
         self._versions.retire(job.old_id)
         job.segment.history.ssd_bytes = 0

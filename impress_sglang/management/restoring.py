@@ -68,7 +68,8 @@ def _recover_tree(keeper: Keeper, survey: Survey, content: ContentIndex | None) 
             "segment %s has no place: what it builds on is gone, or others are there; removed",
             own.segment_id,
         )
-        keeper.delete(own.segment_id, own.file_bytes)
+    if useless:
+        keeper.delete({own.segment_id: own.file_bytes for own in useless})
     keeper.unused_bytes += sum(own.file_bytes for own in waiting)
     return tree
 

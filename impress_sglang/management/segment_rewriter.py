@@ -25,7 +25,7 @@ from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.pending_read import BlockRuns
 from impress_sglang.storage.reader import BlockReader
 from impress_sglang.storage.segment import MappingLists, SegmentInfo
-from impress_sglang.storage.writer import write_segment
+from impress_sglang.storage.writer import WriteAbandoned, write_segment
 from impress_sglang.threads import BackgroundThread, compute_alone
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Rewrite:
 
     `info` describes the new segment; `average` and `order_key` float32 [L, head groups, t] are the
     token history's; `read_bytes` were read for selected tokens since the segment has its order;
-    `force` asks for no gain.
+    `force` asks for no gain. `left`: the segment is not stored any more.
     """
 
     segment: OpenSegment
@@ -54,6 +54,7 @@ class Rewrite:
     read_bytes: int
     gap_bytes: int
     force: bool
+    left: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
 class SegmentRewriter:
@@ -70,7 +71,7 @@ class SegmentRewriter:
 
     def submit(self, rewrite: Rewrite) -> Future[Shares | None]:
         """Write and publish the file of `rewrite.info`, as old as the one before; None if that
-        does not pay.
+        does not pay, or the segment has left.
 
         The result is the expected share of selected rows of each chunk, float64 [L, head groups,
         chunks].
@@ -94,33 +95,39 @@ class SegmentRewriter:
         try:
             written = files.stat(self._directory.segment_path(old))
         except FileNotFoundError:
-            # It has left meanwhile, and nobody would read another one.
+            # Nobody would read another one.
             return None
-        write_segment(
-            self._directory.segment_path(rewrite.info.segment_id),
-            rewrite.info,
-            _PacedReader(rewrite.segment, self._reader, self._closing),
-            self._buffer,
-            files,
-            direct=self._direct,
-            mapping=mapping,
-            floors=lambda layer, keys, values: rewrite.segment.floors[layer],
-            written_ns=written.st_mtime_ns,
-        )
+        try:
+            write_segment(
+                self._directory.segment_path(rewrite.info.segment_id),
+                rewrite.info,
+                _PacedReader(rewrite, self._reader, self._closing),
+                self._buffer,
+                files,
+                direct=self._direct,
+                mapping=mapping,
+                floors=lambda layer, keys, values: rewrite.segment.floors[layer],
+                written_ns=written.st_mtime_ns,
+                is_wanted=lambda: not rewrite.left.is_set(),
+            )
+        except WriteAbandoned:
+            return None
         return token_order.chunk_shares(rewrite.average, mapping, rewrite.info.layout())
 
 
 class _PacedReader:
     """Gives the layers of a segment in logical order, resting before each."""
 
-    def __init__(self, segment: OpenSegment, reader: BlockReader, closing: threading.Event) -> None:
-        self._segment = segment
+    def __init__(self, rewrite: Rewrite, reader: BlockReader, closing: threading.Event) -> None:
+        self._segment, self._left = rewrite.segment, rewrite.left
         self._reader = reader
-        self._memory = AlignedMemory(segment.layout.columns_bytes)
+        self._memory = AlignedMemory(self._segment.layout.columns_bytes)
         self._closing = closing
         self._worked_since = time.monotonic()
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
+        if self._left.is_set():
+            raise WriteAbandoned("the segment is not stored any more")
         worked = time.monotonic() - self._worked_since
         self._closing.wait(min(REST_RATIO * worked, LONGEST_REST_S))
         self._worked_since = time.monotonic()

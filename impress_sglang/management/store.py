@@ -275,6 +275,9 @@ class PrefixStore:
         if not self.health.writable:
             return
         self._disk.note_uses(self.tree.uses)
+        if self._keeper.is_removing:
+            # A rewrite is not in order with it, and would be written before there is room.
+            return
         try:
             self.reorders.poll(self._reader.cost.gap_bytes, self._quota.has_room)
         except PrefixUnreadable as error:
@@ -386,9 +389,9 @@ class PrefixStore:
             # The old version was read to the end; what stands there now was verified.
             self._looks.forget(outcome.old_id)
             segment.state = SegmentState.READY
-            self._keeper.delete(outcome.old_id, outcome.old_bytes, successor=segment.entry)
+            self._keeper.replace(outcome.old_id, outcome.old_bytes, segment.entry)
         if outcome.discard is not None:
-            self._keeper.delete(outcome.discard, segment.file_bytes)
+            self._keeper.delete({outcome.discard: segment.file_bytes})
         if isinstance(outcome.error, PrefixUnreadable):
             self.report(outcome.error)
         elif isinstance(outcome.error, OSError):
@@ -400,13 +403,14 @@ class PrefixStore:
         for segment in segments:
             self._lose(segment, cause)
         # Together: each job for the other thread lets it take Python from this one.
-        self._keeper.delete_all({own.segment_id: own.file_bytes for own in segments})
+        self._keeper.delete({own.segment_id: own.file_bytes for own in segments})
 
     def _lose(self, segment: StoredSegment, cause: Cause) -> None:
         """A segment has no file any more; it stays in the tree as long as others build on it."""
         self.losses.note(segment, cause)
         self._quota.remove(segment)
         self._looks.forget(segment.segment_id)
+        self.reorders.forget(segment)
         self.versions.retire(segment.segment_id)
         self.tree.lose(segment)
 

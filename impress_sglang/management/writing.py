@@ -122,8 +122,8 @@ class Offer:
 @dataclasses.dataclass(slots=True)
 class _Write:
     segment: StoredSegment
-    future: Future[None]
     offer: Offer
+    future: Future[None] = dataclasses.field(init=False)
     abandoned: bool = False
     discarded: Cause | None = None
     """Why nobody may have it, if somebody said so."""
@@ -330,8 +330,11 @@ class SegmentWrites:
         reader = _first_tokens(offer.read_layers(info.prefix_len), info.num_tokens)
         behind = len(offer.tokens) - info.prefix_len - info.num_tokens + offer.num_behind
         floors = offer.floors or self._meter.rule(offer.queries, behind)
-        future = self._keeper.write(segment.entry, reader, floors, unremoved)
-        self._writes.append(_Write(segment, future, offer))
+        write = _Write(segment, offer)
+        write.future = self._keeper.write(
+            segment.entry, reader, floors, unremoved, lambda: write.discarded is None
+        )
+        self._writes.append(write)
 
     def _finish(self, write: _Write) -> None:
         segment, error = write.segment, write.future.exception()
@@ -345,7 +348,7 @@ class SegmentWrites:
             if write.discarded is not None:
                 self._evict([segment], write.discarded)
             return
-        self._keeper.delete(segment.segment_id, segment.file_bytes)
+        self._keeper.delete({segment.segment_id: segment.file_bytes})
         if isinstance(error, WriteAbandoned):
             self._stats.segments_abandoned += 1
         else:

@@ -87,6 +87,18 @@ class StoreDirectory:
         """Where a damaged segment is kept for a while."""
         return self.path / QUARANTINE / f"{segment_id}{SEGMENT_SUFFIX}"
 
+    def put(self, name: str, content: bytes) -> None:
+        """Write a small file whole, in place of an older one.
+
+        Raises:
+            OSError: the disk refuses; the older one may stand there still.
+        """
+        path = self.path / name
+        temporary = path.with_name(name + TEMPORARY_SUFFIX)
+        _write_small(self.files, temporary, content)
+        self.files.rename(temporary, path)
+        self.files.sync_directory(self.path)
+
     def check_readable(self) -> None:
         """See that the folder is there, and is the one that was opened.
 
@@ -165,17 +177,14 @@ class StoreDirectory:
             self.files.make_directory(self.path / name)
 
     def _mark(self, key: bytes) -> None:
-        temporary = self.path / f"{MARKER}{TEMPORARY_SUFFIX}"
-        foreign = set(self.files.list(self.path)) - {LOCK, temporary.name}
+        foreign = set(self.files.list(self.path)) - {LOCK, f"{MARKER}{TEMPORARY_SUFFIX}"}
         if foreign:
             raise ConfigError(
                 f"{self.path} has files but no valid {MARKER}, so it is not a store of this "
                 "version of impress-sglang; remove it, or choose another --impress-ssd-dir"
             )
         fields = {"kind": _KIND, "key": key.hex(), "format": FORMAT_VERSION}
-        _write_small(self.files, temporary, json.dumps(fields).encode())
-        self.files.rename(temporary, self.path / MARKER)
-        self.files.sync_directory(self.path)
+        self.put(MARKER, json.dumps(fields).encode())
 
 
 def is_identity(name: str) -> bool:

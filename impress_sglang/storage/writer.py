@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -61,15 +61,17 @@ def write_segment(
     mapping: MappingLists | None = None,
     floors: FloorRule | None = None,
     written_ns: int | None = None,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> None:
     """Write a segment, in the order of `mapping` [L, head groups, t], and publish it under `path`.
 
     `floors` says how many planes belong to the base, None: none. `written_ns` is when the same was
-    first written: what is removed for its age does not get younger; None: now.
+    first written: what is removed for its age does not get younger; None: now. `is_wanted` is asked
+    last: what was purged meanwhile gets no name under which a start would find it.
 
     Raises:
         OSError: the file system refused, for example because it is full; nothing is left behind.
-        WriteAbandoned: the reader gave up; nothing is left behind.
+        WriteAbandoned: the reader gave up, or it is not wanted; nothing is left behind.
     """
     files.make_directory(path.parent)
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
@@ -83,6 +85,8 @@ def write_segment(
             files.sync(descriptor)
         finally:
             files.close(descriptor)
+        if not is_wanted():
+            raise WriteAbandoned("nobody may have it any more")
         files.rename(temporary, path)
     files.sync_directory(path.parent)
 

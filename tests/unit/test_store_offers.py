@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import threading
 
+import pytest
+from torch import Tensor
+
+from impress_sglang.management.purging import Purge
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import StoreOutcome
+from impress_sglang.storage.writer import LayerReader, WriteAbandoned
+from tests.unit import kv_factory as kv
 from tests.unit.store_factory import Workbench, check_rows, length, prompt
 from tests.unit.waiting import wait_until
 
@@ -84,6 +90,32 @@ def test_a_write_that_has_read_everything_is_published_although_it_is_abandoned(
     assert bench.done == [prompt(1)]
     check_rows(store, prompt(1))
     assert store.stats.segments_abandoned == 0
+
+
+def test_what_is_purged_after_it_was_read_gets_no_name(
+    bench: Workbench, store: PrefixStore
+) -> None:
+    """Else a server that is killed before it looks again would find it at its next start."""
+    read, last = kv.SequenceKVs(bench.shape, "", prompt(1)).read_from(0), bench.shape.num_layers - 1
+    entered, purged = threading.Event(), threading.Event()
+
+    def read_layers(start: int) -> LayerReader:
+        def read_layer(layer: int) -> tuple[Tensor, Tensor]:
+            if layer == last:
+                entered.set()
+                assert purged.wait(30)
+            return read(layer)
+
+        return read_layer
+
+    bench.offer(store, prompt(1), read_layers=read_layers)
+    assert entered.wait(30)
+    assert Purge().step(store).writes == 1
+    purged.set()
+    assert isinstance(store.writes._writes[0].future.exception(), WriteAbandoned)
+    assert bench.files() == set()
+    store.writes.drain()
+    assert length(store, prompt(1)) == 0
 
 
 def test_closing_waits_for_writes(bench: Workbench, store: PrefixStore) -> None:

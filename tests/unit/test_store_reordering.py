@@ -15,6 +15,8 @@ import torch
 from impress_sglang.management import reorder_queue, segment_rewriter
 from impress_sglang.management.expiry import Expiry
 from impress_sglang.management.lookahead import LookAhead
+from impress_sglang.management.losses import Cause
+from impress_sglang.management.purging import Purge
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.token_order import mapping_lists
 from impress_sglang.management.writing import StoreOutcome
@@ -296,6 +298,44 @@ def test_a_segment_that_is_lost_meanwhile_stays_lost(
     assert {s.info.generation for s in store.tree.segments()} == {0}
     assert len(bench.files()) == 2
     assert store.summary()["used_bytes"] == sum(s.file_bytes for s in store.tree.segments())
+
+
+def test_what_is_purged_while_it_is_rewritten_gets_no_name(
+    bench: Workbench, store: PrefixStore, held: Held
+) -> None:
+    """Else a server that is killed before it looks again would find it at its next start."""
+    bench.put(store, prompt(1))
+    select(store, prompt(1), 3)
+    held.begin(store)
+
+    assert Purge().step(store).tokens == 8
+    store._keeper.indexed().result()
+    held.go_on.set()
+    assert store.reorders._job is not None
+    assert store.reorders._job.future.result() is None
+    assert bench.files() == set()
+    finish(store)
+    assert store.reorders.summary()["failed"] == 0
+
+
+def test_a_rewrite_waits_for_removals(bench: Workbench, store: PrefixStore) -> None:
+    """Before them there may be no room for it."""
+    bench.put(store, prompt(1))
+    bench.put(store, prompt(2))
+    select(store, prompt(1), 3)
+    stuck = threading.Event()
+    store._keeper._submit(stuck.wait, 30)
+    try:
+        store.writes.discard(
+            [span.segment for span in look_up(store, prompt(2)).spans], Cause.PURGED
+        )
+        assert store.reorders.enqueue(force=True) == 1
+        store.poll()
+        assert store.reorders.reserved_bytes == 0
+    finally:
+        stuck.set()
+    finish(store)
+    assert store.reorders.summary()["segments"] == 1
 
 
 def test_a_segment_that_is_evicted_while_it_waits_is_passed_over(
