@@ -93,7 +93,7 @@ class StoreHistory(RuleBasedStateMachine):
         )
         self.no_pause.start()
         self.files = FaultyFileSystem()
-        self.gate = threading.Event()
+        self.gate, self.blocked = threading.Event(), threading.Event()
         self.model = PrefixModel()
         # The model goes on calling a segment by its first name when it is rewritten.
         self.stored: dict[str, StoredSegment] = {}
@@ -167,9 +167,15 @@ class StoreHistory(RuleBasedStateMachine):
         if job is not None:
             job.future.exception()
 
+    def wait_for_removals(self) -> None:
+        """But not for those behind a write that waits at the gate."""
+        wait_until(lambda: not self.store._keeper.is_removing or self.blocked.is_set())
+
     def poll(self) -> None:
         self.wait_for_rewrite()
+        self.wait_for_removals()
         self.store.poll()
+        self.wait_for_removals()
         self.learn_names()
 
     def let_writes_through(self) -> None:
@@ -178,6 +184,7 @@ class StoreHistory(RuleBasedStateMachine):
         self.gate.set()
         self.store.writes.drain()
         self.gate.clear()
+        self.blocked.clear()
         assert sorted(self.done) == sorted(self.accepted), "one callback for each accepted offer"
         assert stats.segments_abandoned == before[0] + len(self.abandoned)
         assert stats.segments_failed == before[1] + len(self.failing - self.abandoned)
@@ -215,6 +222,7 @@ class StoreHistory(RuleBasedStateMachine):
         read = kvs.read_from(start)
 
         def wait_and_read(layer: int) -> tuple[Tensor, Tensor]:
+            self.blocked.set()
             assert self.gate.wait(60)
             if fails and layer == 1:
                 raise RuntimeError("a test")

@@ -133,7 +133,8 @@ class StoreMachine(StoreHistory):
     @rule(at_once=st.booleans())
     def reorder(self, at_once: bool) -> None:
         self.store.reorders.enqueue(force=True)
-        while at_once and self.store.reorders.summary()["pending"]:
+        self.wait_for_removals()
+        while at_once and self.store.reorders.pending and not self.store._keeper.is_removing:
             self.go_on_reordering()
 
     @precondition(lambda self: self.store.reorders.summary()["pending"])
