@@ -34,6 +34,7 @@ SPARE_TOKENS = 64
 _TROUBLE = ("Traceback (most recent call last)", "memory leak", "pool leak", "AssertionErr")
 # SGLang asks itself to freeze its garbage collector, perhaps before it listens; nothing is lost.
 _HARMLESS = re.compile(r"post-warmup freeze_gc failed\nTraceback.*?(?=\n\[\d{4}-)", re.DOTALL)
+Step = Callable[[str], contextlib.AbstractContextManager[None]]
 _FLAGS = (
     "--device=cpu",
     "--attention-backend=torch_native",
@@ -50,9 +51,11 @@ _FLAGS = (
 class Servers:
     """Servers of one run: forked from one process, with their stores and logs in one folder."""
 
-    def __init__(self, folder: Path, zygote: Zygote) -> None:
+    def __init__(self, folder: Path, zygote: Zygote, show: Step = step) -> None:
+        """`show` says how long starting one took."""
         self.folder = folder
         self._zygote = zygote
+        self._show = show
 
     @contextlib.contextmanager
     def running(
@@ -65,7 +68,7 @@ class Servers:
         """
         port, log = _free_port(), self.folder / f"{name}.log"
         argv = [f"--model-path={model}", f"--dtype={dtype}", f"--port={port}", *_FLAGS, *flags]
-        with step(f"{name}: starting a server"):
+        with self._show(f"{name}: starting a server"):
             server = Server(self._zygote.fork(argv, log, preload=preload), port, log)
             try:
                 server.wait_ready()
@@ -79,12 +82,12 @@ class Servers:
 
 
 @contextlib.contextmanager
-def servers(args: argparse.Namespace) -> Iterator[Servers]:
+def servers(args: argparse.Namespace, show: Step = step) -> Iterator[Servers]:
     """What starts servers, in the folder of `--keep` or a temporary one."""
     threads = str(len(os.sched_getaffinity(0)))
     environment = {"OMP_NUM_THREADS": threads, **os.environ, "HF_HUB_OFFLINE": "1"}
     with work_folder(args.keep) as folder, contextlib.closing(Zygote(environment)) as zygote:
-        yield Servers(folder, zygote)
+        yield Servers(folder, zygote, show)
 
 
 class Server:
@@ -129,7 +132,7 @@ class Server:
         if custom:
             sampling["custom_params"] = custom
         body = {"input_ids": list(tokens), "sampling_params": sampling, **fields}
-        answer: dict[str, Any] = self._request("POST", "/generate", json=body).json()
+        answer: dict[str, Any] = self.request("POST", "/generate", json=body).json()
         reason = answer["meta_info"]["finish_reason"] or {}
         if reason.get("type") != "length":
             raise BenchFailed(f"a request did not finish: {reason}")
@@ -170,12 +173,12 @@ class Server:
 
     def stats(self) -> dict[str, Any]:
         """`GET /impress/stats`."""
-        stats: dict[str, Any] = self._request("GET", "/impress/stats").json()
+        stats: dict[str, Any] = self.request("GET", "/impress/stats").json()
         return stats
 
     def flush(self) -> None:
         """Empty the device pool, once all writes to SSD are done."""
-        self._request("POST", "/flush_cache", params={"timeout": 60})
+        self.request("POST", "/flush_cache", params={"timeout": 60})
 
     def reorder(self) -> None:
         """Reorder the stored prefixes now, and wait until that is done.
@@ -183,13 +186,13 @@ class Server:
         Raises:
             BenchFailed: it took too long.
         """
-        self._request("POST", "/bench/reorder")
+        self.request("POST", "/bench/reorder")
         if not _wait(REORDER_SECONDS, lambda: not self.stats()["reorder"]["pending"]):
             raise BenchFailed(f"reordering took more than {REORDER_SECONDS} s")
 
     def emulate_ssd(self, mbps: float) -> None:
         """Slow reads from SSD down from now on; 0 for as fast as they are."""
-        self._request("POST", "/bench/ssd_mbps", json={"mbps": mbps})
+        self.request("POST", "/bench/ssd_mbps", json={"mbps": mbps})
 
     def check_log(self) -> None:
         """Raise if the log tells of an exception or a leak.
@@ -213,7 +216,12 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
         _wait(STOP_SECONDS, lambda: not self._process.alive())
 
-    def _request(self, method: str, path: str, **how: Any) -> requests.Response:
+    def request(self, method: str, path: str, **how: Any) -> requests.Response:
+        """A request to any of its routes, as `requests` takes it.
+
+        Raises:
+            BenchFailed: it was refused, or there was no answer.
+        """
         try:
             response = self._session.request(
                 method, self._url + path, timeout=REQUEST_SECONDS, **how
