@@ -22,6 +22,7 @@ from torch import Tensor
 
 from impress_sglang.errors import SegmentUnreadable, StoreUnavailable
 from impress_sglang.management.quarantine import Quarantine, unremoved
+from impress_sglang.management.removals import Removals
 from impress_sglang.precision.floors import FloorRule
 from impress_sglang.storage.catalog import Catalog, CatalogEntry, SegmentUse
 from impress_sglang.storage.direct_io import AlignedBuffer
@@ -105,7 +106,8 @@ class Keeper:
         # What the disk has refused, for `catch_up`; its own thread's.
         self._unkept: dict[str, bytes] = {}
         self._retried_at = 0.0
-        self._removing: Future[None] | None = None
+        self.removals = Removals()
+        """Which are not done yet."""
         self.quarantine = Quarantine(directory)
         """Of damaged segments; its own thread changes it."""
         self.progress = time.monotonic()
@@ -193,18 +195,14 @@ class Keeper:
         """
         return self._submit(self._write, entry, read_layer, floors, unremoved, is_wanted)
 
-    @property
-    def is_removing(self) -> bool:
-        """Whether there are files yet that are to be removed."""
-        return self._removing is not None and not self._removing.done()
-
     def delete(self, segments: Mapping[str, int]) -> None:
         """Remove files of so many bytes, and their rows; who has one open goes on reading it."""
-        self._removing = self._submit(self._delete, segments)
+        self.removals.note(self._submit(self._delete, segments), sum(segments.values()))
 
     def replace(self, segment_id: str, num_bytes: int, successor: CatalogEntry) -> None:
         """Remove a file that has a successor, which gets its row."""
-        self._removing = self._submit(self._replace, segment_id, num_bytes, successor)
+        removal = self._submit(self._replace, segment_id, num_bytes, successor)
+        self.removals.note(removal, num_bytes)
 
     def look(self, info: SegmentInfo) -> Future[Verdict]:
         """Read a whole segment again and verify it; what is damaged goes to quarantine."""

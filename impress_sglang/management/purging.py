@@ -62,6 +62,8 @@ class Purge:
         """
         if not self.left:
             return Purged()
+        # What was published since has another name, or is not known to be there.
+        store.poll()
         first, self._begun = not self._begun, True
         writes, unpinned = list[StoredSegment](), 0
         if self._among is not None:

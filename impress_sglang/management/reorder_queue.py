@@ -19,6 +19,7 @@ from impress_sglang.management.segment_rewriter import Rewrite, SegmentRewriter,
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.versions import SegmentVersions
+from impress_sglang.storage.writer import WriteAbandoned
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +129,11 @@ class ReorderQueue:
         self._read.clear()
         return len(self._queue)
 
-    def poll(self, gap_bytes: int, has_room: Callable[[int], bool]) -> None:
+    def poll(self, gap_bytes: int, has_room: Callable[[int], bool], removing_bytes: int) -> None:
         """Begin a rewrite if none is in work; `has_room` says whether a file of so many bytes fits.
+
+        It has that only when what is being removed, of so many bytes, is gone: a rewrite is not in
+        order with that, and waits for it.
 
         Raises:
             PrefixUnreadable: a segment cannot be opened.
@@ -137,9 +141,15 @@ class ReorderQueue:
         if self._interval and time.monotonic() >= self._next_look:
             self.enqueue()
         while self._queue and self._job is None:
-            segment, force = self._queue.popleft()
+            segment, force = self._queue[0]
             if self._tree.get(segment.segment_id) is segment and segment.ready:
-                self._begin(segment, force, gap_bytes, has_room)
+                if not has_room(segment.file_bytes):
+                    self.stats.without_space += 1
+                elif has_room(segment.file_bytes + removing_bytes):
+                    self._begin(segment, force, gap_bytes)
+                else:
+                    return
+            self._queue.popleft()
 
     def forget(self, segment: StoredSegment) -> None:
         """It is not stored any more: if it is being rewritten, its new file gets no name."""
@@ -156,11 +166,11 @@ class ReorderQueue:
         self._readers.release(job.old_id)
         ended = Outcome(job.segment, job.old_id, job.segment.file_bytes)
         if error is not None:
-            self.stats.failed += 1
-            logger.warning("a segment could not be reordered: %s", error)
-            # A file whose folder could not be synced has its name already.
-            discard = job.rewrite.info.segment_id if isinstance(error, OSError) else None
-            return dataclasses.replace(ended, error=error, discard=discard)
+            if not isinstance(error, WriteAbandoned):
+                self.stats.failed += 1
+                logger.warning("a segment could not be reordered: %s", error)
+            # Perhaps it has its name already, or could not be removed.
+            return dataclasses.replace(ended, error=error, discard=job.rewrite.info.segment_id)
         shares = job.future.result()
         if shares is None:
             self.stats.not_worth += 1
@@ -179,22 +189,12 @@ class ReorderQueue:
         self._queue.clear()
         self._rewriter.close(seconds)
 
-    def _begin(
-        self,
-        segment: StoredSegment,
-        force: bool,
-        gap_bytes: int,
-        has_room: Callable[[int], bool],
-    ) -> None:
+    def _begin(self, segment: StoredSegment, force: bool, gap_bytes: int) -> None:
         history = segment.history
         assert history is not None
         info = dataclasses.replace(
             segment.info, segment_id=uuid.uuid4().hex, generation=segment.info.generation + 1
         )
-        file_bytes = info.layout().file_bytes
-        if not has_room(file_bytes):
-            self.stats.without_space += 1
-            return
         rewrite = Rewrite(
             self._readers.acquire(segment),
             info,
@@ -206,7 +206,7 @@ class ReorderQueue:
             force,
         )
         future = self._rewriter.submit(rewrite)
-        self._job = _Job(segment, segment.segment_id, rewrite, file_bytes, future)
+        self._job = _Job(segment, segment.segment_id, rewrite, segment.file_bytes, future)
 
     def _take_over(self, job: _Job, shares: Shares) -> None:
         assert job.segment.history is not None

@@ -71,12 +71,13 @@ class SegmentRewriter:
 
     def submit(self, rewrite: Rewrite) -> Future[Shares | None]:
         """Write and publish the file of `rewrite.info`, as old as the one before; None if that
-        does not pay, or the segment has left.
+        does not pay.
 
         The result is the expected share of selected rows of each chunk, float64 [L, head groups,
         chunks].
 
-        The future raises `PrefixUnreadable` (of the old segment) or `OSError`.
+        The future raises `PrefixUnreadable` (of the old segment), `OSError`, or `WriteAbandoned`
+        where that has left.
         """
         return self._thread.submit(self._run, rewrite)
 
@@ -95,23 +96,19 @@ class SegmentRewriter:
         try:
             written = files.stat(self._directory.segment_path(old))
         except FileNotFoundError:
-            # Nobody would read another one.
-            return None
-        try:
-            write_segment(
-                self._directory.segment_path(rewrite.info.segment_id),
-                rewrite.info,
-                _PacedReader(rewrite, self._reader, self._closing),
-                self._buffer,
-                files,
-                direct=self._direct,
-                mapping=mapping,
-                floors=lambda layer, keys, values: rewrite.segment.floors[layer],
-                written_ns=written.st_mtime_ns,
-                is_wanted=lambda: not rewrite.left.is_set(),
-            )
-        except WriteAbandoned:
-            return None
+            raise WriteAbandoned("its file is gone") from None
+        write_segment(
+            self._directory.segment_path(rewrite.info.segment_id),
+            rewrite.info,
+            _PacedReader(rewrite, self._reader, self._closing),
+            self._buffer,
+            files,
+            direct=self._direct,
+            mapping=mapping,
+            floors=lambda layer, keys, values: rewrite.segment.floors[layer],
+            written_ns=written.st_mtime_ns,
+            is_wanted=lambda: not rewrite.left.is_set(),
+        )
         return token_order.chunk_shares(rewrite.average, mapping, rewrite.info.layout())
 
 

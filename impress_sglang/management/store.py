@@ -167,6 +167,7 @@ class PrefixStore:
             self._disk.meter,
             self.health,
             self.stats,
+            self.losses,
             self._evict,
         )
         caches = self._memory.cache, self._memory.codes
@@ -275,11 +276,9 @@ class PrefixStore:
         if not self.health.writable:
             return
         self._disk.note_uses(self.tree.uses)
-        if self._keeper.is_removing:
-            # A rewrite is not in order with it, and would be written before there is room.
-            return
+        gap_bytes, removing_bytes = self._reader.cost.gap_bytes, self._keeper.removals.num_bytes
         try:
-            self.reorders.poll(self._reader.cost.gap_bytes, self._quota.has_room)
+            self.reorders.poll(gap_bytes, self._quota.has_room, removing_bytes)
         except PrefixUnreadable as error:
             self.report(error)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from impress_sglang.config import ImpressConfig
 from impress_sglang.management.digests import prefix_digest
 from impress_sglang.management.keeper import Keeper
-from impress_sglang.management.losses import Cause
+from impress_sglang.management.losses import Cause, Losses
 from impress_sglang.management.quota import Quota
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
@@ -31,7 +31,7 @@ from impress_sglang.storage.health import Health
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Priority, SegmentInfo, Tokens
-from impress_sglang.storage.writer import LayerReader, WriteAbandoned
+from impress_sglang.storage.writer import LayerReader, WriteAbandoned, WrittenInVain
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,7 @@ class SegmentWrites:
         meter: FloorMeter,
         health: Health,
         stats: StoreStats,
+        losses: Losses,
         evict: Callable[[Sequence[StoredSegment], Cause], None],
     ) -> None:
         """Begin with no write; parts not named here are the store's.
@@ -161,6 +162,7 @@ class SegmentWrites:
         self._meter = meter
         self._health = health
         self._stats = stats
+        self._losses = losses
         self._evict = evict
         self._writes: collections.deque[_Write] = collections.deque()
 
@@ -349,6 +351,10 @@ class SegmentWrites:
                 self._evict([segment], write.discarded)
             return
         self._keeper.delete({segment.segment_id: segment.file_bytes})
+        if write.discarded is not None:
+            self._losses.note(segment, write.discarded)
+        if isinstance(error, WrittenInVain):
+            self._quota.budget.spend(segment.file_bytes)
         if isinstance(error, WriteAbandoned):
             self._stats.segments_abandoned += 1
         else:

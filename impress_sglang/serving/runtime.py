@@ -255,7 +255,7 @@ class ServingRuntime:
         """Tell what has been counted, once a second, or `now`; `idle`: if there is news."""
         if idle:
             # No batch comes that would do so.
-            self.served.expire()
+            self.served.poll()
         if self.metrics is not None:
             now = now or (idle and self.metrics.has_news)
             self.metrics.tell(self._polled_summary, now=now)

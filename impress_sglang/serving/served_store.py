@@ -129,11 +129,6 @@ class ServedStore:
         self.take_over()
         if self._store is not None:
             self._store.poll()
-        self.expire()
-
-    def expire(self) -> None:
-        """Remove what was stored too long ago; costs nothing while nothing is due."""
-        if self._store is not None:
             self.expiry.poll(self._store)
 
     def take_over(self) -> None:

@@ -39,6 +39,10 @@ class WriteAbandoned(Exception):
     """The KVs to write are not to be had any more; nothing is published."""
 
 
+class WrittenInVain(WriteAbandoned):
+    """Nobody may have it any more; all of it was written before that was known."""
+
+
 class LayerReader(Protocol):
     """Gives the KVs to write; called once per layer, in order, on the writing thread.
 
@@ -86,7 +90,7 @@ def write_segment(
         finally:
             files.close(descriptor)
         if not is_wanted():
-            raise WriteAbandoned("nobody may have it any more")
+            raise WrittenInVain("nobody may have it any more")
         files.rename(temporary, path)
     files.sync_directory(path.parent)
 

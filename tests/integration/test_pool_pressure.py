@@ -12,6 +12,7 @@ from impress_sglang.serving.saving import Save
 from impress_sglang.storage.quality import EXACT
 from impress_sglang.storage.writer import WriteAbandoned
 from tests.integration.worlds import SHAPE, TOKENS, World
+from tests.unit.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("no_slot_is_lost")
 
@@ -106,3 +107,18 @@ def test_a_prompt_whose_request_ends_before_it_is_computed_is_not_saved(world: W
         save.check()
     world.runtime.store.writes.drain()
     assert world.stored(3000) == 0
+
+
+def test_an_idle_server_takes_in_what_is_written(world: World) -> None:
+    """No batch comes that would do so."""
+    save = world.prefill("stored", 1000)
+    save.open(SHAPE.num_layers)
+
+    def is_taken_in() -> bool:
+        world.runtime.tell_metrics(idle=True)
+        return not len(world.runtime.store.writes)
+
+    wait_until(is_taken_in)
+    assert world.stored(1000) == TOKENS
+    del world.cache._saves._begun["stored"]
+    world.allocator.free(save.slots)

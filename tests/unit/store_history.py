@@ -169,7 +169,7 @@ class StoreHistory(RuleBasedStateMachine):
 
     def wait_for_removals(self) -> None:
         """But not for those behind a write that waits at the gate."""
-        wait_until(lambda: not self.store._keeper.is_removing or self.blocked.is_set())
+        wait_until(lambda: not self.store._keeper.removals.num_bytes or self.blocked.is_set())
 
     def poll(self) -> None:
         self.wait_for_rewrite()

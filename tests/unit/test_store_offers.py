@@ -7,6 +7,8 @@ import threading
 import pytest
 from torch import Tensor
 
+from impress_sglang.management.losses import Cause
+from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
 from impress_sglang.management.purging import Purge
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import StoreOutcome
@@ -93,10 +95,11 @@ def test_a_write_that_has_read_everything_is_published_although_it_is_abandoned(
 
 
 def test_what_is_purged_after_it_was_read_gets_no_name(
-    bench: Workbench, store: PrefixStore
+    bench: Workbench,
 ) -> None:
     """Else a server that is killed before it looks again would find it at its next start."""
-    read, last = kv.SequenceKVs(bench.shape, "", prompt(1)).read_from(0), bench.shape.num_layers - 1
+    store, tokens = bench.open(write_gb_per_day=1.0), prompt(1, BLOCK_TOKENS)
+    read, last = kv.SequenceKVs(bench.shape, "", tokens).read_from(0), bench.shape.num_layers - 1
     entered, purged = threading.Event(), threading.Event()
 
     def read_layers(start: int) -> LayerReader:
@@ -108,14 +111,20 @@ def test_what_is_purged_after_it_was_read_gets_no_name(
 
         return read_layer
 
-    bench.offer(store, prompt(1), read_layers=read_layers)
+    budget = store.summary()["write_budget_left_bytes"]
+    bench.offer(store, tokens, read_layers=read_layers)
     assert entered.wait(30)
+    (segment,) = store.tree.segments()
     assert Purge().step(store).writes == 1
     purged.set()
     assert isinstance(store.writes._writes[0].future.exception(), WriteAbandoned)
     assert bench.files() == set()
     store.writes.drain()
-    assert length(store, prompt(1)) == 0
+    assert length(store, tokens) == 0
+    loss = store.losses.find(store.namespace(""), kv.as_tokens(tokens), 0)
+    assert loss is not None and loss.cause is Cause.PURGED
+    spent = budget - store.summary()["write_budget_left_bytes"]
+    assert spent > 0.9 * segment.file_bytes, "the drive took it; a little time has passed"
 
 
 def test_closing_waits_for_writes(bench: Workbench, store: PrefixStore) -> None:

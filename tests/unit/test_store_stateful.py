@@ -134,7 +134,7 @@ class StoreMachine(StoreHistory):
     def reorder(self, at_once: bool) -> None:
         self.store.reorders.enqueue(force=True)
         self.wait_for_removals()
-        while at_once and self.store.reorders.pending and not self.store._keeper.is_removing:
+        while at_once and self.store.reorders.pending and not self.store._keeper.removals.num_bytes:
             self.go_on_reordering()
 
     @precondition(lambda self: self.store.reorders.summary()["pending"])
