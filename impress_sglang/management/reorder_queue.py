@@ -142,14 +142,14 @@ class ReorderQueue:
             self.enqueue()
         while self._queue and self._job is None:
             segment, force = self._queue[0]
-            if self._tree.get(segment.segment_id) is segment and segment.ready:
-                if not has_room(segment.file_bytes):
-                    self.stats.without_space += 1
-                elif has_room(segment.file_bytes + removing_bytes):
-                    self._begin(segment, force, gap_bytes)
-                else:
-                    return
+            there = self._tree.get(segment.segment_id) is segment and segment.ready
+            fits = has_room(segment.file_bytes)
+            if there and fits and not has_room(segment.file_bytes + removing_bytes):
+                return
             self._queue.popleft()
+            if there and fits:
+                self._begin(segment, force, gap_bytes)
+            self.stats.without_space += there and not fits
 
     def forget(self, segment: StoredSegment) -> None:
         """It is not stored any more: if it is being rewritten, its new file gets no name."""
