@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,9 +52,11 @@ def planes_by_unit(raised: Tensor, layout: CodeLayout, origin: int) -> Tensor:
         int64 [units, 2 + NUM_PLANES]: head, first token, and of each plane its row in `raised`, -1
         if it is not there.
     """
-    places, entry_of = raised[:, 1:].unique(dim=0, return_inverse=True)
-    units = torch.full((len(places), 2 + NUM_PLANES), -1)
-    units[:, 0] = places[:, 0]
-    units[:, 1] = places[:, 1] * layout.unit_tokens - origin
-    units[entry_of, 2 + raised[:, 0]] = torch.arange(len(raised))
-    return units
+    planes, heads, numbers = raised.numpy().T
+    # Of whole rows `unique` takes four times as long.
+    places, entry_of = np.unique(heads * layout.num_units + numbers, return_inverse=True)
+    units = np.full((len(places), 2 + NUM_PLANES), -1)
+    units[:, 0], numbers = np.divmod(places, layout.num_units)
+    units[:, 1] = numbers * layout.unit_tokens - origin
+    units[entry_of, 2 + planes] = np.arange(len(raised))
+    return torch.from_numpy(units)
