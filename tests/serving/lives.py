@@ -266,8 +266,7 @@ class Life:
             off = counted - measured if metric in AT_LEAST else abs(measured - counted)
             self._world.count(f"off {metric}", max(0, int(off)))
             self._require(
-                off <= LARGEST_ERROR * counted,
-                f"{metric} says {measured:g}, others {counted:g}",
+                off <= LARGEST_ERROR * counted, f"{metric} says {measured:g}, others {counted:g}"
             )
 
     def _reckoned(self) -> dict[str, tuple[float, float]]:

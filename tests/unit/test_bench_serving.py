@@ -30,13 +30,7 @@ from bench.policies.compared import (
     store_kind,
 )
 from bench.policies.serving import charts, counted, warnings
-from bench.policies.trace import (
-    MAX_QUESTION_TOKENS,
-    Trace,
-    TraceOptions,
-    draw_prefixes,
-    make_trace,
-)
+from bench.policies.trace import MAX_QUESTION_TOKENS, Trace, TraceOptions, draw_prefixes, make_trace
 from impress_sglang.config import ImpressConfig
 from impress_sglang.options import POLICIES as ALL_POLICIES
 from impress_sglang.serving.report import RequestTotals
@@ -124,10 +118,7 @@ def test_a_trace_that_cannot_be_drawn_is_refused() -> None:
         make_trace({"long": [Question("a " * 100, ("b",), 0)] * 20}, Words(), OPTIONS)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*POLICIES, "impress-off", "impress+lru", "impress+lfu-off"],
-)
+@pytest.mark.parametrize("name", [*POLICIES, "impress-off", "impress+lru", "impress+lfu-off"])
 def test_flags_of_a_policy_are_options_of_the_server(name: str) -> None:
     assert policy(name) == name
     flags = policy_flags(name, Path("kv"), 0.25, Tiers(70, 104))
