@@ -29,19 +29,7 @@ from impress_sglang.integration import compat, guards, hooks, judged_arguments, 
 from impress_sglang.integration.factory import make_tree_cache
 from impress_sglang.integration.flags import CONFIG_ATTRIBUTE, config_of
 from impress_sglang.integration.hooks import Hook
-
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "float32",
-}
+from tests.integration.tiny_model import LLAMA, write_config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,13 +40,6 @@ def _plugins() -> None:
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     return write_config(tmp_path, LLAMA)
-
-
-def write_config(folder: Path, config: dict[str, Any]) -> Path:
-    path = folder / config["model_type"]
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config))
-    return path
 
 
 def resolve(model: Path, *flags: str, enabled: bool = True) -> Any:
