@@ -7,9 +7,7 @@ stand-ins.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +33,7 @@ from impress_sglang.serving.request import StoredRequest
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.transfer.loader import LayerInputs
 from impress_sglang.transfer.slots import LayerSlots
+from tests.integration.tiny_model import LLAMA, write_config
 
 LAYERS, QUERY_HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 SCALING = DIM**-0.5
@@ -288,20 +287,8 @@ def check(world: World, layer: Any, row: Row, queries: Tensor, output: Tensor) -
 
 @pytest.fixture(scope="module")
 def configured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
-    folder = tmp_path_factory.mktemp("model")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": QUERY_HEADS * DIM,
-        "intermediate_size": 64,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": QUERY_HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "vocab_size": 100,
-        "max_position_embeddings": 256,
-        "torch_dtype": "float32",
-    }
-    Path(folder / "config.json").write_text(json.dumps(config))
+    config = LLAMA | {"hidden_size": QUERY_HEADS * DIM, "num_hidden_layers": LAYERS}
+    folder = write_config(tmp_path_factory.mktemp("model"), config)
     args = ServerArgs(
         model_path=str(folder),
         device="cpu",

@@ -88,23 +88,13 @@ def _sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def lookahead() -> str:
-    return "on"
-
-
-@pytest.fixture
-def policy() -> str:
-    return "impress"
-
-
-@pytest.fixture
 def order() -> str:
     return "fcfs"
 
 
 @pytest.fixture
-def options(policy: str, lookahead: str) -> dict[str, str]:
-    return {"policy": policy, "lookahead": lookahead, "load": "always"}
+def options() -> dict[str, str]:
+    return {"load": "always"}
 
 
 @pytest.fixture
@@ -113,7 +103,7 @@ def queue(world: World, order: str) -> Queue:
 
 
 @pytest.mark.parametrize("order", ["fcfs", "lpm"])
-@pytest.mark.parametrize("policy", ["as", "impress"])
+@pytest.mark.parametrize("options", [{"policy": "as"}, {"policy": "impress"}])
 def test_what_somebody_waits_for_outlasts_what_is_popular(queue: Queue) -> None:
     """Policy `as` evicts as SGLang does."""
     queue.resident(WANTED)
@@ -171,8 +161,10 @@ def test_it_is_evicted_last_and_not_never(queue: Queue) -> None:
     assert queue.world.allocator.available_size() == queue.world.allocator.size
 
 
-@pytest.mark.parametrize("lookahead", ["on", "off"])
-def test_the_tail_of_the_queue_gives_its_prefix_up_first(queue: Queue, lookahead: str) -> None:
+@pytest.mark.parametrize("options", [{"lookahead": "on"}, {"lookahead": "off"}])
+def test_the_tail_of_the_queue_gives_its_prefix_up_first(
+    queue: Queue, options: dict[str, str]
+) -> None:
     """Also where the queue was ordered anew, and SGLang has refreshed nothing since.
 
     Without look-ahead the latest refresh decides, which was in the order of arrival.
@@ -186,8 +178,8 @@ def test_the_tail_of_the_queue_gives_its_prefix_up_first(queue: Queue, lookahead
     queue.schedule()
     queue.evict(1)
 
-    assert queue.left(WANTED) == (0 if lookahead == "on" else TOKENS)
-    assert queue.left(POPULAR) == (TOKENS if lookahead == "on" else 0)
+    left = queue.left(WANTED), queue.left(POPULAR)
+    assert left == ((0, TOKENS) if options["lookahead"] == "on" else (TOKENS, 0))
 
 
 def test_what_is_left_of_an_awaited_prefix_is_awaited(queue: Queue) -> None:

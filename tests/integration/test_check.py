@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.managers.io_struct import SetInternalStateReq
 
 from impress_sglang.integration import checking, reporting
 from impress_sglang.integration.checking import CHECK, GO_ON
-from impress_sglang.integration.reporting import REPORT_KEY, add_totals, check_all, take_order
+from impress_sglang.integration.reporting import REPORT_KEY, add_totals, check_all
 from tests.integration.worlds import OTHER, STORED, TOKENS, World
 
 
@@ -26,11 +24,7 @@ def polled(world: World) -> str:
 
 
 def told(world: World, text: str = "") -> str:
-    """The answer to a message that came by SGLang's way."""
-    message = SetInternalStateReq(server_args=dict(CHECK), rid=text)
-    answer = take_order(lambda *_: pytest.fail("not ours"), world.updater.scheduler, message)
-    assert answer.updated
-    integrity: str = json.loads(answer.rid)["integrity"]
+    integrity: str = world.told(CHECK, text)["integrity"]
     return integrity
 
 

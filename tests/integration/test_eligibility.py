@@ -30,23 +30,16 @@ MADE_SO: dict[str, tuple[dict[str, Any], str]] = {
     "host": ({"bootstrap_host": "10.0.0.1"}, "bootstrap_host"),
     "room": ({"bootstrap_room": 3}, "bootstrap_room"),
     "stream": ({"session": SimpleNamespace(streaming=True)}, "session"),
+    "experts": ({"return_routed_experts": True}, "return_routed_experts"),
+    "indices": ({"return_indexer_topk": True}, "return_indexer_topk"),
 }
-# What the scheduler sets later.
-SET_LATER: dict[str, Any] = {
-    "skip_radix_cache_insert": True,
-    "positional_embed_overrides": OVERRIDES,
-    "multimodal_inputs": object(),
-    "dllm_config": object(),
-    "beam_group": object(),
-    "session_generation": 0,
-    "disagg_kv_sender": object(),
-    "pending_bootstrap": True,
-    "pd_rebootstrap_forced_output_id": 0,
-    "staged_prefetch_plan": object(),
-    "hisparse_staging": True,
-    "kv_rotation_base": 0,
-    "discard_output_reason": object(),
-    "weight_version_events": [object()],
+# What is looked up by slot is not there for slot 0; the KVs are those of any request.
+STORED_ONLY = {"return_routed_experts", "return_indexer_topk"}
+SET_LATER = {
+    *("skip_radix_cache_insert", "multimodal_inputs", "dllm_config", "beam_group"),
+    *("session_generation", "disagg_kv_sender", "pending_bootstrap", "staged_prefetch_plan"),
+    *("pd_rebootstrap_forced_output_id", "hisparse_staging", "kv_rotation_base"),
+    *("discard_output_reason", "weight_version_events"),
 }
 HARMLESS: tuple[dict[str, Any], ...] = (
     {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [5]},
@@ -91,20 +84,8 @@ def test_harmless_sampling(sampling: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("fields", "reason"), MADE_SO.values(), ids=MADE_SO)
 def test_requests_that_are_made_so(fields: dict[str, Any], reason: str) -> None:
-    assert refusals(request(**fields)) == (reason, reason)
-
-
-@pytest.mark.parametrize("field", SET_LATER)
-def test_fields_that_are_set_later(field: str) -> None:
-    req = request()
-    setattr(req, field, SET_LATER[field])
-    assert refusals(req) == (field, field)
-
-
-@pytest.mark.parametrize("field", ["return_routed_experts", "return_indexer_topk"])
-def test_stored_but_not_served(field: str) -> None:
-    """What is looked up by slot is not there for slot 0; the KVs are those of any request."""
-    assert refusals(request(**{field: True})) == (field, None)
+    stored = reason in STORED_ONLY
+    assert refusals(request(**fields)) == (reason, None if stored else reason)
 
 
 def test_beam_width() -> None:
@@ -112,8 +93,8 @@ def test_beam_width() -> None:
 
 
 def test_every_guard_is_tested() -> None:
-    tested = {reason for _, reason in MADE_SO.values()} | SET_LATER.keys()
-    assert tested | {"return_routed_experts", "return_indexer_topk"} == judged.REQUEST_GUARDS.keys()
+    made_so = {reason for _, reason in MADE_SO.values()}
+    assert made_so | SET_LATER == judged.REQUEST_GUARDS.keys()
 
 
 def test_what_nobody_has_judged_is_refused() -> None:
@@ -129,9 +110,11 @@ def test_a_guarded_field_that_is_gone(field: str) -> None:
     assert field in refusals(req)
 
 
+@pytest.mark.parametrize("value", ["surprise", True, 0])
 @pytest.mark.parametrize("field", judged.REQUEST_GUARDS)
-def test_a_value_that_nobody_has_judged(field: str) -> None:
+def test_a_value_that_nobody_has_judged(field: str, value: object) -> None:
     """A field may hold just what its guard names, whatever else it is."""
     req = request()
-    setattr(req, field, "surprise")
-    assert serve_refusal(req) == field
+    # A list that is empty as long as nothing changes.
+    setattr(req, field, [value] if field == "weight_version_events" else value)
+    assert refusals(req) == (field, None if field in STORED_ONLY else field)

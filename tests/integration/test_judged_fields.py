@@ -288,7 +288,7 @@ def test_overrides_of_the_model_are_part_of_the_identity(tmp_path: Path) -> None
     from sglang.srt.configs.model_config import ModelConfig
 
     from impress_sglang.integration.factory import _architecture
-    from tests.integration.test_refusals import LLAMA, write_config
+    from tests.integration.tiny_model import LLAMA, write_config
 
     path = str(write_config(tmp_path, LLAMA))
     plain = _architecture(ModelConfig(path).hf_text_config)

@@ -17,13 +17,11 @@ from typing import Any
 import pytest
 from PIL import Image
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-from sglang.srt.managers.io_struct import SetInternalStateReq
 
 from impress_sglang.integration import page
 from impress_sglang.integration.page import document, look, with_text
 from impress_sglang.integration.passes import REPORT_KEY
 from impress_sglang.integration.prompt_saves import as_tokens
-from impress_sglang.integration.reporting import take_order
 from impress_sglang.serving.recent import MOST_WORDS
 from impress_sglang.serving.report import new_report
 from tests.browser import HEIGHT, WIDTH, needs_browser, pictured, shown
@@ -42,11 +40,8 @@ def options(show_prompts: str) -> dict[str, Any]:
 
 
 def seen(world: World, **wanted: Any) -> Any:
-    """What the scheduler's process answers, by SGLang's way."""
-    message = SetInternalStateReq(server_args=page.LOOK, rid=json.dumps(wanted))
-    answer = take_order(lambda *_: pytest.fail("not ours"), world.updater.scheduler, message)
-    assert answer.updated
-    return json.loads(answer.rid)
+    """What the scheduler's process answers."""
+    return world.told(page.LOOK, json.dumps(wanted))
 
 
 def end(world: World, tokens: list[int] = STORED, rid: str = "asked") -> None:

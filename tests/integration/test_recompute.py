@@ -25,16 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from impress_sglang.config import ImpressConfig
 from impress_sglang.errors import SegmentUnreadable
-from impress_sglang.integration import attention as attention_module
-from impress_sglang.integration import recompute as recompute_module
+from impress_sglang.integration import attention, recompute
 from impress_sglang.integration.attention import PrefixAttention
 from impress_sglang.integration.radix_cache import ImpressRadixCache
-from impress_sglang.integration.recompute import (
-    PrefixCapture,
-    host_shortage,
-    is_out_of_memory,
-    recompute_prefix,
-)
+from impress_sglang.integration.recompute import PrefixCapture, host_shortage
 from impress_sglang.options import EXACT_BITS
 from impress_sglang.serving.loading import RecomputedLoading
 from impress_sglang.serving.report import RequestTotals, new_report
@@ -80,7 +74,7 @@ def test_blocks_give_the_kvs_of_the_whole_at_once(size: int, resident: int) -> N
     capture = PrefixCapture(pool, request.resident_slots, shape, request.num_tokens)
     model.attend = capture.attend
 
-    assert recompute_prefix(model, request, torch.device("cpu"), size, math.inf)
+    assert recompute.recompute_prefix(model, request, torch.device("cpu"), size, math.inf)
     source = capture.source(0)
 
     m = request.num_tokens
@@ -134,8 +128,8 @@ def peak_on_device(m: int, resident: int, layers: int) -> int:
         with DeviceBytes(request.resident_slots) as used:
             capture = PrefixCapture(pool, request.resident_slots, shape, m)
             model = SimpleNamespace(forward=lambda ids, *_: attend_all(capture, shape, len(ids)))
-            size = recompute_module.BLOCK_TOKENS
-            assert recompute_prefix(model, request, torch.device("cuda"), size, math.inf)
+            size = recompute.BLOCK_TOKENS
+            assert recompute.recompute_prefix(model, request, torch.device("cuda"), size, math.inf)
             peak = used.peak
             source = capture.source(0)
             assert source.num_tokens == m and used.live < 1e6
@@ -170,13 +164,13 @@ def test_memory_on_the_device_does_not_grow_with_the_prefix() -> None:
     ],
 )
 def test_what_counts_as_out_of_memory(error: Exception, found: bool) -> None:
-    assert is_out_of_memory(error) is found
+    assert recompute.is_out_of_memory(error) is found
 
 
 def test_torch_says_on_a_cpu_that_memory_ran_out() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert is_out_of_memory(caught.value)
+    assert recompute.is_out_of_memory(caught.value)
 
 
 def test_host_memory_is_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +179,7 @@ def test_host_memory_is_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> Non
     assert host_shortage(shape, 100, 100 * each) is None
     assert "--impress-recompute-gb" in (host_shortage(shape, 101, 100 * each) or "")
     assert host_shortage(shape, 1, 0) is not None
-    monkeypatch.setattr(recompute_module, "available_bytes", lambda: 50 * each)
+    monkeypatch.setattr(recompute, "available_bytes", lambda: 50 * each)
     assert host_shortage(shape, 50, 100 * each) is None
     assert "are left" in (host_shortage(shape, 51, 100 * each) or "")
     assert host_shortage(shape, 40, 100 * each, 60 * each) is None
@@ -194,7 +188,7 @@ def test_host_memory_is_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> Non
     def unknown() -> int:
         raise OSError("no such file")
 
-    monkeypatch.setattr(recompute_module, "available_bytes", unknown)
+    monkeypatch.setattr(recompute, "available_bytes", unknown)
     assert "not known: no such file" in (host_shortage(shape, 1, 100 * each) or "")
 
 
@@ -247,7 +241,7 @@ class Backend(PrefixAttention, Stock):
         """A pass of one new token per request."""
         shape, clock = runtime.shape, self._clock
         self._rows = [
-            attention_module._BatchRow(i, own, slice(i, i + 1), clock.stopwatch())
+            attention._BatchRow(i, own, slice(i, i + 1), clock.stopwatch())
             for i, own in enumerate(requests)
         ]
         new = torch.ones(len(requests), shape.num_query_heads * shape.key_dim)
@@ -291,8 +285,8 @@ class Serving:
 
 @pytest.fixture
 def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
-    monkeypatch.setattr(attention_module, "block_tokens", lambda: 16)
-    monkeypatch.setattr(attention_module, "pass_seconds", lambda: 100.0)
+    monkeypatch.setattr(attention, "block_tokens", lambda: 16)
+    monkeypatch.setattr(attention, "pass_seconds", lambda: 100.0)
     shape = make_shape(layers=3, probe=())
     config = ImpressConfig(ssd_dir=str(tmp_path), **(DEFAULTS | {"policy": "impress"}))
     runtime = ServingRuntime(
@@ -390,7 +384,7 @@ def test_requests_of_a_pass_have_one_limit(serving: Serving) -> None:
     ((rid, message),) = serving.aborted
     assert rid == "second" and "of which others have" in message
     assert_computed(serving, late, tokens, 2)
-    assert recompute_module.held_by(serving.runtime.live.values()) == 0
+    assert recompute.held_by(serving.runtime.live.values()) == 0
 
 
 def fail_passes(
@@ -470,8 +464,8 @@ def test_a_pass_ends_before_the_watchdog_does(
     monkeypatch: pytest.MonkeyPatch, watchdog: float, seconds: float
 ) -> None:
     device = SimpleNamespace(watchdog_timeout=watchdog)
-    monkeypatch.setattr(recompute_module, "get_device", lambda: device)
-    assert recompute_module.pass_seconds() == seconds
+    monkeypatch.setattr(recompute, "get_device", lambda: device)
+    assert recompute.pass_seconds() == seconds
 
 
 @pytest.mark.parametrize(("chunk", "size"), [(None, 2048), (-1, 2048), (8192, 2048), (512, 512)])
@@ -479,8 +473,8 @@ def test_a_block_is_no_longer_than_a_chunk_of_prefill(
     monkeypatch: pytest.MonkeyPatch, chunk: int | None, size: int
 ) -> None:
     schedule = SimpleNamespace(chunked_prefill_size=chunk)
-    monkeypatch.setattr(recompute_module, "get_schedule", lambda: schedule)
-    assert recompute_module.block_tokens() == size
+    monkeypatch.setattr(recompute, "get_schedule", lambda: schedule)
+    assert recompute.block_tokens() == size
 
 
 @pytest.mark.parametrize("finished", [True, False])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,19 +29,7 @@ from impress_sglang.integration import compat, guards, hooks, judged_arguments, 
 from impress_sglang.integration.factory import make_tree_cache
 from impress_sglang.integration.flags import CONFIG_ATTRIBUTE, config_of
 from impress_sglang.integration.hooks import Hook
-
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "float32",
-}
+from tests.integration.tiny_model import LLAMA, write_config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,13 +42,6 @@ def llama(tmp_path: Path) -> Path:
     return write_config(tmp_path, LLAMA)
 
 
-def write_config(folder: Path, config: dict[str, Any]) -> Path:
-    path = folder / config["model_type"]
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
 def resolve(model: Path, *flags: str, enabled: bool = True) -> Any:
     """What the launcher makes of a command line."""
     base = [f"--model-path={model}", "--device=cpu", "--skip-tokenizer-init", "--dtype=float32"]
@@ -71,14 +52,19 @@ def resolve(model: Path, *flags: str, enabled: bool = True) -> Any:
     return resolved_view(server_args)
 
 
-def refusal(capsys: pytest.CaptureFixture[str], model: Path, *flags: str, **how: bool) -> str:
+@pytest.fixture
+def refusal(llama: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """The sentence that a refused command line prints."""
-    with pytest.raises(SystemExit) as error:
-        resolve(model, *flags, **how)
-    assert error.value.code == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "error: " in last
-    return last
+
+    def refused(*flags: str, model: Path = llama, **how: bool) -> str:
+        with pytest.raises(SystemExit) as error:
+            resolve(model, *flags, **how)
+        assert error.value.code == 2
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert "error: " in last
+        return last
+
+    return refused
 
 
 def test_accepted(llama: Path) -> None:
@@ -165,38 +151,36 @@ WHOLE = "--impress-policy=as"
     ],
 )
 def test_servers_without_parts_of_prefixes(
-    llama: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+    llama: Path, refusal: Callable[..., str], flags: list[str]
 ) -> None:
     assert resolve(llama, *flags).radix_cache_backend
     asked = [flag for flag in flags if not flag.startswith("--impress-")]
     for more in ("--impress-retention=0.5", "--impress-retention=auto", "--impress-policy=paper"):
-        sentence = refusal(capsys, llama, *asked, more)
+        sentence = refusal(*asked, more)
         assert "parts of prefixes need" in sentence
         assert sentence.endswith(f"or drop {more.replace('=', ' ')}")
 
 
-def test_orders_in_which_nobody_may_change_places(
-    llama: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_orders_in_which_nobody_may_change_places(llama: Path, refusal: Callable[..., str]) -> None:
     schedule = "--impress-schedule=classes"
     resolve(llama, schedule, "--schedule-policy=lpm")
     for order in ("random", "lof", "routing-key", "shortest-prefill-first"):
-        sentence = refusal(capsys, llama, schedule, f"--schedule-policy={order}")
+        sentence = refusal(schedule, f"--schedule-policy={order}")
         assert f"--schedule-policy {order}: choose" in sentence
 
 
-def test_prompts_are_not_cut_at_both_ends(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_are_not_cut_at_both_ends(llama: Path, refusal: Callable[..., str]) -> None:
     truncate = "--impress-truncate=0.5"
     resolve(llama, truncate)
     resolve(llama, "--allow-auto-truncate")
-    assert "drop one of them" in refusal(capsys, llama, truncate, "--allow-auto-truncate")
+    assert "drop one of them" in refusal(truncate, "--allow-auto-truncate")
 
 
 def test_captured_metadata_is_refused(
-    capsys: pytest.CaptureFixture[str], llama: Path, monkeypatch: pytest.MonkeyPatch
+    refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
-    assert "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH" in refusal(capsys, llama)
+    assert "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH" in refusal()
 
 
 def test_without_the_flag_nothing_changes(llama: Path) -> None:
@@ -229,29 +213,19 @@ def test_without_the_flag_nothing_changes(llama: Path) -> None:
         (["--model-impl=transformers"], "--model-impl"),
         (["--forward-hooks=[{}]"], "--forward-hooks"),
         (["--radix-cache-backend=flexkv"], "--radix-cache-backend"),
+        # And ours.
+        (["--impress-retention=0"], "--impress-retention must be"),
+        (["--impress-retention=much"], "--impress-retention"),
+        (["--impress-policy=guess"], "--impress-policy"),
+        (["--impress-ssd-dir=/proc/nowhere"], "cannot be written"),
     ],
 )
-def test_sglang_options(
-    capsys: pytest.CaptureFixture[str], llama: Path, flags: list[str], word: str
-) -> None:
-    assert word in refusal(capsys, llama, *flags)
+def test_options(refusal: Callable[..., str], flags: list[str], word: str) -> None:
+    assert word in refusal(*flags)
 
 
-@pytest.mark.parametrize(
-    ("flag", "word"),
-    [
-        ("--impress-retention=0", "--impress-retention must be"),
-        ("--impress-retention=much", "--impress-retention"),
-        ("--impress-policy=guess", "--impress-policy"),
-        ("--impress-ssd-dir=/proc/nowhere", "cannot be written"),
-    ],
-)
-def test_our_options(capsys: pytest.CaptureFixture[str], llama: Path, flag: str, word: str) -> None:
-    assert word in refusal(capsys, llama, flag)
-
-
-def test_options_without_the_switch(capsys: pytest.CaptureFixture[str], llama: Path) -> None:
-    said = refusal(capsys, llama, "--impress-retention=0.5", enabled=False)
+def test_options_without_the_switch(refusal: Callable[..., str]) -> None:
+    said = refusal("--impress-retention=0.5", enabled=False)
     assert "--impress-retention needs --enable-impress" in said
 
 
@@ -321,9 +295,9 @@ def test_models(tmp_path: Path, config: dict[str, Any], word: str) -> None:
         guards.check_model(model_config)
 
 
-def test_model_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_model_on_the_command_line(refusal: Callable[..., str], tmp_path: Path) -> None:
     model = write_config(tmp_path, {**SLIDING, "sliding_window": 64})
-    assert "sliding-window" in refusal(capsys, model)
+    assert "sliding-window" in refusal(model=model)
 
 
 @pytest.mark.parametrize(
@@ -342,11 +316,9 @@ def test_what_sglang_itself_refuses_on_a_cpu(argument: str, value: str, words: s
     assert not restriction.allows(value) and words in restriction.sentence
 
 
-def test_unsupported_sglang(
-    capsys: pytest.CaptureFixture[str], llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsupported_sglang(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "sglang_version", lambda: "0.4.0")
-    assert "pip install sglang==0.5.23" in refusal(capsys, llama)
+    assert "pip install sglang==0.5.23" in refusal()
 
 
 def test_missing_name_in_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,12 +328,12 @@ def test_missing_name_in_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hook_that_cannot_be_applied(
-    capsys: pytest.CaptureFixture[str], llama: Path, monkeypatch: pytest.MonkeyPatch
+    refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang only logs it, so we look ourselves, and name it."""
     gone = Hook("sglang.srt.managers.scheduler.Scheduler.no_such_method", test_models, "after")
     monkeypatch.setattr(plugin, "HOOKS", (*plugin.HOOKS, gone))
-    assert "no_such_method" in refusal(capsys, llama)
+    assert "no_such_method" in refusal()
 
 
 @pytest.mark.parametrize("hook", plugin.HOOKS, ids=lambda hook: hook.target.rpartition(".")[2])

@@ -16,13 +16,8 @@ STORED, RESIDENT, UNKNOWN = 1000, 2000, 3000
 
 
 @pytest.fixture
-def schedule() -> str:
-    return "classes"
-
-
-@pytest.fixture
-def options(schedule: str) -> dict[str, Any]:
-    return {"schedule": schedule, "load": "always"}
+def options() -> dict[str, Any]:
+    return {"schedule": "classes", "load": "always"}
 
 
 @pytest.fixture
@@ -51,7 +46,7 @@ def test_what_is_ready_goes_first_and_what_must_be_read_last(queue: Queue) -> No
     assert rids(queue) == rids(queue) == ["resident", "unknown", "stored"]
 
 
-@pytest.mark.parametrize("schedule", ["off"])
+@pytest.mark.parametrize("options", [{"schedule": "off", "load": "always"}])
 def test_without_a_schedule_sglang_decides(queue: Queue) -> None:
     assert rids(queue) == ["stored", "unknown", "resident"]
 

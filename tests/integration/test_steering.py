@@ -15,12 +15,11 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server
-from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from impress_sglang.integration import pool_sweeps, steering
 from impress_sglang.integration.page import look
-from impress_sglang.integration.reporting import add_routes, take_order
+from impress_sglang.integration.reporting import add_routes
 from impress_sglang.integration.steering import Order, carry_out, is_foreign, obey, order_of
 from impress_sglang.management import purging
 from impress_sglang.serving.why import Reason
@@ -32,18 +31,8 @@ from tests.unit.waiting import wait_until
 
 
 @pytest.fixture
-def least() -> int:
-    return 1
-
-
-@pytest.fixture
-def ttl() -> float:
-    return 0.0
-
-
-@pytest.fixture
-def options(least: int, ttl: float) -> dict[str, Any]:
-    return {"load": "always", "write_after": least, "ttl": ttl}
+def options() -> dict[str, Any]:
+    return {"load": "always"}
 
 
 @pytest.fixture
@@ -55,13 +44,8 @@ def world(world: World) -> Iterator[World]:
 
 
 def told(world: World, verb: str, input_ids: list[int] | None = None, **fields: Any) -> Any:
-    """The answer to an order that came by SGLang's way."""
-    message = SetInternalStateReq(
-        server_args=steering.STEER, rid=Order(verb, input_ids, **fields).to_json()
-    )
-    answer = take_order(lambda *_: pytest.fail("not ours"), world.updater.scheduler, message)
-    assert answer.updated
-    return json.loads(answer.rid)
+    """The answer to an order."""
+    return world.told(steering.STEER, Order(verb, input_ids, **fields).to_json())
 
 
 def make_old(world: World) -> None:
@@ -227,20 +211,23 @@ def test_who_does_not_go_on_with_a_purge_is_forgotten(
     assert sum(steps_of(world, lambda: None, everything=True)) == 24
 
 
+def purged_by_age(world: World, **fields: Any) -> list[Any]:
+    """The answers of all steps that say more than that it is being looked up."""
+    answers = [told(world, "purge", older_than=100, **fields)]
+    while answers[-1].get("left"):
+        answers.append(told(world, "purge", older_than=100, **fields))
+    return [answer for answer in answers if answer != {"left": 1}]
+
+
 def test_a_purge_by_age_is_answered_in_steps(world: World) -> None:
     world.compute("a", 2000)
     world.compute("b", 2000, prompt=OTHER)
     make_old(world)
     world.compute("c", 4000, prompt=OTHER)
 
-    def purged(**fields: Any) -> Any:
-        while "segments" not in (answer := told(world, "purge", older_than=100, **fields)):
-            assert answer == {"left": 1}
-        return answer
-
-    assert purged(input_ids=STORED)["segments"] == 1
-    assert purged(everything=True)["segments"] == 1
-    assert purged(everything=True)["segments"] == 0
+    assert purged_by_age(world, input_ids=STORED)[0]["segments"] == 1
+    assert purged_by_age(world, everything=True)[0]["segments"] == 1
+    assert purged_by_age(world, everything=True)[0]["segments"] == 0
     assert admitted(world, STORED)["reason"] == Reason.PURGED
     assert len(world.runtime.store.tree) > 0
 
@@ -256,36 +243,29 @@ def test_a_long_purge_by_age_looks_up_ages_once(
     asked, writes = list[float](), world.runtime.store.writes
     look = writes.written_before
     monkeypatch.setattr(writes, "written_before", lambda s: asked.append(s) or look(s))
-    answers = list[Any]()
-    while not answers or answers[-1]["left"]:
-        answers.append(told(world, "purge", older_than=100, input_ids=STORED))
-    assert sorted(own["segments"] for own in answers if "segments" in own) == [0, 1]
+    answers = purged_by_age(world, input_ids=STORED)
+    assert sorted(own["segments"] for own in answers) == [0, 1]
     assert len(asked) == 1 and not len(world.runtime.served.purges)
 
 
 def test_a_purge_by_age_looks_again_when_something_was_reordered(world: World) -> None:
     world.compute("a", 2000)
     make_old(world)
-    answers = [told(world, "purge", older_than=100, everything=True)]
+    assert told(world, "purge", older_than=100, everything=True) == {"left": 1}
     world.runtime.store.tree.replaced += 1
-    while answers[-1]["left"]:
-        answers.append(told(world, "purge", older_than=100, everything=True))
-    assert [(own["segments"], own["left"]) for own in answers if "segments" in own] == [
-        (1, True),
-        (0, False),
-    ]
+    answers = purged_by_age(world, everything=True)
+    assert [(own["segments"], own["left"]) for own in answers] == [(1, True), (0, False)]
 
 
 def test_a_purge_by_age_says_that_the_disk_cannot_be_asked(world: World) -> None:
     (directory,) = Path(world.runtime.config.ssd_path).iterdir()
     away = directory.rename(directory.with_name("away"))
-    while "error" not in (answer := told(world, "purge", older_than=100, everything=True)):
-        assert answer == {"left": 1}
+    (answer,) = purged_by_age(world, everything=True)
     assert "cannot be asked how old" in answer["error"]
     away.rename(directory)
 
 
-@pytest.mark.parametrize("ttl", [3600.0])
+@pytest.mark.parametrize("options", [{"ttl": 3600.0}])
 def test_an_idle_server_removes_what_is_too_old(world: World) -> None:
     world.compute("a", 2000)
     make_old(world)
@@ -330,7 +310,7 @@ def test_pins(world: World) -> None:
     assert told(world, "pin", STORED[:63]) == {"error": "a prefix has 64 tokens at least"}
 
 
-@pytest.mark.parametrize("least", [2])
+@pytest.mark.parametrize("options", [{"load": "always", "write_after": 2}])
 def test_why_is_told_of_prompts_that_nobody_sends(world: World) -> None:
     def why(prompt: list[int], **fields: Any) -> tuple[int, str, str | None]:
         answer = told(world, "why", prompt, **fields)
@@ -359,7 +339,7 @@ def test_no_order_ends_the_scheduler(world: World) -> None:
     assert told(world, "purge", STORED) == {"error": "no store is in use: weights change"}
 
 
-@pytest.mark.parametrize("least", [2])
+@pytest.mark.parametrize("options", [{"write_after": 2}])
 def test_what_a_request_says_of_being_stored(world: World) -> None:
     """Nothing of it is, and it counts as no sight; or all of it is, at first sight."""
     for number in range(3):
@@ -369,7 +349,6 @@ def test_what_a_request_says_of_being_stored(world: World) -> None:
     assert world.compute("once", 5000, prompt=OTHER, store=True) == 3 * TOKENS
 
 
-@pytest.mark.parametrize("least", [1])
 def test_a_request_says_how_long_it_is_stored(world: World) -> None:
     for number, ttl in enumerate((3600, 0)):
         wanted = {"ttl": ttl} if ttl else {}

@@ -195,7 +195,10 @@ def test_identity_that_cannot_be_computed(world: World, caplog: pytest.LogCaptur
 
 
 def test_store_that_cannot_be_opened(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """Another server has the one of the new weights; without one all else goes on."""
+    """Another server has the one of the new weights; without one all else goes on.
+
+    Nobody tells of these weights: a flush notices them.
+    """
     world.weights = NEW
     taken = PrefixStore(world.runtime.config, NEW, SHAPE)
     for _ in range(2):
@@ -210,11 +213,6 @@ def test_store_that_cannot_be_opened(world: World, caplog: pytest.LogCaptureFixt
     assert world.flush()
     assert world.used() and world.stored(1000) == TOKENS
     taken.close()
-    world.weights = NEW
-    assert world.flush() and world.used() and world.runtime.served.identity == NEW
-
-
-def test_a_flush_notices_weights_of_which_nobody_told(world: World) -> None:
     world.weights = NEW
     assert world.flush() and world.used() and world.runtime.served.identity == NEW
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,27 @@ from impress_sglang.storage.layout import KVShape
 
 HIDDEN, WORDS, SCALING = 24, 50, 0.3
 KVs = list[tuple[Tensor, Tensor]]
+# A configuration that SGLang reads.
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+}
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
+    """The folder of a model without weights."""
+    path = folder / config["model_type"]
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 def _table(rows: int) -> Tensor:

@@ -7,6 +7,7 @@ saver, the KV pool and the forward passes are stand-ins; whoever touches what is
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 from array import array
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -37,6 +39,7 @@ from impress_sglang.attention.rotation import KeyRotation
 from impress_sglang.config import ImpressConfig
 from impress_sglang.integration.passes import KnownRequest
 from impress_sglang.integration.radix_cache import ImpressRadixCache
+from impress_sglang.integration.reporting import take_order
 from impress_sglang.serving.request import StoredRequest
 from impress_sglang.serving.runtime import ServingRuntime
 from impress_sglang.serving.saving import Save
@@ -198,6 +201,13 @@ class World:
             "skip_tensor_list": None,
         }
         return getattr(self.updater, handler)(SimpleNamespace(**(request | fields)))
+
+    def told(self, kind: dict[str, int], text: str) -> Any:
+        """The answer to a text of ours that came by SGLang's way."""
+        message = SetInternalStateReq(server_args=dict(kind), rid=text)
+        answer = take_order(lambda *_: pytest.fail("not ours"), self.updater.scheduler, message)
+        assert answer.updated
+        return json.loads(answer.rid)
 
     def request(
         self,

@@ -62,6 +62,7 @@ def impress_flags(store: Path, *flags: str) -> tuple[str, ...]:
         "--enable-impress",
         "--impress-write-after=1",
         "--impress-load=always",
+        "--impress-min-prefix-tokens=64",
         f"--impress-ssd-dir={store}",
         *flags,
     )
@@ -81,7 +82,7 @@ def serve(workdir: Path, tiny_llama: Path, zygote: Zygote) -> Serve:
 
     @contextlib.contextmanager
     def start(name: str, *flags: str, model: Path | None = None, **how: Any) -> Iterator[Server]:
-        own = impress_flags(workdir / f"store-{name}", "--impress-min-prefix-tokens=64", *flags)
+        own = impress_flags(workdir / f"store-{name}", *flags)
         log = workdir / f"{name}.log"
         with running(model or tiny_llama, log, *own, zygote=zygote, **how) as server:
             yield server

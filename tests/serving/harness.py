@@ -34,6 +34,9 @@ SCRIPT = "tests.serving.script"
 SCRIPT_VARIABLE, ARGUMENTS_VARIABLE = "TESTS_SCRIPT", "TESTS_SCRIPT_ARGUMENTS"
 ENDED = "ended with status "
 LABELS = {label for own in (*COUNTERS, *GAUGES) for label in own.labels}
+# What a server never says, and what it may say when something was raised on purpose.
+BAD_WORDS = ("memory leak", "pool leak", "AssertionErr")
+TRACEBACK = "Traceback (most recent call last)"
 RANKS = {"cache_type", "tp_rank", "pp_rank", "dp_rank"}
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
 SCRIPT_TIMEOUT_S = 300
@@ -158,12 +161,7 @@ class Server:
     def assert_quiet(self) -> None:
         """No memory leak report, no exception, and still alive."""
         text = self.log_text()
-        for word in (
-            "Traceback (most recent call last)",
-            "memory leak",
-            "pool leak",
-            "AssertionErr",
-        ):
+        for word in (*BAD_WORDS, TRACEBACK):
             assert word not in text, tail(text)
         assert self.process.alive(), tail(text)
 
@@ -180,9 +178,14 @@ class Server:
     def store(self, length: int, seed: int) -> list[int]:
         """A prefix that is on SSD only."""
         prefix = random_tokens(length, seed)
-        self.generate(prefix, 1)
-        self.flush()
+        self.store_prompts(prefix)
         return prefix
+
+    def store_prompts(self, *prompts: Sequence[int]) -> None:
+        """These are on SSD only."""
+        for prompt in prompts:
+            self.generate(prompt, 1)
+        self.flush()
 
     def abort_in_every_phase(self, prompts: Sequence[Sequence[int]]) -> None:
         """Give requests up while they wait, load, prefill and decode."""

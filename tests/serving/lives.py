@@ -19,7 +19,7 @@ from tests.damage import put_back, take_away
 from tests.fault_control import FaultControl
 from tests.faults import READS, Rule, dead_disk, read_only
 from tests.serving.clients import PART, Client
-from tests.serving.harness import Server, Zygote, metrics_of, running, tail
+from tests.serving.harness import BAD_WORDS, TRACEBACK, Server, Zygote, metrics_of, running, tail
 from tests.serving.traffic import Ask, read_answer
 from tests.serving.watch import Arrivals, Watch
 from tests.serving.world import KILL, MIXED, World
@@ -28,9 +28,6 @@ CLIENTS = 8
 LEAST_BLEND = "--impress-blend-min-tokens=128"
 # Caches of these servers are far smaller; the rest is what allocators keep.
 MOST_GROWTH_BYTES = 300 << 20
-# Log lines of what a server must never do, and what it may when something was raised on purpose.
-BAD_WORDS = ("memory leak", "pool leak", "AssertionErr")
-TRACEBACK = "Traceback (most recent call last)"
 
 # Metrics, and what clients count of reports: both are totals of the same.
 RECKONED = {
@@ -266,8 +263,7 @@ class Life:
             off = counted - measured if metric in AT_LEAST else abs(measured - counted)
             self._world.count(f"off {metric}", max(0, int(off)))
             self._require(
-                off <= LARGEST_ERROR * counted,
-                f"{metric} says {measured:g}, others {counted:g}",
+                off <= LARGEST_ERROR * counted, f"{metric} says {measured:g}, others {counted:g}"
             )
 
     def _reckoned(self) -> dict[str, tuple[float, float]]:

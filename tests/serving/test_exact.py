@@ -108,9 +108,7 @@ def test_whatever_is_stored_the_answers_are_those_of_stock(
     prompts: list[list[int]],
     cached: list[int],
 ) -> None:
-    for prompt in stored:
-        exact.generate(prompt, 1)
-    exact.flush()
+    exact.store_prompts(*stored)
     for prompt in resident:
         exact.generate(prompt, 1)
     expected = stock.generate_together(prompts, 12, return_logprob=True)
@@ -118,15 +116,6 @@ def test_whatever_is_stored_the_answers_are_those_of_stock(
     assert_same(expected, actual, TOLERANCE)
     if cached:
         assert_from_ssd(exact, actual, cached)
-
-
-def test_complete_match_and_one_token(stock: Server, exact: Server) -> None:
-    prompt = random_tokens(500, seed=41)
-    expected = stock.generate(prompt, 1, return_logprob=True)
-    exact.generate(prompt, 1)
-    exact.flush()
-    for _ in range(2):
-        assert_same([expected], [exact.generate(prompt, 1, return_logprob=True)], TOLERANCE)
 
 
 def test_extra_key_and_cache_salt_are_kept_apart(exact: Server) -> None:
@@ -176,9 +165,7 @@ def test_aborts_in_every_phase(exact: Server) -> None:
 def test_more_requests_than_the_pool_holds(stock: Server, exact: Server) -> None:
     """A pool under pressure evicts, sends back and loads again, and every answer is right."""
     stored = [random_tokens(1000, seed=200 + i) for i in range(4)]
-    for prompt in stored:
-        exact.generate(prompt, 1)
-    exact.flush()
+    exact.store_prompts(*stored)
     prompts = [[*stored[i % 4], *random_tokens(60, seed=300 + i)] for i in range(16)]
     expected = stock.generate_together(prompts, 24, return_logprob=True)
     actual = exact.generate_together(prompts, 24, return_logprob=True)

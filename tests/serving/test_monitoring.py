@@ -125,11 +125,6 @@ def ask_around(server: Server, number: int) -> None:
     server.flush()
 
 
-def test_the_server_is_seen(prometheus: Prometheus) -> None:
-    wait_until(lambda: bool(prometheus.seen()), 30)
-    assert prometheus.seen() == [("up", "")]
-
-
 def test_each_query_of_the_board_has_data(server: Server, prometheus: Prometheus) -> None:
     missing, number, end = dict(QUERIES), 0, time.monotonic() + PATIENCE_SECONDS
     while missing and time.monotonic() < end:

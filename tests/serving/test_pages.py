@@ -64,17 +64,13 @@ def questions() -> list[list[int]]:
 def without_pages(serve: Serve) -> list[Answer]:
     """Answers in codes of a server with page size 1."""
     with serve("no-pages") as server:
-        for prompt in even_branches():
-            server.generate(prompt, 1)
-        server.flush()
+        server.store_prompts(*even_branches())
         return [server.generate(question, 8, **EIGHT_BITS) for question in questions()]
 
 
 def test_exact_answers_are_those_of_stock(paged: Server, stock: Server, page: int) -> None:
     prompts = branches(100, page)
-    for prompt in prompts:
-        paged.generate(prompt, 1)
-    paged.flush()
+    paged.store_prompts(*prompts)
     asked = [[*prompt, *random_tokens(37, seed=7)] for prompt in prompts]
     expected = stock.generate_together(asked, 24, return_logprob=True)
 
@@ -94,9 +90,7 @@ def test_codes_are_those_of_any_page_size(
     paged: Server, without_pages: list[Answer], page: int
 ) -> None:
     """However they come into slots, by whom and in what order, the answers are the same."""
-    for prompt in even_branches():
-        paged.generate(prompt, 1)
-    paged.flush()
+    paged.store_prompts(*even_branches())
     alone = [paged.generate(question, 8, **EIGHT_BITS) for question in questions()]
     together = paged.generate_together(questions(), 8, **EIGHT_BITS)
     for answers in (alone, together):
@@ -111,9 +105,7 @@ def test_parts_are_shared_in_whole_pages(paged: Server, page: int) -> None:
     """A page with tokens of two segments is loaded by each request for itself."""
     first = random_tokens(703, seed=1)
     second = [*first[:550], *random_tokens(500, seed=2)]
-    for prompt in (first, second):
-        paged.generate(prompt, 1)
-    paged.flush()
+    paged.store_prompts(first, second)
     asked = [[*second, *random_tokens(20, seed=20 + number)] for number in range(8)]
     told = [report(answer) for answer in paged.generate_together(asked, 4)]
     stored = len(second) // page * page
@@ -140,6 +132,5 @@ def test_idle_parts_give_way_in_whole_pages(paged: Server, page: int) -> None:
 
 def test_aborts_in_every_phase(paged: Server) -> None:
     stored = paged.store(1207, seed=81)
-    paged.generate([*stored[:700], *random_tokens(300, seed=80)], 1)
-    paged.flush()
+    paged.store_prompts([*stored[:700], *random_tokens(300, seed=80)])
     paged.abort_in_every_phase([[*stored, *random_tokens(600, seed=82 + i)] for i in range(6)])

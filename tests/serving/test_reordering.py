@@ -19,7 +19,6 @@ PREFIXES = [random_tokens(700, seed=100 + number) for number in range(4)]
 SMALL_CACHES = ("--impress-device-gb=0.0004", "--impress-host-gb=0.0008")
 COMMON = (
     "--impress-policy=paper",
-    "--impress-min-prefix-tokens=64",
     "--impress-reorder-interval=0",
     *SMALL_CACHES,
 )

@@ -25,12 +25,11 @@ def test_whole_prefix_policy_other_flags_and_new_weights(
     store = workdir / "store-as"
     prompt = random_tokens(1000, seed=11)
     question = [*prompt, *random_tokens(10, seed=12)]
-    base = impress_flags(store, "--impress-min-prefix-tokens=64", "--max-total-tokens=8000")
+    base = impress_flags(store, "--max-total-tokens=8000")
     with running(
         tiny_llama, workdir / "as.log", *base, "--impress-policy=as", zygote=zygote
     ) as server:
-        server.generate(prompt, 1)
-        server.flush()
+        server.store_prompts(prompt)
         (segment,) = store.glob("*/segments/*/*.kv")
         answer = server.generate(question, 4)
         said = report(answer)
@@ -51,8 +50,7 @@ def test_whole_prefix_policy_other_flags_and_new_weights(
     ) as server:
         assert paths([server.generate(question, 1)]) == ["ssd"]
         fresh = random_tokens(300, seed=13)
-        server.generate(fresh, 1)
-        server.flush()
+        server.store_prompts(fresh)
         assert paths([server.generate([*fresh, 7, 8], 1)]) == ["ssd"]
         changed = server.post("/update_weights_from_disk", model_path=str(other))
         assert changed.ok and changed.json()["success"]

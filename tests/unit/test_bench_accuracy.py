@@ -9,13 +9,7 @@ import pytest
 
 from bench.core.report import Row, Table
 from bench.core.session import BenchFailed
-from bench.quality.accuracy import (
-    COLUMNS,
-    REFERENCE,
-    SYSTEMS,
-    Measured,
-    make_rows,
-)
+from bench.quality.accuracy import COLUMNS, REFERENCE, SYSTEMS, Measured, make_rows
 from bench.quality.asking import (
     Answer,
     Asked,
