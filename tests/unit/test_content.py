@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from impress_sglang.management.stored import SegmentState, StoredSegment, Stored
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
 from tests.unit.kv_factory import as_tokens, make_info, make_shape
+from tests.unit.spying import calls_of
 
 SHAPE = make_shape()
 
@@ -166,27 +166,13 @@ def test_what_a_search_does_is_linear(
     monkeypatch: pytest.MonkeyPatch, length: int, state: SegmentState
 ) -> None:
     """Also of text that is known at each of its places, in pieces, or where nobody may read."""
-    compared = [0]
-
-    def equal_around(*arguments: Any) -> tuple[int, int]:
-        found = windows_equal_around(*arguments)
-        compared[0] += sum(found) + 1
-        return found
-
-    windows_equal_around = windows.equal_around
-    monkeypatch.setattr(windows, "equal_around", equal_around)
-    looked, find_window = [0], windows.find_window
-
-    def counted(*arguments: Any) -> tuple[int, int]:
-        looked[0] += 1
-        return find_window(*arguments)
-
-    monkeypatch.setattr(windows, "find_window", counted)
+    compared = calls_of(monkeypatch, windows, "equal_around")
+    looked = calls_of(monkeypatch, windows, "find_window")
     index = index_of(*(segment_of(f"s{n}", [3] * length, state=state) for n in range(6)))
     found = find(index, as_tokens([3] * 20_000))
     assert bool(found) == (state is SegmentState.READY)
-    assert compared[0] <= 2 * SAME_WINDOWS * 20_000
-    assert looked[0] <= 20_000 // WINDOW_TOKENS + WINDOW_TOKENS + 1
+    assert sum(sum(call.result) + 1 for call in compared) <= 2 * SAME_WINDOWS * 20_000
+    assert len(looked) <= 20_000 // WINDOW_TOKENS + WINDOW_TOKENS + 1
 
 
 def test_a_prompt_is_looked_for_again_only_if_the_index_has_changed() -> None:

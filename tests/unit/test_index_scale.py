@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +23,8 @@ from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.catalog import Catalog
-from impress_sglang.storage.segment import Tokens, common_prefix_len
 from tests.unit.kv_factory import as_tokens, make_info, make_shape
+from tests.unit.spying import Call, calls_of
 from tests.unit.store_factory import (
     Workbench,
     check_three_prefixes,
@@ -62,17 +61,13 @@ def conversations(count: int) -> tuple[list[StoredSegment], dict[str, str]]:
 
 
 @pytest.fixture
-def digests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens were digested, one time after the other."""
-    counted: list[int] = []
-    extended = restoring.extended
+def digests(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """Each time that tokens were digested."""
+    return calls_of(monkeypatch, restoring, "extended")
 
-    def count(digest: object, tokens: object) -> object:
-        counted.append(len(tokens))  # type: ignore[arg-type]
-        return extended(digest, tokens)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(restoring, "extended", count)
-    return counted
+def num_digested(digests: list[Call]) -> int:
+    return sum(len(tokens) for (_, tokens), _ in digests)
 
 
 def restored(segments: list[StoredSegment], parents: dict[str, str]) -> StoredTree:
@@ -86,18 +81,18 @@ def restored(segments: list[StoredSegment], parents: dict[str, str]) -> StoredTr
     return tree
 
 
-def test_a_start_digests_the_tokens_of_each_parent_once(digests: list[int]) -> None:
+def test_a_start_digests_the_tokens_of_each_parent_once(digests: list[Call]) -> None:
     segments, parents = conversations(200)
 
     restored(segments, parents)
 
     last = f"-{TURNS - 1}"
-    assert sum(digests) == sum(
+    assert num_digested(digests) == sum(
         s.info.num_tokens for s in segments if not s.segment_id.endswith(last)
     )
 
 
-def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list[int]) -> None:
+def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list[Call]) -> None:
     """Each segment is digested once more, in pieces; it was each path, once per known length."""
     segments, parents = conversations(200)
     tree = StoredTree()
@@ -109,7 +104,7 @@ def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list
         name: above for name, above in parents.items() if above
     }
     paths = sum(s.info.prefix_len for s in segments)
-    assert sum(digests) <= sum(s.info.num_tokens for s in segments) + paths
+    assert num_digested(digests) <= sum(s.info.num_tokens for s in segments) + paths
 
 
 @pytest.mark.parametrize("wrong", ["0", "00001-0", "00003-4", "no such segment"])
@@ -126,7 +121,7 @@ def test_a_wrong_parent_in_the_index_costs_nothing(wrong: str) -> None:
     assert tree.get("00001-3").parent is tree.get("00001-2")  # type: ignore[union-attr]
 
 
-def test_the_order_of_use_is_that_of_before(digests: list[int]) -> None:
+def test_the_order_of_use_is_that_of_before() -> None:
     segments, parents = conversations(3)
     for segment, last_access in zip(segments, [5, 9, 2, 2, 2, *[3] * 10], strict=True):
         segment.last_access = last_access
@@ -227,14 +222,7 @@ def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -
         info = make_info(SHAPE, [1000], segment_id=f"left {left}", prefix_len=left)
         assert tree.insert_below(StoredSegment(info, 1), long, left)
     tree.check_integrity()
-    steps: list[int] = []
-    choices = Node.choices
-
-    def count(self: Node, token: int, *rest: Any) -> Iterator[Node]:
-        steps.append(token)
-        return choices(self, token, *rest)
-
-    monkeypatch.setattr(Node, "choices", count)
+    steps = calls_of(monkeypatch, Node, "choices")
 
     for own in (1, 2, 100, 199):
         for end in ([], [1000], [2000]):
@@ -254,17 +242,11 @@ def test_an_offer_compares_the_tokens_before_it_once(
     store = bench.open()
     bench.put(store, prompt(1))
     bench.put(store, [*prompt(1), *prompt(2)])
-    compared: list[int] = []
-
-    def count(own: Tokens, tokens: Tokens) -> int:
-        compared.append(len(own))
-        return common_prefix_len(own, tokens)
-
-    monkeypatch.setattr(tree_module, "common_prefix_len", count)
+    compared = calls_of(monkeypatch, tree_module, "common_prefix_len")
 
     bench.put(store, [*prompt(1), *prompt(2), *prompt(3)])
 
-    assert compared == [len(prompt(1)), len(prompt(2))]
+    assert [len(own) for (own, _), _ in compared] == [len(prompt(1)), len(prompt(2))]
     assert len(store.tree) == 3
 
 
@@ -298,18 +280,12 @@ def test_several_evictions_are_one_change_of_the_index(
     bench: Workbench, full: PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each would be a transaction, and wake the writing thread."""
-    removed: list[tuple[str, ...]] = []
-    remove = Catalog.remove
-
-    def count(self: Catalog, *segment_ids: str) -> None:
-        removed.append(segment_ids)
-        remove(self, *segment_ids)
-
-    monkeypatch.setattr(Catalog, "remove", count)
+    removed = calls_of(monkeypatch, Catalog, "remove")
 
     bench.put(full, prompt(50, 100))
 
-    assert len(removed) == 1 and len(removed[0]) == full.stats.segments_evicted > 3
+    (((_, *segment_ids), _),) = removed
+    assert len(segment_ids) == full.stats.segments_evicted > 3
     assert len(bench.files()) == len(full.tree)
 
 

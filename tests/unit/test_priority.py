@@ -15,6 +15,7 @@ from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.segment import Priority, read_header
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens
+from tests.unit.spying import calls_of
 from tests.unit.store_factory import Workbench, gb, length, look_up, open_source, prompt, use
 
 bench = store_factory.bench
@@ -158,14 +159,6 @@ def test_asking_again_changes_nothing(bench: Workbench, full: PrefixStore) -> No
     assert segment_of(full, 3).level is HIGH and lengths(full, 1, 2) == [8, 0]
 
 
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[StoredSegment]:
-    """Segments that were looked at, to be evicted."""
-    looked: list[StoredSegment] = []
-    take = _Choice.take
-    monkeypatch.setattr(_Choice, "take", lambda own, s: looked.append(s) or take(own, s))
-    return looked
-
-
 def test_low_ones_that_others_build_on_are_not_in_the_way(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +169,7 @@ def test_low_ones_that_others_build_on_are_not_in_the_way(
         bench.put(store, prompt(number, 16), priority=HIGH)
     for number in range(20, 60):
         bench.put(store, prompt(number))
-    looked = looks(monkeypatch)
+    looked = calls_of(monkeypatch, _Choice, "take")
     for number in range(60, 70):
         bench.put(store, prompt(number))
     assert len(looked) == 10 == store.stats.segments_evicted
@@ -196,7 +189,7 @@ def test_low_ones_that_are_needed_are_looked_at_once(
             assert store.pins.pin(store.namespace(""), as_tokens(prompt(number))) is None
         else:
             sources.append(open_source(store, look_up(store, prompt(number))))
-    looked = looks(monkeypatch)
+    looked = calls_of(monkeypatch, _Choice, "take")
     for number in range(50, 60):
         bench.put(store, prompt(number))
     assert len(looked) == 20 + 10
