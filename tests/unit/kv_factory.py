@@ -217,14 +217,6 @@ def chunk_disk_bytes(
     return (blocks + bool(rest)) * DISK_BLOCK
 
 
-def rows_of(
-    shape: KVShape, keys: Tensor, values: Tensor, layer: int, column: Column, tokens: Tensor
-) -> Tensor:
-    """Keys or values of a column as any source must give them."""
-    whole = values[layer] if holds_values(shape, column) else keys[layer]
-    return whole[tokens][:, heads_of(shape, column)]
-
-
 def flip_byte(path: Path, offset: int) -> None:
     with path.open("r+b") as file:
         file.seek(offset)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -164,6 +166,11 @@ class Workbench:
         store.writes.drain()
         store.check_integrity()
 
+    def put_all(self, store: PrefixStore, *numbers: int, **options: Any) -> None:
+        """The prompts of these numbers, one after the other."""
+        for number in numbers:
+            self.put(store, prompt(number), **options)
+
     def files(self) -> set[str]:
         """Names of the segment files, finished or not."""
         return {path.name for path in self.root.glob("*/segments/*/*")}
@@ -222,6 +229,11 @@ def look_up(
 
 def length(store: PrefixStore, tokens: Sequence[int], **options: Any) -> int:
     return look_up(store, tokens, **options).num_tokens
+
+
+def lengths(store: PrefixStore, *numbers: int, **options: Any) -> list[int]:
+    """Of the prompts of these numbers."""
+    return [length(store, prompt(number), **options) for number in numbers]
 
 
 def use(store: PrefixStore, tokens: Sequence[int]) -> None:
@@ -344,13 +356,23 @@ def name_of(store: PrefixStore, tokens: Sequence[int], number: int = 0, **option
     return look_up(store, tokens, **options).spans[number].segment.segment_id
 
 
+def index_in(folder: Path) -> dict[str, CatalogEntry]:
+    """What the next process finds in the index of a store."""
+    with contextlib.closing(Catalog(FileSystem(), folder)) as catalog:
+        return catalog.entries()
+
+
 def index_of(bench: Workbench) -> dict[str, CatalogEntry]:
-    """What the next process finds in the index."""
+    """Of the only store of a directory."""
     (path,) = bench.root.glob("*/catalog.sqlite")
-    catalog = Catalog(FileSystem(), path.parent)
-    found = catalog.entries()
-    catalog.close()
-    return found
+    return index_in(path.parent)
+
+
+def change_index(root: Path, statement: str, *values: object) -> int:
+    """By hand, in the only index below a folder; returns in how many rows."""
+    (path,) = root.rglob("catalog.sqlite")
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        return connection.execute(statement, values).rowcount
 
 
 def three_prefixes(bench: Workbench, **options: Any) -> PrefixStore:

@@ -30,7 +30,7 @@ from tests.unit.store_factory import (
     check_three_prefixes,
     gb,
     index_of,
-    length,
+    lengths,
     look_up,
     name_of,
     prompt,
@@ -253,8 +253,7 @@ def test_an_offer_compares_the_tokens_before_it_once(
 @pytest.fixture
 def full(bench: Workbench) -> PrefixStore:
     store = bench.open(ssd_gb=gb(40 * bench.one))
-    for number in range(1, 41):
-        bench.put(store, prompt(number))
+    bench.put_all(store, *range(1, 41))
     return store
 
 
@@ -269,11 +268,10 @@ def test_an_eviction_asks_once_for_what_is_needed(bench: Workbench, full: Prefix
 
     full._quota._is_needed = count
 
-    for number in range(50, 55):
-        bench.put(full, prompt(number))
+    bench.put_all(full, *range(50, 55))
 
     assert len(asked) == 30 + 5
-    assert all(length(full, prompt(n)) == 8 for n in range(1, 31))
+    assert lengths(full, *range(1, 31)) == [8] * 30
 
 
 def test_several_evictions_are_one_change_of_the_index(
@@ -315,22 +313,19 @@ def test_a_prompt_that_can_never_fit_looks_at_none_and_evicts_none(
 def test_what_is_served_from_the_pool_stays(bench: Workbench) -> None:
     """A prefix that never leaves SGLang's pool is offered with each prompt, and never read."""
     store = bench.open(ssd_gb=gb(3 * bench.one))
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2))
-    bench.put(store, prompt(3))
+    bench.put_all(store, 1, 2, 3)
 
     assert bench.offer(store, prompt(1)) is StoreOutcome.KNOWN
     bench.put(store, prompt(4))
     assert bench.offer(store, prompt(1)) is StoreOutcome.KNOWN
     bench.put(store, prompt(5))
 
-    assert [length(store, prompt(n)) for n in (1, 2, 3, 4, 5)] == [8, 0, 0, 8, 8]
+    assert lengths(store, 1, 2, 3, 4, 5) == [8, 0, 0, 8, 8]
 
 
 def test_who_looks_for_segments_to_reorder_looks_at_those_read(bench: Workbench) -> None:
     store = bench.open()
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2))
+    bench.put_all(store, 1, 2)
     use(store, prompt(1))
     looked: list[str] = []
     get = store.tree.get
@@ -346,8 +341,7 @@ def test_who_looks_for_segments_to_reorder_looks_at_those_read(bench: Workbench)
 
 def test_a_killed_process_has_told_what_was_used(bench: Workbench) -> None:
     store = bench.open()
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2))
+    bench.put_all(store, 1, 2)
     use(store, prompt(1))
     name = name_of(store, prompt(1))
     assert index_of(bench)[name].hits == 0
@@ -363,8 +357,7 @@ def test_a_killed_process_has_told_what_was_used(bench: Workbench) -> None:
 
 def test_many_uses_are_told_in_several_steps(bench: Workbench) -> None:
     store = bench.open()
-    for number in range(3):
-        bench.put(store, prompt(number))
+    bench.put_all(store, *range(3))
     told: list[int] = []
     store._disk.keeper.record_uses = lambda uses: told.append(len(uses))  # type: ignore
     store._disk._note_at = 0.0

@@ -57,8 +57,7 @@ def fill(bench: Workbench, store: PrefixStore, count: int, first: int = 50) -> N
 
 def test_a_pinned_prefix_outlasts_newer_ones(bench: Workbench) -> None:
     store = bench.open(ssd_gb=gb(4 * bench.one))
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2))
+    bench.put_all(store, 1, 2)
     assert pin(store, prompt(1)) is None
     fill(bench, store, 8)
     assert length(store, prompt(1)) == 8 and length(store, prompt(2)) == 0
@@ -96,8 +95,7 @@ def test_only_what_is_stored_can_be_pinned(bench: Workbench) -> None:
 
 def test_pins_leave_room_for_others(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     store = bench.open(ssd_gb=gb(4 * bench.one))
-    for number in (1, 2, 3):
-        bench.put(store, prompt(number))
+    bench.put_all(store, 1, 2, 3)
     assert pin(store, prompt(1)) is None and pin(store, prompt(2)) is None
     refusal = pin(store, prompt(3))
     assert refusal is not None and "more than half of --impress-ssd-gb" in refusal
@@ -173,8 +171,7 @@ def test_a_purge_takes_what_begins_with_a_prefix_and_nothing_else(bench: Workben
 @pytest.mark.parametrize("namespace", ["salt", None])
 def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | None) -> None:
     store = bench.open()
-    for number in range(5):
-        bench.put(store, prompt(number), namespace="salt")
+    bench.put_all(store, *range(5), namespace="salt")
     bench.put(store, prompt(1))
     assert pin(store, prompt(3), "salt") is None and pin(store, prompt(1)) is None
     steps = steps_of(purge_of(store, None, namespace), store, most=2)
@@ -264,8 +261,7 @@ def test_what_is_being_written_is_purged_as_well(bench: Workbench, late: bool) -
 def test_steps_of_a_purge_do_not_come_by_what_is_being_written(bench: Workbench) -> None:
     """The first one does, and the last one: what began meanwhile goes as well."""
     store = bench.open()
-    for number in range(6):
-        bench.put(store, prompt(number), namespace="salt")
+    bench.put_all(store, *range(6), namespace="salt")
     gates = [
         bench.begin(store, prompt(number), namespace=namespace)
         for number, namespace in ((7, "salt"), (8, "other"))

@@ -20,6 +20,7 @@ from tests.unit.store_factory import (
     check_rows,
     gb,
     length,
+    lengths,
     look_again,
     look_up,
     lose,
@@ -161,12 +162,11 @@ def test_a_few_damaged_files_are_kept_and_counted(bench: Workbench) -> None:
     kept = sorted(path.stem for path in bench.root.glob("*/quarantine/*"))
     assert kept == sorted(names[-4:]), "those set aside last, whenever they were written"
     assert store.summary()["quarantined_bytes"] == 4 * bench.one
-    for number in range(3):
-        bench.put(store, prompt(number))
+    bench.put_all(store, *range(3))
     store = bench.reopen(store, ssd_gb=gb(7 * bench.one))
     assert store.summary()["quarantined_bytes"] == 4 * bench.one
     bench.put(store, prompt(3))
-    assert [length(store, prompt(n)) for n in range(4)] == [8] * 4, "they leave for room"
+    assert lengths(store, *range(4)) == [8] * 4, "they leave for room"
     assert store.summary()["quarantined_bytes"] == 0
 
 
@@ -175,8 +175,7 @@ def test_a_file_that_cannot_be_removed_counts_until_it_is(
 ) -> None:
     files = FaultyFileSystem()
     store = bench.open(files=files, ssd_gb=gb(2 * bench.one))
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2))
+    bench.put_all(store, 1, 2)
     name = name_of(store, prompt(1))
     with files.faults.injected(Rule("EPERM", "unlink", "*.kv")):
         bench.put(store, prompt(3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sqlite3
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,14 +51,6 @@ def test_everything_is_found_without_the_index(bench: stores.Workbench, damage: 
     stores.check_three_prefixes(bench.reopen(store))
 
 
-def rewrite_row(bench: stores.Workbench, statement: str, *values: object) -> None:
-    (catalog,) = bench.root.glob("*/catalog.sqlite")
-    connection = sqlite3.connect(catalog)
-    with connection:
-        assert connection.execute(statement, values).rowcount == 1
-    connection.close()
-
-
 def is_served(store: PrefixStore, tokens: Sequence[int], namespace: str = "") -> bool:
     match = stores.look_up(store, tokens, namespace)
     if not match.num_tokens:
@@ -92,7 +83,9 @@ def test_a_row_that_says_other_things_than_its_file_is_not_believed(
     assert is_served(store, stores.prompt(1, 13)) == (quality == EXACT), "guards this test"
     salted = store.namespace("salt")
     bench.close(store)
-    rewrite_row(bench, f"UPDATE segments SET {column} = ?", value or salted)
+    assert (
+        stores.change_index(bench.root, f"UPDATE segments SET {column} = ?", value or salted) == 1
+    )
 
     store = bench.open()
 
@@ -117,7 +110,7 @@ def test_a_wrong_row_costs_nothing_that_is_right_on_the_disk(
 ) -> None:
     """SQLite has no checksums: a bit that flips in a row cost the file, or the start."""
     bench.close(stores.three_prefixes(bench))
-    rewrite_row(bench, statement)
+    assert stores.change_index(bench.root, statement) == 1
 
     store = bench.open()
 
@@ -227,7 +220,8 @@ def test_of_two_files_in_one_place_the_newer_is_kept(
     files = FaultyFileSystem()
     if unreadable:
         # Then what has no place stays, for nobody knows what builds on it; but this is known.
-        rewrite_row(bench, "DELETE FROM segments WHERE segment_id = ?", other.stem)
+        row = "DELETE FROM segments WHERE segment_id = ?", other.stem
+        assert stores.change_index(bench.root, *row) == 1
         files.faults.add(Rule("EMFILE", "open", f"*{other.name}"))
 
     store = bench.open(files=files)
@@ -259,14 +253,13 @@ def test_a_smaller_quota_after_a_restart_evicts_in_the_order_of_use(
     bench: stores.Workbench,
 ) -> None:
     store = bench.open()
-    for number in (1, 2, 3, 4):
-        bench.put(store, stores.prompt(number))
+    bench.put_all(store, 1, 2, 3, 4)
     stores.use(store, stores.prompt(1))
 
     store = bench.reopen(store, ssd_gb=stores.gb(3 * bench.one))
     bench.put(store, stores.prompt(5))
 
-    assert [stores.length(store, stores.prompt(n)) for n in (1, 2, 3, 4, 5)] == [8, 0, 0, 8, 8]
+    assert stores.lengths(store, 1, 2, 3, 4, 5) == [8, 0, 0, 8, 8]
 
 
 @pytest.mark.parametrize("caches", [{}, {"device_gb": 0.01}, {"host_gb": 0.01}])
