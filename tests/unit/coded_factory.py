@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.precision.codec import LEVELS, NUM_PLANES, code_keys, code_values, restore
+from impress_sglang.precision.codec import (
+    LEVELS,
+    NUM_PLANES,
+    Codes,
+    code_keys,
+    code_values,
+    restore,
+)
 from impress_sglang.precision.floors import Floors
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
@@ -24,7 +31,7 @@ from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
-from tests.unit.waiting import wait_until
+from tests.unit.reading import wait_for_reads
 
 SHAPE = make_shape(
     layers=3, query_heads=6, kv_heads=2, key_dim=64, value_dim=32, probe=(), coded=True
@@ -39,6 +46,14 @@ class CodedPart:
     num_tokens: int
     start: int = 0
     stop: int | None = None
+
+
+def restored(codes: Codes, planes: Tensor, part: slice = slice(None)) -> Tensor:
+    """Rows of a part of the tokens, of which each has so many planes."""
+    rows = restore(codes, LEVELS[0])[part]
+    for count in range(1, NUM_PLANES + 1):
+        rows = torch.where(planes >= count, restore(codes, LEVELS[count])[part], rows)
+    return rows
 
 
 def units_of(parts: Sequence[ResidentPart]) -> UsedUnits:
@@ -137,7 +152,7 @@ class CodedCase:
         """All layers, to the end."""
         while self.source.next_ahead < self.shape.num_layers:
             self.source.read_ahead(waste_budget)
-        wait_until(lambda: not self.source.is_reading)
+        wait_for_reads(self.source)
 
     def layer_slots(self, layer: int) -> LayerSlots:
         """The slots of all tokens in a layer."""
@@ -161,11 +176,7 @@ class CodedCase:
             levels = planes[:, tokens - span.units[0] + first].T[..., None]
             first += len(span.units)
             for rows, own in zip(found, codes, strict=True):
-                kept = restore(own, LEVELS[0])[part]
-                for count in range(1, NUM_PLANES + 1):
-                    better = restore(own, LEVELS[count])[part]
-                    kept = torch.where(levels >= count, better, kept)
-                rows.append(kept)
+                rows.append(restored(own, levels, part))
         return [torch.cat(rows) for rows in found]
 
     def check(self, layer: int) -> None:

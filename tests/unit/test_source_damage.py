@@ -18,11 +18,12 @@ from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit import kv_factory as kv
 from tests.unit import source_factory as sources
 from tests.unit.reading import read_rows
+from tests.unit.step_engine import reading
 
 
 @pytest.fixture(scope="module", params=["auto", "threads"])
 def any_reader(request: pytest.FixtureRequest) -> Iterator[BlockReader]:
-    with sources.reading(3, request.param) as reader:
+    with reading(3, request.param) as reader:
         yield reader
 
 

@@ -14,8 +14,7 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
-from tests.unit.reading import read_rows
-from tests.unit.waiting import wait_until
+from tests.unit.reading import read_rows, wait_for_reads
 
 TOKENS = stores.prompt(1, 40)
 CHUNK_TOKENS = 8
@@ -47,10 +46,6 @@ def read_layers(store: PrefixStore, *, probe: bool = True, keys: bool = True) ->
         read_rows(source, layer, None, keys=keys)
     store.close_source(source)
     return source
-
-
-def wait_for_reads(source: SegmentSource) -> None:
-    wait_until(lambda: not source.is_reading)
 
 
 def test_before_the_first_read_all_is_on_the_ssd(
