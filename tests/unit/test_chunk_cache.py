@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -25,9 +27,7 @@ SHAPE = make_shape(
     layers=2, kv_heads=3, query_heads=3, key_dim=12, value_dim=8, dtype=torch.bfloat16
 )
 # Keys of 3 pages and values of 2, of each head.
-HEAD_GROUPS = make_shape(
-    layers=2, kv_heads=3, query_heads=3, key_dim=12, value_dim=8, dtype=torch.bfloat16, probe=()
-)
+HEAD_GROUPS = dataclasses.replace(SHAPE, probe_kv_heads=())
 
 
 def make_cache(device_pages: int, host_pages: int, shape: KVShape = SHAPE) -> ChunkCache:
@@ -180,8 +180,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def integrity(self) -> None:
-        if hasattr(self, "bench"):
-            self.bench.cache.check_integrity()
+        self.bench.cache.check_integrity()
 
     def teardown(self) -> None:
         if hasattr(self, "bench"):
