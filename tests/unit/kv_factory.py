@@ -6,19 +6,22 @@ import dataclasses
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from impress_sglang.importance.history import TokenHistory
+from impress_sglang.management.digests import prefix_digest
+from impress_sglang.management.stored import SegmentState, StoredSegment
 from impress_sglang.precision.floors import Floors
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import MappingLists, SegmentInfo, Tokens
+from impress_sglang.storage.segment import MappingLists, Priority, SegmentInfo, Tokens
 from impress_sglang.storage.writer import LayerReader, write_segment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
@@ -63,6 +66,7 @@ def make_info(
     prefix_len: int = 0,
     prefix_digest: str = "d0",
     generation: int = 0,
+    priority: Priority = Priority.NORMAL,
 ) -> SegmentInfo:
     return SegmentInfo(
         segment_id=segment_id,
@@ -75,7 +79,32 @@ def make_info(
         chunk_tokens=chunk_tokens,
         quality=quality,
         generation=generation,
+        priority=priority,
     )
+
+
+def stored_segment(
+    name: str,
+    tokens: Sequence[int],
+    prefix: Sequence[int] = (),
+    *,
+    shape: KVShape | None = None,
+    namespace: str = "",
+    state: SegmentState = SegmentState.READY,
+    last_access: int = 0,
+    **fields: Any,
+) -> StoredSegment:
+    """A segment of a tree, after a prefix."""
+    info = make_info(
+        shape or make_shape(),
+        tokens,
+        segment_id=name,
+        namespace=namespace,
+        prefix_len=len(prefix),
+        prefix_digest=prefix_digest(namespace, as_tokens(prefix)),
+        **fields,
+    )
+    return StoredSegment(info, info.layout().file_bytes, state, last_access=last_access)
 
 
 def random_mapping(info: SegmentInfo, seed: int) -> MappingLists:

@@ -13,7 +13,6 @@ import pytest
 from impress_sglang.errors import ConfigError
 from impress_sglang.management import disk, restoring
 from impress_sglang.management import tree as tree_module
-from impress_sglang.management.digests import prefix_digest
 from impress_sglang.management.disk import NOTED_TOGETHER
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.nodes import Node
@@ -23,7 +22,7 @@ from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.catalog import Catalog
-from tests.unit.kv_factory import as_tokens, make_info, make_shape
+from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.spying import Call, calls_of
 from tests.unit.store_factory import (
     Workbench,
@@ -38,7 +37,6 @@ from tests.unit.store_factory import (
     use,
 )
 
-SHAPE = make_shape()
 TURNS = 5
 NO_TOKENS = np.empty(0, np.int32)
 
@@ -50,11 +48,7 @@ def conversations(count: int) -> tuple[list[StoredSegment], dict[str, str]]:
         prefix: list[int] = []
         for turn in range(TURNS):
             name, tokens = f"{number:05}-{turn}", [1000 + number + turn] * (3 + number % 97 + turn)
-            digest = prefix_digest("", as_tokens(prefix))
-            info = make_info(
-                SHAPE, tokens, segment_id=name, prefix_len=len(prefix), prefix_digest=digest
-            )
-            segments.append(StoredSegment(info, 4096, last_access=number + 1))
+            segments.append(stored_segment(name, tokens, prefix, last_access=number + 1))
             parents[name] = f"{number:05}-{turn - 1}" if turn else ""
             prefix += tokens
     return segments, parents
@@ -216,11 +210,10 @@ def test_what_leaves_a_large_index_needs_no_look(
 def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts may leave a system prompt at each of its tokens."""
     tree, tokens = StoredTree(), list(range(200))
-    long = StoredSegment(make_info(SHAPE, tokens, segment_id="long"), 1)
+    long = stored_segment("long", tokens)
     assert tree.insert(long, NO_TOKENS)
     for left in range(1, 200):
-        info = make_info(SHAPE, [1000], segment_id=f"left {left}", prefix_len=left)
-        assert tree.insert_below(StoredSegment(info, 1), long, left)
+        assert tree.insert_below(stored_segment(f"left {left}", [1000], tokens[:left]), long, left)
     tree.check_integrity()
     steps = calls_of(monkeypatch, Node, "choices")
 

@@ -11,12 +11,11 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.management import keeper
 from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.quota import Quota
-from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.wear import WriteBudget
 from impress_sglang.management.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
-from tests.unit.kv_factory import make_info, make_shape
+from tests.unit.kv_factory import stored_segment
 from tests.unit.store_factory import (
     QUARTER,
     Room,
@@ -106,7 +105,8 @@ def test_a_rewritten_segment_takes_the_place_of_the_old_one() -> None:
     """Free space is what was measured last, and what is known to have changed since."""
     disk = SimpleNamespace(free_bytes=100)
     quota = Quota(ImpressConfig(), StoredTree(), Any, disk, {}, bool, int, WriteBudget())  # type: ignore[arg-type]
-    segment = StoredSegment(make_info(make_shape(), prompt(1)), 30)
+    segment = stored_segment("a", prompt(1))
+    segment.file_bytes = 30
     quota.begin(segment)
     quota.end(segment, written=True)
     segment.file_bytes = 20
