@@ -240,12 +240,12 @@ def test_sizes_are_rounded_down_to_pages() -> None:
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_a_cache_that_does_not_fit_is_a_config_error_that_names_its_option(tier: str) -> None:
+def test_a_cache_that_does_not_fit_is_a_config_error_that_names_size_and_option(tier: str) -> None:
     sizes = {"device_bytes": 0, "host_bytes": 0, f"{tier}_bytes": 1 << 50}
     # Large pages: the table of free ones must not be what does not fit.
     page = PageShape.of(make_shape(key_dim=1 << 24, value_dim=1 << 24), 4096)
 
-    with pytest.raises(ConfigError, match=f"--impress-{tier}-gb"):
+    with pytest.raises(ConfigError, match=rf"1125899\.9 GB.*--impress-{tier}-gb"):
         ChunkCache(page, 1, GivenPriorities(), device=CPU, **sizes)
 
 

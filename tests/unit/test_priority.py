@@ -127,16 +127,6 @@ def test_a_restart_knows_it(bench: Workbench, full: PrefixStore, index: str) -> 
     assert lengths(store, 1, 2, 3, 4) == [8, 8, 0, 8]
 
 
-def test_a_restart_knows_what_builds_on_what(bench: Workbench) -> None:
-    store = bench.open()
-    bench.put(store, prompt(1), priority=LOW)
-    bench.put(store, prompt(1, 16), priority=NORMAL)
-    bench.put(store, prompt(2), priority=LOW)
-    store = bench.reopen(store)
-    assert [segment_of(store, n).level for n in (1, 2)] == [NORMAL, LOW]
-    store.check_integrity()
-
-
 def test_files_without_a_priority_are_normal(bench: Workbench) -> None:
     store = bench.open()
     bench.put(store, prompt(1))

@@ -147,13 +147,16 @@ def test_quarantine_leaves_before_anything_else(bench: Workbench) -> None:
 
 
 @pytest.mark.parametrize("what", ["a segment", "quarantine"])
-def test_without_the_room_that_was_made_nothing_is_written(bench: Workbench, what: str) -> None:
+def test_without_the_room_that_was_made_nothing_is_written(
+    bench: Workbench, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also where the disk takes writes: what should have gone is still there."""
     files = FaultyFileSystem()
     store = bench.open(ssd_gb=gb(2 * bench.one), files=files)
     bench.put_all(store, 1, 2)
     if what == "quarantine":
         lose(bench, store, name_of(store, prompt(1)))
+    name = name_of(store, prompt(1)) if what == "a segment" else "quarantine"
     stays = {own.name for own in bench.root.rglob("*.kv")}
 
     with files.faults.injected(Rule("EIO", "unlink", path="*.kv")):
@@ -161,7 +164,13 @@ def test_without_the_room_that_was_made_nothing_is_written(bench: Workbench, wha
         store.writes.drain()
         assert length(store, prompt(3)) == 0 and store.stats.segments_failed == 1
         assert {own.name for own in bench.root.rglob("*.kv*")} == stays
+        assert store.health.state == "read-only"
+        assert bench.offer(store, prompt(4)) is StoreOutcome.UNAVAILABLE
+        store._keeper.indexed().result()
+        # What was not written could not be removed either.
+        assert store._quota.missing(0) == pytest.approx(bench.one, abs=1000)
 
+    assert name in caplog.text
     recover(store)
     store.check_index()
     bench.put_all(store, 3, 4)

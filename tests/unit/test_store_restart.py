@@ -249,19 +249,6 @@ def test_what_an_exact_sibling_hides_outlives_a_restart(bench: stores.Workbench)
     stores.check_rows(store, chat, quality=stores.QUARTER, rows_of=stores.QUARTER)
 
 
-def test_a_smaller_quota_after_a_restart_evicts_in_the_order_of_use(
-    bench: stores.Workbench,
-) -> None:
-    store = bench.open()
-    bench.put_all(store, 1, 2, 3, 4)
-    stores.use(store, stores.prompt(1))
-
-    store = bench.reopen(store, ssd_gb=stores.gb(3 * bench.one))
-    bench.put(store, stores.prompt(5))
-
-    assert stores.lengths(store, 1, 2, 3, 4, 5) == [8, 0, 0, 8, 8]
-
-
 @pytest.mark.parametrize("caches", [{}, {"device_gb": 0.01}, {"host_gb": 0.01}])
 def test_another_chunk_size_after_a_restart(
     bench: stores.Workbench, caches: dict[str, float]

@@ -9,15 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from impress_sglang.management.digests import prefix_digest
 from impress_sglang.management.restoring import newest_files, restore_segments
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import common_prefix_len
 from tests.unit.kv_factory import as_tokens, stored_segment
 
 P = (1, 2, 3, 4, 5, 6)  # a prompt that others share
@@ -152,14 +149,6 @@ def test_digest_of_a_prefix_depends_on_namespace_and_every_token() -> None:
 
     assert len(digests) == len(names) * len(prefixes)
     assert prefix_digest("a", as_tokens([1, 2])) == prefix_digest("a", np.array([1, 2], np.int64))
-
-
-@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
-def test_common_prefix_len(left: list[int], right: list[int]) -> None:
-    length = common_prefix_len(as_tokens(left), as_tokens(right))
-
-    assert left[:length] == right[:length]
-    assert length == min(len(left), len(right)) or left[length] != right[length]
 
 
 def test_a_replacement_has_the_same_tokens_and_a_new_name(tree: StoredTree, put: Put) -> None:
