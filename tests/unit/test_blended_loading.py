@@ -155,10 +155,15 @@ def test_runs_of_a_group_have_no_page_in_common(bench: Workbench) -> None:
     assert meetings, "neighbours in the segment share the page in which they meet"
 
 
+def two_segments(bench: Workbench, **options: Any) -> tuple[Desk, BlendPlan]:
+    """A prompt of documents 1 and 0, which stand in segments of their own."""
+    desk = Desk(bench, (0,), (1,), **options)
+    return desk, desk.planned([4, *texts(1), 5, *texts(0)])
+
+
 def test_what_cannot_be_opened_is_given_back(bench: Workbench) -> None:
     """What was opened before is closed, and the segment that is bad is named."""
-    desk = Desk(bench, (0,), (1,))
-    plan = desk.planned([4, *texts(1), 5, *texts(0)])
+    desk, plan = two_segments(bench)
     bad = plan.runs[1].span.segment.segment_id
     bench.file_of(bad).unlink()
     with pytest.raises(PrefixUnreadable) as caught:
@@ -167,16 +172,8 @@ def test_what_cannot_be_opened_is_given_back(bench: Workbench) -> None:
     desk.store.report(caught.value)
 
 
-def two_segments(desk: Desk, bench: Workbench) -> BlendPlan:
-    """A prompt of documents 1 and 0, which stand in segments of their own."""
-    bench.put(desk.store, texts(0))
-    bench.put(desk.store, texts(1))
-    return desk.planned([4, *texts(1), 5, *texts(0)])
-
-
 def test_at_most_one_block_is_open_ahead(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = Desk(bench, block=50, readahead=1.0)
-    plan = two_segments(desk, bench)
+    desk, plan = two_segments(bench, block=50, readahead=1.0)
     opened = calls_of(monkeypatch, blended_loading, "open_group")
     closed = calls_of(monkeypatch, desk.store, "close_source")
     loading = desk.loading(plan)
@@ -192,8 +189,7 @@ def test_at_most_one_block_is_open_ahead(bench: Workbench, monkeypatch: pytest.M
 
 def test_what_is_not_needed_yet_may_be_gone(bench: Workbench) -> None:
     """A block is blended although the next one cannot be opened, and that says so when it comes."""
-    desk = Desk(bench, block=100, readahead=1.0)
-    plan = two_segments(desk, bench)
+    desk, plan = two_segments(bench, block=100, readahead=1.0)
     bad = plan.runs[1].span.segment.segment_id
     bench.file_of(bad).unlink()
     loading = desk.loading(plan)
@@ -208,8 +204,7 @@ def test_what_is_not_needed_yet_may_be_gone(bench: Workbench) -> None:
 
 
 def test_what_cannot_be_read_is_computed_and_the_rest_reused(bench: Workbench) -> None:
-    desk = Desk(bench, block=100)
-    plan = two_segments(desk, bench)
+    desk, plan = two_segments(bench, block=100)
     bad, good = (run.span.segment.segment_id for run in plan.runs)
     loading = desk.loading(plan)
     error = SegmentUnreadable(bad, "a test")
@@ -227,7 +222,6 @@ def test_what_cannot_be_read_is_computed_and_the_rest_reused(bench: Workbench) -
 
 def test_what_is_read_ahead_is_a_part(bench: Workbench) -> None:
     """A queue that asks for the rest must not hear that nothing is left."""
-    desk = Desk(bench, block=100)
-    plan = two_segments(desk, bench)
+    _, plan = two_segments(bench, block=100)
     read: Any = SimpleNamespace(unread=0.25, num_tokens=99)
     assert plan.unread(read) == pytest.approx(1 - 0.75 * 99 / 401)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
@@ -15,20 +14,15 @@ from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.tiers import slab as slab_module
 from impress_sglang.tiers.slab import PageShape, Slab
 from tests.unit.kv_factory import make_shape, row_size
+from tests.unit.test_chunk_cache import HEAD_GROUPS, SHAPE
 
 CPU = torch.device("cpu")
 # gcd(12, 8) = 4 elements a vector: a key head has 3 of them, a value head 2.
-SHAPE = make_shape(
-    layers=2, kv_heads=3, query_heads=3, key_dim=12, value_dim=8, dtype=torch.bfloat16
-)
 PAGE = PageShape.of(SHAPE, 16)
-
-
-SINGLE_HEADS = dataclasses.replace(SHAPE, probe_kv_heads=())
 NO_OTHER_KEYS = make_shape(kv_heads=1, query_heads=1, probe=(0,))
 
 
-@pytest.mark.parametrize("shape", [SHAPE, SINGLE_HEADS, NO_OTHER_KEYS])
+@pytest.mark.parametrize("shape", [SHAPE, HEAD_GROUPS, NO_OTHER_KEYS])
 @pytest.mark.parametrize(("chunk_tokens", "num_tokens"), [(16, 35), (32, 40), (8, 8)])
 def test_pages_of_each_chunk_in_the_order_of_the_layout(
     shape: KVShape, chunk_tokens: int, num_tokens: int
