@@ -21,7 +21,7 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import Column, KVShape, SegmentLayout
 from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import MappingLists, Priority, SegmentInfo, Tokens
+from impress_sglang.storage.segment import MappingLists, SegmentInfo, Tokens
 from impress_sglang.storage.writer import LayerReader, write_segment
 from impress_sglang.tiers.cache import ChunkCache
 from impress_sglang.tiers.rules import LeastRecentlyUsed, ReplacementRule
@@ -59,28 +59,16 @@ def make_info(
     shape: KVShape,
     tokens: Sequence[int],
     *,
-    chunk_tokens: int = 8,
     segment_id: str = "ab12",
-    quality: Quality = EXACT,
+    identity: str = IDENTITY,
     namespace: str = "",
-    prefix_len: int = 0,
     prefix_digest: str = "d0",
-    generation: int = 0,
-    priority: Priority = Priority.NORMAL,
+    prefix_len: int = 0,
+    chunk_tokens: int = 8,
+    **fields: Any,
 ) -> SegmentInfo:
-    return SegmentInfo(
-        segment_id=segment_id,
-        identity=IDENTITY,
-        namespace=namespace,
-        prefix_digest=prefix_digest,
-        prefix_len=prefix_len,
-        tokens=as_tokens(tokens),
-        shape=shape,
-        chunk_tokens=chunk_tokens,
-        quality=quality,
-        generation=generation,
-        priority=priority,
-    )
+    place = segment_id, identity, namespace, prefix_digest, prefix_len
+    return SegmentInfo(*place, as_tokens(tokens), shape, chunk_tokens, **fields)
 
 
 def stored_segment(

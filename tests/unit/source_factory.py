@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,32 +167,19 @@ class Case:
         assert isinstance(self.source, SegmentSource)
         return self.source
 
-    def request(self, needs: ReadNeeds | None = None, *, learns: bool = False) -> None:
+    def request(self, needs: ReadNeeds | None = None, **options: Any) -> None:
         """Another request begins: the source of the one before is closed."""
         if self.cache is None:
             self.source = MemorySource(self.shape, list(self.keys), list(self.values))
             return
         self.finish()
         self.cache.placement.advance()
-        self.source = self.make_source(needs, learns=learns)
+        self.source = self.make_source(needs, **options)
 
-    def make_source(
-        self,
-        needs: ReadNeeds | None = None,
-        *,
-        learns: bool = False,
-        reader: BlockReader | None = None,
-    ) -> SegmentSource:
+    def make_source(self, needs: ReadNeeds | None = None, **options: Any) -> SegmentSource:
         assert self.cache is not None
-        return SegmentSource(
-            self.shape,
-            self.spans,
-            reader or self.reader,
-            self.pool,
-            self.cache,
-            needs or ReadNeeds(),
-            learns=learns,
-        )
+        parts = self.shape, self.spans, self.reader, self.pool, self.cache
+        return SegmentSource(*parts, needs or ReadNeeds(), **options)
 
     def finish(self) -> None:
         if isinstance(self.source, SegmentSource):

@@ -24,7 +24,6 @@ from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import Priority
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit import kv_factory as kv
@@ -114,13 +113,11 @@ class Workbench:
         *,
         namespace: str = "",
         quality: Quality = EXACT,
-        available_from: int = 0,
         min_tokens: int = 1,
         read_layers: Callable[[int], LayerReader] | None = None,
-        holder: object = None,
-        ttl: float = 0.0,
-        priority: Priority = Priority.NORMAL,
+        **options: Any,
     ) -> StoreOutcome:
+        """`options` are those of an `Offer`."""
         kvs = kv.SequenceKVs(self.shape, namespace, tuple(tokens), quality)
         thread = threading.current_thread()
 
@@ -133,21 +130,9 @@ class Workbench:
             if isinstance(read_layers, Gate):
                 read_layers.abandon()
 
-        outcome = store.writes.offer(
-            namespace,
-            Offer(
-                kv.as_tokens(tokens),
-                read_layers or kvs.read_from,
-                done,
-                abandon,
-                available_from=available_from,
-                quality=quality,
-                min_tokens=min_tokens,
-                holder=holder,
-                ttl=ttl,
-                priority=priority,
-            ),
-        )
+        own = kv.as_tokens(tokens), read_layers or kvs.read_from, done, abandon
+        offer = Offer(*own, min_tokens=min_tokens, quality=quality, **options)
+        outcome = store.writes.offer(namespace, offer)
         store.check_integrity()
         return outcome
 

@@ -258,17 +258,8 @@ def test_reads_are_shown_on_the_timeline(tmp_path: Path) -> None:
     """Only those that began, each from its start to its end."""
     with stepping(4) as (reader, engine):
         case = open_case(tmp_path, SHAPES["cut-rows-float32"], [Part(77, 8, 0, 77)], reader)
-        assert case.cache is not None
         timeline = RequestTimeline("r")
-        source = SegmentSource(
-            case.shape,
-            case.spans,
-            reader,
-            case.pool,
-            case.cache,
-            ReadNeeds(whole=True),
-            timeline=timeline,
-        )
+        source = case.make_source(ReadNeeds(whole=True), timeline=timeline)
         began = time.perf_counter()
         source.read_ahead(0.0)
         engine.wait_started(2)

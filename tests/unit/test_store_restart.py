@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import uuid
 from collections.abc import Callable, Sequence
@@ -164,10 +163,8 @@ def test_a_file_of_another_model_is_not_adopted(bench: stores.Workbench) -> None
     store = bench.open()
     bench.put(store, stores.prompt(1))
     folder = stores.path_of(bench, stores.look_up(store, stores.prompt(1))).parent
-    info = dataclasses.replace(
-        kv.make_info(bench.shape, stores.prompt(5), segment_id=folder.name + "0" * 30),
-        identity=stores.OTHER_IDENTITY,
-    )
+    place = {"segment_id": folder.name + "0" * 30, "identity": stores.OTHER_IDENTITY}
+    info = kv.make_info(bench.shape, stores.prompt(5), **place)
     bench.close(store)
     kv.write_kvs(folder, info, *kv.random_kvs(bench.shape, 8, seed=1))
 
