@@ -59,9 +59,8 @@ def test_what_is_too_old_is_removed_used_or_not(bench: Workbench) -> None:
     assert store.losses.find(store.namespace(""), long, 0) is None, "it had not a whole block"
 
 
-def test_a_file_with_two_names_is_one(bench: Workbench) -> None:
+def test_a_file_with_two_names_is_one(bench: Workbench, store: PrefixStore) -> None:
     """As one that is renamed while the folder is listed."""
-    store = bench.open()
     bench.put(store, prompt(1))
     path = path_of(bench, look_up(store, prompt(1)))
     path.with_name(f"{path.name}.tmp").write_bytes(b"")
@@ -82,8 +81,7 @@ def test_ages_outlast_a_restart_and_the_shorter_time_counts(bench: Workbench) ->
     assert length(store, prompt(1)) == 0
 
 
-def test_without_a_limit_nothing_is_looked_at(bench: Workbench) -> None:
-    store = bench.open()
+def test_without_a_limit_nothing_is_looked_at(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, prompt(1))
     age(bench, store, 1, 1e6)
     expiry = Expiry(0)
@@ -91,8 +89,7 @@ def test_without_a_limit_nothing_is_looked_at(bench: Workbench) -> None:
     assert expiry._look is None and length(store, prompt(1)) == 8
 
 
-def test_a_prefix_says_that_it_has_expired(bench: Workbench) -> None:
-    store = bench.open()
+def test_a_prefix_says_that_it_has_expired(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, prompt(1, 80))
     os.utime(path_of(bench, look_up(store, prompt(1, 80))), (0, 0))
     settle(Expiry(HOUR), store)

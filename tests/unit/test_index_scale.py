@@ -229,10 +229,9 @@ def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_offer_compares_the_tokens_before_it_once(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+    bench: Workbench, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a match has found need not be looked for again."""
-    store = bench.open()
     bench.put(store, prompt(1))
     bench.put(store, [*prompt(1), *prompt(2)])
     compared = calls_of(monkeypatch, tree_module, "common_prefix_len")
@@ -280,9 +279,8 @@ def test_several_evictions_are_one_change_of_the_index(
     assert len(bench.files()) == len(full.tree)
 
 
-def test_what_is_only_considered_takes_no_ids(bench: Workbench) -> None:
+def test_what_is_only_considered_takes_no_ids(bench: Workbench, store: PrefixStore) -> None:
     """Chunks that have ids take memory for as long as their segment is stored."""
-    store = bench.open()
     bench.put(store, prompt(1))
     spans = look_up(store, prompt(1)).spans
 
@@ -332,8 +330,7 @@ def test_who_looks_for_segments_to_reorder_looks_at_those_read(bench: Workbench)
     assert looked == [name_of(store, prompt(1))]
 
 
-def test_a_killed_process_has_told_what_was_used(bench: Workbench) -> None:
-    store = bench.open()
+def test_a_killed_process_has_told_what_was_used(bench: Workbench, store: PrefixStore) -> None:
     bench.put_all(store, 1, 2)
     use(store, prompt(1))
     name = name_of(store, prompt(1))
@@ -348,8 +345,7 @@ def test_a_killed_process_has_told_what_was_used(bench: Workbench) -> None:
     assert store._disk._note_at > 0.0
 
 
-def test_many_uses_are_told_in_several_steps(bench: Workbench) -> None:
-    store = bench.open()
+def test_many_uses_are_told_in_several_steps(bench: Workbench, store: PrefixStore) -> None:
     bench.put_all(store, *range(3))
     told: list[int] = []
     store._disk.keeper.record_uses = lambda uses: told.append(len(uses))  # type: ignore

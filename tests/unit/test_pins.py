@@ -81,8 +81,7 @@ def test_all_that_a_pinned_prefix_builds_on_stays_after_a_restart_as_well(bench:
     assert not len(bench.reopen(store).pins)
 
 
-def test_only_what_is_stored_can_be_pinned(bench: Workbench) -> None:
-    store = bench.open()
+def test_only_what_is_stored_can_be_pinned(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, prompt(1))
     refusal = pin(store, prompt(1, 16))
     assert refusal == "8 of its 16 tokens are stored: warm it first"
@@ -120,8 +119,7 @@ def test_what_is_stored_anew_of_a_pinned_prefix_is_pinned(
 
 
 @pytest.mark.parametrize("content", [b"", b"[", b"{}", b"[1]", b'[{"namespace": "a"}]', b"\xff"])
-def test_damaged_pins_are_none(bench: Workbench, content: bytes) -> None:
-    store = bench.open()
+def test_damaged_pins_are_none(bench: Workbench, store: PrefixStore, content: bytes) -> None:
     bench.put(store, prompt(1))
     assert pin(store, prompt(1)) is None
     bench.close(store)

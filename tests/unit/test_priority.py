@@ -87,8 +87,7 @@ def test_what_others_build_on_goes_with_them(bench: Workbench) -> None:
     assert lengths(store, 2, 4) == [0, 8]
 
 
-def test_a_hole_has_the_level_of_what_builds_on_it(bench: Workbench) -> None:
-    store = bench.open()
+def test_a_hole_has_the_level_of_what_builds_on_it(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, prompt(1), priority=LOW)
     bench.put(store, prompt(1, 16), priority=HIGH)
     bench.put(store, prompt(1, 24), priority=NORMAL)
@@ -127,8 +126,7 @@ def test_a_restart_knows_it(bench: Workbench, full: PrefixStore, index: str) -> 
     assert lengths(store, 1, 2, 3, 4) == [8, 8, 0, 8]
 
 
-def test_files_without_a_priority_are_normal(bench: Workbench) -> None:
-    store = bench.open()
+def test_files_without_a_priority_are_normal(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, prompt(1))
     path = store_factory.path_of(bench, look_up(store, prompt(1)))
     assert b"priority" not in path.read_bytes()

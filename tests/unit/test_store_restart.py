@@ -73,10 +73,9 @@ def is_served(store: PrefixStore, tokens: Sequence[int], namespace: str = "") ->
     ],
 )
 def test_a_row_that_says_other_things_than_its_file_is_not_believed(
-    bench: stores.Workbench, column: str, value: object, asked: tuple[int, ...]
+    bench: stores.Workbench, store: PrefixStore, column: str, value: object, asked: tuple[int, ...]
 ) -> None:
     """A bit that flips must not lend KVs to other tokens or tenants, nor make them exact."""
-    store = bench.open()
     quality = stores.QUARTER if column == "quality" else EXACT
     bench.put(store, stores.prompt(1, 13), quality=quality)
     assert is_served(store, stores.prompt(1, 13)) == (quality == EXACT), "guards this test"
@@ -176,9 +175,8 @@ def test_a_file_of_another_model_is_not_adopted(bench: stores.Workbench) -> None
 
 @pytest.mark.parametrize("with_rows", [True, False])
 def test_a_copy_of_a_segment_under_another_name_does_no_harm(
-    bench: stores.Workbench, with_rows: bool
+    bench: stores.Workbench, store: PrefixStore, with_rows: bool
 ) -> None:
-    store = bench.open()
     bench.put(store, stores.prompt(1))
     path = stores.path_of(bench, stores.look_up(store, stores.prompt(1)))
     bench.close(store)
