@@ -37,6 +37,8 @@ SHAPE = make_shape(
     layers=3, query_heads=6, kv_heads=2, key_dim=64, value_dim=32, probe=(), coded=True
 )
 BLOCK = 4096
+# What is in slots that nobody has filled.
+EMPTY = -77.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,15 @@ def restored(codes: Codes, planes: Tensor, part: slice = slice(None)) -> Tensor:
     for count in range(1, NUM_PLANES + 1):
         rows = torch.where(planes >= count, restore(codes, LEVELS[count])[part], rows)
     return rows
+
+
+def check_pool(pool: Tensor, rows: Tensor, expected: Tensor, *, empty: float = EMPTY) -> None:
+    """Rows of a pool hold this, but for a rounding or two, and no others were touched."""
+    slack = 2 * torch.finfo(pool.dtype).eps * float(expected.abs().max())
+    assert (pool[rows].float() - expected).abs().max() <= slack + 1e-5
+    others = torch.ones(len(pool), dtype=torch.bool)
+    others[rows] = False
+    assert (pool[others] == empty).all()
 
 
 def units_of(parts: Sequence[ResidentPart]) -> UsedUnits:
@@ -111,7 +122,7 @@ class CodedCase:
         self.num_tokens = self.keys.shape[1]
         self.slots = torch.randperm(self.num_tokens + 5)[: self.num_tokens]
         self.pools = [
-            torch.full((self.num_tokens + 5, shape.num_kv_heads, dim), -77.0, dtype=shape.dtype)
+            torch.full((self.num_tokens + 5, shape.num_kv_heads, dim), EMPTY, dtype=shape.dtype)
             for dim in (shape.key_dim, shape.value_dim)
             for _ in range(shape.num_layers)
         ]
@@ -181,16 +192,9 @@ class CodedCase:
 
     def check(self, layer: int) -> None:
         """The slots hold what the levels say, and no others were touched."""
-        slots, planes = self.layer_slots(layer), self.levels(layer)
-        for own, expected in zip(
-            (slots.keys, slots.values), self.expected(layer, planes), strict=True
-        ):
-            slack = 2 * torch.finfo(own.pool.dtype).eps * float(expected.abs().max())
-            found = own.pool[self.slots].float()
-            assert (found - expected).abs().max() <= slack + 1e-5
-            others = torch.ones(len(own.pool), dtype=torch.bool)
-            others[self.slots] = False
-            assert (own.pool[others] == -77.0).all()
+        slots, expected = self.layer_slots(layer), self.expected(layer, self.levels(layer))
+        for own, rows in zip((slots.keys, slots.values), expected, strict=True):
+            check_pool(own.pool, self.slots, rows)
 
     def close(self) -> None:
         self.source.close()

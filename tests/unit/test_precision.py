@@ -31,7 +31,7 @@ from impress_sglang.precision.layer import CodedLayer, encode_layer
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.precision.slots import raise_units, restore_base
 from impress_sglang.precision.tokens import CodedTokens
-from tests.unit.coded_factory import restored
+from tests.unit.coded_factory import check_pool, restored
 
 COUNTS = [1, 2, GROUP_TOKENS - 1, GROUP_TOKENS, GROUP_TOKENS + 1, 3 * GROUP_TOKENS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -224,14 +224,9 @@ def test_units_are_raised_where_they_are(num_tokens: int, dtype: torch.dtype, se
         raise_units(tokens, planes, layer.coded.planes[tuple(planes.T)], *pools)
         have = want
     planes_of_tokens = have.repeat_interleave(layout.unit_tokens, 1)[:, :num_tokens].T[..., None]
-    untouched = torch.ones(num_tokens + 3, dtype=torch.bool)
-    untouched[slots] = False
     for pool, codes in zip(pools, layer.codes, strict=True):
-        expected = restored(codes, planes_of_tokens)
         # A pool of few bits is rounded each time.
-        slack = expected.abs().max() * torch.finfo(dtype).eps * 2
-        assert ((pool[slots].float() - expected[start:]).abs() <= slack + 1e-4).all()
-        assert not pool[untouched].any()
+        check_pool(pool, slots, restored(codes, planes_of_tokens)[start:], empty=0.0)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 600, 1100])

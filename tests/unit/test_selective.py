@@ -20,7 +20,7 @@ from impress_sglang.transfer.precise import ALLOCATIONS
 from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit import dense
-from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
+from tests.unit.coded_factory import BLOCK, EMPTY, SHAPE, CodedCase, CodedPart, check_pool
 from tests.unit.kv_factory import flip_byte
 from tests.unit.test_precise import (
     PREFIXES,
@@ -55,7 +55,7 @@ class Request:
     def load(self, layer: int, bits: float, given: LayerInputs) -> Tensor:
         """The tokens [G, k] that the layer uses."""
         for own in (self.slots.keys, self.slots.values):
-            own.pool.fill_(-77.0)
+            own.pool.fill_(EMPTY)
         return self.loader.load(layer, self.source, self.units, given, self.slots, bits, self.stats)
 
     def planes(self, layer: int) -> Tensor:
@@ -70,11 +70,7 @@ class Request:
         assert rows is not None
         for own, whole in zip((self.slots.keys, self.slots.values), expected, strict=True):
             right = torch.stack([whole[mine, head] for head, mine in enumerate(tokens)], 1)
-            slack = 2 * torch.finfo(own.pool.dtype).eps * float(right.abs().max())
-            assert (own.pool[rows].float() - right).abs().max() <= slack + 1e-5
-            others = torch.ones(len(own.pool), dtype=torch.bool)
-            others[rows] = False
-            assert (own.pool[others] == -77.0).all()
+            check_pool(own.pool, rows, right)
 
 
 def importance(given: LayerInputs, prefix: Tensor) -> Tensor:
