@@ -49,22 +49,16 @@ def forget(store: PrefixStore, *args: Any, **fields: Any) -> Purged:
     return step
 
 
-def fill(bench: Workbench, store: PrefixStore, count: int, first: int = 50) -> None:
-    for number in range(first, first + count):
-        bench.offer(store, prompt(number))
-        store.writes.drain()
-
-
 def test_a_pinned_prefix_outlasts_newer_ones(bench: Workbench) -> None:
     store = bench.open(ssd_gb=gb(4 * bench.one))
     bench.put_all(store, 1, 2)
     assert pin(store, prompt(1)) is None
-    fill(bench, store, 8)
+    bench.put_all(store, *range(50, 58))
     assert length(store, prompt(1)) == 8 and length(store, prompt(2)) == 0
     assert store.pins.summary() == {"prefixes": 1, "bytes": bench.one}
 
     assert unpin(store, prompt(1)) == 1 and unpin(store, prompt(1)) == 0
-    fill(bench, store, 8, first=70)
+    bench.put_all(store, *range(70, 78))
     assert length(store, prompt(1)) == 0
 
 
@@ -75,7 +69,7 @@ def test_all_that_a_pinned_prefix_builds_on_stays_after_a_restart_as_well(bench:
     for _ in range(2):
         assert pin(store, prompt(1, 16), "salt") is None
     store = bench.reopen(store, ssd_gb=gb(8 * bench.one))
-    fill(bench, store, 12)
+    bench.put_all(store, *range(50, 62))
     check_rows(store, prompt(1, 16), namespace="salt")
     assert unpin(store, prompt(1, 16), "salt") == 1
     assert not len(bench.reopen(store).pins)
@@ -114,7 +108,7 @@ def test_what_is_stored_anew_of_a_pinned_prefix_is_pinned(
     lose(bench, store, name_of(store, prompt(1)))
     assert store.pins.summary() == {"prefixes": 1, "bytes": 0}
     bench.put(store, prompt(1))
-    fill(bench, store, 8)
+    bench.put_all(store, *range(50, 58))
     check_rows(store, prompt(1))
 
 
