@@ -258,24 +258,21 @@ def check_rows(
     namespace: str = "",
     quality: Quality = EXACT,
     rows_of: Quality = EXACT,
-    start: int = 0,
-    stop: int | None = None,
 ) -> None:
-    """The whole of `tokens` is stored, and [start, stop) of it is read back right.
+    """The whole of `tokens` is stored, and is read back right.
 
     `quality` is what the request takes, `rows_of` what it must get.
     """
     match = look_up(store, tokens, namespace, quality=quality)
     assert match.num_tokens == len(tokens)
-    stop = len(tokens) if stop is None else stop
     shape = store._shape
     expected = kv.SequenceKVs(shape, namespace, tuple(tokens), rows_of)
-    source = open_source(store, match, start, stop)
+    source = open_source(store, match)
     try:
         for layer in range(shape.num_layers):
             keys, values = rows(shape, source, layer)
-            assert torch.equal(keys, expected.keys(layer)[start:stop])
-            assert torch.equal(values, expected.values(layer)[start:stop])
+            assert torch.equal(keys, expected.keys(layer))
+            assert torch.equal(values, expected.values(layer))
     finally:
         store.close_source(source)
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from impress_sglang.cost import LEAST, MEMORY, TwoTermCost
 
 
-def sizes(seed: int, count: int = 800) -> Iterator[tuple[float, float]]:
+def sizes(seed: int) -> Iterator[tuple[float, float]]:
     """Both terms vary on their own, over two orders of magnitude."""
     pick = random.Random(seed)
-    for _ in range(count):
+    for _ in range(800):
         yield 10 ** pick.uniform(0, 2), 10 ** pick.uniform(2, 4)
 
 

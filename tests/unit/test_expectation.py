@@ -47,8 +47,8 @@ def shape(request: pytest.FixtureRequest) -> KVShape:
     return SHAPES[request.param]
 
 
-def layout_of(shape: KVShape, num_tokens: int = NUM_TOKENS) -> SegmentLayout:
-    return SegmentLayout(shape, CHUNK_TOKENS, num_tokens, BLOCK)
+def layout_of(shape: KVShape) -> SegmentLayout:
+    return SegmentLayout(shape, CHUNK_TOKENS, NUM_TOKENS, BLOCK)
 
 
 def split(shape: KVShape, layer_shares: np.ndarray) -> dict[Column, np.ndarray]:

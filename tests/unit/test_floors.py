@@ -33,12 +33,12 @@ from tests.unit.test_precise import FLOORS, PREFIXES, Coded, inputs, least_plane
 HEADS, DIM, GROUP = 3, 32, 2
 
 
-def some_layer(num_tokens: int, biases: tuple[float, ...], rows: int = 16) -> tuple[Tensor, ...]:
+def some_layer(num_tokens: int, biases: tuple[float, ...]) -> tuple[Tensor, ...]:
     """Keys, values and queries of a head that finds a few tokens; keys turn around a bias."""
     generator = torch.Generator().manual_seed(num_tokens)
     keys = torch.randn(num_tokens, HEADS, DIM, generator=generator)
     values = torch.randn(num_tokens, HEADS, DIM, generator=generator)
-    queries = 2 * torch.randn(rows, HEADS * GROUP, DIM, generator=generator)
+    queries = 2 * torch.randn(16, HEADS * GROUP, DIM, generator=generator)
     for head, bias in enumerate(biases):
         keys[:, head, 0] += bias * torch.cos(0.7 * torch.arange(num_tokens))
     return keys, values, queries

@@ -31,10 +31,8 @@ def disk_bytes(bench: stores.Workbench, *columns: int, num_tokens: int = len(TOK
     return shape.num_layers * sum(sizes)
 
 
-def bytes_of(
-    store: PrefixStore, tokens: tuple[int, ...] = TOKENS, *, start: int = 0
-) -> StoredBytes:
-    return store.forecast.stored_bytes(stores.look_up(store, tokens).slice(start, len(tokens)))
+def bytes_of(store: PrefixStore, *, start: int = 0) -> StoredBytes:
+    return store.forecast.stored_bytes(stores.look_up(store, TOKENS).slice(start, len(TOKENS)))
 
 
 def read_layers(store: PrefixStore, *, probe: bool = True, keys: bool = True) -> SegmentSource:
