@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impress_sglang.precision.codec import LEVELS, NUM_PLANES, code_keys, code_values, restore
+from impress_sglang.precision.codec import (
+    LEVELS,
+    NUM_PLANES,
+    Codes,
+    code_keys,
+    code_values,
+    restore,
+)
 from impress_sglang.precision.floors import Floors
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
@@ -24,12 +31,14 @@ from impress_sglang.transfer.frames import CODE_PAGE
 from impress_sglang.transfer.resident import PartLoad, PartUse, ResidentPart, UsedUnits
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit.kv_factory import make_info, make_shape, random_kvs, write_kvs
-from tests.unit.waiting import wait_until
+from tests.unit.reading import wait_for_reads
 
 SHAPE = make_shape(
     layers=3, query_heads=6, kv_heads=2, key_dim=64, value_dim=32, probe=(), coded=True
 )
 BLOCK = 4096
+# What is in slots that nobody has filled.
+EMPTY = -77.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +48,23 @@ class CodedPart:
     num_tokens: int
     start: int = 0
     stop: int | None = None
+
+
+def restored(codes: Codes, planes: Tensor, part: slice = slice(None)) -> Tensor:
+    """Rows of a part of the tokens, of which each has so many planes."""
+    rows = restore(codes, LEVELS[0])[part]
+    for count in range(1, NUM_PLANES + 1):
+        rows = torch.where(planes >= count, restore(codes, LEVELS[count])[part], rows)
+    return rows
+
+
+def check_pool(pool: Tensor, rows: Tensor, expected: Tensor, *, empty: float = EMPTY) -> None:
+    """Rows of a pool hold this, but for a rounding or two, and no others were touched."""
+    slack = 2 * torch.finfo(pool.dtype).eps * float(expected.abs().max())
+    assert (pool[rows].float() - expected).abs().max() <= slack + 1e-5
+    others = torch.ones(len(pool), dtype=torch.bool)
+    others[rows] = False
+    assert (pool[others] == empty).all()
 
 
 def units_of(parts: Sequence[ResidentPart]) -> UsedUnits:
@@ -96,7 +122,7 @@ class CodedCase:
         self.num_tokens = self.keys.shape[1]
         self.slots = torch.randperm(self.num_tokens + 5)[: self.num_tokens]
         self.pools = [
-            torch.full((self.num_tokens + 5, shape.num_kv_heads, dim), -77.0, dtype=shape.dtype)
+            torch.full((self.num_tokens + 5, shape.num_kv_heads, dim), EMPTY, dtype=shape.dtype)
             for dim in (shape.key_dim, shape.value_dim)
             for _ in range(shape.num_layers)
         ]
@@ -137,7 +163,7 @@ class CodedCase:
         """All layers, to the end."""
         while self.source.next_ahead < self.shape.num_layers:
             self.source.read_ahead(waste_budget)
-        wait_until(lambda: not self.source.is_reading)
+        wait_for_reads(self.source)
 
     def layer_slots(self, layer: int) -> LayerSlots:
         """The slots of all tokens in a layer."""
@@ -161,25 +187,14 @@ class CodedCase:
             levels = planes[:, tokens - span.units[0] + first].T[..., None]
             first += len(span.units)
             for rows, own in zip(found, codes, strict=True):
-                kept = restore(own, LEVELS[0])[part]
-                for count in range(1, NUM_PLANES + 1):
-                    better = restore(own, LEVELS[count])[part]
-                    kept = torch.where(levels >= count, better, kept)
-                rows.append(kept)
+                rows.append(restored(own, levels, part))
         return [torch.cat(rows) for rows in found]
 
     def check(self, layer: int) -> None:
         """The slots hold what the levels say, and no others were touched."""
-        slots, planes = self.layer_slots(layer), self.levels(layer)
-        for own, expected in zip(
-            (slots.keys, slots.values), self.expected(layer, planes), strict=True
-        ):
-            slack = 2 * torch.finfo(own.pool.dtype).eps * float(expected.abs().max())
-            found = own.pool[self.slots].float()
-            assert (found - expected).abs().max() <= slack + 1e-5
-            others = torch.ones(len(own.pool), dtype=torch.bool)
-            others[self.slots] = False
-            assert (own.pool[others] == -77.0).all()
+        slots, expected = self.layer_slots(layer), self.expected(layer, self.levels(layer))
+        for own, rows in zip((slots.keys, slots.values), expected, strict=True):
+            check_pool(own.pool, self.slots, rows)
 
     def close(self) -> None:
         self.source.close()

@@ -14,7 +14,8 @@ from impress_sglang.storage.read_cost import ReadCost
 from impress_sglang.storage.reader import BlockReader
 from tests.unit import store_factory
 from tests.unit.coded_factory import CodedCase, CodedPart
-from tests.unit.source_factory import BLOCK, Case, Step, opened, reading, stepping
+from tests.unit.source_factory import BLOCK, Case, opened
+from tests.unit.step_engine import Step, reading, stepping
 
 bench = store_factory.bench
 store = store_factory.store

@@ -29,7 +29,7 @@ from impress_sglang.storage.catalog import Catalog
 from impress_sglang.storage.files import FileSystem
 from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
-from tests.unit.store_factory import DEFAULTS, open_source, rows
+from tests.unit.store_factory import DEFAULTS, look_again, open_source, rows, until
 
 SHAPE = kv.make_shape(dtype=torch.bfloat16, probe=())
 FAMILIES = 3
@@ -64,7 +64,6 @@ def write_forever(directory: Path, progress: Path) -> None:
                 file.write(f"{family} {length}\n")
     # It may be done before it is killed.
     time.sleep(1.0)
-    raise AssertionError("the writer was not killed")
 
 
 def lose_something(directory: Path, progress: Path) -> None:
@@ -75,11 +74,8 @@ def lose_something(directory: Path, progress: Path) -> None:
     (path,) = directory.rglob(f"{name}.kv")
     kv.flip_byte(path, path.stat().st_size - 4096)
     store.report(SegmentUnreadable(name, "a test"))
-    while store.summary()["segments_suspect"]:
-        store.poll()
-        time.sleep(0.001)
+    look_again(store)
     store.close()
-    raise AssertionError("the writer was not killed")
 
 
 def reorder_something(directory: Path, progress: Path) -> None:
@@ -95,11 +91,8 @@ def reorder_something(directory: Path, progress: Path) -> None:
         source.note_selection(layer, selected, torch.ones(head_groups, length))
     store.close_source(source)
     assert store.reorders.enqueue(force=True) == 1
-    while store.reorders.summary()["pending"]:
-        store.poll()
-        time.sleep(0.001)
+    until(store, lambda: not store.reorders.summary()["pending"])
     store.close()
-    raise AssertionError("the writer was not killed")
 
 
 WRITERS = {"loss": lose_something, "reorder": reorder_something}
@@ -210,6 +203,7 @@ def run_round(directory: Path, name: str) -> dict[str, Any]:
         if name in CRASH_POINTS:
             CRASH_POINTS[name]()
         WRITERS.get(name.partition(":")[0], write_forever)(directory, progress)
+        raise AssertionError("the writer was not killed")
 
     def wait() -> None:
         while not progress.exists():

@@ -6,12 +6,15 @@ import dataclasses
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from impress_sglang.importance.history import TokenHistory
+from impress_sglang.management.digests import prefix_digest
+from impress_sglang.management.stored import SegmentState, StoredSegment
 from impress_sglang.precision.floors import Floors
 from impress_sglang.storage.direct_io import AlignedBuffer
 from impress_sglang.storage.files import FileSystem
@@ -56,26 +59,40 @@ def make_info(
     shape: KVShape,
     tokens: Sequence[int],
     *,
-    chunk_tokens: int = 8,
     segment_id: str = "ab12",
-    quality: Quality = EXACT,
+    identity: str = IDENTITY,
     namespace: str = "",
-    prefix_len: int = 0,
     prefix_digest: str = "d0",
-    generation: int = 0,
+    prefix_len: int = 0,
+    chunk_tokens: int = 8,
+    **fields: Any,
 ) -> SegmentInfo:
-    return SegmentInfo(
-        segment_id=segment_id,
-        identity=IDENTITY,
+    place = segment_id, identity, namespace, prefix_digest, prefix_len
+    return SegmentInfo(*place, as_tokens(tokens), shape, chunk_tokens, **fields)
+
+
+def stored_segment(
+    name: str,
+    tokens: Sequence[int],
+    prefix: Sequence[int] = (),
+    *,
+    shape: KVShape | None = None,
+    namespace: str = "",
+    state: SegmentState = SegmentState.READY,
+    last_access: int = 0,
+    **fields: Any,
+) -> StoredSegment:
+    """A segment of a tree, after a prefix."""
+    info = make_info(
+        shape or make_shape(),
+        tokens,
+        segment_id=name,
         namespace=namespace,
-        prefix_digest=prefix_digest,
-        prefix_len=prefix_len,
-        tokens=as_tokens(tokens),
-        shape=shape,
-        chunk_tokens=chunk_tokens,
-        quality=quality,
-        generation=generation,
+        prefix_len=len(prefix),
+        prefix_digest=prefix_digest(namespace, as_tokens(prefix)),
+        **fields,
     )
+    return StoredSegment(info, info.layout().file_bytes, state, last_access=last_access)
 
 
 def random_mapping(info: SegmentInfo, seed: int) -> MappingLists:
@@ -215,14 +232,6 @@ def chunk_disk_bytes(
     rows = min(chunk_tokens, num_tokens - chunk * chunk_tokens)
     blocks, rest = divmod(rows * row_size(shape, column), DISK_BLOCK)
     return (blocks + bool(rest)) * DISK_BLOCK
-
-
-def rows_of(
-    shape: KVShape, keys: Tensor, values: Tensor, layer: int, column: Column, tokens: Tensor
-) -> Tensor:
-    """Keys or values of a column as any source must give them."""
-    whole = values[layer] if holds_values(shape, column) else keys[layer]
-    return whole[tokens][:, heads_of(shape, column)]
 
 
 def flip_byte(path: Path, offset: int) -> None:

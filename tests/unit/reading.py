@@ -15,6 +15,8 @@ from torch import Tensor
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.transfer.loader import LayerInputs, LoadStats, PrefixLoader
 from impress_sglang.transfer.slots import LayerSlots, Slots
+from impress_sglang.transfer.stored_source import StoredSource
+from tests.unit.waiting import wait_until
 
 SPARE = 3
 
@@ -75,6 +77,10 @@ def read_rows(
     )
     found_keys, found_values = own_keys.rows(), own_values.rows()
     return LayerRows(found_keys if keys else None, found_values if values else None)
+
+
+def wait_for_reads(source: StoredSource) -> None:
+    wait_until(lambda: not source.is_reading)
 
 
 def layer_inputs(shape: KVShape, seed: int) -> LayerInputs:

@@ -1,23 +1,17 @@
-"""Sources on segment files, the KVs that they must give, what each read must cost, and engines."""
+"""Sources on segment files, the KVs that they must give, and what each read must cost."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
-import math
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impress_sglang.storage.direct_io import read_exactly
-from impress_sglang.storage.engines import BlockEngine, Integers
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import Column, KVShape
 from impress_sglang.storage.reader import BlockReader
@@ -33,6 +27,7 @@ from tests.unit import kv_factory as kv
 from tests.unit.reading import read_rows
 
 BLOCK = 4096
+CUT_ROWS = kv.make_shape(query_heads=3, kv_heads=3, key_dim=128, value_dim=160, probe=(1,))
 # Tiny heads leave most of a chunk's stride to padding; the large ones fill it exactly, or have
 # several blocks to a chunk whose ends cut through rows, or several blocks to a row.
 SHAPES = {
@@ -46,17 +41,13 @@ SHAPES = {
     "full-stride-bfloat16": kv.make_shape(
         query_heads=8, kv_heads=2, key_dim=256, value_dim=256, dtype=torch.bfloat16, probe=(0,)
     ),
-    "cut-rows-float32": kv.make_shape(
-        query_heads=3, kv_heads=3, key_dim=128, value_dim=160, probe=(1,)
-    ),
+    "cut-rows-float32": CUT_ROWS,
     "long-rows-float32": kv.make_shape(query_heads=2, key_dim=500, value_dim=1500),
     "mqa-no-other-keys": kv.make_shape(query_heads=4, kv_heads=1, key_dim=32, probe=(0,)),
     "all-probed-float16": kv.make_shape(kv_heads=2, dtype=torch.float16, probe=(0, 1)),
     "no-probe-float32": kv.make_shape(key_dim=16, probe=()),
     "no-probe-bfloat16": kv.make_shape(key_dim=16, dtype=torch.bfloat16, probe=()),
-    "no-probe-cut-rows": kv.make_shape(
-        query_heads=3, kv_heads=3, key_dim=128, value_dim=160, probe=()
-    ),
+    "no-probe-cut-rows": dataclasses.replace(CUT_ROWS, probe_kv_heads=()),
     "no-probe-long-rows": kv.make_shape(
         query_heads=2, key_dim=1000, value_dim=1500, dtype=torch.float16, probe=()
     ),
@@ -176,32 +167,19 @@ class Case:
         assert isinstance(self.source, SegmentSource)
         return self.source
 
-    def request(self, needs: ReadNeeds | None = None, *, learns: bool = False) -> None:
+    def request(self, needs: ReadNeeds | None = None, **options: Any) -> None:
         """Another request begins: the source of the one before is closed."""
         if self.cache is None:
             self.source = MemorySource(self.shape, list(self.keys), list(self.values))
             return
         self.finish()
         self.cache.placement.advance()
-        self.source = self.make_source(needs, learns=learns)
+        self.source = self.make_source(needs, **options)
 
-    def make_source(
-        self,
-        needs: ReadNeeds | None = None,
-        *,
-        learns: bool = False,
-        reader: BlockReader | None = None,
-    ) -> SegmentSource:
+    def make_source(self, needs: ReadNeeds | None = None, **options: Any) -> SegmentSource:
         assert self.cache is not None
-        return SegmentSource(
-            self.shape,
-            self.spans,
-            reader or self.reader,
-            self.pool,
-            self.cache,
-            needs or ReadNeeds(),
-            learns=learns,
-        )
+        parts = self.shape, self.spans, self.reader, self.pool, self.cache
+        return SegmentSource(*parts, needs or ReadNeeds(), **options)
 
     def finish(self) -> None:
         if isinstance(self.source, SegmentSource):
@@ -493,132 +471,3 @@ def all_chunks(shape: KVShape, part: Part, path: Path) -> Iterator[tuple[int, Co
             if size:
                 yield layer, column, chunk, offset
             offset += size
-
-
-@contextlib.contextmanager
-def reading(depth: int = 3, engine: str = "auto") -> Iterator[BlockReader]:
-    reader = BlockReader(depth, engine=engine)
-    try:
-        yield reader
-    finally:
-        reader.close()
-
-
-class StepEngine:
-    """Reads one block run for each `allow`, oldest first, and keeps what was asked for.
-
-    `started` are (descriptor, offset, size) in the order in which reads were begun.
-    """
-
-    name = "step"
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self.started: list[tuple[int, int, int]] = []
-        self.most_in_flight = 0
-        self.closed = False
-        self._waiting: dict[int, tuple[int, int, int, int]] = {}
-        self._numbers = iter(range(1 << 62))
-        self._allowed = 0
-        self._changed = threading.Condition()
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def started_bytes(self) -> int:
-        return sum(size for _, _, size in self.started)
-
-    def start(
-        self, descriptors: Integers, offsets: Integers, addresses: Integers, sizes: Integers
-    ) -> Integers:
-        numbers = []
-        with self._changed:
-            columns = (descriptors, offsets, addresses, sizes)
-            for read in zip(*(column.tolist() for column in columns), strict=True):
-                numbers.append(next(self._numbers))
-                self._waiting[numbers[-1]] = read
-                self.started.append((read[0], read[1], read[3]))
-            self.most_in_flight = max(self.most_in_flight, len(self._waiting))
-            assert len(self._waiting) <= self.depth
-            self._changed.notify_all()
-        return np.array(numbers, np.int64)
-
-    def finish(self, at_least: int = 1) -> tuple[Integers, Integers]:
-        with self._changed:
-            assert self._waiting
-            self._changed.wait_for(lambda: self._allowed)
-            self._allowed -= 1
-            number = min(self._waiting)
-            descriptor, offset, address, size = self._waiting[number]
-            target = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-            try:
-                read_exactly(descriptor, offset, target)
-                result = size
-            except EOFError:
-                result = 0
-            except OSError as error:
-                result = -(error.errno or 5)
-            del self._waiting[number]
-            self._changed.notify_all()
-        return np.array([number]), np.array([result])
-
-    def close(self) -> None:
-        assert not self._waiting
-        self.closed = True
-
-    def allow(self, count: int = 1 << 60) -> None:
-        """Let so many reads end."""
-        with self._changed:
-            self._allowed += count
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Let no more reads end than have ended."""
-        with self._changed:
-            self._allowed = 0
-
-    def wait_started(self, count: int) -> None:
-        """Wait until so many reads were begun, in all."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.started) >= count, timeout=20)
-
-
-Step = tuple[BlockReader, StepEngine]
-
-
-class OneEngine(FileSystem):
-    """The operating system's files, read by an engine of the test."""
-
-    def __init__(self, engine: BlockEngine) -> None:
-        self._engine = engine
-
-    def engine(self, name: str, depth: int) -> BlockEngine:
-        return self._engine
-
-
-@contextlib.contextmanager
-def stepping(depth: int, *, patience: float = math.inf) -> Iterator[Step]:
-    """A reader whose reads end when the test says so; at the end all do."""
-    with with_engine(StepEngine(depth), patience=patience) as (reader, engine):
-        yield reader, engine
-
-
-@contextlib.contextmanager
-def counting() -> Iterator[Step]:
-    """A reader that keeps what it reads, at full speed."""
-    engine = StepEngine(3)
-    engine.allow()
-    with with_engine(engine) as (reader, _):
-        yield reader, engine
-
-
-@contextlib.contextmanager
-def with_engine(engine: StepEngine, *, patience: float = math.inf) -> Iterator[Step]:
-    reader = BlockReader(engine.depth, OneEngine(engine), patience=patience)
-    try:
-        yield reader, engine
-    finally:
-        engine.allow()
-        reader.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +24,6 @@ from impress_sglang.storage.catalog import Catalog, CatalogEntry
 from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.layout import KVShape
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import Priority
 from impress_sglang.storage.writer import LayerReader, WriteAbandoned
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit import kv_factory as kv
@@ -112,13 +113,11 @@ class Workbench:
         *,
         namespace: str = "",
         quality: Quality = EXACT,
-        available_from: int = 0,
         min_tokens: int = 1,
         read_layers: Callable[[int], LayerReader] | None = None,
-        holder: object = None,
-        ttl: float = 0.0,
-        priority: Priority = Priority.NORMAL,
+        **options: Any,
     ) -> StoreOutcome:
+        """`options` are those of an `Offer`."""
         kvs = kv.SequenceKVs(self.shape, namespace, tuple(tokens), quality)
         thread = threading.current_thread()
 
@@ -131,21 +130,9 @@ class Workbench:
             if isinstance(read_layers, Gate):
                 read_layers.abandon()
 
-        outcome = store.writes.offer(
-            namespace,
-            Offer(
-                kv.as_tokens(tokens),
-                read_layers or kvs.read_from,
-                done,
-                abandon,
-                available_from=available_from,
-                quality=quality,
-                min_tokens=min_tokens,
-                holder=holder,
-                ttl=ttl,
-                priority=priority,
-            ),
-        )
+        own = kv.as_tokens(tokens), read_layers or kvs.read_from, done, abandon
+        offer = Offer(*own, min_tokens=min_tokens, quality=quality, **options)
+        outcome = store.writes.offer(namespace, offer)
         store.check_integrity()
         return outcome
 
@@ -163,6 +150,11 @@ class Workbench:
         assert self.offer(store, tokens, **options) is StoreOutcome.ACCEPTED
         store.writes.drain()
         store.check_integrity()
+
+    def put_all(self, store: PrefixStore, *numbers: int, **options: Any) -> None:
+        """The prompts of these numbers, one after the other."""
+        for number in numbers:
+            self.put(store, prompt(number), **options)
 
     def files(self) -> set[str]:
         """Names of the segment files, finished or not."""
@@ -224,6 +216,11 @@ def length(store: PrefixStore, tokens: Sequence[int], **options: Any) -> int:
     return look_up(store, tokens, **options).num_tokens
 
 
+def lengths(store: PrefixStore, *numbers: int, **options: Any) -> list[int]:
+    """Of the prompts of these numbers."""
+    return [length(store, prompt(number), **options) for number in numbers]
+
+
 def use(store: PrefixStore, tokens: Sequence[int]) -> None:
     """A request that reads the whole prefix: what counts as an access."""
     match = look_up(store, tokens)
@@ -261,24 +258,21 @@ def check_rows(
     namespace: str = "",
     quality: Quality = EXACT,
     rows_of: Quality = EXACT,
-    start: int = 0,
-    stop: int | None = None,
 ) -> None:
-    """The whole of `tokens` is stored, and [start, stop) of it is read back right.
+    """The whole of `tokens` is stored, and is read back right.
 
     `quality` is what the request takes, `rows_of` what it must get.
     """
     match = look_up(store, tokens, namespace, quality=quality)
     assert match.num_tokens == len(tokens)
-    stop = len(tokens) if stop is None else stop
     shape = store._shape
     expected = kv.SequenceKVs(shape, namespace, tuple(tokens), rows_of)
-    source = open_source(store, match, start, stop)
+    source = open_source(store, match)
     try:
         for layer in range(shape.num_layers):
             keys, values = rows(shape, source, layer)
-            assert torch.equal(keys, expected.keys(layer)[start:stop])
-            assert torch.equal(values, expected.values(layer)[start:stop])
+            assert torch.equal(keys, expected.keys(layer))
+            assert torch.equal(values, expected.values(layer))
     finally:
         store.close_source(source)
 
@@ -344,13 +338,23 @@ def name_of(store: PrefixStore, tokens: Sequence[int], number: int = 0, **option
     return look_up(store, tokens, **options).spans[number].segment.segment_id
 
 
+def index_in(folder: Path) -> dict[str, CatalogEntry]:
+    """What the next process finds in the index of a store."""
+    with contextlib.closing(Catalog(FileSystem(), folder)) as catalog:
+        return catalog.entries()
+
+
 def index_of(bench: Workbench) -> dict[str, CatalogEntry]:
-    """What the next process finds in the index."""
+    """Of the only store of a directory."""
     (path,) = bench.root.glob("*/catalog.sqlite")
-    catalog = Catalog(FileSystem(), path.parent)
-    found = catalog.entries()
-    catalog.close()
-    return found
+    return index_in(path.parent)
+
+
+def change_index(root: Path, statement: str, *values: object) -> int:
+    """By hand, in the only index below a folder; returns in how many rows."""
+    (path,) = root.rglob("catalog.sqlite")
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        return connection.execute(statement, values).rowcount
 
 
 def three_prefixes(bench: Workbench, **options: Any) -> PrefixStore:

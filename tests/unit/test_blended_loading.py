@@ -13,7 +13,6 @@ from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable, SegmentUnreadable
 from impress_sglang.management.policies import LoadOptions
-from impress_sglang.management.versions import Version
 from impress_sglang.precision.codec import GROUP_TOKENS, code_keys, code_values
 from impress_sglang.precision.codec import restore as restore_codes
 from impress_sglang.serving import blended_loading
@@ -26,6 +25,7 @@ from impress_sglang.transfer.slots import LayerSlots
 from tests.unit import blending_desk
 from tests.unit.blending_desk import ROTATION, SHAPE, Desk, texts
 from tests.unit.kv_factory import SequenceKVs
+from tests.unit.spying import calls_of
 from tests.unit.store_factory import Workbench
 
 bench = blending_desk.bench
@@ -101,14 +101,7 @@ def test_the_planes_that_all_units_get_are_certain(
     bench: Workbench, bits: float, later: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So they are read ahead, and with the base."""
-    asked: list[int] = []
-    read_units = CodedSource.read_units
-
-    def read(self: CodedSource, layer: int, number: int, raised: Tensor) -> Tensor:
-        asked.append(layer)
-        return read_units(self, layer, number, raised)
-
-    monkeypatch.setattr(CodedSource, "read_units", read)
+    asked = calls_of(monkeypatch, CodedSource, "read_units")
     desk = Desk(bench, (0, 1, 2), base_error=0.0)
     plan = desk.planned(texts(2, 1, 0), wanted=LoadOptions(bits=bits, blend=0.0))
     restore(desk, plan, SHAPE)
@@ -141,16 +134,9 @@ def test_of_many_runs_of_a_segment_it_is_looked_at_once(
     plan = desk.planned([4, *texts(1), 5, *texts(0), 6, *texts(1)])
     assert len(plan.runs) == 3
     expected = [desk.store.forecast.coded_bytes([span]).expected(6.0) for span in plan.spans]
-    versions, looked = desk.store.versions, [0]
-    tiers = versions.code_tiers
-
-    def counted(version: Version) -> Any:
-        looked[0] += 1
-        return tiers(version)
-
-    monkeypatch.setattr(versions, "code_tiers", counted)
+    looked = calls_of(monkeypatch, desk.store.versions, "code_tiers")
     found = desk.store.forecast.coded_bytes(plan.spans).expected(6.0)
-    assert found == pytest.approx(sum(expected)) and looked == [1]
+    assert found == pytest.approx(sum(expected)) and len(looked) == 1
 
 
 def test_runs_of_a_group_have_no_page_in_common(bench: Workbench) -> None:
@@ -169,10 +155,15 @@ def test_runs_of_a_group_have_no_page_in_common(bench: Workbench) -> None:
     assert meetings, "neighbours in the segment share the page in which they meet"
 
 
+def two_segments(bench: Workbench, **options: Any) -> tuple[Desk, BlendPlan]:
+    """A prompt of documents 1 and 0, which stand in segments of their own."""
+    desk = Desk(bench, (0,), (1,), **options)
+    return desk, desk.planned([4, *texts(1), 5, *texts(0)])
+
+
 def test_what_cannot_be_opened_is_given_back(bench: Workbench) -> None:
     """What was opened before is closed, and the segment that is bad is named."""
-    desk = Desk(bench, (0,), (1,))
-    plan = desk.planned([4, *texts(1), 5, *texts(0)])
+    desk, plan = two_segments(bench)
     bad = plan.runs[1].span.segment.segment_id
     bench.file_of(bad).unlink()
     with pytest.raises(PrefixUnreadable) as caught:
@@ -181,48 +172,24 @@ def test_what_cannot_be_opened_is_given_back(bench: Workbench) -> None:
     desk.store.report(caught.value)
 
 
-def two_segments(desk: Desk, bench: Workbench) -> BlendPlan:
-    """A prompt of documents 1 and 0, which stand in segments of their own."""
-    bench.put(desk.store, texts(0))
-    bench.put(desk.store, texts(1))
-    plan = desk.planned([4, *texts(1), 5, *texts(0)])
-    return plan
-
-
-def opening(desk: Desk, plan: BlendPlan, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
-    """What loads a plan, and how many sources it has opened, and not closed."""
-    open_now = [0]
-    opens, closes = blended_loading.open_group, desk.store.close_source
-
-    def opened(*arguments: Any) -> Any:
-        open_now[0] += 1
-        return opens(*arguments)
-
-    def closed(source: Any) -> None:
-        open_now[0] -= 1
-        closes(source)
-
-    monkeypatch.setattr(blended_loading, "open_group", opened)
-    monkeypatch.setattr(desk.store, "close_source", closed)
-    return desk.loading(plan), open_now
-
-
 def test_at_most_one_block_is_open_ahead(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = Desk(bench, block=50, readahead=1.0)
-    loading, open_now = opening(desk, two_segments(desk, bench), monkeypatch)
-    assert open_now == [1] and len(loading.blocks) == 9
+    desk, plan = two_segments(bench, block=50, readahead=1.0)
+    opened = calls_of(monkeypatch, blended_loading, "open_group")
+    closed = calls_of(monkeypatch, desk.store, "close_source")
+    loading = desk.loading(plan)
+    assert (len(opened), len(closed), len(loading.blocks)) == (1, 0, 9)
     for number in range(9):
         loading.begin_block(number)
-        assert open_now[0] <= 4, "two blocks, each of which may have both documents"
+        open_now = len(opened) - len(closed)
+        assert open_now <= 4, "two blocks, each of which may have both documents"
         loading.end_block(number)
-    assert open_now == [0]
+    assert len(opened) == len(closed)
     loading.close()
 
 
 def test_what_is_not_needed_yet_may_be_gone(bench: Workbench) -> None:
     """A block is blended although the next one cannot be opened, and that says so when it comes."""
-    desk = Desk(bench, block=100, readahead=1.0)
-    plan = two_segments(desk, bench)
+    desk, plan = two_segments(bench, block=100, readahead=1.0)
     bad = plan.runs[1].span.segment.segment_id
     bench.file_of(bad).unlink()
     loading = desk.loading(plan)
@@ -237,8 +204,7 @@ def test_what_is_not_needed_yet_may_be_gone(bench: Workbench) -> None:
 
 
 def test_what_cannot_be_read_is_computed_and_the_rest_reused(bench: Workbench) -> None:
-    desk = Desk(bench, block=100)
-    plan = two_segments(desk, bench)
+    desk, plan = two_segments(bench, block=100)
     bad, good = (run.span.segment.segment_id for run in plan.runs)
     loading = desk.loading(plan)
     error = SegmentUnreadable(bad, "a test")
@@ -256,7 +222,6 @@ def test_what_cannot_be_read_is_computed_and_the_rest_reused(bench: Workbench) -
 
 def test_what_is_read_ahead_is_a_part(bench: Workbench) -> None:
     """A queue that asks for the rest must not hear that nothing is left."""
-    desk = Desk(bench, block=100)
-    plan = two_segments(desk, bench)
+    _, plan = two_segments(bench, block=100)
     read: Any = SimpleNamespace(unread=0.25, num_tokens=99)
     assert plan.unread(read) == pytest.approx(1 - 0.75 * 99 / 401)

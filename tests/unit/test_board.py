@@ -140,24 +140,19 @@ DAY = 'sglang:impress_write_budget_bytes{instance="a", kind="day"}'
 STORIES = {
     "refused for want of a budget": ("ImpressWriteBudgetSpent", {BUDGET: "0+1x120"}, "60m", True),
     "stored": ("ImpressWriteBudgetSpent", {BUDGET: "7x120"}, "60m", False),
-    "more written than allowed": (
-        "ImpressWearsTheDrive",
-        {WRITTEN: "0+1000000x1440", DAY: "1000000000x1440"},
-        "1440m",
-        True,
-    ),
-    "less written than allowed": (
-        "ImpressWearsTheDrive",
-        {WRITTEN: "0+1000000x1440", DAY: "2000000000x1440"},
-        "1440m",
-        False,
-    ),
-    "nothing is said of what is allowed": (
-        "ImpressWearsTheDrive",
-        {WRITTEN: "0+1000000000x1440", DAY: "0x1440"},
-        "1440m",
-        False,
-    ),
+    **{
+        name: (
+            "ImpressWearsTheDrive",
+            {WRITTEN: f"0+{new}x1440", DAY: f"{day}x1440"},
+            "1440m",
+            over,
+        )
+        for name, new, day, over in (
+            ("more written than allowed", 10**6, 10**9, True),
+            ("less written than allowed", 10**6, 2 * 10**9, False),
+            ("nothing is said of what is allowed", 10**9, 0, False),
+        )
+    },
 }
 
 

@@ -22,7 +22,8 @@ from impress_sglang.storage.reader import BlockReader
 from impress_sglang.transfer.buffers import BufferPool, LayerBuffer, PooledMemory, Tenant
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
-from tests.unit.source_factory import BLOCK, Step, StepEngine, reading, stepping
+from tests.unit.source_factory import BLOCK
+from tests.unit.step_engine import Step, StepEngine, reading, stepping
 from tests.unit.waiting import TIMEOUT, wait_until
 
 MIB = 1 << 20

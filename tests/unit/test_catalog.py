@@ -15,6 +15,7 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.quality import Quality
 from tests.faults import SQL, FaultyFileSystem, Rule
 from tests.unit.kv_factory import make_info, make_shape
+from tests.unit.store_factory import change_index, index_in
 
 SHAPE = make_shape(probe=())
 REFUSALS = {
@@ -49,21 +50,13 @@ def catalog(files: FaultyFileSystem, tmp_path: Path) -> Iterator[Catalog]:
     catalog.close()
 
 
-def seen_by_others(directory: Path) -> dict[str, CatalogEntry]:
-    """What the next process finds."""
-    catalog = Catalog(FileSystem(), directory)
-    entries = catalog.entries()
-    catalog.close()
-    return entries
-
-
 def test_rows_are_read_back(catalog: Catalog, tmp_path: Path) -> None:
     coded = make_info(dataclasses.replace(SHAPE, coded=True), range(8), segment_id="c")
     wanted = [entry("a"), entry("b", 300, last_access=7, hits=3), CatalogEntry(coded, 1)]
     for own in wanted:
         catalog.add(own)
 
-    for found in (catalog.entries(), seen_by_others(tmp_path)):
+    for found in (catalog.entries(), index_in(tmp_path)):
         assert sorted(found) == ["a", "b", "c"]
         assert all(same(found[own.info.segment_id], own) for own in wanted)
         assert [found[name].info.shape.coded for name in "abc"] == [False, False, True]
@@ -77,7 +70,7 @@ def test_changes(catalog: Catalog, tmp_path: Path) -> None:
     catalog.replace("b", entry("c", last_access=2))
     catalog.record_uses([("c", 9, 4, ""), ("unknown", 9, 4, "")])
 
-    found = seen_by_others(tmp_path)
+    found = index_in(tmp_path)
 
     assert sorted(found) == ["below", "c"]
     assert same(found["c"], entry("c", last_access=9, hits=4))
@@ -99,11 +92,11 @@ def test_changes_that_are_refused_are_made_later(
         ):
             with pytest.raises((sqlite3.Error, OSError)):
                 change()
-        assert sorted(seen_by_others(tmp_path)) == ["kept", "old", "older"], "all or none"
+        assert sorted(index_in(tmp_path)) == ["kept", "old", "older"], "all or none"
 
     catalog.flush()
 
-    found = seen_by_others(tmp_path)
+    found = index_in(tmp_path)
     assert sorted(found) == ["kept", "new", "newer"]
     assert same(found["kept"], entry("kept", last_access=9, hits=4))
     catalog.flush()
@@ -122,7 +115,7 @@ def test_changes_that_wait_are_made_with_the_next_one_in_their_order(
 
     catalog.add(entry("b"))
 
-    assert list(seen_by_others(tmp_path)) == ["b"]
+    assert list(index_in(tmp_path)) == ["b"]
 
 
 @pytest.fixture
@@ -138,13 +131,13 @@ def test_more_changes_than_may_wait_are_made_at_once(
     """As at a start without an index."""
     entries = [entry(str(number)) for number in range(10)]
     catalog.add(*entries)
-    assert len(seen_by_others(tmp_path)) == 10
+    assert len(index_in(tmp_path)) == 10
     catalog.record_uses([(own.info.segment_id, 9, 4, "") for own in entries])
-    assert all(own.hits == 4 for own in seen_by_others(tmp_path).values())
+    assert all(own.hits == 4 for own in index_in(tmp_path).values())
     catalog.remove(*map(str, range(9)))
-    assert list(seen_by_others(tmp_path)) == ["9"]
+    assert list(index_in(tmp_path)) == ["9"]
     catalog.begin_with(entries)
-    assert len(seen_by_others(tmp_path)) == 10
+    assert len(index_in(tmp_path)) == 10
 
 
 def test_what_was_made_of_many_changes_stays_and_the_rest_waits(
@@ -154,11 +147,11 @@ def test_what_was_made_of_many_changes_stays_and_the_rest_waits(
     with files.faults.injected(Rule("ENOSPC", "sql.commit", after=1)):
         with pytest.raises(sqlite3.Error):
             catalog.add(*(entry(str(number)) for number in range(1, 6)))
-        assert sorted(seen_by_others(tmp_path)) == ["0", "1", "2"]
+        assert sorted(index_in(tmp_path)) == ["0", "1", "2"]
 
     catalog.flush()
 
-    assert len(seen_by_others(tmp_path)) == 6
+    assert len(index_in(tmp_path)) == 6
 
 
 def test_an_index_that_is_made_anew_is_the_old_one_until_it_is_whole(
@@ -169,11 +162,11 @@ def test_an_index_that_is_made_anew_is_the_old_one_until_it_is_whole(
     with files.faults.injected(Rule("ENOSPC", "sql.insert", after=15)):
         with pytest.raises(sqlite3.Error):
             catalog.begin_with(new)
-        assert list(seen_by_others(tmp_path)) == ["old"]
+        assert list(index_in(tmp_path)) == ["old"]
 
     catalog.flush()
 
-    assert len(seen_by_others(tmp_path)) == 10
+    assert len(index_in(tmp_path)) == 10
 
 
 def test_of_changes_that_are_refused_for_too_long_the_oldest_are_forgotten(
@@ -192,7 +185,7 @@ def test_of_changes_that_are_refused_for_too_long_the_oldest_are_forgotten(
 
     catalog.flush()
 
-    assert sorted(seen_by_others(tmp_path)) == ["c", "d", "e"]
+    assert sorted(index_in(tmp_path)) == ["c", "d", "e"]
 
 
 def test_who_only_reads_changes_nothing(catalog: Catalog, tmp_path: Path) -> None:
@@ -237,14 +230,7 @@ def test_a_database_that_takes_no_changes_is_made_anew(
 
     assert "rebuilding" in caplog.text
     catalog.add(entry("c"))
-    assert sorted(seen_by_others(tmp_path)) == ["b", "c"]
-
-
-def change_by_hand(directory: Path, statement: str) -> None:
-    connection = sqlite3.connect(directory / "catalog.sqlite")
-    with connection:
-        connection.execute(statement)
-    connection.close()
+    assert sorted(index_in(tmp_path)) == ["b", "c"]
 
 
 def test_a_flipped_bit_of_the_tables_makes_the_index_anew(tmp_path: Path) -> None:
@@ -271,7 +257,7 @@ def test_a_row_that_is_unsound_leaves(catalog: Catalog, tmp_path: Path) -> None:
     """It has tokens of a prompt, and nobody knows whose they are."""
     catalog.add(entry("a"), entry("b"))
     catalog.close()
-    change_by_hand(tmp_path, "UPDATE segments SET segment_id = 'A' WHERE segment_id = 'a'")
+    change_index(tmp_path, "UPDATE segments SET segment_id = 'A' WHERE segment_id = 'a'")
     assert list(catalog.entries()) == ["b"]
 
     catalog.flush()
@@ -296,9 +282,9 @@ def test_a_row_that_cannot_be_is_a_damaged_database(
 ) -> None:
     catalog.add(entry("a"))
     catalog.close()
-    change_by_hand(tmp_path, damage)
+    change_index(tmp_path, damage)
 
     assert catalog.entries() == {}
     catalog.add(entry("b"))
 
-    assert list(seen_by_others(tmp_path)) == ["b"]
+    assert list(index_in(tmp_path)) == ["b"]

@@ -12,20 +12,15 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState, StoredSegment
 from impress_sglang.storage.segment import Priority
 from impress_sglang.tiers.placement import Tier
-from tests.unit import store_factory
-from tests.unit.kv_factory import SequenceKVs
-from tests.unit.store_factory import Gate, Workbench, check_rows, look_up, prompt, use
+from tests.unit.store_factory import Workbench, check_rows, look_up, lose, name_of, prompt, use
 from tests.unit.test_store_reordering import reorder, select
-
-bench = store_factory.bench
 
 
 @pytest.fixture
 def used(bench: Workbench) -> PrefixStore:
     """20 segments, some of them in a cache, one that builds on another."""
     store = bench.open(device_gb=1e-3, host_gb=1e-3)
-    for number in range(19):
-        bench.put(store, prompt(number))
+    bench.put_all(store, *range(19))
     bench.put(store, prompt(3, 16))
     for number in (1, 2, 3):
         check_rows(store, prompt(number))
@@ -58,11 +53,10 @@ def test_the_store_may_change_between_steps(
     bench: Workbench, used: PrefixStore, looked: list[StoredSegment]
 ) -> None:
     there = set(used.tree.segments())
-    gate = Gate(SequenceKVs(bench.shape, "", prompt(40)))
     for number, _ in enumerate(used.checks.steps()):
         if number == 0:
-            store_factory.lose(bench, used, look_up(used, prompt(3)).spans[0].segment.segment_id)
-            bench.offer(used, prompt(40), read_layers=gate)
+            lose(bench, used, name_of(used, prompt(3)))
+            gate = bench.begin(used, prompt(40))
         if number == 1:
             gate.opened.set()
             used.writes.drain()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -25,9 +27,7 @@ SHAPE = make_shape(
     layers=2, kv_heads=3, query_heads=3, key_dim=12, value_dim=8, dtype=torch.bfloat16
 )
 # Keys of 3 pages and values of 2, of each head.
-HEAD_GROUPS = make_shape(
-    layers=2, kv_heads=3, query_heads=3, key_dim=12, value_dim=8, dtype=torch.bfloat16, probe=()
-)
+HEAD_GROUPS = dataclasses.replace(SHAPE, probe_kv_heads=())
 
 
 def make_cache(device_pages: int, host_pages: int, shape: KVShape = SHAPE) -> ChunkCache:
@@ -180,8 +180,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def integrity(self) -> None:
-        if hasattr(self, "bench"):
-            self.bench.cache.check_integrity()
+        self.bench.cache.check_integrity()
 
     def teardown(self) -> None:
         if hasattr(self, "bench"):
@@ -241,12 +240,12 @@ def test_sizes_are_rounded_down_to_pages() -> None:
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_a_cache_that_does_not_fit_is_a_config_error_that_names_its_option(tier: str) -> None:
+def test_a_cache_that_does_not_fit_is_a_config_error_that_names_size_and_option(tier: str) -> None:
     sizes = {"device_bytes": 0, "host_bytes": 0, f"{tier}_bytes": 1 << 50}
     # Large pages: the table of free ones must not be what does not fit.
     page = PageShape.of(make_shape(key_dim=1 << 24, value_dim=1 << 24), 4096)
 
-    with pytest.raises(ConfigError, match=f"--impress-{tier}-gb"):
+    with pytest.raises(ConfigError, match=rf"1125899\.9 GB.*--impress-{tier}-gb"):
         ChunkCache(page, 1, GivenPriorities(), device=CPU, **sizes)
 
 

@@ -23,20 +23,19 @@ from impress_sglang.storage.files import FileSystem
 from impress_sglang.storage.segment import FORMAT_VERSION
 from tests.faults import SQL, FaultyFileSystem, Killed, Rule
 from tests.faulty_database import cut_database
-from tests.unit import store_factory
 from tests.unit.kv_factory import IDENTITY, flip_byte
 from tests.unit.store_factory import (
     OTHER_IDENTITY,
     Workbench,
     check_rows,
     check_three_prefixes,
+    index_in,
     length,
     prompt,
     three_prefixes,
     use,
 )
 
-bench = store_factory.bench
 Said = pytest.CaptureFixture[str]
 REMAINS = "9" * 32
 # Of two that are alike the one that is not kept.
@@ -67,10 +66,7 @@ def removed(said: Said, bench: Workbench, *options: str) -> dict[str, tuple[int,
 
 
 def index_of(bench: Workbench) -> dict[str, CatalogEntry]:
-    catalog = Catalog(FileSystem(), bench.root / IDENTITY)
-    entries = catalog.entries()
-    catalog.close()
-    return entries
+    return index_in(bench.root / IDENTITY)
 
 
 def segment_of(bench: Workbench, num_tokens: int) -> str:

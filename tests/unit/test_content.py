@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,29 +21,8 @@ from impress_sglang.management.content import (
 from impress_sglang.management.stored import SegmentState, StoredSegment, StoredSpan
 from impress_sglang.storage.quality import EXACT, Quality
 from impress_sglang.storage.segment import Tokens
-from tests.unit.kv_factory import as_tokens, make_info, make_shape
-
-SHAPE = make_shape()
-
-
-def segment_of(
-    name: str,
-    tokens: Sequence[int],
-    namespace: str = "",
-    quality: Quality = EXACT,
-    state: SegmentState = SegmentState.READY,
-    prefix_len: int = 0,
-) -> StoredSegment:
-    info = make_info(
-        SHAPE,
-        tokens,
-        segment_id=name,
-        namespace=namespace,
-        quality=quality,
-        prefix_len=prefix_len,
-        prefix_digest="",
-    )
-    return StoredSegment(info, 1, state)
+from tests.unit.kv_factory import as_tokens, stored_segment
+from tests.unit.spying import calls_of
 
 
 def index_of(*segments: StoredSegment) -> ContentIndex:
@@ -72,7 +50,7 @@ def places(runs: Sequence[Run]) -> list[tuple[int, int, str, int]]:
 def test_how_long_it_must_be(length: int) -> None:
     """What does not hold a window of the segment may be missed; 127 tokens always hold one."""
     stored = text(1, 1000)
-    index = index_of(segment_of("s", stored))
+    index = index_of(stored_segment("s", stored))
     found = [
         bool(find(index, as_tokens([5000, *stored[start : start + length], 5000])))
         for start in range(1000 - length)
@@ -83,7 +61,7 @@ def test_how_long_it_must_be(length: int) -> None:
 
 def test_the_scan_begins_behind_what_is_known() -> None:
     stored = text(1, 500)
-    index = index_of(segment_of("s", stored))
+    index = index_of(stored_segment("s", stored))
     assert places(find(index, as_tokens(stored), 100)) == [(100, 500, "s", 100)]
     assert find(index, as_tokens(stored), 437) == ()
     assert find(index, as_tokens(stored), 500) == ()
@@ -92,8 +70,8 @@ def test_the_scan_begins_behind_what_is_known() -> None:
 
 def test_of_several_segments_the_longest_run_is_taken() -> None:
     document = text(1, 300)
-    short = segment_of("short", document[:200])
-    long = segment_of("long", document)
+    short = stored_segment("short", document[:200])
+    long = stored_segment("long", document)
     index = index_of(short, long)
     assert places(find(index, as_tokens(document))) == [(0, 300, "long", 0)]
     index.discard(long)
@@ -112,13 +90,15 @@ def test_of_several_segments_the_longest_run_is_taken() -> None:
 )
 def test_what_is_never_found(namespace: str, quality: Quality, state: SegmentState) -> None:
     document = text(1, 300)
-    index = index_of(segment_of("s", document, namespace, quality, state))
+    index = index_of(
+        stored_segment("s", document, namespace=namespace, quality=quality, state=state)
+    )
     assert find(index, as_tokens(document)) == ()
 
 
 def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """All windows of all texts have one key: only tokens tell them apart."""
-    stored = segment_of("s", text(1, 200))
+    stored = stored_segment("s", text(1, 200))
     index = ContentIndex()
     monkeypatch.setattr(
         ContentIndex,
@@ -144,14 +124,14 @@ def test_equal_hashes_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nobody_can_foretell_where_windows_stand() -> None:
-    one, other = (index_of(segment_of("s", text(1, 640))) for _ in range(2))
+    one, other = (index_of(stored_segment("s", text(1, 640))) for _ in range(2))
     assert len(one) == len(other) == 10
     assert not np.intersect1d(one._table.keys[:10], other._table.keys[:10]).size
 
 
 def test_what_is_everywhere_is_kept_a_few_times() -> None:
     boilerplate = text(1, 64)
-    segments = [segment_of(f"s{n}", [*boilerplate, *text(100 + n, 64)]) for n in range(50)]
+    segments = [stored_segment(f"s{n}", [*boilerplate, *text(100 + n, 64)]) for n in range(50)]
     index = index_of(*segments)
     assert len(index) == 50 + SAME_WINDOWS
     for segment in segments:
@@ -166,32 +146,18 @@ def test_what_a_search_does_is_linear(
     monkeypatch: pytest.MonkeyPatch, length: int, state: SegmentState
 ) -> None:
     """Also of text that is known at each of its places, in pieces, or where nobody may read."""
-    compared = [0]
-
-    def equal_around(*arguments: Any) -> tuple[int, int]:
-        found = windows_equal_around(*arguments)
-        compared[0] += sum(found) + 1
-        return found
-
-    windows_equal_around = windows.equal_around
-    monkeypatch.setattr(windows, "equal_around", equal_around)
-    looked, find_window = [0], windows.find_window
-
-    def counted(*arguments: Any) -> tuple[int, int]:
-        looked[0] += 1
-        return find_window(*arguments)
-
-    monkeypatch.setattr(windows, "find_window", counted)
-    index = index_of(*(segment_of(f"s{n}", [3] * length, state=state) for n in range(6)))
+    compared = calls_of(monkeypatch, windows, "equal_around")
+    looked = calls_of(monkeypatch, windows, "find_window")
+    index = index_of(*(stored_segment(f"s{n}", [3] * length, state=state) for n in range(6)))
     found = find(index, as_tokens([3] * 20_000))
     assert bool(found) == (state is SegmentState.READY)
-    assert compared[0] <= 2 * SAME_WINDOWS * 20_000
-    assert looked[0] <= 20_000 // WINDOW_TOKENS + WINDOW_TOKENS + 1
+    assert sum(sum(call.result) + 1 for call in compared) <= 2 * SAME_WINDOWS * 20_000
+    assert len(looked) <= 20_000 // WINDOW_TOKENS + WINDOW_TOKENS + 1
 
 
 def test_a_prompt_is_looked_for_again_only_if_the_index_has_changed() -> None:
     tokens = as_tokens([*text(1, 300), *text(2, 300)])
-    first, second = (segment_of(f"s{n}", text(n, 300)) for n in (1, 2))
+    first, second = (stored_segment(f"s{n}", text(n, 300)) for n in (1, 2))
     index = index_of(first)
     found = index.find("", tokens)
     assert index.find("", tokens, 0, found) is found
@@ -247,7 +213,7 @@ def test_a_table_has_what_was_put_and_not_removed(seed: int) -> None:
 
 def test_a_table_that_grows_forgets_nothing_and_moves_nothing() -> None:
     """But the entries of a bucket or two for each that is new."""
-    segments = [segment_of(f"s{n}", text(n, 640)) for n in range(3000)]
+    segments = [stored_segment(f"s{n}", text(n, 640)) for n in range(3000)]
     index = index_of(*segments[:500])
     before, size = index._table, len(index._table.keys)
     for segment in segments[500:]:
@@ -268,11 +234,11 @@ def test_a_table_that_grows_forgets_nothing_and_moves_nothing() -> None:
 
 
 def test_come_and_go_takes_no_memory() -> None:
-    index = index_of(segment_of("s", text(0, 640)))
+    index = index_of(stored_segment("s", text(0, 640)))
     before = index.num_bytes
-    index.discard(segment_of("s", text(0, 640)))
+    index.discard(stored_segment("s", text(0, 640)))
     for number in range(2000):
-        segment = segment_of("s", text(number, 640))
+        segment = stored_segment("s", text(number, 640))
         index.add(segment)
         index.discard(segment)
     index.check_integrity()
@@ -281,10 +247,10 @@ def test_come_and_go_takes_no_memory() -> None:
 
 def test_a_segment_that_is_rewritten_stays() -> None:
     document = text(1, 300)
-    segment = segment_of("s", document)
+    segment = stored_segment("s", document)
     index = index_of(segment)
     index.rename("s", "t")
-    segment.info = segment_of("t", document).info
+    segment.info = stored_segment("t", document).info
     index.check_integrity()
     assert places(find(index, as_tokens(document))) == [(0, 300, "t", 0)]
     index.discard(segment)
@@ -293,7 +259,7 @@ def test_a_segment_that_is_rewritten_stays() -> None:
 
 @pytest.mark.parametrize("length", [1, 7])
 def test_what_meets_runs(length: int) -> None:
-    segment = segment_of("s", text(1, 300))
+    segment = stored_segment("s", text(1, 300))
     places = [(0, 3), (3, 5), (20, 21), (40, 60)]
     runs = tuple(Run(first, StoredSpan(segment, 9, 9 + last - first)) for first, last in places)
     starts = np.arange(70)
@@ -304,7 +270,7 @@ def test_what_meets_runs(length: int) -> None:
 
 
 def test_a_part_of_a_run() -> None:
-    run = Run(100, StoredSpan(segment_of("s", text(1, 300), prefix_len=10), 40, 140))
+    run = Run(100, StoredSpan(stored_segment("s", text(1, 300), prefix=range(10)), 40, 140))
     assert run.shift == 50
     part = run.part(120, 1000)
     assert places([part]) == [(120, 200, "s", 60)] and part.shift == run.shift
@@ -344,7 +310,7 @@ def test_against_a_search_that_compares_everything(data: st.DataObject) -> None:
     def make() -> list[int]:
         return [t for n, start, stop in data.draw(some) for t in pieces[n][start:stop]]
 
-    segments = [segment_of(f"s{n}", own) for n in range(3) if (own := make())]
+    segments = [stored_segment(f"s{n}", own) for n in range(3) if (own := make())]
     prompt = make()
     index = index_of(*segments)
 

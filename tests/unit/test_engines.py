@@ -69,12 +69,10 @@ class File:
         os.close(self.descriptor)
 
     def start(
-        self, engine: BlockEngine, reads: list[tuple[int, int]], descriptor: int | None = None
+        self, engine: BlockEngine, reads: list[tuple[int, int]]
     ) -> dict[int, tuple[int, int]]:
         """Begin reads of (first block, blocks); these by number."""
-        return self.start_mixed(
-            engine, [(self.descriptor if descriptor is None else descriptor, *r) for r in reads]
-        )
+        return self.start_mixed(engine, [(self.descriptor, *read) for read in reads])
 
     def start_mixed(
         self, engine: BlockEngine, reads: list[tuple[int, int, int]]

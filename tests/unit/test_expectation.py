@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -22,6 +20,7 @@ from impress_sglang.transfer.expectation import (
     likely_blocks,
 )
 from tests.unit import kv_factory as kv
+from tests.unit.test_history import averaged
 
 BLOCK = 4096
 FIRST_REQUESTS = round(1 / AVERAGE_WEIGHT)
@@ -40,7 +39,7 @@ SHAPES = {
         query_heads=3, kv_heads=3, key_dim=128, value_dim=160, dtype=torch.bfloat16, probe=()
     ),
 }
-CHUNK_TOKENS, NUM_TOKENS = 8, 83
+CHUNK_TOKENS, NUM_TOKENS, NUM_CHUNKS = 8, 83, 11
 
 
 @pytest.fixture(params=SHAPES)
@@ -48,21 +47,13 @@ def shape(request: pytest.FixtureRequest) -> KVShape:
     return SHAPES[request.param]
 
 
-def layout_of(shape: KVShape, num_tokens: int = NUM_TOKENS) -> SegmentLayout:
-    return SegmentLayout(shape, CHUNK_TOKENS, num_tokens, BLOCK)
-
-
-def chunks_in(shape: KVShape, column: Column) -> int:
-    """By hand; those of a column without heads are empty."""
-    return -(-NUM_TOKENS // CHUNK_TOKENS)
+def layout_of(shape: KVShape) -> SegmentLayout:
+    return SegmentLayout(shape, CHUNK_TOKENS, NUM_TOKENS, BLOCK)
 
 
 def split(shape: KVShape, layer_shares: np.ndarray) -> dict[Column, np.ndarray]:
-    """Shares of a layer by column."""
-    columns = kv.columns_of(shape)
-    edges = list(itertools.accumulate(chunks_in(shape, column) for column in columns))
-    assert edges[-1] == len(layer_shares)
-    return dict(zip(columns, np.split(layer_shares, edges[:-1]), strict=True))
+    """Shares of a layer by column; one without heads has as many chunks, which are empty."""
+    return dict(enumerate(layer_shares.reshape(len(kv.columns_of(shape)), NUM_CHUNKS)))
 
 
 @pytest.mark.parametrize("retention", [0.05, 0.25, 0.5, 1.0])
@@ -99,7 +90,7 @@ def test_chances_begin_with_what_is_expected_of_the_chunks(shape: KVShape) -> No
     """A block is wanted if one of its rows is, as if they were wanted independently."""
     layout = layout_of(shape)
     pick = np.random.default_rng(4)
-    shares = pick.random(shape.num_layers * sum(chunks_in(shape, s) for s in kv.columns_of(shape)))
+    shares = pick.random(shape.num_layers * len(kv.columns_of(shape)) * NUM_CHUNKS)
     shares[::7], shares[::11] = 0.0, 1.0
 
     history = BlockHistory(layout, shares)
@@ -122,15 +113,6 @@ KEY_BLOCKS, VALUE_BLOCKS = slice(11, 14), slice(40, 43)
 def fresh() -> BlockHistory:
     layout = layout_of(SHAPE)
     return BlockHistory(layout, first_shares(layout, 0.25, ordered=False))
-
-
-def averaged(wanted: list[bool]) -> float:
-    """By the definition: the mean of the first ones, then a tenth of each newer one."""
-    first = wanted[:FIRST_REQUESTS]
-    average = sum(first) / len(first)
-    for own in wanted[FIRST_REQUESTS:]:
-        average = (1 - AVERAGE_WEIGHT) * average + AVERAGE_WEIGHT * own
-    return average
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=60))

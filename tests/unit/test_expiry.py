@@ -14,11 +14,10 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
 from tests.unit import store_factory
-from tests.unit.kv_factory import SequenceKVs, as_tokens
-from tests.unit.store_factory import Gate, Workbench, length, look_up, path_of, prompt
+from tests.unit.kv_factory import as_tokens
+from tests.unit.store_factory import Workbench, length, lengths, look_up, path_of, prompt
 from tests.unit.waiting import wait_until
 
-bench = store_factory.bench
 HOUR = 3600.0
 
 
@@ -39,8 +38,7 @@ def settle(expiry: Expiry, store: PrefixStore) -> None:
 
 def test_what_is_too_old_is_removed_used_or_not(bench: Workbench) -> None:
     store, now = bench.open(), [100.0]
-    for number in (1, 2):
-        bench.put(store, prompt(number))
+    bench.put_all(store, 1, 2)
     bench.put(store, prompt(1, 16))
     assert store.pins.pin(store.namespace(""), as_tokens(prompt(1))) is None
     age(bench, store, 1, 2 * HOUR)
@@ -61,9 +59,8 @@ def test_what_is_too_old_is_removed_used_or_not(bench: Workbench) -> None:
     assert store.losses.find(store.namespace(""), long, 0) is None, "it had not a whole block"
 
 
-def test_a_file_with_two_names_is_one(bench: Workbench) -> None:
+def test_a_file_with_two_names_is_one(bench: Workbench, store: PrefixStore) -> None:
     """As one that is renamed while the folder is listed."""
-    store = bench.open()
     bench.put(store, prompt(1))
     path = path_of(bench, look_up(store, prompt(1)))
     path.with_name(f"{path.name}.tmp").write_bytes(b"")
@@ -84,8 +81,7 @@ def test_ages_outlast_a_restart_and_the_shorter_time_counts(bench: Workbench) ->
     assert length(store, prompt(1)) == 0
 
 
-def test_without_a_limit_nothing_is_looked_at(bench: Workbench) -> None:
-    store = bench.open()
+def test_without_a_limit_nothing_is_looked_at(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, prompt(1))
     age(bench, store, 1, 1e6)
     expiry = Expiry(0)
@@ -93,8 +89,7 @@ def test_without_a_limit_nothing_is_looked_at(bench: Workbench) -> None:
     assert expiry._look is None and length(store, prompt(1)) == 8
 
 
-def test_a_prefix_says_that_it_has_expired(bench: Workbench) -> None:
-    store = bench.open()
+def test_a_prefix_says_that_it_has_expired(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, prompt(1, 80))
     os.utime(path_of(bench, look_up(store, prompt(1, 80))), (0, 0))
     settle(Expiry(HOUR), store)
@@ -104,8 +99,7 @@ def test_a_prefix_says_that_it_has_expired(bench: Workbench) -> None:
 
 def test_who_asks_for_ages_gets_them_later(bench: Workbench) -> None:
     store, expiry = bench.open(), Expiry(0)
-    for number in (1, 2):
-        bench.put(store, prompt(number))
+    bench.put_all(store, 1, 2)
     age(bench, store, 1, 2 * HOUR)
     wait_until(lambda: expiry.older_than(store, HOUR) is not None)
     assert expiry.older_than(store, HOUR) == [look_up(store, prompt(1)).spans[0].segment.segment_id]
@@ -134,7 +128,7 @@ def test_a_file_that_cannot_be_looked_at_stops_no_other(
         settle(expiry, store)
         with pytest.raises(OSError, match="injected"):
             wait_until(lambda: expiry.older_than(store, HOUR) is not None)
-    assert [length(store, prompt(number)) for number in (1, 2)] == [8, 0]
+    assert lengths(store, 1, 2) == [8, 0]
     assert "cannot be looked up" in caplog.text
     wait_until(lambda: len(expiry.older_than(store, HOUR) or []) == 1)
 
@@ -194,8 +188,8 @@ def test_what_a_request_stores_goes_when_it_says(bench: Workbench) -> None:
 
 
 def test_what_is_due_while_it_is_written_does_not_stay(bench: Workbench) -> None:
-    store, gate = bench.open(), Gate(SequenceKVs(bench.shape, "", prompt(1)))
-    bench.offer(store, prompt(1), ttl=1, read_layers=gate)
+    store = bench.open()
+    bench.begin(store, prompt(1), ttl=1)
     Expiry(0, wall_clock=lambda: time.time() + 2).poll(store)
     store.writes.drain()
     assert length(store, prompt(1)) == 0 and not bench.files()
@@ -203,6 +197,5 @@ def test_what_is_due_while_it_is_written_does_not_stay(bench: Workbench) -> None
 
 def test_times_of_what_has_gone_are_forgotten(bench: Workbench) -> None:
     store = bench.open(ssd_gb=store_factory.gb(2 * bench.one))
-    for number in range(20):
-        bench.put(store, prompt(number), ttl=HOUR)
+    bench.put_all(store, *range(20), ttl=HOUR)
     assert len(store.tree.uses._due) <= 5

@@ -53,8 +53,8 @@ def file(files: FaultyFileSystem, root: Path) -> Path:
     return path
 
 
-def read_file(files: FaultyFileSystem, path: Path, size: int = len(CONTENT)) -> bytes:
-    target = bytearray(size)
+def read_file(files: FaultyFileSystem, path: Path) -> bytes:
+    target = bytearray(len(CONTENT))
     descriptor = files.open(path, os.O_RDONLY)
     try:
         files.read(descriptor, 0, memoryview(target))

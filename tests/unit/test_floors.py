@@ -15,7 +15,7 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.writing import Offer, StoreOutcome
 from impress_sglang.precision import floors as measuring
-from impress_sglang.precision.allocation import allocate_planes, planes_of
+from impress_sglang.precision.allocation import allocate_planes
 from impress_sglang.precision.codec import GROUP_TOKENS, NUM_PLANES
 from impress_sglang.precision.floors import (
     MEASURED_TOKENS,
@@ -25,24 +25,20 @@ from impress_sglang.precision.floors import (
     sampled_groups,
 )
 from impress_sglang.transfer.loader import LoadStats
-from impress_sglang.transfer.precise import ALLOCATIONS, PreciseLoader
-from impress_sglang.transfer.selective import SelectiveLoader
+from impress_sglang.transfer.precise import PreciseLoader
 from tests.unit.coded_factory import BLOCK, SHAPE, CodedPart
 from tests.unit.kv_factory import IDENTITY, as_tokens, make_shape
-from tests.unit.test_precise import PREFIXES, Coded, inputs, load, load_all
-from tests.unit.test_selective import Request, check_choice, importance
+from tests.unit.test_precise import FLOORS, PREFIXES, Coded, inputs, least_planes, load, load_all
 
 HEADS, DIM, GROUP = 3, 32, 2
-# Of SHAPE, [L, G].
-FLOORS = np.array([[0, 2], [1, 0], [2, 1]], np.uint8)
 
 
-def some_layer(num_tokens: int, biases: tuple[float, ...], rows: int = 16) -> tuple[Tensor, ...]:
+def some_layer(num_tokens: int, biases: tuple[float, ...]) -> tuple[Tensor, ...]:
     """Keys, values and queries of a head that finds a few tokens; keys turn around a bias."""
     generator = torch.Generator().manual_seed(num_tokens)
     keys = torch.randn(num_tokens, HEADS, DIM, generator=generator)
     values = torch.randn(num_tokens, HEADS, DIM, generator=generator)
-    queries = 2 * torch.randn(rows, HEADS * GROUP, DIM, generator=generator)
+    queries = 2 * torch.randn(16, HEADS * GROUP, DIM, generator=generator)
     for head, bias in enumerate(biases):
         keys[:, head, 0] += bias * torch.cos(0.7 * torch.arange(num_tokens))
     return keys, values, queries
@@ -154,28 +150,6 @@ def test_planes_are_given_above_the_floors(count: int) -> None:
     assert given.min() >= free.max()
 
 
-def check_floors(planes: Tensor, layer: int) -> None:
-    assert (planes >= torch.from_numpy(FLOORS[layer]).long()[:, None]).all()
-
-
-@pytest.mark.parametrize("bits", [4.0, 5.0, 6.5, 8.0])
-@pytest.mark.parametrize("rule", ALLOCATIONS)
-@pytest.mark.parametrize("name", PREFIXES)
-def test_what_belongs_to_the_base_is_always_in_the_slots(
-    name: str, rule: str, bits: float, coded: Coded
-) -> None:
-    """And the bits that are asked for come on top, as far as there is room."""
-    case = coded(PREFIXES[name], floors=FLOORS)
-    stats = LoadStats()
-    for layer in range(SHAPE.num_layers):
-        planes = load(case, layer, bits, rule, stats)
-        check_floors(planes, layer)
-        fixed = int(FLOORS[layer].sum()) * planes.shape[1]
-        room = NUM_PLANES * planes.numel() - fixed
-        assert int(planes.sum()) == fixed + min(planes_of(bits, planes.numel()), room)
-    assert stats.mean_bits >= min(8.0, bits)
-
-
 @pytest.mark.parametrize("name", ["one", "several"])
 def test_planes_go_by_keys_in_the_bits_of_their_floors(name: str, coded: Coded) -> None:
     case = coded(PREFIXES[name], floors=FLOORS)
@@ -188,13 +162,12 @@ def test_planes_go_by_keys_in_the_bits_of_their_floors(name: str, coded: Coded) 
             seen.append(weights)
             return floors
 
-    given = inputs(case)
+    given, units = inputs(case), len(case.units)
     for layer in range(SHAPE.num_layers):
         loader = PreciseLoader(SHAPE, Spy())
         loader.load(layer, case.units, given, case.layer_slots(layer), 5.0, LoadStats())
         case.check(layer)
-        own = torch.from_numpy(FLOORS[layer]).long()[:, None].expand(-1, len(case.units))
-        assert torch.equal(case.levels(layer), own)
+        assert torch.equal(case.levels(layer), least_planes(FLOORS, layer).expand(-1, units))
     assert len(seen) == SHAPE.num_layers
 
 
@@ -221,24 +194,8 @@ def test_a_resident_part_has_its_floors_already(coded: Coded) -> None:
     load_all(case, 4.0)
     case.request(resident=True)
     for layer in range(SHAPE.num_layers):
-        check_floors(load(case, layer, 4.0), layer)
+        assert (load(case, layer, 4.0) >= least_planes(FLOORS, layer)).all()
     assert case.source.stats.ssd_bytes == 0
-
-
-@pytest.mark.parametrize("name", PREFIXES)
-def test_a_part_of_a_prefix_is_chosen_by_keys_in_the_bits_of_their_floors(
-    name: str, coded: Coded
-) -> None:
-    case = coded(PREFIXES[name], floors=FLOORS)
-    request = Request(case, -(-case.num_tokens // 4))
-    assert isinstance(request.loader, SelectiveLoader)
-    for layer in range(SHAPE.num_layers):
-        given = inputs(case, seed=layer)
-        tokens = request.load(layer, 4.0, given)
-        planes = request.planes(layer)
-        check_floors(planes, layer)
-        check_choice(tokens, importance(given, case.expected(layer, planes)[0]))
-        request.check_slots(layer, tokens)
 
 
 def test_a_store_raises_what_must_be_raised_and_finds_it_again(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -42,7 +44,7 @@ def note(
     history.note(layer, start, count, np.array([own[:k] for own in tokens]), first, scores)
 
 
-def averaged(observations: list[float]) -> float:
+def averaged(observations: Sequence[float]) -> float:
     """By the definition: the mean of the first ten, then a tenth of each newer one."""
     first = observations[: round(1 / AVERAGE_WEIGHT)]
     average = sum(first) / len(first) if first else 0.0

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from impress_sglang.errors import ConfigError
 from impress_sglang.management import disk, restoring
 from impress_sglang.management import tree as tree_module
-from impress_sglang.management.digests import prefix_digest
 from impress_sglang.management.disk import NOTED_TOGETHER
 from impress_sglang.management.losses import Cause
 from impress_sglang.management.nodes import Node
@@ -24,14 +22,14 @@ from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.catalog import Catalog
-from impress_sglang.storage.segment import Tokens, common_prefix_len
-from tests.unit.kv_factory import as_tokens, make_info, make_shape
+from tests.unit.kv_factory import as_tokens, stored_segment
+from tests.unit.spying import Call, calls_of
 from tests.unit.store_factory import (
     Workbench,
     check_three_prefixes,
     gb,
     index_of,
-    length,
+    lengths,
     look_up,
     name_of,
     prompt,
@@ -39,7 +37,6 @@ from tests.unit.store_factory import (
     use,
 )
 
-SHAPE = make_shape()
 TURNS = 5
 NO_TOKENS = np.empty(0, np.int32)
 
@@ -51,28 +48,20 @@ def conversations(count: int) -> tuple[list[StoredSegment], dict[str, str]]:
         prefix: list[int] = []
         for turn in range(TURNS):
             name, tokens = f"{number:05}-{turn}", [1000 + number + turn] * (3 + number % 97 + turn)
-            digest = prefix_digest("", as_tokens(prefix))
-            info = make_info(
-                SHAPE, tokens, segment_id=name, prefix_len=len(prefix), prefix_digest=digest
-            )
-            segments.append(StoredSegment(info, 4096, last_access=number + 1))
+            segments.append(stored_segment(name, tokens, prefix, last_access=number + 1))
             parents[name] = f"{number:05}-{turn - 1}" if turn else ""
             prefix += tokens
     return segments, parents
 
 
 @pytest.fixture
-def digests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens were digested, one time after the other."""
-    counted: list[int] = []
-    extended = restoring.extended
+def digests(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """Each time that tokens were digested."""
+    return calls_of(monkeypatch, restoring, "extended")
 
-    def count(digest: object, tokens: object) -> object:
-        counted.append(len(tokens))  # type: ignore[arg-type]
-        return extended(digest, tokens)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(restoring, "extended", count)
-    return counted
+def num_digested(digests: list[Call]) -> int:
+    return sum(len(tokens) for (_, tokens), _ in digests)
 
 
 def restored(segments: list[StoredSegment], parents: dict[str, str]) -> StoredTree:
@@ -86,18 +75,18 @@ def restored(segments: list[StoredSegment], parents: dict[str, str]) -> StoredTr
     return tree
 
 
-def test_a_start_digests_the_tokens_of_each_parent_once(digests: list[int]) -> None:
+def test_a_start_digests_the_tokens_of_each_parent_once(digests: list[Call]) -> None:
     segments, parents = conversations(200)
 
     restored(segments, parents)
 
     last = f"-{TURNS - 1}"
-    assert sum(digests) == sum(
+    assert num_digested(digests) == sum(
         s.info.num_tokens for s in segments if not s.segment_id.endswith(last)
     )
 
 
-def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list[int]) -> None:
+def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list[Call]) -> None:
     """Each segment is digested once more, in pieces; it was each path, once per known length."""
     segments, parents = conversations(200)
     tree = StoredTree()
@@ -109,7 +98,7 @@ def test_a_start_without_the_index_looks_at_each_token_a_few_times(digests: list
         name: above for name, above in parents.items() if above
     }
     paths = sum(s.info.prefix_len for s in segments)
-    assert sum(digests) <= sum(s.info.num_tokens for s in segments) + paths
+    assert num_digested(digests) <= sum(s.info.num_tokens for s in segments) + paths
 
 
 @pytest.mark.parametrize("wrong", ["0", "00001-0", "00003-4", "no such segment"])
@@ -126,7 +115,7 @@ def test_a_wrong_parent_in_the_index_costs_nothing(wrong: str) -> None:
     assert tree.get("00001-3").parent is tree.get("00001-2")  # type: ignore[union-attr]
 
 
-def test_the_order_of_use_is_that_of_before(digests: list[int]) -> None:
+def test_the_order_of_use_is_that_of_before() -> None:
     segments, parents = conversations(3)
     for segment, last_access in zip(segments, [5, 9, 2, 2, 2, *[3] * 10], strict=True):
         segment.last_access = last_access
@@ -221,20 +210,12 @@ def test_what_leaves_a_large_index_needs_no_look(
 def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts may leave a system prompt at each of its tokens."""
     tree, tokens = StoredTree(), list(range(200))
-    long = StoredSegment(make_info(SHAPE, tokens, segment_id="long"), 1)
+    long = stored_segment("long", tokens)
     assert tree.insert(long, NO_TOKENS)
     for left in range(1, 200):
-        info = make_info(SHAPE, [1000], segment_id=f"left {left}", prefix_len=left)
-        assert tree.insert_below(StoredSegment(info, 1), long, left)
+        assert tree.insert_below(stored_segment(f"left {left}", [1000], tokens[:left]), long, left)
     tree.check_integrity()
-    steps: list[int] = []
-    choices = Node.choices
-
-    def count(self: Node, token: int, *rest: Any) -> Iterator[Node]:
-        steps.append(token)
-        return choices(self, token, *rest)
-
-    monkeypatch.setattr(Node, "choices", count)
+    steps = calls_of(monkeypatch, Node, "choices")
 
     for own in (1, 2, 100, 199):
         for end in ([], [1000], [2000]):
@@ -248,31 +229,23 @@ def test_a_match_passes_a_segment_in_one_step(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_offer_compares_the_tokens_before_it_once(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+    bench: Workbench, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a match has found need not be looked for again."""
-    store = bench.open()
     bench.put(store, prompt(1))
     bench.put(store, [*prompt(1), *prompt(2)])
-    compared: list[int] = []
-
-    def count(own: Tokens, tokens: Tokens) -> int:
-        compared.append(len(own))
-        return common_prefix_len(own, tokens)
-
-    monkeypatch.setattr(tree_module, "common_prefix_len", count)
+    compared = calls_of(monkeypatch, tree_module, "common_prefix_len")
 
     bench.put(store, [*prompt(1), *prompt(2), *prompt(3)])
 
-    assert compared == [len(prompt(1)), len(prompt(2))]
+    assert [len(own) for (own, _), _ in compared] == [len(prompt(1)), len(prompt(2))]
     assert len(store.tree) == 3
 
 
 @pytest.fixture
 def full(bench: Workbench) -> PrefixStore:
     store = bench.open(ssd_gb=gb(40 * bench.one))
-    for number in range(1, 41):
-        bench.put(store, prompt(number))
+    bench.put_all(store, *range(1, 41))
     return store
 
 
@@ -287,35 +260,27 @@ def test_an_eviction_asks_once_for_what_is_needed(bench: Workbench, full: Prefix
 
     full._quota._is_needed = count
 
-    for number in range(50, 55):
-        bench.put(full, prompt(number))
+    bench.put_all(full, *range(50, 55))
 
     assert len(asked) == 30 + 5
-    assert all(length(full, prompt(n)) == 8 for n in range(1, 31))
+    assert lengths(full, *range(1, 31)) == [8] * 30
 
 
 def test_several_evictions_are_one_change_of_the_index(
     bench: Workbench, full: PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each would be a transaction, and wake the writing thread."""
-    removed: list[tuple[str, ...]] = []
-    remove = Catalog.remove
-
-    def count(self: Catalog, *segment_ids: str) -> None:
-        removed.append(segment_ids)
-        remove(self, *segment_ids)
-
-    monkeypatch.setattr(Catalog, "remove", count)
+    removed = calls_of(monkeypatch, Catalog, "remove")
 
     bench.put(full, prompt(50, 100))
 
-    assert len(removed) == 1 and len(removed[0]) == full.stats.segments_evicted > 3
+    (((_, *segment_ids), _),) = removed
+    assert len(segment_ids) == full.stats.segments_evicted > 3
     assert len(bench.files()) == len(full.tree)
 
 
-def test_what_is_only_considered_takes_no_ids(bench: Workbench) -> None:
+def test_what_is_only_considered_takes_no_ids(bench: Workbench, store: PrefixStore) -> None:
     """Chunks that have ids take memory for as long as their segment is stored."""
-    store = bench.open()
     bench.put(store, prompt(1))
     spans = look_up(store, prompt(1)).spans
 
@@ -339,22 +304,19 @@ def test_a_prompt_that_can_never_fit_looks_at_none_and_evicts_none(
 def test_what_is_served_from_the_pool_stays(bench: Workbench) -> None:
     """A prefix that never leaves SGLang's pool is offered with each prompt, and never read."""
     store = bench.open(ssd_gb=gb(3 * bench.one))
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2))
-    bench.put(store, prompt(3))
+    bench.put_all(store, 1, 2, 3)
 
     assert bench.offer(store, prompt(1)) is StoreOutcome.KNOWN
     bench.put(store, prompt(4))
     assert bench.offer(store, prompt(1)) is StoreOutcome.KNOWN
     bench.put(store, prompt(5))
 
-    assert [length(store, prompt(n)) for n in (1, 2, 3, 4, 5)] == [8, 0, 0, 8, 8]
+    assert lengths(store, 1, 2, 3, 4, 5) == [8, 0, 0, 8, 8]
 
 
 def test_who_looks_for_segments_to_reorder_looks_at_those_read(bench: Workbench) -> None:
     store = bench.open()
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2))
+    bench.put_all(store, 1, 2)
     use(store, prompt(1))
     looked: list[str] = []
     get = store.tree.get
@@ -368,10 +330,8 @@ def test_who_looks_for_segments_to_reorder_looks_at_those_read(bench: Workbench)
     assert looked == [name_of(store, prompt(1))]
 
 
-def test_a_killed_process_has_told_what_was_used(bench: Workbench) -> None:
-    store = bench.open()
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2))
+def test_a_killed_process_has_told_what_was_used(bench: Workbench, store: PrefixStore) -> None:
+    bench.put_all(store, 1, 2)
     use(store, prompt(1))
     name = name_of(store, prompt(1))
     assert index_of(bench)[name].hits == 0
@@ -385,10 +345,8 @@ def test_a_killed_process_has_told_what_was_used(bench: Workbench) -> None:
     assert store._disk._note_at > 0.0
 
 
-def test_many_uses_are_told_in_several_steps(bench: Workbench) -> None:
-    store = bench.open()
-    for number in range(3):
-        bench.put(store, prompt(number))
+def test_many_uses_are_told_in_several_steps(bench: Workbench, store: PrefixStore) -> None:
+    bench.put_all(store, *range(3))
     told: list[int] = []
     store._disk.keeper.record_uses = lambda uses: told.append(len(uses))  # type: ignore
     store._disk._note_at = 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -148,13 +147,6 @@ def test_each_head_is_in_one_head_group_whose_columns_hold_its_heads(shape: KVSh
 def test_the_probe_column_is_of_no_head_group() -> None:
     with pytest.raises(AssertionError):
         kv.make_shape(probe=()).head_group_of(kv.PROBE)
-
-
-@given(shapes())
-def test_a_shape_survives_as_fields_of_json(shape: KVShape) -> None:
-    fields = json.loads(json.dumps(shape.to_fields()))
-
-    assert KVShape.from_fields(fields) == shape
 
 
 def test_sizes_of_a_known_model_with_codes() -> None:

@@ -98,17 +98,14 @@ class CountingSource:
         values: Slots | None = None,
     ) -> None:
         if tokens is not None:
-            head_groups = 1 + max(
-                kv.head_group_of(self._shape, column) for column in kv.kv_of(self._shape)
-            )
-            assert tokens.shape[0] == head_groups and tokens.device.type == "cpu"
+            assert tokens.shape[0] == kv.head_groups_of(self._shape)
+            assert tokens.device.type == "cpu"
             for own in tokens:
                 assert torch.equal(own, own.unique()), "ascending and distinct"
         for column in kv.kv_of(self._shape):
             if (values if kv.holds_values(self._shape, column) else keys) is not None:
-                own = (
-                    slice(None) if tokens is None else tokens[kv.head_group_of(self._shape, column)]
-                )
+                head_group = kv.head_group_of(self._shape, column)
+                own = slice(None) if tokens is None else tokens[head_group]
                 self.reads[layer, column][own] += 1
         self._source.read(layer, tokens, keys=keys, values=values)
 
@@ -210,35 +207,21 @@ def test_all_tokens_are_returned_exactly_and_nothing_is_probed(
     assert (setting.source.whole_layers, setting.source.selections) == ([layer], [])
 
 
-@pytest.mark.parametrize("tokens", [[0], [M - 1], [2, 3, 17, 41, 59], list(range(M - 1))])
-@pytest.mark.parametrize("asks", [["probe"], []])
-def test_shared_tokens_are_the_rows_of_the_rule(
-    setting: Setting, tokens: list[int], asks: list[str]
-) -> None:
-    rule = FixedRule(torch.tensor([tokens]), asks)
-
-    loaded = setting.load(1, rule, len(tokens))
-
-    setting.check(1, loaded, torch.tensor([tokens]))
-    assert setting.stats.layers_by_probe == 1
-    assert setting.stats.layers_by_fallback == setting.stats.layers_whole == 0
-
-
 def own_tokens(shape: KVShape, k: int) -> Tensor:
     """Another ascending set for each KV head."""
     generator = torch.Generator().manual_seed(7)
-    return torch.stack(
-        [
-            torch.randperm(M, generator=generator)[:k].sort().values
-            for _ in range(shape.num_kv_heads)
-        ]
-    )
+    heads = range(shape.num_kv_heads)
+    return torch.stack([torch.randperm(M, generator=generator)[:k].sort().values for _ in heads])
 
 
+@pytest.mark.parametrize("one_set", [False, True])
 @pytest.mark.parametrize("k", [1, 9, M - 1])
 @pytest.mark.parametrize("asks", [["probe"], ["exact"], ["probe", "exact"], []])
-def test_each_head_gets_its_own_rows(setting: Setting, k: int, asks: list[str]) -> None:
-    tokens = own_tokens(setting.shape, k)
+def test_each_head_gets_the_rows_of_the_rule(
+    setting: Setting, k: int, asks: list[str], one_set: bool
+) -> None:
+    """Its own, or those of one set for all."""
+    tokens = own_tokens(setting.shape, k)[: 1 if one_set else None]
 
     loaded = setting.load(0, FixedRule(tokens, asks), k)
 

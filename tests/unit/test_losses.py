@@ -6,12 +6,11 @@ import numpy as np
 
 from impress_sglang.management.losses import Cause, Loss, Losses, prompt_of
 from impress_sglang.management.prefix_hashes import BLOCK_TOKENS
-from tests.unit import store_factory
+from impress_sglang.management.store import PrefixStore
 from tests.unit.kv_factory import as_tokens
 from tests.unit.store_factory import Workbench, gb, look_up, lose, prompt
 from tests.unit.waiting import Clock
 
-bench = store_factory.bench
 LENGTH = 4 * BLOCK_TOKENS
 
 
@@ -60,8 +59,7 @@ def test_memory_is_fixed_and_the_latest_are_kept() -> None:
     assert found[-1] and not any(found[:50])
 
 
-def test_what_the_store_removes_is_noted(bench: Workbench) -> None:
-    store = bench.open()
+def test_what_the_store_removes_is_noted(bench: Workbench, store: PrefixStore) -> None:
     for number in (1, 2):
         bench.put(store, [*range(LENGTH), *tokens(number).tolist()], namespace="salt")
     for segment in store.tree.segments():
@@ -79,8 +77,7 @@ def test_what_the_store_removes_is_noted(bench: Workbench) -> None:
     assert store.losses.find(store.namespace(""), as_tokens(second), LENGTH) is None
 
 
-def test_what_makes_room_is_noted(bench: Workbench) -> None:
-    store = bench.open()
+def test_what_makes_room_is_noted(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, prompt(1, 200))
     room = store.summary()["used_bytes"]
     store = bench.reopen(store, ssd_gb=gb(room))

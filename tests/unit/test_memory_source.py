@@ -14,6 +14,7 @@ from impress_sglang.transfer.slots import Slots
 from tests.unit.kv_factory import head_groups_of, make_shape, random_kvs
 from tests.unit.reading import read_rows
 from tests.unit.source_factory import SHAPES
+from tests.unit.spying import calls_of
 
 
 @pytest.mark.parametrize("name", ["gqa-float32", "no-probe-bfloat16"])
@@ -33,15 +34,9 @@ def test_prefixes_of_several_tiles(name: str, m: int) -> None:
 def test_only_tiles_are_on_their_way_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = make_shape(probe=())
     keys, values = random_kvs(shape, 3 * TILE_TOKENS + 5, seed=1)
-    sizes: list[int] = []
-    put = Slots.put
-
-    def counted(slots: Slots, rows: Tensor) -> None:
-        sizes.append(len(rows))
-        put(slots, rows)
-
-    monkeypatch.setattr(Slots, "put", counted)
+    puts = calls_of(monkeypatch, Slots, "put")
     read_rows(MemorySource(shape, list(keys), list(values)), 0, None)
+    sizes = [len(rows) for (_, rows), _ in puts]
     assert sorted(set(sizes)) == [5, TILE_TOKENS] and sum(sizes) == 2 * keys.shape[1]
 
 

@@ -49,23 +49,16 @@ def forget(store: PrefixStore, *args: Any, **fields: Any) -> Purged:
     return step
 
 
-def fill(bench: Workbench, store: PrefixStore, count: int, first: int = 50) -> None:
-    for number in range(first, first + count):
-        bench.offer(store, prompt(number))
-        store.writes.drain()
-
-
 def test_a_pinned_prefix_outlasts_newer_ones(bench: Workbench) -> None:
     store = bench.open(ssd_gb=gb(4 * bench.one))
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2))
+    bench.put_all(store, 1, 2)
     assert pin(store, prompt(1)) is None
-    fill(bench, store, 8)
+    bench.put_all(store, *range(50, 58))
     assert length(store, prompt(1)) == 8 and length(store, prompt(2)) == 0
     assert store.pins.summary() == {"prefixes": 1, "bytes": bench.one}
 
     assert unpin(store, prompt(1)) == 1 and unpin(store, prompt(1)) == 0
-    fill(bench, store, 8, first=70)
+    bench.put_all(store, *range(70, 78))
     assert length(store, prompt(1)) == 0
 
 
@@ -76,14 +69,13 @@ def test_all_that_a_pinned_prefix_builds_on_stays_after_a_restart_as_well(bench:
     for _ in range(2):
         assert pin(store, prompt(1, 16), "salt") is None
     store = bench.reopen(store, ssd_gb=gb(8 * bench.one))
-    fill(bench, store, 12)
+    bench.put_all(store, *range(50, 62))
     check_rows(store, prompt(1, 16), namespace="salt")
     assert unpin(store, prompt(1, 16), "salt") == 1
     assert not len(bench.reopen(store).pins)
 
 
-def test_only_what_is_stored_can_be_pinned(bench: Workbench) -> None:
-    store = bench.open()
+def test_only_what_is_stored_can_be_pinned(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, prompt(1))
     refusal = pin(store, prompt(1, 16))
     assert refusal == "8 of its 16 tokens are stored: warm it first"
@@ -96,8 +88,7 @@ def test_only_what_is_stored_can_be_pinned(bench: Workbench) -> None:
 
 def test_pins_leave_room_for_others(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     store = bench.open(ssd_gb=gb(4 * bench.one))
-    for number in (1, 2, 3):
-        bench.put(store, prompt(number))
+    bench.put_all(store, 1, 2, 3)
     assert pin(store, prompt(1)) is None and pin(store, prompt(2)) is None
     refusal = pin(store, prompt(3))
     assert refusal is not None and "more than half of --impress-ssd-gb" in refusal
@@ -117,13 +108,12 @@ def test_what_is_stored_anew_of_a_pinned_prefix_is_pinned(
     lose(bench, store, name_of(store, prompt(1)))
     assert store.pins.summary() == {"prefixes": 1, "bytes": 0}
     bench.put(store, prompt(1))
-    fill(bench, store, 8)
+    bench.put_all(store, *range(50, 58))
     check_rows(store, prompt(1))
 
 
 @pytest.mark.parametrize("content", [b"", b"[", b"{}", b"[1]", b'[{"namespace": "a"}]', b"\xff"])
-def test_damaged_pins_are_none(bench: Workbench, content: bytes) -> None:
-    store = bench.open()
+def test_damaged_pins_are_none(bench: Workbench, store: PrefixStore, content: bytes) -> None:
     bench.put(store, prompt(1))
     assert pin(store, prompt(1)) is None
     bench.close(store)
@@ -173,8 +163,7 @@ def test_a_purge_takes_what_begins_with_a_prefix_and_nothing_else(bench: Workben
 @pytest.mark.parametrize("namespace", ["salt", None])
 def test_a_purge_of_a_namespace_and_of_all(bench: Workbench, namespace: str | None) -> None:
     store = bench.open()
-    for number in range(5):
-        bench.put(store, prompt(number), namespace="salt")
+    bench.put_all(store, *range(5), namespace="salt")
     bench.put(store, prompt(1))
     assert pin(store, prompt(3), "salt") is None and pin(store, prompt(1)) is None
     steps = steps_of(purge_of(store, None, namespace), store, most=2)
@@ -264,8 +253,7 @@ def test_what_is_being_written_is_purged_as_well(bench: Workbench, late: bool) -
 def test_steps_of_a_purge_do_not_come_by_what_is_being_written(bench: Workbench) -> None:
     """The first one does, and the last one: what began meanwhile goes as well."""
     store = bench.open()
-    for number in range(6):
-        bench.put(store, prompt(number), namespace="salt")
+    bench.put_all(store, *range(6), namespace="salt")
     gates = [
         bench.begin(store, prompt(number), namespace=namespace)
         for number, namespace in ((7, "salt"), (8, "other"))

@@ -10,11 +10,7 @@ import pytest
 
 from impress_sglang.loops.types import Floats
 from impress_sglang.tiers.placement import Access, Placement, PlacementStats, Tier
-from impress_sglang.tiers.rules import (
-    NOBODY,
-    Ids,
-    ImportanceScore,
-)
+from impress_sglang.tiers.rules import NOBODY, Ids, ImportanceScore
 from impress_sglang.tiers.tables import IdRanges
 
 SSD, HOST, DEVICE = Tier.SSD, Tier.HOST, Tier.DEVICE

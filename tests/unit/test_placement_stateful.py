@@ -166,8 +166,6 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @invariant()
     def same_chunks_in_the_same_caches(self) -> None:
-        if not hasattr(self, "placement"):
-            return
         self.placement.check_integrity()
         for tier in CACHES:
             members = self.model.members[tier]

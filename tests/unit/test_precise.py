@@ -6,19 +6,21 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.allocation import planes_of
-from impress_sglang.precision.codec import LEVELS, NUM_PLANES, restore
+from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.precision.floors import Floors
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
 from impress_sglang.transfer.precise import ALLOCATIONS, SCORED_QUERIES, PreciseLoader
 from impress_sglang.transfer.resident import PartLoad, PartUse, UsedUnits
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit import dense
-from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart, units_of
+from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart, restored, units_of
 from tests.unit.kv_factory import flip_byte, make_shape
 
 Coded = Callable[..., CodedCase]
@@ -29,6 +31,17 @@ PREFIXES = {
     "several": [CodedPart(300, 17), CodedPart(64), CodedPart(900, 0, 555)],
 }
 BITS = [4.0, 5.0, 6.5, 8.0]
+# Planes that belong to the base, of each layer and head of SHAPE.
+FLOORS = np.array([[0, 2], [1, 0], [2, 1]], np.uint8)
+with_and_without_floors = pytest.mark.parametrize(
+    "floors", [None, FLOORS], ids=["no floors", "floors"]
+)
+
+
+def least_planes(floors: Floors | None, layer: int) -> Tensor:
+    """What the units of each head have in any case, [G, 1]."""
+    own = np.zeros(SHAPE.num_kv_heads, np.uint8) if floors is None else floors[layer]
+    return torch.from_numpy(own).long()[:, None]
 
 
 def inputs(case: CodedCase, seed: int = 5, new: int = 4) -> LayerInputs:
@@ -73,18 +86,25 @@ def load_all(case: CodedCase, bits: float, **how: Any) -> list[Tensor]:
     return [load(case, layer, bits, **how) for layer in range(SHAPE.num_layers)]
 
 
+@with_and_without_floors
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("rule", ALLOCATIONS)
 @pytest.mark.parametrize("name", PREFIXES)
 def test_slots_get_the_bits_that_were_asked_for(
-    name: str, rule: str, bits: float, coded: Coded
+    name: str, rule: str, bits: float, floors: Floors | None, coded: Coded
 ) -> None:
-    case, stats = coded(PREFIXES[name]), LoadStats()
+    """On top of what belongs to the base, as far as there is room."""
+    case, stats = coded(PREFIXES[name], floors=floors), LoadStats()
     for layer in range(SHAPE.num_layers):
-        planes = load(case, layer, bits, rule, stats)
-        assert int(planes.sum()) == planes_of(bits, planes.numel())
-        assert int(planes.min()) >= 0 and int(planes.max()) <= NUM_PLANES
-    assert bits - 2 / planes.numel() < stats.mean_bits <= bits
+        planes, least = load(case, layer, bits, rule, stats), least_planes(floors, layer)
+        assert (planes >= least).all() and int(planes.max()) <= NUM_PLANES
+        fixed = int(least.sum()) * planes.shape[1]
+        room = NUM_PLANES * planes.numel() - fixed
+        assert int(planes.sum()) == fixed + min(planes_of(bits, planes.numel()), room)
+    if floors is None:
+        assert bits - 2 / planes.numel() < stats.mean_bits <= bits
+    else:
+        assert stats.mean_bits >= bits
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -252,10 +272,7 @@ def test_a_part_that_is_cut_holds_what_it_held(token: int, coded: Coded) -> None
             held[:, inside] = torch.from_numpy(own.levels[layer]).long()[:, place]
         _, _, codes, _ = case._codes[layer]
         for side, own_codes in zip((slots.keys, slots.values), codes, strict=True):
-            expected = restore(own_codes, LEVELS[0])
-            for count in range(1, NUM_PLANES + 1):
-                better = held.T[..., None] >= count
-                expected = torch.where(better, restore(own_codes, LEVELS[count]), expected)
+            expected = restored(own_codes, held.T[..., None])
             assert (side.pool[case.slots] - expected).abs().max() <= 1e-4
     source.close()
 

@@ -31,6 +31,7 @@ from impress_sglang.precision.layer import CodedLayer, encode_layer
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.precision.slots import raise_units, restore_base
 from impress_sglang.precision.tokens import CodedTokens
+from tests.unit.coded_factory import check_pool, restored
 
 COUNTS = [1, 2, GROUP_TOKENS - 1, GROUP_TOKENS, GROUP_TOKENS + 1, 3 * GROUP_TOKENS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -193,9 +194,6 @@ class Coded:
         encode_layer(self.layout, self.keys, self.values, self.coded)
         self.codes = code_keys(self.keys), code_values(self.values)
 
-    def at(self, bits: int) -> list[Tensor]:
-        return [restore(codes, bits) for codes in self.codes]
-
     def tokens(self, start: int, stop: int, slots: Tensor) -> CodedTokens:
         groups = self.coded.groups[start // GROUP_TOKENS : -(-stop // GROUP_TOKENS)]
         return CodedTokens(self.layout, groups, start, slots)
@@ -210,7 +208,8 @@ def test_units_are_raised_where_they_are(num_tokens: int, dtype: torch.dtype, se
     layout, heads = layer.layout, layer.layout.num_heads
     start = int(torch.randint(0, num_tokens, (), generator=die))
     slots = torch.randperm(num_tokens + 3, generator=die)[start:num_tokens]
-    pools = [torch.zeros(num_tokens + 3, heads, part.shape[2], dtype=dtype) for part in layer.at(4)]
+    dims = layout.key_dim, layout.value_dim
+    pools = [torch.zeros(num_tokens + 3, heads, dim, dtype=dtype) for dim in dims]
     tokens = layer.tokens(start, num_tokens, slots)
     restore_base(tokens, *pools)
     have = torch.zeros(heads, layout.num_units, dtype=torch.int64)
@@ -225,16 +224,9 @@ def test_units_are_raised_where_they_are(num_tokens: int, dtype: torch.dtype, se
         raise_units(tokens, planes, layer.coded.planes[tuple(planes.T)], *pools)
         have = want
     planes_of_tokens = have.repeat_interleave(layout.unit_tokens, 1)[:, :num_tokens].T[..., None]
-    untouched = torch.ones(num_tokens + 3, dtype=torch.bool)
-    untouched[slots] = False
-    for pool, *levels in zip(pools, *(layer.at(bits) for bits in LEVELS), strict=True):
-        expected = levels[0]
-        for planes_known, rows in enumerate(levels[1:], 1):
-            expected = torch.where(planes_of_tokens >= planes_known, rows, expected)
+    for pool, codes in zip(pools, layer.codes, strict=True):
         # A pool of few bits is rounded each time.
-        slack = expected.abs().max() * torch.finfo(dtype).eps * 2
-        assert ((pool[slots].float() - expected[start:]).abs() <= slack + 1e-4).all()
-        assert not pool[untouched].any()
+        check_pool(pool, slots, restored(codes, planes_of_tokens)[start:], empty=0.0)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 600, 1100])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 
 import pytest
@@ -15,14 +14,20 @@ from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.segment import Priority, read_header
 from tests.unit import store_factory
 from tests.unit.kv_factory import as_tokens
-from tests.unit.store_factory import Workbench, gb, length, look_up, open_source, prompt, use
+from tests.unit.spying import calls_of
+from tests.unit.store_factory import (
+    Workbench,
+    change_index,
+    gb,
+    length,
+    lengths,
+    look_up,
+    open_source,
+    prompt,
+    use,
+)
 
-bench = store_factory.bench
 LOW, NORMAL, HIGH = Priority
-
-
-def lengths(store: PrefixStore, *numbers: int) -> list[int]:
-    return [length(store, prompt(number)) for number in numbers]
 
 
 def segment_of(store: PrefixStore, *which: int) -> StoredSegment:
@@ -49,11 +54,10 @@ def test_low_goes_before_normal_and_high_after_it(bench: Workbench, full: Prefix
 
 def test_of_one_priority_the_least_recently_used_goes_first(bench: Workbench) -> None:
     store = bench.open(ssd_gb=gb(4 * bench.one))
-    for number in (1, 2, 3, 4):
-        bench.put(store, prompt(number), priority=LOW if number < 4 else NORMAL)
+    bench.put_all(store, 1, 2, 3, priority=LOW)
+    bench.put(store, prompt(4))
     use(store, prompt(1))
-    for number in (5, 6, 7):
-        bench.put(store, prompt(number))
+    bench.put_all(store, 5, 6, 7)
     assert lengths(store, 1, 2, 3, 4) == [0, 0, 0, 8]
 
 
@@ -61,35 +65,29 @@ def test_a_prefix_of_a_low_priority_makes_room_for_the_next_one(
     bench: Workbench, full: PrefixStore
 ) -> None:
     """Whatever its own priority, a new prefix is stored; it does not drive all others out."""
-    for number in range(10, 20):
-        bench.put(full, prompt(number), priority=LOW)
+    bench.put_all(full, *range(10, 20), priority=LOW)
     assert lengths(full, 1, 2, 19) == [8, 8, 8]
 
 
 def test_what_others_build_on_goes_with_them(bench: Workbench) -> None:
     """1 is low, and so is 2, on which a high one builds for a while."""
     store = bench.open(ssd_gb=gb(5 * bench.one))
-    bench.put(store, prompt(1), priority=LOW)
-    bench.put(store, prompt(2), priority=LOW)
+    bench.put_all(store, 1, 2, priority=LOW)
     bench.put(store, prompt(2, 16), priority=HIGH, ttl=10)
     bench.put(store, prompt(3))
     assert [segment_of(store, n).level for n in (1, 2, 3)] == [LOW, HIGH, NORMAL]
-    bench.put(store, prompt(4))
-    bench.put(store, prompt(5))
-    bench.put(store, prompt(6))
+    bench.put_all(store, 4, 5, 6)
     assert lengths(store, 1, 2, 3, 4) == [0, 8, 0, 8]
 
     Expiry(0, wall_clock=lambda: time.time() + 20).poll(store)
 
     store.check_integrity()
     assert segment_of(store, 2).level is LOW, "nothing builds on it any more"
-    bench.put(store, prompt(7))
-    bench.put(store, prompt(8))
+    bench.put_all(store, 7, 8)
     assert lengths(store, 2, 4) == [0, 8]
 
 
-def test_a_hole_has_the_level_of_what_builds_on_it(bench: Workbench) -> None:
-    store = bench.open()
+def test_a_hole_has_the_level_of_what_builds_on_it(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, prompt(1), priority=LOW)
     bench.put(store, prompt(1, 16), priority=HIGH)
     bench.put(store, prompt(1, 24), priority=NORMAL)
@@ -108,8 +106,7 @@ def test_a_namespace_gives_up_its_own_low_ones_first(bench: Workbench) -> None:
         bench.put(store, prompt(number), namespace="a", priority=priority)
     bench.put(store, prompt(3), namespace="a", priority=HIGH)
     bench.put(store, prompt(4), namespace="a")
-    found = [length(store, prompt(n), namespace="a") for n in (1, 2, 3, 4)]
-    assert found == [0, 0, 8, 8]
+    assert lengths(store, 1, 2, 3, 4, namespace="a") == [0, 0, 8, 8]
     assert length(store, prompt(9), namespace="other") == 8
 
 
@@ -122,28 +119,14 @@ def test_a_restart_knows_it(bench: Workbench, full: PrefixStore, index: str) -> 
     if index == "gone":
         path.unlink()
     if index == "of before":
-        connection = sqlite3.connect(path)
-        with connection:
-            connection.execute("ALTER TABLE segments DROP COLUMN priority")
-        connection.close()
+        change_index(bench.root, "ALTER TABLE segments DROP COLUMN priority")
     store = bench.open(ssd_gb=gb(3 * bench.one))
     assert [segment_of(store, n).info.priority for n in (1, 2, 3)] == [HIGH, NORMAL, LOW]
     bench.put(store, prompt(4))
     assert lengths(store, 1, 2, 3, 4) == [8, 8, 0, 8]
 
 
-def test_a_restart_knows_what_builds_on_what(bench: Workbench) -> None:
-    store = bench.open()
-    bench.put(store, prompt(1), priority=LOW)
-    bench.put(store, prompt(1, 16), priority=NORMAL)
-    bench.put(store, prompt(2), priority=LOW)
-    store = bench.reopen(store)
-    assert [segment_of(store, n).level for n in (1, 2)] == [NORMAL, LOW]
-    store.check_integrity()
-
-
-def test_files_without_a_priority_are_normal(bench: Workbench) -> None:
-    store = bench.open()
+def test_files_without_a_priority_are_normal(bench: Workbench, store: PrefixStore) -> None:
     bench.put(store, prompt(1))
     path = store_factory.path_of(bench, look_up(store, prompt(1)))
     assert b"priority" not in path.read_bytes()
@@ -158,14 +141,6 @@ def test_asking_again_changes_nothing(bench: Workbench, full: PrefixStore) -> No
     assert segment_of(full, 3).level is HIGH and lengths(full, 1, 2) == [8, 0]
 
 
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[StoredSegment]:
-    """Segments that were looked at, to be evicted."""
-    looked: list[StoredSegment] = []
-    take = _Choice.take
-    monkeypatch.setattr(_Choice, "take", lambda own, s: looked.append(s) or take(own, s))
-    return looked
-
-
 def test_low_ones_that_others_build_on_are_not_in_the_way(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,11 +149,9 @@ def test_low_ones_that_others_build_on_are_not_in_the_way(
     for number in range(20):
         bench.put(store, prompt(number), priority=LOW)
         bench.put(store, prompt(number, 16), priority=HIGH)
-    for number in range(20, 60):
-        bench.put(store, prompt(number))
-    looked = looks(monkeypatch)
-    for number in range(60, 70):
-        bench.put(store, prompt(number))
+    bench.put_all(store, *range(20, 60))
+    looked = calls_of(monkeypatch, _Choice, "take")
+    bench.put_all(store, *range(60, 70))
     assert len(looked) == 10 == store.stats.segments_evicted
 
 
@@ -188,17 +161,16 @@ def test_low_ones_that_are_needed_are_looked_at_once(
 ) -> None:
     """They stay, and until their next use they go with those that went in their place."""
     store = bench.open(ssd_gb=gb(40 * bench.one))
-    for number in range(40):
-        bench.put(store, prompt(number), priority=LOW if number < 20 else NORMAL)
+    bench.put_all(store, *range(20), priority=LOW)
+    bench.put_all(store, *range(20, 40))
     sources = []
     for number in range(20):
         if why == "pinned":
             assert store.pins.pin(store.namespace(""), as_tokens(prompt(number))) is None
         else:
             sources.append(open_source(store, look_up(store, prompt(number))))
-    looked = looks(monkeypatch)
-    for number in range(50, 60):
-        bench.put(store, prompt(number))
+    looked = calls_of(monkeypatch, _Choice, "take")
+    bench.put_all(store, *range(50, 60))
     assert len(looked) == 20 + 10
     assert lengths(store, *range(20)) == [8] * 20
     assert segment_of(store, 0).level is NORMAL

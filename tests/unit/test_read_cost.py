@@ -15,10 +15,10 @@ from impress_sglang.storage.read_cost import (
 )
 
 
-def reads(seed: int, count: int = 400) -> Iterator[tuple[int, int]]:
+def reads(seed: int) -> Iterator[tuple[int, int]]:
     """(pieces, bytes), from one small block to many large pieces."""
     pick = random.Random(seed)
-    for _ in range(count):
+    for _ in range(400):
         pieces = pick.randint(1, 60)
         yield pieces, 4096 * pieces * pick.randint(1, 64)
 

@@ -22,9 +22,10 @@ from impress_sglang.storage.open_segment import OpenSegment
 from impress_sglang.storage.pending_read import BlockRuns, PendingRead
 from impress_sglang.storage.reader import BlockReader
 from tests.faults import FaultyFileSystem, Rule
-from tests.unit import source_factory as sources
+from tests.unit import step_engine as steps
 from tests.unit.kv_factory import flip_byte, make_info, make_shape, random_kvs, write_kvs
-from tests.unit.source_factory import BLOCK, Step, StepEngine
+from tests.unit.source_factory import BLOCK
+from tests.unit.step_engine import Step, StepEngine
 from tests.unit.waiting import TIMEOUT, wait_until
 
 
@@ -74,7 +75,7 @@ def stored(tmp_path: Path) -> Iterator[Stored]:
 
 @pytest.fixture(params=["auto", "threads"])
 def reader(request: pytest.FixtureRequest) -> Iterator[BlockReader]:
-    with sources.reading(4, request.param) as reader:
+    with steps.reading(4, request.param) as reader:
         yield reader
 
 
@@ -303,7 +304,7 @@ def test_a_read_that_ended_early_is_completed(stored: Stored) -> None:
 
     engine = Hasty(3)
     engine.allow()
-    with sources.with_engine(engine) as (reader, _):
+    with steps.with_engine(engine) as (reader, _):
         reader.read(stored.runs((0, 9)))
         stored.check((0, 9))
         flip_byte(stored.path, stored.offset + 5)
@@ -357,7 +358,7 @@ def test_nobody_waits_for_a_reader_that_has_failed(
 def test_who_gives_up_waiting_leaves_nothing_to_begin(stored: Stored) -> None:
     """The file is closed then, and its descriptor may be another file's."""
     engine = StepEngine(1)
-    reader = BlockReader(1, sources.OneEngine(engine), patience=0.1)
+    reader = BlockReader(1, steps.OneEngine(engine), patience=0.1)
     with pytest.raises(StoreUnavailable, match="does not answer"):
         reader.read(stored.runs((0, 9)))
 
@@ -388,7 +389,7 @@ def test_a_revived_reader_goes_on_learning_what_reads_cost(stored: Stored) -> No
 
 
 def test_close_waits_for_what_was_asked_for(stored: Stored) -> None:
-    with sources.stepping(2) as (reader, engine):
+    with steps.stepping(2) as (reader, engine):
         reads = [reader.submit(stored.runs((n, n + 1)), ahead=n % 2 == 1) for n in range(6)]
         closing = threading.Thread(target=reader.close)
         closing.start()

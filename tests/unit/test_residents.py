@@ -12,18 +12,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from impress_sglang.management.residents import ResidentParts
-from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment, StoredSpan
+from impress_sglang.management.stored import StoredMatch, StoredSegment, StoredSpan
 from impress_sglang.precision.layout import CodeLayout
 from impress_sglang.transfer.resident import PartUse, ResidentPart
-from tests.unit.kv_factory import make_info, make_shape
+from tests.unit.kv_factory import make_shape, stored_segment
 
 SHAPE = make_shape(layers=2, key_dim=64, value_dim=64, probe=(), coded=True)
 LENGTH = 40
 
 
 def segment(name: str) -> StoredSegment:
-    info = make_info(SHAPE, range(LENGTH), segment_id=name)
-    return StoredSegment(info, info.layout().file_bytes, SegmentState.READY)
+    return stored_segment(name, range(LENGTH), shape=SHAPE)
 
 
 class Residents:

@@ -38,8 +38,8 @@ def rule(request: pytest.FixtureRequest) -> ReplacementRule:
     return sized(RULES[request.param]())
 
 
-def sized(rule: ReplacementRule, size: int = SIZE) -> ReplacementRule:
-    rule.resize(size)
+def sized(rule: ReplacementRule) -> ReplacementRule:
+    rule.resize(SIZE)
     return rule
 
 

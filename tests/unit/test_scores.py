@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from impress_sglang.importance import scores as scores_module
 from impress_sglang.importance.scores import column_sums
 from tests.unit import dense
+from tests.unit.spying import calls_of
 
 
 def inputs(
@@ -82,15 +83,7 @@ def test_so_many_weights_are_there_at_once(
     kept = 4 if heads else 6
     queries, prefix, resident, new = inputs(17, 21, num_resident, 2 * kept, 6, 16, torch.float32)
     chosen = list(heads or range(6))
-    sizes: list[int] = []
-    multiply = torch.bmm
-
-    def noted(left: Tensor, right: Tensor) -> Tensor:
-        product = multiply(left, right)
-        sizes.append(product.numel())
-        return product
-
-    monkeypatch.setattr(torch, "bmm", noted)
+    products = calls_of(monkeypatch, torch, "bmm")
     monkeypatch.setattr(scores_module, "MOST_WEIGHTS", most)
     monkeypatch.setattr(scores_module, "QUERY_BLOCKS", (2, 256))
 
@@ -100,7 +93,8 @@ def test_so_many_weights_are_there_at_once(
         queries, prefix[:, :kept], resident[:, chosen], new[:, chosen], 0.25
     )
     check(found, expected)
-    assert max(sizes) <= max(most, 2 * 2 * max(21, num_resident))
+    largest = max(call.result.numel() for call in products)
+    assert largest <= max(most, 2 * 2 * max(21, num_resident))
 
 
 @pytest.mark.parametrize("last", [1, 5, 17])

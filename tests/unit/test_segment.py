@@ -224,24 +224,6 @@ def test_what_is_no_file_of_ours_is_not_condemned(tmp_path: Path, kind: str) -> 
     assert caught.value.segment_id == "ab12"
 
 
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 8, 20])
-@pytest.mark.parametrize("probe", [(0,), (0, 1), ()])
-def test_written_file_has_the_size_of_its_layout_and_a_valid_header(
-    tmp_path: Path, num_tokens: int, probe: tuple[int, ...], direct: bool
-) -> None:
-    if direct and not FILES.supports_direct_io(tmp_path):
-        pytest.skip("this file system has no O_DIRECT")
-    shape = make_shape(probe=probe)
-    info = make_info(shape, range(num_tokens))
-
-    path = write_kvs(tmp_path, info, *random_kvs(shape, num_tokens, seed=1), direct=direct)
-
-    assert path.stat().st_size == info.layout().file_bytes
-    check_same(read_header(path, FILES).info, info)
-    assert [file.name for file in tmp_path.iterdir()] == ["ab12.kv"], "no temporary file is left"
-
-
 @pytest.mark.parametrize("probe", [(0,), ()])
 @pytest.mark.parametrize("generation", [0, 1])
 def test_every_block_of_a_written_file_has_its_checksum(

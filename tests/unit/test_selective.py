@@ -12,6 +12,7 @@ from torch import Tensor
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.precision.allocation import planes_of
 from impress_sglang.precision.codec import NUM_PLANES
+from impress_sglang.precision.floors import Floors
 from impress_sglang.serving.loading import SelectiveLoading
 from impress_sglang.transfer import selective
 from impress_sglang.transfer.loader import LayerInputs, LoadStats
@@ -19,9 +20,16 @@ from impress_sglang.transfer.precise import ALLOCATIONS
 from impress_sglang.transfer.selective import SelectiveLoader
 from impress_sglang.transfer.slots import LayerSlots
 from tests.unit import dense
-from tests.unit.coded_factory import BLOCK, SHAPE, CodedCase, CodedPart
+from tests.unit.coded_factory import BLOCK, EMPTY, SHAPE, CodedCase, CodedPart, check_pool
 from tests.unit.kv_factory import flip_byte
-from tests.unit.test_precise import PREFIXES, Coded, inputs, squares
+from tests.unit.test_precise import (
+    PREFIXES,
+    Coded,
+    inputs,
+    least_planes,
+    squares,
+    with_and_without_floors,
+)
 
 CPU = torch.device("cpu")
 BITS = [4.0, 5.0, 8.0]
@@ -47,7 +55,7 @@ class Request:
     def load(self, layer: int, bits: float, given: LayerInputs) -> Tensor:
         """The tokens [G, k] that the layer uses."""
         for own in (self.slots.keys, self.slots.values):
-            own.pool.fill_(-77.0)
+            own.pool.fill_(EMPTY)
         return self.loader.load(layer, self.source, self.units, given, self.slots, bits, self.stats)
 
     def planes(self, layer: int) -> Tensor:
@@ -62,11 +70,7 @@ class Request:
         assert rows is not None
         for own, whole in zip((self.slots.keys, self.slots.values), expected, strict=True):
             right = torch.stack([whole[mine, head] for head, mine in enumerate(tokens)], 1)
-            slack = 2 * torch.finfo(own.pool.dtype).eps * float(right.abs().max())
-            assert (own.pool[rows].float() - right).abs().max() <= slack + 1e-5
-            others = torch.ones(len(own.pool), dtype=torch.bool)
-            others[rows] = False
-            assert (own.pool[others] == -77.0).all()
+            check_pool(own.pool, rows, right)
 
 
 def importance(given: LayerInputs, prefix: Tensor) -> Tensor:
@@ -92,18 +96,21 @@ def units_of(request: Request, tokens: Tensor) -> Tensor:
     return request.units.weights(chosen) > 0
 
 
+@with_and_without_floors
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", PREFIXES)
 def test_each_head_gets_its_own_best_tokens_in_the_bits_of_their_units(
-    name: str, bits: float, coded: Coded
+    name: str, bits: float, floors: Floors | None, coded: Coded
 ) -> None:
-    """New tokens are more than the last ones, which are what planes go by."""
-    case = coded(PREFIXES[name])
+    """By keys of the base; new tokens are more than the last ones, which are what planes go by."""
+    case = coded(PREFIXES[name], floors=floors)
     request = Request(case, -(-case.num_tokens // 4))
     for layer in range(SHAPE.num_layers):
         given = inputs(case, seed=layer, new=25)
         tokens = request.load(layer, bits, given)
-        base = case.expected(layer, torch.zeros_like(request.planes(layer)))[0]
+        planes, least = request.planes(layer), least_planes(floors, layer)
+        assert (planes >= least).all()
+        base = case.expected(layer, least.expand_as(planes))[0]
         check_choice(tokens, importance(given, base))
         request.check_slots(layer, tokens)
 

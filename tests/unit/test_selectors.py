@@ -118,8 +118,8 @@ def test_a_first_token_that_towers_is_always_kept(name: str, k: int) -> None:
     assert (found[:, 0] == 0).all()
 
 
-def heads_that_like(*sets: list[int], num_tokens: int = 20) -> Tensor:
-    scores = torch.full((len(sets), num_tokens), 0.01)
+def heads_that_like(*sets: list[int]) -> Tensor:
+    scores = torch.full((len(sets), 20), 0.01)
     for row, liked in zip(scores, sets, strict=True):
         row[liked] = torch.arange(len(liked), 0, -1, dtype=torch.float32)
     return scores

@@ -1,8 +1,7 @@
-"""Pages of a cache: how many a chunk takes, and rows that are read out of them."""
+"""Pages of a cache: how many a chunk takes, and memory; `test_chunk_cache.py` reads them."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
@@ -15,20 +14,15 @@ from impress_sglang.storage.layout import KVShape, SegmentLayout
 from impress_sglang.tiers import slab as slab_module
 from impress_sglang.tiers.slab import PageShape, Slab
 from tests.unit.kv_factory import make_shape, row_size
+from tests.unit.test_chunk_cache import HEAD_GROUPS, SHAPE
 
 CPU = torch.device("cpu")
 # gcd(12, 8) = 4 elements a vector: a key head has 3 of them, a value head 2.
-SHAPE = make_shape(
-    layers=2, kv_heads=3, query_heads=3, key_dim=12, value_dim=8, dtype=torch.bfloat16
-)
 PAGE = PageShape.of(SHAPE, 16)
-
-
-SINGLE_HEADS = dataclasses.replace(SHAPE, probe_kv_heads=())
 NO_OTHER_KEYS = make_shape(kv_heads=1, query_heads=1, probe=(0,))
 
 
-@pytest.mark.parametrize("shape", [SHAPE, SINGLE_HEADS, NO_OTHER_KEYS])
+@pytest.mark.parametrize("shape", [SHAPE, HEAD_GROUPS, NO_OTHER_KEYS])
 @pytest.mark.parametrize(("chunk_tokens", "num_tokens"), [(16, 35), (32, 40), (8, 8)])
 def test_pages_of_each_chunk_in_the_order_of_the_layout(
     shape: KVShape, chunk_tokens: int, num_tokens: int
@@ -52,63 +46,10 @@ def test_pages_of_each_chunk_in_the_order_of_the_layout(
     assert page.max_chunk_pages(shape) == max(whole)
 
 
-def contents(count: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, 64, generator=generator).to(torch.bfloat16)
-
-
-def test_pages_are_read_as_they_were_written() -> None:
-    slab = Slab(PAGE, 10, CPU, option="--impress-host-gb", pin=False)
-    first, second = contents(3, 1), contents(4, 2)
-    slab.write_pages(np.array([7, 0, 3], np.int32), first)
-    slab.write_pages(np.array([1, 9, 2, 8], np.int32), second)
-
-    assert torch.equal(slab.read_pages(np.array([0, 7, 3], np.int32)), first[[1, 0, 2]])
-    assert torch.equal(slab.read_pages(np.array([8, 1], np.int32)), second[[3, 0]])
-    assert slab.device == CPU
-
-
-@pytest.mark.parametrize("row_vectors", [3, 6])
-def test_rows_are_read_out_of_scattered_pages(row_vectors: int) -> None:
-    """Rows lie across pages: 16 vectors are no whole number of rows."""
-    slab = Slab(PAGE, 20, CPU, option="--impress-host-gb", pin=False)
-    pages = np.array([[11, 2, 17, 0, 9, 5], [3, 19, 1, 8, 4, 12]], np.int32)[:, :row_vectors]
-    data = [contents(row_vectors, seed) for seed in (1, 2)]
-    for own, chunk in zip(pages, data, strict=True):
-        slab.write_pages(own, chunk)
-    rows = [chunk.view(16, row_vectors * 4) for chunk in data]
-    wanted = [(0, 0), (1, 15), (0, 7), (0, 6), (1, 0), (0, 7)]
-
-    found = slab.read_rows(
-        np.array([pages[chunk] for chunk, _ in wanted]),
-        np.array([offset for _, offset in wanted]),
-        row_vectors,
-    )
-
-    assert torch.equal(found, torch.stack([rows[chunk][offset] for chunk, offset in wanted]))
-
-
-def test_columns_after_the_pages_of_a_chunk_do_not_matter() -> None:
-    slab = Slab(PAGE, 4, CPU, option="--impress-host-gb", pin=False)
-    data = contents(1)
-    slab.write_pages(np.array([2], np.int32), data)
-
-    found = slab.read_rows(np.array([[2, -99, 12345]], np.int32), np.array([4]), 3)
-
-    assert torch.equal(found, data.view(-1)[4 * 12 : 5 * 12][None])
-
-
 def test_reading_nothing_gives_nothing() -> None:
     slab = Slab(PAGE, 0, CPU, option="--impress-host-gb", pin=False)
 
     assert slab.read_pages(np.empty(0, np.int32)).shape == (0, 64)
-
-
-def test_memory_that_is_not_there_is_a_config_error_that_names_size_and_option() -> None:
-    num_pages = (1 << 50) // PAGE.page_bytes
-
-    with pytest.raises(ConfigError, match=r"1125899\.9 GB.*--impress-host-gb"):
-        Slab(PAGE, num_pages, CPU, option="--impress-host-gb", pin=False)
 
 
 def test_memory_that_a_device_has_not_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from impress_sglang.transfer.read_planner import ReadStats
 from tests.unit import source_factory as sources
 from tests.unit.kv_factory import PROBE, head_groups_of, row_size
 from tests.unit.reading import read_rows
+from tests.unit.step_engine import counting
 
 # "layout, options: shape"; each shape and each cache once, and each layout with and without head
 # groups.
@@ -187,7 +188,7 @@ def test_accesses_and_needed_bytes_are_counted(uncached: sources.Case) -> None:
 @pytest.mark.parametrize("name", ["gqa-float32", "no-probe-float32"])
 def test_neighbouring_blocks_are_one_read(tmp_path: Path, name: str) -> None:
     """Values of all head groups, too."""
-    with sources.counting() as (reader, engine):
+    with counting() as (reader, engine):
         case = sources.open_case(tmp_path, sources.SHAPES[name], sources.SEVERAL[3:4], reader)
 
         case.check(0, ["values"])

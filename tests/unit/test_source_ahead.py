@@ -18,7 +18,7 @@ from impress_sglang.timeline import RequestTimeline
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from impress_sglang.transfer.stored_source import SSD_TRACK
 from tests.unit.kv_factory import make_cache, make_shape
-from tests.unit.reading import read_rows
+from tests.unit.reading import read_rows, wait_for_reads
 from tests.unit.source_factory import (
     BLOCK,
     DEMANDS,
@@ -26,14 +26,11 @@ from tests.unit.source_factory import (
     SHAPES,
     Case,
     Part,
-    counting,
     draw_case,
     open_case,
     random_tokens,
-    reading,
-    stepping,
 )
-from tests.unit.waiting import wait_until
+from tests.unit.step_engine import counting, reading, stepping
 
 
 def draw_reads(data: st.DataObject, case: Case) -> Iterator[tuple[list[str], torch.Tensor | None]]:
@@ -118,14 +115,10 @@ def test_every_byte_is_counted_once(
             for own in sources:
                 stats = own.stats
                 assert 0 <= stats.ahead_used_bytes <= stats.ahead_bytes <= stats.ssd_bytes
-                wait_until(lambda own=own: not own.is_reading)
+                wait_for_reads(own)
             if len(sources) == 1:
                 assert len(set(engine.started)) == len(engine.started)
             case.close()
-
-
-def wait_for_reads(source: SegmentSource) -> None:
-    wait_until(lambda: not source.is_reading)
 
 
 @pytest.mark.usefixtures("no_gaps")
@@ -225,7 +218,7 @@ def test_nothing_reads_from_the_files_of_a_closed_source(tmp_path: Path, asked: 
         time.sleep(0.1)
         assert source.is_reading == bool(in_flight)
         engine.allow()
-        wait_until(lambda: not source.is_reading)
+        wait_for_reads(source)
 
         assert engine.in_flight == 0
         begun = len(engine.started)
@@ -265,17 +258,8 @@ def test_reads_are_shown_on_the_timeline(tmp_path: Path) -> None:
     """Only those that began, each from its start to its end."""
     with stepping(4) as (reader, engine):
         case = open_case(tmp_path, SHAPES["cut-rows-float32"], [Part(77, 8, 0, 77)], reader)
-        assert case.cache is not None
         timeline = RequestTimeline("r")
-        source = SegmentSource(
-            case.shape,
-            case.spans,
-            reader,
-            case.pool,
-            case.cache,
-            ReadNeeds(whole=True),
-            timeline=timeline,
-        )
+        source = case.make_source(ReadNeeds(whole=True), timeline=timeline)
         began = time.perf_counter()
         source.read_ahead(0.0)
         engine.wait_started(2)

@@ -20,6 +20,7 @@ from impress_sglang.tiers.placement import Tier
 from impress_sglang.transfer.read_planner import ReadStats
 from tests.unit import source_factory as sources
 from tests.unit.kv_factory import flip_byte, make_cache, make_shape
+from tests.unit.step_engine import counting
 
 ROOMY = [
     f"several-segments, {name}, reordered: {shape}"
@@ -31,7 +32,7 @@ ROOMY = [
 
 @pytest.mark.parametrize("name", ROOMY)
 def test_a_second_read_comes_from_the_caches_alone(name: str, tmp_path: Path) -> None:
-    with sources.counting() as (reader, engine):
+    with counting() as (reader, engine):
         roomy = sources.opened(name, tmp_path, reader)
         sources.check_everything(roomy)
         first = roomy.stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,11 +19,12 @@ from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit import kv_factory as kv
 from tests.unit import source_factory as sources
 from tests.unit.reading import read_rows
+from tests.unit.step_engine import reading
 
 
 @pytest.fixture(scope="module", params=["auto", "threads"])
 def any_reader(request: pytest.FixtureRequest) -> Iterator[BlockReader]:
-    with sources.reading(3, request.param) as reader:
+    with reading(3, request.param) as reader:
         yield reader
 
 
@@ -78,17 +80,13 @@ def test_a_flipped_byte_hurts_the_rows_of_its_block_alone(
 def open_and_read_everything(path: Path, shape: KVShape, reader: BlockReader, direct: bool) -> None:
     cache = kv.make_cache(shape)
     span = kv.open_span(path, cache, direct=direct)
-    try:
+    with contextlib.closing(span.segment):
         source = SegmentSource(shape, [span], reader, BufferPool(1 << 20), cache, ReadNeeds())
-        try:
+        with contextlib.closing(source):
             for layer in range(shape.num_layers):
                 if shape.probe_kv_heads:
                     source.read_probe(layer)
                 read_rows(source, layer, None)
-        finally:
-            source.close()
-    finally:
-        span.segment.close()
 
 
 def cut(size: Callable[[int], int]) -> Callable[[Path], None]:

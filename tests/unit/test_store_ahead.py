@@ -14,8 +14,7 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.transfer.source import ReadNeeds, SegmentSource
 from tests.unit import kv_factory as kv
 from tests.unit import store_factory as stores
-from tests.unit.reading import read_rows
-from tests.unit.waiting import wait_until
+from tests.unit.reading import read_rows, wait_for_reads
 
 TOKENS = stores.prompt(1, 40)
 CHUNK_TOKENS = 8
@@ -32,10 +31,8 @@ def disk_bytes(bench: stores.Workbench, *columns: int, num_tokens: int = len(TOK
     return shape.num_layers * sum(sizes)
 
 
-def bytes_of(
-    store: PrefixStore, tokens: tuple[int, ...] = TOKENS, *, start: int = 0
-) -> StoredBytes:
-    return store.forecast.stored_bytes(stores.look_up(store, tokens).slice(start, len(tokens)))
+def bytes_of(store: PrefixStore, *, start: int = 0) -> StoredBytes:
+    return store.forecast.stored_bytes(stores.look_up(store, TOKENS).slice(start, len(TOKENS)))
 
 
 def read_layers(store: PrefixStore, *, probe: bool = True, keys: bool = True) -> SegmentSource:
@@ -47,10 +44,6 @@ def read_layers(store: PrefixStore, *, probe: bool = True, keys: bool = True) ->
         read_rows(source, layer, None, keys=keys)
     store.close_source(source)
     return source
-
-
-def wait_for_reads(source: SegmentSource) -> None:
-    wait_until(lambda: not source.is_reading)
 
 
 def test_before_the_first_read_all_is_on_the_ssd(

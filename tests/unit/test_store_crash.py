@@ -14,28 +14,12 @@ from typing import Any
 import pytest
 
 import tests
+from tests.unit.crash_writer import CRASH_POINTS, STEP
 
-POINTS = (
-    "first write of a file",
-    "between layers",
-    "before the header",
-    "before the sync",
-    "before the rename",
-    "after the rename",
-    "before the index",
-    "after the index",
-    "loss: before the index",
-    "loss: after the index",
-    "reorder: between layers",
-    "reorder: before the rename",
-    "reorder: after the rename",
-    "reorder: before the index",
-    "reorder: after the index",
-)
+POINTS = tuple(CRASH_POINTS)
 RANDOM_KILLS = 5
 # A temporary file is left.
 UNFINISHED = (*POINTS[:5], "reorder: between layers", "reorder: before the rename")
-STEP = 12
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ from impress_sglang.management.store import PrefixStore
 from impress_sglang.management.stored import SegmentState
 from impress_sglang.management.writing import StoreOutcome
 from tests.damage import flip_data_bit, flip_header_bit
-from tests.faults import FaultyFileSystem, Rule
 from tests.unit.store_factory import (
     Workbench,
     check_rows,
     gb,
     length,
+    lengths,
     look_again,
     look_up,
     lose,
@@ -27,7 +27,6 @@ from tests.unit.store_factory import (
     open_source,
     path_of,
     prompt,
-    recover,
     three_prefixes,
 )
 
@@ -161,37 +160,12 @@ def test_a_few_damaged_files_are_kept_and_counted(bench: Workbench) -> None:
     kept = sorted(path.stem for path in bench.root.glob("*/quarantine/*"))
     assert kept == sorted(names[-4:]), "those set aside last, whenever they were written"
     assert store.summary()["quarantined_bytes"] == 4 * bench.one
-    for number in range(3):
-        bench.put(store, prompt(number))
+    bench.put_all(store, *range(3))
     store = bench.reopen(store, ssd_gb=gb(7 * bench.one))
     assert store.summary()["quarantined_bytes"] == 4 * bench.one
     bench.put(store, prompt(3))
-    assert [length(store, prompt(n)) for n in range(4)] == [8] * 4, "they leave for room"
+    assert lengths(store, *range(4)) == [8] * 4, "they leave for room"
     assert store.summary()["quarantined_bytes"] == 0
-
-
-def test_a_file_that_cannot_be_removed_counts_until_it_is(
-    bench: Workbench, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = FaultyFileSystem()
-    store = bench.open(files=files, ssd_gb=gb(2 * bench.one))
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2))
-    name = name_of(store, prompt(1))
-    with files.faults.injected(Rule("EPERM", "unlink", "*.kv")):
-        bench.put(store, prompt(3))
-        assert store.health.state == "read-only"
-        assert bench.offer(store, prompt(4)) is StoreOutcome.UNAVAILABLE
-        store._keeper.indexed().result()
-        assert store._quota.missing(0) == pytest.approx(bench.one, abs=1000)
-
-    assert name in caplog.text
-    recover(store)
-    store.check_index()
-    assert len(bench.files()) == 1, "what was to be written in its place was not"
-    check_rows(store, prompt(2))
-    bench.put(store, prompt(5))
-    assert store._quota.missing(0) <= 0
 
 
 def test_a_match_may_be_older_than_a_loss(bench: Workbench, store: PrefixStore) -> None:

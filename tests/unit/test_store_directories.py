@@ -15,7 +15,7 @@ from impress_sglang.management.writing import StoreOutcome
 from impress_sglang.storage.directory import MARKER, StoreDirectory
 from impress_sglang.storage.files import FileSystem
 from tests.faults import FaultyFileSystem, Rule
-from tests.unit.store_factory import OTHER_IDENTITY, Workbench, check_rows, gb, length, prompt
+from tests.unit.store_factory import OTHER_IDENTITY, Workbench, check_rows, gb, lengths, prompt
 
 
 def old_model(
@@ -85,7 +85,7 @@ def test_the_store_of_a_model_that_is_served_is_not_removed(bench: Workbench) ->
     put_at_last(bench, store, prompt(2))
 
     check_rows(other, prompt(1))
-    assert [length(store, prompt(n)) for n in (1, 2)] == [0, 8]
+    assert lengths(store, 1, 2) == [0, 8]
     bench.put(store, prompt(3))
 
 
@@ -98,7 +98,7 @@ def test_the_store_of_another_model_may_vanish(bench: Workbench) -> None:
 
     put_at_last(bench, store, prompt(2))
 
-    assert [length(store, prompt(n)) for n in (1, 2)] == [8, 8]
+    assert lengths(store, 1, 2) == [8, 8]
     assert not folder.exists()
 
 
@@ -112,7 +112,7 @@ def test_the_store_of_another_model_that_cannot_be_removed_is_left_alone(bench: 
     with files.faults.injected(Rule("EACCES", "unlink", f"{folder}/*")):
         put_at_last(bench, store, prompt(2))
 
-    assert [length(store, prompt(n)) for n in (1, 2)] == [0, 8]
+    assert lengths(store, 1, 2) == [0, 8]
     assert folder.exists()
     assert store.summary()["other_models_bytes"] == bench.one
     assert store.health.state == "ok"

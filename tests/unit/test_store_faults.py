@@ -30,6 +30,7 @@ from tests.unit.store_factory import (
     check_rows,
     index_of,
     length,
+    lengths,
     look_again,
     look_up,
     lose,
@@ -196,8 +197,7 @@ def test_what_is_purged_while_the_directory_is_away_does_not_come_back(
     bench: Workbench, store: PrefixStore, tmp_path: Path
 ) -> None:
     """Each file seems to be gone already."""
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2))
+    bench.put_all(store, 1, 2)
     shutil.move(bench.root, tmp_path / "away")
     store.writes.discard([look_up(store, prompt(1)).spans[0].segment], Cause.PURGED)
     store.writes.written_before(0.0)
@@ -209,15 +209,14 @@ def test_what_is_purged_while_the_directory_is_away_does_not_come_back(
     assert len(bench.files()) == 1
     bench.close(store)
     again = bench.open()
-    assert [length(again, prompt(number)) for number in (1, 2)] == [0, 8]
+    assert lengths(again, 1, 2) == [0, 8]
 
 
 def test_what_is_purged_while_the_disk_refuses_leaves_later(
     bench: Workbench, store: PrefixStore, faults: Faults
 ) -> None:
     """Also from quarantine, and from the file of the pins, where its tokens stand."""
-    for number in (1, 2):
-        bench.put(store, prompt(number))
+    bench.put_all(store, 1, 2)
     lose(bench, store, name_of(store, prompt(1)))
     assert store.pins.pin(store.namespace(""), as_tokens(prompt(2))) is None
     store.writes.written_before(0.0).result()
@@ -400,7 +399,7 @@ def test_what_is_written_while_a_failed_disk_is_asked_is_not_lost(
     recover(store)
     look_again(store)
     store.check_integrity()
-    assert [length(store, prompt(n)) for n in (1, 2)] == [8, 8]
+    assert lengths(store, 1, 2) == [8, 8]
     assert len(bench.files()) == 2
 
 

@@ -11,12 +11,11 @@ from impress_sglang.config import ImpressConfig
 from impress_sglang.management import keeper
 from impress_sglang.management.lookahead import LookAhead
 from impress_sglang.management.quota import Quota
-from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.wear import WriteBudget
 from impress_sglang.management.writing import StoreOutcome
 from tests.faults import FaultyFileSystem, Rule
-from tests.unit.kv_factory import make_info, make_shape
+from tests.unit.kv_factory import stored_segment
 from tests.unit.store_factory import (
     QUARTER,
     Room,
@@ -24,6 +23,7 @@ from tests.unit.store_factory import (
     check_rows,
     gb,
     length,
+    lengths,
     look_up,
     lose,
     name_of,
@@ -39,18 +39,17 @@ from tests.unit.waiting import wait_until
 def test_the_least_recently_used_prefix_goes_first(bench: Workbench) -> None:
     """Only reading is use: a look-up happens for every waiting request, again and again."""
     store = bench.open(ssd_gb=gb(3 * bench.one))
-    for number in (1, 2, 3):
-        bench.put(store, prompt(number))
+    bench.put_all(store, 1, 2, 3)
     use(store, prompt(1))
     look_up(store, prompt(2))
 
     bench.put(store, prompt(4))
 
-    assert [length(store, prompt(n)) for n in (1, 2, 3, 4)] == [8, 0, 8, 8]
+    assert lengths(store, 1, 2, 3, 4) == [8, 0, 8, 8]
     assert store.stats.segments_evicted == 1
     use(store, prompt(3))
     bench.put(store, prompt(5))
-    assert [length(store, prompt(n)) for n in (1, 3, 4, 5)] == [0, 8, 8, 8]
+    assert lengths(store, 1, 3, 4, 5) == [0, 8, 8, 8]
     bench.close(store)
     assert len(bench.files()) == 3
 
@@ -65,7 +64,7 @@ def test_an_offer_that_does_not_fit_in_the_end_evicts_nothing(bench: Workbench) 
     # All but the segment that is being written would be enough.
     assert bench.offer(store, prompt(3, 24)) is StoreOutcome.NO_SPACE
 
-    assert [length(store, prompt(n)) for n in (1, 2)] == [8, 8]
+    assert lengths(store, 1, 2) == [8, 8]
     gate.opened.set()
     store.writes.drain()
     assert length(store, prompt(2, 16)) == 16
@@ -94,20 +93,20 @@ def test_bytes_that_are_still_written_are_not_free(bench: Workbench) -> None:
 def test_a_full_file_system_makes_room_by_eviction(bench: Workbench) -> None:
     files = Room()
     store = bench.open(files=files)
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2))
+    bench.put_all(store, 1, 2)
     files.leave(store, 100)
 
     assert bench.offer(store, prompt(3)) is StoreOutcome.ACCEPTED
 
-    assert [length(store, prompt(n)) for n in (1, 2)] == [0, 8]
+    assert lengths(store, 1, 2) == [0, 8]
 
 
 def test_a_rewritten_segment_takes_the_place_of_the_old_one() -> None:
     """Free space is what was measured last, and what is known to have changed since."""
     disk = SimpleNamespace(free_bytes=100)
     quota = Quota(ImpressConfig(), StoredTree(), Any, disk, {}, bool, int, WriteBudget())  # type: ignore[arg-type]
-    segment = StoredSegment(make_info(make_shape(), prompt(1)), 30)
+    segment = stored_segment("a", prompt(1))
+    segment.file_bytes = 30
     quota.begin(segment)
     quota.end(segment, written=True)
     segment.file_bytes = 20
@@ -118,32 +117,29 @@ def test_a_rewritten_segment_takes_the_place_of_the_old_one() -> None:
 def test_what_a_request_waits_for_stays_and_a_new_prompt_is_declined(bench: Workbench) -> None:
     lookahead = LookAhead()
     store = bench.open(ssd_gb=gb(2 * bench.one), lookahead=lookahead)
-    bench.put(store, prompt(1))
-    bench.put(store, prompt(2))
+    bench.put_all(store, 1, 2)
     lookahead.wait("waits", look_up(store, prompt(1)).spans)
     bench.put(store, prompt(3))
-    assert [length(store, prompt(n)) for n in (1, 2, 3)] == [8, 0, 8], "1 is the oldest"
+    assert lengths(store, 1, 2, 3) == [8, 0, 8], "1 is the oldest"
 
     lookahead.wait("too", look_up(store, prompt(3)).spans)
     assert bench.offer(store, prompt(4)) is StoreOutcome.NO_SPACE
 
     lookahead.stop_waiting("waits")
     bench.put(store, prompt(4))
-    assert [length(store, prompt(n)) for n in (1, 3, 4)] == [0, 8, 8]
+    assert lengths(store, 1, 3, 4) == [0, 8, 8]
 
 
 def test_quarantine_leaves_before_anything_else(bench: Workbench) -> None:
     store = bench.open(ssd_gb=gb(3 * bench.one))
-    for number in (1, 2, 3):
-        bench.put(store, prompt(number))
+    bench.put_all(store, 1, 2, 3)
     for number in (1, 2):
         lose(bench, store, name_of(store, prompt(number)))
     assert store.summary()["quarantined_bytes"] == 2 * bench.one
 
-    for number in (4, 5):
-        bench.put(store, prompt(number))
+    bench.put_all(store, 4, 5)
 
-    assert [length(store, prompt(number)) for number in (3, 4, 5)] == [8, 8, 8]
+    assert lengths(store, 3, 4, 5) == [8, 8, 8]
     assert store.summary()["quarantined_bytes"] == store.stats.segments_evicted == 0
     assert not list(bench.root.glob("*/quarantine/*"))
     bench.put(store, prompt(6))
@@ -151,14 +147,16 @@ def test_quarantine_leaves_before_anything_else(bench: Workbench) -> None:
 
 
 @pytest.mark.parametrize("what", ["a segment", "quarantine"])
-def test_without_the_room_that_was_made_nothing_is_written(bench: Workbench, what: str) -> None:
+def test_without_the_room_that_was_made_nothing_is_written(
+    bench: Workbench, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also where the disk takes writes: what should have gone is still there."""
     files = FaultyFileSystem()
     store = bench.open(ssd_gb=gb(2 * bench.one), files=files)
-    for number in (1, 2):
-        bench.put(store, prompt(number))
+    bench.put_all(store, 1, 2)
     if what == "quarantine":
-        lose(bench, store, look_up(store, prompt(1)).spans[0].segment.segment_id)
+        lose(bench, store, name_of(store, prompt(1)))
+    name = name_of(store, prompt(1)) if what == "a segment" else "quarantine"
     stays = {own.name for own in bench.root.rglob("*.kv")}
 
     with files.faults.injected(Rule("EIO", "unlink", path="*.kv")):
@@ -166,11 +164,16 @@ def test_without_the_room_that_was_made_nothing_is_written(bench: Workbench, wha
         store.writes.drain()
         assert length(store, prompt(3)) == 0 and store.stats.segments_failed == 1
         assert {own.name for own in bench.root.rglob("*.kv*")} == stays
+        assert store.health.state == "read-only"
+        assert bench.offer(store, prompt(4)) is StoreOutcome.UNAVAILABLE
+        store._keeper.indexed().result()
+        # What was not written could not be removed either.
+        assert store._quota.missing(0) == pytest.approx(bench.one, abs=1000)
 
+    assert name in caplog.text
     recover(store)
     store.check_index()
-    bench.put(store, prompt(3))
-    bench.put(store, prompt(4))
+    bench.put_all(store, 3, 4)
     wait_until(lambda: len(list(bench.root.rglob("*.kv*"))) == 2)
     store.check_integrity()
 
@@ -200,11 +203,10 @@ def test_a_file_that_cannot_be_removed_counts_and_all_else_goes_on(
     """It is tried again now and then."""
     files = FaultyFileSystem()
     store = bench.open(ssd_gb=gb(4 * bench.one), files=files)
-    for number in range(4):
-        bench.put(store, prompt(number))
+    bench.put_all(store, *range(4))
     name = path_of(bench, look_up(store, prompt(0))).name
     if what == "quarantine":
-        lose(bench, store, look_up(store, prompt(0)).spans[0].segment.segment_id)
+        lose(bench, store, name_of(store, prompt(0)))
     with files.faults.injected(Rule("EPERM", "unlink", path=f"*{name}")):
         assert bench.offer(store, prompt(4)) is StoreOutcome.ACCEPTED
         store.writes.drain()
@@ -224,20 +226,19 @@ def test_a_namespace_makes_room_among_its_own(bench: Workbench) -> None:
     """Its least recently used prefix goes, not what nobody has used for longer elsewhere."""
     store = bench.open(ssd_gb=gb(9 * bench.one), namespace_gb=gb(2 * bench.one))
     bench.put(store, prompt(1), namespace="other")
-    for number in (2, 3):
-        bench.put(store, prompt(number), namespace="own")
+    bench.put_all(store, 2, 3, namespace="own")
     store.tree.touch(look_up(store, prompt(2), "own"))
 
     bench.put(store, prompt(4), namespace="own")
 
-    assert [length(store, prompt(n), namespace="own") for n in (2, 3, 4)] == [8, 0, 8]
+    assert lengths(store, 2, 3, 4, namespace="own") == [8, 0, 8]
     assert length(store, prompt(1), namespace="other") == 8
     assert bench.offer(store, prompt(5, 40), namespace="own") is StoreOutcome.NO_SPACE
-    assert [length(store, prompt(n), namespace="own") for n in (2, 4)] == [8, 8]
+    assert lengths(store, 2, 4, namespace="own") == [8, 8]
     bench.put(store, prompt(5), namespace="third")
     source = open_source(store, look_up(store, prompt(2), "own"))
     bench.put(store, prompt(6), namespace="own")
-    assert [length(store, prompt(n), namespace="own") for n in (2, 4, 6)] == [8, 0, 8]
+    assert lengths(store, 2, 4, 6, namespace="own") == [8, 0, 8]
     store.close_source(source)
 
 
@@ -245,18 +246,17 @@ def test_who_has_more_than_it_may_goes_first(bench: Workbench) -> None:
     """As after a restart with less for each; nobody is asked for more than is too much."""
     store = bench.open(ssd_gb=gb(4 * bench.one))
     bench.put(store, prompt(1), namespace="other")
-    for number in (2, 3, 4):
-        bench.put(store, prompt(number), namespace="own")
+    bench.put_all(store, 2, 3, 4, namespace="own")
     small = {"ssd_gb": gb(4 * bench.one), "namespace_gb": gb(2 * bench.one)}
     store = bench.reopen(store, **small)
 
     bench.put(store, prompt(5), namespace="third")
 
-    assert [length(store, prompt(n), namespace="own") for n in (2, 3, 4)] == [0, 8, 8]
+    assert lengths(store, 2, 3, 4, namespace="own") == [0, 8, 8]
     assert length(store, prompt(1), namespace="other") == 8
     bench.put(store, prompt(6), namespace="third")
     assert length(store, prompt(1), namespace="other") == 0
-    assert [length(store, prompt(n), namespace="own") for n in (3, 4)] == [8, 8]
+    assert lengths(store, 3, 4, namespace="own") == [8, 8]
 
 
 def test_a_prefix_may_take_the_place_of_its_own_tail(bench: Workbench) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import sqlite3
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,14 +50,6 @@ def test_everything_is_found_without_the_index(bench: stores.Workbench, damage: 
     stores.check_three_prefixes(bench.reopen(store))
 
 
-def rewrite_row(bench: stores.Workbench, statement: str, *values: object) -> None:
-    (catalog,) = bench.root.glob("*/catalog.sqlite")
-    connection = sqlite3.connect(catalog)
-    with connection:
-        assert connection.execute(statement, values).rowcount == 1
-    connection.close()
-
-
 def is_served(store: PrefixStore, tokens: Sequence[int], namespace: str = "") -> bool:
     match = stores.look_up(store, tokens, namespace)
     if not match.num_tokens:
@@ -83,16 +73,17 @@ def is_served(store: PrefixStore, tokens: Sequence[int], namespace: str = "") ->
     ],
 )
 def test_a_row_that_says_other_things_than_its_file_is_not_believed(
-    bench: stores.Workbench, column: str, value: object, asked: tuple[int, ...]
+    bench: stores.Workbench, store: PrefixStore, column: str, value: object, asked: tuple[int, ...]
 ) -> None:
     """A bit that flips must not lend KVs to other tokens or tenants, nor make them exact."""
-    store = bench.open()
     quality = stores.QUARTER if column == "quality" else EXACT
     bench.put(store, stores.prompt(1, 13), quality=quality)
     assert is_served(store, stores.prompt(1, 13)) == (quality == EXACT), "guards this test"
     salted = store.namespace("salt")
     bench.close(store)
-    rewrite_row(bench, f"UPDATE segments SET {column} = ?", value or salted)
+    assert (
+        stores.change_index(bench.root, f"UPDATE segments SET {column} = ?", value or salted) == 1
+    )
 
     store = bench.open()
 
@@ -117,7 +108,7 @@ def test_a_wrong_row_costs_nothing_that_is_right_on_the_disk(
 ) -> None:
     """SQLite has no checksums: a bit that flips in a row cost the file, or the start."""
     bench.close(stores.three_prefixes(bench))
-    rewrite_row(bench, statement)
+    assert stores.change_index(bench.root, statement) == 1
 
     store = bench.open()
 
@@ -171,10 +162,8 @@ def test_a_file_of_another_model_is_not_adopted(bench: stores.Workbench) -> None
     store = bench.open()
     bench.put(store, stores.prompt(1))
     folder = stores.path_of(bench, stores.look_up(store, stores.prompt(1))).parent
-    info = dataclasses.replace(
-        kv.make_info(bench.shape, stores.prompt(5), segment_id=folder.name + "0" * 30),
-        identity=stores.OTHER_IDENTITY,
-    )
+    place = {"segment_id": folder.name + "0" * 30, "identity": stores.OTHER_IDENTITY}
+    info = kv.make_info(bench.shape, stores.prompt(5), **place)
     bench.close(store)
     kv.write_kvs(folder, info, *kv.random_kvs(bench.shape, 8, seed=1))
 
@@ -186,9 +175,8 @@ def test_a_file_of_another_model_is_not_adopted(bench: stores.Workbench) -> None
 
 @pytest.mark.parametrize("with_rows", [True, False])
 def test_a_copy_of_a_segment_under_another_name_does_no_harm(
-    bench: stores.Workbench, with_rows: bool
+    bench: stores.Workbench, store: PrefixStore, with_rows: bool
 ) -> None:
-    store = bench.open()
     bench.put(store, stores.prompt(1))
     path = stores.path_of(bench, stores.look_up(store, stores.prompt(1)))
     bench.close(store)
@@ -227,7 +215,8 @@ def test_of_two_files_in_one_place_the_newer_is_kept(
     files = FaultyFileSystem()
     if unreadable:
         # Then what has no place stays, for nobody knows what builds on it; but this is known.
-        rewrite_row(bench, "DELETE FROM segments WHERE segment_id = ?", other.stem)
+        row = "DELETE FROM segments WHERE segment_id = ?", other.stem
+        assert stores.change_index(bench.root, *row) == 1
         files.faults.add(Rule("EMFILE", "open", f"*{other.name}"))
 
     store = bench.open(files=files)
@@ -253,20 +242,6 @@ def test_what_an_exact_sibling_hides_outlives_a_restart(bench: stores.Workbench)
     assert stores.length(store, chat, quality=stores.QUARTER) == 13
     stores.lose(bench, store, hider.stem)
     stores.check_rows(store, chat, quality=stores.QUARTER, rows_of=stores.QUARTER)
-
-
-def test_a_smaller_quota_after_a_restart_evicts_in_the_order_of_use(
-    bench: stores.Workbench,
-) -> None:
-    store = bench.open()
-    for number in (1, 2, 3, 4):
-        bench.put(store, stores.prompt(number))
-    stores.use(store, stores.prompt(1))
-
-    store = bench.reopen(store, ssd_gb=stores.gb(3 * bench.one))
-    bench.put(store, stores.prompt(5))
-
-    assert [stores.length(store, stores.prompt(n)) for n in (1, 2, 3, 4, 5)] == [8, 0, 0, 8, 8]
 
 
 @pytest.mark.parametrize("caches", [{}, {"device_gb": 0.01}, {"host_gb": 0.01}])

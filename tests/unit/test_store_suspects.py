@@ -29,36 +29,6 @@ from tests.unit.store_factory import (
 faults, bench, store = failing_store.faults, failing_store.bench, failing_store.store
 
 
-def check_set_aside(
-    bench: Workbench, store: PrefixStore, path: Path, chats: list[tuple[int, ...]]
-) -> None:
-    """The head of some chats is; all are found again once it is stored again."""
-    assert length(store, chats[0]) == 0, "it is not used before it is known to be good"
-    until(store, lambda: store.stats.segments_quarantined == 1)
-
-    assert store.health.state == "ok" and store.summary()["segments_suspect"] == 0
-    assert not path.exists()
-    assert [own.name for own in bench.root.glob("*/quarantine/*")] == [path.name]
-    assert length(store, chats[1]) == 0
-    bench.put(store, chats[0])
-    for tokens in chats:
-        check_rows(store, tokens)
-    assert store.stats.segments_written == 4, "only the lost part was written again"
-    assert store.stats.segments_unreadable == 1
-
-
-def test_a_damaged_segment_is_set_aside_and_what_builds_on_it_stays(
-    bench: Workbench, store: PrefixStore
-) -> None:
-    """A bad block is not a bad disk; `test_store_damage.py` has other kinds of damage."""
-    path, chats = shared_prefix(bench, store)
-    damage.flip_data_bit(path)
-    with pytest.raises(SegmentUnreadable):
-        read(store, chats[0])
-
-    check_set_aside(bench, store, path, chats)
-
-
 def test_a_damaged_segment_on_a_read_only_disk_costs_nothing_else(
     bench: Workbench, store: PrefixStore, faults: Faults
 ) -> None:
@@ -112,12 +82,24 @@ def looks_at(faults: Faults, store: PrefixStore, rule: Rule, count: int) -> None
 def test_a_segment_behind_a_bad_sector_is_set_aside(
     bench: Workbench, store: PrefixStore, faults: Faults, frequent_looks: None
 ) -> None:
+    """What builds on it stays, and is found again once it is stored again."""
     path, chats = shared_prefix(bench, store)
     rule = Rule("EIO", "read|block", f"*{path.name}")
     with faults.injected(rule):
         with pytest.raises(StoreUnavailable):
             read(store, chats[0])
-        check_set_aside(bench, store, path, chats)
+        assert length(store, chats[0]) == 0, "it is not used before it is known to be good"
+        until(store, lambda: store.stats.segments_quarantined == 1)
+
+        assert store.health.state == "ok" and store.summary()["segments_suspect"] == 0
+        assert not path.exists()
+        assert [own.name for own in bench.root.glob("*/quarantine/*")] == [path.name]
+        assert length(store, chats[1]) == 0
+        bench.put(store, chats[0])
+        for tokens in chats:
+            check_rows(store, tokens)
+        assert store.stats.segments_written == 4, "only the lost part was written again"
+        assert store.stats.segments_unreadable == 1
         assert faults.hits[rule.name] == 1 + MOST_LOOKS, "the request, and the looks"
 
 

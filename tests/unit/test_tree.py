@@ -9,44 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from impress_sglang.management.digests import prefix_digest
 from impress_sglang.management.restoring import newest_files, restore_segments
 from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.quality import EXACT, Quality
-from impress_sglang.storage.segment import common_prefix_len
-from tests.unit.kv_factory import as_tokens, make_info, make_shape
+from tests.unit.kv_factory import as_tokens, stored_segment
 
-SHAPE = make_shape()
 P = (1, 2, 3, 4, 5, 6)  # a prompt that others share
 # Computed after a part of an exact prefix.
 ONCE = Quality(1, 0.25)
-
-
-def segment(
-    name: str,
-    tokens: Sequence[int],
-    prefix: Sequence[int] = (),
-    *,
-    namespace: str = "",
-    quality: Quality = EXACT,
-    ready: bool = True,
-    last_access: int = 0,
-) -> StoredSegment:
-    info = make_info(
-        SHAPE,
-        tokens,
-        segment_id=name,
-        namespace=namespace,
-        quality=quality,
-        prefix_len=len(prefix),
-        prefix_digest=prefix_digest(namespace, as_tokens(prefix)),
-    )
-    state = SegmentState.READY if ready else SegmentState.PENDING
-    return StoredSegment(info, info.layout().file_bytes, state, last_access=last_access)
 
 
 Put = Callable[..., StoredSegment]
@@ -61,8 +34,10 @@ def tree() -> StoredTree:
 def put(tree: StoredTree) -> Put:
     """Insert a segment after a prefix that is in the tree, and check the tree."""
 
-    def put(name: str, tokens: Sequence[int], prefix: Sequence[int] = (), **fields: object):
-        new = segment(name, tokens, prefix, **fields)  # type: ignore[arg-type]
+    def put(
+        name: str, tokens: Sequence[int], prefix: Sequence[int] = (), **fields: Any
+    ) -> StoredSegment:
+        new = stored_segment(name, tokens, prefix, **fields)
         assert tree.insert(new, as_tokens(prefix))
         tree.check_integrity()
         return new
@@ -119,7 +94,7 @@ def test_who_takes_the_first_of_many_looks_at_few(tree: StoredTree, put: Put) ->
 
 
 def test_time_goes_on_after_a_restart(tree: StoredTree, put: Put) -> None:
-    new, old = segment("a", P), segment("b", [9], last_access=7)
+    new, old = stored_segment("a", P), stored_segment("b", [9], last_access=7)
 
     assert restore_segments(tree, [new, old]) == []
 
@@ -131,7 +106,7 @@ def test_time_goes_on_after_a_restart(tree: StoredTree, put: Put) -> None:
 def test_a_second_segment_of_a_name_is_refused(tree: StoredTree, put: Put) -> None:
     put("a", P)
 
-    assert not tree.insert(segment("a", [9]), as_tokens([]))
+    assert not tree.insert(stored_segment("a", [9]), as_tokens([]))
     tree.check_integrity()
     assert len(tree) == 1
 
@@ -176,14 +151,6 @@ def test_digest_of_a_prefix_depends_on_namespace_and_every_token() -> None:
     assert prefix_digest("a", as_tokens([1, 2])) == prefix_digest("a", np.array([1, 2], np.int64))
 
 
-@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
-def test_common_prefix_len(left: list[int], right: list[int]) -> None:
-    length = common_prefix_len(as_tokens(left), as_tokens(right))
-
-    assert left[:length] == right[:length]
-    assert length == min(len(left), len(right)) or left[length] != right[length]
-
-
 def test_a_replacement_has_the_same_tokens_and_a_new_name(tree: StoredTree, put: Put) -> None:
     first = put("a", P)
     put("b", [9])
@@ -196,9 +163,12 @@ def test_a_replacement_has_the_same_tokens_and_a_new_name(tree: StoredTree, put:
 
 def test_a_file_that_came_back_takes_no_place_of_what_was_used_later(tree: StoredTree) -> None:
     """However often it was rewritten: its generation says nothing of others."""
-    back = segment("a", P)
+    back = stored_segment("a", P)
     back.info = dataclasses.replace(back.info, generation=3)
-    new, below = segment("n", [*P[:3], 40], last_access=7), segment("m", [50], [*P[:3], 40])
+    new, below = (
+        stored_segment("n", [*P[:3], 40], last_access=7),
+        stored_segment("m", [50], [*P[:3], 40]),
+    )
 
     kept, others = newest_files([back, new, below])
 

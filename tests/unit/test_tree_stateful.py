@@ -16,10 +16,9 @@ from impress_sglang.management.stored import SegmentState, StoredMatch, StoredSe
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.storage.quality import Quality
 from impress_sglang.storage.segment import Priority
-from tests.unit.kv_factory import as_tokens, make_info, make_shape
+from tests.unit.kv_factory import as_tokens, stored_segment
 from tests.unit.prefix_model import QUALITIES, Known, Path, PrefixModel
 
-SHAPE = make_shape()
 Tokens = tuple[int, ...]
 # Few tokens and short sequences, so that histories branch and meet often.
 SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
@@ -40,17 +39,9 @@ class TreeMachine(RuleBasedStateMachine):
         self, namespace: str, prefix: Tokens, tokens: Tokens, quality: Quality, state: SegmentState
     ) -> StoredSegment:
         self.count += 1
-        info = make_info(
-            SHAPE,
-            tokens,
-            segment_id=f"s{self.count}",
-            namespace=namespace,
-            quality=quality,
-            prefix_len=len(prefix),
-            prefix_digest=prefix_digest(namespace, as_tokens(prefix)),
-        )
-        info = dataclasses.replace(info, priority=Priority(sum(tokens) % len(Priority)))
-        return StoredSegment(info, info.layout().file_bytes, state)
+        fields = {"quality": quality, "priority": Priority(sum(tokens) % len(Priority))}
+        name = f"s{self.count}"
+        return stored_segment(name, tokens, prefix, namespace=namespace, state=state, **fields)
 
     def add_to_model(self, segment: StoredSegment, above: Path) -> None:
         info = segment.info

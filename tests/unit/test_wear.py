@@ -6,11 +6,8 @@ import pytest
 
 from impress_sglang.management.wear import WriteBudget
 from impress_sglang.management.writing import StoreOutcome
-from tests.unit import store_factory
-from tests.unit.kv_factory import SequenceKVs
-from tests.unit.store_factory import Workbench, gb, length, prompt
+from tests.unit.store_factory import Workbench, gb, lengths, prompt
 
-bench = store_factory.bench
 DAY = 86_400.0
 
 
@@ -41,16 +38,14 @@ def test_without_a_limit_nothing_is_ever_spent() -> None:
 def test_what_is_over_the_budget_is_not_stored(bench: Workbench) -> None:
     """What was given up costs nothing; what is there stays there, and the next store goes on."""
     store = bench.open(write_gb_per_day=gb(1.9 * bench.one))
-    gate = store_factory.Gate(SequenceKVs(bench.shape, "", prompt(9)))
-    bench.offer(store, prompt(9), read_layers=gate)
+    bench.begin(store, prompt(9))
     store.writes.abandon()
     store.writes.drain()
-    for number in (1, 2):
-        bench.put(store, prompt(number))
+    bench.put_all(store, 1, 2)
     for _ in range(2):
         assert bench.offer(store, prompt(3)) is StoreOutcome.SPENT
     assert bench.offer(store, prompt(1)) is StoreOutcome.KNOWN
-    assert [length(store, prompt(n)) for n in (1, 2, 3)] == [8, 8, 0]
+    assert lengths(store, 1, 2, 3) == [8, 8, 0]
     summary = store.summary()
     assert (summary["offers_above_budget"], summary["write_budget_left_bytes"]) == (2, 0)
     assert not store._quota.has_room(1), "nor is anything reordered"

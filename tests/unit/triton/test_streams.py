@@ -190,11 +190,7 @@ def load_request(case: Case, fake: Device, k: int, seed: int, *, neighbour: bool
     loader = PrefixLoader(case.shape, PaperSelector(100.0), kernel_scorer())
     apart, everything = case.shape.other_kv_heads, range(case.shape.num_kv_heads)
     for layer in range(case.shape.num_layers):
-        inputs, pools, others = (
-            layer_inputs(case.shape, seed + layer),
-            new_slots(case, k),
-            new_slots(case, k),
-        )
+        inputs, pools = layer_inputs(case.shape, seed + layer), new_slots(case, k)
         overwrite_free_memory(case)
         slots = LayerSlots(pools[0].whole, pools[1].whole)
         selected = loader.load(layer, source, inputs, slots, LoadStats())
