@@ -256,6 +256,21 @@ def test_old_bytes_of_the_write_buffer_are_not_written(tmp_path: Path, kind: str
     assert path.read_bytes() == write_kvs(tmp_path / "clean", info, keys, values).read_bytes()
 
 
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_is_written_directly_takes_no_page_cache(tmp_path: Path, direct: bool) -> None:
+    found = list[int]()
+
+    class Files(FileSystem):
+        def open(self, path: Path, flags: int) -> int:
+            found.append(flags)
+            return super().open(path, flags & ~os.O_DIRECT)
+
+    keys, values = random_kvs(SMALL.shape, 20, seed=2)
+    path, read = tmp_path / "ab12.kv", lambda i: (keys[i], values[i])
+    write_segment(path, SMALL, read, AlignedBuffer(), Files(), direct=direct)
+    assert [bool(flags & os.O_DIRECT) for flags in found] == [direct]
+
+
 def test_aligned_buffer_grows_and_starts_at_a_page() -> None:
     buffer = AlignedBuffer()
     for size in (1, 4096, 5000, 3 << 20, 10):
