@@ -401,9 +401,10 @@ class FaultyFileSystem(FileSystem):
             for connection in (c for some in self._connections.values() for c in some):
                 with contextlib.suppress(sqlite3.Error):
                     connection.interrupt()
-        for descriptor in open_files:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+            # Whoever kills it as well comes back to files that are closed.
+            for descriptor in open_files:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
         raise Killed
 
     def power_loss(self, *, everything: bool = True, seed: int = 0, database: str = "kept") -> None:
