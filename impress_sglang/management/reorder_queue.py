@@ -19,6 +19,7 @@ from impress_sglang.management.segment_rewriter import Rewrite, SegmentRewriter,
 from impress_sglang.management.stored import StoredSegment
 from impress_sglang.management.tree import StoredTree
 from impress_sglang.management.versions import SegmentVersions
+from impress_sglang.storage.segment import SegmentInfo
 from impress_sglang.storage.writer import WriteAbandoned
 
 logger = logging.getLogger(__name__)
@@ -143,12 +144,16 @@ class ReorderQueue:
         while self._queue and self._job is None:
             segment, force = self._queue[0]
             there = self._tree.get(segment.segment_id) is segment and segment.ready
-            fits = has_room(segment.file_bytes)
-            if there and fits and not has_room(segment.file_bytes + removing_bytes):
+            # With mapping lists a file is longer than the first one of its tokens.
+            info = dataclasses.replace(segment.info, generation=segment.info.generation + 1)
+            file_bytes = info.layout().file_bytes
+            fits = has_room(file_bytes)
+            if there and fits and not has_room(file_bytes + removing_bytes):
                 return
             self._queue.popleft()
             if there and fits:
-                self._begin(segment, force, gap_bytes)
+                new = dataclasses.replace(info, segment_id=uuid.uuid4().hex)
+                self._begin(segment, new, file_bytes, force, gap_bytes)
             self.stats.without_space += there and not fits
 
     def forget(self, segment: StoredSegment) -> None:
@@ -189,12 +194,16 @@ class ReorderQueue:
         self._queue.clear()
         self._rewriter.close(seconds)
 
-    def _begin(self, segment: StoredSegment, force: bool, gap_bytes: int) -> None:
+    def _begin(
+        self,
+        segment: StoredSegment,
+        info: SegmentInfo,
+        file_bytes: int,
+        force: bool,
+        gap_bytes: int,
+    ) -> None:
         history = segment.history
         assert history is not None
-        info = dataclasses.replace(
-            segment.info, segment_id=uuid.uuid4().hex, generation=segment.info.generation + 1
-        )
         rewrite = Rewrite(
             self._readers.acquire(segment),
             info,
@@ -206,7 +215,7 @@ class ReorderQueue:
             force,
         )
         future = self._rewriter.submit(rewrite)
-        self._job = _Job(segment, segment.segment_id, rewrite, segment.file_bytes, future)
+        self._job = _Job(segment, segment.segment_id, rewrite, file_bytes, future)
 
     def _take_over(self, job: _Job, shares: Shares) -> None:
         assert job.segment.history is not None

@@ -128,6 +128,19 @@ def test_a_new_file_takes_the_place_of_the_old_one(bench: Workbench, store: Pref
     check_rows(store, prompt(1, 40))
 
 
+def test_mapping_lists_count(bench: Workbench, store: PrefixStore) -> None:
+    """Of a long segment they take more than what the header has left of its last block."""
+    tokens = prompt(1, 1000)
+    bench.put(store, tokens)
+    (segment,) = store.tree.segments()
+    before = segment.file_bytes
+    select(store, tokens, 3, 17)
+    reorder(store)
+    assert before < segment.file_bytes == path_of(bench, look_up(store, tokens)).stat().st_size
+    assert store.summary()["used_bytes"] == segment.file_bytes
+    check_rows(bench.reopen(store), tokens)
+
+
 def test_what_is_reordered_gets_no_younger(bench: Workbench, store: PrefixStore) -> None:
     """And who removes what is old is told that it has another name."""
     bench.put(store, prompt(1))
