@@ -38,7 +38,7 @@ class ReorderStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a rewrite ended.
+    """How a rewrite to a file of `new_bytes` ended.
 
     `taken_over`: the segment, which was `old_id` with `old_bytes`, has its new version in the tree.
     `discard`: the new file has no use and must be removed. `error`: why there is none.
@@ -47,6 +47,7 @@ class Outcome:
     segment: StoredSegment
     old_id: str
     old_bytes: int
+    new_bytes: int
     taken_over: bool = False
     discard: str | None = None
     error: BaseException | None = None
@@ -169,7 +170,7 @@ class ReorderQueue:
         error = job.future.exception()
         self._job = None
         self._readers.release(job.old_id)
-        ended = Outcome(job.segment, job.old_id, job.segment.file_bytes)
+        ended = Outcome(job.segment, job.old_id, job.segment.file_bytes, job.file_bytes)
         if error is not None:
             if not isinstance(error, WriteAbandoned):
                 self.stats.failed += 1

@@ -390,7 +390,7 @@ class PrefixStore:
             segment.state = SegmentState.READY
             self._keeper.replace(outcome.old_id, outcome.old_bytes, segment.entry)
         if outcome.discard is not None:
-            self._keeper.delete({outcome.discard: segment.file_bytes})
+            self._keeper.delete({outcome.discard: outcome.new_bytes})
         if isinstance(outcome.error, PrefixUnreadable):
             self.report(outcome.error)
         elif isinstance(outcome.error, OSError):

@@ -21,7 +21,7 @@ from tests.faults import READS, Rule, dead_disk, read_only
 from tests.serving.clients import PART, Client
 from tests.serving.harness import BAD_WORDS, TRACEBACK, Server, Zygote, metrics_of, running, tail
 from tests.serving.traffic import Ask, read_answer
-from tests.serving.watch import Arrivals, Watch
+from tests.serving.watch import Arrivals, Watch, segment_sizes
 from tests.serving.world import KILL, MIXED, World
 
 CLIENTS = 8
@@ -383,7 +383,27 @@ class Life:
         )
         self._require(after.descriptors <= before.descriptors + 2, f"{before} became {after}")
         self._require(after.resident <= before.resident + MOST_GROWTH_BYTES, f"{before}, {after}")
+        self._check_disk()
         self._world.count("accounts checked")
+
+    def _check_disk(self) -> None:
+        """The server counts what the disk has, to the byte."""
+        if self._lives.watch.current.returned:
+            return
+        deadline = time.monotonic() + 30
+        while (counted := self._stored_bytes()) and time.monotonic() < deadline:
+            if counted[0] == counted[1]:
+                self._world.count("disk compared")
+                return
+            time.sleep(0.2)
+        self._require(not counted, f"(counted bytes, bytes of files): {counted}")
+
+    def _stored_bytes(self) -> tuple[int, int] | None:
+        """As the server has it, and of the files; None while it has no store."""
+        store = self._server.stats()["store"]
+        if store is None:
+            return None
+        return store["used_bytes"], sum(segment_sizes(Path(store["directory"])).values())
 
     def _check_log(self) -> None:
         text = self._server.log_text()

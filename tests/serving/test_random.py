@@ -152,6 +152,7 @@ def _missing(world: World, lives: Lives) -> list[str]:
     wanted += [
         "killed",
         "accounts checked",
+        "disk compared",
         "flushed",
         "aborted",
         "hung up",

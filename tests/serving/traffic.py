@@ -141,7 +141,8 @@ def make_catalogue(seed: int) -> Catalogue:
     branches += [[*system[: len(system) * 2 // 3], *fresh(40, 200)] for system in systems]
     turns = [[*branch, *fresh(20, 120)] for branch in branches for _ in range(2)]
     later = [[*turn, *fresh(80, 200)] for turn in chance.sample(turns, 8)]
-    alone = [fresh(300, 900) for _ in range(4)]
+    # In a segment of the last ones mapping lists take a block of their own.
+    alone = [fresh(300, 900) for _ in range(3)] + [fresh(1200, 1500) for _ in range(2)]
     short = [fresh(5, 60) for _ in range(8)]
     mixed = [_mixed(chance, [*systems, *alone], fresh(10, 60)) for _ in range(8)]
     prompts = [*systems, *branches, *turns, *later, *alone, *short, *mixed]

@@ -354,14 +354,16 @@ def test_a_purged_file_that_cannot_be_removed_is_tried_again(bench: Workbench, h
     """It had no name yet."""
     files = FaultyFileSystem()
     store = bench.open(files=files)
-    bench.put(store, prompt(1))
-    select(store, prompt(1), 3)
+    bench.put(store, prompt(1, 1000))
+    select(store, prompt(1, 1000), 3)
+    (segment,) = store.tree.segments()
     held.begin(store)
     (old,) = bench.files()
     with files.faults.injected(Rule("EIO", "unlink", "*.tmp")):
         Purge().step(store)
         held.end(store)
     assert len(bench.files()) == 1 and old not in bench.files()
+    assert max(store._keeper.undeleted.values()) > segment.file_bytes, "it has mapping lists"
     recover(store)
     wait_until(lambda: not bench.files())
 
