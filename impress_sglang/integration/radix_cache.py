@@ -14,7 +14,6 @@ Slots that SGLang's tree does not know are counted, so that SGLang's own account
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -376,8 +375,8 @@ class ImpressRadixCache(RadixCache):
         wanted = self.passes.wanted_by(known.req)
         space, blending = namespace_of(key), self.runtime.blending
         match = admission.find(space, tokens, wanted)
-        there = functools.partial(self.runtime.prefetches.there, known.req.rid)
-        plan = admission.plan(match, tokens, resident_len, wanted, there)
+        waiting = self.runtime.prefetches.of(known.req.rid)
+        plan = admission.plan(match, tokens, resident_len, wanted, waiting)
         if blending is not None:
             plan = blending.plan(space, tokens, resident_len, plan, wanted, known.blend) or plan
         return match, plan

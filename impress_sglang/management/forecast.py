@@ -102,8 +102,29 @@ class ReadForecast:
         """What reading so many bytes from SSD takes, as reads went lately."""
         return self._reader.cost.seconds_for(num_bytes)
 
+    def num_readers(self, segment_id: str) -> int:
+        """How often a segment is being read."""
+        version = self._versions.get(segment_id)
+        return 0 if version is None else version.readers
+
+    def fits(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
+        """Whether a layer of spans fits into the pool."""
+        return self._layer_bytes(spans, in_codes=in_codes) <= self._memory.pool.limit_bytes
+
     def can_read(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> bool:
         """Whether a layer of spans fits into the pool; the first that does not is logged."""
+        if self.fits(spans, in_codes=in_codes):
+            return True
+        if not self._said_too_small:
+            self._said_too_small = True
+            logger.warning(
+                "a stored prefix is computed, for a layer of it takes %.2f GB: "
+                "raise --impress-buffer-gb",
+                self._layer_bytes(spans, in_codes=in_codes) / 1e9,
+            )
+        return False
+
+    def _layer_bytes(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> int:
         needed = 0
         # Spans of a segment share the image of its codes; of its columns each has its own.
         segments = {span.segment.segment_id: span.segment for span in spans}
@@ -114,16 +135,7 @@ class ReadForecast:
                 needed += self._memory.pool.size_of(layout.codes.layer_bytes)
             else:
                 needed += self._memory.pool.size_of(columns_buffer_bytes(layout))
-        if needed <= self._memory.pool.limit_bytes:
-            return True
-        if not self._said_too_small:
-            self._said_too_small = True
-            logger.warning(
-                "a stored prefix is computed, for a layer of it takes %.2f GB: "
-                "raise --impress-buffer-gb",
-                needed / 1e9,
-            )
-        return False
+        return needed
 
     def coded_bytes(self, spans: Sequence[StoredSpan]) -> CodedBytes:
         """What of spans would have to come from SSD in codes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -146,12 +146,20 @@ class AdmissionPlan:
         return torch.from_numpy(self.tokens[: self.stop]).to(torch.int64)
 
 
-There = Callable[[Sequence[StoredSpan]], float]
+class Waiting:
+    """What is known of a request that waits; here of one for which nothing is read meanwhile."""
 
+    def __init__(self, rid: str = "") -> None:
+        """`rid`: of the request."""
+        self.rid = rid
 
-def _nothing(spans: Sequence[StoredSpan]) -> float:
-    """Where nothing is read before a request is admitted."""
-    return 0.0
+    def there(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> float:
+        """The share of the certain reads of spans that is done: of all, or of the base of codes."""
+        return 0.0
+
+    def num_readers(self, segment_id: str) -> int:
+        """How often what is read for it reads a segment."""
+        return 0
 
 
 class Admission:
@@ -201,7 +209,7 @@ class Admission:
         tokens: Tokens,
         resident_len: int,
         wanted: LoadOptions,
-        there: There = _nothing,
+        waiting: Waiting | None = None,
     ) -> AdmissionPlan | None:
         """How a request would use a match; None if it would not.
 
@@ -210,13 +218,13 @@ class Admission:
             tokens: of the prompt but the last one, which is computed in any case.
             resident_len: how many of them are in SGLang's tree.
             wanted: of the request.
-            there: see `decide`.
+            waiting: the request.
         """
         num_tokens = match.num_tokens - resident_len
         if num_tokens < self._config.min_prefix_tokens:
             return None
         work = RequestLengths(resident_len, num_tokens, len(tokens) + 1 - match.num_tokens)
-        estimate = self.decide(match, work, wanted, there)
+        estimate = self.decide(match, work, wanted, waiting or Waiting())
         k = self._policy.tokens_to_load(num_tokens, estimate.retention)
         in_codes = estimate.bits < EXACT_BITS
         spans = match.slice(resident_len, match.num_tokens)
@@ -256,7 +264,7 @@ class Admission:
         match: StoredMatch,
         work: RequestLengths,
         wanted: LoadOptions,
-        there: There = _nothing,
+        waiting: Waiting,
     ) -> Estimate:
         """How much of a stored prefix to load, and what that and computing it would take.
 
@@ -264,8 +272,7 @@ class Admission:
             match: what is stored.
             work: of the request; its stored tokens are the last ones of the match.
             wanted: of the request.
-            there: tells which share of what is certain of spans was read while the request waited:
-                the base of codes, or everything.
+            waiting: the request.
 
         Returns:
             An estimate of all reading; of that what is left to do decides how much is loaded.
@@ -282,16 +289,19 @@ class Admission:
             return store.forecast.stored_bytes(spans)
 
         @functools.cache
-        def coded(whole: bool) -> CodedBytes:
-            missing: Sequence[StoredSpan] = spans
-            if whole:
-                # Of a part of a prefix nothing is shared.
-                covers = self._residents.cover(spans, start)
-                missing = [cover.span for cover in covers if cover.part is None]
-            return store.forecast.coded_bytes(missing)
+        def missing() -> list[StoredSpan]:
+            covers = self._residents.cover(spans, start)
+            return [cover.span for cover in covers if cover.part is None]
 
-        def estimate(retention: float, bits: float, done: float = 0.0) -> Estimate:
-            if bits < EXACT_BITS:
+        @functools.cache
+        def coded(whole: bool) -> CodedBytes:
+            # Of a part of a prefix nothing is shared.
+            return store.forecast.coded_bytes(missing() if whole else spans)
+
+        def estimate(retention: float, bits: float, *, is_left: bool = False) -> Estimate:
+            in_codes = bits < EXACT_BITS
+            done = waiting.there(spans, in_codes=in_codes) if is_left else 0.0
+            if in_codes:
                 whole = policy.tokens_to_load(work.stored, retention) == work.stored
                 num_bytes = coded(whole).expected(bits, done)
             else:
@@ -307,15 +317,33 @@ class Admission:
             retentions = [*(own for own in RETENTIONS if own > wanted.retention), wanted.retention]
         if config.auto_bits and not wanted.bits_chosen and bits < EXACT_BITS:
             most = [*BITS, bits]
+            if retentions[0] >= 1.0 and self._may_be_exact(spans, missing(), waiting):
+                most.insert(0, EXACT_BITS)
         # Bits go first, then tokens.
         choices = [(retentions[0], own) for own in most]
         choices += [(own, bits) for own in retentions[1:]]
         if len(choices) > 1:
-            done = there(spans)
-            left = [estimate(*own, done) for own in choices]
+            left = [estimate(*own, is_left=True) for own in choices]
             chosen = self._estimator.largest_hidden(left)
             choices = [(chosen.retention, chosen.bits)]
         return estimate(*choices[0])
+
+    def _may_be_exact(
+        self, spans: Sequence[StoredSpan], missing: Sequence[StoredSpan], waiting: Waiting
+    ) -> bool:
+        """Whether `auto` may load stored tokens as they were computed, in slots of one request:
+        where nobody else reads them, waits for them or has them in codes, which are shared."""
+        forecast, lookahead = self._served.store.forecast, self._residents.lookahead
+        return (
+            sum(map(len, missing)) == sum(map(len, spans))
+            and all(own.segment.info.quality == EXACT for own in spans)
+            and forecast.fits(spans, in_codes=False)
+            and all(
+                forecast.num_readers(own) == waiting.num_readers(own)
+                and lookahead.awaits_only(own, waiting.rid)
+                for own in {span.segment.segment_id for span in spans}
+            )
+        )
 
     def whole_pages(self, num_tokens: int) -> int:
         """How many of the first tokens of a row are whole pages."""

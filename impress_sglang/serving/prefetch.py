@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from impress_sglang.errors import PrefixUnreadable
 from impress_sglang.management.open_segments import AnySource
 from impress_sglang.management.stored import StoredSpan
-from impress_sglang.serving.admission import AdmissionPlan
+from impress_sglang.serving.admission import AdmissionPlan, Waiting
 from impress_sglang.serving.served_store import ServedStore
 from impress_sglang.timeline import Timeline
 from impress_sglang.transfer.coded import CodedSource
@@ -62,14 +62,9 @@ class Prefetches:
         waiting = self._waiting.get(rid)
         return 1.0 if waiting is None else waiting.plan.unread(waiting.source)
 
-    def there(self, rid: str, spans: Sequence[StoredSpan]) -> float:
-        """The share of the certain reads of spans that is done, for a request or one like it."""
-        own = self._waiting.get(rid)
-        others = (other for other in self._waiting.values() if other.plan.covers)
-        for waiting in others if own is None else (own,):
-            if waiting.plan.spans == tuple(spans):
-                return waiting.source.there
-        return 0.0
+    def of(self, rid: str) -> Waiting:
+        """What is read for a request, for who plans it."""
+        return _Prefetching(rid, self._waiting)
 
     def order(self, rids: Sequence[str]) -> None:
         """Requests wait in this order now; what is not read yet is read in it."""
@@ -107,3 +102,25 @@ class Prefetches:
         """No request does."""
         for rid in list(self._waiting):
             self.drop(rid)
+
+
+class _Prefetching(Waiting):
+    """A request among others that wait."""
+
+    def __init__(self, rid: str, prefetches: Mapping[str, Prefetch]) -> None:
+        super().__init__(rid)
+        self._prefetches = prefetches
+
+    def there(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> float:
+        """Also for another one that reads the same, which may then be shared."""
+        own = self._prefetches.get(self.rid)
+        others = (other for other in self._prefetches.values() if other.plan.covers)
+        for prefetch in others if own is None else (own,):
+            coded = isinstance(prefetch.source, CodedSource)
+            if coded == in_codes and prefetch.plan.spans == tuple(spans):
+                return prefetch.source.there
+        return 0.0
+
+    def num_readers(self, segment_id: str) -> int:
+        own = self._prefetches.get(self.rid)
+        return 0 if own is None else list(own.source.segment_ids).count(segment_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from impress_sglang.integration import radix_cache
 from impress_sglang.integration.passes import KnownRequest
-from impress_sglang.options import AUTO
+from impress_sglang.options import AUTO, EXACT_BITS
 from impress_sglang.serving.admission import AdmissionPlan
 from impress_sglang.serving.estimate import BITS
+from impress_sglang.storage.quality import EXACT
 from tests.integration.worlds import SHAPE, STORED, TOKENS, World
 from tests.unit.waiting import wait_until
 
@@ -67,27 +69,43 @@ def planned(world: World, rid: str) -> AdmissionPlan:
     return plan
 
 
+@pytest.fixture
+def slow_reads(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets reading take a second per byte, and computing so many seconds; bits are auto."""
+    runtime = world.runtime
+    runtime.admission._config = dataclasses.replace(runtime.config, bits=AUTO)
+    monkeypatch.setattr(runtime.store.forecast, "seconds_to_read", lambda count: count)
+    for cost in (runtime.estimator.loading, runtime.estimator.copying):
+        monkeypatch.setattr(cost, "seconds", lambda *_: 0.0)
+    runtime.estimator.note_forward(100, 5000, 0.1)
+
+    def compute_for(seconds: float) -> None:
+        monkeypatch.setattr(runtime.estimator, "_compute_seconds", lambda before, new: seconds)
+
+    return compute_for
+
+
+def read_layers(world: World, rid: str, layers: int) -> None:
+    """Of what a request waits for these are read, and no more."""
+    world.runtime.prefetches.begin(rid, planned(world, rid))
+    source = world.runtime.prefetches._waiting[rid].source
+    source.lead = layers
+    world.runtime.store.ahead.top_up()
+    wait_until(lambda: not source.is_reading)
+    assert source.next_ahead == layers and source.there == layers / SHAPE.num_layers
+
+
 @pytest.mark.parametrize(("layers", "bits"), [(0, 6.0), (1, 7.0), (2, 7.0)])
 def test_auto_gives_bits_for_what_was_read_meanwhile(
-    world: World, layers: int, bits: float, monkeypatch: pytest.MonkeyPatch
+    world: World, layers: int, bits: float, slow_reads: Callable[[float], None]
 ) -> None:
     """The base of some layers; it counts for whoever waits for the same, too."""
-    runtime, forecast = world.runtime, world.runtime.store.forecast
-    runtime.admission._config = dataclasses.replace(runtime.config, bits=AUTO)
-    stored = forecast.coded_bytes(planned(world, "r").spans)
-    # Computing takes as long as reading in 6.8 bits.
+    stored = world.runtime.store.forecast.coded_bytes(planned(world, "r").spans)
+    # As long as reading in 6.8 bits.
     seconds = stored.expected(6.8)
-    monkeypatch.setattr(forecast, "seconds_to_read", lambda count: count)
-    monkeypatch.setattr(runtime.estimator, "_compute_seconds", lambda before, new: seconds)
-    monkeypatch.setattr(runtime.estimator.loading, "seconds", lambda *_: 0.0)
-    runtime.estimator.note_forward(100, 5000, 0.1)
+    slow_reads(seconds)
     if layers:
-        runtime.prefetches.begin("r", planned(world, "r"))
-        source = runtime.prefetches._waiting["r"].source
-        source.lead = layers
-        runtime.store.ahead.top_up()
-        wait_until(lambda: not source.is_reading)
-        assert source.next_ahead == layers and source.there == layers / SHAPE.num_layers
+        read_layers(world, "r", layers)
 
     for rid in ("r", "another"):
         estimate = planned(world, rid).estimate
@@ -96,3 +114,51 @@ def test_auto_gives_bits_for_what_was_read_meanwhile(
         assert estimate.io == pytest.approx(stored.expected(bits))
     hidden = [own for own in BITS if stored.expected(own, layers / 3) <= seconds]
     assert max(hidden, default=5.0) == bits
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_auto_is_exact_where_that_hides(
+    world: World, layers: int, slow_reads: Callable[[float], None]
+) -> None:
+    """Bytes that are read already need not."""
+    forecast, spans = world.runtime.store.forecast, planned(world, "r").spans
+    num_bytes = forecast.stored_bytes(spans).expected(1.0)
+    slow_reads(num_bytes)
+    if layers:
+        read_layers(world, "r", layers)
+        slow_reads(num_bytes * (1 - layers / SHAPE.num_layers))
+    plan = planned(world, "r")
+    assert plan.estimate.bits == EXACT_BITS and plan.quality == EXACT and not plan.covers
+    assert plan.estimate.io == pytest.approx(num_bytes)
+    slow_reads(num_bytes * (1 - layers / SHAPE.num_layers) - 1)
+    assert planned(world, "r").estimate.bits == 8.0
+
+
+@pytest.mark.parametrize("what", ["waits", "reads", "has it in slots"])
+def test_auto_is_in_codes_where_another_request_may_share_them(
+    world: World, what: str, slow_reads: Callable[[float], None]
+) -> None:
+    """Else each would have slots of its own."""
+    slow_reads(1e12)
+    assert planned(world, "r").estimate.bits == EXACT_BITS
+    other = planned(world, "another")
+    if what == "waits":
+        world.cache.awaited.note("another", world.cache.root_node, other.spans)
+    elif what == "reads":
+        world.runtime.prefetches.begin("another", other)
+    else:
+        world.idle_part()
+    assert planned(world, "r").estimate.bits == 8.0
+
+
+def test_auto_is_in_codes_where_a_layer_of_exact_kvs_fits_no_buffer(
+    world: World, slow_reads: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_reads(1e12)
+    forecast, spans = world.runtime.store.forecast, planned(world, "r").spans
+    # It gives memory in grains, of which one has all of so small a model.
+    monkeypatch.setattr(forecast._memory.pool, "size_of", lambda num_bytes: num_bytes)
+    sizes = [forecast._layer_bytes(spans, in_codes=own) for own in (True, False)]
+    assert sizes[0] < sizes[1]
+    monkeypatch.setattr(forecast._memory.pool, "limit_bytes", sizes[0])
+    assert planned(world, "r").estimate.bits == 8.0

@@ -12,7 +12,7 @@ import pytest
 
 from impress_sglang import timeline
 from impress_sglang.serving.metrics import COUNTERS, GAUGES
-from tests.serving.compare import report
+from tests.serving.compare import assert_same, report
 from tests.serving.conftest import Serve
 from tests.serving.harness import Server, metrics_of
 from tests.serving.tiny_models import random_tokens
@@ -23,7 +23,8 @@ FLAGS = ("--impress-device-gb=0", "--max-total-tokens=9000", "--max-running-requ
 @pytest.fixture(scope="module")
 def deciding(serve: Serve) -> Iterator[Server]:
     """A server that may compute instead of loading, and serves one request at a time."""
-    own = (*FLAGS, "--impress-load=faster", "--impress-host-gb=0", "--impress-retention=auto")
+    auto = ("--impress-retention=auto", "--impress-bits=auto")
+    own = (*FLAGS, "--impress-load=faster", "--impress-host-gb=0", *auto)
     with serve("deciding", *own, bench=True) as server:
         # What computing takes is learnt from some long prompts.
         for seed in range(4):
@@ -74,6 +75,17 @@ def test_a_decision_is_reported_with_both_estimates(deciding: Server) -> None:
     assert (said["path"] == "ssd") == (said["decision"] == "load")
     assert said["estimated_load_ms"] > 0 and said["estimated_recompute_ms"] > 0
     assert 0.25 <= said["retention"] <= 1.0
+
+
+def test_auto_is_exact_where_reading_hides_behind_computing(
+    deciding: Server, stock: Server
+) -> None:
+    """A long question, alone, and a drive that is quick for so small a model."""
+    prompt = [*random_tokens(1500, seed=902), *random_tokens(1200, seed=5)]
+    answer = deciding.generate(prompt, 8, return_logprob=True)
+    said = report(answer)
+    assert said["path"] == "ssd" and said["bits"] == 16.0 and not said["approximate"]
+    assert_same([stock.generate(prompt, 8, return_logprob=True)], [answer], 1e-4)
 
 
 @pytest.fixture(scope="module")
