@@ -1,7 +1,7 @@
-"""Whether a request gets a stored prefix, how much of it, and in how many bits.
+"""Decides whether a request gets a stored prefix, how much of it, and in how many bits.
 
 Stage: admit. A plan is made when a request begins to wait and whenever it is matched, and carried
-out when it is admitted (`opening.py`). Everything here is the scheduler's thread's.
+out when it is admitted (`opening.py`). Everything here runs on the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from impress_sglang.transfer.source import ReadNeeds
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdmissionPlan:
-    """k of the tokens [resident_len, stop) of a stored prefix, and what they are read from.
+    """How to use k of the tokens [resident_len, stop) of a stored prefix, and where to read them.
 
-    `covers`: where the tokens are of a prefix in codes, if all of it is used; `missing` slots must
-    be allocated, and `idle` ones, which counted as room, will not be room any more. All lengths
+    `covers` says where the tokens of a prefix in codes are, if all of it is used; else it is empty.
+    `missing` slots must be allocated; `idle` slots counted as room and no longer will. All lengths
     are whole pages.
     """
 
@@ -60,25 +60,25 @@ class AdmissionPlan:
 
     @property
     def promised(self) -> int:
-        """What SGLang is told to load; if that were nothing, it would not ask for it.
+        """Tokens that SGLang is told to load; at least a page, or it would not ask for the prefix.
 
-        It takes this much from the room by which it admits requests.
+        SGLang takes this much from the room by which it admits requests.
         """
         return max(self.missing + self.idle, self.page_size)
 
     @property
     def resident_len(self) -> int:
-        """Tokens before those that are stored, in SGLang's tree."""
+        """Tokens before the stored ones; they are in SGLang's tree."""
         return self.work.resident
 
     @property
     def stop(self) -> int:
-        """Tokens that are not computed."""
+        """Resident and stored tokens together."""
         return self.work.resident + self.work.stored
 
     @property
     def sources(self) -> dict[str, int]:
-        """Where its tokens come from, see `report.SOURCES`."""
+        """Numbers of its tokens by where they come from; see `report.SOURCES`."""
         return {
             "resident": self.resident_len,
             "shared": self.k - self.missing,
@@ -93,24 +93,24 @@ class AdmissionPlan:
 
     @property
     def blended(self) -> int:
-        """Last tokens of the prefix that are not stored behind the same ones as here."""
+        """Tokens of the prefix from the first that is not stored behind the same text; here 0."""
         return 0
 
     @property
     def quality(self) -> Quality:
-        """Of what is computed after the prefix."""
+        """The quality of what is computed after the prefix."""
         retention = 1.0 if self.k == self.work.stored else self.estimate.retention
         return self.match.quality.after(retention, self.estimate.bits)
 
     @property
     def brings(self) -> frozenset[str]:
-        """Segments whose tokens it loads into SGLang's tree: of a whole, exact prefix all."""
+        """Ids of segments it brings into SGLang's tree: all if the prefix is whole and exact."""
         if self.quality != EXACT:
             return frozenset()
         return frozenset(span.segment.segment_id for span in self.spans)
 
     def shares_with(self, other: AdmissionPlan) -> bool:
-        """Whether another plan reads the same, and what one of them reads is for both."""
+        """Whether another plan reads some of the same, so that one read can serve both."""
         if self.covers:
             return self.covers == other.covers
         return not self.brings.isdisjoint(other.brings)
@@ -125,7 +125,7 @@ class AdmissionPlan:
         )
 
     def same_reads(self, other: AdmissionPlan) -> bool:
-        """Whether another plan reads the same of them, and shares nothing."""
+        """Whether another plan reads the same of the same tokens, and neither shares parts."""
         return (
             not self.covers
             and self.same_tokens(other)
@@ -134,7 +134,7 @@ class AdmissionPlan:
         )
 
     def open_source(self, store: PrefixStore, timeline: Timeline) -> AnySource:
-        """A source for what is not in slots; `PrefixStore.close_source` takes it back.
+        """Open a source for what is not in slots; `PrefixStore.close_source` takes it back.
 
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened.
@@ -147,23 +147,23 @@ class AdmissionPlan:
         return store.open_source(self.match, self.resident_len, self.stop, self.needs, timeline)
 
     def unread(self, source: AnySource) -> float:
-        """The share of what is read that a source, which `open_source` gave, has not read yet."""
+        """The share of the plan's reads that `source`, from `open_source`, has not done yet."""
         return source.unread
 
     def token_tensor(self) -> Tensor:
-        """int64 [stop] on the CPU."""
+        """The tokens of the prefix, int64 [stop] on the CPU."""
         return torch.from_numpy(self.tokens[: self.stop]).to(torch.int64)
 
 
 class Waiting:
-    """What is known of a request that waits; here of one for which nothing is read meanwhile."""
+    """What is known of a waiting request; this class is for one for which nothing is read."""
 
     def __init__(self, rid: str = "") -> None:
-        """`rid`: of the request."""
+        """`rid` is the id of the request."""
         self.rid = rid
 
     def there(self, spans: Sequence[StoredSpan], *, in_codes: bool) -> float:
-        """The share of the certain reads of spans that is done: of all, or of the base of codes."""
+        """The share done of the reads that are certain for `spans`: all of them, or the base."""
         return 0.0
 
 
@@ -193,12 +193,12 @@ class Admission:
         self._all_keys = policy.selector.evidence == "keys"
 
     def looks_for(self, num_tokens: int) -> bool:
-        """Whether the store is asked for a prompt of so many tokens now; takes one that is open."""
+        """Whether to look up a prompt of `num_tokens` now; takes over a store that has opened."""
         self._served.take_over()
         return self._served.in_use and num_tokens >= self._config.min_prefix_tokens
 
     def find(self, namespace: str, tokens: Tokens, wanted: LoadOptions) -> StoredMatch:
-        """The longest stored prefix of `tokens` that a request may take, in whole pages."""
+        """Find the longest stored prefix of `tokens` that a request may take, in whole pages."""
         if not self.looks_for(len(tokens)):
             return StoredMatch()
         match = self._served.store.match(namespace, tokens, least=self.least(wanted))
@@ -216,14 +216,14 @@ class Admission:
         wanted: LoadOptions,
         waiting: Waiting | None = None,
     ) -> AdmissionPlan | None:
-        """How a request would use a match; None if it would not.
+        """Plan how a request would use a match; None if it would not use it.
 
         Args:
-            match: of `tokens`.
-            tokens: of the prompt but the last one, which is computed in any case.
-            resident_len: how many of them are in SGLang's tree.
-            wanted: of the request.
-            waiting: the request.
+            match: the stored prefix of `tokens`.
+            tokens: the prompt without its last token, which is computed in any case.
+            resident_len: how many of `tokens` are in SGLang's tree.
+            wanted: what the request asks for.
+            waiting: what is read for the request while it waits; None for nothing.
         """
         num_tokens = match.num_tokens - resident_len
         if num_tokens < self._config.min_prefix_tokens:
@@ -245,9 +245,9 @@ class Admission:
         return AdmissionPlan(match, work, k, tokens, estimate, needs, self._page_size, covers, idle)
 
     def accept(self, plan: AdmissionPlan | None, *, measure: bool) -> AdmissionPlan | None:
-        """The plan; None if computing its tokens is faster.
+        """Return the plan, or None if computing its tokens is faster.
 
-        `measure`: how fast reading is now, so that it may be faster again.
+        `measure`: when declining, measure how fast reading is now; it may have become faster.
         """
         if plan is None or self._config.load == "always" or plan.estimate.loads_faster:
             return plan
@@ -256,10 +256,10 @@ class Admission:
         return None
 
     def state(self, plan: AdmissionPlan | None, resident_len: int, num_tokens: int) -> CacheState:
-        """What is cached of a request of `num_tokens` in all, with an accepted plan or none."""
+        """What is cached of a request with `num_tokens` in all, given its accepted plan or None."""
         if plan is not None:
             return CacheState(True, plan.estimate)
-        # What is shorter is no prefix that anybody would store.
+        # A shorter resident prefix is not one that anybody would store.
         cached = resident_len >= self._config.min_prefix_tokens
         work = RequestLengths(resident_len, 0, num_tokens - resident_len)
         return CacheState(cached, self._estimator.estimate(work, 1.0, 0.0))
@@ -271,18 +271,18 @@ class Admission:
         wanted: LoadOptions,
         waiting: Waiting,
     ) -> Estimate:
-        """How much of a stored prefix to load, and what that and computing it would take.
+        """Decide how much of a stored prefix to load; estimate that, and computing it instead.
 
         Args:
             match: what is stored.
-            work: of the request; its stored tokens are the last ones of the match.
-            wanted: of the request.
-            waiting: the request.
+            work: lengths of the request; its stored tokens are the last ones of the match.
+            wanted: what the request asks for.
+            waiting: what is read for the request while it waits.
 
         Returns:
-            An estimate of all reading; of that what is left to do decides how much is loaded.
+            An estimate that counts all reads; the decision counts only those that are left to do.
         """
-        # What the device has passed by now counts.
+        # Learn from what the device has finished by now.
         self._clock.poll()
         config, policy, store = self._config, self._policy, self._served.store
         start = match.num_tokens - work.stored
@@ -300,7 +300,7 @@ class Admission:
 
         @functools.cache
         def coded(whole: bool) -> CodedBytes:
-            # Of a part of a prefix nothing is shared.
+            # A request that uses a part of a prefix shares nothing.
             return store.forecast.coded_bytes(missing() if whole else spans)
 
         def estimate(retention: float, bits: float, *, is_left: bool = False) -> Estimate:
@@ -322,11 +322,11 @@ class Admission:
             retentions = [*(own for own in RETENTIONS if own > wanted.retention), wanted.retention]
         if config.auto_bits and not wanted.bits_chosen and bits < EXACT_BITS:
             most = [*BITS, bits]
-            # What is in slots in codes is shared and not loaded again.
+            # Tokens that are in slots in codes are shared and not loaded again.
             alone = sum(map(len, missing())) == work.stored and match.quality == EXACT
             if alone and retentions[0] >= 1.0 and store.forecast.fits(spans, in_codes=False):
                 most.insert(0, EXACT_BITS)
-        # Bits go first, then tokens.
+        # Give up bits first, then tokens.
         choices = [(retentions[0], own) for own in most]
         choices += [(own, bits) for own in retentions[1:]]
         if len(choices) > 1:
@@ -336,11 +336,11 @@ class Admission:
         return estimate(*choices[0])
 
     def whole_pages(self, num_tokens: int) -> int:
-        """How many of the first tokens of a row are whole pages."""
+        """Round a number of tokens down to whole pages."""
         return num_tokens // self._page_size * self._page_size
 
     def _cover(self, spans: Sequence[StoredSpan], first: int) -> tuple[Cover, ...]:
-        """Where the tokens of a prefix in codes are; a short rest behind them is computed."""
+        """Where the tokens of a prefix in codes are; a short rest behind the last part is cut."""
         covers = self._residents.cover(spans, first)
         last = max((i for i, cover in enumerate(covers) if cover.part is not None), default=-1)
         rest = sum(len(cover.span) for cover in covers[last + 1 :])
@@ -352,7 +352,7 @@ class Admission:
 def least_of(wanted: LoadOptions, config: ImpressConfig, policy: Policy) -> Quality:
     """The worst quality that a request takes.
 
-    Of what others have blended it takes what was computed again no less than it would itself.
+    It takes what others blended if they computed at least the share again that it would itself.
     """
     depth = config.depth(wanted.retention)
     if policy.exact(wanted) or not depth:
@@ -361,7 +361,7 @@ def least_of(wanted: LoadOptions, config: ImpressConfig, policy: Policy) -> Qual
 
 
 def _spans_of(covers: Sequence[Cover]) -> tuple[list[StoredSpan], list[bool]]:
-    """What a source of some covers reads, and what of that is in slots."""
+    """The spans that a source for `covers` reads, and which of them are in slots already."""
     spans = []
     for cover in covers:
         part, span = cover.part, cover.span

@@ -1,4 +1,4 @@
-"""How the layers of one request's prefix come into its slots, by where they come from.
+"""Loads the layers of a request's prefix into its slots; a class for each kind of source.
 
 Stage: load. All implementations keep one contract (`Loading`); a request has one of them at a time.
 """
@@ -30,35 +30,35 @@ _Source = TypeVar("_Source", bound=SegmentSource | CodedSource)
 
 
 class Loading(Protocol):
-    """What a request is loaded by; layers come in ascending order."""
+    """Loads the prefix of one request, layer by layer in ascending order."""
 
     def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
-        """Fill slots with what a layer uses of the prefix; changes `stats`.
+        """Fill slots with the tokens of the prefix that a layer uses; changes `stats`.
 
         Raises:
             PrefixUnreadable: a chunk is missing, short or corrupt.
         """
 
     def end_layer(self, layer: int) -> None:
-        """A layer is in its slots."""
+        """Note that a layer is in its slots."""
 
     def close(self) -> Sequence[ReadStats]:
-        """Nothing is loaded any more; what was read for this request alone, or last for it."""
+        """End loading; returns stats of its own reads, and of shared ones if it is last to end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loaders:
-    """One of each kind; what they keep of memory is shared by all requests."""
+    """One loader of each kind; all requests share them and the memory that they keep."""
 
     exact: PrefixLoader
     precise: PreciseLoader
     selective: SelectiveLoader
     even: PreciseLoader
-    """Where no query is known yet."""
+    """For blending, where no query is known yet."""
 
     @classmethod
     def of(cls, config: ImpressConfig, shape: KVShape, policy: Policy) -> Loaders:
-        """As the options say."""
+        """Make the loaders that the options ask for."""
         allocation = ALLOCATIONS[config.allocate]
         return cls(
             PrefixLoader(shape, policy.selector),
@@ -69,7 +69,7 @@ class Loaders:
 
 
 class SourceLoading(Generic[_Source]):
-    """From a source of the request's own, which is given back to its store."""
+    """Loads from a source of the request's own, which is given back to its store."""
 
     def __init__(self, store: PrefixStore, source: _Source) -> None:
         self._store = store
@@ -86,7 +86,7 @@ class SourceLoading(Generic[_Source]):
 
 
 class ExactLoading(SourceLoading[SegmentSource]):
-    """From chunks of exact KVs, all or the important ones."""
+    """Loads from chunks of exact KVs: all tokens, or the important ones."""
 
     def __init__(self, loader: PrefixLoader, store: PrefixStore, source: SegmentSource) -> None:
         """`source` is given back to `store`."""
@@ -99,12 +99,12 @@ class ExactLoading(SourceLoading[SegmentSource]):
 
 
 class SelectiveLoading(SourceLoading[CodedSource]):
-    """From codes, the important tokens into slots of the request's own."""
+    """Loads the important tokens from codes into private slots."""
 
     def __init__(
         self, loader: SelectiveLoader, store: PrefixStore, source: CodedSource, bits: float
     ) -> None:
-        """`source` is given back to `store`; its tokens are used in so many `bits`."""
+        """`source` is given back to `store`; `bits` are per element on average."""
         super().__init__(store, source)
         self._loader = loader
         self._bits = bits
@@ -125,7 +125,7 @@ class SelectiveLoading(SourceLoading[CodedSource]):
 
 
 class RecomputedLoading:
-    """From KVs in host memory that were computed because they could not be read."""
+    """Loads KVs from host memory that were computed because they could not be read."""
 
     def __init__(self, loader: PrefixLoader, source: MemorySource) -> None:
         """`source` has the layers that are not loaded yet."""
@@ -134,7 +134,7 @@ class RecomputedLoading:
 
     @property
     def held_bytes(self) -> int:
-        """Of host memory that it has not let go."""
+        """Bytes of host memory that it still holds."""
         return self._source.held_bytes
 
     def load(self, layer: int, inputs: LayerInputs, slots: LayerSlots, stats: LoadStats) -> None:
@@ -150,7 +150,7 @@ class RecomputedLoading:
 
 
 class SharedLoading:
-    """From codes, all tokens into slots that requests share; what others load is joined."""
+    """Loads all tokens from codes into slots that requests share; joins loads of others."""
 
     def __init__(
         self,
@@ -161,15 +161,15 @@ class SharedLoading:
         timeline: Timeline,
         source: CodedSource | None = None,
     ) -> None:
-        """Join what the parts are read from now, and begin to read the others.
+        """Join the loads of parts that are being read, and begin to read the other parts.
 
         Args:
-            loader: of the server.
-            store: of the parts.
-            units: of the parts that the request uses.
+            loader: the server's loader.
+            store: where the parts are stored.
+            units: the units of the parts that the request uses.
             bits: per element on average.
-            timeline: of the request.
-            source: of those parts that nobody reads, if it is there already.
+            timeline: the request's timeline.
+            source: a source for the parts that nobody reads, if one is open already.
 
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened.
@@ -194,7 +194,7 @@ class SharedLoading:
             load.end_layer(layer)
 
     def close(self) -> Sequence[ReadStats]:
-        """See `Loading.close`; of what several requests read together the last one tells."""
+        """See `Loading.close`; reads of several requests are reported by the last one to end."""
         loads, self._loads = self._loads, []
         for load in loads:
             self._leave(load)
@@ -225,7 +225,7 @@ class SharedLoading:
         return self._store.open_coded(spans, [bool(part.layers_loaded) for part in parts])
 
     def _renew(self) -> None:
-        """See that no load of a request that begins its pass was read by another pass.
+        """As a pass begins, replace joined loads from which another pass has read already.
 
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened.
@@ -234,7 +234,7 @@ class SharedLoading:
         for load in stale:
             self._loads.remove(load)
             if not self._leave(load):
-                # Others go on with it.
+                # Others go on with it, but nobody joins it any more.
                 for part in load.parts:
                     if part.load is not None and part.load[0] is load:
                         part.load = None
@@ -246,7 +246,7 @@ class SharedLoading:
             self._loads = joined
 
     def _leave(self, load: PartLoad) -> bool:
-        """Whether nobody else reads it, so that it is closed."""
+        """Leave a load, and close it if nobody else reads it; returns whether it was closed."""
         if not load.leave():
             return False
         self._store.close_source(load.source)

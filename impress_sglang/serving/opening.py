@@ -1,7 +1,7 @@
-"""Carries out the plan of a request that is admitted: slots, parts and sources.
+"""Carries out the plan of an admitted request: takes its slots, parts and sources.
 
-Stage: admit. `Allocate` takes slots from SGLang's pool, int64 [n] of whole pages in order; None if
-there is no room.
+Stage: admit. `Allocate` takes n slots from SGLang's pool, int64 [n], whole pages in order; it
+returns None if there is no room.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RequestOpener:
         loaders: Loaders,
         timeline_for: Callable[[str], Timeline],
     ) -> None:
-        """`device`: of the slots."""
+        """`device`: where the slots are."""
         self._num_layers = num_layers
         self._device = device
         self._served = served
@@ -60,7 +60,7 @@ class RequestOpener:
         self._loaders = loaders
         self._timeline_for = timeline_for
         self.rotation: KeyRotation | None = None
-        """How keys move; None where nothing is blended."""
+        """Moves keys to other positions; None where nothing is blended."""
 
     def open(
         self,
@@ -70,14 +70,14 @@ class RequestOpener:
         report: dict[str, object],
         allocate: Allocate,
     ) -> StoredRequest | None:
-        """A request with the prefix that was planned; None if there are no slots for it.
+        """Open a request with its planned prefix; None if there are no slots for it.
 
         Args:
-            rid: of the request.
-            plan: of it.
+            rid: id of the request.
+            plan: how it uses its prefix.
             resident_slots: int64 [plan.resident_len].
-            report: of the request; is changed.
-            allocate: takes slots.
+            report: its report; is changed.
+            allocate: takes slots from the pool.
 
         Raises:
             PrefixUnreadable: a segment is gone or cannot be opened.
@@ -119,7 +119,7 @@ class RequestOpener:
         )
 
     def _blend(self, rid: str, plan: BlendPlan, allocate: Allocate) -> _Opened | None:
-        """Slots of the request's own, and sources for all that is stored of its prompt."""
+        """Take private slots, and open the runs of a blended prefix."""
         assert self.rotation is not None
         store, prefetch = self._served.store, self._prefetches.take(rid, plan)
         timeline = self._timeline_for(rid) if prefetch is None else prefetch.timeline
@@ -133,7 +133,7 @@ class RequestOpener:
         return _Opened(plan, slots, loading, timeline)
 
     def _own(self, rid: str, plan: AdmissionPlan, allocate: Allocate) -> _Opened | None:
-        """Slots of the request's own, and a source for them."""
+        """Take private slots, and a source to fill them from."""
         store, in_codes = self._served.store, plan.estimate.bits < EXACT_BITS
         if in_codes:
             store.tree.touch(plan.match)
@@ -154,13 +154,13 @@ class RequestOpener:
         return _Opened(plan, slots, loading, timeline)
 
     def _share(self, rid: str, plan: AdmissionPlan, allocate: Allocate) -> _Opened | None:
-        """Slots of resident parts, and of new ones for what is in none."""
-        # Others may have brought some of it, or driven it out, since it was matched.
+        """Use the slots of resident parts, and make new parts for tokens that are in none."""
+        # Since the match, other requests may have loaded some of it, or evicted some.
         spans, first = plan.spans, plan.resident_len
-        # What nobody will use of idle parts stays room: SGLang was not told of it.
+        # Tokens of idle parts that nobody will use stay room: SGLang was not told of them.
         self._residents.cut_idle(spans, first)
         plan = dataclasses.replace(plan, covers=tuple(self._residents.cover(spans, first)))
-        # What is resident must not be evicted for the rest.
+        # Resident parts must not be evicted to make room for the missing ones.
         resident = [PartUse(c.part, c.span.start, c.span.stop) for c in plan.covers if c.part]
         self._residents.use(resident)
         slots = allocate(plan.missing) if plan.missing else None
@@ -190,7 +190,7 @@ class RequestOpener:
         return self._prefetches.take_parts(rid, fresh)
 
     def _parts_of(self, plan: AdmissionPlan, slots: Tensor | None) -> list[PartUse]:
-        """The parts of a plan; those that are not resident get some of the new slots."""
+        """The parts of a plan; tokens that are in none get a new part with some of `slots`."""
         uses, first = [], 0
         for cover in plan.covers:
             span, part = cover.span, cover.part
@@ -214,7 +214,7 @@ class RequestOpener:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Opened:
-    """The plan as it was carried out."""
+    """A plan as it was carried out, and what that took from the pool and the store."""
 
     plan: AdmissionPlan
     slots: Tensor

@@ -21,16 +21,16 @@ from impress_sglang.transfer.slots import LayerSlots
 class StoredRequest:
     """A request that runs with `k` tokens of a stored prefix of `m` tokens.
 
-    If k < m its row begins with an offset, and attention sees what comes after it:
+    If k < m, its row begins with an offset, and attention sees only what comes after it:
 
         |<- start = m - k ->|<- resident ->|<- k ->|<- new ... ->|
 
-    Of a prefix in codes that is all there, k = m, the slots are those of the parts that it `uses`
+    If a prefix in codes is used whole, k = m, its slots belong to the parts that it `uses` together
     with other requests (`transfer.resident`).
 
-    Invariants: the k slots of others are private (counted as protected by the tree) until
-    `adopted`; layers below `layers_loaded` are in them, zeros if the request has `failed`.
-    `stopwatch` is there while a pass loads all layers.
+    Invariants: otherwise the k slots are private (counted as protected by the tree) until
+    `adopted`; layers below `layers_loaded` are in them, or zeros if the request has `failed`.
+    `stopwatch` is set while a pass loads all layers.
     """
 
     rid: str
@@ -51,10 +51,10 @@ class StoredRequest:
     stopwatch: Stopwatch | None = None
     reads: ReadStats = dataclasses.field(default_factory=ReadStats)
     recomputed: bool = False  # the stored KVs could not be read
-    failed: bool = False  # nor computed: it ends with an error
-    adopted: bool = False  # its slots are SGLang's tree's
-    blended: int = 0  # last tokens of the prefix that are stored nowhere behind the same text
-    computed: float = 0.0  # tokens of a blended prefix that were, on average over the layers
+    failed: bool = False  # nor could they be computed: it ends with an error
+    adopted: bool = False  # its slots belong to SGLang's tree
+    blended: int = 0  # tokens of the prefix from the first not stored behind the same text
+    computed: float = 0.0  # tokens of a blended prefix that were computed, mean over the layers
 
     @property
     def approximate(self) -> bool:
@@ -83,15 +83,15 @@ class StoredRequest:
 
     @property
     def undisturbed(self) -> bool:
-        """Whether its times say what loading takes."""
+        """Whether its times show what ordinary loading takes."""
         return not (self.recomputed or self.failed or self.blended)
 
     def will_share(self, segment_ids: frozenset[str]) -> bool:
-        """Whether SGLang's tree is about to have tokens of some segments from it."""
+        """Whether it is about to bring tokens of one of these segments into SGLang's tree."""
         return not (self.adopted or self.failed or self.brings.isdisjoint(segment_ids))
 
     def time_loading(self, stopwatch: Stopwatch) -> None:
-        """A pass begins that runs this while it loads; it tells if the pass loads all layers."""
+        """Time a pass that begins; `stopwatch` is kept only if the pass loads all layers."""
         self.stopwatch = None if self.layers_loaded else stopwatch
 
     def load_layer(self, layer: int, inputs: LayerInputs, slots: LayerSlots) -> None:
@@ -104,20 +104,20 @@ class StoredRequest:
         self.loading.load(layer, inputs, slots, self.stats)
 
     def end_layer(self) -> None:
-        """A layer is in its slots."""
+        """Note that the next layer is in its slots."""
         if self.loading is not None:
             self.loading.end_layer(self.layers_loaded)
         self.layers_loaded += 1
 
     def end_loading(self) -> None:
-        """Nothing is loaded any more; may be called again."""
+        """End loading and add up what was read; may be called again."""
         loading, self.loading = self.loading, None
         if loading is not None:
             for own in loading.close():
                 self.reads.add(own)
 
     def compute_again(self) -> None:
-        """The stored KVs cannot be read; `load_computed` follows, or `fail`."""
+        """Give up stored KVs that cannot be read; `load_computed` follows, or `fail`."""
         self.end_loading()
         self.recomputed = True
 
@@ -132,11 +132,11 @@ class StoredRequest:
         self.end_loading()
 
     def give(self, start: int, stop: int) -> None:
-        """The slots of tokens [start, stop) of the prompt are another's; the request is over."""
+        """Give the slots of tokens [start, stop) of the prompt away; the request is over."""
         first, last = start - self.resident_len, stop - self.resident_len
         self.slots = torch.cat([self.slots[:first], self.slots[last:]])
         self.num_tokens = len(self.slots)
 
     def adopt(self) -> None:
-        """The slots are SGLang's tree's from now on."""
+        """Note that the slots belong to SGLang's tree from now on."""
         self.adopted = True

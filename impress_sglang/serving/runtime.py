@@ -1,7 +1,7 @@
-"""What serves stored prefixes in one process: its store, and the requests that use it.
+"""The runtime that serves stored prefixes in one process: its store, and the requests that use it.
 
-Puts the parts of this package together. Whoever schedules (SGLang's tree cache, a benchmark) plans,
-opens and releases requests; whoever computes loads their layers in between. One thread.
+Puts the parts of this package together. The scheduler (SGLang's tree cache, a benchmark) plans,
+opens and releases requests; the attention backend loads their layers in between. One thread.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class ServingRuntime:
         """Open the store.
 
         Args:
-            config: of the server.
-            shape: of the model's KVs.
-            identity: names its weights.
-            device: where attention runs and slots are.
-            hidden_size: of the model.
-            free: takes slots back, int64 [n], in whole pages.
-            page_size: of the pool of slots.
-            timeline_for: gives a request's, by its name; None for what the options say.
+            config: the server's options.
+            shape: shapes and dtype of the model's KVs.
+            identity: the model identity.
+            device: where attention runs and the slots are.
+            hidden_size: hidden size of the model.
+            free: gives slots, int64 [n] in whole pages, back to the pool.
+            page_size: tokens per page of the pool of slots.
+            timeline_for: returns the timeline of a request, by its id; None to do as options say.
 
         Raises:
             ConfigError: a directory cannot be written, or the caches do not fit in memory.
@@ -83,17 +83,17 @@ class ServingRuntime:
         self.totals = RequestTotals()
         self.recent = RecentRequests(show_prompts=config.show_prompts == ON)
         self.metrics: ServingMetrics | None = None
-        """Where Prometheus finds the totals, if somebody asks for that."""
+        """What Prometheus reads; None unless metrics are wanted."""
         self.live: dict[str, StoredRequest] = {}
-        """Requests that were opened and not released."""
+        """Requests that were opened and not yet released, by id."""
         self.blending: Blending | None = None
-        """How requests reuse text that is no prefix, if they may."""
+        """Plans how requests reuse text that is not a prefix; None if they may not."""
         self.describe_pool: Callable[[], dict[str, int]] = dict
-        """What of the pool of slots is whose, in tokens, from who has the pool."""
+        """Returns who has how much of the pool of slots, in tokens; set by the pool's owner."""
         self._page_size = page_size
         self._looks_ahead = config.lookahead == ON
         self.lookahead = LookAhead(tells=self._looks_ahead)
-        """What requests wait for, and when it is their turn."""
+        """What queued requests will use, and each request's turn."""
         kept = self.lookahead if self._looks_ahead else None
         self.served = ServedStore(config, identity, shape, device, kept)
         self.residents = ResidentParts(free, page_size, self.lookahead)
@@ -104,7 +104,7 @@ class ServingRuntime:
         timeline_for = timeline_for or self._timeline_for
         self.prefetches = Prefetches(self.served, timeline_for)
         self.queue_order: QueueOrder | None = None
-        """Who changes places in SGLang's queue, if somebody does."""
+        """Reorders SGLang's queue; None if `--impress-schedule` is off."""
         if config.schedule != OFF:
             self.queue_order = QueueOrder(config.schedule, self.prefetches.unread)
         self.admission = Admission(
@@ -118,7 +118,7 @@ class ServingRuntime:
             page_size,
         )
         self.explainer = Explainer(config, self.served, self.admission)
-        """Says why requests have a prefix, or have none."""
+        """Says why a request got its prefix, or got none."""
         self._opener = RequestOpener(
             shape.num_layers,
             device,
@@ -130,7 +130,7 @@ class ServingRuntime:
         )
 
     def blend_with(self, rotation: KeyRotation, block_tokens: int) -> None:
-        """Let requests blend whose keys move so; `block_tokens` are computed at once, at most."""
+        """Enable blending: `rotation` moves keys; at most `block_tokens` are computed at once."""
         self.blending = Blending(
             self.config,
             self.shape,
@@ -144,7 +144,7 @@ class ServingRuntime:
 
     @property
     def store(self) -> PrefixStore:
-        """The store, for who knows that one is open."""
+        """The store, for callers that know that one is open."""
         return self.served.store
 
     def open(
@@ -155,7 +155,7 @@ class ServingRuntime:
         report: dict[str, object],
         allocate: Allocate,
     ) -> StoredRequest | None:
-        """Admit a request with the prefix that was planned; None if it must do without.
+        """Admit a request with its planned prefix; None if it must do without one.
 
         See `RequestOpener.open`.
         """
@@ -164,7 +164,7 @@ class ServingRuntime:
             plan.notes.answer = plan.notes.asked = None
         loadings = (request.loading for request in self.live.values())
         if isinstance(plan, BlendPlan) and not fits(plan, loadings, self.config.blend_seconds):
-            # Others blend in the pass that is put together now, and it does in the next one.
+            # Others blend in the pass that is being assembled now; this one will in the next.
             return None
         try:
             request = self._opener.open(rid, plan, resident_slots, report, allocate)
@@ -178,22 +178,22 @@ class ServingRuntime:
         return request
 
     def is_coming(self, plan: AdmissionPlan) -> bool:
-        """Whether a request under way brings some of what is planned into SGLang's tree, where it
-        is shared: after its pass, and sooner than another one would have read it."""
+        """Whether a live request will bring some of the planned tokens into SGLang's tree, where
+        they are shared: after its pass, and sooner than a second request could read them."""
         brings = plan.brings
         return bool(brings) and any(own.will_share(brings) for own in self.live.values())
 
     def note_queue(self, rids: Sequence[str]) -> None:
-        """Requests wait in this order now: first come, first read, and last evicted."""
+        """Note the order of the queue: what earlier requests use is read first, evicted last."""
         if self._looks_ahead:
             self.lookahead.order(rids)
         self.prefetches.order(rids)
 
     def end_waiting(self, rid: str) -> None:
-        """A request is admitted, or gone, and waits for nothing.
+        """Note that a request has been admitted or is gone, and no longer waits.
 
-        While others wait, the caches hear of it after its pass: what it is about to read would be
-        the first to make room for them. If nobody does, nothing may be kept only for itself.
+        While others wait, the caches are told only after its pass: told now, they would evict first
+        what it is about to read. If nobody waits, they are told now, and keep nothing for a queue.
         """
         if not self.lookahead.awaits:
             self.lookahead.tell()
@@ -212,7 +212,7 @@ class ServingRuntime:
         self.store.ahead.top_up()
 
     def finish_layer(self, request: StoredRequest) -> None:
-        """Count a layer that is in its slots; after the last one nothing is read any more."""
+        """Count a layer that is in its slots; after the last one, end loading and learn from it."""
         request.end_layer()
         if request.layers_loaded == self.shape.num_layers:
             request.end_loading()
@@ -220,10 +220,10 @@ class ServingRuntime:
             publish(request)
 
     def give_up_reading(self, request: StoredRequest, error: PrefixUnreadable) -> None:
-        """A chunk was unreadable: forget the segment; the prefix is computed, or fails."""
+        """Handle an unreadable chunk: forget its segment; the prefix is then computed, or fails."""
         logger.warning("stored prefix of request %s is computed again: %s", request.rid, error)
         request.compute_again()
-        # Their slots will hold something else than their levels say.
+        # The slots of its parts will no longer hold what the parts' levels say.
         self._hide_parts(request)
         self.store.report(error)
 
@@ -232,15 +232,15 @@ class ServingRuntime:
         request.load_computed(RecomputedLoading(self._loaders.exact, source))
 
     def fail(self, request: StoredRequest) -> None:
-        """End a request whose prefix can neither be read nor computed now; others go on."""
+        """Fail a request whose prefix can neither be read nor computed; other requests go on."""
         request.fail()
-        # A layer may be half in its slots, and nobody may go on with what it did not load.
+        # A layer may be only half in its slots, and nobody may go on with what was not loaded.
         self._hide_parts(request)
 
     def release(self, rid: str) -> StoredRequest | None:
-        """A request is over, or leaves its slots; None if it has no stored prefix.
+        """End a request, or take it off its slots; None if it has no stored prefix.
 
-        Private slots are the caller's again.
+        Its private slots belong to the caller again.
         """
         request = self.live.pop(rid, None)
         if request is not None:
@@ -252,15 +252,15 @@ class ServingRuntime:
         return request
 
     def count(self, report: dict[str, Any]) -> None:
-        """A request has ended, with this report."""
+        """Count a request that has ended, by its report."""
         self.totals.add(report)
         if self.metrics is not None:
             self.metrics.observe(report)
 
     def tell_metrics(self, *, now: bool = False, idle: bool = False) -> None:
-        """Tell what has been counted, once a second, or `now`; `idle`: if there is news."""
+        """Export the counts: at most once a second, or `now`, or if `idle` and there is news."""
         if idle:
-            # No batch comes that would do so.
+            # No batch will come that would poll.
             self.served.poll()
         if self.metrics is not None:
             now = now or (idle and self.metrics.has_news)
@@ -294,7 +294,7 @@ class ServingRuntime:
         }
 
     def _timeline_for(self, rid: str) -> Timeline:
-        """Where a request's time goes, if that is wanted."""
+        """A new timeline for a request; one that records nothing unless there is a trace path."""
         return NO_TIMELINE if self._timelines is None else RequestTimeline(rid)
 
     def _hide_parts(self, request: StoredRequest) -> None:
@@ -302,7 +302,7 @@ class ServingRuntime:
             self.residents.hide(use.part)
 
     def _learn(self, request: StoredRequest) -> None:
-        """Tell the estimator what loading took besides waiting for the drive."""
+        """Tell the estimator how long loading took, less the time spent waiting for the drive."""
         stopwatch = request.stopwatch
         if stopwatch is None or request.recomputed or request.failed:
             return
