@@ -1,9 +1,9 @@
-"""What every attention backend does for IMPRESS: loads a request's prefix, layer by layer.
+"""What every attention backend does for IMPRESS: loads the prefixes of requests, layer by layer.
 
 SGLang's own backend object is kept; `adopt_backend` changes its class, so that its attributes,
 graph flags and identity checks stay what they are. Where all of a prefix is in slots, rows are
-ordinary and that is all. How a backend starts a row at an offset differs between kinds:
-`torch_native.py` and `paged.py`.
+ordinary and loading is all that is added. How a backend starts a row at an offset differs between
+kinds: see `torch_native.py` and `paged.py`.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ logger = logging.getLogger(__name__)
 
 _FUSED = "this server keeps no new keys outside its pool, which computing it again needs"
 
-# From the name of SGLang's class to that of ours, None where rows are ordinary.
+# From the name of SGLang's class to the name of ours; None where rows are ordinary.
 ADOPTED = {backend.kind: backend.offset_rows for backend in BACKENDS.values()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _BatchRow:
-    """A request of the batch that has a stored prefix: its place, and its rows among the new.
+    """A request of the batch with a stored prefix: its place, and its rows of the new tokens.
 
-    `loading` runs while this pass loads its layers.
+    `loading` runs while this pass loads the layers of the request.
     """
 
     index: int
@@ -69,7 +69,7 @@ class _BatchRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pass:
-    """An extend pass under way: its work, and what it takes with loading."""
+    """An extend pass under way: its work, and a stopwatch for all of it, loading included."""
 
     new_tokens: int
     pairs: float
@@ -79,15 +79,15 @@ class _Pass:
 class PrefixAttention(AttentionBackend):
     """Notes which requests of a batch have a stored prefix, and loads what each layer uses of it.
 
-    Stands before a backend of SGLang among the bases of a class, and is never made by itself. It is
-    a subclass of `AttentionBackend` because Python only lets an object change to a class with the
-    same layout. Prefixes are loaded in eager passes only: prefill must run without CUDA graphs.
+    A mixin: it stands before one of SGLang's backends among the bases of a class. It subclasses
+    `AttentionBackend` because Python lets an object change only to a class with the same layout.
+    Prefixes are loaded in eager passes only: prefill must run without CUDA graphs.
     """
 
     offset_rows = False
-    """Whether a row may begin with zeros."""
+    """Whether rows may begin at an offset."""
     times_each = False
-    """Whether a subclass notes the time of each request's attention by itself."""
+    """Whether a subclass itself records the attention time of each request."""
 
     _runtime: ServingRuntime | None
     _passes: Passes | None
@@ -102,7 +102,7 @@ class PrefixAttention(AttentionBackend):
     _model_runner: Any
 
     def begin_serving(self, model_runner: Any) -> None:
-        """Set what this class needs on an object that was made as SGLang's own."""
+        """Set the attributes that this class needs on an object made as SGLang's own class."""
         self._runtime = None
         self._passes = None
         self._capture = None
@@ -116,7 +116,7 @@ class PrefixAttention(AttentionBackend):
         self._clock = clock_for(self._starts.on_device.device)
 
     def connect(self, runtime: ServingRuntime, passes: Passes) -> None:
-        """Give the backend its requests; until then no row has a stored prefix."""
+        """Connect the backend to the runtime; until then no row has a stored prefix."""
         self._runtime = runtime
         self._passes = passes
 
@@ -132,7 +132,7 @@ class PrefixAttention(AttentionBackend):
         self._plan(forward_batch)
 
     def _plan(self, forward_batch: Any) -> None:
-        """SGLang's preparation of a batch."""
+        """Prepare a batch as SGLang does."""
         super().init_forward_metadata(forward_batch)
 
     def _begin_extend(self, forward_batch: Any) -> None:
@@ -165,7 +165,7 @@ class PrefixAttention(AttentionBackend):
         self._pass = _Pass(new_tokens, pairs, stopwatch)
 
     def _row(self, index: int, request: StoredRequest, new: slice) -> _BatchRow:
-        """A row whose loading is timed; that is the request's, if this pass loads all of it."""
+        """Make a row and its stopwatch, which the request keeps if this pass loads all layers."""
         loading = self._clock.stopwatch()
         request.time_loading(loading)
         return _BatchRow(index, request, new, loading)
@@ -180,10 +180,10 @@ class PrefixAttention(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
-        """SGLang's entry, also where it goes on in an object of another class.
+        """SGLang's entry point, even if it then dispatches to an object of another class.
 
-        An extend loads what the layer uses of each stored prefix first. A recompute of a prefix
-        keeps its KVs outside the pool.
+        An extend first loads what the layer uses of each stored prefix. While a prefix is computed
+        again, its KVs are kept outside the pool.
         """
         if self._capture is not None:
             assert k is not None and v is not None
@@ -210,9 +210,9 @@ class PrefixAttention(AttentionBackend):
         return output
 
     def _attend(self, *arguments: Any, **keywords: Any) -> Tensor:
-        """SGLang's attention of a layer, of all requests of the batch at once.
+        """Run SGLang's attention for a layer, for all requests of the batch at once.
 
-        On an accelerator the time that is noted is that of launching.
+        On an accelerator only the time of the launch is recorded.
         """
         rows = () if self.times_each else self._rows
         began = time.perf_counter()
@@ -225,7 +225,7 @@ class PrefixAttention(AttentionBackend):
         return output
 
     def _note_pass(self, runtime: ServingRuntime) -> None:
-        """Tell the estimator what computing took; a recompute in between is not what it means."""
+        """Tell the estimator how long computing took, unless a request's loading was disturbed."""
         noted, self._pass = self._pass, None
         if noted is None or not all(row.request.undisturbed for row in self._rows):
             return
@@ -241,9 +241,9 @@ class PrefixAttention(AttentionBackend):
     def _load_layer(
         self, row: _BatchRow, q: Tensor, k: Tensor | None, layer: Any, forward_batch: Any
     ) -> None:
-        """Fill a request's slots of a layer; a request that cannot have them fails alone.
+        """Fill a request's slots for a layer; if that is impossible, only this request fails.
 
-        Where SGLang fuses writing keys with their rotation, `k` is None and they are in the pool.
+        Where SGLang fuses rotating keys with writing them, `k` is None: the keys are in the pool.
         """
         assert self._runtime is not None
         request, pool = row.request, self._model_runner.token_to_kv_pool
@@ -262,8 +262,8 @@ class PrefixAttention(AttentionBackend):
             self._runtime.fail(request)
             self._passes.abort(request.rid, reason)
         if not request.uses:
-            # The row goes through the rest of the pass, and must not bring NaN into it. Shared
-            # slots have numbers, and may be read by others.
+            # The row stays in the pass to its end and must not bring NaN into it. Shared slots hold
+            # numbers already, and other requests may read them.
             slots.keys.clear()
             slots.values.clear()
 
@@ -277,7 +277,7 @@ class PrefixAttention(AttentionBackend):
         *,
         can_compute: bool,
     ) -> str | None:
-        """Load a layer, from KVs that are computed here if need be; returns why it cannot be."""
+        """Load a layer, computing its KVs here if need be; returns why it failed, None if not."""
         try:
             return self._load(row, q, new_keys, layer, slots, can_compute=can_compute)
         except (MemoryError, RuntimeError) as error:
@@ -298,7 +298,7 @@ class PrefixAttention(AttentionBackend):
     ) -> str | None:
         assert self._runtime is not None
         request = row.request
-        # Only who scores needs the resident keys, for its softmax.
+        # Resident keys are needed only for scoring, in the softmax.
         scores = request.start or request.bits < EXACT_BITS
         inputs = LayerInputs(
             queries=q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[row.new],
@@ -330,7 +330,7 @@ class PrefixAttention(AttentionBackend):
         return shortage
 
     def _blend(self, request: StoredRequest, loading: BlendedLoading) -> str | None:
-        """Bring a blended prefix into its slots; returns why that cannot be."""
+        """Blend a prefix into its slots; returns why that failed, or None."""
         blend = PrefixBlend(self._model_runner.token_to_kv_pool, request, loading)
         self._capture = blend
         began = time.monotonic()
@@ -344,7 +344,7 @@ class PrefixAttention(AttentionBackend):
         return None
 
     def _recompute(self, request: StoredRequest, device: torch.device) -> str | None:
-        """Compute the KVs of an unreadable source here; returns why that cannot be."""
+        """Compute the KVs of an unreadable prefix here; returns why that failed, or None."""
         assert self._runtime is not None
         shape, num_tokens = self._runtime.shape, request.num_tokens
         limit = bytes_of(self._runtime.config.recompute_gb)
@@ -370,7 +370,7 @@ def adopt_backend(backend: Any, model_runner: Any) -> None:
     """Turn SGLang's backend object into ours, in place.
 
     Raises:
-        UnsupportedError: nobody has judged backends of this class.
+        UnsupportedError: backends of this class have not been judged.
     """
     name = _name_of(backend)
     if name == HYBRID:
@@ -388,7 +388,7 @@ def adopt_backend(backend: Any, model_runner: Any) -> None:
 
 
 def _name_of(backend: Any) -> str:
-    """As in the tables; a subclass of a judged class may read rows in its own way."""
+    """Its exact class, as in the tables: a subclass of a judged class may read rows differently."""
     kind = type(backend)
     name = f"{kind.__module__}.{kind.__qualname__}"
     return name.removeprefix("sglang.srt.layers.attention.")
@@ -404,5 +404,5 @@ def _check_judged(backend: Any) -> None:
 
 @functools.cache
 def _with_ordinary_rows(kind: type[AttentionBackend]) -> type[AttentionBackend]:
-    """SGLang's class of backend, with loading in front of it."""
+    """A class that puts `PrefixAttention` in front of one of SGLang's backends."""
     return type(f"Impress{kind.__name__}", (PrefixAttention, kind), {})

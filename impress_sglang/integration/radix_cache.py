@@ -1,15 +1,15 @@
-"""The tree cache: SGLang's radix cache for what is resident, our store for what has left it.
+"""The tree cache: SGLang's radix cache for resident prefixes, our store for those that left it.
 
-Translates SGLang's calls: `serving/` plans, opens and saves. A request whose stored prefix is
-longer than its resident one is admitted with that (docs/design.md). Only the scheduler's thread
-calls this class.
+Translates SGLang's calls into those of `serving/`, which plans, opens and saves. A request whose
+stored prefix is longer than its resident one is admitted with the stored one (docs/design.md). Only
+the scheduler's thread calls this class.
 
-Slots that SGLang's tree does not know are counted, so that SGLang's own accounting
+Slots that SGLang's tree does not know are counted here, so that SGLang's own accounting
 (available + evictable + protected + uncached == total) holds at every step:
-  * private: the k slots of a live request of its own, as protected;
-  * shared: slots of prefixes in codes, as protected while a request uses them, and else as
-    evictable;
-  * held: slots of approximate KVs that a write still reads, as evictable.
+  * private: the k slots that belong to one live request, counted as protected;
+  * shared: slots of prefixes in codes, counted as protected while a request uses them, and as
+    evictable otherwise;
+  * held: slots of approximate KVs that a write still reads, counted as evictable.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from impress_sglang.serving.truncation import truncated_tokens_of
 
 
 class ImpressRadixCache(RadixCache):
-    """SGLang's `RadixCache` that finds evicted prefixes again on SSD."""
+    """SGLang's `RadixCache`, extended to find evicted prefixes again on SSD."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class ImpressRadixCache(RadixCache):
         read_identity: Callable[[], str],
         forward_stream: Any,
     ) -> None:
-        """`read_identity` names the model's weights; it is asked again after each flush."""
+        """`read_identity` returns the model identity; it is called again after each flush."""
         self.runtime = runtime
-        """What it shares with the attention backend."""
+        """The runtime, which the attention backend uses as well."""
         self._saves = PromptSaves(self, runtime, forward_stream)
         self._known = KnownRequests()
         self.passes = Passes(runtime, self._known, self._saves)
@@ -66,12 +66,12 @@ class ImpressRadixCache(RadixCache):
         self.weights = WeightWatch(runtime.served, read_identity, self._set_aside, self._is_empty)
         """Told of new weights by the hooks around SGLang's handlers."""
         self.sweeps = PoolSweeps(self)
-        """Who frees what is purged."""
+        """Frees the slots of what is purged."""
         self._private_tokens = 0
         self._residents = runtime.residents
         self.awaited = Awaited(self._residents)
         self.check = IntegrityCheck(runtime.served, self._check_requests)
-        """What somebody may order, and how it ended."""
+        """The integrity check that an operator may order, and its outcome."""
         self._started = False
         super().__init__(params)
         runtime.describe_pool = self._describe_pool
@@ -85,12 +85,12 @@ class ImpressRadixCache(RadixCache):
         self._started = True
 
     def reset(self) -> None:
-        """SGLang's flush, when it is idle: what is resident goes, what is stored stays."""
+        """SGLang's flush, which it does when idle: drops what is resident, keeps what is stored."""
         store = self.runtime.served.opened
         if self._started and store is not None:
             # Accepted writes read slots that are about to be given away.
             store.writes.drain()
-            # Other weights may come, and another store.
+            # Other weights may follow, and with them another store.
             self.runtime.tell_metrics(now=True)
         assert not self.runtime.live and not self._private_tokens
         assert not self._saves.held_tokens
@@ -107,7 +107,7 @@ class ImpressRadixCache(RadixCache):
             self.weights.flushed()
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """The resident prefix, extended by a stored one where that is longer."""
+        """Match the resident prefix, extended by a stored one where that is longer."""
         resident = super().match_prefix(params)
         req = params.req
         if req is None or self.disable:
@@ -144,8 +144,8 @@ class ImpressRadixCache(RadixCache):
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any] | None:
         """Admit a request with its stored prefix: take its slots and open its source.
 
-        None sends the request back to the queue; it is then matched again, without a stored prefix
-        unless it waits for somebody else to bring that.
+        None sends the request back to the queue. It is then matched again, without a stored prefix
+        unless it waits for another request to bring that.
         """
         req = params.req
         assert req is not None
@@ -158,7 +158,7 @@ class ImpressRadixCache(RadixCache):
         report = req.customized_info[REPORT_KEY][0]
         request = self.runtime.open(req.rid, plan, resident_slots, report, self._allocate)
         if request is None:
-            # Who blends says by itself whether it may do so later.
+            # Of a blend, its own notes say whether it may be tried again.
             known.declined = not isinstance(plan, BlendPlan)
             return None
         if not request.uses:
@@ -168,10 +168,10 @@ class ImpressRadixCache(RadixCache):
         return plan.promised, req.last_node
 
     def prefetch(self, req: Any, *, again: bool = False) -> None:
-        """A request waits: note what it will use, and read it for its first layers.
+        """Note what a waiting request will use, and begin to read that for its first layers.
 
-        It is never held back for that: when it is admitted, it goes on with what is there. `again`:
-        it has waited, and something may have changed.
+        The request is never held back for this: once admitted, it goes on with what was read.
+        `again`: it has waited since an earlier call, and what is cached of it may have changed.
         """
         runtime = self.runtime
         runtime.served.take_over()
@@ -180,7 +180,7 @@ class ImpressRadixCache(RadixCache):
             return
         tokens = req.full_untruncated_fill_ids or req.origin_input_ids
         if req.positional_embed_overrides is not None:
-            # What SGLang matches of it, whose KVs do not follow from its tokens.
+            # SGLang matches none of it either: its KVs do not follow from its tokens.
             tokens = tokens[:0]
         limit = req._compute_max_prefix_len(len(tokens))
         key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
@@ -195,9 +195,9 @@ class ImpressRadixCache(RadixCache):
             runtime.prefetches.begin(req.rid, plan)
 
     def prefix_device_indices(self, req: Any) -> Tensor:
-        """The row of a request's prefix: zeros, resident slots, private slots.
+        """The row of a request's prefix: zeros, resident slots, slots of the stored prefix.
 
-        SGLang asks for it when it has admitted the request and locked what it uses.
+        SGLang asks for it after it has admitted the request and locked what the request uses.
         """
         self._end_waiting(req.rid)
         request = self.runtime.live.get(req.rid)
@@ -211,7 +211,7 @@ class ImpressRadixCache(RadixCache):
         request = self.runtime.live.get(req.rid)
         if request is not None:
             assert request.layers_loaded == self.runtime.shape.num_layers
-            # What comes after the prompt is not what a timeline is about.
+            # A timeline ends where the prompt does.
             request.timeline.finish()
             if request.failed:
                 return
@@ -219,7 +219,7 @@ class ImpressRadixCache(RadixCache):
                 if req.finished():
                     before = request.k
                     self._saves.offer_approximate(req, request, up_to)
-                    # What a write holds of them is not private any more.
+                    # Slots that a write now holds are no longer private.
                     self._private_tokens -= before - request.k
                 return
             if not request.adopted:
@@ -246,14 +246,14 @@ class ImpressRadixCache(RadixCache):
             self.passes.note_end(req, reports[0])
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
-        """A request that was never admitted is gone."""
+        """Forget a request that ended without having been admitted."""
         super().release_aborted_request(handle)
         if handle.rid not in self.runtime.live:
             self._forget(handle.rid)
             self._saves.drop(handle.rid)
 
     def release_host_resources(self) -> None:
-        """A graceful end: finish writes, and keep what the next start should know."""
+        """Shut down gracefully: finish writes, and save what the next start should know."""
         super().release_host_resources()
         self._saves.abandon_all()
         self.runtime.close()
@@ -261,8 +261,8 @@ class ImpressRadixCache(RadixCache):
     def evict(self, params: EvictParams) -> EvictResult:
         """SGLang's eviction, after finished writes have let go of their slots.
 
-        When nothing else is left, writes are given up whose slots come free by that, the latest
-        first; nobody waits for them.
+        When nothing else is left, writes are given up if that frees their slots, the latest write
+        first; none of them is waited for.
         """
         store, held, evicted = self.runtime.served.opened, self._saves.held_tokens, 0
         if store is not None:
@@ -299,7 +299,7 @@ class ImpressRadixCache(RadixCache):
         self.awaited.move_up(node)
 
     def flush_pending_backups(self) -> None:
-        """SGLang's tick after each batch."""
+        """SGLang's call after each batch: poll the store, read ahead, tell the metrics."""
         served = self.runtime.served
         served.poll()
         if served.opened is not None:
@@ -307,12 +307,12 @@ class ImpressRadixCache(RadixCache):
         self.runtime.tell_metrics()
 
     def evictable_size(self) -> int:
-        """Tokens that `evict` can free: SGLang's, and those that only writes hold."""
+        """Tokens that `evict` can free: SGLang's, idle parts', and those that only writes hold."""
         own = self._saves.held_tokens + self._residents.idle_tokens
         return int(super().evictable_size()) + own + self._saves.locked_tokens()
 
     def protected_size(self) -> int:
-        """Tokens that cannot be evicted: SGLang's, and the slots only we know."""
+        """Tokens that cannot be evicted: SGLang's, and those in private or used shared slots."""
         own = self._private_tokens + self._residents.used_tokens
         return int(super().protected_size()) + own - self._saves.locked_tokens()
 
@@ -322,7 +322,7 @@ class ImpressRadixCache(RadixCache):
         return {**self.runtime.summary(), "integrity": self.check.state}
 
     def _describe_pool(self) -> dict[str, int]:
-        """What of the pool is ours."""
+        """How many tokens of the pool are ours, by what they are for."""
         return {
             "tokens": self.token_to_kv_pool_allocator.size,
             "private_tokens": self._private_tokens,
@@ -333,7 +333,7 @@ class ImpressRadixCache(RadixCache):
         }
 
     def check_integrity(self) -> None:
-        """Compare our counters with the requests, and check the store, all at once.
+        """Compare our counters with the live requests, and check the whole store.
 
         Raises:
             AssertionError: they differ, which is a bug.
@@ -343,7 +343,7 @@ class ImpressRadixCache(RadixCache):
             self.runtime.store.check_integrity()
 
     def _check_requests(self) -> None:
-        """However much is stored, this takes time in the number of requests and of parts."""
+        """Check counters; the time grows with requests and parts, not with what is stored."""
         live = self.runtime.live.values()
         assert self._private_tokens == sum(r.k for r in live if not r.adopted and not r.uses)
         self._residents.check_integrity()
@@ -351,7 +351,7 @@ class ImpressRadixCache(RadixCache):
         assert self._saves.held_tokens <= self._saves.writing_tokens
 
     def _set_aside(self) -> None:
-        """Weights or the pool may change. Passes end, writes are given up, plans are forgotten."""
+        """Prepare for new weights or a new pool: end passes, give up writes, forget plans."""
         torch.get_device_module(self.device).synchronize()
         self._saves.revoke()
         store = self.runtime.served.opened
@@ -369,9 +369,9 @@ class ImpressRadixCache(RadixCache):
     def _plan(
         self, key: RadixKey, resident_len: int, known: KnownRequest
     ) -> tuple[StoredMatch, AdmissionPlan | None]:
-        """What is stored of a request that may be served, and how it would be used."""
+        """Match a request with the store, and plan how it would use what was found."""
         admission = self.runtime.admission
-        # A prompt is only copied where it may be found.
+        # The tokens are copied only if the prompt may be found.
         if known.declined or not admission.looks_for(len(key)):
             return StoredMatch(), None
         tokens = as_tokens(key.raw_token_ids())
@@ -387,9 +387,9 @@ class ImpressRadixCache(RadixCache):
     def _accept(
         self, plan: AdmissionPlan | None, req: Any, resident: MatchResult, *, measure: bool = True
     ) -> AdmissionPlan | None:
-        """A plan; None if its tokens are computed because that is faster.
+        """Return the plan, or None if computing its tokens is faster.
 
-        Notes what the request waits for. `measure`: see `Admission.accept`.
+        Also notes what the request waits for. `measure`: see `Admission.accept`.
         """
         admission, order = self.runtime.admission, self.runtime.queue_order
         plan = admission.accept(plan, measure=measure)
@@ -401,7 +401,7 @@ class ImpressRadixCache(RadixCache):
         return plan
 
     def _allocate(self, num_tokens: int) -> Tensor | None:
-        """Slots of whole pages, in order, int64; None if there is no room."""
+        """Allocate slots, int64, whole pages in order, evicting if need be; None without room."""
         assert num_tokens == self.runtime.admission.whole_pages(num_tokens)
         allocator = self.token_to_kv_pool_allocator
         missing = num_tokens - allocator.available_size()
@@ -411,7 +411,7 @@ class ImpressRadixCache(RadixCache):
         return None if slots is None else slots.to(torch.int64)
 
     def _end_failed(self, req: Any, request: StoredRequest) -> None:
-        """Count a failed request; one that was put back to the queue may try again."""
+        """Count a failed request that has ended; let one that SGLang put back try again."""
         if request.failed and req.finished():
             self.runtime.totals.requests_failed += 1
         elif request.failed:
@@ -424,7 +424,7 @@ class ImpressRadixCache(RadixCache):
         request.adopt()
 
     def _end_waiting(self, rid: str) -> None:
-        """A request is admitted, or gone."""
+        """Note that a request was admitted or is gone, and no longer waits."""
         self.awaited.forget(rid)
         self.runtime.end_waiting(rid)
 

@@ -32,9 +32,9 @@ from impress_sglang.transfer.source import PrefixSource
 class LoadStats:
     """What loading one request's prefix took, and attention; milliseconds of wall clock.
 
-    `layers_by_fallback` read all keys, `layers_by_probe` chose their tokens without that. Of
-    prefixes in codes `base_bytes` were restored; `units` counts units of all layers, `planes` those
-    of them that have each plane.
+    `layers_by_fallback` read all keys; `layers_by_probe` chose their tokens without that. For
+    prefixes in codes, `base_bytes` is how much base was restored, `units` counts units over all
+    layers, and `planes` how many of them have each plane.
     """
 
     layers_by_probe: int = 0
@@ -55,7 +55,7 @@ class LoadStats:
         return BASE_BITS + PLANE_BITS * sum(self.planes) / self.units
 
     def note_planes(self, levels: npt.NDArray[np.uint8]) -> None:
-        """Units of a layer have so many planes, uint8 [G, units]."""
+        """Count the units of a layer; `levels` uint8 [G, units] is how many planes each has."""
         self.units += levels.size
         for plane in range(NUM_PLANES):
             self.planes[plane] += int(np.count_nonzero(levels > plane))
@@ -74,9 +74,9 @@ class LoadStats:
 class LayerInputs:
     """What attention of a layer knows of a request before its prefix is loaded.
 
-    queries [n, Hq, D] and new_keys [n, G, D] of the new tokens, resident_keys [c, G, D] of prefix
-    tokens that are in the device pool; all after rotation, in the model's dtype. With
-    resident_rows, int64 [c], these are rows of a pool, and resident_keys is that pool.
+    queries [n, Hq, D] and new_keys [n, G, D] of the new tokens, resident_keys [c, G, D] of the
+    resident tokens; all after rotation, in the model's dtype. If resident_rows, int64 [c], is set,
+    resident_keys is a pool, and these are the rows of the resident tokens in it.
     """
 
     queries: Tensor
@@ -87,10 +87,10 @@ class LayerInputs:
 
 
 class PrefixLoader:
-    """Loads the part of a prefix that a layer uses, by an identification rule."""
+    """Loads the tokens of a prefix that a layer uses, as an identification rule selects them."""
 
     def __init__(self, shape: KVShape, rule: TokenSelector, scorer: Scorer | None = None) -> None:
-        """`scorer`: None for what fits the device of the queries."""
+        """`scorer`: None for the one that fits the device of the queries."""
         self._shape = shape
         self._rule = rule
         self._scorer = scorer
@@ -103,7 +103,7 @@ class PrefixLoader:
         slots: LayerSlots,
         stats: LoadStats,
     ) -> Tensor:
-        """Fill slots with as many tokens of the prefix as they hold, those that this layer uses.
+        """Fill slots with the tokens of the prefix that this layer uses, one for each slot.
 
         Row j of a head gets that head's own j-th token.
 
@@ -125,7 +125,7 @@ class PrefixLoader:
         began, loading = time.perf_counter(), stats.load_ms
         with source.timeline.span(SELECT, layer):
             tokens = self._rule.select(evidence, k)
-        # What the rule had to read is counted as loading.
+        # Time that the rule spent reading is counted as loading.
         stats.probe_ms += (time.perf_counter() - began) * 1e3 - (stats.load_ms - loading)
         if evidence.all_keys is None:
             stats.layers_by_probe += 1
@@ -153,13 +153,13 @@ class PrefixLoader:
         evidence: LayerEvidence,
         slots: LayerSlots,
     ) -> Tensor:
-        """Load the sets [1, k] or [G, k]; returns what each head group uses, [head groups, u]."""
+        """Load the sets [1, k] or [G, k]; returns the tokens [head groups, u] of head groups."""
         shape = self._shape
         if shape.num_head_groups >= len(sets):
             selected = sets.expand(shape.num_head_groups, -1)
             self._fill(layer, source, selected, evidence, slots)
             return selected
-        # A head group with several heads holds what any of them takes.
+        # A head group with several heads loads what any of its heads uses.
         selected = sets.unique()[None]
         union = LayerSlots.fresh(selected.shape[1], shape, slots.values.pool.device)
         self._fill(layer, source, selected, evidence, union)
@@ -176,7 +176,7 @@ class PrefixLoader:
         evidence: LayerEvidence,
         slots: LayerSlots,
     ) -> None:
-        """Load the tokens [head groups, u]; what the selector has read is not read again."""
+        """Load the tokens [head groups, u]; keys that the rule has read are not read again."""
         shape, everything = self._shape, evidence.all_keys
         others = slots.keys.only(shape.other_kv_heads) if everything is None else None
         source.read(layer, selected, keys=others, values=slots.values)
@@ -189,7 +189,7 @@ class PrefixLoader:
 
 
 class LayerEvidence:
-    """See `importance.selectors.Evidence`: reads a layer's keys and scores them, when asked."""
+    """Reads and scores a layer's keys on demand; see `importance.selectors.Evidence`."""
 
     def __init__(
         self,
@@ -204,9 +204,9 @@ class LayerEvidence:
         self.num_tokens = source.num_tokens
         self.group_size = shape.group_size
         self.all_keys: Tensor | None = None
-        """[m, G, Dk] once they were read."""
+        """[m, G, Dk]; None until they are read."""
         self.scores: Tensor | None = None
-        """The newest scores that were asked for."""
+        """The scores that were computed last."""
         self._scorer = scorer
         self._probe_keys: Tensor | None = None
         self._probe_scores: Tensor | None = None
@@ -217,7 +217,7 @@ class LayerEvidence:
 
     @property
     def probe_keys(self) -> Tensor:
-        """[m, probe heads, Dk] where the queries are; see `PrefixSource.read_probe`."""
+        """[m, probe heads, Dk] on the queries' device; see `PrefixSource.read_probe`."""
         if self._probe_keys is None:
             with self._stats.timed("load_ms"):
                 probe = self._source.read_probe(self.layer)
@@ -275,14 +275,14 @@ class LayerEvidence:
             )
 
     def _query_heads(self, kv_heads: Sequence[int]) -> Tensor:
-        """Query heads that share the given KV heads, grouped by KV head; where the queries are."""
+        """Query heads that share the given KV heads, grouped by KV head, on the queries' device."""
         size = self._shape.group_size
         heads = tuple(h * size + g for h in kv_heads for g in range(size))
         return head_index(heads, self._inputs.queries.device)
 
 
 def join_keys(shape: KVShape, probe: Tensor, other: Tensor) -> Tensor:
-    """Keys of probe and other heads -> [rows, G, D] in the order of the heads."""
+    """Join the keys of probe and of other heads to [rows, G, D], in the order of the heads."""
     joined = probe.new_empty(probe.shape[0], shape.num_kv_heads, probe.shape[2])
     joined[:, head_index(shape.probe_kv_heads, probe.device)] = probe
     joined[:, head_index(shape.other_kv_heads, probe.device)] = other
@@ -290,7 +290,7 @@ def join_keys(shape: KVShape, probe: Tensor, other: Tensor) -> Tensor:
 
 
 def _pick(rows: Tensor, sets: Tensor, known: Tensor) -> Tensor:
-    """From the rows [u, G, D] of the tokens `known` [u] those of each head's set [G, k]."""
+    """Pick each head's set of tokens [G, k] from rows [u, G, D] of the tokens `known` [u]."""
     position = to_device(torch.searchsorted(known, sets), rows.device).T
     heads = torch.arange(rows.shape[1], device=rows.device)
     return rows[position, heads]

@@ -1,7 +1,7 @@
-"""Stored tokens that are in slots in codes, for all requests that use them.
+"""Parts: stored tokens that are in slots in codes, for all requests that use them.
 
-Stage: load. A part is loaded once; each request then raises the units that it lacks, so that the
-precision of a part only rises. Who comes while a part is being loaded joins that load.
+Stage: load. A part is loaded once; each request then raises the units in which it lacks planes, so
+the precision of a part only rises. A request that comes while a part is being loaded joins in.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from impress_sglang.transfer.coded import CodedSource
 class PartLoad:
     """A source that several requests read from, in the same pass of the model.
 
-    `parts` are those of the source's spans; `pending` requests have joined and have not loaded
-    their last layer, of whom `ended` are done with `layer`.
+    `parts` belong to the source's spans, one each. `pending` requests have joined and have not
+    loaded their last layer; `ended` of them are done with `layer`.
     """
 
     source: CodedSource
@@ -41,18 +41,18 @@ class PartLoad:
             part.load = self, number
 
     def loads(self, part: ResidentPart) -> bool:
-        """Whether a part, which it once had, is still to be loaded by it."""
+        """Whether one of its parts is still to be loaded by it."""
         return part.load is not None and part.load[0] is self and not part.broken
 
     def end_layer(self, layer: int) -> None:
-        """A request is done with a layer; after the last one the source lets go of it."""
+        """Note that a request is done with a layer; the last request lets the source drop it."""
         self.ended = self.ended + 1 if layer == self.layer else 1
         self.layer = layer
         if self.ended == self.pending:
             self.source.end_layer(layer)
 
     def leave(self) -> bool:
-        """A request is done with it; whether it was the last one."""
+        """Note that a request is done with this load; returns whether it was the last one."""
         self.pending -= 1
         if self.pending:
             return False
@@ -67,7 +67,7 @@ class ResidentPart:
     """The tokens [start, stop) of a stored segment, and the slots that hold them in codes.
 
     Invariants: layers below `layers_loaded` are in the slots; their units have `levels` planes. A
-    unit belongs to one part only as far as the part has its tokens.
+    unit at the edge of a part belongs to it only as far as the part has its tokens.
     """
 
     segment_id: str
@@ -80,14 +80,14 @@ class ResidentPart:
     users: int = 0
     last_access: float = 0.0
     broken: bool = False
-    """Whether a layer could not be read: nobody else may use it."""
+    """Whether a layer could not be read, so that no other request may use the part."""
     lasting: bool = True
-    """Whether a layer can be raised when the next one is loaded: ranges of all are kept."""
+    """Whether a layer can still be raised after the next is loaded: all ranges are kept."""
     alone: bool = False
-    """Whether nobody else may join: another part has slots of its pages, and one request uses both
-    and gives both back, or its segment is to be forgotten."""
+    """Whether no other request may join: another part has slots in the same pages, and one request
+    uses both parts and gives both back; or its segment is to be forgotten."""
     load: tuple[PartLoad, int] | None = None
-    """What it is read from now, and which span of that it is."""
+    """The load that reads it now, and the number of its span there."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.start < self.stop <= self.layout.num_tokens
@@ -101,7 +101,7 @@ class ResidentPart:
 
     @functools.cached_property
     def units(self) -> range:
-        """Units of a head with tokens of the part."""
+        """The units of a head that have tokens of the part."""
         size = self.layout.unit_tokens
         return range(self.start // size, -(-self.stop // size))
 
@@ -111,22 +111,22 @@ class ResidentPart:
         return self.layers_loaded == self.num_layers
 
     def tokens(self, layer: int) -> CodedTokens:
-        """The part in a layer that is loaded; of its bytes only the ranges are there."""
+        """The part's codes in a loaded layer; only the ranges of their bytes are present."""
         return CodedTokens(self.layout, self._ranges[layer], self.start, self.slots)
 
     def begin_layer(self, layer: int, groups: Tensor) -> CodedTokens:
-        """The part in the next layer, whose base is uint8 [groups, group_bytes]; keeps ranges."""
+        """Begin the next layer with its base, uint8 [groups, group_bytes]; keeps the ranges."""
         assert layer == self.layers_loaded
         assert len(groups) == -(-self.stop // GROUP_TOKENS) - self.start // GROUP_TOKENS
         if not self.lasting:
             self._ranges.clear()
-        # A copy: what was read belongs to the source.
+        # A copy, because the bytes that were read belong to the source.
         self._ranges[layer] = groups[:, : self.layout.group_range_bytes].clone()
         self.layers_loaded += 1
         return CodedTokens(self.layout, groups, self.start, self.slots)
 
     def cut(self, token: int) -> ResidentPart:
-        """Leave the tokens from this one on to a part of their own; nobody uses or loads it."""
+        """Split the tokens from `token` on into a new part; nobody may be using or loading this."""
         assert self.loaded and not self.users and self.load is None
         rest = ResidentPart(
             self.segment_id,
@@ -172,18 +172,18 @@ class PartUse:
 
     @property
     def units(self) -> slice:
-        """Those of the part's units that have the tokens."""
+        """Which of the part's units have the tokens, counted from its first unit."""
         size, first = self.part.layout.unit_tokens, self.part.units[0]
         return slice(self.start // size - first, -(-self.stop // size) - first)
 
 
 class UsedUnits:
-    """The units of a head over the parts that a request uses, counted through all of them."""
+    """The units of a head in all parts that a request uses, numbered consecutively."""
 
     def __init__(self, uses: Sequence[PartUse], device: torch.device) -> None:
         numbers, self.uses, count = [], tuple(uses), 0
         self.places: list[slice] = []
-        """Of each use, its units among all."""
+        """Which units belong to each use."""
         for use in uses:
             size, own = use.part.layout.unit_tokens, use.units
             tokens = np.arange(use.start, use.stop) // size
@@ -196,17 +196,17 @@ class UsedUnits:
         return self._count
 
     def weights(self, by_token: Tensor) -> Tensor:
-        """Weights of units [G, units], from those of tokens [G, m]."""
+        """Sum weights of tokens [G, m] to weights of units [G, units]."""
         sums = by_token.new_zeros(len(by_token), len(self))
         return sums.index_add_(1, self._unit_of_token, by_token)
 
 
 def parts_alone(source: CodedSource, slots: Tensor) -> UsedUnits:
-    """Parts that nobody shares for all tokens of a source, layer by layer, and their load.
+    """Make unshared parts for all tokens of a source, to be raised layer by layer, and their load.
 
     Args:
-        source: whose base is nowhere in slots.
-        slots: int64 [m], of all tokens.
+        source: a source none of whose base is in slots.
+        slots: int64 [m], for all tokens.
     """
     parts = [
         ResidentPart(

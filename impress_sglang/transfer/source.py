@@ -1,8 +1,8 @@
 """Where the KVs of a request's stored prefix come from.
 
 Stage: load. A source gives rows (tokens) of a layer. `SegmentSource` takes them from the device
-cache, the host cache and SSD; `transfer.memory.MemorySource` has them in memory, after a recompute
-of a prefix whose chunks were unreadable.
+cache, the host cache and SSD; `transfer.memory.MemorySource` has them in host memory, after a
+prefix whose chunks were unreadable was computed again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadNeeds:
-    """What a request will ask of each layer, as far as that is known before.
+    """What a request will read of each layer, as far as that is known in advance.
 
     `whole`: all keys and values. `probe`: the probe column. `all_keys`: all keys, and some values.
     """
@@ -50,8 +50,8 @@ class ReadNeeds:
 class PrefixSource(Protocol):
     """The KVs of the tokens [0, num_tokens) of a stored prefix.
 
-    Layers are read in ascending order. Implementations must give exactly the rows that are wanted,
-    in the order of the tokens.
+    Layers are read in ascending order. Implementations must give exactly the requested rows, in the
+    order of the tokens.
     """
 
     @property
@@ -61,16 +61,16 @@ class PrefixSource(Protocol):
 
     @property
     def stats(self) -> ReadStats:
-        """What reading has taken so far."""
+        """Counters of what was read so far."""
         ...
 
     @property
     def timeline(self) -> Timeline:
-        """Where the time goes."""
+        """Records where the time goes."""
         ...
 
     def read_probe(self, layer: int) -> Tensor:
-        """The keys from which important tokens are found; the shape has probe heads.
+        """Read the keys by which important tokens are found; needs a shape with probe heads.
 
         Returns:
             [num_tokens, probe heads, Dk] in the KV's dtype, on the source's device, and valid until
@@ -94,26 +94,26 @@ class PrefixSource(Protocol):
         Args:
             layer: from 0.
             tokens: int64 [head groups, k] on the CPU, ascending in each head group; None for all.
-            keys: for the keys of the heads that the probe column does not have; None if they are
-                not wanted.
-            values: for the values of all heads; None if they are not wanted.
+            keys: slots for the keys of the heads that the probe column does not have; None if they
+                are not wanted.
+            values: slots for the values of all heads; None if they are not wanted.
 
         Raises:
-            PrefixUnreadable: as of `read_probe`; the slots are undefined.
+            PrefixUnreadable: as for `read_probe`; what is in the slots is then undefined.
         """
         ...
 
     def note_selection(self, layer: int, selected: Tensor, importance: Tensor | None) -> None:
-        """Say which tokens [head groups, k] the layer uses: see `PrefixPlanner.note_selection`."""
+        """Note which tokens [head groups, k] the layer uses; see `PrefixPlanner.note_selection`."""
         ...
 
     def note_whole(self, layer: int) -> None:
-        """Say that the layer uses all tokens."""
+        """Note that the layer uses all tokens."""
         ...
 
 
 class SegmentSource(StoredSource):
-    """A stored prefix: consecutive spans of one or more segments."""
+    """Reads a stored prefix: consecutive spans of one or more segments."""
 
     def __init__(
         self,
@@ -130,8 +130,8 @@ class SegmentSource(StoredSource):
     ) -> None:
         """Begin with nothing read.
 
-        `learns`: what layers want teaches what is read ahead for later requests. `gatherer`: None
-        for what fits the device.
+        `learns`: learn from what layers want what to read ahead for later requests. `gatherer`:
+        None for the one that fits the device.
         """
         assert spans
         layouts = [span.segment.layout for span in spans]
@@ -150,7 +150,7 @@ class SegmentSource(StoredSource):
         self._cache = cache
         self._gatherer = make_gatherer(cache) if gatherer is None else gatherer
         self._needs = needs
-        # By span; found once for all layers, which is faster and at worst out of date.
+        # Blocks to read ahead, by span; found once for all layers: faster, at worst out of date.
         self._expected: list[list[Flags]] | None = None
         self._expected_from = 0
 
@@ -167,7 +167,7 @@ class SegmentSource(StoredSource):
             self._expected = [self.expect(layer, span, waste_budget) for span in self._spans]
             self._expected_from = layer
         for number, expected in enumerate(self._expected):
-            # Apart, because the probe column is asked for first.
+            # In separate reads, because the probe column is asked for first.
             for blocks in expected:
                 own = np.flatnonzero(blocks[layer - self._expected_from])
                 if len(own):
@@ -218,10 +218,10 @@ class SegmentSource(StoredSource):
             self._planner.note_whole(layer)
 
     def expect(self, layer: int, span: SourceSpan, waste_budget: float) -> list[Flags]:
-        """What the layers from this one on will probably want from SSD.
+        """Predict which blocks the layers from this one on will want from SSD.
 
         Returns:
-            bool [layers, blocks of a layer] of the probe column, and the same of keys and values.
+            bool [layers, blocks of a layer] for the probe column, if needed, and keys and values.
         """
         needs, expected = self._needs, []
         if needs.probe:
@@ -247,7 +247,7 @@ class SegmentSource(StoredSource):
         return LayerBuffer(segment, offset, size, self._pool, tenant, spare_bytes=spare)
 
     def _carry_out(self, plan: PlannedRead, stage: str, take: Callable[[], _T]) -> _T:
-        """Rows are taken from where chunks stood before the read; then the chunks move."""
+        """Fetch blocks, take rows from where chunks stood before the read, then move the chunks."""
         try:
             with self.timeline.span(stage, plan.layer):
                 self._fetch(plan)
@@ -255,7 +255,7 @@ class SegmentSource(StoredSource):
                 rows = take()
                 self._settle(plan)
         except BaseException:
-            # The placement counts on bytes that were not copied.
+            # The placement assumes bytes that were not copied.
             self._cache.abandon(plan.access)
             raise
         with self.timeline.span(PLAN, plan.layer):
@@ -268,7 +268,7 @@ class SegmentSource(StoredSource):
         for own in plan.spans:
             if own.blocks is not None:
                 buffer = self._buffer(plan.layer, self._number(own.span))
-                # After a probe the layer's rows are asked for.
+                # A read of the probe column is followed by one of the layer's rows.
                 last = own.rows is not None
                 blocks = np.flatnonzero(own.blocks)
                 num_bytes = buffer.read(blocks, gap, self._reader, last=last)
@@ -288,11 +288,11 @@ class SegmentSource(StoredSource):
         return self._buffer(layer, self._number(span)).memory
 
     def _memory_of(self, layer: int, own: SpanRead) -> PooledMemory | None:
-        """Of the buffer of what is read of a span, if any of it comes from SSD."""
+        """The memory of a span's layer buffer; None if nothing of the read comes from SSD."""
         return None if own.blocks is None else self._memory(layer, own.span)
 
     def _probe_keys(self, layer: int, own: SpanRead) -> Tensor:
-        """Keys [tokens, heads, Dk] of the probe column of a span."""
+        """The keys [tokens, heads, Dk] of the probe column of a span."""
         (part,), span = own.parts, own.span
         first = int(part.chunks[0]) * part.group.chunk_rows
         chunks = self._gatherer.gather_chunks(part, self._memory_of(layer, own))
@@ -307,7 +307,7 @@ class SegmentSource(StoredSource):
                     memory.fence = fence
 
     def _kept_chunks(self, plan: PlannedRead) -> list[LoadedChunks]:
-        """The chunks that were read whole to be cached."""
+        """The chunks that were read whole in order to be cached."""
         found = []
         for own in plan.spans:
             for part in own.parts:
@@ -321,7 +321,7 @@ class SegmentSource(StoredSource):
 
 
 def columns_buffer_bytes(layout: SegmentLayout) -> int:
-    """Of a layer buffer for the columns."""
-    # The last chunk of a column may be short; it is looked at as if it were not.
+    """Bytes of a layer buffer for the columns."""
+    # The last chunk of a column may be short; it is viewed as if it were whole.
     longest = max(layout.chunk_stride(column) for column in layout.shape.columns)
     return layout.columns_bytes + longest
